@@ -42,7 +42,9 @@ def add_step_options(parser: argparse.ArgumentParser, *, precisions: Sequence[st
         help=f"GPT preset ({', '.join(PRESETS)}), or a model of your own as module:function (default tiny)",
     )
     parser.add_argument(
-        "--variant", choices=("gpt", "llama"), help="architecture of the preset's layers (default: its own, gpt where it has both)"
+        "--variant",
+        choices=("gpt", "llama"),
+        help="architecture of the preset's layers (default: its own, gpt where it has both)",
     )
     parser.add_argument("--layers", type=int, metavar="N", help="number of layers (default: the preset's)")
     parser.add_argument(

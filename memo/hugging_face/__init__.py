@@ -13,7 +13,11 @@ if TYPE_CHECKING:
         names_configuration as names_configuration,
     )
     from memo.hugging_face.model import HuggingFaceModel as HuggingFaceModel
-    from memo.hugging_face.published import PUBLISHED as PUBLISHED, Published as Published, published_name as published_name
+    from memo.hugging_face.published import (
+        PUBLISHED as PUBLISHED,
+        Published as Published,
+        published_name as published_name,
+    )
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,

@@ -123,7 +123,9 @@ def _built(kind: type[Any], config: Any, *, name: str, dtype: torch.dtype) -> nn
         except Exception as error:  # of the model's own code
             failed = failed or error
     assert failed is not None
-    raise UsageError(f"{name}: {kind.__name__} cannot be built without memory: {type(failed).__name__}: {one_line(failed)}")
+    raise UsageError(
+        f"{name}: {kind.__name__} cannot be built without memory: {type(failed).__name__}: {one_line(failed)}"
+    )
 
 
 def _types(config: Any, count: int) -> Sequence[str]:
@@ -177,7 +179,9 @@ def _taken_out(
             indices = [number[module] for module in child.children() if module in number]
             if not indices or len(indices) != len(list(child.children())):
                 continue
-            first = [index for index in indices if keys[index] not in {keys[other] for other in indices if other < index}]
+            first = [
+                index for index in indices if keys[index] not in {keys[other] for other in indices if other < index}
+            ]
             more = [index for index in indices if index > first[-1] and keys[index] == keys[first[-1]]][:1]
             stay = [*first, *(more or [index for index in indices if index > first[-1]][:1])]
             setattr(parent, name, type(child)(*_as_given(child, [layers[index] for index in stay])))

@@ -6,6 +6,7 @@ and of context parallelism. A step is recorded once for each length; what layout
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -37,6 +38,7 @@ from memo.mip.inputs import (
     Profile,
     Role,
     Signature,
+    StaticBytes,
 )
 from memo.swap import comparing_nbytes
 
@@ -74,6 +76,14 @@ class HuggingFaceModel:
         self._short: ShortModel = short_model(config, name=name, dtype=_DTYPES[precision])
         self._recorded: dict[tuple[Hardware, int, int], RecordedStep] = {}
 
+    def with_loss_without_logits(self) -> HuggingFaceModel | None:
+        """The same model with the loss of `memo.loss_without_logits`; None where it has that loss, or none else."""
+        if self._without_logits or not self._short.projection_parameters:
+            return None
+        other = copy.copy(self)
+        other._without_logits, other._recorded = True, {}
+        return other
+
     @property
     def parameters(self) -> int:
         """Number of parameters of the whole model."""
@@ -85,8 +95,12 @@ class HuggingFaceModel:
     def notes(self) -> tuple[str, ...]:
         """What a plan of the model assumes, in sentences without a full stop."""
         found = []
+        if not self._without_logits and self._short.projection_parameters:
+            found.append("the loss is the model's own, with all logits in memory (--loss without-logits is another)")
         if self._short.attention != FUSED:
-            found.append(f"attention is transformers' {self._short.attention!r}, with the masks and scores that it makes")
+            found.append(
+                f"attention is transformers' {self._short.attention!r}, with the masks and scores that it makes"
+            )
         if _has_experts(self._config):
             found.append("each expert gets as many tokens as the others")
         return tuple(found)
@@ -232,15 +246,15 @@ class _Rank:
         gathers = self.exchange.gathers_each_pass and self.exchange.shards > 1
         return self.training.gathered_bytes * parameters if gathers else 0.0
 
-    def _static(self, parameters: float) -> float:
-        return self.training.resident_bytes(self.exchange.shards) * parameters
+    def _static(self, parameters: float) -> StaticBytes:
+        return self.training.static_bytes(parameters, self.exchange.shards)
 
-    def _end_static(self, parameters: float) -> float:
+    def _end_static(self, parameters: float) -> StaticBytes:
         """FSDP has the ends' weights whole from forward to backward, and their gradients until it reduces them, last."""
-        whole = self._gathered(parameters)
-        if whole and not self.training.accumulates:
-            whole += self.training.states.gradient * parameters
-        return self._static(parameters) + whole
+        gathered, gradients = self._gathered(parameters), 0.0
+        if gathered and not self.training.accumulates:
+            gradients = self.training.states.gradient * parameters
+        return self._static(parameters) + StaticBytes(gathered=round(gathered), gradients=round(gradients))
 
     def layer(self, kind: LayerKind, recompute: Recompute | None) -> LayerProfile:
         """A kind's profile."""
@@ -255,7 +269,7 @@ class _Rank:
         profile = LayerProfile(
             name=kind.name,
             always_bytes=own.always_nbytes,
-            other_bytes=max(own.saved_nbytes - saved, 0) + own.weights_nbytes,
+            other_bytes=max(own.saved_nbytes - saved, 0),
             points=tuple(self._point(point, own) for point in own.points),
             divisible=own.costs is None or own.costs.divisible,
             piece_s=0.0 if own.costs is None else own.costs.piece_s,
@@ -273,7 +287,7 @@ class _Rank:
             forward_transient_bytes=round(2 * gathered) + own.forward_transient_nbytes + comparing_nbytes(largest),
             # With the gradients of the layer's weights and of the one before, until they are reduced.
             backward_transient_bytes=round(4 * gathered) + own.backward_transient_nbytes,
-            static_bytes=round(self._static(parameters)),
+            static=self._static(parameters) + StaticBytes(cast=own.weights_nbytes),
             storages=len(own.storages) + (2 if len(own.points) > 1 else 0),
             largest_storage_bytes=largest,
         )
@@ -326,7 +340,7 @@ class _Rank:
             sync_s=self.exchange.sync_s(sync) if sync else 0.0,
             saved_bytes=own.saved_nbytes,
             transient_bytes=own.transient_nbytes,
-            static_bytes=round(self._end_static(parameters)),
+            static=self._end_static(parameters),
         )
 
     def _context_s(self, own: RecordedLayer) -> float:
@@ -342,9 +356,7 @@ class _Rank:
         if self.layout.pp == 1:
             return 0.0
         nbytes = max(layer.input_nbytes for layer in self.step.layers.values())
-        return Collectives(self.machine).send_s(
-            nbytes, beyond_node=self.layout.leaves_node(self.machine.gpus_per_node)
-        )
+        return Collectives(self.machine).send_s(nbytes, beyond_node=self.layout.leaves_node(self.machine.gpus_per_node))
 
     def link_share(self, classes: tuple[LayerProfile, ...], accumulate: int) -> float:
         """Fraction of a GPU's link to the host that collectives of the layers' passes take, in one direction."""

@@ -32,6 +32,10 @@ from memo.swap import Layer, LayerCosts, Rates, argument_storages, cast_of_param
 __all__ = ["RecordedEnd", "RecordedLayer", "RecordedStep", "recorded_step"]
 
 _LAUNCH_PS = 5_000_000
+_CHUNKS = 4
+"""Of the loss without logits as it is recorded; as it runs it has so many that each has few logits."""
+_LOGITS = 1 << 25  # in one chunk of the loss: memo.loss.chunked_cross_entropy.CHUNK_LOGITS
+_LOGIT_BYTES = 2 * 4  # a logit and its gradient in float32
 _WARM_UPS = 2
 """Steps under the engine: what a plan keeps and autograd does not save is held from the second on."""
 
@@ -127,9 +131,7 @@ def recorded_step(
 
 
 class _Recording:
-    def __init__(
-        self, short: ShortModel, *, tokens: int, batch: int, times: KernelTimes, without_logits: bool
-    ) -> None:
+    def __init__(self, short: ShortModel, *, tokens: int, batch: int, times: KernelTimes, without_logits: bool) -> None:
         self._short = short
         self._shape = (batch, tokens)
         self._times = times
@@ -142,7 +144,8 @@ class _Recording:
     def run(self) -> RecordedStep:
         with torch.random.fork_rng(devices=[]), ExitStack() as stack:
             if self._without_logits:
-                stack.enter_context(loss_without_logits(self._short.model))
+                chunk = -(-self._shape[0] * self._shape[1] // _CHUNKS)
+                stack.enter_context(loss_without_logits(self._short.model, chunk=chunk))
             peaks = _Peaks(record_step(self._step, exact=True).trace, [layer.name for layer in self._layers])
             with BytelessMode() as mode:
                 loss = self._step().loss
@@ -162,7 +165,17 @@ class _Recording:
             )
             for end in (EMBEDDING, HEAD)
         ]
+        if self._without_logits:
+            ends[1] = dataclasses.replace(ends[1], transient_nbytes=self._chunked_nbytes())
         return RecordedStep(layers=layers, embedding=ends[0], head=ends[1])
+
+    def _chunked_nbytes(self) -> int:
+        """Transient bytes of the loss without logits: a chunk's, and the gradient of the projection's weight, twice."""
+        short, (batch, tokens) = self._short, self._shape
+        logits = _LOGIT_BYTES * min(_LOGITS, batch * tokens * short.vocabulary)
+        hidden = short.projection_parameters // max(1, short.vocabulary)
+        width = next(short.model.parameters()).element_size()
+        return logits + width * batch * tokens * hidden + (4 + width) * short.projection_parameters
 
     def _step(self) -> Step:
         """The step, with every tensor byteless."""

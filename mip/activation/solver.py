@@ -57,6 +57,8 @@ def solve_problem(problem: ActivationProblem) -> ActivationPlan:
     kept = _keep_all(problem)
     if kept is not None:
         return kept
+    if _least_device_bytes(problem) > problem.budgets.device_bytes:
+        raise Infeasible(_infeasible_text(problem))
     best, in_vain = _solve(problem, {}), 0
     for pieces in piece_candidates(problem):
         if best is not None and not _is_bound(best, pieces):
@@ -79,14 +81,18 @@ def fits(problem: ActivationProblem) -> bool:
 
     Recomputes in the smallest pieces hold least, so they are tried first, and with whole ranges last.
     """
-    stages = range(problem.pipeline.stages)
-    least = max(place.resident_bytes for stage in stages for place in device_peak_candidates(problem, stage))
-    if least > problem.budgets.device_bytes:
+    if _least_device_bytes(problem) > problem.budgets.device_bytes:
         return False
     if _keep_all(problem) is not None:
         return True
     smallest = list(piece_candidates(problem))[-1:]
     return any(_has_plan(problem, pieces) for pieces in (*smallest, {}))
+
+
+def _least_device_bytes(problem: ActivationProblem) -> int:
+    """What every plan holds on some device at its fullest moment."""
+    stages = range(problem.pipeline.stages)
+    return max(place.resident_bytes for stage in stages for place in device_peak_candidates(problem, stage))
 
 
 def _has_plan(problem: ActivationProblem, pieces: Mapping[str, float]) -> bool:
