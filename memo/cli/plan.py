@@ -12,11 +12,11 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from memo.cli.batch_sizes import add_batch_flags, batch_sizes
 from memo.cli.budgets import add_budget_flags, budgets_of
+from memo.cli.inputs.batch_sizes import add_batch_flags, batch_sizes
+from memo.cli.inputs.planned_model import SHAPE_FLAGS, add_model_flags, planned_model
 from memo.cli.output_files import display_name, file_name, refuse_existing
 from memo.cli.plan_search import TILE_TOKENS, describe_longest, fewest_gpus, longest_sequence
-from memo.cli.planned_model import SHAPE_FLAGS, add_model_flags, planned_model
 from memo.cli.tables.activation import activation_summary, activation_table
 from memo.errors import ExitCode, UsageError
 from memo.gpt import GPTConfig, Precision

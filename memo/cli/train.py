@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from memo.cli.batch_sizes import add_batch_flags, batch_sizes
+from memo.cli.inputs.batch_sizes import add_batch_flags, batch_sizes
 from memo.errors import ExitCode, UsageError
 from memo.gpt import (
     PRESETS,

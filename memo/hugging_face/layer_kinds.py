@@ -87,7 +87,7 @@ def short_model(config: Any, *, name: str, dtype: torch.dtype) -> ShortModel:
         for index in kept
     }
     inside = {parameter for layer in layers for parameter in layer.parameters()}
-    table, projection = model.get_input_embeddings(), model.get_output_embeddings()
+    table, projection = (_part(model, f"get_{side}_embeddings") for side in ("input", "output"))
     stacks = _taken_out(model, layers, keys, config, types)
     embedding = set() if table is None else set(table.parameters())
     outside = set(model.parameters()) - inside - embedding
@@ -118,7 +118,7 @@ def _built(kind: type[Any], config: Any, *, name: str, dtype: torch.dtype) -> nn
             given = {} if attention is None else {"attn_implementation": attention}
             with quiet(), torch.device("meta"):
                 model: nn.Module = kind._from_config(config, dtype=dtype, **given)
-            model.tie_weights()
+            _part(model, "tie_weights")
             return model
         except Exception as error:  # of the model's own code
             failed = failed or error
@@ -126,6 +126,12 @@ def _built(kind: type[Any], config: Any, *, name: str, dtype: torch.dtype) -> nn
     raise UsageError(
         f"{name}: {kind.__name__} cannot be built without memory: {type(failed).__name__}: {one_line(failed)}"
     )
+
+
+def _part(model: nn.Module, method: str) -> Any:
+    """What a method of every model of transformers returns."""
+    call: Any = getattr(model, method)
+    return call()
 
 
 def _types(config: Any, count: int) -> Sequence[str]:
