@@ -159,7 +159,7 @@ def _changes(request: Request) -> Iterator[tuple[str, Request]]:
 def describe_longest(found: Longest) -> str:
     """Two or three sentences: the length, what binds, what would lengthen it."""
     tokens = found.request.layout.tokens
-    lines = [f"longest sequence: {format_tokens(tokens)} tokens ({tokens:,}), to {found.tile:,} tokens"]
+    lines = [f"longest sequence that fits: {format_tokens(tokens)} tokens ({tokens:,}), in steps of {found.tile:,}"]
     if found.binds is None:
         lines.append("longer ones were not tried")
     else:
