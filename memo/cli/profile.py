@@ -10,8 +10,8 @@ import json
 from typing import TYPE_CHECKING
 
 import memo
+from memo.cli.inputs.step_source import OWN_MODEL, add_step_options, step_builder
 from memo.cli.output_files import display_name, file_name, refuse_existing
-from memo.cli.step_source import OWN_MODEL, add_step_options, step_builder
 from memo.cli.tables.address import printable, table
 from memo.errors import ExitCode, UsageError
 from memo.mip import encode

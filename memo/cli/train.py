@@ -11,10 +11,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from memo.cli.batch_sizes import add_batch_flags, batch_sizes
+from memo.cli.inputs.batch_sizes import add_batch_flags, batch_sizes
 from memo.errors import ExitCode, UsageError
-from memo.gpt import PRESETS, Documents, OffloadConfig, OffloadMode, Precision, RunConfig, TrainConfig
+from memo.gpt import (
+    PRESETS,
+    Documents,
+    OffloadConfig,
+    OffloadMode,
+    Precision,
+    RunConfig,
+    TrainConfig,
+    preset_name,
+    variant_of,
+)
 from memo.gpt.optim import LossGuardConfig, LrSchedule, OnNan, OnSpike
+from memo.hugging_face import published_name
 from memo.mip.activation import read_activation_plan
 from memo.parallel import ContextAttention, Layout, PipelineSchedule
 from memo.units import parse_bytes, parse_tokens
@@ -63,7 +74,9 @@ def _model_flags(group: argparse._ArgumentGroup) -> None:
     presets = ", ".join(PRESETS)
     group.add_argument("--model", default="tiny", metavar="NAME", help=f"model size: {presets} (default tiny)")
     group.add_argument(
-        "--variant", choices=("gpt", "llama"), default="gpt", help="architecture of the layers (default gpt)"
+        "--variant",
+        choices=("gpt", "llama"),
+        help="architecture of the layers (default: the model's, gpt where it has both)",
     )
     group.add_argument("--layers", type=int, metavar="N", help="number of layers (default: the model's)")
     group.add_argument("--hidden", type=int, metavar="N", help="width of the residual stream (default: the model's)")
@@ -373,6 +386,13 @@ def _config(args: argparse.Namespace) -> RunConfig:
         flags["mlp_tiles"] = 1 if offload.plan is None else read_activation_plan(offload.plan).problem.profile.mlp_tiles
     if flags["resume"] not in (None, "latest"):
         flags["resume"] = Path(flags["resume"])
+    if published_name(flags["model"]) is not None:
+        raise UsageError(
+            f"--model {flags['model']} is a model of Hugging Face's transformers, which memo train does not build; train it "
+            "with transformers under memo.offload"
+        )
+    flags["model"] = preset_name(flags["model"]) or flags["model"]
+    flags["variant"] = variant_of(flags["model"], flags["variant"])
     return RunConfig(training=training, offload=offload, layout=layout, batch=batch * layout.dp, **flags)
 
 
