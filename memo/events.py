@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 __all__ = [
     "FORMAT",
+    "PLAN_MADE",
     "VERSION",
     "CounterEvent",
     "Event",
@@ -37,6 +38,8 @@ __all__ = [
 
 FORMAT = "memo-trace"
 VERSION = 1
+PLAN_MADE = "plan"
+"""Cause of the note by which a run says that it follows a solver's plan from now on; the message names its limits."""
 
 
 class Lane(enum.StrEnum):

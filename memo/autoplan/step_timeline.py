@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from memo.events import Lane, Span, Stall, StallCause, StateChange
 
 if TYPE_CHECKING:
-    from memo.events import Event, Tracer
+    from memo.events import Event, Note, Tracer
 
 __all__ = ["LaneUse", "LayerTimes", "StepTimeline", "StepTimes"]
 
@@ -126,6 +126,11 @@ class StepTimeline:
             self._stalls[event.cause] = self._stalls.get(event.cause, 0) + event.d
             if event.cause is StallCause.RELOAD and event.module is not None:
                 self._layer(event.module).waited_ns += event.d
+
+    def tell(self, note: Note) -> None:
+        """Passes a note on to the trace."""
+        if self._tracer is not None:
+            self._tracer.emit(note)
 
     def restart(self) -> None:
         """Clears the sums: a step begins now."""

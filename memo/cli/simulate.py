@@ -147,6 +147,7 @@ def _meta(plan: ActivationPlan, problem: ActivationProblem, simulation: Simulati
         },
         # The plan predicts all bytes of the device, the trace has only those of saved tensors: not comparable.
         "plan": {
-            "predicted_peak_nbytes": {Tier.HOST: prediction.peak_host_bytes, Tier.DISK: prediction.peak_disk_bytes}
+            "predicted_peak_nbytes": {Tier.HOST: prediction.peak_host_bytes, Tier.DISK: prediction.peak_disk_bytes},
+            "limits": "; ".join(plan.binding) or "no limit",
         },
     }

@@ -11,12 +11,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from memo.cli.batch_sizes import add_batch_flags, batch_sizes
 from memo.cli.file_kinds import FileKind, require_kind
+from memo.cli.inputs.batch_sizes import add_batch_flags, batch_sizes
 from memo.cli.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
-from memo.gpt import PRESETS, Documents, OffloadConfig, OffloadMode, Precision, RopeScaling, RunConfig, TrainConfig
-from memo.gpt.optim import MAX_DEFAULT_WARMUP, LossGuardConfig, LrSchedule, OnNan, OnSpike
+from memo.gpt import (
+    PRESETS,
+    Documents,
+    OffloadConfig,
+    OffloadMode,
+    Precision,
+    RunConfig,
+    TrainConfig,
+    preset_name,
+    variant_of,
+)
+from memo.gpt.optim import LossGuardConfig, LrSchedule, OnNan, OnSpike
+from memo.hugging_face import published_name
 from memo.mip.activation import read_activation_plan
 from memo.parallel import ContextAttention, Layout, PipelineSchedule
 from memo.units import parse_bytes, parse_tokens
@@ -24,18 +35,17 @@ from memo.units import parse_bytes, parse_tokens
 __all__ = ["configure", "run"]
 
 _EPILOG = """\
-examples:
+example:
   memo train --model 125m --seq 32k --data texts/ --offload disk --disk-dir /scratch --steps 100 \\
              --checkpoint-dir run1 --checkpoint-every 20 --metrics run1.jsonl
-
-  memo train --model 7b --seq 32k --rope-scaling yarn:8 --steps 1200 --checkpoint-dir run2 --resume ...
 
   torchrun --nproc-per-node 8 -m memo.cli.main train --tp 4 --dp 2 --model 7b --seq 128k --batch 1 ...
 
 Ctrl-C finishes the step, saves a checkpoint and exits with code 130. --resume continues from there, with the same losses bit
-for bit; at another --seq it begins a stage, with a learning rate of its own (docs/growing-context.md). Sizes are written as
-8GiB, token counts as 32k or 1m.
+for bit. Sizes are written as 8GiB, token counts as 32k or 1m.
 """
+
+_MAX_AUTO_WARMUP = 2000  # steps
 
 _T = TypeVar("_T")
 _E = TypeVar("_E", bound=enum.StrEnum)
@@ -67,24 +77,26 @@ def _model_flags(group: argparse._ArgumentGroup) -> None:
     presets = ", ".join(PRESETS)
     group.add_argument("--model", default="tiny", metavar="NAME", help=f"model size: {presets} (default tiny)")
     group.add_argument(
-        "--variant", choices=("gpt", "llama"), default="gpt", help="architecture of the layers (default gpt)"
+        "--variant",
+        choices=("gpt", "llama"),
+        help="architecture of the layers (default: the model's, gpt where it has both)",
     )
     group.add_argument("--layers", type=int, metavar="N", help="number of layers (default: the model's)")
     group.add_argument("--hidden", type=int, metavar="N", help="width of the residual stream (default: the model's)")
     group.add_argument("--heads", type=int, metavar="N", help="number of query heads (default: the model's)")
-    group.add_argument("--dropout", type=float, metavar="P", help="dropout probability (default: the model's, 0)")
     group.add_argument(
         "--rope-theta",
         type=float,
         metavar="BASE",
-        help="base of the rotary frequencies, such as 500000 (default: the resumed checkpoint's, else the model's, 10000)",
+        help="base of the rotary frequencies (default: the checkpoint's with --resume, else the model's)",
     )
     group.add_argument(
         "--rope-scaling",
-        metavar="KIND:FACTOR[:TOKENS]",
-        help="scale rotary frequencies for a context FACTOR times as long as the original one of TOKENS (default: --seq / "
-        "FACTOR); KIND is linear, ntk or yarn; none is no scaling (default: the resumed checkpoint's, else none)",
+        metavar="KIND:FACTOR",
+        help="rotary positions of a model first trained on sequences FACTOR times shorter than --seq: linear, ntk or yarn, "
+        "such as yarn:8; none (default: the checkpoint's with --resume, else none)",
     )
+    group.add_argument("--dropout", type=float, metavar="P", help="dropout probability (default: the model's, 0)")
     group.add_argument(
         "--mlp-tiles",
         type=int,
@@ -146,7 +158,7 @@ def _training_flags(group: argparse._ArgumentGroup) -> None:
         "--warmup",
         type=int,
         metavar="STEPS",
-        help=f"steps of linear learning-rate warmup (default: a tenth of --steps, at most {MAX_DEFAULT_WARMUP})",
+        help=f"steps of linear learning-rate warmup (default: a tenth of --steps, at most {_MAX_AUTO_WARMUP})",
     )
     group.add_argument(
         "--min-lr", type=float, metavar="RATE", help="learning rate at the last step (default: a tenth of --lr)"
@@ -287,6 +299,11 @@ def _offload_flags(group: argparse._ArgumentGroup) -> None:
         help="write a trace of every saved tensor to FILE, one file per rank; without a value to trace.rank0.jsonl; a name "
         "that ends in / is a directory (default: no trace)",
     )
+    group.add_argument(
+        "--trace-stacks",
+        action="store_true",
+        help="with --trace: record the Python lines that saved each tensor (default: off)",
+    )
 
 
 def _output_flags(group: argparse._ArgumentGroup) -> None:
@@ -359,9 +376,6 @@ def _config(args: argparse.Namespace) -> RunConfig:
         PlanError: the plan's file cannot be read.
     """
     flags = dict(vars(args))
-    if flags["rope_scaling"] not in (None, "none"):
-        flags["rope_scaling"] = RopeScaling.parse(flags["rope_scaling"], flags["seq"])
-    flags["auto_warmup"] = flags["warmup"] is None
     schedule = _schedule(flags.pop("lr"), flags.pop("min_lr"), flags.pop("warmup"), flags.pop("steps"))
     sizes = ("dp", "tp", "pp", "cp", "cp_attention", "schedule", "chunks", "sequence_parallel")
     layout = Layout(**{name: flags.pop(name) for name in sizes})
@@ -374,7 +388,17 @@ def _config(args: argparse.Namespace) -> RunConfig:
         accumulate=accumulate,
         **{name: flags.pop(name) for name in ("weight_decay", "eval_steps")},
     )
-    tiers = ("plan", "device_budget", "host_budget", "disk_dir", "disk_budget", "alpha", "exact", "trace")
+    tiers = (
+        "plan",
+        "device_budget",
+        "host_budget",
+        "disk_dir",
+        "disk_budget",
+        "alpha",
+        "exact",
+        "trace",
+        "trace_stacks",
+    )
     offload = OffloadConfig(mode=flags.pop("offload"), **{name: flags.pop(name) for name in tiers})
     if offload.plan is not None:
         require_kind(offload.plan, FileKind.ACTIVATION_PLAN)
@@ -382,6 +406,13 @@ def _config(args: argparse.Namespace) -> RunConfig:
         flags["mlp_tiles"] = 1 if offload.plan is None else read_activation_plan(offload.plan).problem.profile.mlp_tiles
     if flags["resume"] not in (None, "latest"):
         flags["resume"] = Path(flags["resume"])
+    if published_name(flags["model"]) is not None:
+        raise UsageError(
+            f"--model {flags['model']} is a model of Hugging Face's transformers, which memo train does not build; train it "
+            "with transformers under memo.offload"
+        )
+    flags["model"] = preset_name(flags["model"]) or flags["model"]
+    flags["variant"] = variant_of(flags["model"], flags["variant"])
     return RunConfig(training=training, offload=offload, layout=layout, batch=batch * layout.dp, **flags)
 
 
@@ -389,7 +420,7 @@ def _schedule(lr: float, min_lr: float | None, warmup: int | None, steps: int) -
     return LrSchedule(
         peak=lr,
         floor=lr / 10 if min_lr is None else min_lr,
-        warmup=LrSchedule.default_warmup(steps) if warmup is None else warmup,
+        warmup=min(_MAX_AUTO_WARMUP, steps // 10) if warmup is None else warmup,
         steps=steps,
     )
 

@@ -19,7 +19,7 @@ from torch import nn
 from memo.autoplan import classes_of, mlp_tiles_of, points_of
 from memo.errors import UsageError
 from memo.manager import offload
-from memo.mip.inputs import ATTENTION, EndProfile, LayerProfile, Profile, Role, Signature
+from memo.mip.inputs import ATTENTION, EndProfile, LayerProfile, Profile, Role, Signature, StaticBytes
 from memo.profiling.layer_flops import Flops, forward_flops, repeated_flops
 from memo.profiling.layer_timer import TimedStep, time_step
 from memo.profiling.saved_storages import saved_storages
@@ -100,7 +100,7 @@ def profile(
     measured = _Measured(costs, storages, times, flops, transients, static, share)
     classes, names = classes_of([_layer(layer, number, measured) for number, layer in enumerate(layers)])
     inside = {parameter for module in modules for parameter in module.parameters()}
-    outside = sum(nbytes for parameter, nbytes in static.items() if parameter not in inside)
+    outside = sum((nbytes for parameter, nbytes in static.items() if parameter not in inside), StaticBytes())
     a_token = whole.whole / (batch * tokens)
     dtype = str(next(step.model.parameters()).dtype).removeprefix("torch.")
     return Profile(
@@ -118,7 +118,7 @@ def profile(
             backward_s=max(times.head_backward_s, 0.0),
             forward_flops=max(whole.whole - sum(flop.whole for flop in flops), 0.0),
             transient_bytes=transients.outside,
-            static_bytes=outside,
+            static=outside,
         ),
         optimizer_s=optimizer_s,
         mlp_tiles=mlp_tiles_of(modules),
@@ -167,7 +167,7 @@ def _only_whole(layer: str, nbytes: int, tokens: int) -> LayerCosts:
     )
 
 
-def _optimizer(step: Step, device: torch.device) -> tuple[float, dict[nn.Parameter, int]]:
+def _optimizer(step: Step, device: torch.device) -> tuple[float, dict[nn.Parameter, StaticBytes]]:
     """Seconds of AdamW's second step, and bytes of each parameter with its gradient and state, where it has them."""
     adam = torch.optim.AdamW(step.model.parameters(), lr=0.0, weight_decay=0.0)
     took = 0.0
@@ -178,10 +178,14 @@ def _optimizer(step: Step, device: torch.device) -> tuple[float, dict[nn.Paramet
             torch.cuda.synchronize(device)
         took = time.perf_counter() - begin
     static = {
-        parameter: _bytes(parameter)
-        + (0 if parameter.grad is None else _bytes(parameter.grad))
-        + sum(
-            _bytes(value) for value in adam.state[parameter].values() if isinstance(value, torch.Tensor) and value.ndim
+        parameter: StaticBytes(
+            weights=_bytes(parameter),
+            gradients=0 if parameter.grad is None else _bytes(parameter.grad),
+            optimizer=sum(
+                _bytes(value)
+                for value in adam.state[parameter].values()
+                if isinstance(value, torch.Tensor) and value.ndim
+            ),
         )
         for parameter in step.model.parameters()
     }
@@ -201,7 +205,7 @@ class _Measured:
     times: TimedStep
     flops: Sequence[Flops]
     transients: TransientMemory
-    static: Mapping[nn.Parameter, int]
+    static: Mapping[nn.Parameter, StaticBytes]
     """Bytes of each parameter, its gradient and its optimizer state; a frozen one has neither."""
     repeated: float
     """Fraction of the forward's matrix products that point `attention` recomputes."""
@@ -230,7 +234,7 @@ def _layer(layer: Layer, number: int, measured: _Measured) -> LayerProfile:
         forward_transient_bytes=measured.transients.forward.get(layer.name, 0)
         + (comparing_nbytes(max(storages, default=0)) if len(points) > 1 else 0),
         backward_transient_bytes=measured.transients.backward.get(layer.name, 0),
-        static_bytes=sum(measured.static[parameter] for parameter in layer.module.parameters()),
+        static=sum((measured.static[parameter] for parameter in layer.module.parameters()), StaticBytes()),
         # For recompute the results of attention's two projections are kept too, which autograd need not save.
         storages=len(storages) + (2 if len(points) > 1 else 0),
         largest_storage_bytes=max(storages, default=0),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         StageTurns as StageTurns,
         chunk_layers as chunk_layers,
     )
-    from memo.mip.activation.solver import solve_problem as solve_problem
+    from memo.mip.activation.solver import fits as fits, solve_problem as solve_problem
     from memo.mip.activation.stage_plans import (
         extract_stage_plan as extract_stage_plan,
         lower_tier_nbytes as lower_tier_nbytes,
@@ -48,7 +48,7 @@ else:
             "memory_peaks": "device_peak_candidates",
             "mlp_tiles": "MLP_TILE_COUNTS solve_mlp_tiles",
             "plan": "ActivationPlan ActivationProblem Budgets LayerPlan StageTurns Pipeline StagePrediction chunk_layers",
-            "solver": "solve_problem",
+            "solver": "fits solve_problem",
             "stage_plans": "extract_stage_plan lower_tier_nbytes",
         },
     )

@@ -2,7 +2,8 @@
 
 Owns the three formats of docs/activation-plan.md. A plan carries its whole problem, so that a plan file alone can be
 checked, shown and simulated. Plans and profiles of version 1, which spoke of three levels instead of points, and of
-versions 2 and 3, which knew no pieces and no collectives, are read, too.
+versions 2 and 3, which knew no pieces and no collectives, and of version 4, which did not tell weights, gradients and
+optimizer state apart, are read, too.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ __all__ = [
 ]
 
 PLAN_FORMAT, PROFILE_FORMAT, HARDWARE_FORMAT = "memo-activation-plan", "memo-profile", "memo-hardware"
-VERSIONS = {PLAN_FORMAT: 4, PROFILE_FORMAT: 4, HARDWARE_FORMAT: 1}
+VERSIONS = {PLAN_FORMAT: 5, PROFILE_FORMAT: 5, HARDWARE_FORMAT: 1}
 _LEVELS = {"all_tokens": ALL, "matmul_tokens": MATMULS, "attention_tokens": ATTENTION}
 """Keys of a layer plan of version 1, and the points that they were fractions of."""
 
@@ -125,14 +126,16 @@ def _decode_root(root: dict[str, Any], kind: type[T], name: str) -> T:
 
 def _upgraded(root: dict[str, Any], name: str) -> dict[str, Any]:
     """A plan or profile of an earlier version as one of the latest; what is not in the format stays, to be refused."""
-    if root["version"] not in (1, 2, 3):
+    if root["version"] not in (1, 2, 3, 4):
         return root
     problem = root.get("problem")
-    if isinstance(problem, dict):
+    profile = problem.get("profile") if isinstance(problem, dict) else root
+    if isinstance(problem, dict) and root["version"] < 4:
         _name_stage_ranks(problem)
+    if isinstance(profile, dict):
+        _keep_static_whole(profile)
     if root["version"] != 1:  # in one piece and without collectives, which are the defaults
         return {**root, "version": VERSIONS[name]}
-    profile = problem.get("profile") if isinstance(problem, dict) else root
     classes = profile.get("classes") if isinstance(profile, dict) else None
     for layer in _objects(classes):
         if isinstance(layer.get("levels"), list) and "points" not in layer:
@@ -145,6 +148,13 @@ def _upgraded(root: dict[str, Any], name: str) -> dict[str, Any]:
             defaults = {ALL: 1.0, MATMULS: 0.0, ATTENTION: 0.0}
             plan["points"] = {name: plan.pop(key, defaults[name]) for key, name in _LEVELS.items()}
     return {**root, "version": VERSIONS[name]}
+
+
+def _keep_static_whole(profile: dict[str, Any]) -> None:
+    """Takes the one number of static bytes of a layer or an end as bytes that are not told apart."""
+    for part in (*_objects(profile.get("classes")), *_objects([profile.get("embedding"), profile.get("head")])):
+        if "static_bytes" in part and "static" not in part:
+            part["static"] = {"other": part.pop("static_bytes")}
 
 
 def _name_stage_ranks(problem: dict[str, Any]) -> None:

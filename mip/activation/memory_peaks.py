@@ -57,11 +57,10 @@ class PeakCandidate:
             count * nbytes for counts, each in counted for count, nbytes in zip(counts, each, strict=True) if count
         )
 
-    def dominates(self, other: PeakCandidate) -> bool:
-        """Whether this candidate holds at least as much of everything as the other."""
-        mine = (*self.kept, *self.whole, *self.unmoved, *self.recomputing, self.resident_bytes)
-        others = (*other.kept, *other.whole, *other.unmoved, *other.recomputing, other.resident_bytes)
-        return all(a >= b for a, b in zip(mine, others, strict=True))
+    @property
+    def amounts(self) -> tuple[int, ...]:
+        """All that it holds; one that holds at least as much of everything as another dominates it."""
+        return (self.resident_bytes, *self.kept, *self.whole, *self.unmoved, *self.recomputing)
 
 
 def stage_static_bytes(problem: ActivationProblem, stage: int) -> int:

@@ -15,6 +15,7 @@ from memo.errors import Infeasible
 from memo.mip.activation.checker import require_valid
 from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.linear_program import Limit, Model, Resource, Sharing
+from memo.mip.activation.memory_peaks import device_peak_candidates
 from memo.mip.activation.plan import (
     ActivationPlan,
     ActivationProblem,
@@ -25,7 +26,7 @@ from memo.mip.activation.whole_points import at_points, round_points
 from memo.mip.inputs.profile import ALL, LayerProfile, Profile
 from memo.units import format_bytes, format_duration
 
-__all__ = ["solve_problem"]
+__all__ = ["fits", "solve_problem"]
 
 UNIFORM_PRICE = 1e-4
 """Fraction of a step that treating layers alike may cost."""
@@ -56,6 +57,8 @@ def solve_problem(problem: ActivationProblem) -> ActivationPlan:
     kept = _keep_all(problem)
     if kept is not None:
         return kept
+    if _least_device_bytes(problem) > problem.budgets.device_bytes:
+        raise Infeasible(_infeasible_text(problem))
     best, in_vain = _solve(problem, {}), 0
     for pieces in piece_candidates(problem):
         if best is not None and not _is_bound(best, pieces):
@@ -71,6 +74,32 @@ def solve_problem(problem: ActivationProblem) -> ActivationPlan:
         raise Infeasible(_infeasible_text(problem))
     require_valid(best)
     return best
+
+
+def fits(problem: ActivationProblem) -> bool:
+    """Whether `solve_problem` finds a plan; takes a part of its time, since any plan will do.
+
+    Recomputes in the smallest pieces hold least, so they are tried first, and with whole ranges last.
+    """
+    if _least_device_bytes(problem) > problem.budgets.device_bytes:
+        return False
+    if _keep_all(problem) is not None:
+        return True
+    smallest = list(piece_candidates(problem))[-1:]
+    return any(_has_plan(problem, pieces) for pieces in (*smallest, {}))
+
+
+def _least_device_bytes(problem: ActivationProblem) -> int:
+    """What every plan holds on some device at its fullest moment."""
+    stages = range(problem.pipeline.stages)
+    return max(place.resident_bytes for stage in stages for place in device_peak_candidates(problem, stage))
+
+
+def _has_plan(problem: ActivationProblem, pieces: Mapping[str, float]) -> bool:
+    if not _divisible(problem):
+        return _solve(problem, pieces) is not None
+    options = _staying_options(problem)
+    return any(model.solve() for staying in options for model in _models(problem, staying, pieces))
 
 
 def _solve(problem: ActivationProblem, pieces: Mapping[str, float]) -> ActivationPlan | None:

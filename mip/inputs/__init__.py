@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         Profile as Profile,
         Role as Role,
         Signature as Signature,
+        StaticBytes as StaticBytes,
     )
 else:
     __getattr__, __dir__, __all__ = attach(
@@ -41,6 +42,7 @@ else:
             "hardware": "Hardware PRESETS hardware_of hardware_preset",
             "network": "Collectives Group Network parse_network",
             "pipeline_schedules": "Kind PipelineSchedule Turn",
-            "profile": "ALL ATTENTION INPUT MATMULS EndProfile LayerProfile PointProfile Profile Role Signature",
+            "profile": "ALL ATTENTION INPUT MATMULS EndProfile LayerProfile PointProfile Profile Role Signature "
+            "StaticBytes",
         },
     )

@@ -36,6 +36,7 @@ __all__ = [
     "Profile",
     "Role",
     "Signature",
+    "StaticBytes",
     "check_amounts",
 ]
 
@@ -110,6 +111,36 @@ class PointProfile:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StaticBytes:
+    """Bytes that one rank holds on its device through a whole step, by their use."""
+
+    weights: int = 0
+    """Weights as they are stored: this rank's shard where they are sharded."""
+    gradients: int = 0
+    """Gradients that microbatches add to, and whole ones that wait to be reduced."""
+    optimizer: int = 0
+    """Master weights and moments."""
+    gathered: int = 0
+    """Whole copies of sharded weights that stay from pass to pass."""
+    cast: int = 0
+    """Copies of weights in the number format of matrix products: autocast's."""
+    other: int = 0
+    """Libraries' memory, and what is not told apart: files of earlier versions."""
+
+    def __post_init__(self) -> None:
+        check_amounts(self, "static bytes")
+
+    def __add__(self, more: StaticBytes) -> StaticBytes:
+        names = [field.name for field in dataclasses.fields(self)]
+        return StaticBytes(**{name: getattr(self, name) + getattr(more, name) for name in names})
+
+    @property
+    def nbytes(self) -> int:
+        """Sum of the parts."""
+        return sum(getattr(self, field.name) for field in dataclasses.fields(self))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
     """A class of equal layers."""
 
@@ -152,7 +183,7 @@ class LayerProfile:
     """Peak bytes of backward beside what forward saved."""
     between_bytes: int = 0
     """Gradients that the first half of a split backward leaves for the second; 0 where they are counted elsewhere."""
-    static_bytes: int = 0
+    static: StaticBytes = StaticBytes()
     """This rank's part of the layer's parameters, gradients and optimizer state."""
     storages: int = 0
     """Number of storages that a tier must place, at the point with the most; 0 where unknown."""
@@ -181,6 +212,11 @@ class LayerProfile:
                 raise PlanError(
                     f"{where}: point {point.name} saves {point.saved_bytes} bytes, not fewer than {before.name} before it"
                 )
+
+    @property
+    def static_bytes(self) -> int:
+        """Sum of `static`."""
+        return self.static.nbytes
 
     @property
     def fixed_bytes(self) -> int:
@@ -221,12 +257,17 @@ class EndProfile:
     of its own passes."""
     transient_bytes: int = 0
     """Peak bytes beside those, in either pass."""
-    static_bytes: int = 0
+    static: StaticBytes = StaticBytes()
 
     def __post_init__(self) -> None:
         check_amounts(self, "embedding or head")
         if self.forward_exchange_s > self.forward_s or self.backward_exchange_s > self.backward_s:
             raise PlanError("embedding or head: it communicates for longer than it runs")
+
+    @property
+    def static_bytes(self) -> int:
+        """Sum of `static`."""
+        return self.static.nbytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

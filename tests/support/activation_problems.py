@@ -20,6 +20,7 @@ from memo.mip.inputs.profile import (
     Profile,
     Role,
     Signature,
+    StaticBytes,
 )
 
 MIB = 1 << 20
@@ -140,7 +141,7 @@ def random_problem(seed: int, *, layers: int, classes: int = 1, pipeline: Pipeli
             forward_transient_bytes=draw.randint(0 * MIB, 50 * MIB),
             backward_transient_bytes=draw.randint(0 * MIB, 50 * MIB),
             between_bytes=10 * MIB * (number + 1),
-            static_bytes=draw.randint(0 * MIB, 20 * MIB),
+            static=StaticBytes(other=draw.randint(0 * MIB, 20 * MIB)),
         )
         for number in range(classes)
     ]

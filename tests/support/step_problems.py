@@ -11,7 +11,7 @@ from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.memory_peaks import device_peak_candidates
 from memo.mip.activation.plan import ActivationProblem, Budgets, LayerPlan, Pipeline
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
-from memo.mip.inputs.profile import EndProfile, LayerProfile
+from memo.mip.inputs.profile import EndProfile, LayerProfile, StaticBytes
 
 __all__ = ["random_step"]
 
@@ -75,7 +75,7 @@ def _end(draw: random.Random, *, weight: int) -> EndProfile:
         backward_s=weight * draw.uniform(0.0, 20.0),
         saved_bytes=int(weight * draw.uniform(0.0, 100.0) * MIB),
         transient_bytes=int(weight * draw.uniform(0.0, 200.0) * MIB),
-        static_bytes=int(weight * draw.uniform(0.0, 50.0) * MIB),
+        static=StaticBytes(other=int(weight * draw.uniform(0.0, 50.0) * MIB)),
     )
 
 

@@ -17,7 +17,18 @@ from memo.gpt.arithmetic.kernel_times import KernelRates, KernelTimes
 from memo.gpt.arithmetic.training import GATHERED, Loss, Recompute
 from memo.gpt.arithmetic.transformer import Transformer
 from memo.gpt.arithmetic.weight_exchange import WeightExchange
-from memo.mip.inputs import ALL, INPUT, Collectives, EndProfile, LayerProfile, PointProfile, Profile, Role, Signature
+from memo.mip.inputs import (
+    ALL,
+    INPUT,
+    Collectives,
+    EndProfile,
+    LayerProfile,
+    PointProfile,
+    Profile,
+    Role,
+    Signature,
+    StaticBytes,
+)
 
 if TYPE_CHECKING:
     from memo.gpt.arithmetic.layout import Layout
@@ -97,14 +108,14 @@ class _Parts:
         experts = config.experts
         return experts.count * config.expert_matrices / (experts.ranks * experts.tensor_ranks)
 
-    def _resident_bytes(self, *, dense: float, routed: float = 0.0) -> float:
+    def _static(self, *, dense: float, routed: float = 0.0) -> StaticBytes:
         """Bytes on a rank of these parameters' weights, gradients and optimizer."""
         shards, expert_shards = self._exchange.shards, 1
         experts = self.config.experts if isinstance(self.config, Transformer) else None
         if experts is not None:
             expert_shards = max(self.layout.stage_gpus // (experts.ranks * experts.tensor_ranks), 1)
         training = self.training
-        return training.resident_bytes(shards) * dense + training.resident_bytes(expert_shards) * routed
+        return training.static_bytes(dense, shards) + training.static_bytes(routed, expert_shards)
 
     @property
     def _vocabulary(self) -> float:
@@ -174,9 +185,8 @@ class _Parts:
             attention_s=forward.attention,
             forward_transient_bytes=round(2 * gathered + layer.forward_transient_bytes),
             backward_transient_bytes=round(3 * gathered + layer.backward_transient_bytes),
-            static_bytes=round(
-                self._resident_bytes(dense=self._dense, routed=self._routed) + share * training.workspace_bytes
-            ),
+            static=self._static(dense=self._dense, routed=self._routed)
+            + StaticBytes(other=round(share * training.workspace_bytes)),
             storages=layer.storages,
             largest_storage_bytes=round(layer.largest_bytes),
         )
@@ -201,7 +211,7 @@ class _Parts:
             sync_s=exchange.sync_s(parameters) if self.training.overlaps_gradients else 0.0,
             saved_bytes=round(masks + 8 * layer.tokens),
             transient_bytes=round(2 * row + GATHERED * parameters * (self.training.zero >= 3)),
-            static_bytes=round(self._resident_bytes(dense=parameters)),
+            static=self._static(dense=parameters),
         )
 
     def _head(self) -> EndProfile:
@@ -229,7 +239,7 @@ class _Parts:
             sync_s=exchange.sync_s(self._head_weights) if training.overlaps_gradients else 0.0,
             saved_bytes=round(2 * row),
             transient_bytes=round(logits + row + gathered + weights),
-            static_bytes=round(self._resident_bytes(dense=self._head_weights)),
+            static=self._static(dense=self._head_weights),
         )
 
     @property

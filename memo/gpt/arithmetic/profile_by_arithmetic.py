@@ -35,6 +35,7 @@ from memo.mip.inputs import (
     Profile,
     Role,
     Signature,
+    StaticBytes,
 )
 from memo.swap import comparing_nbytes
 
@@ -212,7 +213,7 @@ def _layer(
         # With the gradients of the layer's weights and of the one before, until they are reduced.
         backward_transient_bytes=round(4 * gathered_weights + copied_weights + block.backward_transient * tokens),
         between_bytes=round(block.between * tokens),
-        static_bytes=round(weights.static_bytes(parameters) + copied_weights),
+        static=weights.static(parameters) + StaticBytes(cast=round(copied_weights)),
         storages=block.storages,
         largest_storage_bytes=round(block.largest * tokens),
     )
@@ -234,20 +235,20 @@ class _Weights:
         gathers = self.exchange.gathers_each_pass and self.exchange.shards > 1
         return self._training.gathered_bytes * parameters / self.layout.tp if gathers else 0.0
 
-    def end_bytes(self, parameters: float) -> float:
+    def end_static(self, parameters: float) -> StaticBytes:
         """Bytes of an end's parameters on the device all the time.
 
         torch's FSDP has the ends' weights whole from forward to backward, and their gradients until it reduces them, last.
         """
         training = self._training
-        whole = self.gathered_bytes(parameters)
-        if whole and not training.accumulates:
-            whole += training.states.gradient * parameters / self.layout.tp
-        return self.static_bytes(parameters) + whole
+        gathered, gradients = self.gathered_bytes(parameters), 0.0
+        if gathered and not training.accumulates:
+            gradients = training.states.gradient * parameters / self.layout.tp
+        return self.static(parameters) + StaticBytes(gathered=round(gathered), gradients=round(gradients))
 
-    def static_bytes(self, parameters: float) -> float:
+    def static(self, parameters: float) -> StaticBytes:
         """Bytes that are on the device all the time."""
-        return self._training.resident_bytes(self.exchange.shards) * parameters / self.layout.tp
+        return self._training.static_bytes(parameters / self.layout.tp, self.exchange.shards)
 
     def update_bytes(self, parameters: float) -> float:
         """Bytes that the optimizer reads and writes on the device."""
@@ -344,7 +345,7 @@ class _Ends:
             sync_s=exchange.sync_s((parameters + (self._head_weights if self.layout.pp == 1 else 0)) / self.layout.tp),
             saved_bytes=round(8 * tokens + (rotary if config.positions == "rotary" else 0)),
             transient_bytes=round(row * tokens * (1 if self.layout.tp == 1 else 2 * self.layout.tp + 1)),
-            static_bytes=round(self.weights.end_bytes(parameters)),
+            static=self.weights.end_static(parameters),
         )
 
     def head(self) -> EndProfile:
@@ -368,5 +369,5 @@ class _Ends:
             forward_flops=3 * flops,
             saved_bytes=round(3 * row),  # the norm's input, its output, and the output's gradient
             transient_bytes=round(logits + row + matrix),
-            static_bytes=round(self.weights.end_bytes(weights)),
+            static=self.weights.end_static(weights),
         )

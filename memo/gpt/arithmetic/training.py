@@ -10,6 +10,7 @@ import dataclasses
 import enum
 
 from memo.errors import UsageError
+from memo.mip.inputs import StaticBytes
 
 __all__ = [
     "ADAM_FP32",
@@ -181,19 +182,25 @@ class Training:
             if not 0 <= getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 0 and below 1")
 
-    def resident_bytes(self, shards: int) -> float:
-        """Bytes per parameter that a rank holds on its GPU, of weights, gradients and optimizer.
+    def static_bytes(self, parameters: float, shards: int) -> StaticBytes:
+        """Bytes that a rank holds on its GPU of some parameters' weights, gradients and optimizer.
 
         Args:
+            parameters: how many, before any sharding over data-parallel ranks.
             shards: ranks that what is sharded is divided over.
         """
         states, zero = self.states, self.zero
-        whole = 0.0
+        gathered = whole_gradient = 0.0
         if zero >= 2 and shards > 1 and self.whole_in_step:
-            whole = states.reduced + (self.gathered_bytes if zero == 3 else 0)
+            gathered, whole_gradient = self.gathered_bytes if zero == 3 else 0, states.reduced
         elif zero >= 2 and shards > 1 and self.reduces_once and self.accumulates:
-            whole = states.gradient
+            whole_gradient = states.gradient
         weight = 0.0 if self.parameter_offload else states.weight / (shards if zero >= 3 else 1)
         gradient = 0.0 if self.optimizer_offload and zero >= 2 else states.gradient / (shards if zero >= 2 else 1)
         optimizer = 0.0 if self.optimizer_offload else states.optimizer / (shards if zero >= 1 else 1)
-        return weight + gradient + optimizer + whole
+        return StaticBytes(
+            weights=round(weight * parameters),
+            gradients=round((gradient + whole_gradient) * parameters),
+            optimizer=round(optimizer * parameters),
+            gathered=round(gathered * parameters),
+        )

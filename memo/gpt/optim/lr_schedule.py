@@ -7,9 +7,7 @@ import math
 
 from memo.errors import UsageError
 
-__all__ = ["MAX_DEFAULT_WARMUP", "LrSchedule"]
-
-MAX_DEFAULT_WARMUP = 2000  # steps
+__all__ = ["LrSchedule"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +25,7 @@ class LrSchedule:
     warmup: int
     """Steps from almost zero to `peak`; 0 starts at `peak`."""
     steps: int
-    """Number of the last step of the whole run."""
-    begin: int = 0
-    """Steps before the warmup, all of an earlier stage of the run at another sequence length."""
+    """Length of the whole run."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -38,20 +34,12 @@ class LrSchedule:
             raise UsageError(f"--lr {self.peak} is not a positive number")
         if not 0 <= self.floor <= self.peak:
             raise UsageError(f"--min-lr {self.floor} is not between 0 and --lr {self.peak}")
-        if self.begin < 0:
-            raise UsageError(f"the learning rate's first step {self.begin} is negative")
         if self.warmup < 0:
             raise UsageError(f"--warmup {self.warmup} is negative; 0 is no warmup")
 
-    @staticmethod
-    def default_warmup(steps: int) -> int:
-        """Warmup of a run of `steps` steps, where none is given: a tenth of it."""
-        return min(MAX_DEFAULT_WARMUP, steps // 10)
-
     def at(self, step: int) -> float:
         """Learning rate of step `step`, counted from 1."""
-        step, steps = step - self.begin, self.steps - self.begin
         if step <= self.warmup:
             return self.peak * step / self.warmup
-        fraction = min(1.0, (step - self.warmup) / max(1, steps - self.warmup))
+        fraction = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
         return self.floor + (self.peak - self.floor) * 0.5 * (1 + math.cos(math.pi * fraction))

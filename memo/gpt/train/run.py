@@ -20,7 +20,7 @@ from memo.errors import CheckpointError, DeviceOutOfMemory, ExitCode, TrainingDi
 from memo.gpt.arithmetic.flops import parameter_count
 from memo.gpt.checkpoint.background import BackgroundCheckpointDir
 from memo.gpt.checkpoint.directory import Checkpoint
-from memo.gpt.config import GPTConfig, preset
+from memo.gpt.config import GPTConfig, RopeScaling, RopeScalingKind, preset
 from memo.gpt.data.batches import Batches, Split
 from memo.gpt.data.document_batches import DocumentBatches
 from memo.gpt.data.token_file import TokenFile, open_tokens
@@ -28,7 +28,6 @@ from memo.gpt.model.attention_kernel import Kernel, Kind, choose
 from memo.gpt.model.model import GPT
 from memo.gpt.run_config import Documents, RunConfig
 from memo.gpt.train.checkpoint_cadence import CheckpointCadence
-from memo.gpt.train.context_stage import Stage, frequencies
 from memo.gpt.train.interrupt import StopRequest
 from memo.gpt.train.metrics import MetricsFile
 from memo.gpt.train.offload_arguments import open_manager
@@ -42,6 +41,8 @@ from memo.parallel import Layout
 from memo.units import format_tokens
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from memo.gpt.checkpoint.distributed import DistributedCheckpointDir
     from memo.manager import Manager
     from memo.mip.activation import ActivationPlan
@@ -114,11 +115,10 @@ class _Run:
         )
         phase("reading the data")
         tokens = _open_tokens(config, world)
-        self.stage = Stage.of(config, start)
         shape = _shape(config, tokens, start)
-        training = _training(config, device, self.stage)
+        training = _training(config, device)
         self.settings = _settings(config, shape, training)
-        notes += _differences(start, self.settings, config, self.stage)
+        notes += _differences(start, self.settings)
         batches = _batches(config, tokens, "train")
         self.eval_batches = _batches(config, tokens, "eval") if config.eval_every else None
         phase("building the model")
@@ -129,8 +129,10 @@ class _Run:
         if start is not None:
             phase(f"loading {start.path}")
             _load(start, self.trainer, world)
-            guard = start.settings.get(_GUARD, {})
-            self.trainer.loss_guard.restore({**guard, "losses": ()} if self.stage.is_new else guard)
+            if _positions(start.settings) == _positions(
+                self.settings
+            ):  # else losses of before say nothing of those now
+                self.trainer.loss_guard.restore(start.settings.get(_GUARD, {}))
         self.meter = StepMeter(
             shape,
             seq=config.seq,
@@ -214,7 +216,7 @@ class _Run:
         if self.checkpoints is None:
             return
         self.cadence.begun(self.done)
-        settings = {**self.settings, _GUARD: self.trainer.loss_guard.state(), _STAGE: self.stage.saved()}
+        settings = {**self.settings, _GUARD: self.trainer.loss_guard.state()}
         self.checkpoints.save(self.done, self.trainer.state(), settings, wait=wait)
         if wait:
             self._report_failure(self.checkpoints)
@@ -410,7 +412,18 @@ def _starting_point(
 
 
 def _shape(config: RunConfig, tokens: TokenFile | None = None, start: Checkpoint | None = None) -> GPTConfig:
-    return preset(
+    """Shape of the model; rotary positions that no option gives are the checkpoint's.
+
+    Raises:
+        UsageError: the options do not fit together.
+    """
+    former = {} if start is None else start.settings.get("model") or {}
+    scaling = former.get("rope_scaling")
+    if config.rope_scaling is not None:
+        scaled = RopeScaling.parse(config.rope_scaling, seq=config.seq)
+    else:
+        scaled = None if scaling is None else RopeScaling(**{**scaling, "kind": RopeScalingKind(scaling["kind"])})
+    shape = preset(
         config.model,
         variant=config.variant,
         vocab_size=None if tokens is None else tokens.vocab_size,
@@ -421,23 +434,30 @@ def _shape(config: RunConfig, tokens: TokenFile | None = None, start: Checkpoint
         dropout=config.dropout,
         mlp_tiles=config.mlp_tiles,
         end_of_document=tokens.end_of_document if config.mask_documents and tokens is not None else None,
-        **frequencies(config, start),
     )
+    if shape.positions == "rotary":
+        theta = config.rope_theta or former.get("rope_theta") or shape.rope_theta
+        return dataclasses.replace(shape, rope_theta=theta, rope_scaling=scaled)
+    for flag, value in (("--rope-theta", config.rope_theta), ("--rope-scaling", config.rope_scaling)):
+        if value is not None:
+            raise UsageError(
+                f"{flag} is for rotary positions, and those of {config.model} are learned; add --variant llama"
+            )
+    return shape
 
 
-def _training(config: RunConfig, device: torch.device, stage: Stage) -> TrainConfig:
+def _training(config: RunConfig, device: torch.device) -> TrainConfig:
     default = Precision.BF16_AUTOCAST if device.type == "cuda" else Precision.FP32
-    return dataclasses.replace(config.training, precision=config.precision or default, schedule=stage.schedule(config))
+    return dataclasses.replace(config.training, precision=config.precision or default)
 
 
-_GUARD, _STAGE = "health", "stage"  # keys in checkpoints of the loss guard and of the stage
+_GUARD = "health"  # the loss guard's key in checkpoints
 
 
 def _settings(config: RunConfig, shape: GPTConfig, training: TrainConfig) -> dict[str, Any]:
     """Settings stored in a checkpoint: the model, and everything else that decides the next loss."""
     numbers = dataclasses.asdict(training)
     numbers[_GUARD] = numbers.pop("loss_guard")
-    del numbers["schedule"]["begin"]  # is the stage's
     settings = {
         # A run may resume with another number of tiles.
         "model": {key: value for key, value in dataclasses.asdict(shape).items() if key != "mlp_tiles"},
@@ -464,8 +484,8 @@ def _plan_differences(config: RunConfig, plan: ActivationPlan | None) -> list[st
     return [f"warning  {config.offload.plan} was made for {', '.join(other)}"] if other else []
 
 
-def _differences(start: Checkpoint | None, settings: dict[str, Any], config: RunConfig, stage: Stage) -> list[str]:
-    """Notes about a new stage, and a warning for each other setting that differs from the checkpoint's.
+def _differences(start: Checkpoint | None, settings: dict[str, Any]) -> list[str]:
+    """Warning for each setting that differs from the checkpoint's.
 
     Raises:
         CheckpointError: the checkpoint is of another model.
@@ -473,44 +493,61 @@ def _differences(start: Checkpoint | None, settings: dict[str, Any], config: Run
     if start is None:
         return []
     former = {"documents": Documents.PACKED, **start.settings}  # older checkpoints have no such setting
-    was, now = {"rope_scaling": None, **(former.get("model") or {})}, settings["model"]
-    _require_same_model(start, was, now)
-    if stage.is_new:
-        former["training"] = {**former.get("training", {}), "schedule": settings["training"]["schedule"]}
-        former |= {"seq": config.seq}
-    former["model"] = now if stage.is_new else was
-    changes = _changes(former, {key: value for key, value in settings.items() if key != "model"})
-    changes += _changes(former["model"], {key: now[key] for key in _ROTARY if now["positions"] == "rotary"})
+    was, now = dict(former.get("model") or {}), dict(settings["model"])
+    changed = {key for key in now if was.get(key) != now[key]}
+    if now["positions"] == "rotary":
+        changed -= _OF_POSITIONS
+    elif changed == {"max_seq"}:
+        raise CheckpointError(
+            f"{start.path} has learned positions for {format_tokens(was['max_seq'])} tokens, and --seq is "
+            f"{format_tokens(now['max_seq'])}; only models with rotary positions (--variant llama) resume at another length"
+        )
+    if changed:
+        listed = ", ".join(f"{key} {was.get(key)} there, {now[key]} here" for key in now if key in changed)
+        raise CheckpointError(f"{start.path} is of another model: {listed}; give the same model options")
+    others = (("seq", "model"), former, settings)
     return [
-        *stage.notes(config, was, now),
-        *(f"warning  {key} was {before} in the checkpoint and is {value} now" for key, before, value in changes),
+        *_other_positions(former, settings),
+        *(f"warning  {key} was {then} in the checkpoint and is {value} now" for key, then, value in _unequal(*others)),
     ]
 
 
-_ROTARY = ("rope_theta", "rope_scaling")  # what a resumed run may change of a model with rotary positions
+_OF_POSITIONS = frozenset({"max_seq", "rope_theta", "rope_scaling"})  # rotary models may resume with others
 
 
-def _require_same_model(start: Checkpoint, was: dict[str, Any], now: dict[str, Any]) -> None:
-    rotary = was.get("positions") == now["positions"] == "rotary"
-    free = {"max_seq", *_ROTARY} if rotary else set()  # rotary models have no table of positions
-    changed = [key for key in now if was.get(key) != now[key] and key not in free]
-    if changed == ["max_seq"]:
-        raise CheckpointError(
-            f"{start.path} has learned positions, a table of {format_tokens(was['max_seq'])} rows, so --seq stays as it is; "
-            "models with rotary positions, such as --variant llama, resume at any length"
+def _positions(settings: dict[str, Any]) -> tuple[Any, ...]:
+    """Length of a sequence, base and scaling of the rotary positions, from settings of a checkpoint."""
+    model = settings.get("model") or {}
+    return settings.get("seq"), model.get("rope_theta"), model.get("rope_scaling")
+
+
+def _other_positions(former: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    """Lines about sequences of another length than the checkpoint's."""
+    (was_seq, *was), (seq, *now) = _positions(former), _positions(settings)
+    if (was_seq, was) == (seq, now):
+        return []
+    lines = [f"context  {_described(was_seq, *was)} in the checkpoint, {_described(seq, *now)} now"]
+    if was_seq is not None and seq > was_seq and was == now and settings["model"]["positions"] == "rotary":
+        lines.append(
+            f"warning  positions from {format_tokens(was_seq)} on were never trained; see --rope-theta and --rope-scaling"
         )
-    if changed:
-        told = ", ".join(f"{key} {was.get(key)} there, {now[key]} here" for key in changed)
-        raise CheckpointError(f"{start.path} is of another model: {told}; give the same model options")
+    return lines
 
 
-def _changes(former: dict[str, Any], now: dict[str, Any], inside: str = "") -> list[tuple[str, Any, Any]]:
-    """Settings that differ, as (name, before, now), with those of nested objects by themselves."""
-    found: list[tuple[str, Any, Any]] = []
+def _described(seq: int | None, theta: float | None, scaling: dict[str, Any] | None) -> str:
+    scaled = "" if scaling is None else f", {scaling['kind']}:{scaling['factor']:g}"
+    return f"{'?' if seq is None else format_tokens(seq)} tokens (rope theta {theta:g}{scaled})"
+
+
+def _unequal(
+    left_out: tuple[str, ...], former: dict[str, Any], now: dict[str, Any], within: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """Settings of two runs that differ, the inner ones of nested settings by themselves."""
     for key, value in now.items():
-        before = former.get(key)
-        if isinstance(value, dict) and isinstance(before, dict):
-            found += _changes(before, value, f"{inside}{key} ")
-        elif before != value:
-            found.append((f"{inside}{key}", before, value))
-    return found
+        then = former.get(key)
+        if then == value or key in left_out:
+            continue
+        if isinstance(then, dict) and isinstance(value, dict):
+            yield from _unequal((), then, value, f"{within}{key}.")
+        else:
+            yield f"{within}{key}", then, value

@@ -6,11 +6,13 @@ import math
 
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from memo.errors import UsageError
+from memo.gpt.config import RopeScaling, RopeScalingKind
 from memo.gpt.model import rotary
 from memo.gpt.model.rotary import rotary_tables, rotate
-from memo.gpt.rope_scaling import RopeScaling
 
 CPU = torch.device("cpu")
 
@@ -76,62 +78,59 @@ def test_gradient_of_rotation() -> None:
     assert torch.autograd.gradcheck(lambda value: rotate(value, tables), (x,))
 
 
-def scaled(kind: str, factor: float, *, head: int = 64, original: int = 4096) -> list[float]:
-    return RopeScaling(kind=kind, factor=factor, original=original).frequencies(head, 1e4)  # type: ignore[arg-type]
+def angles(scaling: RopeScaling | None, *, head_dim: int = 64, theta: float = 1e4) -> tuple[torch.Tensor, float]:
+    """Radians from one position to the next of each pair, and the length of a rotated unit vector."""
+    cos, sin = rotary_tables(2, head_dim, theta, device=CPU, dtype=torch.float64, scaling=scaling)
+    length = float((cos[1] ** 2 + sin[1] ** 2).sqrt().max())
+    return torch.atan2(sin[1], cos[1]).flatten(), length
 
 
-def plain(head: int = 64) -> list[float]:
-    return [1e4 ** (-2 * i / head) for i in range(head // 2)]
+@pytest.mark.parametrize("original", [512, 4096])
+@pytest.mark.parametrize("factor", [2.0, 8.0])
+@pytest.mark.parametrize("kind", [RopeScalingKind.LINEAR, RopeScalingKind.YARN])
+def test_scaled_frequencies_are_those_of_transformers(kind: RopeScalingKind, factor: float, original: int) -> None:
+    config = LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=4,
+        max_position_embeddings=round(original * factor),
+        rope_parameters={
+            "rope_type": str(kind),
+            "factor": factor,
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": original,
+        },
+    )
+    expected, length = ROPE_INIT_FUNCTIONS[str(kind)](config, CPU)
+    found, own = angles(RopeScaling(kind=kind, factor=factor, original_seq=original))
+    assert torch.allclose(found, expected.double(), rtol=1e-5)
+    assert own == pytest.approx(length)
 
 
-def test_linear_scaling_is_a_division_of_positions() -> None:
-    scaling = RopeScaling(kind="linear", factor=8.0, original=16)
-    far = rotary_tables(16 * 8, 8, 1e4, device=CPU, dtype=torch.float64, scaling=scaling)
-    near = rotary_tables(16, 8, 1e4, device=CPU, dtype=torch.float64)
-    for one, other in zip(far, near, strict=True):
-        torch.testing.assert_close(one[::8], other, rtol=0, atol=1e-14)
+def test_ntk_keeps_the_highest_frequency_and_divides_the_lowest() -> None:
+    plain, _ = angles(None)
+    scaled, length = angles(RopeScaling(kind=RopeScalingKind.NTK, factor=8.0, original_seq=512))
+    assert length == pytest.approx(1.0)
+    assert scaled[0] == plain[0]
+    assert float(plain[-1] / scaled[-1]) == pytest.approx(8.0)
+    assert bool((scaled <= plain).all())
 
 
-def test_ntk_keeps_the_fastest_pair_and_divides_the_slowest_by_the_factor() -> None:
-    found = scaled("ntk", 8.0)
-    assert found[0] == 1.0
-    assert found[-1] == pytest.approx(plain()[-1] / 8, rel=1e-12)  # b^(-(d-2)/d) with b s^(d/(d-2))
-    assert all(slow / 8 <= own <= slow for own, slow in zip(found, plain(), strict=True))
+def test_a_factor_of_one_changes_nothing() -> None:
+    plain = rotary_tables(100, 64, 1e4, device=CPU, dtype=torch.float32)
+    for kind in RopeScalingKind:
+        one = RopeScaling(kind=kind, factor=1.0, original_seq=100)
+        same = rotary_tables(100, 64, 1e4, device=CPU, dtype=torch.float32, scaling=one)
+        assert all(map(torch.equal, plain, same))
 
 
-def test_yarn_keeps_fast_pairs_divides_slow_ones_and_scales_scores() -> None:
-    found, own = scaled("yarn", 8.0), plain()
-    rotations = [4096 * frequency / (2 * math.pi) for frequency in own]
-    for pair, frequency, turns in zip(found, own, rotations, strict=True):
-        if turns > 32:
-            assert pair == frequency
-        elif turns < 1:
-            assert pair == frequency / 8
-        else:
-            share = (turns - 1) / 31
-            assert pair == pytest.approx((1 - share) * frequency / 8 + share * frequency, rel=1e-12)
-    assert min(rotations) < 1 < 32 < max(rotations)
-    scaling = RopeScaling(kind="yarn", factor=8.0, original=4096)
-    cos, sin = rotary_tables(9, 64, 1e4, device=CPU, dtype=torch.float64, scaling=scaling)
-    torch.testing.assert_close(cos**2 + sin**2, torch.full_like(cos, (0.1 * math.log(8) + 1) ** 2), rtol=1e-13, atol=0)
+@pytest.mark.parametrize("text", ["yarn", "yarn:", "yarn:0.5", "yarn:nan", "yarn:inf", "linear:2000", "other:2", "8"])
+def test_what_is_no_scaling_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="rope scaling"):
+        RopeScaling.parse(text, seq=1024)
 
 
-def test_a_factor_of_one_changes_no_bit() -> None:
-    for kind in ("linear", "ntk", "yarn"):
-        scaling = RopeScaling(kind=kind, factor=1.0, original=64)  # type: ignore[arg-type]
-        assert scaling.frequencies(64, 1e4) == pytest.approx(plain(), rel=1e-15)
-        assert scaling.magnitude == 1.0
-
-
-@pytest.mark.parametrize(
-    "text", ["yarn", "yarn:", "yarn:x", "yarn:0.5", "yarn:nan", "abf:8", "yarn:8:0", "yarn:8:many"]
-)
-def test_a_scaling_that_means_nothing_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="--rope-scaling"):
-        RopeScaling.parse(text, 32768)
-
-
-def test_the_original_context_is_the_length_divided_by_the_factor() -> None:
-    assert RopeScaling.parse("yarn:8", 32768) == RopeScaling(kind="yarn", factor=8.0, original=4096)
-    assert RopeScaling.parse("yarn:8:2k", 32768).original == 2048
-    assert str(RopeScaling.parse("yarn:8", 32768)) == "yarn:8:4k"
+def test_the_factor_says_the_original_length() -> None:
+    assert RopeScaling.parse("none", seq=1024) is None
+    found = RopeScaling.parse("yarn:8", seq=32768)
+    assert found == RopeScaling(kind=RopeScalingKind.YARN, factor=8.0, original_seq=4096)
+    assert str(found) == "yarn:8 of 4k tokens"

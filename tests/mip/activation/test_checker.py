@@ -12,11 +12,11 @@ from memo.events import Tier
 from memo.mip.activation.checker import Rule, check_plan, require_valid
 from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
-from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, EndProfile, PointProfile
+from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, EndProfile, PointProfile, StaticBytes
 from memo.mip.simulate.simulator import simulate
 
-BLOCK = layer(always=20, all=140, matmuls=None, attention=4.0, static_bytes=10)
-ENDS = EndProfile(forward_s=1.0, backward_s=2.0, saved_bytes=7, transient_bytes=11, static_bytes=3)
+BLOCK = layer(always=20, all=140, matmuls=None, attention=4.0, static=StaticBytes(other=10))
+ENDS = EndProfile(forward_s=1.0, backward_s=2.0, saved_bytes=7, transient_bytes=11, static=StaticBytes(other=3))
 HALF = LayerPlan(points={ALL: 0.5, ATTENTION: 0.5}, kept=0.2, host=0.5, disk=0.3)
 LAYERS = (HALF, HALF, LayerPlan(), LayerPlan())
 

@@ -18,7 +18,7 @@ from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets,
 from memo.mip.activation.solver import solve_problem
 from memo.mip.inputs.hardware import hardware_preset
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
-from memo.mip.inputs.profile import ALL, ATTENTION, EndProfile, LayerProfile
+from memo.mip.inputs.profile import ALL, ATTENTION, EndProfile, LayerProfile, StaticBytes
 from memo.mip.simulate.proof import AGREEMENT_IN_TURNS
 from memo.mip.simulate.result import Simulation
 from memo.mip.simulate.simulator import require_within_budgets, simulate
@@ -210,7 +210,7 @@ def scaled_layer(layer: LayerProfile) -> LayerProfile:
         forward_transient_bytes=layer.forward_transient_bytes * SCALE,
         backward_transient_bytes=layer.backward_transient_bytes * SCALE,
         between_bytes=layer.between_bytes * SCALE,
-        static_bytes=layer.static_bytes * SCALE,
+        static=StaticBytes(other=layer.static_bytes * SCALE),
         points=tuple(
             dataclasses.replace(
                 point,
@@ -228,5 +228,5 @@ def scaled_end(end: EndProfile) -> EndProfile:
         end,
         saved_bytes=end.saved_bytes * SCALE,
         transient_bytes=end.transient_bytes * SCALE,
-        static_bytes=end.static_bytes * SCALE,
+        static=StaticBytes(other=end.static_bytes * SCALE),
     )

@@ -13,7 +13,7 @@ from memo.events import Lane, StallCause, Tier, UseKind
 from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
 from memo.mip.inputs.pipeline_schedules import Kind, Turn
-from memo.mip.inputs.profile import ALL, ATTENTION, EndProfile
+from memo.mip.inputs.profile import ALL, ATTENTION, EndProfile, StaticBytes
 from memo.mip.simulate.links import Queue, shares
 from memo.mip.simulate.result import EndWork, Part, StageSimulation
 from memo.mip.simulate.simulator import layer_work, simulate
@@ -217,12 +217,14 @@ def test_a_plan_becomes_whole_bytes_and_nothing_is_lost() -> None:
 
 def test_each_stage_has_its_layers_and_ends() -> None:
     """Two stages of a layer: the first has the embedding, the second the head; the optimizer runs when both are through."""
-    known = profile_layer(always=10, all=0, matmuls=None, attention=None, forward_s=1, backward_s=2, static_bytes=1000)
+    known = profile_layer(
+        always=10, all=0, matmuls=None, attention=None, forward_s=1, backward_s=2, static=StaticBytes(other=1000)
+    )
     profile = profile_of(
         dataclasses.replace(known, name="one"),
-        dataclasses.replace(known, name="two", static_bytes=2000),
-        embedding=EndProfile(forward_s=3, backward_s=5, static_bytes=100, saved_bytes=1),
-        head=EndProfile(forward_s=7, backward_s=11, static_bytes=200, saved_bytes=2, transient_bytes=4),
+        dataclasses.replace(known, name="two", static=StaticBytes(other=2000)),
+        embedding=EndProfile(forward_s=3, backward_s=5, static=StaticBytes(other=100), saved_bytes=1),
+        head=EndProfile(forward_s=7, backward_s=11, static=StaticBytes(other=200), saved_bytes=2, transient_bytes=4),
         optimizer_s=13,
     )
     problem = ActivationProblem(

@@ -6,15 +6,36 @@ import { makeHeader } from "./header";
 import { listenToKeys } from "./keys";
 import { PackingView } from "./packing";
 import { Panel } from "./panel";
-import { Store } from "./state";
+import { follow } from "./live";
+import { Store, type Looking } from "./state";
 import { Timeline } from "./timeline";
 
 function start(): void {
   const root = document.getElementById("memo");
   const source = document.getElementById("memo-data");
   if (!root || !source) throw new Error("this is not a page that memo wrote");
-  const page = new Page(JSON.parse(source.textContent ?? "") as RawPage);
+  const raw = JSON.parse(source.textContent ?? "") as RawPage | { live: true };
   source.remove();
+  if ("live" in raw) follow(root, show);
+  else show(root, raw);
+  requestAnimationFrame(() => {
+    document.documentElement.dataset["ready"] = String(Math.round(performance.now()));
+  });
+}
+
+// What is on the screen: what the person looks at, and an end of it all before another page takes its place.
+export interface Shown {
+  page: Page;
+  looking: Looking;
+  visible(): [number, number];
+  look(from: number, to: number): void;
+  close(): void;
+}
+
+function show(root: HTMLElement, raw: RawPage, kept: (page: Page) => Partial<Looking> = () => ({})): Shown {
+  const page = new Page(raw);
+  const ended = new AbortController();
+  const { signal } = ended;
   const store = new Store({
     rank: Math.max(0, page.ranks.findIndex((rank) => rank.rank === page.raw.stats.rank)),
     allRanks: false,
@@ -23,6 +44,7 @@ function start(): void {
     hits: null,
     selection: null,
     view: "timeline",
+    ...kept(page),
   });
   const timeline = new Timeline(page, store);
   const packing = page.raw.packing.length ? new PackingView(page, store) : null;
@@ -47,7 +69,7 @@ function start(): void {
     if ("step" in change) toStep();
     if ("view" in change) showView();
   });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => timeline.layout());
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => timeline.layout(), { signal });
   listenToKeys({
     pan: (pixels) => timeline.axis.pan(pixels),
     zoomBy: (factor) => timeline.axis.zoomBy(factor, timeline.pointer),
@@ -62,13 +84,20 @@ function start(): void {
         store.set({ selection: null, query: "", hits: null });
       },
     },
-  });
+  }, signal);
   showView();
   timeline.layout();
   toStep();
-  requestAnimationFrame(() => {
-    document.documentElement.dataset["ready"] = String(Math.round(performance.now()));
-  });
+  return {
+    page,
+    looking: store.now,
+    visible: () => timeline.axis.domain,
+    look: (from, to) => timeline.axis.show(from, to),
+    close: () => {
+      ended.abort();
+      root.replaceChildren();
+    },
+  };
 }
 
 function focus(page: Page, store: Store, timeline: Timeline): void {

@@ -1,0 +1,61 @@
+"""Budgets of device, host and disk for `memo plan`: their flags, and their defaults on a machine."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from memo.errors import UsageError
+from memo.mip.activation import Budgets
+from memo.units import parse_bytes
+
+if TYPE_CHECKING:
+    from memo.mip.inputs import Hardware
+
+__all__ = ["add_budget_flags", "budgets_of"]
+
+DEVICE_SHARE, HOST_SHARE = 0.95, 0.8
+"""Fractions of device and host memory that are the default budgets; the CUDA context, the program and the page cache need
+the rest."""
+
+
+def add_budget_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds --device, --host, --nvme and --wear."""
+    within = parser.add_argument_group("budgets")
+    within.add_argument("--device", metavar="SIZE", help="memory of one GPU, such as 80GiB (default: 95 %% of it)")
+    within.add_argument(
+        "--host", metavar="SIZE", help="host memory of one node, for all its ranks; 0 is none (default: 80 %% of it)"
+    )
+    within.add_argument("--nvme", default="0", metavar="SIZE", help="disk space of one node; 0 is none (default 0)")
+    within.add_argument(
+        "--wear",
+        type=float,
+        metavar="TB",
+        help="terabytes per day that may be written to the disks (default: no limit)",
+    )
+
+
+def budgets_of(args: argparse.Namespace, machine: Hardware) -> Budgets:
+    """Parses the budgets of one rank's device, and of the host and the disks of one node.
+
+    Args:
+        args: the parsed flags, with --gpus and --recompute.
+        machine: what the defaults are fractions of.
+
+    Raises:
+        UsageError: a size or a rate cannot be read.
+    """
+    device = (
+        int(DEVICE_SHARE * machine.device_bytes) if args.device is None else parse_bytes(args.device, what="--device")
+    )
+    every = int(HOST_SHARE * machine.host_bytes) if args.recompute == "plan" else 0
+    host = every if args.host is None else parse_bytes(args.host, what="--host")
+    if args.wear is not None and not args.wear >= 0:
+        raise UsageError(f"--wear {args.wear} is not zero or a positive number; give terabytes per day")
+    return Budgets(
+        device_bytes=device,
+        host_bytes=host,
+        disk_bytes=parse_bytes(args.nvme, what="--nvme"),
+        disk_wear_bytes_per_day=None if args.wear is None else args.wear * 1e12,
+        ranks_per_node=min(max(args.gpus, 1), machine.gpus_per_node),
+    )
