@@ -222,6 +222,8 @@ class Manager:
             self._in_step = True
             if self._recorder is not None:
                 self._recorder.begin_step(self.step)
+                if self._parts.sampler is not None:
+                    self._parts.sampler.begin_step()
         if self._plan_source is not None:
             self._plan_source.before_forward(may_end=has_ended)
             self._log_plan(self._plan_source)
@@ -426,6 +428,8 @@ class Manager:
             if self._steps is not None:
                 self._steps.done()
             if self._recorder is not None and self._in_step:
+                if self._parts.sampler is not None:
+                    self._parts.sampler.stepped()
                 self._recorder.end_step()
         self._in_step = False
         self.step += 1

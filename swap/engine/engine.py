@@ -153,6 +153,13 @@ class Engine:
         """
         self._telemetry.boundary_callback = call
 
+    def sample_memory(self, call: Callable[[], None] | None) -> None:
+        """Registers a callback that reads the device's memory at each layer boundary; None removes it.
+
+        It runs before that of `at_layer_boundaries`. Any thread; must not block or call the engine.
+        """
+        self._telemetry.memory_callback = call
+
     def when_idle(self, call: Callable[[], None]) -> None:
         """Registers a callback for when the last saved storage ends. Any thread; must not block or call the engine."""
         self._release.when_idle = call
