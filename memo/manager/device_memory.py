@@ -155,7 +155,7 @@ class _Optimizers:
         (self._ours if any(id(one) in ours for one in trained) else self._others).add(optimizer)
 
     def state(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        names = {parameter: name for name, parameter in model.named_parameters()}
+        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         for optimizer in self._ours:
             for parameter, state in optimizer.state.items():
                 found: dict[str, Any] = state if isinstance(state, dict) else {}

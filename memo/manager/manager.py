@@ -142,6 +142,7 @@ class Manager:
         self._parts = parts
         self._engine = engine = parts.engine
         self._recorder = parts.recorder
+        self._sampler = parts.sampler
         self._store = parts.store
         self._tokenwise = parts.tokenwise
         self._plan_source = parts.source
@@ -222,8 +223,8 @@ class Manager:
             self._in_step = True
             if self._recorder is not None:
                 self._recorder.begin_step(self.step)
-                if self._parts.sampler is not None:
-                    self._parts.sampler.begin_step()
+                if self._sampler is not None:
+                    self._sampler.begin_step()
         if self._plan_source is not None:
             self._plan_source.before_forward(may_end=has_ended)
             self._log_plan(self._plan_source)
@@ -428,8 +429,8 @@ class Manager:
             if self._steps is not None:
                 self._steps.done()
             if self._recorder is not None and self._in_step:
-                if self._parts.sampler is not None:
-                    self._parts.sampler.stepped()
+                if self._sampler is not None:
+                    self._sampler.stepped()
                 self._recorder.end_step()
         self._in_step = False
         self.step += 1

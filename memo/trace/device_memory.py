@@ -210,7 +210,7 @@ class Holder:
     what: str
     """`saved`, or the band of a group or of one tensor of it."""
     name: str
-    """Layer or parameter; empty for a group."""
+    """Layer or parameter; empty for a whole band."""
     nbytes: int
     op: str | None = None
     shape: tuple[int, ...] | None = None
@@ -256,7 +256,8 @@ def largest_holders(
                 rest -= event.nbytes
                 found.append(Holder(what=band, name=name, nbytes=event.nbytes, shape=event.shape, dtype=event.dtype))
         if rest:
-            found.append(Holder(what=band, name="", nbytes=rest))
+            name = "smaller tensors" if rest < held[band] else ""
+            found.append(Holder(what=band, name=name, nbytes=rest))
     return heapq.nlargest(count, found, key=lambda one: one.nbytes)
 
 

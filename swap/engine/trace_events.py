@@ -41,7 +41,7 @@ _VIEWS = (
     "Squeeze",
     "Slice",
 )
-_MOST_VIEWS = 4
+_MOST_VIEWS = 8
 
 
 class Began(NamedTuple):
