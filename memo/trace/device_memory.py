@@ -22,6 +22,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import heapq
+import itertools
 from collections.abc import Iterable, Sequence
 
 from memo.events import CounterEvent, Event, Owned, Owner, StepMark, Tier
@@ -92,17 +93,15 @@ class DeviceMemory:
         """Finds the largest total within a window of time, its first instant; None: of the whole trace."""
         first, last = window or (0, self.changes[-1].t if self.changes else 0)
         held = dict.fromkeys(self.bands, 0)
-        total = most = 0
+        for change in (one for one in self.changes if one.t <= first):  # what the window inherits
+            held[change.band] += change.delta
+        total = most = sum(held.values())
         best, at = dict(held), first
-        for number, change in enumerate(self.changes):
-            if change.t > last:
-                break
-            if change.t > first and number and self.changes[number - 1].t <= first:
-                most, best, at = total, dict(held), first  # what the window inherits
+        within = [one for one in self.changes if first < one.t <= last]
+        for change, following in itertools.zip_longest(within, within[1:]):
             held[change.band] += change.delta
             total += change.delta
-            settled = number + 1 == len(self.changes) or self.changes[number + 1].t > change.t
-            if settled and total > most and change.t >= first:
+            if total > most and (following is None or following.t > change.t):
                 most, best, at = total, dict(held), change.t
         return MemoryPeak(t=at, nbytes=most, by_band={band: nbytes for band, nbytes in best.items() if nbytes})
 

@@ -141,7 +141,7 @@ def _cause(held: HeldMemory) -> Cause:
     sizes = {
         Cause.STATES: _states(held),
         Cause.ACTIVATIONS: held.bands.get(SAVED, 0),
-        Cause.TRANSIENT: held.bands.get(TRANSIENT, 0) + (held.requested_nbytes or 0),
+        Cause.TRANSIENT: held.bands.get(TRANSIENT, 0),
         Cause.OTHER: held.bands.get(OTHER, 0),
     }
     logits = sum(one.nbytes for one in held.holders if _is_logits(one))

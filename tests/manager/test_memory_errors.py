@@ -51,15 +51,19 @@ def failing_step(when: str, trace: Path, *, attach: bool) -> torch.OutOfMemoryEr
     ids = torch.randint(0, 61, (1, 256))
     manager = memo.offload(model, alpha=1.0, min_bytes="1KiB", host="64MiB", trace=trace)
     model.layers[1].when = when
+
+    def step() -> None:
+        if attach:
+            manager.attach()
+            model(ids).backward()
+            return
+        with manager:
+            loss = model(ids)
+        loss.backward()
+
     try:
         with pytest.raises(torch.OutOfMemoryError) as caught:
-            if attach:
-                manager.attach()
-                model(ids).backward()
-            else:
-                with manager:
-                    loss = model(ids)
-                loss.backward()
+            step()
         return caught.value
     finally:
         manager.close()
@@ -95,25 +99,34 @@ def test_explain_oom_reads_that_trace(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "It is not" not in said
 
 
-def test_another_error_is_left_alone_and_the_wrapper_goes_with_the_last_manager(tmp_path: Path) -> None:
+def fail(gradient: torch.Tensor) -> None:
+    raise RuntimeError("mine")
+
+
+def test_another_error_is_left_alone_and_the_wrapper_goes_with_the_last_manager() -> None:
     plain = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     model = Stack(layers=2)
     manager = memo.offload(model, alpha=1.0, min_bytes="1KiB", host="64MiB")
     assert torch.autograd._engine_run_backward is not plain  # type: ignore[attr-defined]
+    with manager:
+        loss = model(torch.randint(0, 61, (1, 64)))
+    loss.register_hook(fail)
     with pytest.raises(RuntimeError) as caught:
-        with manager:
-            loss = model(torch.randint(0, 61, (1, 64)))
-        loss.register_hook(lambda gradient: (_ for _ in ()).throw(RuntimeError("mine")))
         loss.backward()
     assert str(caught.value) == "mine"
     manager.close()
     assert torch.autograd._engine_run_backward is plain  # type: ignore[attr-defined]
 
 
-def test_memory_of_the_machine_is_explained_too(tmp_path: Path) -> None:
+def test_memory_of_the_machine_is_explained_too() -> None:
     model = Stack(layers=2)
     manager = memo.offload(model, alpha=1.0, min_bytes="1KiB", host="64MiB")
-    with pytest.raises(RuntimeError, match=r"can't allocate memory(.|\n)*memo: In (this step|layers)"), manager:
-        model(torch.randint(0, 61, (1, 64)))
-        torch.empty(1 << 60, dtype=torch.uint8)
+
+    def forward() -> None:
+        with manager:
+            model(torch.randint(0, 61, (1, 64)))
+            torch.empty(1 << 60, dtype=torch.uint8)
+
+    with pytest.raises(RuntimeError, match=r"can't allocate memory(.|\n)*memo: In this step, outside the layers"):
+        forward()
     manager.close()

@@ -61,6 +61,7 @@ export class MemoryChart {
     context.setLineDash([]);
     const peak = this.series.whole ? this.series.peakWithin(...step) : null;
     if (peak) this.drawPeak(pen, peak, scaleY(peak.nbytes));
+    if (peak) context.canvas.dataset["memory"] = String(y + height - 4);
     this.drawInstants(pen, y, height);
     this.caption(pen, figures, marks, y, peak);
     this.ticks(pen, top, scaleY);
