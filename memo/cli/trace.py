@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from memo.cli.output_files import atomic_write, file_path, print_written, refuse_existing
+from memo.cli.file_kinds import FileKind, require_kind
+from memo.cli.output_files import atomic_write, file_path, print_written, refuse_existing, require_matplotlib
 from memo.cli.tables.trace import print_diff, print_stats
 from memo.errors import ExitCode, UsageError
 from memo.trace import Report, Trace, build_report, compare_reports, diff_to_json, printable, read_traces
@@ -94,6 +95,8 @@ def _steps(args: argparse.Namespace) -> range | None:
 
 
 def _read(args: argparse.Namespace) -> list[Trace]:
+    for path in args.traces:
+        require_kind(path, FileKind.TRACE)
     traces = read_traces(args.traces, steps=_steps(args))
     if args.steps is not None and not any(trace.events for trace in traces):
         raise UsageError(f"--steps {args.steps}: the trace has no event of these steps; choose others")
@@ -166,6 +169,8 @@ def _html(args: argparse.Namespace) -> int:
     if args.output is None:
         raise UsageError("give -o FILE for the page, or --live for the page of a job that still runs")
     refuse_existing(args.output, force=args.force)
+    if args.plan is not None:
+        require_kind(args.plan, FileKind.ADDRESS_PLAN)
     report = _report(args)
     data = page_data(report, packing=_packing(args.plan) if args.plan else [])
     model = report.of_rank(report.rank).trace.meta.get("model")
@@ -204,6 +209,7 @@ def _png(args: argparse.Namespace) -> int:
     if args.output.suffix not in (".png", ".pdf", ".svg"):
         raise UsageError(f"-o {printable(str(args.output))}: the name must end in .png, .pdf or .svg")
     refuse_existing(args.output, force=args.force)
+    require_matplotlib(args.output)
     report = _report(args)
     rank, step = _selected(report, args)
     with atomic_write(args.output, force=args.force) as target:
@@ -213,6 +219,8 @@ def _png(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
+    for path in (args.a, args.b):
+        require_kind(path, FileKind.TRACE)
     reports = [build_report(read_traces([path], steps=_steps(args))) for path in (args.a, args.b)]
     rows = compare_reports(*reports)
     if args.json:

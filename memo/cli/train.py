@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from memo.cli.file_kinds import FileKind, require_kind
 from memo.cli.inputs.batch_sizes import add_batch_flags, batch_sizes
 from memo.errors import ExitCode, UsageError
 from memo.gpt import (
@@ -397,6 +398,8 @@ def _config(args: argparse.Namespace) -> RunConfig:
         "trace_stacks",
     )
     offload = OffloadConfig(mode=flags.pop("offload"), **{name: flags.pop(name) for name in tiers})
+    if offload.plan is not None:
+        require_kind(offload.plan, FileKind.ACTIVATION_PLAN)
     if flags["mlp_tiles"] is None:
         flags["mlp_tiles"] = 1 if offload.plan is None else read_activation_plan(offload.plan).problem.profile.mlp_tiles
     if flags["resume"] not in (None, "latest"):
