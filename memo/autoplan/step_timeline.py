@@ -102,6 +102,11 @@ class StepTimeline:
         if self._tracer is not None:
             self._tracer.step = value
 
+    @property
+    def stacks(self) -> bool:
+        """True where the run's trace wants the Python lines that saved a storage."""
+        return self._tracer is not None and self._tracer.stacks
+
     def now(self) -> int:
         """Nanoseconds of the trace's clock, or of the monotonic clock without a trace."""
         return time.monotonic_ns() if self._tracer is None else self._tracer.now()

@@ -67,10 +67,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     """Trains to the last step or until interrupted."""
     config = _config(args)
-    with WaitingLine("memo train", "starting", quiet=True) as waiting:  # a log has the run's own lines
-        from memo.gpt.train import train
+    from memo.gpt.train import train
 
-        return train(config, phase=lambda text: waiting.end() if text is None else waiting.say(text))
+    return train(config)
 
 
 def _model_flags(group: argparse._ArgumentGroup) -> None:

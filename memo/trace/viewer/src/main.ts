@@ -105,7 +105,7 @@ function show(root: HTMLElement, raw: RawPage, kept: (page: Page) => Partial<Loo
 
 function focus(page: Page, store: Store, timeline: Timeline): void {
   const { selection } = store.now;
-  if (!selection) return;
+  if (!selection || selection.kind === "instant") return;
   const rank = page.ranks[selection.rank];
   if (selection.kind === "span") {
     const row = rank.rows[selection.row];

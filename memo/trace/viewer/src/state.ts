@@ -1,11 +1,13 @@
 // What the person is looking at: one object, changed in one place, watched by the views.
 
 export interface Selection {
-  kind: "life" | "span" | "stall";
+  kind: "life" | "span" | "stall" | "instant";
   rank: number; // index into page.ranks
   life: number; // -1 for none
   row: number; // of a span: index into rank.rows
   index: number; // of a span or a stall
+  t?: number; // of an instant of a tier's memory
+  tier?: number;
 }
 
 export interface Looking {
