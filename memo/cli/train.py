@@ -67,9 +67,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     """Trains to the last step or until interrupted."""
     config = _config(args)
-    from memo.gpt.train import train
+    with WaitingLine("memo train", "starting", quiet=True) as waiting:  # a log has the run's own lines
+        from memo.gpt.train import train
 
-    return train(config)
+        return train(config, phase=lambda text: waiting.end() if text is None else waiting.say(text))
 
 
 def _model_flags(group: argparse._ArgumentGroup) -> None:

@@ -138,6 +138,17 @@ def test_commands_show_it_on_a_terminal_and_keep_standard_output_whole(
     assert stream.getvalue().endswith("\r\x1b[K")
 
 
+def test_train_says_what_it_sets_up_and_ends_the_line_before_the_first_step_is_told(
+    at_once: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(WaitingLine, "say", lambda _, text: said.append(text))
+    monkeypatch.setattr(WaitingLine, "end", lambda _: said.append(f"end {capsys.readouterr().out.count('loss')}"))
+    small = ["--layers", "2", "--hidden", "32", "--heads", "2", "--seq", "32", "--steps", "1", "--device", "cpu"]
+    assert main(["train", "--model", "tiny", *small]) == ExitCode.OK
+    assert said[:4] == ["reading the data", "building the model", "running the first step", "end 0"]
+
+
 def test_a_profile_without_room_is_refused_before_anything_is_built(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "--model", "65b"]) == ExitCode.USAGE
     said = capsys.readouterr().err

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +51,12 @@ if TYPE_CHECKING:
 __all__ = ["train"]
 
 
-def train(config: RunConfig) -> ExitCode:
+def train(config: RunConfig, *, phase: Callable[[str | None], None] = lambda _: None) -> ExitCode:
     """Trains until the last step or a stop request.
+
+    Args:
+        config: the run.
+        phase: called with what begins, in a few words; with None once the run's own lines say so.
 
     Returns:
         OK after the last step, INTERRUPTED after a stop request.
@@ -64,7 +69,7 @@ def train(config: RunConfig) -> ExitCode:
     try:
         with ExitStack() as stack:
             world = _join(config, device, stack) if ranks > 1 else None
-            return _Run(config, device, stack, world).go()
+            return _Run(config, device, stack, world, phase).go()
     except torch.OutOfMemoryError as error:
         raise DeviceOutOfMemory(f"{error}; {_TO_FIT}") from None
     except RuntimeError as error:
@@ -81,8 +86,16 @@ _TO_FIT = "use --offload disk or auto, a shorter --seq, a smaller --batch, or a 
 class _Run:
     """Parts of one run, opened in an order in which a refusal leaves nothing behind."""
 
-    def __init__(self, config: RunConfig, device: torch.device, stack: ExitStack, world: World | None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        device: torch.device,
+        stack: ExitStack,
+        world: World | None,
+        phase: Callable[[str | None], None],
+    ) -> None:
         self.config = config
+        self.phase = phase
         self.world = world
         leads = world is None or world.rank == 0
         self.stop = StopRequest(forwarded=world is not None)
@@ -100,6 +113,7 @@ class _Run:
         self.cadence = CheckpointCadence(
             steps=config.checkpoint_every, minutes=config.checkpoint_minutes, done=self.done
         )
+        phase("reading the data")
         tokens = _open_tokens(config, world)
         shape = _shape(config, tokens, start)
         training = _training(config, device)
@@ -107,11 +121,13 @@ class _Run:
         notes += _differences(start, self.settings)
         batches = _batches(config, tokens, "train")
         self.eval_batches = _batches(config, tokens, "eval") if config.eval_every else None
+        phase("building the model")
         self.trainer, self.manager = _open_trainer(config, shape, training, batches, world, device, stack)
         if self.manager is not None:
             self.manager.step = self.done + 1
             notes += _plan_differences(config, self.manager.plan)
         if start is not None:
+            phase(f"loading {start.path}")
             _load(start, self.trainer, world)
             if _positions(start.settings) == _positions(
                 self.settings
@@ -129,6 +145,7 @@ class _Run:
         )
         steps = config.training.schedule.steps
         self.progress = stack.enter_context(ProgressBar(done=self.done, steps=steps, quiet=not leads))
+        phase(None if self.progress.has_bar else "running the first step")
         for line in (*notes, *self._banner(shape, device, tokens, batches)):
             self.progress.line(line)
 
@@ -176,6 +193,7 @@ class _Run:
             self.metrics.write(metrics)
         if self.tensorboard is not None:
             self.tensorboard.write(metrics)
+        self.phase(None)
         self.progress.line(metrics.to_line(usage))
         if result.alarm is not None:
             done = "skipped" if result.skipped else "applied"
