@@ -77,12 +77,13 @@ class OwnedMemory:
     def begin_step(self) -> None:
         """Notes the parameters whose gradients `gradient_nbytes` counts."""
         model = self._model()
-        self._places = [
-            (weakref.ref(module), name)
+        places = {
+            id(parameter): (weakref.ref(module), name)  # once each, where modules share it
             for module in (() if model is None else model.modules())
             for name, parameter in module._parameters.items()
             if parameter is not None and parameter.requires_grad
-        ]
+        }
+        self._places = list(places.values())
 
     def gradient_nbytes(self) -> int:
         """Bytes of the gradients now, of the parameters that `begin_step` noted; cheap enough for layer boundaries."""
