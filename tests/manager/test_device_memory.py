@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from small_models import Stack
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import memo
 from memo.events import CounterEvent, Event, Owned, Owner, StateChange, Tier
@@ -123,3 +125,16 @@ def test_a_run_traces_all_of_it(model: nn.Module, stacks: bool, tmp_path: Path) 
     assert {"Addmm", "Gelu", "NativeLayerNorm"} <= {event.op for event in saved}
     lines = {event.line for event in saved}
     assert lines == {None} if not stacks else all(line and "small_models.py" in line for line in lines)
+
+
+def test_a_manager_that_traces_is_collected_with_its_hook(model: nn.Module, tmp_path: Path) -> None:
+    before = len(_global_optimizer_post_hooks)
+    manager = memo.offload(model, alpha=1.0, min_bytes="1KiB", host="64MiB", trace=tmp_path / "t.jsonl")
+    optimizer = torch.optim.AdamW(model.parameters())
+    with manager:
+        loss = model(torch.randint(0, 61, (1, 64)))
+    loss.backward()
+    optimizer.step()
+    del manager, loss
+    gc.collect()
+    assert len(_global_optimizer_post_hooks) == before
