@@ -9,6 +9,7 @@ from pathlib import Path
 from memo.cli.tables.address import table
 from memo.errors import ExitCode, TraceError, UsageError
 from memo.trace import (
+    Answer,
     HeldMemory,
     build_report,
     explain_memory,
@@ -18,7 +19,6 @@ from memo.trace import (
     read_snapshot,
     read_traces,
 )
-from memo.trace.out_of_memory import Answer
 from memo.units import format_bytes
 
 __all__ = ["configure", "run"]

@@ -9,7 +9,12 @@ from memo.lazy import attach
 if TYPE_CHECKING:
     from memo.trace.address_plan_view import address_plan_drawings as address_plan_drawings
     from memo.trace.chrome import chrome_trace as chrome_trace
-    from memo.trace.device_memory import Holder as Holder, device_memory as device_memory
+    from memo.trace.device_memory import (
+        OWNED as OWNED,
+        TRANSIENT as TRANSIENT,
+        Holder as Holder,
+        device_memory as device_memory,
+    )
     from memo.trace.diff import DiffRow as DiffRow, compare_reports as compare_reports, diff_to_json as diff_to_json
     from memo.trace.figures import StepStats as StepStats
     from memo.trace.format import duration as duration, percent as percent, printable as printable, rate as rate
@@ -34,7 +39,7 @@ else:
         {
             "address_plan_view": "address_plan_drawings",
             "chrome": "chrome_trace",
-            "device_memory": "Holder device_memory",
+            "device_memory": "OWNED TRANSIENT Holder device_memory",
             "diff": "DiffRow compare_reports diff_to_json",
             "figures": "StepStats",
             "format": "duration percent printable rate",

@@ -153,7 +153,8 @@ def _draw_memory(
         axis.stackplot(times, [[value / unit for value in stack] for stack in stacks], colors=colours, step="post")
     if top is not None:
         _mark_peak(axis, top, unit, window, shade=palette(0.5))
-    lines = [("plan", peak.predicted_nbytes, "black", "--"), ("budget", peak.budget_nbytes, "#c0392b", "-")]
+    predicted = peak.predicted_nbytes if top is None else None  # of the saved bytes alone
+    lines = [("plan", predicted, "black", "--"), ("budget", peak.budget_nbytes, "#c0392b", "-")]
     for text, nbytes, colour, style in lines:
         if nbytes and nbytes <= 2.5 * highest:
             axis.axhline(
