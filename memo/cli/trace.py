@@ -12,9 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from memo.cli.file_kinds import FileKind, require_kind
-from memo.cli.output_files import atomic_write, file_path, print_written, refuse_existing, require_matplotlib
+from memo.cli.output_files import (
+    atomic_write,
+    display_name,
+    file_path,
+    print_written,
+    refuse_existing,
+    require_matplotlib,
+)
 from memo.cli.tables.trace import print_diff, print_stats
-from memo.errors import ExitCode, UsageError
+from memo.errors import ExitCode, TraceError, UsageError
 from memo.trace import Report, Trace, build_report, compare_reports, diff_to_json, printable, read_traces
 
 __all__ = ["configure", "run"]
@@ -32,6 +39,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     html = _command(commands, "html", "write the timeline of a run as one self-contained HTML page", _html)
     _add_plain(html)
     html.add_argument("--plan", type=Path, metavar="FILE", help="address plan to draw on the page (default: none)")
+    html.add_argument(
+        "--explain",
+        type=Path,
+        metavar="FILE",
+        help="show what each kind of layer keeps and repeats: the output of memo explain --json (default: none)",
+    )
     html.add_argument(
         "--live",
         action="store_true",
@@ -172,7 +185,8 @@ def _html(args: argparse.Namespace) -> int:
     if args.plan is not None:
         require_kind(args.plan, FileKind.ADDRESS_PLAN)
     report = _report(args)
-    data = page_data(report, packing=_packing(args.plan) if args.plan else [])
+    explained = _explained(args.explain) if args.explain else []
+    data = page_data(report, packing=_packing(args.plan) if args.plan else [], explained=explained)
     model = report.of_rank(report.rank).trace.meta.get("model")
     title = f"memo trace: {printable(model)}" if isinstance(model, str) else "memo trace"
     with atomic_write(args.output, force=args.force) as target:
@@ -182,6 +196,27 @@ def _html(args: argparse.Namespace) -> int:
             print(rank["thinned"])
     print_written(args.output)
     return ExitCode.OK
+
+
+def _explained(path: Path) -> list[dict[str, Any]]:
+    """Kinds of layers in a file of `memo explain --json`.
+
+    Raises:
+        TraceError: it is no such file.
+    """
+    try:
+        kinds = json.loads(path.read_text(encoding="utf-8"))["kinds"]
+        fitting = all(kind.keys() >= _KIND_KEYS for kind in kinds)
+    except OSError as error:
+        raise TraceError(f"{display_name(path)}: cannot read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        fitting = False
+    if not fitting:
+        raise TraceError(f"{display_name(path)} is not what memo explain --json prints")
+    return list(kinds)
+
+
+_KIND_KEYS = {"layer", "layers", "module", "setting", "refused", "saved_storages", "saved_nbytes", "rows", "points"}
 
 
 def _packing(path: Path) -> list[dict[str, Any]]:

@@ -78,6 +78,8 @@ READERS = {
     "html-plan": (["trace", "html", "trace.jsonl", "-o", "out.html", "--plan"], {"addresses.json"}),
     "chrome": (["trace", "chrome", "-o", "out.json"], {"trace.jsonl", "trace.jsonl.gz"}),
     "diff": (["trace", "diff", "trace.jsonl"], {"trace.jsonl", "trace.jsonl.gz"}),
+    "plan-profile": (["plan", "--gpu", "a800", "--profile"], {"profile.json"}),
+    "plan-doctor": ([*PLAN, "--doctor"], {"doctor.json"}),
     "train-plan": (["train", "--offload", "auto", "--plan"], {"plan.json"}),
 }
 

@@ -2,6 +2,7 @@
 
 import { Page, type RawPage } from "./data";
 import { h } from "./dom";
+import { ExplainView } from "./explain";
 import { makeHeader } from "./header";
 import { listenToKeys } from "./keys";
 import { PackingView } from "./packing";
@@ -48,6 +49,7 @@ function show(root: HTMLElement, raw: RawPage, kept: (page: Page) => Partial<Loo
   });
   const timeline = new Timeline(page, store);
   const packing = page.raw.packing.length ? new PackingView(page, store) : null;
+  const explain = page.raw.explained.kinds.length ? new ExplainView(page, store) : null;
   const panel = new Panel(page, store, { show: (from, to) => timeline.axis.show(from, to) });
   const next = nextMatch(page, store, timeline);
   const header = makeHeader(page, store, {
@@ -58,12 +60,13 @@ function show(root: HTMLElement, raw: RawPage, kept: (page: Page) => Partial<Loo
     },
   });
   const first = h("div", { class: "work" }, timeline.element, panel.element);
-  root.append(header.element, first, ...(packing ? [packing.element] : []));
+  root.append(header.element, first, ...(packing ? [packing.element] : []), ...(explain ? [explain.element] : []));
 
   const toStep = (): void => timeline.axis.around(...page.ranks[store.now.rank].interval(store.now.step), 0.01);
   const showView = (): void => {
     first.hidden = store.now.view !== "timeline";
     if (packing) packing.element.hidden = store.now.view !== "packing";
+    if (explain) explain.element.hidden = store.now.view !== "explain";
   };
   store.watch((change) => {
     if ("step" in change) toStep();

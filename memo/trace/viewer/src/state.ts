@@ -17,7 +17,7 @@ export interface Looking {
   query: string;
   hits: Uint8Array | null; // by name index: 1 where the query matches; null without a query
   selection: Selection | null;
-  view: "timeline" | "packing";
+  view: "timeline" | "packing" | "explain";
 }
 
 export type Change = Partial<Looking>;
