@@ -67,8 +67,8 @@ IMPORTS = {
     "memo/integrations": "memo memo face",
     "memo/cli/tables": "memo mip/address mip/inputs mip/activation mip/simulate memo/trace",
     "memo/cli/inputs": "memo memo/gpt memo/record memo/hugging_face",
-    "memo/cli": "memo allocator mip mip/address mip/inputs mip/activation mip/simulate swap face memo/trace memo/out_of_memory memo/machine "
-    "memo/parallel memo/gpt/optim memo/gpt memo/gpt/arithmetic memo/gpt/train memo/record memo/hugging_face "
+    "memo/cli": "memo allocator mip mip/address mip/inputs mip/activation mip/simulate swap face memo/trace "
+    "memo/out_of_memory memo/machine memo/parallel memo/gpt/optim memo/gpt memo/gpt/arithmetic memo/gpt/train memo/record memo/hugging_face "
     "memo face memo/cli/tables memo/cli/inputs",
 }
 # Package boundaries: within a package modules are imported directly, from elsewhere by its face.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -107,15 +108,16 @@ class Point:
     def of(cls, request: Request) -> Point:
         """Plans, checks and simulates one request."""
         budgets = request.budgets
-        place = {
-            "tokens": request.layout.tokens,
-            "device_budget_bytes": budgets.device_bytes,
-            "host_budget_bytes": budgets.host_bytes,
-        }
+        here = functools.partial(
+            cls,
+            tokens=request.layout.tokens,
+            device_budget_bytes=budgets.device_bytes,
+            host_budget_bytes=budgets.host_bytes,
+        )
         try:
             plan = request.plan()
         except Infeasible as error:
-            return cls(**place, infeasible=str(error))
+            return here(infeasible=str(error))
         prove(plan)
         figures = utilisation(plan)
         stage = max(plan.stages, key=lambda stage: stage.microbatch_s)
@@ -130,7 +132,7 @@ class Point:
             peak_disk_bytes=max(stage.peak_disk_bytes for stage in plan.stages),
             shares=Shares.of(plan),
         )
-        return cls(**place, fit=fit)
+        return here(fit=fit)
 
 
 def run_sweep(request: Request, args: argparse.Namespace) -> ExitCode:
