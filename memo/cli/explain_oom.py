@@ -8,17 +8,15 @@ from pathlib import Path
 
 from memo.cli.tables.address import table
 from memo.errors import ExitCode, TraceError, UsageError
-from memo.trace import (
+from memo.out_of_memory import (
+    Answer,
     HeldMemory,
-    build_report,
     explain_memory,
     held_in_snapshot,
     held_in_trace,
-    printable,
     read_snapshot,
-    read_traces,
 )
-from memo.trace.out_of_memory import Answer
+from memo.trace import build_report, printable, read_traces
 from memo.units import format_bytes
 
 __all__ = ["configure", "run"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,14 @@ from memo.cli.progress import WaitingLine
 from memo.cli.tables.activation import utilisation
 from memo.cli.tables.address import table
 from memo.errors import ExitCode, Infeasible, MemoError, UsageError
-from memo.mip.activation import ActivationPlan, LayerPlan, device_peak_candidates, free_swap_tokens, predict_stages
+from memo.mip.activation import (
+    ActivationPlan,
+    LayerPlan,
+    device_peak_candidates,
+    fits,
+    free_swap_tokens,
+    predict_stages,
+)
 from memo.mip.inputs import ALL, MATMULS
 from memo.mip.simulate import prove
 from memo.units import format_bytes, format_duration, format_tokens
@@ -100,15 +108,16 @@ class Point:
     def of(cls, request: Request) -> Point:
         """Plans, checks and simulates one request."""
         budgets = request.budgets
-        place = {
-            "tokens": request.layout.tokens,
-            "device_budget_bytes": budgets.device_bytes,
-            "host_budget_bytes": budgets.host_bytes,
-        }
+        here = functools.partial(
+            cls,
+            tokens=request.layout.tokens,
+            device_budget_bytes=budgets.device_bytes,
+            host_budget_bytes=budgets.host_bytes,
+        )
         try:
             plan = request.plan()
         except Infeasible as error:
-            return cls(**place, infeasible=str(error))
+            return here(infeasible=str(error))
         prove(plan)
         figures = utilisation(plan)
         stage = max(plan.stages, key=lambda stage: stage.microbatch_s)
@@ -123,7 +132,7 @@ class Point:
             peak_disk_bytes=max(stage.peak_disk_bytes for stage in plan.stages),
             shares=Shares.of(plan),
         )
-        return cls(**place, fit=fit)
+        return here(fit=fit)
 
 
 def run_sweep(request: Request, args: argparse.Namespace) -> ExitCode:
@@ -176,7 +185,7 @@ def _devices(request: Request) -> list[Request]:
 
 
 def _hosts(request: Request) -> list[Request]:
-    """Requests with host budgets of a node from nothing to what the request's own plan takes, or to its budget."""
+    """Requests with host budgets of a node from the least that fits to what the request's own plan takes."""
     most = request.budgets.host_bytes
     if not most:
         raise UsageError("--sweep host goes from no host memory to --host, which is 0")
@@ -187,8 +196,25 @@ def _hosts(request: Request) -> list[Request]:
     else:
         taken = max(stage.peak_host_bytes for stage in stages) * request.budgets.ranks_per_node
         most = min(most, taken) or most
-    sizes = [most * point // (BUDGET_POINTS - 1) for point in range(BUDGET_POINTS)]
+    least = _least_host_bytes(request, most)
+    sizes = [least + (most - least) * point // (BUDGET_POINTS - 1) for point in range(BUDGET_POINTS)]
     return [dataclasses.replace(request, budgets=dataclasses.replace(request.budgets, host_bytes=n)) for n in sizes]
+
+
+def _least_host_bytes(request: Request, most: int) -> int:
+    """The least host budget that fits, to a hundredth of `most`; 0 where that fits, or nothing does."""
+
+    def does_fit(nbytes: int) -> bool:
+        budgets = dataclasses.replace(request.budgets, host_bytes=nbytes)
+        return fits(dataclasses.replace(request, budgets=budgets).problem(request.tiles[-1]))
+
+    low, high = 0, most
+    if does_fit(low) or not does_fit(high):
+        return 0
+    while high - low > most // 100:
+        middle = (low + high) // 2
+        low, high = (low, middle) if does_fit(middle) else (middle, high)
+    return high
 
 
 def _table(points: Sequence[Point], *, by: SweepAxis) -> str:
@@ -257,7 +283,7 @@ def _draw(points: Sequence[Point], path: Path, *, by: SweepAxis, crossover: int 
         if crossover is not None and where and where[0] <= crossover <= where[-1]:
             label = f"full swap is free from {format_tokens(-(-crossover // 1024) * 1024)}"
             above.axvline(crossover, color="#8a8f98", linestyle=":", label=label)
-            above.legend(loc="lower right", fontsize=8)
+            above.legend(loc="upper left", fontsize=8)
     else:
         whose = "host budget of a node" if by == "host" else "device budget of a GPU"
         below.set_xlabel(f"{whose}, {unit_name}")

@@ -15,7 +15,7 @@ from typing import Any
 
 from memo.errors import UsageError
 
-__all__ = ["configuration_from", "model_class", "names_configuration", "one_line", "quiet"]
+__all__ = ["configuration_from", "language_part", "model_class", "names_configuration", "one_line", "quiet"]
 
 _FILE = "config.json"
 _MODELS = (
@@ -82,6 +82,14 @@ def model_class(config: Any, *, name: str) -> type[Any]:
         raise UsageError(f"{name}: {type(config).__name__} belongs to no language model; give module:function")
     made: type[Any] = next((kind for kind in known if kind.__name__ in (config.architectures or ())), known[0])
     return made
+
+
+def language_part(config: Any) -> Any:
+    """The configuration of the language model in one of several models, where transformers has it as a model of its own."""
+    import transformers
+
+    text = config.get_text_config()
+    return text if type(text) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING else config
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ _PRODUCTS = frozenset(
     for name in ("mm", "bmm", "addmm", "baddbmm", "linear", "_grouped_mm", "convolution", "convolution_backward")
     if hasattr(_ATEN, name)
 )
-MOST_OPERATORS = 200_000
+MOST_OPERATORS = 30_000
 """Of one forward and backward of a few layers; more are a loop over tokens."""
 
 
@@ -34,6 +34,7 @@ MOST_OPERATORS = 200_000
 class Spent:
     """What one pass of a layer or an end does."""
 
+    operators: int = 0
     seconds: float = 0.0
     """Without attention's kernel."""
     product_flops: float = 0.0
@@ -82,6 +83,7 @@ class KernelClock(TorchDispatchMode):
         return f"{self._between}.{self._phase}"
 
     def _count(self, spent: Spent, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        spent.operators += 1
         name = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func)
         if "attention" in name and "backward" in name:
             return  # follows from the forward

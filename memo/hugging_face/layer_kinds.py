@@ -110,6 +110,8 @@ def short_model(config: Any, *, name: str, dtype: torch.dtype) -> ShortModel:
 
 def _built(kind: type[Any], config: Any, *, name: str, dtype: torch.dtype) -> nn.Module:
     fused_attention.register()
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0
     for part in (config, config.get_text_config()):
         part.use_cache = False
     failed: BaseException | None = None
@@ -190,13 +192,15 @@ def _taken_out(
             ]
             more = [index for index in indices if index > first[-1] and keys[index] == keys[first[-1]]][:1]
             stay = [*first, *(more or [index for index in indices if index > first[-1]][:1])]
+            text = config.get_text_config()
+            named = getattr(text, "num_hidden_layers", None) == len(indices) and bool(types)
+            if named:
+                try:
+                    text.layer_types = [types[index] for index in stay]
+                except AttributeError:  # types follow from places, which must then stay as they are
+                    stay = list(range(indices[0], stay[-1] + 1))
             setattr(parent, name, type(child)(*_as_given(child, [layers[index] for index in stay])))
             stacks.append(tuple(layers[index] for index in stay))
-            text = config.get_text_config()
-            if getattr(text, "num_hidden_layers", None) == len(indices):
-                if types:
-                    text.layer_types = [types[index] for index in stay]
-                text.num_hidden_layers = len(stay)
     return tuple(stacks)
 
 

@@ -24,6 +24,7 @@ from memo.gpt.arithmetic import (
     Training,
     WeightExchange,
 )
+from memo.hugging_face.configuration import language_part
 from memo.hugging_face.fused_attention import NAME as FUSED
 from memo.hugging_face.layer_kinds import LayerKind, ShortModel, short_model
 from memo.hugging_face.recorded_step import RecordedEnd, RecordedLayer, RecordedStep, recorded_step
@@ -72,6 +73,7 @@ class HuggingFaceModel:
         self.name = name
         self._precision = precision
         self._without_logits = without_logits
+        self._whole, config = config, language_part(config)
         self._config = config
         self._short: ShortModel = short_model(config, name=name, dtype=_DTYPES[precision])
         self._recorded: dict[tuple[Hardware, int, int], RecordedStep] = {}
@@ -101,6 +103,12 @@ class HuggingFaceModel:
             found.append(
                 f"attention is transformers' {self._short.attention!r}, with the masks and scores that it makes"
             )
+        if self._whole is not self._config:
+            found.append("the language model alone is planned")
+        for name in sorted({name for step in self._recorded.values() for name in step.idle}):
+            found.append(f"the {name}s do not run in a step on text, and count as parameters")
+        for name in sorted({name for step in self._recorded.values() for name in step.slow}):
+            found.append(f"{name} runs operator by operator, as it does where the package of its kernels is missing")
         if _has_experts(self._config):
             found.append("each expert gets as many tokens as the others")
         return tuple(found)
@@ -163,7 +171,7 @@ class HuggingFaceModel:
         tokens = layout.tokens // layout.cp
         step = self.recorded(machine, tokens=tokens, batch=layout.batch)
         of_rank = _Rank(self._short, step, machine, layout, training)
-        classes = tuple(of_rank.layer(kind, recompute) for kind in self._short.kinds)
+        classes = tuple(of_rank.layer(kind, recompute) for kind in self._short.kinds if kind.name not in step.idle)
         flops = of_rank.model_flops()
         return Profile(
             signature=Signature(
@@ -176,7 +184,7 @@ class HuggingFaceModel:
             ),
             role=Role.DERIVED,
             classes=classes,
-            layers=self._short.layers,
+            layers=of_rank.layers,
             embedding=of_rank.embedding(),
             head=of_rank.head(),
             optimizer_s=of_rank.update_bytes() / machine.hbm_bytes_per_s,
@@ -217,6 +225,21 @@ class _Rank:
     training: Training
 
     @property
+    def layers(self) -> tuple[str, ...]:
+        """The kind of each layer that runs."""
+        return tuple(name for name in self.short.layers if name not in self.step.idle)
+
+    @property
+    def _embedding_parameters(self) -> int:
+        """With those of layers that do not run."""
+        idle = sum(
+            kind.parameters * self.short.layers.count(kind.name)
+            for kind in self.short.kinds
+            if kind.name in self.step.idle
+        )
+        return self.short.embedding_parameters + idle
+
+    @property
     def exchange(self) -> WeightExchange:
         """Collectives over weights."""
         return WeightExchange(self.machine, self.layout, self.training)
@@ -225,9 +248,9 @@ class _Rank:
     def stage_parameters(self) -> int:
         """Of the largest stage, taken as its share of the layers and the larger end."""
         by_name = {kind.name: kind.parameters for kind in self.short.kinds}
-        layers, stages = self.short.layers, self.layout.pp
-        inside = sum(by_name[name] for name in layers)
-        ends = (self.short.embedding_parameters, self._head_parameters)
+        stages = self.layout.pp
+        inside = sum(by_name[name] for name in self.layers)
+        ends = (self._embedding_parameters, self._head_parameters)
         return -(-inside // stages) + (sum(ends) if stages == 1 else max(ends))
 
     @property
@@ -320,7 +343,7 @@ class _Rank:
 
     def embedding(self) -> EndProfile:
         """The end before the layers; FSDP reduces both ends' gradients together where one rank has both."""
-        parameters = self.short.embedding_parameters
+        parameters = self._embedding_parameters
         both = parameters + (self.short.head_parameters if self.layout.pp == 1 else 0)
         return self._end(self.step.embedding, parameters, sync=both)
 
@@ -364,7 +387,7 @@ class _Rank:
         context, data = rate_of(self.layout.context_group(nodes)), rate_of(self.layout.data_group(nodes))
         nbytes = seconds = 0.0
         by_name = {layer.name: layer for layer in classes}
-        for layer in (by_name[name] for name in self.short.layers):
+        for layer in (by_name[name] for name in self.layers):
             weights_s = 2 * layer.gather_s + layer.reduce_s + layer.sync_s / accumulate
             nbytes += (layer.forward_exchange_s + layer.backward_exchange_s) * context + weights_s * data
             seconds += max(layer.forward_s + layer.backward_s, weights_s)
@@ -377,7 +400,7 @@ class _Rank:
         N are the weights that multiply a token: of experts those that it is routed to.
         """
         tokens = self.layout.tokens // self.layout.cp * self.layout.batch
-        layers = [self.step.layers[name] for name in self.short.layers]
+        layers = [self.step.layers[name] for name in self.layers]
         products = sum(layer.forward.product_flops for layer in layers)
         products += 2 * self.short.projection_parameters * tokens
         attention = self.layout.cp * sum(layer.attention_flops for layer in layers)

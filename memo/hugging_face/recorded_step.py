@@ -32,6 +32,8 @@ from memo.swap import Layer, LayerCosts, Rates, argument_storages, cast_of_param
 __all__ = ["RecordedEnd", "RecordedLayer", "RecordedStep", "recorded_step"]
 
 _LAUNCH_PS = 5_000_000
+_MANY_OPERATORS = 500
+"""In one forward of a layer; those with a kernel for what they do have about a hundred."""
 _CHUNKS = 4
 """Of the loss without logits as it is recorded; as it runs it has so many that each has few logits."""
 _LOGITS = 1 << 25  # in one chunk of the loss: memo.loss.chunked_cross_entropy.CHUNK_LOGITS
@@ -97,6 +99,16 @@ class RecordedStep:
     embedding: RecordedEnd
     head: RecordedEnd
 
+    @property
+    def idle(self) -> frozenset[str]:
+        """Kinds that do not run: of an image's encoder, in a step on text."""
+        return frozenset(name for name, layer in self.layers.items() if not layer.forward.operators)
+
+    @property
+    def slow(self) -> frozenset[str]:
+        """Kinds with so many operators that their own code loops, for lack of a kernel."""
+        return frozenset(name for name, layer in self.layers.items() if layer.forward.operators > _MANY_OPERATORS)
+
 
 def recorded_step(
     short: ShortModel, *, name: str, tokens: int, batch: int, times: KernelTimes, without_logits: bool
@@ -146,12 +158,12 @@ class _Recording:
             if self._without_logits:
                 chunk = -(-self._shape[0] * self._shape[1] // _CHUNKS)
                 stack.enter_context(loss_without_logits(self._short.model, chunk=chunk))
-            peaks = _Peaks(record_step(self._step, exact=True).trace, [layer.name for layer in self._layers])
             with BytelessMode() as mode:
                 loss = self._step().loss
                 mode.forget(self._short.model.parameters())
                 saved, clock = self._counted(loss)
                 again, costs = self._recomputed(loss)
+            peaks = _Peaks(record_step(self._step, exact=True).trace, [layer.name for layer in self._layers])
         layers = {
             name: self._layer(layer, saved, clock, again, costs.get(layer.name), peaks)
             for name, layer in self._of_kind.items()

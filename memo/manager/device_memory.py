@@ -67,8 +67,8 @@ class OwnedMemory:
         self._stop()
 
     def when_stepped(self, call: Callable[[], None]) -> None:
-        """Registers a callback after each step of an optimizer of the model."""
-        self._optimizers.stepped = call
+        """Registers a bound method, held weakly, for after each step of an optimizer of the model."""
+        self._optimizers.stepped = weakref.WeakMethod(call)
 
     def nbytes(self, owner: Owner) -> int:
         """Bytes of one owner now."""
@@ -77,12 +77,13 @@ class OwnedMemory:
     def begin_step(self) -> None:
         """Notes the parameters whose gradients `gradient_nbytes` counts."""
         model = self._model()
-        self._places = [
-            (weakref.ref(module), name)
+        places = {
+            id(parameter): (weakref.ref(module), name)  # once each, where modules share it
             for module in (() if model is None else model.modules())
             for name, parameter in module._parameters.items()
             if parameter is not None and parameter.requires_grad
-        ]
+        }
+        self._places = list(places.values())
 
     def gradient_nbytes(self) -> int:
         """Bytes of the gradients now, of the parameters that `begin_step` noted; cheap enough for layer boundaries."""
@@ -138,15 +139,16 @@ class _Optimizers:
         self._model = weakref.ref(model)
         self._others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._ours: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self.stepped: Callable[[], None] | None = None
+        self.stepped: weakref.WeakMethod[Callable[[], None]] | None = None
 
     def __call__(self, optimizer: torch.optim.Optimizer, *args: object) -> None:
         if optimizer in self._others:
             return
         if optimizer not in self._ours:
             self._note(optimizer)
-        if optimizer in self._ours and self.stepped is not None:
-            self.stepped()
+        stepped = None if self.stepped is None or optimizer not in self._ours else self.stepped()
+        if stepped is not None:
+            stepped()
 
     def _note(self, optimizer: torch.optim.Optimizer) -> None:
         model = self._model()

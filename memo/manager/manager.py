@@ -507,6 +507,8 @@ class Manager:
             return
         self._closer.detach()
         self._memory_watch.close()
+        if self._parts.owned is not None:
+            self._parts.owned.close()
         if self._steps is not None:
             self._steps.done()
         try:

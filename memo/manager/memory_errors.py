@@ -17,8 +17,8 @@ import torch
 from memo.allocator import allocated_bytes, memory_stats
 from memo.errors import HostBudgetExceeded, ScratchFull, StoreWriteError
 from memo.events import OUT_OF_MEMORY, Note, Owner
-from memo.trace import SAVED, HeldMemory, Holder, explain_memory, parse_torch_error
-from memo.trace.device_memory import OWNED, TRANSIENT
+from memo.out_of_memory import SAVED, HeldMemory, explain_memory, parse_torch_error
+from memo.trace import OWNED, TRANSIENT, Holder
 
 if TYPE_CHECKING:
     from collections.abc import Callable

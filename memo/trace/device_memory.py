@@ -36,7 +36,7 @@ __all__ = [
     "Holder",
     "MemoryChange",
     "MemoryPeak",
-    "device_memory",
+    "device_stack",
     "largest_holders",
 ]
 
@@ -115,7 +115,7 @@ class DeviceMemory:
         return {band: nbytes for band, nbytes in held.items() if nbytes}
 
 
-def device_memory(events: Sequence[Event], lifetimes: Sequence[Lifetime]) -> DeviceMemory:
+def device_stack(events: Sequence[Event], lifetimes: Sequence[Lifetime]) -> DeviceMemory:
     """Replays everything that the device holds.
 
     Args:

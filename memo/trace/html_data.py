@@ -27,7 +27,7 @@ from memo.events import (
     Tier,
     UseKind,
 )
-from memo.trace.device_memory import OWNED, device_memory
+from memo.trace.device_memory import OWNED, device_stack
 from memo.trace.intervals import pack_rows
 from memo.trace.report import RankReport, Report
 from memo.trace.tensor_lifetimes import Lifetime, layer_of, residency_changes
@@ -111,7 +111,7 @@ class _RankColumns:
         self._notes = [event for event in events if isinstance(event, Note)][:1000]
         self._lives = list(one.lifetimes)
         self._changes = residency_changes(self._lives)
-        self._device = device_memory(events, self._lives)
+        self._device = device_stack(events, self._lives)
         self._owned = [event for event in events if isinstance(event, Owned) and event.module is not None]
         self._quantum = 0
         self._thin(room)

@@ -12,7 +12,7 @@ from typing import Any
 
 from memo.errors import MemoError
 from memo.events import Lane, Owner, Span, Stall, Tier
-from memo.trace.device_memory import OTHER, OWNED, TRANSIENT, DeviceMemory, MemoryChange, MemoryPeak, device_memory
+from memo.trace.device_memory import OTHER, OWNED, TRANSIENT, DeviceMemory, MemoryChange, MemoryPeak, device_stack
 from memo.trace.figures import TierPeak
 from memo.trace.format import printable
 from memo.trace.report import Report
@@ -70,7 +70,7 @@ def draw_step(report: Report, path: Path, *, rank: int, step: int | None, dpi: i
     one = report.of_rank(rank)
     figures = one.step(step)
     window = (figures.start_ns, figures.end_ns)
-    memory = device_memory(one.trace.events, one.lifetimes)
+    memory = device_stack(one.trace.events, one.lifetimes)
     changes = {tier: _layer_changes(one.lifetimes, tier) for tier in Tier} | {Tier.DEVICE: memory.changes}
     top = memory.peak(window) if memory.below or memory.above else None
     peaks = [peak for peak in figures.peaks if peak.saved_nbytes or (peak.tier is Tier.DEVICE and top is not None)]
@@ -153,7 +153,8 @@ def _draw_memory(
         axis.stackplot(times, [[value / unit for value in stack] for stack in stacks], colors=colours, step="post")
     if top is not None:
         _mark_peak(axis, top, unit, window, shade=palette(0.5))
-    lines = [("plan", peak.predicted_nbytes, "black", "--"), ("budget", peak.budget_nbytes, "#c0392b", "-")]
+    predicted = peak.predicted_nbytes if top is None else None  # of the saved bytes alone
+    lines = [("plan", predicted, "black", "--"), ("budget", peak.budget_nbytes, "#c0392b", "-")]
     for text, nbytes, colour, style in lines:
         if nbytes and nbytes <= 2.5 * highest:
             axis.axhline(

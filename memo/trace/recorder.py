@@ -137,6 +137,7 @@ class TraceRecorder:
 
     def close(self) -> None:
         """Writes the queued events and the end line. Idempotent."""
+        self.on_change = None
         if self._file.closed:
             return
         self.flush()

@@ -32,6 +32,7 @@ _VIEWS = (
     "View",
     "UnsafeView",
     "Reshape",
+    "ReshapeAlias",
     "Transpose",
     "T",
     "Permute",

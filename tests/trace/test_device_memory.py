@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 from memo.events import CounterEvent, Owned, Owner, StateChange, StepMark, TensorState, Tier
-from memo.trace.device_memory import device_memory, largest_holders
+from memo.trace.device_memory import device_stack, largest_holders
 from memo.trace.reader import Trace
 from memo.trace.tensor_lifetimes import lifetimes_of
 
@@ -47,7 +47,7 @@ EVENTS = [
 
 def test_the_stack_is_as_high_as_each_sample(make_trace: Callable[..., Trace]) -> None:
     trace = make_trace(EVENTS)
-    memory = device_memory(trace.events, lifetimes_of(trace.events))
+    memory = device_stack(trace.events, lifetimes_of(trace.events))
     assert memory.bands == ("other", "weights", "layers.0", "layers.1", "transient")
     for event in EVENTS:
         if isinstance(event, CounterEvent):
@@ -66,7 +66,7 @@ def test_the_stack_is_as_high_as_each_sample(make_trace: Callable[..., Trace]) -
 def test_holders_add_up_to_the_stack(make_trace: Callable[..., Trace]) -> None:
     trace = make_trace(EVENTS)
     lifetimes = lifetimes_of(trace.events)
-    memory = device_memory(trace.events, lifetimes)
+    memory = device_stack(trace.events, lifetimes)
     found = largest_holders(trace.events, lifetimes, memory, 3)
     assert [(one.what, one.name, one.nbytes) for one in found] == [
         ("weights", "head.weight", 80),
@@ -83,14 +83,14 @@ def test_holders_add_up_to_the_stack(make_trace: Callable[..., Trace]) -> None:
 def test_each_step_has_a_rest_of_its_own(make_trace: Callable[..., Trace]) -> None:
     later = [StepMark(t=10, step=1, phase="begin"), count(11, 300, step=1), count(12, 260, step=1)]
     trace = make_trace([*EVENTS, *later])
-    memory = device_memory(trace.events, lifetimes_of(trace.events))
+    memory = device_stack(trace.events, lifetimes_of(trace.events))
     assert memory.at(11) == {"other": 140, "weights": 100, "layers.1": 20, "transient": 40}
     assert memory.at(7)["other"] == 30
 
 
 def test_without_samples_the_stack_has_only_what_is_known(make_trace: Callable[..., Trace]) -> None:
     trace = make_trace([event for event in EVENTS if not isinstance(event, CounterEvent)])
-    memory = device_memory(trace.events, lifetimes_of(trace.events))
+    memory = device_stack(trace.events, lifetimes_of(trace.events))
     assert not memory.is_measured
     assert memory.peak().by_band == {"weights": 100, "layers.0": 40, "layers.1": 20}
 
@@ -98,7 +98,7 @@ def test_without_samples_the_stack_has_only_what_is_known(make_trace: Callable[.
 def test_an_imagined_run_is_never_higher_than_measured(synthetic: ModuleType, make_trace: Callable[..., Trace]) -> None:
     trace = make_trace(synthetic.Run(synthetic.Workload(layers=6, steps=2)).run())
     lifetimes = lifetimes_of(trace.events)
-    memory = device_memory(trace.events, lifetimes)
+    memory = device_stack(trace.events, lifetimes)
     samples = [event for event in trace.events if isinstance(event, CounterEvent) and event.tier is Tier.DEVICE]
     assert len(samples) > 20
     for sample in samples:

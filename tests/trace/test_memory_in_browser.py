@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from report_page import domain, needs_browser, report_of
 
-from memo.trace.device_memory import device_memory, largest_holders
+from memo.trace.device_memory import device_stack, largest_holders
 from memo.trace.reader import read_traces
 from memo.trace.report import build_report
 
@@ -80,7 +80,7 @@ def test_a_click_on_the_peak_lists_its_ten_largest_holders(
     click_memory(page, t)
     rows = page.locator("#holders tbody tr")
     one = build_report(read_traces([trace])).ranks[0]
-    memory = device_memory(one.trace.events, one.lifetimes)
+    memory = device_stack(one.trace.events, one.lifetimes)
     expected = largest_holders(one.trace.events, one.lifetimes, memory, int(t))
     shown = [int(float(value)) for value in rows.evaluate_all("rows => rows.map(row => row.cells[0].dataset.value)")]
     assert shown == [holder.nbytes for holder in expected]

@@ -81,7 +81,7 @@ export class MemoryChart {
 
   // Bytes at the top of the chart: the same at every zoom, so that heights compare.
   scaleTop(figures: PeakFigures): number {
-    const others = [figures.budget_nbytes, figures.predicted_nbytes, this.counterPeak].filter((nbytes) => nbytes !== null);
+    const others = [figures.budget_nbytes, this.series.whole ? null : figures.predicted_nbytes, this.counterPeak].filter((nbytes) => nbytes !== null);
     return Math.max(this.series.peak, ...others.filter((nbytes) => this.onScale(nbytes)), 1) * 1.04;
   }
 
@@ -107,7 +107,7 @@ export class MemoryChart {
     if (figures.budget_nbytes) {
       found.push({ nbytes: figures.budget_nbytes, colour: theme.budget, dash: [], text: `budget ${bytes(figures.budget_nbytes)}` });
     }
-    if (figures.predicted_nbytes) {
+    if (figures.predicted_nbytes && !this.series.whole) { // a prediction of the saved bytes alone
       found.push({ nbytes: figures.predicted_nbytes, colour: theme.plan, dash: [5, 4], text: `plan ${bytes(figures.predicted_nbytes)}` });
     }
     return found;

@@ -15,9 +15,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from memo.events import OUT_OF_MEMORY, Event, Lane, Note, Span, Tier
-from memo.trace.device_memory import OTHER, OWNED, TRANSIENT, Holder, device_memory, largest_holders
-from memo.trace.report import RankReport
-from memo.trace.tensor_lifetimes import residency_changes
+from memo.trace import (
+    OTHER,
+    OWNED,
+    TRANSIENT,
+    Holder,
+    RankReport,
+    device_stack,
+    largest_holders,
+    residency_changes,
+)
 from memo.units import format_bytes
 
 __all__ = [
@@ -243,7 +250,7 @@ def held_in_trace(one: RankReport, *, step: int | None = None) -> HeldMemory:
         UsageError: the trace has no such step.
     """
     events, lifetimes = one.trace.events, one.lifetimes
-    memory = device_memory(events, lifetimes)
+    memory = device_stack(events, lifetimes)
     errors = [event for event in events if isinstance(event, Note) and event.cause == OUT_OF_MEMORY]
     error = next((note for note in errors if step is None or note.step == step), None)
     figures = one.step(step)

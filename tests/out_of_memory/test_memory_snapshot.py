@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from memo.errors import TraceError
+from memo.out_of_memory.explanation import SAVED, Cause, explain_memory
+from memo.out_of_memory.snapshot import held_in_snapshot, read_snapshot
 from memo.trace.device_memory import TRANSIENT
-from memo.trace.memory_snapshot import held_in_snapshot, read_snapshot
-from memo.trace.out_of_memory import SAVED, Cause, explain_memory
 
 MIB = 1 << 20
 

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
+from memo.out_of_memory.explanation import SAVED, Cause, HeldMemory, explain_memory, parse_torch_error
 from memo.trace.device_memory import Holder
-from memo.trace.out_of_memory import SAVED, Cause, HeldMemory, explain_memory, parse_torch_error
 
 GIB = 1 << 30
 HELD = HeldMemory(

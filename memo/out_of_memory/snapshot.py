@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 from memo.errors import TraceError
 from memo.events import Owner
-from memo.trace.device_memory import OTHER, OWNED, TRANSIENT, Holder
-from memo.trace.out_of_memory import SAVED, HeldMemory
+from memo.out_of_memory.explanation import SAVED, HeldMemory
+from memo.trace import OTHER, OWNED, TRANSIENT, Holder
 
 __all__ = ["held_in_snapshot", "read_snapshot"]
 
