@@ -43,6 +43,7 @@ IMPORTS = {
     "swap/recompute": "memo swap swap/engine swap/recompute/axis swap/recompute/tape swap/recompute/ranges",
     "swap face": "memo swap swap/memory swap/engine swap/recompute/axis swap/recompute/tape swap/recompute",
     "memo/trace": "memo mip/address",
+    "memo/trace/live": "memo memo/trace",
     "memo/out_of_memory": "memo memo/trace",
     "memo/machine": "memo swap/backends swap/disk swap face",
     "memo/parallel": "memo mip/inputs mip/activation swap face",
@@ -66,10 +67,13 @@ IMPORTS = {
     "memo face": "memo allocator swap swap/recompute/tape memo/parallel memo/loss memo/manager memo/profiling",
     "memo/integrations": "memo memo face",
     "memo/cli/tables": "memo mip/address mip/inputs mip/activation mip/simulate memo/trace",
-    "memo/cli/inputs": "memo memo/gpt memo/record memo/hugging_face",
+    "memo/cli/inputs": "memo memo/gpt memo/record memo/hugging_face mip/activation",
+    "memo/cli/terminal": "memo mip memo/trace",
+    "memo/cli/planning": "memo mip/activation mip/inputs mip/simulate memo/cli/tables memo/cli/terminal",
     "memo/cli": "memo allocator mip mip/address mip/inputs mip/activation mip/simulate swap face memo/trace "
-    "memo/out_of_memory memo/machine memo/parallel memo/gpt/optim memo/gpt memo/gpt/arithmetic memo/gpt/train memo/record memo/hugging_face "
-    "memo face memo/cli/tables memo/cli/inputs",
+    "memo/trace/live memo/out_of_memory memo/machine memo/parallel memo/gpt/optim memo/gpt memo/gpt/arithmetic "
+    "memo/gpt/train memo/record memo/hugging_face "
+    "memo face memo/cli/tables memo/cli/inputs memo/cli/terminal memo/cli/planning",
 }
 # Package boundaries: within a package modules are imported directly, from elsewhere by its face.
 PACKAGES = sorted({folder.removesuffix(" face") for folder in IMPORTS} - {"memo"}, key=len)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from memo.cli.file_kinds import FileKind, require_kind
+from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.tables.address import printable
 from memo.errors import ExitCode, PlanInvalid
 from memo.mip.activation import ActivationPlan, check_plan, read_any_plan

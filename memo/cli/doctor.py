@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from memo.cli.progress import WaitingLine
+from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.trace import duration, printable, rate
 from memo.units import format_bytes, format_duration, parse_duration_s

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from memo.cli.file_kinds import FileKind, require_kind
-from memo.cli.output_files import (
+from memo.cli.terminal.file_kinds import FileKind, require_kind
+from memo.cli.terminal.output_files import (
     atomic_write,
     display_name,
     file_path,
@@ -158,7 +158,7 @@ def _stats(args: argparse.Namespace) -> int:
 
 
 def _live(args: argparse.Namespace) -> int:
-    from memo.trace import LiveServer
+    from memo.trace.live import LiveServer
 
     for flag, value in (("-o", args.output), ("--plan", args.plan), ("--steps", args.steps)):
         if value is not None:

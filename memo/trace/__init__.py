@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from memo.trace.format import duration as duration, percent as percent, printable as printable, rate as rate
     from memo.trace.html import render_page as render_page
     from memo.trace.html_data import page_data as page_data
-    from memo.trace.live import LiveServer as LiveServer
     from memo.trace.png import draw_step as draw_step
     from memo.trace.reader import Trace as Trace, read_traces as read_traces
     from memo.trace.recorder import TraceRecorder as TraceRecorder
@@ -40,7 +39,6 @@ else:
             "format": "duration percent printable rate",
             "html": "render_page",
             "html_data": "page_data",
-            "live": "LiveServer",
             "png": "draw_step",
             "reader": "Trace read_traces",
             "recorder": "TraceRecorder",

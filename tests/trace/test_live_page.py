@@ -16,7 +16,7 @@ from report_page import domain, needs_browser
 
 from memo.cli.main import main
 from memo.errors import ExitCode, UsageError
-from memo.trace import LiveServer
+from memo.trace.live import LiveServer
 
 
 class Growing:

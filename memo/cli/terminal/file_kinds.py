@@ -13,7 +13,7 @@ import stat
 import zlib
 from pathlib import Path
 
-from memo.cli.output_files import display_name
+from memo.cli.terminal.output_files import display_name
 from memo.errors import MemoError
 from memo.mip import STDIN
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from memo.cli.file_kinds import FileKind, kind_of, require_kind
+from memo.cli.terminal.file_kinds import FileKind, kind_of, require_kind
 from memo.cli.main import main
 from memo.errors import ExitCode, MemoError
 

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from memo.errors import TraceError, UsageError
-from memo.trace.follow import Follower
 from memo.trace.html import render_page
 from memo.trace.html_data import page_data
+from memo.trace.live.follow import Follower
 from memo.trace.report import build_report
 
 if TYPE_CHECKING:
