@@ -43,12 +43,13 @@ IMPORTS = {
     "swap/recompute": "memo swap swap/engine swap/recompute/axis swap/recompute/tape swap/recompute/ranges",
     "swap face": "memo swap swap/memory swap/engine swap/recompute/axis swap/recompute/tape swap/recompute",
     "memo/trace": "memo mip/address",
+    "memo/out_of_memory": "memo memo/trace",
     "memo/machine": "memo swap/backends swap/disk swap face",
     "memo/parallel": "memo mip/inputs mip/activation swap face",
     "memo/loss": "memo memo/parallel",
     "memo/autoplan": "memo mip/inputs mip/activation allocator swap face memo/machine",
     "memo/manager": "memo mip/activation mip/simulate allocator swap/backends swap/disk swap/tiers swap face memo/trace "
-    "memo/machine memo/parallel memo/autoplan",
+    "memo/out_of_memory memo/machine memo/parallel memo/autoplan",
     "memo/gpt/optim": "memo",
     "memo/gpt": "memo memo/parallel memo/gpt/optim",
     "memo/gpt/data": "memo",
@@ -66,7 +67,7 @@ IMPORTS = {
     "memo/integrations": "memo memo face",
     "memo/cli/tables": "memo mip/address mip/inputs mip/activation mip/simulate memo/trace",
     "memo/cli/inputs": "memo memo/gpt memo/record memo/hugging_face",
-    "memo/cli": "memo allocator mip mip/address mip/inputs mip/activation mip/simulate swap face memo/trace memo/machine "
+    "memo/cli": "memo allocator mip mip/address mip/inputs mip/activation mip/simulate swap face memo/trace memo/out_of_memory memo/machine "
     "memo/parallel memo/gpt/optim memo/gpt memo/gpt/arithmetic memo/gpt/train memo/record memo/hugging_face "
     "memo face memo/cli/tables memo/cli/inputs",
 }

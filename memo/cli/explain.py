@@ -10,10 +10,13 @@ import argparse
 import dataclasses
 import json
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import memo
+from memo.cli.file_kinds import FileKind, require_kind
 from memo.cli.inputs.step_source import OWN_MODEL, add_step_options, is_preset, step_builder
+from memo.cli.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.gpt import Precision
 from memo.hugging_face import configuration_from, model_class
@@ -69,7 +72,10 @@ def run(args: argparse.Namespace) -> ExitCode:
     if args.alpha is not None and not 0 <= args.alpha < 1:
         raise UsageError(f"--alpha {args.alpha} is not from 0 to less than 1, where everything is moved")
     tokens = parse_tokens(args.seq, what="--seq")
-    explained, untold = _explained(args, _step(args, tokens))
+    with WaitingLine("memo explain", f"building {args.model}", quiet=args.json) as waiting:
+        step = _step(args, tokens)
+        waiting.say(f"running two forwards of {args.model}")
+        explained, untold = _explained(args, step)
     if args.json:
         kinds = [{**found.to_json(), "layers": names} for found, names in explained]
         print(
@@ -141,6 +147,8 @@ def _hugging_face_step(args: argparse.Namespace, tokens: int) -> Step:
     Raises:
         UsageError: there is no such file, or no model can be made of it, or it has no room.
     """
+    if Path(args.model).is_file():
+        require_kind(args.model, FileKind.MODEL_CONFIG)
     config = configuration_from(args.model)
     made = model_class(config, name=args.model)
     import torch

@@ -13,10 +13,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from memo.cli.budgets import add_budget_flags, budgets_of
+from memo.cli.file_kinds import FileKind, require_kind
 from memo.cli.inputs.batch_sizes import add_batch_flags, batch_sizes
 from memo.cli.inputs.planned_model import SHAPE_FLAGS, add_model_flags, planned_model
-from memo.cli.output_files import display_name, file_name, refuse_existing
+from memo.cli.output_files import display_name, file_name, refuse_existing, require_matplotlib
 from memo.cli.plan_search import TILE_TOKENS, describe_longest, fewest_gpus, longest_sequence
+from memo.cli.progress import WaitingLine
 from memo.cli.tables.activation import activation_summary, activation_table
 from memo.errors import ExitCode, UsageError
 from memo.gpt import GPTConfig, Precision
@@ -158,17 +160,21 @@ def run(args: argparse.Namespace) -> ExitCode:
     if args.gpus == AUTO and args.sweep is not None:
         raise UsageError(f"--gpus auto and --sweep {args.sweep} exclude each other; give a number of GPUs")
     refuse_existing(args.output, args.plot, force=args.force)
-    request, found = _request(args)
+    require_matplotlib(args.plot)
+    if args.plot is not None and args.sweep is None:
+        raise UsageError(
+            "--plot draws a sweep only; add --sweep seq, device or host, or use memo simulate for a timeline"
+        )
+    what = " ".join(["planning", *(given for given in (args.model, args.seq and f"at {args.seq}") if given)])
+    with WaitingLine("memo plan", what, quiet=args.json):
+        request, found = _request(args)
+        if args.sweep is None:
+            plan = request.plan()
+            simulation = prove(plan)
     if args.sweep is not None:
         from memo.cli.plan_sweep import run_sweep
 
         return run_sweep(request, args)
-    if args.plot is not None:
-        raise UsageError(
-            "--plot draws a sweep only; add --sweep seq, device or host, or use memo simulate for a timeline"
-        )
-    plan = request.plan()
-    simulation = prove(plan)
     if args.output:
         from memo.mip.address import write_file
 
@@ -263,9 +269,10 @@ class Request:
             UsageError: an argument is invalid or contradicts another.
             PlanError: a file cannot be read.
         """
-        machine = (
-            read_hardware(args.gpu) if args.gpu.endswith(".json") or "/" in args.gpu else hardware_preset(args.gpu)
-        )
+        machine = _hardware(args.gpu) if args.gpu.endswith(".json") or "/" in args.gpu else hardware_preset(args.gpu)
+        for path, kind in ((args.doctor, FileKind.MACHINE_REPORT), (args.profile, FileKind.PROFILE)):
+            if path is not None:
+                require_kind(path, kind)
         if args.doctor is not None:
             machine = with_measured_rates(machine, args.doctor)
         if args.net is not None:
@@ -435,3 +442,8 @@ def _require_agreement(args: argparse.Namespace, known: Signature) -> None:
             raise UsageError(
                 f"--{name} {given}: the profile is of {measured}; leave out --{name}, or measure another profile"
             )
+
+
+def _hardware(path: str) -> Hardware:
+    require_kind(path, FileKind.HARDWARE)
+    return read_hardware(path)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from memo.cli.output_files import atomic_write, print_written
+from memo.cli.progress import WaitingLine
 from memo.cli.tables.activation import utilisation
 from memo.cli.tables.address import table
 from memo.errors import ExitCode, Infeasible, MemoError, UsageError
@@ -139,7 +140,8 @@ def run_sweep(request: Request, args: argparse.Namespace) -> ExitCode:
     if args.output is not None:
         raise UsageError("-o writes one plan, and a sweep makes many; leave out -o or --sweep")
     requests = {"seq": _lengths, "device": _devices, "host": _hosts}[args.sweep](request)
-    points = [Point.of(one) for one in requests]
+    with WaitingLine("memo plan", f"sweeping over {len(requests)} plans", quiet=args.json):
+        points = [Point.of(one) for one in requests]
     length = free_swap_tokens(request.problem().profile, request.machine, ranks_per_node=request.budgets.ranks_per_node)
     if args.plot is not None:
         with atomic_write(Path(args.plot), force=args.force) as sibling:

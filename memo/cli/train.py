@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from memo.cli.file_kinds import FileKind, require_kind
 from memo.cli.inputs.batch_sizes import add_batch_flags, batch_sizes
 from memo.errors import ExitCode, UsageError
 from memo.gpt import (
@@ -296,6 +297,11 @@ def _offload_flags(group: argparse._ArgumentGroup) -> None:
         help="write a trace of every saved tensor to FILE, one file per rank; without a value to trace.rank0.jsonl; a name "
         "that ends in / is a directory (default: no trace)",
     )
+    group.add_argument(
+        "--trace-stacks",
+        action="store_true",
+        help="with --trace: record the Python lines that saved each tensor (default: off)",
+    )
 
 
 def _output_flags(group: argparse._ArgumentGroup) -> None:
@@ -380,8 +386,20 @@ def _config(args: argparse.Namespace) -> RunConfig:
         accumulate=accumulate,
         **{name: flags.pop(name) for name in ("weight_decay", "eval_steps")},
     )
-    tiers = ("plan", "device_budget", "host_budget", "disk_dir", "disk_budget", "alpha", "exact", "trace")
+    tiers = (
+        "plan",
+        "device_budget",
+        "host_budget",
+        "disk_dir",
+        "disk_budget",
+        "alpha",
+        "exact",
+        "trace",
+        "trace_stacks",
+    )
     offload = OffloadConfig(mode=flags.pop("offload"), **{name: flags.pop(name) for name in tiers})
+    if offload.plan is not None:
+        require_kind(offload.plan, FileKind.ACTIVATION_PLAN)
     if flags["mlp_tiles"] is None:
         flags["mlp_tiles"] = 1 if offload.plan is None else read_activation_plan(offload.plan).problem.profile.mlp_tiles
     if flags["resume"] not in (None, "latest"):

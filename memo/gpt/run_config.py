@@ -60,6 +60,8 @@ class OffloadConfig:
     """Move all tensors of layers whose recompute rounds differently."""
     trace: str | Path | None = None
     """Trace file; a name that ends in a slash is a directory."""
+    trace_stacks: bool = False
+    """With `trace`: write the Python lines that saved each tensor."""
 
     def __post_init__(self) -> None:
         given = {
@@ -71,6 +73,7 @@ class OffloadConfig:
             "--alpha": self.alpha,
             "--exact": self.exact or None,
             "--trace": self.trace,
+            "--trace-stacks": self.trace_stacks or None,
         }
         useless = {
             OffloadMode.NONE: list(given),
@@ -82,6 +85,8 @@ class OffloadConfig:
                 planned = flag in ("--plan", "--device-budget")
                 fitting = "auto" if planned else "disk or auto"
                 raise UsageError(f"{flag} has no meaning with --offload {self.mode}; use --offload {fitting}")
+        if self.trace_stacks and self.trace is None:
+            raise UsageError("--trace-stacks needs --trace; it adds Python lines to the trace")
         if self.mode is OffloadMode.HOST and self.host_budget == 0:
             raise UsageError("--host-budget 0 leaves --offload host no memory; give some, or use --offload disk")
         if self.plan is not None and self.alpha is not None:

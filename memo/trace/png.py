@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from memo.errors import MemoError
-from memo.events import Lane, Span, Stall, Tier
+from memo.events import Lane, Owner, Span, Stall, Tier
+from memo.trace.device_memory import OTHER, OWNED, TRANSIENT, DeviceMemory, MemoryChange, MemoryPeak, device_stack
 from memo.trace.figures import TierPeak
 from memo.trace.format import printable
 from memo.trace.report import Report
-from memo.trace.tensor_lifetimes import Lifetime, ResidencyChange, layer_of, residency_changes
+from memo.trace.tensor_lifetimes import Lifetime, layer_of, residency_changes
 from memo.units import format_bytes
 
 __all__ = ["draw_step"]
@@ -33,6 +34,15 @@ _COLOURS = {
     "nvme-write": "#b07d12",
     "nvme-read": "#8c7bd0",
     "stalls": "#d55e00",
+}
+# As the page's memory.
+_BAND_COLOURS = {
+    OTHER: "#c3c8d0",
+    OWNED[Owner.STATES]: "#56606f",
+    OWNED[Owner.WEIGHTS]: "#56606f",
+    OWNED[Owner.GRADIENTS]: "#a9745b",
+    OWNED[Owner.OPTIMIZER]: "#8f8578",
+    TRANSIENT: "#eba6b8",
 }
 _MAX_LAYERS = 64
 """Bands of a stack; of more layers neighbours are summed, since bands would be thinner than a printed line."""
@@ -60,14 +70,18 @@ def draw_step(report: Report, path: Path, *, rank: int, step: int | None, dpi: i
     one = report.of_rank(rank)
     figures = one.step(step)
     window = (figures.start_ns, figures.end_ns)
-    changes = [change for change in residency_changes(one.lifetimes) if change.t <= window[1]]
-    peaks = [peak for peak in figures.peaks if peak.saved_nbytes]
+    memory = device_stack(one.trace.events, one.lifetimes)
+    changes = {tier: _layer_changes(one.lifetimes, tier) for tier in Tier} | {Tier.DEVICE: memory.changes}
+    top = memory.peak(window) if memory.below or memory.above else None
+    peaks = [peak for peak in figures.peaks if peak.saved_nbytes or (peak.tier is Tier.DEVICE and top is not None)]
     rcParams["svg.hashsalt"] = "memo"  # the same trace gives the same file
     figure = Figure(figsize=(10, 2.4 + 1.6 * len(peaks)), dpi=dpi, layout="constrained")
     axes = figure.subplots(1 + len(peaks), 1, sharex=True, height_ratios=[1.5] + [1.0] * len(peaks), squeeze=False)
     _draw_lanes(axes[0][0], one.trace.events, window)
     for axis, peak in zip((row[0] for row in axes[1:]), peaks, strict=True):
-        _draw_memory(axis, changes, one.lifetimes, peak, window)
+        within = [change for change in changes[peak.tier] if change.t <= window[1]]
+        of_device = peak.tier is Tier.DEVICE
+        _draw_memory(axis, within, peak, window, memory=memory if of_device else None, top=top if of_device else None)
     axes[-1][0].set_xlabel("ms since the step began")
     axes[-1][0].set_xlim(0, (window[1] - window[0]) / 1e6)
     sentences = one.verdicts[figures.step]
@@ -106,25 +120,43 @@ def _draw_lanes(axis: Any, events: Iterable[object], window: tuple[int, int]) ->
     axis.spines[["top", "right", "left"]].set_visible(False)
 
 
+def _layer_changes(lifetimes: Sequence[Lifetime], tier: Tier) -> list[MemoryChange]:
+    return [
+        MemoryChange(t=change.t, band=layer_of(lifetimes[change.life].module), delta=change.delta)
+        for change in residency_changes(lifetimes)
+        if change.tier is tier
+    ]
+
+
 def _draw_memory(
     axis: Any,
-    changes: Sequence[ResidencyChange],
-    lifetimes: Sequence[Lifetime],
+    changes: Sequence[MemoryChange],
     peak: TierPeak,
     window: tuple[int, int],
+    *,
+    memory: DeviceMemory | None,
+    top: MemoryPeak | None,
 ) -> None:
+    """Stacks a tier's bytes; of the device all bands of `memory`, with its peak `top` marked."""
     tier: Tier = peak.tier
-    times, stacks, layers = _series([change for change in changes if change.tier is tier], lifetimes, window)
-    unit, name = _unit(peak.saved_nbytes)
+    below, above = (memory.below, memory.above) if memory is not None else ((), ())
+    times, stacks, layers = _series(changes, window, below=below, above=above)
+    highest = peak.saved_nbytes if top is None else top.nbytes
+    unit, name = _unit(highest)
     from matplotlib import colormaps
 
     palette = colormaps["viridis"]
-    colours = [palette(0.08 + 0.87 * place / max(len(layers) - 1, 1)) for place in range(len(layers))]
+    saved = [layer for layer in layers if layer not in (*below, *above)]
+    shades = {layer: palette(0.08 + 0.87 * place / max(len(saved) - 1, 1)) for place, layer in enumerate(saved)}
     if layers:
+        colours = [shades[layer] if layer in shades else _BAND_COLOURS[layer] for layer in layers]
         axis.stackplot(times, [[value / unit for value in stack] for stack in stacks], colors=colours, step="post")
-    lines = [("plan", peak.predicted_nbytes, "black", "--"), ("budget", peak.budget_nbytes, "#c0392b", "-")]
+    if top is not None:
+        _mark_peak(axis, top, unit, window, shade=palette(0.5))
+    predicted = peak.predicted_nbytes if top is None else None  # of the saved bytes alone
+    lines = [("plan", predicted, "black", "--"), ("budget", peak.budget_nbytes, "#c0392b", "-")]
     for text, nbytes, colour, style in lines:
-        if nbytes and nbytes <= 2.5 * peak.saved_nbytes:
+        if nbytes and nbytes <= 2.5 * highest:
             axis.axhline(
                 nbytes / unit, color=colour, linestyle=style, linewidth=1, label=f"{text} {format_bytes(nbytes)}"
             )
@@ -132,7 +164,20 @@ def _draw_memory(
     axis.set_ylim(0, axis.get_ylim()[1] * 1.12)  # room for the legend
     axis.spines[["top", "right"]].set_visible(False)
     if axis.get_legend_handles_labels()[0]:
-        axis.legend(loc="upper right", fontsize=7, frameon=False)
+        beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if top is not None else {"loc": "upper right"}
+        axis.legend(fontsize=7, frameon=False, **beside)
+
+
+def _mark_peak(axis: Any, top: MemoryPeak, unit: int, window: tuple[int, int], *, shade: Any) -> None:
+    """A triangle above the largest total, and a legend of what held it."""
+    t = (top.t - window[0]) / 1e6
+    label = f"peak {format_bytes(top.nbytes)}"
+    axis.plot([t], [top.nbytes / unit], marker="v", markersize=5, color="black", linestyle="none", label=label)
+    saved = top.nbytes - sum(nbytes for band, nbytes in top.by_band.items() if band in _BAND_COLOURS)
+    parts = {"saved by layer": saved, **{band: n for band, n in top.by_band.items() if band in _BAND_COLOURS}}
+    for band, nbytes in sorted(parts.items(), key=lambda part: -part[1]):
+        if nbytes:
+            axis.fill_between([], [], color=_BAND_COLOURS.get(band, shade), label=f"{band} {format_bytes(nbytes)}")
 
 
 def _unit(nbytes: int) -> tuple[int, str]:
@@ -143,18 +188,19 @@ def _unit(nbytes: int) -> tuple[int, str]:
 
 
 def _series(
-    changes: Sequence[ResidencyChange], lifetimes: Sequence[Lifetime], window: tuple[int, int]
+    changes: Sequence[MemoryChange], window: tuple[int, int], *, below: Sequence[str] = (), above: Sequence[str] = ()
 ) -> tuple[list[float], list[list[int]], list[str]]:
-    """Bytes by layer at every change within the window: (times, one list per layer, layers by first appearance)."""
-    names = list(dict.fromkeys(layer_of(lifetimes[change.life].module) for change in changes))
+    """Bytes by band at every change within the window: (times, one list a band, bands from the bottom up)."""
+    names = [name for name in dict.fromkeys(change.band for change in changes) if name not in (*below, *above)]
     group = -(-len(names) // _MAX_LAYERS) or 1
-    place = {name: index // group for index, name in enumerate(names)}
-    layers = names[::group]
-    held = [0] * len(layers)
+    bands = [*below, *names[::group], *above]
+    place = {name: len(below) + index // group for index, name in enumerate(names)}
+    place |= {name: bands.index(name) for name in (*below, *above)}
+    held = [0] * len(bands)
     times: list[float] = [0.0]
     columns = [list(held)]
     for change in changes:
-        held[place[layer_of(lifetimes[change.life].module)]] += change.delta
+        held[place[change.band]] += change.delta
         t = max(change.t - window[0], 0) / 1e6
         if t == times[-1]:
             columns[-1] = list(held)
@@ -163,4 +209,4 @@ def _series(
             columns.append(list(held))
     times.append((window[1] - window[0]) / 1e6)
     columns.append(list(held))
-    return times, [list(stack) for stack in zip(*columns, strict=True)], layers
+    return times, [list(stack) for stack in zip(*columns, strict=True)], bands

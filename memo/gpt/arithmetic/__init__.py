@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
+    from memo.gpt.arithmetic.flops import parameter_count as parameter_count
     from memo.gpt.arithmetic.kernel_times import KernelRates as KernelRates, KernelTimes as KernelTimes
     from memo.gpt.arithmetic.layout import Layout as Layout
     from memo.gpt.arithmetic.profile_by_arithmetic import derive_profile as derive_profile
@@ -28,6 +29,7 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
+            "flops": "parameter_count",
             "kernel_times": "KernelRates KernelTimes",
             "layout": "Layout",
             "profile_by_arithmetic": "derive_profile",
