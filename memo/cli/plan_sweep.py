@@ -107,7 +107,7 @@ class Point:
     def of(cls, request: Request) -> Point:
         """Plans, checks and simulates one request."""
         budgets = request.budgets
-        place = {
+        place: dict[str, Any] = {
             "tokens": request.layout.tokens,
             "device_budget_bytes": budgets.device_bytes,
             "host_budget_bytes": budgets.host_bytes,
