@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import memo
-from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.inputs.step_source import OWN_MODEL, add_step_options, is_preset, step_builder
+from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.gpt import Precision

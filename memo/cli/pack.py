@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from memo.allocator import CachingUse, Segments, simulate_caching, trace_of
+from memo.cli.tables.address import arena_table, plan_summary, table
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.terminal.output_files import display_name, file_name, refuse_existing, require_matplotlib
 from memo.cli.terminal.progress import WaitingLine
-from memo.cli.tables.address import arena_table, plan_summary, table
 from memo.errors import ExitCode, UsageError
 from memo.mip import STDIN
 from memo.mip.address import (

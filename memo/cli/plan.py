@@ -12,14 +12,14 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from memo.cli.inputs.budgets import add_budget_flags, budgets_of
-from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.inputs.batch_sizes import add_batch_flags, batch_sizes
+from memo.cli.inputs.budgets import add_budget_flags, budgets_of
 from memo.cli.inputs.planned_model import SHAPE_FLAGS, add_model_flags, planned_model
-from memo.cli.terminal.output_files import display_name, file_name, refuse_existing, require_matplotlib
 from memo.cli.planning.search import TILE_TOKENS, describe_longest, fewest_gpus, longest_sequence
-from memo.cli.terminal.progress import WaitingLine
 from memo.cli.tables.activation import activation_summary, activation_table
+from memo.cli.terminal.file_kinds import FileKind, require_kind
+from memo.cli.terminal.output_files import display_name, file_name, refuse_existing, require_matplotlib
+from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.gpt import GPTConfig, Precision
 from memo.gpt.arithmetic import Layout, Recompute, derive_profile

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import memo
 from memo.cli.inputs.step_source import OWN_MODEL, add_step_options, is_preset, preset_config, step_builder
+from memo.cli.tables.address import printable, table
 from memo.cli.terminal.output_files import display_name, file_name, refuse_existing
 from memo.cli.terminal.progress import WaitingLine
-from memo.cli.tables.address import printable, table
 from memo.errors import ExitCode, UsageError
 from memo.gpt import Precision
 from memo.gpt.arithmetic import Layout, derive_profile, parameter_count

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from memo.allocator import AllocationTrace, trace_to_csv, trace_to_json
 from memo.cli.inputs.step_source import OWN_MODEL, add_step_options, is_preset, preset_config, step_builder
+from memo.cli.tables.address import table
 from memo.cli.terminal.output_files import display_name, file_name, refuse_existing
 from memo.cli.terminal.progress import WaitingLine
-from memo.cli.tables.address import table
 from memo.errors import ExitCode, UsageError
 from memo.gpt import Precision
 from memo.mip.address import write_file

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 
-from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.tables.activation import activation_summary, activation_table
 from memo.cli.tables.address import arena_table, plan_summary, printable, table
+from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.errors import ExitCode, UsageError
 from memo.mip.activation import ActivationPlan, check_plan, read_any_plan
 from memo.mip.address import check

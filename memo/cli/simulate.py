@@ -12,10 +12,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from memo.cli.tables.simulation import print_simulation, simulation_summary
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.terminal.output_files import atomic_write, file_path, print_written, refuse_existing
 from memo.cli.terminal.progress import WaitingLine
-from memo.cli.tables.simulation import print_simulation, simulation_summary
 from memo.errors import ExitCode, UsageError
 from memo.events import Tier
 from memo.mip.activation import ActivationPlan, ActivationProblem, read_activation_plan, read_hardware, read_profile

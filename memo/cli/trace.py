@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from memo.cli.tables.trace import print_diff, print_stats
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.terminal.output_files import (
     atomic_write,
@@ -20,7 +21,6 @@ from memo.cli.terminal.output_files import (
     refuse_existing,
     require_matplotlib,
 )
-from memo.cli.tables.trace import print_diff, print_stats
 from memo.errors import ExitCode, TraceError, UsageError
 from memo.trace import Report, Trace, build_report, compare_reports, diff_to_json, printable, read_traces
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.inputs.batch_sizes import add_batch_flags, batch_sizes
+from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.gpt import (

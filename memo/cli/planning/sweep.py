@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from memo.cli.terminal.output_files import atomic_write, print_written
-from memo.cli.terminal.progress import WaitingLine
 from memo.cli.tables.activation import utilisation
 from memo.cli.tables.address import table
+from memo.cli.terminal.output_files import atomic_write, print_written
+from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, Infeasible, MemoError, UsageError
 from memo.mip.activation import (
     ActivationPlan,

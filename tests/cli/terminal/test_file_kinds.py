@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from memo.cli.terminal.file_kinds import FileKind, kind_of, require_kind
 from memo.cli.main import main
+from memo.cli.terminal.file_kinds import FileKind, kind_of, require_kind
 from memo.errors import ExitCode, MemoError
 
 TRACE = {"format": "memo-trace", "version": 1, "rank": 0, "world_size": 1, "origin_unix_ns": 5, "meta": {}}

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from memo.cli.terminal import progress
 from memo.cli.main import main
+from memo.cli.terminal import progress
 from memo.cli.terminal.progress import WaitingLine, due_times
 from memo.errors import ExitCode
 
