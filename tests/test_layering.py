@@ -67,7 +67,7 @@ IMPORTS = {
     "memo face": "memo allocator swap swap/recompute/tape memo/parallel memo/loss memo/manager memo/profiling",
     "memo/integrations": "memo memo face",
     "memo/cli/tables": "memo mip/address mip/inputs mip/activation mip/simulate memo/trace",
-    "memo/cli/inputs": "memo memo/gpt memo/record memo/hugging_face mip/activation",
+    "memo/cli/inputs": "memo memo/gpt memo/record memo/hugging_face mip/activation mip/inputs",
     "memo/cli/terminal": "memo mip memo/trace",
     "memo/cli/planning": "memo mip/activation mip/inputs mip/simulate memo/cli/tables memo/cli/terminal",
     "memo/cli": "memo allocator mip mip/address mip/inputs mip/activation mip/simulate swap face memo/trace "
