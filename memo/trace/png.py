@@ -74,6 +74,7 @@ def draw_step(report: Report, path: Path, *, rank: int, step: int | None, dpi: i
     changes = {tier: _layer_changes(one.lifetimes, tier) for tier in Tier} | {Tier.DEVICE: memory.changes}
     top = memory.peak(window) if memory.below or memory.above else None
     peaks = [peak for peak in figures.peaks if peak.saved_nbytes or (peak.tier is Tier.DEVICE and top is not None)]
+    shades = _shades(layer_of(life.module) for life in one.lifetimes)
     rcParams["svg.hashsalt"] = "memo"  # the same trace gives the same file
     figure = Figure(figsize=(10, 2.4 + 1.6 * len(peaks)), dpi=dpi, layout="constrained")
     axes = figure.subplots(1 + len(peaks), 1, sharex=True, height_ratios=[1.5] + [1.0] * len(peaks), squeeze=False)
@@ -81,9 +82,19 @@ def draw_step(report: Report, path: Path, *, rank: int, step: int | None, dpi: i
     for axis, peak in zip((row[0] for row in axes[1:]), peaks, strict=True):
         within = [change for change in changes[peak.tier] if change.t <= window[1]]
         of_device = peak.tier is Tier.DEVICE
-        _draw_memory(axis, within, peak, window, memory=memory if of_device else None, top=top if of_device else None)
-    axes[-1][0].set_xlabel("ms since the step began")
-    axes[-1][0].set_xlim(0, (window[1] - window[0]) / 1e6)
+        _draw_memory(
+            axis,
+            within,
+            peak,
+            window,
+            shades=shades,
+            memory=memory if of_device else None,
+            top=top if of_device else None,
+        )
+    axes[-1][0].set_xlabel(
+        "seconds since the step began" if figures.step is not None else "seconds since the trace began"
+    )
+    axes[-1][0].set_xlim(0, (window[1] - window[0]) / 1e9)
     sentences = one.verdicts[figures.step]
     if sentences:
         figure.suptitle(_literal(sentences[0].text), fontsize=9, x=0.01, ha="left")
@@ -103,19 +114,29 @@ def _draw_lanes(axis: Any, events: Iterable[object], window: tuple[int, int]) ->
     bars: dict[str, dict[str, list[tuple[float, float]]]] = collections.defaultdict(
         lambda: collections.defaultdict(list)
     )
+    phases: dict[str, str] = {}
     for event in events:
         if not isinstance(event, Span | Stall) or event.t > window[1] or event.t + event.d < window[0]:
             continue
         lane = "stalls" if isinstance(event, Stall) else event.lane.value
         phase = event.phase or "" if isinstance(event, Span) else ""
         colour = _COLOURS.get((lane, phase), _COLOURS[lane])
-        bars[lane][colour].append(((event.t - window[0]) / 1e6, event.d / 1e6))
+        bars[lane][colour].append(((event.t - window[0]) / 1e9, event.d / 1e9))
+        if lane == "compute" and phase:
+            phases[phase] = colour
+        elif lane == "recompute":
+            phases[lane] = colour
     names = [name for name in ("compute", "stalls", *[lane.value for lane in Lane][1:]) if name in bars]
     for place, name in enumerate(reversed(names)):
         for colour, found in bars[name].items():
             edge = 0.4 if name == "compute" and len(found) < 200 else 0  # a hairline between layers
             axis.broken_barh(found, (place - 0.4, 0.8), facecolors=colour, edgecolors="white", linewidth=edge)
     axis.set_yticks(range(len(names)), list(reversed(names)), fontsize=8)
+    for name in ("forward", "backward", "recompute", "optimizer"):
+        if name in phases:
+            axis.fill_between([], [], color=phases[name], label=name)
+    if phases:
+        axis.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     axis.tick_params(axis="y", length=0)
     axis.spines[["top", "right", "left"]].set_visible(False)
 
@@ -128,12 +149,26 @@ def _layer_changes(lifetimes: Sequence[Lifetime], tier: Tier) -> list[MemoryChan
     ]
 
 
+def _shades(layers: Iterable[str]) -> dict[str, Any]:
+    """One colour a layer, first to last by number, as the page has them; the same in every tier."""
+    names = sorted(set(layers), key=lambda name: [(part.isdecimal(), part.zfill(9)) for part in name.split(".")])
+    first, wide = (0.08, 0.87) if len(names) > 1 else (0.5, 0.0)
+    return {name: _palette()(first + wide * place / max(len(names) - 1, 1)) for place, name in enumerate(names)}
+
+
+def _palette() -> Any:
+    from matplotlib import colormaps
+
+    return colormaps["viridis"]
+
+
 def _draw_memory(
     axis: Any,
     changes: Sequence[MemoryChange],
     peak: TierPeak,
     window: tuple[int, int],
     *,
+    shades: dict[str, Any],
     memory: DeviceMemory | None,
     top: MemoryPeak | None,
 ) -> None:
@@ -143,16 +178,11 @@ def _draw_memory(
     times, stacks, layers = _series(changes, window, below=below, above=above)
     highest = peak.saved_nbytes if top is None else top.nbytes
     unit, name = _unit(highest)
-    from matplotlib import colormaps
-
-    palette = colormaps["viridis"]
-    saved = [layer for layer in layers if layer not in (*below, *above)]
-    shades = {layer: palette(0.08 + 0.87 * place / max(len(saved) - 1, 1)) for place, layer in enumerate(saved)}
     if layers:
         colours = [shades[layer] if layer in shades else _BAND_COLOURS[layer] for layer in layers]
         axis.stackplot(times, [[value / unit for value in stack] for stack in stacks], colors=colours, step="post")
     if top is not None:
-        _mark_peak(axis, top, unit, window, shade=palette(0.5))
+        _mark_peak(axis, top, unit, window, shade=_palette()(0.5))
     predicted = peak.predicted_nbytes if top is None else None  # of the saved bytes alone
     lines = [("plan", predicted, "black", "--"), ("budget", peak.budget_nbytes, "#c0392b", "-")]
     for text, nbytes, colour, style in lines:
@@ -170,7 +200,7 @@ def _draw_memory(
 
 def _mark_peak(axis: Any, top: MemoryPeak, unit: int, window: tuple[int, int], *, shade: Any) -> None:
     """A triangle above the largest total, and a legend of what held it."""
-    t = (top.t - window[0]) / 1e6
+    t = (top.t - window[0]) / 1e9
     label = f"peak {format_bytes(top.nbytes)}"
     axis.plot([t], [top.nbytes / unit], marker="v", markersize=5, color="black", linestyle="none", label=label)
     saved = top.nbytes - sum(nbytes for band, nbytes in top.by_band.items() if band in _BAND_COLOURS)
@@ -201,12 +231,12 @@ def _series(
     columns = [list(held)]
     for change in changes:
         held[place[change.band]] += change.delta
-        t = max(change.t - window[0], 0) / 1e6
+        t = max(change.t - window[0], 0) / 1e9
         if t == times[-1]:
             columns[-1] = list(held)
         else:
             times.append(t)
             columns.append(list(held))
-    times.append((window[1] - window[0]) / 1e6)
+    times.append((window[1] - window[0]) / 1e9)
     columns.append(list(held))
     return times, [list(stack) for stack in zip(*columns, strict=True)], bands

@@ -276,6 +276,11 @@ export class TierSeries {
     this.snapshots = this.takeSnapshots();
   }
 
+  // The layers alone.
+  get saved(): number[] {
+    return this.layers.slice(this.below, this.layers.length - this.above);
+  }
+
   get empty(): boolean {
     return this.peak === 0 && !this.counterBytes.some((nbytes) => nbytes > 0);
   }
@@ -322,6 +327,9 @@ export class Page {
   readonly ranks: Rank[];
   readonly begin: number;
   readonly end: number;
+  readonly layers: Map<number, number>; // the place of each layer (by its name), the same in every rank and tier
+  private readonly places = new Map<number, number | undefined>();
+  private named: Map<string, number> | null = null;
 
   constructor(readonly raw: RawPage) {
     this.ranks = raw.ranks.map((rank) => {
@@ -332,11 +340,36 @@ export class Page {
     const intervals = this.ranks.map((rank) => rank.interval(null));
     this.begin = Math.min(...intervals.map(([begin]) => begin));
     this.end = Math.max(this.begin + SHORTEST_NS, ...intervals.map(([, end]) => end));
+    this.layers = layersOf(this.ranks, raw.names);
+  }
+
+  // The place of the layer that a module is in (or is), in `layers`; undefined for a module of no layer.
+  layerPlace(name: number): number | undefined {
+    if (!this.places.has(name)) {
+      const parts = this.raw.names[name].split(".");
+      const wanted = parts.map((_, i) => parts.slice(0, parts.length - i).join(".")); // the module, then what holds it
+      const found = wanted.map((one) => this.byName().get(one)).find((place) => place !== undefined);
+      this.places.set(name, found);
+    }
+    return this.places.get(name);
+  }
+
+  private byName(): Map<string, number> {
+    this.named ??= new Map([...this.layers].map(([name, place]) => [this.raw.names[name], place]));
+    return this.named;
   }
 
   name(index: number): string {
     return this.raw.names[index];
   }
+}
+
+function layersOf(ranks: Rank[], names: string[]): Map<number, number> {
+  const collator = new Intl.Collator("en", { numeric: true });
+  const found = new Set<number>();
+  for (const rank of ranks) for (const tier of rank.tiers) for (const name of tier.saved) found.add(name);
+  const sorted = [...found].sort((a, b) => collator.compare(names[a], names[b]));
+  return new Map(sorted.map((name, place) => [name, place]));
 }
 
 // The first index in [0, sorted.length] whose value is above `value`.

@@ -5,6 +5,7 @@ import { h } from "./dom";
 import { ExplainView } from "./explain";
 import { makeHeader } from "./header";
 import { listenToKeys } from "./keys";
+import { Overview } from "./overview";
 import { PackingView } from "./packing";
 import { Panel } from "./panel";
 import { follow } from "./live";
@@ -48,6 +49,8 @@ function show(root: HTMLElement, raw: RawPage, kept: (page: Page) => Partial<Loo
     ...kept(page),
   });
   const timeline = new Timeline(page, store);
+  const overview = new Overview(page, store, timeline.axis);
+  timeline.moved = () => overview.draw();
   const packing = page.raw.packing.length ? new PackingView(page, store) : null;
   const explain = page.raw.explained.kinds.length ? new ExplainView(page, store) : null;
   const panel = new Panel(page, store, { show: (from, to) => timeline.axis.show(from, to) });
@@ -59,7 +62,7 @@ function show(root: HTMLElement, raw: RawPage, kept: (page: Page) => Partial<Loo
       packing?.redraw();
     },
   });
-  const first = h("div", { class: "work" }, timeline.element, panel.element);
+  const first = h("div", { class: "work" }, h("div", { class: "lanes" }, overview.element, timeline.element), panel.element);
   root.append(header.element, first, ...(packing ? [packing.element] : []), ...(explain ? [explain.element] : []));
 
   const toStep = (): void => timeline.axis.around(...page.ranks[store.now.rank].interval(store.now.step), 0.01);

@@ -4,7 +4,7 @@
 
 import { scaleLinear } from "d3-scale";
 import { line, curveStepAfter } from "d3-shape";
-import { above, type PeakFigures, type TierSeries } from "./data";
+import { above, type Page, type PeakFigures, type TierSeries } from "./data";
 import { bytes } from "./format";
 import type { Pen } from "./lanes";
 import { bandColour } from "./band_colours";
@@ -189,7 +189,7 @@ export class MemoryChart {
       const text = `${name} ${bytes(nbytes)}`;
       const width = context.measureText(text).width;
       if (x + width + 16 > right) return;
-      context.fillStyle = this.colourOf(page.name(series.layers[band]), band);
+      context.fillStyle = this.colourOf(page, band);
       context.fillRect(x, y + 3, 9, 9);
       context.fillStyle = theme.faint;
       context.fillText(text, x + 13, y + 7);
@@ -197,10 +197,10 @@ export class MemoryChart {
     }
   }
 
-  private colourOf(name: string, place: number): string {
+  private colourOf(page: Page, place: number): string {
     const { below, layers, above: over } = this.series;
     const isLayer = place >= below && place < layers.length - over;
-    return isLayer ? layerColour(place - below, layers.length - below - over) : bandColour(name);
+    return isLayer ? layerColour(page.layers.get(layers[place]) ?? 0, page.layers.size) : bandColour(page.name(layers[place]));
   }
 
   private key({ context }: Pen, x: number, y: number, colour: string, dash: number[]): void {
@@ -306,7 +306,7 @@ export class MemoryChart {
       const layer = page.name(name);
       const matched = looking.hits === null || looking.hits[name] === 1 || (layer !== "" && looking.query.toLowerCase().startsWith(layer.toLowerCase()));
       const chosen = !selected || selected === layer || selected.startsWith(`${layer}.`);
-      const colour = channels(this.colourOf(layer, place));
+      const colour = channels(this.colourOf(page, place));
       const share = matched && chosen ? 1 : 0.3;
       const [red, green, blue] = colour.map((value, i) => Math.round(value * share + background[i] * (1 - share)));
       return (255 << 24) | (blue << 16) | (green << 8) | red;

@@ -23,6 +23,7 @@ export class Timeline {
   readonly element: HTMLElement;
   readonly canvas: HTMLCanvasElement;
   readonly axis: TimeAxis;
+  moved: () => void = () => {}; // what else shows the visible interval
   pointer: number | null = null; // x of the mouse above the canvas
   private readonly context: CanvasRenderingContext2D;
   private readonly spacer: HTMLElement;
@@ -112,6 +113,7 @@ export class Timeline {
     const [from, to] = this.axis.domain;
     this.canvas.dataset["from"] = String(from);
     this.canvas.dataset["to"] = String(to);
+    this.moved();
   }
 
   private drawBand(band: Band, y: number): void {
