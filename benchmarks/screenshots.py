@@ -31,11 +31,14 @@ def main() -> None:
             _shoot(page, f"report-{scheme}.png")
             _choose_the_late_tensor(page)
             _shoot(page, f"tensor-{scheme}.png")
+            _choose_the_peak(page)
+            _shoot(page, f"memory-{scheme}.png")
         page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="light")
         page.goto(_simulated(Path(folder)).as_uri())
         page.wait_for_selector("html[data-ready]")
         _shoot(page, "simulated.png")
         browser.close()
+        _picture(Path(folder))
 
 
 def _report(folder: Path) -> Path:
@@ -44,6 +47,12 @@ def _report(folder: Path) -> Path:
         write(trace, Workload(late_layer=17), rank=rank, world_size=2)
     assert memo(["trace", "html", *map(str, traces), "-o", str(folder / "report.html")]) == 0
     return folder / "report.html"
+
+
+def _picture(folder: Path) -> None:
+    """The step of the report, as `memo trace png` draws it."""
+    trace = str(folder / "trace.rank0.jsonl")
+    assert memo(["trace", "png", trace, "-o", str(DOCS / "memory-step.png"), "-f"]) == 0
 
 
 def _simulated(folder: Path) -> Path:
@@ -61,6 +70,20 @@ def _choose_the_late_tensor(page: Any) -> None:
     page.keyboard.press("Enter")
     page.locator("#search").fill("")
     page.locator("#search").evaluate("search => search.blur()")
+
+
+def _choose_the_peak(page: Any) -> None:
+    """Clicks the device's memory at its peak, as the canvas says where it was drawn."""
+    for key in ("Escape", "]", "["):  # the step again, and not the tensor's life
+        page.keyboard.press(key)
+    page.wait_for_timeout(300)
+    data = page.evaluate("() => ({...document.querySelector('canvas.plot').dataset})")
+    box = page.locator("canvas.plot").first.bounding_box()
+    peak, begin, end = float(data["peak"].split()[0]), float(data["from"]), float(data["to"])
+    left, right = 96, 8  # pixels beside the lanes
+    x = left + (peak - begin) / (end - begin) * (box["width"] - left - right)
+    page.mouse.click(box["x"] + x, box["y"] + float(data["memory"]))
+    page.mouse.move(0, 0)
 
 
 def _shoot(page: Any, name: str) -> None:

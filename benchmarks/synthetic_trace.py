@@ -9,7 +9,9 @@ viewer can be tested and measured without a GPU, at any size. Every number follo
 from __future__ import annotations
 
 import argparse
+import bisect
 import dataclasses
+import itertools
 import json
 import random
 from collections.abc import Sequence
@@ -22,6 +24,8 @@ from memo.events import (
     Event,
     Lane,
     Note,
+    Owned,
+    Owner,
     Span,
     Stall,
     StallCause,
@@ -33,6 +37,7 @@ from memo.events import (
     UseKind,
     to_json,
 )
+from memo.trace.tensor_lifetimes import lifetimes_of, residency_changes
 
 MILLISECOND = 1_000_000
 
@@ -62,6 +67,8 @@ class Workload:
     seed: int = 0
 
 
+OWNED_NBYTES = 6 << 30
+OTHER_NBYTES = 400 << 20
 NAMES = ("input", "attn.q_proj", "attn.k_proj", "attn.out", "mlp.up", "mlp.act", "mlp.down", "norm")
 
 
@@ -74,7 +81,7 @@ class Run:
         self._clock = 0
         self._free = dict.fromkeys(Lane, 0)
         self._host = 0
-        self._device = 6 << 30
+        self._counted: list[tuple[int, int]] = []
         self._disk = 0
         self._next_id = 0
         self._step = 0
@@ -85,12 +92,27 @@ class Run:
             self._one_step()
             self._clock += 2 * MILLISECOND
             self._step += 1
+        self._measure()
         self.events.sort(key=lambda event: event.t + getattr(event, "d", 0))
         return self.events
+
+    def _measure(self) -> None:
+        """Counts the device at the end of each layer: what is owned and saved there, and some transient bytes."""
+        by_time = sorted(self.events, key=lambda event: event.t)
+        changes = [one for one in residency_changes(lifetimes_of(by_time)) if one.tier is Tier.DEVICE]
+        times = [change.t for change in changes]
+        totals = list(itertools.accumulate(change.delta for change in changes))
+        for t, step in self._counted:
+            index = bisect.bisect_right(times, t)
+            saved = totals[index - 1] if index else 0
+            transient = int(self._work.tensor_nbytes * self._random.uniform(0.5, 2.5))
+            nbytes = OWNED_NBYTES + OTHER_NBYTES + saved + transient
+            self._emit(CounterEvent(t=t, step=step, tier=Tier.DEVICE, nbytes=nbytes))
 
     def _one_step(self) -> None:
         work = self._work
         self._emit(StepMark(t=self._clock, step=self._step, phase="begin"))
+        self._own()
         layers = [self._forward(layer) for layer in range(work.layers)]
         self._compute("lm_head", "forward", work.forward_ns // 3)
         self._compute("lm_head", "backward", work.forward_ns * 2 // 3)
@@ -106,6 +128,21 @@ class Run:
                 Note(t=self._clock, step=0, cause="fallback", message="layers.3.mlp: whole-tensor swap, not token-wise")
             )
         self._emit(StepMark(t=self._clock, step=self._step, phase="end"))
+
+    def _own(self) -> None:
+        """Weights, gradients and optimizer state: 6 GiB together, and the largest weight."""
+        for owner, nbytes in ((Owner.WEIGHTS, 1 << 30), (Owner.GRADIENTS, 1 << 30), (Owner.OPTIMIZER, 4 << 30)):
+            self._emit(Owned(t=self._clock, step=self._step, owner=owner, nbytes=nbytes))
+        head = Owned(
+            t=self._clock,
+            step=self._step,
+            owner=Owner.WEIGHTS,
+            nbytes=250 << 20,
+            module="lm_head.weight",
+            shape=(32_000, 4096),
+            dtype="bfloat16",
+        )
+        self._emit(head)
 
     def _forward(self, layer: int) -> list[_Saved]:
         work = self._work
@@ -126,7 +163,6 @@ class Run:
             id=self._next_id, nbytes=nbytes, module=f"layers.{layer}.{NAMES[slot % len(NAMES)]}", slot=slot, away=0
         )
         self._next_id += 1
-        self._device += nbytes
         self._emit(
             StateChange(
                 t=at,
@@ -151,7 +187,6 @@ class Run:
         done = self._copy(Lane.D2H, one, self._work.d2h_bytes_per_s, self._clock)
         self._change(one, done, TensorState.AWAY, Tier.HOST)
         self._host += one.nbytes
-        self._device -= one.nbytes
         if self._work.disk_every and one.id % self._work.disk_every == 0:
             done = self._copy(Lane.DISK_WRITE, one, self._work.disk_bytes_per_s, done)
             self._change(one, done, TensorState.AWAY, Tier.DISK)
@@ -170,7 +205,6 @@ class Run:
                 ready = self._copy(Lane.DISK_READ, one, self._work.disk_bytes_per_s, ready)
             done = self._copy(Lane.H2D, one, self._work.h2d_bytes_per_s, ready)
             one.back = done
-            self._device += one.nbytes
             self._change(one, done, TensorState.BACK, Tier.DEVICE)
         return done
 
@@ -187,7 +221,6 @@ class Run:
         self._compute(module, "backward", self._jitter(2 * work.forward_ns))
         for one in saved:
             self._change(one, self._clock, TensorState.GONE, None)
-            self._device -= one.nbytes
             if one.tier is Tier.DISK:
                 self._disk -= one.nbytes
             else:
@@ -214,7 +247,8 @@ class Run:
         self._emit(StateChange(t=at, step=self._step, id=one.id, to=to, nbytes=one.nbytes, tier=tier))
 
     def _count(self) -> None:
-        for tier, nbytes in ((Tier.DEVICE, self._device), (Tier.HOST, self._host), (Tier.DISK, self._disk)):
+        self._counted.append((self._clock, self._step))
+        for tier, nbytes in ((Tier.HOST, self._host), (Tier.DISK, self._disk)):
             self._emit(CounterEvent(t=self._clock, step=self._step, tier=tier, nbytes=max(nbytes, 0)))
 
     def _jitter(self, d: int) -> int:

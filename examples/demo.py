@@ -86,7 +86,7 @@ def main() -> int:
         console.print(f"\n2/2  the same with memo.offload: {' '.join(setup.offload)}")
         trace = Path(scratch) / "trace.rank0.jsonl"
         with_memo = train(setup, [*setup.offload, "--trace", str(trace)], Path(scratch) / "with.jsonl")
-        report = write_report(trace)
+        report = write_report(trace, plain_s=setup.seq / without.tokens_per_s)
     identical = without.losses == with_memo.losses  # floats compared exactly, no tolerance
     ratio = with_memo.peak_bytes / without.peak_bytes
     console.print()
@@ -96,10 +96,11 @@ def main() -> int:
     return 0 if identical and ratio < 0.5 else 1
 
 
-def write_report(trace: Path) -> Path:
-    """Writes the second run's timeline as one HTML file into the current directory."""
+def write_report(trace: Path, *, plain_s: float) -> Path:
+    """Writes the second run's timeline as one HTML file into the current directory, compared with a step without memo."""
     report = Path("report.html").resolve()
     command = [sys.executable, "-m", "memo.cli.main", "trace", "html", str(trace), "-o", str(report), "-f"]
+    command += ["--plain", str(plain_s)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return report
 

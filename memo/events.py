@@ -18,11 +18,15 @@ from typing import Any, ClassVar, Literal, Protocol
 
 __all__ = [
     "FORMAT",
+    "OUT_OF_MEMORY",
+    "PLAN_MADE",
     "VERSION",
     "CounterEvent",
     "Event",
     "Lane",
     "Note",
+    "Owned",
+    "Owner",
     "Span",
     "Stall",
     "StallCause",
@@ -37,6 +41,8 @@ __all__ = [
 
 FORMAT = "memo-trace"
 VERSION = 1
+PLAN_MADE = "plan"
+"""Cause of the note by which a run says that it follows a solver's plan from now on; the message names its limits."""
 
 
 class Lane(enum.StrEnum):
@@ -57,6 +63,15 @@ class Tier(enum.StrEnum):
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
+
+
+class Owner(enum.StrEnum):
+    """What device memory that lasts from step to step is for."""
+
+    WEIGHTS = "weights"  # parameters and buffers
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    STATES = "states"  # the three together, where only their sum is known
 
 
 class TensorState(enum.StrEnum):
@@ -94,7 +109,7 @@ class StallCause(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StateChange:
-    """A state transition of one saved storage. Only the first one, to `live`, has `module`, `shape` and `dtype`."""
+    """A state transition of one saved storage. Only the first one, to `live`, has the fields from `module` on."""
 
     kind: ClassVar[str] = "state"
     t: int
@@ -106,6 +121,8 @@ class StateChange:
     module: str | None = None
     shape: tuple[int, ...] | None = None
     dtype: str | None = None
+    op: str | None = None  # the operation whose result it is, by the name of its node in autograd's graph
+    line: str | None = None  # Python lines that saved it, innermost first; with stacks only
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +176,20 @@ class CounterEvent:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Owned:
+    """Device memory of one owner: all of it from `t` on, or, with `module`, one of its largest tensors."""
+
+    kind: ClassVar[str] = "owned"
+    t: int
+    step: int
+    owner: Owner
+    nbytes: int
+    module: str | None = None
+    shape: tuple[int, ...] | None = None
+    dtype: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepMark:
     """The begin or end of a training step."""
 
@@ -170,22 +201,30 @@ class StepMark:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """A warning or a fallback, as text."""
+    """A warning, a fallback or an error, as text; with `module`, where it happened."""
 
     kind: ClassVar[str] = "note"
     t: int
     step: int
     cause: str
     message: str
+    module: str | None = None
 
 
-Event = StateChange | Span | Stall | Use | CounterEvent | StepMark | Note
+OUT_OF_MEMORY = "out-of-memory"
+"""Cause of the Note of an error for want of memory."""
+
+Event = StateChange | Span | Stall | Use | CounterEvent | Owned | StepMark | Note
 
 
 class Tracer(Protocol):
     """Sink of the engine's events, with a clock. Methods may be called from any thread."""
 
     step: int
+
+    @property
+    def stacks(self) -> bool:
+        """True: the Python lines that saved a storage are wanted."""
 
     def now(self) -> int:
         """Returns the nanoseconds since the trace's origin."""

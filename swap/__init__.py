@@ -34,8 +34,10 @@ if TYPE_CHECKING:
     )
     from memo.swap.recompute.tape.bans import Bans as Bans
     from memo.swap.recompute.tape.declared import memoize as memoize, token_local as token_local
+    from memo.swap.recompute.tape.work import Rates as Rates, Work as Work, work_of as work_of
     from memo.swap.stats import Stats as Stats
     from memo.swap.tensor_kinds import (
+        argument_storages as argument_storages,
         cast_of_parameter as cast_of_parameter,
         has_storage as has_storage,
         layer_input as layer_input,
@@ -70,10 +72,11 @@ else:
             "recompute.rank_agreement": "equal_on_all_ranks gather_values",
             "recompute.tape.declared": "memoize token_local",
             "recompute.tape.bans": "Bans",
+            "recompute.tape.work": "Rates Work work_of",
             "recompute.explanation": "LayerExplanation",
             "recompute.policy": "Tapes",
             "stats": "Stats",
-            "tensor_kinds": "cast_of_parameter has_storage layer_input local_part parameter_behind",
+            "tensor_kinds": "argument_storages cast_of_parameter has_storage layer_input local_part parameter_behind",
             "token_levels": "LayerCosts Level Mix PointCost Setting TokenLevels comparing_nbytes setting_of",
         },
     )

@@ -52,6 +52,7 @@ from memo.autoplan.step_evidence import StepEvidence, least, single_rank, worst
 from memo.autoplan.step_timeline import StepTimeline
 from memo.autoplan.uniform_plans import fastest_uniform_plan
 from memo.errors import Infeasible, MemoError, PlanError
+from memo.events import PLAN_MADE, Note
 from memo.lru import LRU
 from memo.mip.activation import ActivationProblem, Budgets, Pipeline, predict_stages
 from memo.mip.inputs import Signature
@@ -309,6 +310,11 @@ class AutoPlan:
         if cached.setting is not self._applied or (isinstance(cached.setting, Setting) and grown != 1.0):
             self._applied = cached.setting
             self._actuator.apply(cached.setting, growth=grown)
+            if cached.plan is not None and cached.plan.declined is None:
+                limits = "; ".join(cached.plan.binding) or "no limit"
+                self._timeline.tell(
+                    Note(t=self._timeline.now(), step=self._timeline.step, cause=PLAN_MADE, message=limits)
+                )
         self._actuator.watch(closely=self._observes)
         if cached.phase.measures:
             self._timeline.restart()

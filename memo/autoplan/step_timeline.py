@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from memo.events import Lane, Span, Stall, StallCause, StateChange
 
 if TYPE_CHECKING:
-    from memo.events import Event, Tracer
+    from memo.events import Event, Note, Tracer
 
 __all__ = ["LaneUse", "LayerTimes", "StepTimeline", "StepTimes"]
 
@@ -102,6 +102,11 @@ class StepTimeline:
         if self._tracer is not None:
             self._tracer.step = value
 
+    @property
+    def stacks(self) -> bool:
+        """True where the run's trace wants the Python lines that saved a storage."""
+        return self._tracer is not None and self._tracer.stacks
+
     def now(self) -> int:
         """Nanoseconds of the trace's clock, or of the monotonic clock without a trace."""
         return time.monotonic_ns() if self._tracer is None else self._tracer.now()
@@ -126,6 +131,11 @@ class StepTimeline:
             self._stalls[event.cause] = self._stalls.get(event.cause, 0) + event.d
             if event.cause is StallCause.RELOAD and event.module is not None:
                 self._layer(event.module).waited_ns += event.d
+
+    def tell(self, note: Note) -> None:
+        """Passes a note on to the trace."""
+        if self._tracer is not None:
+            self._tracer.emit(note)
 
     def restart(self) -> None:
         """Clears the sums: a step begins now."""

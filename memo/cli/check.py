@@ -6,6 +6,7 @@ import argparse
 import json
 
 from memo.cli.tables.address import printable
+from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.errors import ExitCode, PlanInvalid
 from memo.mip.activation import ActivationPlan, check_plan, read_any_plan
 from memo.mip.address import check
@@ -20,6 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Checks the plan; an invalid one ends with exit code 5 and the broken rule."""
+    require_kind(args.plan, FileKind.ACTIVATION_PLAN, FileKind.ADDRESS_PLAN)
     plan = read_any_plan(args.plan)
     if isinstance(plan, ActivationPlan):
         return _check_activations(plan, args)

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.trace import duration, printable, rate
 from memo.units import format_bytes, format_duration, parse_duration_s
@@ -69,11 +70,15 @@ def run(args: argparse.Namespace) -> ExitCode:
     else:
         seconds = parse_duration_s(args.seconds, what="--seconds")
     begin = time.monotonic()
-    collectives = _collectives(seconds) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+    collectives = None
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        with WaitingLine("memo doctor", "measuring collectives of all ranks", quiet=args.json):
+            collectives = _collectives(seconds)
     if int(os.environ.get("RANK", "0")) > 0:
         return ExitCode.OK
     spent = time.monotonic() - begin
-    diagnosis = examine(directories, seconds=seconds)
+    with WaitingLine("memo doctor", "measuring links, host memory and disks", quiet=args.json):
+        diagnosis = examine(directories, seconds=seconds)
     diagnosis = dataclasses.replace(diagnosis, collectives=collectives, took_s=round(diagnosis.took_s + spent, 3))
     if args.json:
         print(json.dumps(dataclasses.asdict(diagnosis), indent=2))

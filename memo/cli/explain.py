@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import memo
-from memo.cli.step_source import OWN_MODEL, add_step_options, is_preset, step_builder
+from memo.cli.inputs.step_source import OWN_MODEL, add_step_options, is_preset, step_builder
+from memo.cli.terminal.file_kinds import FileKind, require_kind
+from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.gpt import Precision
+from memo.hugging_face import configuration_from, model_class
 from memo.units import format_bytes, format_tokens, parse_tokens
 
 if TYPE_CHECKING:
@@ -39,12 +42,6 @@ with random weights, that each kind of layer is among them.
 {OWN_MODEL}"""
 
 _LEVELS = {"matmuls": "SAVE_MATMULS", "attention": "SAVE_ATTENTION", "input": "SAVE_INPUT"}
-_MODELS = (
-    "MODEL_FOR_CAUSAL_LM_MAPPING",
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
-    "MODEL_FOR_MASKED_LM_MAPPING",
-)
-"""Transformers' tables of models that take labels, by the class of their configuration."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +72,10 @@ def run(args: argparse.Namespace) -> ExitCode:
     if args.alpha is not None and not 0 <= args.alpha < 1:
         raise UsageError(f"--alpha {args.alpha} is not from 0 to less than 1, where everything is moved")
     tokens = parse_tokens(args.seq, what="--seq")
-    explained, untold = _explained(args, _step(args, tokens))
+    with WaitingLine("memo explain", f"building {args.model}", quiet=args.json) as waiting:
+        step = _step(args, tokens)
+        waiting.say(f"running two forwards of {args.model}")
+        explained, untold = _explained(args, step)
     if args.json:
         kinds = [{**found.to_json(), "layers": names} for found, names in explained]
         print(
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 def _step(args: argparse.Namespace, tokens: int) -> Step:
     if args.model.endswith(".json"):
-        if args.variant != "gpt":
+        if args.variant is not None:
             raise UsageError("--variant applies to presets only; leave it out")
         return _hugging_face_step(args, tokens)
     if is_preset(args) and args.layers is None:
@@ -147,28 +147,17 @@ def _hugging_face_step(args: argparse.Namespace, tokens: int) -> Step:
     Raises:
         UsageError: there is no such file, or no model can be made of it, or it has no room.
     """
-    if not Path(args.model).is_file():
-        raise UsageError(f"{args.model}: no such file")
-    try:
-        import transformers
-    except ImportError:
-        raise UsageError(f"{args.model}: a configuration of transformers needs transformers; install it") from None
+    if Path(args.model).is_file():
+        require_kind(args.model, FileKind.MODEL_CONFIG)
+    config = configuration_from(args.model)
+    made = model_class(config, name=args.model)
     import torch
 
     from memo.record import Step
     from memo.swap import available_host_bytes
 
-    try:
-        config = transformers.AutoConfig.from_pretrained(args.model)
-    except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"{args.model}: {str(error).splitlines()[0]}") from None
     config.use_cache = False
     _shorten(config.get_text_config(), args.layers)
-    tables = [getattr(transformers, name) for name in _MODELS]
-    known = [models[type(config)] for models in tables if type(config) in models]
-    if not known:
-        raise UsageError(f"{args.model}: {type(config).__name__} belongs to no language model; give module:function")
-    made = next((model for model in known if model.__name__ in (config.architectures or ())), known[0])
     with torch.device("meta"):
         nbytes = sum(parameter.nbytes for parameter in made(config).parameters())
     free = available_host_bytes()

@@ -15,8 +15,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from memo.allocator import CachingUse, Segments, simulate_caching, trace_of
-from memo.cli.output_files import display_name, file_name, refuse_existing
 from memo.cli.tables.address import arena_table, plan_summary, table
+from memo.cli.terminal.file_kinds import FileKind, require_kind
+from memo.cli.terminal.output_files import display_name, file_name, refuse_existing, require_matplotlib
+from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.mip import STDIN
 from memo.mip.address import (
@@ -98,24 +100,26 @@ def run(args: argparse.Namespace) -> ExitCode:
     refuse_existing(args.output, args.plot, force=args.force)
     if args.plot and not args.plot.endswith((".png", ".html")):
         raise UsageError(f"--plot {args.plot!r}: the name must end in .png or .html")
+    if args.plot and args.plot.endswith(".png"):
+        require_matplotlib(args.plot)
     if args.problem == STDIN and sys.stdin.isatty():
         raise UsageError("no input; name a file with buffers, or pipe one in: memo record ... | memo pack")
-    given, notes = read_annotated(args.problem)
-    problem = _with_options(given, args)
-    caching = _caching(given, notes)
-    line = _ProgressLine()
-    try:
+    require_kind(args.problem, FileKind.BUFFERS, FileKind.ADDRESS_PLAN)
+    with WaitingLine("memo pack", "reading the buffers", quiet=args.json) as waiting:
+        given, notes = read_annotated(args.problem)
+        problem = _with_options(given, args)
+        waiting.say("simulating a caching allocator")
+        caching = _caching(given, notes)
+        waiting.say(f"packing {len(problem.buffers):,} buffers; the first time, the solver is compiled")
         plan = solve(
             problem,
             time_limit_s=time_limit_s,
             gap=gap,
             method=Method(args.method),
             seed=args.seed,
-            progress=line.show if sys.stderr.isatty() else None,
+            progress=lambda progress: waiting.say(_words(progress)),
             known={f"PyTorch's {use.segments} segments": use.addresses for use in caching},
         )
-    finally:
-        line.clear()
     if args.output:
         text = plan_to_csv(plan) if args.output.endswith(".csv") else plan_to_json(plan)
         write_file(args.output, text, overwrite=args.force)
@@ -190,24 +194,10 @@ def _parse_gap(text: str) -> float:
     return gap
 
 
-class _ProgressLine:
-    """Progress of the search: one line on a terminal's stderr, rewritten in place."""
-
-    def __init__(self) -> None:
-        self._shown = False
-
-    def show(self, progress: Progress) -> None:
-        best = "no plan yet"
-        if progress.nbytes is not None:
-            above = progress.nbytes / progress.lower_bound_nbytes - 1 if progress.lower_bound_nbytes else 0.0
-            best = f"{format_bytes(progress.nbytes)}, {above:.2%} above"
-        bound = format_bytes(progress.lower_bound_nbytes)
-        arena = repr(progress.arena)[1:-1]
-        print(
-            f"\r\x1b[K{progress.elapsed_s:6.1f} s  {arena}: {best}, bound {bound}", end="", file=sys.stderr, flush=True
-        )
-        self._shown = True
-
-    def clear(self) -> None:
-        if self._shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+def _words(progress: Progress) -> str:
+    """What the search has, for the waiting line."""
+    best = "no plan yet"
+    if progress.nbytes is not None:
+        above = progress.nbytes / progress.lower_bound_nbytes - 1 if progress.lower_bound_nbytes else 0.0
+        best = f"{format_bytes(progress.nbytes)}, {above:.2%} above"
+    return f"{progress.arena!r}: {best}, bound {format_bytes(progress.lower_bound_nbytes)}"

@@ -9,51 +9,38 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from memo.cli.batch_sizes import add_batch_flags, batch_sizes
-from memo.cli.budgets import add_budget_flags, budgets_of
-from memo.cli.output_files import display_name, file_name, refuse_existing
+from memo.cli.inputs.batch_sizes import add_batch_flags
+from memo.cli.inputs.budgets import add_budget_flags
+from memo.cli.inputs.planned_model import add_model_flags
+from memo.cli.planning.changes import changes_that_fit, explain_misfit
+from memo.cli.planning.request import AUTO, METHODS, TILE_TOKENS, Request
+from memo.cli.planning.search import describe_longest, fewest_gpus, longest_sequence
 from memo.cli.tables.activation import activation_summary, activation_table
+from memo.cli.terminal.output_files import display_name, file_name, refuse_existing, require_matplotlib
+from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
-from memo.gpt import PRESETS as MODELS, GPTConfig, Precision, preset
-from memo.gpt.arithmetic import Layout, Recompute, derive_profile
 from memo.mip.activation import (
-    MLP_TILE_COUNTS,
-    ActivationPlan,
-    ActivationProblem,
-    Budgets,
-    Pipeline,
+    DoesNotFit,
     plan_to_json,
-    read_hardware,
-    read_profile,
-    solve_mlp_tiles,
 )
-from memo.mip.inputs import PRESETS, Hardware, PipelineSchedule, hardware_preset, parse_network, with_measured_rates
+from memo.mip.inputs import PRESETS, PipelineSchedule
 from memo.mip.simulate import prove
-from memo.units import parse_tokens
 
 if TYPE_CHECKING:
-    from memo.mip.inputs import Profile, Signature
+    pass
 
-__all__ = ["Request", "configure", "run"]
+__all__ = ["configure", "run"]
 
 _EPILOG = """\
-example:
+examples:
   memo plan --model 7b --seq 1m --gpu a800 --gpus 8 --tp 8 --host 2TiB --device 80GiB -o plan.json
   memo simulate plan.json -o trace.jsonl
+  memo plan --model ./Qwen3-8B --max-seq --gpu h100 --gpus 8 --loss without-logits
+  memo plan --model llama3-70b --seq 128k --gpu h100 --gpus auto
 """
-
-_METHODS = {"none": Recompute.NONE, "selective": Recompute.SCORES, "full": Recompute.FULL}
-_METHOD_WORDS = {"none": " without recompute", "selective": " selective recompute", "full": " full recompute"}
-_SHAPE = {
-    "layers": "layers",
-    "hidden": "hidden size",
-    "heads": "attention heads",
-    "kv-heads": "key/value heads",
-    "ffn": "inner width of the MLP",
-    "vocab": "vocabulary",
-}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -61,16 +48,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     what = parser.add_argument_group("model: either --model and --seq, or --profile")
-    what.add_argument("--model", metavar="NAME", help=f"model size: {', '.join(MODELS)}")
-    what.add_argument(
-        "--variant", choices=("gpt", "llama"), default="gpt", help="architecture of the layers (default gpt)"
-    )
-    what.add_argument("--seq", metavar="TOKENS", help="sequence length in tokens, such as 128k or 1m")
-    what.add_argument(
-        "--precision",
-        choices=[str(p) for p in Precision],
-        default=str(Precision.BF16),
-        help="number format of a named model (default bf16; note that memo train uses bf16-autocast on a GPU)",
+    add_model_flags(what)
+    length = what.add_mutually_exclusive_group()
+    length.add_argument("--seq", metavar="TOKENS", help="sequence length in tokens, such as 128k or 1m")
+    length.add_argument(
+        "--max-seq",
+        action="store_true",
+        help=f"find the longest sequence that fits, in steps of {TILE_TOKENS:,} tokens for each rank of --cp, and plan it",
     )
     what.add_argument(
         "--mlp-tiles",
@@ -80,12 +64,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_batch_flags(what)
     what.add_argument("--profile", metavar="FILE", help="profile measured by memo profile")
-    for name, words in _SHAPE.items():
-        what.add_argument(f"--{name}", type=int, metavar="N", help=f"{words} of a named model (default: the model's)")
     how = parser.add_argument_group("training of a named model")
     how.add_argument(
         "--recompute",
-        choices=("plan", *_METHODS),
+        choices=("plan", *METHODS),
         default="plan",
         help="what layers compute again: plan chooses; none, selective (scores: as none, since "
         "attention is fused) and full (the layer) are fixed methods, counted as compute, that move nothing unless --host "
@@ -107,7 +89,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME|FILE",
         help=f"GPU: {', '.join(PRESETS)}, or a JSON description of a machine",
     )
-    where.add_argument("--gpus", type=int, default=1, metavar="N", help="number of GPUs in all (default 1)")
+    where.add_argument(
+        "--gpus",
+        type=_gpus,
+        default=1,
+        metavar="N",
+        help="number of GPUs in all; auto finds the fewest that fit: 1, 2, 4, 8, then whole nodes (default 1)",
+    )
     for name, words in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline")):
         where.add_argument(
             f"--{name}", type=int, default=1, metavar="N", help=f"ranks of {words} parallelism (default 1)"
@@ -141,8 +129,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     out.add_argument(
         "--sweep",
-        choices=("seq", "device"),
-        help="plan for a range of sequence lengths up to --seq, or of device budgets, and print one line for each",
+        choices=("seq", "device", "host"),
+        help="plan for a range of sequence lengths up to --seq, or of budgets of device or host memory, and print one line "
+        "for each",
     )
     out.add_argument(
         "--plot", type=file_name, metavar="FILE", help="with --sweep: draw it; FILE ends in .png, .svg or .pdf"
@@ -151,26 +140,46 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Plans, checks and simulates, writes the plan and prints it."""
-    request = Request.of(args)
+    if args.max_seq and (args.gpus == AUTO or args.sweep is not None):
+        other = "--gpus auto" if args.gpus == AUTO else f"--sweep {args.sweep}"
+        raise UsageError(f"--max-seq and {other} each look for a size; give the number of one of them")
+    if args.gpus == AUTO and args.sweep is not None:
+        raise UsageError(f"--gpus auto and --sweep {args.sweep} exclude each other; give a number of GPUs")
     refuse_existing(args.output, args.plot, force=args.force)
+    require_matplotlib(args.plot)
+    if args.plot is not None and args.sweep is None:
+        raise UsageError(
+            "--plot draws a sweep only; add --sweep seq, device or host, or use memo simulate for a timeline"
+        )
+    what = " ".join(["planning", *(given for given in (args.model, args.seq and f"at {args.seq}") if given)])
+    with WaitingLine("memo plan", what, quiet=args.json):
+        request, found = _request(args)
+        misfit = None
+        if args.sweep is None:
+            try:
+                plan = request.plan()
+                simulation = prove(plan)
+            except DoesNotFit as error:
+                misfit = error, changes_that_fit(request, error)
+    if misfit is not None:
+        raise explain_misfit(request, *misfit, as_json=args.json)
     if args.sweep is not None:
-        from memo.cli.plan_sweep import run_sweep
+        from memo.cli.planning.sweep import run_sweep
 
         return run_sweep(request, args)
-    if args.plot is not None:
-        raise UsageError(
-            "--plot draws a sweep only; add --sweep seq or --sweep device, or use memo simulate for a timeline"
-        )
-    plan = request.plan()
-    simulation = prove(plan)
     if args.output:
         from memo.mip.address import write_file
 
         write_file(args.output, plan_to_json(plan), overwrite=args.force)
     if args.json:
-        print(json.dumps({**activation_summary(plan), "simulated_step_s": simulation.step_s, "output": args.output}))
+        printed = {"simulated_step_s": simulation.step_s, "output": args.output, "assumed": list(request.assumed)}
+        print(json.dumps({**activation_summary(plan), **found.summary, **printed}))
         return ExitCode.OK
+    for line in found.lines:
+        print(f"{line}\n")
     print(activation_table(plan))
+    for sentence in request.assumed:
+        print(f"assumed: {sentence}")
     off = abs(simulation.step_s / plan.step_s - 1) if plan.step_s else 0.0
     print(f"checked, and simulated event by event: {off:.2%} off the prediction")
     if args.output:
@@ -179,181 +188,39 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """Parsed command line, with files read and sizes converted to bytes and tokens; a sweep varies it."""
+class _Found:
+    """What --max-seq or --gpus auto found, for people and for --json."""
 
-    config: GPTConfig | None
-    """None where a profile is given."""
-    model: str
-    precision: Precision
-    tiles: tuple[int, ...]
-    """Numbers of MLP tiles to choose from, ascending."""
-    layout: Layout
-    profile: Profile | None
-    machine: Hardware
-    budgets: Budgets
-    accumulate: int
-    schedule: PipelineSchedule
-    recompute: Recompute | None
-    """A fixed method; None is the plan's choice."""
-    zero: int
-    optimizer_offload: bool
-    chunks: int | None
-    """Of each pipeline rank; None is the schedule's own number."""
-
-    @classmethod
-    def of(cls, args: argparse.Namespace) -> Request:
-        """Parses the arguments and reads the files.
-
-        Raises:
-            UsageError: an argument is invalid or contradicts another.
-            PlanError: a file cannot be read.
-        """
-        machine = (
-            read_hardware(args.gpu) if args.gpu.endswith(".json") or "/" in args.gpu else hardware_preset(args.gpu)
-        )
-        if args.doctor is not None:
-            machine = with_measured_rates(machine, args.doctor)
-        if args.net is not None:
-            machine = dataclasses.replace(machine, network=parse_network(args.net, machine.network))
-        if (args.profile is None) == (args.model is None):
-            raise UsageError("give either --model and --seq, or --profile")
-        if args.profile is not None:
-            _require_named_model(args)
-        profile = None if args.profile is None else read_profile(args.profile)
-        if args.model is not None and args.seq is None:
-            raise UsageError("--model needs --seq, such as 128k")
-        layout, accumulate = _layout(args, profile)
-        return cls(
-            config=None if args.model is None else _config(args),
-            model=(args.model or "") + _METHOD_WORDS.get(args.recompute, ""),
-            precision=Precision(args.precision),
-            tiles=_tiles(args, profile),
-            layout=layout,
-            profile=profile,
-            machine=machine,
-            budgets=budgets_of(args, machine),
-            accumulate=accumulate,
-            schedule=_schedule(args, layout, accumulate),
-            recompute=_METHODS.get(args.recompute),
-            zero=args.zero,
-            optimizer_offload=args.optimizer_offload,
-            chunks=args.chunks,
-        )
-
-    def plan(self) -> ActivationPlan:
-        """Plan with the shortest step.
-
-        Raises:
-            Infeasible: no plan fits the budgets.
-        """
-        return solve_mlp_tiles(self.problem, self.tiles)
-
-    def problem(self, tiles: int = 1) -> ActivationProblem:
-        """Planning problem; `tiles` is the number of MLP tiles of a named model."""
-        profile = self.profile
-        if profile is None:
-            assert self.config is not None
-            config = dataclasses.replace(self.config, mlp_tiles=tiles)
-            profile = derive_profile(
-                config,
-                self.machine,
-                self.layout,
-                precision=self.precision,
-                accumulate=self.accumulate,
-                recompute=self.recompute,
-                zero=self.zero,
-                optimizer_offload=self.optimizer_offload,
-                name=self.model,
-            )
-        return ActivationProblem(
-            profile=profile, hardware=self.machine, budgets=self.budgets, pipeline=self._pipeline()
-        )
-
-    def _pipeline(self) -> Pipeline:
-        """Pipeline of the layout."""
-        return Pipeline(
-            stages=self.layout.pp,
-            microbatches=self.accumulate,
-            stage_ranks=self.layout.gpus // self.layout.pp,
-            schedule=self.schedule,
-            chunks=self.chunks or 0,
-        )
+    lines: tuple[str, ...] = ()
+    summary: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
 
-def _config(args: argparse.Namespace) -> GPTConfig:
-    return preset(
-        args.model,
-        variant=args.variant,
-        vocab_size=args.vocab,
-        layers=args.layers,
-        hidden=args.hidden,
-        heads=args.heads,
-        kv_heads=args.kv_heads,
-        ffn=args.ffn,
-    )
+def _request(args: argparse.Namespace) -> tuple[Request, _Found]:
+    """The request of the flags, with what was searched for filled in."""
+    if args.max_seq:
+        longest = longest_sequence(Request.of(args))
+        summary = {"max_seq": longest.request.layout.tokens, "binds": longest.binds, "proposal": longest.proposal}
+        return longest.request, _Found(lines=(describe_longest(longest),), summary=summary)
+    if args.gpus != AUTO:
+        return Request.of(args), _Found()
+    first = Request.of(argparse.Namespace(**{**vars(args), "gpus": args.tp * args.cp * args.pp}))
+
+    def with_gpus(gpus: int) -> Request:
+        return Request.of(argparse.Namespace(**{**vars(args), "gpus": gpus}), model=first.config)
+
+    step, node = args.tp * args.cp * args.pp, first.machine.gpus_per_node
+    request, tried = fewest_gpus(with_gpus, step=step, gpus_per_node=node)
+    gpus = request.layout.gpus
+    too_few = f"; {', '.join(map(str, tried))} {'is' if len(tried) == 1 else 'are'} too few" if tried else ""
+    line = f"fewest GPUs: {gpus}{too_few}"
+    return request, _Found(lines=(line,), summary={"gpus": gpus, "gpus_too_few": tried})
 
 
-def _require_named_model(args: argparse.Namespace) -> None:
-    """Refuses flags that describe a named model where a profile is given."""
-    given = [f"--{name}" for name in _SHAPE if getattr(args, name.replace("-", "_")) is not None]
-    given += ["--recompute"] * (args.recompute != "plan") + ["--zero"] * (args.zero != 3)
-    given += ["--optimizer-offload"] * args.optimizer_offload
-    if given:
-        raise UsageError(f"{given[0]} applies to a named model only; a profile has the step that was measured")
-
-
-def _schedule(args: argparse.Namespace, layout: Layout, accumulate: int) -> PipelineSchedule:
-    schedule = PipelineSchedule(args.schedule)
-    if layout.pp == 1 and schedule is not PipelineSchedule.ONE_F_ONE_B:
-        raise UsageError(f"--schedule {schedule} has no meaning without --pp")
-    wrong = None if args.chunks is None else schedule.reason_not_chunks(args.chunks)
-    if wrong is not None:
-        raise UsageError(f"--chunks {args.chunks} {wrong}")
-    wrong = schedule.reason_unsupported(accumulate, layout.pp) if schedule.default_chunks > 1 else None
-    if wrong is not None:
-        raise UsageError(f"--accumulate {accumulate} {wrong}")
-    return schedule
-
-
-def _tiles(args: argparse.Namespace, profile: Profile | None) -> tuple[int, ...]:
-    text: str = args.mlp_tiles
-    if args.recompute != "plan":
-        if text not in ("auto", "1"):
-            raise UsageError(f"--mlp-tiles {text} has no meaning with --recompute {args.recompute}")
-        return (1,)
-    if text == "auto":
-        return MLP_TILE_COUNTS if profile is None else (profile.mlp_tiles,)
-    if profile is not None:
-        raise UsageError("--mlp-tiles applies to a named model only; a profile has the tiles it was measured with")
-    if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"--mlp-tiles {text}: give auto, or a whole number of at least 1")
-    return (int(text),)
-
-
-def _layout(args: argparse.Namespace, profile: Profile | None) -> tuple[Layout, int]:
-    """The layout, and the number of microbatches in a step."""
-    batch, sizes = args.batch, {"tp": args.tp, "cp": args.cp, "pp": args.pp}
-    if profile is not None:
-        known = profile.signature
-        _require_agreement(args, known)
-        batch, sizes = known.batch, {name: getattr(known, name) for name in sizes}
-    tokens = parse_tokens(args.seq, what="--seq") if profile is None else profile.signature.tokens
-    layout = Layout(tokens=tokens, gpus=args.gpus, **sizes)
-    batch, accumulate = batch_sizes(batch, args.accumulate, args.global_batch, replicas=layout.replicas)
-    return dataclasses.replace(layout, batch=batch), accumulate
-
-
-def _require_agreement(args: argparse.Namespace, known: Signature) -> None:
-    """Refuses flags that contradict the measured step, which would have no effect."""
-    asked = {name: getattr(args, name) for name in ("tp", "cp", "pp") if getattr(args, name) != 1}
-    if args.batch is not None:
-        asked["batch"] = args.batch
-    if args.seq is not None:
-        asked["seq"] = parse_tokens(args.seq, what="--seq")
-    for name, given in asked.items():
-        measured = known.tokens if name == "seq" else getattr(known, name)
-        if given != measured:
-            raise UsageError(
-                f"--{name} {given}: the profile is of {measured}; leave out --{name}, or measure another profile"
-            )
+def _gpus(text: str) -> int | str:
+    """A number of GPUs, or `auto`."""
+    if text.lower() == AUTO:
+        return AUTO
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto") from None

@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from typing import TYPE_CHECKING
 
 import memo
-from memo.cli.output_files import display_name, file_name, refuse_existing
-from memo.cli.step_source import OWN_MODEL, add_step_options, step_builder
+from memo.cli.inputs.step_source import OWN_MODEL, add_step_options, is_preset, preset_config, step_builder
 from memo.cli.tables.address import printable, table
+from memo.cli.terminal.output_files import display_name, file_name, refuse_existing
+from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
+from memo.gpt import Precision
+from memo.gpt.arithmetic import Layout, derive_profile, parameter_count
 from memo.mip import encode
 from memo.mip.activation import profile_to_json
 from memo.mip.address import write_file
+from memo.mip.inputs import hardware_preset
 from memo.units import format_bytes, format_duration, format_tokens, parse_tokens
 
 if TYPE_CHECKING:
+    from memo.gpt import GPTConfig
     from memo.mip.inputs import LayerProfile, Profile
 
 __all__ = ["configure", "run"]
@@ -60,14 +66,21 @@ def run(args: argparse.Namespace) -> ExitCode:
         raise UsageError("--batch and --repeats must be at least 1")
     refuse_existing(args.output, force=args.force)
     tokens = parse_tokens(args.seq, what="--seq")
-    profile = memo.profile(
-        step_builder(args, tokens),
-        name=args.model,
-        batch=args.batch,
-        tokens=tokens,
-        repeats=args.repeats,
-        disk=args.disk_dir,
-    )
+    if args.disk_dir is not None and not os.path.isdir(args.disk_dir):
+        raise UsageError(f"--disk-dir {display_name(args.disk_dir)}: no such directory")
+    steps = 2 * args.repeats + 6
+    what = f"measuring about {steps} steps of {args.model} at {format_tokens(tokens)}"
+    with WaitingLine("memo profile", what, quiet=args.json):
+        if is_preset(args):
+            _require_room(args, preset_config(args, tokens), tokens)
+        profile = memo.profile(
+            step_builder(args, tokens),
+            name=args.model,
+            batch=args.batch,
+            tokens=tokens,
+            repeats=args.repeats,
+            disk=args.disk_dir,
+        )
     if args.output:
         write_file(args.output, profile_to_json(profile), overwrite=args.force)
     if args.json:
@@ -77,6 +90,32 @@ def run(args: argparse.Namespace) -> ExitCode:
     if args.output:
         print(f"Wrote {display_name(args.output)}")
     return ExitCode.OK
+
+
+def _require_room(args: argparse.Namespace, config: GPTConfig, tokens: int) -> None:
+    """Checks that host memory holds a plain step with AdamW's state, before anything is built.
+
+    Raises:
+        UsageError: says what the step needs, what is free, and what to do instead.
+    """
+    from memo.swap import available_host_bytes
+
+    precision = Precision(args.precision)
+    # The machine decides times only.
+    derived = derive_profile(
+        config, hardware_preset("h100"), Layout(tokens=tokens, batch=args.batch), precision=precision
+    )
+    by_name = {layer.name: layer for layer in derived.classes}
+    saved = sum(by_name[name].full_bytes for name in derived.layers)
+    state = 4 * (2 if precision is Precision.BF16 else 4) * parameter_count(config)  # weight, gradient, two moments
+    free = available_host_bytes()
+    if state + saved > free:
+        raise UsageError(
+            f"a step of {args.model} at {format_tokens(tokens)} needs {format_bytes(state + saved)} of host memory "
+            f"({format_bytes(state)} for weights, gradients and optimizer, {format_bytes(saved)} for saved tensors), and "
+            f"{format_bytes(free)} are free; measure fewer layers, as --layers 2, or plan by arithmetic with memo plan "
+            f"--model {args.model}"
+        )
 
 
 def _table(profile: Profile) -> str:

@@ -14,9 +14,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from memo.allocator import AllocationTrace, trace_to_csv, trace_to_json
-from memo.cli.output_files import display_name, file_name, refuse_existing
-from memo.cli.step_source import OWN_MODEL, add_step_options, is_preset, preset_config, step_builder
+from memo.cli.inputs.step_source import OWN_MODEL, add_step_options, is_preset, preset_config, step_builder
 from memo.cli.tables.address import table
+from memo.cli.terminal.output_files import display_name, file_name, refuse_existing
+from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.gpt import Precision
 from memo.mip.address import write_file
@@ -100,7 +101,9 @@ def run(args: argparse.Namespace) -> ExitCode:
         raise UsageError(f"--alpha {args.alpha} is not between 0 (recompute all tokens) and 1 (move all tokens)")
     refuse_existing(args.output, force=args.force)
     tokens = parse_tokens(args.seq, what="--seq")
-    recording = _record(args, tokens)
+    what = f"recording a step of {args.model} at {format_tokens(tokens)}"
+    with WaitingLine("memo record", what, quiet=args.json):
+        recording = _record(args, tokens)
     if args.output:
         to_text = trace_to_json if args.output.endswith(".json") else trace_to_csv
         write_file(args.output, to_text(recording.trace), overwrite=args.force)

@@ -7,6 +7,7 @@ import json
 
 from memo.cli.tables.activation import activation_summary, activation_table
 from memo.cli.tables.address import arena_table, plan_summary, printable, table
+from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.errors import ExitCode, UsageError
 from memo.mip.activation import ActivationPlan, check_plan, read_any_plan
 from memo.mip.address import check
@@ -29,6 +30,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     """Prints the plan, also an invalid one, which is marked."""
     if args.buffers < 0:
         raise UsageError(f"--buffers {args.buffers} is negative; 0 lists none")
+    require_kind(args.plan, FileKind.ACTIVATION_PLAN, FileKind.ADDRESS_PLAN)
     plan = read_any_plan(args.plan)
     if isinstance(plan, ActivationPlan):
         return _show_activations(plan, args)

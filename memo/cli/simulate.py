@@ -12,8 +12,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from memo.cli.output_files import atomic_write, file_path, print_written
 from memo.cli.tables.simulation import print_simulation, simulation_summary
+from memo.cli.terminal.file_kinds import FileKind, require_kind
+from memo.cli.terminal.output_files import atomic_write, file_path, print_written, refuse_existing
+from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.events import Tier
 from memo.mip.activation import ActivationPlan, ActivationProblem, read_activation_plan, read_hardware, read_profile
@@ -53,9 +55,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Simulates, writes the traces and prints; exit code 5 when the step exceeds a budget."""
+    require_kind(args.plan, FileKind.ACTIVATION_PLAN)
     plan = read_activation_plan(args.plan)
     problem = _problem(plan, args)
-    simulation = simulate(plan, problem)
+    if args.output is not None:
+        refuse_existing(*_paths(args.output, plan.problem.pipeline.stages), force=args.force)
+    what = f"simulating a step of {plan.problem.profile.signature.model}"
+    with WaitingLine("memo simulate", what, quiet=args.json):
+        simulation = simulate(plan, problem)
     written = [] if args.output is None else _write(args.output, plan, problem, simulation, force=args.force)
     if args.json:
         summary = simulation_summary(plan, problem, simulation)
@@ -73,6 +80,7 @@ def _problem(plan: ActivationPlan, args: argparse.Namespace) -> ActivationProble
     """The plan's problem, with the profile and the hardware of the arguments."""
     problem = plan.problem
     if args.profile is not None:
+        require_kind(args.profile, FileKind.PROFILE)
         problem = dataclasses.replace(problem, profile=read_profile(args.profile))
     if args.hardware is not None:
         problem = dataclasses.replace(problem, hardware=_hardware(args.hardware))
@@ -84,18 +92,30 @@ def _problem(plan: ActivationPlan, args: argparse.Namespace) -> ActivationProble
 
 
 def _hardware(name: str) -> Hardware:
-    return read_hardware(name) if name.endswith(".json") or "/" in name else hardware_preset(name)
+    if not (name.endswith(".json") or "/" in name):
+        return hardware_preset(name)
+    require_kind(name, FileKind.HARDWARE)
+    return read_hardware(name)
+
+
+def _paths(output: Path, count: int) -> list[Path]:
+    """Trace files of a plan of `count` stages.
+
+    Raises:
+        UsageError: several stages, and `output` is no directory.
+    """
+    if count > 1 and not output.is_dir():
+        raise UsageError(
+            f"-o {str(output)!r}: the plan has {count} stages, each with its own trace; name an existing directory"
+        )
+    return [output / f"trace.rank{rank}.jsonl" if output.is_dir() else output for rank in range(count)]
 
 
 def _write(
     output: Path, plan: ActivationPlan, problem: ActivationProblem, simulation: Simulation, *, force: bool
 ) -> list[Path]:
     count = len(simulation.stages)
-    if count > 1 and not output.is_dir():
-        raise UsageError(
-            f"-o {str(output)!r}: the plan has {count} stages, each with its own trace; name an existing directory"
-        )
-    paths = [output / f"trace.rank{rank}.jsonl" if output.is_dir() else output for rank in range(count)]
+    paths = _paths(output, count)
     for rank, path in enumerate(paths):
         events = stage_events(simulation.stages[rank], end_s=simulation.step_s)
         with atomic_write(path, force=force) as sibling:
@@ -127,6 +147,7 @@ def _meta(plan: ActivationPlan, problem: ActivationProblem, simulation: Simulati
         },
         # The plan predicts all bytes of the device, the trace has only those of saved tensors: not comparable.
         "plan": {
-            "predicted_peak_nbytes": {Tier.HOST: prediction.peak_host_bytes, Tier.DISK: prediction.peak_disk_bytes}
+            "predicted_peak_nbytes": {Tier.HOST: prediction.peak_host_bytes, Tier.DISK: prediction.peak_disk_bytes},
+            "limits": "; ".join(plan.binding) or "no limit",
         },
     }

@@ -5,14 +5,23 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from memo.cli.output_files import atomic_write, file_path, print_written, refuse_existing
 from memo.cli.tables.trace import print_diff, print_stats
-from memo.errors import ExitCode, UsageError
+from memo.cli.terminal.file_kinds import FileKind, require_kind
+from memo.cli.terminal.output_files import (
+    atomic_write,
+    display_name,
+    file_path,
+    print_written,
+    refuse_existing,
+    require_matplotlib,
+)
+from memo.errors import ExitCode, TraceError, UsageError
 from memo.trace import Report, Trace, build_report, compare_reports, diff_to_json, printable, read_traces
 
 __all__ = ["configure", "run"]
@@ -23,16 +32,33 @@ def configure(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="trace_command", metavar="stats|html|diff|chrome|png", required=True)
     stats = _command(commands, "stats", "print the figures and the verdict of a run", _stats)
     _add_selection(stats)
+    _add_plain(stats)
     stats.add_argument(
         "--json", action="store_true", help="print one JSON object with every rank and step instead of tables"
     )
     html = _command(commands, "html", "write the timeline of a run as one self-contained HTML page", _html)
+    _add_plain(html)
     html.add_argument("--plan", type=Path, metavar="FILE", help="address plan to draw on the page (default: none)")
-    _add_output(html, "write the page to FILE")
+    html.add_argument(
+        "--explain",
+        type=Path,
+        metavar="FILE",
+        help="show what each kind of layer keeps and repeats: the output of memo explain --json (default: none)",
+    )
+    html.add_argument(
+        "--live",
+        action="store_true",
+        help="instead of writing a file, serve the page of a job that still runs, to this machine, with each new step",
+    )
+    html.add_argument(
+        "--port", type=int, default=8000, metavar="N", help="with --live: 0 takes a free one (default 8000)"
+    )
+    _add_output(html, "write the page to FILE", required=False)
     chrome = _command(commands, "chrome", "write Chrome-trace JSON for Perfetto and chrome://tracing", _chrome)
     _add_output(chrome, "write the JSON to FILE, compressed if FILE ends in .gz")
     png = _command(commands, "png", "draw one step", _png)
     _add_selection(png)
+    _add_plain(png)
     _add_output(png, "write the picture to FILE, which ends in .png, .pdf or .svg")
     text = "compare two runs side by side"
     diff = commands.add_parser("diff", help=text, description=_sentence(text))
@@ -82,6 +108,8 @@ def _steps(args: argparse.Namespace) -> range | None:
 
 
 def _read(args: argparse.Namespace) -> list[Trace]:
+    for path in args.traces:
+        require_kind(path, FileKind.TRACE)
     traces = read_traces(args.traces, steps=_steps(args))
     if args.steps is not None and not any(trace.events for trace in traces):
         raise UsageError(f"--steps {args.steps}: the trace has no event of these steps; choose others")
@@ -97,13 +125,29 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_output(parser: argparse.ArgumentParser, text: str) -> None:
-    parser.add_argument("-o", "--output", type=file_path, required=True, metavar="FILE", help=text)
+def _add_plain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--plain",
+        type=float,
+        metavar="SECONDS",
+        help="measured time of the same step without memo, which the verdict compares with (default: that of plain steps in "
+        "the trace, if there are any)",
+    )
+
+
+def _add_output(parser: argparse.ArgumentParser, text: str, *, required: bool = True) -> None:
+    parser.add_argument("-o", "--output", type=file_path, required=required, metavar="FILE", help=text)
     parser.add_argument("-f", "--force", action="store_true", help="overwrite an existing file")
 
 
+def _report(args: argparse.Namespace) -> Report:
+    if args.plain is not None and not 0 < args.plain < math.inf:
+        raise UsageError(f"--plain {args.plain} is not a positive number of seconds")
+    return build_report(_read(args), plain_s=args.plain)
+
+
 def _stats(args: argparse.Namespace) -> int:
-    report = build_report(_read(args))
+    report = _report(args)
     rank, step = _selected(report, args)
     if args.json:
         print(json.dumps(report.to_json(), allow_nan=False))
@@ -113,12 +157,36 @@ def _stats(args: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
+def _live(args: argparse.Namespace) -> int:
+    from memo.trace.live import LiveServer
+
+    for flag, value in (("-o", args.output), ("--plan", args.plan), ("--steps", args.steps)):
+        if value is not None:
+            raise UsageError(f"{flag} has no meaning with --live, which serves the newest steps")
+    packed = [path for path in args.traces if path.endswith(".gz")]
+    if packed:
+        raise UsageError(f"{printable(packed[0])} is compressed, and --live follows a file that still grows")
+    if not 0 <= args.port < 1 << 16:
+        raise UsageError(f"--port {args.port} is not from 0 to 65535")
+    with LiveServer(args.traces, port=args.port) as server:
+        print(f"{server.url} follows {printable(', '.join(args.traces))}; Ctrl-C ends it", flush=True)
+        server.serve_forever()
+    return ExitCode.OK
+
+
 def _html(args: argparse.Namespace) -> int:
     from memo.trace import page_data, render_page
 
+    if args.live:
+        return _live(args)
+    if args.output is None:
+        raise UsageError("give -o FILE for the page, or --live for the page of a job that still runs")
     refuse_existing(args.output, force=args.force)
-    report = build_report(_read(args))
-    data = page_data(report, packing=_packing(args.plan) if args.plan else [])
+    if args.plan is not None:
+        require_kind(args.plan, FileKind.ADDRESS_PLAN)
+    report = _report(args)
+    explained = _explained(args.explain) if args.explain else []
+    data = page_data(report, packing=_packing(args.plan) if args.plan else [], explained=explained)
     model = report.of_rank(report.rank).trace.meta.get("model")
     title = f"memo trace: {printable(model)}" if isinstance(model, str) else "memo trace"
     with atomic_write(args.output, force=args.force) as target:
@@ -128,6 +196,27 @@ def _html(args: argparse.Namespace) -> int:
             print(rank["thinned"])
     print_written(args.output)
     return ExitCode.OK
+
+
+def _explained(path: Path) -> list[dict[str, Any]]:
+    """Kinds of layers in a file of `memo explain --json`.
+
+    Raises:
+        TraceError: it is no such file.
+    """
+    try:
+        kinds = json.loads(path.read_text(encoding="utf-8"))["kinds"]
+        fitting = all(kind.keys() >= _KIND_KEYS for kind in kinds)
+    except OSError as error:
+        raise TraceError(f"{display_name(path)}: cannot read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        fitting = False
+    if not fitting:
+        raise TraceError(f"{display_name(path)} is not what memo explain --json prints")
+    return list(kinds)
+
+
+_KIND_KEYS = {"layer", "layers", "module", "setting", "refused", "saved_storages", "saved_nbytes", "rows", "points"}
 
 
 def _packing(path: Path) -> list[dict[str, Any]]:
@@ -155,7 +244,8 @@ def _png(args: argparse.Namespace) -> int:
     if args.output.suffix not in (".png", ".pdf", ".svg"):
         raise UsageError(f"-o {printable(str(args.output))}: the name must end in .png, .pdf or .svg")
     refuse_existing(args.output, force=args.force)
-    report = build_report(_read(args))
+    require_matplotlib(args.output)
+    report = _report(args)
     rank, step = _selected(report, args)
     with atomic_write(args.output, force=args.force) as target:
         draw_step(report, target, rank=rank, step=step)
@@ -164,6 +254,8 @@ def _png(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
+    for path in (args.a, args.b):
+        require_kind(path, FileKind.TRACE)
     reports = [build_report(read_traces([path], steps=_steps(args))) for path in (args.a, args.b)]
     rows = compare_reports(*reports)
     if args.json:

@@ -11,10 +11,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from memo.cli.batch_sizes import add_batch_flags, batch_sizes
+from memo.cli.inputs.batch_sizes import add_batch_flags, batch_sizes
+from memo.cli.terminal.file_kinds import FileKind, require_kind
+from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
-from memo.gpt import PRESETS, Documents, OffloadConfig, OffloadMode, Precision, RunConfig, TrainConfig
+from memo.gpt import (
+    PRESETS,
+    Documents,
+    OffloadConfig,
+    OffloadMode,
+    Precision,
+    RunConfig,
+    TrainConfig,
+    preset_name,
+    variant_of,
+)
 from memo.gpt.optim import LossGuardConfig, LrSchedule, OnNan, OnSpike
+from memo.hugging_face import published_name
 from memo.mip.activation import read_activation_plan
 from memo.parallel import ContextAttention, Layout, PipelineSchedule
 from memo.units import parse_bytes, parse_tokens
@@ -54,20 +67,35 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     """Trains to the last step or until interrupted."""
     config = _config(args)
-    from memo.gpt.train import train
+    with WaitingLine("memo train", "starting", quiet=True) as waiting:  # a log has the run's own lines
+        from memo.gpt.train import train
 
-    return train(config)
+        return train(config, phase=lambda text: waiting.end() if text is None else waiting.say(text))
 
 
 def _model_flags(group: argparse._ArgumentGroup) -> None:
     presets = ", ".join(PRESETS)
     group.add_argument("--model", default="tiny", metavar="NAME", help=f"model size: {presets} (default tiny)")
     group.add_argument(
-        "--variant", choices=("gpt", "llama"), default="gpt", help="architecture of the layers (default gpt)"
+        "--variant",
+        choices=("gpt", "llama"),
+        help="architecture of the layers (default: the model's, gpt where it has both)",
     )
     group.add_argument("--layers", type=int, metavar="N", help="number of layers (default: the model's)")
     group.add_argument("--hidden", type=int, metavar="N", help="width of the residual stream (default: the model's)")
     group.add_argument("--heads", type=int, metavar="N", help="number of query heads (default: the model's)")
+    group.add_argument(
+        "--rope-theta",
+        type=float,
+        metavar="BASE",
+        help="base of the rotary frequencies (default: the checkpoint's with --resume, else the model's)",
+    )
+    group.add_argument(
+        "--rope-scaling",
+        metavar="KIND:FACTOR",
+        help="rotary positions of a model first trained on sequences FACTOR times shorter than --seq: linear, ntk or yarn, "
+        "such as yarn:8; none (default: the checkpoint's with --resume, else none)",
+    )
     group.add_argument("--dropout", type=float, metavar="P", help="dropout probability (default: the model's, 0)")
     group.add_argument(
         "--mlp-tiles",
@@ -271,6 +299,11 @@ def _offload_flags(group: argparse._ArgumentGroup) -> None:
         help="write a trace of every saved tensor to FILE, one file per rank; without a value to trace.rank0.jsonl; a name "
         "that ends in / is a directory (default: no trace)",
     )
+    group.add_argument(
+        "--trace-stacks",
+        action="store_true",
+        help="with --trace: record the Python lines that saved each tensor (default: off)",
+    )
 
 
 def _output_flags(group: argparse._ArgumentGroup) -> None:
@@ -355,12 +388,31 @@ def _config(args: argparse.Namespace) -> RunConfig:
         accumulate=accumulate,
         **{name: flags.pop(name) for name in ("weight_decay", "eval_steps")},
     )
-    tiers = ("plan", "device_budget", "host_budget", "disk_dir", "disk_budget", "alpha", "exact", "trace")
+    tiers = (
+        "plan",
+        "device_budget",
+        "host_budget",
+        "disk_dir",
+        "disk_budget",
+        "alpha",
+        "exact",
+        "trace",
+        "trace_stacks",
+    )
     offload = OffloadConfig(mode=flags.pop("offload"), **{name: flags.pop(name) for name in tiers})
+    if offload.plan is not None:
+        require_kind(offload.plan, FileKind.ACTIVATION_PLAN)
     if flags["mlp_tiles"] is None:
         flags["mlp_tiles"] = 1 if offload.plan is None else read_activation_plan(offload.plan).problem.profile.mlp_tiles
     if flags["resume"] not in (None, "latest"):
         flags["resume"] = Path(flags["resume"])
+    if published_name(flags["model"]) is not None:
+        raise UsageError(
+            f"--model {flags['model']} is a model of Hugging Face's transformers, which memo train does not build; train it "
+            "with transformers under memo.offload"
+        )
+    flags["model"] = preset_name(flags["model"]) or flags["model"]
+    flags["variant"] = variant_of(flags["model"], flags["variant"])
     return RunConfig(training=training, offload=offload, layout=layout, batch=batch * layout.dp, **flags)
 
 

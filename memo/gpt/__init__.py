@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
-    from memo.gpt.config import PRESETS as PRESETS, GPTConfig as GPTConfig, preset as preset
+    from memo.gpt.config import (
+        PRESETS as PRESETS,
+        GPTConfig as GPTConfig,
+        Variant as Variant,
+        preset as preset,
+        preset_key as preset_key,
+        preset_name as preset_name,
+        variant_of as variant_of,
+    )
     from memo.gpt.run_config import (
         Documents as Documents,
         OffloadConfig as OffloadConfig,
@@ -19,7 +27,7 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "config": "GPTConfig PRESETS preset",
+            "config": "GPTConfig PRESETS Variant preset preset_key preset_name variant_of",
             "run_config": "Documents OffloadConfig OffloadMode RunConfig",
             "train_config": "Precision TrainConfig",
         },

@@ -7,11 +7,28 @@ can use it alone. Invariant: a GPTConfig is consistent; heads divide the width, 
 from __future__ import annotations
 
 import dataclasses
+import enum
+import math
+import re
 from typing import Any, Literal, get_args
 
 from memo.errors import UsageError
+from memo.units import format_tokens
 
-__all__ = ["PRESETS", "GPTConfig", "Mlp", "Norm", "Positions", "Variant", "preset"]
+__all__ = [
+    "PRESETS",
+    "GPTConfig",
+    "Mlp",
+    "Norm",
+    "Positions",
+    "RopeScaling",
+    "RopeScalingKind",
+    "Variant",
+    "preset",
+    "preset_key",
+    "preset_name",
+    "variant_of",
+]
 
 Norm = Literal["layernorm", "rmsnorm"]
 Mlp = Literal["gelu", "swiglu"]
@@ -22,6 +39,63 @@ GPT2_VOCAB = 50257
 # A SwiGLU has three matrices where a GELU MLP has two: 2/3 of its width keeps the parameter count (Shazeer 2020,
 # "GLU Variants Improve Transformer"); the multiple of 256 is Llama's.
 SWIGLU_MULTIPLE = 256
+
+
+class RopeScalingKind(enum.StrEnum):
+    """How rotary frequencies are changed for sequences longer than those a model was first trained on."""
+
+    LINEAR = "linear"
+    """All positions divided by the factor (Chen et al. 2023, "Positional Interpolation")."""
+    NTK = "ntk"
+    """The base raised so that the lowest frequency is divided by the factor and the highest kept: theta s^(d/(d-2))
+    ("NTK-aware scaled RoPE", bloc97 2023; Peng et al. 2023, section 3.1)."""
+    YARN = "yarn"
+    """Frequencies of many turns within the original length kept, those of few divided, a ramp between, and queries and
+    keys scaled by 0.1 ln s + 1 (Peng et al. 2023, "YaRN", sections 3.2 to 3.4)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """Rotary positions of a model that was first trained on shorter sequences.
+
+    Raises:
+        UsageError: the factor is below 1, or the original length is not positive.
+    """
+
+    kind: RopeScalingKind
+    factor: float
+    """Longest sequence now over the original one."""
+    original_seq: int
+    """Tokens of the sequences that the model was first trained on."""
+
+    def __post_init__(self) -> None:
+        if not (1.0 <= self.factor < math.inf):
+            raise UsageError(f"rope scaling: the factor is {self.factor:g}; it must be a number of at least 1")
+        if self.original_seq < 1:
+            raise UsageError(f"rope scaling: an original length of {self.original_seq} tokens; give at least 1")
+
+    @classmethod
+    def parse(cls, text: str, *, seq: int) -> RopeScaling | None:
+        """Reads `linear:8`, `ntk:8` or `yarn:8`, where `seq` is 8 times the original length; None for `none`.
+
+        Raises:
+            UsageError: another text, or a factor that leaves no original length.
+        """
+        if text == "none":
+            return None
+        kind, _, factor = text.partition(":")
+        try:
+            found, number = RopeScalingKind(kind), float(factor)
+        except ValueError:
+            raise UsageError(
+                f"rope scaling {text!r}: give one of {', '.join(RopeScalingKind)} with a factor, such as yarn:8, or none"
+            ) from None
+        if not 1.0 <= number <= seq:
+            raise UsageError(f"rope scaling {text!r}: the factor must be from 1 to the length of a sequence")
+        return cls(kind=found, factor=number, original_seq=round(seq / number))
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.factor:g} of {format_tokens(self.original_seq)} tokens"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +130,8 @@ class GPTConfig:
     bias: bool = True
     """Biases in the linear layers of the blocks and in LayerNorm."""
     rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
     mlp_tiles: int = 1
     """Tiles of each MLP; above 1 it saves only its input and recomputes its wide activations in backward."""
@@ -83,8 +159,10 @@ class GPTConfig:
             raise UsageError(
                 f"model: end_of_document {self.end_of_document} is not a token; give a number below {self.vocab_size}"
             )
-        if not self.rope_theta > 0.0 or not self.norm_eps > 0.0:
+        if not 0.0 < self.rope_theta < math.inf or not self.norm_eps > 0.0:
             raise UsageError("model: rope_theta and norm_eps must be positive")
+        if self.positions != "rotary" and self.rope_scaling is not None:
+            raise UsageError("model: rope_scaling is for rotary positions, and these are learned")
 
     @property
     def head_dim(self) -> int:
@@ -114,6 +192,32 @@ def _paper(*, layers: int, hidden: int, heads: int) -> GPTConfig:
     return _gpt(layers=layers, hidden=hidden, heads=heads, positions="rotary", tie_embeddings=False)
 
 
+def _llama3(*, layers: int, hidden: int, heads: int, ffn: int) -> GPTConfig:
+    # Grattafiori et al. 2024 (Llama 3), Table 3. Later releases differ in how they scale rotary positions only.
+    return GPTConfig(
+        vocab_size=128256,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=8,
+        ffn=ffn,
+        max_seq=8192,
+        norm="rmsnorm",
+        mlp="swiglu",
+        positions="rotary",
+        tie_embeddings=False,
+        bias=False,
+        rope_theta=500_000.0,
+    )
+
+
+_LLAMA3 = {
+    "llama3-8b": _llama3(layers=32, hidden=4096, heads=32, ffn=14336),
+    "llama3-70b": _llama3(layers=80, hidden=8192, heads=64, ffn=28672),
+    "llama3-405b": _llama3(layers=126, hidden=16384, heads=128, ffn=53248),
+}
+"""Sizes of one architecture; the others have a form of each variant."""
+
 PRESETS: dict[str, GPTConfig] = {
     "tiny": _gpt(layers=4, hidden=128, heads=2, max_seq=1024, vocab_size=257),
     # 125m and 350m: Radford et al. 2019 (GPT-2) and Brown et al. 2020 (GPT-3), Table 2.1.
@@ -125,13 +229,47 @@ PRESETS: dict[str, GPTConfig] = {
     "13b": _paper(layers=40, hidden=5120, heads=40),
     "30b": _paper(layers=48, hidden=7168, heads=56),
     "65b": _paper(layers=80, hidden=8192, heads=64),
+    # 175b: Brown et al. 2020 (GPT-3), Table 2.1; 530b: Smith et al. 2022 (Megatron-Turing NLG), section 2.1. Positions and
+    # tying as above.
+    "175b": _paper(layers=96, hidden=12288, heads=96),
+    "530b": _paper(layers=105, hidden=20480, heads=128),
+    **_LLAMA3,
 }
+
+
+def preset_key(name: str) -> str:
+    """Spelling by which names of models are compared: `Meta-Llama-3-8B-Instruct` and `llama3-8b` have one."""
+    spelled = re.sub(r"[\s_]+", "-", name.strip().lower())
+    spelled = re.sub(r"^meta-", "", re.sub(r"(-(instruct|base|chat|hf|v0\.1))+$", "", spelled))
+    return re.sub(r"^llama-?3(\.[123])?-", "llama3-", re.sub(r"^(llama|qwen)-(?=\d)", r"\1", spelled))
+
+
+def preset_name(name: str) -> str | None:
+    """The key of PRESETS that a name means, by any case; None for none."""
+    return next((known for known in PRESETS if known == preset_key(name)), None)
+
+
+def variant_of(name: str, asked: Variant | None) -> Variant:
+    """The architecture of a preset.
+
+    Args:
+        name: a preset's name.
+        asked: what the user asked for; None is the preset's own, which is "gpt" where it has both.
+
+    Raises:
+        UsageError: the preset has one architecture, and another one is asked for.
+    """
+    if preset_name(name) not in _LLAMA3:
+        return asked or "gpt"
+    if asked == "gpt":
+        raise UsageError(f"{name} is a llama; leave out the variant")
+    return "llama"
 
 
 def preset(
     name: str,
     *,
-    variant: Variant = "gpt",
+    variant: Variant | None = None,
     vocab_size: int | None = None,
     max_seq: int | None = None,
     **overrides: Any,
@@ -139,9 +277,9 @@ def preset(
     """Shape of a named size, with fields replaced.
 
     Args:
-        name: a key of PRESETS.
+        name: a key of PRESETS, by any case.
         variant: "gpt" for the GPT-2 architecture; "llama" for RMSNorm, rotary positions, SwiGLU, no biases, and four query
-            heads per key/value head.
+            heads per key/value head. None is the preset's own, "gpt" where it has both.
         vocab_size: replaces the preset's; None keeps it.
         max_seq: replaces the preset's; None keeps it.
         **overrides: other fields of GPTConfig; None keeps the preset's. Where `heads` or `hidden` is replaced, `kv_heads`
@@ -150,22 +288,32 @@ def preset(
     Raises:
         UsageError: unknown preset, variant or field, or numbers that do not fit together.
     """
-    if name not in PRESETS:
+    known = preset_name(name)
+    if known is None:
         raise UsageError(f"unknown model {name!r}; choose one of {', '.join(PRESETS)}")
-    if variant not in get_args(Variant):
+    if variant is not None and variant not in get_args(Variant):
         raise UsageError(f"unknown variant {variant!r}; choose one of {', '.join(get_args(Variant))}")
     unknown = overrides.keys() - {field.name for field in dataclasses.fields(GPTConfig)}
     if unknown:
         raise UsageError(f"model: no field named {', '.join(sorted(unknown))}")
-    base = PRESETS[name]
+    variant, base = variant_of(name, variant), PRESETS[known]
     given = {"vocab_size": vocab_size, "max_seq": max_seq} | overrides
     changes = {field: value for field, value in given.items() if value is not None}
     heads, hidden = changes.get("heads", base.heads), changes.get("hidden", base.hidden)
     for field, value in (("heads", heads), ("hidden", hidden)):
         if not isinstance(value, int):
             raise UsageError(f"model: {field} is {value!r}; it must be a whole number of at least 1")
-    derived = _llama_fields(hidden, heads) if variant == "llama" else {"kv_heads": heads, "ffn": 4 * hidden}
+    if known in _LLAMA3:
+        derived = _proportional(base, hidden, heads)
+    else:
+        derived = _llama_fields(hidden, heads) if variant == "llama" else {"kv_heads": heads, "ffn": 4 * hidden}
     return dataclasses.replace(base, **(derived | changes))
+
+
+def _proportional(base: GPTConfig, hidden: int, heads: int) -> dict[str, Any]:
+    """Key/value heads and inner width in the base's proportions."""
+    kv_heads = heads // base.group if heads % base.group == 0 else heads
+    return {"kv_heads": kv_heads, "ffn": base.ffn * hidden // base.hidden}
 
 
 def _llama_fields(hidden: int, heads: int) -> dict[str, Any]:

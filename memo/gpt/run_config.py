@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from memo.errors import UsageError
-from memo.gpt.config import PRESETS, Variant
+from memo.gpt.config import PRESETS, RopeScaling, Variant
 from memo.gpt.train_config import Precision, TrainConfig
 from memo.parallel import Layout
 
@@ -59,6 +60,8 @@ class OffloadConfig:
     """Move all tensors of layers whose recompute rounds differently."""
     trace: str | Path | None = None
     """Trace file; a name that ends in a slash is a directory."""
+    trace_stacks: bool = False
+    """With `trace`: write the Python lines that saved each tensor."""
 
     def __post_init__(self) -> None:
         given = {
@@ -70,6 +73,7 @@ class OffloadConfig:
             "--alpha": self.alpha,
             "--exact": self.exact or None,
             "--trace": self.trace,
+            "--trace-stacks": self.trace_stacks or None,
         }
         useless = {
             OffloadMode.NONE: list(given),
@@ -81,6 +85,8 @@ class OffloadConfig:
                 planned = flag in ("--plan", "--device-budget")
                 fitting = "auto" if planned else "disk or auto"
                 raise UsageError(f"{flag} has no meaning with --offload {self.mode}; use --offload {fitting}")
+        if self.trace_stacks and self.trace is None:
+            raise UsageError("--trace-stacks needs --trace; it adds Python lines to the trace")
         if self.mode is OffloadMode.HOST and self.host_budget == 0:
             raise UsageError("--host-budget 0 leaves --offload host no memory; give some, or use --offload disk")
         if self.plan is not None and self.alpha is not None:
@@ -109,6 +115,10 @@ class RunConfig:
     hidden: int | None = None
     heads: int | None = None
     dropout: float | None = None
+    rope_theta: float | None = None
+    """Base of the rotary frequencies; None is the checkpoint's, else the model's."""
+    rope_scaling: str | None = None
+    """As of `RopeScaling.parse`; None is the checkpoint's, else none."""
     mlp_tiles: int = 1
     documents: Documents = Documents.PACKED
     mask_documents: bool = False
@@ -164,5 +174,9 @@ class RunConfig:
             raise UsageError("--planned-allocator needs a GPU; leave it out with --device cpu")
         if self.documents is Documents.WHOLE and self.mask_documents:
             raise UsageError("--mask-documents: with --documents whole a row is of one document; leave one of them out")
+        if self.rope_theta is not None and not 0 < self.rope_theta < math.inf:
+            raise UsageError(f"--rope-theta {self.rope_theta} is not a positive number")
+        if self.rope_scaling is not None:
+            RopeScaling.parse(self.rope_scaling, seq=self.seq)
         if self.peak_flops is not None and not self.peak_flops > 0:
             raise UsageError(f"--peak-flops {self.peak_flops} is not a positive number")

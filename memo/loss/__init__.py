@@ -13,11 +13,13 @@ if TYPE_CHECKING:
         VocabularyShard as VocabularyShard,
         WholeVocabulary as WholeVocabulary,
     )
+    from memo.loss.without_logits import loss_without_logits as loss_without_logits
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
             "chunked_cross_entropy": "chunked_linear_cross_entropy",
             "output_rows": "Vocabulary VocabularyShard WholeVocabulary",
+            "without_logits": "loss_without_logits",
         },
     )

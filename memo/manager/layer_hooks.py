@@ -39,6 +39,8 @@ class LayerHooks:
         self._hooks: list[LayerHook] = []
         self._running: dict[int, list[Group]] = {}
         self._has_told_device = False
+        self.failed: str | None = None
+        """The layer whose forward raised last."""
 
     @property
     def open_layer(self) -> str | None:
@@ -53,6 +55,7 @@ class LayerHooks:
     def install(self, engine: Engine, tokenwise: Tapes, source: Callable[[], PlanSource | None]) -> None:
         """Hooks all layers, for the calling thread."""
         self._thread = threading.get_ident()
+        self.failed = None
         for position, layer in enumerate(self._layers):
             self._hooks += self._hook(position, layer, engine, tokenwise, source)
 
@@ -103,6 +106,8 @@ class LayerHooks:
             running = None if self._is_elsewhere() else self._running.get(position)
             if running:  # empty when an earlier hook of the module raised before ours began
                 group = running.pop()
+                if output is None:
+                    self.failed = layer.name
                 tokenwise.end(group, output)
                 engine.end_layer(group, between=not layer.last)
 

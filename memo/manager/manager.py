@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import logging
+import sys
 import threading
 import time
 import weakref
@@ -24,6 +25,7 @@ from memo.manager import claims
 from memo.manager.forwards import ForwardHooks, entries_of
 from memo.manager.layer_choices import LayerLevels, layer_at, settings_by_layer
 from memo.manager.layer_hooks import LayerHooks
+from memo.manager.memory_errors import MemoryWatch
 from memo.manager.opening import Opening, Parts
 from memo.manager.report import DiskUse, Report
 from memo.manager.step_ends import StepEnds
@@ -142,6 +144,8 @@ class Manager:
         self._parts = parts
         self._engine = engine = parts.engine
         self._recorder = parts.recorder
+        self._sampler = parts.sampler
+        self._memory_watch = MemoryWatch(engine, parts.owned, parts.recorder, parts.sampler)
         self._store = parts.store
         self._tokenwise = parts.tokenwise
         self._plan_source = parts.source
@@ -222,6 +226,8 @@ class Manager:
             self._in_step = True
             if self._recorder is not None:
                 self._recorder.begin_step(self.step)
+                if self._sampler is not None:
+                    self._sampler.begin_step()
         if self._plan_source is not None:
             self._plan_source.before_forward(may_end=has_ended)
             self._log_plan(self._plan_source)
@@ -313,13 +319,16 @@ class Manager:
             raise
 
     def _end_attached(self, failed: bool) -> None:
-        self.__exit__(RuntimeError if failed else None)
+        error = sys.exc_info()[1] if failed else None  # the hook runs where torch has caught it
+        self.__exit__(RuntimeError if failed else None, error)
 
     def __exit__(self, *exception: object) -> None:
         if self._depth > 1:
             self._depth -= 1
         else:
             seen = self._layer_hooks.seen
+            if len(exception) > 1 and isinstance(exception[1], Exception):
+                self._memory_watch.explain(exception[1], where=self._layer_hooks.failed)
             self._leave()
             if exception[:1] in ((), (None,)):
                 self._unseen.end(seen)
@@ -426,6 +435,8 @@ class Manager:
             if self._steps is not None:
                 self._steps.done()
             if self._recorder is not None and self._in_step:
+                if self._sampler is not None:
+                    self._sampler.stepped()
                 self._recorder.end_step()
         self._in_step = False
         self.step += 1
@@ -495,6 +506,9 @@ class Manager:
         if self._parts is None:
             return
         self._closer.detach()
+        self._memory_watch.close()
+        if self._parts.owned is not None:
+            self._parts.owned.close()
         if self._steps is not None:
             self._steps.done()
         try:

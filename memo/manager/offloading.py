@@ -48,6 +48,7 @@ def offload(
     on_full: OnFull = "spill",
     verify: bool = False,
     trace: _Path | None = None,
+    trace_stacks: bool = False,
     group: ProcessGroup | None = None,
     schedule: Any = None,
 ) -> Manager:
@@ -102,6 +103,8 @@ def offload(
             version counter shows, at the cost of reading them twice more. Default False.
         trace: File, or directory for `trace.rank{N}.jsonl`; a name that ends in a slash is a directory, made if
             missing. The links are measured first, for a fraction of a second. Default None: no trace.
+        trace_stacks: True writes to the trace the Python lines that saved each tensor, which costs some 10 µs a tensor.
+            Default False.
         group: Ranks that communicate within the model's layers (tensor or context parallelism). Without `plan`, `alpha`
             and `levels` they agree on one plan, made for the slowest rank with the least room, and on the step at which
             it changes; they must run the same forwards. Default None: the group that `memo.parallelize` set, else none.
@@ -173,6 +176,7 @@ def offload(
         on_full=on_full,
         verify=verify,
         trace=trace,
+        trace_stacks=trace_stacks,
         group=group,
         order=order,
     )

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from memo.autoplan import Actuator, AutoPlan, device_budget_of, missing_gradient_bytes, single_rank
+from memo.manager.device_memory import MemorySampler, OwnedMemory
 from memo.manager.plan_source import FixedPlan, FixedSetting, PlanSource, checked_plan
 from memo.manager.resources import Room, device_of, measured_link, open_backend, open_recorder, open_tiers
 from memo.mip.activation import lower_tier_nbytes
@@ -50,6 +51,10 @@ class Parts:
     """None: no disk tier, or one whose traffic is not counted."""
     source: PlanSource | None = None
     """None: a fixed `alpha` or fixed levels."""
+    owned: OwnedMemory | None = None
+    """The model's weights, gradients and optimizer state; None: not counted."""
+    sampler: MemorySampler | None = None
+    """None: no trace."""
 
     def close(self) -> None:
         """Releases memory and files, and ends the trace.
@@ -60,6 +65,8 @@ class Parts:
         try:
             self.engine.close()
         finally:
+            if self.owned is not None:
+                self.owned.close()
             if self.recorder is not None:
                 self.recorder.close()
 
@@ -88,6 +95,7 @@ class Opening:
     on_full: OnFull
     verify: bool
     trace: _Path | None
+    trace_stacks: bool
     group: ProcessGroup | None
     order: PipelineOrder | None
 
@@ -109,7 +117,7 @@ class Opening:
             disk_budget=self.disk_budget,
             weights=_weights(self.plan, self.order),
         )
-        recorder = None if self.trace is None else open_recorder(self.trace, self.model, room)
+        recorder = None if self.trace is None else open_recorder(self.trace, self.model, room, stacks=self.trace_stacks)
         backend = open_backend(device, timing=recorder is not None or self.automatic or self.plan is not None)
         tiers, store = open_tiers(room, backend, verify=self.verify)
         engine = Engine(
@@ -129,7 +137,14 @@ class Opening:
             bans=self.bans,
             verify=self.verify,
         )
-        parts = Parts(engine=engine, tokenwise=tokenwise, recorder=recorder, store=store)
+        owned = OwnedMemory(self.model, device)
+        sampler = None
+        if recorder is not None:
+            sampler = MemorySampler(owned, recorder, used_bytes=budget.used_bytes, peak_bytes=budget.peak_bytes)
+            engine.sample_memory(sampler.at_boundary)
+            owned.when_stepped(sampler.stepped)
+            recorder.on_change = sampler.at_change
+        parts = Parts(engine=engine, tokenwise=tokenwise, recorder=recorder, store=store, owned=owned, sampler=sampler)
         with contextlib.ExitStack() as undo:
             undo.callback(parts.close)  # a plan that does not fit the model leaves no file or buffer behind
             if self.levels:

@@ -171,7 +171,7 @@ def _open_disk(room: Room, *, verify: bool) -> tuple[Disk, DiskStore | None]:
     return StagedDisk(store, copy_stream(device), copy_stream(device), staging), store
 
 
-def open_recorder(trace: _Path, model: nn.Module, room: Room) -> TraceRecorder:
+def open_recorder(trace: _Path, model: nn.Module, room: Room, *, stacks: bool = False) -> TraceRecorder:
     """Opens this rank's trace; its header has the budgets and the rates of the links, measured alone."""
     budgets = {"device": _device_bytes(room.device), "host": room.host_bytes, "disk": room.disk_bytes}
     links = measure_lanes(room.device, host=room.host_bytes > 0, directories=room.directories, seconds=LINK_SECONDS)
@@ -185,7 +185,7 @@ def open_recorder(trace: _Path, model: nn.Module, room: Room) -> TraceRecorder:
         "link_bytes_per_s": {lane.value: round(rate) for lane, rate in links.items()},
     }
     rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
-    return TraceRecorder.beside(_trace_path(trace), rank=rank, world_size=ranks, meta=meta)
+    return TraceRecorder.beside(_trace_path(trace), rank=rank, world_size=ranks, meta=meta, stacks=stacks)
 
 
 def _trace_path(trace: _Path) -> Path:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
+    from memo.record.allocation_sites import AllocationSites as AllocationSites
+    from memo.record.offload_without_bytes import OffloadWithoutBytes as OffloadWithoutBytes
     from memo.record.record_rank import rank_step as rank_step
     from memo.record.recording import (
         Recording as Recording,
@@ -18,6 +20,8 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
+            "allocation_sites": "AllocationSites",
+            "offload_without_bytes": "OffloadWithoutBytes",
             "record_rank": "rank_step",
             "recording": "Recording Role record_step",
             "step": "Step gpt_step load_step",

@@ -10,13 +10,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from memo.allocator import AllocationSite, Recorder
+from memo.allocator import AllocationSite
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -32,6 +32,12 @@ _OPTIMIZER: Final = "optimizer"
 _NAMED: Final = "memo_module"
 
 
+class Sited(Protocol):
+    """What is told the site: a recorder of allocations, or anything else that tells layers apart."""
+
+    site: AllocationSite
+
+
 class AllocationSites:
     """Context manager that sets `recorder.site` to the module that runs.
 
@@ -41,7 +47,7 @@ class AllocationSites:
         layers: layers whose passes are grouped, so that an allocation shows its layer and pass.
     """
 
-    def __init__(self, recorder: Recorder, model: nn.Module, layers: Sequence[Layer]) -> None:
+    def __init__(self, recorder: Sited, model: nn.Module, layers: Sequence[Layer]) -> None:
         self._recorder = recorder
         self._model = model
         self._layers = {layer.name: layer for layer in layers}

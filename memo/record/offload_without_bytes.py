@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from memo.swap import Layer
+    from memo.swap import Layer, Rates
     from memo.swap.backends import Event, HostSlab
 
 __all__ = ["OffloadWithoutBytes"]
@@ -39,12 +39,23 @@ class OffloadWithoutBytes:
         model: a model on byteless tensors.
         layers: its repeated layers.
         alpha: as of `memo.offload`.
+        min_bytes: as of `memo.offload`.
+        rates: of a device that is not here, from which the costs of recompute follow; None times the trials.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[Layer], alpha: float) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[Layer],
+        alpha: float,
+        *,
+        min_bytes: int = MIN_BYTES,
+        rates: Rates | None = None,
+    ) -> None:
         self._tier = _UnboundedTier()
-        engine = Engine(_BytelessBackend(), [self._tier], min_bytes=MIN_BYTES)
-        self.manager = Manager(model, layers, engine, tokenwise=Tapes(engine, TokenLevels.of_alpha(alpha)))
+        engine = Engine(_BytelessBackend(), [self._tier], min_bytes=min_bytes)
+        tapes = Tapes(engine, TokenLevels.of_alpha(alpha), rates=rates)
+        self.manager = Manager(model, layers, engine, tokenwise=tapes)
 
     @property
     def moved_nbytes(self) -> int:

@@ -9,6 +9,14 @@ from memo.lazy import attach
 if TYPE_CHECKING:
     from memo.trace.address_plan_view import address_plan_drawings as address_plan_drawings
     from memo.trace.chrome import chrome_trace as chrome_trace
+    from memo.trace.device_memory import (
+        OTHER as OTHER,
+        OWNED as OWNED,
+        TRANSIENT as TRANSIENT,
+        Holder as Holder,
+        device_stack as device_stack,
+        largest_holders as largest_holders,
+    )
     from memo.trace.diff import DiffRow as DiffRow, compare_reports as compare_reports, diff_to_json as diff_to_json
     from memo.trace.figures import StepStats as StepStats
     from memo.trace.format import duration as duration, percent as percent, printable as printable, rate as rate
@@ -18,12 +26,14 @@ if TYPE_CHECKING:
     from memo.trace.reader import Trace as Trace, read_traces as read_traces
     from memo.trace.recorder import TraceRecorder as TraceRecorder
     from memo.trace.report import RankReport as RankReport, Report as Report, build_report as build_report
+    from memo.trace.tensor_lifetimes import residency_changes as residency_changes
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
             "address_plan_view": "address_plan_drawings",
             "chrome": "chrome_trace",
+            "device_memory": "OTHER OWNED TRANSIENT Holder device_stack largest_holders",
             "diff": "DiffRow compare_reports diff_to_json",
             "figures": "StepStats",
             "format": "duration percent printable rate",
@@ -33,5 +43,6 @@ else:
             "reader": "Trace read_traces",
             "recorder": "TraceRecorder",
             "report": "RankReport Report build_report",
+            "tensor_lifetimes": "residency_changes",
         },
     )

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from memo.errors import TraceError
-from memo.events import CounterEvent, Event, Note, Span, Stall, StateChange, StepMark, Use
+from memo.events import CounterEvent, Event, Note, Owned, Span, Stall, StateChange, StepMark, Use
 
 __all__ = ["MAX_DEPTH", "MAX_INTEGER", "decode_event", "decode_object"]
 
@@ -25,7 +25,7 @@ MAX_INTEGER = 2**63 - 1
 MAX_DEPTH = 32
 """Nesting of the header's `meta`; Python's own parser fails near 1000."""
 
-_EVENT_TYPES = (StateChange, Span, Stall, Use, CounterEvent, StepMark, Note)
+_EVENT_TYPES = (StateChange, Span, Stall, Use, CounterEvent, Owned, StepMark, Note)
 _Check = Callable[[object], Any]
 
 

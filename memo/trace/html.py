@@ -2,7 +2,7 @@
 
 All foreign text enters the page in one way: as a JSON block in which `<`, `>`, `&` and U+2028/9 are escaped, and which
 the viewer shows by textContent alone. The content security policy forbids every load and every script and style but the
-two inlined here, which it names by their hashes.
+two inlined here, which it names by their hashes; a live page may also ask its own server.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ _PAGE = """<!doctype html>
 """
 
 
-def render_page(data: dict[str, Any], *, title: str) -> str:
+def render_page(data: dict[str, Any], *, title: str, live: bool = False) -> str:
     """Renders the HTML file.
 
     Args:
         data: of `page_data`.
         title: of the page; may hold any text.
+        live: whether the page may ask the server that it came from for more.
     """
     script, style = _asset("viewer.js"), _asset("viewer.css")
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
-        "base-uri 'none'; form-action 'none'"
+        "base-uri 'none'; form-action 'none'" + ("; connect-src 'self'" if live else "")
     )
     return _PAGE.format(
         policy=policy,

@@ -19,6 +19,7 @@ from memo.events import (
     CounterEvent,
     Lane,
     Note,
+    Owned,
     Span,
     Stall,
     StallCause,
@@ -26,6 +27,7 @@ from memo.events import (
     Tier,
     UseKind,
 )
+from memo.trace.device_memory import OWNED, device_stack
 from memo.trace.intervals import pack_rows
 from memo.trace.report import RankReport, Report
 from memo.trace.tensor_lifetimes import Lifetime, layer_of, residency_changes
@@ -43,12 +45,19 @@ _LANES, _CAUSES, _STATES, _USES, _TIERS = (
 )
 
 
-def page_data(report: Report, *, packing: Sequence[dict[str, Any]] = (), max_items: int = MAX_ITEMS) -> dict[str, Any]:
+def page_data(
+    report: Report,
+    *,
+    packing: Sequence[dict[str, Any]] = (),
+    explained: Sequence[dict[str, Any]] = (),
+    max_items: int = MAX_ITEMS,
+) -> dict[str, Any]:
     """Builds the viewer's data, ready for json.
 
     Args:
         report: of the run.
         packing: drawings of an address plan for the second view (`address_plan_drawings`).
+        explained: kinds of layers for the third view, as in `memo explain --json`.
         max_items: number of items that the page draws, over all ranks.
     """
     names = _Names()
@@ -69,6 +78,7 @@ def page_data(report: Report, *, packing: Sequence[dict[str, Any]] = (), max_ite
         "ranks": [_RankColumns(one, names, origin, share).to_json() for one in report.ranks],
         "names": names.strings,
         "packing": list(packing),
+        "explained": {"kinds": list(explained)},
     }
 
 
@@ -101,6 +111,8 @@ class _RankColumns:
         self._notes = [event for event in events if isinstance(event, Note)][:1000]
         self._lives = list(one.lifetimes)
         self._changes = residency_changes(self._lives)
+        self._device = device_stack(events, self._lives)
+        self._owned = [event for event in events if isinstance(event, Owned) and event.module is not None]
         self._quantum = 0
         self._thin(room)
         self._by_id = self._numbers_by_id()
@@ -133,6 +145,7 @@ class _RankColumns:
             "lives": self._life_columns(),
             "stalls": self._stall_columns(),
             "tiers": [self._tier_columns(tier) for tier in Tier],
+            "owned": self._owned_columns(),
             "notes": [
                 {"t": note.t + self._shift, "step": note.step, "cause": note.cause, "message": note.message}
                 for note in self._notes
@@ -184,6 +197,8 @@ class _RankColumns:
             "name": [self._names(life.module) for life in lifetimes],
             "nbytes": [life.nbytes for life in lifetimes],
             "shape": [self._names(_shape(life)) for life in lifetimes],
+            "op": [self._names(life.op) for life in lifetimes],
+            "line": [self._names(life.line) for life in lifetimes],
             "tier": [_TIERS[life.tier] for life in lifetimes],
             "start": self._times(life.start_ns for life in lifetimes),
             "end": self._times(life.end_ns for life in lifetimes),
@@ -208,11 +223,15 @@ class _RankColumns:
         }
 
     def _tier_columns(self, tier: Tier) -> dict[str, Any]:
-        changes = [
-            (change.t, self._names(layer_of(self._lives[change.life].module)), change.delta)
-            for change in self._changes
-            if change.tier is tier
-        ]
+        of_device = tier is Tier.DEVICE
+        if of_device:
+            changes = [(change.t, self._names(change.band), change.delta) for change in self._device.changes]
+        else:
+            changes = [
+                (change.t, self._names(layer_of(self._lives[change.life].module)), change.delta)
+                for change in self._changes
+                if change.tier is tier
+            ]
         counters = [(counter.t, counter.nbytes) for counter in self._counters if counter.tier is tier]
         if self._quantum:
             changes = list(_summed(changes, self._quantum))
@@ -221,8 +240,20 @@ class _RankColumns:
             "t": self._times(t for t, _, _ in changes),
             "layer": [layer for _, layer, _ in changes],
             "delta": [delta for _, _, delta in changes],
+            "below": [self._names(band) for band in self._device.below] if of_device else [],
+            "above": [self._names(band) for band in self._device.above] if of_device else [],
             "counter_t": self._times(t for t, _ in counters),
             "counter_nbytes": [nbytes for _, nbytes in counters],
+        }
+
+    def _owned_columns(self) -> dict[str, Any]:
+        """The largest tensors of each owner, once each, as last seen."""
+        named = {(event.owner, event.module): event for event in self._owned}.values()
+        return {
+            "band": [self._names(OWNED[event.owner]) for event in named],
+            "name": [self._names(event.module) for event in named],
+            "nbytes": [event.nbytes for event in named],
+            "shape": [self._names(_shape(event)) for event in named],
         }
 
     def _times(self, times: Iterable[int]) -> list[int]:
@@ -235,7 +266,7 @@ def _phase(phase: str | None) -> int:
     return PHASES.index(phase) if phase in PHASES else 0
 
 
-def _shape(life: Lifetime) -> str:
+def _shape(life: Lifetime | Owned) -> str:
     shape = "×".join(map(str, life.shape)) if life.shape is not None else ""
     return f"{shape} {life.dtype or ''}".strip()
 

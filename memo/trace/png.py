@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from memo.errors import MemoError
-from memo.events import Lane, Span, Stall, Tier
+from memo.events import Lane, Owner, Span, Stall, Tier
+from memo.trace.device_memory import OTHER, OWNED, TRANSIENT, DeviceMemory, MemoryChange, MemoryPeak, device_stack
 from memo.trace.figures import TierPeak
 from memo.trace.format import printable
 from memo.trace.report import Report
-from memo.trace.tensor_lifetimes import Lifetime, ResidencyChange, layer_of, residency_changes
+from memo.trace.tensor_lifetimes import Lifetime, layer_of, residency_changes
 from memo.units import format_bytes
 
 __all__ = ["draw_step"]
@@ -33,6 +34,15 @@ _COLOURS = {
     "nvme-write": "#b07d12",
     "nvme-read": "#8c7bd0",
     "stalls": "#d55e00",
+}
+# As the page's memory.
+_BAND_COLOURS = {
+    OTHER: "#c3c8d0",
+    OWNED[Owner.STATES]: "#56606f",
+    OWNED[Owner.WEIGHTS]: "#56606f",
+    OWNED[Owner.GRADIENTS]: "#a9745b",
+    OWNED[Owner.OPTIMIZER]: "#8f8578",
+    TRANSIENT: "#eba6b8",
 }
 _MAX_LAYERS = 64
 """Bands of a stack; of more layers neighbours are summed, since bands would be thinner than a printed line."""
@@ -60,16 +70,31 @@ def draw_step(report: Report, path: Path, *, rank: int, step: int | None, dpi: i
     one = report.of_rank(rank)
     figures = one.step(step)
     window = (figures.start_ns, figures.end_ns)
-    changes = [change for change in residency_changes(one.lifetimes) if change.t <= window[1]]
-    peaks = [peak for peak in figures.peaks if peak.saved_nbytes]
+    memory = device_stack(one.trace.events, one.lifetimes)
+    changes = {tier: _layer_changes(one.lifetimes, tier) for tier in Tier} | {Tier.DEVICE: memory.changes}
+    top = memory.peak(window) if memory.below or memory.above else None
+    peaks = [peak for peak in figures.peaks if peak.saved_nbytes or (peak.tier is Tier.DEVICE and top is not None)]
+    shades = _shades(layer_of(life.module) for life in one.lifetimes)
     rcParams["svg.hashsalt"] = "memo"  # the same trace gives the same file
     figure = Figure(figsize=(10, 2.4 + 1.6 * len(peaks)), dpi=dpi, layout="constrained")
     axes = figure.subplots(1 + len(peaks), 1, sharex=True, height_ratios=[1.5] + [1.0] * len(peaks), squeeze=False)
     _draw_lanes(axes[0][0], one.trace.events, window)
     for axis, peak in zip((row[0] for row in axes[1:]), peaks, strict=True):
-        _draw_memory(axis, changes, one.lifetimes, peak, window)
-    axes[-1][0].set_xlabel("ms since the step began")
-    axes[-1][0].set_xlim(0, (window[1] - window[0]) / 1e6)
+        within = [change for change in changes[peak.tier] if change.t <= window[1]]
+        of_device = peak.tier is Tier.DEVICE
+        _draw_memory(
+            axis,
+            within,
+            peak,
+            window,
+            shades=shades,
+            memory=memory if of_device else None,
+            top=top if of_device else None,
+        )
+    axes[-1][0].set_xlabel(
+        "seconds since the step began" if figures.step is not None else "seconds since the trace began"
+    )
+    axes[-1][0].set_xlim(0, (window[1] - window[0]) / 1e9)
     sentences = one.verdicts[figures.step]
     if sentences:
         figure.suptitle(_literal(sentences[0].text), fontsize=9, x=0.01, ha="left")
@@ -89,42 +114,79 @@ def _draw_lanes(axis: Any, events: Iterable[object], window: tuple[int, int]) ->
     bars: dict[str, dict[str, list[tuple[float, float]]]] = collections.defaultdict(
         lambda: collections.defaultdict(list)
     )
+    phases: dict[str, str] = {}
     for event in events:
         if not isinstance(event, Span | Stall) or event.t > window[1] or event.t + event.d < window[0]:
             continue
         lane = "stalls" if isinstance(event, Stall) else event.lane.value
         phase = event.phase or "" if isinstance(event, Span) else ""
         colour = _COLOURS.get((lane, phase), _COLOURS[lane])
-        bars[lane][colour].append(((event.t - window[0]) / 1e6, event.d / 1e6))
+        bars[lane][colour].append(((event.t - window[0]) / 1e9, event.d / 1e9))
+        if lane == "compute" and phase:
+            phases[phase] = colour
+        elif lane == "recompute":
+            phases[lane] = colour
     names = [name for name in ("compute", "stalls", *[lane.value for lane in Lane][1:]) if name in bars]
     for place, name in enumerate(reversed(names)):
         for colour, found in bars[name].items():
             edge = 0.4 if name == "compute" and len(found) < 200 else 0  # a hairline between layers
             axis.broken_barh(found, (place - 0.4, 0.8), facecolors=colour, edgecolors="white", linewidth=edge)
     axis.set_yticks(range(len(names)), list(reversed(names)), fontsize=8)
+    for name in ("forward", "backward", "recompute", "optimizer"):
+        if name in phases:
+            axis.fill_between([], [], color=phases[name], label=name)
+    if phases:
+        axis.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     axis.tick_params(axis="y", length=0)
     axis.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _draw_memory(
-    axis: Any,
-    changes: Sequence[ResidencyChange],
-    lifetimes: Sequence[Lifetime],
-    peak: TierPeak,
-    window: tuple[int, int],
-) -> None:
-    tier: Tier = peak.tier
-    times, stacks, layers = _series([change for change in changes if change.tier is tier], lifetimes, window)
-    unit, name = _unit(peak.saved_nbytes)
+def _layer_changes(lifetimes: Sequence[Lifetime], tier: Tier) -> list[MemoryChange]:
+    return [
+        MemoryChange(t=change.t, band=layer_of(lifetimes[change.life].module), delta=change.delta)
+        for change in residency_changes(lifetimes)
+        if change.tier is tier
+    ]
+
+
+def _shades(layers: Iterable[str]) -> dict[str, Any]:
+    """One colour a layer, first to last by number, as the page has them; the same in every tier."""
+    names = sorted(set(layers), key=lambda name: [(part.isdecimal(), part.zfill(9)) for part in name.split(".")])
+    first, wide = (0.08, 0.87) if len(names) > 1 else (0.5, 0.0)
+    return {name: _palette()(first + wide * place / max(len(names) - 1, 1)) for place, name in enumerate(names)}
+
+
+def _palette() -> Any:
     from matplotlib import colormaps
 
-    palette = colormaps["viridis"]
-    colours = [palette(0.08 + 0.87 * place / max(len(layers) - 1, 1)) for place in range(len(layers))]
+    return colormaps["viridis"]
+
+
+def _draw_memory(
+    axis: Any,
+    changes: Sequence[MemoryChange],
+    peak: TierPeak,
+    window: tuple[int, int],
+    *,
+    shades: dict[str, Any],
+    memory: DeviceMemory | None,
+    top: MemoryPeak | None,
+) -> None:
+    """Stacks a tier's bytes; of the device all bands of `memory`, with its peak `top` marked."""
+    tier: Tier = peak.tier
+    below, above = (memory.below, memory.above) if memory is not None else ((), ())
+    times, stacks, layers = _series(changes, window, below=below, above=above)
+    highest = peak.saved_nbytes if top is None else top.nbytes
+    unit, name = _unit(highest)
     if layers:
+        colours = [shades[layer] if layer in shades else _BAND_COLOURS[layer] for layer in layers]
         axis.stackplot(times, [[value / unit for value in stack] for stack in stacks], colors=colours, step="post")
-    lines = [("plan", peak.predicted_nbytes, "black", "--"), ("budget", peak.budget_nbytes, "#c0392b", "-")]
+    if top is not None:
+        _mark_peak(axis, top, unit, window, shade=_palette()(0.5))
+    predicted = peak.predicted_nbytes if top is None else None  # of the saved bytes alone
+    lines = [("plan", predicted, "black", "--"), ("budget", peak.budget_nbytes, "#c0392b", "-")]
     for text, nbytes, colour, style in lines:
-        if nbytes and nbytes <= 2.5 * peak.saved_nbytes:
+        if nbytes and nbytes <= 2.5 * highest:
             axis.axhline(
                 nbytes / unit, color=colour, linestyle=style, linewidth=1, label=f"{text} {format_bytes(nbytes)}"
             )
@@ -132,7 +194,20 @@ def _draw_memory(
     axis.set_ylim(0, axis.get_ylim()[1] * 1.12)  # room for the legend
     axis.spines[["top", "right"]].set_visible(False)
     if axis.get_legend_handles_labels()[0]:
-        axis.legend(loc="upper right", fontsize=7, frameon=False)
+        beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if top is not None else {"loc": "upper right"}
+        axis.legend(fontsize=7, frameon=False, **beside)
+
+
+def _mark_peak(axis: Any, top: MemoryPeak, unit: int, window: tuple[int, int], *, shade: Any) -> None:
+    """A triangle above the largest total, and a legend of what held it."""
+    t = (top.t - window[0]) / 1e9
+    label = f"peak {format_bytes(top.nbytes)}"
+    axis.plot([t], [top.nbytes / unit], marker="v", markersize=5, color="black", linestyle="none", label=label)
+    saved = top.nbytes - sum(nbytes for band, nbytes in top.by_band.items() if band in _BAND_COLOURS)
+    parts = {"saved by layer": saved, **{band: n for band, n in top.by_band.items() if band in _BAND_COLOURS}}
+    for band, nbytes in sorted(parts.items(), key=lambda part: -part[1]):
+        if nbytes:
+            axis.fill_between([], [], color=_BAND_COLOURS.get(band, shade), label=f"{band} {format_bytes(nbytes)}")
 
 
 def _unit(nbytes: int) -> tuple[int, str]:
@@ -143,24 +218,25 @@ def _unit(nbytes: int) -> tuple[int, str]:
 
 
 def _series(
-    changes: Sequence[ResidencyChange], lifetimes: Sequence[Lifetime], window: tuple[int, int]
+    changes: Sequence[MemoryChange], window: tuple[int, int], *, below: Sequence[str] = (), above: Sequence[str] = ()
 ) -> tuple[list[float], list[list[int]], list[str]]:
-    """Bytes by layer at every change within the window: (times, one list per layer, layers by first appearance)."""
-    names = list(dict.fromkeys(layer_of(lifetimes[change.life].module) for change in changes))
+    """Bytes by band at every change within the window: (times, one list a band, bands from the bottom up)."""
+    names = [name for name in dict.fromkeys(change.band for change in changes) if name not in (*below, *above)]
     group = -(-len(names) // _MAX_LAYERS) or 1
-    place = {name: index // group for index, name in enumerate(names)}
-    layers = names[::group]
-    held = [0] * len(layers)
+    bands = [*below, *names[::group], *above]
+    place = {name: len(below) + index // group for index, name in enumerate(names)}
+    place |= {name: bands.index(name) for name in (*below, *above)}
+    held = [0] * len(bands)
     times: list[float] = [0.0]
     columns = [list(held)]
     for change in changes:
-        held[place[layer_of(lifetimes[change.life].module)]] += change.delta
-        t = max(change.t - window[0], 0) / 1e6
+        held[place[change.band]] += change.delta
+        t = max(change.t - window[0], 0) / 1e9
         if t == times[-1]:
             columns[-1] = list(held)
         else:
             times.append(t)
             columns.append(list(held))
-    times.append((window[1] - window[0]) / 1e6)
+    times.append((window[1] - window[0]) / 1e9)
     columns.append(list(held))
-    return times, [list(stack) for stack in zip(*columns, strict=True)], layers
+    return times, [list(stack) for stack in zip(*columns, strict=True)], bands

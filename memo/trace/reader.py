@@ -25,7 +25,7 @@ from memo.errors import TraceError
 from memo.events import FORMAT, VERSION, Event
 from memo.trace.decode_event import check_depth, decode_event, decode_object, natural
 
-__all__ = ["Limits", "Trace", "read_trace", "read_traces"]
+__all__ = ["Limits", "Trace", "read_header", "read_trace", "read_traces"]
 
 _GZIP_NAME = re.compile(r"\.gz$", re.IGNORECASE)
 
@@ -166,7 +166,7 @@ class _Reading:
     def take(self, line: str, *, whole: bool) -> None:
         self.line += 1
         if self._header is None:
-            self._header = _header(line)
+            self._header = read_header(line)
             return
         if self._end is not None:
             raise TraceError("goes on after its end line")
@@ -213,8 +213,12 @@ class _Reading:
             yield f"{dropped:,} events were dropped because the ring was full; every sum is a lower bound."
 
 
-def _header(line: str) -> dict[str, Any]:
-    """The header's fields, as keyword arguments of Trace."""
+def read_header(line: str) -> dict[str, Any]:
+    """The header's fields, as keyword arguments of Trace.
+
+    Raises:
+        TraceError: the line is no header of a trace that this version reads.
+    """
     try:
         fields = decode_object(line)
     except TraceError as error:

@@ -10,15 +10,18 @@ import collections
 import json
 import os
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from memo.errors import TraceError
-from memo.events import FORMAT, VERSION, Event, StepMark, to_json
+from memo.events import FORMAT, VERSION, Event, StateChange, StepMark, Use, to_json
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = ["TraceRecorder"]
+
+_CHANGES = (StateChange, Use)
 
 
 class TraceRecorder:
@@ -30,6 +33,10 @@ class TraceRecorder:
         world_size: number of ranks of the run.
         meta: free-form object of the header.
         capacity: number of events kept between two flushes.
+        stacks: the Python lines that saved a storage are wanted.
+
+    Attributes:
+        on_change: Called after each state transition and use, in any thread; must not block.
 
     Raises:
         TraceError: the file cannot be created.
@@ -43,8 +50,11 @@ class TraceRecorder:
         world_size: int = 1,
         meta: dict[str, Any] | None = None,
         capacity: int = 500_000,
+        stacks: bool = False,
     ) -> None:
         self.step = 0
+        self.stacks = stacks
+        self.on_change: Callable[[], None] | None = None
         self.dropped = 0
         self.written = 0
         self._origin_ns = time.monotonic_ns()
@@ -66,7 +76,9 @@ class TraceRecorder:
         self._file.flush()
 
     @classmethod
-    def beside(cls, where: Path, *, rank: int = 0, world_size: int = 1, meta: dict[str, Any]) -> TraceRecorder:
+    def beside(
+        cls, where: Path, *, rank: int = 0, world_size: int = 1, meta: dict[str, Any], stacks: bool = False
+    ) -> TraceRecorder:
         """Creates the recorder of one rank, with a file of its own.
 
         Args:
@@ -75,6 +87,7 @@ class TraceRecorder:
             rank: the writer's rank.
             world_size: number of ranks of the run.
             meta: free-form object of the header.
+            stacks: the Python lines that saved a storage are wanted.
 
         Raises:
             TraceError: the file cannot be written, or exists and is not a trace. An existing trace is replaced.
@@ -86,7 +99,7 @@ class TraceRecorder:
         else:
             path = where if rank == 0 else where.with_name(f"{where.stem}.rank{rank}{where.suffix}")
         _require_trace(path)
-        return cls(path, rank=rank, world_size=world_size, meta=meta)
+        return cls(path, rank=rank, world_size=world_size, meta=meta, stacks=stacks)
 
     def now(self) -> int:
         """Nanoseconds since the trace's origin."""
@@ -102,6 +115,8 @@ class TraceRecorder:
             self.dropped += 1
         else:
             self._events.append(event)
+        if self.on_change is not None and type(event) in _CHANGES:
+            self.on_change()
 
     def begin_step(self, step: int) -> None:
         """Marks the beginning of a step; later events belong to it."""
@@ -122,6 +137,7 @@ class TraceRecorder:
 
     def close(self) -> None:
         """Writes the queued events and the end line. Idempotent."""
+        self.on_change = None
         if self._file.closed:
             return
         self.flush()

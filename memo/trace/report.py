@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,23 +83,28 @@ class Report:
         }
 
 
-def build_report(traces: Sequence[Trace]) -> Report:
+def build_report(traces: Sequence[Trace], *, plain_s: float | None = None) -> Report:
     """Builds the report of one run.
 
     The rank whose representative step took longest represents the run, since the others wait for it.
+
+    Args:
+        traces: of the ranks.
+        plain_s: measured seconds of the same step without memo. None: of the trace's own steps that saved the same bytes and
+            moved and recomputed none, if there are some.
     """
     lifetimes = [lifetimes_of(trace.events) for trace in traces]
     stats = [rank_stats(trace, lifetimes=own) for trace, own in zip(traces, lifetimes, strict=True)]
     chosen = max((representative_step(one) for one in stats), key=lambda step: (step.duration_ns, -step.rank))
     ranks = [
-        RankReport(trace=trace, lifetimes=own, stats=one, verdicts=_verdicts(trace, own, one, stats))
+        RankReport(trace=trace, lifetimes=own, stats=one, verdicts=_verdicts(trace, own, one, stats, plain_s))
         for trace, own, one in zip(traces, lifetimes, stats, strict=True)
     ]
     return Report(ranks=ranks, rank=chosen.rank, step=chosen.step)
 
 
 def _verdicts(
-    trace: Trace, lifetimes: Sequence[Lifetime], stats: RankStats, others: Sequence[RankStats]
+    trace: Trace, lifetimes: Sequence[Lifetime], stats: RankStats, others: Sequence[RankStats], plain_s: float | None
 ) -> dict[int | None, tuple[Sentence, ...]]:
     events: dict[int | None, list[Event]] = collections.defaultdict(list)
     for event in trace.events:
@@ -106,13 +112,35 @@ def _verdicts(
     by_step: dict[int | None, list[Lifetime]] = collections.defaultdict(list)
     for life in lifetimes:
         by_step[life.step].append(life)
+    saved = {step: sum(life.nbytes for life in own) for step, own in by_step.items()}
+    plain = [one for one in stats.steps[1:] if one.complete and _is_plain(one)]
+
+    def plain_ns(one: StepStats) -> int | None:
+        """Time of the same step without memo."""
+        if plain_s is not None:
+            return round(plain_s * 1e9)
+        alike = [step.duration_ns for step in plain if saved.get(step.step) == saved.get(one.step)]
+        return int(statistics.median(alike)) if alike and not _is_plain(one) else None
+
     events[None], by_step[None] = list(trace.events), list(lifetimes)
     return {
         one.step: verdict(
-            Evidence(trace=trace, stats=one, events=events[one.step], lifetimes=by_step[one.step], others=others)
+            Evidence(
+                trace=trace,
+                stats=one,
+                events=events[one.step],
+                lifetimes=by_step[one.step],
+                others=others,
+                plain_ns=plain_ns(one),
+            )
         )
         for one in (*stats.steps, stats.total)
     }
+
+
+def _is_plain(step: StepStats) -> bool:
+    """Whether a step moved and recomputed nothing."""
+    return not (step.recompute_ns or step.stall_ns or any(lane.copies for lane in step.lanes))
 
 
 def _rank_json(one: RankReport) -> dict[str, Any]:

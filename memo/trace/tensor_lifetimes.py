@@ -39,6 +39,10 @@ class Lifetime:
     moves: tuple[Span, ...]
     """Its copies in all lanes, by start."""
     stalls: tuple[Stall, ...]
+    op: str | None = None
+    """The operation whose result it is, where known."""
+    line: str | None = None
+    """Python lines that saved it, where recorded."""
 
     @property
     def start_ns(self) -> int:
@@ -89,6 +93,8 @@ class _Draft:
             uses=tuple(self.uses),
             moves=tuple(self.moves),
             stalls=tuple(self.stalls),
+            op=named.op if named else None,
+            line=named.line if named else None,
         )
 
 

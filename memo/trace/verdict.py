@@ -6,11 +6,14 @@ Rules state only what is in the trace, and every advice comes with the arithmeti
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
+import re
+import statistics
 from collections.abc import Callable, Sequence
 
-from memo.events import Event, Lane, Span, Stall, StallCause, TensorState
+from memo.events import PLAN_MADE, Event, Lane, Note, Span, Stall, StallCause, TensorState
 from memo.trace.figures import LaneStats, RankStats, StepStats, TierPeak
 from memo.trace.format import duration, percent, printable, rate
 from memo.trace.intervals import length, subtraction, union
@@ -28,6 +31,10 @@ NOTABLE = 0.001
 """Fraction of the step below which a time is not mentioned."""
 UNEVEN = 1.03
 """Ratio of the slowest rank to the median from which ranks are called uneven."""
+OUTLYING, LIKE = 3.0, 4
+"""Ratio of a span to the median of its like from which it is called outlying, and how many of its like there must be."""
+WEIGHTY = 0.05
+"""Fraction of the step that an outlying span must add."""
 
 _LANE_NAMES = {Lane.D2H: "D2H", Lane.H2D: "H2D", Lane.DISK_WRITE: "NVMe write", Lane.DISK_READ: "NVMe read"}
 
@@ -49,6 +56,27 @@ class Evidence:
     events: Sequence[Event]
     lifetimes: Sequence[Lifetime]
     others: Sequence[RankStats] = ()
+    plain_ns: int | None = None
+    """Measured time of the same step without memo."""
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether the trace was computed and not measured."""
+        return self.trace.meta.get("simulated") is True
+
+    @property
+    def limits(self) -> str | None:
+        """What limits the plan that a solver made for this step; None without one."""
+        plan = self.trace.meta.get("plan")
+        if isinstance(plan, dict) and isinstance(plan.get("limits"), str):
+            return str(plan["limits"])
+        until = self.stats.end_ns
+        said = [
+            event
+            for event in self.trace.events
+            if isinstance(event, Note) and event.cause == PLAN_MADE and event.t <= until
+        ]
+        return said[-1].message if said else None
 
     def lane(self, lane: Lane) -> LaneStats:
         """Figures of one copy lane."""
@@ -70,17 +98,73 @@ def verdict(evidence: Evidence) -> tuple[Sentence, ...]:
 
 
 def _step_time(evidence: Evidence) -> str | None:
-    stats = evidence.stats
-    what = "The trace covers" if stats.step is None else f"Step {stats.step} took"
+    stats, simulated = evidence.stats, evidence.is_simulated
+    took = "is predicted to take" if simulated else "took"
+    what = "The trace covers" if stats.step is None else f"Step {stats.step} {took}"
+    said = f"{what} {duration(stats.duration_ns)}{_than_plain(evidence)}"
     if stats.added_ns == 0:
-        return f"{what} {duration(stats.duration_ns)}; it waited for no copy and recomputed nothing."
+        nothing = (
+            "waits for no copy and recomputes nothing" if simulated else "waited for no copy and recomputed nothing"
+        )
+        return f"{said}; it {nothing}."
     parts = []
     if stats.stall_ns:
-        parts.append(f"stalls {duration(stats.stall_ns)}")
+        parts.append(f"{'waits' if simulated else 'waited'} {duration(stats.stall_ns)} for copies")
     if stats.recompute_ns:
-        parts.append(f"recompute {duration(stats.recompute_ns)}")
-    above = percent(stats.added_percent)
-    return f"{what} {duration(stats.duration_ns)}, {above} above the same work without offloading ({', '.join(parts)})."
+        parts.append(f"{'recomputes' if simulated else 'recomputed'} for {duration(stats.recompute_ns)}")
+    return f"{said}; it {' and '.join(parts)}."
+
+
+def _than_plain(evidence: Evidence) -> str:
+    """Comparison with the step without memo, where that was measured."""
+    plain, took = evidence.plain_ns, evidence.stats.duration_ns
+    if not plain or evidence.stats.step is None:
+        return ""
+    word = "longer" if took >= plain else "shorter"
+    return f", {percent(100 * abs(took / plain - 1))} {word} than the {duration(plain)} measured without memo"
+
+
+def _outlier(evidence: Evidence) -> str | None:
+    """A layer's pass that took far longer than those of its like, without its waits for copies."""
+    waits = union((event.t, event.t + event.d) for event in evidence.events if isinstance(event, Stall))
+    like: dict[tuple[str, ...], list[tuple[int, Span]]] = collections.defaultdict(list)
+    for event in evidence.events:
+        if isinstance(event, Span) and event.module and event.lane in (Lane.COMPUTE, Lane.RECOMPUTE):
+            took = length(subtraction([(event.t, event.t + event.d)], waits))
+            like[event.lane.value, event.phase or "", _NUMBER.sub("#", event.module)].append((took, event))
+    found = []
+    for spans in like.values():
+        middle = int(statistics.median(took for took, _ in spans))
+        took, span = max(spans, key=lambda one: one[0])
+        if len(spans) >= LIKE and middle and took > OUTLYING * middle:
+            found.append((took - middle, took, middle, span))
+    if not found:
+        return None
+    added, took, middle, span = max(found, key=lambda one: one[0])
+    if added < WEIGHTY * evidence.stats.duration_ns:
+        return None
+    work = "recompute" if span.lane is Lane.RECOMPUTE else span.phase or "pass"
+    said = f"{printable(span.module or '')}'s {work} took {duration(took)}, {took / middle:.1f} times the median of its like"
+    if evidence.stats.step is None:
+        return f"{said} ({duration(middle)}), in step {span.step}."
+    before = [
+        event.d
+        for event in evidence.trace.events
+        if isinstance(event, Span)
+        and (event.lane, event.phase, event.module) == (span.lane, span.phase, span.module)
+        and event.step != span.step
+    ]
+    other = f"; in other steps {duration(int(statistics.median(before)))}" if before else ""
+    return f"{said} ({duration(middle)}){other}."
+
+
+_NUMBER = re.compile(r"\d+")
+
+
+def _plan_limits(evidence: Evidence) -> str | None:
+    if evidence.limits is None:
+        return None
+    return f"A solver planned this step, within {printable(evidence.limits)}."
 
 
 def _declined(evidence: Evidence) -> str | None:
@@ -170,7 +254,8 @@ def _why_reload_waits(evidence: Evidence, episode: _Episode) -> str:
     )
     idle = length(subtraction([(opened, begun)], busy)) if begun > opened else 0
     if idle < episode.d:
-        return f"because {_LANE_NAMES[slow]} was never idle long enough since backward began: move fewer bytes"
+        advice = "" if evidence.limits is not None else ": move fewer bytes"
+        return f"because {_LANE_NAMES[slow]} was never idle long enough since backward began{advice}"
     why = "because nothing asked for it earlier" if begun >= stall.t else "because its prefetch began late"
     return f"{why}; {_deeper(evidence, episode, begun, backward, life)}"
 
@@ -209,10 +294,8 @@ def _why_drain(evidence: Evidence) -> str:
     share = lane.bytes_per_s * forward / 1e9 / lane.nbytes
     if share >= 1:
         return f"{why}, though D2H could carry all of forward's bytes: they come in bursts"
-    return (
-        f"{why}: forward saves {format_bytes(lane.nbytes)} and D2H carries {rate(lane.bytes_per_s)};"
-        f" moving {percent(100 * share)} of that would hide"
-    )
+    said = f"{why}: forward saves {format_bytes(lane.nbytes)} and D2H carries {rate(lane.bytes_per_s)}"
+    return said if evidence.limits is not None else f"{said}; moving {percent(100 * share)} of that would hide"
 
 
 def _why_host_full(evidence: Evidence) -> str:
@@ -246,7 +329,7 @@ def _collectives(evidence: Evidence) -> str | None:
 def _slow_link(evidence: Evidence) -> str | None:
     slow = [
         f"{_LANE_NAMES[lane.lane]} ran at {rate(lane.bytes_per_s)}, {percent(100 * lane.bytes_per_s / link)} of the "
-        f"{rate(link)} measured alone"
+        f"{rate(link)} {'that the machine has' if evidence.is_simulated else 'measured alone'}"
         for lane in evidence.stats.lanes
         if lane.bytes_per_s and (link := lane.link_bytes_per_s) and lane.bytes_per_s < SLOW_LINK * link
     ]
@@ -281,12 +364,13 @@ def _budget(evidence: Evidence) -> str | None:
 def _recompute(evidence: Evidence) -> str | None:
     """Said only where copying instead would be free: D2H and H2D mostly idle in their phase, and room for the bytes.
 
-    On a full device a layer that is not recomputed may not fit while it is whole, wherever its bytes go afterwards.
+    Not of a planned step: the solver knew the links. On a full device a layer that is not recomputed may not fit while it
+    is whole, wherever its bytes go afterwards.
     """
     stats = evidence.stats
     device, *others = stats.peaks
     lower = [peak for peak in others if peak.used_nbytes]
-    if _is_tight(device) or (lower and all(map(_is_tight, lower))):
+    if evidence.limits is not None or _is_tight(device) or (lower and all(map(_is_tight, lower))):
         return None
     out, back = evidence.lane(Lane.D2H).forward_busy_percent, evidence.lane(Lane.H2D).backward_busy_percent
     if not evidence.notable(stats.recompute_ns) or stats.stall_ns or not out or not back or max(out, back) > 80:
@@ -338,6 +422,7 @@ def _health(evidence: Evidence) -> str | None:
 
 RULES: dict[str, Callable[[Evidence], str | None]] = {
     "step-time": _step_time,
+    "outlier": _outlier,
     "declined": _declined,
     "copies-out": _copies_out,
     "copies-in": _copies_in,
@@ -347,6 +432,7 @@ RULES: dict[str, Callable[[Evidence], str | None]] = {
     "budget": _budget,
     "recompute": _recompute,
     "collectives": _collectives,
+    "plan-limits": _plan_limits,
     "plan": _plan,
     "uneven-ranks": _uneven_ranks,
     "health": _health,

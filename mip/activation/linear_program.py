@@ -42,6 +42,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from memo.errors import SolverFailed
@@ -604,8 +605,9 @@ class Model:
 
 def _undominated(candidates: Sequence[PeakCandidate]) -> list[PeakCandidate]:
     """Candidates that no other one dominates."""
-    found: list[PeakCandidate] = []
+    found: list[tuple[PeakCandidate, tuple[int, ...]]] = []
     for candidate in sorted(candidates, key=lambda p: (-sum(p.kept) - sum(p.unmoved), -p.resident_bytes)):
-        if not any(other.dominates(candidate) for other in found):
-            found.append(candidate)
-    return found
+        amounts = candidate.amounts
+        if not any(all(map(operator.ge, other, amounts)) for _, other in found):
+            found.append((candidate, amounts))
+    return [candidate for candidate, _ in found]

@@ -125,11 +125,10 @@ class PeakCandidate:
     def _recompute(self, layers: _LayerBytes) -> float:
         return _sum((self.whole, layers.recompute_extra), (self.recomputing, layers.held))
 
-    def dominates(self, other: PeakCandidate) -> bool:
-        """Whether this candidate holds at least as much of everything as the other."""
-        mine = (*self.kept, *self.whole, *self.unmoved, *self.recomputing, self.resident_bytes)
-        others = (*other.kept, *other.whole, *other.unmoved, *other.recomputing, other.resident_bytes)
-        return all(a >= b for a, b in zip(mine, others, strict=True))
+    @property
+    def amounts(self) -> tuple[int, ...]:
+        """All that it holds; one that holds at least as much of everything as another dominates it."""
+        return (self.resident_bytes, *self.kept, *self.whole, *self.unmoved, *self.recomputing)
 
 
 def stage_static(problem: ActivationProblem, stage: int) -> StaticBytes:

@@ -65,21 +65,6 @@ class DoesNotFit(Infeasible):
         return DoesNotFit(message, problem=self.problem, memory=self.memory, least_bytes=self.least_bytes)
 
 
-def fits(problem: ActivationProblem) -> bool:
-    """Whether some plan fits the budgets: whether `solve_problem` returns one.
-
-    Raises:
-        SolverFailed: the solver crashed.
-    """
-    budget = problem.budgets.device_bytes
-    stages = range(problem.pipeline.stages)
-    if any(place.resident_bytes > budget for stage in stages for place in device_peak_candidates(problem, stage)):
-        return False
-    if _keep_all(problem) is not None:
-        return True
-    return any(_solve(problem, pieces) is not None for pieces in ({}, *piece_candidates(problem)))
-
-
 def solve_problem(problem: ActivationProblem) -> ActivationPlan:
     """Finds the plan with the shortest step that the budgets allow. The same problem gives the same plan.
 
@@ -93,6 +78,8 @@ def solve_problem(problem: ActivationProblem) -> ActivationPlan:
     kept = _keep_all(problem)
     if kept is not None:
         return kept
+    if _least_device_bytes(problem) > problem.budgets.device_bytes:
+        raise _infeasible(problem)
     best, in_vain = _solve(problem, {}), 0
     for pieces in piece_candidates(problem):
         if best is not None and not _is_bound(best, pieces):
@@ -108,6 +95,32 @@ def solve_problem(problem: ActivationProblem) -> ActivationPlan:
         raise _infeasible(problem)
     require_valid(best)
     return best
+
+
+def fits(problem: ActivationProblem) -> bool:
+    """Whether `solve_problem` finds a plan; takes a part of its time, since any plan will do.
+
+    Recomputes in the smallest pieces hold least, so they are tried first, and with whole ranges last.
+    """
+    if _least_device_bytes(problem) > problem.budgets.device_bytes:
+        return False
+    if _keep_all(problem) is not None:
+        return True
+    smallest = list(piece_candidates(problem))[-1:]
+    return any(_has_plan(problem, pieces) for pieces in (*smallest, {}))
+
+
+def _least_device_bytes(problem: ActivationProblem) -> int:
+    """What every plan holds on some device at its fullest moment."""
+    stages = range(problem.pipeline.stages)
+    return max(place.resident_bytes for stage in stages for place in device_peak_candidates(problem, stage))
+
+
+def _has_plan(problem: ActivationProblem, pieces: Mapping[str, float]) -> bool:
+    if not _divisible(problem):
+        return _solve(problem, pieces) is not None
+    options = _staying_options(problem)
+    return any(model.solve() for staying in options for model in _models(problem, staying, pieces))
 
 
 def _solve(problem: ActivationProblem, pieces: Mapping[str, float]) -> ActivationPlan | None:

@@ -208,6 +208,8 @@ class StageSimulation:
     """In order of time; of several for one tier at one instant the last one counts."""
     peaks: tuple[Peak, ...]
     """One for each tier."""
+    static_nbytes: int = 0
+    """Of parameters, gradients and optimizer state, on the device throughout."""
 
     @property
     def compute_s(self) -> float:

@@ -114,6 +114,7 @@ class Stage:
         self._ends = (embedding or EndWork(name="embedding"), head or EndWork(name="head"))
         self._links = Links(rates)
         self._ledger = _Ledger(budgets or {})
+        self._static_nbytes = static_nbytes
         self._ledger.change(0.0, Tier.DEVICE, static_nbytes)
         self._calls: dict[tuple[int, int], list[_Call]] = {}  # by chunk and microbatch, in the order of the forwards
         self._microbatches = [0] * len(chunks)
@@ -214,6 +215,7 @@ class Stage:
             usages=tuple(self._usages),
             occupancies=tuple(self._ledger.occupancies),
             peaks=self._ledger.peaks(),
+            static_nbytes=self._static_nbytes,
         )
 
     # Forward.

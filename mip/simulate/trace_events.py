@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from memo.events import (
     CounterEvent,
     Event,
+    Owned,
+    Owner,
     Span,
     Stall,
     StateChange,
@@ -48,7 +50,8 @@ def stage_events(stage: StageSimulation, *, end_s: float, step: int = 0) -> tupl
     ]
     found.sort(key=operator.attrgetter("t"))  # stable: transitions at one instant stay in order
     begin = StepMark(t=0, step=step, phase="begin")
-    return (begin, *found, StepMark(t=_ns(end_s), step=step, phase="end"))
+    static = Owned(t=0, step=step, owner=Owner.STATES, nbytes=stage.static_nbytes)
+    return (begin, static, *found, StepMark(t=_ns(end_s), step=step, phase="end"))
 
 
 def _ns(seconds: float) -> int:

@@ -153,6 +153,28 @@ class Engine:
         """
         self._telemetry.boundary_callback = call
 
+    def sample_memory(self, call: Callable[[], None] | None) -> None:
+        """Registers a callback that reads the device's memory at each layer boundary; None removes it.
+
+        It runs before that of `at_layer_boundaries`. Any thread; must not block or call the engine.
+        """
+        self._telemetry.memory_callback = call
+
+    @property
+    def entered_layer(self) -> str | None:
+        """The layer whose forward or backward was entered last; None after a forward."""
+        return self._telemetry.entered
+
+    def saved_on_device(self) -> list[tuple[str, int]]:
+        """Lists (module, bytes) of the saved storages that the device holds now."""
+        with self._lock:
+            return [
+                (saved.module, saved.nbytes)
+                for group in self._layer_calls
+                for saved in group.living()
+                if saved.on_device
+            ]
+
     def when_idle(self, call: Callable[[], None]) -> None:
         """Registers a callback for when the last saved storage ends. Any thread; must not block or call the engine."""
         self._release.when_idle = call

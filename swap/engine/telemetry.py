@@ -37,7 +37,18 @@ class Telemetry:
     work that the device has finished.
     """
 
-    __slots__ = ("_backend", "_pending", "_settling", "_warned", "boundary_callback", "changed", "stats", "trace")
+    __slots__ = (
+        "_backend",
+        "_pending",
+        "_settling",
+        "_warned",
+        "boundary_callback",
+        "changed",
+        "entered",
+        "memory_callback",
+        "stats",
+        "trace",
+    )
 
     def __init__(self, tracer: Tracer | None, backend: Backend) -> None:
         self.stats = Stats()
@@ -46,6 +57,10 @@ class Telemetry:
         """Called after each state transition of a new storage; None without a tracer."""
         self.boundary_callback: Callable[[str | None], None] | None = None
         """Layer-boundary callback; see `Engine.at_layer_boundaries`."""
+        self.memory_callback: Callable[[], None] | None = None
+        """Called at layer boundaries before that one, which may restart the device's peak; see `Engine.sample_memory`."""
+        self.entered: str | None = None
+        """The layer entered last, in forward or backward; None after a forward."""
         self._backend = backend
         self._pending: collections.deque[tuple[Stamp, Stamp, Callable[[int, int], None]]] = collections.deque()
         self._settling = threading.Lock()  # forward's thread and backward's settle, neither under the engine's lock
@@ -58,7 +73,10 @@ class Telemetry:
         self.changed = None if self.trace is None else self.trace.changed
 
     def at_layer_boundary(self, entered: str | None) -> None:
-        """Calls the layer-boundary callback."""
+        """Notes the layer, and calls the layer-boundary callbacks."""
+        self.entered = entered
+        if self.memory_callback is not None:
+            self.memory_callback()
         if self.boundary_callback is not None:
             self.boundary_callback(entered)
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from memo.events import Lane, Note, Span, Stall, StateChange, Use
+from memo.swap.engine.python_lines import python_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,6 +25,24 @@ if TYPE_CHECKING:
     from memo.swap.engine.saved_storage import SavedStorage
 
 __all__ = ["TraceEvents"]
+
+
+_NUMBERED = re.compile(r"Backward\d*$")
+_VIEWS = (
+    "View",
+    "UnsafeView",
+    "Reshape",
+    "ReshapeAlias",
+    "Transpose",
+    "T",
+    "Permute",
+    "Split",
+    "Expand",
+    "Unsqueeze",
+    "Squeeze",
+    "Slice",
+)
+_MOST_VIEWS = 8
 
 
 class Began(NamedTuple):
@@ -56,6 +76,8 @@ class TraceEvents:
                 module=saved.module if first is not None else None,
                 shape=tuple(first.shape) if first is not None else None,
                 dtype=str(first.dtype).removeprefix("torch.") if first is not None else None,
+                op=None if first is None else _operation(first),
+                line=python_lines() if first is not None and tracer.stacks else None,
             )
         )
 
@@ -136,3 +158,17 @@ class TraceEvents:
                 continue
             t = tracer.at(begin_ns)
             tracer.emit(Span(t=t, d=tracer.at(end_ns) - t, step=tracer.step, lane=lane, module=module, phase=phase))
+
+
+def _operation(tensor: torch.Tensor) -> str | None:
+    """Name of the operation that computed a tensor, behind views of its result; None where autograd has none."""
+    node = tensor.grad_fn
+    name = None
+    for _ in range(_MOST_VIEWS):
+        if node is None:
+            break
+        name = _NUMBERED.sub("", node.name())
+        if name not in _VIEWS or not node.next_functions:
+            break
+        node = node.next_functions[0][0]
+    return name

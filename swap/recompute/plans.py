@@ -31,9 +31,11 @@ if TYPE_CHECKING:
     from memo.swap.recompute.rank_agreement import Ranks
     from memo.swap.recompute.recorded_call import Ended, OpenCall, RecordedCall
     from memo.swap.recompute.tape.log import Holds, Key
+    from memo.swap.recompute.tape.work import Rates
 
 __all__ = ["Found", "Plans", "Refused"]
 
+_S_PER_PS = 1e-12
 MOST_PLANS = 512
 """Plans that are remembered, over all layers, settings and lengths."""
 MOST_KINDS = 512
@@ -90,6 +92,7 @@ class Plans:
         ranks: the ranks that layers talk to.
         bans: layer -> operators that the user keeps or repeats by name.
         exact: refuses token ranges whose replay differs by as much as a rounding; whole storages never do.
+        rates: of a device that is not here: replays take what follows from them, and are not tried out.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class Plans:
         bans: Mapping[str, Bans],
         *,
         exact: bool = False,
+        rates: Rates | None = None,
     ) -> None:
         self.worst_deviation = 0.0
         """Largest difference of all passed trials."""
@@ -107,6 +111,7 @@ class Plans:
         self._ranks = ranks
         self._bans = bans
         self._exact = exact
+        self._rates = rates
         self._agreements = Agreements(ranks)
         self._found: LRU[tuple[Any, ...], Found] = LRU(MOST_PLANS)
         self._tapes: LRU[tuple[Any, ...], Tape] = LRU(MOST_PLANS)
@@ -181,7 +186,7 @@ class Plans:
         tape = self._tapes.get((log, opaque))
         if tape is None:
             tape = self._tapes[log, opaque] = Tape(log, opaque)
-            tape.costs = step_costs(tape, self._engine.backend.device.type)
+            tape.costs = step_costs(tape, self._rates or self._engine.backend.device.type)
         return tape
 
     def _opaque_in(self, call: OpenCall, recorded: RecordedCall) -> frozenset[int]:
@@ -320,7 +325,10 @@ class Plans:
         return tuple(map(all, zip(*(shared.repeated_by(cut.replayed) for cut in cuts), strict=True)))
 
     def _unlike(self, case: _Case, plan: Plan) -> Unlike | None:
-        """Tries a plan out; None if it gave what autograd saved."""
+        """Tries a plan out; None if it gave what autograd saved, or for a device that is not here."""
+        if self._rates is not None:
+            self._count(case, plan.cost, 0.0)
+            return None
         device = self._engine.backend.device
         self.trials_run += 1
         began = now_s(device)
@@ -399,6 +407,9 @@ class Plans:
 
     def _shown_ranges(self, case: _Case, plan: RangedPlan, *, together: bool = False) -> RangedPlan | None:
         """A plan of token ranges after its trial; None where it fails and whole storages are to be used."""
+        if self._rates is not None:
+            self._count(case, plan.cost, 0.0)
+            return plan
         device = self._engine.backend.device
         try:
             self.trials_run += 1
@@ -424,7 +435,7 @@ class Plans:
         costs = self._costs.setdefault(case.layer, Costs(case.layer))
         size = case.call.recorder.values[0][2]  # of the hidden states; of their memory a view may have been saved
         tokens = max(1, size[-2] if len(size) > 1 else 1)
-        each_s = seconds / max(1, replayed)
+        each_s = seconds / max(1, replayed) if self._rates is None else _S_PER_PS
         choice = case.choice.for_next
         at = {level: choice.at(level) for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION, Level.SAVE_INPUT)}
         least, saved = at[Level.SAVE_ATTENTION].keep_cost // 8, set(case.recorded.saved)

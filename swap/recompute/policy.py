@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from memo.swap.engine.layer_calls import Group
     from memo.swap.recompute.explanation import LayerExplanation
     from memo.swap.recompute.tape.cut import Cut
+    from memo.swap.recompute.tape.work import Rates
 
 __all__ = ["Tapes"]
 
@@ -57,6 +58,7 @@ class Tapes:
         bans: layer -> operators that the user keeps or repeats by name.
         exact: refuses token ranges whose replay differs by as much as a rounding; whole storages never do.
         verify: compares by checksums what replays read with what it was in the forward.
+        rates: of a device that is not here, from which the costs of replays then follow.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Tapes:
         exact: bool = False,
         bans: Mapping[str, Bans] | None = None,
         verify: bool = False,
+        rates: Rates | None = None,
     ) -> None:
         self.default = default
         self.refused: dict[str, str] = {}
@@ -89,7 +92,7 @@ class Tapes:
         self._changing: set[str] = set()
         """Layers whose input the program changes after them, though autograd does not save it: `x += layer(x)`."""
         self._ranks = Ranks(engine.backend.device)
-        self._plans = Plans(engine, self._ranks, self._bans, exact=exact)
+        self._plans = Plans(engine, self._ranks, self._bans, exact=exact, rates=rates)
         self._gathered: Collection[torch.nn.Parameter] = ()
         """Parameters that had no memory before the first forward: something else gathers them, and releases them."""
         self._hearing: Hearing | None = None

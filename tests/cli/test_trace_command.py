@@ -225,7 +225,7 @@ def test_a_file_of_another_kind_is_told_what_a_trace_begins_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "plan.json"
-    path.write_text('{\n"format": "memo-activation-plan"\n}\n')
+    path.write_text('{\n"kind": "my-own-plan"\n}\n')
     assert main(["trace", "stats", str(path)]) == ExitCode.FAILURE
     assert "line 1: not JSON" in (error := capsys.readouterr().err)
     assert "a trace begins with a header, as `memo train --trace`" in error

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from memo.errors import UsageError
-from memo.gpt.config import PRESETS, GPTConfig, preset
+from memo.gpt.arithmetic.flops import parameter_count
+from memo.gpt.config import PRESETS, GPTConfig, preset, preset_name
 
 
 def test_paper_sizes_are_the_papers() -> None:
@@ -27,12 +28,42 @@ def test_paper_sizes_are_the_papers() -> None:
 
 
 def test_every_preset_has_a_gpt_and_a_llama_form() -> None:
-    for name in PRESETS:
+    for name in (name for name in PRESETS if not name.startswith("llama3")):
         gpt, llama = preset(name), preset(name, variant="llama")
         assert gpt == PRESETS[name]
         assert (llama.norm, llama.mlp, llama.positions, llama.bias) == ("rmsnorm", "swiglu", "rotary", False)
         assert (llama.layers, llama.hidden, llama.heads) == (gpt.layers, gpt.hidden, gpt.heads)
         assert llama.kv_heads == (llama.heads // 4 if llama.heads % 4 == 0 else llama.heads)
+
+
+def test_llama_3_is_metas_and_has_one_form() -> None:
+    # Grattafiori et al. 2024, Table 3, and the parameters of the published checkpoints.
+    counts = {"llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496, "llama3-405b": 405_853_388_800}
+    for name, count in counts.items():
+        assert parameter_count(preset(name)) == count
+        assert preset(name) == preset(name, variant="llama") == preset(name.upper())
+        with pytest.raises(UsageError, match=f"{name} is a llama"):
+            preset(name, variant="gpt")
+    half = preset("llama3-8b", hidden=2048, heads=16)
+    assert (half.kv_heads, half.ffn) == (4, 7168)
+
+
+def test_large_sizes_are_their_papers() -> None:
+    assert round(parameter_count(preset("175b")) / 1e9) == 175
+    assert round(parameter_count(preset("530b")) / 1e9) == 531  # with two tables, where the paper has one
+
+
+@pytest.mark.parametrize(
+    ("spelled", "meant"),
+    [
+        ("Meta-Llama-3-8B-Instruct", "llama3-8b"),
+        ("llama_3.1_70b", "llama3-70b"),
+        ("7B", "7b"),
+        ("Llama3-405B", "llama3-405b"),
+    ],
+)
+def test_names_are_found_by_any_case(spelled: str, meant: str) -> None:
+    assert preset_name(spelled) == meant
 
 
 def test_llama_7b_has_llamas_ffn() -> None:

@@ -47,9 +47,12 @@ def layer(
     )
 
 
-def step(layers: list[LayerWork], links: LaneRates | None = None, *, device: int | None = None) -> StageSimulation:
+def step(
+    layers: list[LayerWork], links: LaneRates | None = None, *, device: int | None = None, static_nbytes: int = 0
+) -> StageSimulation:
     """One forward and one backward of the layers."""
-    stage = Stage(layers, rates=links or rates(), budgets=None if device is None else {Tier.DEVICE: device})
+    budgets = None if device is None else {Tier.DEVICE: device}
+    stage = Stage(layers, rates=links or rates(), budgets=budgets, static_nbytes=static_nbytes)
     stage.forward()
     stage.backward()
     return stage.result()

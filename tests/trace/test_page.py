@@ -27,6 +27,7 @@ from memo.events import (
     TensorState,
     Tier,
 )
+from memo.trace.device_memory import device_stack
 from memo.trace.html import embedded_json, render_page
 from memo.trace.html_data import page_data
 from memo.trace.reader import Trace, read_traces
@@ -217,9 +218,10 @@ def test_a_large_trace_is_thinned_said_and_keeps_its_figures_bytes_and_stalls(ru
     moved = sum(span.nbytes or 0 for span in run.events if isinstance(span, Span))
     assert sum(sum(row["nbytes"]) for row in rank["rows"]) == moved
     for tier, columns in zip(Tier, rank["tiers"], strict=True):
-        changes = [
-            change.delta for change in residency_changes(build_report([run]).ranks[0].lifetimes) if change.tier is tier
-        ]
+        lifetimes = build_report([run]).ranks[0].lifetimes
+        changes = [change.delta for change in residency_changes(lifetimes) if change.tier is tier]
+        if tier is Tier.DEVICE:
+            changes = [change.delta for change in device_stack(run.events, lifetimes).changes]
         assert sum(columns["delta"]) == sum(changes)
 
 

@@ -12,6 +12,7 @@ from memo.events import (
     CounterEvent,
     Event,
     Lane,
+    Note,
     Span,
     Stall,
     StallCause,
@@ -72,14 +73,115 @@ LAYERS: list[Event] = [
 ]
 
 
-def test_step_time_names_what_was_added(say: Say) -> None:
-    recompute = Span(t=600 * MS, d=40 * MS, step=0, lane=Lane.RECOMPUTE, module="layers.1", phase="backward")
-    said = say(reload_stall(700, 10), recompute)["step-time"]
-    assert said == ("Step 0 took 1.00 s, 5.3 % above the same work without offloading (stalls 10 ms, recompute 40 ms).")
+def recompute(t: int, d: int, module: str = "layers.1") -> Span:
+    return Span(t=t * MS, d=d * MS, step=0, lane=Lane.RECOMPUTE, module=module, phase="backward")
+
+
+def test_step_time_names_waits_and_recompute_and_compares_with_nothing(say: Say) -> None:
+    said = say(reload_stall(700, 10), recompute(600, 40))["step-time"]
+    assert said == "Step 0 took 1.00 s; it waited 10 ms for copies and recomputed for 40 ms."
 
 
 def test_step_time_says_when_nothing_was_added(say: Say) -> None:
     assert say(*LAYERS)["step-time"] == "Step 0 took 1.00 s; it waited for no copy and recomputed nothing."
+
+
+def test_a_simulated_step_is_predicted(say: Say) -> None:
+    said = say(
+        *LAYERS,
+        reload_stall(700, 10),
+        copy(0, 100, Lane.H2D),
+        meta={"simulated": True, "link_bytes_per_s": {"h2d": 20e9}},
+    )
+    assert said["step-time"] == "Step 0 is predicted to take 1.00 s; it waits 10 ms for copies."
+    assert "measured" not in " ".join(said.values())
+    assert say(meta={"simulated": True})["step-time"].endswith("; it waits for no copy and recomputes nothing.")
+
+
+@pytest.mark.parametrize(
+    ("plain", "said"), [(0.8, "25 % longer than the 800 ms"), (1.25, "20 % shorter than the 1.25 s")]
+)
+def test_a_measured_plain_step_is_compared_with(plain: float, said: str, make_trace: MakeTrace) -> None:
+    ends: list[Event] = [StepMark(t=0, step=0, phase="begin"), StepMark(t=1000 * MS, step=0, phase="end")]
+    report = build_report([make_trace([*ends, *LAYERS])], plain_s=plain)
+    assert report.ranks[0].verdicts[0][0].text == (
+        f"Step 0 took 1.00 s, {said} measured without memo; it waited for no copy and recomputed nothing."
+    )
+    assert "without memo" not in report.ranks[0].verdicts[None][0].text
+
+
+def test_plain_steps_of_the_same_bytes_in_the_trace_are_what_is_compared_with(make_trace: MakeTrace) -> None:
+    def step(number: int, took: int, *, nbytes: int = 100, moves: bool = False) -> list[Event]:
+        at = number * 10_000
+        found: list[Event] = [
+            StepMark(t=at * MS, step=number, phase="begin"),
+            StateChange(t=(at + 1) * MS, step=number, id=number, to=S.LIVE, nbytes=nbytes, module="layers.0"),
+            StateChange(t=(at + 2) * MS, step=number, id=number, to=S.GONE, nbytes=nbytes),
+            StepMark(t=(at + took) * MS, step=number, phase="end"),
+        ]
+        if moves:
+            found.append(Span(t=(at + 1) * MS, d=MS, step=number, lane=Lane.D2H, id=number, nbytes=nbytes))
+        return found
+
+    # The first one warms up, the third is of another size.
+    steps = [step(0, 900), step(1, 400), step(2, 100, nbytes=7), step(3, 500, moves=True)]
+    verdicts = build_report([make_trace([event for one in steps for event in one])]).ranks[0].verdicts
+    assert "25 % longer than the 400 ms measured without memo" in verdicts[3][0].text
+    assert all("without memo" not in verdicts[number][0].text for number in (0, 1, 2))
+
+
+def test_one_pass_far_longer_than_its_like_is_named(make_trace: MakeTrace) -> None:
+    def step(number: int, slow: int) -> list[Event]:
+        at = number * 10_000 * MS
+        spans = [
+            Span(
+                t=at + i * 1000 * MS, d=100 * MS, step=number, lane=Lane.COMPUTE, module=f"layers.{i}", phase="backward"
+            )
+            for i in range(5)
+        ]
+        spans[2] = dataclasses.replace(spans[2], d=slow * MS)
+        marks = [StepMark(t=at, step=number, phase="begin"), StepMark(t=at + 5000 * MS, step=number, phase="end")]
+        return [*marks, *spans]
+
+    def outlier(events: list[Event], number: int | None) -> str | None:
+        said = build_report([make_trace(events)]).ranks[0].verdicts[number]
+        return {sentence.rule: sentence.text for sentence in said}.get("outlier")
+
+    events = [*step(0, 900), *step(1, 90)]
+    assert outlier(events, 0) == (
+        "layers.2's backward took 900 ms, 9.0 times the median of its like (100 ms); in other steps 90 ms."
+    )
+    assert (
+        outlier(events, None)
+        == "layers.2's backward took 900 ms, 9.0 times the median of its like (100 ms), in step 0."
+    )
+    assert outlier(events, 1) is None
+    assert outlier(step(0, 290), 0) is None  # not three times
+    assert outlier(step(0, 340), 0) is None  # less than a twentieth of the step
+    waits = Stall(t=2000 * MS, d=850 * MS, step=0, cause=StallCause.RELOAD, module="layers.2", id=1)
+    assert outlier([*step(0, 900), waits], 0) is None  # it waited, which is another sentence
+
+
+def test_no_advice_contradicts_a_plan_and_its_limits_are_said(say: Say) -> None:
+    busy = copy(400, 290, Lane.H2D, id=2)
+    late = [*LAYERS, busy, state(690, S.RETURNING), copy(690, 60, Lane.H2D), reload_stall(700, 50)]
+    drained: list[Event] = [
+        compute(0, 100, "layers.0", "forward"),
+        copy(0, 400, Lane.D2H, nbytes=4 << 30),
+        Stall(t=100 * MS, d=300 * MS, step=0, cause=StallCause.DRAIN, module="layers.0", id=1),
+    ]
+    idle = [*LAYERS, copy(450, 100, Lane.H2D), recompute(640, 40)]
+    plan = Note(t=0, step=0, cause="plan", message="host memory: a GiB more saves 2 ms a step")
+    for events, advice in ((late, "move fewer bytes"), (drained, "would hide"), (idle, "could be moved instead")):
+        assert advice in " ".join(say(*events).values())
+        planned = say(*events, plan)
+        assert advice not in " ".join(planned.values())
+        assert planned["plan-limits"] == (
+            "A solver planned this step, within host memory: a GiB more saves 2 ms a step."
+        )
+        assert planned == say(*events, meta={"plan": {"limits": plan.message}})
+    later = dataclasses.replace(plan, t=2000 * MS)
+    assert "plan-limits" not in say(*late, later)
 
 
 def test_declined_only_when_nothing_moved(say: Say) -> None:
@@ -194,8 +296,7 @@ def test_a_budget_is_said_when_tight_and_when_broken(say: Say) -> None:
 
 
 def test_recompute_while_the_links_are_idle_is_said(say: Say) -> None:
-    recompute = Span(t=640 * MS, d=40 * MS, step=0, lane=Lane.RECOMPUTE, module="layers.1", phase="backward")
-    events = [*LAYERS, copy(450, 100, Lane.H2D), recompute]
+    events = [*LAYERS, copy(450, 100, Lane.H2D), recompute(640, 40)]
     assert say(*events)["recompute"] == (
         "Recompute takes 40 ms while D2H is idle 83 % of the forward and H2D 77 % of the backward: "
         "a larger share could be moved instead."
@@ -204,10 +305,9 @@ def test_recompute_while_the_links_are_idle_is_said(say: Say) -> None:
 
 
 def test_recompute_is_no_waste_where_there_is_no_room_to_move_more_to(say: Say) -> None:
-    recompute = Span(t=640 * MS, d=40 * MS, step=0, lane=Lane.RECOMPUTE, module="layers.1", phase="backward")
     away = [state(100, S.LEAVING, nbytes=100, id=9), state(300, S.AWAY, nbytes=100, id=9)]
     in_host = [dataclasses.replace(one, tier=Tier.HOST) for one in away]
-    events = [*LAYERS, copy(450, 100, Lane.H2D), recompute, state(50, S.LIVE, nbytes=100, id=9), *in_host]
+    events = [*LAYERS, copy(450, 100, Lane.H2D), recompute(640, 40), state(50, S.LIVE, nbytes=100, id=9), *in_host]
     assert "recompute" in say(*events, meta={"budgets": {"host": 200}})
     assert "recompute" not in say(*events, meta={"budgets": {"host": 100}})
     used = 100 + (1 << 30)  # on the device, with the layer's own tensor

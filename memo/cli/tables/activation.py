@@ -27,6 +27,7 @@ __all__ = [
     "memory_summary",
     "memory_table",
     "rate_text",
+    "use_name",
     "utilisation",
 ]
 
@@ -103,15 +104,18 @@ def memory_table(problem: ActivationProblem, memory: DeviceMemory) -> str:
     peak, rows = _rounded(memory.uses, size)
     of = f" of stage {memory.stage}" if problem.pipeline.stages > 1 else ""
     instant = f"at {memory.where}" + (f", {memory.phase}" if memory.phase else "")
-    lines = [
-        (USES.get(use, str(use).replace("_", " ")), f"{hundredths / 100:,.2f}") for use, hundredths in rows.items()
-    ]
+    lines = [(use_name(use), f"{hundredths / 100:,.2f}") for use, hundredths in rows.items()]
     lines.append(("peak", f"{peak / 100:,.2f}"))
     left = budget - memory.nbytes
     lines.append(("left of the budget" if left >= 0 else "above the budget", f"{abs(left) / size:,.2f}"))
     if budget < there:
         lines.append(("left for CUDA and the allocator", f"{(there - budget) / size:,.2f}"))
     return table((f"memory of a GPU{of} at its peak, {instant}", unit), lines)
+
+
+def use_name(use: Use) -> str:
+    """Name of a use in tables and sentences."""
+    return USES.get(use, str(use).replace("_", " "))
 
 
 def _rounded(uses: Mapping[Use, int], size: int) -> tuple[int, dict[Use, int]]:

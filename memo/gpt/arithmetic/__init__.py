@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
-    from memo.gpt.arithmetic.kernel_times import KernelRates as KernelRates
+    from memo.gpt.arithmetic.flops import parameter_count as parameter_count
+    from memo.gpt.arithmetic.kernel_times import KernelRates as KernelRates, KernelTimes as KernelTimes
     from memo.gpt.arithmetic.layout import Layout as Layout
     from memo.gpt.arithmetic.profile_by_arithmetic import derive_profile as derive_profile
     from memo.gpt.arithmetic.training import (
@@ -23,16 +24,19 @@ if TYPE_CHECKING:
         Training as Training,
     )
     from memo.gpt.arithmetic.transformer import Experts as Experts, Transformer as Transformer
+    from memo.gpt.arithmetic.weight_exchange import WeightExchange as WeightExchange
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "kernel_times": "KernelRates",
+            "flops": "parameter_count",
+            "kernel_times": "KernelRates KernelTimes",
             "layout": "Layout",
             "profile_by_arithmetic": "derive_profile",
             "training": (
                 "ADAM_FP32 ADAM_MIXED ADAM_PURE AttentionKernel ContextExchange Kernels Loss Recompute StateBytes Training"
             ),
             "transformer": "Experts Transformer",
+            "weight_exchange": "WeightExchange",
         },
     )

@@ -69,6 +69,10 @@ class KernelTimes:
         backward = self.product_s(m, k, n, fp8=fp8) + self.product_s(k, n, m, fp8=fp8)
         return self.product_s(m, n, k, fp8=fp8), backward
 
+    def products_s(self, flops: float) -> float:
+        """Seconds of matrix products' FLOPs, without what their edges lose."""
+        return flops / (self.machine.peak_flops * self.rates.matmul_efficiency)
+
     def attention_s(self, flops: float) -> float:
         """Seconds of fused attention's FLOPs."""
         return flops / (self.machine.peak_flops * self.rates.attention_efficiency)

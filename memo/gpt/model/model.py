@@ -196,7 +196,9 @@ class GPT(nn.Module):
         seq, config = tokens.shape[1], self.config
         x = self.tokens(tokens)
         if self.positions is None:
-            tables = rotary_tables(seq, config.head_dim, config.rope_theta, device=x.device, dtype=x.dtype)
+            tables = rotary_tables(
+                seq, config.head_dim, config.rope_theta, device=x.device, dtype=x.dtype, scaling=config.rope_scaling
+            )
             return self.dropout(x), tables if spans is None else tables_at(tables, spans.positions)
         if seq > config.max_seq:
             raise UsageError(f"model: {seq} tokens, but learned positions for {config.max_seq}; raise max_seq")

@@ -123,7 +123,13 @@ class PipelineStage(nn.Module):
     def _tables(self, positions: range, x: torch.Tensor) -> RotaryTables:
         config = self.config
         return rotary_tables(
-            len(positions), config.head_dim, config.rope_theta, first=positions.start, device=x.device, dtype=x.dtype
+            len(positions),
+            config.head_dim,
+            config.rope_theta,
+            first=positions.start,
+            device=x.device,
+            dtype=x.dtype,
+            scaling=config.rope_scaling,
         )
 
     def _output_weight(self) -> torch.Tensor:

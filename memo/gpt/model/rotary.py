@@ -6,7 +6,15 @@ tokens a float32 angle is off by 0.06 radians.
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING
+
 import torch
+
+from memo.gpt.config import RopeScalingKind
+
+if TYPE_CHECKING:
+    from memo.gpt.config import RopeScaling
 
 __all__ = ["RotaryTables", "rotary_tables", "rotate", "tables_at"]
 
@@ -17,8 +25,19 @@ RotaryTables = tuple[torch.Tensor, torch.Tensor]
 TABLE_CHUNK = 1 << 16
 
 
+# Turns within the original length above which YaRN keeps a frequency, and below which it divides it (its section 3.2).
+YARN_KEPT, YARN_DIVIDED = 32.0, 1.0
+
+
 def rotary_tables(
-    seq: int, head_dim: int, theta: float, *, device: torch.device, dtype: torch.dtype, first: int = 0
+    seq: int,
+    head_dim: int,
+    theta: float,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    first: int = 0,
+    scaling: RopeScaling | None = None,
 ) -> RotaryTables:
     """Cosine and sine of position x theta^(-2i/d), Su et al. 2021.
 
@@ -29,22 +48,47 @@ def rotary_tables(
         device: device of the tables.
         dtype: data type of the tables; half precision gives float32.
         first: first position.
+        scaling: change of the frequencies for longer sequences.
 
     Returns:
         Two tensors of shape (seq, 1, head_dim / 2).
     """
     wide = torch.promote_types(dtype, torch.float32)
-    exponent = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim
-    frequency = theta**-exponent
+    frequency, length = _frequencies(head_dim, theta, scaling, device)
     cos = torch.empty(seq, 1, head_dim // 2, device=device, dtype=wide)
     sin = torch.empty_like(cos)
     for begin in range(0, seq, TABLE_CHUNK):
         end = min(begin + TABLE_CHUNK, seq)
         position = torch.arange(first + begin, first + end, device=device, dtype=torch.float64)
         angle = position[:, None, None] * frequency
-        cos[begin:end] = angle.cos()
-        sin[begin:end] = angle.sin()
+        cos[begin:end] = angle.cos() * length
+        sin[begin:end] = angle.sin() * length
     return cos, sin
+
+
+def _frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device
+) -> tuple[torch.Tensor, float]:
+    """Radians from one position to the next, float64 (head_dim / 2,), and the length of a rotated unit vector."""
+    exponent = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim
+    if scaling is not None and scaling.kind is RopeScalingKind.NTK and head_dim > 2:
+        theta *= scaling.factor ** (head_dim / (head_dim - 2))
+    frequency = theta**-exponent
+    if scaling is None or scaling.kind is RopeScalingKind.NTK:
+        return frequency, 1.0
+    if scaling.kind is RopeScalingKind.LINEAR:
+        return frequency / scaling.factor, 1.0
+
+    def pair_with(turns: float) -> float:
+        """Number of the pair, as a fraction, that turns so often within the original length."""
+        return head_dim * math.log(scaling.original_seq / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    # The ramp runs over numbers of pairs, from one whole number to another, as in the authors' code.
+    low = max(math.floor(pair_with(YARN_KEPT)), 0)
+    high = min(math.ceil(pair_with(YARN_DIVIDED)), head_dim - 1)
+    pair = torch.arange(head_dim // 2, device=device, dtype=torch.float64)
+    divided = ((pair - low) / max(high - low, 0.001)).clamp(0, 1)
+    return frequency * (1 - divided) + frequency / scaling.factor * divided, 0.1 * math.log(scaling.factor) + 1.0
 
 
 def tables_at(tables: RotaryTables, positions: torch.Tensor) -> RotaryTables:

@@ -55,6 +55,7 @@ def open_manager(
         disk_budget=config.disk_budget,
         layers=layers,
         trace=config.trace,
+        trace_stacks=config.trace_stacks,
         group=group,
         schedule=schedule,
         **_tiers(config, device),

@@ -34,6 +34,11 @@ class ProgressBar:
             )
             self._task = self._bar.add_task("training", total=steps, completed=done)
 
+    @property
+    def has_bar(self) -> bool:
+        """True on a terminal, where the bar shows the time."""
+        return self._bar is not None
+
     def line(self, text: str) -> None:
         """Prints and flushes one line."""
         self._console.print(text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from memo.errors import CheckpointError, DeviceOutOfMemory, ExitCode, TrainingDi
 from memo.gpt.arithmetic.flops import parameter_count
 from memo.gpt.checkpoint.background import BackgroundCheckpointDir
 from memo.gpt.checkpoint.directory import Checkpoint
-from memo.gpt.config import GPTConfig, preset
+from memo.gpt.config import GPTConfig, RopeScaling, RopeScalingKind, preset
 from memo.gpt.data.batches import Batches, Split
 from memo.gpt.data.document_batches import DocumentBatches
 from memo.gpt.data.token_file import TokenFile, open_tokens
@@ -40,6 +41,8 @@ from memo.parallel import Layout
 from memo.units import format_tokens
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from memo.gpt.checkpoint.distributed import DistributedCheckpointDir
     from memo.manager import Manager
     from memo.mip.activation import ActivationPlan
@@ -48,8 +51,12 @@ if TYPE_CHECKING:
 __all__ = ["train"]
 
 
-def train(config: RunConfig) -> ExitCode:
+def train(config: RunConfig, *, phase: Callable[[str | None], None] = lambda _: None) -> ExitCode:
     """Trains until the last step or a stop request.
+
+    Args:
+        config: the run.
+        phase: called with what begins, in a few words; with None once the run's own lines say so.
 
     Returns:
         OK after the last step, INTERRUPTED after a stop request.
@@ -62,7 +69,7 @@ def train(config: RunConfig) -> ExitCode:
     try:
         with ExitStack() as stack:
             world = _join(config, device, stack) if ranks > 1 else None
-            return _Run(config, device, stack, world).go()
+            return _Run(config, device, stack, world, phase).go()
     except torch.OutOfMemoryError as error:
         raise DeviceOutOfMemory(f"{error}; {_TO_FIT}") from None
     except RuntimeError as error:
@@ -79,8 +86,16 @@ _TO_FIT = "use --offload disk or auto, a shorter --seq, a smaller --batch, or a 
 class _Run:
     """Parts of one run, opened in an order in which a refusal leaves nothing behind."""
 
-    def __init__(self, config: RunConfig, device: torch.device, stack: ExitStack, world: World | None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        device: torch.device,
+        stack: ExitStack,
+        world: World | None,
+        phase: Callable[[str | None], None],
+    ) -> None:
         self.config = config
+        self.phase = phase
         self.world = world
         leads = world is None or world.rank == 0
         self.stop = StopRequest(forwarded=world is not None)
@@ -98,20 +113,26 @@ class _Run:
         self.cadence = CheckpointCadence(
             steps=config.checkpoint_every, minutes=config.checkpoint_minutes, done=self.done
         )
+        phase("reading the data")
         tokens = _open_tokens(config, world)
-        shape = _shape(config, tokens)
+        shape = _shape(config, tokens, start)
         training = _training(config, device)
         self.settings = _settings(config, shape, training)
         notes += _differences(start, self.settings)
         batches = _batches(config, tokens, "train")
         self.eval_batches = _batches(config, tokens, "eval") if config.eval_every else None
+        phase("building the model")
         self.trainer, self.manager = _open_trainer(config, shape, training, batches, world, device, stack)
         if self.manager is not None:
             self.manager.step = self.done + 1
             notes += _plan_differences(config, self.manager.plan)
         if start is not None:
+            phase(f"loading {start.path}")
             _load(start, self.trainer, world)
-            self.trainer.loss_guard.restore(start.settings.get(_GUARD, {}))
+            if _positions(start.settings) == _positions(
+                self.settings
+            ):  # else losses of before say nothing of those now
+                self.trainer.loss_guard.restore(start.settings.get(_GUARD, {}))
         self.meter = StepMeter(
             shape,
             seq=config.seq,
@@ -124,6 +145,7 @@ class _Run:
         )
         steps = config.training.schedule.steps
         self.progress = stack.enter_context(ProgressBar(done=self.done, steps=steps, quiet=not leads))
+        phase(None if self.progress.has_bar else "running the first step")
         for line in (*notes, *self._banner(shape, device, tokens, batches)):
             self.progress.line(line)
 
@@ -171,6 +193,7 @@ class _Run:
             self.metrics.write(metrics)
         if self.tensorboard is not None:
             self.tensorboard.write(metrics)
+        self.phase(None)
         self.progress.line(metrics.to_line(usage))
         if result.alarm is not None:
             done = "skipped" if result.skipped else "applied"
@@ -388,8 +411,19 @@ def _starting_point(
     return newest, [*notes, f"resume   {newest.path}"]
 
 
-def _shape(config: RunConfig, tokens: TokenFile | None = None) -> GPTConfig:
-    return preset(
+def _shape(config: RunConfig, tokens: TokenFile | None = None, start: Checkpoint | None = None) -> GPTConfig:
+    """Shape of the model; rotary positions that no option gives are the checkpoint's.
+
+    Raises:
+        UsageError: the options do not fit together.
+    """
+    former = {} if start is None else start.settings.get("model") or {}
+    scaling = former.get("rope_scaling")
+    if config.rope_scaling is not None:
+        scaled = RopeScaling.parse(config.rope_scaling, seq=config.seq)
+    else:
+        scaled = None if scaling is None else RopeScaling(**{**scaling, "kind": RopeScalingKind(scaling["kind"])})
+    shape = preset(
         config.model,
         variant=config.variant,
         vocab_size=None if tokens is None else tokens.vocab_size,
@@ -401,6 +435,15 @@ def _shape(config: RunConfig, tokens: TokenFile | None = None) -> GPTConfig:
         mlp_tiles=config.mlp_tiles,
         end_of_document=tokens.end_of_document if config.mask_documents and tokens is not None else None,
     )
+    if shape.positions == "rotary":
+        theta = config.rope_theta or former.get("rope_theta") or shape.rope_theta
+        return dataclasses.replace(shape, rope_theta=theta, rope_scaling=scaled)
+    for flag, value in (("--rope-theta", config.rope_theta), ("--rope-scaling", config.rope_scaling)):
+        if value is not None:
+            raise UsageError(
+                f"{flag} is for rotary positions, and those of {config.model} are learned; add --variant llama"
+            )
+    return shape
 
 
 def _training(config: RunConfig, device: torch.device) -> TrainConfig:
@@ -450,12 +493,61 @@ def _differences(start: Checkpoint | None, settings: dict[str, Any]) -> list[str
     if start is None:
         return []
     former = {"documents": Documents.PACKED, **start.settings}  # older checkpoints have no such setting
-    if former.get("model") != settings["model"]:
-        was, now = dict(former.get("model") or {}), settings["model"]
-        changed = ", ".join(f"{key} {was.get(key)} there, {now[key]} here" for key in now if was.get(key) != now[key])
-        raise CheckpointError(f"{start.path} is of another model: {changed}; give the same model options")
+    was, now = dict(former.get("model") or {}), dict(settings["model"])
+    changed = {key for key in now if was.get(key) != now[key]}
+    if now["positions"] == "rotary":
+        changed -= _OF_POSITIONS
+    elif changed == {"max_seq"}:
+        raise CheckpointError(
+            f"{start.path} has learned positions for {format_tokens(was['max_seq'])} tokens, and --seq is "
+            f"{format_tokens(now['max_seq'])}; only models with rotary positions (--variant llama) resume at another length"
+        )
+    if changed:
+        listed = ", ".join(f"{key} {was.get(key)} there, {now[key]} here" for key in now if key in changed)
+        raise CheckpointError(f"{start.path} is of another model: {listed}; give the same model options")
+    others = (("seq", "model"), former, settings)
     return [
-        f"warning  {key} was {former.get(key)} in the checkpoint and is {value} now"
-        for key, value in settings.items()
-        if former.get(key) != value
+        *_other_positions(former, settings),
+        *(f"warning  {key} was {then} in the checkpoint and is {value} now" for key, then, value in _unequal(*others)),
     ]
+
+
+_OF_POSITIONS = frozenset({"max_seq", "rope_theta", "rope_scaling"})  # rotary models may resume with others
+
+
+def _positions(settings: dict[str, Any]) -> tuple[Any, ...]:
+    """Length of a sequence, base and scaling of the rotary positions, from settings of a checkpoint."""
+    model = settings.get("model") or {}
+    return settings.get("seq"), model.get("rope_theta"), model.get("rope_scaling")
+
+
+def _other_positions(former: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    """Lines about sequences of another length than the checkpoint's."""
+    (was_seq, *was), (seq, *now) = _positions(former), _positions(settings)
+    if (was_seq, was) == (seq, now):
+        return []
+    lines = [f"context  {_described(was_seq, *was)} in the checkpoint, {_described(seq, *now)} now"]
+    if was_seq is not None and seq > was_seq and was == now and settings["model"]["positions"] == "rotary":
+        lines.append(
+            f"warning  positions from {format_tokens(was_seq)} on were never trained; see --rope-theta and --rope-scaling"
+        )
+    return lines
+
+
+def _described(seq: int | None, theta: float | None, scaling: dict[str, Any] | None) -> str:
+    scaled = "" if scaling is None else f", {scaling['kind']}:{scaling['factor']:g}"
+    return f"{'?' if seq is None else format_tokens(seq)} tokens (rope theta {theta:g}{scaled})"
+
+
+def _unequal(
+    left_out: tuple[str, ...], former: dict[str, Any], now: dict[str, Any], within: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """Settings of two runs that differ, the inner ones of nested settings by themselves."""
+    for key, value in now.items():
+        then = former.get(key)
+        if then == value or key in left_out:
+            continue
+        if isinstance(then, dict) and isinstance(value, dict):
+            yield from _unequal((), then, value, f"{within}{key}.")
+        else:
+            yield f"{within}{key}", then, value

@@ -9,17 +9,17 @@ import torch
 from memo.lru import LRU
 from memo.swap.recompute.tape.log import Function
 from memo.swap.recompute.tape.tape import Carried, Hidden, Step, Tape, Use
-from memo.swap.recompute.tape.work import Work, picoseconds_of, rates_of, work_of
+from memo.swap.recompute.tape.work import Rates, Work, picoseconds_of, rates_of, work_of
 
 __all__ = ["step_costs"]
 
 
-_KNOWN: LRU[tuple[str, tuple[Any, ...]], int] = LRU(8192)
+_KNOWN: LRU[tuple[str | Rates, tuple[Any, ...]], int] = LRU(8192)
 """Layers repeat, and so do their operators; a call that takes another path has few new ones."""
 
 
-def step_costs(tape: Tape, device_type: str) -> list[int]:
-    """Picoseconds of repeating each step on a device of that type."""
+def step_costs(tape: Tape, device: str | Rates) -> list[int]:
+    """Picoseconds of repeating each step on a device of that type, or with these rates."""
     stand_ins: dict[int, torch.Tensor] = {}
 
     def stand_in(value: Any) -> Any:
@@ -37,9 +37,9 @@ def step_costs(tape: Tape, device_type: str) -> list[int]:
 
     def cost(step: Step) -> int:
         key = (step.operator, *(_shape(tape, value) for value in (*step.args, *step.kwargs.values())))
-        known = _KNOWN.get((device_type, key))
+        known = _KNOWN.get((device, key))
         if known is None:
-            known = _KNOWN[device_type, key] = derived(step)
+            known = _KNOWN[device, key] = derived(step)
         return known
 
     def derived(step: Step) -> int:
@@ -52,7 +52,7 @@ def step_costs(tape: Tape, device_type: str) -> list[int]:
             work = work_of(step.operator.func, [stand_in(value) for value in step.args], kwargs, out)
             if isinstance(out, torch.Tensor):
                 dtype = out.dtype
-        return picoseconds_of(work, rates_of(device_type, dtype))
+        return picoseconds_of(work, device if isinstance(device, Rates) else rates_of(device, dtype))
 
     return [cost(step) if step.makes else 1 for step in tape.steps]
 

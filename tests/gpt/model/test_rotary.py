@@ -6,7 +6,11 @@ import math
 
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from memo.errors import UsageError
+from memo.gpt.config import RopeScaling, RopeScalingKind
 from memo.gpt.model import rotary
 from memo.gpt.model.rotary import rotary_tables, rotate
 
@@ -72,3 +76,61 @@ def test_gradient_of_rotation() -> None:
     x = torch.randn(1, 4, 2, 6, dtype=torch.float64, requires_grad=True)
     tables = rotary_tables(4, 6, 1e4, device=CPU, dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda value: rotate(value, tables), (x,))
+
+
+def angles(scaling: RopeScaling | None, *, head_dim: int = 64, theta: float = 1e4) -> tuple[torch.Tensor, float]:
+    """Radians from one position to the next of each pair, and the length of a rotated unit vector."""
+    cos, sin = rotary_tables(2, head_dim, theta, device=CPU, dtype=torch.float64, scaling=scaling)
+    length = float((cos[1] ** 2 + sin[1] ** 2).sqrt().max())
+    return torch.atan2(sin[1], cos[1]).flatten(), length
+
+
+@pytest.mark.parametrize("original", [512, 4096])
+@pytest.mark.parametrize("factor", [2.0, 8.0])
+@pytest.mark.parametrize("kind", [RopeScalingKind.LINEAR, RopeScalingKind.YARN])
+def test_scaled_frequencies_are_those_of_transformers(kind: RopeScalingKind, factor: float, original: int) -> None:
+    config = LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=4,
+        max_position_embeddings=round(original * factor),
+        rope_parameters={
+            "rope_type": str(kind),
+            "factor": factor,
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": original,
+        },
+    )
+    expected, length = ROPE_INIT_FUNCTIONS[str(kind)](config, CPU)
+    found, own = angles(RopeScaling(kind=kind, factor=factor, original_seq=original))
+    assert torch.allclose(found, expected.double(), rtol=1e-5)
+    assert own == pytest.approx(length)
+
+
+def test_ntk_keeps_the_highest_frequency_and_divides_the_lowest() -> None:
+    plain, _ = angles(None)
+    scaled, length = angles(RopeScaling(kind=RopeScalingKind.NTK, factor=8.0, original_seq=512))
+    assert length == pytest.approx(1.0)
+    assert scaled[0] == plain[0]
+    assert float(plain[-1] / scaled[-1]) == pytest.approx(8.0)
+    assert bool((scaled <= plain).all())
+
+
+def test_a_factor_of_one_changes_nothing() -> None:
+    plain = rotary_tables(100, 64, 1e4, device=CPU, dtype=torch.float32)
+    for kind in RopeScalingKind:
+        one = RopeScaling(kind=kind, factor=1.0, original_seq=100)
+        same = rotary_tables(100, 64, 1e4, device=CPU, dtype=torch.float32, scaling=one)
+        assert all(map(torch.equal, plain, same))
+
+
+@pytest.mark.parametrize("text", ["yarn", "yarn:", "yarn:0.5", "yarn:nan", "yarn:inf", "linear:2000", "other:2", "8"])
+def test_what_is_no_scaling_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="rope scaling"):
+        RopeScaling.parse(text, seq=1024)
+
+
+def test_the_factor_says_the_original_length() -> None:
+    assert RopeScaling.parse("none", seq=1024) is None
+    found = RopeScaling.parse("yarn:8", seq=32768)
+    assert found == RopeScaling(kind=RopeScalingKind.YARN, factor=8.0, original_seq=4096)
+    assert str(found) == "yarn:8 of 4k tokens"

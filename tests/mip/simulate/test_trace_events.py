@@ -10,6 +10,7 @@ from simulated_steps import layer, rates, step
 from memo.events import Event, Lane, Tier
 from memo.mip.simulate.result import LayerWork, StageSimulation
 from memo.mip.simulate.trace_events import stage_events
+from memo.trace.device_memory import device_stack
 from memo.trace.figures import StepStats
 from memo.trace.reader import read_trace
 from memo.trace.recorder import TraceRecorder
@@ -63,6 +64,19 @@ def test_replayed_states_hold_what_the_tiers_held(tmp_path: Path) -> None:
     for tier in Tier:
         assert peaks[tier].saved_nbytes == stage.peak(tier).nbytes
         assert peaks[tier].measured_nbytes == stage.peak(tier).nbytes
+
+
+def test_the_device_is_stacked_to_its_peak(tmp_path: Path) -> None:
+    """Static bytes, what is saved and transients add up to what the simulation held, at every instant."""
+    stage = step(LAYERS, LINKS, static_nbytes=5000)
+    events = sorted(stage_events(stage, end_s=stage.end_s), key=lambda event: event.t)
+    memory = device_stack(events, lifetimes_of(events))
+    assert memory.peak().nbytes == stage.peak(Tier.DEVICE).nbytes
+    last = {round(one.t_s * 1e9): one.nbytes for one in stage.occupancies if one.tier is Tier.DEVICE}
+    for t, nbytes in last.items():
+        held = memory.at(t)
+        assert sum(held.values()) == nbytes
+        assert held["weights, gradients, optimizer"] == 5000
 
 
 def test_every_use_says_how_the_bytes_were_found(tmp_path: Path) -> None:

@@ -175,6 +175,8 @@ def test_a_buffer_used_on_another_stream_is_kept_for_it(cuda: StandinCuda) -> No
 class Silent:
     """A tracer that forgets."""
 
+    stacks = False
+
     step = 0
 
     def now(self) -> int:

@@ -75,12 +75,13 @@ interface RawRank {
   thinned: string | null;
   rows: RawRow[];
   lives: Record<
-    | "id" | "step" | "name" | "nbytes" | "shape" | "tier" | "start" | "end" | "states" | "state_t" | "state_to"
+    | "id" | "step" | "name" | "nbytes" | "shape" | "op" | "line" | "tier" | "start" | "end" | "states" | "state_t" | "state_to"
     | "state_tier" | "uses" | "use_t" | "use_how",
     number[]
   >;
   stalls: Record<"t" | "d" | "step" | "cause" | "name" | "life", number[]>;
-  tiers: Record<"t" | "layer" | "delta" | "counter_t" | "counter_nbytes", number[]>[];
+  tiers: Record<"t" | "layer" | "delta" | "below" | "above" | "counter_t" | "counter_nbytes", number[]>[];
+  owned: Record<"band" | "name" | "nbytes" | "shape", number[]>;
   notes: { t: number; step: number; cause: string; message: string }[];
 }
 
@@ -90,6 +91,38 @@ export interface PlanBuffer {
   nbytes: number;
   start: number;
   end: number;
+}
+
+export interface ExplainedRow {
+  step: number | null;
+  operator: string;
+  shape: number[];
+  dtype: string;
+  nbytes: number;
+  is_saved: boolean;
+  fate: string;
+  why: string;
+  replay_us: number | null;
+}
+
+export interface ExplainedLayer {
+  layer: string;
+  layers: string[];
+  module: string;
+  setting: string;
+  refused: string | null;
+  saved_storages: number;
+  saved_nbytes: number;
+  rows: ExplainedRow[];
+  points: {
+    name: string;
+    kept_nbytes: number;
+    kept_fraction: number;
+    replay_us: number;
+    replayed_steps: number;
+    held_nbytes: number;
+    is_used: boolean;
+  }[];
 }
 
 export interface Packing {
@@ -116,6 +149,7 @@ export interface RawPage {
   ranks: RawRank[];
   names: string[];
   packing: Packing[];
+  explained: { kinds: ExplainedLayer[] };
 }
 
 // Spans of one lane that do not overlap; `life` is -1 where no tensor is known.
@@ -138,6 +172,8 @@ export interface Lives {
   name: Int32Array;
   nbytes: Float64Array;
   shape: Int32Array;
+  op: number[]; // names; 0 where unknown
+  line: number[];
   tier: Uint8Array;
   start: Float64Array;
   end: Float64Array;
@@ -168,6 +204,7 @@ export class Rank {
   readonly lives: Lives;
   readonly stalls: Stalls;
   readonly tiers: TierSeries[];
+  readonly owned: RawRank["owned"]; // the largest weights, gradients and tensors of optimizer state
   readonly notes: RawRank["notes"];
 
   constructor(raw: RawRank, readonly figures: RankFigures, names: string[]) {
@@ -178,6 +215,7 @@ export class Rank {
     this.lives = livesOf(raw.lives);
     this.stalls = stallsOf(raw.stalls);
     this.tiers = raw.tiers.map((tier) => new TierSeries(tier, names));
+    this.owned = raw.owned;
     this.notes = raw.notes;
   }
 
@@ -204,13 +242,16 @@ export class Rank {
 
 const EVERY = 256; // changes between two snapshots
 
-// Bytes of saved storages in one tier: every change, their running total, and snapshots by layer to start drawing from.
+// Bytes in one tier: every change, their running total, and snapshots by band to start drawing from. The bands are the
+// layers, with what they saved; on the device also weights, gradients, optimizer state and the rest, below and above them.
 export class TierSeries {
   readonly t: Float64Array;
   readonly layer: Int32Array; // index into `layers`
   readonly delta: Float64Array;
   readonly total: Float64Array;
-  readonly layers: number[]; // names, in layer order
+  readonly layers: number[]; // names of bands from the bottom up: `below`, the layers in order, `above`
+  readonly below: number;
+  readonly above: number;
   readonly counterT: Float64Array;
   readonly counterBytes: Float64Array;
   readonly peak: number;
@@ -220,7 +261,12 @@ export class TierSeries {
     this.t = sums(raw.t);
     this.delta = Float64Array.from(raw.delta);
     const collator = new Intl.Collator("en", { numeric: true });
-    this.layers = [...new Set(raw.layer)].sort((a, b) => collator.compare(names[a], names[b]));
+    const others = new Set([...raw.below, ...raw.above]);
+    const layers = [...new Set(raw.layer)].filter((name) => !others.has(name));
+    layers.sort((a, b) => collator.compare(names[a], names[b]));
+    this.layers = [...raw.below, ...layers, ...raw.above];
+    this.below = raw.below.length;
+    this.above = raw.above.length;
     const place = new Map(this.layers.map((name, index) => [name, index]));
     this.layer = Int32Array.from(raw.layer, (name) => place.get(name) ?? 0);
     this.total = sums(raw.delta);
@@ -230,8 +276,29 @@ export class TierSeries {
     this.snapshots = this.takeSnapshots();
   }
 
+  // The layers alone.
+  get saved(): number[] {
+    return this.layers.slice(this.below, this.layers.length - this.above);
+  }
+
   get empty(): boolean {
     return this.peak === 0 && !this.counterBytes.some((nbytes) => nbytes > 0);
+  }
+
+  // True where the bands are all that the tier holds, and not only what layers saved.
+  get whole(): boolean {
+    return this.below + this.above > 0;
+  }
+
+  // The instant of the largest total within [from, to], and that total.
+  peakWithin(from: number, to: number): { t: number; nbytes: number } {
+    const first = above(this.t, from);
+    let best = { t: from, nbytes: first ? this.total[first - 1] : 0 };
+    for (let i = first; i < this.t.length && this.t[i] <= to; i++) {
+      const settled = i + 1 === this.t.length || this.t[i + 1] > this.t[i];
+      if (settled && this.total[i] > best.nbytes) best = { t: this.t[i], nbytes: this.total[i] };
+    }
+    return best;
   }
 
   // Bytes by layer after the changes [0, index) into `held`.
@@ -260,6 +327,9 @@ export class Page {
   readonly ranks: Rank[];
   readonly begin: number;
   readonly end: number;
+  readonly layers: Map<number, number>; // the place of each layer (by its name), the same in every rank and tier
+  private readonly places = new Map<number, number | undefined>();
+  private named: Map<string, number> | null = null;
 
   constructor(readonly raw: RawPage) {
     this.ranks = raw.ranks.map((rank) => {
@@ -270,11 +340,36 @@ export class Page {
     const intervals = this.ranks.map((rank) => rank.interval(null));
     this.begin = Math.min(...intervals.map(([begin]) => begin));
     this.end = Math.max(this.begin + SHORTEST_NS, ...intervals.map(([, end]) => end));
+    this.layers = layersOf(this.ranks, raw.names);
+  }
+
+  // The place of the layer that a module is in (or is), in `layers`; undefined for a module of no layer.
+  layerPlace(name: number): number | undefined {
+    if (!this.places.has(name)) {
+      const parts = this.raw.names[name].split(".");
+      const wanted = parts.map((_, i) => parts.slice(0, parts.length - i).join(".")); // the module, then what holds it
+      const found = wanted.map((one) => this.byName().get(one)).find((place) => place !== undefined);
+      this.places.set(name, found);
+    }
+    return this.places.get(name);
+  }
+
+  private byName(): Map<string, number> {
+    this.named ??= new Map([...this.layers].map(([name, place]) => [this.raw.names[name], place]));
+    return this.named;
   }
 
   name(index: number): string {
     return this.raw.names[index];
   }
+}
+
+function layersOf(ranks: Rank[], names: string[]): Map<number, number> {
+  const collator = new Intl.Collator("en", { numeric: true });
+  const found = new Set<number>();
+  for (const rank of ranks) for (const tier of rank.tiers) for (const name of tier.saved) found.add(name);
+  const sorted = [...found].sort((a, b) => collator.compare(names[a], names[b]));
+  return new Map(sorted.map((name, place) => [name, place]));
 }
 
 // The first index in [0, sorted.length] whose value is above `value`.
@@ -325,6 +420,8 @@ function livesOf(raw: RawRank["lives"]): Lives {
     name: Int32Array.from(raw.name),
     nbytes: Float64Array.from(raw.nbytes),
     shape: Int32Array.from(raw.shape),
+    op: raw.op,
+    line: raw.line,
     tier: Uint8Array.from(raw.tier),
     start: sums(raw.start),
     end: sums(raw.end),

@@ -66,8 +66,8 @@ function stepSelect(page: Page, store: Store): HTMLElement {
 }
 
 function views(page: Page, store: Store): HTMLElement[] {
-  if (!page.raw.packing.length) return [];
-  const make = (view: "timeline" | "packing", text: string): HTMLElement => {
+  const others: HTMLElement[] = [];
+  const make = (view: "timeline" | "packing" | "explain", text: string): HTMLElement => {
     const button = h("button", { type: "button", id: `view-${view}` }, text);
     const mark = (): void => button.setAttribute("aria-pressed", String(store.now.view === view));
     button.addEventListener("click", () => store.set({ view }));
@@ -75,7 +75,10 @@ function views(page: Page, store: Store): HTMLElement[] {
     mark();
     return button;
   };
-  return [h("span", { class: "views", role: "group", "aria-label": "View" }, make("timeline", "Timeline"), make("packing", "Addresses"))];
+  if (page.raw.packing.length) others.push(make("packing", "Addresses"));
+  if (page.raw.explained.kinds.length) others.push(make("explain", "Layers"));
+  if (!others.length) return [];
+  return [h("span", { class: "views", role: "group", "aria-label": "View" }, make("timeline", "Timeline"), ...others)];
 }
 
 function themeButton(themed: () => void): HTMLElement {

@@ -20,7 +20,7 @@ const HELD: Record<string, { pan?: number; zoom?: number }> = {
   arrowdown: { zoom: 1 / ZOOM },
 };
 
-export function listenToKeys(moves: Moves): void {
+export function listenToKeys(moves: Moves, signal: AbortSignal): void {
   const down = new Set<string>();
   let last = 0;
 
@@ -50,9 +50,10 @@ export function listenToKeys(moves: Moves): void {
       event.preventDefault();
       moves.once[key]();
     }
-  });
-  addEventListener("keyup", (event) => down.delete(event.key.toLowerCase()));
-  addEventListener("blur", () => down.clear());
+  }, { signal });
+  addEventListener("keyup", (event) => down.delete(event.key.toLowerCase()), { signal });
+  addEventListener("blur", () => down.clear(), { signal });
+  signal.addEventListener("abort", () => down.clear());
 }
 
 function isTyping(target: EventTarget | null): boolean {

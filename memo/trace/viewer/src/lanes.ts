@@ -4,11 +4,12 @@ import type { ScaleLinear } from "d3-scale";
 import { above, type Page, type Rank, type Row } from "./data";
 import { printable } from "./format";
 import type { Looking } from "./state";
-import { inkOn, laneColour, type Theme } from "./theme";
+import { inkOn, laneColour, layerColour, type Theme } from "./theme";
 
 const NARROW = 1.5; // pixels under which a span is not drawn on its own
 const CHARACTER = 6.1; // pixels, about, at 11 px
 const DIMMED = 0.18;
+const FOOT = 4; // pixels at the foot of a span, in the colour that its layer has in the memory too
 
 export interface Pen {
   context: CanvasRenderingContext2D;
@@ -59,6 +60,11 @@ export function drawRow(pen: Pen, row: Row, y: number, height: number): void {
     const left = Math.max(x0, pen.left);
     const width = Math.max(1, Math.min(x1, pen.right) - left - (x1 - x0 > 4 ? 0.75 : 0));
     context.fillRect(left, y, width, height);
+    const layer = lane === "compute" && height >= 11 && width > 3 ? layerOf(page, pen.rank, row, i) : undefined;
+    if (layer !== undefined) {
+      context.fillStyle = layerColour(layer, page.layers.size);
+      context.fillRect(left, y + height - FOOT, width, FOOT);
+    }
     if (height >= 11 && width > 26) label(pen, labelOf(page, pen.rank, row, i), left, y, width, height, colours[row.phase[i]]);
   }
   flush();
@@ -77,12 +83,17 @@ export function labelOf(page: Page, rank: Rank, row: Row, i: number): string {
   return printable(page.name(name)) || page.raw.phases[row.phase[i]] || page.raw.lanes[row.lane];
 }
 
+// The place of the layer that a span belongs to, among all layers that saved anything; undefined for none.
+function layerOf(page: Page, rank: Rank, row: Row, i: number): number | undefined {
+  return page.layerPlace(row.name[i] || (row.life[i] >= 0 ? rank.lives.name[row.life[i]] : 0));
+}
+
 function label(pen: Pen, text: string, x: number, y: number, width: number, height: number, colour: string): void {
   const room = Math.floor((width - 6) / CHARACTER);
   const fitted = fit(text, room);
   if (!fitted) return;
   pen.context.fillStyle = inkOn(colour);
-  pen.context.fillText(fitted, x + 3, y + height / 2 + 0.5, width - 5);
+  pen.context.fillText(fitted, x + 3, y + (height - (height > 15 ? FOOT : 0)) / 2 + 0.5, width - 5);
 }
 
 // The end of a module's name tells more than its beginning: `layers.4` of `model.layers.4`, or `4` where room is short.

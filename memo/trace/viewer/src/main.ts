@@ -2,19 +2,42 @@
 
 import { Page, type RawPage } from "./data";
 import { h } from "./dom";
+import { ExplainView } from "./explain";
 import { makeHeader } from "./header";
 import { listenToKeys } from "./keys";
+import { Overview } from "./overview";
 import { PackingView } from "./packing";
 import { Panel } from "./panel";
-import { Store } from "./state";
+import { follow } from "./live";
+import { Store, type Looking } from "./state";
 import { Timeline } from "./timeline";
 
 function start(): void {
   const root = document.getElementById("memo");
   const source = document.getElementById("memo-data");
   if (!root || !source) throw new Error("this is not a page that memo wrote");
-  const page = new Page(JSON.parse(source.textContent ?? "") as RawPage);
+  const raw = JSON.parse(source.textContent ?? "") as RawPage | { live: true };
   source.remove();
+  if ("live" in raw) follow(root, show);
+  else show(root, raw);
+  requestAnimationFrame(() => {
+    document.documentElement.dataset["ready"] = String(Math.round(performance.now()));
+  });
+}
+
+// What is on the screen: what the person looks at, and an end of it all before another page takes its place.
+export interface Shown {
+  page: Page;
+  looking: Looking;
+  visible(): [number, number];
+  look(from: number, to: number): void;
+  close(): void;
+}
+
+function show(root: HTMLElement, raw: RawPage, kept: (page: Page) => Partial<Looking> = () => ({})): Shown {
+  const page = new Page(raw);
+  const ended = new AbortController();
+  const { signal } = ended;
   const store = new Store({
     rank: Math.max(0, page.ranks.findIndex((rank) => rank.rank === page.raw.stats.rank)),
     allRanks: false,
@@ -23,9 +46,13 @@ function start(): void {
     hits: null,
     selection: null,
     view: "timeline",
+    ...kept(page),
   });
   const timeline = new Timeline(page, store);
+  const overview = new Overview(page, store, timeline.axis);
+  timeline.moved = () => overview.draw();
   const packing = page.raw.packing.length ? new PackingView(page, store) : null;
+  const explain = page.raw.explained.kinds.length ? new ExplainView(page, store) : null;
   const panel = new Panel(page, store, { show: (from, to) => timeline.axis.show(from, to) });
   const next = nextMatch(page, store, timeline);
   const header = makeHeader(page, store, {
@@ -35,19 +62,20 @@ function start(): void {
       packing?.redraw();
     },
   });
-  const first = h("div", { class: "work" }, timeline.element, panel.element);
-  root.append(header.element, first, ...(packing ? [packing.element] : []));
+  const first = h("div", { class: "work" }, h("div", { class: "lanes" }, overview.element, timeline.element), panel.element);
+  root.append(header.element, first, ...(packing ? [packing.element] : []), ...(explain ? [explain.element] : []));
 
   const toStep = (): void => timeline.axis.around(...page.ranks[store.now.rank].interval(store.now.step), 0.01);
   const showView = (): void => {
     first.hidden = store.now.view !== "timeline";
     if (packing) packing.element.hidden = store.now.view !== "packing";
+    if (explain) explain.element.hidden = store.now.view !== "explain";
   };
   store.watch((change) => {
     if ("step" in change) toStep();
     if ("view" in change) showView();
   });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => timeline.layout());
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => timeline.layout(), { signal });
   listenToKeys({
     pan: (pixels) => timeline.axis.pan(pixels),
     zoomBy: (factor) => timeline.axis.zoomBy(factor, timeline.pointer),
@@ -62,18 +90,25 @@ function start(): void {
         store.set({ selection: null, query: "", hits: null });
       },
     },
-  });
+  }, signal);
   showView();
   timeline.layout();
   toStep();
-  requestAnimationFrame(() => {
-    document.documentElement.dataset["ready"] = String(Math.round(performance.now()));
-  });
+  return {
+    page,
+    looking: store.now,
+    visible: () => timeline.axis.domain,
+    look: (from, to) => timeline.axis.show(from, to),
+    close: () => {
+      ended.abort();
+      root.replaceChildren();
+    },
+  };
 }
 
 function focus(page: Page, store: Store, timeline: Timeline): void {
   const { selection } = store.now;
-  if (!selection) return;
+  if (!selection || selection.kind === "instant") return;
   const rank = page.ranks[selection.rank];
   if (selection.kind === "span") {
     const row = rank.rows[selection.row];

@@ -1,14 +1,17 @@
-// Draws bytes in one tier over time, stacked by layer. Each pixel column shows the instant of its largest total, so a
+// Draws bytes in one tier over time, stacked by layer; on the device with weights, gradients, optimizer state and the rest,
+// so that the top is all that the device held. The peak of the chosen step is marked. Each pixel column shows the instant of its largest total, so a
 // peak is never averaged away; columns are written as pixels, which costs the same at any number of layers.
 
 import { scaleLinear } from "d3-scale";
 import { line, curveStepAfter } from "d3-shape";
-import { above, type PeakFigures, type TierSeries } from "./data";
+import { above, type Page, type PeakFigures, type TierSeries } from "./data";
 import { bytes } from "./format";
 import type { Pen } from "./lanes";
+import { bandColour } from "./band_colours";
 import { channels, layerColour } from "./theme";
 
-const HEADER = 15; // pixels for the caption
+const LINE = 15; // pixels for a line of the caption
+const RED = "#c0392b";
 const OFF_SCALE = 2.5; // a line above this many peaks would flatten the chart, and is named instead of drawn
 
 // A size drawn as a line across the chart.
@@ -27,21 +30,24 @@ export class MemoryChart {
   private held: Float64Array;
   private readonly counterPeak: number;
 
+  readonly header: number; // pixels for the caption
+
   constructor(readonly tier: string, readonly series: TierSeries) {
+    this.header = series.whole ? 2 * LINE : LINE;
     this.held = new Float64Array(series.layers.length);
     this.counterPeak = series.counterBytes.reduce((a, b) => Math.max(a, b), 0);
   }
 
-  draw(pen: Pen, figures: PeakFigures, y: number, height: number): void {
+  draw(pen: Pen, figures: PeakFigures, y: number, height: number, step: [number, number]): void {
     const { context, left, right, theme } = pen;
     const marks = this.marks(figures, pen);
     const shown = marks.filter((mark) => this.onScale(mark.nbytes));
     const top = this.scaleTop(figures);
-    const scaleY = scaleLinear().domain([0, top]).range([y + height, y + HEADER]);
+    const scaleY = scaleLinear().domain([0, top]).range([y + height, y + this.header]);
     context.fillStyle = theme.band;
-    context.fillRect(left, y + HEADER, right - left, height - HEADER);
-    this.drawStack(pen, y + HEADER, height - HEADER, top);
-    if (this.onScale(this.counterPeak)) this.drawCounters(pen, this.countersIn(pen), scaleY);
+    context.fillRect(left, y + this.header, right - left, height - this.header);
+    this.drawStack(pen, y + this.header, height - this.header, top);
+    if (!this.series.whole && this.onScale(this.counterPeak)) this.drawCounters(pen, this.countersIn(pen), scaleY);
     context.font = "11px system-ui, sans-serif";
     for (const mark of shown) {
       const at = Math.round(scaleY(mark.nbytes)) + 0.5;
@@ -53,7 +59,11 @@ export class MemoryChart {
       context.stroke();
     }
     context.setLineDash([]);
-    this.caption(pen, figures, marks, y);
+    const peak = this.series.whole ? this.series.peakWithin(...step) : null;
+    if (peak) this.drawPeak(pen, peak, scaleY(peak.nbytes));
+    if (peak) context.canvas.dataset["memory"] = String(y + height - 4);
+    this.drawInstants(pen, y, height);
+    this.caption(pen, figures, marks, y, peak);
     this.ticks(pen, top, scaleY);
   }
 
@@ -71,7 +81,7 @@ export class MemoryChart {
 
   // Bytes at the top of the chart: the same at every zoom, so that heights compare.
   scaleTop(figures: PeakFigures): number {
-    const others = [figures.budget_nbytes, figures.predicted_nbytes, this.counterPeak].filter((nbytes) => nbytes !== null);
+    const others = [figures.budget_nbytes, this.series.whole ? null : figures.predicted_nbytes, this.counterPeak].filter((nbytes) => nbytes !== null);
     return Math.max(this.series.peak, ...others.filter((nbytes) => this.onScale(nbytes)), 1) * 1.04;
   }
 
@@ -97,13 +107,50 @@ export class MemoryChart {
     if (figures.budget_nbytes) {
       found.push({ nbytes: figures.budget_nbytes, colour: theme.budget, dash: [], text: `budget ${bytes(figures.budget_nbytes)}` });
     }
-    if (figures.predicted_nbytes) {
+    if (figures.predicted_nbytes && !this.series.whole) { // a prediction of the saved bytes alone
       found.push({ nbytes: figures.predicted_nbytes, colour: theme.plan, dash: [5, 4], text: `plan ${bytes(figures.predicted_nbytes)}` });
     }
     return found;
   }
 
-  private caption(pen: Pen, figures: PeakFigures, marks: Mark[], y: number): void {
+  // The instant that a click near `t` means: the peak of the step where it is within `near`.
+  snap(t: number, near: number, step: [number, number]): number {
+    const peak = this.series.whole ? this.series.peakWithin(...step) : null;
+    return peak && Math.abs(peak.t - t) <= near ? peak.t : t;
+  }
+
+  // A triangle at the peak of the step, above the stack.
+  private drawPeak({ context, scale, left, right, theme }: Pen, peak: { t: number; nbytes: number }, y: number): void {
+    context.canvas.dataset["peak"] = `${peak.t} ${peak.nbytes}`;
+    const x = scale(peak.t);
+    if (x < left || x > right) return;
+    context.fillStyle = theme.text;
+    context.beginPath();
+    context.moveTo(x, y);
+    context.lineTo(x - 5, y - 8);
+    context.lineTo(x + 5, y - 8);
+    context.fill();
+  }
+
+  // Lines across the chart: the chosen instant, and where memory ran out.
+  private drawInstants({ context, scale, left, right, page, rank, looking, theme }: Pen, y: number, height: number): void {
+    const line = (t: number, colour: string, text: string): void => {
+      const x = Math.round(scale(t));
+      if (x < left || x > right) return;
+      context.fillStyle = colour;
+      context.fillRect(x, y + this.header, 1.5, height - this.header);
+      if (!text) return;
+      const width = context.measureText(text).width;
+      context.fillText(text, x + width + 6 > right ? x - width - 4 : x + 5, y + this.header + 7);
+    };
+    const { selection } = looking;
+    const chosen = selection?.kind === "instant" && page.ranks[selection.rank] === rank && page.raw.tiers[selection.tier ?? -1] === this.tier;
+    if (chosen && selection.t !== undefined) line(selection.t, theme.accent, "");
+    if (this.tier !== "device") return;
+    for (const note of rank.notes) if (note.cause === "out-of-memory") line(note.t, RED, "out of memory");
+  }
+
+  private caption(pen: Pen, figures: PeakFigures, marks: Mark[], y: number, peak: { t: number; nbytes: number } | null): void {
     const { context, theme } = pen;
     let x = pen.left + 4;
     const say = (text: string, line: { colour: string; dash: number[] } | null): void => {
@@ -118,11 +165,42 @@ export class MemoryChart {
       x += width + 14;
     };
     const off = (nbytes: number): string => (this.onScale(nbytes) ? "" : " (off the scale)");
-    say(`peak ${bytes(figures.saved_nbytes)} saved by layer`, null);
-    if (figures.measured_nbytes !== null) {
+    say(peak ? `peak ${bytes(peak.nbytes)}` : `peak ${bytes(figures.saved_nbytes)} saved by layer`, null);
+    if (peak) this.legend(pen, peak.t, y + LINE);
+    else if (figures.measured_nbytes !== null) {
       say(`all measured ${bytes(figures.measured_nbytes)}${off(this.counterPeak)}`, { colour: theme.measured, dash: [] });
     }
     for (const mark of marks) say(`${mark.text}${off(mark.nbytes)}`, mark);
+  }
+
+  // The bands' colours, and what each held at the peak.
+  private legend({ context, left, right, page, theme }: Pen, t: number, y: number): void {
+    const { series } = this;
+    series.before(above(series.t, t), this.held);
+    const layersEnd = series.layers.length - series.above;
+    const saved = this.held.slice(series.below, layersEnd).reduce((a, b) => a + b, 0);
+    const parts: [string, number, number][] = [];
+    for (let band = 0; band < series.below; band++) parts.push([page.name(series.layers[band]), this.held[band], band]);
+    parts.push(["saved by layer", saved, Math.floor((series.below + layersEnd - 1) / 2)]);
+    for (let band = layersEnd; band < series.layers.length; band++) parts.push([page.name(series.layers[band]), this.held[band], band]);
+    let x = left + 4;
+    for (const [name, nbytes, band] of parts.sort((a, b) => b[1] - a[1])) {
+      if (!nbytes) continue;
+      const text = `${name} ${bytes(nbytes)}`;
+      const width = context.measureText(text).width;
+      if (x + width + 16 > right) return;
+      context.fillStyle = this.colourOf(page, band);
+      context.fillRect(x, y + 3, 9, 9);
+      context.fillStyle = theme.faint;
+      context.fillText(text, x + 13, y + 7);
+      x += width + 25;
+    }
+  }
+
+  private colourOf(page: Page, place: number): string {
+    const { below, layers, above: over } = this.series;
+    const isLayer = place >= below && place < layers.length - over;
+    return isLayer ? layerColour(page.layers.get(layers[place]) ?? 0, page.layers.size) : bandColour(page.name(layers[place]));
   }
 
   private key({ context }: Pen, x: number, y: number, colour: string, dash: number[]): void {
@@ -228,7 +306,7 @@ export class MemoryChart {
       const layer = page.name(name);
       const matched = looking.hits === null || looking.hits[name] === 1 || (layer !== "" && looking.query.toLowerCase().startsWith(layer.toLowerCase()));
       const chosen = !selected || selected === layer || selected.startsWith(`${layer}.`);
-      const colour = channels(layerColour(place, layers.length));
+      const colour = channels(this.colourOf(page, place));
       const share = matched && chosen ? 1 : 0.3;
       const [red, green, blue] = colour.map((value, i) => Math.round(value * share + background[i] * (1 - share)));
       return (255 << 24) | (blue << 16) | (green << 8) | red;

@@ -1,11 +1,13 @@
 // What the person is looking at: one object, changed in one place, watched by the views.
 
 export interface Selection {
-  kind: "life" | "span" | "stall";
+  kind: "life" | "span" | "stall" | "instant";
   rank: number; // index into page.ranks
   life: number; // -1 for none
   row: number; // of a span: index into rank.rows
   index: number; // of a span or a stall
+  t?: number; // of an instant of a tier's memory
+  tier?: number;
 }
 
 export interface Looking {
@@ -15,7 +17,7 @@ export interface Looking {
   query: string;
   hits: Uint8Array | null; // by name index: 1 where the query matches; null without a query
   selection: Selection | null;
-  view: "timeline" | "packing";
+  view: "timeline" | "packing" | "explain";
 }
 
 export type Change = Partial<Looking>;

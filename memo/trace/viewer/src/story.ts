@@ -3,6 +3,7 @@
 import type { Page, Rank } from "./data";
 import { h, table, type Cell } from "./dom";
 import { bytes, duration, printable, rate } from "./format";
+import { holdersTab } from "./holders";
 import type { Looking, Selection } from "./state";
 
 const MEANING: Record<string, string> = {
@@ -23,8 +24,9 @@ const FOUND: Record<string, string> = {
 export function selectionTab(page: Page, looking: Looking, pick: (selection: Selection) => void): Node[] {
   const { selection } = looking;
   if (!selection) {
-    return [h("p", {}, "Click a block to see it, a copy to see its tensor’s life; double-click to zoom to it."), keys()];
+    return [h("p", {}, "Click a block to see it, a copy to see its tensor’s life, the memory to see what holds it; double-click to zoom to it."), keys()];
   }
+  if (selection.kind === "instant") return holdersTab(page, selection, pick);
   const rank = page.ranks[selection.rank];
   const parts: Node[] = [];
   if (selection.kind === "stall") parts.push(stall(page, rank, selection.index));
@@ -97,6 +99,8 @@ function life(page: Page, rank: Rank, one: number): Node[] {
       ["module", printable(page.name(lives.name[one])) || "not in the trace"],
       ["bytes", bytes(lives.nbytes[one])],
       ["shape", printable(page.name(lives.shape[one])) || "–"],
+      ["operation", printable(page.name(lives.op[one]))],
+      ["saved by", printable(page.name(lives.line[one]), 240)],
       ["went to", page.raw.tiers[lives.tier[one]]],
       ["step", String(lives.step[one])],
       ["id", String(lives.id[one])],

@@ -23,6 +23,7 @@ export class Timeline {
   readonly element: HTMLElement;
   readonly canvas: HTMLCanvasElement;
   readonly axis: TimeAxis;
+  moved: () => void = () => {}; // what else shows the visible interval
   pointer: number | null = null; // x of the mouse above the canvas
   private readonly context: CanvasRenderingContext2D;
   private readonly spacer: HTMLElement;
@@ -112,6 +113,7 @@ export class Timeline {
     const [from, to] = this.axis.domain;
     this.canvas.dataset["from"] = String(from);
     this.canvas.dataset["to"] = String(to);
+    this.moved();
   }
 
   private drawBand(band: Band, y: number): void {
@@ -128,7 +130,7 @@ export class Timeline {
       drawStalls(pen, y, band.height, this.pattern);
     } else if (band.chart) {
       const peak = pen.rank.step(this.store.now.step).peaks.find((one) => one.tier === band.text);
-      if (peak) band.chart.draw(pen, peak, y, band.height);
+      if (peak) band.chart.draw(pen, peak, y, band.height, pen.rank.interval(this.store.now.step));
     }
   }
 
@@ -208,7 +210,14 @@ export class Timeline {
   }
 
   private choose(event: MouseEvent): void {
-    const { hit } = this.at(event);
+    const { x, hit } = this.at(event);
+    if (hit?.band.kind === "memory" && hit.band.chart) {
+      const tier = this.page.raw.tiers.indexOf(hit.band.text);
+      const [at, near] = [this.axis.scale.invert(x), this.axis.scale.invert(x + NEAR) - this.axis.scale.invert(x)];
+      const t = hit.band.chart.snap(at, near, this.page.ranks[hit.band.rank].interval(this.store.now.step));
+      this.store.set({ selection: { kind: "instant", rank: hit.band.rank, t, tier, life: -1, row: -1, index: -1 } });
+      return;
+    }
     if (!hit || hit.index < 0) {
       this.store.set({ selection: null });
       return;
@@ -258,9 +267,9 @@ export class Timeline {
   private describeMemory(band: Band, x: number, y: number): string[] {
     const peak = this.page.ranks[band.rank].step(this.store.now.step).peaks.find((one) => one.tier === band.text);
     if (!band.chart || !peak) return [];
-    const fraction = Math.max(0, (band.y + band.height - y) / (band.height - 15));
+    const fraction = Math.max(0, (band.y + band.height - y) / (band.height - band.chart.header));
     const found = band.chart.at(this.axis.scale.invert(x), fraction, band.chart.scaleTop(peak));
-    const lines = [`${bytes(found.total)} saved in ${band.text}`];
+    const lines = [`${bytes(found.total)} ${band.chart.series.whole ? "in all" : "saved"} in ${band.text}`];
     if (found.layer >= 0) lines.unshift(`${printable(this.page.name(found.layer)) || "unnamed"}: ${bytes(found.nbytes)}`);
     return lines;
   }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memo.cli.batch_sizes import batch_sizes
+from memo.cli.inputs.batch_sizes import batch_sizes
 from memo.cli.main import main
 from memo.cli.train import _config, configure
 from memo.errors import ExitCode, UsageError

@@ -90,3 +90,42 @@ def test_a_file_that_grows_too_large_is_one_line_and_leaves_nothing(command: lis
     assert "cannot write" in done.stderr
     assert "File too large" in done.stderr
     assert sorted(path.name for path in here.iterdir()) == ["given.json", "trace.jsonl"]
+
+
+@pytest.mark.parametrize("command", WRITERS.values(), ids=WRITERS)
+@pytest.mark.parametrize(("name", "reason"), [("absent/out", "No such file"), ("trace.jsonl/out", "Not a directory")])
+def test_a_directory_that_cannot_hold_the_output_is_refused_before_the_work(
+    command: list[str],
+    name: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    worked = []
+    for module, work in (
+        ("pack", "solve"),
+        ("record", "_record"),
+        ("profile", "step_builder"),
+        ("trace", "read_traces"),
+        ("simulate", "simulate"),
+    ):
+        monkeypatch.setattr(f"memo.cli.{module}.{work}", lambda *_, work=work, **__: worked.append(work))
+    monkeypatch.setattr("memo.cli.plan.Request.plan", lambda _: worked.append("plan"))
+    assert main([*command, "-o", name]) == ExitCode.FAILURE
+    assert f"cannot write {name}: {name[:-4]}: {reason}" in capsys.readouterr().err
+    assert not worked
+
+
+@pytest.mark.parametrize(
+    "command", [["pack", STEP, "--plot", "plot.png"], ["trace", "png", "trace.jsonl", "-o", "step.png"]]
+)
+def test_a_missing_matplotlib_is_told_before_the_work(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worked: list[str] = []
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("memo.cli.pack.read_annotated", lambda *_: worked.append("pack"))
+    monkeypatch.setattr("memo.cli.trace.read_traces", lambda *_, **__: worked.append("png"))
+    assert main(command) == ExitCode.FAILURE
+    assert f"{command[-1]}: pictures need matplotlib: pip install 'memo-train[plot]'" in capsys.readouterr().err
+    assert not worked

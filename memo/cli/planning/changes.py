@@ -16,7 +16,7 @@ from memo.mip.activation import fits
 from memo.units import format_bytes, format_tokens
 
 if TYPE_CHECKING:
-    from memo.cli.plan import Request
+    from memo.cli.planning.request import Request
     from memo.mip.activation import DeviceMemory, DoesNotFit
 
 __all__ = ["changes_that_fit", "explain_misfit"]
@@ -25,15 +25,15 @@ MOST_TIMES = 64
 """Times as many GPUs, or parts of the sequence, that are tried."""
 
 
-def explain_misfit(request: Request, misfit: DoesNotFit, *, as_json: bool) -> DoesNotFit:
+def explain_misfit(request: Request, misfit: DoesNotFit, changes: list[str], *, as_json: bool) -> DoesNotFit:
     """Prints a GPU's memory under the plan that lacks least, and returns the error that says what to change.
 
     Args:
         request: the request.
         misfit: what planning it raised.
+        changes: flags that each make a plan fit.
         as_json: print one object instead of the table.
     """
-    changes = changes_that_fit(request, misfit)
     error = misfit.with_message(_message(request, misfit, changes))
     if as_json:
         memory = memory_summary(misfit.problem, misfit.memory)
@@ -143,4 +143,5 @@ def _largest(memory: DeviceMemory, budget: int) -> str:
     largest, nbytes = use_name(use), memory.uses[use]
     if static > nbytes:
         largest, nbytes = "weights, gradients and optimizer state", static
-    return f"{format_bytes(memory.nbytes, up=True)} are needed of {given} {instant}, {format_bytes(nbytes)} of them for {largest}"
+    needed = format_bytes(memory.nbytes, up=True)
+    return f"{needed} are needed of {given} {instant}, {format_bytes(nbytes)} of them for {largest}"

@@ -42,7 +42,9 @@ def add_step_options(parser: argparse.ArgumentParser, *, precisions: Sequence[st
         help=f"GPT preset ({', '.join(PRESETS)}), or a model of your own as module:function (default tiny)",
     )
     parser.add_argument(
-        "--variant", choices=("gpt", "llama"), default="gpt", help="architecture of the preset's layers (default gpt)"
+        "--variant",
+        choices=("gpt", "llama"),
+        help="architecture of the preset's layers (default: its own, gpt where it has both)",
     )
     parser.add_argument("--layers", type=int, metavar="N", help="number of layers (default: the preset's)")
     parser.add_argument(
@@ -84,7 +86,7 @@ def step_builder(args: argparse.Namespace, tokens: int, *, needs_loss: bool = Tr
         UsageError: the preset or the function does not exist, or an option does not apply to the user's model.
     """
     if not is_preset(args):
-        if args.layers is not None or args.variant != "gpt":
+        if args.layers is not None or args.variant is not None:
             raise UsageError("--layers and --variant apply to named models only; leave them out")
         from memo.record import load_step
 

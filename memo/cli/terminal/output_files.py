@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
+import importlib.util
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from memo.errors import OutputExists, TraceError, UsageError
+from memo.errors import MemoError, OutputExists, TraceError, UsageError
 from memo.trace import printable
 from memo.units import format_bytes
 
-__all__ = ["atomic_write", "display_name", "file_name", "file_path", "print_written", "refuse_existing"]
+__all__ = [
+    "atomic_write",
+    "display_name",
+    "file_name",
+    "file_path",
+    "print_written",
+    "refuse_existing",
+    "require_matplotlib",
+]
 
 
 def file_name(text: str) -> str:
@@ -43,6 +53,7 @@ def refuse_existing(*paths: str | Path | None, force: bool) -> None:
     Raises:
         OutputExists: a file exists and `force` is False.
         UsageError: a path is a directory.
+        MemoError: its directory does not exist or cannot be written to.
     """
     for path in paths:
         if path is None:
@@ -51,6 +62,31 @@ def refuse_existing(*paths: str | Path | None, force: bool) -> None:
             raise UsageError(f"{display_name(path)} is a directory; name a file")
         if os.path.lexists(path) and not force:
             raise OutputExists(f"{display_name(path)} exists; give -f to overwrite it")
+        _require_directory(Path(path))
+
+
+def require_matplotlib(path: str | Path | None) -> None:
+    """Checks, before the work starts, that a picture can be drawn; None is a picture that was not requested.
+
+    Raises:
+        MemoError: matplotlib is not installed.
+    """
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        raise MemoError(f"{display_name(path)}: pictures need matplotlib: pip install 'memo-train[plot]'")
+
+
+def _require_directory(path: Path) -> None:
+    """Checks that a file can be made beside `path`."""
+    parent = path.parent
+    if not parent.exists():
+        reason = errno.ENOENT
+    elif not parent.is_dir():
+        reason = errno.ENOTDIR
+    elif not os.access(parent, os.W_OK | os.X_OK):
+        reason = errno.EACCES
+    else:
+        return
+    raise MemoError(f"cannot write {display_name(path)}: {display_name(parent)}: {os.strerror(reason)}")
 
 
 @contextlib.contextmanager

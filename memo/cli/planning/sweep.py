@@ -1,32 +1,44 @@
-"""`memo plan --sweep`: plans over a range of sequence lengths or device budgets, as a table and a plot."""
+"""`memo plan --sweep`: plans over a range of sequence lengths, or of budgets of device or host, as a table and a plot."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from memo.cli.output_files import atomic_write, print_written
 from memo.cli.tables.activation import utilisation
 from memo.cli.tables.address import table
+from memo.cli.terminal.output_files import atomic_write, print_written
+from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, Infeasible, MemoError, UsageError
-from memo.mip.activation import ActivationPlan, LayerPlan, device_peak_candidates, free_swap_tokens, predict_stages
+from memo.mip.activation import (
+    ActivationPlan,
+    LayerPlan,
+    device_peak_candidates,
+    fits,
+    free_swap_tokens,
+    predict_stages,
+)
 from memo.mip.inputs import ALL, MATMULS
 from memo.mip.simulate import prove
 from memo.units import format_bytes, format_duration, format_tokens
 
 if TYPE_CHECKING:
-    from memo.cli.plan import Request
+    from memo.cli.planning.request import Request
 
 __all__ = ["Fit", "Point", "Shares", "run_sweep"]
 
-SweepAxis = Literal["seq", "device"]
+SweepAxis = Literal["seq", "device", "host"]
 
 SHORTEST_TOKENS = 8 << 10
-DEVICE_POINTS = 12
+BUDGET_POINTS = 12
+GIB, TIB = 1 << 30, 1 << 40
+CLOSE = 1.25
+"""Ratio of two lengths below which the smaller one has no label on the axis."""
 PLOTS = (".png", ".svg", ".pdf")
 
 
@@ -87,17 +99,25 @@ class Point:
 
     tokens: int
     device_budget_bytes: int
+    host_budget_bytes: int
+    """Of a node."""
     infeasible: str | None = None
     fit: Fit | None = None
 
     @classmethod
     def of(cls, request: Request) -> Point:
         """Plans, checks and simulates one request."""
-        tokens, device = request.layout.tokens, request.budgets.device_bytes
+        budgets = request.budgets
+        here = functools.partial(
+            cls,
+            tokens=request.layout.tokens,
+            device_budget_bytes=budgets.device_bytes,
+            host_budget_bytes=budgets.host_bytes,
+        )
         try:
             plan = request.plan()
         except Infeasible as error:
-            return cls(tokens=tokens, device_budget_bytes=device, infeasible=str(error))
+            return here(infeasible=str(error))
         prove(plan)
         figures = utilisation(plan)
         stage = max(plan.stages, key=lambda stage: stage.microbatch_s)
@@ -112,7 +132,7 @@ class Point:
             peak_disk_bytes=max(stage.peak_disk_bytes for stage in plan.stages),
             shares=Shares.of(plan),
         )
-        return cls(tokens=tokens, device_budget_bytes=device, fit=fit)
+        return here(fit=fit)
 
 
 def run_sweep(request: Request, args: argparse.Namespace) -> ExitCode:
@@ -121,8 +141,9 @@ def run_sweep(request: Request, args: argparse.Namespace) -> ExitCode:
         raise UsageError(f"--plot {args.plot!r}: the name must end in {', '.join(PLOTS)}")
     if args.output is not None:
         raise UsageError("-o writes one plan, and a sweep makes many; leave out -o or --sweep")
-    requests = _lengths(request) if args.sweep == "seq" else _devices(request)
-    points = [Point.of(one) for one in requests]
+    requests = {"seq": _lengths, "device": _devices, "host": _hosts}[args.sweep](request)
+    with WaitingLine("memo plan", f"sweeping over {len(requests)} plans", quiet=args.json):
+        points = [Point.of(one) for one in requests]
     length = free_swap_tokens(request.problem().profile, request.machine, ranks_per_node=request.budgets.ranks_per_node)
     if args.plot is not None:
         with atomic_write(Path(args.plot), force=args.force) as sibling:
@@ -159,8 +180,41 @@ def _devices(request: Request) -> list[Request]:
     least = min(least + least // 1000, most)
     there = max(request.machine.device_bytes, request.budgets.device_bytes)
     most = min(most, there) if there > least else most
-    sizes = [least + (most - least) * point // (DEVICE_POINTS - 1) for point in range(DEVICE_POINTS)]
+    sizes = [least + (most - least) * point // (BUDGET_POINTS - 1) for point in range(BUDGET_POINTS)]
     return [dataclasses.replace(request, budgets=dataclasses.replace(request.budgets, device_bytes=n)) for n in sizes]
+
+
+def _hosts(request: Request) -> list[Request]:
+    """Requests with host budgets of a node from the least that fits to what the request's own plan takes."""
+    most = request.budgets.host_bytes
+    if not most:
+        raise UsageError("--sweep host goes from no host memory to --host, which is 0")
+    try:
+        stages = request.plan().stages
+    except Infeasible:
+        pass
+    else:
+        taken = max(stage.peak_host_bytes for stage in stages) * request.budgets.ranks_per_node
+        most = min(most, taken) or most
+    least = _least_host_bytes(request, most)
+    sizes = [least + (most - least) * point // (BUDGET_POINTS - 1) for point in range(BUDGET_POINTS)]
+    return [dataclasses.replace(request, budgets=dataclasses.replace(request.budgets, host_bytes=n)) for n in sizes]
+
+
+def _least_host_bytes(request: Request, most: int) -> int:
+    """The least host budget that fits, to a hundredth of `most`; 0 where that fits, or nothing does."""
+
+    def does_fit(nbytes: int) -> bool:
+        budgets = dataclasses.replace(request.budgets, host_bytes=nbytes)
+        return fits(dataclasses.replace(request, budgets=budgets).problem(request.tiles[-1]))
+
+    low, high = 0, most
+    if does_fit(low) or not does_fit(high):
+        return 0
+    while high - low > most // 100:
+        middle = (low + high) // 2
+        low, high = (low, middle) if does_fit(middle) else (middle, high)
+    return high
 
 
 def _table(points: Sequence[Point], *, by: SweepAxis) -> str:
@@ -182,7 +236,7 @@ def _table(points: Sequence[Point], *, by: SweepAxis) -> str:
 
 
 def _row(point: Point, *, by: SweepAxis) -> tuple[str, ...]:
-    name = format_tokens(point.tokens) if by == "seq" else format_bytes(point.device_budget_bytes)
+    name = format_tokens(point.tokens) if by == "seq" else format_bytes(_budget(point, by))
     fit = point.fit
     if fit is None:
         return (name, *["-"] * 10, "does not fit")
@@ -199,6 +253,10 @@ def _row(point: Point, *, by: SweepAxis) -> tuple[str, ...]:
     )
 
 
+def _budget(point: Point, by: SweepAxis) -> int:
+    return point.host_budget_bytes if by == "host" else point.device_budget_bytes
+
+
 def _draw(points: Sequence[Point], path: Path, *, by: SweepAxis, crossover: int | None) -> None:
     """Draws utilisation and added time above, the shares of the bytes below."""
     try:
@@ -208,7 +266,9 @@ def _draw(points: Sequence[Point], path: Path, *, by: SweepAxis, crossover: int 
         raise MemoError("pictures need matplotlib: pip install 'memo-train[plot]'") from None
     rcParams["svg.hashsalt"] = "memo"  # the same sweep gives the same file
     answered = [(point, point.fit) for point in points if point.fit is not None]
-    where = [point.tokens if by == "seq" else point.device_budget_bytes / (1 << 30) for point, _ in answered]
+    most = max((_budget(point, by) for point, _ in answered), default=0)
+    unit, unit_name = (TIB, "TiB") if most >= 2 * TIB else (GIB, "GiB")
+    where = [point.tokens if by == "seq" else _budget(point, by) / unit for point, _ in answered]
     fits = [fit for _, fit in answered]
     figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
@@ -218,14 +278,27 @@ def _draw(points: Sequence[Point], path: Path, *, by: SweepAxis, crossover: int 
     added.plot(where, [100 * fit.added for fit in fits], marker="s", color="#d55e00")
     added.set_ylabel("recompute and stalls, % of compute", color="#d55e00")
     _stack(below, where, [fit.shares for fit in fits])
-    below.set_xlabel("tokens of a sequence" if by == "seq" else "device budget, GiB")
     if by == "seq":
-        below.set_xscale("log", base=2)
-        below.set_xticks(where, [format_tokens(round(tokens)) for tokens in where])
+        _length_axis(below, [point.tokens for point, _ in answered])
         if crossover is not None and where and where[0] <= crossover <= where[-1]:
-            above.axvline(crossover, color="#8a8f98", linestyle=":", label=f"full swap is free from {crossover:,}")
-            above.legend(loc="lower right", fontsize=8)
+            label = f"full swap is free from {format_tokens(-(-crossover // 1024) * 1024)}"
+            above.axvline(crossover, color="#8a8f98", linestyle=":", label=label)
+            above.legend(loc="upper left", fontsize=8)
+    else:
+        whose = "host budget of a node" if by == "host" else "device budget of a GPU"
+        below.set_xlabel(f"{whose}, {unit_name}")
+        below.set_xlim(min(where, default=0), max(where, default=1))
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _length_axis(axes: Any, lengths: Sequence[int]) -> None:
+    """Labels an axis of lengths as people write them, 128k or 1m, each length that has room."""
+    axes.set_xlabel("tokens of a sequence")
+    axes.set_xscale("log", base=2)
+    told = [now for now, then in zip(lengths, (*lengths[1:], None), strict=True) if then is None or then / now >= CLOSE]
+    axes.set_xticks(told, [format_tokens(tokens) for tokens in told])
+    axes.set_xticks([], minor=True)
+    axes.set_xlim(min(lengths, default=1), max(lengths, default=2))
 
 
 def _stack(axes: Any, where: Sequence[float], shares: Sequence[Shares]) -> None:

@@ -1,0 +1,109 @@
+"""`memo explain-oom`: says in three sentences what held a device's memory when it ran out, and what to change."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from memo.cli.tables.address import table
+from memo.errors import ExitCode, TraceError, UsageError
+from memo.out_of_memory import (
+    Answer,
+    HeldMemory,
+    explain_memory,
+    held_in_snapshot,
+    held_in_trace,
+    read_snapshot,
+)
+from memo.trace import build_report, printable, read_traces
+from memo.units import format_bytes
+
+__all__ = ["configure", "run"]
+
+_EPILOG = """\
+examples:
+  memo explain-oom trace.rank0.jsonl
+  memo explain-oom snapshot.pickle --json
+
+A snapshot is what torch.cuda.memory._dump_snapshot writes after torch.cuda.memory._record_memory_history(). Only plain data
+is read from it.
+"""
+_PLANS = {
+    "memo-plan": "an address plan; use memo show",
+    "memo-activation-plan": "an activation plan; use memo show",
+    "memo-profile": "a profile; use memo plan --profile",
+    "memo-trace-stats": "the figures of a trace; give the trace itself",
+}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `memo explain-oom`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    parser.add_argument("file", metavar="TRACE|SNAPSHOT", help="trace of a run, or snapshot of torch's CUDA memory")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="step of a trace (default: that of the error or the peak)"
+    )
+    parser.add_argument("--device", type=int, metavar="N", help="device of a snapshot (default: that of the error)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of sentences and a table")
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Prints the answer."""
+    answer = explain_memory(_held(args))
+    if args.json:
+        print(json.dumps({"format": "memo-explain-oom", "version": 1, "file": args.file, **answer.to_json()}))
+        return ExitCode.OK
+    print("\n".join(answer.sentences))
+    print(f"\n{_holders(answer)}")
+    return ExitCode.OK
+
+
+def _held(args: argparse.Namespace) -> HeldMemory:
+    path = Path(args.file)
+    if _is_pickle(path):
+        if args.step is not None:
+            raise UsageError("--step chooses a step of a trace, and this is a snapshot; leave it out")
+        return held_in_snapshot(read_snapshot(path), device=args.device)
+    if args.device is not None:
+        raise UsageError("--device chooses a device of a snapshot, and this is no snapshot; leave it out")
+    return held_in_trace(build_report(read_traces([args.file])).ranks[0], step=args.step)
+
+
+def _is_pickle(path: Path) -> bool:
+    """True for a pickle; False for what may be a trace.
+
+    Raises:
+        TraceError: the file cannot be read, or is a file of memo's that is no trace.
+    """
+    try:
+        with path.open("rb") as file:
+            start = file.read(4096)
+    except OSError as error:
+        raise TraceError(f"cannot read {_shown(path)}: {error.strerror}") from None
+    if start[:1] == b"\x80":
+        return True
+    for name, what in _PLANS.items():
+        if f'"{name}"'.encode() in start:
+            raise UsageError(f"{_shown(path)} is {what}")
+    return False
+
+
+def _shown(path: Path) -> str:
+    """The path for a message."""
+    return repr(printable(str(path)))
+
+
+def _holders(answer: Answer) -> str:
+    rows = [
+        (
+            format_bytes(one.nbytes),
+            printable(one.what if one.what != "saved" or not one.op else f"saved, {one.op}"),
+            printable(one.name or "-"),
+            f"{'×'.join(map(str, one.shape))} {one.dtype or ''}".strip() if one.shape is not None else "-",
+            printable(one.line or "-", limit=120),
+        )
+        for one in answer.held.holders
+    ]
+    return table(("bytes", "what", "layer or parameter", "shape", "Python lines"), rows)

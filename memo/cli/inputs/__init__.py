@@ -1,0 +1,1 @@
+"""What flags of several commands name: the model, the step, its sequences."""

@@ -1,0 +1,120 @@
+"""The model that `memo plan` plans: a preset, a published model, or a configuration of Hugging Face's transformers.
+
+Owns the flags that name and shape it. torch and transformers are imported only for a model that is no preset of memo's GPT.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from memo.errors import UsageError
+from memo.gpt import PRESETS, GPTConfig, Precision, Variant, preset, preset_name
+from memo.hugging_face import PUBLISHED, names_configuration, published_name
+
+if TYPE_CHECKING:
+    from memo.hugging_face import HuggingFaceModel
+
+__all__ = ["SHAPE_FLAGS", "add_model_flags", "planned_model"]
+
+_SHAPE = {
+    "layers": "layers",
+    "hidden": "hidden size",
+    "heads": "attention heads",
+    "kv-heads": "key/value heads",
+    "ffn": "inner width of the MLP",
+    "vocab": "vocabulary",
+}
+SHAPE_FLAGS = tuple(_SHAPE)
+"""Flags without the dashes that change a named model's shape."""
+_FIELDS = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv-heads": "num_key_value_heads",
+    "ffn": "intermediate_size",
+    "vocab": "vocab_size",
+}
+"""Names of the flags' numbers in a configuration of transformers."""
+_WITHOUT_LOGITS = "without-logits"
+
+
+def add_model_flags(group: argparse._ArgumentGroup) -> None:
+    """Adds --model and what shapes a model."""
+    group.add_argument(
+        "--model",
+        metavar="NAME|PATH",
+        help=f"model by name: {', '.join((*PRESETS, *PUBLISHED))}; or a config.json of Hugging Face's transformers, or a "
+        "folder with one",
+    )
+    group.add_argument(
+        "--variant",
+        choices=get_args(Variant),
+        help="architecture of the layers of a size alone, such as 7b (default gpt)",
+    )
+    group.add_argument(
+        "--precision",
+        choices=[str(p) for p in Precision],
+        default=str(Precision.BF16),
+        help="number format of a named model (default bf16; note that memo train uses bf16-autocast on a GPU)",
+    )
+    group.add_argument(
+        "--loss",
+        choices=("model", _WITHOUT_LOGITS),
+        help="loss of a model of transformers: its own, with all logits in float32, or memo.loss_without_logits (default "
+        "model; sizes of memo's GPT have no logits in memory)",
+    )
+    for name, words in _SHAPE.items():
+        group.add_argument(f"--{name}", type=int, metavar="N", help=f"{words} of a named model (default: the model's)")
+
+
+def planned_model(args: argparse.Namespace) -> GPTConfig | HuggingFaceModel:
+    """The model that the flags name.
+
+    Raises:
+        UsageError: no model has this name, there is no such file, transformers cannot build it, or a flag does not apply.
+    """
+    name: str = args.model
+    shape = {flag: getattr(args, flag.replace("-", "_")) for flag in SHAPE_FLAGS}
+    known = preset_name(name)
+    if known is not None and not Path(name).exists():
+        if args.loss == "model":
+            raise UsageError(f"--loss model: {name} is memo's GPT, whose loss has no logits in memory")
+        sizes = {flag.replace("-", "_"): size for flag, size in shape.items() if flag != "vocab"}
+        return preset(known, variant=args.variant, vocab_size=shape["vocab"], **sizes)
+    if args.variant is not None:
+        raise UsageError("--variant applies to sizes of memo's GPT only; leave it out")
+    return _of_transformers(name, args, {flag: size for flag, size in shape.items() if size is not None})
+
+
+def _of_transformers(name: str, args: argparse.Namespace, shape: Mapping[str, int]) -> HuggingFaceModel:
+    published = None if Path(name).exists() else published_name(name)
+    if published is None and not names_configuration(name):
+        raise UsageError(
+            f"unknown model {name!r}; choose one of {', '.join((*PRESETS, *PUBLISHED))}, or give the path of a config.json"
+        )
+    if published is None and not Path(name).exists() and not name.endswith(".json"):
+        raise UsageError(
+            f"{name}: no such file or folder; nothing is fetched: download its config.json and give the path"
+        )
+    from memo.hugging_face import HuggingFaceModel, configuration_from
+
+    config = configuration_from(name if published is None else PUBLISHED[published].config, name=name)
+    _reshape(config.get_text_config(), shape, name)
+    return HuggingFaceModel(
+        config, name=name, precision=Precision(args.precision), without_logits=args.loss == _WITHOUT_LOGITS
+    )
+
+
+def _reshape(config: Any, shape: Mapping[str, int], name: str) -> None:
+    for flag, size in shape.items():
+        if size < 1:
+            raise UsageError(f"--{flag} {size} is less than 1")
+        if not isinstance(getattr(config, _FIELDS[flag], None), int):
+            raise UsageError(f"--{flag}: the configuration of {name} has no {_FIELDS[flag]}; change the file")
+        setattr(config, _FIELDS[flag], size)
+    types = getattr(config, "layer_types", None)
+    if "layers" in shape and types:
+        config.layer_types = [types[index % len(types)] for index in range(shape["layers"])]

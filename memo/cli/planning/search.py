@@ -1,0 +1,171 @@
+"""`memo plan --max-seq` and `--gpus auto`: the longest sequence that fits, and the fewest GPUs that do.
+
+Both ask the planner itself, many times. A length fits if some plan of it keeps the budgets; longer sequences need no less
+memory, so the longest one is found by bisection, and the next one is planned, too, to say what it lacks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from memo.cli.planning.request import TILE_TOKENS
+from memo.errors import Infeasible, UsageError
+from memo.mip.activation import fits
+from memo.units import format_bytes, format_tokens
+
+if TYPE_CHECKING:
+    from memo.cli.planning.request import Request
+
+__all__ = ["Longest", "describe_longest", "fewest_gpus", "longest_sequence"]
+
+MOST_TOKENS = 1 << 30
+LONGER = 1.25
+"""Factor by which a change that is proposed must lengthen the sequence."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Longest:
+    """Result of the search for the longest sequence."""
+
+    request: Request
+    """Of the longest sequence that fits."""
+    tile: int
+    """Tokens by which lengths differ."""
+    binds: str | None
+    """Why the next length does not fit; None where the search ended first."""
+    proposal: str | None
+    """A change of the command that lengthens the sequence by a quarter or more; None where none was found."""
+
+
+def longest_sequence(request: Request) -> Longest:
+    """Finds the longest sequence that fits, in multiples of TILE_TOKENS tokens for each context-parallel rank.
+
+    Raises:
+        Infeasible: not even one tile fits; the message says what it lacks.
+    """
+    tile = TILE_TOKENS * request.layout.cp
+
+    def does_fit(tiles: int) -> bool:
+        return _fits(_of_length(request, tiles * tile))
+
+    if not does_fit(1):
+        _of_length(request, tile).plan()  # raises
+    low, high = 1, 2
+    while does_fit(high):
+        low, high = high, 2 * high
+        if low * tile >= MOST_TOKENS:
+            return Longest(request=_of_length(request, low * tile), tile=tile, binds=None, proposal=None)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if does_fit(middle) else (low, middle)
+    longest = _of_length(request, low * tile)
+    return Longest(
+        request=longest,
+        tile=tile,
+        binds=_lacks(_of_length(request, high * tile)),
+        proposal=_proposal(request, tokens=max(high, round(LONGER * low)) * tile),
+    )
+
+
+def fewest_gpus(request_of: Callable[[int], Request], *, step: int, gpus_per_node: int) -> tuple[Request, list[int]]:
+    """Finds the fewest GPUs that some plan fits.
+
+    Args:
+        request_of: returns the request with so many GPUs.
+        step: tp x cp x pp, which divides the number of GPUs.
+        gpus_per_node: GPUs of a node; beyond one, whole nodes are tried.
+
+    Returns:
+        The request, and the numbers of GPUs that do not fit.
+
+    Raises:
+        Infeasible: no number that was tried fits.
+    """
+    tried: list[int] = []
+    for gpus in _counts(step, gpus_per_node):
+        request = request_of(gpus)
+        if _fits(request):
+            return request, tried
+        tried.append(gpus)
+    named = ", ".join(map(str, tried))
+    raise Infeasible(f"no number of GPUs that was tried fits ({named}); with {tried[-1]}: {_lacks(request)}")
+
+
+def _counts(step: int, gpus_per_node: int) -> Iterator[int]:
+    """1, 2, 4, 8 and so on in one node, then whole nodes: those that `step` divides."""
+    counts = [1 << power for power in range(20) if 1 << power < gpus_per_node] + [gpus_per_node]
+    nodes = [nodes * gpus_per_node for nodes in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)]
+    found = sorted({gpus for gpus in (step, *counts, *nodes) if gpus >= step and gpus % step == 0})
+    yield from found
+
+
+def _of_length(request: Request, tokens: int) -> Request:
+    return dataclasses.replace(request, layout=dataclasses.replace(request.layout, tokens=tokens))
+
+
+def _fits(request: Request) -> bool:
+    """Whether some plan fits. The most tiles need least memory."""
+    return fits(request.problem(request.tiles[-1]))
+
+
+def _lacks(request: Request) -> str:
+    """What a request that does not fit lacks."""
+    tiles = request.tiles[-1:]
+    try:
+        dataclasses.replace(request, tiles=tiles).plan()
+    except Infeasible as error:
+        return str(error)
+    return "no plan fits"
+
+
+def _proposal(request: Request, *, tokens: int) -> str | None:
+    """The first of a few changes with which a longer sequence fits."""
+    for words, changed in _changes(request):
+        try:
+            if _fits(_of_length(changed, tokens)):
+                return words
+        except UsageError:  # the layout does not divide the model
+            continue
+    return None
+
+
+def _changes(request: Request) -> Iterator[tuple[str, Request]]:
+    """Changes of a command, from the cheapest on."""
+    layout, budgets = request.layout, request.budgets
+    without_logits = request.without_logits()
+    if without_logits is not None:
+        yield "--loss without-logits, which is memo.loss_without_logits(model)", without_logits
+    if request.profile is None and request.zero < 3 and layout.gpus > 1:
+        yield "--zero 3", dataclasses.replace(request, zero=3)
+    if request.profile is None and not request.optimizer_offload:
+        yield "--optimizer-offload", dataclasses.replace(request, optimizer_offload=True)
+    more = dataclasses.replace(budgets, host_bytes=2 * budgets.host_bytes)
+    if budgets.host_bytes:
+        yield f"--host {format_bytes(more.host_bytes).replace(' ', '')}", dataclasses.replace(request, budgets=more)
+    if request.profile is None:
+        wider = dataclasses.replace(layout, gpus=2 * layout.gpus)
+        node = dataclasses.replace(
+            budgets, ranks_per_node=min(2 * budgets.ranks_per_node, request.machine.gpus_per_node)
+        )
+        doubled = dataclasses.replace(request, layout=wider, budgets=node)
+        yield f"--gpus {wider.gpus}", doubled
+        split = dataclasses.replace(wider, cp=2 * layout.cp)
+        yield f"--gpus {wider.gpus} --cp {split.cp}", dataclasses.replace(doubled, layout=split)
+
+
+def describe_longest(found: Longest) -> str:
+    """Two or three sentences: the length, what binds, what would lengthen it."""
+    tokens = found.request.layout.tokens
+    lines = [f"longest sequence that fits: {format_tokens(tokens)} tokens ({tokens:,}), in steps of {found.tile:,}"]
+    if found.binds is None:
+        lines.append("longer ones were not tried")
+    else:
+        lines.append(f"{found.tile:,} tokens more do not fit: {found.binds}")
+        lines.append(
+            "none of a few changes of the command lengthens it by a quarter"
+            if found.proposal is None
+            else f"a quarter longer or more: {found.proposal}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,97 @@
+"""Predicted seconds of a step's kernels, counted operator by operator as it runs on tensors without bytes.
+
+Owns where an operator's time counts: in a layer's forward or backward, or at one of the ends. What a kernel takes follows
+from its shapes and the machine's rates: a product its FLOPs, anything else its bytes, whichever takes longer.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memo.allocator import AllocationSite
+from memo.gpt.arithmetic import KernelTimes
+from memo.swap import is_attention, work_of
+
+__all__ = ["EMBEDDING", "HEAD", "KernelClock", "Spent"]
+
+EMBEDDING, HEAD = "embedding", "head"
+_ATEN = torch.ops.aten
+_PRODUCTS = frozenset(
+    getattr(_ATEN, name)
+    for name in ("mm", "bmm", "addmm", "baddbmm", "linear", "_grouped_mm", "convolution", "convolution_backward")
+    if hasattr(_ATEN, name)
+)
+MOST_OPERATORS = 30_000
+"""Of one forward and backward of a few layers; more are a loop over tokens."""
+
+
+@dataclasses.dataclass(slots=True)
+class Spent:
+    """What one pass of a layer or an end does."""
+
+    operators: int = 0
+    seconds: float = 0.0
+    """Without attention's kernel."""
+    product_flops: float = 0.0
+    attention_flops: float = 0.0
+    """Of fused attention, causal where it is."""
+    attention_s: float = 0.0
+
+
+class TooManyOperators(Exception):
+    """The step has more operators than it is worth to count."""
+
+
+class KernelClock(TorchDispatchMode):
+    """Counts while it is entered. `AllocationSites` tells it which layer runs.
+
+    Args:
+        times: seconds of kernels on the machine.
+    """
+
+    def __init__(self, times: KernelTimes) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.site = AllocationSite()
+        self.spent: dict[str, Spent] = collections.defaultdict(Spent)
+        """By `LAYER.forward`, `LAYER.backward`, and the same of the ends."""
+        self._times = times
+        self._between = EMBEDDING
+        self._phase = "forward"
+        self._operators = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self._operators += 1
+        if self._operators > MOST_OPERATORS:
+            raise TooManyOperators
+        self._count(self.spent[self._place()], func, args, kwargs, out)
+        return out
+
+    def _place(self) -> str:
+        site = self.site
+        if site.phase != self._phase:
+            self._phase, self._between = site.phase, HEAD
+        if site.group:
+            self._between = HEAD if self._phase == "forward" else EMBEDDING
+            return site.group
+        return f"{self._between}.{self._phase}"
+
+    def _count(self, spent: Spent, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        spent.operators += 1
+        name = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func)
+        if "attention" in name and "backward" in name:
+            return  # follows from the forward
+        work = work_of(func, args, kwargs, out)
+        if is_attention(func):
+            spent.attention_flops += work.flops
+            spent.attention_s += self._times.attention_s(work.flops)
+            return
+        flops = work.flops if getattr(func, "overloadpacket", None) in _PRODUCTS else 0
+        spent.product_flops += flops
+        spent.seconds += max(self._times.products_s(flops), self._times.passes_s(work.nbytes))

@@ -1,0 +1,413 @@
+"""A model of Hugging Face's transformers as the planner reads it: profiles of it for any length, machine and layout.
+
+Owns the profile: bytes and work that were recorded on one rank, the machine's rates, and the collectives of sharded weights
+and of context parallelism. A step is recorded once for each length; what layouts change is arithmetic.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+
+from memo.errors import UsageError
+from memo.gpt import Precision
+from memo.gpt.arithmetic import (
+    ADAM_FP32,
+    ADAM_PURE,
+    KernelRates,
+    KernelTimes,
+    Layout,
+    Recompute,
+    Training,
+    WeightExchange,
+)
+from memo.hugging_face.configuration import language_part
+from memo.hugging_face.fused_attention import NAME as FUSED
+from memo.hugging_face.layer_kinds import LayerKind, ShortModel, short_model
+from memo.hugging_face.recorded_step import RecordedEnd, RecordedLayer, RecordedStep, recorded_step
+from memo.mip.inputs import (
+    ALL,
+    ATTENTION,
+    Collectives,
+    EndProfile,
+    Hardware,
+    LayerProfile,
+    PointProfile,
+    Profile,
+    Role,
+    Signature,
+    StaticBytes,
+)
+from memo.swap import comparing_nbytes
+
+__all__ = ["HuggingFaceModel"]
+
+_DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
+_STATES = {Precision.BF16: ADAM_PURE, Precision.FP32: ADAM_FP32}
+# Attention's backward makes five products of the scores' size where forward makes two (Dao et al. 2022).
+_ATTENTION_BACKWARD = 2.5
+_MOST_LINK_SHARE = 0.5
+
+
+class HuggingFaceModel:
+    """A model by its configuration.
+
+    Args:
+        config: configuration of transformers; it is changed.
+        name: for error messages and profiles.
+        precision: number format of weights and arithmetic: `bf16` or `fp32`.
+        without_logits: whether the loss is that of `memo.loss_without_logits`.
+
+    Raises:
+        UsageError: transformers cannot build it without memory, or it has another precision.
+    """
+
+    def __init__(
+        self, config: Any, *, name: str, precision: Precision = Precision.BF16, without_logits: bool = False
+    ) -> None:
+        if precision not in _DTYPES:
+            raise UsageError(f"{name}: a configuration is planned in bf16 or fp32, not in {precision}")
+        self.name = name
+        self._precision = precision
+        self._without_logits = without_logits
+        self._whole, config = config, language_part(config)
+        self._config = config
+        self._short: ShortModel = short_model(config, name=name, dtype=_DTYPES[precision])
+        self._recorded: dict[tuple[Hardware, int, int], RecordedStep] = {}
+
+    def with_loss_without_logits(self) -> HuggingFaceModel | None:
+        """The same model with the loss of `memo.loss_without_logits`; None where it has that loss, or none else."""
+        if self._without_logits or not self._short.projection_parameters:
+            return None
+        other = copy.copy(self)
+        other._without_logits, other._recorded = True, {}
+        return other
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the whole model."""
+        by_name = {kind.name: kind.parameters for kind in self._short.kinds}
+        inside = sum(by_name[name] for name in self._short.layers)
+        return inside + self._short.embedding_parameters + self._short.head_parameters
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a plan of the model assumes, in sentences without a full stop."""
+        found = []
+        if not self._without_logits and self._short.projection_parameters:
+            found.append("the loss is the model's own, with all logits in memory (--loss without-logits is another)")
+        if self._short.attention != FUSED:
+            found.append(
+                f"attention is transformers' {self._short.attention!r}, with the masks and scores that it makes"
+            )
+        if self._whole is not self._config:
+            found.append("the language model alone is planned")
+        for name in sorted({name for step in self._recorded.values() for name in step.idle}):
+            found.append(f"the {name}s do not run in a step on text, and count as parameters")
+        for name in sorted({name for step in self._recorded.values() for name in step.slow}):
+            found.append(f"{name} runs operator by operator, as it does where the package of its kernels is missing")
+        if _has_experts(self._config):
+            found.append("each expert gets as many tokens as the others")
+        return tuple(found)
+
+    def recorded(self, machine: Hardware, *, tokens: int, batch: int) -> RecordedStep:
+        """The step of one rank with so many tokens in each sequence.
+
+        Raises:
+            UsageError: the model's code cannot run without data.
+        """
+        key = (machine, tokens, batch)
+        if key not in self._recorded:
+            times = KernelTimes(machine, KernelRates.of(machine))
+            self._recorded[key] = recorded_step(
+                self._short,
+                name=self.name,
+                tokens=tokens,
+                batch=batch,
+                times=times,
+                without_logits=self._without_logits,
+            )
+        return self._recorded[key]
+
+    def profile(
+        self,
+        machine: Hardware,
+        layout: Layout,
+        *,
+        accumulate: int = 1,
+        zero: int = 3,
+        optimizer_offload: bool = False,
+        recompute: Recompute | None = None,
+        name: str | None = None,
+    ) -> Profile:
+        """Profile of one rank's microbatch.
+
+        Args:
+            machine: rates and memories of the machine.
+            layout: size of the step and its parallelism; tensor parallelism is refused.
+            accumulate: microbatches in a step.
+            zero: what is sharded over data-parallel ranks, as `Training.zero`.
+            optimizer_offload: whether optimizer state and its step are on the host.
+            recompute: a fixed method for every layer, instead of points to plan with.
+            name: in the profile; None is the model's.
+
+        Raises:
+            UsageError: the layout does not divide the model, or its code cannot run without data.
+        """
+        self._check(layout)
+        training = Training(
+            states=_STATES[self._precision],
+            zero=zero,
+            gathered_bytes=_STATES[self._precision].weight,
+            optimizer_offload=optimizer_offload,
+            reduces_once=True,
+            accumulates=accumulate > 1,
+            whole_in_step=layout.pp > 1,
+            recompute=recompute or Recompute.NONE,
+        )
+        tokens = layout.tokens // layout.cp
+        step = self.recorded(machine, tokens=tokens, batch=layout.batch)
+        of_rank = _Rank(self._short, step, machine, layout, training)
+        classes = tuple(of_rank.layer(kind, recompute) for kind in self._short.kinds if kind.name not in step.idle)
+        flops = of_rank.model_flops()
+        return Profile(
+            signature=Signature(
+                model=name or self.name,
+                batch=layout.batch,
+                tokens=layout.tokens,
+                dtype=str(self._precision),
+                cp=layout.cp,
+                pp=layout.pp,
+            ),
+            role=Role.DERIVED,
+            classes=classes,
+            layers=of_rank.layers,
+            embedding=of_rank.embedding(),
+            head=of_rank.head(),
+            optimizer_s=of_rank.update_bytes() / machine.hbm_bytes_per_s,
+            optimizer_exchange_s=of_rank.exchange.update_s(of_rank.stage_parameters),
+            send_s=of_rank.send_s(),
+            link_share=of_rank.link_share(classes, accumulate),
+            model_flops_causal_per_token=flops[0],
+            model_flops_full_per_token=flops[1],
+        )
+
+    def _check(self, layout: Layout) -> None:
+        if layout.tp > 1:
+            raise UsageError(
+                f"--tp {layout.tp}: {self.name} is not divided by tensors; use --zero 3, which shards its weights, or --cp, "
+                "which divides its tokens, or --pp"
+            )
+        if len(self._short.layers) < layout.pp:
+            raise UsageError(
+                f"{len(self._short.layers)} layers do not make {layout.pp} pipeline stages; use a smaller pp"
+            )
+        heads = int(getattr(self._config.get_text_config(), "num_attention_heads", 0) or 0)
+        if layout.cp > 1 and (not heads or heads % layout.cp):
+            raise UsageError(f"cp {layout.cp} does not divide {heads} attention heads")
+        if layout.tokens % layout.cp:
+            raise UsageError(f"cp {layout.cp} does not divide {layout.tokens} tokens")
+        if layout.cp > 1 and self._short.attention != FUSED:
+            raise UsageError(f"--cp {layout.cp}: the attention of {self.name} is its own, and cannot exchange heads")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rank:
+    """One rank of a layout."""
+
+    short: ShortModel
+    step: RecordedStep
+    machine: Hardware
+    layout: Layout
+    training: Training
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The kind of each layer that runs."""
+        return tuple(name for name in self.short.layers if name not in self.step.idle)
+
+    @property
+    def _embedding_parameters(self) -> int:
+        """With those of layers that do not run."""
+        idle = sum(
+            kind.parameters * self.short.layers.count(kind.name)
+            for kind in self.short.kinds
+            if kind.name in self.step.idle
+        )
+        return self.short.embedding_parameters + idle
+
+    @property
+    def exchange(self) -> WeightExchange:
+        """Collectives over weights."""
+        return WeightExchange(self.machine, self.layout, self.training)
+
+    @property
+    def stage_parameters(self) -> int:
+        """Of the largest stage, taken as its share of the layers and the larger end."""
+        by_name = {kind.name: kind.parameters for kind in self.short.kinds}
+        stages = self.layout.pp
+        inside = sum(by_name[name] for name in self.layers)
+        ends = (self._embedding_parameters, self._head_parameters)
+        return -(-inside // stages) + (sum(ends) if stages == 1 else max(ends))
+
+    @property
+    def _head_parameters(self) -> int:
+        """With a copy of a tied table, where the ends are on two stages."""
+        copied = self.short.projection_parameters if self.short.is_tied and self.layout.pp > 1 else 0
+        return self.short.head_parameters + copied
+
+    def update_bytes(self) -> float:
+        """Bytes that the optimizer reads and writes on the device."""
+        training = self.training
+        shards = self.exchange.shards if training.zero else 1
+        return 0.0 if training.optimizer_offload else training.states.passes * self.stage_parameters / shards
+
+    def _gathered(self, parameters: float) -> float:
+        gathers = self.exchange.gathers_each_pass and self.exchange.shards > 1
+        return self.training.gathered_bytes * parameters if gathers else 0.0
+
+    def _static(self, parameters: float) -> StaticBytes:
+        return self.training.static_bytes(parameters, self.exchange.shards)
+
+    def _end_static(self, parameters: float) -> StaticBytes:
+        """FSDP has the ends' weights whole from forward to backward, and their gradients until it reduces them, last."""
+        gathered, gradients = self._gathered(parameters), 0.0
+        if gathered and not self.training.accumulates:
+            gradients = self.training.states.gradient * parameters
+        return self._static(parameters) + StaticBytes(gathered=round(gathered), gradients=round(gradients))
+
+    def layer(self, kind: LayerKind, recompute: Recompute | None) -> LayerProfile:
+        """A kind's profile."""
+        own, parameters = self.step.layers[kind.name], kind.parameters
+        context_s = self._context_s(own)
+        gathered = self._gathered(parameters)
+        # Heads are exchanged for tokens: a rank's heads see all tokens, cp times those that were recorded.
+        attention_s, attention_flops = (self.layout.cp * amount for amount in (own.attention_s, own.attention_flops))
+        forward_s = own.forward.seconds + attention_s + context_s
+        largest = max(own.storages, default=0)
+        saved = own.always_nbytes + own.points[0].saved_bytes
+        profile = LayerProfile(
+            name=kind.name,
+            always_bytes=own.always_nbytes,
+            other_bytes=max(own.saved_nbytes - saved, 0),
+            points=tuple(self._point(point, own) for point in own.points),
+            divisible=own.costs is None or own.costs.divisible,
+            piece_s=0.0 if own.costs is None else own.costs.piece_s,
+            forward_s=forward_s,
+            backward_s=own.backward.seconds + _ATTENTION_BACKWARD * attention_s + context_s,
+            forward_flops=own.forward.product_flops + attention_flops,
+            backward_flops=own.backward.product_flops + 2 * attention_flops,
+            attention_flops=attention_flops,
+            attention_s=attention_s,
+            forward_exchange_s=context_s,
+            backward_exchange_s=context_s,
+            gather_s=self.exchange.gather_s(parameters),
+            sync_s=self.exchange.sync_s(parameters),
+            # The layer that runs and the next one, which is gathered meanwhile.
+            forward_transient_bytes=round(2 * gathered) + own.forward_transient_nbytes + comparing_nbytes(largest),
+            # With the gradients of the layer's weights and of the one before, until they are reduced.
+            backward_transient_bytes=round(4 * gathered) + own.backward_transient_nbytes,
+            static=self._static(parameters) + StaticBytes(cast=own.weights_nbytes),
+            storages=len(own.storages) + (2 if len(own.points) > 1 else 0),
+            largest_storage_bytes=largest,
+        )
+        if recompute is None:
+            return profile
+        whole = dataclasses.replace(profile, points=profile.points[:1])
+        return whole if recompute is not Recompute.FULL else self._recomputed(whole, own)
+
+    def _recomputed(self, whole: LayerProfile, own: RecordedLayer) -> LayerProfile:
+        """The layer with its input alone saved, and all of it repeated in backward."""
+        again = max(whole.full_bytes - own.input_nbytes, 0)
+        return dataclasses.replace(
+            whole,
+            always_bytes=own.input_nbytes,
+            other_bytes=0,
+            points=(PointProfile(name=ALL, saved_bytes=0),),
+            backward_s=whole.backward_s + whole.forward_s,
+            backward_flops=whole.backward_flops + whole.forward_flops,
+            backward_exchange_s=whole.backward_exchange_s + whole.forward_exchange_s,
+            forward_transient_bytes=whole.forward_transient_bytes + again,
+            backward_transient_bytes=whole.backward_transient_bytes + again,
+            storages=1,
+            largest_storage_bytes=own.input_nbytes,
+        )
+
+    def _point(self, point: PointProfile, own: RecordedLayer) -> PointProfile:
+        if point.name != ATTENTION:
+            return point
+        return dataclasses.replace(point, recompute_flops=own.again_flops)
+
+    def embedding(self) -> EndProfile:
+        """The end before the layers; FSDP reduces both ends' gradients together where one rank has both."""
+        parameters = self._embedding_parameters
+        both = parameters + (self.short.head_parameters if self.layout.pp == 1 else 0)
+        return self._end(self.step.embedding, parameters, sync=both)
+
+    def head(self) -> EndProfile:
+        """The end behind the layers, with the loss."""
+        parameters = self._head_parameters
+        return self._end(self.step.head, parameters, sync=parameters if self.layout.pp > 1 else 0)
+
+    def _end(self, own: RecordedEnd, parameters: int, *, sync: int) -> EndProfile:
+        waits_s = self.exchange.gather_s(parameters) if parameters else 0.0
+        return EndProfile(
+            forward_s=own.forward.seconds + own.forward.attention_s + waits_s,
+            backward_s=own.backward.seconds + _ATTENTION_BACKWARD * own.forward.attention_s,
+            forward_flops=own.forward.product_flops,
+            backward_flops=own.backward.product_flops,
+            forward_exchange_s=waits_s,
+            sync_s=self.exchange.sync_s(sync) if sync else 0.0,
+            saved_bytes=own.saved_nbytes,
+            transient_bytes=own.transient_nbytes,
+            static=self._end_static(parameters),
+        )
+
+    def _context_s(self, own: RecordedLayer) -> float:
+        """Seconds of context parallelism's exchanges in one pass: queries, keys, values, and attention's result."""
+        if self.layout.cp == 1:
+            return 0.0
+        group, collectives = self.layout.context_group(self.machine.gpus_per_node), Collectives(self.machine)
+        there = collectives.all_to_all_s(own.entering_nbytes, group)
+        return there + collectives.all_to_all_s(own.leaving_nbytes, group)
+
+    def send_s(self) -> float:
+        """Seconds to send hidden states to the next pipeline stage."""
+        if self.layout.pp == 1:
+            return 0.0
+        nbytes = max(layer.input_nbytes for layer in self.step.layers.values())
+        return Collectives(self.machine).send_s(nbytes, beyond_node=self.layout.leaves_node(self.machine.gpus_per_node))
+
+    def link_share(self, classes: tuple[LayerProfile, ...], accumulate: int) -> float:
+        """Fraction of a GPU's link to the host that collectives of the layers' passes take, in one direction."""
+        rate_of, nodes = Collectives(self.machine).host_link_bytes_per_s, self.machine.gpus_per_node
+        context, data = rate_of(self.layout.context_group(nodes)), rate_of(self.layout.data_group(nodes))
+        nbytes = seconds = 0.0
+        by_name = {layer.name: layer for layer in classes}
+        for layer in (by_name[name] for name in self.layers):
+            weights_s = 2 * layer.gather_s + layer.reduce_s + layer.sync_s / accumulate
+            nbytes += (layer.forward_exchange_s + layer.backward_exchange_s) * context + weights_s * data
+            seconds += max(layer.forward_s + layer.backward_s, weights_s)
+        link = min(self.machine.d2h_bytes_per_s, self.machine.h2d_bytes_per_s)
+        return min(nbytes / seconds / link, _MOST_LINK_SHARE) if link and seconds else 0.0
+
+    def model_flops(self) -> tuple[float, float]:
+        """FLOPs per token, forward and backward: 6N + attention, causal and of the full square.
+
+        N are the weights that multiply a token: of experts those that it is routed to.
+        """
+        tokens = self.layout.tokens // self.layout.cp * self.layout.batch
+        layers = [self.step.layers[name] for name in self.layers]
+        products = sum(layer.forward.product_flops for layer in layers)
+        products += 2 * self.short.projection_parameters * tokens
+        attention = self.layout.cp * sum(layer.attention_flops for layer in layers)
+        return 3 * (products + attention) / tokens, 3 * (products + 2 * attention) / tokens
+
+
+def _has_experts(config: Any) -> bool:
+    text = config.get_text_config()
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return any((getattr(text, name, None) or 0) > 1 for name in names)

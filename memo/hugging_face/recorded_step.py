@@ -1,0 +1,369 @@
+"""One step of a short model on tensors without bytes: what each kind of layer saves, computes, recomputes and holds.
+
+Three forwards and backwards: one is counted kernel by kernel, with what autograd saves; one is recorded allocation by
+allocation; and one runs under the engine of `memo.offload`, which finds the points of recompute. Saved bytes are those of
+`memo record`, storage by storage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from memo.allocator import Allocation, AllocationTrace, BytelessMode
+from memo.autoplan import points_of
+from memo.errors import MemoError, UsageError
+from memo.gpt.arithmetic import KernelTimes
+from memo.hugging_face.configuration import one_line, quiet
+from memo.hugging_face.fused_attention import attended_in
+from memo.hugging_face.kernel_clock import EMBEDDING, HEAD, KernelClock, Spent, TooManyOperators
+from memo.hugging_face.layer_kinds import ShortModel
+from memo.loss import loss_without_logits
+from memo.mip.inputs import PointProfile
+from memo.record import AllocationSites, OffloadWithoutBytes, Step, record_step
+from memo.swap import Layer, LayerCosts, Rates, argument_storages, cast_of_parameter, find_layers, layer_input
+
+__all__ = ["RecordedEnd", "RecordedLayer", "RecordedStep", "recorded_step"]
+
+_LAUNCH_PS = 5_000_000
+_MANY_OPERATORS = 500
+"""In one forward of a layer; those with a kernel for what they do have about a hundred."""
+_CHUNKS = 4
+"""Of the loss without logits as it is recorded; as it runs it has so many that each has few logits."""
+_LOGITS = 1 << 25  # in one chunk of the loss: memo.loss.chunked_cross_entropy.CHUNK_LOGITS
+_LOGIT_BYTES = 2 * 4  # a logit and its gradient in float32
+_WARM_UPS = 2
+"""Steps under the engine: what a plan keeps and autograd does not save is held from the second on."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedLayer:
+    """One layer. Bytes are of one microbatch, seconds predicted."""
+
+    input_nbytes: int
+    storages: tuple[int, ...]
+    """Bytes of each storage that autograd saves in it, its input included; as `memo record` counts them."""
+    weights_nbytes: int
+    """Of converted copies of parameters, which are saved, too, and stay."""
+    costs: LayerCosts | None
+    """What it moves and recomputes; None where nothing of it can be recomputed."""
+    points: tuple[PointProfile, ...]
+    always_nbytes: int
+    forward: Spent
+    backward: Spent
+    again_flops: float
+    """Of products that a recompute at point `attention` repeats."""
+    attention_share: float
+    entering_nbytes: int
+    leaving_nbytes: int
+    forward_transient_nbytes: int
+    backward_transient_nbytes: int
+
+    @property
+    def saved_nbytes(self) -> int:
+        """Of all that autograd saves, without copies of parameters."""
+        return sum(self.storages)
+
+    @property
+    def attention_flops(self) -> float:
+        """Of attention's scores in one forward, with its window."""
+        return self.forward.attention_flops * self.attention_share
+
+    @property
+    def attention_s(self) -> float:
+        """Seconds of attention's kernel in one forward, with its window."""
+        return self.forward.attention_s * self.attention_share
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedEnd:
+    """Embedding or head."""
+
+    forward: Spent
+    backward: Spent
+    saved_nbytes: int
+    transient_nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedStep:
+    """All kinds of layers, by name, and the ends."""
+
+    layers: Mapping[str, RecordedLayer]
+    embedding: RecordedEnd
+    head: RecordedEnd
+
+    @property
+    def idle(self) -> frozenset[str]:
+        """Kinds that do not run: of an image's encoder, in a step on text."""
+        return frozenset(name for name, layer in self.layers.items() if not layer.forward.operators)
+
+    @property
+    def slow(self) -> frozenset[str]:
+        """Kinds with so many operators that their own code loops, for lack of a kernel."""
+        return frozenset(name for name, layer in self.layers.items() if layer.forward.operators > _MANY_OPERATORS)
+
+
+def recorded_step(
+    short: ShortModel, *, name: str, tokens: int, batch: int, times: KernelTimes, without_logits: bool
+) -> RecordedStep:
+    """Runs a step on tensors without bytes.
+
+    Args:
+        short: the model; its tensors are replaced.
+        name: of the model in error messages.
+        tokens: of each sequence.
+        batch: sequences.
+        times: seconds of the machine's kernels.
+        without_logits: whether the loss is that of `memo.loss_without_logits`.
+
+    Raises:
+        UsageError: the model's code cannot run so; the message says what failed.
+    """
+    recording = _Recording(short, tokens=tokens, batch=batch, times=times, without_logits=without_logits)
+    try:
+        with quiet():
+            return recording.run()
+    except TooManyOperators:
+        raise UsageError(
+            f"{name}: its layers loop over tokens, as their own code does where a package of kernels is missing; plan it"
+            " from a profile that memo profile measures"
+        ) from None
+    except MemoError as error:
+        raise UsageError(f"{name}: its step cannot be recorded without data: {one_line(error)}") from error
+    except Exception as error:  # of the model's own code
+        said = f"{type(error).__name__}: {one_line(error)}"
+        raise UsageError(f"{name}: its step cannot be recorded without data: {said}") from error
+
+
+class _Recording:
+    def __init__(self, short: ShortModel, *, tokens: int, batch: int, times: KernelTimes, without_logits: bool) -> None:
+        self._short = short
+        self._shape = (batch, tokens)
+        self._times = times
+        self._without_logits = without_logits
+        flat = [layer for stack in short.stacks for layer in stack]
+        self._layers = find_layers(short.model, flat)
+        of_module = {layer.module: layer for layer in self._layers}
+        self._of_kind = {kind.name: of_module[kind.layer] for kind in short.kinds}
+
+    def run(self) -> RecordedStep:
+        with torch.random.fork_rng(devices=[]), ExitStack() as stack:
+            if self._without_logits:
+                chunk = -(-self._shape[0] * self._shape[1] // _CHUNKS)
+                stack.enter_context(loss_without_logits(self._short.model, chunk=chunk))
+            with BytelessMode() as mode:
+                loss = self._step().loss
+                mode.forget(self._short.model.parameters())
+                saved, clock = self._counted(loss)
+                again, costs = self._recomputed(loss)
+            peaks = _Peaks(record_step(self._step, exact=True).trace, [layer.name for layer in self._layers])
+        layers = {
+            name: self._layer(layer, saved, clock, again, costs.get(layer.name), peaks)
+            for name, layer in self._of_kind.items()
+        }
+        ends = [
+            RecordedEnd(
+                forward=clock.spent[f"{end}.forward"],
+                backward=clock.spent[f"{end}.backward"],
+                saved_nbytes=sum(saved.outside[end]),
+                transient_nbytes=max(0, peaks.ends[end] - saved.made_outside[end]),
+            )
+            for end in (EMBEDDING, HEAD)
+        ]
+        if self._without_logits:
+            ends[1] = dataclasses.replace(ends[1], transient_nbytes=self._chunked_nbytes())
+        return RecordedStep(layers=layers, embedding=ends[0], head=ends[1])
+
+    def _chunked_nbytes(self) -> int:
+        """Transient bytes of the loss without logits: a chunk's, and the gradient of the projection's weight, twice."""
+        short, (batch, tokens) = self._short, self._shape
+        logits = _LOGIT_BYTES * min(_LOGITS, batch * tokens * short.vocabulary)
+        hidden = short.projection_parameters // max(1, short.vocabulary)
+        width = next(short.model.parameters()).element_size()
+        return logits + width * batch * tokens * hidden + (4 + width) * short.projection_parameters
+
+    def _step(self) -> Step:
+        """The step, with every tensor byteless."""
+        model = self._short.model
+        model.to_empty(device="cpu")
+        model.tie_weights()  # type: ignore[operator]
+        ids = torch.zeros(self._shape, dtype=torch.int64)
+        return Step(
+            model=model,
+            loss=lambda: model(input_ids=ids, labels=ids).loss,
+            inputs=(ids,),
+            layers=[layer.module for layer in self._layers],
+        )
+
+    def _counted(self, loss: Callable[[], torch.Tensor]) -> tuple[_Saved, KernelClock]:
+        clock, saved = KernelClock(self._times), _Saved(self._short.model, self._layers)
+        with clock, AllocationSites(clock, self._short.model, self._layers) as sites:
+            sites.phase("forward")
+            with saved.watching():
+                value = loss()
+            sites.phase("backward")
+            value.backward()
+        self._short.model.zero_grad(set_to_none=True)
+        return saved, clock
+
+    def _recomputed(self, loss: Callable[[], torch.Tensor]) -> tuple[KernelClock, dict[str, LayerCosts]]:
+        """Kernels of a step that recomputes all but attention, and the layers' costs."""
+        machine, rates = self._times.machine, self._times.rates
+        replays = Rates(
+            flops_per_s=round(machine.peak_flops * rates.matmul_efficiency),
+            bytes_per_s=round(machine.hbm_bytes_per_s * rates.memory_share),
+            launch_ps=_LAUNCH_PS,
+        )
+        offload = OffloadWithoutBytes(self._short.model, self._layers, 0.0, min_bytes=0, rates=replays)
+        clock = KernelClock(self._times)
+        try:
+            for _ in range(_WARM_UPS):
+                clock = KernelClock(self._times)
+                with clock, AllocationSites(clock, self._short.model, self._layers) as sites:
+                    sites.phase("forward")
+                    with offload.manager:
+                        value = loss()
+                    sites.phase("backward")
+                    value.backward()
+                self._short.model.zero_grad(set_to_none=True)
+            return clock, {cost.layer: cost for cost in offload.manager.levels_profile()}
+        finally:
+            offload.manager.close()
+
+    def _layer(
+        self,
+        layer: Layer,
+        saved: _Saved,
+        clock: KernelClock,
+        again: KernelClock,
+        costs: LayerCosts | None,
+        peaks: _Peaks,
+    ) -> RecordedLayer:
+        forward, backward = (clock.spent[f"{layer.name}.{way}"] for way in ("forward", "backward"))
+        repeated = again.spent[f"{layer.name}.backward"].product_flops - backward.product_flops
+        attended = attended_in(layer.module)
+        storages = saved.inside[layer.name]
+        always, points = (0, ()) if costs is None else points_of(costs)
+        if not points:
+            points = (PointProfile(name="all", saved_bytes=sum(storages)),)
+        return RecordedLayer(
+            input_nbytes=saved.inputs[layer.name],
+            storages=tuple(storages),
+            weights_nbytes=sum(saved.weights[layer.name]),
+            costs=costs,
+            points=points,
+            always_nbytes=always,
+            forward=forward,
+            backward=backward,
+            again_flops=max(repeated, 0.0),
+            attention_share=max((one.share for one in attended), default=1.0),
+            entering_nbytes=sum(one.entering_nbytes for one in attended),
+            leaving_nbytes=sum(one.leaving_nbytes for one in attended),
+            forward_transient_nbytes=peaks.forward.get(layer.name, 0),
+            backward_transient_nbytes=peaks.backward.get(layer.name, 0),
+        )
+
+
+class _Saved:
+    """Storages that autograd saves in one forward, each once, by the layer or the end that saves it first."""
+
+    def __init__(self, model: nn.Module, layers: Iterable[Layer]) -> None:
+        self._layers = list(layers)
+        self.inside: dict[str, list[int]] = {layer.name: [] for layer in self._layers}
+        self.weights: dict[str, list[int]] = {layer.name: [] for layer in self._layers}
+        self.inputs: dict[str, int] = dict.fromkeys(self.inside, 0)
+        self.outside: dict[str, list[int]] = {EMBEDDING: [], HEAD: []}
+        self.made_outside = {EMBEDDING: 0, HEAD: 0}
+        """Bytes of those that the end itself made."""
+        self._running: list[tuple[str, set[torch.UntypedStorage]]] = []
+        self._end = EMBEDDING
+        self._entered: set[torch.UntypedStorage] = set()
+        """Results of layers, which the head may save."""
+        # Storage objects compare by identity, and are kept here, so that none is reused for another storage.
+        self._seen = {tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watches one forward."""
+        hooks = []
+        for layer in self._layers:
+            hooks.append(layer.module.register_forward_pre_hook(self._entering(layer.name), with_kwargs=True))
+            hooks.append(layer.module.register_forward_hook(self._leaving, always_call=True))
+        try:
+            with saved_tensors_hooks(self._pack, lambda tensor: tensor):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden = layer_input(args, kwargs)
+            self.inputs[name] = 0 if hidden is None else hidden.untyped_storage().nbytes()
+            self._running.append((name, argument_storages(args, kwargs)))
+            self._end = HEAD
+
+        return enter
+
+    def _leaving(self, _: nn.Module, __: object, output: Any) -> None:
+        self._running.pop()
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if isinstance(tensor, torch.Tensor):
+                self._entered.add(tensor.untyped_storage())
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is torch.strided and (storage := tensor.untyped_storage()) not in self._seen:
+            self._seen.add(storage)
+            self._add(storage, is_weight=cast_of_parameter(tensor))
+        return tensor.detach()
+
+    def _add(self, storage: torch.UntypedStorage, *, is_weight: bool) -> None:
+        name, given = self._running[-1] if self._running else ("", set())
+        if name and storage not in given:
+            (self.weights if is_weight else self.inside)[name].append(storage.nbytes())
+            return
+        end = EMBEDDING if name else self._end
+        self.outside[end].append(storage.nbytes())
+        if storage not in self._entered:
+            self.made_outside[end] += storage.nbytes()
+
+
+class _Peaks:
+    """Peaks of transient memory, from the allocations of one step."""
+
+    def __init__(self, trace: AllocationTrace, layers: list[str]) -> None:
+        within = [one for one in trace.allocations if one.upper < trace.end]
+        self.forward: dict[str, int] = {}
+        self.backward: dict[str, int] = {}
+        spans: dict[str, tuple[int, int]] = {}
+        for layer in layers:
+            for way in ("forward", "backward"):
+                own = [one for one in trace.allocations if one.group == f"{layer}.{way}"]
+                if own:
+                    spans[f"{layer}.{way}"] = min(one.lower for one in own), max(one.upper for one in own)
+            self.forward[layer] = _peak(one for one in trace.allocations if one.group == f"{layer}.forward")
+            begin, end = spans.get(f"{layer}.backward", (0, 0))
+            self.backward[layer] = _peak(
+                one for one in within if one.phase == "backward" and one.lower < end and one.upper > begin
+            )
+        forwards = [span for key, span in spans.items() if key.endswith(".forward")]
+        backwards = [span for key, span in spans.items() if key.endswith(".backward")]
+        first, last = min(span[0] for span in forwards), max(span[1] for span in forwards)
+        turn, back = min(span[0] for span in backwards), max(span[1] for span in backwards)
+        self.ends = {
+            EMBEDDING: max(
+                _peak(one for one in within if one.lower < first), _peak(one for one in within if one.lower >= back)
+            ),
+            HEAD: _peak(one for one in within if last <= one.lower < turn),
+        }
+
+
+def _peak(allocations: Iterable[Allocation]) -> int:
+    return AllocationTrace(allocations=tuple(allocations)).peak_nbytes

@@ -1,0 +1,143 @@
+"""`memo plan` of models by name and by configuration, its searches for a length and for GPUs, sweeps over host memory."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memo.cli.main import main
+from memo.errors import ExitCode
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
+NAMED = (
+    "qwen3-0.6b", "qwen3-4b", "qwen3-8b", "qwen3-32b", "qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-20b", "gpt-oss-120b",
+    "mixtral-8x7b", "mixtral-8x22b",
+)  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A local model's folder with nothing but its configuration."""
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return tmp_path
+
+
+def planned(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
+    assert main(["plan", *args, "--gpu", "h100", "--json"]) == ExitCode.OK
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return printed
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    assert main(["plan", *args, "--gpu", "h100"]) == ExitCode.USAGE
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    return said
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_ten_published_models_plan_without_a_network(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+
+    def no_network(*_: object) -> None:
+        raise AssertionError("a plan has no need of a network")
+
+    monkeypatch.setattr(socket.socket, "connect", no_network)
+    found = planned(capsys, "--model", name, "--seq", "4k", "--gpus", "64", "--loss", "without-logits")
+    assert found["layers"] > 20
+    assert 0.05 < found["mfu_causal"] < 0.7
+
+
+@pytest.mark.parametrize("spelled", ["config.json", ""])
+def test_a_folder_or_its_file_names_the_model(folder: Path, spelled: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, "--model", str(folder / spelled), "--seq", "8k")
+    assert found["layers"] == 4
+    assert any("all logits" in sentence for sentence in found["assumed"])
+
+
+def test_shape_flags_change_a_configuration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned(capsys, "--model", str(folder), "--seq", "8k", "--layers", "6")["layers"] == 6
+
+
+def test_what_does_not_apply_to_a_configuration_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = ("--model", str(folder), "--seq", "8k")
+    assert "--variant" in refused(capsys, *model, "--variant", "llama")
+    assert "--mlp-tiles" in refused(capsys, *model, "--mlp-tiles", "4")
+    assert "--zero 3" in refused(capsys, *model, "--tp", "2", "--gpus", "2")
+    assert "bf16 or fp32" in refused(capsys, *model, "--precision", "bf16-autocast")
+
+
+def test_unknown_names_say_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "qwen3-8b" in refused(capsys, "--model", "qwen9", "--seq", "8k")
+    assert "nothing is fetched" in refused(capsys, "--model", "someone/qwen9", "--seq", "8k")
+    assert "no such file" in refused(capsys, "--model", "missing.json", "--seq", "8k")
+
+
+@pytest.mark.parametrize("model", ["125m", "folder"])
+def test_the_longest_sequence_is_that_of_planning_each_length(
+    model: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, device, count = ("125m", "1640MiB", 15) if model == "125m" else (str(folder), "100MiB", 6)
+    flags = ("--model", name, "--device", device, "--host", "1GiB")
+    found = planned(capsys, *flags, "--max-seq")["max_seq"]
+    fit = [main(["plan", *flags, "--gpu", "h100", "--seq", f"{tiles}k"]) == ExitCode.OK for tiles in range(1, count)]
+    assert fit == sorted(fit, reverse=True)
+    assert 1 < sum(fit) < count - 1
+    assert found == 1024 * sum(fit)
+
+
+def test_the_longest_sequence_says_what_binds_and_what_would_lengthen_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--model", str(folder), "--vocab", "65536", "--device", "2GiB", "--max-seq", "--gpu", "h100")
+    assert main(["plan", *flags]) == ExitCode.OK
+    first, binds, proposal = capsys.readouterr().out.splitlines()[:3]
+    assert first.startswith("longest sequence that fits:")
+    assert "at the head" in binds
+    assert proposal == "a quarter longer or more: --loss without-logits, which is memo.loss_without_logits(model)"
+
+
+def test_the_fewest_gpus_are_the_first_of_which_a_plan_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--model", "7b", "--seq", "256k", "--mlp-tiles", "8")
+    found = planned(capsys, *flags, "--gpus", "auto")
+    assert (found["gpus"], found["gpus_too_few"]) == (2, [1])
+    assert main(["plan", *flags, "--gpus", "1", "--gpu", "h100"]) == ExitCode.INFEASIBLE
+    assert planned(capsys, *flags, "--gpus", "2")["step_s"] == found["step_s"]
+
+
+def test_two_searches_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "each look for a size" in refused(capsys, "--model", "7b", "--max-seq", "--gpus", "auto")
+    assert "each look for a size" in refused(capsys, "--model", "7b", "--max-seq", "--sweep", "device")
+    assert "exclude each other" in refused(capsys, "--model", "7b", "--seq", "8k", "--gpus", "auto", "--sweep", "seq")
+
+
+def test_a_sweep_over_host_memory_begins_where_something_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    points = planned(
+        capsys, "--model", "350m", "--seq", "64k", "--device", "8GiB", "--mlp-tiles", "8", "--sweep", "host"
+    )["points"]
+    assert all(point["infeasible"] is None for point in points)
+    budgets = [point["host_budget_bytes"] for point in points]
+    assert budgets == sorted(budgets)
+    assert budgets[0] > 0
+    steps = [point["fit"]["step_s"] for point in points]
+    assert steps[-1] < steps[0]
+
+
+def test_memo_train_refuses_models_of_transformers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--model", "qwen3-8b", "--data", "none", "--seq", "1k", "--steps", "1"]) == ExitCode.USAGE
+    assert "under memo.offload" in capsys.readouterr().err

@@ -1,0 +1,169 @@
+"""Profiles of transformers' models: bytes as memo record's, parameters and FLOPs as published, refusals in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from memo.errors import UsageError
+from memo.gpt.arithmetic import Layout, Recompute
+from memo.hugging_face import PUBLISHED, HuggingFaceModel, configuration_from, model_class, published_name
+from memo.mip.inputs import ALL, ATTENTION, Profile, hardware_preset
+from memo.record import Role, Step, record_step
+
+pytest.importorskip("transformers")
+
+MACHINE = hardware_preset("h100")
+TOKENS = 256
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 128,
+    "max_position_embeddings": 4096,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen3": {},
+    "olmo2": {},
+    "phi3": {"pad_token_id": 0},
+    "gemma2": {},
+    "gpt_neox": {},
+    "mixtral": EXPERTS,
+    "qwen3_moe": EXPERTS,
+    "gpt_oss": {**EXPERTS, "sliding_window": 64},
+    "gemma3_text": {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+}
+AS_RECORDED = ("llama", "qwen3", "olmo2", "phi3", "gpt_neox", "mixtral", "qwen3_moe")
+"""Whose attention has no window, so that their own implementation is fused on a CPU, too."""
+
+
+def small(kind: str) -> dict[str, Any]:
+    """A small configuration of an architecture."""
+    return {"model_type": kind, **SMALL, **KINDS[kind]}
+
+
+def profile(kind: str, **options: Any) -> Profile:
+    model = HuggingFaceModel(configuration_from(small(kind)), name=kind)
+    return model.profile(MACHINE, Layout(tokens=TOKENS), **options)
+
+
+@pytest.mark.parametrize("kind", AS_RECORDED)
+def test_saved_bytes_are_those_of_memo_record(kind: str) -> None:
+    config = configuration_from(small(kind))
+    config.use_cache = False
+
+    def build() -> Step:
+        made: Callable[..., Any] = model_class(config, name=kind)
+        model = made(config).to(torch.bfloat16)
+        ids = torch.zeros(1, TOKENS, dtype=torch.int64)
+        return Step(model=model, loss=lambda: model(input_ids=ids, labels=ids).loss, inputs=(ids,))
+
+    roles = record_step(build, exact=True).saved_nbytes
+    recorded = sum(roles[role] for role in (Role.INPUT, Role.ATTENTION, Role.TOKEN_WISE, Role.STATISTICS))
+    assert sum(layer.full_bytes for layer in profile(kind).layer_profiles()) == recorded
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_layer_has_points_and_work(kind: str) -> None:
+    found = profile(kind)
+    assert len(found.layers) == 3
+    for layer in found.classes:
+        assert layer.points[0].name == ALL
+        assert layer.points[-1].name == ATTENTION
+        assert layer.points[-1].recompute_s > 0
+        assert 0 < layer.points[-1].recompute_flops < layer.forward_flops
+        assert layer.backward_s > layer.forward_s > layer.attention_s > 0
+
+
+def test_a_window_leaves_few_scores() -> None:
+    window, full = profile("gpt_oss").classes
+    reach = 64 / TOKENS
+    assert window.attention_flops == pytest.approx(full.attention_flops * (2 * reach - reach**2))
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [
+        ("qwen3-0.6b", 0.596, 0.596),
+        ("qwen3-8b", 8.191, 7.568),
+        ("qwen3-30b-a3b", 30.532, 3.04),
+        ("gpt-oss-20b", 20.915, 3.61),
+        ("mixtral-8x7b", 46.703, 12.75),
+    ],
+)
+def test_published_models_have_their_parameters_and_multiply_the_active_ones(
+    name: str, billions: float, active: float
+) -> None:
+    model = HuggingFaceModel(configuration_from(PUBLISHED[name].config), name=name)
+    assert model.parameters / 1e9 == pytest.approx(billions, abs=0.001)
+    tokens = 128  # so few that attention is next to nothing
+    causal = model.profile(MACHINE, Layout(tokens=tokens)).model_flops_causal_per_token
+    assert causal / 6e9 == pytest.approx(active, rel=0.02)
+
+
+def test_names_are_found_by_any_case_and_by_repository() -> None:
+    assert published_name("Qwen/Qwen3-30B-A3B") == "qwen3-30b-a3b"
+    assert published_name("mistralai/Mixtral-8x7B-Instruct-v0.1") == "mixtral-8x7b"
+    assert published_name("qwen9-8b") is None
+
+
+def test_full_recompute_saves_the_input_alone_and_repeats_the_layer() -> None:
+    plain, whole = profile("llama", recompute=Recompute.NONE), profile("llama", recompute=Recompute.FULL)
+    (kept,), (again,) = plain.classes, whole.classes
+    assert again.full_bytes == TOKENS * SMALL["hidden_size"] * 2
+    assert [point.name for point in kept.points] == [point.name for point in again.points] == [ALL]
+    assert again.backward_s == pytest.approx(kept.backward_s + kept.forward_s)
+
+
+def test_context_parallelism_divides_bytes_and_attention() -> None:
+    config = configuration_from(small("llama"))
+    model = HuggingFaceModel(config, name="llama")
+    (alone,) = model.profile(MACHINE, Layout(tokens=1024)).classes
+    (shared,) = model.profile(MACHINE, Layout(tokens=1024, gpus=4, cp=4)).classes
+    assert alone.full_bytes == 4 * shared.full_bytes
+    assert alone.attention_flops == 4 * shared.attention_flops
+    assert shared.forward_exchange_s > 0
+
+
+def test_the_loss_without_logits_takes_the_logits_from_the_head() -> None:
+    config = {**small("llama"), "vocab_size": 32768}
+    own = HuggingFaceModel(configuration_from(config), name="llama")
+    without = own.with_loss_without_logits()
+    assert without is not None
+    assert without.with_loss_without_logits() is None
+    tokens = 4096
+    logits = 4 * tokens * 32768
+    head, short = (model.profile(MACHINE, Layout(tokens=tokens)).head for model in (own, without))
+    assert head.saved_bytes + head.transient_bytes > 2 * logits
+    assert short.saved_bytes < logits / 64
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"hidden_size": 64}, "no model_type"),
+        ({"model_type": "no_such_thing"}, "no architecture 'no_such_thing'"),
+        ({"model_type": "bert", "num_hidden_layers": 2, "max_position_embeddings": 16}, "cannot be recorded"),
+        ({"model_type": "clip"}, "belongs to no language model"),
+        ({"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 64}, "loop over tokens"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says) as caught:
+        HuggingFaceModel(configuration_from(fields), name="it").profile(MACHINE, Layout(tokens=4096))
+    assert "\n" not in str(caught.value)
+
+
+def test_tensor_parallelism_is_refused_with_what_works_instead() -> None:
+    model = HuggingFaceModel(configuration_from(small("llama")), name="llama")
+    with pytest.raises(UsageError, match=r"--tp 2.*--zero 3.*--cp.*--pp"):
+        model.profile(MACHINE, Layout(tokens=TOKENS, gpus=2, tp=2))
