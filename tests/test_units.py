@@ -15,7 +15,11 @@ DIGITS = "9" * 5000  # more than Python turns into an int, or a float into anyth
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [(0, 0), ("4096", 4096), ("64KiB", 65536), (" 1.5 GiB ", 3 << 29), ("0.3B", 0), ("2097152TiB", 1 << 61)],
+    [
+        *((0, 0), (4096, 4096), ("0", 0), ("4096B", 4096), ("64KiB", 65536), (" 1.5 GiB ", 3 << 29), ("0.3B", 0)),
+        *(("2097152TiB", 1 << 61), ("8GB", 8 * 10**9), ("1.5TB", 15 * 10**11), ("4kB", 4000), ("2MB", 2 * 10**6)),
+        ("1048576", 1 << 20),
+    ],
 )
 def test_sizes(text: int | str, nbytes: int) -> None:
     assert parse_bytes(text) == nbytes
@@ -42,6 +46,15 @@ def test_what_is_no_amount_is_refused_with_the_name_of_the_flag(parse: Callable[
         parse(text, what="--flag")
     assert len(str(error.value)) < 200
     assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("64", "write 64GiB, or 64B"), ("8G", "write 8GiB, or 8GB"), ("1.5", "1.5GiB")]
+)
+def test_a_size_that_can_be_read_in_two_ways_is_refused_with_both(text: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        parse_bytes(text, what="--host")
+    assert parse_bytes("64", bare=True) == 64
 
 
 @pytest.mark.parametrize("given", [True, 1.5, None, -1, 1 << 63, "4194304.1TiB"])

@@ -16,10 +16,17 @@ def _parameters(config: GPTConfig) -> int:
 
 
 @pytest.mark.parametrize("variant", ["gpt", "llama"])
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [name for name in PRESETS if not name.startswith("llama3")])
 def test_parameter_count_is_the_sum_of_the_parameters(name: str, variant: Variant) -> None:
     config = preset(name, variant=variant)
     assert flops.parameter_count(config) == _parameters(config)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("llama3-8b", 8.03), ("llama3-70b", 70.55), ("llama3-405b", 405.85)])
+def test_llama_3_has_its_published_number_of_parameters(name: str, billions: float) -> None:
+    config = preset(name)
+    assert flops.parameter_count(config) == _parameters(config)
+    assert flops.parameter_count(config) / 1e9 == pytest.approx(billions, abs=0.005)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from memo.gpt.config import preset
 from memo.mip.activation.files import plan_from_json, plan_to_json
 from memo.mip.activation.mlp_tiles import MLP_TILE_COUNTS, solve_mlp_tiles
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets
-from memo.mip.activation.solver import solve_problem
+from memo.mip.activation.solver import DoesNotFit, solve_problem
 from memo.mip.inputs.hardware import hardware_preset
 from memo.mip.inputs.profile import Profile
 
@@ -41,10 +41,9 @@ def test_where_everything_fits_there_are_no_tiles() -> None:
 def test_where_two_whole_layers_do_not_fit_tiles_make_room() -> None:
     least = {}
     for tiles in (1, MLP_TILE_COUNTS[-1]):
-        with pytest.raises(Infeasible) as refused:
+        with pytest.raises(DoesNotFit) as refused:
             solve_problem(problem(tiles, device=1))
-        words = str(refused.value).split("the smallest device budget that fits is ")[1]
-        least[tiles] = int(words.split()[0])
+        least[tiles] = refused.value.least_bytes["device"]
     assert least[MLP_TILE_COUNTS[-1]] < 0.7 * least[1], "two layers without their wide activations"
     assert solved(least[MLP_TILE_COUNTS[-1]] + MIB).problem.profile.mlp_tiles > 1
     with pytest.raises(Infeasible, match=f"MLPs in {MLP_TILE_COUNTS[-1]} tiles"):

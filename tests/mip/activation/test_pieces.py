@@ -17,7 +17,7 @@ from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.files import plan_from_json, plan_to_json
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline, chunk_layers
 from memo.mip.activation.rounding import in_tiles, piece_candidates, piece_tokens, tile_of
-from memo.mip.activation.solver import solve_problem
+from memo.mip.activation.solver import DoesNotFit, solve_problem
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
 from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, LayerProfile
 from memo.mip.simulate import prove, simulate
@@ -172,9 +172,9 @@ def test_candidates_cut_what_holds_most_first() -> None:
 
 def test_of_what_no_piece_fits_the_budget_that_is_named_does() -> None:
     problem = problem_of(holding(2000), 2 * 160, host=0)
-    with pytest.raises(Infeasible, match=r"smallest device budget that fits is (\d+) bytes") as raised:
+    with pytest.raises(DoesNotFit, match=r"smallest device budget that fits is \S+ K?i?B") as raised:
         solve_problem(problem)
-    least = int(str(raised.value).partition("budget that fits is ")[2].split()[0])
+    least = raised.value.least_bytes["device"]
     plan = solve_problem(problem_of(holding(2000), least, host=0))
     assert check_plan(plan) is None
     with pytest.raises(Infeasible):  # by the smallest piece, which the last layer does not need
