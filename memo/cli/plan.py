@@ -22,6 +22,7 @@ from memo.cli.tables.activation import activation_summary, activation_table
 from memo.cli.terminal.output_files import display_name, file_name, refuse_existing, require_matplotlib
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
+from memo.gpt.arithmetic import Optimizer
 from memo.mip.activation import (
     DoesNotFit,
     plan_to_json,
@@ -80,6 +81,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=3,
         help="what data-parallel ranks share out: 1 optimizer state, 2 gradients, too, 3 weights, too, as memo train does "
         "(default 3)",
+    )
+    how.add_argument(
+        "--optimizer",
+        choices=[str(optimizer) for optimizer in Optimizer],
+        default=str(Optimizer.ADAMW),
+        help="optimizer, whose state is kept in the weights' format unless it says otherwise (default adamw)",
+    )
+    how.add_argument(
+        "--lora",
+        type=int,
+        default=0,
+        metavar="RANK",
+        help="train adapters of this rank on every linear map of the layers, and nothing else (default: everything)",
     )
     how.add_argument("--optimizer-offload", action="store_true", help="optimizer state and its step are on the host")
     where = parser.add_argument_group("machine")

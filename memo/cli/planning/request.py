@@ -12,7 +12,7 @@ from memo.cli.inputs.planned_model import SHAPE_FLAGS, planned_model
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.errors import UsageError
 from memo.gpt import GPTConfig, Precision
-from memo.gpt.arithmetic import Layout, Recompute, derive_profile
+from memo.gpt.arithmetic import Layout, Optimizer, Recompute, derive_profile
 from memo.mip.activation import (
     MLP_TILE_COUNTS,
     ActivationPlan,
@@ -60,6 +60,9 @@ class Request:
     """A fixed method; None is the plan's choice."""
     zero: int
     optimizer_offload: bool
+    optimizer: Optimizer
+    lora: int
+    """Rank of adapters; 0: everything is trained."""
     chunks: int | None
     """Of each pipeline rank; None is the schedule's own number."""
 
@@ -109,6 +112,8 @@ class Request:
             recompute=METHODS.get(args.recompute),
             zero=args.zero,
             optimizer_offload=args.optimizer_offload,
+            optimizer=Optimizer(args.optimizer),
+            lora=args.lora,
             chunks=args.chunks,
         )
 
@@ -133,6 +138,8 @@ class Request:
                 recompute=self.recompute,
                 zero=self.zero,
                 optimizer_offload=self.optimizer_offload,
+                optimizer=self.optimizer,
+                lora=self.lora,
                 name=self.model,
             )
         elif config is not None:
@@ -178,6 +185,7 @@ def _require_named_model(args: argparse.Namespace) -> None:
     given = [f"--{name}" for name in SHAPE_FLAGS if getattr(args, name.replace("-", "_")) is not None]
     given += ["--recompute"] * (args.recompute != "plan") + ["--zero"] * (args.zero != 3)
     given += ["--optimizer-offload"] * args.optimizer_offload + ["--loss"] * (args.loss is not None)
+    given += ["--optimizer"] * (args.optimizer != Optimizer.ADAMW) + ["--lora"] * (args.lora != 0)
     given += ["--variant"] * (args.variant is not None)
     if given:
         raise UsageError(f"{given[0]} applies to a named model only; a profile has the step that was measured")

@@ -10,6 +10,12 @@ if TYPE_CHECKING:
     from memo.gpt.arithmetic.flops import parameter_count as parameter_count
     from memo.gpt.arithmetic.kernel_times import KernelRates as KernelRates, KernelTimes as KernelTimes
     from memo.gpt.arithmetic.layout import Layout as Layout
+    from memo.gpt.arithmetic.optimizers import (
+        Optimizer as Optimizer,
+        end_states as end_states,
+        layer_states as layer_states,
+        orthogonalisation_flops as orthogonalisation_flops,
+    )
     from memo.gpt.arithmetic.profile_by_arithmetic import derive_profile as derive_profile
     from memo.gpt.arithmetic.training import (
         ADAM_FP32 as ADAM_FP32,
@@ -32,6 +38,7 @@ else:
             "flops": "parameter_count",
             "kernel_times": "KernelRates KernelTimes",
             "layout": "Layout",
+            "optimizers": "Optimizer end_states layer_states orthogonalisation_flops",
             "profile_by_arithmetic": "derive_profile",
             "training": (
                 "ADAM_FP32 ADAM_MIXED ADAM_PURE AttentionKernel ContextExchange Kernels Loss Recompute StateBytes Training"

@@ -18,8 +18,10 @@ from __future__ import annotations
 from memo.gpt.config import GPTConfig
 
 __all__ = [
+    "adapter_parameter_count",
     "flops_per_token",
     "hfu",
+    "layer_matrices",
     "layer_parameter_count",
     "matmul_parameter_count",
     "mfu_causal",
@@ -44,6 +46,18 @@ def layer_parameter_count(config: GPTConfig) -> int:
     return _layer_weights(config) + (biases if config.bias else 0) + 2 * _norm_parameters(config)
 
 
+def layer_matrices(config: GPTConfig) -> list[tuple[int, int]]:
+    """Columns and rows of each matrix of one layer."""
+    up = [(config.hidden, config.ffn)] * _mlp_matrices_up(config)
+    attention = [(config.hidden, config.qkv_width), (config.heads * config.head_dim, config.hidden)]
+    return [*attention, *up, (config.ffn, config.hidden)]
+
+
+def adapter_parameter_count(config: GPTConfig, rank: int) -> int:
+    """Number of parameters of one layer's adapters of a rank, on each of its matrices (Hu et al. 2021)."""
+    return sum(rank * (columns + rows) for columns, rows in layer_matrices(config))
+
+
 def mlp_parameter_count(config: GPTConfig) -> int:
     """Number of parameters of one layer's MLP."""
     biases = _mlp_matrices_up(config) * config.ffn + config.hidden
@@ -58,16 +72,20 @@ def matmul_parameter_count(config: GPTConfig) -> int:
     return config.layers * _layer_weights(config) + config.vocab_size * config.hidden
 
 
-def flops_per_token(config: GPTConfig, seq: int, *, causal: bool = True) -> float:
+def flops_per_token(config: GPTConfig, seq: int, *, causal: bool = True, lora: int = 0) -> float:
     """Model FLOPs per token, forward and backward, in a sequence of `seq` tokens: 6N + 6 L h s, or 6N + 12 L h s.
+
+    Where only adapters are trained, 4N, since frozen weights need no gradients, and 6 for each weight of an adapter.
 
     Args:
         config: the model.
         seq: sequence length s.
         causal: count the causal half of attention (6 L h s), or the full square (12 L h s).
+        lora: rank of the adapters that alone are trained; 0: everything is.
     """
     attention = (6 if causal else 12) * config.layers * config.hidden * seq
-    return float(6 * matmul_parameter_count(config) + attention)
+    trained = 6 * config.layers * adapter_parameter_count(config, lora)
+    return float((4 if lora else 6) * matmul_parameter_count(config) + trained + attention)
 
 
 def recompute_flops_per_token(config: GPTConfig, fraction: float = 1.0) -> float:

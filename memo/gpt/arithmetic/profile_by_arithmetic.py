@@ -14,10 +14,17 @@ import dataclasses
 
 from memo.errors import UsageError
 from memo.gpt.arithmetic.block_bytes import Block, ElementSizes
-from memo.gpt.arithmetic.flops import flops_per_token, layer_parameter_count, parameter_count
+from memo.gpt.arithmetic.flops import (
+    adapter_parameter_count,
+    flops_per_token,
+    layer_matrices,
+    layer_parameter_count,
+    parameter_count,
+)
 from memo.gpt.arithmetic.framework_profile import profile_of_training
 from memo.gpt.arithmetic.kernel_times import KernelRates
 from memo.gpt.arithmetic.layout import Layout
+from memo.gpt.arithmetic.optimizers import Optimizer, end_states, layer_states, orthogonalisation_flops
 from memo.gpt.arithmetic.training import ADAM_FP32, ADAM_PURE, Loss, Recompute, Training
 from memo.gpt.arithmetic.weight_exchange import WeightExchange
 from memo.gpt.config import GPTConfig
@@ -62,6 +69,8 @@ def derive_profile(
     accumulate: int = 1,
     zero: int = 3,
     optimizer_offload: bool = False,
+    optimizer: Optimizer = Optimizer.ADAMW,
+    lora: int = 0,
     recompute: Recompute | None = None,
     training: Training | None = None,
     rates: KernelRates | None = None,
@@ -77,6 +86,8 @@ def derive_profile(
         accumulate: microbatches in a step, whose gradients are added up before they are reduced.
         zero: what is sharded over data-parallel ranks, as `Training.zero`; memo train shards everything.
         optimizer_offload: whether optimizer state and its step are on the host.
+        optimizer: of memo's own engine; its states are kept in the weights' format.
+        lora: rank of adapters on all matrices of the layers, which alone are trained; 0: everything is.
         recompute: a fixed method for every layer, instead of points to plan with; in bf16 only.
         training: all choices of another framework, which computes in 16 bits; None is memo's own engine.
         rates: what kernels reach on the machine, for `training`; None is what the machine's description says.
@@ -89,8 +100,12 @@ def derive_profile(
         raise UsageError(f"tp {layout.tp} does not divide {config.heads} heads, {config.kv_heads} key/value heads")
     if config.layers < layout.pp:
         raise UsageError(f"{config.layers} layers do not make {layout.pp} pipeline stages; use a smaller pp")
+    smallest = min(min(shape) for shape in layer_matrices(config))
+    adam = STATES[precision]
     own = Training(
-        states=STATES[precision],
+        states=layer_states(optimizer, adam, smallest=smallest),
+        end_states=end_states(optimizer, adam, smallest=config.hidden),
+        lora=lora,
         zero=zero,
         gathered_bytes=STATES[precision].weight,
         optimizer_offload=optimizer_offload,
@@ -103,6 +118,8 @@ def derive_profile(
     )
     if recompute is not None and precision is not Precision.BF16:
         raise UsageError(f"a fixed method of recompute is planned in bf16, not in {precision}")
+    if recompute is not None and lora:
+        raise UsageError("adapters are planned without a fixed method of recompute; leave out one of the two")
     if training is not None:
         return profile_of_training(config, machine, layout, training, rates=rates, name=name)
     if recompute is not None:
@@ -123,10 +140,16 @@ def derive_profile(
     ends = _Ends(config, machine, layout, sizes, weights)
     layer = _layer(config, machine, layout, sizes, weights)
     # Of the largest stage.
+    stage_layers = -(-config.layers // layout.pp)
     stage_parameters = parameter_count(config)
     if layout.pp > 1:
-        blocks = -(-config.layers // layout.pp) * layer_parameter_count(config)
-        stage_parameters = blocks + config.vocab_size * config.hidden
+        stage_parameters = stage_layers * layer_parameter_count(config) + config.vocab_size * config.hidden
+    trained = stage_layers * adapter_parameter_count(config, lora) if lora else stage_parameters / layout.tp
+    optimizer_s = weights.update_bytes(trained) / machine.hbm_bytes_per_s
+    if optimizer is Optimizer.MUON and not (lora or optimizer_offload):
+        # The matrices are divided over the ranks that share one copy, each orthogonalised whole on one of them.
+        flops = stage_layers * orthogonalisation_flops(layer_matrices(config)) / layout.tp
+        optimizer_s += flops / weights.update_shards / (machine.peak_flops * machine.matmul_efficiency)
     return Profile(
         signature=signature,
         role=Role.DERIVED,
@@ -135,12 +158,12 @@ def derive_profile(
         mlp_tiles=config.mlp_tiles,
         embedding=ends.embedding(),
         head=ends.head(),
-        optimizer_s=weights.update_bytes(stage_parameters) / machine.hbm_bytes_per_s,
-        optimizer_exchange_s=weights.exchange.update_s(stage_parameters / layout.tp) + ends.tied_s(),
+        optimizer_s=optimizer_s,
+        optimizer_exchange_s=weights.exchange.update_s(trained) + ends.tied_s(),
         send_s=_send_s(config, machine, layout, sizes),
         link_share=_link_share(config, layer, machine, layout, sizes, accumulate),
-        model_flops_causal_per_token=flops_per_token(config, layout.tokens),
-        model_flops_full_per_token=flops_per_token(config, layout.tokens, causal=False),
+        model_flops_causal_per_token=flops_per_token(config, layout.tokens, lora=lora),
+        model_flops_full_per_token=flops_per_token(config, layout.tokens, causal=False, lora=lora),
     )
 
 
@@ -155,6 +178,15 @@ def _layer(
     tensor_s, context_s = _tensor_s(config, machine, layout, sizes), _context_s(config, machine, layout, sizes)
     parameters = layer_parameter_count(config)
     gathered_weights = weights.gathered_bytes(parameters)
+    # Adapters are whole on every tensor-parallel rank. They read what the frozen maps read, which autograd saves for their
+    # gradients, and save what is between their two products; a frozen weight has no gradient.
+    lora = weights.exchange.training.lora
+    adapters = adapter_parameter_count(config, lora)
+    between_adapters = len(layer_matrices(config)) * lora * sizes.product * tokens
+    beside_adapters = max(max(shape) for shape in layer_matrices(config)) / layout.tp * sizes.product * tokens
+    beside_adapters = beside_adapters if lora else 0.0
+    trained = adapters if lora else parameters / layout.tp
+    gathered_gradients = 0.0 if lora else gathered_weights
     # Autocast's copies of the weights live from their first use until backward has used them.
     copied_weights = sizes.product * parameters / layout.tp if sizes.casts else 0.0
     return LayerProfile(
@@ -163,13 +195,13 @@ def _layer(
         points=(
             PointProfile(
                 name=ALL,
-                saved_bytes=round(block.all * tokens),
+                saved_bytes=round(block.all * tokens + between_adapters),
                 beside_bytes=round(block.in_pieces * tokens),
             ),
             # Sums over ranks are saved; gathered tensors are read by products only, whose results are saved.
             PointProfile(
                 name=MATMULS,
-                saved_bytes=round(block.matmuls * tokens),
+                saved_bytes=round(block.matmuls * tokens + between_adapters),
                 beside_bytes=round((block.beside + block.products_in_pieces) * tokens),
                 recompute_s=block.elementwise_again * memory_s + block.exchanges_again_at_matmuls * context_s,
                 held_bytes=round(block.held_at_matmuls * tokens),
@@ -187,35 +219,42 @@ def _layer(
         ),
         # A piece costs its launches, and what the last blocks of rows of its products leave idle, as a tile does.
         piece_s=REPLAYED * LAUNCH_S + TILE_ROWS / tokens * block.projections_again * products_s,
-        forward_s=block.projections * products_s
+        forward_s=(block.projections + 2 * adapters) * products_s
         + attention_s
         + block.elementwise * memory_s
         + tensor_s
         + context_s
         + _tiling_s(config, block, machine),
-        backward_s=(2 * block.projections + block.retiled) * products_s
+        backward_s=((1 if lora else 2) * block.projections + block.retiled + 4 * adapters) * products_s
         + ATTENTION_BACKWARD * attention_s
         + 2 * block.elementwise * memory_s
         + 1.5 * tensor_s  # the two gathers again, for the weights' gradients
         + context_s
         + 2 * _tiling_s(config, block, machine),
-        forward_flops=(block.projections + block.attention) * tokens,
-        backward_flops=(2 * block.projections + block.retiled + 2 * block.attention) * tokens,
+        forward_flops=(block.projections + 2 * adapters + block.attention) * tokens,
+        backward_flops=((1 if lora else 2) * block.projections + block.retiled + 4 * adapters + 2 * block.attention)
+        * tokens,
         attention_flops=block.attention * tokens,
         attention_s=attention_s,
         forward_exchange_s=tensor_s + context_s,
         backward_exchange_s=1.5 * tensor_s + context_s,
         gather_s=weights.exchange.gather_s(parameters / layout.tp),
-        sync_s=weights.exchange.sync_s(parameters / layout.tp),
+        sync_s=weights.exchange.sync_s(trained),
         # The layer that runs and the next one, which is gathered meanwhile.
-        forward_transient_bytes=round(2 * gathered_weights + block.forward_transient * tokens)
+        forward_transient_bytes=round(2 * gathered_weights + block.forward_transient * tokens + beside_adapters)
         + comparing_nbytes(round(block.largest * tokens)),
         # With the gradients of the layer's weights and of the one before, until they are reduced.
-        backward_transient_bytes=round(4 * gathered_weights + copied_weights + block.backward_transient * tokens),
+        backward_transient_bytes=round(
+            2 * gathered_weights
+            + 2 * gathered_gradients
+            + copied_weights
+            + block.backward_transient * tokens
+            + beside_adapters
+        ),
         forward_gathered_bytes=round(2 * gathered_weights),
-        backward_gathered_bytes=round(4 * gathered_weights),
+        backward_gathered_bytes=round(2 * gathered_weights + 2 * gathered_gradients),
         between_bytes=round(block.between * tokens),
-        static=weights.static(parameters) + StaticBytes(cast=round(copied_weights)),
+        static=weights.static(parameters, adapters=adapters) + StaticBytes(cast=round(copied_weights)),
         storages=block.storages,
         largest_storage_bytes=round(block.largest * tokens),
     )
@@ -244,19 +283,26 @@ class _Weights:
         """
         training = self._training
         gathered, gradients = self.gathered_bytes(parameters), 0.0
-        if gathered and not training.accumulates:
+        if gathered and not (training.accumulates or training.lora):
             gradients = training.states.gradient * parameters / self.layout.tp
-        return self.static(parameters) + StaticBytes(gathered=round(gathered), gradients=round(gradients))
+        own = parameters / self.layout.tp
+        static = training.static_bytes(own, self.exchange.shards, trained=0 if training.lora else own, of_end=True)
+        return static + StaticBytes(gathered=round(gathered), gradients=round(gradients))
 
-    def static(self, parameters: float) -> StaticBytes:
-        """Bytes that are on the device all the time."""
-        return self._training.static_bytes(parameters / self.layout.tp, self.exchange.shards)
+    def static(self, parameters: float, *, adapters: float) -> StaticBytes:
+        """Bytes of a layer's parameters that are on the device all the time."""
+        own, training = parameters / self.layout.tp + adapters, self._training
+        return training.static_bytes(own, self.exchange.shards, trained=adapters if training.lora else own)
 
-    def update_bytes(self, parameters: float) -> float:
-        """Bytes that the optimizer reads and writes on the device."""
-        shards = self.exchange.shards if self._training.zero else 1
+    @property
+    def update_shards(self) -> int:
+        """Ranks that divide the optimizer's step."""
+        return self.exchange.shards if self._training.zero else 1
+
+    def update_bytes(self, trained: float) -> float:
+        """Bytes that the optimizer reads and writes on the device for so many of a rank's parameters, before sharding."""
         passes = 0.0 if self._training.optimizer_offload else self._training.states.passes
-        return passes * parameters / self.layout.tp / shards
+        return passes * trained / self.update_shards
 
 
 def _tiling_s(config: GPTConfig, block: Block, machine: Hardware) -> float:
@@ -321,12 +367,17 @@ class _Ends:
 
     def tied_s(self) -> float:
         """Seconds to add the two copies' gradients of a tied table, once a step; 0 where there is one copy."""
-        if not self.config.tie_embeddings or self.layout.pp == 1:
+        if not self.config.tie_embeddings or self.layout.pp == 1 or self.weights.exchange.training.lora:
             return 0.0
         exchange, nodes = self.weights.exchange, self.machine.gpus_per_node
         nbytes = exchange.training.states.gradient * self._head_weights / self.layout.tp / exchange.shards
         group = Group(size=2, per_node=1 if self.layout.leaves_node(nodes) else 2)
         return Collectives(self.machine).all_reduce_s(nbytes, group)
+
+    def _sync_s(self, parameters: float) -> float:
+        """Seconds to reduce the gradients of an end's parameters; 0 where they are frozen."""
+        exchange = self.weights.exchange
+        return 0.0 if exchange.training.lora else exchange.sync_s(parameters / self.layout.tp)
 
     def embedding(self) -> EndProfile:
         """Embedding: reads a row per token, adds to it in backward; the float32 rotary tables live for all layers.
@@ -344,7 +395,7 @@ class _Ends:
             backward_s=4 * row * tokens / machine.hbm_bytes_per_s,
             forward_exchange_s=waits_s,
             # Without a pipeline the head's come last, too: FSDP reduces the ends together.
-            sync_s=exchange.sync_s((parameters + (self._head_weights if self.layout.pp == 1 else 0)) / self.layout.tp),
+            sync_s=self._sync_s(parameters + (self._head_weights if self.layout.pp == 1 else 0)),
             saved_bytes=round(8 * tokens + (rotary if config.positions == "rotary" else 0)),
             transient_bytes=round(row * tokens * (1 if self.layout.tp == 1 else 2 * self.layout.tp + 1)),
             static=self.weights.end_static(parameters),
@@ -361,14 +412,17 @@ class _Ends:
         logits = LOGIT_BYTES * min(LOGITS, tokens * config.vocab_size)
         # Gradient of the projection's weight in float32, and its copy in the dtype of products.
         matrix = (4 + self.sizes.product) * config.vocab_size * config.hidden / self.layout.tp
+        products = 3
+        if exchange.training.lora:  # a frozen projection
+            matrix, products = 0.0, 2
         return EndProfile(
-            forward_s=3 * flops / (machine.peak_flops * machine.matmul_efficiency)
+            forward_s=products * flops / (machine.peak_flops * machine.matmul_efficiency)
             + 4 * row / machine.hbm_bytes_per_s
             + waits_s,
             backward_s=6 * row / machine.hbm_bytes_per_s,
             forward_exchange_s=waits_s,
-            sync_s=exchange.sync_s(weights / self.layout.tp) if self.layout.pp > 1 else 0.0,
-            forward_flops=3 * flops,
+            sync_s=self._sync_s(weights) if self.layout.pp > 1 else 0.0,
+            forward_flops=products * flops,
             saved_bytes=round(3 * row),  # the norm's input, its output, and the output's gradient
             transient_bytes=round(logits + row + matrix),
             static=self.weights.end_static(weights),

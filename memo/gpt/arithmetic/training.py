@@ -39,7 +39,7 @@ class StateBytes:
     """The weight that is stored, or sharded."""
     gradient: int
     """The gradient that microbatches add to."""
-    optimizer: int
+    optimizer: float
     """Master weight and moments."""
     reduced: int
     """The gradient as it crosses the network."""
@@ -121,6 +121,10 @@ class Training:
     """
 
     states: StateBytes = ADAM_MIXED
+    end_states: StateBytes | None = None
+    """Those of the embedding and the head; None: the same."""
+    lora: int = 0
+    """Rank of the adapters on every linear map of a layer (Hu et al. 2021), which alone are trained; 0: everything is."""
     zero: int = 0
     """0: data-parallel ranks hold everything; 1: the optimizer is sharded; 2: gradients, too; 3: weights, too."""
     sharded_over: int | None = None
@@ -176,20 +180,27 @@ class Training:
             raise UsageError(f"zero is {self.zero}; it is 0, 1, 2 or 3")
         if self.sharded_over is not None and self.sharded_over < 1:
             raise UsageError(f"weights are sharded over {self.sharded_over} ranks; at least 1")
+        if self.lora < 0:
+            raise UsageError(f"lora is {self.lora}; it is the rank of adapters, or 0")
         if self.input_offload and self.recompute is not Recompute.FULL:
             raise UsageError("layers' inputs go to the host only under full recompute")
         for name in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 0 and below 1")
 
-    def static_bytes(self, parameters: float, shards: int) -> StaticBytes:
+    def static_bytes(
+        self, parameters: float, shards: int, *, trained: float | None = None, of_end: bool = False
+    ) -> StaticBytes:
         """Bytes that a rank holds on its GPU of some parameters' weights, gradients and optimizer.
 
         Args:
             parameters: how many, before any sharding over data-parallel ranks.
             shards: ranks that what is sharded is divided over.
+            trained: how many of them are trained; None: all.
+            of_end: whether they are the embedding's or the head's.
         """
-        states, zero = self.states, self.zero
+        states = self.end_states if of_end and self.end_states is not None else self.states
+        zero, trained = self.zero, parameters if trained is None else trained
         gathered = whole_gradient = 0.0
         if zero >= 2 and shards > 1 and self.whole_in_step:
             gathered, whole_gradient = self.gathered_bytes if zero == 3 else 0, states.reduced
@@ -200,7 +211,7 @@ class Training:
         optimizer = 0.0 if self.optimizer_offload else states.optimizer / (shards if zero >= 1 else 1)
         return StaticBytes(
             weights=round(weight * parameters),
-            gradients=round((gradient + whole_gradient) * parameters),
-            optimizer=round(optimizer * parameters),
+            gradients=round((gradient + whole_gradient) * trained),
+            optimizer=round(optimizer * trained),
             gathered=round(gathered * parameters),
         )
