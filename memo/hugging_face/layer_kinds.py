@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from memo.errors import UsageError
 from memo.hugging_face import fused_attention
+from memo.hugging_face.adapters import adapt
 from memo.hugging_face.configuration import model_class, one_line, quiet
 from memo.swap import find_layers
 
@@ -33,8 +35,16 @@ class LayerKind:
 
     name: str
     parameters: int
+    trained: int
+    """Those of adapters alone, where there are some."""
     layer: nn.Module
     """The one that the copy has."""
+
+    def matrices(self) -> list[tuple[int, int]]:
+        """Shapes of the trained matrices, those of fused experts one by one."""
+        trained = [parameter for parameter in self.layer.parameters() if parameter.requires_grad]
+        shapes = [tuple(parameter.shape) for parameter in trained if parameter.dim() >= 2]
+        return [(shape[-2], shape[-1]) for shape in shapes for _ in range(math.prod(shape[:-2]))]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +69,7 @@ class ShortModel:
     is_causal: bool
 
 
-def short_model(config: Any, *, name: str, dtype: torch.dtype) -> ShortModel:
+def short_model(config: Any, *, name: str, dtype: torch.dtype, lora: int = 0) -> ShortModel:
     """Builds the model of a configuration on the meta device and takes out all but one layer of each kind.
 
     A layer follows the last kind's where there is another of it, since the last layer of all behaves as no other.
@@ -68,6 +78,7 @@ def short_model(config: Any, *, name: str, dtype: torch.dtype) -> ShortModel:
         config: configuration of transformers; it is changed.
         name: of the model in error messages.
         dtype: of the parameters.
+        lora: rank of adapters on the layers' linear maps, which alone are trained; 0: everything is.
 
     Raises:
         UsageError: transformers cannot build it on the meta device, or it has no repeated layers.
@@ -76,13 +87,18 @@ def short_model(config: Any, *, name: str, dtype: torch.dtype) -> ShortModel:
     model = _built(kind, config, name=name, dtype=dtype)
     model.train()
     layers = [layer.module for layer in find_layers(model)]
+    if lora:
+        adapt(model, layers, lora, name=name)
     types = _types(config, len(layers))
     keys = _keys(layers, types)
     names = _names(layers, types, keys)
     kept = [index for index, key in enumerate(keys) if key not in keys[:index]]
     kinds = {
         keys[index]: LayerKind(
-            name=names[index], parameters=sum(p.numel() for p in layers[index].parameters()), layer=layers[index]
+            name=names[index],
+            parameters=sum(p.numel() for p in layers[index].parameters()),
+            trained=sum(p.numel() for p in layers[index].parameters() if p.requires_grad),
+            layer=layers[index],
         )
         for index in kept
     }

@@ -20,9 +20,13 @@ from memo.gpt.arithmetic import (
     KernelRates,
     KernelTimes,
     Layout,
+    Optimizer,
     Recompute,
     Training,
     WeightExchange,
+    end_states,
+    layer_states,
+    orthogonalisation_flops,
 )
 from memo.hugging_face.configuration import language_part
 from memo.hugging_face.fused_attention import NAME as FUSED
@@ -60,22 +64,30 @@ class HuggingFaceModel:
         name: for error messages and profiles.
         precision: number format of weights and arithmetic: `bf16` or `fp32`.
         without_logits: whether the loss is that of `memo.loss_without_logits`.
+        lora: rank of adapters on every linear map of the layers, which alone are trained; 0: everything is.
 
     Raises:
         UsageError: transformers cannot build it without memory, or it has another precision.
     """
 
     def __init__(
-        self, config: Any, *, name: str, precision: Precision = Precision.BF16, without_logits: bool = False
+        self,
+        config: Any,
+        *,
+        name: str,
+        precision: Precision = Precision.BF16,
+        without_logits: bool = False,
+        lora: int = 0,
     ) -> None:
         if precision not in _DTYPES:
             raise UsageError(f"{name}: a configuration is planned in bf16 or fp32, not in {precision}")
         self.name = name
         self._precision = precision
         self._without_logits = without_logits
+        self._lora = lora
         self._whole, config = config, language_part(config)
         self._config = config
-        self._short: ShortModel = short_model(config, name=name, dtype=_DTYPES[precision])
+        self._short: ShortModel = short_model(config, name=name, dtype=_DTYPES[precision], lora=lora)
         self._recorded: dict[tuple[Hardware, int, int], RecordedStep] = {}
 
     def with_loss_without_logits(self) -> HuggingFaceModel | None:
@@ -140,6 +152,7 @@ class HuggingFaceModel:
         accumulate: int = 1,
         zero: int = 3,
         optimizer_offload: bool = False,
+        optimizer: Optimizer = Optimizer.ADAMW,
         recompute: Recompute | None = None,
         name: str | None = None,
     ) -> Profile:
@@ -151,6 +164,7 @@ class HuggingFaceModel:
             accumulate: microbatches in a step.
             zero: what is sharded over data-parallel ranks, as `Training.zero`.
             optimizer_offload: whether optimizer state and its step are on the host.
+            optimizer: which; its states are kept in the weights' format.
             recompute: a fixed method for every layer, instead of points to plan with.
             name: in the profile; None is the model's.
 
@@ -158,8 +172,13 @@ class HuggingFaceModel:
             UsageError: the layout does not divide the model, or its code cannot run without data.
         """
         self._check(layout)
+        matrices = [shape for kind in self._short.kinds for shape in kind.matrices()]
+        smallest = min((min(shape) for shape in matrices), default=1)
+        adam = _STATES[self._precision]
         training = Training(
-            states=_STATES[self._precision],
+            states=layer_states(optimizer, adam, smallest=smallest),
+            end_states=end_states(optimizer, adam, smallest=smallest),
+            lora=self._lora,
             zero=zero,
             gathered_bytes=_STATES[self._precision].weight,
             optimizer_offload=optimizer_offload,
@@ -187,8 +206,9 @@ class HuggingFaceModel:
             layers=of_rank.layers,
             embedding=of_rank.embedding(),
             head=of_rank.head(),
-            optimizer_s=of_rank.update_bytes() / machine.hbm_bytes_per_s,
-            optimizer_exchange_s=of_rank.exchange.update_s(of_rank.stage_parameters),
+            optimizer_s=of_rank.update_bytes() / machine.hbm_bytes_per_s
+            + (of_rank.orthogonalisation_s() if optimizer is Optimizer.MUON else 0.0),
+            optimizer_exchange_s=of_rank.exchange.update_s(of_rank.trained),
             send_s=of_rank.send_s(),
             link_share=of_rank.link_share(classes, accumulate),
             model_flops_causal_per_token=flops[0],
@@ -254,6 +274,23 @@ class _Rank:
         return -(-inside // stages) + (sum(ends) if stages == 1 else max(ends))
 
     @property
+    def trained(self) -> int:
+        """Of `stage_parameters`, those that the optimizer updates."""
+        if not self.training.lora:
+            return self.stage_parameters
+        by_name = {kind.name: kind.trained for kind in self.short.kinds}
+        return -(-sum(by_name[name] for name in self.layers) // self.layout.pp)
+
+    def orthogonalisation_s(self) -> float:
+        """Seconds of Muon's products in a step; the matrices are divided over the ranks that share one copy."""
+        if self.training.optimizer_offload:
+            return 0.0
+        by_name = {kind.name: orthogonalisation_flops(kind.matrices()) for kind in self.short.kinds}
+        flops = sum(by_name[name] for name in self.layers) / self.layout.pp
+        shards = self.exchange.shards if self.training.zero else 1
+        return flops / shards / (self.machine.peak_flops * self.machine.matmul_efficiency)
+
+    @property
     def _head_parameters(self) -> int:
         """With a copy of a tied table, where the ends are on two stages."""
         copied = self.short.projection_parameters if self.short.is_tied and self.layout.pp > 1 else 0
@@ -263,27 +300,30 @@ class _Rank:
         """Bytes that the optimizer reads and writes on the device."""
         training = self.training
         shards = self.exchange.shards if training.zero else 1
-        return 0.0 if training.optimizer_offload else training.states.passes * self.stage_parameters / shards
+        return 0.0 if training.optimizer_offload else training.states.passes * self.trained / shards
 
     def _gathered(self, parameters: float) -> float:
         gathers = self.exchange.gathers_each_pass and self.exchange.shards > 1
         return self.training.gathered_bytes * parameters if gathers else 0.0
 
-    def _static(self, parameters: float) -> StaticBytes:
-        return self.training.static_bytes(parameters, self.exchange.shards)
+    def _static(self, parameters: int, *, trained: int, of_end: bool = False) -> StaticBytes:
+        return self.training.static_bytes(parameters, self.exchange.shards, trained=trained, of_end=of_end)
 
-    def _end_static(self, parameters: float) -> StaticBytes:
+    def _end_static(self, parameters: int) -> StaticBytes:
         """FSDP has the ends' weights whole from forward to backward, and their gradients until it reduces them, last."""
         gathered, gradients = self._gathered(parameters), 0.0
+        trained = 0 if self.training.lora else parameters
         if gathered and not self.training.accumulates:
-            gradients = self.training.states.gradient * parameters
-        return self._static(parameters) + StaticBytes(gathered=round(gathered), gradients=round(gradients))
+            gradients = self.training.states.gradient * trained
+        return self._static(parameters, trained=trained, of_end=True) + StaticBytes(
+            gathered=round(gathered), gradients=round(gradients)
+        )
 
     def layer(self, kind: LayerKind, recompute: Recompute | None) -> LayerProfile:
         """A kind's profile."""
         own, parameters = self.step.layers[kind.name], kind.parameters
         context_s = self._context_s(own)
-        gathered = self._gathered(parameters)
+        gathered, gradients = self._gathered(parameters), self._gathered(kind.trained)
         # Heads are exchanged for tokens: a rank's heads see all tokens, cp times those that were recorded.
         attention_s, attention_flops = (self.layout.cp * amount for amount in (own.attention_s, own.attention_flops))
         forward_s = own.forward.seconds + attention_s + context_s
@@ -305,12 +345,14 @@ class _Rank:
             forward_exchange_s=context_s,
             backward_exchange_s=context_s,
             gather_s=self.exchange.gather_s(parameters),
-            sync_s=self.exchange.sync_s(parameters),
+            sync_s=self.exchange.sync_s(kind.trained),
             # The layer that runs and the next one, which is gathered meanwhile.
             forward_transient_bytes=round(2 * gathered) + own.forward_transient_nbytes + comparing_nbytes(largest),
             # With the gradients of the layer's weights and of the one before, until they are reduced.
-            backward_transient_bytes=round(4 * gathered) + own.backward_transient_nbytes,
-            static=self._static(parameters) + StaticBytes(cast=own.weights_nbytes),
+            backward_transient_bytes=round(2 * gathered + 2 * gradients) + own.backward_transient_nbytes,
+            forward_gathered_bytes=round(2 * gathered),
+            backward_gathered_bytes=round(2 * gathered + 2 * gradients),
+            static=self._static(parameters, trained=kind.trained) + StaticBytes(cast=own.weights_nbytes),
             storages=len(own.storages) + (2 if len(own.points) > 1 else 0),
             largest_storage_bytes=largest,
         )
@@ -360,7 +402,7 @@ class _Rank:
             forward_flops=own.forward.product_flops,
             backward_flops=own.backward.product_flops,
             forward_exchange_s=waits_s,
-            sync_s=self.exchange.sync_s(sync) if sync else 0.0,
+            sync_s=self.exchange.sync_s(sync) if sync and not self.training.lora else 0.0,
             saved_bytes=own.saved_nbytes,
             transient_bytes=own.transient_nbytes,
             static=self._end_static(parameters),
@@ -397,14 +439,20 @@ class _Rank:
     def model_flops(self) -> tuple[float, float]:
         """FLOPs per token, forward and backward: 6N + attention, causal and of the full square.
 
-        N are the weights that multiply a token: of experts those that it is routed to.
+        N are the weights that multiply a token: of experts those that it is routed to; 4N where adapters alone are trained.
         """
         tokens = self.layout.tokens // self.layout.cp * self.layout.batch
         layers = [self.step.layers[name] for name in self.layers]
         products = sum(layer.forward.product_flops for layer in layers)
         products += 2 * self.short.projection_parameters * tokens
         attention = self.layout.cp * sum(layer.attention_flops for layer in layers)
-        return 3 * (products + attention) / tokens, 3 * (products + 2 * attention) / tokens
+        passes, adapters = 3, 0
+        if self.training.lora:  # 4N, since frozen weights need no gradients, and those of the adapters
+            passes = 2
+            by_name = {kind.name: kind.trained for kind in self.short.kinds}
+            adapters = 2 * sum(by_name[name] for name in self.layers) * tokens
+        work = passes * products + adapters + 3 * attention
+        return work / tokens, (work + 3 * attention) / tokens
 
 
 def _has_experts(config: Any) -> bool:

@@ -104,7 +104,11 @@ def _of_transformers(name: str, args: argparse.Namespace, shape: Mapping[str, in
     config = configuration_from(name if published is None else PUBLISHED[published].config, name=name)
     _reshape(config.get_text_config(), shape, name)
     return HuggingFaceModel(
-        config, name=name, precision=Precision(args.precision), without_logits=args.loss == _WITHOUT_LOGITS
+        config,
+        name=name,
+        precision=Precision(args.precision),
+        without_logits=args.loss == _WITHOUT_LOGITS,
+        lora=args.lora,
     )
 
 

@@ -78,6 +78,8 @@ class Request:
             UsageError: an argument is invalid or contradicts another.
             PlanError: a file cannot be read.
         """
+        if args.lora < 0:
+            raise UsageError(f"--lora {args.lora} is no rank; give a number of at least 1")
         machine = _hardware(args.gpu) if args.gpu.endswith(".json") or "/" in args.gpu else hardware_preset(args.gpu)
         for path, kind in ((args.doctor, FileKind.MACHINE_REPORT), (args.profile, FileKind.PROFILE)):
             if path is not None:
@@ -150,6 +152,7 @@ class Request:
                 recompute=self.recompute,
                 zero=self.zero,
                 optimizer_offload=self.optimizer_offload,
+                optimizer=self.optimizer,
                 name=self.model,
             )
         assert profile is not None

@@ -12,7 +12,7 @@ import pytest
 from memo.cli.main import main
 from memo.errors import ExitCode
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 STEP = str(ROOT / "tests" / "mip" / "data" / "gptm_L4_ckpt.csv")
 TRACE = {"format": "memo-trace", "version": 1, "rank": 0, "world_size": 1, "origin_unix_ns": 5, "meta": {}}
 PLAN = ["plan", "--model", "tiny", "--seq", "8k", "--gpu", "a800"]
