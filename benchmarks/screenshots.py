@@ -37,6 +37,13 @@ def main() -> None:
         page.goto(_simulated(Path(folder)).as_uri())
         page.wait_for_selector("html[data-ready]")
         _shoot(page, "simulated.png")
+        page.goto(_compared(Path(folder)).as_uri())
+        page.wait_for_selector("html[data-ready]")
+        _shoot(page, "diff.png")
+        phone = browser.new_page(viewport={"width": 390, "height": 844}, color_scheme="light")
+        phone.goto(report.as_uri())
+        phone.wait_for_selector("html[data-ready]")
+        _shoot(phone, "phone.png")
         browser.close()
         _picture(Path(folder))
 
@@ -47,6 +54,14 @@ def _report(folder: Path) -> Path:
         write(trace, Workload(late_layer=17), rank=rank, world_size=2)
     assert memo(["trace", "html", *map(str, traces), "-o", str(folder / "report.html")]) == 0
     return folder / "report.html"
+
+
+def _compared(folder: Path) -> Path:
+    """The report's run beside one that recomputes more."""
+    other, page = folder / "b.jsonl", folder / "diff.html"
+    write(other, Workload(recompute_share=0.4))
+    assert memo(["trace", "diff", str(folder / "trace.rank0.jsonl"), str(other), "-o", str(page)]) == 0
+    return page
 
 
 def _picture(folder: Path) -> None:

@@ -66,6 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     diff.add_argument("b", help="trace file of the second run")
     diff.add_argument("--json", action="store_true", help="print one JSON object with every figure instead of a table")
     _add_steps(diff)
+    _add_output(diff, "write a page with both steps, one below the other", required=False)
     diff.set_defaults(act=_diff)
 
 
@@ -254,13 +255,25 @@ def _png(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
+    from memo.trace import diff_page, diff_sentence, render_page
+
     for path in (args.a, args.b):
         require_kind(path, FileKind.TRACE)
+    if args.output is not None and args.json:
+        raise UsageError("-o writes a page and --json prints figures; give one of them")
+    refuse_existing(args.output, force=args.force)
     reports = [build_report(read_traces([path], steps=_steps(args))) for path in (args.a, args.b)]
     rows = compare_reports(*reports)
     if args.json:
         print(json.dumps({"format": "memo-trace-diff", "version": 1, "figures": diff_to_json(rows)}, allow_nan=False))
         return ExitCode.OK
+    if args.output is not None:
+        page = diff_page(*reports, rows, names=(args.a, args.b))
+        with atomic_write(args.output, force=args.force) as target:
+            target.write_text(render_page(page, title="memo trace diff"), encoding="utf-8")
+        print_written(args.output)
+        return ExitCode.OK
+    print(diff_sentence(rows))
     print_diff(args.a, args.b, rows)
     return ExitCode.OK
 

@@ -17,7 +17,13 @@ if TYPE_CHECKING:
         device_stack as device_stack,
         largest_holders as largest_holders,
     )
-    from memo.trace.diff import DiffRow as DiffRow, compare_reports as compare_reports, diff_to_json as diff_to_json
+    from memo.trace.diff import (
+        DiffRow as DiffRow,
+        compare_reports as compare_reports,
+        diff_page as diff_page,
+        diff_sentence as diff_sentence,
+        diff_to_json as diff_to_json,
+    )
     from memo.trace.figures import StepStats as StepStats
     from memo.trace.format import duration as duration, percent as percent, printable as printable, rate as rate
     from memo.trace.html import render_page as render_page
@@ -34,7 +40,7 @@ else:
             "address_plan_view": "address_plan_drawings",
             "chrome": "chrome_trace",
             "device_memory": "OTHER OWNED TRANSIENT Holder device_stack largest_holders",
-            "diff": "DiffRow compare_reports diff_to_json",
+            "diff": "DiffRow compare_reports diff_page diff_sentence diff_to_json",
             "figures": "StepStats",
             "format": "duration percent printable rate",
             "html": "render_page",

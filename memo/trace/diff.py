@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 from memo.trace.figures import StepStats
 from memo.trace.format import duration, percent, rate
+from memo.trace.html_data import page_data
 from memo.trace.report import Report
 from memo.units import format_bytes
 
-__all__ = ["DiffRow", "compare_reports", "diff_to_json"]
+__all__ = ["DiffRow", "compare_reports", "diff_page", "diff_sentence", "diff_to_json"]
 
 Unit = Literal["ns", "bytes", "bytes_per_s", "percent"]
 NOTABLE_PERCENT = 1.0
@@ -81,6 +82,56 @@ def diff_to_json(rows: list[DiffRow]) -> dict[str, Any]:
     }
 
 
+def diff_sentence(rows: list[DiffRow]) -> str:
+    """What changed from the first run's step to the second's, in one sentence: its time, and the parts that moved most."""
+    by_name = {row.name: row for row in rows}
+    step = by_name["step"]
+    if not step.a or not step.b:
+        return "One of the two runs has no finished step."
+    change, difference = step.change_percent, step.b - step.a
+    assert change is not None
+    if abs(change) < NOTABLE_PERCENT:
+        return f"Both steps took about as long: {duration(step.a)} and {duration(step.b)}."
+    word = "longer" if difference > 0 else "shorter"
+    said = f"The second step took {duration(step.b)}, {percent(abs(change))} {word} than the first ({duration(step.a)})"
+    parts = {
+        name: row.b - row.a
+        for name in _PARTS
+        if (row := by_name.get(name)) is not None and row.a is not None and row.b is not None
+    }
+    parts["backward"] -= parts["recompute"]  # which a backward's time contains
+    toward = [(ns, name) for name, ns in parts.items() if ns * difference > 0]
+    same = sorted(toward, key=lambda part: -abs(part[0]))[:2]
+    named = [
+        f"{name} {'+' if ns > 0 else '-'}{duration(abs(ns))}" for ns, name in same if abs(ns) > abs(difference) / 10
+    ]
+    return f"{said}: {', '.join(named)}." if named else f"{said}."
+
+
+def diff_page(a: Report, b: Report, rows: list[DiffRow], *, names: tuple[str, str]) -> dict[str, Any]:
+    """Data of the page that shows two runs one below the other, ready for `render_page`.
+
+    Args:
+        a: report of the first run.
+        b: report of the second run.
+        rows: of `compare_reports`.
+        names: of the two runs, such as their files.
+    """
+    shown = [
+        {
+            "name": row.name,
+            "a": row.shown(row.a),
+            "b": row.shown(row.b),
+            "change": "" if row.change_percent is None else f"{row.change_percent:+.1f} %",
+            "word": row.word,
+        }
+        for row in rows
+    ]
+    table = {"sentence": diff_sentence(rows), "rows": shown, "names": list(names)}
+    return {"diff": table, "pages": [page_data(one) for one in (a, b)]}
+
+
+_PARTS = ("forward", "backward", "recompute", "stalls", "collectives")
 _Figure = tuple[str, tuple[Unit, int, float | None]]
 
 

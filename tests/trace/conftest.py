@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -91,6 +92,9 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
 
     yield open_
     for context in contexts:
+        for page in context.pages:
+            text = page.evaluate("() => document.body.innerText")
+            troubles += re.findall(r".*\b(?:null|undefined|NaN|Infinity)\b.*", text)
         context.close()
     assert troubles == []
 

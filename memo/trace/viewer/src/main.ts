@@ -1,6 +1,7 @@
 // Puts the page together: data in, one store, header and views around it.
 
 import { Page, type RawPage } from "./data";
+import { showDiff, type RawDiff } from "./diff";
 import { h } from "./dom";
 import { ExplainView } from "./explain";
 import { makeHeader } from "./header";
@@ -16,9 +17,10 @@ function start(): void {
   const root = document.getElementById("memo");
   const source = document.getElementById("memo-data");
   if (!root || !source) throw new Error("this is not a page that memo wrote");
-  const raw = JSON.parse(source.textContent ?? "") as RawPage | { live: true };
+  const raw = JSON.parse(source.textContent ?? "") as RawPage | { live: true } | RawDiff;
   source.remove();
   if ("live" in raw) follow(root, show);
+  else if ("diff" in raw) showDiff(root, raw);
   else show(root, raw);
   requestAnimationFrame(() => {
     document.documentElement.dataset["ready"] = String(Math.round(performance.now()));

@@ -35,7 +35,8 @@ export class Timeline {
   private asked = false;
   private pattern: CanvasPattern | string = "";
 
-  constructor(private readonly page: Page, private readonly store: Store) {
+  // `extent` is what can be seen at most: by default the whole trace.
+  constructor(private readonly page: Page, private readonly store: Store, extent: [number, number] = [page.begin, page.end]) {
     this.canvas = h("canvas", { class: "plot", role: "img", tabindex: "0", "aria-label": "Timeline of lanes and memory" });
     this.tip = h("div", { class: "tip", role: "tooltip", hidden: "" });
     this.spacer = h("div", { class: "spacer" });
@@ -46,7 +47,7 @@ export class Timeline {
     this.charts = page.ranks.map((rank) =>
       rank.tiers.map((series, i) => new MemoryChart(page.raw.tiers[i], series)).filter((chart) => !chart.series.empty),
     );
-    this.axis = new TimeAxis(this.canvas, page.begin, page.end, () => this.redraw());
+    this.axis = new TimeAxis(this.canvas, ...extent, () => this.redraw());
     this.listen();
   }
 
