@@ -262,13 +262,13 @@ def _diff(args: argparse.Namespace) -> int:
     if args.output is not None and args.json:
         raise UsageError("-o writes a page and --json prints figures; give one of them")
     refuse_existing(args.output, force=args.force)
-    reports = [build_report(read_traces([path], steps=_steps(args))) for path in (args.a, args.b)]
-    rows = compare_reports(*reports)
+    a, b = (build_report(read_traces([path], steps=_steps(args))) for path in (args.a, args.b))
+    rows = compare_reports(a, b)
     if args.json:
         print(json.dumps({"format": "memo-trace-diff", "version": 1, "figures": diff_to_json(rows)}, allow_nan=False))
         return ExitCode.OK
     if args.output is not None:
-        page = diff_page(*reports, rows, names=(args.a, args.b))
+        page = diff_page(a, b, rows, names=(args.a, args.b))
         with atomic_write(args.output, force=args.force) as target:
             target.write_text(render_page(page, title="memo trace diff"), encoding="utf-8")
         print_written(args.output)

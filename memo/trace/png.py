@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from memo.errors import MemoError
-from memo.events import Lane, Owner, Span, Stall, Tier
+from memo.events import CounterEvent, Lane, Owner, Span, Stall, Tier
 from memo.trace.device_memory import OTHER, OWNED, TRANSIENT, DeviceMemory, MemoryChange, MemoryPeak, device_stack
 from memo.trace.figures import TierPeak
 from memo.trace.format import printable
@@ -22,6 +22,7 @@ from memo.units import format_bytes
 __all__ = ["draw_step"]
 
 # Okabe-Ito, as the page's lanes: told apart with the common kinds of colour blindness.
+_MEASURED = "#0072b2"  # as on the page
 _COLOURS = {
     ("compute", "forward"): "#0072b2",
     ("compute", "backward"): "#e69f00",
@@ -79,6 +80,9 @@ def draw_step(report: Report, path: Path, *, rank: int, step: int | None, dpi: i
     figure = Figure(figsize=(10, 2.4 + 1.6 * len(peaks)), dpi=dpi, layout="constrained")
     axes = figure.subplots(1 + len(peaks), 1, sharex=True, height_ratios=[1.5] + [1.0] * len(peaks), squeeze=False)
     _draw_lanes(axes[0][0], one.trace.events, window)
+    counters = [
+        event for event in one.trace.events if isinstance(event, CounterEvent) and window[0] <= event.t <= window[1]
+    ]
     for axis, peak in zip((row[0] for row in axes[1:]), peaks, strict=True):
         within = [change for change in changes[peak.tier] if change.t <= window[1]]
         of_device = peak.tier is Tier.DEVICE
@@ -90,6 +94,7 @@ def draw_step(report: Report, path: Path, *, rank: int, step: int | None, dpi: i
             shades=shades,
             memory=memory if of_device else None,
             top=top if of_device else None,
+            counted=[(event.t, event.nbytes) for event in counters if event.tier is peak.tier],
         )
     axes[-1][0].set_xlabel(
         "seconds since the step began" if figures.step is not None else "seconds since the trace began"
@@ -171,8 +176,9 @@ def _draw_memory(
     shades: dict[str, Any],
     memory: DeviceMemory | None,
     top: MemoryPeak | None,
+    counted: Sequence[tuple[int, int]] = (),
 ) -> None:
-    """Stacks a tier's bytes; of the device all bands of `memory`, with its peak `top` marked."""
+    """Stacks a tier's bytes; of the device all bands of `memory`, with its peak `top` marked, elsewhere all that is there."""
     tier: Tier = peak.tier
     below, above = (memory.below, memory.above) if memory is not None else ((), ())
     times, stacks, layers = _series(changes, window, below=below, above=above)
@@ -183,6 +189,10 @@ def _draw_memory(
         axis.stackplot(times, [[value / unit for value in stack] for stack in stacks], colors=colours, step="post")
     if top is not None:
         _mark_peak(axis, top, unit, window, shade=_palette()(0.5))
+    if top is None and counted:
+        steps = [((t - window[0]) / 1e9, nbytes / unit) for t, nbytes in counted]
+        label = f"all {format_bytes(max(nbytes for _, nbytes in counted))}"
+        axis.step(*zip(*steps, strict=True), where="post", color=_MEASURED, linewidth=1, label=label)
     predicted = peak.predicted_nbytes if top is None else None  # of the saved bytes alone
     lines = [("plan", predicted, "black", "--"), ("budget", peak.budget_nbytes, "#c0392b", "-")]
     for text, nbytes, colour, style in lines:

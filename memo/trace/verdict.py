@@ -164,7 +164,9 @@ _NUMBER = re.compile(r"\d+")
 def _plan_limits(evidence: Evidence) -> str | None:
     if evidence.limits is None:
         return None
-    return f"A solver planned this step, within {printable(evidence.limits)}."
+    tightest, _, more = evidence.limits.partition("; ")
+    others = " (and others)" if more else ""
+    return f"A solver planned this step. What limits it{others}: {printable(tightest)}."
 
 
 def _declined(evidence: Evidence) -> str | None:

@@ -171,13 +171,13 @@ def test_no_advice_contradicts_a_plan_and_its_limits_are_said(say: Say) -> None:
         Stall(t=100 * MS, d=300 * MS, step=0, cause=StallCause.DRAIN, module="layers.0", id=1),
     ]
     idle = [*LAYERS, copy(450, 100, Lane.H2D), recompute(640, 40)]
-    plan = Note(t=0, step=0, cause="plan", message="host memory: a GiB more saves 2 ms a step")
+    plan = Note(t=0, step=0, cause="plan", message="host memory: a GiB more saves 2 ms a step; the disk")
     for events, advice in ((late, "move fewer bytes"), (drained, "would hide"), (idle, "could be moved instead")):
         assert advice in " ".join(say(*events).values())
         planned = say(*events, plan)
         assert advice not in " ".join(planned.values())
         assert planned["plan-limits"] == (
-            "A solver planned this step, within host memory: a GiB more saves 2 ms a step."
+            "A solver planned this step. What limits it (and others): host memory: a GiB more saves 2 ms a step."
         )
         assert planned == say(*events, meta={"plan": {"limits": plan.message}})
     later = dataclasses.replace(plan, t=2000 * MS)

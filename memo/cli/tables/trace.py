@@ -93,7 +93,7 @@ def _lanes(step: StepStats) -> Table:
 
 
 def _peaks(step: StepStats) -> Table:
-    table = _table("peak", "saved", "plan", "all measured", "budget", "free")
+    table = _table("peak", "saved", "plan", "all", "budget", "free")
     for peak in step.peaks:
         if not peak.used_nbytes:
             continue

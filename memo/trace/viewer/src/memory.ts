@@ -168,7 +168,8 @@ export class MemoryChart {
     say(peak ? `peak ${bytes(peak.nbytes)}` : `peak ${bytes(figures.saved_nbytes)} saved by layer`, null);
     if (peak) this.legend(pen, peak.t, y + LINE);
     else if (figures.measured_nbytes !== null) {
-      say(`all measured ${bytes(figures.measured_nbytes)}${off(this.counterPeak)}`, { colour: theme.measured, dash: [] });
+      const word = pen.page.raw.meta["simulated"] === true ? "predicted" : "measured";
+      say(`all ${word} ${bytes(figures.measured_nbytes)}${off(this.counterPeak)}`, { colour: theme.measured, dash: [] });
     }
     for (const mark of marks) say(`${mark.text}${off(mark.nbytes)}`, mark);
   }
