@@ -178,7 +178,10 @@ def _draw_memory(
     top: MemoryPeak | None,
     counted: Sequence[tuple[int, int]] = (),
 ) -> None:
-    """Stacks a tier's bytes; of the device all bands of `memory`, with its peak `top` marked, elsewhere all that is there."""
+    """Stacks a tier's bytes.
+
+    Of the device all bands of `memory`, with its peak `top` marked; elsewhere with a line of all bytes `counted`.
+    """
     tier: Tier = peak.tier
     below, above = (memory.below, memory.above) if memory is not None else ((), ())
     times, stacks, layers = _series(changes, window, below=below, above=above)
@@ -201,11 +204,9 @@ def _draw_memory(
                 nbytes / unit, color=colour, linestyle=style, linewidth=1, label=f"{text} {format_bytes(nbytes)}"
             )
     axis.set_ylabel(f"{tier} [{name}]", fontsize=8)
-    axis.set_ylim(0, axis.get_ylim()[1] * 1.12)  # room for the legend
     axis.spines[["top", "right"]].set_visible(False)
     if axis.get_legend_handles_labels()[0]:
-        beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if top is not None else {"loc": "upper right"}
-        axis.legend(fontsize=7, frameon=False, **beside)
+        axis.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _mark_peak(axis: Any, top: MemoryPeak, unit: int, window: tuple[int, int], *, shade: Any) -> None:
