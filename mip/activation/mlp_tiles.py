@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from memo.mip.activation.cost import stage_compute_s
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem
-from memo.mip.activation.solver import DoesNotFit, solve_problem
+from memo.mip.activation.solver import find_plan, misfit_of
 
 __all__ = ["MLP_TILE_COUNTS", "solve_mlp_tiles"]
 
@@ -35,23 +35,21 @@ def solve_mlp_tiles(
         SolverFailed: the solver crashed.
     """
     best: ActivationPlan | None = None
-    refused: DoesNotFit | None = None
     for count in counts:
         problem = problem_of(count)
         if best is not None and _least_s(problem) >= best.step_s:
             break
-        try:
-            plan = solve_problem(problem)
-        except DoesNotFit as error:
-            refused = error
+        plan = find_plan(problem)
+        if plan is None:
             continue
         if best is None or plan.step_s < best.step_s:
             best = plan
         if plan.declined:
             break
     if best is None:
-        assert refused is not None
-        raise refused.with_message(f"with MLPs in {counts[-1]} tiles, {refused}") if len(counts) > 1 else refused
+        misfit = misfit_of(problem)
+        words = f"with MLPs in {counts[-1]} tiles, {misfit}"
+        raise misfit.with_message(words) if len(counts) > 1 else misfit
     return best
 
 

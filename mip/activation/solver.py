@@ -26,7 +26,7 @@ from memo.mip.activation.whole_points import at_points, round_points
 from memo.mip.inputs.profile import ALL, LayerProfile, Profile
 from memo.units import format_bytes, format_duration
 
-__all__ = ["DoesNotFit", "fits", "solve_problem"]
+__all__ = ["DoesNotFit", "find_plan", "fits", "misfit_of", "solve_problem"]
 
 UNIFORM_PRICE = 1e-4
 """Fraction of a step that treating layers alike may cost."""
@@ -75,11 +75,23 @@ def solve_problem(problem: ActivationProblem) -> ActivationPlan:
         DoesNotFit: no plan fits; the message names the tier, the place, the bytes, and the smallest sufficient budgets.
         SolverFailed: the solver crashed.
     """
+    plan = find_plan(problem)
+    if plan is None:
+        raise misfit_of(problem)
+    return plan
+
+
+def find_plan(problem: ActivationProblem) -> ActivationPlan | None:
+    """The plan of `solve_problem`; None where no plan fits, without the time to find out by how much.
+
+    Raises:
+        SolverFailed: the solver crashed.
+    """
     kept = _keep_all(problem)
     if kept is not None:
         return kept
     if _least_device_bytes(problem) > problem.budgets.device_bytes:
-        raise _infeasible(problem)
+        return None
     best, in_vain = _solve(problem, {}), 0
     for pieces in piece_candidates(problem):
         if best is not None and not _is_bound(best, pieces):
@@ -92,7 +104,7 @@ def solve_problem(problem: ActivationProblem) -> ActivationPlan:
         if in_vain == MOST_IN_VAIN:
             break
     if best is None:
-        raise _infeasible(problem)
+        return None
     require_valid(best)
     return best
 
@@ -293,7 +305,7 @@ def _binding_text(resource: Resource, where: str, saving: float) -> str:
     return f"{name or resource} {where} is full: a {unit} more saves {worth} a step"
 
 
-def _infeasible(problem: ActivationProblem) -> DoesNotFit:
+def misfit_of(problem: ActivationProblem) -> DoesNotFit:
     """Says where the device overflows, by how much, with what, and each budget that would suffice by itself."""
     model = _least_excess(problem, Resource.DEVICE)
     assert model is not None

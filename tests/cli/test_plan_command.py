@@ -113,6 +113,26 @@ def test_infeasible_says_what_would_fit_and_that_fits(capsys: pytest.CaptureFixt
     assert main([word if word != "40GiB" else least for word in small]) == ExitCode.OK
 
 
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        (["--model", "7b", "--seq", "32k", "--precision", "fp32"], ["--optimizer-offload", "--gpus 2"]),
+        (["--model", "65b", "--seq", "32k"], ["--gpus 16", "--gpus 8 --tp 8"]),
+    ],
+)
+def test_each_change_that_is_named_fits_and_a_kind_that_takes_no_fewer_gpus_is_left_out(
+    asked: list[str], named: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["plan", *asked, "--gpu", "h100"]
+    assert main([*asked, "--json"]) == ExitCode.INFEASIBLE
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["fits"] == named
+    assert f"before any activation; {named[0]} fits, as does {named[1]};" in shown.err
+    for flags in named:
+        assert main([*asked, *flags.split()]) == ExitCode.OK
+        capsys.readouterr()
+
+
 def test_disks_and_their_wear(capsys: pytest.CaptureFixture[str]) -> None:
     less_host = [word if word != "2TiB" else "512GiB" for word in PAPER] + ["--nvme", "8TiB"]
     free = of_json(capsys, less_host)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -45,12 +46,21 @@ def explain_misfit(request: Request, misfit: DoesNotFit, changes: list[str], *, 
 
 
 def changes_that_fit(request: Request, misfit: DoesNotFit) -> list[str]:
-    """Flags that each make a plan fit by itself, the one that asks for least first; the smallest value of each."""
-    found = []
+    """Flags that each make a plan fit by itself, the one that asks for least first; the smallest value of each.
+
+    Of changes that take more GPUs each is named that takes fewer than those before it.
+    """
+    found: list[str] = []
+    now, fewest = request.layout.gpus, math.inf
     for options in _changes(request):
-        fitting = next((flag for flag, changed in options if _fits(changed)), None)
-        if fitting is not None:
-            found.append(fitting)
+        for flag, changed in options:
+            gpus = changed.layout.gpus
+            if gpus > now and gpus >= fewest:
+                break
+            if _fits(changed):
+                found.append(flag)
+                fewest = min(fewest, gpus) if gpus > now else fewest
+                break
     for tier, there in (("device", request.machine.device_bytes), ("host", request.machine.host_bytes)):
         least = misfit.least_bytes.get(tier)
         if least is not None and least <= there:
