@@ -185,12 +185,10 @@ def test_a_wrong_placement_never_leaves_the_planner(monkeypatch: pytest.MonkeyPa
 
 def test_too_small_a_capacity_is_proven_and_names_the_instant_and_the_bytes() -> None:
     problem = Problem(buffers=(buffer("a", 0, 5, 100), buffer("b", 3, 9, 60)), capacities={DEVICE: 150})
-    with pytest.raises(
-        Infeasible, match=r"at instant 3 the live buffers need 160 bytes, 10 bytes more .* at least 160 bytes"
-    ):
+    with pytest.raises(Infeasible, match=r"at instant 3 the live buffers need 160 B, 10 B more .* at least 160 B"):
         solve(problem)
     large = Problem(buffers=(buffer("a", 0, 5, 3 << 30),), capacities={DEVICE: 1 << 30})
-    with pytest.raises(Infeasible, match=r"2147483648 bytes \(2 GiB\) more than its capacity of \d+ bytes \(1 GiB\)"):
+    with pytest.raises(Infeasible, match="2 GiB more than its capacity of 1 GiB; it takes at least 3 GiB"):
         solve(large)
 
 

@@ -22,6 +22,7 @@ from memo.mip.inputs.profile import ALL, ATTENTION, EndProfile, LayerProfile, St
 from memo.mip.simulate.proof import AGREEMENT_IN_TURNS
 from memo.mip.simulate.result import Simulation
 from memo.mip.simulate.simulator import require_within_budgets, simulate
+from memo.units import format_bytes
 
 GIB, TIB = 1 << 30, 1 << 40
 AGREEMENT = 0.02
@@ -146,7 +147,7 @@ def test_a_step_that_breaks_a_budget_is_refused_by_name() -> None:
     less = dataclasses.replace(plan.problem.budgets, host_bytes=8 * (peak.nbytes - 5))
     simulation = simulate(plan, dataclasses.replace(plan.problem, budgets=less))
     assert [(number, over.tier, over.over_nbytes) for number, over in simulation.overflows] == [(0, Tier.HOST, 5)]
-    with pytest.raises(PlanInvalid, match=f"host holds {peak.nbytes} bytes, 5 more than its budget"):
+    with pytest.raises(PlanInvalid, match=f"host holds {format_bytes(peak.nbytes)}, 5 B more than its budget"):
         require_within_budgets(simulation)
 
 

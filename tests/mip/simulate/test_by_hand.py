@@ -188,7 +188,7 @@ def test_a_last_layer_leaves_once_another_microbatch_begins() -> None:
 
 
 def test_bytes_for_a_link_that_is_not_there_are_refused() -> None:
-    with pytest.raises(PlanInvalid, match=r"layers\.0 moves 10 bytes to disk, where the hardware has no bandwidth"):
+    with pytest.raises(PlanInvalid, match=r"layers\.0 moves 10 B to disk, where the hardware has no bandwidth"):
         step([layer(0, disk=10), layer(1)], rates(write=0))
 
 
