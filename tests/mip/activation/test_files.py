@@ -26,6 +26,7 @@ from memo.mip.activation.solver import solve_problem
 from memo.mip.address.files import plan_to_json as address_plan_to_json, read_plan
 from memo.mip.address.problem import Plan, Problem
 from memo.mip.inputs.hardware import PRESETS
+from memo.mip.inputs.profile import StaticBytes
 
 PLAN = solve_problem(random_problem(2, layers=6, classes=2, pipeline=Pipeline(stages=2, microbatches=3)))
 TEXT = plan_to_json(PLAN)
@@ -93,6 +94,19 @@ def test_stages_of_a_node_are_ranks_of_a_stage_since_version_4(together: int, ra
     root["problem"]["pipeline"]["stages_per_node"] = together
     root["problem"]["budgets"]["ranks_per_node"] = 2
     assert plan_from_json(json.dumps(root)).problem.pipeline.stage_ranks == ranks
+
+
+def test_static_bytes_of_the_fourth_version_are_not_told_apart() -> None:
+    root = json.loads(TEXT)
+    root["version"] = 4
+    profile = root["problem"]["profile"]
+    parts = [*profile["classes"], profile["embedding"], profile["head"]]
+    for number, part in enumerate(parts):
+        del part["static"]
+        part["static_bytes"] = 1000 + number
+    found = plan_from_json(json.dumps(root)).problem.profile
+    read = [part.static for part in (*found.classes, found.embedding, found.head)]
+    assert read == [StaticBytes(other=1000 + number) for number in range(len(parts))]
 
 
 def test_keys_that_the_first_version_left_out_have_their_defaults() -> None:
