@@ -214,6 +214,8 @@ class ProcessorClock:
     def now(self) -> int:
         return time.thread_time_ns()
 
+    stacks = False
+
     def at(self, monotonic_ns: int) -> int:
         """Stamps are of this clock already."""
         return monotonic_ns

@@ -7,14 +7,14 @@ import json
 from pathlib import Path
 
 from memo.cli.tables.address import table
-from memo.errors import ExitCode, TraceError, UsageError
+from memo.cli.terminal.file_kinds import FileKind, kind_of, require_kind
+from memo.errors import ExitCode, UsageError
 from memo.out_of_memory import (
     Answer,
     HeldMemory,
+    explain_apart,
     explain_memory,
-    held_in_snapshot,
     held_in_trace,
-    read_snapshot,
 )
 from memo.trace import build_report, printable, read_traces
 from memo.units import format_bytes
@@ -29,12 +29,6 @@ examples:
 A snapshot is what torch.cuda.memory._dump_snapshot writes after torch.cuda.memory._record_memory_history(). Only plain data
 is read from it.
 """
-_PLANS = {
-    "memo-plan": "an address plan; use memo show",
-    "memo-activation-plan": "an activation plan; use memo show",
-    "memo-profile": "a profile; use memo plan --profile",
-    "memo-trace-stats": "the figures of a trace; give the trace itself",
-}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -61,38 +55,14 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 
 def _held(args: argparse.Namespace) -> HeldMemory:
-    path = Path(args.file)
-    if _is_pickle(path):
+    require_kind(args.file, FileKind.TRACE, FileKind.SNAPSHOT)
+    if kind_of(args.file) is FileKind.SNAPSHOT:
         if args.step is not None:
             raise UsageError("--step chooses a step of a trace, and this is a snapshot; leave it out")
-        return held_in_snapshot(read_snapshot(path), device=args.device)
+        return explain_apart(Path(args.file), device=args.device)
     if args.device is not None:
         raise UsageError("--device chooses a device of a snapshot, and this is no snapshot; leave it out")
     return held_in_trace(build_report(read_traces([args.file])).ranks[0], step=args.step)
-
-
-def _is_pickle(path: Path) -> bool:
-    """True for a pickle; False for what may be a trace.
-
-    Raises:
-        TraceError: the file cannot be read, or is a file of memo's that is no trace.
-    """
-    try:
-        with path.open("rb") as file:
-            start = file.read(4096)
-    except OSError as error:
-        raise TraceError(f"cannot read {_shown(path)}: {error.strerror}") from None
-    if start[:1] == b"\x80":
-        return True
-    for name, what in _PLANS.items():
-        if f'"{name}"'.encode() in start:
-            raise UsageError(f"{_shown(path)} is {what}")
-    return False
-
-
-def _shown(path: Path) -> str:
-    """The path for a message."""
-    return repr(printable(str(path)))
 
 
 def _holders(answer: Answer) -> str:
@@ -106,4 +76,4 @@ def _holders(answer: Answer) -> str:
         )
         for one in answer.held.holders
     ]
-    return table(("bytes", "what", "layer or parameter", "shape", "Python lines"), rows)
+    return table(("size", "what", "layer or parameter", "shape", "Python lines"), rows)

@@ -167,6 +167,9 @@ def _live(args: argparse.Namespace) -> int:
     packed = [path for path in args.traces if path.endswith(".gz")]
     if packed:
         raise UsageError(f"{printable(packed[0])} is compressed, and --live follows a file that still grows")
+    for path in args.traces:
+        if Path(path).exists():
+            require_kind(path, FileKind.TRACE)
     if not 0 <= args.port < 1 << 16:
         raise UsageError(f"--port {args.port} is not from 0 to 65535")
     with LiveServer(args.traces, port=args.port) as server:

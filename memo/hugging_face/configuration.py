@@ -17,6 +17,7 @@ from memo.errors import UsageError
 
 __all__ = ["configuration_from", "language_part", "model_class", "names_configuration", "one_line", "quiet"]
 
+MOST_LAYERS = 10_000
 _FILE = "config.json"
 _MODELS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING",
@@ -60,6 +61,9 @@ def configuration_from(source: str | Mapping[str, Any], *, name: str | None = No
             f"{called}: transformers {transformers.__version__} has no architecture {kind!r}; a newer one may, and code "
             "that comes with a model is not run: give memo profile its module:function"
         )
+    for field, value in fields.items():
+        if field.endswith("layers") and isinstance(value, int) and value > MOST_LAYERS:
+            raise UsageError(f"{called}: {field} is {value}; a model has at most {MOST_LAYERS:,}")
     try:
         with quiet():
             return transformers.CONFIG_MAPPING[kind].from_dict(fields)
@@ -120,7 +124,7 @@ def _read(path: str) -> dict[str, Any]:
         raise UsageError(f"{path}: no such file")
     try:
         fields = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: {one_line(error)}") from None
     if not isinstance(fields, dict):
         raise UsageError(f"{path}: no configuration of transformers: it is no JSON object")

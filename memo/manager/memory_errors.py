@@ -56,6 +56,7 @@ class MemoryWatch:
         self._recorder = recorder
         self._sampler = sampler
         _open.add(self)
+        weakref.finalize(self, _unwrap).atexit = False  # of a manager that is collected without being closed
         _wrap()
 
     def close(self) -> None:
@@ -83,9 +84,9 @@ class MemoryWatch:
             log.exception("an error for want of memory could not be explained")
 
     def explain_backward(self, error: Exception) -> None:
-        """As `explain`, where this manager's tensors are in the backward, or were."""
+        """As `explain`, where tensors of this manager's wait for a backward."""
         engine = self._engine()
-        if engine is not None and (engine.stats.live_entries or len(_open) == 1):
+        if engine is not None and engine.stats.live_entries:
             self.explain(error)
 
     def _note(self, engine: Engine, message: str, place: str | None) -> None:

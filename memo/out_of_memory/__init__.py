@@ -15,12 +15,16 @@ if TYPE_CHECKING:
         held_in_trace as held_in_trace,
         parse_torch_error as parse_torch_error,
     )
-    from memo.out_of_memory.snapshot import held_in_snapshot as held_in_snapshot, read_snapshot as read_snapshot
+    from memo.out_of_memory.snapshot import (
+        explain_apart as explain_apart,
+        held_in_snapshot as held_in_snapshot,
+        read_snapshot as read_snapshot,
+    )
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
             "explanation": "SAVED Answer HeldMemory explain_memory held_in_trace parse_torch_error",
-            "snapshot": "held_in_snapshot read_snapshot",
+            "snapshot": "explain_apart held_in_snapshot read_snapshot",
         },
     )

@@ -128,7 +128,8 @@ def _ranked(bands: Mapping[str, int]) -> list[tuple[str, int]]:
 def _what(held: HeldMemory) -> str:
     parts = ", ".join(f"{band} {format_bytes(nbytes)}" for band, nbytes in _ranked(held.bands))
     asked = f" when {format_bytes(held.requested_nbytes)} more were asked for" if held.requested_nbytes else ""
-    return f"{held.where} the device held {format_bytes(held.nbytes)}{asked}: {parts or 'nothing'}."
+    none = "" if held.ran_out else "Memory did not run out here. "
+    return f"{none}{held.where} the device held {format_bytes(held.nbytes)}{asked}: {parts or 'nothing'}."
 
 
 def _states(held: HeldMemory) -> int:

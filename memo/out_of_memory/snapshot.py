@@ -9,17 +9,25 @@ back to the first state (`_first_state`), and then replayed to the error or to t
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import pickle
+import resource
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from memo.errors import TraceError
 from memo.events import Owner
 from memo.out_of_memory.explanation import SAVED, HeldMemory
 from memo.trace import OTHER, OWNED, TRANSIENT, Holder
 
-__all__ = ["held_in_snapshot", "read_snapshot"]
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+__all__ = ["explain_apart", "held_in_snapshot", "read_snapshot"]
+
+_FORK = multiprocessing.get_context("fork")
+_LEAST_S, _S_PER_MIB = 10, 2  # processor seconds that a file may take
 
 MOST_BYTES = 4 << 30
 _MOST_HOLDERS = 10
@@ -68,6 +76,41 @@ class _Block:
     frames: Sequence[Mapping[str, Any]]
 
 
+def explain_apart(path: Path, *, device: int | None = None) -> HeldMemory:
+    """Reads a snapshot of anyone's in a process of its own, and finds what it held: as `held_in_snapshot`.
+
+    Plain data can still be nested so deeply, or shared so often, that hashing it ends or stops the interpreter.
+
+    Raises:
+        TraceError: as `read_snapshot` and `held_in_snapshot`; or the other process died, or took too long.
+    """
+    there, here = _FORK.Pipe(duplex=False)
+    child = _FORK.Process(target=_answer, args=(here, path, device))
+    child.start()
+    here.close()
+    try:
+        found: HeldMemory | TraceError = there.recv()
+    except EOFError:
+        raise TraceError(f"{str(path)!r} is no snapshot of torch's memory: reading it does not end") from None
+    finally:
+        child.join()
+    if isinstance(found, TraceError):
+        raise found
+    return found
+
+
+def _answer(pipe: Connection, path: Path, device: int | None) -> None:
+    try:
+        limit = _LEAST_S + (path.stat().st_size >> 20) * _S_PER_MIB
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        pipe.send(held_in_snapshot(read_snapshot(path), device=device))
+    except OSError as error:
+        pipe.send(TraceError(f"cannot read {str(path)!r}: {error.strerror}"))
+    except TraceError as error:
+        pipe.send(error)
+
+
 def held_in_snapshot(snapshot: Mapping[str, Any], *, device: int | None = None) -> HeldMemory:
     """Finds what a device held at the last out-of-memory error in the snapshot, else at the largest total.
 
@@ -80,7 +123,7 @@ def held_in_snapshot(snapshot: Mapping[str, Any], *, device: int | None = None) 
     """
     try:
         return _held(snapshot, _device(snapshot) if device is None else device)
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, ArithmeticError) as error:
         raise TraceError(f"the snapshot is damaged: {type(error).__name__} {error}") from None
 
 
@@ -104,6 +147,8 @@ def _held(snapshot: Mapping[str, Any], device: int) -> HeldMemory:
     errors = [number for number, event in enumerate(events) if event["action"] == "oom"]
     error = events[errors[-1]] if errors else None
     blocks, reserved = _replayed(events, blocks, reserved, until=errors[-1] if errors else None)
+    if not blocks and error is None:
+        raise ValueError("no block was ever in use; record with torch.cuda.memory._record_memory_history() first")
     bands: dict[str, int] = {}
     for block in blocks.values():
         band = _band(block.frames)
@@ -115,10 +160,21 @@ def _held(snapshot: Mapping[str, Any], device: int) -> HeldMemory:
         ran_out=bool(errors),
         bands=bands,
         holders=[_holder(block) for block in largest],
-        requested_nbytes=None if error is None else error["size"],
+        requested_nbytes=None if error is None else _nbytes(error["size"]),
         reserved_nbytes=reserved,
         capacity_nbytes=None if free is None else free + reserved,
     )
+
+
+def _nbytes(size: object) -> int:
+    """A size of the snapshot.
+
+    Raises:
+        ValueError: it is no number of bytes.
+    """
+    if type(size) is not int or not 0 <= size < 1 << 62:
+        raise ValueError(f"{str(size)[:40]} is no size")
+    return size
 
 
 def _blocks(segments: Iterable[Mapping[str, Any]]) -> dict[int, _Block]:
@@ -129,7 +185,7 @@ def _blocks(segments: Iterable[Mapping[str, Any]]) -> dict[int, _Block]:
         for block in segment["blocks"]:
             if block["state"].startswith("active"):
                 frames = block.get("frames") or []
-                found[block.get("address", address)] = _Block(nbytes=block["size"], frames=frames)
+                found[block.get("address", address)] = _Block(nbytes=_nbytes(block["size"]), frames=frames)
             address += block["size"]
     return found
 

@@ -10,6 +10,7 @@ import pytest
 
 from memo.cli.main import main
 from memo.errors import ExitCode
+from memo.out_of_memory import snapshot
 
 SNAPSHOT = {
     "segments": [
@@ -43,7 +44,10 @@ def test_a_trace_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     path.write_text(TRACE)
     assert main(["explain-oom", str(path)]) == ExitCode.OK
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "At the peak, in step 4, the device held 3 KiB: weights 2 KiB, other 1 KiB."
+    assert (
+        lines[0]
+        == "Memory did not run out here. At the peak, in step 4, the device held 3 KiB: weights 2 KiB, other 1 KiB."
+    )
     assert [line.split()[:3] for line in lines[5:]] == [["2", "KiB", "weights"], ["1", "KiB", "other"]]
 
 
@@ -60,8 +64,9 @@ def test_json_of_a_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"format": "memo-activation-plan", "version": 1}', "is an activation plan; use memo show"),
-        ('{"format": "memo-profile", "version": 1}', "is a profile; use memo plan"),
+        ('{"format": "memo-activation-plan", "version": 1}', "is an activation plan, not a trace or"),
+        ('{"format": "memo-address-plan", "version": 1}', "is an address plan, not a trace or"),
+        ('{"format": "memo-profile", "version": 1}', "is a profile of a step, not a trace or"),
     ],
 )
 def test_another_file_of_memos_is_recognised(
@@ -69,10 +74,48 @@ def test_another_file_of_memos_is_recognised(
 ) -> None:
     path = tmp_path / "x.json"
     path.write_text(content)
-    assert main(["explain-oom", str(path)]) == ExitCode.USAGE
+    assert main(["explain-oom", str(path)]) == ExitCode.FAILURE
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x04})" + b"\x85" * 1_000_000 + b"K\x01s.",  # hashing it overflows the stack
+        b"\x80\x04})" + b"2\x86" * 60 + b"K\x01s.",  # hashing it takes 2^60 steps
+    ],
+    ids=["nested", "shared"],
+)
+def test_a_file_that_would_end_or_stop_the_interpreter_is_refused(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(snapshot, "_LEAST_S", 1)
+    path = tmp_path / "x.pickle"
+    path.write_bytes(content)
+    assert main(["explain-oom", str(path)]) == ExitCode.FAILURE
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "is no snapshot of torch's memory" in said
+
+
+@pytest.mark.parametrize("size", [-50, float("nan"), 1 << 70, "much"])
+def test_sizes_that_are_none_are_damage(size: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    block = {"address": 1 << 20, "size": size, "state": "active_allocated", "frames": []}
+    path = tmp_path / "x.pickle"
+    path.write_bytes(pickle.dumps({"segments": [{"address": 1 << 20, "total_size": 2048, "blocks": [block]}]}))
+    assert main(["explain-oom", str(path)]) == ExitCode.FAILURE
+    assert "the snapshot is damaged" in capsys.readouterr().err
+
+
+def test_an_empty_snapshot_says_how_to_record_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.pickle"
+    path.write_bytes(pickle.dumps({"segments": []}))
+    assert main(["explain-oom", str(path)]) == ExitCode.FAILURE
+    assert "_record_memory_history" in capsys.readouterr().err
 
 
 def test_a_missing_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain-oom", str(tmp_path / "none")]) == ExitCode.FAILURE
-    assert "none': No such file" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "none" in said
+    assert "No such file" in said

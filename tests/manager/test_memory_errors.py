@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,29 @@ def test_another_error_is_left_alone_and_the_wrapper_goes_with_the_last_manager(
         loss.backward()
     assert str(caught.value) == "mine"
     manager.close()
+    assert torch.autograd._engine_run_backward is plain  # type: ignore[attr-defined]
+
+
+def test_an_error_of_a_model_that_is_not_managed_is_left_alone() -> None:
+    model, other = Stack(layers=2), Stack(layers=2, make=lambda: FailingBlock(32, 2))
+    ids = torch.randint(0, 61, (1, 64))
+    manager = memo.offload(model, alpha=1.0, min_bytes="1KiB", host="64MiB")
+    with manager:
+        loss = model(ids)
+    loss.backward()
+    other.layers[1].when = "backward"
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        other(ids).backward()
+    assert str(caught.value) == MESSAGE
+    manager.close()
+
+
+def test_the_wrapper_goes_with_a_manager_that_is_never_closed() -> None:
+    plain = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    manager = memo.offload(Stack(layers=2), alpha=1.0, min_bytes="1KiB", host="64MiB")
+    assert torch.autograd._engine_run_backward is not plain  # type: ignore[attr-defined]
+    del manager
+    gc.collect()
     assert torch.autograd._engine_run_backward is plain  # type: ignore[attr-defined]
 
 

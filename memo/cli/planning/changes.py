@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from memo.cli.planning.search import gpu_counts
 from memo.cli.tables.activation import memory_summary, memory_table, use_name
 from memo.errors import UsageError
 from memo.mip.activation import fits
@@ -72,6 +73,9 @@ def _changes(request: Request) -> Iterator[Iterator[tuple[str, Request]]]:
     """Changes of a named model's request: of each kind ever larger ones, as flags and the request with them."""
     if request.config is None:
         return
+    without_logits = request.without_logits()
+    if without_logits is not None:
+        yield iter([("--loss without-logits", without_logits)])
     if not request.optimizer_offload:
         yield iter([("--optimizer-offload", dataclasses.replace(request, optimizer_offload=True))])
     if request.zero < 3 and request.layout.replicas > 1:
@@ -80,12 +84,18 @@ def _changes(request: Request) -> Iterator[Iterator[tuple[str, Request]]]:
     yield _more_ranks(request, "tp")
     yield _more_ranks(request, "cp")
     yield _shorter(request)
+    if without_logits is not None:
+        for options in (_more_gpus(without_logits), _more_ranks(without_logits, "cp"), _shorter(without_logits)):
+            yield ((f"--loss without-logits {flag}", changed) for flag, changed in options)
 
 
 def _more_gpus(request: Request) -> Iterator[tuple[str, Request]]:
     zero = "" if request.zero == 3 else " --zero 3"
-    for times in _powers(MOST_TIMES):
-        more = _on(request, gpus=times * request.layout.gpus)
+    layout = request.layout
+    for gpus in gpu_counts(layout.tp * layout.cp * layout.pp, request.machine.gpus_per_node):
+        if not layout.gpus < gpus <= MOST_TIMES * layout.gpus:
+            continue
+        more = _on(request, gpus=gpus)
         yield f"--gpus {more.layout.gpus}{zero}", dataclasses.replace(more, zero=3)
 
 
@@ -134,8 +144,7 @@ def _message(request: Request, misfit: DoesNotFit, changes: list[str]) -> str:
     words = f"no plan fits: {signature.model} in {signature.dtype} at {format_tokens(signature.tokens)} tokens: "
     words += _largest(memory, misfit.problem.budgets.device_bytes)
     if changes:
-        others = f", as does {' or '.join(changes[1:])}" if len(changes) > 1 else ""
-        words += f"; {changes[0]} fits{others}"
+        words += f"; it fits with {' or '.join(changes)}"
     elif request.config is not None:
         words += (
             f"; up to {MOST_TIMES} times the GPUs, tensor and context parallelism and a shorter sequence do not fit"
@@ -145,13 +154,14 @@ def _message(request: Request, misfit: DoesNotFit, changes: list[str]) -> str:
 
 def _largest(memory: DeviceMemory, budget: int) -> str:
     """The largest item of a GPU's memory against its budget."""
-    static, given = memory.static_bytes, f"the {format_bytes(budget, down=True)} of a GPU's budget"
+    static, given = memory.static_bytes, f"{format_bytes(budget, down=True)}"
     if static > budget:
-        return f"weights, gradients and optimizer state take {format_bytes(static)} of {given} before any activation"
+        states = f"weights, gradients and optimizer state take {format_bytes(static)} before any activation"
+        return f"{states}, and a GPU's budget is {given}"
     instant = f"at {memory.where}" + (f", {memory.phase}" if memory.phase else "")
     use = max(memory.uses, key=lambda use: memory.uses[use])
     largest, nbytes = use_name(use), memory.uses[use]
     if static > nbytes:
         largest, nbytes = "weights, gradients and optimizer state", static
     needed = format_bytes(memory.nbytes, up=True)
-    return f"{needed} are needed of {given} {instant}, {format_bytes(nbytes)} of them for {largest}"
+    return f"{needed} are needed {instant}, {format_bytes(nbytes)} of them for {largest}, and a GPU's budget is {given}"

@@ -162,8 +162,15 @@ class Request:
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """What the profile of a model of transformers assumes."""
-        return () if self.config is None or isinstance(self.config, GPTConfig) else self.config.notes
+        """What the plan assumes of training where that is not the default, and of a model of transformers."""
+        found = [f"the optimizer is {self.optimizer}"] if self.optimizer is not Optimizer.ADAMW else []
+        found += [f"adapters of rank {self.lora} alone are trained"] if self.lora else []
+        found += ["optimizer state and its step are on the host"] if self.optimizer_offload else []
+        found += (
+            [f"data-parallel ranks share by ZeRO {self.zero}"] if self.zero < 3 and self.layout.replicas > 1 else []
+        )
+        own = () if self.config is None or isinstance(self.config, GPTConfig) else self.config.notes
+        return (*found, *own)
 
     def without_logits(self) -> Request | None:
         """The request with `memo.loss_without_logits`; None where its loss has no logits in memory already."""

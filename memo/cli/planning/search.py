@@ -18,7 +18,7 @@ from memo.units import format_bytes, format_tokens
 if TYPE_CHECKING:
     from memo.cli.planning.request import Request
 
-__all__ = ["Longest", "describe_longest", "fewest_gpus", "longest_sequence"]
+__all__ = ["Longest", "describe_longest", "fewest_gpus", "gpu_counts", "longest_sequence"]
 
 MOST_TOKENS = 1 << 30
 LONGER = 1.25
@@ -84,7 +84,7 @@ def fewest_gpus(request_of: Callable[[int], Request], *, step: int, gpus_per_nod
         Infeasible: no number that was tried fits.
     """
     tried: list[int] = []
-    for gpus in _counts(step, gpus_per_node):
+    for gpus in gpu_counts(step, gpus_per_node):
         request = request_of(gpus)
         if _fits(request):
             return request, tried
@@ -93,7 +93,7 @@ def fewest_gpus(request_of: Callable[[int], Request], *, step: int, gpus_per_nod
     raise Infeasible(f"no number of GPUs that was tried fits ({named}); with {tried[-1]}: {_lacks(request)}")
 
 
-def _counts(step: int, gpus_per_node: int) -> Iterator[int]:
+def gpu_counts(step: int, gpus_per_node: int) -> Iterator[int]:
     """1, 2, 4, 8 and so on in one node, then whole nodes: those that `step` divides."""
     counts = [1 << power for power in range(20) if 1 << power < gpus_per_node] + [gpus_per_node]
     nodes = [nodes * gpus_per_node for nodes in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)]

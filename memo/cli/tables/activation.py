@@ -109,7 +109,7 @@ def memory_table(problem: ActivationProblem, memory: DeviceMemory) -> str:
     left = budget - memory.nbytes
     lines.append(("left of the budget" if left >= 0 else "above the budget", f"{abs(left) / size:,.2f}"))
     if budget < there:
-        lines.append(("left for CUDA and the allocator", f"{(there - budget) / size:,.2f}"))
+        lines.append(("outside the budget: CUDA, the allocator's gaps", f"{(there - budget) / size:,.2f}"))
     return table((f"memory of a GPU{of} at its peak, {instant}", unit), lines)
 
 
@@ -169,7 +169,7 @@ def _headline(plan: ActivationPlan) -> str:
     named += f", MLPs in {tiles} tiles" if tiles > 1 else ""
     return (
         f"{printable(signature.model)}, {len(plan.layers)} layers, {signature.batch} x "
-        f"{format_tokens(signature.tokens)} tokens on {printable(plan.problem.hardware.name)}{named} "
+        f"{format_tokens(signature.tokens)} tokens in {signature.dtype} on {printable(plan.problem.hardware.name)}{named} "
         f"(profile: {plan.problem.profile.role})"
     )
 

@@ -35,7 +35,7 @@ class FileKind(enum.Enum):
     CHECKPOINT = "a checkpoint", "memo train --resume"
     METRICS = "a metrics file of memo train", None
     STATISTICS = "a report of memo trace stats --json", None
-    MODEL_CONFIG = "a model's configuration", "memo explain --model"
+    MODEL_CONFIG = "a model's configuration", "memo plan --model or memo explain --model"
     CHROME_TRACE = "a Chrome trace", "Perfetto, ui.perfetto.dev"
     PAGE = "an HTML page", "a browser"
     PICTURE = "a picture", "an image viewer"

@@ -1,0 +1,33 @@
+"""Configurations that nobody trains are refused in one line, before transformers builds anything of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memo.cli.main import main
+from memo.errors import ExitCode
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            '{"model_type": "llama", "num_hidden_layers": 1000000000}',
+            "num_hidden_layers is 1000000000; a model has at most",
+        ),
+        ("[" * 100_000, "maximum recursion depth"),
+        ("", "Expecting value"),
+    ],
+    ids=["layers", "nested", "empty"],
+)
+def test_what_is_no_configuration_is_one_line(
+    text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    assert main(["plan", "--model", str(tmp_path), "--seq", "4k", "--gpu", "h100"]) == ExitCode.USAGE
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert says in said
