@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         device_peak_candidates as device_peak_candidates,
         highest_memory as highest_memory,
         stage_memory as stage_memory,
+        stage_static as stage_static,
     )
     from memo.mip.activation.mlp_tiles import MLP_TILE_COUNTS as MLP_TILE_COUNTS, solve_mlp_tiles as solve_mlp_tiles
     from memo.mip.activation.plan import (
@@ -51,7 +52,7 @@ else:
             "files": "plan_to_json profile_to_json read_activation_plan read_any_plan read_hardware read_profile",
             "free_swap_length": "free_swap_tokens",
             "in_flight": "in_flight_within peak_in_flight",
-            "memory_peaks": "DeviceMemory Use device_peak_candidates highest_memory stage_memory",
+            "memory_peaks": "DeviceMemory Use device_peak_candidates highest_memory stage_memory stage_static",
             "mlp_tiles": "MLP_TILE_COUNTS solve_mlp_tiles",
             "plan": "ActivationPlan ActivationProblem Budgets LayerPlan StageTurns Pipeline StagePrediction chunk_layers",
             "solver": "DoesNotFit fits solve_problem",

@@ -12,6 +12,8 @@ from activation_problems import random_problem, with_curves
 
 from memo.cli.main import main
 from memo.errors import ExitCode
+from memo.gpt import preset
+from memo.gpt.arithmetic import parameter_count
 from memo.mip.activation.checker import check_plan
 from memo.mip.activation.files import hardware_to_json, plan_to_json, profile_to_json, read_activation_plan
 from memo.mip.activation.solver import solve_problem
@@ -132,6 +134,19 @@ def test_each_change_that_is_named_fits_and_a_kind_that_takes_no_fewer_gpus_is_l
     for flags in named:
         assert main([*asked, *flags.split()]) == ExitCode.OK
         capsys.readouterr()
+
+
+def test_an_optimizer_on_the_host_takes_room_there(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--model", "13b", "--seq", "64k", "--gpu", "h100", "--gpus", "1", "--optimizer-offload"]
+    parameters = parameter_count(preset("13b"))
+    state = 6 * parameters  # of bf16: two moments, and gradients on their way
+    plenty = of_json(capsys, [*asked, "--host", "1TiB"])
+    assert plenty["budgets"]["host_bytes"] == pytest.approx((1 << 40) - state, rel=0.001)
+    assert plenty["memory"]["uses_bytes"]["optimizer"] == 0
+    assert main([*asked, "--host", "40GiB"]) == ExitCode.USAGE
+    assert "of optimizer state and gradients into a node's host memory, and its budget is 40 GiB" in assert_one_line(
+        capsys
+    )
 
 
 def test_disks_and_their_wear(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,9 +22,10 @@ from memo.mip.activation import (
     read_hardware,
     read_profile,
     solve_mlp_tiles,
+    stage_static,
 )
 from memo.mip.inputs import Hardware, PipelineSchedule, hardware_preset, parse_network, with_measured_rates
-from memo.units import parse_tokens
+from memo.units import format_bytes, parse_tokens
 
 if TYPE_CHECKING:
     from memo.hugging_face import HuggingFaceModel
@@ -128,7 +129,35 @@ class Request:
         return solve_mlp_tiles(self.problem, self.tiles)
 
     def problem(self, tiles: int = 1) -> ActivationProblem:
-        """Planning problem; `tiles` is the number of MLP tiles of a named model."""
+        """Planning problem; `tiles` is the number of MLP tiles of a named model.
+
+        Raises:
+            UsageError: the layout does not divide the model, or the host has no room for the optimizer that is to be there.
+        """
+        problem = self._problem(tiles, optimizer_offload=self.optimizer_offload)
+        there = self._optimizer_host_bytes(problem, tiles)
+        if not there:
+            return problem
+        host = problem.budgets.host_bytes - there
+        if host < 0:
+            raise UsageError(
+                f"--optimizer-offload puts {format_bytes(there)} of optimizer state and gradients into a node's host memory, and its "
+                f"budget is {format_bytes(problem.budgets.host_bytes, down=True)}; give more --host, or more nodes"
+            )
+        return dataclasses.replace(problem, budgets=dataclasses.replace(problem.budgets, host_bytes=host))
+
+    def _optimizer_host_bytes(self, problem: ActivationProblem, tiles: int) -> int:
+        """Bytes of optimizer state and gradients in a node's host memory; 0 for fixed methods, which have no budget there."""
+        if not self.optimizer_offload or self.recompute is not None or self.config is None:
+            return 0
+        without = self._problem(tiles, optimizer_offload=False)
+        moved = (
+            stage_static(without, stage).nbytes - stage_static(problem, stage).nbytes
+            for stage in range(problem.pipeline.stages)
+        )
+        return max(moved) * problem.budgets.ranks_per_node
+
+    def _problem(self, tiles: int, *, optimizer_offload: bool) -> ActivationProblem:
         profile, config = self.profile, self.config
         if isinstance(config, GPTConfig):
             profile = derive_profile(
@@ -139,7 +168,7 @@ class Request:
                 accumulate=self.accumulate,
                 recompute=self.recompute,
                 zero=self.zero,
-                optimizer_offload=self.optimizer_offload,
+                optimizer_offload=optimizer_offload,
                 optimizer=self.optimizer,
                 lora=self.lora,
                 name=self.model,
@@ -151,7 +180,7 @@ class Request:
                 accumulate=self.accumulate,
                 recompute=self.recompute,
                 zero=self.zero,
-                optimizer_offload=self.optimizer_offload,
+                optimizer_offload=optimizer_offload,
                 optimizer=self.optimizer,
                 name=self.model,
             )
