@@ -141,13 +141,13 @@ class Request:
         host = problem.budgets.host_bytes - there
         if host < 0:
             raise UsageError(
-                f"--optimizer-offload puts {format_bytes(there)} of optimizer state and gradients into a node's host memory, and its "
-                f"budget is {format_bytes(problem.budgets.host_bytes, down=True)}; give more --host, or more nodes"
+                f"--optimizer-offload puts {format_bytes(there)} of optimizer state and gradients into a node's host "
+                f"memory, and its budget is {format_bytes(problem.budgets.host_bytes, down=True)}; give more --host, or more nodes"
             )
         return dataclasses.replace(problem, budgets=dataclasses.replace(problem.budgets, host_bytes=host))
 
     def _optimizer_host_bytes(self, problem: ActivationProblem, tiles: int) -> int:
-        """Bytes of optimizer state and gradients in a node's host memory; 0 for fixed methods, which have no budget there."""
+        """Bytes of optimizer state and gradients in a node's host memory; 0 for fixed methods, without a budget there."""
         if not self.optimizer_offload or self.recompute is not None or self.config is None:
             return 0
         without = self._problem(tiles, optimizer_offload=False)
