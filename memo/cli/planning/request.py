@@ -140,9 +140,10 @@ class Request:
             return problem
         host = problem.budgets.host_bytes - there
         if host < 0:
+            most = format_bytes(problem.budgets.host_bytes, down=True)
             raise UsageError(
                 f"--optimizer-offload puts {format_bytes(there)} of optimizer state and gradients into a node's host "
-                f"memory, and its budget is {format_bytes(problem.budgets.host_bytes, down=True)}; give more --host, or more nodes"
+                f"memory, and its budget is {most}; give more --host, or more nodes"
             )
         return dataclasses.replace(problem, budgets=dataclasses.replace(problem.budgets, host_bytes=host))
 
