@@ -134,8 +134,9 @@ def _draw_lanes(axis: Any, events: Iterable[object], window: tuple[int, int]) ->
     names = [name for name in ("compute", "stalls", *[lane.value for lane in Lane][1:]) if name in bars]
     for place, name in enumerate(reversed(names)):
         for colour, found in bars[name].items():
-            edge = 0.4 if name == "compute" and len(found) < 200 else 0  # a hairline between layers
-            axis.broken_barh(found, (place - 0.4, 0.8), facecolors=colour, edgecolors="white", linewidth=edge)
+            # A hairline between layers; elsewhere an edge, without which spans shorter than a pixel would not be seen.
+            edge = ("white", 0.4 if len(found) < 200 else 0) if name == "compute" else (colour, 0.5)
+            axis.broken_barh(found, (place - 0.4, 0.8), facecolors=colour, edgecolors=edge[0], linewidth=edge[1])
     axis.set_yticks(range(len(names)), list(reversed(names)), fontsize=8)
     for name in ("forward", "backward", "recompute", "optimizer"):
         if name in phases:

@@ -162,7 +162,7 @@ def describe_longest(found: Longest) -> str:
     if found.binds is None:
         lines.append("longer ones were not tried")
     else:
-        lines.append(f"{found.tile:,} tokens more do not fit: {found.binds}")
+        lines.append(f"{found.tile:,} tokens more do not fit: {found.binds.replace('no plan fits: ', '')}")
         lines.append(
             "none of a few changes of the command lengthens it by a quarter"
             if found.proposal is None
