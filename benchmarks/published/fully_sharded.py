@@ -21,10 +21,10 @@ from memo.gpt.arithmetic import (
     Recompute,
     Training,
 )
-from memo.gpt.config import GPTConfig
+from memo.gpt.config import PRESETS, GPTConfig
 from memo.mip.inputs import hardware_preset
 
-__all__ = ["LLAMA3", "TABLES"]
+__all__ = ["TABLES"]
 
 # (hidden, layers, heads) of each of MPT's sizes.
 MPT = {
@@ -38,14 +38,6 @@ MPT = {
     "30b": (7168, 48, 56),
     "70b": (8192, 80, 64),
 }
-# (hidden, layers, heads, width of the MLP) of each of Llama 3's sizes.
-LLAMA3 = {
-    "1B": (2048, 16, 32, 8192),
-    "3B": (3072, 28, 24, 8192),
-    "8B": (4096, 32, 32, 14336),
-    "70B": (8192, 80, 64, 28672),
-    "405B": (16384, 126, 128, 53248),
-}
 # Composer's DecoupledAdamW is not fused: some 20 passes over a parameter's tensors where a fused one makes 7.
 NOT_FUSED = 20 / 7
 # Composer computes cross entropy and perplexity of every training batch anew: each reads the logits and writes their
@@ -55,23 +47,10 @@ METRICS = 2 * 6
 
 def llama3(size: str) -> GPTConfig:
     """Shape of a Llama 3."""
-    if size not in LLAMA3:
+    name = f"llama3-{size.lower()}"
+    if name not in PRESETS:
         raise Inexpressible(f"the shape of Llama 3 {size} is not known here")
-    hidden, layers, heads, ffn = LLAMA3[size]
-    return GPTConfig(
-        vocab_size=128_256,
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=8,
-        ffn=ffn,
-        max_seq=8192,
-        norm="rmsnorm",
-        mlp="swiglu",
-        positions="rotary",
-        bias=False,
-        tie_embeddings=False,
-    )
+    return PRESETS[name]
 
 
 def _mpt(row: Row) -> list[Target]:
