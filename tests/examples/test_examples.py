@@ -96,7 +96,7 @@ def test_the_plan_that_a_gpu_would_get(
     monkeypatch.setattr(sys, "argv", ["train_1m.py", *flags, "--plan-file", str(file), "--steps", "2"])
     assert module.main() == 0
     table = capsys.readouterr().out
-    assert "k tokens on" in table or "1m tokens on" in table
+    assert "k tokens in" in table or "1m tokens in" in table
     assert "device, a GPU" in table
     (argv,) = given
     assert argv[argv.index("--plan") + 1] == str(file)
