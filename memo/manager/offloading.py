@@ -172,7 +172,7 @@ def offload(
         host=host,
         disk=disk,
         disk_budget=disk_budget,
-        min_bytes=parse_bytes(min_bytes, what="min_bytes"),
+        min_bytes=parse_bytes(min_bytes, what="min_bytes", bare=True),
         on_full=on_full,
         verify=verify,
         trace=trace,
