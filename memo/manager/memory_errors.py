@@ -144,22 +144,26 @@ def _is_for_memory(error: BaseException) -> bool:
 
 _open: weakref.WeakSet[MemoryWatch] = weakref.WeakSet()
 _original: Callable[..., Any] | None = None
+_is_wrapped = False
 
 
 def _wrap() -> None:
-    global _original
+    global _original, _is_wrapped
     found = getattr(torch.autograd, _ENTRY, None)
-    if _original is None and found is not None:
-        _original = found
+    if not _is_wrapped and found is not None:
+        _original, _is_wrapped = found, True
         setattr(torch.autograd, _ENTRY, _run_backward)
 
 
 def _unwrap() -> None:
-    """Takes the wrapper out when the last manager is closed, if it is still the outermost one."""
-    global _original
-    if not _open and _original is not None and getattr(torch.autograd, _ENTRY) is _run_backward:
+    """Takes the wrapper out when the last manager is closed, if it is still the outermost one.
+
+    `_original` stays, for a thread that has got hold of the wrapper and not called it yet.
+    """
+    global _is_wrapped
+    if not _open and _is_wrapped and getattr(torch.autograd, _ENTRY) is _run_backward:
         setattr(torch.autograd, _ENTRY, _original)
-        _original = None
+        _is_wrapped = False
 
 
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
