@@ -195,7 +195,7 @@ def _parse_gap(text: str) -> float:
 
 
 def _words(progress: Progress) -> str:
-    """What the search has, for the waiting line."""
+    """Words of the waiting line: the best plan so far."""
     best = "no plan yet"
     if progress.nbytes is not None:
         above = progress.nbytes / progress.lower_bound_nbytes - 1 if progress.lower_bound_nbytes else 0.0

@@ -203,7 +203,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """What --max-seq or --gpus auto found, for people and for --json."""
+    """Result of --max-seq or --gpus auto, for people and for --json."""
 
     lines: tuple[str, ...] = ()
     summary: Mapping[str, object] = dataclasses.field(default_factory=dict)

@@ -1,1 +1,1 @@
-"""What flags of several commands name: the model, the step, its sequences."""
+"""Flags that several commands share: the model, the step, its sequences."""

@@ -1,1 +1,1 @@
-"""What `memo plan` does with plans of many requests: searches for a length and for GPUs, and sweeps."""
+"""Requests of `memo plan`, searches for a length and for GPUs, sweeps, and changes that make a plan fit."""

@@ -1,4 +1,4 @@
-"""What to change where no plan fits: the largest item of a GPU's memory, and the cheapest changes that make a plan fit.
+"""Changes where no plan fits: the largest item of a GPU's memory, and the cheapest changes that make a plan fit.
 
 Each change is tried: it is named only if the planner finds a plan with it, everything else as asked for.
 """

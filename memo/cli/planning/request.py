@@ -192,7 +192,7 @@ class Request:
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """What the plan assumes of training where that is not the default, and of a model of transformers."""
+        """Assumptions about training that are not the default, and those of a model of transformers."""
         found = [f"the optimizer is {self.optimizer}"] if self.optimizer is not Optimizer.ADAMW else []
         found += [f"adapters of rank {self.lora} alone are trained"] if self.lora else []
         found += ["optimizer state and its step are on the host"] if self.optimizer_offload else []

@@ -111,7 +111,7 @@ def _fits(request: Request) -> bool:
 
 
 def _lacks(request: Request) -> str:
-    """What a request that does not fit lacks."""
+    """Message of a request that does not fit: the bytes that it lacks."""
     tiles = request.tiles[-1:]
     try:
         dataclasses.replace(request, tiles=tiles).plan()

@@ -100,7 +100,7 @@ class Point:
     tokens: int
     device_budget_bytes: int
     host_budget_bytes: int
-    """Of a node."""
+    """Host memory of one node."""
     infeasible: str | None = None
     fit: Fit | None = None
 
