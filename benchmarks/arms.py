@@ -15,9 +15,9 @@ from benchmarks.gpu_bench import Case, Options
 from benchmarks.gpu_plans import alphas, at_alphas, plans
 from benchmarks.link_use import link_use
 from benchmarks.longest import longest
+from benchmarks.peers.ways import peers
 from benchmarks.results import write_result
 from benchmarks.table import Table
-from benchmarks.ways import peers
 from memo.gpt.config import GPTConfig, preset
 
 __all__ = ["Bench"]

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 import memo
+from benchmarks.peers.ways import Running, Way
 from benchmarks.table import Row, Table
-from benchmarks.ways import Running, Way
 from memo.autoplan.device_budget import device_budget_of
 from memo.gpt.arithmetic.peak_flops import peak_flops
 from memo.gpt.config import GPTConfig

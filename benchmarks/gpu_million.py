@@ -21,7 +21,7 @@ import torch
 from benchmarks import solver
 from benchmarks.attention_probe import probe_attention
 from benchmarks.comparison import Comparison, Setup, guarded, release_memory
-from benchmarks.ways import CHECKPOINTING, OFFLOADED, Compute, memo_way, peers
+from benchmarks.peers.ways import CHECKPOINTING, OFFLOADED, Compute, memo_way, peers
 from memo.errors import Infeasible
 from memo.gpt.config import preset
 from memo.units import format_bytes, format_duration

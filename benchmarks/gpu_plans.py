@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import memo
 from benchmarks import solver
 from benchmarks.comparison import Setup, compare, guarded, now, release_memory, train_step
-from benchmarks.ways import CHECKPOINTING, KEEP, Compute, Way, managed, memo_way, peers
+from benchmarks.peers.ways import CHECKPOINTING, KEEP, Compute, Way, managed, memo_way, peers
 from memo.units import format_bytes
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.limited import taken_bytes, use_at_most
 from memo.units import format_bytes, format_duration, parse_bytes, parse_tokens
 
 __all__ = ["Shape", "in_a_process"]
@@ -81,9 +81,7 @@ def _limit_data(nbytes: int) -> None:
     """Leaves this process so much beside what torch and memo have taken once they are loaded."""
     import memo.gpt.model.model  # noqa: F401  half a gibibyte more where torch is built for CUDA
 
-    lines = Path("/proc/self/status").read_text().splitlines()
-    taken = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))
-    resource.setrlimit(resource.RLIMIT_DATA, (taken + nbytes, taken + nbytes))
+    use_at_most(taken_bytes() + nbytes)
 
 
 def _train(shape: Shape, alpha: float | None, disk_dir: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -11,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["LimitedRun", "run_limited"]
+__all__ = ["LimitedRun", "run_limited", "taken_bytes", "use_at_most"]
 
 LIMITED = """
 import resource, runpy, sys
@@ -61,3 +62,14 @@ def run_limited(script: Path, flags: Sequence[str], *, limit: int, threads: int)
         peak_rss_bytes=usage.ru_maxrss << 10,
         failed=f"ended with {process.returncode}: {said[-1]}" if process.returncode else None,
     )
+
+
+def taken_bytes() -> int:
+    """Data of this process now, as the limit counts it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))
+
+
+def use_at_most(nbytes: int) -> None:
+    """Limits the data of this process from now on."""
+    resource.setrlimit(resource.RLIMIT_DATA, (nbytes, nbytes))

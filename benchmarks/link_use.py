@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import memo
 from benchmarks.comparison import Setup, guarded, link_rates, release_memory, train_step
-from benchmarks.ways import managed
+from benchmarks.peers.ways import managed
 from memo.events import Lane, Span
 from memo.trace.reader import read_trace
 

@@ -19,7 +19,7 @@ from benchmarks.comparison import Setup, guarded, now, release_memory, train_ste
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
-    from benchmarks.ways import Way
+    from benchmarks.peers.ways import Way
     from memo.gpt.config import GPTConfig
 
 __all__ = ["Found", "bisect", "capped", "longest"]
@@ -50,11 +50,19 @@ class Found:
 
 
 def bisect(
-    peak_of: Callable[[int], int | str], *, cap: int, first: int, most: int, deadline: float, step: int = STEP_TOKENS
+    peak_of: Callable[[int], int | str],
+    *,
+    cap: int,
+    first: int,
+    most: int,
+    deadline: float,
+    step: int = STEP_TOKENS,
+    part: int = PART,
 ) -> Found:
     """Searches the longest multiple of `step`, of `most` at most, for which `peak_of` gives a peak and not a reason.
 
-    `first` is tried first; no try begins after `deadline`, in the seconds of time.monotonic.
+    `first` is tried first, and the last bracket is no wider than 1/`part` of the length. No try begins after `deadline`, in
+    the seconds of time.monotonic.
     """
     peaks: dict[int, int] = {}
     fails: int | None = None
@@ -67,16 +75,16 @@ def bisect(
             fails, why = length, found
         else:
             peaks[length] = found
-        length = _next(peaks, fails, cap, most // step * step, step)
+        length = _next(peaks, fails, cap, most // step * step, step, part)
     fits = max(peaks, default=0)
     return Found(fits=fits, fails=fails, peak_bytes=peaks.get(fits, 0), tries=tries, why=why, complete=length == 0)
 
 
-def _next(peaks: dict[int, int], fails: int | None, cap: int, most: int, step: int) -> int:
+def _next(peaks: dict[int, int], fails: int | None, cap: int, most: int, step: int, part: int) -> int:
     """The next length to try; 0: the bracket is narrow enough."""
     fits = max(peaks, default=0)
     above = most + step if fails is None else fails
-    narrow = max(fits // PART // step * step, step)
+    narrow = max(fits // part // step * step, step)
     if above - fits <= narrow:
         return 0
     middle = 2 * fits if fails is None else (fits + fails) // 2

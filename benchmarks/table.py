@@ -17,8 +17,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.moved import Moved
-from benchmarks.ways import CHECKPOINTING, KEEP, Compute
+from benchmarks.peers.moved import Moved
+from benchmarks.peers.ways import CHECKPOINTING, KEEP, Compute
 from memo.gpt.arithmetic.flops import flops_per_token, mfu_causal, recompute_flops_per_token
 from memo.units import format_bytes
 

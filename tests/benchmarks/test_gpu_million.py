@@ -11,7 +11,7 @@ import torch
 from benchmarks import gpu_million, solver
 from benchmarks.attention_probe import probe_attention
 from benchmarks.gpu_million import OURS, Request, choose_depth, measure, plan_within, run
-from benchmarks.ways import CHECKPOINTING, OFFLOADED
+from benchmarks.peers.ways import CHECKPOINTING, OFFLOADED
 from memo.gpt.config import preset
 from memo.gpt.model.attention_kernel import Kernel
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import trl_offload
 from benchmarks.comparison import Setup, compare, relative_norm
 from benchmarks.gpu_bench import main, parsed
 from benchmarks.gpu_plans import at_alphas
 from benchmarks.longest import bisect
-from benchmarks.moved import Moved
+from benchmarks.peers import trl_offload
+from benchmarks.peers.moved import Moved
+from benchmarks.peers.ways import CHECKPOINTING, KEEP, Compute, Running, Way, peers, simple
 from benchmarks.table import Row, Table
-from benchmarks.ways import CHECKPOINTING, KEEP, Compute, Running, Way, peers, simple
 from memo.errors import UsageError
 from memo.gpt.config import preset
 from memo.gpt.model.model import GPT
@@ -264,7 +264,7 @@ import gc, weakref, warnings
 import torch
 from benchmarks.comparison import Setup, compare
 from benchmarks.gpu_plans import at_alphas, automatic
-from benchmarks.ways import peers
+from benchmarks.peers.ways import peers
 from memo.gpt.config import preset
 
 made, make = [], Setup.make

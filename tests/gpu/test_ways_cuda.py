@@ -9,7 +9,7 @@ from cuda_sanitizer import assert_clean
 from benchmarks.comparison import Setup, compare
 from benchmarks.gpu_plans import at_alphas
 from benchmarks.longest import capped
-from benchmarks.ways import KEEP, peers
+from benchmarks.peers.ways import KEEP, peers
 from memo.gpt.config import preset
 
 pytestmark = pytest.mark.gpu
@@ -49,7 +49,7 @@ def test_the_cap_is_kept_and_taken_away_again(device: torch.device) -> None:
 OFFLOADED = """
 import torch
 from benchmarks.comparison import train_step
-from benchmarks.ways import peers
+from benchmarks.peers.ways import peers
 from memo.gpt.config import preset
 from memo.gpt.model.model import GPT
 model = GPT(preset("tiny", layers=3, hidden=64, max_seq=256), device="cuda", dtype=torch.bfloat16)

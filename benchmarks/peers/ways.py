@@ -7,6 +7,9 @@
     full checkpointing         torch's non-reentrant checkpoint around every layer
     offloaded checkpointing    likewise, inputs in page-locked host memory
     selective checkpointing    attention and every second matrix product saved, as torchtitan does
+    sac_ilp                    selective checkpointing with what torch's own solver saves in half of a layer's memory
+    DeepSpeed checkpointing    its own, on a GPU with inputs on the CPU
+    transformers, offload=True its own, likewise
 
 What the final norm and the loss save stays on the device in every way: TRL leaves the head out, and memo manages layers.
 """
@@ -18,25 +21,44 @@ import dataclasses
 import enum
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import memo
-from benchmarks.checkpointing import OffloadedInputs, checkpointed, selectively_checkpointed
-from benchmarks.moved import Moved
-from benchmarks.trl_offload import Offloading
+from benchmarks.peers.checkpointing import OffloadedInputs, checkpointed, selectively_checkpointed
+from benchmarks.peers.libraries import deepspeed_checkpointed, transformers_checkpointed
+from benchmarks.peers.models import layers_of
+from benchmarks.peers.moved import Moved
+from benchmarks.peers.sac_ilp import ByIlp
+from benchmarks.peers.trl_offload import Offloading
 from memo.events import Tier
 
-if TYPE_CHECKING:
-    from memo.gpt.model.model import GPT
-
-__all__ = ["CHECKPOINTING", "KEEP", "OFFLOADED", "Compute", "Running", "Way", "managed", "memo_way", "peers"]
+__all__ = [
+    "CHECKPOINTING",
+    "DEEPSPEED",
+    "KEEP",
+    "OFFLOADED",
+    "TRANSFORMERS",
+    "TRL",
+    "Compute",
+    "Running",
+    "Way",
+    "libraries",
+    "managed",
+    "memo_way",
+    "peers",
+    "simple",
+]
 
 KEEP = "keep everything"
 CHECKPOINTING = "full checkpointing"
 OFFLOADED = "offloaded checkpointing"
+TRL = "TRL OffloadActivations"
+DEEPSPEED = "DeepSpeed checkpointing"
+TRANSFORMERS = "transformers, offload=True"
 
 
 class Compute(enum.Enum):
@@ -61,6 +83,8 @@ class Running:
     """The most host memory that held activations; None: what torch page-locked."""
     waited_s: Callable[[], float | None] = lambda: None
     """Spent waiting for copies so far, where it is measured."""
+    hidden: Callable[[], float | None] = lambda: None
+    """Share of the disk's busy time that compute has covered so far, where it is measured."""
     done: Callable[[], None] = lambda: None
     """Called behind each step."""
     report: Callable[[], str | None] = lambda: None
@@ -72,15 +96,15 @@ class Way:
     """A way to hold activations: a name, and a context in which it is in use on a model."""
 
     name: str
-    start: Callable[[GPT], contextlib.AbstractContextManager[Running]]
+    start: Callable[[nn.Module], contextlib.AbstractContextManager[Running]]
     compute: Compute
 
 
-def simple(name: str, around: Callable[[GPT], Any], compute: Compute) -> Way:
+def simple(name: str, around: Callable[[nn.Module], Any], compute: Compute) -> Way:
     """A way that needs nothing but a context around each forward."""
 
     @contextlib.contextmanager
-    def start(model: GPT) -> Iterator[Running]:
+    def start(model: nn.Module) -> Iterator[Running]:
         yield Running(around=lambda: around(model))
 
     return Way(name=name, start=start, compute=compute)
@@ -90,7 +114,7 @@ def memo_way(name: str, compute: Compute = Compute.OTHER, **options: Any) -> Way
     """`memo.offload` with these options."""
 
     @contextlib.contextmanager
-    def start(model: GPT) -> Iterator[Running]:
+    def start(model: nn.Module) -> Iterator[Running]:
         manager = memo.offload(model, **options)
         try:
             yield managed(manager)
@@ -112,28 +136,51 @@ def managed(manager: memo.Manager) -> Running:
         moved=lambda: Moved(out_bytes=stats.bytes_host + stats.bytes_disk, back_bytes=stats.bytes_reloaded),
         host_bytes=host_bytes,
         waited_s=lambda: manager.stats.stall_s,
+        hidden=lambda: manager.report().overlap,
         done=manager.step_done,
         report=lambda: str(manager.report()),
     )
 
 
-def peers(*, trl: Path | None = None) -> Sequence[Way]:
-    """Every way but memo's, keep-everything and full checkpointing first: ratios are to these."""
+def peers(*, trl: Path | None = None, counted: bool = True) -> Sequence[Way]:
+    """Every way but memo's, keep-everything and full checkpointing first: ratios are to these.
+
+    Where hooks are timed themselves, `counted` is False: bytes moved are not counted then.
+    """
     return (
         simple(KEEP, lambda model: contextlib.nullcontext(), Compute.ONCE),
         simple(CHECKPOINTING, checkpointed, Compute.TWICE),
         Way(name=OFFLOADED, start=_offloaded, compute=Compute.TWICE),
         simple("selective checkpointing", selectively_checkpointed, Compute.OTHER),
-        Way(name="save_on_cpu, pinned", start=_saved_on_cpu, compute=Compute.ONCE),
-        Way(name="TRL OffloadActivations", start=lambda model: _trl(model, trl), compute=Compute.ONCE),
+        Way(name="save_on_cpu, pinned", start=lambda model: _saved_on_cpu(model, counted), compute=Compute.ONCE),
+        Way(name=TRL, start=lambda model: _trl(model, trl, counted), compute=Compute.ONCE),
+    )
+
+
+def libraries() -> Sequence[Way]:
+    """Further ways, some of which need more than torch or more than our GPT."""
+    return (
+        simple("checkpointing, every 2nd", lambda model: checkpointed(model, every=2), Compute.OTHER),
+        Way(name="sac_ilp, half", start=lambda model: _around(ByIlp(0.5), model), compute=Compute.OTHER),
+        simple(DEEPSPEED, deepspeed_checkpointed, Compute.TWICE),
+        Way(name=TRANSFORMERS, start=_transformers, compute=Compute.TWICE),
     )
 
 
 @contextlib.contextmanager
-def _offloaded(model: GPT) -> Iterator[Running]:
-    weight, config = model.tokens.weight, model.config
-    inputs = OffloadedInputs(weight.device)
-    inputs.reserve(config.layers, config.max_seq * config.hidden, weight.dtype)
+def _around(around: Callable[[nn.Module], Any], model: nn.Module) -> Iterator[Running]:
+    yield Running(around=lambda: around(model))
+
+
+@contextlib.contextmanager
+def _transformers(model: nn.Module) -> Iterator[Running]:
+    with transformers_checkpointed(model):
+        yield Running()
+
+
+@contextlib.contextmanager
+def _offloaded(model: nn.Module) -> Iterator[Running]:
+    inputs = OffloadedInputs(next(model.parameters()).device)
     yield Running(
         around=lambda: inputs.around(model),
         moved=lambda: dataclasses.replace(inputs.moved),
@@ -142,10 +189,10 @@ def _offloaded(model: GPT) -> Iterator[Running]:
 
 
 @contextlib.contextmanager
-def _saved_on_cpu(model: GPT) -> Iterator[Running]:
+def _saved_on_cpu(model: nn.Module, counted: bool) -> Iterator[Running]:
     moved = Moved()
 
-    def counted() -> saved_tensors_hooks:
+    def counting() -> saved_tensors_hooks:
         hooks = save_on_cpu(pin_memory=True)
         pack, unpack = hooks.pack_hook, hooks.unpack_hook
 
@@ -160,12 +207,13 @@ def _saved_on_cpu(model: GPT) -> Iterator[Running]:
         hooks.pack_hook, hooks.unpack_hook = pack_counted, unpack_counted
         return hooks
 
-    yield Running(around=lambda: _but_the_head(model, counted()), moved=lambda: dataclasses.replace(moved))
+    hooks = counting if counted else lambda: save_on_cpu(pin_memory=True)
+    yield Running(around=lambda: _but_the_head(model, hooks()), moved=lambda: dataclasses.replace(moved))
 
 
 @contextlib.contextmanager
-def _trl(model: GPT, path: Path | None) -> Iterator[Running]:
-    offloading = Offloading(model, path)
+def _trl(model: nn.Module, path: Path | None, counted: bool) -> Iterator[Running]:
+    offloading = Offloading(model, path, counted=counted)
     yield Running(
         around=lambda: _but_the_head(model, offloading.hooks),
         backward_inside=True,
@@ -174,7 +222,7 @@ def _trl(model: GPT, path: Path | None) -> Iterator[Running]:
 
 
 @contextlib.contextmanager
-def _but_the_head(model: GPT, hooks: saved_tensors_hooks) -> Iterator[None]:
+def _but_the_head(model: nn.Module, hooks: saved_tensors_hooks) -> Iterator[None]:
     """`hooks` from here on, except for what is saved behind the last layer."""
     with hooks, contextlib.ExitStack() as head:
 
@@ -185,7 +233,7 @@ def _but_the_head(model: GPT, hooks: saved_tensors_hooks) -> Iterator[None]:
             head.close()
 
         handles = [
-            model.layers[-1].register_forward_hook(begin),
+            layers_of(model)[-1].register_forward_hook(begin),
             model.register_forward_hook(end, always_call=True),
         ]
         try:

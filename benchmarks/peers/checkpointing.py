@@ -1,4 +1,4 @@
-"""Activation checkpointing of a GPT's layers as others do it: in full, with inputs offloaded, selective.
+"""Activation checkpointing of a model's layers as others do it: in full, with inputs offloaded, selective.
 
 Each is a context manager that puts torch's non-reentrant checkpoint around every layer while it is open.
 
@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -23,10 +25,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from benchmarks.moved import Moved
-
-if TYPE_CHECKING:
-    from memo.gpt.model.model import GPT
+from benchmarks.peers.models import layers_of
+from benchmarks.peers.moved import Moved
 
 __all__ = ["OffloadedInputs", "checkpointed", "selectively_checkpointed"]
 
@@ -46,27 +46,30 @@ Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 @contextlib.contextmanager
-def checkpointed(model: GPT, *, inputs: Context = contextlib.nullcontext, **options: Any) -> Iterator[None]:
-    """Every layer recomputed in backward. `inputs` is around what saves a layer's inputs; `options` are torch's."""
-    originals = [layer.forward for layer in model.layers]
-    for layer, original in zip(model.layers, originals, strict=True):
-        layer.forward = _recomputed(original, inputs, options)
+def checkpointed(
+    model: nn.Module, *, every: int = 1, inputs: Context = contextlib.nullcontext, **options: Any
+) -> Iterator[None]:
+    """Every layer, or every n-th, recomputed in backward. `inputs` is around what saves inputs; `options` are torch's."""
+    layers = layers_of(model)[::every]
+    originals = [layer.forward for layer in layers]
+    for layer, original in zip(layers, originals, strict=True):
+        layer.forward = _recomputed(original, inputs, options)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for layer, original in zip(model.layers, originals, strict=True):
-            layer.forward = original
+        for layer, original in zip(layers, originals, strict=True):
+            layer.forward = original  # type: ignore[method-assign]
 
 
 def _recomputed(original: Callable[..., torch.Tensor], inputs: Context, options: dict[str, Any]) -> Callable[..., Any]:
-    def forward(*args: Any) -> Any:
+    def forward(*args: Any, **named: Any) -> Any:
         with inputs():
-            return checkpoint(original, *args, use_reentrant=False, **options)
+            return checkpoint(functools.partial(original, **named), *args, use_reentrant=False, **options)
 
     return forward
 
 
-def selectively_checkpointed(model: GPT) -> contextlib.AbstractContextManager[None]:
+def selectively_checkpointed(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Attention's results and those of every second matrix product of a layer stay, the first of them included."""
     return checkpointed(model, context_fn=lambda: create_selective_checkpoint_contexts(_Policy()))
 
@@ -125,12 +128,8 @@ class OffloadedInputs:
         """Bytes of the host buffers."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def reserve(self, layers: int, elements: int, dtype: torch.dtype) -> None:
-        """Page-locks the buffers of so many inputs, before a step is timed."""
-        self._buffers = [self._host(elements, dtype) for _ in range(layers)]
-
     @contextlib.contextmanager
-    def around(self, model: GPT) -> Iterator[None]:
+    def around(self, model: nn.Module) -> Iterator[None]:
         """Checkpoints the layers and moves their inputs; one forward."""
         if not all(entry.taken for entry in self._inputs):
             raise RuntimeError("offloaded checkpointing: a forward before the last one's backward")

@@ -14,16 +14,14 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
-from benchmarks.moved import Moved
+from benchmarks.peers.moved import Moved
 from benchmarks.results import ROOT
 from memo.errors import UsageError
-
-if TYPE_CHECKING:
-    from memo.gpt.model.model import GPT
 
 __all__ = ["PLACES", "Offloading", "load"]
 
@@ -100,12 +98,14 @@ class Offloading:
         UsageError: TRL's file is not there, or there is no accelerator, without which it does nothing.
     """
 
-    def __init__(self, model: GPT, path: Path | None) -> None:
+    def __init__(self, model: nn.Module, path: Path | None, *, counted: bool = True) -> None:
         if torch.accelerator.current_accelerator() is None:
             raise UsageError("TRL's OffloadActivations needs an accelerator")
         self.hooks = load(path).OffloadActivations()
         self.hooks.update_model_params(model)
         self.moved = Moved()
+        if not counted:
+            return
         self._pack, self._unpack = self.hooks.pack_hook, self.hooks.unpack_hook
         self.hooks.pack_hook, self.hooks.unpack_hook = self._counted_pack, self._counted_unpack
 

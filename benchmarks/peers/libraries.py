@@ -1,0 +1,70 @@
+"""Ways of other libraries, used as their manuals say: checkpointing with inputs on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.peers.models import layers_of
+from memo.errors import UsageError
+
+__all__ = ["deepspeed_checkpointed", "transformers_checkpointed"]
+
+
+@contextlib.contextmanager
+def deepspeed_checkpointed(model: nn.Module) -> Iterator[None]:
+    """`deepspeed.checkpointing.checkpoint` around every layer, with `checkpoint_in_cpu` for a model on a GPU.
+
+    On a CPU that option empties the very tensors that it means to have copied (0.19.8), so there it stays off.
+
+    Raises:
+        UsageError: deepspeed is not installed here.
+    """
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise UsageError(f"DeepSpeed: {error}; `make peers` installs it") from error
+    checkpointing = deepspeed.checkpointing
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        deepspeed.init_distributed()
+    if not checkpointing.is_configured():
+        checkpointing.configure(None, partition_activations=False, checkpoint_in_cpu=next(model.parameters()).is_cuda)
+    layers = layers_of(model)
+    originals = [layer.forward for layer in layers]
+
+    def recomputed(original: Any) -> Any:
+        def forward(*args: Any, **named: Any) -> Any:
+            return checkpointing.checkpoint(lambda *given: original(*given, **named), *args)
+
+        return forward
+
+    for layer in layers:
+        layer.forward = recomputed(layer.forward)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer, original in zip(layers, originals, strict=True):
+            layer.forward = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def transformers_checkpointed(model: Any) -> Iterator[None]:
+    """transformers' own switch, `activation_checkpointing_enable(offload=True)`.
+
+    Raises:
+        UsageError: the model is none of transformers', or the installed version has no such switch.
+    """
+    switch = getattr(model, "activation_checkpointing_enable", None)
+    if switch is None or "offload" not in inspect.signature(switch).parameters:
+        raise UsageError("activation_checkpointing_enable(offload=True): only for models of transformers from 5.17 on")
+    switch(offload=True)
+    try:
+        yield
+    finally:
+        model.activation_checkpointing_disable()

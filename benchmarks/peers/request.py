@@ -1,0 +1,45 @@
+"""One way's work as a process is asked for it, and the names of the ways that only these tables have."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from benchmarks.peers.models import Shape
+
+__all__ = ["AUTOMATIC", "IDENTITY", "Request"]
+
+AUTOMATIC = "memo, automatic"
+IDENTITY = "hooks that do nothing"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Model, way and limits of one process."""
+
+    way: str
+    shape: Shape
+    device: str
+    limit_bytes: int | None = None
+    """Device memory, or on a CPU data of the process (RLIMIT_DATA), beside what torch takes when it is loaded."""
+    device_bytes: int | None = None
+    """memo's automatic plan: its budget."""
+    host_bytes: int | str = 0
+    disk: str | None = None
+    """Folder of memo's disk tier; None: it has none."""
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """memo's fixed ways: alpha, or three fractions, by name."""
+    min_bytes: int | None = None
+    counted: bool = True
+    count: bool = False
+    """Count the saved tensors of a step without memo."""
+    trl: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As it crosses the pipe."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, body: dict[str, Any]) -> Request:
+        """The inverse of `to_json`."""
+        return cls(**{**body, "shape": Shape(**body["shape"])})
