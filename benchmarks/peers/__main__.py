@@ -2,9 +2,9 @@
 
     make peers                                          makes the environments of TRL and DeepSpeed, then runs this
     make bench ARMS=peers                               without them those ways say what they lack
-    python -m benchmarks.peers [--parts steps,length,hooks] [--families gpt,llama] [--caps 256MiB,1GiB] [--seconds 20]
+    python -m benchmarks.peers [--parts steps,length,hooks] [--families gpt,llama] [--caps 256MiB,1GiB] [--seconds 40]
                                [--rounds 3] [--layers 8] [--hidden 256] [--tokens 1k] [--most 64k] [--disk-dir DIR]
-                               [--threads 1] [--only "WAY; ..."] [--device cuda --host 96GiB]
+                               [--threads 1] [--workers 2] [--only "WAY; ..."] [--device cuda --host 96GiB]
 
 Each way is a process of its own, with the interpreter that has its library. A way that cannot run is a row that says why. On
 a CPU each has one thread: two that wait for each other show every other process of the machine tenfold.
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 import statistics
@@ -33,26 +34,28 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from benchmarks.longest import bisect
 from benchmarks.machine import NO_GPU, gpu
-from benchmarks.peers.models import Shape
+from benchmarks.peers.models import Family, Shape
 from benchmarks.peers.process import Process
-from benchmarks.peers.request import AUTOMATIC, IDENTITY, Request
+from benchmarks.peers.request import ALPHAS, AUTOMATIC, IDENTITY, INPUTS, Request
 from benchmarks.peers.ways import CHECKPOINTING, KEEP, TRL, libraries, peers
 from benchmarks.results import ROOT, write_result
 from memo.units import format_bytes, parse_bytes, parse_tokens
 
-SETTINGS: dict[str, Any] = {"all moved": 1.0, "alpha 1/2": 0.5, "alpha 0": 0.0}
 SHARES = (0.25, 0.5, 0.75)
 """Of keep-everything's memory above rest: budgets of further automatic plans."""
 BETWEEN = ("selective checkpointing", "checkpointing, every 2nd", "sac_ilp, half", "memo, alpha 1/2")
 """Ways that give memory for time: their longest sequences lie between those of others."""
 PLANNED_STEPS = 6
 """Until an automatic plan is in force: three are measured, then it is corrected once or twice."""
+MEASURED_STEPS = 4
+"""The three that are measured, and the first by plan."""
 PART = 16
 """A search ends when the bracket is no wider than this part of the length."""
 LEAST = 128
@@ -64,7 +67,7 @@ class Options:
     """Settings of one run; the names are those of the command line."""
 
     parts: list[str]
-    families: list[str]
+    families: list[Family]
     caps: list[int]
     rounds: int
     layers: int
@@ -76,11 +79,12 @@ class Options:
     host: str | int
     disk_dir: str
     threads: int
+    workers: int
     only: list[str] | None
     trl: str | None
     seconds: float
 
-    def shape(self, family: str, tokens: int) -> Shape:
+    def shape(self, family: Family, tokens: int) -> Shape:
         """The model of this family at a length; on a CPU Llama's heads are narrow, which keeps long attention affordable."""
         heads = max(1, self.hidden // 64)
         narrow = 16 if family == "llama" and self.device == "cpu" else None
@@ -93,12 +97,16 @@ class Options:
         """What the process of a way is asked for."""
         return Request(
             way=way, shape=shape, device=self.device, host_bytes=self.host, disk=self.disk_dir or None, trl=self.trl,
-            settings=SETTINGS, **others,
+            **others,
         )  # fmt: skip
 
     def ways(self) -> list[str]:
         """Those asked for, or all that stand for themselves."""
-        names = [way.name for way in (*peers(), *libraries())] + [*(f"memo, {name}" for name in SETTINGS), AUTOMATIC]
+        names = [way.name for way in (*peers(), *libraries())] + [
+            *(f"memo, {name}" for name in ALPHAS),
+            INPUTS,
+            AUTOMATIC,
+        ]
         return [name for name in names if self.only is None or name in (KEEP, CHECKPOINTING) or name in self.only]
 
 
@@ -196,46 +204,45 @@ def _warm_up(way: str) -> int:
     return PLANNED_STEPS if _base(way) == AUTOMATIC else 2
 
 
-def lengths(options: Options, family: str) -> Iterator[dict[str, Any]]:
+def lengths(options: Options) -> Iterator[dict[str, Any]]:
     """A row for each way and cap: the longest sequence that trains. BETWEEN is left out unless asked for."""
-    for way in options.ways():
-        if options.only is None and way in BETWEEN:
-            continue
-        first = 1024
-        for cap in options.caps:
-            deadline = time.monotonic() + options.seconds * cap / options.caps[0]
-            why: list[str] = []
+    ways = [way for way in options.ways() if options.only is not None or way not in BETWEEN]
+    with ThreadPoolExecutor(options.workers) as workers:
+        searches = [workers.submit(_of_way, options, family, way) for family in options.families for way in ways]
+        for search in searches:
+            yield from search.result()
 
-            def peak_of(tokens: int, way: str = way, cap: int = cap, why: list[str] = why) -> int | str:
-                request = options.request(way, options.shape(family, tokens), limit_bytes=cap)
-                with Process(request, threads=options.threads) as process:
-                    found = process.started
-                    if "failed" not in found:
-                        loaded = found["loaded_bytes"] if options.device == "cpu" else 0
-                        found = process.step(PLANNED_STEPS if way == AUTOMATIC else 1)
-                if "failed" in found:
-                    why.append(found["failed"])
-                    return str(found["failed"])
-                return int(found["peak_bytes"]) - loaded
 
-            begun = time.monotonic()
-            found = bisect(
-                peak_of,
-                cap=cap,
-                first=min(first, options.most),
-                most=options.most,
-                deadline=deadline,
-                step=LEAST,
-                part=PART,
-            )
-            if found.fits:
-                first = min(options.most, round(found.fits * 1.9))
-            yield {
-                "family": family, "way": way, "cap_bytes": cap, "seconds": time.monotonic() - begun,
-                **dataclasses.asdict(found),
-            }  # fmt: skip
-            if not found.fits and not _is_memory(found.why):
-                break
+def _of_way(options: Options, family: Family, way: str) -> list[dict[str, Any]]:
+    first, rows = 1024, []
+    for cap in options.caps:
+        begun = time.monotonic()
+        found = bisect(
+            functools.partial(_peak, options, family, way, cap),
+            cap=cap,
+            first=min(first, options.most),
+            most=options.most,
+            deadline=begun + options.seconds * cap / options.caps[0],
+            step=LEAST,
+            part=PART,
+        )
+        first = min(options.most, round(found.fits * 1.9)) if found.fits else first
+        seconds = time.monotonic() - begun
+        rows.append({"family": family, "way": way, "cap_bytes": cap, "seconds": seconds, **dataclasses.asdict(found)})
+        if not found.fits and not _is_memory(found.why):
+            break
+    return rows
+
+
+def _peak(options: Options, family: Family, way: str, cap: int, tokens: int) -> int | str:
+    """Memory of a step at this length beside what torch takes, or why there is none."""
+    request = options.request(way, options.shape(family, tokens), limit_bytes=cap)
+    with Process(request, threads=options.threads) as process:
+        started = process.started
+        found = started if "failed" in started else process.step(MEASURED_STEPS if way == AUTOMATIC else 1)
+    if "failed" in found:
+        return str(found["failed"])
+    return int(found["peak_bytes"]) - (started["loaded_bytes"] if options.device == "cpu" else 0)
 
 
 def _is_memory(why: str | None) -> bool:
@@ -333,12 +340,13 @@ def parsed(arguments: Sequence[str]) -> Options:
     )
     parser.add_argument("--disk-dir", default=tempfile.gettempdir(), help="memo's disk tier; '' for none")
     parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument("--workers", type=int, default=None, help="searches at a time: 2 on a CPU, 1 on a GPU")
     parser.add_argument(
         "--only", type=ways, help="these ways, divided by semicolons, beside keep everything and full checkpointing"
     )
     parser.add_argument("--trl", help="TRL's activation_offloading.py, where no trl is installed")
     parser.add_argument(
-        "--seconds", type=float, default=20.0, help="for a way's search under the first cap, in proportion under others"
+        "--seconds", type=float, default=40.0, help="for a way's search under the first cap, in proportion under others"
     )
     args = parser.parse_args(arguments)
     for given, allowed in ((args.parts, {"steps", "length", "hooks"}), (args.families, {"gpt", "llama"})):
@@ -346,6 +354,7 @@ def parsed(arguments: Sequence[str]) -> Options:
         if unknown:
             parser.error(f"unknown {unknown[0]!r}; choose from {', '.join(sorted(allowed))}")
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
+    args.workers = args.workers or (1 if args.device == "cuda" else 2)
     options = Options(**vars(args))
     unknown = [name for name in options.only or () if name not in dataclasses.replace(options, only=None).ways()]
     if unknown:
@@ -395,11 +404,10 @@ def main(arguments: Sequence[str]) -> int:
             write_result("peers", body)
     if "length" in options.parts:
         print("\nthe longest sequence", flush=True)
-        for family in options.families:
-            for row in lengths(options, family):
-                body["lengths"].append(row)
-                print(told_length(row), flush=True)
-                write_result("peers", body)
+        for row in lengths(options):
+            body["lengths"].append(row)
+            print(told_length(row), flush=True)
+            write_result("peers", body)
     if "hooks" in options.parts:
         body["hooks"] = hooks(options)
         print("\nprocessor time that hooks add, a saved tensor")

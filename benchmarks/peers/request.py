@@ -7,9 +7,12 @@ from typing import Any
 
 from benchmarks.peers.models import Shape
 
-__all__ = ["AUTOMATIC", "IDENTITY", "Request"]
+__all__ = ["ALPHAS", "AUTOMATIC", "IDENTITY", "INPUTS", "Request"]
 
 AUTOMATIC = "memo, automatic"
+ALPHAS = {"all moved": 1.0, "alpha 1/2": 0.5, "alpha 0": 0.0}
+INPUTS = "memo, inputs moved"
+"""Level SAVE_INPUT in every layer: as offloaded checkpointing, to any tier."""
 IDENTITY = "hooks that do nothing"
 
 
@@ -27,8 +30,6 @@ class Request:
     host_bytes: int | str = 0
     disk: str | None = None
     """Folder of memo's disk tier; None: it has none."""
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """memo's fixed ways: alpha, or three fractions, by name."""
     min_bytes: int | None = None
     counted: bool = True
     count: bool = False

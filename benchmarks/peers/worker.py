@@ -27,15 +27,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from benchmarks.comparison import guarded, relative_norm, synchronize
 from benchmarks.limited import taken_bytes, use_at_most
 from benchmarks.peers.models import Shape
-from benchmarks.peers.request import AUTOMATIC, IDENTITY, Request
+from benchmarks.peers.request import ALPHAS, AUTOMATIC, IDENTITY, INPUTS, Request
 from benchmarks.peers.ways import Compute, Running, Way, libraries, memo_way, peers, simple
 from memo.autoplan.device_budget import device_budget_of
 from memo.machine.process_memory import return_freed_memory, rss_bytes
+from memo.swap import Level
 
 __all__ = ["way_of"]
 
-CAP_FOR_PLANS = 0.94
-"""Of the limit, what an automatic plan may fill: the limit counts address space, a plan's budget resident memory."""
+NEVER_RESIDENT_BYTES = 64 << 20
+"""Of a process's limited data, what no plan counts: stacks of the disk's threads and of autograd's, 8 MiB each, and arenas
+that the C library sets up. A plan's budget is resident memory."""
 
 
 def way_of(request: Request) -> Way:
@@ -47,12 +49,13 @@ def way_of(request: Request) -> Way:
     tiers: dict[str, Any] = {"host": request.host_bytes, "disk": [] if request.disk is None else request.disk}
     if request.min_bytes is not None:
         tiers["min_bytes"] = request.min_bytes
-    ours = {f"memo, {name}": setting for name, setting in request.settings.items()}
+    levels = dict.fromkeys(range(request.shape.layers), Level.SAVE_INPUT)
     ways = [
         *peers(trl=None if request.trl is None else Path(request.trl), counted=request.counted),
         *libraries(),
         simple(IDENTITY, lambda model: saved_tensors_hooks(lambda x: x, lambda x: x), Compute.ONCE),
-        *(memo_way(name, alpha=tuple(a) if isinstance(a, list) else a, **tiers) for name, a in ours.items()),
+        *(memo_way(f"memo, {name}", alpha=alpha, **tiers) for name, alpha in ALPHAS.items()),
+        memo_way(INPUTS, levels=levels, **tiers),
         memo_way(AUTOMATIC, device=request.device_bytes, **tiers),
     ]
     return next(way for way in ways if way.name == request.way)
@@ -72,9 +75,9 @@ class _Process:
         if request.limit_bytes is not None:
             self._limit(request.limit_bytes)
             if request.way == AUTOMATIC and request.device_bytes is None:
-                most = int(request.limit_bytes * CAP_FOR_PLANS)
-                before = loaded if self._device.type == "cpu" else 0
-                request = dataclasses.replace(request, device_bytes=before + most)
+                on_cpu = self._device.type == "cpu"
+                budget = request.limit_bytes + (loaded - NEVER_RESIDENT_BYTES if on_cpu else 0)
+                request = dataclasses.replace(request, device_bytes=budget)
         self._shape: Shape = request.shape
         self._model, self._ids = request.shape.make(self._device)
         self._memory = device_budget_of(self._device, None)
