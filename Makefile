@@ -9,9 +9,10 @@ PYTHON ?= $(BIN)/python
 ARMS ?= all
 PARTS ?=
 PYTEST_ARGS ?=
+PEERS_ARGS ?=
 WORKERS ?= 2
 
-.PHONY: demo test test-all test-parallel lint typed typecheck format docs bench gpu-check gpu-bench gpu-emulated gpu-hour-prepare gpu-rehearsal setup clean integrations
+.PHONY: demo test test-all test-parallel lint typed typecheck format docs bench peers plots gpu-check gpu-bench gpu-emulated gpu-hour-prepare gpu-rehearsal setup clean integrations
 
 setup: $(STAMP)
 
@@ -61,6 +62,14 @@ docs: typed
 
 bench: setup
 	$(BIN)/python -m benchmarks $(ARMS)
+
+# memo beside TRL, DeepSpeed, transformers and torch's own ways; two peers have environments of their own, from PyPI.
+peers: setup build/integrations/trl/.installed build/integrations/deepspeed/.installed
+	$(BIN)/python -m benchmarks.peers $(PEERS_ARGS)
+
+# docs/results.md, its plots and README's figures, from the files of benchmarks/results.
+plots: setup
+	$(BIN)/python -m benchmarks.pages
 
 # Both run with the interpreter given as PYTHON, from this tree, and install nothing; exit 3 without a GPU.
 gpu-check:

@@ -19,7 +19,7 @@ length    the longest sequence under a cap, by bisection, a process a try: on a 
 hooks     processor time that hooks add to a step of a model whose tensors are small, a saved tensor, over a step without
           hooks; one thread. The copies of these few KiB are in it.
 
-The result file is written anew after each row.
+The result file is written anew as it goes. Exits 1 where memo's own rows failed or differ from keep-everything's gradients.
 """
 
 from __future__ import annotations
@@ -391,6 +391,7 @@ def main(arguments: Sequence[str]) -> int:
         "lengths": [],
         "hooks": [],
     }
+    write = functools.partial(write_result, "gpu-peers" if options.device == "cuda" else "peers")
     if "steps" in options.parts:
         for family in options.families:
             shape = options.shape(family, options.tokens)
@@ -401,13 +402,13 @@ def main(arguments: Sequence[str]) -> int:
             for rows in Steps(options, shape).run():
                 body["steps"].append({"shape": dataclasses.asdict(shape), "rows": rows})
                 print("\n".join(told_step(row) for row in rows), flush=True)
-            write_result("peers", body)
+            write(body)
     if "length" in options.parts:
         print("\nthe longest sequence", flush=True)
         for row in lengths(options):
             body["lengths"].append(row)
             print(told_length(row), flush=True)
-            write_result("peers", body)
+            write(body)
     if "hooks" in options.parts:
         body["hooks"] = hooks(options)
         print("\nprocessor time that hooks add, a saved tensor")

@@ -1,0 +1,358 @@
+"""docs/results.md, its plots and README's figures, made from the newest committed result files.
+
+    make plots          writes all of them anew: python -m benchmarks.pages
+    python -m benchmarks.pages --check      exit 1 where a page is not what the files give; draws nothing
+
+Nothing here measures. A number on these pages is a value of the file that stands beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import ROOT
+from memo.units import format_bytes
+
+__all__ = ["Result", "newest", "readme", "results_page"]
+
+RESULTS = ROOT / "benchmarks" / "results"
+IMAGES = ROOT / "docs" / "images"
+BEGIN, END = "<!-- figures: make plots -->", "<!-- end of figures -->"
+KEEP, CHECKPOINTING, AUTOMATIC = "keep everything", "full checkpointing", "memo, automatic"
+FAMILIES = {"gpt": "our GPT", "llama": "a Hugging Face Llama"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One result file."""
+
+    path: Path
+    body: dict[str, Any]
+
+    @property
+    def source(self) -> str:
+        """Link, date, commit and machine, for the line under a table of a page in docs/."""
+        body = self.body
+        machine = body.get("device") or {}
+        what = machine.get("gpu") or f"{body['hardware']['cores']} cores of {body['hardware']['cpu'].strip()}, no GPU"
+        versions = ", ".join(f"{name} {number}" for name, number in body.get("versions", {}).items())
+        told = [body["date"], f"commit {body['commit']}", what, *([versions] if versions else [])]
+        return f"[{self.path.name}](../benchmarks/results/{self.path.name}): {'; '.join(told)}"
+
+
+def newest(name: str, folder: Path | None = None) -> Result | None:
+    """The file of the benchmark of this name that was begun last; None where there is none."""
+    found = []
+    for path in (folder or RESULTS).glob(f"*-{name}*.json"):
+        body = json.loads(path.read_text())
+        if body.get("benchmark") == name:
+            found.append(Result(path=path, body=body))
+    return max(found, key=lambda one: (one.body["date"], one.body["begun"]), default=None)
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return [f"| {' | '.join(cells)} |" for cells in lines]
+
+
+def prose(text: str) -> list[str]:
+    """Lines of a paragraph."""
+    return textwrap.wrap(text, 125, break_long_words=False, break_on_hyphens=False)
+
+
+def ratio(value: dict[str, float] | None) -> str:
+    """Median and half of the quartiles' range."""
+    return "" if value is None else f"{value['median']:.2f} ± {value['spread']:.2f}"
+
+
+def _steps(one: dict[str, Any]) -> list[str]:
+    shape = one["shape"]
+    title = f"{FAMILIES[shape['family']]}, {shape['layers']} layers of {shape['hidden']}, {shape['tokens']} tokens"
+    rows = []
+    for row in one["rows"]:
+        if "failed" in row:
+            rows.append([row["way"], f"did not run: {_why(row['failed'])}", "", "", "", "", ""])
+            continue
+        moved = row["out_bytes"] + row["back_bytes"]
+        rows.append(
+            [
+                row["way"],
+                ratio(row["to_keep"]),
+                ratio(row["to_checkpointing"]),
+                format_bytes(row["above_rest_bytes"]),
+                format_bytes(moved) if moved else "",
+                "" if row["hidden"] is None else f"{row['hidden']:.0%}",
+                "none" if row["gradient_difference"] == 0 else f"{row['gradient_difference']:.1e}",
+            ]
+        )
+    heads = ["way", "step / keep", "step / checkpointing", "memory above rest", "moved", "hidden", "gradients differ"]
+    return [f"**{title[0].upper()}{title[1:]}**", "", *table(heads, rows), ""]
+
+
+def _why(failed: str, most: int = 100) -> str:
+    return failed if len(failed) <= most else f"{failed[:most]}..."
+
+
+def _lengths(rows: list[dict[str, Any]]) -> list[str]:
+    columns = sorted({(row["family"], row["cap_bytes"]) for row in rows}, key=lambda one: (one[0], one[1]))
+    found = {(row["way"], row["family"], row["cap_bytes"]): row for row in rows}
+    lines = []
+    for way in dict.fromkeys(row["way"] for row in rows):
+        cells = [_length(found.get((way, *column))) for column in columns]
+        if any(cells):
+            lines.append([way, *cells])
+    heads = ["way", *(f"{FAMILIES[family]}, {format_bytes(cap)}" for family, cap in columns)]
+    return table(heads, lines)
+
+
+def _length(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    if not row["fits"]:
+        return "none fits" if "memory" in (row["why"] or "") else "does not run"
+    return f"{row['fits']:,}" if row["complete"] else f"{row['fits']:,} or more"
+
+
+def _hooks(rows: list[dict[str, Any]]) -> list[str]:
+    told = [
+        [row["way"], f"{row['us_a_saved_tensor']['median']:.1f} ± {row['us_a_saved_tensor']['spread']:.1f}"]
+        if "us_a_saved_tensor" in row
+        else [row["way"], f"did not run: {_why(row['failed'])}"]
+        for row in rows
+        if row["way"] != KEEP
+    ]
+    return table(["hooks", "µs of processor time a saved tensor"], told)
+
+
+def _peers(peers: Result) -> list[str]:
+    body, options = peers.body, peers.body["options"]
+    lines = [
+        "## Beside what people would use instead",
+        "",
+        *prose(
+            "`make peers` makes TRL's and DeepSpeed's environments and runs `make bench ARMS=peers`. Each way is "
+            f"a process of its own; they take steps in turn, {options['rounds']} rounds, {options['threads']} "
+            "thread each, and ratios are of one round. A CPU has no memory apart from the host's, so what others "
+            "move to the host stays where it was; memo moves to a disk."
+        ),
+        "",
+    ]
+    for one in body["steps"]:
+        lines += _steps(one)
+    if body["lengths"]:
+        lines += [
+            *prose(
+                "The longest sequence in tokens, under a limit of the process's data beside what torch takes when it "
+                'is loaded; weights and gradients are inside. "or more": the time for the search was over.'
+            ),
+            "",
+            *_lengths(body["lengths"]),
+            "",
+            "![longest sequence against memory](images/longest.svg)",
+            "![step time against memory](images/step-against-memory.svg)",
+            "",
+        ]
+    emulated = newest("gpu-peers")
+    if body["hooks"]:
+        lines += ["What hooks cost, with copies of a few KiB in it:", "", *_hooks(body["hooks"]), ""]
+    lines += [f"Source: {peers.source}.", ""]
+    if emulated is not None:
+        told = (
+            "The same over a device, with TRL's hooks beside: on an emulated one copies are this machine's own, and its streams"
+            " run on the processor whose time is counted, so that only rows of this table compare."
+        )
+        lines += [*prose(told), "", *_hooks(emulated.body["hooks"]), "", f"Source: {emulated.source}.", ""]
+    return lines
+
+
+def _architectures(result: Result) -> list[str]:
+    summary = result.body["summary"]
+    most, least = summary["settings"]["1"], summary["settings"]["0"]
+    return [
+        "## Architectures",
+        "",
+        *prose(
+            f"{summary['built']} of the {summary['examined']} causal, masked and sequence-to-sequence classes of "
+            f"transformers {result.body['transformers']} were built small. {most['equal']} of {most['compared']} "
+            f"compared are bit-equal with memo at alpha 1, and {least['equal']} of {least['compared']} at alpha 0,"
+            f" where the median architecture moves {least['median_share']:.1%} of its saved bytes, and "
+            f"{least['at_most_half']} of {least['shares']} at most half. [The table](architectures.md)."
+        ),
+        "",
+        f"Source: {result.source}.",
+        "",
+    ]
+
+
+NOT_MEASURED = (
+    "No GPU has run memo yet ([what is ready for one](gpu.md)). So nothing here says anything about: CUDA"
+    " streams under load, page-locked memory, GPUDirect Storage, NCCL, step times or MFU on a GPU, TRL's "
+    "and transformers' offloading, which need an accelerator, or CUDA's out-of-memory errors. Lengths of "
+    "a million tokens are predicted ([accuracy](accuracy.md))."
+)
+
+
+def results_page() -> str:
+    """docs/results.md."""
+    lines = [
+        "# Results",
+        "",
+        *prose(
+            "Made by `make plots` from the files of [benchmarks/results](../benchmarks/results/README.md); every "
+            "number is one of theirs. Machines are shared: read ratios within a table, not times across tables."
+        ),
+        "",
+    ]
+    peers, architectures = newest("peers"), newest("architectures")
+    if peers is not None:
+        lines += _peers(peers)
+    for name, page, title in PAGES:
+        result = newest(name)
+        if result is not None:
+            lines += [
+                f"## {title}",
+                "",
+                *result.body["conclusions"],
+                "",
+                f"[The page]({page}). Source: {result.source}.",
+                "",
+            ]
+    if architectures is not None:
+        lines += _architectures(architectures)
+    return "\n".join([*lines, "## Not measured", "", *prose(NOT_MEASURED), ""])
+
+
+PAGES = (
+    ("solver", "solver-worth.md", "Is the solver worth it?"),
+    ("parts", "parts.md", "What each part is worth"),
+)
+"""Benchmarks whose files bring their own sentences, under "conclusions"."""
+
+
+def figures() -> list[str]:
+    """README's three: longest sequence, step time at equal memory, architectures that are bit-equal."""
+    peers, architectures = newest("peers"), newest("architectures")
+    if peers is None or architectures is None:
+        return []
+    fits = {(row["family"], row["way"], row["cap_bytes"]): row for row in peers.body["lengths"]}
+    cap = max((row["cap_bytes"] for row in peers.body["lengths"]), default=0)
+    longest = {way: fits.get(("llama", way, cap)) for way in (KEEP, CHECKPOINTING, AUTOMATIC)}
+    one = next(one for one in peers.body["steps"] if one["shape"]["family"] == "llama")
+    step = {row["way"]: row for row in one["rows"] if "failed" not in row}
+    least = architectures.body["summary"]["settings"]["0"]
+    file = f"[file](benchmarks/results/{peers.path.name})"
+    at_alpha_0 = f"[file](benchmarks/results/{architectures.path.name})"
+    told = [
+        f"- **Longest sequence** of {FAMILIES['llama']} in {format_bytes(cap)} on a CPU with a disk: "
+        f"{_length(longest[AUTOMATIC])} tokens with memo, {_length(longest[CHECKPOINTING])} with full "
+        f"checkpointing, {_length(longest[KEEP])} with neither ({file}).",
+        f"- **Step time** there at {one['shape']['tokens']} tokens: memo, given the memory of full checkpointing,"
+        f" {step[AUTOMATIC]['to_keep']['median']:.2f} of keeping everything; full checkpointing"
+        f" {step[CHECKPOINTING]['to_keep']['median']:.2f} ({file}).",
+        f"- **Bits**: {least['equal']} of {least['compared']} architectures of transformers have equal losses "
+        f"and gradients at alpha 0, where the median moves {least['median_share']:.1%} of its bytes "
+        f"({at_alpha_0}).",
+    ]
+    return [
+        line
+        for paragraph in told
+        for line in textwrap.wrap(paragraph, 125, subsequent_indent="  ", break_long_words=False)
+    ]
+
+
+def readme(text: str) -> str:
+    """README with its figures as the files have them."""
+    block = "\n".join([BEGIN, *figures(), END])
+    return re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: block, text, flags=re.DOTALL)
+
+
+def draw(peers: Result) -> list[Path]:
+    """Longest sequence against memory, and step time against memory with all ways."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "memo"
+    from matplotlib import pyplot
+
+    def written(figure: Any, name: str) -> Path:
+        path = IMAGES / f"{name}.svg"
+        figure.tight_layout()
+        figure.savefig(path, metadata={"Date": None})
+        pyplot.close(figure)
+        return path
+
+    IMAGES.mkdir(exist_ok=True)
+    tables = peers.body["steps"]
+    figure, axes = pyplot.subplots(1, len(tables), figsize=(6.5 * len(tables), 5), squeeze=False)
+    for one, plot in zip(tables, axes[0], strict=True):
+        rows = [row for row in one["rows"] if "failed" not in row]
+        ours = sorted(
+            (
+                (row["above_rest_bytes"] / 2**20, row["to_keep"]["median"])
+                for row in rows
+                if row["way"].startswith(AUTOMATIC)
+            ),
+        )
+        plot.plot(*zip(*ours, strict=True), color="tab:blue", linewidth=1)
+        for number, row in enumerate(rows):
+            at = row["above_rest_bytes"] / 2**20, row["to_keep"]["median"]
+            mine = row["way"].startswith("memo")
+            plot.plot(*at, "o" if mine else "s", color="tab:blue" if mine else "tab:gray")
+            plot.annotate(row["way"], at, fontsize=6, xytext=(4, 4 if number % 2 else -8), textcoords="offset points")
+        shape = one["shape"]
+        plot.set(xlabel="memory above rest, MiB", ylabel="step time / keep everything")
+        plot.set_title(f"{FAMILIES[shape['family']]}, {shape['tokens']} tokens", fontsize=9)
+    paths = [written(figure, "step-against-memory")]
+    lengths = peers.body["lengths"]
+    families = list(dict.fromkeys(row["family"] for row in lengths))
+    figure, axes = pyplot.subplots(1, len(families), figsize=(6.5 * len(families), 4), squeeze=False)
+    for family, plot in zip(families, axes[0], strict=True):
+        mine = [row for row in lengths if row["family"] == family and row["fits"]]
+        caps = sorted({row["cap_bytes"] for row in mine})
+        ways = list(dict.fromkeys(row["way"] for row in mine))
+        height = 0.8 / len(caps)
+        for place, cap in enumerate(caps):
+            fits = {row["way"]: row["fits"] for row in mine if row["cap_bytes"] == cap}
+            at = [number + place * height for number in range(len(ways))]
+            bars = plot.barh(at, [fits.get(way, 0) for way in ways], height=height, label=format_bytes(cap))
+            plot.bar_label(bars, fontsize=6, padding=2)
+        plot.set_yticks([number + 0.4 - height / 2 for number in range(len(ways))], ways, fontsize=7)
+        plot.invert_yaxis()
+        plot.set(xlabel="longest sequence, tokens")
+        plot.set_title(FAMILIES[family], fontsize=9)
+        plot.legend(fontsize=7)
+    return [*paths, written(figure, "longest")]
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="pages", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 where a page is not as the files say"
+    )
+    args = parser.parse_args(arguments)
+    pages = {ROOT / "docs" / "results.md": results_page(), ROOT / "README.md": readme((ROOT / "README.md").read_text())}
+    stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
+    if args.check:
+        for path in stale:
+            print(f"{path.relative_to(ROOT)} is not what the result files give: run `make plots`", file=sys.stderr)
+        return 1 if stale else 0
+    for path in stale:
+        path.write_text(pages[path])
+    drawn = draw(peers) if (peers := newest("peers")) is not None else []
+    print("\n".join(f"Wrote {path.relative_to(ROOT)}" for path in [*stale, *drawn]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
