@@ -89,6 +89,8 @@ def _next(peaks: dict[int, int], fails: int | None, cap: int, most: int, step: i
         return 0
     middle = 2 * fits if fails is None else (fits + fails) // 2
     aim = _aim(peaks, cap) or middle
+    if fails is not None and aim >= fails:  # the line is wrong: what fails is not on it
+        aim = middle
     # A line through two peaks is no more than a guess: never beyond four times what ran, nor outside of the bracket.
     aim = min(aim, 4 * fits) if fits else aim
     return min(max(aim // step * step, fits + narrow), above - step if fails is None else above - narrow)

@@ -167,8 +167,8 @@ def _peers(peers: Result) -> list[str]:
     lines += [f"Source: {peers.source}.", ""]
     if emulated is not None:
         told = (
-            "The same over a device, with TRL's hooks beside: on an emulated one copies are this machine's own, and its streams"
-            " run on the processor whose time is counted, so that only rows of this table compare."
+            "The same over a device, with TRL's hooks beside: on an emulated one copies are this machine's own, and its"
+            " streams run on the processor whose time is counted, so that only rows of this table compare."
         )
         lines += [*prose(told), "", *_hooks(emulated.body["hooks"]), "", f"Source: {emulated.source}.", ""]
     return lines

@@ -2,7 +2,7 @@
 
     make peers                                          makes the environments of TRL and DeepSpeed, then runs this
     make bench ARMS=peers                               without them those ways say what they lack
-    python -m benchmarks.peers [--parts steps,length,hooks] [--families gpt,llama] [--caps 256MiB,1GiB] [--seconds 40]
+    python -m benchmarks.peers [--parts steps,length,hooks] [--families gpt,llama] [--caps 256MiB,1GiB] [--seconds 60]
                                [--rounds 3] [--layers 8] [--hidden 256] [--tokens 1k] [--most 64k] [--disk-dir DIR]
                                [--threads 1] [--workers 2] [--only "WAY; ..."] [--device cuda --host 96GiB]
 
@@ -346,7 +346,7 @@ def parsed(arguments: Sequence[str]) -> Options:
     )
     parser.add_argument("--trl", help="TRL's activation_offloading.py, where no trl is installed")
     parser.add_argument(
-        "--seconds", type=float, default=40.0, help="for a way's search under the first cap, in proportion under others"
+        "--seconds", type=float, default=60.0, help="for a way's search under the first cap, in proportion under others"
     )
     args = parser.parse_args(arguments)
     for given, allowed in ((args.parts, {"steps", "length", "hooks"}), (args.families, {"gpt", "llama"})):
@@ -418,7 +418,7 @@ def main(arguments: Sequence[str]) -> int:
             elif row["way"] != KEEP:
                 cost = row["us_a_saved_tensor"]
                 print(f"  {row['way']:28} {cost['median']:6.1f} us ±{cost['spread']:.1f}")
-    print(f"\nWrote {write_result('peers', body)}")
+    print(f"\nWrote {write(body)}")
     ours = [row for table in body["steps"] for row in table["rows"] if row["way"].startswith("memo")]
     return 0 if not any("failed" in row or row["gradient_difference"] for row in ours) else 1
 

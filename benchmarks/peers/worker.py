@@ -35,7 +35,7 @@ from memo.swap import Level
 
 __all__ = ["way_of"]
 
-NEVER_RESIDENT_BYTES = 64 << 20
+NEVER_RESIDENT_BYTES = 80 << 20
 """Of a process's limited data, what no plan counts: stacks of the disk's threads and of autograd's, 8 MiB each, and arenas
 that the C library sets up. A plan's budget is resident memory."""
 
