@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks import solver
 from benchmarks.attention_probe import probe_attention
 from benchmarks.comparison import Comparison, Setup, guarded, release_memory
+from benchmarks.machine import no_solver
 from benchmarks.peers.ways import CHECKPOINTING, OFFLOADED, Compute, memo_way, peers
 from memo.errors import Infeasible
 from memo.gpt.config import preset
@@ -212,8 +212,8 @@ def _speed(ours: float | None, theirs: float | None) -> float | None:
 
 def run(request: Request, device: torch.device, written: Callable[[dict[str, Any]], Any]) -> bool:
     """`measure`, with one line for what cannot be; True where memo's row ran."""
-    if solver.LACKING is not None:
-        print(f"gpu-bench 1m: {solver.LACKING}; nothing was run", file=sys.stderr)
+    if (lacking := no_solver()) is not None:
+        print(f"gpu-bench 1m: {lacking}; nothing was run", file=sys.stderr)
         return False
     found = guarded(lambda: measure(request, device, written))
     if isinstance(found, str):

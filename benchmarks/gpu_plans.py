@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import memo
-from benchmarks import solver
 from benchmarks.comparison import Setup, compare, guarded, now, release_memory, train_step
+from benchmarks.machine import no_solver
 from benchmarks.peers.ways import CHECKPOINTING, KEEP, Compute, Way, managed, memo_way, peers
 from memo.units import format_bytes
 
@@ -51,8 +51,8 @@ def at_alphas(values: Iterable[float], host: str, *, device: int | None = None) 
 
 def automatic(setup: Setup, config: GPTConfig, device_bytes: int | None, host: str) -> dict[str, Any]:
     """Trains under the automatic plan; its predictions and the measurements of the steps after it was settled."""
-    if solver.LACKING is not None:
-        return {"failed": solver.LACKING}
+    if (lacking := no_solver()) is not None:
+        return {"failed": lacking}
     found = guarded(lambda: _automatic(setup, config, device_bytes, host))
     release_memory()
     return {"failed": found} if isinstance(found, str) else found

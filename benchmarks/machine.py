@@ -13,7 +13,18 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["DETERMINISTIC", "NO_GPU", "SOLVER", "TESTING", "describe", "gpu", "missing", "no_gpu", "version"]
+__all__ = [
+    "DETERMINISTIC",
+    "NO_GPU",
+    "SOLVER",
+    "TESTING",
+    "describe",
+    "gpu",
+    "missing",
+    "no_gpu",
+    "no_solver",
+    "version",
+]
 
 NO_GPU = 3
 """Exit code of every benchmark that needs a GPU, where there is none."""
@@ -49,6 +60,12 @@ def version(name: str) -> str:
 def missing(names: Iterable[str]) -> list[str]:
     """Those of these packages, by import name, that are not there."""
     return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+def no_solver() -> str | None:
+    """Reason why no plan can be made here; None where one can."""
+    absent = missing(SOLVER)
+    return f"a plan needs {' and '.join(absent)}, not installed here" if absent else None
 
 
 def gpu() -> dict[str, Any] | None:

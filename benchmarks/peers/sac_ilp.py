@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -90,7 +91,9 @@ def decisions_of(layer: nn.Module, args: Sequence[Any], named: dict[str, Any], s
         inplace_ops=[],
         force_store_random=False,
     )
-    found = get_optimal_checkpointing_policy_per_module(stats, share)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's use of PuLP
+        found = get_optimal_checkpointing_policy_per_module(stats, share)
     if not found:
         raise UsageError("sac_ilp: its solver found no solution")
     return found

@@ -1,0 +1,1 @@
+"""Is the solver worth it? Its plans beside rules that need none, at equal budgets."""

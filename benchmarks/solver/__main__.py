@@ -1,0 +1,139 @@
+"""Is the solver worth it? Thirty problems simulated and six carried out on the paced CPU engine, by memo's LP and by rules.
+
+    make bench ARMS=solver
+    python -m benchmarks.solver [--rounds 5] [--parts simulated,carried]
+
+Every rule has the same budgets of device, host and disk, and its plan counts where the independent checker accepts it. Step
+times of the thirty are the simulator's; those of the six are measured in turn, a round after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.machine import no_solver
+from benchmarks.results import write_result
+from benchmarks.solver.problems import problems
+from benchmarks.solver.rules import RULES
+
+BASE = "LP"
+
+
+def simulated() -> list[dict[str, Any]]:
+    """A row for each problem: of each rule the step's time over the LP's, and the seconds that choosing took."""
+    rows = []
+    for named in problems():
+        row: dict[str, Any] = {"problem": named.name, "step_s": {}, "choosing_s": {}}
+        for rule, choose in RULES.items():
+            begun = time.process_time()
+            found = choose(named.problem)
+            row["choosing_s"][rule] = time.process_time() - begun
+            row["step_s"][rule] = None if found is None else found.step_s
+        rows.append(row)
+        print(_told(named.name, row["step_s"]), flush=True)
+    return rows
+
+
+def _told(name: str, step_s: dict[str, float | None]) -> str:
+    base = step_s[BASE]
+    cells = [
+        f"{rule} {'-' if found is None or base is None else f'{found / base:.3f}'}" for rule, found in step_s.items()
+    ]
+    return f"  {name:62} {'  '.join(cells)}"
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of each rule, over the problems: how often it fits, median and worst time over the LP's, seconds to choose."""
+    told = {}
+    for rule in RULES:
+        ratios = [
+            row["step_s"][rule] / row["step_s"][BASE] for row in rows if row["step_s"][rule] and row["step_s"][BASE]
+        ]
+        told[rule] = {
+            "fits": len(ratios),
+            "of": len(rows),
+            "median": statistics.median(ratios) if ratios else None,
+            "worst": max(ratios, default=None),
+            "best": min(ratios, default=None),
+            "choosing_s": statistics.median(row["choosing_s"][rule] for row in rows)
+            if "choosing_s" in rows[0]
+            else None,
+        }
+    return told
+
+
+def conclusions(simulated_rules: dict[str, Any], carried_rules: dict[str, Any] | None) -> list[str]:
+    """Sentences of the figures."""
+    greedy, base = simulated_rules["greedy"], simulated_rules[BASE]
+    told = [
+        f"Over {base['of']} simulated problems at equal budgets the greedy rule takes {greedy['median']:.3f} of the"
+        f" solver's step time in the median and {greedy['worst']:.3f} at worst, and finds a plan for {greedy['fits']} of"
+        f" {base['of']} where the solver finds one for {base['fits']}.",
+    ]
+    for rule in ("uniform alpha", "SSDTrain", "all swap", "all recompute", "checkpoint every n"):
+        one = simulated_rules[rule]
+        shown = "" if one["median"] is None else f": {one['median']:.3f} and {one['worst']:.3f}"
+        told.append(f"{rule[0].upper()}{rule[1:]} fits {one['fits']}{shown}.")
+    if carried_rules is not None:
+        one = carried_rules["greedy"]
+        told.append(
+            f"Carried out on the paced engine, greedy fits {one['fits']} of {one['of']} and takes {one['median']:.3f} of the"
+            f" solver's time in the median, {one['worst']:.3f} at worst."
+        )
+    return told
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="solver", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--parts", default="simulated,carried")
+    args = parser.parse_args(arguments)
+    lacking = no_solver()
+    if lacking is not None:
+        print(f"solver: {lacking}", file=sys.stderr)
+        return 1
+    torch.set_num_threads(1)
+    body: dict[str, Any] = {"load": os.getloadavg()}
+    if "simulated" in args.parts:
+        print("step time over the LP's, simulated; -: no valid plan")
+        body["simulated"] = simulated()
+        body["rules"] = summary(body["simulated"])
+        for rule, one in body["rules"].items():
+            shown = (
+                ""
+                if one["median"] is None
+                else f"median {one['median']:.3f}, worst {one['worst']:.3f}, best {one['best']:.3f}"
+            )
+            print(
+                f"  {rule:20} fits {one['fits']:2} of {one['of']}  {shown}, {one['choosing_s'] * 1e3:.0f} ms to choose"
+            )
+        body["conclusions"] = conclusions(body["rules"], None)
+        path = write_result("solver", body)
+    if "carried" in args.parts:
+        from benchmarks.solver.carried import carried
+
+        print("\ncarried out on the paced engine, step time over the LP's")
+        body["carried"] = []
+        for row in carried(args.rounds):
+            body["carried"].append(row)
+            print(_told(row["problem"], row["step_s"]), flush=True)
+        body["carried_rules"] = summary(body["carried"])
+        if "rules" in body:
+            body["conclusions"] = conclusions(body["rules"], body["carried_rules"])
+        path = write_result("solver", body)
+    print(f"\nWrote {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,80 @@
+"""Thirty planning problems: models, links, lengths and budgets between what nothing fits under and what everything does."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+from memo.errors import Infeasible
+from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
+from memo.gpt.config import preset
+from memo.mip.activation.plan import ActivationProblem, Budgets, LayerPlan
+from memo.mip.activation.solver import DoesNotFit, find_plan, misfit_of
+from memo.mip.inputs.hardware import hardware_preset
+
+__all__ = ["Named", "problems", "with_budget"]
+
+MODELS = (("350m", 65536), ("1.3b", 16384), ("1.3b", 131072), ("7b", 32768), ("7b", 262144))
+LINKS = ("a100-80g", "gh200", "rtx4090")
+ROOM = (0.15, 0.55)
+"""Device budgets, from the least that has a plan (0) to what keeps everything (1)."""
+HUGE = 1 << 50
+TENSOR_PARALLEL = {"7b": 8}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """A problem and what it is called."""
+
+    name: str
+    problem: ActivationProblem
+
+
+def with_budget(problem: ActivationProblem, device_bytes: int) -> ActivationProblem:
+    """The same with another budget of device memory, on a device that has as much."""
+    budgets = dataclasses.replace(problem.budgets, device_bytes=device_bytes)
+    machine = dataclasses.replace(problem.hardware, device_bytes=device_bytes)
+    return dataclasses.replace(problem, budgets=budgets, hardware=machine)
+
+
+def problems() -> Iterator[Named]:
+    """Five models at their lengths, on three machines, each with two budgets; every third host has no room for all."""
+    for number, ((model, tokens), link) in enumerate(itertools.product(MODELS, LINKS)):
+        config = preset(model, max_seq=tokens, positions="rotary")
+        ranks = TENSOR_PARALLEL.get(model, 1)
+        machine = dataclasses.replace(hardware_preset(link), device_bytes=HUGE)
+        profile = derive_profile(config, machine, Layout(gpus=ranks, tokens=tokens, tp=ranks), name=model)
+        saved = round(sum(LayerPlan().saved_bytes(layer) for layer in profile.layer_profiles()))
+        host = saved * ranks if number % 3 else saved * ranks // 3
+        disk = 0 if number % 2 else 4 * saved * ranks
+        budgets = Budgets(device_bytes=HUGE, host_bytes=host, disk_bytes=disk, ranks_per_node=ranks)
+        whole = ActivationProblem(profile=profile, hardware=machine, budgets=budgets)
+        least, most = _least(whole), _most(whole)
+        for room in ROOM:
+            device = round(least + room * (most - least))
+            tiers = "host for a third, disk" if disk and not number % 3 else "host" if not disk else "host, disk"
+            yield Named(
+                name=f"{model}, {tokens >> 10}k tokens, {link}, {tiers}, room {room:.0%}",
+                problem=with_budget(whole, device),
+            )
+
+
+def _least(problem: ActivationProblem) -> int:
+    tight = with_budget(problem, 1 << 20)
+    misfit = misfit_of(tight)
+    assert isinstance(misfit, DoesNotFit)
+    return int(misfit.least_bytes["device"])
+
+
+def _most(problem: ActivationProblem) -> int:
+    """The least budget in which everything stays on the device."""
+    low, high = _least(problem), 1 << 46
+    while high - low > low // 256:
+        middle = (low + high) // 2
+        try:
+            kept = (plan := find_plan(with_budget(problem, middle))) is not None and plan.declined is not None
+        except Infeasible:
+            kept = False
+        low, high = (low, middle) if kept else (middle, high)
+    return high

@@ -1,0 +1,239 @@
+"""Rules that choose what is kept, moved and recomputed without a solver, each held to the same budgets by the checker.
+
+LP                 memo's solver
+greedy             by bytes freed a second lost: copies that compute hides are free, then the cheaper of link and recompute
+uniform alpha      MEMO's two inequalities: one alpha for all layers but the last two, which are kept
+SSDTrain           everything moved from the first layers on, as many as the link hides; the last ones are kept
+all swap           everything moved but of the last layers, as few as the device must give up
+all recompute      attention and inputs kept on the device in every layer, the rest computed again
+checkpoint every n input kept and all computed again in every n-th layer, the n of the shortest step that fits
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+from memo.mip.activation.checker import check_plan
+from memo.mip.activation.cost import predict_stages
+from memo.mip.activation.plan import ActivationPlan, ActivationProblem, LayerPlan
+from memo.mip.activation.solver import find_plan
+from memo.mip.inputs.profile import ALL, ATTENTION, INPUT, MATMULS, LayerProfile
+from memo.mip.simulate.simulator import simulate
+
+__all__ = ["RULES", "Outcome", "best_of", "plan_of"]
+
+KEPT_LAST = 2
+PARTS = 8
+"""A layer's bytes or tokens are divided into so many by the greedy rule."""
+PIECES = (1.0, 0.125)
+"""Of a recompute, where it does not fit at once."""
+ROUNDING = 0.98
+"""Share of a tier that a rule fills: storages are placed whole, in pages."""
+KEEP = LayerPlan()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A valid plan of a rule and its simulated step."""
+
+    plan: ActivationPlan
+    step_s: float
+
+
+def plan_of(problem: ActivationProblem, layers: Sequence[LayerPlan]) -> ActivationPlan:
+    """These layers' plan with its predictions."""
+    return ActivationPlan(problem=problem, layers=tuple(layers), stages=predict_stages(problem, layers))
+
+
+def best_of(problem: ActivationProblem, candidates: Iterator[Sequence[LayerPlan]]) -> Outcome | None:
+    """The shortest simulated step among the candidates that the checker accepts; None where it accepts none."""
+    found = None
+    for layers in candidates:
+        for piece in PIECES:
+            cut = [dataclasses.replace(plan, piece=piece) if plan.recomputes else plan for plan in layers]
+            plan = plan_of(problem, cut)
+            if check_plan(plan) is None:
+                step_s = simulate(plan).step_s
+                if found is None or step_s < found.step_s:
+                    found = Outcome(plan=plan, step_s=step_s)
+                break
+    return found
+
+
+def _tiers(problem: ActivationProblem, layers: Sequence[LayerProfile], plans: Sequence[LayerPlan]) -> list[LayerPlan]:
+    """Moved bytes to the host as far as it goes, layer after layer, then to the disk."""
+    budgets = problem.budgets
+    room = ROUNDING * budgets.host_bytes / budgets.ranks_per_node
+    placed = []
+    for layer, plan in zip(layers, plans, strict=True):
+        moved = (1 - plan.kept) * plan.saved_bytes(layer)
+        if not moved:
+            placed.append(plan)
+            continue
+        in_host = min(1.0, room / moved) if budgets.disk_bytes else 1.0
+        room -= in_host * moved
+        host = (1 - plan.kept) * in_host
+        placed.append(dataclasses.replace(plan, host=host, disk=1 - plan.kept - host))
+    return placed
+
+
+def _layers(problem: ActivationProblem) -> list[LayerProfile]:
+    return list(problem.profile.layer_profiles())
+
+
+def _moved(points: dict[str, float] | None = None, share: float = 1.0) -> LayerPlan:
+    return LayerPlan(points=points or {ALL: 1.0}, kept=1 - share, host=share, disk=0.0)
+
+
+def _link(problem: ActivationProblem) -> float:
+    """Bytes a second out of the device, to the tier that takes most."""
+    lanes = problem.lanes
+    return (
+        lanes.d2h_bytes_per_s
+        if problem.budgets.host_bytes
+        else min(lanes.d2h_bytes_per_s, lanes.disk_write_bytes_per_s)
+    )
+
+
+def lp(problem: ActivationProblem) -> Outcome | None:
+    """memo's solver."""
+    plan = find_plan(problem)
+    return None if plan is None else Outcome(plan=plan, step_s=simulate(plan).step_s)
+
+
+def all_swap(problem: ActivationProblem) -> Outcome | None:
+    """Everything moved; the last layers kept as far as they fit."""
+    layers = _layers(problem)
+
+    def candidates() -> Iterator[list[LayerPlan]]:
+        for kept in range(1, len(layers)):
+            yield _tiers(problem, layers, [_moved()] * (len(layers) - kept) + [KEEP] * kept)
+
+    return best_of(problem, candidates())
+
+
+def all_recompute(problem: ActivationProblem) -> Outcome | None:
+    """Attention and inputs kept, all else computed again, in every layer."""
+    return best_of(problem, iter([[LayerPlan(points={ATTENTION: 1.0})] * len(_layers(problem))]))
+
+
+def checkpoint_every(problem: ActivationProblem) -> Outcome | None:
+    """Every n-th layer computed again whole from its kept input."""
+    layers = _layers(problem)
+    point = INPUT if any(known.name == INPUT for known in layers[0].points) else ATTENTION
+    again = LayerPlan(points={point: 1.0})
+
+    def candidates() -> Iterator[list[LayerPlan]]:
+        for number in range(1, len(layers) + 1):
+            yield [again if index % number == 0 else KEEP for index in range(len(layers))]
+
+    return best_of(problem, candidates())
+
+
+def uniform_alpha(problem: ActivationProblem) -> Outcome | None:
+    """The largest alpha by MEMO's inequalities: copies within a layer's forward, bytes within the host's memory."""
+    layers, budgets = _layers(problem), problem.budgets
+    first = layers[0]
+    least = LayerPlan(points={ATTENTION: 1.0}).saved_bytes(first)
+    other = LayerPlan().saved_bytes(first) - least
+    by_link = (first.forward_s * _link(problem) - least) / other
+    tiers = (budgets.host_bytes + budgets.disk_bytes) / budgets.ranks_per_node
+    by_memory = (tiers / max(len(layers) - KEPT_LAST, 1) - least) / other
+    alpha = max(0.0, min(1.0, by_link, by_memory))
+    moved = _moved({ALL: alpha, ATTENTION: 1 - alpha})
+
+    def candidates() -> Iterator[list[LayerPlan]]:
+        for kept in (KEPT_LAST, 1):
+            yield _tiers(problem, layers, [moved] * (len(layers) - kept) + [KEEP] * kept)
+
+    return best_of(problem, candidates())
+
+
+def ssdtrain(problem: ActivationProblem) -> Outcome | None:
+    """Layers are moved until the link, over the forward's time, has no room for the next; from there on all is kept."""
+    layers, rate = _layers(problem), _link(problem)
+    forward_s = sum(layer.forward_s for layer in layers)
+    before_bytes, before_s, count = 0.0, 0.0, 0
+    for layer in layers:
+        own = LayerPlan().saved_bytes(layer)
+        window = 3 * forward_s - 2 * before_s
+        if (before_bytes + 2 * own) / window > rate:
+            break
+        before_bytes, before_s, count = before_bytes + own, before_s + layer.forward_s, count + 1
+    count = min(count, len(layers) - 1)
+    plans = _tiers(problem, layers, [_moved()] * count + [KEEP] * (len(layers) - count))
+    return best_of(problem, iter([plans]))
+
+
+def greedy(problem: ActivationProblem) -> Outcome | None:
+    """Frees bytes one part of a layer after the other, the cheapest a byte first, until the checker accepts."""
+    layers = _layers(problem)
+    steps = list(_greedy_steps(problem, layers))
+    if not steps:
+        return None
+
+    def state(count: int) -> list[LayerPlan]:
+        moves, at = [0] * len(layers), {MATMULS: [0] * len(layers), ATTENTION: [0] * len(layers)}
+        for index, point in steps[:count]:
+            (moves if point is None else at[point])[index] += 1
+        plans = []
+        for index, moved in enumerate(moves):
+            deep = at[ATTENTION][index] / PARTS
+            middle = max(at[MATMULS][index] / PARTS - deep, 0.0)
+            plans.append(_moved({ALL: 1 - middle - deep, MATMULS: middle, ATTENTION: deep}, moved / PARTS))
+        return _tiers(problem, layers, plans)
+
+    def is_valid(count: int) -> bool:
+        return best_of(problem, iter([state(count)])) is not None
+
+    low, high = 0, len(steps)
+    while low < high:
+        middle = (low + high) // 2
+        if is_valid(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return best_of(problem, (state(count) for count in range(low, min(low + PARTS, len(steps)) + 1)))
+
+
+def _greedy_steps(problem: ActivationProblem, layers: Sequence[LayerProfile]) -> Iterator[tuple[int, str | None]]:
+    """(layer, point or None for a move) in the order of their price a byte; free moves first, from the first layer on."""
+    lanes, budgets = problem.lanes, problem.budgets
+    rooms = [
+        (ROUNDING * budgets.host_bytes / budgets.ranks_per_node, lanes.d2h_bytes_per_s),
+        (ROUNDING * budgets.disk_bytes / budgets.ranks_per_node, lanes.disk_write_bytes_per_s),
+    ]
+    forward_s, copies_s = sum(layer.forward_s for layer in layers[:-1]), 0.0
+    priced: list[tuple[float, int, str | None]] = []
+    for index, layer in enumerate(layers[:-1]):
+        part = LayerPlan().saved_bytes(layer) / PARTS
+        for _ in range(PARTS):
+            while rooms and rooms[0][0] < part:
+                rooms.pop(0)
+            if not rooms:
+                break
+            room, rate = rooms[0]
+            rooms[0] = room - part, rate
+            copies_s += part / rate
+            priced.append((0.0 if copies_s <= forward_s else 1 / rate, index, None))
+    for index, layer in enumerate(layers):
+        before = layer.points[0]
+        for known in layer.points[1:]:
+            if known.name in (MATMULS, ATTENTION) and known.saved_bytes < before.saved_bytes:
+                price = (known.recompute_s - before.recompute_s) / (before.saved_bytes - known.saved_bytes)
+                priced.extend([(price, index, known.name)] * PARTS)
+                before = known
+    priced.sort(key=lambda one: one[0])
+    return ((index, point) for _, index, point in priced)
+
+
+RULES: dict[str, Callable[[ActivationProblem], Outcome | None]] = {
+    "LP": lp,
+    "greedy": greedy,
+    "uniform alpha": uniform_alpha,
+    "SSDTrain": ssdtrain,
+    "all swap": all_swap,
+    "all recompute": all_recompute,
+    "checkpoint every n": checkpoint_every,
+}

@@ -1,0 +1,65 @@
+"""The rules beside the solver: plans that the checker accepts, and none of them shorter than the solver's."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from benchmarks.solver.__main__ import conclusions, summary
+from benchmarks.solver.problems import Named, problems, with_budget
+from benchmarks.solver.rules import RULES, best_of, greedy, lp
+from memo.mip.activation.checker import check_plan
+from memo.mip.activation.plan import LayerPlan
+from memo.mip.simulate.simulator import simulate
+
+SOME = (0, 6, 9, 11)
+"""Of the thirty: a host for a third, a host that binds, a fast link, a slow one."""
+
+
+@pytest.fixture(scope="module")
+def some() -> list[Named]:
+    return [named for number, named in enumerate(itertools.islice(problems(), max(SOME) + 1)) if number in SOME]
+
+
+def test_every_rules_plan_is_valid_and_no_shorter_than_the_solvers(some: list[Named]) -> None:
+    for named in some:
+        best = lp(named.problem)
+        assert best is not None
+        for rule, choose in RULES.items():
+            found = choose(named.problem)
+            if found is None:
+                assert rule in ("uniform alpha", "SSDTrain", "all swap")
+                continue
+            assert check_plan(found.plan) is None
+            assert not simulate(found.plan).overflows
+            assert found.step_s >= best.step_s * (1 - 2e-3), (named.name, rule)
+
+
+def test_a_rule_that_fills_more_than_the_device_is_no_candidate(some: list[Named]) -> None:
+    problem = some[0].problem
+    keep = [LayerPlan()] * len(problem.profile.layers)
+    assert best_of(problem, iter([keep])) is None
+    assert best_of(with_budget(problem, 1 << 46), iter([keep])) is not None
+
+
+def test_the_greedy_rule_gives_up_nothing_where_everything_fits(some: list[Named]) -> None:
+    found = greedy(with_budget(some[0].problem, 1 << 46))
+    assert found is not None
+    assert all(not plan.recomputes and plan.kept == 1 for plan in found.plan.layers)
+
+
+def test_the_summary_counts_what_fits_and_compares_with_the_solver() -> None:
+    def row(**given: float) -> dict[str, dict[str, float | None]]:
+        return {"step_s": {rule: None for rule in RULES} | given}
+
+    rows = [row(LP=1.0, greedy=1.1), row(LP=2.0, greedy=2.0), row(LP=1.0)]
+    told = summary(rows)
+    assert told["greedy"]["fits"] == 2
+    assert told["greedy"]["of"] == 3
+    assert told["greedy"]["median"] == pytest.approx(1.05)
+    assert told["greedy"]["worst"] == pytest.approx(1.1)
+    assert told["SSDTrain"] | {"choosing_s": None} == {
+        "fits": 0, "of": 3, "median": None, "worst": None, "best": None, "choosing_s": None,
+    }  # fmt: skip
+    assert "2 of 3" in conclusions(told, None)[0]
