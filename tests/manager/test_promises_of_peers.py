@@ -1,4 +1,4 @@
-"""What other packages' tests of activation offloading promise of saved tensors holds here: which move, and how they come back.
+"""What other packages' tests of activation offloading promise of saved tensors: which move, and how they come back.
 
 Each case names the suite whose promise it is; the words and the code are ours. What they promise of a manager's life is in
 test_promises_of_peers_life.py; docs/promises.md lists both.
@@ -7,6 +7,7 @@ test_promises_of_peers_life.py; docs/promises.md lists both.
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -347,7 +348,7 @@ def test_arguments_and_results_pass_as_they_are(
 
     def forward(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
         for layer in layers:
-            run = (lambda *a, l=layer, **k: checkpoint(l, *a, use_reentrant=False, **k)) if checkpointed else layer
+            run = partial(checkpoint, layer, use_reentrant=False) if checkpointed else layer
             other, x, mask_back, note_back = run(x, given, scale=1.5, note=value)
             assert mask_back is given
             assert note_back is value
