@@ -1,4 +1,4 @@
-"""What other packages' tests of activation offloading promise of a GPU holds here: bytes freed, lifetimes, streams, host memory.
+"""What other packages' tests of activation offloading promise of a GPU: bytes freed, lifetimes, streams, host memory.
 
 Each case names the suite whose promise it is; the words and the code are ours. What needs no GPU is in
 tests/manager/test_promises_of_peers.py; docs/promises.md lists all.
