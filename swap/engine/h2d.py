@@ -213,8 +213,10 @@ class Reload:
                 saved.place.release()
                 saved.place = saved.out = None
                 saved.move_to(LIVE)
-        stats.bytes_forwarded += saved.nbytes
-        stats.uses[_LIVE] += 1
+        if not saved.is_read:  # other tensors in the same storage are no other uses
+            saved.is_read = True
+            stats.bytes_forwarded += saved.nbytes
+            stats.uses[_LIVE] += 1
         if self._telemetry.trace is not None:
             self._telemetry.trace.used(saved, _LIVE)
 

@@ -127,6 +127,7 @@ class SavedStorage:
         "hold",
         "home",
         "id",
+        "is_read",
         "nbytes",
         "out",
         "place",
@@ -157,6 +158,7 @@ class SavedStorage:
         self.user = home  # the compute stream whose end is after all that was written into that buffer
         self.state = LIVE
         self.source: torch.Tensor | None = source
+        self.is_read = False  # from its source, by backward
         self.place: Place | None = None
         self.out: Timed | None = None  # end of the copy out
         self.prefix: TokenPrefix | None = None  # set where only the first tokens move and the others are recomputed
