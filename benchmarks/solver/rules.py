@@ -30,6 +30,8 @@ PIECES = (1.0, 0.125)
 """Of a recompute, where it does not fit at once."""
 ROUNDING = 0.98
 """Share of a tier that a rule fills: storages are placed whole, in pages."""
+LEAST_GAIN = 1e-9
+"""Below it two times are one."""
 KEEP = LayerPlan()
 
 
@@ -55,7 +57,7 @@ def best_of(problem: ActivationProblem, candidates: Iterator[Sequence[LayerPlan]
             plan = plan_of(problem, cut)
             if check_plan(plan) is None:
                 step_s = simulate(plan).step_s
-                if found is None or step_s < found.step_s:
+                if found is None or step_s < found.step_s * (1 - LEAST_GAIN):
                     found = Outcome(plan=plan, step_s=step_s)
                 break
     return found

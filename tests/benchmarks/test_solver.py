@@ -51,7 +51,7 @@ def test_the_greedy_rule_gives_up_nothing_where_everything_fits(some: list[Named
 
 def test_the_summary_counts_what_fits_and_compares_with_the_solver() -> None:
     def row(**given: float) -> dict[str, dict[str, float | None]]:
-        return {"step_s": {rule: None for rule in RULES} | given}
+        return {"step_s": dict.fromkeys(RULES) | given}
 
     rows = [row(LP=1.0, greedy=1.1), row(LP=2.0, greedy=2.0), row(LP=1.0)]
     told = summary(rows)
