@@ -34,6 +34,7 @@ import numpy
 import torch
 
 import memo
+from benchmarks.architectures_reasons import reasons_of
 from benchmarks.results import write_result
 from benchmarks.small_architectures import BATCH, SEQ, build, loss_of, names
 from memo.swap import Level
@@ -54,6 +55,8 @@ SETTINGS: dict[str, Any] = {
     "bfloat16": 0.0,
 }
 """Name of a setting to its alpha or level; the last one's model is in bfloat16."""
+EXPLAINED = ("0", "0.3")
+"""Settings of which reasons are recorded: what is kept whole where all may be repeated, and where tokens are divided."""
 WHOLE = "1"
 HALF = 0.5
 
@@ -80,6 +83,7 @@ class Run:
     recomputed_bytes: int = 0
     refused: dict[str, int] = dataclasses.field(default_factory=dict)
     """Layers that were refused, by reason."""
+    reasons: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
 def _seed(number: int) -> None:
@@ -123,6 +127,7 @@ def _train(model: nn.Module, buffers: dict[str, torch.Tensor], manager: Manager 
     if manager is not None:
         run.recomputed_bytes = manager.stats.bytes_recomputed
         run.refused = dict(collections.Counter(getattr(manager.report().tokenwise, "refused", {}).values()))
+        run.reasons = reasons_of(manager)
     return run
 
 
@@ -177,7 +182,7 @@ def examine(name: str, options: Options) -> dict[str, Any]:
             if unlike:
                 found["settings"][setting] = {"not_run": "without memo it does not repeat itself"}
                 continue
-        found["settings"][setting] = _compared(model, buffers, want, SETTINGS[setting], found)
+        found["settings"][setting] = _compared(model, buffers, want, setting, found)
     whole = found["settings"].get(WHOLE, {}).get("moved_bytes", 0)
     for setting, row in found["settings"].items():
         if setting != "bfloat16" and whole and "moved_bytes" in row:
@@ -187,8 +192,9 @@ def examine(name: str, options: Options) -> dict[str, Any]:
 
 
 def _compared(
-    model: nn.Module, buffers: dict[str, torch.Tensor], want: Run, setting: Any, found: dict[str, Any]
+    model: nn.Module, buffers: dict[str, torch.Tensor], want: Run, name: str, found: dict[str, Any]
 ) -> dict[str, Any]:
+    setting = SETTINGS[name]
     try:
         manager = memo.offload(model, alpha=None if isinstance(setting, Level) else setting, host="2GiB", min_bytes=1)
     except memo.MemoError as error:
@@ -205,6 +211,8 @@ def _compared(
         manager.close()
     unlike = differing(run, want)
     row = {"equal": not unlike, "moved_bytes": run.moved_bytes, "recomputed_bytes": run.recomputed_bytes}
+    if name in EXPLAINED:
+        row["reasons"] = run.reasons
     return {**row, **({"differs": unlike[:5]} if unlike else {}), **({"refused": run.refused} if run.refused else {})}
 
 
@@ -336,6 +344,7 @@ def main() -> int:
     parser.add_argument("--attention")
     parser.add_argument("--experts")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one architecture")
     parser.add_argument("--list", action="store_true", help="print the names")
     args = parser.parse_args()
     wanted = [name for name in names() if not args.only or any(part.lower() in name.lower() for part in args.only)]
@@ -350,6 +359,7 @@ def main() -> int:
         attention=args.attention,
         experts=args.experts,
         workers=args.workers,
+        timeout_s=args.timeout,
     )
     import transformers
 
@@ -363,7 +373,10 @@ def main() -> int:
     }
     for found in sweep(wanted, options):
         rows.append(found)
-        print(line_of(found, options), flush=True)
+        print(f"{len(rows):3}/{len(wanted)} {line_of(found, options)}", flush=True)
+        if len(rows) % 5 == 0:
+            known = sorted(rows, key=lambda row: row["name"].lower())
+            write_result("architectures", {**head, "summary": summary(known, options), "architectures": known})
     rows.sort(key=lambda row: row["name"].lower())
     totals = summary(rows, options)
     _tell(totals, rows)
