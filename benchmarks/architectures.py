@@ -3,7 +3,7 @@
     make bench ARMS=architectures
     python -m benchmarks.architectures [--only NAME ...] [--limit N] [--part 2/4] [--settings 1,0.3,0,matmuls,input,bfloat16]
                                        [--dropout 0.1] [--attention eager] [--experts eager] [--workers 2] [--timeout 240]
-                                       [--continue FILE.json] [--list]
+                                       [--continue FILE.json [--again NAME ...]] [--list]
     python -m benchmarks.architectures --page FILE.json
 
 Each architecture runs in a process of its own: plain twice, which says whether it repeats itself, then with memo at each
@@ -37,7 +37,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -224,7 +224,11 @@ def _compared(
     finally:
         manager.close()
     unlike = differing(run, want)
-    row = {"equal": not unlike, "moved_bytes": run.moved_bytes, "recomputed_bytes": run.recomputed_bytes}
+    row: dict[str, Any] = {
+        "equal": not unlike,
+        "moved_bytes": run.moved_bytes,
+        "recomputed_bytes": run.recomputed_bytes,
+    }
     if name in EXPLAINED:
         row["reasons"] = run.reasons
     return {**row, **({"differs": unlike[:5]} if unlike else {}), **({"refused": run.refused} if run.refused else {})}
@@ -234,7 +238,7 @@ def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def sweep(wanted: Iterable[str], options: Options) -> Iterator[dict[str, Any]]:
+def sweep(wanted: Iterable[str], options: Options) -> Generator[dict[str, Any], None, None]:
     """Examines each architecture in a process of its own, `options.workers` at a time, and yields them as they end."""
     _import_what_all_need()
     context = multiprocessing.get_context("fork")
@@ -361,12 +365,8 @@ def _tell(totals: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         print(f"{count:4} refused at alpha 0: {reason[:150]}")
 
 
-def _chosen(only: Sequence[str], part: str | None, limit: int | None) -> list[str]:
-    """Names of classes, in order; of each of `only` the class of that name, else all whose names contain it.
-
-    Raises:
-        UsageError: no class is of that name, or `part` is no i/n.
-    """
+def _named(only: Sequence[str]) -> list[str]:
+    """The classes of these names, else those whose names contain them; all where none is given. As `_chosen` raises."""
     known = names()
     found = set() if only else set(known)
     for text in only:
@@ -377,7 +377,16 @@ def _chosen(only: Sequence[str], part: str | None, limit: int | None) -> list[st
             told = f"near it: {', '.join(near)}" if near else "--list prints all"
             raise UsageError(f"no class {text!r} in the installed transformers; {told}")
         found |= {text} if text in known else matching
-    chosen = [name for name in known if name in found]
+    return [name for name in known if name in found]
+
+
+def _chosen(only: Sequence[str], part: str | None, limit: int | None) -> list[str]:
+    """Names of classes, in order; of each of `only` the class of that name, else all whose names contain it.
+
+    Raises:
+        UsageError: no class is of that name, or `part` is no i/n.
+    """
+    chosen = _named(only)
     if part is not None:
         index, _, count = part.partition("/")
         if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
@@ -395,8 +404,12 @@ def _settings(text: str) -> tuple[str, ...]:
     return given
 
 
-def _before(path: Path, head: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows of a sweep to go on from, and what the new file says of it.
+def _before(
+    path: Path, head: dict[str, Any], again: Collection[str]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows of a sweep to go on from, without those of `again`, and what the new file says of it.
+
+    A row that was taken over has the commit that it is of.
 
     Raises:
         UsageError: it is of other versions, shapes or options.
@@ -406,8 +419,8 @@ def _before(path: Path, head: dict[str, Any]) -> tuple[list[dict[str, Any]], lis
     unlike += [name for name in _OF_RESULTS if result["options"][name] != head["options"][name]]
     if unlike:
         raise UsageError(f"--continue {path.name}: it is of another {', '.join(unlike)}")
-    rows = result["architectures"]
-    told = {"file": path.name, "date": result["date"], "commit": result["commit"], "classes": len(rows)}
+    rows = [{"commit": result["commit"], **row} for row in result["architectures"] if row["name"] not in again]
+    told = {"file": path.name, "date": result["date"], "commit": result["commit"]}
     return rows, [*result.get("continues", []), told]
 
 
@@ -437,6 +450,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=2, help="processes at a time, of one thread each")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one architecture")
     parser.add_argument("--continue", dest="before", type=Path, metavar="FILE", help="examine what FILE does not have")
+    parser.add_argument(
+        "--again", nargs="+", default=[], metavar="NAME", help="with --continue: classes to examine anew"
+    )
     parser.add_argument("--list", action="store_true", help="print the names")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write docs/architectures.md from FILE and end")
     return parser
@@ -478,7 +494,7 @@ def _main(args: argparse.Namespace) -> int:
     }
     rows: list[dict[str, Any]] = []
     if args.before is not None:
-        rows, head["continues"] = _before(args.before, head)
+        rows, head["continues"] = _before(args.before, head, {*_named(args.again)} if args.again else set())
         wanted = [name for name in wanted if name not in {row["name"] for row in rows}]
     ended = _run(wanted, options, rows, head)
     result = _result(rows, head)

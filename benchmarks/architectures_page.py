@@ -25,7 +25,8 @@ PAGE = ROOT / "docs" / "architectures.md"
 Entry = Mapping[str, Any]
 """What a result says of one architecture, or of its layers that are alike."""
 
-_WHOLE, _SHARES, _BFLOAT16 = "1", ("0.3", "matmuls", "0", "input"), "bfloat16"
+_WHOLE, _MIXED, _BFLOAT16 = "1", "0.3", "bfloat16"
+_SHARES = (_MIXED, "matmuls", "0", "input")
 """Settings of the columns."""
 _WORDS = {
     "attention is kept": ("attention", "results of attention in one operator"),
@@ -61,10 +62,6 @@ _UNDIVIDED = {
     "not run": "no forward of it ran: a part that tokens alone do not need, as an encoder of sounds",
     "whole": "all that it saves moves; the reason is behind it",
 }
-_EXPERTS = frozenset({"aten._grouped_mm", "aten.histc", "aten.index_add_"})
-"""Products of the rows of each expert, their counts, and their sum in a loop over experts."""
-_ROUTING = {"aten.sort", "aten.index_put_"}
-"""Rows in the order of their experts, and back."""
 _STATES = ("convolution", "scan")
 """Words of layers that carry a state from token to token, where these take a share of what is kept."""
 
@@ -150,14 +147,12 @@ def _head(result: Entry, file: str) -> Iterator[str]:
             "    python -m benchmarks.architectures --only Llama Mixtral    a part of it; `--help` has the rest",
         )
     )
-    continued = [
-        f" {one['classes']} of the classes are of {one['date']}, commit {one['commit']} ({one['file']})."
-        for one in result.get("continues", [])
-    ]
+    commits = collections.Counter(row["commit"] for row in result["architectures"] if "commit" in row)
+    continued = "".join(f" {_counted(count)} of it: commit {commit}." for commit, count in commits.items())
     yield (
         f"Made from [{file}](../benchmarks/results/{file}): {result['date']}, commit {result['commit']}, torch"
         f" {result['torch']}, transformers {result['transformers']}, {machine['cpu']} with {machine['cores']} cores and"
-        f" {format_bytes(machine['memory_bytes'])}, no GPU.{''.join(continued)} Shares are of small models: with wider"
+        f" {format_bytes(machine['memory_bytes'])}, no GPU.{continued} Shares are of small models: with wider"
         " layers and longer sequences other parts weigh more. Times are not compared."
     )
 
@@ -263,6 +258,19 @@ def _kept(built: Sequence[Entry]) -> Iterator[str]:
     )
     if others:
         yield f"`unseen` is here: {'; '.join(f'{why} ({count})' for why, count in others.most_common(6))}."
+    short = {
+        row["name"]: None
+        for row in built
+        for setting in ("0", _MIXED)
+        for entry in _entries(row, setting)
+        if entry.get("point") == _NOW
+    }
+    if short:
+        yield (
+            f"In {_counted(len(short))} some of what a layer would best keep was not to be had when its last forward ended,"
+            " as what the layer returns and the program may change; instead more is kept there:"
+            f" {_listed(list(short))}."
+        )
     high = [row for row in built if row["settings"].get("0", {}).get("share", 0) > 0.2]
     if high:
         told = (f"{_class(row)} {row['settings']['0']['share']:.3f} ({_cell(of_class[row['name']])})" for row in high)
@@ -277,6 +285,8 @@ def _cell(weights: Mapping[str, float]) -> str:
 # -- ranges of tokens
 
 
+_NOW = "now"
+"""Name of a choice among what is still there, where the best one would keep something that has gone."""
 _NOT_RUN = "no forward of it"
 _MIXES = " mixes tokens"
 
@@ -311,7 +321,7 @@ def _ranges(built: Sequence[Entry]) -> Iterator[str]:
     mixers: collections.Counter[str] = collections.Counter()
     ratios: list[float] = []
     for row in built:
-        entries = _entries(row, "0.3")
+        entries = _entries(row, _MIXED)
         divided = [_is_divided(entry) for entry in entries]
         if entries:
             counts["all" if all(divided) else "some" if any(divided) else "none"] += 1
@@ -365,15 +375,9 @@ def _whole_cell(entry: Entry) -> str:
 # -- experts, convolutions and scans
 
 
-def _has_experts(entry: Entry) -> bool:
-    named = [operator for operator, *_ in entry.get("kept", ())]
-    named += [why.split(" ")[0] for why in entry.get("undivided", {}).get("mixes", ())]
-    return not _EXPERTS.isdisjoint(named) or set(named) >= _ROUTING
-
-
 def _experts(built: Sequence[Entry]) -> Iterator[str]:
     """Layers with experts at 0.3, and what the classes keep at 0."""
-    found = [(row, [entry for entry in _entries(row, "0.3") if _has_experts(entry)]) for row in built]
+    found = [(row, [entry for entry in _entries(row, _MIXED) if entry.get("experts")]) for row in built]
     found = [(row, entries) for row, entries in found if entries]
     if not found:
         yield "None of the classes has experts."
@@ -381,7 +385,7 @@ def _experts(built: Sequence[Entry]) -> Iterator[str]:
     ratios = [entry["undivided"]["ratio"] for _, entries in found for entry in entries if _why_not(entry) == "bytes"]
     divided = sum(any(map(_is_divided, entries)) for _, entries in found)
     shares = [row["settings"]["0"]["share"] for row, _ in found if "share" in row["settings"].get("0", {})]
-    median = f" {statistics.median(shares):.3f} of the bytes move in the median" if shares else " little moves"
+    median = f" a share of {statistics.median(shares):.3f} moves in the median" if shares else ""
     yield (
         f"{_counted(len(found))} with layers that route rows to experts. At alpha 0{median}: the products of the"
         " router and of the experts and all that is element-wise are repeated. The choice of the experts (`sort`), the"
@@ -389,8 +393,9 @@ def _experts(built: Sequence[Entry]) -> Iterator[str]:
         " the same path; where each expert's rows are found by their numbers, these are `sized`."
     )
     text = (
-        f"At alpha 0.3 {divided or 'none'} of them have such a layer in ranges of tokens: rows are sorted by expert, so the"
-        " first tokens are not the first rows, and the results of the experts' products would be kept to their last row."
+        f"At alpha 0.3 such layers are in ranges of tokens in {divided} of these classes. Elsewhere rows lie by expert,"
+        " so the first tokens are not the first rows, and the results of the experts' products would be kept to their last"
+        " row."
     )
     if ratios:
         text += f" Ranges would keep {min(ratios):.2f} to {max(ratios):.2f} times the bytes of whole storages."
@@ -415,9 +420,9 @@ def _states(built: Sequence[Entry]) -> Iterator[str]:
             continue
         others = [entry for entry in entries if entry not in having and "kept" in entry]
         hybrid += bool(others)
-        undivided += not any(map(_is_divided, _alike(row, having, "0.3")))
+        undivided += not any(map(_is_divided, _alike(row, having, _MIXED)))
         cells = (_modules(having), _cell(_weights(having)), _modules(others), _cell(_weights(others)))
-        lines.append((_class(row), *cells, _ranges_cell(_entries(row, "0.3"))))
+        lines.append((_class(row), *cells, _ranges_cell(_entries(row, _MIXED))))
     if not lines:
         yield "None of the classes has such layers."
         return
@@ -425,8 +430,8 @@ def _states(built: Sequence[Entry]) -> Iterator[str]:
         f"{_counted(len(lines))} with layers in which convolutions over several tokens, running sums or Fourier transforms"
         f" take a share of what is kept; in {hybrid} beside layers without. Their results stay whole at alpha 0, as those of"
         " attention do, and so do the states that products of two activations give: repeating these costs the most time for"
-        " each byte. Projections and all that is element-wise are repeated. A state that goes from token to token has no"
-        f" rows of single tokens, so {undivided} of these classes keep whole storages in such layers at alpha 0.3."
+        " each byte. Projections and all that is element-wise are repeated. A recurrence has no rows of single tokens: in"
+        f" {undivided} of these classes such layers keep whole storages at alpha 0.3; in the others what follows is divided."
     )
     yield _table(("class", "layers", "kept at 0", "other layers", "kept at 0", "ranges at 0.3"), lines)
 
@@ -471,7 +476,7 @@ def _row(row: Entry) -> tuple[str, ...]:
     shares = [_state(cell := settings.get(name, {})) or _share(cell) for name in _SHARES]
     last = _state(settings.get(_BFLOAT16, {})) or "="
     return (
-        _class(row), first, *shares, last, _cell(_weights(_entries(row, "0"))), _ranges_cell(_entries(row, "0.3"))
+        _class(row), first, *shares, last, _cell(_weights(_entries(row, "0"))), _ranges_cell(_entries(row, _MIXED))
     )  # fmt: skip
 
 

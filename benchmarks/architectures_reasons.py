@@ -6,12 +6,14 @@ Reads `manager.explain` after a forward. Layers that keep the same for the same 
 from __future__ import annotations
 
 import collections
+import re
 from typing import TYPE_CHECKING, Any
 
 from memo.errors import UsageError
 from memo.swap.recompute.explanation import Fate
 from memo.swap.recompute.plans import MOST_OVER
 from memo.swap.recompute.ranges.ranged_plan import RangedPlan, ranged_plan_of
+from memo.swap.recompute.ranges.rows import readings_of
 from memo.swap.token_levels import Level, TokenLevels
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST_REASONS", "reasons_of"]
 
+_EXPERTS = re.compile("Expert|MoE")
+"""In the name of a class: a part of a layer that routes tokens to experts."""
 MADE_OF = "what it is made of is not kept"
 """The reason of `explain` that has another one behind it."""
 MOST_REASONS = 8
@@ -35,9 +39,10 @@ MOST_REASONS = 8
 def reasons_of(manager: Manager) -> list[dict[str, Any]]:
     """Entries for JSON about the last forward of each managed layer, bytes as `nbytes`.
 
-    Each has the class of its `layers` (how many there are); `whole`, why all of it moves, or `saved_nbytes`, `kept_nbytes`,
-    `point` (name of the choice) and `kept`: operator, reason and bytes of what is kept of whole storages. At a setting that
-    divides tokens `undivided` has what kept a layer from that (`_undivided`); a layer in ranges has none.
+    Each has the class of its `layers` (how many there are); `whole`, why all of it moves, or `saved_nbytes`,
+    `kept_nbytes`, `point` (name of the choice), `experts` (whether it routes tokens to experts) and `kept`: operator,
+    reason, bytes and origin of what is kept of whole storages (`_kept`). At a setting that divides tokens `undivided`
+    has what kept a layer from that (`_undivided`); a layer in ranges has none.
     """
     found: dict[str, dict[str, Any]] = {}
     for layer in manager.layers:
@@ -61,6 +66,7 @@ def _entry(manager: Manager, layer: Layer) -> dict[str, Any]:
         never = {**found.rows.mixes, **never}
     return {
         "module": told.module,
+        "experts": any(_EXPERTS.search(type(part).__name__) for part in list(layer.module.modules())[1:]),
         "saved_nbytes": told.saved_nbytes,
         "kept_nbytes": told.used.kept_nbytes,
         "point": told.used.name,
@@ -106,7 +112,8 @@ def _undivided(choice: Choice, levels: Setting) -> dict[str, Any]:
     least = {level: choice.at(level).keep_cost for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION)}
     ratios: list[float] = []
     mixes: dict[str, int] = {}
-    for rows in choice.tape.readings or ():
+    readings = choice.tape.readings  # None where calls with these operators were not divided before
+    for rows in readings_of(choice.tape) if readings is None else readings:
         mixes = mixes or _mixes(choice.tape, rows.mixes)
         first, second = ends = levels.ends(rows.tokens)
         plan = ranged_plan_of(rows, ends, choice.banned, choice.sources, choice.wanted, choice.stuck)

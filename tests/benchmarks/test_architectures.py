@@ -86,7 +86,7 @@ def result_of(*rows: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 DENSE = row("DenseForCausalLM", kept(ATTENTION, INPUT), {"point": "ranges"})
 EXPERTS = row(
-    "RoutedForCausalLM", kept(INPUT, CHOICE), {"undivided": {"why": "bytes", "ratio": 1.5, "mixes": MIXES}}
+    "RoutedForCausalLM", kept(INPUT, CHOICE), {"experts": True, "undivided": {"why": "bytes", "ratio": 1.5, "mixes": MIXES}}
 )  # fmt: skip
 FAILED = {"name": "UnmadeForCausalLM", "settings": {}, "failed": "not built: ValueError: a | b <c>"}
 
@@ -208,8 +208,11 @@ def test_a_sweep_that_is_cut_off_leaves_what_it_had_and_goes_on(
     result = json.loads(other.read_text())
     assert asked[1] == ["MistralForCausalLM"]
     assert [row["name"] for row in result["architectures"]] == ["LlamaForCausalLM", "MistralForCausalLM"]
-    assert [(one["file"], one["classes"]) for one in result["continues"]] == [(path.name, 1)]
+    assert [one["file"] for one in result["continues"]] == [path.name]
+    assert ["commit" in row for row in result["architectures"]] == [True, False]
     assert not is_whole(result)
+    assert main([*chosen, "--limit", "1", "--again", "LlamaForCausalLM", "--continue", str(other)]) == 0
+    assert asked[2] == ["LlamaForCausalLM"]
     assert main([*chosen, "--dropout", "0.1", "--continue", str(path)]) == 2
     assert "it is of another dropout" in capsys.readouterr().err
 
@@ -245,12 +248,15 @@ def test_two_classes_end_to_end(tmp_path: Path) -> None:
         assert 1 == found["1"]["share"] > found["0.3"]["share"] > found["0"]["share"] > found["input"]["share"] > 0
     (entry,) = dense["settings"]["0.3"]["reasons"]
     assert (entry["layers"], entry["point"]) == (2, "ranges")
+    assert not entry["experts"]
     assert "undivided" not in entry
+    assert {why for _, why, _, _ in entry["kept"]} == {"attention is kept", "it was there before the layer"}
     (entry,) = dense["settings"]["0"]["reasons"]
     assert {why for _, why, _, _ in entry["kept"]} == {"attention is kept", "it was there before the layer"}
     assert sum(nbytes for _, _, nbytes, _ in entry["kept"]) == entry["kept_nbytes"]
     assert entry["layers"] * entry["kept_nbytes"] == dense["settings"]["0"]["moved_bytes"]
     (entry,) = routed["settings"]["0.3"]["reasons"]
+    assert entry["experts"]
     assert entry["undivided"]["why"] == "bytes"
     assert entry["undivided"]["ratio"] > 1
     assert "aten._grouped_mm is not known to work token by token" in entry["undivided"]["mixes"]
