@@ -59,7 +59,7 @@ _UNDIVIDED = {
     "rounding": "computed for a part of the tokens, its numbers were rounded in another way, so the trial refused it",
     "nothing": "nothing that backward needs can be divided",
     "shape": "the dimensions of its input that may be the tokens, the last but one and the first, are too short",
-    "not run": "no forward of it ran: a part that tokens alone do not need, as an encoder of sounds",
+    "not run": "no forward of it was seen: tokens alone do not need it, as an encoder of sounds, or its hooks never run",
     "whole": "all that it saves moves; the reason is behind it",
 }
 _STATES = ("convolution", "scan")
@@ -199,6 +199,9 @@ def _summary(result: Entry, rows: Sequence[Entry], built: Sequence[Entry]) -> It
     ]
     if unequal:
         yield f"**Not equal: {_listed(unequal)}.**"
+    not_run = [row["name"] for row in layered if "not_run" in row["settings"].get(_BFLOAT16, {})]
+    if not_run:
+        yield f"Not compared in bfloat16, in which they fail or do not repeat themselves without memo: {_listed(not_run)}."
     failed = [row for row in rows if "failed" in row]
     if failed:
         yield _table(("not built or not compared", "reason"), ((_class(row), _reason(row["failed"])) for row in failed))

@@ -213,6 +213,13 @@ def test_a_sweep_that_is_cut_off_leaves_what_it_had_and_goes_on(
     assert not is_whole(result)
     assert main([*chosen, "--limit", "1", "--again", "LlamaForCausalLM", "--continue", str(other)]) == 0
     assert asked[2] == ["LlamaForCausalLM"]
+    (last,) = set(out.glob("*-architectures.json")) - {path}
+    assert last == other, "of one process"
+    rows = json.loads(last.read_text())["architectures"]
+    assert [(row["name"], "commit" in row) for row in rows] == [
+        ("LlamaForCausalLM", False),
+        ("MistralForCausalLM", True),
+    ]
     assert main([*chosen, "--dropout", "0.1", "--continue", str(path)]) == 2
     assert "it is of another dropout" in capsys.readouterr().err
 
