@@ -346,8 +346,9 @@ def _ranges(built: Sequence[Entry]) -> Iterator[str]:
         ("word", "why a layer has no ranges", "classes"),
         ((f"`{word}`", meaning, str(reasons[word])) for word, meaning in _UNDIVIDED.items() if reasons[word]),
     )
-    if mixers:
-        told = ", ".join(f"`{name}` ({count})" for name, count in mixers.most_common(16))
+    most = sorted(mixers.items(), key=lambda item: (-item[1], item[0]))
+    if most:
+        told = ", ".join(f"`{name}` ({count})" for name, count in most[:16])
         yield (
             "Operators of such layers that are not known to work token by token, or that mix tokens: two of each, with the"
             f" largest results, and in how many classes: {told}."
