@@ -1,7 +1,10 @@
 """Every language model of the installed transformers, built small: is it bit-equal with memo, and how much of it moves?
 
-    python -m benchmarks.architectures [--only NAME ...] [--limit N] [--settings 1,0.3,0,matmuls,input,bfloat16]
-                                       [--dropout 0.1] [--attention eager] [--experts eager] [--workers 2] [--list]
+    make bench ARMS=architectures
+    python -m benchmarks.architectures [--only NAME ...] [--limit N] [--part 2/4] [--settings 1,0.3,0,matmuls,input,bfloat16]
+                                       [--dropout 0.1] [--attention eager] [--experts eager] [--workers 2] [--timeout 240]
+                                       [--continue FILE.json [--again NAME ...]] [--list]
+    python -m benchmarks.architectures --page FILE.json
 
 Each architecture runs in a process of its own: plain twice, which says whether it repeats itself, then with memo at each
 setting. A run is two steps without an optimizer: one forward and backward, then two forwards of other tokens and one
@@ -10,6 +13,12 @@ backward of both. Losses, every gradient and every buffer are compared bit for b
 moved         bytes that memo moved from the end of the second forward to the end of the third: one forward's worth, the last
               layer's included, whose copies wait for a layer that follows; as a share of those at alpha 1
 not moved     architectures of which nothing moves at alpha 1: their layers' forward runs without hooks
+reasons       at alpha 0 and 0.3 what layers keep whole, by operator, and why (architectures_reasons.py)
+
+All 264 classes of transformers 5.23 take 20 minutes with one worker of the lowest priority beside other work on two cores,
+3 of them for Rwkv; two workers, the default, divide that among two cores. The result file is written again every few
+seconds, so a sweep that is cut off leaves what it had; `--continue` goes on from there, and examines classes of `--again`
+anew. A whole sweep writes docs/architectures.md; `--page` does that from a file (architectures_page.py).
 """
 
 from __future__ import annotations
@@ -18,24 +27,31 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import difflib
+import json
 import multiprocessing
 import os
 import random
+import signal
 import statistics
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
 
 import memo
-from benchmarks.results import write_result
+from benchmarks.architectures_page import PAGE, is_whole, page
+from benchmarks.architectures_reasons import reasons_of
+from benchmarks.results import ROOT, write_result
 from benchmarks.small_architectures import BATCH, SEQ, build, loss_of, names
+from memo.errors import UsageError
 from memo.swap import Level
 
 if TYPE_CHECKING:
@@ -54,8 +70,12 @@ SETTINGS: dict[str, Any] = {
     "bfloat16": 0.0,
 }
 """Name of a setting to its alpha or level; the last one's model is in bfloat16."""
+EXPLAINED = ("0", "0.3")
+"""Settings of which reasons are recorded: what is kept whole where all may be repeated, and where tokens are divided."""
 WHOLE = "1"
 HALF = 0.5
+WRITTEN_EACH_S = 10.0
+"""Between two writings of the result file."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +100,7 @@ class Run:
     recomputed_bytes: int = 0
     refused: dict[str, int] = dataclasses.field(default_factory=dict)
     """Layers that were refused, by reason."""
+    reasons: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
 def _seed(number: int) -> None:
@@ -123,6 +144,7 @@ def _train(model: nn.Module, buffers: dict[str, torch.Tensor], manager: Manager 
     if manager is not None:
         run.recomputed_bytes = manager.stats.bytes_recomputed
         run.refused = dict(collections.Counter(getattr(manager.report().tokenwise, "refused", {}).values()))
+        run.reasons = reasons_of(manager)
     return run
 
 
@@ -162,9 +184,7 @@ def examine(name: str, options: Options) -> dict[str, Any]:
         return {**found, "failed": f"without memo it does not repeat itself: {', '.join(unlike[:3])}"}
     found["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     found["without_gradient"] = sum(parameter.grad is None for parameter in model.parameters())
-    for setting in (*(one for one in options.settings if one != "bfloat16"), *options.settings[-1:]):
-        if setting in found["settings"]:
-            continue
+    for setting in sorted(options.settings, key=lambda one: one == "bfloat16"):  # last: it changes the model
         if setting == "bfloat16":
             model.to(torch.bfloat16)
             try:
@@ -177,7 +197,7 @@ def examine(name: str, options: Options) -> dict[str, Any]:
             if unlike:
                 found["settings"][setting] = {"not_run": "without memo it does not repeat itself"}
                 continue
-        found["settings"][setting] = _compared(model, buffers, want, SETTINGS[setting], found)
+        found["settings"][setting] = _compared(model, buffers, want, setting, found)
     whole = found["settings"].get(WHOLE, {}).get("moved_bytes", 0)
     for setting, row in found["settings"].items():
         if setting != "bfloat16" and whole and "moved_bytes" in row:
@@ -187,8 +207,9 @@ def examine(name: str, options: Options) -> dict[str, Any]:
 
 
 def _compared(
-    model: nn.Module, buffers: dict[str, torch.Tensor], want: Run, setting: Any, found: dict[str, Any]
+    model: nn.Module, buffers: dict[str, torch.Tensor], want: Run, name: str, found: dict[str, Any]
 ) -> dict[str, Any]:
+    setting = SETTINGS[name]
     try:
         manager = memo.offload(model, alpha=None if isinstance(setting, Level) else setting, host="2GiB", min_bytes=1)
     except memo.MemoError as error:
@@ -204,7 +225,13 @@ def _compared(
     finally:
         manager.close()
     unlike = differing(run, want)
-    row = {"equal": not unlike, "moved_bytes": run.moved_bytes, "recomputed_bytes": run.recomputed_bytes}
+    row: dict[str, Any] = {
+        "equal": not unlike,
+        "moved_bytes": run.moved_bytes,
+        "recomputed_bytes": run.recomputed_bytes,
+    }
+    if name in EXPLAINED:
+        row["reasons"] = run.reasons
     return {**row, **({"differs": unlike[:5]} if unlike else {}), **({"refused": run.refused} if run.refused else {})}
 
 
@@ -212,12 +239,23 @@ def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def sweep(wanted: Iterable[str], options: Options) -> Iterator[dict[str, Any]]:
+def sweep(wanted: Iterable[str], options: Options) -> Generator[dict[str, Any], None, None]:
     """Examines each architecture in a process of its own, `options.workers` at a time, and yields them as they end."""
     _import_what_all_need()
     context = multiprocessing.get_context("fork")
     waiting = list(wanted)[::-1]
     running: dict[Connection, tuple[str, Any, float]] = {}
+    try:
+        yield from _examined(context, waiting, running, options)
+    finally:
+        for _, process, _ in running.values():
+            process.kill()
+            process.join()
+
+
+def _examined(
+    context: Any, waiting: list[str], running: dict[Connection, tuple[str, Any, float]], options: Options
+) -> Iterator[dict[str, Any]]:
     while waiting or running:
         while waiting and len(running) < options.workers:
             name = waiting.pop()
@@ -255,6 +293,7 @@ def _import_what_all_need() -> None:
 
 
 def _send(sender: Connection, name: str, options: Options) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sweep ends its processes itself
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         sender.send(examine(name, options))
     sender.close()
@@ -279,7 +318,7 @@ def _cell(row: dict[str, Any]) -> str:
     return ("=" if row["equal"] else "DIFFERS") + share
 
 
-def summary(rows: list[dict[str, Any]], options: Options) -> dict[str, Any]:
+def summary(rows: Sequence[dict[str, Any]], settings: Sequence[str]) -> dict[str, Any]:
     """Counts over all architectures, by setting."""
     built = [row for row in rows if "failed" not in row]
     found: dict[str, Any] = {
@@ -288,7 +327,7 @@ def summary(rows: list[dict[str, Any]], options: Options) -> dict[str, Any]:
         "nothing_moves": [row["name"] for row in built if row["settings"].get(WHOLE, {}).get("moved_bytes") == 0],
         "settings": {},
     }
-    for setting in options.settings:
+    for setting in settings:
         cells = {row["name"]: row["settings"].get(setting, {}) for row in built}
         run = {name: cell for name, cell in cells.items() if "equal" in cell}
         shares = [cell["share"] for cell in run.values() if "share" in cell]
@@ -327,48 +366,174 @@ def _tell(totals: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         print(f"{count:4} refused at alpha 0: {reason[:150]}")
 
 
-def main() -> int:
+def _named(only: Sequence[str]) -> list[str]:
+    """The classes of these names, else those whose names contain them; all where none is given. As `_chosen` raises."""
+    known = names()
+    found = set() if only else set(known)
+    for text in only:
+        matching = {name for name in known if text.lower() in name.lower()}
+        if not matching:
+            stems = {name.partition("For")[0].lower(): name for name in known}
+            near = [stems[stem] for stem in difflib.get_close_matches(text.partition("For")[0].lower(), stems)]
+            told = f"near it: {', '.join(near)}" if near else "--list prints all"
+            raise UsageError(f"no class {text!r} in the installed transformers; {told}")
+        found |= {text} if text in known else matching
+    return [name for name in known if name in found]
+
+
+def _chosen(only: Sequence[str], part: str | None, limit: int | None) -> list[str]:
+    """Names of classes, in order; of each of `only` the class of that name, else all whose names contain it.
+
+    Raises:
+        UsageError: no class is of that name, or `part` is no i/n.
+    """
+    chosen = _named(only)
+    if part is not None:
+        index, _, count = part.partition("/")
+        if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+            raise UsageError(f"--part {part}: give i/n, such as 2/4 for the second of every four classes")
+        chosen = chosen[int(index) - 1 :: int(count)]
+    return chosen[:limit]
+
+
+def _settings(text: str) -> tuple[str, ...]:
+    """Raises UsageError for an unknown one."""
+    given = tuple(text.split(","))
+    for setting in given:
+        if setting not in SETTINGS:
+            raise UsageError(f"no setting {setting!r}; they are {', '.join(SETTINGS)}")
+    return given
+
+
+def _before(path: Path, head: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows of a sweep to go on from, and what the new file says of it.
+
+    A row that was taken over has the commit that it is of.
+
+    Raises:
+        UsageError: it is of other versions, shapes or options.
+    """
+    result = _read(path)
+    unlike = [name for name in ("torch", "transformers", "shape") if result[name] != head[name]]
+    unlike += [name for name in _OF_RESULTS if result["options"][name] != head["options"][name]]
+    if unlike:
+        raise UsageError(f"--continue {path.name}: it is of another {', '.join(unlike)}")
+    rows = [{"commit": result["commit"], **row} for row in result["architectures"]]
+    told = {"file": path.name, "date": result["date"], "commit": result["commit"]}
+    return rows, [*result.get("continues", []), told]
+
+
+_OF_RESULTS = ("settings", "dropout", "attention", "experts")
+"""Options that results depend on."""
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        result: dict[str, Any] = json.loads(path.read_text())
+        if "architectures" not in result:
+            raise UsageError(f"{path} is no result of this sweep")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: {error}") from error
+    return result
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], help="names, or parts of names")
-    parser.add_argument("--limit", type=int)
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="names, or parts of names")
+    parser.add_argument("--part", metavar="i/n", help="every n-th of the classes, from the i-th on")
+    parser.add_argument("--limit", type=int, metavar="N", help="the first N of them")
     parser.add_argument("--settings", default=",".join(SETTINGS))
     parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--attention")
-    parser.add_argument("--experts")
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--attention", help="implementation of attention")
+    parser.add_argument("--experts", help="implementation of routed experts")
+    parser.add_argument("--workers", type=int, default=2, help="processes at a time, of one thread each")
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one architecture")
+    parser.add_argument("--continue", dest="before", type=Path, metavar="FILE", help="examine what FILE does not have")
+    parser.add_argument(
+        "--again", nargs="+", default=[], metavar="NAME", help="with --continue: classes to examine anew"
+    )
     parser.add_argument("--list", action="store_true", help="print the names")
-    args = parser.parse_args()
-    wanted = [name for name in names() if not args.only or any(part.lower() in name.lower() for part in args.only)]
-    wanted = [name for name in wanted if name in args.only] or wanted
-    wanted = wanted[: args.limit]
-    if args.list:
-        print("\n".join(wanted))
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write docs/architectures.md from FILE and end")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(arguments)
+    try:
+        return _main(args)
+    except UsageError as error:
+        print(f"architectures: {error}", file=sys.stderr)
+        return 2
+
+
+def _main(args: argparse.Namespace) -> int:
+    if args.page is not None:
+        _write_page(args.page)
         return 0
+    import transformers
+
     options = Options(
-        settings=tuple(args.settings.split(",")),
+        settings=_settings(args.settings),
         dropout=args.dropout,
         attention=args.attention,
         experts=args.experts,
         workers=args.workers,
+        timeout_s=args.timeout,
     )
-    import transformers
-
-    print(f"{'':44} {' '.join(setting.rjust(12) for setting in options.settings)}")
-    rows: list[dict[str, Any]] = []
-    head = {
+    wanted = _chosen(args.only, args.part, args.limit)
+    if args.list:
+        print("\n".join(wanted))
+        return 0
+    head: dict[str, Any] = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "shape": {"batch": BATCH, "seq": SEQ},
-        "options": dataclasses.asdict(options),
+        "options": {**dataclasses.asdict(options), "settings": list(options.settings)},
+        "classes": len(names()),
     }
-    for found in sweep(wanted, options):
-        rows.append(found)
-        print(line_of(found, options), flush=True)
-    rows.sort(key=lambda row: row["name"].lower())
-    totals = summary(rows, options)
-    _tell(totals, rows)
-    print(f"Wrote {write_result('architectures', {**head, 'summary': totals, 'architectures': rows})}")
+    rows: list[dict[str, Any]] = []
+    if args.before is not None:
+        rows, head["continues"] = _before(args.before, head)
+        known = {row["name"] for row in rows}.difference(_named(args.again) if args.again else ())
+        wanted = [name for name in wanted if name not in known]
+    ended = _run(wanted, options, rows, head)
+    result = _result(rows, head)
+    _tell(result["summary"], result["architectures"])
+    path = write_result("architectures", result)
+    print(f"Wrote {path}")
+    if not ended:
+        print(f"Cut off; the rest: python -m benchmarks.architectures --continue {path}")
+        return 130
+    if is_whole(result) and path.parent == ROOT / "benchmarks" / "results":
+        _write_page(path)
     return 0
+
+
+def _run(wanted: Sequence[str], options: Options, rows: list[dict[str, Any]], head: dict[str, Any]) -> bool:
+    """Adds the rows of a sweep in the place of older ones, prints them, writes what is known; False if interrupted."""
+    print(f"{'':8}{'':44} {' '.join(setting.rjust(12) for setting in options.settings)}")
+    written = time.monotonic()
+    try:
+        with contextlib.closing(sweep(wanted, options)) as found:
+            for done, row in enumerate(found, 1):
+                rows[:] = [*(other for other in rows if other["name"] != row["name"]), row]
+                print(f"{done:3}/{len(wanted)} {line_of(row, options)}", flush=True)
+                if time.monotonic() - written >= WRITTEN_EACH_S:
+                    write_result("architectures", _result(rows, head))
+                    written = time.monotonic()
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+def _result(rows: Sequence[dict[str, Any]], head: dict[str, Any]) -> dict[str, Any]:
+    known = sorted(rows, key=lambda row: row["name"].lower())
+    return {**head, "summary": summary(known, head["options"]["settings"]), "architectures": known}
+
+
+def _write_page(path: Path) -> None:
+    PAGE.write_text(page(_read(path), path.name))
+    print(f"Wrote {PAGE}")
 
 
 if __name__ == "__main__":

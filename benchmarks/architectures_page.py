@@ -1,0 +1,524 @@
+"""The page docs/architectures.md, made from one result file of the sweep over architectures and from nothing else.
+
+A row a class: the bytes that move at each setting as a share of those at alpha 1, what is kept whole at alpha 0, and which
+layers are divided by tokens at 0.3. Reasons are single words with a legend, so that a class stays a row.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import statistics
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.architectures_reasons import MADE_OF
+from benchmarks.results import ROOT
+from memo.units import format_bytes
+
+__all__ = ["PAGE", "is_whole", "newest", "page"]
+
+PAGE = ROOT / "docs" / "architectures.md"
+
+Entry = Mapping[str, Any]
+"""What a result says of one architecture, or of its layers that are alike."""
+
+_WHOLE, _MIXED, _BFLOAT16 = "1", "0.3", "bfloat16"
+_SHARES = (_MIXED, "matmuls", "0", "input")
+"""Settings of the columns."""
+_WORDS = {
+    "attention is kept": ("attention", "results of attention in one operator"),
+    "a product of two activations is kept": (
+        "product",
+        "products of two activations that are not larger than both: attention written out, the states of a recurrence",
+    ),
+    "convolution": ("convolution", "convolutions over several tokens"),
+    "hidden states": ("input", "the layer's input"),
+    "argument": ("argument", "other arguments of the layer: masks, an encoder's result, a second stream"),
+    "other tensor": ("other", "memory that was there before the layer and is no argument"),
+    "sorting is kept": ("sort", "sorts and top-k, as a router's choice of experts, and what is made of them"),
+    "a scatter is kept": ("scatter", "writes at computed places: which row goes to which expert"),
+    "a scan is kept": ("scan", "running sums and Fourier transforms"),
+    "it draws random numbers": ("random", "random numbers"),
+    "its size depends on numbers": ("sized", "results whose size depends on numbers, as the rows of one expert"),
+    "it is the layer's result": ("result", "the layer's result, which the next layer has too"),
+    "repeating it gave something else": ("differs", "what gave other bits when a trial repeated it"),
+    "keeping it is cheapest": ("smaller", "results that are smaller than all that they could be repeated from"),
+    "": ("unseen", "writes of something that the dispatcher does not see, and all other reasons"),
+}
+"""Reason of `explain`, of what was there before where it is from -> its word on the page, and what that stands for."""
+_CONVOLUTION = "convolution"
+_WIDTH = 120
+_WORDS_WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+_LEAST, _MOST_WORDS = 0.01, 4
+"""Share of the kept bytes from which a word is shown, and most words of a cell."""
+_UNDIVIDED = {
+    "bytes": "ranges would keep more bytes than whole storages do at the same alpha; behind it the factor",
+    "rounding": "computed for a part of the tokens, its numbers were rounded in another way, so the trial refused it",
+    "nothing": "nothing that backward needs can be divided",
+    "shape": "the dimensions of its input that may be the tokens, the last but one and the first, are too short",
+    "not run": "no forward of it was seen: tokens alone do not need it, as an encoder of sounds, or its hooks never run",
+    "whole": "all that it saves moves; the reason is behind it",
+}
+_STATES = ("convolution", "scan")
+"""Words of layers that carry a state from token to token, where these take a share of what is kept."""
+
+
+def page(result: Entry, file: str) -> str:
+    """The text of the page.
+
+    Args:
+        result: what the sweep wrote.
+        file: its name in benchmarks/results.
+    """
+    rows: Sequence[Entry] = result["architectures"]
+    built = [row for row in rows if "failed" not in row]
+    parts = (
+        "# Architectures",
+        f"<!-- Made by `python -m benchmarks.architectures --page {file}`; not to be edited. -->",
+        *_head(result, file),
+        "## Summary",
+        *_summary(result, rows, built),
+        "## What stays whole at alpha 0",
+        *_kept(built),
+        "## Ranges of tokens at alpha 0.3",
+        *_ranges(built),
+        "## Experts",
+        *_experts(built),
+        "## Convolutions and scans, alone and beside attention",
+        *_states(built),
+        "## Every class",
+        *_classes(rows),
+    )
+    return "\n\n".join(map(_wrapped, parts)) + "\n"
+
+
+def _wrapped(text: str) -> str:
+    return text if text.startswith(("#", "<", "|", " ")) else "\n".join(textwrap.wrap(text, _WIDTH, **_WORDS_WHOLE))
+
+
+def newest(folder: Path) -> Path:
+    """The file of the newest whole sweep with reasons.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    found = {}
+    for path in folder.glob("*-architectures.json"):
+        result = json.loads(path.read_text() or "{}")
+        if is_whole(result):
+            found[result["date"], result["begun"]] = path
+    if not found:
+        raise FileNotFoundError(f"no result of a whole sweep in {folder}")
+    return found[max(found)]
+
+
+def is_whole(result: Entry) -> bool:
+    """True for every class at every setting, as the defaults have it, with reasons."""
+    rows, options = result.get("architectures", []), result.get("options", {})
+    if len(rows) < result.get("classes", len(rows)) or any(options.get(name) for name in _VARIANTS):
+        return False
+    has = {setting for row in rows for setting in row["settings"]}
+    return has >= {_WHOLE, *_SHARES, _BFLOAT16} and any(
+        "reasons" in cell for row in rows for cell in row["settings"].values()
+    )
+
+
+_VARIANTS = ("dropout", "attention", "experts")
+
+
+# -- head and summary
+
+
+def _head(result: Entry, file: str) -> Iterator[str]:
+    shape, machine = result["shape"], result["hardware"]
+    yield (
+        "Every causal, masked and sequence-to-sequence language model class of the installed transformers, built small with"
+        f" random weights ({shape['batch']} sequences of {shape['seq']} tokens), takes two training steps without memo and"
+        " with it at each setting, on other tokens in the second. Losses, all gradients and all buffers are compared bit"
+        " for bit; the bytes that memo moved are those of one forward. What a setting keeps and repeats is in"
+        " [recompute.md](recompute.md)."
+    )
+    yield "\n".join(
+        (
+            "    make bench ARMS=architectures                              the whole sweep, then this page",
+            "    python -m benchmarks.architectures --only Llama Mixtral    a part of it; `--help` has the rest",
+        )
+    )
+    commits = collections.Counter(row["commit"] for row in result["architectures"] if "commit" in row)
+    continued = "".join(f" {_counted(count)} of it: commit {commit}." for commit, count in commits.items())
+    yield (
+        f"Made from [{file}](../benchmarks/results/{file}): {result['date']}, commit {result['commit']}, torch"
+        f" {result['torch']}, transformers {result['transformers']}, {machine['cpu']} with {machine['cores']} cores and"
+        f" {format_bytes(machine['memory_bytes'])}, no GPU.{continued} Shares are of small models: with wider"
+        " layers and longer sequences other parts weigh more. Times are not compared."
+    )
+
+
+def _summary(result: Entry, rows: Sequence[Entry], built: Sequence[Entry]) -> Iterator[str]:
+    totals = result["summary"]
+    layered = [row for row in built if "layers" in row]
+    without = [row["name"] for row in built if "layers" not in row]
+    text = (
+        f"{totals['built']} of {totals['examined']} classes were built and repeat themselves bit for bit without memo,"
+        f" within {result['options']['timeout_s']:.0f} s each; {len(layered)} have layers that memo finds."
+    )
+    if without:
+        text += f" Without repeated layers: {_listed(without)}."
+    if totals["nothing_moves"]:
+        text += f" Nothing moves in {_listed(totals['nothing_moves'])}, whose layers save nothing or are never called."
+    yield text
+    header = (
+        "setting",
+        "what is kept",
+        "equal bit for bit",
+        "median share that moves",
+        "at most half",
+        "at most a fifth",
+    )
+    kept = {
+        _WHOLE: "all that autograd saves",
+        "0.3": "the first 30 % of the tokens; attention's results of the others",
+        "matmuls": "results of matrix products and attention",
+        "0": "results of attention",
+        "input": "the layers' inputs",
+        _BFLOAT16: "as 0, the model in bfloat16",
+    }
+    lines = []
+    for setting in (_WHOLE, *_SHARES, _BFLOAT16):
+        found = totals["settings"][setting]
+        shares = found["shares"]
+        below = [f"{found[name]} of {shares}" if shares else "" for name in ("at_most_half", "at_most_a_fifth")]
+        median = "" if found["median_share"] is None else f"{found['median_share']:.3f}"
+        lines.append((_named(setting), kept[setting], f"{found['equal']} of {found['compared']}", median, *below))
+    yield _table(header, lines)
+    unequal = [
+        f"{name} at {_named(setting)}" for setting, found in totals["settings"].items() for name in found["unequal"]
+    ]
+    if unequal:
+        yield f"**Not equal: {_listed(unequal)}.**"
+    not_run = [row["name"] for row in layered if "not_run" in row["settings"].get(_BFLOAT16, {})]
+    if not_run:
+        yield f"Not compared in bfloat16, in which they fail or do not repeat themselves without memo: {_listed(not_run)}."
+    failed = [row for row in rows if "failed" in row]
+    if failed:
+        yield _table(("not built or not compared", "reason"), ((_class(row), _reason(row["failed"])) for row in failed))
+
+
+def _named(setting: str) -> str:
+    return f"alpha {setting}" if setting[0].isdigit() else setting
+
+
+# -- what is kept
+
+
+def _weights(entries: Iterable[Entry]) -> dict[str, float]:
+    """Word -> share of the bytes that layers keep, the largest first."""
+    nbytes: collections.Counter[str] = collections.Counter()
+    for entry in entries:
+        for operator, why, kept, origin in entry.get("kept", ()):
+            nbytes[_word(operator, why, origin)] += entry["layers"] * kept
+    total = nbytes.total()
+    return {word: count / total for word, count in nbytes.most_common() if count}
+
+
+def _word(operator: str, why: str, origin: str) -> str:
+    if why == MADE_OF and origin:
+        operator, _, why = origin.partition(": ")
+    if why == "it was there before the layer":
+        why = operator
+    elif _CONVOLUTION in operator:
+        why = _CONVOLUTION
+    return _WORDS.get(why, _WORDS[""])[0]
+
+
+def _entries(row: Entry, setting: str) -> Sequence[Entry]:
+    found: Sequence[Entry] = row["settings"].get(setting, {}).get("reasons", ())
+    return found
+
+
+def _kept(built: Sequence[Entry]) -> Iterator[str]:
+    yield (
+        "Storages that all tokens move of, though everything may be repeated that this setting allows. A result that is"
+        " made of one that is neither kept nor repeated counts with the latter. The share is of the bytes that move at"
+        " alpha 0, the median over the classes where the word appears."
+    )
+    of_class = {row["name"]: _weights(_entries(row, "0")) for row in built}
+    lines = []
+    for word, meaning in _WORDS.values():
+        shares = [weights[word] for weights in of_class.values() if weights.get(word, 0) >= _LEAST]
+        if shares:
+            lines.append((f"`{word}`", meaning, str(len(shares)), _percent(statistics.median(shares))))
+    yield _table(("word", "what is kept", "classes", "share"), lines)
+    others = collections.Counter(
+        why
+        for row in built
+        for entry in _entries(row, "0")
+        for operator, why, _, origin in entry.get("kept", ())
+        if _word(operator, why, origin) == "unseen"
+    )
+    if others:
+        yield f"`unseen` is here: {'; '.join(f'{why} ({count})' for why, count in others.most_common(6))}."
+    short = {
+        row["name"]: None
+        for row in built
+        for setting in ("0", _MIXED)
+        for entry in _entries(row, setting)
+        if entry.get("point") == _NOW
+    }
+    if short:
+        yield (
+            f"In {_counted(len(short))} some of what a layer would best keep was not to be had when its last forward ended,"
+            " as what the layer returns and the program may change; instead more is kept there:"
+            f" {_listed(list(short))}."
+        )
+    high = [row for row in built if row["settings"].get("0", {}).get("share", 0) > 0.2]
+    if high:
+        told = (f"{_class(row)} {row['settings']['0']['share']:.3f} ({_cell(of_class[row['name']])})" for row in high)
+        yield f"More than a fifth moves at alpha 0 in {_counted(len(high))}: {'; '.join(told)}."
+
+
+def _cell(weights: Mapping[str, float]) -> str:
+    shown = [(word, share) for word, share in weights.items() if share >= _LEAST][:_MOST_WORDS]
+    return ", ".join(f"{word} {_percent(share)}" for word, share in shown)
+
+
+# -- ranges of tokens
+
+
+_NOW = "now"
+"""Name of a choice among what is still there, where the best one would keep something that has gone."""
+_NOT_RUN = "no forward of it"
+_MIXES = " mixes tokens"
+
+
+def _is_divided(entry: Entry) -> bool:
+    return entry.get("point") == "ranges"
+
+
+def _why_not(entry: Entry) -> str:
+    """Word for why layers have no ranges."""
+    undivided = entry.get("undivided")
+    if undivided is None:
+        return "not run" if entry.get("whole", _NOT_RUN).startswith(_NOT_RUN) else "whole"
+    if undivided["why"] == "nothing" and not undivided["mixes"]:
+        return "shape"
+    return "rounding" if undivided["why"] == "trial" else str(undivided["why"])
+
+
+def _mixers(entry: Entry, most: int) -> list[str]:
+    """Operators that mix tokens: first those without a rule, of each those of the largest results.
+
+    Not fused attention, which layers in ranges have, too.
+    """
+    reasons = sorted(entry.get("undivided", {}).get("mixes", ()), key=lambda why: why.endswith(_MIXES))
+    found = (why.split(" ")[0].removeprefix("aten.") for why in reasons)
+    return [name for name in dict.fromkeys(found) if "scaled_dot_product" not in name][:most]
+
+
+def _ranges(built: Sequence[Entry]) -> Iterator[str]:
+    counts: collections.Counter[str] = collections.Counter()
+    reasons: collections.Counter[str] = collections.Counter()
+    mixers: collections.Counter[str] = collections.Counter()
+    ratios: list[float] = []
+    for row in built:
+        entries = _entries(row, _MIXED)
+        divided = [_is_divided(entry) for entry in entries]
+        if entries:
+            counts["all" if all(divided) else "some" if any(divided) else "none"] += 1
+        whole = [entry for entry in entries if not _is_divided(entry)]
+        reasons.update({_why_not(entry) for entry in whole})
+        mixers.update({name for entry in whole for name in _mixers(entry, 2)})
+        ratios += [entry["undivided"]["ratio"] for entry in whole if _why_not(entry) == "bytes"]
+    yield (
+        "At alpha 0.3 a layer's tokens are divided where it is proven, operator by operator, which rows belong to which"
+        " token: the first 30 % move and the others are replayed. A layer of which that is not proven, or not worth it,"
+        " keeps whole storages up to the same bytes, so less than a division by tokens may move of it, or more."
+    )
+    text = f"All layers are in ranges in {counts['all']} classes, some in {counts['some']}, none in {counts['none']}."
+    text += " Reasons"
+    if ratios:
+        text += f" (ranges would keep {statistics.median(ratios):.2f} times the bytes in the median)"
+    yield text + ":"
+    yield _table(
+        ("word", "why a layer has no ranges", "classes"),
+        ((f"`{word}`", meaning, str(reasons[word])) for word, meaning in _UNDIVIDED.items() if reasons[word]),
+    )
+    most = sorted(mixers.items(), key=lambda item: (-item[1], item[0]))
+    if most:
+        told = ", ".join(f"`{name}` ({count})" for name, count in most[:16])
+        yield (
+            "Operators of such layers that are not known to work token by token, or that mix tokens: two of each, with the"
+            f" largest results, and in how many classes: {told}."
+        )
+
+
+def _ranges_cell(entries: Sequence[Entry]) -> str:
+    total = sum(entry["layers"] for entry in entries)
+    whole = [entry for entry in entries if not _is_divided(entry)]
+    if not total:
+        return ""
+    if not whole:
+        return "all"
+    divided = total - sum(entry["layers"] for entry in whole)
+    told = dict.fromkeys(_whole_cell(entry) for entry in whole)
+    return f"{f'{divided} of {total}' if divided else 'none'}; {'; '.join(told)}"
+
+
+def _whole_cell(entry: Entry) -> str:
+    word, mixers = _why_not(entry), _mixers(entry, 2)
+    if word == "whole":
+        return f"whole: {_reason(entry['whole'])}"
+    if word == "bytes":
+        word = f"bytes {entry['undivided']['ratio']:.2f}"
+    return f"{word}: {', '.join(f'`{name}`' for name in mixers)}" if mixers else word
+
+
+# -- experts, convolutions and scans
+
+
+def _experts(built: Sequence[Entry]) -> Iterator[str]:
+    """Layers with experts at 0.3, and what the classes keep at 0."""
+    found = [(row, [entry for entry in _entries(row, _MIXED) if entry.get("experts")]) for row in built]
+    found = [(row, entries) for row, entries in found if entries]
+    if not found:
+        yield "None of the classes has experts."
+        return
+    ratios = [entry["undivided"]["ratio"] for _, entries in found for entry in entries if _why_not(entry) == "bytes"]
+    divided = sum(any(map(_is_divided, entries)) for _, entries in found)
+    shares = [row["settings"]["0"]["share"] for row, _ in found if "share" in row["settings"].get("0", {})]
+    median = f" a share of {statistics.median(shares):.3f} moves in the median" if shares else ""
+    yield (
+        f"{_counted(len(found))} with layers that route rows to experts. At alpha 0{median}: the products of the"
+        " router and of the experts and all that is element-wise are repeated. The choice of the experts (`sort`), the"
+        " places of their rows (`scatter`) and the running counts of rows (`scan`) stay whole, because the replay must take"
+        " the same path; where each expert's rows are found by their numbers, these are `sized`."
+    )
+    text = (
+        f"At alpha 0.3 such layers are in ranges of tokens in {divided} of these classes. Elsewhere rows lie by expert,"
+        " so the first tokens are not the first rows, and the results of the experts' products would be kept to their last"
+        " row."
+    )
+    if ratios:
+        text += f" Ranges would keep {min(ratios):.2f} to {max(ratios):.2f} times the bytes of whole storages."
+    yield text
+    yield _table(
+        ("class", "layers with experts", "kept at 0", "ranges at 0.3"),
+        (
+            (_class(row), _modules(entries), _cell(_weights(_alike(row, entries, "0"))), _ranges_cell(entries))
+            for row, entries in found
+        ),
+    )
+
+
+def _states(built: Sequence[Entry]) -> Iterator[str]:
+    """Layers whose convolutions or scans take a share of what is kept at 0, and the other layers of their classes."""
+    lines = []
+    hybrid = undivided = 0
+    for row in built:
+        entries = _entries(row, "0")
+        having = [entry for entry in entries if any(_weights([entry]).get(word, 0) >= _LEAST for word in _STATES)]
+        if not having:
+            continue
+        others = [entry for entry in entries if entry not in having and "kept" in entry]
+        hybrid += bool(others)
+        undivided += not any(map(_is_divided, _alike(row, having, _MIXED)))
+        cells = (_modules(having), _cell(_weights(having)), _modules(others), _cell(_weights(others)))
+        lines.append((_class(row), *cells, _ranges_cell(_entries(row, _MIXED))))
+    if not lines:
+        yield "None of the classes has such layers."
+        return
+    yield (
+        f"{_counted(len(lines))} with layers in which convolutions over several tokens, running sums or Fourier transforms"
+        f" take a share of what is kept; in {hybrid} beside layers without. Their results stay whole at alpha 0, as those of"
+        " attention do, and so do the states that products of two activations give: repeating these costs the most time for"
+        " each byte. Projections and all that is element-wise are repeated. A recurrence has no rows of single tokens: in"
+        f" {undivided} of these classes such layers keep whole storages at alpha 0.3; in the others what follows is divided."
+    )
+    yield _table(("class", "layers", "kept at 0", "other layers", "kept at 0", "ranges at 0.3"), lines)
+
+
+def _alike(row: Entry, entries: Sequence[Entry], setting: str) -> list[Entry]:
+    """The entries at a setting of the same layers: of the same class, with as many bytes saved."""
+    kinds = {(entry["module"], entry.get("saved_nbytes")) for entry in entries}
+    return [entry for entry in _entries(row, setting) if (entry["module"], entry.get("saved_nbytes")) in kinds]
+
+
+def _modules(entries: Sequence[Entry]) -> str:
+    counts: collections.Counter[str] = collections.Counter()
+    for entry in entries:
+        counts[entry["module"]] += entry["layers"]
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+# -- every class
+
+
+def _classes(rows: Sequence[Entry]) -> Iterator[str]:
+    yield (
+        "Under alpha 1 the bytes that one forward moves, under the other settings their share; `bf16`: at alpha 0 in"
+        " bfloat16, `=` where all bits are equal. A share without a remark means equal bits. Words are those of the sections"
+        " above; behind a word of `kept whole` its share of the bytes at alpha 0, behind `bytes` the factor, then the"
+        " operators that mix tokens."
+    )
+    header = ("class", "1", *_SHARES, "bf16", "kept whole at 0", "ranges at 0.3")
+    yield _table(header, map(_row, rows))
+
+
+def _row(row: Entry) -> tuple[str, ...]:
+    blank = [""] * (len(_SHARES) + 2)
+    if "failed" in row:
+        kind = "not built: " if row["failed"].startswith("not built: ") else ""
+        return _class(row), *blank, f"{kind}{_reason(row['failed'])}", ""
+    settings = row["settings"]
+    whole = settings.get(_WHOLE, {})
+    if "not_run" in whole:
+        return _class(row), *blank, f"not run: {_reason(whole['not_run'])}", ""
+    first = _state(whole) or format_bytes(whole.get("moved_bytes", 0))
+    shares = [_state(cell := settings.get(name, {})) or _share(cell) for name in _SHARES]
+    last = _state(settings.get(_BFLOAT16, {})) or "="
+    return (
+        _class(row), first, *shares, last, _cell(_weights(_entries(row, "0"))), _ranges_cell(_entries(row, _MIXED))
+    )  # fmt: skip
+
+
+def _state(cell: Entry) -> str:
+    """A word for what is not an equal run; empty for one."""
+    if "equal" not in cell:
+        return "not run"
+    return "" if cell["equal"] else "**raises**" if "error" in cell else "**differs**"
+
+
+def _share(cell: Entry) -> str:
+    return f"{cell['share']:.3f}" if "share" in cell else "nothing moves"
+
+
+def _class(row: Entry) -> str:
+    return str(row["name"])
+
+
+_LONGEST = 110
+
+
+def _reason(text: str) -> str:
+    """One line, which a cell of a table can hold."""
+    plain = text.removeprefix("not built: ").replace("|", "/").replace("<", "(").replace(">", ")").replace("`", "'")
+    return plain if len(plain) <= _LONGEST else f"{plain[: _LONGEST - 3].rstrip()}..."
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _counted(classes: int) -> str:
+    return f"{classes} class{'' if classes == 1 else 'es'}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows))
