@@ -189,14 +189,10 @@ def greedy(problem: ActivationProblem) -> Outcome | None:
     def is_valid(count: int) -> bool:
         return best_of(problem, iter([state(count)])) is not None
 
-    low, high = 0, len(steps)
-    while low < high:
-        middle = (low + high) // 2
-        if is_valid(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return best_of(problem, (state(count) for count in range(low, min(low + PARTS, len(steps)) + 1)))
+    first = next((count for count in range(len(steps) + 1) if is_valid(count)), None)
+    if first is None:
+        return None
+    return best_of(problem, (state(count) for count in range(first, min(first + PARTS, len(steps)) + 1)))
 
 
 def _greedy_steps(problem: ActivationProblem, layers: Sequence[LayerProfile]) -> Iterator[tuple[int, str | None]]:
