@@ -21,7 +21,7 @@ from memo.mip.activation.solver import find_plan
 from memo.mip.inputs.profile import ALL, ATTENTION, INPUT, MATMULS, LayerProfile
 from memo.mip.simulate.simulator import simulate
 
-__all__ = ["RULES", "Outcome", "best_of", "plan_of"]
+__all__ = ["RULES", "Outcome", "best_of", "placed", "plan_of"]
 
 KEPT_LAST = 2
 PARTS = 8
@@ -63,7 +63,7 @@ def best_of(problem: ActivationProblem, candidates: Iterator[Sequence[LayerPlan]
     return found
 
 
-def _tiers(problem: ActivationProblem, layers: Sequence[LayerProfile], plans: Sequence[LayerPlan]) -> list[LayerPlan]:
+def placed(problem: ActivationProblem, layers: Sequence[LayerProfile], plans: Sequence[LayerPlan]) -> list[LayerPlan]:
     """Moved bytes to the host as far as it goes, layer after layer, then to the disk."""
     budgets = problem.budgets
     room = ROUNDING * budgets.host_bytes / budgets.ranks_per_node
@@ -110,7 +110,7 @@ def all_swap(problem: ActivationProblem) -> Outcome | None:
 
     def candidates() -> Iterator[list[LayerPlan]]:
         for kept in range(1, len(layers)):
-            yield _tiers(problem, layers, [_moved()] * (len(layers) - kept) + [KEEP] * kept)
+            yield placed(problem, layers, [_moved()] * (len(layers) - kept) + [KEEP] * kept)
 
     return best_of(problem, candidates())
 
@@ -147,7 +147,7 @@ def uniform_alpha(problem: ActivationProblem) -> Outcome | None:
 
     def candidates() -> Iterator[list[LayerPlan]]:
         for kept in (KEPT_LAST, 1):
-            yield _tiers(problem, layers, [moved] * (len(layers) - kept) + [KEEP] * kept)
+            yield placed(problem, layers, [moved] * (len(layers) - kept) + [KEEP] * kept)
 
     return best_of(problem, candidates())
 
@@ -164,7 +164,7 @@ def ssdtrain(problem: ActivationProblem) -> Outcome | None:
             break
         before_bytes, before_s, count = before_bytes + own, before_s + layer.forward_s, count + 1
     count = min(count, len(layers) - 1)
-    plans = _tiers(problem, layers, [_moved()] * count + [KEEP] * (len(layers) - count))
+    plans = placed(problem, layers, [_moved()] * count + [KEEP] * (len(layers) - count))
     return best_of(problem, iter([plans]))
 
 
@@ -184,7 +184,7 @@ def greedy(problem: ActivationProblem) -> Outcome | None:
             deep = at[ATTENTION][index] / PARTS
             middle = max(at[MATMULS][index] / PARTS - deep, 0.0)
             plans.append(_moved({ALL: 1 - middle - deep, MATMULS: middle, ATTENTION: deep}, moved / PARTS))
-        return _tiers(problem, layers, plans)
+        return placed(problem, layers, plans)
 
     def is_valid(count: int) -> bool:
         return best_of(problem, iter([state(count)])) is not None

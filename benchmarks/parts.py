@@ -1,0 +1,248 @@
+"""What each part of memo is worth: each switched off in turn, on the same work.
+
+    make bench ARMS=parts
+    python -m benchmarks.parts [--rounds 5] [--parts planned,engine,addresses]
+
+planned     the thirty problems of benchmarks.solver, step time simulated, over the plan with everything on. Off are: the
+            middle level (SAVE_MATMULS), tokens at all levels (swap alone), links (recompute alone), plans of single layers
+            (one setting for all layers but the last, the best of a grid), the disk
+engine      a stack of layers on the CPU engine with paced links, everything moved: step time with the first reload not issued
+            before backward, and with no reload before backward reaches its layer; rounds in turn. And the share of reads
+            that forwarding answers from sources still on the device, which would be reloads without it: bytes, not timed
+addresses   recorded steps: memory that each allocator reserves over the bytes that are live at the fullest moment
+
+Tiles of the MLP and the loss without logits have figures of their own: docs/parts.md says where.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import itertools
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.machine import no_solver
+from benchmarks.plan_accuracy import LAYERS, Bench, Case
+from benchmarks.results import write_result
+from benchmarks.solver.problems import problems
+from benchmarks.solver.rules import best_of, lp, placed
+from memo.allocator.caching_model import Segments, simulate_caching
+from memo.gpt.config import preset
+from memo.mip.activation.plan import ActivationProblem, LayerPlan
+from memo.mip.address.solver import solve
+from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, LayerProfile
+from memo.record import record_step
+from memo.record.step import gpt_step
+from memo.swap.engine import h2d
+from memo.swap.token_levels import TokenLevels
+
+GRID = 8
+"""Parts of the grid of one setting for all layers."""
+
+
+def _with_layers(problem: ActivationProblem, change: Callable[[LayerProfile], LayerProfile]) -> ActivationProblem:
+    profile = problem.profile
+    classes = tuple(change(known) for known in profile.classes)
+    return dataclasses.replace(problem, profile=dataclasses.replace(profile, classes=classes))
+
+
+def _without(problem: ActivationProblem, *names: str) -> ActivationProblem:
+    def change(layer: LayerProfile) -> LayerProfile:
+        return dataclasses.replace(layer, points=tuple(one for one in layer.points if one.name not in names))
+
+    return _with_layers(problem, change)
+
+
+def _with_budgets(problem: ActivationProblem, **changes: int) -> ActivationProblem:
+    return dataclasses.replace(problem, budgets=dataclasses.replace(problem.budgets, **changes))
+
+
+def _solved(problem: ActivationProblem) -> float | None:
+    found = lp(problem)
+    return None if found is None else found.step_s
+
+
+def one_setting(problem: ActivationProblem) -> float | None:
+    """The best of a grid of one setting for all layers but the last, which is kept."""
+    layers = problem.profile.layer_profiles()
+    shares = [part / GRID for part in range(GRID + 1)]
+
+    def candidates() -> Iterator[Sequence[LayerPlan]]:
+        for whole, middle, kept in itertools.product(shares, shares, shares):
+            if whole + middle <= 1:
+                points = {ALL: whole, MATMULS: middle, ATTENTION: 1 - whole - middle}
+                one = LayerPlan(points=points, kept=kept, host=1 - kept)
+                yield placed(problem, layers, [*[one] * (len(layers) - 1), LayerPlan()])
+
+    found = best_of(problem, candidates())
+    return None if found is None else found.step_s
+
+
+PLANNED: dict[str, Callable[[ActivationProblem], float | None]] = {
+    "everything on": _solved,
+    "no middle level": lambda problem: _solved(_without(problem, MATMULS)),
+    "swap alone": lambda problem: _solved(_without(problem, MATMULS, ATTENTION)),
+    "recompute alone": lambda problem: _solved(_with_budgets(problem, host_bytes=0, disk_bytes=0)),
+    "one setting for all layers": one_setting,
+    "no disk": lambda problem: _solved(_with_budgets(problem, disk_bytes=0)),
+}
+
+
+def planned() -> list[dict[str, Any]]:
+    """Of each problem the step's seconds with each part off; None where no plan is left."""
+    return [
+        {"problem": named.name, "step_s": {part: off(named.problem) for part, off in PLANNED.items()}}
+        for named in problems()
+    ]
+
+
+def _told_planned(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    told = {}
+    for part in PLANNED:
+        ratios = [row["step_s"][part] / row["step_s"]["everything on"] for row in rows if row["step_s"][part]]
+        told[part] = {
+            "fits": len(ratios),
+            "of": len(rows),
+            "median": statistics.median(ratios) if ratios else None,
+            "worst": max(ratios, default=None),
+            "costs_more_than_1_percent": sum(ratio > 1.01 for ratio in ratios),
+        }
+    return told
+
+
+ENGINE: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "everything on": contextlib.nullcontext,
+    "no reload before backward": lambda: mock.patch.object(h2d.Reload, "prefetch_first"),
+    "no reload ahead of its layer": lambda: mock.patch.object(h2d, "_away_in_lower_tiers", return_value=[]),
+}
+"""Each part off, as a context around a step."""
+
+
+def engine(rounds: int) -> Iterator[dict[str, Any]]:
+    """Of each link the step's seconds with each part off, and the bytes that were reloaded."""
+    for link in (120e6, 480e6):
+        bench = Bench(Case(tokens=512, link_bytes_per_s=link, device_layers=LAYERS, host_layers=LAYERS))
+        managers = {}
+        for part in ENGINE:
+            managers[part], _, tapes = bench.manager()
+            tapes.choose({layer.name: TokenLevels(all=1.0) for layer in managers[part].layers})
+        taken: dict[str, list[float]] = {part: [] for part in ENGINE}
+        for number in range(rounds + 2):
+            for part, off in ENGINE.items():
+                with off():
+                    seconds = bench.step(managers[part])
+                if number > 1:
+                    taken[part].append(seconds)
+        reloaded = {part: manager.stats.bytes_reloaded // (rounds + 2) for part, manager in managers.items()}
+        forwarded = {part: manager.stats.bytes_forwarded // (rounds + 2) for part, manager in managers.items()}
+        hits = {part: manager.report().prefetch_hits for part, manager in managers.items()}
+        for manager in managers.values():
+            manager.close()
+        ratios = {
+            part: [one / base for one, base in zip(taken[part], taken["everything on"], strict=True)] for part in ENGINE
+        }
+        yield {
+            "link_bytes_per_s": link,
+            "rounds_s": taken,
+            "over_on": {part: statistics.median(values) for part, values in ratios.items()},
+            "reloaded_bytes": reloaded,
+            "forwarded_bytes": forwarded,
+            "prefetch_hits": hits,
+        }
+
+
+STEPS = {
+    "350m, 8k": ("350m", 8192, {}),
+    "350m, 8k, alpha 0.25": ("350m", 8192, {"alpha": 0.25}),
+    "1.3b, 32k, alpha 0.25": ("1.3b", 32768, {"alpha": 0.25}),
+    "350m, 8k, checkpointing": ("350m", 8192, {"checkpointed": True}),
+}
+
+
+def addresses() -> Iterator[dict[str, Any]]:
+    """Of each recorded step the bytes that the allocators reserve, over the most that is live at once."""
+    for name, (model, tokens, options) in STEPS.items():
+        config = preset(model, max_seq=tokens, positions="rotary")
+        trace = record_step(functools.partial(gpt_step, config, batch=1, tokens=tokens), **options).trace
+        live = trace.peak_nbytes
+        plan = solve(trace.problem(), time_limit_s=10)
+        yield {
+            "step": name,
+            "buffers": len(trace.problem().buffers),
+            "live_bytes": live,
+            "caching_bytes": simulate_caching(trace, Segments.FIXED).reserved_nbytes,
+            "expandable_bytes": simulate_caching(trace, Segments.EXPANDABLE).reserved_nbytes,
+            "planned_bytes": sum(arena.height for arena in plan.arenas),
+        }
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="parts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--parts", default="planned,engine,addresses")
+    args = parser.parse_args(arguments)
+    if (lacking := no_solver()) is not None:
+        print(f"parts: {lacking}", file=sys.stderr)
+        return 1
+    torch.set_num_threads(1)
+    body: dict[str, Any] = {"load": os.getloadavg(), "conclusions": []}
+    told = body["conclusions"]
+    if "planned" in args.parts:
+        body["planned"] = planned()
+        body["planned_parts"] = _told_planned(body["planned"])
+        print("step time over the plan with everything on, thirty problems simulated")
+        for part, one in body["planned_parts"].items():
+            shown = "" if one["median"] is None else f"median {one['median']:.3f}, worst {one['worst']:.3f}"
+            more = f"above 1.01 in {one['costs_more_than_1_percent']}"
+            print(f"  {part:30} fits {one['fits']:2} of {one['of']}  {shown}, {more}")
+            if part != "everything on" and one["median"] is not None:
+                told.append(
+                    f"{part[0].upper()}{part[1:]}: a plan for {one['fits']} of {one['of']} problems, {one['median']:.3f} of"
+                    f" the step time in the median and {one['worst']:.3f} at worst."
+                )
+        write_result("parts", body)
+    if "engine" in args.parts:
+        body["engine"] = []
+        print("\nstep time over the engine with everything on, everything moved, paced links")
+        for row in engine(args.rounds):
+            body["engine"].append(row)
+            cells = "  ".join(f"{part} {ratio:.3f}" for part, ratio in row["over_on"].items())
+            print(f"  {row['link_bytes_per_s'] / 1e6:4.0f} MB/s  {cells}", flush=True)
+        worst = {part: max(row["over_on"][part] for row in body["engine"]) for part in ENGINE}
+        told += [
+            f"{part[0].upper()}{part[1:]}: {ratio:.2f} of the step time." for part, ratio in list(worst.items())[1:]
+        ]
+        write_result("parts", body)
+    if "addresses" in args.parts:
+        body["addresses"] = []
+        print("\nreserved over live bytes at the fullest moment")
+        for row in addresses():
+            body["addresses"].append(row)
+            ratios = {kind: row[f"{kind}_bytes"] / row["live_bytes"] for kind in ("caching", "expandable", "planned")}
+            print(
+                f"  {row['step']:26} " + "  ".join(f"{kind} {ratio:.3f}" for kind, ratio in ratios.items()), flush=True
+            )
+        for kind, name in (
+            ("caching", "PyTorch's caching allocator"),
+            ("expandable", "expandable segments"),
+            ("planned", "planned addresses"),
+        ):
+            worst_of = max(row[f"{kind}_bytes"] / row["live_bytes"] for row in body["addresses"])
+            told.append(f"{name[0].upper()}{name[1:]} reserve at most {worst_of:.3f} of the live bytes.")
+    print(f"\nWrote {write_result('parts', body)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
