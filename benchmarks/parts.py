@@ -6,9 +6,9 @@
 planned     the thirty problems of benchmarks.solver, step time simulated, over the plan with everything on. Off are: the
             middle level (SAVE_MATMULS), tokens at all levels (swap alone), links (recompute alone), plans of single layers
             (one setting for all layers but the last, the best of a grid), the disk
-engine      a stack of layers on the CPU engine with paced links, everything moved: step time with the first reload not issued
-            before backward, and with no reload before backward reaches its layer; rounds in turn. And the share of reads
-            that forwarding answers from sources still on the device, which would be reloads without it: bytes, not timed
+engine      a stack of layers on the CPU engine with paced links, everything moved: step time with the first reload not
+            issued before backward, and with no reload before backward reaches its layer; rounds in turn. And the share of
+            reads that forwarding answers from sources still on the device, which would be reloads without it: bytes, not timed
 addresses   recorded steps: memory that each allocator reserves over the bytes that are live at the fullest moment
 
 Tiles of the MLP and the loss without logits have figures of their own: docs/parts.md says where.
@@ -181,7 +181,7 @@ def addresses() -> Iterator[dict[str, Any]]:
             "live_bytes": live,
             "caching_bytes": simulate_caching(trace, Segments.FIXED).reserved_nbytes,
             "expandable_bytes": simulate_caching(trace, Segments.EXPANDABLE).reserved_nbytes,
-            "planned_bytes": sum(arena.height for arena in plan.arenas),
+            "planned_bytes": sum(arena.nbytes for arena in plan.arenas),
         }
 
 

@@ -74,9 +74,9 @@ def placed(problem: ActivationProblem, layers: Sequence[LayerProfile], plans: Se
             placed.append(plan)
             continue
         in_host = min(1.0, room / moved) if budgets.disk_bytes else 1.0
-        room -= in_host * moved
+        room = max(room - in_host * moved, 0.0)
         host = (1 - plan.kept) * in_host
-        placed.append(dataclasses.replace(plan, host=host, disk=1 - plan.kept - host))
+        placed.append(dataclasses.replace(plan, host=host, disk=max(1 - plan.kept - host, 0.0)))
     return placed
 
 
