@@ -193,6 +193,96 @@ def _architectures(result: Result) -> list[str]:
     ]
 
 
+def _rules(body: dict[str, Any]) -> list[str]:
+    def cells(one: dict[str, Any]) -> list[str]:
+        shown = ["" if one[key] is None else f"{one[key]:.3f}" for key in ("best", "median", "worst")]
+        return [f"{one['fits']} of {one['of']}", *shown]
+
+    carried, predicted = body["carried_rules"], body["rules"]
+    rows = [
+        [rule, *cells(one), f"{one['choosing_s'] * 1e3:.0f} ms", *cells(carried[rule])]
+        for rule, one in predicted.items()
+    ]
+    heads = ["rule", "has a plan", "best", "median", "worst", "to choose", "carried out", "best", "median", "worst"]
+    greedy, best = predicted["greedy"], min(one["best"] for one in carried.values() if one["best"])
+    answer = (
+        "Where links hide every copy, any rule that moves everything is as good. The solver earns its place where links or"
+        f" budgets bind: greedy takes up to {greedy['worst'] - 1:.1%} longer there, and"
+        f" {greedy['choosing_s'] / predicted['LP']['choosing_s']:.1f} times as long to choose. By simulation no rule beats"
+        " the LP."
+    )
+    if best < 0.98:
+        answer += (
+            f" Carried out, a rule's best row is {best:.3f} of the LP's time: over the slowest link greedy, which recomputes"
+            " a few layers whole, beats the LP, which recomputes a part of every layer; what dividing a layer costs the"
+            " engine is not all in the plan's arithmetic."
+        )
+    return [
+        *prose(
+            "Step time over the LP's: thirty problems at equal budgets of device, host and disk, simulated, and six carried"
+            " out on the CPU engine with paced links. The rules are memo's LP and six that need no solver"
+            " (`benchmarks/solver/rules.py`); a plan counts where the independent checker accepts it."
+        ),
+        "",
+        *table(heads, rows),
+        "",
+        *prose(answer),
+        "",
+    ]
+
+
+def _parts(body: dict[str, Any]) -> list[str]:
+    planned = [
+        [
+            part,
+            f"{one['fits']} of {one['of']}",
+            f"{one['median']:.3f}",
+            f"{one['worst']:.3f}",
+            str(one["costs_more_than_1_percent"]),
+        ]
+        for part, one in body["planned_parts"].items()
+        if part != "everything on"
+    ]
+    engine = [
+        [part, *(f"{row['over_on'][part]:.3f}" for row in body["engine"])]
+        for part in body["engine"][0]["over_on"]
+        if part != "everything on"
+    ]
+    links = [f"link of {row['link_bytes_per_s'] / 1e6:.0f} MB/s" for row in body["engine"]]
+    forwarded = [f"{row['forwarded_share']:.0%}" for row in body["engine"]]
+    kinds = ("caching", "expandable", "planned")
+    reserved = [
+        [row["step"], *(f"{row[f'{kind}_bytes'] / row['live_bytes']:.3f}" for kind in kinds)]
+        for row in body["addresses"]
+    ]
+    tiles = [[row["problem"], f"{row['least_over']:.3f}", f"{row['step_over']:.3f}"] for row in body["tiles"]]
+    loss = newest("own-loss")
+    return [
+        "Off in turn, on the thirty problems of the solver, simulated; step time over the plan with everything on:",
+        "",
+        *table(["off", "has a plan", "median", "worst", "more than 1 % longer in"], planned),
+        "",
+        "Off in turn on the CPU engine, everything moved over paced links; step time over the engine with everything on:",
+        "",
+        *table(["off", *links], engine),
+        "",
+        *prose(
+            f"Forwarding answers {' and '.join(forwarded)} of the bytes that backward reads there from sources still on the"
+            " device; without it they would be reloads. It was not timed."
+        ),
+        "",
+        "Memory that an allocator reserves over what is live at the fullest moment, recorded steps:",
+        "",
+        *table(["step", "caching allocator", "expandable segments", "planned addresses"], reserved),
+        "",
+        "The MLP in eight tiles over one: least device memory that has a plan, and the step where both have one:",
+        "",
+        *table(["model", "least memory", "step"], tiles),
+        "",
+        *([] if loss is None else [*prose(f"The loss without logits: [its page](loss.md), {loss.source}."), ""]),
+    ]
+
+
 NOT_MEASURED = (
     "No GPU has run memo yet ([what is ready for one](gpu.md)). So nothing here says anything about: CUDA"
     " streams under load, page-locked memory, GPUDirect Storage, NCCL, step times or MFU on a GPU, TRL's "
@@ -215,27 +305,16 @@ def results_page() -> str:
     peers, architectures = newest("peers"), newest("architectures")
     if peers is not None:
         lines += _peers(peers)
-    for name, page, title in PAGES:
+    for name, title, tables in (
+        ("solver", "Is the solver worth it?", _rules),
+        ("parts", "What each part is worth", _parts),
+    ):
         result = newest(name)
         if result is not None:
-            lines += [
-                f"## {title}",
-                "",
-                *result.body["conclusions"],
-                "",
-                f"[The page]({page}). Source: {result.source}.",
-                "",
-            ]
+            lines += [f"## {title}", "", *tables(result.body), f"Source: {result.source}.", ""]
     if architectures is not None:
         lines += _architectures(architectures)
     return "\n".join([*lines, "## Not measured", "", *prose(NOT_MEASURED), ""])
-
-
-PAGES = (
-    ("solver", "solver-worth.md", "Is the solver worth it?"),
-    ("parts", "parts.md", "What each part is worth"),
-)
-"""Benchmarks whose files bring their own sentences, under "conclusions"."""
 
 
 def figures() -> list[str]:

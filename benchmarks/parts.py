@@ -1,17 +1,19 @@
 """What each part of memo is worth: each switched off in turn, on the same work.
 
     make bench ARMS=parts
-    python -m benchmarks.parts [--rounds 5] [--parts planned,engine,addresses]
+    python -m benchmarks.parts [--rounds 5] [--parts planned,engine,addresses,tiles]
 
 planned     the thirty problems of benchmarks.solver, step time simulated, over the plan with everything on. Off are: the
             middle level (SAVE_MATMULS), tokens at all levels (swap alone), links (recompute alone), plans of single layers
             (one setting for all layers but the last, the best of a grid), the disk
 engine      a stack of layers on the CPU engine with paced links, everything moved: step time with the first reload not
             issued before backward, and with no reload before backward reaches its layer; rounds in turn. And the share of
-            reads that forwarding answers from sources still on the device, which would be reloads without it: bytes, not timed
+            reads that forwarding answers from sources still on the device, which would be reloads without it (not timed)
 addresses   recorded steps: memory that each allocator reserves over the bytes that are live at the fullest moment
 
-Tiles of the MLP and the loss without logits have figures of their own: docs/parts.md says where.
+tiles       least device memory that has a plan, and the step there, with the MLP in eight tiles over one
+
+The loss without logits has a benchmark of its own, own_loss.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ import torch
 from benchmarks.machine import no_solver
 from benchmarks.plan_accuracy import LAYERS, Bench, Case
 from benchmarks.results import write_result
-from benchmarks.solver.problems import problems
+from benchmarks.solver.problems import HUGE, MODELS, TENSOR_PARALLEL, derived, least_bytes, problems, with_budget
 from benchmarks.solver.rules import best_of, lp, placed
 from memo.allocator.caching_model import Segments, simulate_caching
 from memo.gpt.config import preset
-from memo.mip.activation.plan import ActivationProblem, LayerPlan
+from memo.mip.activation.plan import ActivationProblem, Budgets, LayerPlan
 from memo.mip.address.solver import solve
 from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, LayerProfile
 from memo.record import record_step
@@ -185,19 +187,34 @@ def addresses() -> Iterator[dict[str, Any]]:
         }
 
 
+def tiles() -> Iterator[dict[str, Any]]:
+    """Of each model with a large host: least device bytes with one tile and with eight, and the step's seconds there."""
+    for model, tokens in MODELS:
+        row: dict[str, Any] = {"problem": f"{model}, {tokens >> 10}k tokens"}
+        wholes = {}
+        for count in (1, 8):
+            machine, profile = derived(model, tokens, "a100-80g", tiles=count)
+            ranks = TENSOR_PARALLEL.get(model, 1)
+            budgets = Budgets(device_bytes=HUGE, host_bytes=1 << 44, ranks_per_node=ranks)
+            wholes[count] = ActivationProblem(profile=profile, hardware=machine, budgets=budgets)
+            row[f"least_bytes_{count}"] = least_bytes(wholes[count])
+        budget = round(1.02 * max(row["least_bytes_1"], row["least_bytes_8"]))
+        row |= {f"step_s_{count}": _solved(with_budget(whole, budget)) for count, whole in wholes.items()}
+        yield row
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="parts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--parts", default="planned,engine,addresses")
+    parser.add_argument("--parts", default="planned,engine,addresses,tiles")
     args = parser.parse_args(arguments)
     if (lacking := no_solver()) is not None:
         print(f"parts: {lacking}", file=sys.stderr)
         return 1
     torch.set_num_threads(1)
-    body: dict[str, Any] = {"load": os.getloadavg(), "conclusions": []}
-    told = body["conclusions"]
+    body: dict[str, Any] = {"load": os.getloadavg()}
     if "planned" in args.parts:
         body["planned"] = planned()
         body["planned_parts"] = _told_planned(body["planned"])
@@ -205,24 +222,20 @@ def main(arguments: Sequence[str]) -> int:
         for part, one in body["planned_parts"].items():
             shown = "" if one["median"] is None else f"median {one['median']:.3f}, worst {one['worst']:.3f}"
             more = f"above 1.01 in {one['costs_more_than_1_percent']}"
-            print(f"  {part:30} fits {one['fits']:2} of {one['of']}  {shown}, {more}")
-            if part != "everything on" and one["median"] is not None:
-                told.append(
-                    f"{part[0].upper()}{part[1:]}: a plan for {one['fits']} of {one['of']} problems, {one['median']:.3f} of"
-                    f" the step time in the median and {one['worst']:.3f} at worst."
-                )
+            print(f"  {part:30} fits {one['fits']:2} of {one['of']}  {shown}, {more}", flush=True)
         write_result("parts", body)
     if "engine" in args.parts:
         body["engine"] = []
         print("\nstep time over the engine with everything on, everything moved, paced links")
         for row in engine(args.rounds):
+            forwarded, reloaded = row["forwarded_bytes"]["everything on"], row["reloaded_bytes"]["everything on"]
+            row["forwarded_share"] = forwarded / (forwarded + reloaded)
             body["engine"].append(row)
             cells = "  ".join(f"{part} {ratio:.3f}" for part, ratio in row["over_on"].items())
-            print(f"  {row['link_bytes_per_s'] / 1e6:4.0f} MB/s  {cells}", flush=True)
-        worst = {part: max(row["over_on"][part] for row in body["engine"]) for part in ENGINE}
-        told += [
-            f"{part[0].upper()}{part[1:]}: {ratio:.2f} of the step time." for part, ratio in list(worst.items())[1:]
-        ]
+            print(
+                f"  {row['link_bytes_per_s'] / 1e6:4.0f} MB/s  {cells}  forwarded {row['forwarded_share']:.0%}",
+                flush=True,
+            )
         write_result("parts", body)
     if "addresses" in args.parts:
         body["addresses"] = []
@@ -233,13 +246,15 @@ def main(arguments: Sequence[str]) -> int:
             print(
                 f"  {row['step']:26} " + "  ".join(f"{kind} {ratio:.3f}" for kind, ratio in ratios.items()), flush=True
             )
-        for kind, name in (
-            ("caching", "PyTorch's caching allocator"),
-            ("expandable", "expandable segments"),
-            ("planned", "planned addresses"),
-        ):
-            worst_of = max(row[f"{kind}_bytes"] / row["live_bytes"] for row in body["addresses"])
-            told.append(f"{name[0].upper()}{name[1:]} reserve at most {worst_of:.3f} of the live bytes.")
+    if "tiles" in args.parts:
+        body["tiles"] = list(tiles())
+        print("\nthe MLP in eight tiles over one")
+        for row in body["tiles"]:
+            row["least_over"] = row["least_bytes_8"] / row["least_bytes_1"]
+            row["step_over"] = row["step_s_8"] / row["step_s_1"]
+            print(
+                f"  {row['problem']:22} least device memory {row['least_over']:.3f}, step there {row['step_over']:.3f}"
+            )
     print(f"\nWrote {write_result('parts', body)}")
     return 0
 

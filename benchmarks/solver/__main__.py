@@ -70,27 +70,6 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return told
 
 
-def conclusions(simulated_rules: dict[str, Any], carried_rules: dict[str, Any] | None) -> list[str]:
-    """Sentences of the figures."""
-    greedy, base = simulated_rules["greedy"], simulated_rules[BASE]
-    told = [
-        f"Over {base['of']} simulated problems at equal budgets the greedy rule takes {greedy['median']:.3f} of the"
-        f" solver's step time in the median and {greedy['worst']:.3f} at worst, and finds a plan for {greedy['fits']} of"
-        f" {base['of']} where the solver finds one for {base['fits']}.",
-    ]
-    for rule in ("uniform alpha", "SSDTrain", "all swap", "all recompute", "checkpoint every n"):
-        one = simulated_rules[rule]
-        shown = "" if one["median"] is None else f": {one['median']:.3f} and {one['worst']:.3f}"
-        told.append(f"{rule[0].upper()}{rule[1:]} fits {one['fits']}{shown}.")
-    if carried_rules is not None:
-        one = carried_rules["greedy"]
-        told.append(
-            f"Carried out on the paced engine, greedy fits {one['fits']} of {one['of']} and takes {one['median']:.3f} of the"
-            f" solver's time in the median, {one['worst']:.3f} at worst."
-        )
-    return told
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="solver", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -117,7 +96,6 @@ def main(arguments: Sequence[str]) -> int:
             print(
                 f"  {rule:20} fits {one['fits']:2} of {one['of']}  {shown}, {one['choosing_s'] * 1e3:.0f} ms to choose"
             )
-        body["conclusions"] = conclusions(body["rules"], None)
         path = write_result("solver", body)
     if "carried" in args.parts:
         from benchmarks.solver.carried import carried
@@ -128,8 +106,6 @@ def main(arguments: Sequence[str]) -> int:
             body["carried"].append(row)
             print(_told(row["problem"], row["step_s"]), flush=True)
         body["carried_rules"] = summary(body["carried"])
-        if "rules" in body:
-            body["conclusions"] = conclusions(body["rules"], body["carried_rules"])
         path = write_result("solver", body)
     print(f"\nWrote {path}")
     return 0

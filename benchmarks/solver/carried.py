@@ -31,10 +31,12 @@ def carried(rounds: int) -> Iterator[dict[str, Any]]:
         bench = Bench(case)
         problem = _problem(bench)
         managers: dict[str, Manager] = {}
+        predicted: dict[str, float] = {}
         for rule, choose in RULES.items():
             found = choose(problem)
             if found is not None:
                 managers[rule] = _applied(bench, found.plan)
+                predicted[rule] = found.step_s
         taken: dict[str, list[float]] = {rule: [] for rule in managers}
         for number in range(rounds + 2):
             for rule, manager in managers.items():
@@ -47,6 +49,7 @@ def carried(rounds: int) -> Iterator[dict[str, Any]]:
             "problem": str(case),
             "step_s": {rule: statistics.median(taken[rule]) if rule in taken else None for rule in RULES},
             "rounds_s": taken,
+            "simulated_s": predicted,
         }
 
 

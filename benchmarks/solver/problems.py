@@ -11,9 +11,10 @@ from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
 from memo.gpt.config import preset
 from memo.mip.activation.plan import ActivationProblem, Budgets, LayerPlan
 from memo.mip.activation.solver import DoesNotFit, find_plan, misfit_of
-from memo.mip.inputs.hardware import hardware_preset
+from memo.mip.inputs.hardware import Hardware, hardware_preset
+from memo.mip.inputs.profile import Profile
 
-__all__ = ["Named", "problems", "with_budget"]
+__all__ = ["HUGE", "MODELS", "TENSOR_PARALLEL", "Named", "derived", "least_bytes", "problems", "with_budget"]
 
 MODELS = (("350m", 65536), ("1.3b", 16384), ("1.3b", 131072), ("7b", 32768), ("7b", 262144))
 LINKS = ("a100-80g", "gh200", "rtx4090")
@@ -41,16 +42,14 @@ def with_budget(problem: ActivationProblem, device_bytes: int) -> ActivationProb
 def problems() -> Iterator[Named]:
     """Five models at their lengths, on three machines, each with two budgets; every third host has no room for all."""
     for number, ((model, tokens), link) in enumerate(itertools.product(MODELS, LINKS)):
-        config = preset(model, max_seq=tokens, positions="rotary")
         ranks = TENSOR_PARALLEL.get(model, 1)
-        machine = dataclasses.replace(hardware_preset(link), device_bytes=HUGE)
-        profile = derive_profile(config, machine, Layout(gpus=ranks, tokens=tokens, tp=ranks), name=model)
+        machine, profile = derived(model, tokens, link)
         saved = round(sum(LayerPlan().saved_bytes(layer) for layer in profile.layer_profiles()))
         host = saved * ranks if number % 3 else saved * ranks // 3
         disk = 0 if number % 2 else 4 * saved * ranks
         budgets = Budgets(device_bytes=HUGE, host_bytes=host, disk_bytes=disk, ranks_per_node=ranks)
         whole = ActivationProblem(profile=profile, hardware=machine, budgets=budgets)
-        least, most = _least(whole), _most(whole)
+        least, most = least_bytes(whole), _most(whole)
         for room in ROOM:
             device = round(least + room * (most - least))
             tiers = "host for a third, disk" if disk and not number % 3 else "host" if not disk else "host, disk"
@@ -60,7 +59,16 @@ def problems() -> Iterator[Named]:
             )
 
 
-def _least(problem: ActivationProblem) -> int:
+def derived(model: str, tokens: int, link: str, *, tiles: int = 1) -> tuple[Hardware, Profile]:
+    """A machine without a limit of device memory, and the profile of one rank on it, from the model's arithmetic."""
+    config = preset(model, max_seq=tokens, positions="rotary", mlp_tiles=tiles)
+    ranks = TENSOR_PARALLEL.get(model, 1)
+    machine = dataclasses.replace(hardware_preset(link), device_bytes=HUGE)
+    return machine, derive_profile(config, machine, Layout(gpus=ranks, tokens=tokens, tp=ranks), name=model)
+
+
+def least_bytes(problem: ActivationProblem) -> int:
+    """The least device memory that has a plan."""
     tight = with_budget(problem, 1 << 20)
     misfit = misfit_of(tight)
     assert isinstance(misfit, DoesNotFit)
@@ -69,7 +77,7 @@ def _least(problem: ActivationProblem) -> int:
 
 def _most(problem: ActivationProblem) -> int:
     """The least budget in which everything stays on the device."""
-    low, high = _least(problem), 1 << 46
+    low, high = least_bytes(problem), 1 << 46
     while high - low > low // 256:
         middle = (low + high) // 2
         try:

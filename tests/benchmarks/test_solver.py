@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from benchmarks.solver.__main__ import conclusions, summary
+from benchmarks.solver.__main__ import summary
 from benchmarks.solver.problems import Named, problems, with_budget
 from benchmarks.solver.rules import RULES, best_of, greedy, lp
 from memo.mip.activation.checker import check_plan
@@ -62,4 +62,3 @@ def test_the_summary_counts_what_fits_and_compares_with_the_solver() -> None:
     assert told["SSDTrain"] | {"choosing_s": None} == {
         "fits": 0, "of": 3, "median": None, "worst": None, "best": None, "choosing_s": None,
     }  # fmt: skip
-    assert "2 of 3" in conclusions(told, None)[0]
