@@ -48,12 +48,12 @@ class Result:
         return f"[{self.path.name}](../benchmarks/results/{self.path.name}): {'; '.join(told)}"
 
 
-def newest(name: str, folder: Path | None = None) -> Result | None:
-    """The file of the benchmark of this name that was begun last; None where there is none."""
+def newest(name: str, folder: Path | None = None, *, having: str | None = None) -> Result | None:
+    """The file of the benchmark of this name, of those that have rows of this kind, that was begun last; None where none is."""
     found = []
     for path in (folder or RESULTS).glob(f"*-{name}*.json"):
         body = json.loads(path.read_text())
-        if body.get("benchmark") == name:
+        if body.get("benchmark") == name and (having is None or body.get(having)):
             found.append(Result(path=path, body=body))
     return max(found, key=lambda one: (one.body["date"], one.body["begun"]), default=None)
 
@@ -148,23 +148,26 @@ def _peers(peers: Result) -> list[str]:
     ]
     for one in body["steps"]:
         lines += _steps(one)
-    if body["lengths"]:
+    lines += [f"Source: {peers.source}.", "", "![step time against memory](images/step-against-memory.svg)", ""]
+    lengths = newest("peers", having="lengths")
+    if lengths is not None:
         lines += [
             *prose(
                 "The longest sequence in tokens, under a limit of the process's data beside what torch takes when it "
                 'is loaded; weights and gradients are inside. "or more": the time for the search was over.'
             ),
             "",
-            *_lengths(body["lengths"]),
+            *_lengths(lengths.body["lengths"]),
             "",
             "![longest sequence against memory](images/longest.svg)",
-            "![step time against memory](images/step-against-memory.svg)",
+            "",
+            f"Source: {lengths.source}.",
             "",
         ]
     emulated = newest("gpu-peers")
     if body["hooks"]:
         lines += ["What hooks cost, with copies of a few KiB in it:", "", *_hooks(body["hooks"]), ""]
-    lines += [f"Source: {peers.source}.", ""]
+        lines += [f"Source: {peers.source}.", ""]
     if emulated is not None:
         told = (
             "The same over a device, with TRL's hooks beside: on an emulated one copies are this machine's own, and its"
@@ -302,7 +305,7 @@ def results_page() -> str:
         ),
         "",
     ]
-    peers, architectures = newest("peers"), newest("architectures")
+    peers, architectures = newest("peers", having="steps"), newest("architectures")
     if peers is not None:
         lines += _peers(peers)
     for name, title, tables in (
@@ -319,16 +322,17 @@ def results_page() -> str:
 
 def figures() -> list[str]:
     """README's three: longest sequence, step time at equal memory, architectures that are bit-equal."""
-    peers, architectures = newest("peers"), newest("architectures")
-    if peers is None or architectures is None:
+    peers, architectures = newest("peers", having="steps"), newest("architectures")
+    lengths = newest("peers", having="lengths")
+    if peers is None or architectures is None or lengths is None:
         return []
-    fits = {(row["family"], row["way"], row["cap_bytes"]): row for row in peers.body["lengths"]}
-    cap = max((row["cap_bytes"] for row in peers.body["lengths"]), default=0)
+    fits = {(row["family"], row["way"], row["cap_bytes"]): row for row in lengths.body["lengths"]}
+    cap = max(row["cap_bytes"] for row in lengths.body["lengths"])
     longest = {way: fits.get(("llama", way, cap)) for way in (KEEP, CHECKPOINTING, AUTOMATIC)}
     one = next(one for one in peers.body["steps"] if one["shape"]["family"] == "llama")
     step = {row["way"]: row for row in one["rows"] if "failed" not in row}
     least = architectures.body["summary"]["settings"]["0"]
-    file = f"[file](benchmarks/results/{peers.path.name})"
+    file, of_lengths = (f"[file](benchmarks/results/{one.path.name})" for one in (peers, lengths))
     at_alpha_0 = f"[file](benchmarks/results/{architectures.path.name})"
     told = [
         f"- **Longest sequence** of {FAMILIES['llama']} in {format_bytes(cap)} on a CPU with a disk: "
@@ -354,7 +358,7 @@ def readme(text: str) -> str:
     return re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: block, text, flags=re.DOTALL)
 
 
-def draw(peers: Result) -> list[Path]:
+def draw(peers: Result, lengths_of: Result) -> list[Path]:
     """Longest sequence against memory, and step time against memory with all ways."""
     import matplotlib
 
@@ -391,7 +395,7 @@ def draw(peers: Result) -> list[Path]:
         plot.set(xlabel="memory above rest, MiB", ylabel="step time / keep everything")
         plot.set_title(f"{FAMILIES[shape['family']]}, {shape['tokens']} tokens", fontsize=9)
     paths = [written(figure, "step-against-memory")]
-    lengths = peers.body["lengths"]
+    lengths = lengths_of.body["lengths"]
     families = list(dict.fromkeys(row["family"] for row in lengths))
     figure, axes = pyplot.subplots(1, len(families), figsize=(6.5 * len(families), 4), squeeze=False)
     for family, plot in zip(families, axes[0], strict=True):
@@ -428,7 +432,8 @@ def main(arguments: Sequence[str]) -> int:
         return 1 if stale else 0
     for path in stale:
         path.write_text(pages[path])
-    drawn = draw(peers) if (peers := newest("peers")) is not None else []
+    steps, lengths = newest("peers", having="steps"), newest("peers", having="lengths")
+    drawn = draw(steps, lengths) if steps is not None and lengths is not None else []
     print("\n".join(f"Wrote {path.relative_to(ROOT)}" for path in [*stale, *drawn]))
     return 0
 

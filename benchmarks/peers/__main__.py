@@ -215,14 +215,15 @@ def lengths(options: Options) -> Iterator[dict[str, Any]]:
 
 def _of_way(options: Options, family: Family, way: str) -> list[dict[str, Any]]:
     first, rows = 1024, []
+    steps = MEASURED_STEPS if way == AUTOMATIC else 1
     for cap in options.caps:
         begun = time.monotonic()
         found = bisect(
-            functools.partial(_peak, options, family, way, cap),
+            functools.partial(_peak, options, family, way, cap, steps),
             cap=cap,
             first=min(first, options.most),
             most=options.most,
-            deadline=begun + options.seconds * cap / options.caps[0],
+            deadline=begun + options.seconds * steps * cap / options.caps[0],
             step=LEAST,
             part=PART,
         )
@@ -234,12 +235,12 @@ def _of_way(options: Options, family: Family, way: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _peak(options: Options, family: Family, way: str, cap: int, tokens: int) -> int | str:
-    """Memory of a step at this length beside what torch takes, or why there is none."""
+def _peak(options: Options, family: Family, way: str, cap: int, steps: int, tokens: int) -> int | str:
+    """Memory of the last of so many steps at this length beside what torch takes, or why there is none."""
     request = options.request(way, options.shape(family, tokens), limit_bytes=cap)
     with Process(request, threads=options.threads) as process:
         started = process.started
-        found = started if "failed" in started else process.step(MEASURED_STEPS if way == AUTOMATIC else 1)
+        found = started if "failed" in started else process.step(steps)
     if "failed" in found:
         return str(found["failed"])
     return int(found["peak_bytes"]) - (started["loaded_bytes"] if options.device == "cpu" else 0)
@@ -346,7 +347,10 @@ def parsed(arguments: Sequence[str]) -> Options:
     )
     parser.add_argument("--trl", help="TRL's activation_offloading.py, where no trl is installed")
     parser.add_argument(
-        "--seconds", type=float, default=60.0, help="for a way's search under the first cap, in proportion under others"
+        "--seconds",
+        type=float,
+        default=60.0,
+        help="for a way's search under the first cap, four times for plans, and in proportion under others",
     )
     args = parser.parse_args(arguments)
     for given, allowed in ((args.parts, {"steps", "length", "hooks"}), (args.families, {"gpt", "llama"})):

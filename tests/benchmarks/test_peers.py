@@ -54,8 +54,8 @@ def test_a_gradient_of_other_weights_is_seen(tmp_path: Path) -> None:
 
 def test_a_length_above_the_limit_is_a_reason_and_one_below_a_peak(tmp_path: Path) -> None:
     given = options(tmp_path)
-    assert isinstance(_peak(given, "gpt", KEEP, 192 << 20, 256), int)
-    why = _peak(given, "gpt", KEEP, 64 << 20, 16 << 10)
+    assert isinstance(_peak(given, "gpt", KEEP, 192 << 20, 1, 256), int)
+    why = _peak(given, "gpt", KEEP, 64 << 20, 1, 16 << 10)
     assert isinstance(why, str)
     assert "memory" in why
 
