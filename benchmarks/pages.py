@@ -49,7 +49,7 @@ class Result:
 
 
 def newest(name: str, folder: Path | None = None, *, having: str | None = None) -> Result | None:
-    """The file of the benchmark of this name, of those that have rows of this kind, that was begun last; None where none is."""
+    """The file of this benchmark, with rows of this kind, that was begun last; None where there is none."""
     found = []
     for path in (folder or RESULTS).glob(f"*-{name}*.json"):
         body = json.loads(path.read_text())
@@ -210,9 +210,7 @@ def _rules(body: dict[str, Any]) -> list[str]:
     greedy, best = predicted["greedy"], min(one["best"] for one in carried.values() if one["best"])
     answer = (
         "Where links hide every copy, any rule that moves everything is as good. The solver earns its place where links or"
-        f" budgets bind: greedy takes up to {greedy['worst'] - 1:.1%} longer there, and"
-        f" {greedy['choosing_s'] / predicted['LP']['choosing_s']:.1f} times as long to choose. By simulation no rule beats"
-        " the LP."
+        f" budgets bind: greedy takes up to {greedy['worst'] - 1:.1%} longer there. By simulation no rule beats the LP."
     )
     if best < 0.98:
         answer += (
@@ -337,7 +335,7 @@ def figures() -> list[str]:
     told = [
         f"- **Longest sequence** of {FAMILIES['llama']} in {format_bytes(cap)} on a CPU with a disk: "
         f"{_length(longest[AUTOMATIC])} tokens with memo, {_length(longest[CHECKPOINTING])} with full "
-        f"checkpointing, {_length(longest[KEEP])} with neither ({file}).",
+        f"checkpointing, {_length(longest[KEEP])} with neither ({of_lengths}).",
         f"- **Step time** there at {one['shape']['tokens']} tokens: memo, given the memory of full checkpointing,"
         f" {step[AUTOMATIC]['to_keep']['median']:.2f} of keeping everything; full checkpointing"
         f" {step[CHECKPOINTING]['to_keep']['median']:.2f} ({file}).",
