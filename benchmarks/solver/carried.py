@@ -13,7 +13,7 @@ from memo.autoplan.controller import AutoPlan
 from memo.autoplan.device_budget import DeviceBudget
 from memo.manager.manager import Manager
 from memo.manager.plan_source import checked_plan
-from memo.mip.activation.plan import ActivationPlan, ActivationProblem
+from memo.mip.activation.plan import ActivationPlan, ActivationProblem, LayerPlan
 
 __all__ = ["carried"]
 
@@ -32,11 +32,13 @@ def carried(rounds: int) -> Iterator[dict[str, Any]]:
         problem = _problem(bench)
         managers: dict[str, Manager] = {}
         predicted: dict[str, float] = {}
+        plans: dict[str, list[str]] = {}
         for rule, choose in RULES.items():
             found = choose(problem)
             if found is not None:
                 managers[rule] = _applied(bench, found.plan)
                 predicted[rule] = found.step_s
+                plans[rule] = [_told(layer) for layer in found.plan.layers]
         taken: dict[str, list[float]] = {rule: [] for rule in managers}
         for number in range(rounds + 2):
             for rule, manager in managers.items():
@@ -50,7 +52,13 @@ def carried(rounds: int) -> Iterator[dict[str, Any]]:
             "step_s": {rule: statistics.median(taken[rule]) if rule in taken else None for rule in RULES},
             "rounds_s": taken,
             "simulated_s": predicted,
+            "plans": plans,
         }
+
+
+def _told(layer: LayerPlan) -> str:
+    points = ", ".join(f"{name} {share:.3f}" for name, share in layer.points.items())
+    return f"{points}; kept {layer.kept:.3f}, host {layer.host:.3f}, disk {layer.disk:.3f}, piece {layer.piece:g}"
 
 
 def _problem(bench: Bench) -> ActivationProblem:

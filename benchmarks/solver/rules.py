@@ -192,7 +192,9 @@ def greedy(problem: ActivationProblem) -> Outcome | None:
     first = next((count for count in range(len(steps) + 1) if is_valid(count)), None)
     if first is None:
         return None
-    return best_of(problem, (state(count) for count in range(first, min(first + PARTS, len(steps)) + 1)))
+    coarse = best_of(problem, (state(count) for count in range(first, len(steps) + 1, PARTS)))
+    fine = best_of(problem, (state(count) for count in range(first, min(first + PARTS, len(steps)) + 1)))
+    return min((found for found in (coarse, fine) if found is not None), key=lambda found: found.step_s)
 
 
 def _greedy_steps(problem: ActivationProblem, layers: Sequence[LayerProfile]) -> Iterator[tuple[int, str | None]]:

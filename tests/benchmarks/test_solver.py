@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from benchmarks.solver.__main__ import summary
+from benchmarks.solver.__main__ import is_deciding, summary
 from benchmarks.solver.problems import Named, problems, with_budget
 from benchmarks.solver.rules import RULES, best_of, greedy, lp
 from memo.mip.activation.checker import check_plan
@@ -62,3 +62,19 @@ def test_the_summary_counts_what_fits_and_compares_with_the_solver() -> None:
     assert told["SSDTrain"] | {"choosing_s": None} == {
         "fits": 0, "of": 3, "median": None, "worst": None, "best": None, "choosing_s": None,
     }  # fmt: skip
+
+
+def test_more_room_never_makes_the_greedy_rule_slower(some: list[Named]) -> None:
+    problem = some[-1].problem
+    least = problem.budgets.device_bytes
+    steps = [found.step_s for room in (1.0, 1.1, 1.3) if (found := greedy(with_budget(problem, round(least * room))))]
+    assert len(steps) == 3
+    assert steps == pytest.approx(sorted(steps, reverse=True), rel=5e-3)
+
+
+def test_a_problem_decides_where_a_rule_that_moves_bytes_is_slower_or_has_no_plan() -> None:
+    same = {"step_s": dict.fromkeys(RULES, 1.0)}
+    assert not is_deciding(same)
+    assert is_deciding({"step_s": same["step_s"] | {"greedy": 1.01}})
+    assert is_deciding({"step_s": same["step_s"] | {"SSDTrain": None}})
+    assert not is_deciding({"step_s": same["step_s"] | {"all recompute": 2.0}})
