@@ -215,9 +215,9 @@ def _rules(body: dict[str, Any]) -> list[str]:
     )
     if best < 0.98:
         answer += (
-            f" Carried out, a rule's best row is {best:.3f} of the LP's time: over the slowest link greedy is faster than the"
-            " LP's plan, and the cost model has the two in the other order. Until that is explained, margins of a few per"
-            " cent between simulated plans should not be taken for gains."
+            f" Carried out, a rule's best row is {best:.3f} of the LP's time: over the slowest link greedy is faster than"
+            " the LP's plan, and the cost model has the two in the other order. Until that is explained, margins of a few"
+            " per cent between simulated plans should not be taken for gains."
         )
     return [
         *prose(
