@@ -66,7 +66,8 @@ class _Peak:
 
     def __init__(self, device: torch.device) -> None:
         self._most = 0
-        if device.type == "cpu":  # before anything takes the function by name
+        self.budget = device_budget.device_budget_of(device, None)
+        if device.type == "cpu":  # what is made from here on takes the function by this name
             original = device_budget.restart_peak_rss
 
             def noted() -> bool:
@@ -74,7 +75,6 @@ class _Peak:
                 return original()
 
             device_budget.restart_peak_rss = noted
-        self.budget = device_budget.device_budget_of(device, None)
 
     def restart(self) -> None:
         self.budget.restart()
