@@ -154,7 +154,8 @@ def _peers(peers: Result) -> list[str]:
         lines += [
             *prose(
                 "The longest sequence in tokens, under a limit of the process's data beside what torch takes when it "
-                'is loaded; weights and gradients are inside. "or more": the time for the search was over.'
+                "is loaded; weights and gradients are inside, and of memo the stacks and staging blocks of its disk threads."
+                ' "or more": the time for the search was over.'
             ),
             "",
             *_lengths(lengths.body["lengths"]),
@@ -334,9 +335,9 @@ def figures() -> list[str]:
     file, of_lengths = (f"[file](benchmarks/results/{one.path.name})" for one in (peers, lengths))
     at_alpha_0 = f"[file](benchmarks/results/{architectures.path.name})"
     told = [
-        f"- **Longest sequence** of {FAMILIES['llama']} in {format_bytes(cap)} on a CPU with a disk, where memo's threads and"
-        f" buffers are inside the limit: {_length(longest[KEEP])} tokens keeping everything, {_length(longest[ALPHA_0])} with"
-        f" memo at alpha 0, {_length(longest[AUTOMATIC])} with its plans, {_length(longest[CHECKPOINTING])} with full"
+        f"- **Longest sequence** of {FAMILIES['llama']} in {format_bytes(cap)} on a CPU with a disk, where memo's threads"
+        f" and buffers are inside the limit: {_length(longest[KEEP])} tokens keeping everything,"
+        f" {_length(longest[ALPHA_0])} with memo at alpha 0, {_length(longest[AUTOMATIC])} with its plans, {_length(longest[CHECKPOINTING])} with full"
         f" checkpointing ({of_lengths}). Larger limits have not been measured.",
         f"- **Step time** there at {one['shape']['tokens']} tokens: memo, given the memory of full checkpointing,"
         f" {step[AUTOMATIC]['to_keep']['median']:.2f} of keeping everything; full checkpointing"
