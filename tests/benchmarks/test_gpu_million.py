@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_million, solver
+from benchmarks import gpu_million
 from benchmarks.attention_probe import probe_attention
 from benchmarks.gpu_million import OURS, Request, choose_depth, measure, plan_within, run
 from benchmarks.peers.ways import CHECKPOINTING, OFFLOADED
@@ -92,7 +92,7 @@ def test_no_plan_at_all_is_one_line_and_a_failure(
 def test_without_a_solver_the_arm_says_so_in_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(solver, "LACKING", "a plan needs pulp, not installed here")
+    monkeypatch.setattr(gpu_million, "no_solver", lambda: "a plan needs pulp, not installed here")
     assert not run(REQUEST, CPU, lambda body: None)
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "gpu-bench 1m: a plan needs pulp, not installed here; nothing was run"
