@@ -23,7 +23,7 @@ __all__ = ["PAGE", "is_whole", "newest", "page"]
 PAGE = ROOT / "docs" / "architectures.md"
 
 Entry = Mapping[str, Any]
-"""What a result says of one architecture, or of its layers that are alike."""
+"""Words of a result about one architecture, or about its layers that are alike."""
 
 _WHOLE, _MIXED, _BFLOAT16 = "1", "0.3", "bfloat16"
 _SHARES = (_MIXED, "matmuls", "0", "input")

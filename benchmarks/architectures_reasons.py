@@ -102,7 +102,7 @@ def _origin(tape: Tape, number: int, never: Mapping[int, str]) -> str:
 
 
 def _undivided(choice: Choice, levels: Setting) -> dict[str, Any]:
-    """What kept a layer from ranges of tokens at a setting that asks for them.
+    """Reasons why a layer has no ranges of tokens at a setting that asks for them.
 
     why: `nothing` no storage could be divided; `bytes` ranges would keep more than whole storages, by the factor `ratio`;
     `trial` a part of the tokens gave other bits; mixes: operators that mix tokens, with the bytes that they make.

@@ -1,4 +1,4 @@
-"""What each part of memo is worth: each switched off in turn, on the same work.
+"""Worth of each part of memo: each switched off in turn, on the same work.
 
     make bench ARMS=parts
     python -m benchmarks.parts [--rounds 5] [--parts planned,engine,addresses,tiles]
@@ -35,6 +35,7 @@ import torch
 from benchmarks.machine import no_solver
 from benchmarks.plan_accuracy import LAYERS, Bench, Case
 from benchmarks.results import write_result
+from benchmarks.solver.compared import compared
 from benchmarks.solver.problems import HUGE, MODELS, TENSOR_PARALLEL, derived, least_bytes, problems, with_budget
 from benchmarks.solver.rules import best_of, lp, placed
 from memo.allocator.caching_model import Segments, simulate_caching
@@ -105,20 +106,6 @@ def planned() -> list[dict[str, Any]]:
         {"problem": named.name, "step_s": {part: off(named.problem) for part, off in PLANNED.items()}}
         for named in problems()
     ]
-
-
-def _told_planned(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    told = {}
-    for part in PLANNED:
-        ratios = [row["step_s"][part] / row["step_s"]["everything on"] for row in rows if row["step_s"][part]]
-        told[part] = {
-            "fits": len(ratios),
-            "of": len(rows),
-            "median": statistics.median(ratios) if ratios else None,
-            "worst": max(ratios, default=None),
-            "costs_more_than_1_percent": sum(ratio > 1.01 for ratio in ratios),
-        }
-    return told
 
 
 ENGINE: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
@@ -217,7 +204,7 @@ def main(arguments: Sequence[str]) -> int:
     body: dict[str, Any] = {"load": os.getloadavg()}
     if "planned" in args.parts:
         body["planned"] = planned()
-        body["planned_parts"] = _told_planned(body["planned"])
+        body["planned_parts"] = compared(body["planned"], PLANNED, "everything on")
         print("step time over the plan with everything on, thirty problems simulated")
         for part, one in body["planned_parts"].items():
             shown = "" if one["median"] is None else f"median {one['median']:.3f}, worst {one['worst']:.3f}"

@@ -94,7 +94,7 @@ class Options:
         )  # fmt: skip
 
     def request(self, way: str, shape: Shape, **others: Any) -> Request:
-        """What the process of a way is asked for."""
+        """Request to the process of a way."""
         return Request(
             way=way, shape=shape, device=self.device, host_bytes=self.host, disk=self.disk_dir or None, trl=self.trl,
             **others,
@@ -388,7 +388,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         return NO_GPU
     body: dict[str, Any] = {
-        "options": dataclasses.asdict(options),
+        "options": dataclasses.asdict(options) | {"trl": options.trl and Path(options.trl).name},
         "device": facts,
         "versions": versions(),
         "steps": [],

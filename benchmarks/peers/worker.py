@@ -36,7 +36,7 @@ from memo.swap import Level
 __all__ = ["way_of"]
 
 NEVER_RESIDENT_BYTES = 80 << 20
-"""Of a process's limited data, what no plan counts: stacks of the disk's threads and of autograd's, 8 MiB each, and arenas
+"""Limited data of a process that no plan counts: stacks of the disk's threads and of autograd's, 8 MiB each, and arenas
 that the C library sets up. A plan's budget is resident memory."""
 
 
@@ -85,7 +85,7 @@ class _Peak:
 
 
 class _Process:
-    """What this process holds between requests."""
+    """Model, way and counters between requests."""
 
     def __init__(self, kept: contextlib.ExitStack) -> None:
         self._kept = kept

@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.machine import no_solver
 from benchmarks.results import write_result
+from benchmarks.solver.compared import compared
 from benchmarks.solver.problems import problems
 from benchmarks.solver.rules import RULES
 
@@ -58,21 +59,10 @@ def _told(name: str, step_s: dict[str, float | None]) -> str:
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Of each rule, over the problems: how often it fits, median and worst time over the LP's, seconds to choose."""
-    told = {}
-    for rule in RULES:
-        ratios = [
-            row["step_s"][rule] / row["step_s"][BASE] for row in rows if row["step_s"][rule] and row["step_s"][BASE]
-        ]
-        told[rule] = {
-            "fits": len(ratios),
-            "of": len(rows),
-            "median": statistics.median(ratios) if ratios else None,
-            "worst": max(ratios, default=None),
-            "best": min(ratios, default=None),
-            "choosing_s": statistics.median(row["choosing_s"][rule] for row in rows)
-            if "choosing_s" in rows[0]
-            else None,
-        }
+    told = compared(rows, RULES, BASE)
+    for rule, one in told.items():
+        times = [row["choosing_s"][rule] for row in rows if "choosing_s" in row]
+        one["choosing_s"] = statistics.median(times) if times else None
     return told
 
 

@@ -27,7 +27,7 @@ KEPT_LAST = 2
 PARTS = 8
 """A layer's bytes or tokens are divided into so many by the greedy rule."""
 PIECES = (1.0, 0.125)
-"""Of a recompute, where it does not fit at once."""
+"""Pieces of a recompute that are tried in turn: the smaller ones where it does not fit at once."""
 ROUNDING = 0.98
 """Share of a tier that a rule fills: storages are placed whole, in pages."""
 LEAST_GAIN = 1e-9
