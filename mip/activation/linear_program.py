@@ -160,7 +160,7 @@ class Model:
         self.staying = staying
         self._points, self._whole = points, whole
         self._sharing = Sharing.NONE if points is not None or whole else sharing
-        self._rates = problem.lanes
+        self._rates = [problem.machine_of(stage).lanes for stage in range(problem.pipeline.stages)]
         layers = problem.profile.layer_profiles()
         self._byte = float(max(max(layer.full_bytes for layer in layers), 1))
         stages = range(problem.pipeline.stages)
@@ -284,7 +284,7 @@ class Model:
             self._program += x[ALL] == 1  # it is whole in any case: nothing of it is gathered
             given = []
         pieces = pulp.lpSum(x[known.name] * further for known in layer.points[1:] if further)
-        budgets, rates = self.problem.budgets, self._rates
+        budgets, rates = self.problem.machine_of(stage).budgets, self._rates[stage]
         moves = members[-1] < len(mine) - (self.staying or 1)
         link = moves and rates.d2h_bytes_per_s > 0 and rates.h2d_bytes_per_s > 0  # (9)
         drive = link and rates.disk_write_bytes_per_s > 0 and rates.disk_read_bytes_per_s > 0
@@ -447,7 +447,7 @@ class Model:
 
     def _copy_out(self, moving: _Group, hiding: _Group | None, window: Window, load_s: float) -> pulp.LpVariable:
         """Constraint (4): stall of a copy out."""
-        rates = self._rates
+        rates = self._rates[moving.stage]
         moved = self._seconds(rates.d2h_bytes_per_s)
         self._prices += len(moving.members) * moved * (MOVING_PRICE * moving.host + DISK_PRICE * moving.disk)
         lane = (rates.d2h_bytes_per_s, rates.disk_write_bytes_per_s)
@@ -455,7 +455,7 @@ class Model:
 
     def _copy_in(self, moving: _Group, hiding: _Group | None, window: Window, load_s: float) -> pulp.LpVariable:
         """Constraint (5): stall of a copy in."""
-        rates = self._rates
+        rates = self._rates[moving.stage]
         lane = (rates.h2d_bytes_per_s, rates.disk_read_bytes_per_s)
         return self._copy(moving, *lane, self._room(hiding, window, load_s), Resource.COPY_IN, window)
 
@@ -488,7 +488,7 @@ class Model:
         return stall
 
     def _device_rows(self, stage: int) -> None:
-        device = self.problem.budgets.device_bytes
+        device = self.problem.machine_of(stage).budgets.device_bytes
         for candidate in _undominated(device_peak_candidates(self.problem, stage)):
             used = pulp.LpAffineExpression()
             for group in self._stages[stage]:
@@ -538,7 +538,7 @@ class Model:
 
     def _node_rows(self, stages: Mapping[int, int]) -> None:
         """Rows of the budgets that a node's ranks share; `stages` is the number of ranks by stage."""
-        problem, budgets = self.problem, self.problem.budgets
+        problem, budgets = self.problem, self.problem.machine_of(min(stages)).budgets
         host = pulp.lpSum(ranks * self._held(stage, Resource.HOST) for stage, ranks in stages.items())
         disk = pulp.lpSum(ranks * self._held(stage, Resource.DISK) for stage, ranks in stages.items())
         written = pulp.lpSum(

@@ -7,7 +7,7 @@ split backward only for its own rank. The simulator plays the same with every co
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from memo.mip.inputs.pipeline_schedules import Kind
@@ -18,13 +18,19 @@ if TYPE_CHECKING:
 __all__ = ["microbatches_s"]
 
 
-def microbatches_s(pipeline: Pipeline, stages: Sequence[StagePrediction], *, send_s: float = 0.0) -> float:
+SendSeconds = Callable[[int, int], float]
+"""(giving stage, taking stage) -> seconds of a message."""
+
+
+def microbatches_s(
+    pipeline: Pipeline, stages: Sequence[StagePrediction], *, send_s: SendSeconds = lambda giver, taker: 0.0
+) -> float:
     """Seconds from the start of a step until every stage has its last gradients.
 
     Args:
         pipeline: stages and microbatches.
         stages: predicted times of each stage.
-        send_s: seconds of a message from one stage to the next.
+        send_s: seconds of a message from one stage to another.
     """
     if pipeline.chunks > 1:
         return _in_turns(pipeline, stages, send_s)
@@ -37,7 +43,7 @@ def microbatches_s(pipeline: Pipeline, stages: Sequence[StagePrediction], *, sen
     return seconds + (pipeline.microbatches - shown) * further_s
 
 
-def _one_chunk_each(pipeline: Pipeline, microbatches: int, stages: Sequence[StagePrediction], send_s: float) -> float:
+def _one_chunk_each(pipeline: Pipeline, microbatches: int, stages: Sequence[StagePrediction], send_s: SendSeconds) -> float:
     pipeline = dataclasses.replace(pipeline, microbatches=microbatches)
     count = len(stages)
     clock, orders = [0.0] * count, [list(pipeline.order(stage)) for stage in range(count)]
@@ -52,13 +58,13 @@ def _one_chunk_each(pipeline: Pipeline, microbatches: int, stages: Sequence[Stag
                     given, mine = done[giver][forward], done[number][forward]
                     if len(given) <= len(mine):
                         break
-                    clock[number] = max(clock[number], given[len(mine)] + send_s)
+                    clock[number] = max(clock[number], given[len(mine)] + send_s(giver, number))
                 clock[number] += stage.forward_s if forward else stage.microbatch_s - stage.forward_s
                 done[number][forward].append(clock[number])
     return _end_s(clock, stages)
 
 
-def _in_turns(pipeline: Pipeline, stages: Sequence[StagePrediction], send_s: float) -> float:
+def _in_turns(pipeline: Pipeline, stages: Sequence[StagePrediction], send_s: SendSeconds) -> float:
     count, last = len(stages), pipeline.chunks * len(stages) - 1
     clock, at = [0.0] * count, [0] * count
     orders = [pipeline.turns(stage) for stage in range(count)]
@@ -75,7 +81,7 @@ def _in_turns(pipeline: Pipeline, stages: Sequence[StagePrediction], send_s: flo
                     given = ends.get((giver, forward, turn.microbatch))
                     if given is None:
                         break
-                    clock[number] = max(clock[number], given + (send_s if rank_of[giver] != number else 0.0))
+                    clock[number] = max(clock[number], given + (send_s(rank_of[giver], number) if rank_of[giver] != number else 0.0))
                 clock[number] += stage.turn_s(turn.chunk, turn.kind)
                 if turn.kind is not Kind.WEIGHT:
                     ends[place, forward, turn.microbatch] = clock[number]

@@ -55,11 +55,16 @@ def simulate(plan: ActivationPlan, problem: ActivationProblem | None = None) -> 
         )
     stages = [_stage(plan.layers, problem, number) for number in range(pipeline.stages)]
     if pipeline.chunks > 1:
-        _run_turns(stages, pipeline, problem.profile.send_s)
+        _run_turns(stages, problem)
     else:
-        _run(stages, pipeline, problem.profile.send_s)
-    for stage in stages:
-        stage.step(problem.profile.optimizer_s, problem.profile.optimizer_exchange_s)
+        _run(stages, problem)
+    if problem.machines:  # optimizers run when the last stage has its gradients
+        ready_s = max(stage.reduced_s for stage in stages)
+        for stage in stages:
+            stage.idle(ready_s)
+    for number, stage in enumerate(stages):
+        machine = problem.machine_of(number)
+        stage.step(machine.optimizer_s, machine.optimizer_exchange_s)
     results = [stage.result() for stage in stages]
     return Simulation(
         step_s=max(stage.now_s for stage in stages),
@@ -114,7 +119,7 @@ def layer_work(name: str, layer: LayerProfile, plan: LayerPlan) -> LayerWork:
 
 
 def _stage(plans: Sequence[LayerPlan], problem: ActivationProblem, number: int) -> Stage:
-    profile, budgets = problem.profile, problem.budgets
+    profile, machine = problem.profile, problem.machine_of(number)
     known, mine, pipeline = profile.layer_profiles(), stage_layers(problem, number), problem.pipeline
     first, last = mine[0] == 0, mine[-1] == len(known) - 1
     static = sum(known[layer].static_bytes for layer in mine)
@@ -125,9 +130,9 @@ def _stage(plans: Sequence[LayerPlan], problem: ActivationProblem, number: int) 
             for chunk in chunk_layers(problem, number)
         ),
         turns=pipeline.turns(number) if pipeline.chunks > 1 else (),
-        rates=problem.lanes,
+        rates=machine.lanes,
         static_nbytes=static,
-        budgets={Tier.DEVICE: budgets.device_bytes},
+        budgets={Tier.DEVICE: machine.budgets.device_bytes},
         embedding=_end_work("embedding", profile.embedding) if first else None,
         head=_end_work("head", profile.head) if last else None,
     )
@@ -135,7 +140,7 @@ def _stage(plans: Sequence[LayerPlan], problem: ActivationProblem, number: int) 
 
 def _with_node_budgets(stages: Sequence[StageSimulation], problem: ActivationProblem, number: int) -> StageSimulation:
     """Sets the budgets of a stage's lower tiers: what the node's other stages leave, divided among its ranks."""
-    budgets, peaks = problem.budgets, []
+    budgets, peaks = problem.machine_of(number).budgets, []
     for peak in stages[number].peaks:
         if peak.tier is not Tier.DEVICE:
             node_bytes = budgets.host_bytes if peak.tier is Tier.HOST else budgets.disk_bytes
@@ -174,16 +179,16 @@ class _Progress:
     backward_s: list[float] = dataclasses.field(default_factory=list)
 
 
-def _run(stages: Sequence[Stage], pipeline: Pipeline, send_s: float) -> None:
+def _run(stages: Sequence[Stage], problem: ActivationProblem) -> None:
     """Runs every stage's order; a pass begins when its stage is free and the neighbour's part has arrived.
 
     Stages share nothing but these times, so each pass can be played as soon as the time it waits for is known.
     """
     count = len(stages)
-    done = [_Progress(list(_order(pipeline, number))) for number in range(count)]
+    done = [_Progress(list(_order(problem.pipeline, number))) for number in range(count)]
     while any(own.at < len(own.order) for own in done):
         for number, (stage, own) in enumerate(zip(stages, done, strict=True)):
-            while own.at < len(own.order) and _advance(stage, number, done, send_s):
+            while own.at < len(own.order) and _advance(stage, number, done, problem):
                 own.at += 1
 
 
@@ -197,7 +202,7 @@ def _order(pipeline: Pipeline, stage: int) -> Iterator[bool]:
     yield from [False] * ahead
 
 
-def _advance(stage: Stage, number: int, done: Sequence[_Progress], send_s: float) -> bool:
+def _advance(stage: Stage, number: int, done: Sequence[_Progress], problem: ActivationProblem) -> bool:
     """Plays a stage's next pass; False while the neighbour's part of it is not known yet."""
     own = done[number]
     forward = own.order[own.at]
@@ -207,7 +212,7 @@ def _advance(stage: Stage, number: int, done: Sequence[_Progress], send_s: float
         microbatch = len(own.forward_s if forward else own.backward_s)
         if len(times) <= microbatch:
             return False
-        stage.idle(times[microbatch] + send_s)
+        stage.idle(times[microbatch] + problem.send_s(neighbour, number))
     if forward:
         stage.forward()
         own.forward_s.append(stage.now_s)
@@ -217,8 +222,10 @@ def _advance(stage: Stage, number: int, done: Sequence[_Progress], send_s: float
     return True
 
 
-def _run_turns(stages: Sequence[Stage], pipeline: Pipeline, send_s: float) -> None:
+def _run_turns(stages: Sequence[Stage], problem: ActivationProblem) -> None:
     """The same with several chunks a stage, in the order of their turns. A single stage waits for no other."""
+    pipeline = problem.pipeline
+    stage_of = {place: number for number in range(len(stages)) for place in pipeline.chunk_positions(number)}
     waiting = [collections.deque(pipeline.turns(number)) for number in range(len(stages))]
     done: dict[tuple[int, int, bool], float] = {}  # place in the pipeline, microbatch, whether forward
     ends = -1 if pipeline.own is not None else pipeline.chunks * len(stages)
@@ -232,7 +239,7 @@ def _run_turns(stages: Sequence[Stage], pipeline: Pipeline, send_s: float) -> No
                 if 0 <= giver < ends and turn.kind is not Kind.WEIGHT:
                     if (giver, turn.microbatch, forward) not in done:
                         break
-                    sent_s = 0.0 if giver in places else send_s  # in a V one stage hands to itself
+                    sent_s = 0.0 if giver in places else problem.send_s(stage_of[giver], number)  # in a V one stage hands to itself
                     stage.idle(done[giver, turn.microbatch, forward] + sent_s)
                 waiting[number].popleft()
                 if forward:
