@@ -30,6 +30,7 @@ IMPORTS = {
     "mip/inputs": "memo mip",
     "mip/activation": "memo mip mip/address mip/inputs",
     "mip/simulate": "memo mip/inputs mip/activation",
+    "mip/cluster": "memo mip mip/inputs mip/activation",
     "allocator": "memo mip mip/address",
     "swap": "memo",
     "swap/memory": "memo mip/address",

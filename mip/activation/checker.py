@@ -80,9 +80,7 @@ def check_plan(plan: ActivationPlan) -> Violation | None:
         walks = [walk_turns(plan, stage) for stage in range(pipeline.stages)]
     else:
         walks = [
-            walk_microbatch(
-                plan, *bounds, flight=_flight(plan, stage), rates=plan.problem.machine_of(stage).lanes
-            )
+            walk_microbatch(plan, *bounds, flight=_flight(plan, stage), rates=plan.problem.machine_of(stage).lanes)
             for stage, bounds in enumerate(_bounds(plan))
         ]
     return _device(plan, walks) or _shared(plan, walks) or _prediction(plan, walks)
@@ -190,11 +188,12 @@ def _nodes(plan: ActivationPlan) -> list[list[int]]:
     nodes: set[tuple[int, ...]] = set()
     filled: list[int] = []  # the stage of each rank on the node that is filled
     for stage in range(pipeline.stages):
-        size = problem.machine_of(stage).budgets.ranks_per_node
-        if problem.machines and problem.machines[stage].new_node:
+        machine = problem.machine_of(stage)
+        size = machine.budgets.ranks_per_node
+        if machine.new_node:
             nodes.add(tuple(filled))
             filled = []
-        for _ in range(pipeline.stage_ranks or size):
+        for _ in range(machine.node_ranks or pipeline.stage_ranks or size):
             filled.append(stage)
             if len(filled) == size:
                 nodes.add(tuple(filled))

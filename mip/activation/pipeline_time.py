@@ -43,7 +43,9 @@ def microbatches_s(
     return seconds + (pipeline.microbatches - shown) * further_s
 
 
-def _one_chunk_each(pipeline: Pipeline, microbatches: int, stages: Sequence[StagePrediction], send_s: SendSeconds) -> float:
+def _one_chunk_each(
+    pipeline: Pipeline, microbatches: int, stages: Sequence[StagePrediction], send_s: SendSeconds
+) -> float:
     pipeline = dataclasses.replace(pipeline, microbatches=microbatches)
     count = len(stages)
     clock, orders = [0.0] * count, [list(pipeline.order(stage)) for stage in range(count)]
@@ -81,7 +83,8 @@ def _in_turns(pipeline: Pipeline, stages: Sequence[StagePrediction], send_s: Sen
                     given = ends.get((giver, forward, turn.microbatch))
                     if given is None:
                         break
-                    clock[number] = max(clock[number], given + (send_s(rank_of[giver], number) if rank_of[giver] != number else 0.0))
+                    sent_s = send_s(rank_of[giver], number) if rank_of[giver] != number else 0.0
+                    clock[number] = max(clock[number], given + sent_s)
                 clock[number] += stage.turn_s(turn.chunk, turn.kind)
                 if turn.kind is not Kind.WEIGHT:
                     ends[place, forward, turn.microbatch] = clock[number]

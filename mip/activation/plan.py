@@ -285,6 +285,9 @@ class StageMachine:
     """Seconds per step in which updated weights are gathered and nothing else runs."""
     new_node: bool = False
     """Whether its ranks begin with a node of their own, which no earlier stage has ranks on."""
+    node_ranks: int = 0
+    """Ranks of the stage that fill nodes before the next stage's do, where the others are in another group of nodes; 0:
+    all of them."""
 
     def __post_init__(self) -> None:
         check_amounts(self, "stage machine")
@@ -374,8 +377,9 @@ class ActivationProblem:
         """
         found: dict[tuple[tuple[int, int], ...], None] = {}
         for stages in self._node_runs:
-            size = self.machine_of(stages[0]).budgets.ranks_per_node
-            each = self.pipeline.stage_ranks or size
+            machine = self.machine_of(stages[0])
+            size = machine.budgets.ranks_per_node
+            each = machine.node_ranks or self.pipeline.stage_ranks or size
             bounds = [(place * each // size, ((place + 1) * each - 1) // size) for place in range(len(stages))]
             for node in sorted({node for first, last in bounds for node in (first, min(first + 1, last), last)}):
                 begin, end = node * size, min((node + 1) * size, len(stages) * each)

@@ -50,7 +50,9 @@ class NodeGroup:
         if not 0 <= self.disk_bytes <= 1 << 62:
             raise PlanError(f"group {self.name!r}: disk is {self.disk_bytes} bytes")
         if self.nodes > 1 and not self.machine.network.nics_per_node:
-            raise PlanError(f"group {self.name!r}: no network connects its {self.nodes} nodes; give net, such as 8x400Gb")
+            raise PlanError(
+                f"group {self.name!r}: no network connects its {self.nodes} nodes; give net, such as 8x400Gb"
+            )
 
     @property
     def gpus(self) -> int:
@@ -167,14 +169,20 @@ def slowest_machine(machines: Sequence[Hardware]) -> Hardware:
     gpus = min(machine.gpus_per_node for machine in machines)
 
     def least(name: str) -> float:
-        return min(getattr(machine, name) for machine in machines)
+        return min(float(getattr(machine, name)) for machine in machines)
 
     def least_of_node(name: str) -> float:
-        return gpus * min(getattr(machine, name) / machine.gpus_per_node for machine in machines)
+        return gpus * min(float(getattr(machine, name)) / machine.gpus_per_node for machine in machines)
+
+    def least_share(name: str) -> float:
+        """What makes the product with the peak the least one."""
+        return min(float(getattr(machine, name)) * machine.peak_flops for machine in machines) / least("peak_flops")
 
     return Hardware(
         name=" + ".join(dict.fromkeys(machine.name for machine in machines)),
         **{name: least(name) for name in _OF_GPU},
+        matmul_efficiency=least_share("matmul_efficiency"),
+        attention_efficiency=least_share("attention_efficiency"),
         device_bytes=min(machine.device_bytes for machine in machines),
         **{name: least_of_node(name) for name in _OF_NODE},
         host_bytes=int(least_of_node("host_bytes")),
@@ -185,8 +193,6 @@ def slowest_machine(machines: Sequence[Hardware]) -> Hardware:
 
 _OF_GPU = (
     "peak_flops",
-    "matmul_efficiency",
-    "attention_efficiency",
     "hbm_bytes_per_s",
     "d2h_bytes_per_s",
     "h2d_bytes_per_s",
@@ -208,6 +214,7 @@ def _slowest_network(machines: Sequence[Hardware], gpus: int) -> Network:
         / one.gpus_per_node
         for one in joined
     ]
+    peers = min(machine.nvlink_bytes_per_s * machine.network.node_efficiency for machine in machines)
     sizes = sorted({level.nodes for network in networks for level in network.levels if level.nodes})
     return Network(
         nics_per_node=gpus if joined else 0,
@@ -215,8 +222,7 @@ def _slowest_network(machines: Sequence[Hardware], gpus: int) -> Network:
         nic_latency_s=max(network.nic_latency_s for network in networks),
         nic_efficiency=1.0,
         node_latency_s=max(network.node_latency_s for network in networks),
-        # The rates of both links are multiplied: the product is what is least.
-        node_efficiency=min(network.node_efficiency for network in networks),
+        node_efficiency=peers / min(machine.nvlink_bytes_per_s for machine in machines) if peers else 1.0,
         launch_s=max(network.launch_s for network in networks),
         peers_through_pcie=any(network.peers_through_pcie for network in networks),
         levels=tuple(_slowest_level(joined, nodes, gpus) for nodes in sizes),

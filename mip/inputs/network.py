@@ -223,9 +223,7 @@ def _group_from(start: int, size: int, stride: int, gpus_per_node: int, gpus: in
     ends = range(0, start + size * stride + gpus_per_node, gpus_per_node)
     before = [min(max(-(-(end - start) // stride), 0), size) for end in ends]  # ranks on nodes that end before it
     counts = [after - count for count, after in itertools.pairwise(before) if after > count]
-    return Group(
-        size=size, per_node=max(counts), fewest=min(counts), nodes=len(counts), stride=stride, gpus=gpus
-    )
+    return Group(size=size, per_node=max(counts), fewest=min(counts), nodes=len(counts), stride=stride, gpus=gpus)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -256,7 +254,7 @@ class Collectives:
         return whole / level.oversubscription / self.machine.gpus_per_node
 
     def _crossed(self, group: Group) -> Iterator[tuple[Level, Group, float]]:
-        """Levels that a group crosses, its ranks by their units, and the seconds that a step takes beyond one of the NICs."""
+        """Levels that a group crosses, its ranks by their units, and a step's seconds beyond one over the NICs."""
         network = self.machine.network
         for level in network.levels:
             for part in _on_nodes(group) if level.nodes else (group,):

@@ -239,7 +239,8 @@ def _run_turns(stages: Sequence[Stage], problem: ActivationProblem) -> None:
                 if 0 <= giver < ends and turn.kind is not Kind.WEIGHT:
                     if (giver, turn.microbatch, forward) not in done:
                         break
-                    sent_s = 0.0 if giver in places else problem.send_s(stage_of[giver], number)  # in a V one stage hands to itself
+                    # In a V one stage hands to itself.
+                    sent_s = 0.0 if giver in places else problem.send_s(stage_of[giver], number)
                     stage.idle(done[giver, turn.microbatch, forward] + sent_s)
                 waiting[number].popleft()
                 if forward:

@@ -110,9 +110,7 @@ class Layout:
         if not self.islands:
             return (self,)
         model = self.tp * self.cp * self.pp
-        return tuple(
-            dataclasses.replace(self, gpus=replicas * model, islands=()) for replicas in self.islands
-        )
+        return tuple(dataclasses.replace(self, gpus=replicas * model, islands=()) for replicas in self.islands)
 
     def leaves_node(self, gpus_per_node: int) -> bool:
         """Whether some stage's next one is on another node."""
