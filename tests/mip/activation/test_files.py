@@ -193,7 +193,7 @@ HOSTILE = {
     "NaN": (TEXT.replace('"version": 6', '"version": NaN'), "not a number"),
     "a key twice": (TEXT.replace('"version": 6', '"version": 6, "version": 6'), "twice"),
     "another format": (edited(at("format", value="memo-profile")), "the format 'memo-profile', not"),
-    "another version": (edited(at("version", value=6)), "version is 6"),
+    "another version": (edited(at("version", value=7)), "version is 7"),
     "true as version": (edited(at("version", value=True)), "version is True"),
     "an unknown key": (edited(at("extra", value=1)), "unknown key 'extra'"),
     "an unknown key within": (edited(at(*BUDGETS, "gpu", value=1)), "unknown key 'gpu'"),
