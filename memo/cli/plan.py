@@ -111,8 +111,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--gpus",
         type=_gpus,
         metavar="N",
-        help="number of GPUs in all; auto finds the fewest that fit: 1, 2, 4, 8, then whole nodes (default 1; with --cluster "
-        "all of it)",
+        help="number of GPUs in all; auto finds the fewest that fit: 1, 2, 4, 8, then whole nodes (default 1; with "
+        "--cluster all of it)",
     )
     where.add_argument(
         "--cluster",

@@ -8,7 +8,7 @@ Bytes are in units of the largest layer's, times in units of the mean layer's, t
     (1)  sum_p x_p = 1                                       points
     (2)  S = fixed + sum_p x_p saved_p;  K = S - h - d >= 0  what is saved, what of it is kept
     (3)  T >= T_s = C + sum R + sum stalls                   the first microbatch visits all, each further one takes
-                                                             as long as the slowest
+                                                             as long as the slowest, stage or message
     (4)  out_i >= (h + d) / d2h - W(i+1),  d / write + h w - W(i+1)
     (5)  in_i  >= (h + d) / h2d - W'(i+1),  d / read + h w' - W'(i+1)
          with the windows W = F + e and W' = B + R + e': a layer's work and what collectives last beyond it
@@ -183,6 +183,7 @@ class Model:
         for stage in stages:
             self._time_rows(stage)
             self._device_rows(stage)
+        self._message_row()
         self._sync_rows()
         for node in problem.nodes:
             self._node_rows(node)
@@ -362,6 +363,13 @@ class Model:
         if self.problem.pipeline.microbatches > 1:
             # (3)
             self._program += self._slowest_stage >= total
+
+    def _message_row(self) -> None:
+        """Constraint (3) of the links: each carries one message a microbatch in each direction."""
+        stages = self.problem.pipeline.stages
+        if stages > 1 and self.problem.pipeline.microbatches > 1:
+            longest = max(self.problem.send_s(stage, stage + 1) for stage in range(stages - 1))
+            self._program += self._slowest_stage >= longest / self._second
 
     def _loads(self, stage: int) -> tuple[dict[tuple[int, Kind], float], float]:
         """Seconds of collectives beside each layer's passes, and those of a microbatch that are beside none."""

@@ -40,7 +40,7 @@ runtime alike. One rank, one microbatch, layers 0 to n-1; F, B, R are a layer's 
                window is as long as what runs in it, exposed collectives included. Gradients that are reduced once a step
                follow one another on the network as the stage's last pass has them ready, behind its work and recompute
                and after its gathers; those of another chunk are done by then. A message to the next stage arrives after
-               the time of a send
+               the time of a send, which begins when the one before it on this way has arrived
     machines   stages may have different numbers of layers, and each its own machine: its rates, budgets and links to the
                next stage. Stages that stand on other nodes than those before begin a new node. The optimizer runs when
                all stages have their gradients, as a clip of their norm needs, and as long as the slowest one's

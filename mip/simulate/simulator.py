@@ -171,7 +171,7 @@ def _end_work(name: str, end: EndProfile) -> EndWork:
 
 @dataclasses.dataclass(slots=True)
 class _Progress:
-    """Position of a stage in its order, and the end times of its microbatches in both directions."""
+    """Position of a stage in its order, and when what its microbatches send in both directions has arrived."""
 
     order: list[bool]
     at: int = 0
@@ -212,13 +212,19 @@ def _advance(stage: Stage, number: int, done: Sequence[_Progress], problem: Acti
         microbatch = len(own.forward_s if forward else own.backward_s)
         if len(times) <= microbatch:
             return False
-        stage.idle(times[microbatch] + problem.send_s(neighbour, number))
+        stage.idle(times[microbatch])
     if forward:
         stage.forward()
-        own.forward_s.append(stage.now_s)
     else:
         stage.backward(last=own.at == len(own.order) - 1)
-        own.backward_s.append(stage.now_s)
+    sent = own.forward_s if forward else own.backward_s
+    taker, starts_s = number + 1 if forward else number - 1, stage.now_s
+    if not 0 <= taker < len(done):
+        sent.append(starts_s)
+        return True
+    if sent:  # the link is free when the message before has arrived
+        starts_s = max(starts_s, sent[-1])
+    sent.append(starts_s + problem.send_s(number, taker))
     return True
 
 
@@ -227,7 +233,11 @@ def _run_turns(stages: Sequence[Stage], problem: ActivationProblem) -> None:
     pipeline = problem.pipeline
     stage_of = {place: number for number in range(len(stages)) for place in pipeline.chunk_positions(number)}
     waiting = [collections.deque(pipeline.turns(number)) for number in range(len(stages))]
-    done: dict[tuple[int, int, bool], float] = {}  # place in the pipeline, microbatch, whether forward
+    # By place in the pipeline, microbatch and whether forward: when the next place has it.
+    done: dict[tuple[int, int, bool], float] = {}
+    busy_s: collections.defaultdict[tuple[int, int], float] = collections.defaultdict(
+        float
+    )  # a link, by its two stages
     ends = -1 if pipeline.own is not None else pipeline.chunks * len(stages)
     while any(waiting):
         for number, stage in enumerate(stages):
@@ -239,13 +249,16 @@ def _run_turns(stages: Sequence[Stage], problem: ActivationProblem) -> None:
                 if 0 <= giver < ends and turn.kind is not Kind.WEIGHT:
                     if (giver, turn.microbatch, forward) not in done:
                         break
-                    # In a V one stage hands to itself.
-                    sent_s = 0.0 if giver in places else problem.send_s(stage_of[giver], number)
-                    stage.idle(done[giver, turn.microbatch, forward] + sent_s)
+                    stage.idle(done[giver, turn.microbatch, forward])
                 waiting[number].popleft()
                 if forward:
                     stage.forward(turn.chunk)
                 else:
                     stage.backward(last=not waiting[number])
                 if turn.kind is not Kind.WEIGHT:
-                    done[places[turn.chunk], turn.microbatch, forward] = stage.now_s
+                    place = places[turn.chunk]
+                    taker, there_s = stage_of.get(place + (1 if forward else -1), number), stage.now_s
+                    if taker != number:  # in a V one stage hands to itself
+                        there_s = max(there_s, busy_s[number, taker]) + problem.send_s(number, taker)
+                        busy_s[number, taker] = there_s
+                    done[place, turn.microbatch, forward] = there_s

@@ -245,12 +245,12 @@ def _lines(found: list[_Candidate], left_out: int) -> Iterator[str]:
 
 def _summary(candidate: _Candidate) -> dict[str, Any]:
     exchanged = communication(candidate.plan.problem)
-    groups = candidate.placement.cluster.groups
+    names = [group.name for group in candidate.placement.cluster.groups]
     return {
         "crossing": str(candidate.placement.crossing),
         "stages": [
             [
-                {"group": groups[group].name, "replicas": count}
+                {"group": names[group], "replicas": count}
                 for group, count in zip(place.groups, place.replicas, strict=True)
             ]
             for place in candidate.placement.places
