@@ -118,6 +118,8 @@ def _group(entry: _GroupEntry, folder: Path) -> NodeGroup:
     machine = dataclasses.replace(
         machine, network=network, **{name: value for name, value in changed.items() if value is not None}
     )
+    if not machine.device_bytes:
+        raise PlanError(f"{where}: device is 0 bytes")
     disk = _size(entry.disk, f"{where}: disk") or 0
     return NodeGroup(name=entry.name, machine=machine, nodes=entry.nodes, disk_bytes=disk)
 

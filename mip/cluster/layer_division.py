@@ -11,13 +11,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 __all__ = ["StageCosts", "divide_layers"]
 
-MOST_CHOICES = 20_000_000
-"""Product of stages and squared layers up to which the sum is minimised, too."""
 EVENNESS = 1e-6
+"""Weight of a run's square against its seconds, which chooses the more even of divisions with equal sums."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,27 +58,24 @@ def _divide(costs: Sequence[StageCosts], *, bounded: bool) -> tuple[int, ...] | 
         seconds = time[run][end] - time[run][first]
         return seconds + (costs[run].before_s if run == 0 else 0.0) + (costs[run].after_s if run == count - 1 else 0.0)
 
-    # The shortest slowest run. With more layers before it, a run gets shorter and those before it longer.
+    # The shortest slowest run. The more layers a run has, the longer it is, so the search ends with the first too long.
     best = [math.inf] * (layers + 1)
     best[0] = 0.0
     for run in range(count):
         ahead, best = best, [math.inf] * (layers + 1)
         for end in range(run + 1, layers - (count - 1 - run) + 1):
-            low, high = run, end - 1
-            while low < high:
-                middle = (low + high) // 2
-                if ahead[middle] >= cost(run, middle, end):
-                    high = middle
-                else:
-                    low = middle + 1
-            best[end] = min(max(ahead[at], cost(run, at, end)) for at in {max(low - 1, run), low})
+            for first in range(end - 1, run - 1, -1):
+                seconds = cost(run, first, end)
+                if seconds >= best[end]:
+                    break
+                best[end] = min(best[end], max(ahead[first], seconds))
     bound = best[layers]
     if bound == math.inf:
         return None
     return _shortest_sum(cost, count, layers, bound * (1 + 1e-12))
 
 
-def _shortest_sum(cost, count: int, layers: int, bound: float) -> tuple[int, ...]:  # type: ignore[no-untyped-def]
+def _shortest_sum(cost: Callable[[int, int, int], float], count: int, layers: int, bound: float) -> tuple[int, ...]:
     """Of the divisions whose runs are all within the bound, the one with the shortest sum, then the most even one."""
     sums: list[list[tuple[float, int]]] = []
     before = {0: 0.0}

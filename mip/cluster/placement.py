@@ -17,7 +17,7 @@ import dataclasses
 import enum
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from memo.errors import UsageError
 from memo.mip.cluster.cluster import slowest_machine
@@ -101,6 +101,15 @@ class Placement:
     def ends_apart(self) -> bool:
         """Whether the first and the last stage are in different groups."""
         return self.crossing is Crossing.STAGES and self.places[0].groups != self.places[-1].groups
+
+    def changes(self, stage: int) -> dict[str, Any]:
+        """Fields of a layout that say how a stage's ranks lie in their groups of nodes."""
+        together = sum(place.groups == self.places[stage].groups for place in self.places)
+        return {
+            "islands": self.islands(stage),
+            "group_gpus": together * self.stage_gpus if self.crossing is Crossing.STAGES else 0,
+            "ends_apart": self.ends_apart,
+        }
 
     def machine(self, stage: int) -> Hardware:
         """The machine of a stage: its group's, or the slowest of its groups with the connection as the uppermost level."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from memo.mip.activation import ActivationProblem, Budgets, Pipeline, StageMachine, chunk_layers
 from memo.mip.cluster.cluster import NodeGroup, slowest_machine
@@ -29,15 +29,13 @@ __all__ = ["Communication", "ProfileOf", "balanced_layers", "communication", "pr
 class ProfileOf(Protocol):
     """Derives a rank's profile as if every stage stood on one machine."""
 
-    def __call__(self, machine: Hardware, *, islands: tuple[int, ...], stage_layers: int, ends_apart: bool) -> Profile:
-        """Profile of the layout on a machine; the arguments are the fields of `memo.gpt.arithmetic`'s Layout.
+    def __call__(self, machine: Hardware, **changes: Any) -> Profile:
+        """Profile of the layout on a machine.
 
         Args:
             machine: rates, memories and links.
-            islands: replicas in each group of nodes that a stage's are divided over; the machine's uppermost level is
-                between these.
-            stage_layers: layers of the stage whose optimizer is timed; 0: the largest stage of an equal division.
-            ends_apart: whether the first and the last stage are in different groups.
+            changes: fields of `memo.gpt.arithmetic`'s Layout that the placement changes, for `dataclasses.replace`:
+                `islands`, `stage_layers`, `group_gpus`, `ends_apart`.
         """
 
 
@@ -76,14 +74,19 @@ def problem_inputs(
         chunks=chunks,
     )
     budgets = [_budgets(placement, stage, budgets_of or NodeGroup.budgets) for stage in range(stages)]
-    uniform = placement.crossing is Crossing.NOTHING
-    if uniform and layers is None:
-        machine = placement.machine(0)
-        profile = profile_of(machine, islands=(), stage_layers=0, ends_apart=False)
-        return ActivationProblem(profile=profile, hardware=machine, budgets=budgets[0], pipeline=pipeline)
     if layers is not None:
         pipeline = dataclasses.replace(pipeline, layers=tuple(layers))
+    if placement.crossing is Crossing.NOTHING:
+        machine = placement.machine(0)
+        profile = profile_of(machine, stage_layers=_most_layers(pipeline)) if layers else profile_of(machine)
+        return ActivationProblem(profile=profile, hardware=machine, budgets=budgets[0], pipeline=pipeline)
     return _Stages(placement, profile_of, pipeline, budgets).problem()
+
+
+def _most_layers(pipeline: Pipeline) -> int:
+    """Layers of the largest stage."""
+    stages = range(pipeline.stages)
+    return max(sum(pipeline.layers[run] for run in pipeline.chunk_positions(stage)) for stage in stages)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -146,12 +149,7 @@ class _Stages:
     ) -> Profile:
         key = (self.placement.places[stage], stage_layers)
         if key not in known:
-            known[key] = self.profile_of(
-                machine,
-                islands=self.placement.islands(stage),
-                stage_layers=stage_layers,
-                ends_apart=self.placement.ends_apart,
-            )
+            known[key] = self.profile_of(machine, **self.placement.changes(stage), stage_layers=stage_layers)
         return known[key]
 
     def _send_s(self, stage: int, other: int, profile: Profile) -> float:
@@ -244,12 +242,7 @@ def balanced_layers(
     for stage in range(stages):
         place = placement.places[stage]
         if place not in known:
-            known[place] = profile_of(
-                placement.machine(stage),
-                islands=placement.islands(stage),
-                stage_layers=0,
-                ends_apart=placement.ends_apart,
-            )
+            known[place] = profile_of(placement.machine(stage), **placement.changes(stage), stage_layers=0)
         profile, budgets = known[place], _budgets(placement, stage, budgets_of or NodeGroup.budgets)
         for run in schedule.stages_of(stage, stages, chunks=chunks):
             costs[run] = _costs(

@@ -204,9 +204,8 @@ class ClusterRequest:
         layout, request = self.request.layout, self.request
 
         @functools.lru_cache(maxsize=1024)
-        def profile_of(machine: Hardware, *, islands: tuple[int, ...], stage_layers: int, ends_apart: bool) -> Profile:
-            own = dataclasses.replace(layout, islands=islands, stage_layers=stage_layers, ends_apart=ends_apart)
-            return request.profile_on(machine, own, tiles=tiles)
+        def profile_of(machine: Hardware, **changes: Any) -> Profile:
+            return request.profile_on(machine, dataclasses.replace(layout, **changes), tiles=tiles)
 
         return self.profiles.setdefault(tiles, profile_of)
 

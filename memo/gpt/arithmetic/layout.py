@@ -35,6 +35,8 @@ class Layout:
     """Replicas in each group of nodes that a stage's are divided over; without them a stage is within one such group."""
     stage_layers: int = 0
     """Layers of a stage; 0: the most that an equal division gives one."""
+    group_gpus: int = 0
+    """GPUs of the layout in the group of nodes that a stage is in; 0: all of them."""
     ends_apart: bool = False
     """Whether the first and the last stage are in different groups of nodes."""
 
@@ -77,10 +79,8 @@ class Layout:
     def data_group(self, gpus_per_node: int, *, size: int | None = None) -> Group:
         """Ranks with the same weights: those of data and context parallelism, or `size` of them that are neighbours."""
         ranks = size or self.replicas * self.cp
-        if all(part.replicas * part.cp % ranks == 0 for part in self._parts):
+        if not self.islands or all(part.replicas * part.cp % ranks == 0 for part in self._parts):
             return self._slowest(ranks, stride=self.tp, gpus_per_node=gpus_per_node)
-        if not self.islands:
-            return Group.of(ranks, stride=self.tp, gpus_per_node=gpus_per_node, gpus=self.gpus)
         return self._across([part.replicas * part.cp for part in self._parts], self.tp, gpus_per_node)
 
     def copies_group(self, gpus_per_node: int, *, shards: int) -> Group:
@@ -89,12 +89,15 @@ class Layout:
         parts = self._parts
         counts = [part.replicas * part.cp // shards for part in parts]
         if len(parts) == 1 or sum(counts) != count:
-            return Group.of(count, stride=self.tp * shards, gpus_per_node=gpus_per_node, gpus=self.gpus)
+            return self._slowest(count, stride=self.tp * shards, gpus_per_node=gpus_per_node)
         return self._across(counts, self.tp * shards, gpus_per_node)
 
     def _slowest(self, size: int, *, stride: int, gpus_per_node: int) -> Group:
         """The one with the slowest links of such groups, each within one group of nodes."""
-        groups = [Group.of(size, stride=stride, gpus_per_node=gpus_per_node, gpus=part.gpus) for part in self._parts]
+        groups = [
+            Group.of(size, stride=stride, gpus_per_node=gpus_per_node, gpus=part.group_gpus or part.gpus)
+            for part in self._parts
+        ]
         return max(groups, key=lambda group: (group.nodes > 1, -group.fewest, group.nodes, -group.per_node))
 
     def _across(self, counts: Sequence[int], stride: int, gpus_per_node: int) -> Group:
@@ -113,5 +116,5 @@ class Layout:
         return tuple(dataclasses.replace(self, gpus=replicas * model, islands=()) for replicas in self.islands)
 
     def leaves_node(self, gpus_per_node: int) -> bool:
-        """Whether some stage's next one is on another node."""
-        return self.pp > 1 and self.gpus > gpus_per_node
+        """Whether some stage's next one, in the same group of nodes, is on another node."""
+        return self.pp > 1 and any((part.group_gpus or part.gpus) > gpus_per_node for part in self._parts)
