@@ -26,7 +26,7 @@ from memo.mip.activation.whole_points import at_points, round_points
 from memo.mip.inputs.profile import ALL, LayerProfile, Profile
 from memo.units import format_bytes, format_duration
 
-__all__ = ["DoesNotFit", "find_plan", "fits", "misfit_of", "solve_problem"]
+__all__ = ["DoesNotFit", "find_plan", "fits", "misfit_of", "relaxed_step_s", "solve_problem"]
 
 UNIFORM_PRICE = 1e-4
 """Fraction of a step that treating layers alike may cost."""
@@ -145,6 +145,28 @@ def _whole_layers(best: ActivationPlan) -> Iterator[ActivationPlan]:
                 if check_plan(plan) is None:
                     yield plan
                     break
+
+
+def relaxed_step_s(problem: ActivationProblem) -> float | None:
+    """A lower bound of the step under any plan, by the linear program with each layer free to mix its points.
+
+    Nothing is rounded, a recompute holds nothing, and neither pieces nor dividing a layer take time. The bound is of the
+    rules of `memo.mip.activation.plan`, on one pipeline stage; with several it is the program's objective.
+
+    Returns:
+        Seconds; None where not even this has a solution.
+
+    Raises:
+        SolverFailed: the solver crashed.
+    """
+    free = [
+        dataclasses.replace(_without_held(_without_beside(layer)), divisible=False, piece_s=0.0)
+        for layer in problem.profile.layer_profiles()
+    ]
+    model = Model(_with_layers(problem, free), sharing=Sharing.NONE)
+    if not model.solve():
+        return None
+    return model.step_s + problem.profile.optimizer_s + problem.profile.optimizer_exchange_s
 
 
 def fits(problem: ActivationProblem) -> bool:
