@@ -1,7 +1,7 @@
 """Problems carried out: real copies, waits and recomputes on the paced CPU engine, each rule's plan in turn.
 
 Bytes and budgets of a problem are those that memo measures in the run; the lanes have the rates at which they are paced.
-Its times are medians over several steps of each of three settings, which take turns: everything saved, each layer at one
+Its times are medians over several rounds of three settings, which take turns: everything saved, each layer at one
 point of recompute, and each layer with half of its tokens there. From a single step they would be off by as much as plans
 differ, and what dividing a layer takes (`LayerProfile.divided_s`) shows only beside a layer that is whole.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.plan_accuracy import LAYERS, Bench, Case
@@ -73,7 +73,7 @@ def carried_out(case: Case, rounds: int) -> dict[str, Any]:
                 taken[rule].append(seconds)
     for manager in managers.values():
         manager.close()
-    step_s = {rule: statistics.median(taken[rule]) if rule in taken else None for rule in RULES}
+    step_s = _medians(taken)
     return {
         "problem": str(case),
         "step_s": step_s,
@@ -83,6 +83,17 @@ def carried_out(case: Case, rounds: int) -> dict[str, Any]:
         "pairs_in_order": pairs_in_order(predicted, step_s),
         "layer": dataclasses.asdict(problem.profile.layer_profiles()[0]),
         "plans": plans,
+    }
+
+
+def _medians(taken: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
+    """Of each rule the LP's median step, times the median of its own over the LP's of the same round."""
+    base = taken["LP"]
+    return {
+        rule: statistics.median(base) * statistics.median(own / lp for own, lp in zip(taken[rule], base, strict=True))
+        if rule in taken
+        else None
+        for rule in RULES
     }
 
 
@@ -152,26 +163,29 @@ class _Times:
             engine.place(dict.fromkeys(range(len(manager.layers)), Placement(kept=1.0)))
             tapes.choose(dict.fromkeys((layer.name for layer in manager.layers), TokenLevels(**shares)))
             running[name] = manager, engine
-        found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in settings}
+        rounds_s: list[dict[str, list[float]]] = []
         for number in range(rounds + WARM_UP):
+            one: dict[str, list[float]] = {}
             for name, (manager, engine) in running.items():
                 traces[name].events.clear()
                 bench.step(manager)
                 engine.end_step()
-                if number >= WARM_UP:
-                    found[name] += traces[name].layers()
+                one[name] = [statistics.median(column) for column in zip(*traces[name].layers(), strict=True)]
+            if number >= WARM_UP:
+                rounds_s.append(one)
         for manager, _ in running.values():
             manager.close()
-        saved, again, divided = (
-            [statistics.median(column) for column in zip(*found[name], strict=True)] for name in settings
-        )
-        recompute_s = max(sum(again) - sum(saved), 0.0)
+
+        def longer_s(name: str) -> float:
+            """Seconds of a layer beyond those where everything is saved, of the same round."""
+            return max(statistics.median(sum(one[name]) - sum(one["saved"]) for one in rounds_s), 0.0)
+
         return cls(
             point=point,
-            forward_s=saved[0],
-            backward_s=saved[1],
-            recompute_s=recompute_s,
-            divided_s=max(sum(divided) - sum(saved) - recompute_s / 2, 0.0),
+            forward_s=statistics.median(one["saved"][0] for one in rounds_s),
+            backward_s=statistics.median(one["saved"][1] for one in rounds_s),
+            recompute_s=longer_s("again"),
+            divided_s=max(longer_s("divided") - longer_s("again") / 2, 0.0),
         )
 
     def of(self, layer: LayerProfile) -> LayerProfile:
