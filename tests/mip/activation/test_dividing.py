@@ -9,6 +9,7 @@ from activation_problems import layer, machine, profile_of, random_problem
 
 from memo.mip.activation.checker import Rule, check_plan
 from memo.mip.activation.cost import predict_stages
+from memo.mip.activation.linear_program import Model
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan
 from memo.mip.activation.rounding import in_storages
 from memo.mip.activation.solver import find_plan, relaxed_step_s, solve_problem
@@ -115,6 +116,16 @@ def test_what_moves_is_hidden_storage_by_storage_where_layers_stay_whole() -> No
     assert any(moved)
     assert moved == pytest.approx([round(nbytes / 20) * 20 for nbytes in moved])
     assert max(moved) <= 100 + 1e-6
+
+
+@pytest.mark.parametrize(("hides", "most"), [(True, 80), (False, 100)])
+def test_the_program_moves_no_more_whole_storages_than_a_forward_hides(hides: bool, most: int) -> None:
+    """Of six storages of 26.7 bytes three are hidden by a forward in which the link moves 100 bytes."""
+    problem = problem_of(0.0, storages=6, device=500, host=1 << 30)
+    model = Model(problem, hides_storages=hides)
+    assert model.solve()
+    known = problem.profile.classes[0]
+    assert max(plan.host * plan.saved_bytes(known) for plan in model.layer_plans()) == pytest.approx(most)
 
 
 def test_the_bound_is_the_step_itself_where_everything_fits() -> None:
