@@ -214,8 +214,8 @@ def _rules(body: dict[str, Any]) -> list[str]:
         *prose(
             f"Step time over the LP's: {len(body['simulated'])} problems at equal budgets of device, host and disk,"
             f" simulated, and {len(body['carried'])} carried out on the CPU engine with paced links, one of them with a"
-            f" disk; in {unlike} of those simulated every other layer is narrow. The rules are memo's LP and six that need no"
-            " solver (`benchmarks/solver/rules.py`); a plan counts where the independent checker accepts it. The bound is"
+            f" disk; in {unlike} of those simulated every other layer is narrow. The rules are memo's LP and six that need"
+            " no solver (`benchmarks/solver/rules.py`); a plan counts where the independent checker accepts it. The bound is"
             " that of the linear program before anything is rounded, which no plan is below; predicted steps are above it by"
             " so much in the median."
         ),
@@ -255,9 +255,9 @@ def _carried_rules(body: dict[str, Any]) -> str:
     return (
         f"Carried out, {agreeing} of {pairs} pairs of rules whose simulated steps are more than 2 % apart were measured in"
         f" that order. Measured steps are {min(shares):.3f} to {max(shares):.3f} of the simulated ones, by rule in the"
-        f" median, and the least of any rule is {_least(rules):.3f} of the LP's. What it takes to divide a layer among points"
-        " of recompute is a part of these problems, measured in them. Spread over all layers, as earlier, it had the cost model"
-        " put plans that divide each layer before greedy, which leaves most of them whole and was faster"
+        f" median, and the least of any rule is {_least(rules):.3f} of the LP's. What it takes to divide a layer among"
+        " points of recompute is a part of these problems, measured in them. Spread over all layers, as earlier, it had the"
+        " cost model put plans that divide each layer before greedy, which leaves most of them whole and was faster"
         " ([activation plan](activation-plan.md#what-dividing-a-layer-takes))."
     )
 

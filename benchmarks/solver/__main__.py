@@ -1,7 +1,7 @@
 """Is the solver worth it? Thirty problems simulated and six carried out on the paced CPU engine, by memo's LP and by rules.
 
     make bench ARMS=solver
-    python -m benchmarks.solver [--rounds 5] [--parts simulated,carried] [--problems 30] [--note TEXT]
+    python -m benchmarks.solver [--rounds 3] [--parts simulated,carried] [--problems 30] [--note TEXT]
 
 Every rule has the same budgets of device, host and disk, and its plan counts where the independent checker accepts it. Step
 times of the thirty are the simulator's, beside them the bound of the linear program before anything is rounded; those of the
@@ -74,6 +74,15 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return told
 
 
+def carried_summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The summary of what was carried out: by rule, with measured over simulated steps, and the pairs in order."""
+    told = summary(rows)
+    for rule, one in told.items():
+        shares = [row["measured_over_simulated"][rule] for row in rows if rule in row["simulated_s"]]
+        one["measured_over_simulated"] = statistics.median(shares) if shares else None
+    return {"carried_rules": told, "pairs_in_order": [sum(row["pairs_in_order"][at] for row in rows) for at in (0, 1)]}
+
+
 def gap_of(row: dict[str, Any], rule: str) -> float | None:
     """Part of the bound by which a rule's predicted step is above it; None without a plan or a bound."""
     bound_s, step_s = row.get("bound_s"), row.get("predicted_s", {}).get(rule)
@@ -84,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="solver", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", default="simulated,carried")
     parser.add_argument("--problems", type=int, help="the first so many of those simulated; all by default")
     parser.add_argument("--note", help="what the result's readers should know of the machine")
@@ -128,13 +137,9 @@ def main(arguments: Sequence[str]) -> int:
         body["carried"] = []
         for row in carried(args.rounds):
             body["carried"].append(row)
+            body |= carried_summary(body["carried"])
+            path = write_result("solver", body)
             print(_told(row["problem"], row["step_s"]), flush=True)
-        body["carried_rules"] = summary(body["carried"])
-        for rule, one in body["carried_rules"].items():
-            shares = [row["measured_over_simulated"][rule] for row in body["carried"] if rule in row["simulated_s"]]
-            one["measured_over_simulated"] = statistics.median(shares) if shares else None
-        body["pairs_in_order"] = [sum(row["pairs_in_order"][at] for row in body["carried"]) for at in (0, 1)]
-        path = write_result("solver", body)
     print(f"\nWrote {path}")
     return 0
 
