@@ -38,7 +38,12 @@ if TYPE_CHECKING:
         StageTurns as StageTurns,
         chunk_layers as chunk_layers,
     )
-    from memo.mip.activation.solver import DoesNotFit as DoesNotFit, fits as fits, solve_problem as solve_problem
+    from memo.mip.activation.solver import (
+        DoesNotFit as DoesNotFit,
+        fits as fits,
+        relaxed_step_s as relaxed_step_s,
+        solve_problem as solve_problem,
+    )
     from memo.mip.activation.stage_plans import (
         extract_stage_plan as extract_stage_plan,
         lower_tier_nbytes as lower_tier_nbytes,
@@ -55,7 +60,7 @@ else:
             "memory_peaks": "DeviceMemory Use device_peak_candidates highest_memory stage_memory stage_static",
             "mlp_tiles": "MLP_TILE_COUNTS solve_mlp_tiles",
             "plan": "ActivationPlan ActivationProblem Budgets LayerPlan StageTurns Pipeline StagePrediction chunk_layers",
-            "solver": "DoesNotFit fits solve_problem",
+            "solver": "DoesNotFit fits relaxed_step_s solve_problem",
             "stage_plans": "extract_stage_plan lower_tier_nbytes",
         },
     )

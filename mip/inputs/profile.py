@@ -157,6 +157,9 @@ class LayerProfile:
     point, and different layers of the class may be at different ones."""
     piece_s: float = 0.0
     """Seconds that each piece of tokens but a range's first adds to a recompute: its launches."""
+    divided_s: float = 0.0
+    """Seconds that a forward and backward take longer where the layer's tokens are divided among points, whatever the
+    fractions: parts of storages are copied and put together again. Counted with the recompute."""
     forward_s: float
     backward_s: float
     """Without any recompute."""
