@@ -70,7 +70,6 @@ _SCATTERS = frozenset(
         "put_",
     )
 )  # fmt: skip
-_OF_TWO = "a product of two activations is kept"
 _SUMS = frozenset(
     ("all_reduce", "all_reduce_", "all_reduce_coalesced", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced")
 )
@@ -199,7 +198,9 @@ def _by_level(step: Step, tape: Tape, level: Level) -> str | None:
         return "sums over ranks are kept" if sums else None
     if "matmul" not in groups or is_cheap(step, tape):
         return None
-    return "a convolution over several positions is kept" if _mixes_positions(step, tape) else _OF_TWO
+    if _mixes_positions(step, tape):
+        return "a convolution over several positions is kept"
+    return "a product of two activations is kept"
 
 
 def is_cheap(step: Step, tape: Tape) -> bool:

@@ -175,7 +175,9 @@ def test_what_is_not_proven_never_runs_on_a_part(case: str, batch: int, tokens: 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @given(tokens=st.integers(LEAST, 40), first=st.integers(0, 23), streams=st.integers(2, 4), batch=st.integers(1, 3))
 @settings(max_examples=15, deadline=None)
-def test_tokens_are_found_in_each_dimension_of_four(dim: int, tokens: int, first: int, streams: int, batch: int) -> None:
+def test_tokens_are_found_in_each_dimension_of_four(
+    dim: int, tokens: int, first: int, streams: int, batch: int
+) -> None:
     """Hidden states of several streams: joined with what is before the tokens, with what is behind, or with both."""
     weight = torch.nn.Parameter(torch.randn(8, 8))
     size = [batch, streams]
