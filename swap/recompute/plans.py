@@ -362,7 +362,7 @@ class Plans:
         tape = choice.tape
         if tape.readings is None:
             tape.readings = list(readings_of(tape, case.call.recorder.carried))
-        alone = dataclasses.replace(choice, always=frozenset())
+        alone = dataclasses.replace(choice.for_next, always=frozenset())  # not by what this call happens to have
         least = {level: alone.at(level).keep_cost for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION)}
         for rows in tape.readings:
             first, second = ends = levels.ends(rows.tokens)
