@@ -30,6 +30,7 @@ IMPORTS = {
     "mip/inputs": "memo mip",
     "mip/activation": "memo mip mip/address mip/inputs",
     "mip/simulate": "memo mip/inputs mip/activation",
+    "mip/cluster": "memo mip mip/inputs mip/activation",
     "allocator": "memo mip mip/address",
     "swap": "memo",
     "swap/memory": "memo mip/address",
@@ -69,8 +70,8 @@ IMPORTS = {
     "memo/cli/tables": "memo mip/address mip/inputs mip/activation mip/simulate memo/trace",
     "memo/cli/inputs": "memo memo/gpt memo/record memo/hugging_face mip/activation mip/inputs",
     "memo/cli/terminal": "memo mip memo/trace",
-    "memo/cli/planning": "memo memo/gpt memo/gpt/arithmetic memo/hugging_face mip/activation mip/inputs mip/simulate "
-    "memo/cli/tables memo/cli/inputs memo/cli/terminal",
+    "memo/cli/planning": "memo memo/gpt memo/gpt/arithmetic memo/hugging_face mip/activation mip/cluster mip/inputs "
+    "mip/simulate memo/cli/tables memo/cli/inputs memo/cli/terminal",
     "memo/cli": "memo allocator mip mip/address mip/inputs mip/activation mip/simulate swap face memo/trace "
     "memo/trace/live memo/out_of_memory memo/machine memo/parallel memo/gpt/optim memo/gpt memo/gpt/arithmetic "
     "memo/gpt/train memo/record memo/hugging_face "

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from memo.cli.inputs.batch_sizes import add_batch_flags
 from memo.cli.inputs.budgets import add_budget_flags
 from memo.cli.inputs.planned_model import add_model_flags
+from memo.cli.inputs.stage_layers import add_stage_layers_flag
 from memo.cli.planning.changes import changes_that_fit, explain_misfit
 from memo.cli.planning.request import AUTO, METHODS, TILE_TOKENS, Request
 from memo.cli.planning.search import describe_longest, fewest_gpus, longest_sequence
@@ -31,7 +32,10 @@ from memo.mip.inputs import PRESETS, PipelineSchedule
 from memo.mip.simulate import prove
 
 if TYPE_CHECKING:
-    pass
+    from collections.abc import Sequence
+
+    from memo.mip.activation import ActivationPlan
+    from memo.mip.simulate import Simulation
 
 __all__ = ["configure", "run"]
 
@@ -41,6 +45,7 @@ examples:
   memo simulate plan.json -o trace.jsonl
   memo plan --model ./Qwen3-8B --max-seq --gpu h100 --gpus 8 --loss without-logits
   memo plan --model llama3-70b --seq 128k --gpu h100 --gpus auto
+  memo plan --model 7b --seq 8k --cluster cluster.json --tp 2 --pp 4 --accumulate 8
 """
 
 
@@ -99,16 +104,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("machine")
     where.add_argument(
         "--gpu",
-        required=True,
         metavar="NAME|FILE",
         help=f"GPU: {', '.join(PRESETS)}, or a JSON description of a machine",
     )
     where.add_argument(
         "--gpus",
         type=_gpus,
-        default=1,
         metavar="N",
-        help="number of GPUs in all; auto finds the fewest that fit: 1, 2, 4, 8, then whole nodes (default 1)",
+        help="number of GPUs in all; auto finds the fewest that fit: 1, 2, 4, 8, then whole nodes (default 1; with "
+        "--cluster all of it)",
+    )
+    where.add_argument(
+        "--cluster",
+        metavar="FILE",
+        help="instead of --gpu: a JSON description of groups of nodes that are not alike and their links; plans every "
+        "placement of the layout on them",
     )
     for name, words in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline")):
         where.add_argument(
@@ -126,6 +136,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="with an interleaved --schedule: runs of consecutive layers of each pipeline rank (default 2)",
     )
+    add_stage_layers_flag(where, default="equal ones; with --cluster those with the shortest step")
     where.add_argument(
         "--net",
         metavar="NICS",
@@ -154,6 +165,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Plans, checks and simulates, writes the plan and prints it."""
+    if args.cluster is not None:
+        return _run_on_cluster(args)
+    args.gpus = 1 if args.gpus is None else args.gpus
     if args.max_seq and (args.gpus == AUTO or args.sweep is not None):
         other = "--gpus auto" if args.gpus == AUTO else f"--sweep {args.sweep}"
         raise UsageError(f"--max-seq and {other} each look for a size; give the number of one of them")
@@ -181,18 +195,38 @@ def run(args: argparse.Namespace) -> ExitCode:
         from memo.cli.planning.sweep import run_sweep
 
         return run_sweep(request, args)
+    return _finish(args, plan, simulation, found, request.assumed)
+
+
+def _run_on_cluster(args: argparse.Namespace) -> ExitCode:
+    """The same for groups of nodes that are not alike."""
+    from memo.cli.planning.on_cluster import ClusterRequest
+
+    refuse_existing(args.output, force=args.force)
+    with WaitingLine("memo plan", f"planning {args.model} on {args.cluster}", quiet=args.json):
+        asked = ClusterRequest.of(args)
+        best = asked.plan()
+        simulation = prove(best.plan)
+    found = _Found(lines=(f"best placement: {best.placement.describe()}", *best.lines), summary=best.summary)
+    return _finish(args, best.plan, simulation, found, asked.request.assumed)
+
+
+def _finish(
+    args: argparse.Namespace, plan: ActivationPlan, simulation: Simulation, found: _Found, assumed: Sequence[str]
+) -> ExitCode:
+    """Writes the plan and prints it."""
     if args.output:
         from memo.mip.address import write_file
 
         write_file(args.output, plan_to_json(plan), overwrite=args.force)
     if args.json:
-        printed = {"simulated_step_s": simulation.step_s, "output": args.output, "assumed": list(request.assumed)}
+        printed = {"simulated_step_s": simulation.step_s, "output": args.output, "assumed": list(assumed)}
         print(json.dumps({**activation_summary(plan), **found.summary, **printed}))
         return ExitCode.OK
     for line in found.lines:
         print(f"{line}\n")
     print(activation_table(plan))
-    for sentence in request.assumed:
+    for sentence in assumed:
         print(f"assumed: {sentence}")
     off = abs(simulation.step_s / plan.step_s - 1) if plan.step_s else 0.0
     print(f"checked, and simulated event by event: {off:.2%} off the prediction")

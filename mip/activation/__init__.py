@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         Budgets as Budgets,
         LayerPlan as LayerPlan,
         Pipeline as Pipeline,
+        StageMachine as StageMachine,
         StagePrediction as StagePrediction,
         StageTurns as StageTurns,
         chunk_layers as chunk_layers,
@@ -59,7 +60,8 @@ else:
             "in_flight": "in_flight_within peak_in_flight",
             "memory_peaks": "DeviceMemory Use device_peak_candidates highest_memory stage_memory stage_static",
             "mlp_tiles": "MLP_TILE_COUNTS solve_mlp_tiles",
-            "plan": "ActivationPlan ActivationProblem Budgets LayerPlan StageTurns Pipeline StagePrediction chunk_layers",
+            "plan": "ActivationPlan ActivationProblem Budgets LayerPlan StageMachine StageTurns Pipeline StagePrediction "
+            "chunk_layers",
             "solver": "DoesNotFit fits relaxed_step_s solve_problem",
             "stage_plans": "extract_stage_plan lower_tier_nbytes",
         },

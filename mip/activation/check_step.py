@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from memo.mip.activation.plan import ActivationPlan, LayerPlan
+    from memo.mip.inputs.hardware import LaneRates
     from memo.mip.inputs.profile import EndProfile, LayerProfile
 
 __all__ = [
@@ -72,10 +73,9 @@ class Walk:
             self.peak, self.peak_layer = nbytes, layer
 
 
-def walk_microbatch(plan: ActivationPlan, first: int, last: int, *, flight: int) -> Walk:
+def walk_microbatch(plan: ActivationPlan, first: int, last: int, *, flight: int, rates: LaneRates) -> Walk:
     """Walks forward and backward through layers `first` to `last`, with `flight` microbatches in flight."""
-    problem = plan.problem
-    profile, rates = problem.profile, problem.lanes
+    profile = plan.problem.profile
     known, starts, ends = profile.layer_profiles(), first == 0, last == len(plan.layers) - 1
     walk = Walk()
     others = (flight - 1) * sum(

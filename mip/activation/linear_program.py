@@ -8,7 +8,7 @@ Bytes are in units of the largest layer's, times in units of the mean layer's, t
     (1)  sum_p x_p = 1                                       points
     (2)  S = fixed + sum_p x_p saved_p;  K = S - h - d >= 0  what is saved, what of it is kept
     (3)  T >= T_s = C + sum R + sum stalls                   the first microbatch visits all, each further one takes
-                                                             as long as the slowest
+                                                             as long as the slowest, stage or message
     (4)  out_i >= (h + d) / d2h - W(i+1),  d / write + h w - W(i+1)
     (5)  in_i  >= (h + d) / h2d - W'(i+1),  d / read + h w' - W'(i+1)
          with the windows W = F + e and W' = B + R + e': a layer's work and what collectives last beyond it
@@ -166,7 +166,7 @@ class Model:
         self.staying = staying
         self._points, self._whole = points, whole
         self._sharing = Sharing.NONE if points is not None or whole else sharing
-        self._rates = problem.lanes
+        self._rates = [problem.machine_of(stage).lanes for stage in range(problem.pipeline.stages)]
         layers = problem.profile.layer_profiles()
         self._byte = float(max(max(layer.full_bytes for layer in layers), 1))
         stages = range(problem.pipeline.stages)
@@ -189,6 +189,7 @@ class Model:
         for stage in stages:
             self._time_rows(stage)
             self._device_rows(stage)
+        self._message_row()
         self._sync_rows()
         for node in problem.nodes:
             self._node_rows(node)
@@ -290,7 +291,7 @@ class Model:
             self._program += x[ALL] == 1  # it is whole in any case: nothing of it is gathered
             given = []
         pieces = pulp.lpSum(x[known.name] * further for known in layer.points[1:] if further)
-        budgets, rates = self.problem.budgets, self._rates
+        budgets, rates = self.problem.machine_of(stage).budgets, self._rates[stage]
         moves = members[-1] < len(mine) - (self.staying or 1)
         link = moves and rates.d2h_bytes_per_s > 0 and rates.h2d_bytes_per_s > 0  # (9)
         drive = link and rates.disk_write_bytes_per_s > 0 and rates.disk_read_bytes_per_s > 0
@@ -378,6 +379,13 @@ class Model:
             # (3)
             self._program += self._slowest_stage >= total
 
+    def _message_row(self) -> None:
+        """Constraint (3) of the links: each carries one message a microbatch in each direction."""
+        stages = self.problem.pipeline.stages
+        if stages > 1 and self.problem.pipeline.microbatches > 1:
+            longest = max(self.problem.send_s(stage, stage + 1) for stage in range(stages - 1))
+            self._program += self._slowest_stage >= longest / self._second
+
     def _loads(self, stage: int) -> tuple[dict[tuple[int, Kind], float], float]:
         """Seconds of collectives beside each layer's passes, and those of a microbatch that are beside none."""
         loads, fixed, first = {}, 0.0, 0
@@ -462,7 +470,7 @@ class Model:
 
     def _copy_out(self, moving: _Group, hiding: _Group | None, window: Window, load_s: float) -> pulp.LpVariable:
         """Constraint (4): stall of a copy out."""
-        rates = self._rates
+        rates = self._rates[moving.stage]
         moved = self._seconds(rates.d2h_bytes_per_s)
         self._prices += len(moving.members) * moved * (MOVING_PRICE * moving.host + DISK_PRICE * moving.disk)
         lane = (rates.d2h_bytes_per_s, rates.disk_write_bytes_per_s)
@@ -470,7 +478,7 @@ class Model:
 
     def _copy_in(self, moving: _Group, hiding: _Group | None, window: Window, load_s: float) -> pulp.LpVariable:
         """Constraint (5): stall of a copy in."""
-        rates = self._rates
+        rates = self._rates[moving.stage]
         lane = (rates.h2d_bytes_per_s, rates.disk_read_bytes_per_s)
         return self._copy(moving, *lane, self._room(hiding, window, load_s), Resource.COPY_IN, window)
 
@@ -503,7 +511,7 @@ class Model:
         return stall
 
     def _device_rows(self, stage: int) -> None:
-        device = self.problem.budgets.device_bytes
+        device = self.problem.machine_of(stage).budgets.device_bytes
         for candidate in _undominated(device_peak_candidates(self.problem, stage)):
             used = pulp.LpAffineExpression()
             for group in self._stages[stage]:
@@ -553,7 +561,7 @@ class Model:
 
     def _node_rows(self, stages: Mapping[int, int]) -> None:
         """Rows of the budgets that a node's ranks share; `stages` is the number of ranks by stage."""
-        problem, budgets = self.problem, self.problem.budgets
+        problem, budgets = self.problem, self.problem.machine_of(min(stages)).budgets
         host = pulp.lpSum(ranks * self._held(stage, Resource.HOST) for stage, ranks in stages.items())
         disk = pulp.lpSum(ranks * self._held(stage, Resource.DISK) for stage, ranks in stages.items())
         written = pulp.lpSum(

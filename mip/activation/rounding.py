@@ -114,7 +114,8 @@ def in_tiles(
     grown = [_rounded(plan, layer, tokens) for plan, layer in zip(plans, known, strict=True)]
     layers = _moving_as_much(problem, grown, plans)
     stages = predict_stages(problem, layers)
-    if all(stage.peak_device_bytes <= problem.budgets.device_bytes for stage in stages):
+    budgets = (problem.machine_of(stage).budgets.device_bytes for stage in range(len(stages)))
+    if all(stage.peak_device_bytes <= budget for stage, budget in zip(stages, budgets, strict=True)):
         return layers, stages
     shrunk = [
         _rounded(plan, layer, tokens, middle_grows=_grows(layer)) for plan, layer in zip(plans, known, strict=True)

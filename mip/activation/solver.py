@@ -90,7 +90,7 @@ def find_plan(problem: ActivationProblem) -> ActivationPlan | None:
     kept = _keep_all(problem)
     if kept is not None:
         return kept
-    if _least_device_bytes(problem) > problem.budgets.device_bytes:
+    if not _has_room(problem):
         return None
     best, in_vain = _solve(problem, {}), 0
     for pieces in piece_candidates(problem):
@@ -174,7 +174,7 @@ def fits(problem: ActivationProblem) -> bool:
 
     Recomputes in the smallest pieces hold least, so they are tried first, and with whole ranges last.
     """
-    if _least_device_bytes(problem) > problem.budgets.device_bytes:
+    if not _has_room(problem):
         return False
     if _keep_all(problem) is not None:
         return True
@@ -182,10 +182,13 @@ def fits(problem: ActivationProblem) -> bool:
     return any(_has_plan(problem, pieces) for pieces in (*smallest, {}))
 
 
-def _least_device_bytes(problem: ActivationProblem) -> int:
-    """What every plan holds on some device at its fullest moment."""
-    stages = range(problem.pipeline.stages)
-    return max(place.resident_bytes for stage in stages for place in device_peak_candidates(problem, stage))
+def _has_room(problem: ActivationProblem) -> bool:
+    """Whether each device has room for what every plan holds at its fullest moment."""
+    return all(
+        place.resident_bytes <= problem.machine_of(stage).budgets.device_bytes
+        for stage in range(problem.pipeline.stages)
+        for place in device_peak_candidates(problem, stage)
+    )
 
 
 def _has_plan(problem: ActivationProblem, pieces: Mapping[str, float]) -> bool:
@@ -306,7 +309,11 @@ def _staying_options(problem: ActivationProblem, relaxed: Resource | None = None
 
     Two layers are on the device at the end of the forward under any plan, so at most two are tried.
     """
-    budgets = {Resource.HOST: problem.budgets.host_bytes, Resource.DISK: problem.budgets.disk_bytes}
+    every = [problem.machine_of(stage).budgets for stage in range(problem.pipeline.stages)]
+    budgets = {
+        Resource.HOST: max(budgets.host_bytes for budgets in every),
+        Resource.DISK: max(budgets.disk_bytes for budgets in every),
+    }
     tiers = sum(nbytes > 0 or tier is relaxed for tier, nbytes in budgets.items())
     rounds = any(layer.largest_storage_bytes for layer in problem.profile.classes)
     return [None, 1, 2] if tiers == 1 and rounds else [None]
@@ -316,9 +323,11 @@ def _keep_all(problem: ActivationProblem) -> ActivationPlan | None:
     """The plan that keeps everything, if that fits; else None."""
     layers = tuple(LayerPlan() for _ in problem.profile.layers)
     stages = predict_stages(problem, layers)
-    peak, budget = max(stage.peak_device_bytes for stage in stages), problem.budgets.device_bytes
-    if peak > budget:
+    budgets = [problem.machine_of(stage).budgets.device_bytes for stage in range(len(stages))]
+    held = [(stage.peak_device_bytes, budget) for stage, budget in zip(stages, budgets, strict=True)]
+    if any(peak > budget for peak, budget in held):
         return None
+    peak, budget = max(held, key=lambda pair: pair[0] - pair[1]) if problem.machines else max(held)
     declined = f"fits in {format_bytes(peak)} of {format_bytes(budget)}"
     plan = ActivationPlan(problem=problem, layers=layers, stages=stages, declined=declined)
     require_valid(plan)
@@ -369,14 +378,15 @@ def misfit_of(problem: ActivationProblem) -> DoesNotFit:
     """Says where the device overflows, by how much, with what, and each budget that would suffice by itself."""
     model = _least_excess(problem, Resource.DEVICE)
     assert model is not None
-    budgets = problem.budgets
     memory = highest_memory(problem, model.layer_plans())
+    budgets = problem.machine_of(memory.stage).budgets
     excess = max(math.ceil(model.excess_bytes), 1)
     least = {"device": budgets.device_bytes + excess}
     where = next((limit.where for limit in model.limits() if limit.resource is Resource.DEVICE), "in all")
+    of = f" of stage {memory.stage}, {problem.machine_of(memory.stage).hardware.name}," if problem.machines else ""
     words = (
-        f"no plan fits: the device lacks {format_bytes(excess, up=True)} {where}, {_largest(memory)}; the smallest device "
-        f"budget that fits is {format_bytes(least['device'], up=True)}"
+        f"no plan fits: the device{of} lacks {format_bytes(excess, up=True)} {where}, {_largest(memory)}; the smallest "
+        f"device budget that fits is {format_bytes(least['device'], up=True)}"
     )
     for tier, budget in ((Resource.HOST, budgets.host_bytes), (Resource.DISK, budgets.disk_bytes)):
         model = _least_excess(problem, tier)

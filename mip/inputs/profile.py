@@ -341,6 +341,8 @@ class Profile:
     """Seconds per step in which updated weights are gathered and nothing else runs."""
     send_s: float = 0.0
     """Time of sending a microbatch's activations, or their gradients, to the neighbouring pipeline stage."""
+    send_bytes: float = 0.0
+    """Bytes of that message of one rank; 0 where they are unknown."""
     link_share: float = 0.0
     """Fraction of a GPU's link to the host that collectives take, so that copies have the rest."""
     model_flops_causal_per_token: float = 0.0

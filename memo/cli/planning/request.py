@@ -28,6 +28,8 @@ from memo.mip.inputs import Hardware, PipelineSchedule, hardware_preset, parse_n
 from memo.units import format_bytes, parse_tokens
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from memo.hugging_face import HuggingFaceModel
     from memo.mip.inputs import Profile, Signature
 
@@ -66,14 +68,23 @@ class Request:
     """Rank of adapters; 0: everything is trained."""
     chunks: int | None
     """Of each pipeline rank; None is the schedule's own number."""
+    stage_layers: tuple[int, ...] = ()
+    """Numbers of layers of the runs of consecutive layers; without them equal ones."""
 
     @classmethod
-    def of(cls, args: argparse.Namespace, *, model: GPTConfig | HuggingFaceModel | None = None) -> Request:
+    def of(
+        cls,
+        args: argparse.Namespace,
+        *,
+        model: GPTConfig | HuggingFaceModel | None = None,
+        machine: Hardware | None = None,
+    ) -> Request:
         """Parses the arguments and reads the files.
 
         Args:
             args: the parsed flags; with --max-seq the request is of one tile of tokens.
             model: the model, where it has been built.
+            machine: of a cluster's file, instead of --gpu.
 
         Raises:
             UsageError: an argument is invalid or contradicts another.
@@ -81,7 +92,9 @@ class Request:
         """
         if args.lora < 0:
             raise UsageError(f"--lora {args.lora} is no rank; give a number of at least 1")
-        machine = _hardware(args.gpu) if args.gpu.endswith(".json") or "/" in args.gpu else hardware_preset(args.gpu)
+        if machine is None and args.gpu is None:
+            raise UsageError("give the machine: --gpu, or --cluster with a file of groups of nodes")
+        machine = machine or _machine(args.gpu)
         for path, kind in ((args.doctor, FileKind.MACHINE_REPORT), (args.profile, FileKind.PROFILE)):
             if path is not None:
                 require_kind(path, kind)
@@ -118,6 +131,7 @@ class Request:
             optimizer=Optimizer(args.optimizer),
             lora=args.lora,
             chunks=args.chunks,
+            stage_layers=_stage_layers(args, layout),
         )
 
     def plan(self) -> ActivationPlan:
@@ -159,12 +173,26 @@ class Request:
         return max(moved) * problem.budgets.ranks_per_node
 
     def _problem(self, tiles: int, *, optimizer_offload: bool) -> ActivationProblem:
+        layout = self.layout
+        if self.stage_layers:
+            layout = dataclasses.replace(layout, stage_layers=max(_sums(self.stage_layers, layout.pp, self.schedule)))
+        profile = self.profile_on(self.machine, layout, tiles=tiles, optimizer_offload=optimizer_offload)
+        return ActivationProblem(profile=profile, hardware=self.machine, budgets=self.budgets, pipeline=self.pipeline)
+
+    def profile_on(
+        self, machine: Hardware, layout: Layout, *, tiles: int = 1, optimizer_offload: bool = False
+    ) -> Profile:
+        """Profile of a rank on a machine; a measured one is of its own machine.
+
+        Raises:
+            UsageError: the layout does not divide the model.
+        """
         profile, config = self.profile, self.config
         if isinstance(config, GPTConfig):
             profile = derive_profile(
                 dataclasses.replace(config, mlp_tiles=tiles),
-                self.machine,
-                self.layout,
+                machine,
+                layout,
                 precision=self.precision,
                 accumulate=self.accumulate,
                 recompute=self.recompute,
@@ -176,8 +204,8 @@ class Request:
             )
         elif config is not None:
             profile = config.profile(
-                self.machine,
-                self.layout,
+                machine,
+                layout,
                 accumulate=self.accumulate,
                 recompute=self.recompute,
                 zero=self.zero,
@@ -186,9 +214,7 @@ class Request:
                 name=self.model,
             )
         assert profile is not None
-        return ActivationProblem(
-            profile=profile, hardware=self.machine, budgets=self.budgets, pipeline=self._pipeline()
-        )
+        return profile
 
     @property
     def assumed(self) -> tuple[str, ...]:
@@ -209,7 +235,8 @@ class Request:
         other = self.config.with_loss_without_logits()
         return None if other is None else dataclasses.replace(self, config=other)
 
-    def _pipeline(self) -> Pipeline:
+    @property
+    def pipeline(self) -> Pipeline:
         """Pipeline of the layout."""
         return Pipeline(
             stages=self.layout.pp,
@@ -217,7 +244,25 @@ class Request:
             stage_ranks=self.layout.gpus // self.layout.pp,
             schedule=self.schedule,
             chunks=self.chunks or 0,
+            layers=self.stage_layers,
         )
+
+
+def _stage_layers(args: argparse.Namespace, layout: Layout) -> tuple[int, ...]:
+    """Checks --stage-layers; how many layers there are is known with the profile."""
+    counts: tuple[int, ...] = args.stage_layers
+    runs = layout.pp * (args.chunks or PipelineSchedule(args.schedule).default_chunks)
+    if counts and len(counts) != runs:
+        raise UsageError(f"--stage-layers has {len(counts)} numbers, and there are {runs} runs of layers")
+    if counts and layout.pp == 1:
+        raise UsageError("--stage-layers has no meaning without --pp")
+    return counts
+
+
+def _sums(layers: Sequence[int], stages: int, schedule: PipelineSchedule) -> list[int]:
+    """Layers of each stage, of those of its runs."""
+    chunks = len(layers) // stages
+    return [sum(layers[run] for run in schedule.stages_of(stage, stages, chunks=chunks)) for stage in range(stages)]
 
 
 def _require_named_model(args: argparse.Namespace) -> None:
@@ -298,6 +343,9 @@ def _require_agreement(args: argparse.Namespace, known: Signature) -> None:
             )
 
 
-def _hardware(path: str) -> Hardware:
+def _machine(name: str) -> Hardware:
+    if not (name.endswith(".json") or "/" in name):
+        return hardware_preset(name)
+    path = name
     require_kind(path, FileKind.HARDWARE)
     return read_hardware(path)

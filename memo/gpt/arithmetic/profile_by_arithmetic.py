@@ -140,7 +140,7 @@ def derive_profile(
     ends = _Ends(config, machine, layout, sizes, weights)
     layer = _layer(config, machine, layout, sizes, weights)
     # Of the largest stage.
-    stage_layers = -(-config.layers // layout.pp)
+    stage_layers = layout.layers_of_stage(config.layers)
     stage_parameters = parameter_count(config)
     if layout.pp > 1:
         stage_parameters = stage_layers * layer_parameter_count(config) + config.vocab_size * config.hidden
@@ -161,6 +161,7 @@ def derive_profile(
         optimizer_s=optimizer_s,
         optimizer_exchange_s=weights.exchange.update_s(trained) + ends.tied_s(),
         send_s=_send_s(config, machine, layout, sizes),
+        send_bytes=_send_bytes(config, layout, sizes),
         link_share=_link_share(config, layer, machine, layout, sizes, accumulate),
         model_flops_causal_per_token=flops_per_token(config, layout.tokens, lora=lora),
         model_flops_full_per_token=flops_per_token(config, layout.tokens, causal=False, lora=lora),
@@ -327,12 +328,17 @@ def _context_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: Elem
     return there + collectives.all_to_all_s(config.hidden * rank_bytes, group)
 
 
+def _send_bytes(config: GPTConfig, layout: Layout, sizes: ElementSizes) -> float:
+    """A rank's part of the hidden states, which goes to the next pipeline stage."""
+    return layout.rank_tokens * config.hidden * sizes.stream if layout.pp > 1 else 0.0
+
+
 def _send_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementSizes) -> float:
-    """Seconds to send a rank's part of the hidden states to the next pipeline stage."""
+    """Seconds to send them."""
     if layout.pp == 1:
         return 0.0
-    nbytes = layout.rank_tokens * config.hidden * sizes.stream
-    return Collectives(machine).send_s(nbytes, beyond_node=layout.leaves_node(machine.gpus_per_node))
+    leaves = layout.leaves_node(machine.gpus_per_node)
+    return Collectives(machine).send_s(_send_bytes(config, layout, sizes), beyond_node=leaves, gpus=layout.gpus)
 
 
 def _link_share(
@@ -372,6 +378,8 @@ class _Ends:
         exchange, nodes = self.weights.exchange, self.machine.gpus_per_node
         nbytes = exchange.training.states.gradient * self._head_weights / self.layout.tp / exchange.shards
         group = Group(size=2, per_node=1 if self.layout.leaves_node(nodes) else 2)
+        if self.layout.ends_apart:
+            group = Group.across([Group(size=1, per_node=1)] * 2)
         return Collectives(self.machine).all_reduce_s(nbytes, group)
 
     def _sync_s(self, parameters: float) -> float:
