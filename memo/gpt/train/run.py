@@ -28,6 +28,7 @@ from memo.gpt.model.attention_kernel import Kernel, Kind, choose
 from memo.gpt.model.model import GPT
 from memo.gpt.run_config import Documents, RunConfig
 from memo.gpt.train.checkpoint_cadence import CheckpointCadence
+from memo.gpt.train.embedding_choice import choose_exchange, require_possible
 from memo.gpt.train.interrupt import StopRequest
 from memo.gpt.train.metrics import MetricsFile
 from memo.gpt.train.offload_arguments import open_manager
@@ -122,7 +123,11 @@ class _Run:
         batches = _batches(config, tokens, "train")
         self.eval_batches = _batches(config, tokens, "eval") if config.eval_every else None
         phase("building the model")
-        self.trainer, self.manager = _open_trainer(config, shape, training, batches, world, device, stack)
+        sparse, chosen = choose_exchange(config, shape, element=weight_dtype(training.precision).itemsize)
+        notes += [] if chosen is None else [chosen]
+        self.trainer, self.manager = _open_trainer(
+            config, shape, training, batches, world, device, stack, sparse=sparse
+        )
         if self.manager is not None:
             self.manager.step = self.done + 1
             notes += _plan_differences(config, self.manager.plan)
@@ -296,6 +301,7 @@ def _check_layout(config: RunConfig) -> int:
             microbatches=config.training.accumulate,
             within_documents=config.mask_documents,
         )
+    require_possible(config, _shape(config))
     if layout.pp > 1:
         from memo.parallel import check_torch
 
@@ -346,11 +352,13 @@ def _open_trainer(
     world: World | None,
     device: torch.device,
     stack: ExitStack,
+    *,
+    sparse: bool,
 ) -> tuple[Trainer, Manager | None]:
     if world is not None:
         from memo.gpt.train.parallel_run import open_trainer
 
-        return open_trainer(config, shape, training, batches, world, device, stack)
+        return open_trainer(config, shape, training, batches, world, device, stack, sparse_embedding=sparse)
     torch.manual_seed(config.seed)
     model = GPT(shape, device=device, dtype=weight_dtype(training.precision))
     manager = open_manager(config.offload, model, device)
