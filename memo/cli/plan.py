@@ -22,6 +22,7 @@ from memo.cli.tables.activation import activation_summary, activation_table
 from memo.cli.terminal.output_files import display_name, file_name, refuse_existing, require_matplotlib
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
+from memo.gpt import EmbeddingGradients
 from memo.gpt.arithmetic import Optimizer
 from memo.mip.activation import (
     DoesNotFit,
@@ -94,6 +95,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="RANK",
         help="train adapters of this rank on every linear map of the layers, and nothing else (default: everything)",
+    )
+    how.add_argument(
+        "--embedding-exchange",
+        choices=[str(way) for way in EmbeddingGradients],
+        default=str(EmbeddingGradients.AUTO),
+        help="how data-parallel ranks exchange the embedding's gradient: dense, as a whole table, or sparse, as the rows of "
+        "the tokens that a rank has seen; auto is the one with the shorter step that fits (default auto)",
     )
     how.add_argument("--optimizer-offload", action="store_true", help="optimizer state and its step are on the host")
     where = parser.add_argument_group("machine")

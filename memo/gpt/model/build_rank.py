@@ -156,5 +156,5 @@ def _shard(stage: PipelineStage, world: World) -> None:
     if world.replicas.size() > 1:
         for layer in stage.layers.values():
             fully_shard(layer, mesh=world.replicas, reshard_after_forward=reshard)
-        whole = {stage.tokens.weight} if stage.sparse_embedding and stage.tokens is not None else None
+        whole = set(stage.tokens.parameters()) if stage.sparse_embedding and stage.tokens is not None else None
         fully_shard(stage, mesh=world.replicas, reshard_after_forward=False, ignored_params=whole)
