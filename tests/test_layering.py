@@ -54,7 +54,7 @@ IMPORTS = {
     "memo/gpt/optim": "memo",
     "memo/gpt": "memo memo/parallel memo/gpt/optim",
     "memo/gpt/data": "memo",
-    "memo/gpt/checkpoint": "memo",
+    "memo/gpt/checkpoint": "memo memo/parallel memo/gpt",
     "memo/gpt/arithmetic": "memo mip/inputs swap face memo/gpt",
     "memo/gpt/model": "memo allocator swap face memo/machine memo/parallel memo/loss memo/gpt",
     "memo/gpt/train": "memo mip/activation allocator swap face memo/machine memo/parallel memo/manager memo/gpt/optim "
