@@ -16,13 +16,14 @@ from memo.cli.inputs.batch_sizes import add_batch_flags
 from memo.cli.inputs.budgets import add_budget_flags
 from memo.cli.inputs.planned_model import add_model_flags
 from memo.cli.planning.changes import changes_that_fit, explain_misfit
+from memo.cli.planning.former_plan import FormerPlan, checkpoint_bytes_per_s
 from memo.cli.planning.request import AUTO, METHODS, TILE_TOKENS, Request
 from memo.cli.planning.search import describe_longest, fewest_gpus, longest_sequence
 from memo.cli.tables.activation import activation_summary, activation_table
 from memo.cli.terminal.output_files import display_name, file_name, refuse_existing, require_matplotlib
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
-from memo.gpt import EmbeddingGradients
+from memo.gpt import EmbeddingGradients, GPTConfig
 from memo.gpt.arithmetic import Optimizer
 from memo.mip.activation import (
     DoesNotFit,
@@ -32,7 +33,7 @@ from memo.mip.inputs import PRESETS, PipelineSchedule
 from memo.mip.simulate import prove
 
 if TYPE_CHECKING:
-    pass
+    from memo.gpt.checkpoint import Resharding
 
 __all__ = ["configure", "run"]
 
@@ -65,6 +66,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="compute each MLP of a named model in N tiles; auto chooses the number with the shortest step (default auto)",
     )
     add_batch_flags(what)
+    what.add_argument(
+        "--from",
+        dest="former",
+        metavar="FILE",
+        help="plan that a run was made with, whose checkpoint this one is to go on from: say what reading it at this layout "
+        "costs (default: a new run)",
+    )
     what.add_argument("--profile", metavar="FILE", help="profile measured by memo profile")
     how = parser.add_argument_group("training of a named model")
     how.add_argument(
@@ -174,8 +182,11 @@ def run(args: argparse.Namespace) -> ExitCode:
             "--plot draws a sweep only; add --sweep seq, device or host, or use memo simulate for a timeline"
         )
     what = " ".join(["planning", *(given for given in (args.model, args.seq and f"at {args.seq}") if given)])
+    former = None if args.former is None else FormerPlan.read(args.former)
     with WaitingLine("memo plan", what, quiet=args.json):
         request, found = _request(args)
+        if former is not None and not isinstance(request.config, GPTConfig):
+            raise UsageError("--from is for sizes of memo's GPT, which memo train trains")
         misfit = None
         if args.sweep is None:
             try:
@@ -189,17 +200,25 @@ def run(args: argparse.Namespace) -> ExitCode:
         from memo.cli.planning.sweep import run_sweep
 
         return run_sweep(request, args)
+    resharding = None
+    if former is not None and isinstance(request.config, GPTConfig):
+        resharding = former.resharding(request.config, plan.problem)
     if args.output:
         from memo.mip.address import write_file
 
         write_file(args.output, plan_to_json(plan), overwrite=args.force)
     if args.json:
         printed = {"simulated_step_s": simulation.step_s, "output": args.output, "assumed": list(request.assumed)}
+        printed |= {} if resharding is None else {"resharding": _resharding_summary(resharding, request)}
         print(json.dumps({**activation_summary(plan), **found.summary, **printed}))
         return ExitCode.OK
     for line in found.lines:
         print(f"{line}\n")
     print(activation_table(plan))
+    if resharding is not None:
+        nodes = request.machine.gpus_per_node
+        rate = checkpoint_bytes_per_s(request.machine, request.layout.gpus)
+        print(resharding.row(ranks_per_node=nodes, node_bytes_per_s=rate))
     for sentence in request.assumed:
         print(f"assumed: {sentence}")
     off = abs(simulation.step_s / plan.step_s - 1) if plan.step_s else 0.0
@@ -207,6 +226,20 @@ def run(args: argparse.Namespace) -> ExitCode:
     if args.output:
         print(f"Wrote {display_name(args.output)}")
     return ExitCode.OK
+
+
+def _resharding_summary(resharding: Resharding, request: Request) -> dict[str, object]:
+    """Object of --json: bytes that ranks read of the checkpoint, and seconds, None where no rate is known."""
+    rate = checkpoint_bytes_per_s(request.machine, request.layout.gpus)
+    nodes = request.machine.gpus_per_node
+    return {
+        "most_read_bytes": max(resharding.read_bytes),
+        "total_read_bytes": resharding.total_bytes,
+        "read_bytes": list(resharding.read_bytes),
+        "own_bytes": list(resharding.own_bytes),
+        "node_bytes_per_s": rate,
+        "seconds": resharding.seconds(ranks_per_node=nodes, node_bytes_per_s=rate) if rate else None,
+    }
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -394,6 +394,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
     sizes = ("dp", "tp", "pp", "cp", "cp_attention", "schedule", "chunks", "sequence_parallel")
     layout = Layout(**{name: flags.pop(name) for name in sizes})
     numbers = [flags.pop(name) for name in ("batch", "accumulate", "global_batch")]
+    keeps_batch = numbers == [None] * 3
     batch, accumulate = batch_sizes(*numbers, replicas=layout.dp)
     training = TrainConfig(
         schedule=schedule,
@@ -431,7 +432,9 @@ def _config(args: argparse.Namespace) -> RunConfig:
         )
     flags["model"] = preset_name(flags["model"]) or flags["model"]
     flags["variant"] = variant_of(flags["model"], flags["variant"])
-    return RunConfig(training=training, offload=offload, layout=layout, batch=batch * layout.dp, **flags)
+    return RunConfig(
+        training=training, offload=offload, layout=layout, batch=batch * layout.dp, keeps_batch=keeps_batch, **flags
+    )
 
 
 def _schedule(lr: float, min_lr: float | None, warmup: int | None, steps: int) -> LrSchedule:

@@ -151,6 +151,8 @@ class RunConfig:
     """Minutes between checkpoints; 0 is never."""
     checkpoint_keep: int = 2
     resume: Path | Literal["latest"] | None = None
+    keeps_batch: bool = False
+    """With `resume`: take as many sequences a step as the checkpoint did, whatever `batch` and the training say."""
     metrics: Path | None = None
     tensorboard: Path | None = None
     """Directory of TensorBoard's event files."""

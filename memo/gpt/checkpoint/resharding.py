@@ -76,16 +76,20 @@ class Resharding:
         slowest = max(sum(self.read_bytes[first : first + ranks_per_node]) for first in nodes) / node_bytes_per_s
         return slowest if shared_bytes_per_s is None else max(slowest, self.total_bytes / shared_bytes_per_s)
 
-    def row(self, seconds: float | None) -> str:
+    def row(self, *, ranks_per_node: int, node_bytes_per_s: float) -> str:
         """The line of a plan's tables.
 
         Args:
-            seconds: of `seconds`; None where no rate is known.
+            ranks_per_node: as of `seconds`.
+            node_bytes_per_s: as of `seconds`; 0 where no rate is known, and no time follows.
         """
         worst = max(range(len(self.read_bytes)), key=lambda rank: self.read_bytes[rank])
         most, own = self.read_bytes[worst], self.own_bytes[worst]
         whose = "its own" if most == own else f"for its {format_bytes(own)}"
-        time = "" if seconds is None else f", {format_duration(seconds)}"
+        time = ""
+        if node_bytes_per_s:
+            seconds = self.seconds(ranks_per_node=ranks_per_node, node_bytes_per_s=node_bytes_per_s)
+            time = f", {format_duration(seconds)} at {node_bytes_per_s / 1e9:.3g} GB/s a node"
         return (
             f"resharding: {_sizes(self.old)} to {_sizes(self.new)}: a rank reads at most {format_bytes(most)} of the "
             f"checkpoint, {whose}; all {format_bytes(self.total_bytes)}{time}"

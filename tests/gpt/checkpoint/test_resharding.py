@@ -87,11 +87,12 @@ def test_seconds_are_those_of_the_node_that_reads_most_or_of_all_over_what_they_
 def test_the_row_says_layouts_bytes_and_time() -> None:
     layouts = Layout(dp=2, tp=2), Layout(pp=2)
     known = Resharding(old=layouts[0], new=layouts[1], own_bytes=(1 << 30, 1 << 30), read_bytes=(1 << 30, 3 << 29))
-    assert known.row(2.5) == (
-        "resharding: dp 2, tp 2 to pp 2: a rank reads at most 1.5 GiB of the checkpoint, for its 1 GiB; all 2.5 GiB, 2.50 s"
+    assert known.row(ranks_per_node=8, node_bytes_per_s=2.5e9) == (
+        "resharding: dp 2, tp 2 to pp 2: a rank reads at most 1.5 GiB of the checkpoint, for its 1 GiB; all 2.5 GiB, 1.07 s "
+        "at 2.5 GB/s a node"
     )
     assert (
-        of_bytes(5, 5).row(None)
+        of_bytes(5, 5).row(ranks_per_node=8, node_bytes_per_s=0)
         == "resharding: dp 2 to dp 2: a rank reads at most 5 B of the checkpoint, its own; all 10 B"
     )
 
