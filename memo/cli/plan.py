@@ -17,12 +17,14 @@ from memo.cli.inputs.budgets import add_budget_flags
 from memo.cli.inputs.planned_model import add_model_flags
 from memo.cli.inputs.stage_layers import add_stage_layers_flag
 from memo.cli.planning.changes import changes_that_fit, explain_misfit
+from memo.cli.planning.former_plan import FormerPlan, checkpoint_bytes_per_s
 from memo.cli.planning.request import AUTO, METHODS, TILE_TOKENS, Request
 from memo.cli.planning.search import describe_longest, fewest_gpus, longest_sequence
 from memo.cli.tables.activation import activation_summary, activation_table
 from memo.cli.terminal.output_files import display_name, file_name, refuse_existing, require_matplotlib
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
+from memo.gpt import EmbeddingGradients, GPTConfig
 from memo.gpt.arithmetic import Optimizer
 from memo.mip.activation import (
     DoesNotFit,
@@ -34,6 +36,7 @@ from memo.mip.simulate import prove
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from memo.gpt.checkpoint import Resharding
     from memo.mip.activation import ActivationPlan
     from memo.mip.simulate import Simulation
 
@@ -69,6 +72,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="compute each MLP of a named model in N tiles; auto chooses the number with the shortest step (default auto)",
     )
     add_batch_flags(what)
+    what.add_argument(
+        "--from",
+        dest="former",
+        metavar="FILE",
+        help="plan that a run was made with, whose checkpoint this one is to go on from: say what reading it at this layout "
+        "costs (default: a new run)",
+    )
     what.add_argument("--profile", metavar="FILE", help="profile measured by memo profile")
     how = parser.add_argument_group("training of a named model")
     how.add_argument(
@@ -99,6 +109,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="RANK",
         help="train adapters of this rank on every linear map of the layers, and nothing else (default: everything)",
+    )
+    how.add_argument(
+        "--embedding-exchange",
+        choices=[str(way) for way in EmbeddingGradients],
+        default=str(EmbeddingGradients.AUTO),
+        help="how data-parallel ranks exchange the embedding's gradient: dense, as a whole table, or sparse, as the rows of "
+        "the tokens that a rank has seen; auto is the one with the shorter step that fits (default auto)",
     )
     how.add_argument("--optimizer-offload", action="store_true", help="optimizer state and its step are on the host")
     where = parser.add_argument_group("machine")
@@ -180,8 +197,11 @@ def run(args: argparse.Namespace) -> ExitCode:
             "--plot draws a sweep only; add --sweep seq, device or host, or use memo simulate for a timeline"
         )
     what = " ".join(["planning", *(given for given in (args.model, args.seq and f"at {args.seq}") if given)])
+    former = None if args.former is None else FormerPlan.read(args.former)
     with WaitingLine("memo plan", what, quiet=args.json):
         request, found = _request(args)
+        if former is not None and not isinstance(request.config, GPTConfig):
+            raise UsageError("--from is for sizes of memo's GPT, which memo train trains")
         misfit = None
         if args.sweep is None:
             try:
@@ -195,6 +215,8 @@ def run(args: argparse.Namespace) -> ExitCode:
         from memo.cli.planning.sweep import run_sweep
 
         return run_sweep(request, args)
+    if former is not None and isinstance(request.config, GPTConfig):
+        found = _with_resharding(found, former.resharding(request.config, plan.problem), request)
     return _finish(args, plan, simulation, found, request.assumed)
 
 
@@ -226,6 +248,8 @@ def _finish(
     for line in found.lines:
         print(f"{line}\n")
     print(activation_table(plan))
+    for row in found.rows:
+        print(row)
     for sentence in assumed:
         print(f"assumed: {sentence}")
     off = abs(simulation.step_s / plan.step_s - 1) if plan.step_s else 0.0
@@ -235,11 +259,29 @@ def _finish(
     return ExitCode.OK
 
 
+def _with_resharding(found: _Found, resharding: Resharding, request: Request) -> _Found:
+    """The findings with what reading the former layout's checkpoint takes; seconds are None where no rate is known."""
+    rate = checkpoint_bytes_per_s(request.machine, request.layout.gpus)
+    ranks = request.machine.gpus_per_node
+    summary = {
+        "most_read_bytes": max(resharding.read_bytes),
+        "total_read_bytes": resharding.total_bytes,
+        "read_bytes": list(resharding.read_bytes),
+        "own_bytes": list(resharding.own_bytes),
+        "node_bytes_per_s": rate,
+        "seconds": resharding.seconds(ranks_per_node=ranks, node_bytes_per_s=rate) if rate else None,
+    }
+    row = resharding.row(ranks_per_node=ranks, node_bytes_per_s=rate)
+    return dataclasses.replace(found, rows=(*found.rows, row), summary={**found.summary, "resharding": summary})
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """Result of --max-seq or --gpus auto, for people and for --json."""
+    """What was found beside the plan, for people and for --json."""
 
     lines: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+    """Below the plan's table."""
     summary: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
 

@@ -11,13 +11,14 @@ from memo.cli.inputs.budgets import budgets_of
 from memo.cli.inputs.planned_model import SHAPE_FLAGS, planned_model
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.errors import UsageError
-from memo.gpt import GPTConfig, Precision
+from memo.gpt import EmbeddingGradients, GPTConfig, Precision
 from memo.gpt.arithmetic import Layout, Optimizer, Recompute, derive_profile
 from memo.mip.activation import (
     MLP_TILE_COUNTS,
     ActivationPlan,
     ActivationProblem,
     Budgets,
+    DoesNotFit,
     Pipeline,
     read_hardware,
     read_profile,
@@ -70,6 +71,8 @@ class Request:
     """Of each pipeline rank; None is the schedule's own number."""
     stage_layers: tuple[int, ...] = ()
     """Numbers of layers of the runs of consecutive layers; without them equal ones."""
+    embedding: EmbeddingGradients = EmbeddingGradients.DENSE
+    """How the embedding's gradient is exchanged."""
 
     @classmethod
     def of(
@@ -132,6 +135,7 @@ class Request:
             lora=args.lora,
             chunks=args.chunks,
             stage_layers=_stage_layers(args, layout),
+            embedding=_embedding(args, config),
         )
 
     def plan(self) -> ActivationPlan:
@@ -140,7 +144,17 @@ class Request:
         Raises:
             Infeasible: no plan fits the budgets.
         """
-        return solve_mlp_tiles(self.problem, self.tiles)
+        plan = solve_mlp_tiles(self.problem, self.tiles)
+        exchange = plan.problem.profile.embedding_exchange
+        if self.embedding is not EmbeddingGradients.AUTO or exchange is None or exchange.sparse_s >= exchange.dense_s:
+            return plan
+        # It takes memory that the dense exchange leaves to activations, so only a plan shows which is faster.
+        other = dataclasses.replace(self, embedding=EmbeddingGradients.SPARSE)
+        try:
+            sparse = solve_mlp_tiles(other.problem, (plan.problem.profile.mlp_tiles,))
+        except DoesNotFit:
+            return plan
+        return sparse if sparse.step_s < plan.step_s else plan
 
     def problem(self, tiles: int = 1) -> ActivationProblem:
         """Planning problem; `tiles` is the number of MLP tiles of a named model.
@@ -200,6 +214,7 @@ class Request:
                 optimizer_offload=optimizer_offload,
                 optimizer=self.optimizer,
                 lora=self.lora,
+                sparse_embedding=self.embedding is EmbeddingGradients.SPARSE,
                 name=self.model,
             )
         elif config is not None:
@@ -272,6 +287,7 @@ def _require_named_model(args: argparse.Namespace) -> None:
     given += ["--optimizer-offload"] * args.optimizer_offload + ["--loss"] * (args.loss is not None)
     given += ["--optimizer"] * (args.optimizer != Optimizer.ADAMW) + ["--lora"] * (args.lora != 0)
     given += ["--variant"] * (args.variant is not None)
+    given += ["--embedding-exchange"] * (args.embedding_exchange == EmbeddingGradients.SPARSE)
     if given:
         raise UsageError(f"{given[0]} applies to a named model only; a profile has the step that was measured")
 
@@ -287,6 +303,15 @@ def _schedule(args: argparse.Namespace, layout: Layout, accumulate: int) -> Pipe
     if wrong is not None:
         raise UsageError(f"--accumulate {accumulate} {wrong}")
     return schedule
+
+
+def _embedding(args: argparse.Namespace, config: GPTConfig | HuggingFaceModel | None) -> EmbeddingGradients:
+    asked = EmbeddingGradients(args.embedding_exchange)
+    if asked is EmbeddingGradients.SPARSE and not isinstance(config, GPTConfig):
+        raise UsageError(
+            f"--embedding-exchange sparse applies to sizes of memo's GPT only; {args.model} exchanges its own gradients"
+        )
+    return EmbeddingGradients.DENSE if args.recompute != "plan" and asked is EmbeddingGradients.AUTO else asked
 
 
 def _tiles(
