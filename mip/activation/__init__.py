@@ -38,7 +38,13 @@ if TYPE_CHECKING:
         StageTurns as StageTurns,
         chunk_layers as chunk_layers,
     )
-    from memo.mip.activation.solver import DoesNotFit as DoesNotFit, fits as fits, solve_problem as solve_problem
+    from memo.mip.activation.solver import (
+        DoesNotFit as DoesNotFit,
+        find_plan as find_plan,
+        fits as fits,
+        misfit_of as misfit_of,
+        solve_problem as solve_problem,
+    )
     from memo.mip.activation.stage_plans import (
         extract_stage_plan as extract_stage_plan,
         lower_tier_nbytes as lower_tier_nbytes,
@@ -55,7 +61,7 @@ else:
             "memory_peaks": "DeviceMemory Use device_peak_candidates highest_memory stage_memory stage_static",
             "mlp_tiles": "MLP_TILE_COUNTS solve_mlp_tiles",
             "plan": "ActivationPlan ActivationProblem Budgets LayerPlan StageTurns Pipeline StagePrediction chunk_layers",
-            "solver": "DoesNotFit fits solve_problem",
+            "solver": "DoesNotFit find_plan fits misfit_of solve_problem",
             "stage_plans": "extract_stage_plan lower_tier_nbytes",
         },
     )
