@@ -91,8 +91,10 @@ class Closed:
     """A part of the space that was never planned, with the bound that closed it."""
 
     shapes: tuple[Shape, ...]
+    setting: Setting | None
+    """None where it is all settings of the shapes."""
     candidate: Candidate | None
-    """None where it is all candidates of the shapes, or of one setting."""
+    """None where it is all candidates of the shapes and the setting."""
     count: int
     """Number of its candidates."""
     kind: Bound
@@ -329,9 +331,9 @@ class _Search:
             if problem is None:
                 continue
             ladder, plan = kept_bounds(problem)
-            if ladder.seconds > least_s:
-                break
-            bound_s = max(ladder.seconds, link_bound(plan))
+            bound_s = ladder.seconds
+            if bound_s < least_s:  # else it is looked at only if fewer tiles have no plan
+                bound_s = max(bound_s, link_bound(plan))
             if math.isfinite(bound_s):
                 tiles.append((number, bound_s))
             least_s = min(least_s, bound_s)
@@ -365,14 +367,17 @@ class _Search:
                 if (problem := self._problem(node.candidate, number)) is not None
             ]
             tasks.append((tuple(problems), limit_s))
-        for node, plan in zip(nodes, self._plans(nodes, tasks), strict=True):
+        for node, (plan, rest_s) in zip(nodes, self._plans(nodes, tasks), strict=True):
             assert node.candidate is not None
             if plan is not None:
                 self._keep(Planned(candidate=node.candidate, plan=plan, bound_s=node.ladder.seconds))
+            elif math.isfinite(rest_s):
+                node.ladder = node.ladder.raised((Bound.LINK, rest_s))
+                self._closed.append(node)
             else:
                 self._without_plan.append(node.candidate)
 
-    def _plans(self, nodes: Sequence[_Node], tasks: Sequence[_Task]) -> list[ActivationPlan | None]:
+    def _plans(self, nodes: Sequence[_Node], tasks: Sequence[_Task]) -> list[tuple[ActivationPlan | None, float]]:
         if self._workers == 1 or all(node.stage is _Stage.FITS for node in nodes) or len(tasks) == 1:
             return [_best_plan(task) for task in tasks]
         if self._pool is None:
@@ -415,6 +420,7 @@ class _Search:
             )
         return Closed(
             shapes=tuple(node.shapes),
+            setting=node.setting,
             candidate=node.candidate,
             count=count,
             kind=node.ladder.kind(self._cutoff_s(node)),
@@ -426,14 +432,18 @@ _Task = tuple[tuple[tuple["ActivationProblem", float], ...], float]
 """Problems of one candidate with their bounds, ascending, and the step above which a plan is of no use."""
 
 
-def _best_plan(task: _Task) -> ActivationPlan | None:
-    """The plan with the shortest step among a candidate's numbers of MLP tiles; None where none fits."""
+def _best_plan(task: _Task) -> tuple[ActivationPlan | None, float]:
+    """The plan with the shortest step among a candidate's numbers of MLP tiles; None where none fits, or is of use.
+
+    Returns:
+        The plan, and the lowest bound of the numbers that were not tried.
+    """
     problems, limit_s = task
     best: ActivationPlan | None = None
     for problem, bound_s in problems:
-        if best is not None and bound_s >= min(best.step_s, limit_s):
-            break
+        if bound_s > (limit_s if best is None else min(best.step_s, limit_s)):
+            return best, bound_s
         plan = find_plan(problem)
         if plan is not None and (best is None or plan.step_s < best.step_s):
             best = plan
-    return best
+    return best, math.inf
