@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     )
     from memo.mip.activation.solver import (
         DoesNotFit as DoesNotFit,
+        find_plan as find_plan,
         fits as fits,
+        misfit_of as misfit_of,
         relaxed_step_s as relaxed_step_s,
         solve_problem as solve_problem,
     )
@@ -62,7 +64,7 @@ else:
             "mlp_tiles": "MLP_TILE_COUNTS solve_mlp_tiles",
             "plan": "ActivationPlan ActivationProblem Budgets LayerPlan StageMachine StageTurns Pipeline StagePrediction "
             "chunk_layers",
-            "solver": "DoesNotFit fits relaxed_step_s solve_problem",
+            "solver": "DoesNotFit find_plan fits misfit_of relaxed_step_s solve_problem",
             "stage_plans": "extract_stage_plan lower_tier_nbytes",
         },
     )

@@ -331,7 +331,7 @@ class Model:
         """Constraint (12)."""
         size = storage_bytes(group.layer)
         if size:
-            room = mine[group.members[-1] + 1].forward_s * self._rates.d2h_bytes_per_s
+            room = mine[group.members[-1] + 1].forward_s * self._rates[group.stage].d2h_bytes_per_s
             self._program += group.host + group.disk <= math.floor(room / size) * size / self._byte
 
     def _point_variables(self, layer: LayerProfile, stage: int, member: int, name: str) -> dict[str, pulp.LpVariable]:
@@ -511,19 +511,23 @@ class Model:
         return stall
 
     def _device_rows(self, stage: int) -> None:
-        device = self.problem.machine_of(stage).budgets.device_bytes
+        device, groups = self.problem.machine_of(stage).budgets.device_bytes, self._stages[stage]
+        kept = [group.kept for group in groups]
         for candidate in _undominated(device_peak_candidates(self.problem, stage)):
-            used = pulp.LpAffineExpression()
-            for group in self._stages[stage]:
-                kept, whole, unmoved, recomputing = (
+            used = _WeightedSum()
+            for group, its_kept in zip(groups, kept, strict=True):
+                of_kept, of_whole, of_unmoved, of_recomputing = (
                     sum(counts[member] for member in group.members)
                     for counts in (candidate.kept, candidate.whole, candidate.unmoved, candidate.recomputing)
                 )
-                used += kept * group.kept + whole * group.recompute_extra_bytes + recomputing * group.held
-                used += unmoved * self._unmoved(group) if unmoved else 0
+                used.add(of_kept, its_kept)
+                used.add(of_whole, group.recompute_extra_bytes)
+                used.add(of_recomputing, group.held)
+                if of_unmoved:
+                    used.add(of_unmoved, self._unmoved(group))
             room = (device - candidate.resident_bytes) / self._byte
             # (6)
-            self._budget(used, room, Resource.DEVICE, f"at {candidate.name}")
+            self._budget(used.expression(), room, Resource.DEVICE, f"at {candidate.name}")
 
     def _unmoved(self, group: _Group) -> pulp.LpAffineExpression:
         """Bytes that do not move, recomputed or not; an upper bound that also holds after tokens are rounded down."""
@@ -624,6 +628,24 @@ class Model:
             disk=disk / saved if saved else 0.0,
             piece=self.pieces.get(group.layer.name, 1.0),
         )
+
+
+class _WeightedSum:
+    """Sum of expressions with weights; PuLP's own sums copy what they have at each addition."""
+
+    def __init__(self) -> None:
+        self._terms: dict[pulp.LpVariable, float] = {}
+        self._constant = 0.0
+
+    def add(self, weight: float, expression: pulp.LpAffineExpression) -> None:
+        if not weight:
+            return
+        self._constant += weight * expression.constant
+        for variable, value in expression.items():
+            self._terms[variable] = self._terms.get(variable, 0.0) + weight * value
+
+    def expression(self) -> pulp.LpAffineExpression:
+        return pulp.LpAffineExpression(self._terms, self._constant)
 
 
 def _undominated(candidates: Sequence[PeakCandidate]) -> list[PeakCandidate]:

@@ -181,4 +181,4 @@ class Bounce:
     @property
     def view(self) -> memoryview:
         """Its bytes."""
-        return memoryview(self._mapped())
+        return self._mapped().data

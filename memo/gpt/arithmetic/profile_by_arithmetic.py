@@ -69,6 +69,7 @@ def derive_profile(
     precision: Precision = Precision.BF16,
     accumulate: int = 1,
     zero: int = 3,
+    sharded_over: int | None = None,
     optimizer_offload: bool = False,
     optimizer: Optimizer = Optimizer.ADAMW,
     lora: int = 0,
@@ -87,6 +88,7 @@ def derive_profile(
         precision: number format of weights and arithmetic, of memo's own engine.
         accumulate: microbatches in a step, whose gradients are added up before they are reduced.
         zero: what is sharded over data-parallel ranks, as `Training.zero`; memo train shards everything.
+        sharded_over: ranks that share one copy, as `Training.sharded_over`; memo train shards over all of them.
         optimizer_offload: whether optimizer state and its step are on the host.
         optimizer: of memo's own engine; its states are kept in the weights' format.
         lora: rank of adapters on all matrices of the layers, which alone are trained; 0: everything is.
@@ -112,6 +114,7 @@ def derive_profile(
         end_states=end_states(optimizer, adam, smallest=config.hidden),
         lora=lora,
         zero=zero,
+        sharded_over=sharded_over,
         gathered_bytes=STATES[precision].weight,
         optimizer_offload=optimizer_offload,
         reduces_once=True,
