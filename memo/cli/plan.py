@@ -17,12 +17,15 @@ from memo.cli.inputs.budgets import add_budget_flags
 from memo.cli.inputs.planned_model import add_model_flags
 from memo.cli.inputs.stage_layers import add_stage_layers_flag
 from memo.cli.planning.changes import changes_that_fit, explain_misfit
-from memo.cli.planning.request import AUTO, METHODS, TILE_TOKENS, Request
+from memo.cli.planning.former_plan import FormerPlan, checkpoint_bytes_per_s
+from memo.cli.planning.layouts import add_search_flags, refuse_search_flags, run_search
+from memo.cli.planning.request import AUTO, METHODS, TILE_TOKENS, parse_request
 from memo.cli.planning.search import describe_longest, fewest_gpus, longest_sequence
 from memo.cli.tables.activation import activation_summary, activation_table
 from memo.cli.terminal.output_files import display_name, file_name, refuse_existing, require_matplotlib
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
+from memo.gpt import EmbeddingGradients, GPTConfig
 from memo.gpt.arithmetic import Optimizer
 from memo.mip.activation import (
     DoesNotFit,
@@ -34,8 +37,10 @@ from memo.mip.simulate import prove
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from memo.gpt.checkpoint import Resharding
     from memo.mip.activation import ActivationPlan
     from memo.mip.simulate import Simulation
+    from memo.search import Request
 
 __all__ = ["configure", "run"]
 
@@ -46,7 +51,11 @@ examples:
   memo plan --model ./Qwen3-8B --max-seq --gpu h100 --gpus 8 --loss without-logits
   memo plan --model llama3-70b --seq 128k --gpu h100 --gpus auto
   memo plan --model 7b --seq 8k --cluster cluster.json --tp 2 --pp 4 --accumulate 8
+  memo plan --search --model 65b --seq 128k --gpu a800 --nodes 8 --batch-tokens 4m -o plan.json
 """
+
+_DEFAULTS = {"gpus": 1, "tp": 1, "cp": 1, "pp": 1, "zero": 3, "schedule": str(PipelineSchedule.ONE_F_ONE_B)}
+"""Values of what is searched under --search and is not given otherwise."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +78,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="compute each MLP of a named model in N tiles; auto chooses the number with the shortest step (default auto)",
     )
     add_batch_flags(what)
+    what.add_argument(
+        "--from",
+        dest="former",
+        metavar="FILE",
+        help="plan that a run was made with, whose checkpoint this one is to go on from: say what reading it at this layout "
+        "costs (default: a new run)",
+    )
     what.add_argument("--profile", metavar="FILE", help="profile measured by memo profile")
     how = parser.add_argument_group("training of a named model")
     how.add_argument(
@@ -83,7 +99,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--zero",
         type=int,
         choices=range(4),
-        default=3,
         help="what data-parallel ranks share out: 1 optimizer state, 2 gradients, too, 3 weights, too, as memo train does "
         "(default 3)",
     )
@@ -99,6 +114,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="RANK",
         help="train adapters of this rank on every linear map of the layers, and nothing else (default: everything)",
+    )
+    how.add_argument(
+        "--embedding-exchange",
+        choices=[str(way) for way in EmbeddingGradients],
+        default=str(EmbeddingGradients.AUTO),
+        help="how data-parallel ranks exchange the embedding's gradient: dense, as a whole table, or sparse, as the rows of "
+        "the tokens that a rank has seen; auto is the one with the shorter step that fits (default auto)",
     )
     how.add_argument("--optimizer-offload", action="store_true", help="optimizer state and its step are on the host")
     where = parser.add_argument_group("machine")
@@ -121,13 +143,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "placement of the layout on them",
     )
     for name, words in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline")):
-        where.add_argument(
-            f"--{name}", type=int, default=1, metavar="N", help=f"ranks of {words} parallelism (default 1)"
-        )
+        where.add_argument(f"--{name}", type=int, metavar="N", help=f"ranks of {words} parallelism (default 1)")
     where.add_argument(
         "--schedule",
         choices=[str(s) for s in PipelineSchedule],
-        default=str(PipelineSchedule.ONE_F_ONE_B),
         help="with --pp: pipeline schedule (default 1f1b)",
     )
     where.add_argument(
@@ -147,6 +166,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="use the rates that memo doctor --json measured on the machine (default: the rates of --gpu)",
     )
+    add_search_flags(parser)
     add_budget_flags(parser)
     out = parser.add_argument_group("output")
     out.add_argument("-o", "--output", type=file_name, metavar="FILE", help="write the plan to FILE as JSON")
@@ -164,10 +184,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Plans, checks and simulates, writes the plan and prints it."""
+    """Plans or searches, checks and simulates, writes the plan and prints it."""
+    if args.search:
+        refuse_existing(args.output, force=args.force)
+        return run_search(args)
+    refuse_search_flags(args)
+    defaults = {name: value for name, value in _DEFAULTS.items() if getattr(args, name) is None}
+    if args.cluster is not None:
+        defaults.pop("gpus", None)
+    args = argparse.Namespace(**{**vars(args), **defaults})
     if args.cluster is not None:
         return _run_on_cluster(args)
-    args.gpus = 1 if args.gpus is None else args.gpus
     if args.max_seq and (args.gpus == AUTO or args.sweep is not None):
         other = "--gpus auto" if args.gpus == AUTO else f"--sweep {args.sweep}"
         raise UsageError(f"--max-seq and {other} each look for a size; give the number of one of them")
@@ -180,8 +207,11 @@ def run(args: argparse.Namespace) -> ExitCode:
             "--plot draws a sweep only; add --sweep seq, device or host, or use memo simulate for a timeline"
         )
     what = " ".join(["planning", *(given for given in (args.model, args.seq and f"at {args.seq}") if given)])
+    former = None if args.former is None else FormerPlan.read(args.former)
     with WaitingLine("memo plan", what, quiet=args.json):
         request, found = _request(args)
+        if former is not None and not isinstance(request.config, GPTConfig):
+            raise UsageError("--from is for sizes of memo's GPT, which memo train trains")
         misfit = None
         if args.sweep is None:
             try:
@@ -195,6 +225,8 @@ def run(args: argparse.Namespace) -> ExitCode:
         from memo.cli.planning.sweep import run_sweep
 
         return run_sweep(request, args)
+    if former is not None and isinstance(request.config, GPTConfig):
+        found = _with_resharding(found, former.resharding(request.config, plan.problem), request)
     return _finish(args, plan, simulation, found, request.assumed)
 
 
@@ -226,6 +258,8 @@ def _finish(
     for line in found.lines:
         print(f"{line}\n")
     print(activation_table(plan))
+    for row in found.rows:
+        print(row)
     for sentence in assumed:
         print(f"assumed: {sentence}")
     off = abs(simulation.step_s / plan.step_s - 1) if plan.step_s else 0.0
@@ -235,26 +269,44 @@ def _finish(
     return ExitCode.OK
 
 
+def _with_resharding(found: _Found, resharding: Resharding, request: Request) -> _Found:
+    """The findings with what reading the former layout's checkpoint takes; seconds are None where no rate is known."""
+    rate = checkpoint_bytes_per_s(request.machine, request.layout.gpus)
+    ranks = request.machine.gpus_per_node
+    summary = {
+        "most_read_bytes": max(resharding.read_bytes),
+        "total_read_bytes": resharding.total_bytes,
+        "read_bytes": list(resharding.read_bytes),
+        "own_bytes": list(resharding.own_bytes),
+        "node_bytes_per_s": rate,
+        "seconds": resharding.seconds(ranks_per_node=ranks, node_bytes_per_s=rate) if rate else None,
+    }
+    row = resharding.row(ranks_per_node=ranks, node_bytes_per_s=rate)
+    return dataclasses.replace(found, rows=(*found.rows, row), summary={**found.summary, "resharding": summary})
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """Result of --max-seq or --gpus auto, for people and for --json."""
+    """What was found beside the plan, for people and for --json."""
 
     lines: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+    """Below the plan's table."""
     summary: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
 
 def _request(args: argparse.Namespace) -> tuple[Request, _Found]:
     """The request of the flags, with what was searched for filled in."""
     if args.max_seq:
-        longest = longest_sequence(Request.of(args))
+        longest = longest_sequence(parse_request(args))
         summary = {"max_seq": longest.request.layout.tokens, "binds": longest.binds, "proposal": longest.proposal}
         return longest.request, _Found(lines=(describe_longest(longest),), summary=summary)
     if args.gpus != AUTO:
-        return Request.of(args), _Found()
-    first = Request.of(argparse.Namespace(**{**vars(args), "gpus": args.tp * args.cp * args.pp}))
+        return parse_request(args), _Found()
+    first = parse_request(argparse.Namespace(**{**vars(args), "gpus": args.tp * args.cp * args.pp}))
 
     def with_gpus(gpus: int) -> Request:
-        return Request.of(argparse.Namespace(**{**vars(args), "gpus": gpus}), model=first.config)
+        return parse_request(argparse.Namespace(**{**vars(args), "gpus": gpus}), model=first.config)
 
     step, node = args.tp * args.cp * args.pp, first.machine.gpus_per_node
     request, tried = fewest_gpus(with_gpus, step=step, gpus_per_node=node)

@@ -20,6 +20,7 @@ from memo.errors import ExitCode, UsageError
 from memo.gpt import (
     PRESETS,
     Documents,
+    EmbeddingGradients,
     OffloadConfig,
     OffloadMode,
     Precision,
@@ -242,6 +243,19 @@ def _layout_flags(group: argparse._ArgumentGroup) -> None:
         action="store_false",
         help="with --tp: keep all tokens on every rank between the matrix products (default: divide them)",
     )
+    _add_embedding_flag(group)
+
+
+def _add_embedding_flag(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--embedding-exchange",
+        dest="embedding_gradients",
+        type=_argument(_one_of(EmbeddingGradients)),
+        metavar="{auto,dense,sparse}",
+        help="with --dp or --cp: exchange the embedding's gradient dense, as a whole table, or sparse, as the rows of "
+        "the tokens that a rank has seen, for which every rank has the table whole; auto takes the one of fewer bytes "
+        "(default: the plan's with --plan, else dense)",
+    )
 
 
 def _offload_flags(group: argparse._ArgumentGroup) -> None:
@@ -383,6 +397,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
     sizes = ("dp", "tp", "pp", "cp", "cp_attention", "schedule", "chunks", "sequence_parallel")
     layout = Layout(**{name: flags.pop(name) for name in sizes}, stage_layers=flags.pop("stage_layers"))
     numbers = [flags.pop(name) for name in ("batch", "accumulate", "global_batch")]
+    keeps_batch = numbers == [None] * 3
     batch, accumulate = batch_sizes(*numbers, replicas=layout.dp)
     training = TrainConfig(
         schedule=schedule,
@@ -403,11 +418,16 @@ def _config(args: argparse.Namespace) -> RunConfig:
         "trace_stacks",
     )
     offload = OffloadConfig(mode=flags.pop("offload"), **{name: flags.pop(name) for name in tiers})
+    planned = None
     if offload.plan is not None:
         require_kind(offload.plan, FileKind.ACTIVATION_PLAN)
-        layout = _with_stages_of(read_activation_plan(offload.plan), layout)
+        plan = read_activation_plan(offload.plan)
+        layout, planned = _with_stages_of(plan, layout), plan.problem.profile
     if flags["mlp_tiles"] is None:
-        flags["mlp_tiles"] = 1 if offload.plan is None else read_activation_plan(offload.plan).problem.profile.mlp_tiles
+        flags["mlp_tiles"] = 1 if planned is None else planned.mlp_tiles
+    if flags["embedding_gradients"] is None:
+        sparse = planned is not None and planned.embedding_exchange is not None and planned.embedding_exchange.sparse
+        flags["embedding_gradients"] = EmbeddingGradients.SPARSE if sparse else EmbeddingGradients.DENSE
     if flags["resume"] not in (None, "latest"):
         flags["resume"] = Path(flags["resume"])
     if published_name(flags["model"]) is not None:
@@ -417,7 +437,9 @@ def _config(args: argparse.Namespace) -> RunConfig:
         )
     flags["model"] = preset_name(flags["model"]) or flags["model"]
     flags["variant"] = variant_of(flags["model"], flags["variant"])
-    return RunConfig(training=training, offload=offload, layout=layout, batch=batch * layout.dp, **flags)
+    return RunConfig(
+        training=training, offload=offload, layout=layout, batch=batch * layout.dp, keeps_batch=keeps_batch, **flags
+    )
 
 
 def _with_stages_of(plan: ActivationPlan, layout: Layout) -> Layout:

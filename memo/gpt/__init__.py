@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     )
     from memo.gpt.run_config import (
         Documents as Documents,
+        EmbeddingGradients as EmbeddingGradients,
         OffloadConfig as OffloadConfig,
         OffloadMode as OffloadMode,
         RunConfig as RunConfig,
@@ -28,7 +29,7 @@ else:
         __name__,
         {
             "config": "GPTConfig PRESETS Variant preset preset_key preset_name variant_of",
-            "run_config": "Documents OffloadConfig OffloadMode RunConfig",
+            "run_config": "Documents EmbeddingGradients OffloadConfig OffloadMode RunConfig",
             "train_config": "Precision TrainConfig",
         },
     )

@@ -14,7 +14,7 @@ from memo.gpt.config import PRESETS, RopeScaling, Variant
 from memo.gpt.train_config import Precision, TrainConfig
 from memo.parallel import Layout
 
-__all__ = ["Documents", "OffloadConfig", "OffloadMode", "RunConfig"]
+__all__ = ["Documents", "EmbeddingGradients", "OffloadConfig", "OffloadMode", "RunConfig"]
 
 
 class OffloadMode(enum.StrEnum):
@@ -24,6 +24,17 @@ class OffloadMode(enum.StrEnum):
     HOST = "host"
     DISK = "disk"
     AUTO = "auto"
+
+
+class EmbeddingGradients(enum.StrEnum):
+    """Exchange of the embedding's gradient between data-parallel ranks."""
+
+    AUTO = "auto"
+    """The way with fewer bytes in training, the shorter step in planning."""
+    DENSE = "dense"
+    """The whole table, sharded like all other parameters."""
+    SPARSE = "sparse"
+    """The rows of the tokens that a rank has seen; every rank has the whole table."""
 
 
 class Documents(enum.StrEnum):
@@ -140,6 +151,8 @@ class RunConfig:
     """Minutes between checkpoints; 0 is never."""
     checkpoint_keep: int = 2
     resume: Path | Literal["latest"] | None = None
+    keeps_batch: bool = False
+    """With `resume`: take as many sequences a step as the checkpoint did, whatever `batch` and the training say."""
     metrics: Path | None = None
     tensorboard: Path | None = None
     """Directory of TensorBoard's event files."""
@@ -151,6 +164,7 @@ class RunConfig:
     """Allocate device memory at planned addresses of one arena."""
     layout: Layout = dataclasses.field(default_factory=Layout)
     """Ranks of data, tensor, pipeline and context parallelism."""
+    embedding_gradients: EmbeddingGradients = EmbeddingGradients.DENSE
 
     def __post_init__(self) -> None:
         if self.model not in PRESETS:

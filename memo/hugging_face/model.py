@@ -99,6 +99,17 @@ class HuggingFaceModel:
         return other
 
     @property
+    def layers(self) -> int:
+        """Number of repeated layers."""
+        return len(self._short.layers)
+
+    @property
+    def heads(self) -> int:
+        """Attention heads that context parallelism may exchange; 0 where it cannot."""
+        heads = int(getattr(self._config.get_text_config(), "num_attention_heads", 0) or 0)
+        return heads if self._short.attention == FUSED else 0
+
+    @property
     def parameters(self) -> int:
         """Number of parameters of the whole model."""
         by_name = {kind.name: kind.parameters for kind in self._short.kinds}
@@ -151,6 +162,7 @@ class HuggingFaceModel:
         *,
         accumulate: int = 1,
         zero: int = 3,
+        sharded_over: int | None = None,
         optimizer_offload: bool = False,
         optimizer: Optimizer = Optimizer.ADAMW,
         recompute: Recompute | None = None,
@@ -163,6 +175,7 @@ class HuggingFaceModel:
             layout: size of the step and its parallelism; tensor parallelism is refused.
             accumulate: microbatches in a step.
             zero: what is sharded over data-parallel ranks, as `Training.zero`.
+            sharded_over: ranks that share one copy, as `Training.sharded_over`.
             optimizer_offload: whether optimizer state and its step are on the host.
             optimizer: which; its states are kept in the weights' format.
             recompute: a fixed method for every layer, instead of points to plan with.
@@ -180,6 +193,7 @@ class HuggingFaceModel:
             end_states=end_states(optimizer, adam, smallest=smallest),
             lora=self._lora,
             zero=zero,
+            sharded_over=sharded_over,
             gathered_bytes=_STATES[self._precision].weight,
             optimizer_offload=optimizer_offload,
             reduces_once=True,
@@ -226,12 +240,12 @@ class HuggingFaceModel:
             raise UsageError(
                 f"{len(self._short.layers)} layers do not make {layout.pp} pipeline stages; use a smaller pp"
             )
-        heads = int(getattr(self._config.get_text_config(), "num_attention_heads", 0) or 0)
-        if layout.cp > 1 and (not heads or heads % layout.cp):
-            raise UsageError(f"cp {layout.cp} does not divide {heads} attention heads")
+        heads = self.heads
         if layout.tokens % layout.cp:
             raise UsageError(f"cp {layout.cp} does not divide {layout.tokens} tokens")
-        if layout.cp > 1 and self._short.attention != FUSED:
+        if layout.cp > 1 and heads and heads % layout.cp:
+            raise UsageError(f"cp {layout.cp} does not divide {heads} attention heads")
+        if layout.cp > 1 and not heads:
             raise UsageError(f"--cp {layout.cp}: the attention of {self.name} is its own, and cannot exchange heads")
 
 

@@ -40,7 +40,14 @@ if TYPE_CHECKING:
         chunk_layers as chunk_layers,
         stage_layers as stage_layers,
     )
-    from memo.mip.activation.solver import DoesNotFit as DoesNotFit, fits as fits, solve_problem as solve_problem
+    from memo.mip.activation.solver import (
+        DoesNotFit as DoesNotFit,
+        find_plan as find_plan,
+        fits as fits,
+        misfit_of as misfit_of,
+        relaxed_step_s as relaxed_step_s,
+        solve_problem as solve_problem,
+    )
     from memo.mip.activation.stage_plans import (
         extract_stage_plan as extract_stage_plan,
         lower_tier_nbytes as lower_tier_nbytes,
@@ -58,7 +65,7 @@ else:
             "mlp_tiles": "MLP_TILE_COUNTS solve_mlp_tiles",
             "plan": "ActivationPlan ActivationProblem Budgets LayerPlan StageMachine StageTurns Pipeline StagePrediction "
             "chunk_layers stage_layers",
-            "solver": "DoesNotFit fits solve_problem",
+            "solver": "DoesNotFit find_plan fits misfit_of relaxed_step_s solve_problem",
             "stage_plans": "extract_stage_plan lower_tier_nbytes",
         },
     )

@@ -183,9 +183,9 @@ def backward_transient_bytes(layer: LayerProfile, plan: LayerPlan) -> float:
 
 
 def recompute_s(layer: LayerProfile, plan: LayerPlan) -> float:
-    """Seconds of a layer's recompute: of each range its part of the point's, and of every piece but its first one."""
+    """Seconds of a layer's recompute: of each range its part of the point's, of pieces but its first, of dividing it."""
     again = {point.name: point.recompute_s for point in layer.points}
-    seconds = 0.0
+    seconds = layer.divided_s if sum(share > 0 for share in plan.points.values()) > 1 else 0.0
     for name, share in plan.points.items():
         seconds += again[name] * share
         if name != "all":

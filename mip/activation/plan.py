@@ -19,6 +19,7 @@ runtime alike. One rank, one microbatch, layers 0 to n-1; F, B, R are a layer's 
                max((h + d) / L,  d / W + h max(0, 2 / L - 1 / W)). What exceeds its window stalls the compute stream
     points     a layer that can be divided has a fraction of its tokens at each of its points, and bytes and seconds are
                the sum of these fractions; one that cannot is at one point
+    dividing   a layer whose tokens are at more than one point takes a little time besides, counted with R
     pieces     a range of tokens is recomputed in pieces, one after another, of at most the plan's fraction of the layer's
                tokens. The recompute of a layer that can be divided holds what its largest piece does, which is in
                proportion to the piece's tokens; each piece of a range but the first one takes a little time besides
@@ -487,7 +488,7 @@ class LayerPlan:
     def recompute_s(self, layer: LayerProfile) -> float:
         """Seconds of recompute in backward."""
         again = sum(known.recompute_s * self.fraction(known.name) for known in layer.points)
-        return again + layer.piece_s * self.further_pieces
+        return again + layer.piece_s * self.further_pieces + (layer.divided_s if len(self.points) > 1 else 0.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from memo.errors import Infeasible
-from memo.mip.activation.checker import require_valid
+from memo.mip.activation.checker import check_plan, require_valid
 from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.linear_program import Limit, Model, Resource, Sharing
 from memo.mip.activation.memory_peaks import DeviceMemory, Use, device_peak_candidates, highest_memory
@@ -21,12 +21,12 @@ from memo.mip.activation.plan import (
     ActivationProblem,
     LayerPlan,
 )
-from memo.mip.activation.rounding import in_tiles, piece_candidates
+from memo.mip.activation.rounding import in_storages, in_tiles, piece_candidates
 from memo.mip.activation.whole_points import at_points, round_points
 from memo.mip.inputs.profile import ALL, LayerProfile, Profile
 from memo.units import format_bytes, format_duration
 
-__all__ = ["DoesNotFit", "find_plan", "fits", "misfit_of", "solve_problem"]
+__all__ = ["DoesNotFit", "find_plan", "fits", "misfit_of", "relaxed_step_s", "solve_problem"]
 
 UNIFORM_PRICE = 1e-4
 """Fraction of a step that treating layers alike may cost."""
@@ -105,8 +105,68 @@ def find_plan(problem: ActivationProblem) -> ActivationPlan | None:
             break
     if best is None:
         return None
+    for whole in _whole_layers(best):
+        if whole.step_s < best.step_s * (1 - LEAST_SAVING):
+            best = whole
     require_valid(best)
     return best
+
+
+def _whole_layers(best: ActivationPlan) -> Iterator[ActivationPlan]:
+    """Plans that leave whole the layers whose dividing takes time, which no row of the linear program knows.
+
+    Each of these layers is at one point, and moves whole storages: as many as the next forward hides, or as many as gain.
+    """
+    problem = best.problem
+    known = problem.profile.layer_profiles()
+    if not any(layer.divided_s and len(plan.points) > 1 for layer, plan in zip(known, best.layers, strict=True)):
+        return
+    undivided = _with_layers(
+        problem, [dataclasses.replace(layer, divisible=False) if layer.divided_s else layer for layer in known]
+    )
+    for hides in (True, False):
+        solved = [
+            model
+            for staying in _staying_options(undivided)
+            if (model := Model(undivided, staying=staying, hides_storages=hides)).solve()
+        ]
+        for model in solved:
+            found = round_points(model)
+            if found is None:
+                continue
+            layers, _ = in_tiles(problem, found.layer_plans())
+            for rounded in (in_storages(problem, layers), layers):
+                plan = ActivationPlan(
+                    problem=problem,
+                    layers=rounded,
+                    stages=predict_stages(problem, rounded),
+                    binding=_binding_texts(found.limits(), found.step_s),
+                )
+                if check_plan(plan) is None:
+                    yield plan
+                    break
+
+
+def relaxed_step_s(problem: ActivationProblem) -> float | None:
+    """A lower bound of the step under any plan, by the linear program with each layer free to mix its points.
+
+    Nothing is rounded, a recompute holds nothing, and neither pieces nor dividing a layer take time. The bound is of the
+    rules of `memo.mip.activation.plan`, on one pipeline stage; with several it is the program's objective.
+
+    Returns:
+        Seconds; None where not even this has a solution.
+
+    Raises:
+        SolverFailed: the solver crashed.
+    """
+    free = [
+        dataclasses.replace(_without_held(_without_beside(layer)), divisible=False, piece_s=0.0)
+        for layer in problem.profile.layer_profiles()
+    ]
+    model = Model(_with_layers(problem, free), sharing=Sharing.NONE)
+    if not model.solve():
+        return None
+    return model.step_s + problem.profile.optimizer_s + problem.profile.optimizer_exchange_s
 
 
 def fits(problem: ActivationProblem) -> bool:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         ATTENTION as ATTENTION,
         INPUT as INPUT,
         MATMULS as MATMULS,
+        EmbeddingExchange as EmbeddingExchange,
         EndProfile as EndProfile,
         LayerProfile as LayerProfile,
         PointProfile as PointProfile,
@@ -43,7 +44,7 @@ else:
             "hardware": "Hardware PRESETS hardware_of hardware_preset",
             "network": "Collectives Group Level Network parse_network",
             "pipeline_schedules": "Kind PipelineSchedule Turn",
-            "profile": "ALL ATTENTION INPUT MATMULS EndProfile LayerProfile PointProfile Profile Role Signature "
-            "StaticBytes",
+            "profile": "ALL ATTENTION INPUT MATMULS EmbeddingExchange EndProfile LayerProfile PointProfile Profile Role "
+            "Signature StaticBytes",
         },
     )

@@ -30,6 +30,7 @@ __all__ = [
     "INPUT",
     "MATMULS",
     "MAX_LAYERS",
+    "EmbeddingExchange",
     "EndProfile",
     "LayerProfile",
     "PointProfile",
@@ -157,6 +158,9 @@ class LayerProfile:
     point, and different layers of the class may be at different ones."""
     piece_s: float = 0.0
     """Seconds that each piece of tokens but a range's first adds to a recompute: its launches."""
+    divided_s: float = 0.0
+    """Seconds that a forward and backward take longer where the layer's tokens are divided among points, whatever the
+    fractions: parts of storages are copied and put together again. Counted with the recompute."""
     forward_s: float
     backward_s: float
     """Without any recompute."""
@@ -295,6 +299,31 @@ class EndProfile:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingExchange:
+    """Exchange of the embedding's gradient between data-parallel ranks, in both ways; of one rank and one step.
+
+    Dense: the whole table is reduced. Sparse: each rank sends the rows of the tokens that it has seen, with their
+    numbers, to all others.
+    """
+
+    sparse: bool
+    """Whether the profile is of the sparse exchange."""
+    dense_s: float
+    """Reduction of the gradient, and gathers of the table where it is sharded."""
+    sparse_s: float
+    """The rows' exchange and sum; where the table is sharded otherwise, also the update of other ranks' parts."""
+    dense_bytes: int
+    """Bytes that a rank receives."""
+    sparse_bytes: int
+    """Bytes that a rank receives, at most: where all its tokens are distinct."""
+    resident_bytes: int = 0
+    """Bytes of weights, gradients and optimizer state that the sparse exchange adds to a device, which has all rows."""
+
+    def __post_init__(self) -> None:
+        check_amounts(self, "embedding exchange")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
     """Model and shapes that a profile or plan is valid for."""
 
@@ -332,6 +361,8 @@ class Profile:
     head: EndProfile = EndProfile()
     mlp_tiles: int = 1
     """Number of tiles in which every layer computes its MLP (`memo.gpt.model`)."""
+    embedding_exchange: EmbeddingExchange | None = None
+    """Dense or sparse, as `embedding` and `optimizer_s` count it; None where it is dense in any case."""
     optimizer_s: float = 0.0
     """Seconds per step."""
     optimizer_exchange_s: float = 0.0

@@ -18,8 +18,8 @@ from memo.mip.activation import fits
 from memo.units import format_bytes, format_tokens
 
 if TYPE_CHECKING:
-    from memo.cli.planning.request import Request
     from memo.mip.activation import DeviceMemory, DoesNotFit
+    from memo.search import Request
 
 __all__ = ["changes_that_fit", "explain_misfit"]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from memo.cli.inputs.budgets import budgets_of
-from memo.cli.planning.request import AUTO, Request
+from memo.cli.planning.request import AUTO, parse_request
 from memo.cli.tables.address import table
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.errors import UsageError
@@ -36,6 +36,7 @@ from memo.units import format_duration
 
 if TYPE_CHECKING:
     from memo.mip.inputs import Hardware, Profile
+    from memo.search import Request
 
 __all__ = ["ClusterPlan", "ClusterRequest"]
 
@@ -105,7 +106,7 @@ class ClusterRequest:
         cluster = read_cluster(args.cluster)
         gpus = cluster.gpus if args.gpus is None else args.gpus
         args = argparse.Namespace(**{**vars(args), "gpus": gpus})
-        request = Request.of(args, machine=cluster.groups[0].machine)
+        request = parse_request(args, machine=cluster.groups[0].machine)
         budgets = {group.name: _budgets(args, group) for group in cluster.groups}
         return cls(request=request, cluster=cluster, budgets=budgets)
 

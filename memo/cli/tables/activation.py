@@ -21,7 +21,7 @@ from memo.mip.activation import (
     highest_memory,
     stage_layers,
 )
-from memo.mip.inputs import ALL, ATTENTION, MATMULS, Role
+from memo.mip.inputs import ALL, ATTENTION, MATMULS, Profile, Role
 from memo.units import format_bytes, format_duration, format_tokens
 
 __all__ = [
@@ -85,6 +85,9 @@ def activation_summary(plan: ActivationPlan) -> dict[str, Any]:
             for number, stage in enumerate(plan.stages)
         ],
         "memory": memory_summary(problem, highest_memory(problem, plan.layers)),
+        "embedding_exchange": None
+        if problem.profile.embedding_exchange is None
+        else dataclasses.asdict(problem.profile.embedding_exchange),
         "binding": list(plan.binding),
         "warnings": _beyond_nodes(plan),
         "layer_plans": [
@@ -267,13 +270,29 @@ def _times(plan: ActivationPlan) -> str:
     lines = [(name, _time(seconds), _share(seconds, plan.step_s)) for name, seconds in rows]
     figures = utilisation(plan)
     shown = (
-        f"{table((of, 'predicted', 'of step'), lines)}\n"
+        f"{table((of, 'predicted', 'of step'), lines)}\n{_embedding(plan.problem.profile)}"
         f"{rate_text(plan.problem, plan.step_s)}; mfu_causal {figures['mfu_causal']:.1%}, "
         f"mfu_full {figures['mfu_full']:.1%}"
     )
     if _is_fixed(plan):
         return f"{shown}; a fixed method's recompute counts as compute"
     return f"{shown}, hfu {figures['hfu']:.1%}; saving memory adds {_added(stage):.2%} to the computation"
+
+
+def _embedding(profile: Profile) -> str:
+    """Line on the exchange of the embedding's gradient, where there are two ways."""
+    exchange = profile.embedding_exchange
+    if exchange is None:
+        return ""
+    ways = [("dense", exchange.dense_s), ("sparse", exchange.sparse_s)]
+    (way, seconds), (other, other_s) = reversed(ways) if exchange.sparse else ways
+    memory = "" if not exchange.resident_bytes else f"; sparse holds {format_bytes(exchange.resident_bytes)} more"
+    return f"embedding gradients: {way} exchange, {_short(seconds)} ({other} {_short(other_s)}{memory})\n"
+
+
+def _short(seconds: float) -> str:
+    """A time that may be below a millisecond."""
+    return f"{1e3 * seconds:.2g} ms" if seconds < 0.01 else format_duration(seconds)
 
 
 def _is_fixed(plan: ActivationPlan) -> bool:

@@ -14,6 +14,7 @@ import dataclasses
 
 from memo.errors import UsageError
 from memo.gpt.arithmetic.block_bytes import Block, ElementSizes
+from memo.gpt.arithmetic.embedding_exchange import RowExchange
 from memo.gpt.arithmetic.flops import (
     adapter_parameter_count,
     flops_per_token,
@@ -68,12 +69,14 @@ def derive_profile(
     precision: Precision = Precision.BF16,
     accumulate: int = 1,
     zero: int = 3,
+    sharded_over: int | None = None,
     optimizer_offload: bool = False,
     optimizer: Optimizer = Optimizer.ADAMW,
     lora: int = 0,
     recompute: Recompute | None = None,
     training: Training | None = None,
     rates: KernelRates | None = None,
+    sparse_embedding: bool = False,
     name: str = "gpt",
 ) -> Profile:
     """Derives the profile of one rank's microbatch.
@@ -85,16 +88,20 @@ def derive_profile(
         precision: number format of weights and arithmetic, of memo's own engine.
         accumulate: microbatches in a step, whose gradients are added up before they are reduced.
         zero: what is sharded over data-parallel ranks, as `Training.zero`; memo train shards everything.
+        sharded_over: ranks that share one copy, as `Training.sharded_over`; memo train shards over all of them.
         optimizer_offload: whether optimizer state and its step are on the host.
         optimizer: of memo's own engine; its states are kept in the weights' format.
         lora: rank of adapters on all matrices of the layers, which alone are trained; 0: everything is.
         recompute: a fixed method for every layer, instead of points to plan with; in bf16 only.
         training: all choices of another framework, which computes in 16 bits; None is memo's own engine.
         rates: what kernels reach on the machine, for `training`; None is what the machine's description says.
+        sparse_embedding: exchange the embedding's gradient as rows; of memo's own engine without a fixed method of
+            recompute. The profile's `embedding_exchange` has the times of both ways.
         name: name of the model in the profile.
 
     Raises:
-        UsageError: the layout does not divide the model, or the choices contradict one another.
+        UsageError: the layout does not divide the model, or the choices contradict one another; the sparse exchange is
+            not possible.
     """
     if config.heads % layout.tp or config.kv_heads % layout.tp or config.ffn % layout.tp:
         raise UsageError(f"tp {layout.tp} does not divide {config.heads} heads, {config.kv_heads} key/value heads")
@@ -107,6 +114,7 @@ def derive_profile(
         end_states=end_states(optimizer, adam, smallest=config.hidden),
         lora=lora,
         zero=zero,
+        sharded_over=sharded_over,
         gathered_bytes=STATES[precision].weight,
         optimizer_offload=optimizer_offload,
         reduces_once=True,
@@ -120,6 +128,10 @@ def derive_profile(
         raise UsageError(f"a fixed method of recompute is planned in bf16, not in {precision}")
     if recompute is not None and lora:
         raise UsageError("adapters are planned without a fixed method of recompute; leave out one of the two")
+    if sparse_embedding and (training is not None or recompute is not None):
+        raise UsageError(
+            "a sparse exchange of the embedding's gradient is planned without a fixed method of recompute only"
+        )
     if training is not None:
         return profile_of_training(config, machine, layout, training, rates=rates, name=name)
     if recompute is not None:
@@ -137,7 +149,12 @@ def derive_profile(
     )
     sizes = ElementSizes.of(precision)
     weights = _Weights(layout, WeightExchange(machine, layout, own))
-    ends = _Ends(config, machine, layout, sizes, weights)
+    table = config.vocab_size * config.hidden
+    rows = RowExchange.of(config, weights.exchange, accumulate=accumulate, held=weights.end_static(table))
+    if sparse_embedding and isinstance(rows, str):
+        raise UsageError(f"--embedding-exchange sparse: {rows}; use --embedding-exchange dense")
+    sparse = rows if sparse_embedding and isinstance(rows, RowExchange) else None
+    ends = _Ends(config, machine, layout, sizes, weights, sparse)
     layer = _layer(config, machine, layout, sizes, weights)
     # Of the largest stage.
     stage_layers = layout.layers_of_stage(config.layers)
@@ -146,6 +163,10 @@ def derive_profile(
         stage_parameters = stage_layers * layer_parameter_count(config) + config.vocab_size * config.hidden
     trained = stage_layers * adapter_parameter_count(config, lora) if lora else stage_parameters / layout.tp
     optimizer_s = weights.update_bytes(trained) / machine.hbm_bytes_per_s
+    exchanged_s = weights.exchange.update_s(trained) + ends.tied_s()
+    if sparse is not None:
+        optimizer_s += sparse.whole_update_s
+        exchanged_s += weights.exchange.update_s(trained - table / layout.tp) - weights.exchange.update_s(trained)
     if optimizer is Optimizer.MUON and not (lora or optimizer_offload):
         # The matrices are divided over the ranks that share one copy, each orthogonalised whole on one of them.
         flops = stage_layers * orthogonalisation_flops(layer_matrices(config)) / layout.tp
@@ -159,7 +180,8 @@ def derive_profile(
         embedding=ends.embedding(),
         head=ends.head(),
         optimizer_s=optimizer_s,
-        optimizer_exchange_s=weights.exchange.update_s(trained) + ends.tied_s(),
+        optimizer_exchange_s=exchanged_s,
+        embedding_exchange=None if isinstance(rows, str) else rows.figures(sparse=sparse_embedding),
         send_s=_send_s(config, machine, layout, sizes),
         send_bytes=_send_bytes(config, layout, sizes),
         link_share=_link_share(config, layer, machine, layout, sizes, accumulate),
@@ -364,6 +386,8 @@ class _Ends:
     layout: Layout
     sizes: ElementSizes
     weights: _Weights
+    sparse: RowExchange | None
+    """The exchange of the embedding's gradient as rows; None for the dense one."""
 
     @property
     def _head_weights(self) -> int:
@@ -391,22 +415,25 @@ class _Ends:
         """Embedding: reads a row per token, adds to it in backward; the float32 rotary tables live for all layers.
 
         Tensor-parallel ranks look up all tokens of their group. In backward they hold the gradient of all of them, and a
-        copy masked to their own rows of the vocabulary.
+        copy masked to their own rows of the vocabulary. Rows that a sparse exchange receives come when all else is done.
         """
         config, machine, tokens = self.config, self.machine, self.layout.rank_tokens
         row = config.hidden * self.sizes.stream
         exchange, parameters = self.weights.exchange, config.vocab_size * config.hidden
-        waits_s = exchange.gather_s(parameters / self.layout.tp)  # once: they stay until backward
+        sparse = self.sparse
+        waits_s = 0.0 if sparse else exchange.gather_s(parameters / self.layout.tp)  # once: they stay until backward
+        rows_s, reduced = (sparse.rows_s, 0) if sparse else (0.0, parameters)
+        transient = row * tokens * (1 if self.layout.tp == 1 else 2 * self.layout.tp + 1)
         rotary = 4 * config.hidden // config.heads * self.layout.tokens / self.layout.cp
         return EndProfile(
             forward_s=2 * row * tokens / machine.hbm_bytes_per_s + waits_s,
             backward_s=4 * row * tokens / machine.hbm_bytes_per_s,
             forward_exchange_s=waits_s,
             # Without a pipeline the head's come last, too: FSDP reduces the ends together.
-            sync_s=self._sync_s(parameters + (self._head_weights if self.layout.pp == 1 else 0)),
+            sync_s=rows_s + self._sync_s(reduced + (self._head_weights if self.layout.pp == 1 else 0)),
             saved_bytes=round(8 * tokens + (rotary if config.positions == "rotary" else 0)),
-            transient_bytes=round(row * tokens * (1 if self.layout.tp == 1 else 2 * self.layout.tp + 1)),
-            static=self.weights.end_static(parameters),
+            transient_bytes=round(max(transient, sparse.received_bytes if sparse else 0)),
+            static=sparse.static if sparse else self.weights.end_static(parameters),
         )
 
     def head(self) -> EndProfile:

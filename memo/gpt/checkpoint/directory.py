@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from memo.errors import CheckpointError
 from memo.gpt.checkpoint.random_state import random_state, set_random_state
 
-__all__ = ["Checkpoint", "CheckpointDir", "cause_of"]
+__all__ = ["Checkpoint", "CheckpointDir", "cause_of", "newest"]
 
 _FORMAT = "memo-checkpoint"
 _VERSION = 1
@@ -94,6 +94,26 @@ class Checkpoint:
         set_random_state(random)
 
 
+def newest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
+    """Newest complete checkpoint of a directory that exists, and the reasons why newer ones were skipped.
+
+    Takes no lock; a run may be writing others.
+    """
+    skipped: list[str] = []
+    for path in reversed(_paths(directory)):
+        try:
+            return Checkpoint.at(path), skipped
+        except CheckpointError as error:
+            skipped.append(str(error))
+    return None, skipped
+
+
+def _paths(directory: Path) -> list[Path]:
+    """Checkpoints, complete or damaged, in the order of their steps."""
+    steps = {int(match[1]): path for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))}
+    return [steps[step] for step in sorted(steps)]
+
+
 class CheckpointDir:
     """Checkpoints of one run. Holds the directory's lock until `close`.
 
@@ -122,13 +142,7 @@ class CheckpointDir:
 
     def latest(self) -> tuple[Checkpoint | None, list[str]]:
         """Newest complete checkpoint, and the reasons why newer ones were skipped."""
-        skipped: list[str] = []
-        for path in reversed(self._paths()):
-            try:
-                return Checkpoint.at(path), skipped
-            except CheckpointError as error:
-                skipped.append(str(error))
-        return None, skipped
+        return newest(self.path)
 
     def is_empty(self) -> bool:
         """True when there is no checkpoint, complete or damaged."""
@@ -237,8 +251,7 @@ class CheckpointDir:
         return self.path / f".step-{step:08d}.partial"
 
     def _paths(self) -> list[Path]:
-        steps = {int(match[1]): path for path in self.path.iterdir() if (match := _NAME.fullmatch(path.name))}
-        return [steps[step] for step in sorted(steps)]
+        return _paths(self.path)
 
 
 def _write(partial: Path, state: dict[str, Any]) -> None:

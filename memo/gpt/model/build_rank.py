@@ -42,6 +42,7 @@ def build_stages(
     dtype: torch.dtype,
     seed: int,
     autocast: torch.dtype | None = None,
+    sparse_embedding: bool = False,
 ) -> list[PipelineStage]:
     """Builds this rank's pipeline stages, with weights.
 
@@ -53,12 +54,15 @@ def build_stages(
         dtype: data type of the parameters.
         seed: seed of the initial weights; the same on all ranks.
         autocast: data type of matrix products under autocast; None without.
+        sparse_embedding: leave the embedding whole on every replica, for an exchange of its gradient as rows; its matrix
+            is not the output projection's.
 
     Returns:
         The stages, in the order of the layers.
     """
     stages = divided_stages(shape, world, seq=seq, dtype=dtype, autocast=autocast)
     for stage in stages:
+        stage.sparse_embedding = sparse_embedding and stage.is_first and world.replicas.size() > 1
         _shard(stage, world)
         stage.to_empty(device=device)
         initialise(stage, shape, seed)
@@ -152,4 +156,5 @@ def _shard(stage: PipelineStage, world: World) -> None:
     if world.replicas.size() > 1:
         for layer in stage.layers.values():
             fully_shard(layer, mesh=world.replicas, reshard_after_forward=reshard)
-        fully_shard(stage, mesh=world.replicas, reshard_after_forward=False)
+        whole = set(stage.tokens.parameters()) if stage.sparse_embedding and stage.tokens is not None else None
+        fully_shard(stage, mesh=world.replicas, reshard_after_forward=False, ignored_params=whole)

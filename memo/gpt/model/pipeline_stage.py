@@ -52,6 +52,8 @@ class PipelineStage(nn.Module):
         tied = whole.head is None
         self.tokens = whole.tokens if self.is_first or (self.is_last and tied) else None
         self.positions = whole.positions if self.is_first else None
+        self.sparse_embedding = False
+        """The embedding is whole on every data-parallel rank, and the trainer exchanges its gradient as rows."""
         self.dropout = whole.dropout
         self.layers = nn.ModuleDict({str(index): whole.layers[index] for index in layers})
         self.norm = whole.norm if self.is_last else None

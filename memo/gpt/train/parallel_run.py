@@ -34,6 +34,8 @@ def open_trainer(
     world: World,
     device: torch.device,
     stack: ExitStack,
+    *,
+    sparse_embedding: bool = False,
 ) -> tuple[ParallelTrainer, Manager | None]:
     """Builds this rank's stages, their trainer and their offload manager. A collective call.
 
@@ -45,6 +47,7 @@ def open_trainer(
         world: the ranks.
         device: this rank's device.
         stack: closes the manager.
+        sparse_embedding: exchange the embedding's gradient as rows.
 
     Returns:
         The trainer and its manager, None without offloading.
@@ -58,6 +61,7 @@ def open_trainer(
         dtype=weight_dtype(training.precision),
         seed=int(torch.randint(1 << 62, ())),  # the number that GPT draws in a single process
         autocast=torch.bfloat16 if training.precision is Precision.BF16_AUTOCAST else None,
+        sparse_embedding=sparse_embedding,
     )
     trainer = ParallelTrainer(stages, world, batches, training, device=device, rows=config.batch, seed=config.seed)
     manager = open_manager(

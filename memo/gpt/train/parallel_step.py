@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from memo.gpt.model.init_weights import seed_of
 from memo.gpt.model.pipeline_stage import PipelineStage
 from memo.gpt.optim.optimizer import empty_state
+from memo.gpt.train.embedding_gradients import SparseEmbeddingGradient
 from memo.gpt.train.step import BatchSource, Trainer
 from memo.gpt.train_config import TrainConfig
 from memo.parallel import World, clip_gradients, gradient_norm, make_schedule, pass_through
@@ -105,6 +106,7 @@ class ParallelTrainer(Trainer):
         self.schedule = self._make_schedule() if world.layout.pp > 1 else None
         """torch's pipeline schedule; None without pipeline parallelism."""
         self._tied = _TiedEmbedding(stages, world)
+        self._embedding = SparseEmbeddingGradient(stages, world)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of all stages under the whole model's names, each name once."""
@@ -121,6 +123,7 @@ class ParallelTrainer(Trainer):
         torch.manual_seed(seed_of(self.seed, step, self.world.pp, self.world.dp, self.world.token_shard))
         losses = self._sequential(step) if self.schedule is None else self._pipelined(step)
         self._tied.add_gradients()
+        self._embedding.exchange()
         layout = self.world.layout
         mean = self._mean(losses, self.config.accumulate)
         own = self._rows * len(self.stages[0].own)

@@ -23,11 +23,14 @@ from memo.gpt.checkpoint.directory import Checkpoint
 from memo.gpt.config import GPTConfig, RopeScaling, RopeScalingKind, preset
 from memo.gpt.data.batches import Batches, Split
 from memo.gpt.data.document_batches import DocumentBatches
+from memo.gpt.data.regrouped_batches import RegroupedBatches
 from memo.gpt.data.token_file import TokenFile, open_tokens
 from memo.gpt.model.attention_kernel import Kernel, Kind, choose
 from memo.gpt.model.model import GPT
 from memo.gpt.run_config import Documents, RunConfig
 from memo.gpt.train.checkpoint_cadence import CheckpointCadence
+from memo.gpt.train.embedding_choice import choose_exchange, require_possible
+from memo.gpt.train.former_batch import batch_lines, batch_settings, drawn_rows, with_former_batch
 from memo.gpt.train.interrupt import StopRequest
 from memo.gpt.train.metrics import MetricsFile
 from memo.gpt.train.offload_arguments import open_manager
@@ -64,6 +67,7 @@ def train(config: RunConfig, *, phase: Callable[[str | None], None] = lambda _: 
     Raises:
         MemoError: the run cannot start or go on; the newest checkpoint, if any, is complete.
     """
+    config = with_former_batch(config)
     ranks = _check_layout(config)
     device = _prepare(config)
     try:
@@ -117,12 +121,17 @@ class _Run:
         tokens = _open_tokens(config, world)
         shape = _shape(config, tokens, start)
         training = _training(config, device)
-        self.settings = _settings(config, shape, training)
-        notes += _differences(start, self.settings)
-        batches = _batches(config, tokens, "train")
+        drawn = drawn_rows(config, start)
+        self.settings = _settings(config, shape, training) | batch_settings(config, drawn)
+        notes += _differences(start, self.settings) + batch_lines(config, start)
+        batches = _batches(config, tokens, "train", drawn=drawn)
         self.eval_batches = _batches(config, tokens, "eval") if config.eval_every else None
         phase("building the model")
-        self.trainer, self.manager = _open_trainer(config, shape, training, batches, world, device, stack)
+        sparse, chosen = choose_exchange(config, shape, element=weight_dtype(training.precision).itemsize)
+        notes += [] if chosen is None else [chosen]
+        self.trainer, self.manager = _open_trainer(
+            config, shape, training, batches, world, device, stack, sparse=sparse
+        )
         if self.manager is not None:
             self.manager.step = self.done + 1
             notes += _plan_differences(config, self.manager.plan)
@@ -146,7 +155,7 @@ class _Run:
         steps = config.training.schedule.steps
         self.progress = stack.enter_context(ProgressBar(done=self.done, steps=steps, quiet=not leads))
         phase(None if self.progress.has_bar else "running the first step")
-        for line in (*notes, *self._banner(shape, device, tokens, batches)):
+        for line in (*notes, *self._banner(shape, device, tokens, batches.description)):
             self.progress.line(line)
 
     def go(self) -> ExitCode:
@@ -226,9 +235,7 @@ class _Run:
         if failure is not None:
             self.progress.line(f"warning  {failure}; training goes on, older checkpoints are untouched")
 
-    def _banner(
-        self, shape: GPTConfig, device: torch.device, tokens: TokenFile, batches: Batches | DocumentBatches
-    ) -> list[str]:
+    def _banner(self, shape: GPTConfig, device: torch.device, tokens: TokenFile, rows: str) -> list[str]:
         config = self.config
         threads = torch.get_num_threads()
         cpu = f"{threads} CPU thread{'' if threads == 1 else 's'}"
@@ -238,7 +245,7 @@ class _Run:
             f"of {shape.hidden}, {self.trainer.config.precision} on {_ranks(config.layout)}{where}",
             f"data     {len(tokens):,} tokens; a step takes {config.training.accumulate} x {config.batch} x "
             f"{format_tokens(config.seq)}",
-            f"rows     {batches.description}",
+            f"rows     {rows}",
             f"attention {self._attention(shape, device)}",
             f"run      steps {self.done + 1} to {config.training.schedule.steps}, offload {config.offload.mode}",
         ]
@@ -296,6 +303,7 @@ def _check_layout(config: RunConfig) -> int:
             microbatches=config.training.accumulate,
             within_documents=config.mask_documents,
         )
+    require_possible(config, _shape(config))
     if layout.pp > 1:
         from memo.parallel import check_torch
 
@@ -325,17 +333,24 @@ def _open_tokens(config: RunConfig, world: World | None) -> TokenFile:
     return local_rank_first(opened)
 
 
-def _batches(config: RunConfig, tokens: TokenFile, split: Split) -> Batches | DocumentBatches:
+def _batches(
+    config: RunConfig, tokens: TokenFile, split: Split, *, drawn: int | None = None
+) -> Batches | DocumentBatches | RegroupedBatches:
+    """Batches of a split; `drawn` is the rows of a microbatch in which they are drawn, where it is not the run's own."""
+    rows = drawn or config.batch
+    whole: Batches | DocumentBatches
     if config.documents is Documents.PACKED:
-        return Batches(tokens, batch=config.batch, seq=config.seq, seed=config.seed, split=split)
-    return DocumentBatches(
-        tokens,
-        batch=config.batch,
-        seq=config.seq,
-        seed=config.seed,
-        accumulate=config.training.accumulate if split == "train" else 1,
-        split=split,
-    )
+        whole = Batches(tokens, batch=rows, seq=config.seq, seed=config.seed, split=split)
+    else:
+        whole = DocumentBatches(
+            tokens,
+            batch=rows,
+            seq=config.seq,
+            seed=config.seed,
+            accumulate=config.batch * config.training.accumulate // rows if split == "train" else 1,
+            split=split,
+        )
+    return whole if rows == config.batch else RegroupedBatches(whole, batch=config.batch)
 
 
 def _open_trainer(
@@ -346,11 +361,13 @@ def _open_trainer(
     world: World | None,
     device: torch.device,
     stack: ExitStack,
+    *,
+    sparse: bool,
 ) -> tuple[Trainer, Manager | None]:
     if world is not None:
         from memo.gpt.train.parallel_run import open_trainer
 
-        return open_trainer(config, shape, training, batches, world, device, stack)
+        return open_trainer(config, shape, training, batches, world, device, stack, sparse_embedding=sparse)
     torch.manual_seed(config.seed)
     model = GPT(shape, device=device, dtype=weight_dtype(training.precision))
     manager = open_manager(config.offload, model, device)
@@ -505,13 +522,14 @@ def _differences(start: Checkpoint | None, settings: dict[str, Any]) -> list[str
     if changed:
         listed = ", ".join(f"{key} {was.get(key)} there, {now[key]} here" for key in now if key in changed)
         raise CheckpointError(f"{start.path} is of another model: {listed}; give the same model options")
-    others = (("seq", "model"), former, settings)
+    others = (("seq", "model", *_OF_BATCH), former, settings)
     return [
         *_other_positions(former, settings),
         *(f"warning  {key} was {then} in the checkpoint and is {value} now" for key, then, value in _unequal(*others)),
     ]
 
 
+_OF_BATCH = ("batch", "accumulate", "replicas", "drawn")  # batch_lines tells of them
 _OF_POSITIONS = frozenset({"max_seq", "rope_theta", "rope_scaling"})  # rotary models may resume with others
 
 
@@ -548,6 +566,6 @@ def _unequal(
         if then == value or key in left_out:
             continue
         if isinstance(then, dict) and isinstance(value, dict):
-            yield from _unequal((), then, value, f"{within}{key}.")
+            yield from _unequal(left_out, then, value, f"{within}{key}.")
         else:
             yield f"{within}{key}", then, value

@@ -1,0 +1,89 @@
+"""The layout of a plan that a run was started with, and what it costs to go on at another: `memo plan --from`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from memo.cli.terminal.file_kinds import FileKind, require_kind
+from memo.errors import UsageError
+from memo.gpt import GPTConfig, Precision
+from memo.gpt.checkpoint import reshard
+from memo.mip.activation import read_activation_plan
+from memo.parallel import Layout
+
+if TYPE_CHECKING:
+    from memo.gpt.checkpoint import Resharding
+    from memo.mip.activation import ActivationProblem
+    from memo.mip.inputs import Hardware
+
+__all__ = ["FormerPlan", "checkpoint_bytes_per_s", "layout_of"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FormerPlan:
+    """The plan of the run that wrote a checkpoint."""
+
+    name: str
+    """The file."""
+    problem: ActivationProblem
+
+    @classmethod
+    def read(cls, path: str) -> FormerPlan:
+        """Reads the plan.
+
+        Raises:
+            PlanError: the file cannot be read, or is not an activation plan.
+        """
+        require_kind(path, FileKind.ACTIVATION_PLAN)
+        return cls(name=path, problem=read_activation_plan(path).problem)
+
+    def resharding(self, config: GPTConfig, problem: ActivationProblem) -> Resharding:
+        """Bytes that the ranks of another plan of the model read of this plan's checkpoint.
+
+        Args:
+            config: the model.
+            problem: of the other plan.
+
+        Raises:
+            UsageError: the plans are of different models, or the model does not divide over a layout.
+        """
+        was, now = (known.profile for known in (self.problem, problem))
+        names = [profile.signature.model.partition(" ")[0] for profile in (was, now)]
+        if names[0] != names[1] or len(was.layers) != len(now.layers):
+            raise UsageError(
+                f"--from {self.name}: the plan is of {names[0]} with {len(was.layers)} layers, and its checkpoint cannot "
+                f"go on as {names[1]} with {len(now.layers)}"
+            )
+        whole = [profile.embedding_exchange is not None and profile.embedding_exchange.sparse for profile in (was, now)]
+        return reshard(
+            config,
+            layout_of(self.problem),
+            layout_of(problem),
+            element=2 if was.signature.dtype == Precision.BF16 else 4,
+            sparse_embedding=(whole[0], whole[1]),
+        )
+
+
+def layout_of(problem: ActivationProblem) -> Layout:
+    """The ranks of a problem, as `memo train` divides them."""
+    signature, pipeline = problem.profile.signature, problem.pipeline
+    return Layout(
+        dp=problem.replicas,
+        tp=signature.tp,
+        cp=signature.cp,
+        pp=pipeline.stages,
+        schedule=pipeline.schedule,
+        chunks=pipeline.chunks if pipeline.chunks != pipeline.schedule.default_chunks else None,
+    )
+
+
+def checkpoint_bytes_per_s(machine: Hardware, gpus: int) -> float:
+    """Rate at which a node reads a checkpoint: its disks', and of several nodes, which share a file system, its NICs'.
+
+    0 where a rate is not known.
+    """
+    if gpus <= machine.gpus_per_node:
+        return machine.disk_read_bytes_per_s
+    network = machine.network
+    return network.nics_per_node * network.nic_bytes_per_s * network.nic_efficiency / network.oversubscription

@@ -1,0 +1,127 @@
+"""The batch of a run that goes on from a checkpoint: kept over a change of ranks, and its rows with it.
+
+A step is its rows and the learning rate. Other ranks divide the rows otherwise, and a step stays the same as long as all
+its rows do; which rows they are is a function of the microbatches that the first run of a line of checkpoints had.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from memo.errors import UsageError
+from memo.gpt.checkpoint.directory import Checkpoint, newest
+from memo.gpt.run_config import RunConfig
+
+__all__ = ["batch_lines", "batch_settings", "drawn_rows", "with_former_batch"]
+
+
+def with_former_batch(config: RunConfig) -> RunConfig:
+    """The run with as many sequences a step as the checkpoint that it goes on from, where no flag says how many.
+
+    A data-parallel rank has at most as many in a microbatch as before, so that fewer ranks take more microbatches, not
+    more memory.
+
+    Raises:
+        UsageError: the checkpoint's sequences do not divide over the data-parallel ranks.
+        CheckpointError: the checkpoint that is named cannot be used.
+    """
+    if config.resume is None or not config.keeps_batch:
+        return config
+    if config.resume == "latest":
+        start = _newest(config)
+    else:
+        start = Checkpoint.at(config.resume)
+    former = None if start is None else _Former.of(start.settings)
+    if former is None:
+        return config
+    ranks = config.layout.dp
+    if former.step_rows % ranks:
+        below = former.step_rows // ranks * ranks
+        such = " or ".join(str(rows) for rows in (below, below + ranks) if rows)
+        raise UsageError(
+            f"--resume: a step of the checkpoint takes {former.step_rows} sequences, which do not divide over --dp {ranks}; "
+            f"give --global-batch, such as {such}"
+        )
+    share = former.step_rows // ranks
+    most = max(former.rows // (former.replicas or ranks), 1)
+    rows = next(count for count in range(min(most, share), 0, -1) if share % count == 0)
+    training = dataclasses.replace(config.training, accumulate=share // rows)
+    return dataclasses.replace(config, batch=rows * ranks, training=training)
+
+
+def _newest(config: RunConfig) -> Checkpoint | None:
+    assert config.checkpoint_dir is not None  # checked by RunConfig
+    try:
+        return newest(config.checkpoint_dir)[0]
+    except OSError:  # not there yet, or not to be read, which opening it says
+        return None
+
+
+def drawn_rows(config: RunConfig, start: Checkpoint | None) -> int:
+    """Rows of a microbatch as they are drawn: those of the first run, as long as a step takes as many rows."""
+    former = None if start is None else _Former.of(start.settings)
+    if former is None or former.step_rows != config.batch * config.training.accumulate:
+        return config.batch
+    return former.drawn
+
+
+def batch_settings(config: RunConfig, drawn: int) -> dict[str, int]:
+    """Settings of the batch that a checkpoint stores beside `batch` and the training's."""
+    return {"replicas": config.layout.dp, "drawn": drawn}
+
+
+def batch_lines(config: RunConfig, start: Checkpoint | None) -> list[str]:
+    """Line about a step that is divided otherwise than the checkpoint's, or takes other rows."""
+    former = None if start is None else _Former.of(start.settings)
+    rows, count = config.batch, config.training.accumulate
+    if former is None or (former.rows, former.count) == (rows, count):
+        return []
+    if former.step_rows == rows * count:
+        return [
+            f"batch    {rows * count} sequences a step as in the checkpoint, the same ones: {count} x {rows} now, "
+            f"{former.count} x {former.rows} there"
+        ]
+    return [
+        f"warning  a step took {former.step_rows} sequences in the checkpoint ({former.count} x {former.rows}) and takes "
+        f"{rows * count} now ({count} x {rows}), other ones; the learning rate is as given"
+    ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Former:
+    """The batch of a checkpoint."""
+
+    rows: int
+    """In a microbatch of all ranks."""
+    count: int
+    """Microbatches of a step."""
+    drawn: int
+    """Rows of a microbatch as they are drawn."""
+    replicas: int | None
+    """Data-parallel ranks; older checkpoints do not say."""
+
+    @classmethod
+    def of(cls, settings: dict[str, Any]) -> _Former | None:
+        """None where the settings are not those of a run."""
+        training = settings.get("training")
+        numbers = [settings.get("batch"), training.get("accumulate") if isinstance(training, dict) else None]
+        numbers += [settings.get("drawn", settings.get("batch")), settings.get("replicas", 1)]
+        if not all(type(number) is int and number > 0 for number in numbers):
+            return None
+        rows, count, drawn, replicas = numbers
+        assert rows is not None
+        assert count is not None
+        assert drawn is not None
+        whole = rows * count % drawn == 0
+        return cls(
+            rows=rows,
+            count=count,
+            drawn=drawn if whole else rows,
+            replicas=replicas if "replicas" in settings else None,
+        )
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of a step."""
+        return self.rows * self.count
