@@ -155,8 +155,6 @@ class _Stages:
     def _send_s(self, stage: int, other: int, profile: Profile) -> float:
         if not self.placement.crosses(stage, other):
             return profile.send_s
-        if stage > other and self.pipeline.chunks == 1:
-            return 0.0  # the last stage sends nothing to the first one
         return self.placement.send_s(stage, other, profile.send_bytes)
 
     def _node_ranks(self, stage: int) -> int:

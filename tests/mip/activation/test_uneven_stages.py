@@ -184,6 +184,27 @@ def test_the_checker_has_each_stages_own_budgets_and_links() -> None:
     assert found.message == "layer 0 moves to the host, which has no bandwidth"
 
 
+def test_each_stage_moves_over_its_own_links() -> None:
+    # Nothing can be recomputed, and the device has room for what stage 1 keeps less 140 bytes. Only its links move any.
+    block = layer(all=140, matmuls=None, attention=None)
+    profile = profile_of(*[block] * 6)
+    moving = StageMachine(hardware=machine(), budgets=Budgets(device_bytes=1 << 40, host_bytes=1 << 40))
+    still = dataclasses.replace(moving, hardware=machine(d2h_bytes_per_s=0.0))
+    pipeline = Pipeline(stages=2, microbatches=2, layers=(1, 5))
+    problem = ActivationProblem(
+        profile=profile, hardware=machine(), budgets=moving.budgets, pipeline=pipeline, machines=(still, moving)
+    )
+    most = kept(problem).stages[1].peak_device_bytes
+    tight = dataclasses.replace(moving, budgets=dataclasses.replace(moving.budgets, device_bytes=most - 140))
+    plan = solve_problem(dataclasses.replace(problem, machines=(still, tight)))
+    assert plan.layers[0].host == 0
+    assert sum(own.host for own in plan.layers[1:]) > 0
+    assert plan.stages[1].peak_device_bytes <= most - 140
+    unlinked = dataclasses.replace(tight, hardware=still.hardware)
+    with pytest.raises(Infeasible, match="the device of stage 1, by hand, lacks"):
+        solve_problem(dataclasses.replace(problem, machines=(moving, unlinked)))
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
