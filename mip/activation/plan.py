@@ -369,6 +369,11 @@ class ActivationProblem:
             raise PlanError(f"stages of {sum(pipeline.layers)} layers are not {layers} layers")
         if self.machines and len(self.machines) != pipeline.stages:
             raise PlanError(f"{len(self.machines)} machines for {pipeline.stages} stages")
+        ranks = sum(
+            machine.node_ranks or pipeline.stage_ranks or machine.budgets.ranks_per_node for machine in self.machines
+        )
+        if ranks > MAX_RANKS:
+            raise PlanError(f"machines of {ranks} ranks are out of range; at most {MAX_RANKS} are possible")
 
     @property
     def nodes(self) -> tuple[Mapping[int, int], ...]:

@@ -225,6 +225,28 @@ def test_a_machine_for_each_stage_or_for_none() -> None:
         by_hand(Pipeline(stages=2, microbatches=2), one)
 
 
+def test_ranks_without_end_are_refused() -> None:
+    one = by_hand(Pipeline(stages=2, microbatches=2)).machine_of(0)
+    many = dataclasses.replace(one, node_ranks=1 << 40)
+    with pytest.raises(PlanError, match="ranks are out of range"):
+        by_hand(Pipeline(stages=2, microbatches=2), many, many)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("send_s", -1.0), ("optimizer_s", -1.0), ("link_share", 1.0), ("node_ranks", -1), ("new_node", 1), ("speed", 1)],
+)
+def test_a_machine_in_a_plan_file_is_read_strictly(key: str, value: object) -> None:
+    problem = by_hand(Pipeline(stages=2, microbatches=2))
+    machines = tuple(problem.machine_of(stage) for stage in range(2))
+    root = json.loads(plan_to_json(kept(dataclasses.replace(problem, machines=machines))))
+    root["problem"]["machines"][1][key] = value
+    with pytest.raises(PlanError) as caught:
+        plan_from_json(json.dumps(root))
+    assert "\n" not in str(caught.value)
+    assert key in str(caught.value) or "stage machine" in str(caught.value)
+
+
 def test_planner_and_checker_agree_who_shares_a_node() -> None:
     for seed in range(60):
         draw = random.Random(seed)
