@@ -23,7 +23,7 @@ from memo.cli.tables.activation import activation_summary, activation_table
 from memo.cli.terminal.output_files import display_name, file_name, refuse_existing, require_matplotlib
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
-from memo.gpt import EmbeddingGradients, GPTConfig
+from memo.gpt import EmbeddingGradients, GPTConfig, preset_name
 from memo.gpt.arithmetic import Optimizer
 from memo.mip.activation import (
     DoesNotFit,
@@ -44,6 +44,9 @@ examples:
   memo plan --model ./Qwen3-8B --max-seq --gpu h100 --gpus 8 --loss without-logits
   memo plan --model llama3-70b --seq 128k --gpu h100 --gpus auto
 """
+
+
+_NOT_OWN = "--from is for sizes of memo's GPT, which memo train trains"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -183,10 +186,14 @@ def run(args: argparse.Namespace) -> ExitCode:
         )
     what = " ".join(["planning", *(given for given in (args.model, args.seq and f"at {args.seq}") if given)])
     former = None if args.former is None else FormerPlan.read(args.former)
+    if former is not None and (args.model is None or preset_name(args.model) is None):
+        raise UsageError(_NOT_OWN)
     with WaitingLine("memo plan", what, quiet=args.json):
         request, found = _request(args)
         if former is not None and not isinstance(request.config, GPTConfig):
-            raise UsageError("--from is for sizes of memo's GPT, which memo train trains")
+            raise UsageError(_NOT_OWN)
+        if former is not None:
+            former.require_model(args.model, request.config.layers)
         misfit = None
         if args.sweep is None:
             try:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.errors import UsageError
-from memo.gpt import GPTConfig, Precision
+from memo.gpt import GPTConfig, Precision, preset_name
 from memo.gpt.checkpoint import reshard
 from memo.mip.activation import read_activation_plan
 from memo.parallel import Layout
@@ -38,6 +38,16 @@ class FormerPlan:
         require_kind(path, FileKind.ACTIVATION_PLAN)
         return cls(name=path, problem=read_activation_plan(path).problem)
 
+    def require_model(self, name: str, layers: int) -> None:
+        """Raises UsageError unless the plan is of this model."""
+        was = self.problem.profile
+        former = was.signature.model.partition(" ")[0]  # a fixed method of recompute follows
+        if preset_name(former) != preset_name(name) or len(was.layers) != layers:
+            raise UsageError(
+                f"--from {self.name}: the plan is of {former} with {len(was.layers)} layers, and its checkpoint "
+                f"cannot go on as {name} with {layers}"
+            )
+
     def resharding(self, config: GPTConfig, problem: ActivationProblem) -> Resharding:
         """Bytes that the ranks of another plan of the model read of this plan's checkpoint.
 
@@ -46,15 +56,9 @@ class FormerPlan:
             problem: of the other plan.
 
         Raises:
-            UsageError: the plans are of different models, or the model does not divide over a layout.
+            UsageError: the model does not divide over a layout.
         """
         was, now = (known.profile for known in (self.problem, problem))
-        names = [profile.signature.model.partition(" ")[0] for profile in (was, now)]
-        if names[0] != names[1] or len(was.layers) != len(now.layers):
-            raise UsageError(
-                f"--from {self.name}: the plan is of {names[0]} with {len(was.layers)} layers, and its checkpoint cannot "
-                f"go on as {names[1]} with {len(now.layers)}"
-            )
         whole = [profile.embedding_exchange is not None and profile.embedding_exchange.sparse for profile in (was, now)]
         return reshard(
             config,
@@ -79,11 +83,12 @@ def layout_of(problem: ActivationProblem) -> Layout:
 
 
 def checkpoint_bytes_per_s(machine: Hardware, gpus: int) -> float:
-    """Rate at which a node reads a checkpoint: its disks', and of several nodes, which share a file system, its NICs'.
+    """Rate at which a node reads a checkpoint: its disks', and where nodes share a file system at most its NICs'.
 
-    0 where a rate is not known.
+    The file system's own rate is not known, and taken to be that of a node's disks for each node. 0 without disks.
     """
     if gpus <= machine.gpus_per_node:
         return machine.disk_read_bytes_per_s
     network = machine.network
-    return network.nics_per_node * network.nic_bytes_per_s * network.nic_efficiency / network.oversubscription
+    nics = network.nics_per_node * network.nic_bytes_per_s * network.nic_efficiency / network.oversubscription
+    return min(machine.disk_read_bytes_per_s, nics)
