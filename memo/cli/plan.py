@@ -190,9 +190,9 @@ def run(args: argparse.Namespace) -> ExitCode:
         raise UsageError(_NOT_OWN)
     with WaitingLine("memo plan", what, quiet=args.json):
         request, found = _request(args)
-        if former is not None and not isinstance(request.config, GPTConfig):
-            raise UsageError(_NOT_OWN)
         if former is not None:
+            if not isinstance(request.config, GPTConfig):
+                raise UsageError(_NOT_OWN)
             former.require_model(args.model, request.config.layers)
         misfit = None
         if args.sweep is None:
