@@ -18,7 +18,8 @@ reasons       at alpha 0 and 0.3 what layers keep whole, by operator, and why (a
 All 264 classes of transformers 5.23 take 20 minutes with one worker of the lowest priority beside other work on two cores,
 3 of them for Rwkv; two workers, the default, divide that among two cores. The result file is written again every few
 seconds, so a sweep that is cut off leaves what it had; `--continue` goes on from there, and examines classes of `--again`
-anew. A whole sweep writes docs/architectures.md; `--page` does that from a file (architectures_page.py).
+anew. A whole sweep writes docs/architectures.md and the figures in docs/recompute.md; `--page` does that from a file
+(architectures_page.py).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ import numpy
 import torch
 
 import memo
-from benchmarks.architectures_page import PAGE, is_whole, page
+from benchmarks.architectures_page import PAGE, RECOMPUTE, is_whole, page, with_figures
 from benchmarks.architectures_reasons import reasons_of
 from benchmarks.results import ROOT, write_result
 from benchmarks.small_architectures import BATCH, SEQ, build, loss_of, names
@@ -532,8 +533,10 @@ def _result(rows: Sequence[dict[str, Any]], head: dict[str, Any]) -> dict[str, A
 
 
 def _write_page(path: Path) -> None:
-    PAGE.write_text(page(_read(path), path.name))
-    print(f"Wrote {PAGE}")
+    result = _read(path)
+    PAGE.write_text(page(result, path.name))
+    RECOMPUTE.write_text(with_figures(RECOMPUTE.read_text(), result, path.name))
+    print(f"Wrote {PAGE} and the figures in {RECOMPUTE}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The page docs/architectures.md, made from one result file of the sweep over architectures and from nothing else.
 
-A row a class: the bytes that move at each setting as a share of those at alpha 1, what is kept whole at alpha 0, and which
-layers are divided by tokens at 0.3. Reasons are single words with a legend, so that a class stays a row.
+The figures that docs/recompute.md has of it, between two marks, are made with it. A row a class: the bytes that move at
+each setting as a share of those at alpha 1, what is kept whole at alpha 0, and which layers are divided by tokens at 0.3.
+Reasons are single words with a legend, so that a class stays a row.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ from benchmarks.architectures_reasons import MADE_OF
 from benchmarks.results import ROOT
 from memo.units import format_bytes
 
-__all__ = ["PAGE", "is_whole", "newest", "page"]
+__all__ = ["PAGE", "RECOMPUTE", "is_whole", "newest", "page", "with_figures"]
 
 PAGE = ROOT / "docs" / "architectures.md"
+RECOMPUTE = ROOT / "docs" / "recompute.md"
+BEGIN, END = "<!-- figures of the newest sweep -->", "<!-- end of figures -->"
+BEFORE = ROOT / "benchmarks" / "results" / "2026-11-22-architectures.json"
+"""A sweep from when backward called a layer's forward again, which docs/recompute.md compares with."""
 
 Entry = Mapping[str, Any]
 """Words of a result about one architecture, or about its layers that are alike."""
@@ -58,7 +63,7 @@ _UNDIVIDED = {
     "bytes": "ranges would keep more bytes than whole storages do at the same alpha; behind it the factor",
     "rounding": "computed for a part of the tokens, its numbers were rounded in another way, so the trial refused it",
     "nothing": "nothing that backward needs can be divided",
-    "shape": "the dimensions of its input that may be the tokens, the last but one and the first, are too short",
+    "shape": "the dimensions of its input that may be the tokens, all but the last, are too short",
     "not run": "no forward of it was seen: tokens alone do not need it, as an encoder of sounds, or its hooks never run",
     "whole": "all that it saves moves; the reason is behind it",
 }
@@ -97,6 +102,58 @@ def page(result: Entry, file: str) -> str:
 
 def _wrapped(text: str) -> str:
     return text if text.startswith(("#", "<", "|", " ")) else "\n".join(textwrap.wrap(text, _WIDTH, **_WORDS_WHOLE))
+
+
+def with_figures(text: str, result: Entry, file: str) -> str:
+    """The text of docs/recompute.md with the figures of a sweep between its marks.
+
+    Args:
+        text: the page as it is.
+        result: what the sweep wrote.
+        file: its name in benchmarks/results.
+
+    Raises:
+        ValueError: the marks are not there.
+    """
+    begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
+    return "\n\n".join((text[:begin], *map(_wrapped, _figures(result, file)), text[end:]))
+
+
+def _figures(result: Entry, file: str) -> Iterator[str]:
+    before = json.loads(BEFORE.read_text())
+    now, then = result["summary"], before["summary"]
+    yield (
+        f"Every causal, masked and sequence-to-sequence class of transformers {result['transformers']}: of"
+        f" {now['examined']} {now['built']} could be built small with random weights and repeat themselves without memo. Two"
+        " steps, other tokens in the second; moved bytes as a share of those at `alpha=1`. Before: the layer's own forward"
+        " ran again in backward."
+    )
+
+    def equal(found: Entry, *settings: str) -> str:
+        told = [f"{found['settings'][name]['equal']} of {found['settings'][name]['compared']}" for name in settings]
+        return "; ".join(dict.fromkeys(told))
+
+    def below(found: Entry, name: str) -> str:
+        return f"{found['settings']['0'][name]} of {found['settings']['0']['shares']}"
+
+    def median(found: Entry, setting: str) -> str:
+        return f"{found['settings'][setting]['median_share']:.3f}"
+
+    exact = (_WHOLE, *_SHARES)
+    sources = [f"[{one}](../benchmarks/results/{name})" for one, name in (("before", BEFORE.name), ("replays", file))]
+    yield _table(
+        ("", *sources),
+        [
+            ("equal bit for bit in float32, at each setting", equal(then, *exact), equal(now, *exact)),
+            ("equal bit for bit in bfloat16 at alpha 0", equal(then, _BFLOAT16), equal(now, _BFLOAT16)),
+            ("at most half of the bytes move at alpha 0", below(then, "at_most_half"), below(now, "at_most_half")),
+            ("at most a fifth moves at alpha 0", below(then, "at_most_a_fifth"), below(now, "at_most_a_fifth")),
+            *(
+                (f"median share at {_named(setting)}", median(then, setting), median(now, setting))
+                for setting in ("0", _MIXED, "matmuls", "input")
+            ),
+        ],
+    )
 
 
 def newest(folder: Path) -> Path:
@@ -271,8 +328,7 @@ def _kept(built: Sequence[Entry]) -> Iterator[str]:
     if short:
         yield (
             f"In {_counted(len(short))} some of what a layer would best keep was not to be had when its last forward ended,"
-            " as what the layer returns and the program may change; instead more is kept there:"
-            f" {_listed(list(short))}."
+            f" which took another path than the one before; instead more is kept there: {_listed(list(short))}."
         )
     high = [row for row in built if row["settings"].get("0", {}).get("share", 0) > 0.2]
     if high:

@@ -109,6 +109,7 @@ def _undivided(choice: Choice, levels: Setting) -> dict[str, Any]:
     """
     if not isinstance(levels, TokenLevels) or max(levels.all, levels.matmuls, levels.attention) >= 1:
         return {}
+    choice = choice.for_next  # for which a call is planned
     least = {level: choice.at(level).keep_cost for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION)}
     ratios: list[float] = []
     mixes: dict[str, int] = {}

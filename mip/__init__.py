@@ -16,12 +16,14 @@ from memo.lazy import attach
 
 if TYPE_CHECKING:
     from memo.mip.compile_cpp import build as build
+    from memo.mip.solvers import RowProgram as RowProgram
     from memo.mip.strict_json import STDIN as STDIN, encode as encode
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
             "compile_cpp": "build",
+            "solvers": "RowProgram",
             "strict_json": "STDIN encode",
         },
     )

@@ -30,6 +30,7 @@ IMPORTS = {
     "mip/inputs": "memo mip",
     "mip/activation": "memo mip mip/address mip/inputs",
     "mip/simulate": "memo mip/inputs mip/activation",
+    "mip/cluster": "memo mip mip/inputs mip/activation",
     "allocator": "memo mip mip/address",
     "swap": "memo",
     "swap/memory": "memo mip/address",
@@ -63,19 +64,20 @@ IMPORTS = {
     "memo/gpt/model memo/gpt/train",
     "memo/hugging_face": "memo mip/inputs allocator swap face memo/loss memo/autoplan memo/gpt memo/gpt/arithmetic "
     "memo/record",
+    "memo/search": "memo mip mip/inputs mip/activation memo/gpt memo/gpt/arithmetic memo/hugging_face",
     "memo/profiling": "memo mip/inputs allocator swap face memo/autoplan memo/manager memo/record",
     "memo face": "memo allocator swap swap/recompute/tape memo/parallel memo/loss memo/manager memo/profiling",
     "memo/integrations": "memo memo face",
-    "memo/cli/tables": "memo mip/address mip/inputs mip/activation mip/simulate memo/trace",
+    "memo/cli/tables": "memo mip/address mip/inputs mip/activation mip/simulate memo/trace memo/search",
     "memo/cli/inputs": "memo memo/gpt memo/record memo/hugging_face mip/activation mip/inputs",
     "memo/cli/terminal": "memo mip memo/trace",
     "memo/cli/planning": "memo memo/parallel memo/gpt memo/gpt/arithmetic memo/gpt/checkpoint memo/hugging_face "
-    "mip/activation mip/inputs mip/simulate "
+    "mip/address mip/activation mip/cluster mip/inputs mip/simulate memo/search "
     "memo/cli/tables memo/cli/inputs memo/cli/terminal",
     "memo/cli": "memo allocator mip mip/address mip/inputs mip/activation mip/simulate swap face memo/trace "
     "memo/trace/live memo/out_of_memory memo/machine memo/parallel memo/gpt/optim memo/gpt memo/gpt/arithmetic "
     "memo/gpt/checkpoint "
-    "memo/gpt/train memo/record memo/hugging_face "
+    "memo/gpt/train memo/record memo/hugging_face memo/search "
     "memo face memo/cli/tables memo/cli/inputs memo/cli/terminal memo/cli/planning",
 }
 # Package boundaries: within a package modules are imported directly, from elsewhere by its face.

@@ -3,8 +3,8 @@
     make peers                                          makes the environments of TRL and DeepSpeed, then runs this
     make bench ARMS=peers                               without them those ways say what they lack
     python -m benchmarks.peers [--parts steps,length,hooks] [--families gpt,llama] [--caps 256MiB,1GiB] [--seconds 60]
-                               [--rounds 3] [--layers 8] [--hidden 256] [--tokens 1k] [--most 64k] [--disk-dir DIR]
-                               [--threads 1] [--workers 2] [--only "WAY; ..."] [--device cuda --host 96GiB]
+                               [--rounds 3] [--layers 8] [--hidden 256] [--heads 4] [--tokens 1k] [--most 64k]
+                               [--disk-dir DIR] [--threads 1] [--workers 2] [--only "WAY; ..."] [--device cuda --host 96GiB]
 
 Each way is a process of its own, with the interpreter that has its library. A way that cannot run is a row that says why. On
 a CPU each has one thread: two that wait for each other show every other process of the machine tenfold.
@@ -72,6 +72,7 @@ class Options:
     rounds: int
     layers: int
     hidden: int
+    heads: int | None
     tokens: int
     most: int
     device: str
@@ -86,7 +87,7 @@ class Options:
 
     def shape(self, family: Family, tokens: int) -> Shape:
         """The model of this family at a length; on a CPU Llama's heads are narrow, which keeps long attention affordable."""
-        heads = max(1, self.hidden // 64)
+        heads = self.heads or max(1, self.hidden // 64)
         narrow = 16 if family == "llama" and self.device == "cpu" else None
         return Shape(
             family=family, layers=self.layers, hidden=self.hidden, heads=heads, head_dim=narrow, tokens=tokens,
@@ -330,6 +331,9 @@ def parsed(arguments: Sequence[str]) -> Options:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument(
+        "--heads", type=int, help="attention heads, of which fewer make long steps shorter (hidden / 64)"
+    )
     parser.add_argument("--tokens", type=parse_tokens, default=1024)
     parser.add_argument("--most", type=parse_tokens, default=64 << 10, help="no longer sequence is tried")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

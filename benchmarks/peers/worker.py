@@ -35,8 +35,8 @@ from memo.swap import Level
 
 __all__ = ["way_of"]
 
-NEVER_RESIDENT_BYTES = 80 << 20
-"""Limited data of a process that no plan counts: stacks of the disk's threads and of autograd's, 8 MiB each, and arenas
+NEVER_RESIDENT_BYTES = 24 << 20
+"""Limited data of a process that no plan counts: stacks of threads, blocks of the heap that are not touched, and arenas
 that the C library sets up. A plan's budget is resident memory."""
 
 

@@ -1,4 +1,7 @@
-"""Thirty planning problems: models, links, lengths and budgets between what nothing fits under and what everything does."""
+"""Thirty planning problems: models, links, lengths and budgets between what nothing fits under and what everything does.
+
+In one of the models layers are unlike: every other one has a narrow MLP, and saves fewer bytes for the same attention.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,13 @@ from memo.mip.activation.solver import DoesNotFit, find_plan, misfit_of
 from memo.mip.inputs.hardware import Hardware, hardware_preset
 from memo.mip.inputs.profile import Profile
 
-__all__ = ["HUGE", "MODELS", "TENSOR_PARALLEL", "Named", "derived", "least_bytes", "problems", "with_budget"]
+__all__ = ["HUGE", "MODELS", "TENSOR_PARALLEL", "Named", "derived", "least_bytes", "problems", "unlike", "with_budget"]
 
 MODELS = (("350m", 65536), ("1.3b", 16384), ("1.3b", 131072), ("7b", 32768), ("7b", 262144))
+UNLIKE = ("7b", 32768)
+"""The model whose layers are unlike."""
+NARROW = 8
+"""Its narrow MLPs are narrower by this factor."""
 LINKS = ("a100-80g", "gh200", "rtx4090")
 ROOM = (0.15, 0.55)
 """Device budgets, from the least that has a plan (0) to what keeps everything (1)."""
@@ -44,6 +51,11 @@ def problems() -> Iterator[Named]:
     for number, ((model, tokens), link) in enumerate(itertools.product(MODELS, LINKS)):
         ranks = TENSOR_PARALLEL.get(model, 1)
         machine, profile = derived(model, tokens, link)
+        if (model, tokens) == UNLIKE:
+            profile, model = (
+                unlike(profile, derived(model, tokens, link, narrower=NARROW)[1]),
+                f"{model} of unlike layers",
+            )
         saved = round(sum(LayerPlan().saved_bytes(layer) for layer in profile.layer_profiles()))
         host = saved * ranks if number % 3 else saved * ranks // 3
         disk = 0 if number % 2 else 4 * saved * ranks
@@ -59,9 +71,26 @@ def problems() -> Iterator[Named]:
             )
 
 
-def derived(model: str, tokens: int, link: str, *, tiles: int = 1) -> tuple[Hardware, Profile]:
-    """A machine without a limit of device memory, and the profile of one rank on it, from the model's arithmetic."""
+def unlike(wide: Profile, narrow: Profile) -> Profile:
+    """The first profile with every other layer, the second, fourth and so on, from the other one."""
+    (one,), (other,) = wide.classes, narrow.classes
+    other = dataclasses.replace(other, name="narrow")
+    layers = tuple((other if number % 2 else one).name for number in range(len(wide.layers)))
+    return dataclasses.replace(wide, classes=(one, other), layers=layers)
+
+
+def derived(model: str, tokens: int, link: str, *, tiles: int = 1, narrower: int = 1) -> tuple[Hardware, Profile]:
+    """A machine without a limit of device memory, and the profile of one rank on it, from the model's arithmetic.
+
+    Args:
+        model: a preset's name.
+        tokens: the sequence's length.
+        link: the machine's name.
+        tiles: of the MLP.
+        narrower: factor by which the MLP is narrower than the preset's.
+    """
     config = preset(model, max_seq=tokens, positions="rotary", mlp_tiles=tiles)
+    config = dataclasses.replace(config, ffn=config.ffn // narrower)
     ranks = TENSOR_PARALLEL.get(model, 1)
     machine = dataclasses.replace(hardware_preset(link), device_bytes=HUGE)
     return machine, derive_profile(config, machine, Layout(gpus=ranks, tokens=tokens, tp=ranks), name=model)

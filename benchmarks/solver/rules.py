@@ -7,11 +7,14 @@ SSDTrain           everything moved from the first layers on, as many as the lin
 all swap           everything moved but of the last layers, as few as the device must give up
 all recompute      attention and inputs kept on the device in every layer, the rest computed again
 checkpoint every n input kept and all computed again in every n-th layer, the n of the shortest step that fits
+
+A rule chooses among its candidates by the cost model's time, as the LP does; what a choice takes is played afterwards.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 from memo.mip.activation.checker import check_plan
@@ -35,12 +38,16 @@ LEAST_GAIN = 1e-9
 KEEP = LayerPlan()
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A valid plan of a rule and its simulated step."""
+    """A valid plan of a rule."""
 
     plan: ActivationPlan
-    step_s: float
+
+    @functools.cached_property
+    def step_s(self) -> float:
+        """Its simulated step, played when first asked for: no part of choosing it."""
+        return simulate(self.plan).step_s
 
 
 def plan_of(problem: ActivationProblem, layers: Sequence[LayerPlan]) -> ActivationPlan:
@@ -49,16 +56,15 @@ def plan_of(problem: ActivationProblem, layers: Sequence[LayerPlan]) -> Activati
 
 
 def best_of(problem: ActivationProblem, candidates: Iterator[Sequence[LayerPlan]]) -> Outcome | None:
-    """The shortest simulated step among the candidates that the checker accepts; None where it accepts none."""
+    """The shortest predicted step among the candidates that the checker accepts; None where it accepts none."""
     found = None
     for layers in candidates:
         for piece in PIECES:
             cut = [dataclasses.replace(plan, piece=piece) if plan.recomputes else plan for plan in layers]
             plan = plan_of(problem, cut)
             if check_plan(plan) is None:
-                step_s = simulate(plan).step_s
-                if found is None or step_s < found.step_s * (1 - LEAST_GAIN):
-                    found = Outcome(plan=plan, step_s=step_s)
+                if found is None or plan.step_s < found.plan.step_s * (1 - LEAST_GAIN):
+                    found = Outcome(plan=plan)
                 break
     return found
 
@@ -84,6 +90,11 @@ def _layers(problem: ActivationProblem) -> list[LayerProfile]:
     return list(problem.profile.layer_profiles())
 
 
+def _deepest(layer: LayerProfile) -> str:
+    """The point of a layer with the fewest bytes that keeps what attention gave."""
+    return [known.name for known in layer.points if known.name in (ALL, MATMULS, ATTENTION)][-1]
+
+
 def _moved(points: dict[str, float] | None = None, share: float = 1.0) -> LayerPlan:
     return LayerPlan(points=points or {ALL: 1.0}, kept=1 - share, host=share, disk=0.0)
 
@@ -101,7 +112,7 @@ def _link(problem: ActivationProblem) -> float:
 def lp(problem: ActivationProblem) -> Outcome | None:
     """memo's solver."""
     plan = find_plan(problem)
-    return None if plan is None else Outcome(plan=plan, step_s=simulate(plan).step_s)
+    return None if plan is None else Outcome(plan=plan)
 
 
 def all_swap(problem: ActivationProblem) -> Outcome | None:
@@ -117,18 +128,20 @@ def all_swap(problem: ActivationProblem) -> Outcome | None:
 
 def all_recompute(problem: ActivationProblem) -> Outcome | None:
     """Attention and inputs kept, all else computed again, in every layer."""
-    return best_of(problem, iter([[LayerPlan(points={ATTENTION: 1.0})] * len(_layers(problem))]))
+    return best_of(problem, iter([[LayerPlan(points={_deepest(layer): 1.0}) for layer in _layers(problem)]]))
 
 
 def checkpoint_every(problem: ActivationProblem) -> Outcome | None:
     """Every n-th layer computed again whole from its kept input."""
     layers = _layers(problem)
-    point = INPUT if any(known.name == INPUT for known in layers[0].points) else ATTENTION
-    again = LayerPlan(points={point: 1.0})
+    again = [
+        LayerPlan(points={INPUT if any(known.name == INPUT for known in layer.points) else _deepest(layer): 1.0})
+        for layer in layers
+    ]
 
     def candidates() -> Iterator[list[LayerPlan]]:
         for number in range(1, len(layers) + 1):
-            yield [again if index % number == 0 else KEEP for index in range(len(layers))]
+            yield [plan if index % number == 0 else KEEP for index, plan in enumerate(again)]
 
     return best_of(problem, candidates())
 
@@ -136,14 +149,16 @@ def checkpoint_every(problem: ActivationProblem) -> Outcome | None:
 def uniform_alpha(problem: ActivationProblem) -> Outcome | None:
     """The largest alpha by MEMO's inequalities: copies within a layer's forward, bytes within the host's memory."""
     layers, budgets = _layers(problem), problem.budgets
-    first = layers[0]
-    least = LayerPlan(points={ATTENTION: 1.0}).saved_bytes(first)
+    first, point = layers[0], _deepest(layers[0])
+    if point == ALL:
+        return None
+    least = LayerPlan(points={point: 1.0}).saved_bytes(first)
     other = LayerPlan().saved_bytes(first) - least
     by_link = (first.forward_s * _link(problem) - least) / other
     tiers = (budgets.host_bytes + budgets.disk_bytes) / budgets.ranks_per_node
     by_memory = (tiers / max(len(layers) - KEPT_LAST, 1) - least) / other
     alpha = max(0.0, min(1.0, by_link, by_memory))
-    moved = _moved({ALL: alpha, ATTENTION: 1 - alpha})
+    moved = _moved({ALL: alpha, point: 1 - alpha})
 
     def candidates() -> Iterator[list[LayerPlan]]:
         for kept in (KEPT_LAST, 1):
@@ -183,7 +198,8 @@ def greedy(problem: ActivationProblem) -> Outcome | None:
         for index, moved in enumerate(moves):
             deep = at[ATTENTION][index] / PARTS
             middle = max(at[MATMULS][index] / PARTS - deep, 0.0)
-            plans.append(_moved({ALL: 1 - middle - deep, MATMULS: middle, ATTENTION: deep}, moved / PARTS))
+            points = {ALL: 1 - middle - deep, MATMULS: middle, ATTENTION: deep}
+            plans.append(_moved(points, moved / PARTS))
         return placed(problem, layers, plans)
 
     def is_valid(count: int) -> bool:
@@ -194,7 +210,7 @@ def greedy(problem: ActivationProblem) -> Outcome | None:
         return None
     coarse = best_of(problem, (state(count) for count in range(first, len(steps) + 1, PARTS)))
     fine = best_of(problem, (state(count) for count in range(first, min(first + PARTS, len(steps)) + 1)))
-    return min((found for found in (coarse, fine) if found is not None), key=lambda found: found.step_s)
+    return min((found for found in (coarse, fine) if found is not None), key=lambda found: found.plan.step_s)
 
 
 def _greedy_steps(problem: ActivationProblem, layers: Sequence[LayerProfile]) -> Iterator[tuple[int, str | None]]:

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING
 from memo.cli.inputs.batch_sizes import add_batch_flags
 from memo.cli.inputs.budgets import add_budget_flags
 from memo.cli.inputs.planned_model import add_model_flags
+from memo.cli.inputs.stage_layers import add_stage_layers_flag
 from memo.cli.planning.changes import changes_that_fit, explain_misfit
 from memo.cli.planning.former_plan import FormerPlan, checkpoint_bytes_per_s
-from memo.cli.planning.request import AUTO, METHODS, TILE_TOKENS, Request
+from memo.cli.planning.layouts import add_search_flags, refuse_search_flags, run_search
+from memo.cli.planning.request import AUTO, METHODS, TILE_TOKENS, parse_request
 from memo.cli.planning.search import describe_longest, fewest_gpus, longest_sequence
 from memo.cli.tables.activation import activation_summary, activation_table
 from memo.cli.terminal.output_files import display_name, file_name, refuse_existing, require_matplotlib
@@ -33,7 +35,12 @@ from memo.mip.inputs import PRESETS, PipelineSchedule
 from memo.mip.simulate import prove
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from memo.gpt.checkpoint import Resharding
+    from memo.mip.activation import ActivationPlan
+    from memo.mip.simulate import Simulation
+    from memo.search import Request
 
 __all__ = ["configure", "run"]
 
@@ -43,7 +50,12 @@ examples:
   memo simulate plan.json -o trace.jsonl
   memo plan --model ./Qwen3-8B --max-seq --gpu h100 --gpus 8 --loss without-logits
   memo plan --model llama3-70b --seq 128k --gpu h100 --gpus auto
+  memo plan --model 7b --seq 8k --cluster cluster.json --tp 2 --pp 4 --accumulate 8
+  memo plan --search --model 65b --seq 128k --gpu a800 --nodes 8 --batch-tokens 4m -o plan.json
 """
+
+_DEFAULTS = {"gpus": 1, "tp": 1, "cp": 1, "pp": 1, "zero": 3, "schedule": str(PipelineSchedule.ONE_F_ONE_B)}
+"""Values of what is searched under --search and is not given otherwise."""
 
 
 _NOT_OWN = "--from is for sizes of memo's GPT, which memo train trains"
@@ -90,7 +102,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--zero",
         type=int,
         choices=range(4),
-        default=3,
         help="what data-parallel ranks share out: 1 optimizer state, 2 gradients, too, 3 weights, too, as memo train does "
         "(default 3)",
     )
@@ -118,25 +129,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("machine")
     where.add_argument(
         "--gpu",
-        required=True,
         metavar="NAME|FILE",
         help=f"GPU: {', '.join(PRESETS)}, or a JSON description of a machine",
     )
     where.add_argument(
         "--gpus",
         type=_gpus,
-        default=1,
         metavar="N",
-        help="number of GPUs in all; auto finds the fewest that fit: 1, 2, 4, 8, then whole nodes (default 1)",
+        help="number of GPUs in all; auto finds the fewest that fit: 1, 2, 4, 8, then whole nodes (default 1; with "
+        "--cluster all of it)",
+    )
+    where.add_argument(
+        "--cluster",
+        metavar="FILE",
+        help="instead of --gpu: a JSON description of groups of nodes that are not alike and their links; plans every "
+        "placement of the layout on them",
     )
     for name, words in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline")):
-        where.add_argument(
-            f"--{name}", type=int, default=1, metavar="N", help=f"ranks of {words} parallelism (default 1)"
-        )
+        where.add_argument(f"--{name}", type=int, metavar="N", help=f"ranks of {words} parallelism (default 1)")
     where.add_argument(
         "--schedule",
         choices=[str(s) for s in PipelineSchedule],
-        default=str(PipelineSchedule.ONE_F_ONE_B),
         help="with --pp: pipeline schedule (default 1f1b)",
     )
     where.add_argument(
@@ -145,6 +158,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="with an interleaved --schedule: runs of consecutive layers of each pipeline rank (default 2)",
     )
+    add_stage_layers_flag(where, default="equal ones; with --cluster those with the shortest step")
     where.add_argument(
         "--net",
         metavar="NICS",
@@ -155,6 +169,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="use the rates that memo doctor --json measured on the machine (default: the rates of --gpu)",
     )
+    add_search_flags(parser)
     add_budget_flags(parser)
     out = parser.add_argument_group("output")
     out.add_argument("-o", "--output", type=file_name, metavar="FILE", help="write the plan to FILE as JSON")
@@ -172,7 +187,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Plans, checks and simulates, writes the plan and prints it."""
+    """Plans or searches, checks and simulates, writes the plan and prints it."""
+    if args.search:
+        refuse_existing(args.output, force=args.force)
+        return run_search(args)
+    refuse_search_flags(args)
+    defaults = {name: value for name, value in _DEFAULTS.items() if getattr(args, name) is None}
+    if args.cluster is not None:
+        defaults.pop("gpus", None)
+    args = argparse.Namespace(**{**vars(args), **defaults})
+    if args.cluster is not None:
+        return _run_on_cluster(args)
     if args.max_seq and (args.gpus == AUTO or args.sweep is not None):
         other = "--gpus auto" if args.gpus == AUTO else f"--sweep {args.sweep}"
         raise UsageError(f"--max-seq and {other} each look for a size; give the number of one of them")
@@ -207,26 +232,42 @@ def run(args: argparse.Namespace) -> ExitCode:
         from memo.cli.planning.sweep import run_sweep
 
         return run_sweep(request, args)
-    resharding = None
     if former is not None and isinstance(request.config, GPTConfig):
-        resharding = former.resharding(request.config, plan.problem)
+        found = _with_resharding(found, former.resharding(request.config, plan.problem), request)
+    return _finish(args, plan, simulation, found, request.assumed)
+
+
+def _run_on_cluster(args: argparse.Namespace) -> ExitCode:
+    """The same for groups of nodes that are not alike."""
+    from memo.cli.planning.on_cluster import ClusterRequest
+
+    refuse_existing(args.output, force=args.force)
+    with WaitingLine("memo plan", f"planning {args.model} on {args.cluster}", quiet=args.json):
+        asked = ClusterRequest.of(args)
+        best = asked.plan()
+        simulation = prove(best.plan)
+    found = _Found(lines=(f"best placement: {best.placement.describe()}", *best.lines), summary=best.summary)
+    return _finish(args, best.plan, simulation, found, asked.request.assumed)
+
+
+def _finish(
+    args: argparse.Namespace, plan: ActivationPlan, simulation: Simulation, found: _Found, assumed: Sequence[str]
+) -> ExitCode:
+    """Writes the plan and prints it."""
     if args.output:
         from memo.mip.address import write_file
 
         write_file(args.output, plan_to_json(plan), overwrite=args.force)
     if args.json:
-        printed = {"simulated_step_s": simulation.step_s, "output": args.output, "assumed": list(request.assumed)}
-        printed |= {} if resharding is None else {"resharding": _resharding_summary(resharding, request)}
+        printed = {"simulated_step_s": simulation.step_s, "output": args.output, "assumed": list(assumed)}
         print(json.dumps({**activation_summary(plan), **found.summary, **printed}))
         return ExitCode.OK
     for line in found.lines:
         print(f"{line}\n")
     print(activation_table(plan))
-    if resharding is not None:
-        nodes = request.machine.gpus_per_node
-        rate = checkpoint_bytes_per_s(request.machine, request.layout.gpus)
-        print(resharding.row(ranks_per_node=nodes, node_bytes_per_s=rate))
-    for sentence in request.assumed:
+    for row in found.rows:
+        print(row)
+    for sentence in assumed:
         print(f"assumed: {sentence}")
     off = abs(simulation.step_s / plan.step_s - 1) if plan.step_s else 0.0
     print(f"checked, and simulated event by event: {off:.2%} off the prediction")
@@ -235,40 +276,44 @@ def run(args: argparse.Namespace) -> ExitCode:
     return ExitCode.OK
 
 
-def _resharding_summary(resharding: Resharding, request: Request) -> dict[str, object]:
-    """Object of --json: bytes that ranks read of the checkpoint, and seconds, None where no rate is known."""
+def _with_resharding(found: _Found, resharding: Resharding, request: Request) -> _Found:
+    """The findings with what reading the former layout's checkpoint takes; seconds are None where no rate is known."""
     rate = checkpoint_bytes_per_s(request.machine, request.layout.gpus)
-    nodes = request.machine.gpus_per_node
-    return {
+    ranks = request.machine.gpus_per_node
+    summary = {
         "most_read_bytes": max(resharding.read_bytes),
         "total_read_bytes": resharding.total_bytes,
         "read_bytes": list(resharding.read_bytes),
         "own_bytes": list(resharding.own_bytes),
         "node_bytes_per_s": rate,
-        "seconds": resharding.seconds(ranks_per_node=nodes, node_bytes_per_s=rate) if rate else None,
+        "seconds": resharding.seconds(ranks_per_node=ranks, node_bytes_per_s=rate) if rate else None,
     }
+    row = resharding.row(ranks_per_node=ranks, node_bytes_per_s=rate)
+    return dataclasses.replace(found, rows=(*found.rows, row), summary={**found.summary, "resharding": summary})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """Result of --max-seq or --gpus auto, for people and for --json."""
+    """What was found beside the plan, for people and for --json."""
 
     lines: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+    """Below the plan's table."""
     summary: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
 
 def _request(args: argparse.Namespace) -> tuple[Request, _Found]:
     """The request of the flags, with what was searched for filled in."""
     if args.max_seq:
-        longest = longest_sequence(Request.of(args))
+        longest = longest_sequence(parse_request(args))
         summary = {"max_seq": longest.request.layout.tokens, "binds": longest.binds, "proposal": longest.proposal}
         return longest.request, _Found(lines=(describe_longest(longest),), summary=summary)
     if args.gpus != AUTO:
-        return Request.of(args), _Found()
-    first = Request.of(argparse.Namespace(**{**vars(args), "gpus": args.tp * args.cp * args.pp}))
+        return parse_request(args), _Found()
+    first = parse_request(argparse.Namespace(**{**vars(args), "gpus": args.tp * args.cp * args.pp}))
 
     def with_gpus(gpus: int) -> Request:
-        return Request.of(argparse.Namespace(**{**vars(args), "gpus": gpus}), model=first.config)
+        return parse_request(argparse.Namespace(**{**vars(args), "gpus": gpus}), model=first.config)
 
     step, node = args.tp * args.cp * args.pp, first.machine.gpus_per_node
     request, tried = fewest_gpus(with_gpus, step=step, gpus_per_node=node)

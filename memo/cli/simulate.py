@@ -131,7 +131,7 @@ def _write(
 def _meta(plan: ActivationPlan, problem: ActivationProblem, simulation: Simulation, stage: int) -> dict[str, Any]:
     signature, prediction = problem.profile.signature, plan.stages[stage]
     simulated = simulation.stages[stage]
-    rates = problem.lanes
+    rates = problem.machine_of(stage).lanes
     return {
         "command": "memo simulate",
         "simulated": True,

@@ -6,12 +6,14 @@ The training, and torch with it, is in memo.gpt.train.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import enum
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from memo.cli.inputs.batch_sizes import add_batch_flags, batch_sizes
+from memo.cli.inputs.stage_layers import add_stage_layers_flag
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
@@ -29,7 +31,7 @@ from memo.gpt import (
 )
 from memo.gpt.optim import LossGuardConfig, LrSchedule, OnNan, OnSpike
 from memo.hugging_face import published_name
-from memo.mip.activation import read_activation_plan
+from memo.mip.activation import ActivationPlan, chunk_layers, read_activation_plan
 from memo.parallel import ContextAttention, Layout, PipelineSchedule
 from memo.units import parse_bytes, parse_tokens
 
@@ -234,6 +236,7 @@ def _layout_flags(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="with an interleaved --schedule: runs of consecutive layers of each pipeline rank (default 2)",
     )
+    add_stage_layers_flag(group, default="the plan's with --plan, else equal ones")
     group.add_argument(
         "--no-sequence-parallel",
         dest="sequence_parallel",
@@ -392,7 +395,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
     flags = dict(vars(args))
     schedule = _schedule(flags.pop("lr"), flags.pop("min_lr"), flags.pop("warmup"), flags.pop("steps"))
     sizes = ("dp", "tp", "pp", "cp", "cp_attention", "schedule", "chunks", "sequence_parallel")
-    layout = Layout(**{name: flags.pop(name) for name in sizes})
+    layout = Layout(**{name: flags.pop(name) for name in sizes}, stage_layers=flags.pop("stage_layers"))
     numbers = [flags.pop(name) for name in ("batch", "accumulate", "global_batch")]
     keeps_batch = numbers == [None] * 3
     batch, accumulate = batch_sizes(*numbers, replicas=layout.dp)
@@ -415,9 +418,11 @@ def _config(args: argparse.Namespace) -> RunConfig:
         "trace_stacks",
     )
     offload = OffloadConfig(mode=flags.pop("offload"), **{name: flags.pop(name) for name in tiers})
+    planned = None
     if offload.plan is not None:
         require_kind(offload.plan, FileKind.ACTIVATION_PLAN)
-    planned = None if offload.plan is None else read_activation_plan(offload.plan).problem.profile
+        plan = read_activation_plan(offload.plan)
+        layout, planned = _with_stages_of(plan, layout), plan.problem.profile
     if flags["mlp_tiles"] is None:
         flags["mlp_tiles"] = 1 if planned is None else planned.mlp_tiles
     if flags["embedding_gradients"] is None:
@@ -435,6 +440,21 @@ def _config(args: argparse.Namespace) -> RunConfig:
     return RunConfig(
         training=training, offload=offload, layout=layout, batch=batch * layout.dp, keeps_batch=keeps_batch, **flags
     )
+
+
+def _with_stages_of(plan: ActivationPlan, layout: Layout) -> Layout:
+    """The layout with the numbers of layers that a plan's stages have; of a plan for other stages, itself."""
+    pipeline, ranks = plan.problem.pipeline, range(plan.problem.pipeline.stages)
+    if pipeline.stages == 1 or pipeline.stages * pipeline.chunks != layout.stages or layout.stage_layers:
+        return layout
+    sizes = {
+        place: len(own)
+        for rank in ranks
+        for place, own in zip(pipeline.chunk_positions(rank), chunk_layers(plan.problem, rank), strict=True)
+    }
+    if len(set(sizes.values())) == 1:
+        return layout
+    return dataclasses.replace(layout, stage_layers=tuple(sizes[place] for place in sorted(sizes)))
 
 
 def _schedule(lr: float, min_lr: float | None, warmup: int | None, steps: int) -> LrSchedule:

@@ -99,6 +99,17 @@ class HuggingFaceModel:
         return other
 
     @property
+    def layers(self) -> int:
+        """Number of repeated layers."""
+        return len(self._short.layers)
+
+    @property
+    def heads(self) -> int:
+        """Attention heads that context parallelism may exchange; 0 where it cannot."""
+        heads = int(getattr(self._config.get_text_config(), "num_attention_heads", 0) or 0)
+        return heads if self._short.attention == FUSED else 0
+
+    @property
     def parameters(self) -> int:
         """Number of parameters of the whole model."""
         by_name = {kind.name: kind.parameters for kind in self._short.kinds}
@@ -151,6 +162,7 @@ class HuggingFaceModel:
         *,
         accumulate: int = 1,
         zero: int = 3,
+        sharded_over: int | None = None,
         optimizer_offload: bool = False,
         optimizer: Optimizer = Optimizer.ADAMW,
         recompute: Recompute | None = None,
@@ -163,6 +175,7 @@ class HuggingFaceModel:
             layout: size of the step and its parallelism; tensor parallelism is refused.
             accumulate: microbatches in a step.
             zero: what is sharded over data-parallel ranks, as `Training.zero`.
+            sharded_over: ranks that share one copy, as `Training.sharded_over`.
             optimizer_offload: whether optimizer state and its step are on the host.
             optimizer: which; its states are kept in the weights' format.
             recompute: a fixed method for every layer, instead of points to plan with.
@@ -180,6 +193,7 @@ class HuggingFaceModel:
             end_states=end_states(optimizer, adam, smallest=smallest),
             lora=self._lora,
             zero=zero,
+            sharded_over=sharded_over,
             gathered_bytes=_STATES[self._precision].weight,
             optimizer_offload=optimizer_offload,
             reduces_once=True,
@@ -210,6 +224,7 @@ class HuggingFaceModel:
             + (of_rank.orthogonalisation_s() if optimizer is Optimizer.MUON else 0.0),
             optimizer_exchange_s=of_rank.exchange.update_s(of_rank.trained),
             send_s=of_rank.send_s(),
+            send_bytes=of_rank.send_bytes,
             link_share=of_rank.link_share(classes, accumulate),
             model_flops_causal_per_token=flops[0],
             model_flops_full_per_token=flops[1],
@@ -225,12 +240,12 @@ class HuggingFaceModel:
             raise UsageError(
                 f"{len(self._short.layers)} layers do not make {layout.pp} pipeline stages; use a smaller pp"
             )
-        heads = int(getattr(self._config.get_text_config(), "num_attention_heads", 0) or 0)
-        if layout.cp > 1 and (not heads or heads % layout.cp):
-            raise UsageError(f"cp {layout.cp} does not divide {heads} attention heads")
+        heads = self.heads
         if layout.tokens % layout.cp:
             raise UsageError(f"cp {layout.cp} does not divide {layout.tokens} tokens")
-        if layout.cp > 1 and self._short.attention != FUSED:
+        if layout.cp > 1 and heads and heads % layout.cp:
+            raise UsageError(f"cp {layout.cp} does not divide {heads} attention heads")
+        if layout.cp > 1 and not heads:
             raise UsageError(f"--cp {layout.cp}: the attention of {self.name} is its own, and cannot exchange heads")
 
 
@@ -271,7 +286,7 @@ class _Rank:
         stages = self.layout.pp
         inside = sum(by_name[name] for name in self.layers)
         ends = (self._embedding_parameters, self._head_parameters)
-        return -(-inside // stages) + (sum(ends) if stages == 1 else max(ends))
+        return self._of_stage(inside) + (sum(ends) if stages == 1 else max(ends))
 
     @property
     def trained(self) -> int:
@@ -279,7 +294,13 @@ class _Rank:
         if not self.training.lora:
             return self.stage_parameters
         by_name = {kind.name: kind.trained for kind in self.short.kinds}
-        return -(-sum(by_name[name] for name in self.layers) // self.layout.pp)
+        return self._of_stage(sum(by_name[name] for name in self.layers))
+
+    def _of_stage(self, count: int) -> int:
+        """A stage's share of what all layers have."""
+        if not self.layout.stage_layers:
+            return -(-count // self.layout.pp)
+        return -(-count * self.layout.stage_layers // len(self.layers))
 
     def orthogonalisation_s(self) -> float:
         """Seconds of Muon's products in a step; the matrices are divided over the ranks that share one copy."""
@@ -287,6 +308,8 @@ class _Rank:
             return 0.0
         by_name = {kind.name: orthogonalisation_flops(kind.matrices()) for kind in self.short.kinds}
         flops = sum(by_name[name] for name in self.layers) / self.layout.pp
+        if self.layout.stage_layers:
+            flops *= self.layout.pp * self.layout.stage_layers / len(self.layers)
         shards = self.exchange.shards if self.training.zero else 1
         return flops / shards / (self.machine.peak_flops * self.machine.matmul_efficiency)
 
@@ -416,12 +439,17 @@ class _Rank:
         there = collectives.all_to_all_s(own.entering_nbytes, group)
         return there + collectives.all_to_all_s(own.leaving_nbytes, group)
 
+    @property
+    def send_bytes(self) -> float:
+        """Hidden states that go to the next pipeline stage."""
+        return float(max(layer.input_nbytes for layer in self.step.layers.values())) if self.layout.pp > 1 else 0.0
+
     def send_s(self) -> float:
-        """Seconds to send hidden states to the next pipeline stage."""
+        """Seconds to send them."""
         if self.layout.pp == 1:
             return 0.0
-        nbytes = max(layer.input_nbytes for layer in self.step.layers.values())
-        return Collectives(self.machine).send_s(nbytes, beyond_node=self.layout.leaves_node(self.machine.gpus_per_node))
+        leaves = self.layout.leaves_node(self.machine.gpus_per_node)
+        return Collectives(self.machine).send_s(self.send_bytes, beyond_node=leaves, gpus=self.layout.gpus)
 
     def link_share(self, classes: tuple[LayerProfile, ...], accumulate: int) -> float:
         """Fraction of a GPU's link to the host that collectives of the layers' passes take, in one direction."""

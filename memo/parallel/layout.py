@@ -71,6 +71,8 @@ class Layout:
     """Stages of each pipeline rank, runs of consecutive layers; None is the schedule's own number."""
     sequence_parallel: bool = True
     """Tensor-parallel ranks also divide the tokens, between the matrices."""
+    stage_layers: tuple[int, ...] = ()
+    """Numbers of layers of the stages; without them stages have equal numbers."""
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "cp"):
@@ -83,6 +85,10 @@ class Layout:
         wrong = None if self.chunks is None else self.schedule.reason_not_chunks(self.chunks)
         if wrong is not None:
             raise UsageError(f"--chunks {self.chunks} {wrong}")
+        if self.stage_layers and len(self.stage_layers) != self.stages:
+            raise UsageError(f"{len(self.stage_layers)} numbers of layers are not one for each of {self.stages} stages")
+        if any(count < 1 for count in self.stage_layers):
+            raise UsageError(f"a stage of {min(self.stage_layers)} layers; each has at least one")
 
     @property
     def ranks(self) -> int:
@@ -122,6 +128,9 @@ class Layout:
 
     def layers_of(self, stage: int, layers: int) -> range:
         """Indices of a stage's layers, of `layers` in all."""
+        if self.stage_layers:
+            first = sum(self.stage_layers[:stage])
+            return range(first, first + self.stage_layers[stage])
         count = layers // self.stages
         return range(stage * count, (stage + 1) * count)
 
@@ -156,11 +165,15 @@ class Layout:
             )
         if batch % self.dp:
             raise UsageError(f"--batch {batch} does not divide over --dp {self.dp}; use a multiple")
-        if shape.layers % self.stages:
+        if self.stage_layers and sum(self.stage_layers) != shape.layers:
+            raise UsageError(
+                f"stages of {', '.join(map(str, self.stage_layers))} layers are not the model's {shape.layers} layers"
+            )
+        if shape.layers % self.stages and not self.stage_layers:
             chunks = f", --chunks {self.chunks}" if self.chunks else ""
             raise UsageError(
                 f"{shape.layers} layers do not divide over {self.stages} pipeline stages (--pp {self.pp}, "
-                f"{self.schedule}{chunks})"
+                f"{self.schedule}{chunks}); --stage-layers gives each its own number"
             )
         if self.pp > 1:
             self._check_microbatches(microbatches)

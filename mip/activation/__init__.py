@@ -34,11 +34,19 @@ if TYPE_CHECKING:
         Budgets as Budgets,
         LayerPlan as LayerPlan,
         Pipeline as Pipeline,
+        StageMachine as StageMachine,
         StagePrediction as StagePrediction,
         StageTurns as StageTurns,
         chunk_layers as chunk_layers,
     )
-    from memo.mip.activation.solver import DoesNotFit as DoesNotFit, fits as fits, solve_problem as solve_problem
+    from memo.mip.activation.solver import (
+        DoesNotFit as DoesNotFit,
+        find_plan as find_plan,
+        fits as fits,
+        misfit_of as misfit_of,
+        relaxed_step_s as relaxed_step_s,
+        solve_problem as solve_problem,
+    )
     from memo.mip.activation.stage_plans import (
         extract_stage_plan as extract_stage_plan,
         lower_tier_nbytes as lower_tier_nbytes,
@@ -54,8 +62,9 @@ else:
             "in_flight": "in_flight_within peak_in_flight",
             "memory_peaks": "DeviceMemory Use device_peak_candidates highest_memory stage_memory stage_static",
             "mlp_tiles": "MLP_TILE_COUNTS solve_mlp_tiles",
-            "plan": "ActivationPlan ActivationProblem Budgets LayerPlan StageTurns Pipeline StagePrediction chunk_layers",
-            "solver": "DoesNotFit fits solve_problem",
+            "plan": "ActivationPlan ActivationProblem Budgets LayerPlan StageMachine StageTurns Pipeline StagePrediction "
+            "chunk_layers",
+            "solver": "DoesNotFit find_plan fits misfit_of relaxed_step_s solve_problem",
             "stage_plans": "extract_stage_plan lower_tier_nbytes",
         },
     )

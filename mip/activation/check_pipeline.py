@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from memo.mip.activation.plan import ActivationPlan
     from memo.mip.inputs.pipeline_schedules import Turn
 
-__all__ = ["last_layer", "walk_turns"]
+__all__ = ["own_layers", "walk_turns"]
 
 _Layer = tuple[int, int, int]
 """Chunk, microbatch, index of the layer."""
@@ -43,9 +43,9 @@ class _State(enum.Enum):
     """All but the moved bytes."""
 
 
-def last_layer(plan: ActivationPlan, stage: int) -> int:
-    """Index of the one layer of a stage that does not move."""
-    return _chunks(plan, stage)[-1][-1]
+def own_layers(plan: ActivationPlan, stage: int) -> list[int]:
+    """Indices of a stage's layers; the last one does not move."""
+    return [index for chunk in _chunks(plan, stage) for index in chunk]
 
 
 def walk_turns(plan: ActivationPlan, stage: int) -> Walk:
@@ -58,6 +58,8 @@ def _chunks(plan: ActivationPlan, stage: int) -> list[range]:
     pipeline, count = plan.problem.pipeline, len(plan.layers)
     if pipeline.own is not None:
         sizes = list(pipeline.own.layers)
+    elif pipeline.layers:
+        sizes = list(pipeline.layers)
     else:
         parts = pipeline.chunks * pipeline.stages
         sizes = [count // parts + (1 if part < count % parts else 0) for part in range(parts)]
@@ -82,7 +84,7 @@ class _Walker:
         self._plan, self._pipeline = plan, plan.problem.pipeline
         self._profile = plan.problem.profile
         self._known = self._profile.layer_profiles()
-        self._rates = plan.problem.lanes
+        self._rates = plan.problem.machine_of(stage).lanes
         self._chunks = _chunks(plan, stage)
         self._turns = self._pipeline.turns(stage)
         self._split = {turn.chunk for turn in self._turns if turn.kind is Kind.WEIGHT}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from memo.mip.activation.plan import ActivationPlan, LayerPlan
+    from memo.mip.inputs.hardware import LaneRates
     from memo.mip.inputs.profile import EndProfile, LayerProfile
 
 __all__ = [
@@ -72,10 +73,9 @@ class Walk:
             self.peak, self.peak_layer = nbytes, layer
 
 
-def walk_microbatch(plan: ActivationPlan, first: int, last: int, *, flight: int) -> Walk:
+def walk_microbatch(plan: ActivationPlan, first: int, last: int, *, flight: int, rates: LaneRates) -> Walk:
     """Walks forward and backward through layers `first` to `last`, with `flight` microbatches in flight."""
-    problem = plan.problem
-    profile, rates = problem.profile, problem.lanes
+    profile = plan.problem.profile
     known, starts, ends = profile.layer_profiles(), first == 0, last == len(plan.layers) - 1
     walk = Walk()
     others = (flight - 1) * sum(
@@ -183,9 +183,9 @@ def backward_transient_bytes(layer: LayerProfile, plan: LayerPlan) -> float:
 
 
 def recompute_s(layer: LayerProfile, plan: LayerPlan) -> float:
-    """Seconds of a layer's recompute: of each range its part of the point's, and of every piece but its first one."""
+    """Seconds of a layer's recompute: of each range its part of the point's, of pieces but its first, of dividing it."""
     again = {point.name: point.recompute_s for point in layer.points}
-    seconds = 0.0
+    seconds = layer.divided_s if sum(share > 0 for share in plan.points.values()) > 1 else 0.0
     for name, share in plan.points.items():
         seconds += again[name] * share
         if name != "all":

@@ -12,7 +12,7 @@ import dataclasses
 import enum
 
 from memo.errors import PlanInvalid
-from memo.mip.activation.check_pipeline import last_layer, walk_turns
+from memo.mip.activation.check_pipeline import own_layers, walk_turns
 from memo.mip.activation.check_step import Walk, walk_microbatch
 from memo.mip.activation.plan import ActivationPlan
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
@@ -80,7 +80,8 @@ def check_plan(plan: ActivationPlan) -> Violation | None:
         walks = [walk_turns(plan, stage) for stage in range(pipeline.stages)]
     else:
         walks = [
-            walk_microbatch(plan, *bounds, flight=_flight(plan, stage)) for stage, bounds in enumerate(_bounds(plan))
+            walk_microbatch(plan, *bounds, flight=_flight(plan, stage), rates=plan.problem.machine_of(stage).lanes)
+            for stage, bounds in enumerate(_bounds(plan))
         ]
     return _device(plan, walks) or _shared(plan, walks) or _prediction(plan, walks)
 
@@ -88,7 +89,9 @@ def check_plan(plan: ActivationPlan) -> Violation | None:
 def _bounds(plan: ActivationPlan) -> list[tuple[int, int]]:
     """First and last layer of each stage."""
     count, stages = len(plan.layers), plan.problem.pipeline.stages
-    sizes = [count // stages + (1 if stage < count % stages else 0) for stage in range(stages)]
+    sizes = list(plan.problem.pipeline.layers)
+    if not sizes:
+        sizes = [count // stages + (1 if stage < count % stages else 0) for stage in range(stages)]
     return [(sum(sizes[:stage]), sum(sizes[: stage + 1]) - 1) for stage in range(stages)]
 
 
@@ -100,18 +103,19 @@ def _flight(plan: ActivationPlan, stage: int) -> int:
     return pipeline.held or min(pipeline.microbatches, pipeline.stages - stage)
 
 
-def _lasts(plan: ActivationPlan) -> set[int]:
-    """The last layer of each stage."""
+def _own(plan: ActivationPlan, stage: int) -> list[int]:
+    """The layers of a stage."""
     if plan.problem.pipeline.chunks > 1:
-        return {last_layer(plan, stage) for stage in range(plan.problem.pipeline.stages)}
-    return {last for _, last in _bounds(plan)}
+        return own_layers(plan, stage)
+    first, last = _bounds(plan)[stage]
+    return list(range(first, last + 1))
 
 
 def _layers(plan: ActivationPlan) -> Violation | None:
-    problem, lasts = plan.problem, _lasts(plan)
-    rates = problem.lanes
-    link = min(rates.d2h_bytes_per_s, rates.h2d_bytes_per_s) > 0
-    drive = link and min(rates.disk_write_bytes_per_s, rates.disk_read_bytes_per_s) > 0
+    problem = plan.problem
+    stages = [_own(plan, stage) for stage in range(problem.pipeline.stages)]
+    stage_of = {index: stage for stage, own in enumerate(stages) for index in own}
+    machines = [problem.machine_of(stage) for stage in range(problem.pipeline.stages)]
     for index, (known, layer) in enumerate(zip(problem.profile.layer_profiles(), plan.layers, strict=True)):
         strange = set(layer.points) - {point.name for point in known.points}
         if strange:
@@ -125,11 +129,15 @@ def _layers(plan: ActivationPlan) -> Violation | None:
             why = f"fewer than {LEAST_TOKENS}" if known.divisible else f"and its class {known.name!r} cannot be divided"
             message = f"layer {index} is recomputed in pieces of {cut:.0f} tokens, {why}"
             return Violation(rule=Rule.PIECE, message=message, layer=index)
-        if index in lasts and layer.host + layer.disk > 0:
+        machine = machines[stage_of[index]]
+        rates, budgets = machine.lanes, machine.budgets
+        link = min(rates.d2h_bytes_per_s, rates.h2d_bytes_per_s) > 0
+        drive = link and min(rates.disk_write_bytes_per_s, rates.disk_read_bytes_per_s) > 0
+        if index == stages[stage_of[index]][-1] and layer.host + layer.disk > 0:
             return Violation(rule=Rule.LAST, message=f"layer {index} is a stage's last and moves", layer=index)
         for name, fraction, budget, way in (
-            ("host", layer.host, problem.budgets.host_bytes, link),
-            ("disk", layer.disk, problem.budgets.disk_bytes, drive),
+            ("host", layer.host, budgets.host_bytes, link),
+            ("disk", layer.disk, budgets.disk_bytes, drive),
         ):
             if fraction > 0 and not (budget and way):
                 message = f"layer {index} moves to the {name}, which has {'no budget' if way else 'no bandwidth'}"
@@ -138,8 +146,8 @@ def _layers(plan: ActivationPlan) -> Violation | None:
 
 
 def _device(plan: ActivationPlan, walks: list[Walk]) -> Violation | None:
-    budget = plan.problem.budgets.device_bytes
-    for walk in walks:
+    for stage, walk in enumerate(walks):
+        budget = plan.problem.machine_of(stage).budgets.device_bytes
         if walk.peak > budget + 0.5:
             where = "an end of the model" if walk.peak_layer is None else f"layer {walk.peak_layer}"
             over = format_bytes(walk.peak - budget, up=True)
@@ -150,10 +158,11 @@ def _device(plan: ActivationPlan, walks: list[Walk]) -> Violation | None:
 
 def _shared(plan: ActivationPlan, walks: list[Walk]) -> Violation | None:
     """Checks host, disk and wear, which the ranks of each node share."""
-    budgets, pipeline = plan.problem.budgets, plan.problem.pipeline
+    pipeline = plan.problem.pipeline
     step_s = pipeline.microbatches * max(walk.clock_s for walk in walks)  # no step is shorter
     for node in _nodes(plan):
         here = [walks[stage] for stage in node]
+        budgets = plan.problem.machine_of(node[0]).budgets
         for rule, moved, budget in (
             (Rule.HOST, [walk.host for walk in here], budgets.host_bytes),
             (Rule.DISK, [walk.disk for walk in here], budgets.disk_bytes),
@@ -175,11 +184,22 @@ def _shared(plan: ActivationPlan, walks: list[Walk]) -> Violation | None:
 
 def _nodes(plan: ActivationPlan) -> list[list[int]]:
     """The stage of each rank on a node, once for all nodes that are alike."""
-    pipeline, size = plan.problem.pipeline, plan.problem.budgets.ranks_per_node
-    each = pipeline.stage_ranks or size
-    stage_of = [rank // each for rank in range(pipeline.stages * each)]
-    nodes = {tuple(stage_of[first : first + size]) for first in range(0, len(stage_of), size)}
-    return [list(node) for node in sorted(nodes)]
+    problem, pipeline = plan.problem, plan.problem.pipeline
+    nodes: set[tuple[int, ...]] = set()
+    filled: list[int] = []  # the stage of each rank on the node that is filled
+    for stage in range(pipeline.stages):
+        machine = problem.machine_of(stage)
+        size = machine.budgets.ranks_per_node
+        if machine.new_node:
+            nodes.add(tuple(filled))
+            filled = []
+        for _ in range(machine.node_ranks or pipeline.stage_ranks or size):
+            filled.append(stage)
+            if len(filled) == size:
+                nodes.add(tuple(filled))
+                filled = []
+    nodes.add(tuple(filled))
+    return [list(node) for node in sorted(nodes) if node]
 
 
 def _prediction(plan: ActivationPlan, walks: list[Walk]) -> Violation | None:

@@ -174,7 +174,7 @@ class _Stalls:
         network: ExposedCommunication,
     ) -> _Stalls:
         """Computes the stalls of these layers of a stage."""
-        rates = problem.lanes
+        rates = problem.machine_of(stage).lanes
         found = cls()
         for window in copies_out(problem, stage):
             late_s, by_link = _late(window, traffic[window.moving].out_s(rates), layers, plans, network)

@@ -2,8 +2,8 @@
 
 Owns the three formats of docs/activation-plan.md. A plan carries its whole problem, so that a plan file alone can be
 checked, shown and simulated. Plans and profiles of version 1, which spoke of three levels instead of points, and of
-versions 2 and 3, which knew no pieces and no collectives, and of version 4, which did not tell weights, gradients and
-optimizer state apart, are read, too.
+versions 2 and 3, which knew no pieces and no collectives, of version 4, which did not tell weights, gradients and
+optimizer state apart, and of version 5, whose stages had one machine and equal numbers of layers, are read, too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 PLAN_FORMAT, PROFILE_FORMAT, HARDWARE_FORMAT = "memo-activation-plan", "memo-profile", "memo-hardware"
-VERSIONS = {PLAN_FORMAT: 5, PROFILE_FORMAT: 5, HARDWARE_FORMAT: 1}
+VERSIONS = {PLAN_FORMAT: 6, PROFILE_FORMAT: 6, HARDWARE_FORMAT: 1}
 _LEVELS = {"all_tokens": ALL, "matmul_tokens": MATMULS, "attention_tokens": ATTENTION}
 """Keys of a layer plan of version 1, and the points that they were fractions of."""
 
@@ -126,7 +126,7 @@ def _decode_root(root: dict[str, Any], kind: type[T], name: str) -> T:
 
 def _upgraded(root: dict[str, Any], name: str) -> dict[str, Any]:
     """A plan or profile of an earlier version as one of the latest; what is not in the format stays, to be refused."""
-    if root["version"] not in (1, 2, 3, 4):
+    if root["version"] not in (1, 2, 3, 4, 5):
         return root
     problem = root.get("problem")
     profile = problem.get("profile") if isinstance(problem, dict) else root

@@ -8,7 +8,7 @@ Bytes are in units of the largest layer's, times in units of the mean layer's, t
     (1)  sum_p x_p = 1                                       points
     (2)  S = fixed + sum_p x_p saved_p;  K = S - h - d >= 0  what is saved, what of it is kept
     (3)  T >= T_s = C + sum R + sum stalls                   the first microbatch visits all, each further one takes
-                                                             as long as the slowest
+                                                             as long as the slowest, stage or message
     (4)  out_i >= (h + d) / d2h - W(i+1),  d / write + h w - W(i+1)
     (5)  in_i  >= (h + d) / h2d - W'(i+1),  d / read + h w' - W'(i+1)
          with the windows W = F + e and W' = B + R + e': a layer's work and what collectives last beyond it
@@ -28,6 +28,8 @@ Bytes are in units of the largest layer's, times in units of the mean layer's, t
    (10)  h = d = 0 for the last few and K = 0 for all others: only where no layer is to be divided
    (11)  D_k >= D_(k-1) - W'_k - in_k + load'_k + sync_k,  D_k >= sync_k for the steps k of the first stage's last pass;
          the step takes the last D longer: gradients that are reduced once a step, and are not behind that pass
+  (12)  h + d <= k q, with q the bytes of a storage and k q the most that F(i+1) hides: only where copies are to be hidden
+        whole, since the storages that the engine moves for a part of one would not be
 
 Of these, MEMO (SIGMOD 2025, section 4.1) has two inequalities: (4) with out_i = 0, and (7), with x_all its alpha. The
 numbers are of this list, not of the paper's equations. Fractions of tokens are rounded to tiles afterwards, downwards,
@@ -42,6 +44,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -51,7 +54,7 @@ from memo.mip.activation.memory_peaks import PeakCandidate, device_peak_candidat
 from memo.mip.activation.network_load import pass_loads, sync_load
 from memo.mip.activation.overlap_windows import Window, copies_in, copies_out
 from memo.mip.activation.plan import ActivationProblem, LayerPlan, chunk_layers, stage_layers
-from memo.mip.activation.rounding import most_gained_bytes, most_lost_bytes
+from memo.mip.activation.rounding import most_gained_bytes, most_lost_bytes, storage_bytes
 from memo.mip.inputs.pipeline_schedules import Kind
 from memo.mip.inputs.profile import ALL, LayerProfile
 from memo.mip.solvers import Backend, pulp, solve_model
@@ -142,6 +145,7 @@ class Model:
         points: for each layer of the profile the one point that it is at, or None where it is free; no layers share.
         whole: layers that cannot be divided are at one point each; no layers share.
         pieces: fraction of a layer's tokens that its recompute computes at once, by class name; 1 for the others.
+        hides_storages: each layer moves at most the whole storages that the next layer's forward hides.
     """
 
     def __init__(
@@ -154,13 +158,15 @@ class Model:
         points: Sequence[str | None] | None = None,
         whole: bool = False,
         pieces: Mapping[str, float] | None = None,
+        hides_storages: bool = False,
     ) -> None:
         self.problem = problem
+        self.hides_storages = hides_storages
         self.pieces = pieces or {}
         self.staying = staying
         self._points, self._whole = points, whole
         self._sharing = Sharing.NONE if points is not None or whole else sharing
-        self._rates = problem.lanes
+        self._rates = [problem.machine_of(stage).lanes for stage in range(problem.pipeline.stages)]
         layers = problem.profile.layer_profiles()
         self._byte = float(max(max(layer.full_bytes for layer in layers), 1))
         stages = range(problem.pipeline.stages)
@@ -183,6 +189,7 @@ class Model:
         for stage in stages:
             self._time_rows(stage)
             self._device_rows(stage)
+        self._message_row()
         self._sync_rows()
         for node in problem.nodes:
             self._node_rows(node)
@@ -284,7 +291,7 @@ class Model:
             self._program += x[ALL] == 1  # it is whole in any case: nothing of it is gathered
             given = []
         pieces = pulp.lpSum(x[known.name] * further for known in layer.points[1:] if further)
-        budgets, rates = self.problem.budgets, self._rates
+        budgets, rates = self.problem.machine_of(stage).budgets, self._rates[stage]
         moves = members[-1] < len(mine) - (self.staying or 1)
         link = moves and rates.d2h_bytes_per_s > 0 and rates.h2d_bytes_per_s > 0  # (9)
         drive = link and rates.disk_write_bytes_per_s > 0 and rates.disk_read_bytes_per_s > 0
@@ -313,10 +320,19 @@ class Model:
         if to_host or to_disk:
             # (2)
             self._program += group.kept >= 0
+        if self.hides_storages and (to_host or to_disk):
+            self._hide_storages(group, mine)
         if self.staying is not None and moves:
             # (10)
             self._program += group.kept == 0
         return group
+
+    def _hide_storages(self, group: _Group, mine: Sequence[LayerProfile]) -> None:
+        """Constraint (12)."""
+        size = storage_bytes(group.layer)
+        if size:
+            room = mine[group.members[-1] + 1].forward_s * self._rates[group.stage].d2h_bytes_per_s
+            self._program += group.host + group.disk <= math.floor(room / size) * size / self._byte
 
     def _point_variables(self, layer: LayerProfile, stage: int, member: int, name: str) -> dict[str, pulp.LpVariable]:
         """The fractions x of a group, which are bounds alone where its point is given."""
@@ -362,6 +378,13 @@ class Model:
         if self.problem.pipeline.microbatches > 1:
             # (3)
             self._program += self._slowest_stage >= total
+
+    def _message_row(self) -> None:
+        """Constraint (3) of the links: each carries one message a microbatch in each direction."""
+        stages = self.problem.pipeline.stages
+        if stages > 1 and self.problem.pipeline.microbatches > 1:
+            longest = max(self.problem.send_s(stage, stage + 1) for stage in range(stages - 1))
+            self._program += self._slowest_stage >= longest / self._second
 
     def _loads(self, stage: int) -> tuple[dict[tuple[int, Kind], float], float]:
         """Seconds of collectives beside each layer's passes, and those of a microbatch that are beside none."""
@@ -447,7 +470,7 @@ class Model:
 
     def _copy_out(self, moving: _Group, hiding: _Group | None, window: Window, load_s: float) -> pulp.LpVariable:
         """Constraint (4): stall of a copy out."""
-        rates = self._rates
+        rates = self._rates[moving.stage]
         moved = self._seconds(rates.d2h_bytes_per_s)
         self._prices += len(moving.members) * moved * (MOVING_PRICE * moving.host + DISK_PRICE * moving.disk)
         lane = (rates.d2h_bytes_per_s, rates.disk_write_bytes_per_s)
@@ -455,7 +478,7 @@ class Model:
 
     def _copy_in(self, moving: _Group, hiding: _Group | None, window: Window, load_s: float) -> pulp.LpVariable:
         """Constraint (5): stall of a copy in."""
-        rates = self._rates
+        rates = self._rates[moving.stage]
         lane = (rates.h2d_bytes_per_s, rates.disk_read_bytes_per_s)
         return self._copy(moving, *lane, self._room(hiding, window, load_s), Resource.COPY_IN, window)
 
@@ -488,19 +511,23 @@ class Model:
         return stall
 
     def _device_rows(self, stage: int) -> None:
-        device = self.problem.budgets.device_bytes
+        device, groups = self.problem.machine_of(stage).budgets.device_bytes, self._stages[stage]
+        kept = [group.kept for group in groups]
         for candidate in _undominated(device_peak_candidates(self.problem, stage)):
-            used = pulp.LpAffineExpression()
-            for group in self._stages[stage]:
-                kept, whole, unmoved, recomputing = (
+            used = _WeightedSum()
+            for group, its_kept in zip(groups, kept, strict=True):
+                of_kept, of_whole, of_unmoved, of_recomputing = (
                     sum(counts[member] for member in group.members)
                     for counts in (candidate.kept, candidate.whole, candidate.unmoved, candidate.recomputing)
                 )
-                used += kept * group.kept + whole * group.recompute_extra_bytes + recomputing * group.held
-                used += unmoved * self._unmoved(group) if unmoved else 0
+                used.add(of_kept, its_kept)
+                used.add(of_whole, group.recompute_extra_bytes)
+                used.add(of_recomputing, group.held)
+                if of_unmoved:
+                    used.add(of_unmoved, self._unmoved(group))
             room = (device - candidate.resident_bytes) / self._byte
             # (6)
-            self._budget(used, room, Resource.DEVICE, f"at {candidate.name}")
+            self._budget(used.expression(), room, Resource.DEVICE, f"at {candidate.name}")
 
     def _unmoved(self, group: _Group) -> pulp.LpAffineExpression:
         """Bytes that do not move, recomputed or not; an upper bound that also holds after tokens are rounded down."""
@@ -538,7 +565,7 @@ class Model:
 
     def _node_rows(self, stages: Mapping[int, int]) -> None:
         """Rows of the budgets that a node's ranks share; `stages` is the number of ranks by stage."""
-        problem, budgets = self.problem, self.problem.budgets
+        problem, budgets = self.problem, self.problem.machine_of(min(stages)).budgets
         host = pulp.lpSum(ranks * self._held(stage, Resource.HOST) for stage, ranks in stages.items())
         disk = pulp.lpSum(ranks * self._held(stage, Resource.DISK) for stage, ranks in stages.items())
         written = pulp.lpSum(
@@ -601,6 +628,24 @@ class Model:
             disk=disk / saved if saved else 0.0,
             piece=self.pieces.get(group.layer.name, 1.0),
         )
+
+
+class _WeightedSum:
+    """Sum of expressions with weights; PuLP's own sums copy what they have at each addition."""
+
+    def __init__(self) -> None:
+        self._terms: dict[pulp.LpVariable, float] = {}
+        self._constant = 0.0
+
+    def add(self, weight: float, expression: pulp.LpAffineExpression) -> None:
+        if not weight:
+            return
+        self._constant += weight * expression.constant
+        for variable, value in expression.items():
+            self._terms[variable] = self._terms.get(variable, 0.0) + weight * value
+
+    def expression(self) -> pulp.LpAffineExpression:
+        return pulp.LpAffineExpression(self._terms, self._constant)
 
 
 def _undominated(candidates: Sequence[PeakCandidate]) -> list[PeakCandidate]:

@@ -1,13 +1,14 @@
 """Time of a pipeline's step, given the time of one microbatch on each stage.
 
 Owns the dependencies alone: a forward waits for the previous stage, a backward for the next one, the second half of a
-split backward only for its own rank. The simulator plays the same with every copy, and shares no code with this.
+split backward only for its own rank. Messages from one stage to another cross the link one after another. The simulator
+plays the same with every copy, and shares no code with this.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from memo.mip.inputs.pipeline_schedules import Kind
@@ -18,13 +19,19 @@ if TYPE_CHECKING:
 __all__ = ["microbatches_s"]
 
 
-def microbatches_s(pipeline: Pipeline, stages: Sequence[StagePrediction], *, send_s: float = 0.0) -> float:
+SendSeconds = Callable[[int, int], float]
+"""(giving stage, taking stage) -> seconds of a message."""
+
+
+def microbatches_s(
+    pipeline: Pipeline, stages: Sequence[StagePrediction], *, send_s: SendSeconds = lambda giver, taker: 0.0
+) -> float:
     """Seconds from the start of a step until every stage has its last gradients.
 
     Args:
         pipeline: stages and microbatches.
         stages: predicted times of each stage.
-        send_s: seconds of a message from one stage to the next.
+        send_s: seconds of a message from one stage to another.
     """
     if pipeline.chunks > 1:
         return _in_turns(pipeline, stages, send_s)
@@ -37,11 +44,14 @@ def microbatches_s(pipeline: Pipeline, stages: Sequence[StagePrediction], *, sen
     return seconds + (pipeline.microbatches - shown) * further_s
 
 
-def _one_chunk_each(pipeline: Pipeline, microbatches: int, stages: Sequence[StagePrediction], send_s: float) -> float:
+def _one_chunk_each(
+    pipeline: Pipeline, microbatches: int, stages: Sequence[StagePrediction], send_s: SendSeconds
+) -> float:
     pipeline = dataclasses.replace(pipeline, microbatches=microbatches)
     count = len(stages)
     clock, orders = [0.0] * count, [list(pipeline.order(stage)) for stage in range(count)]
-    done: list[tuple[list[float], list[float]]] = [([], []) for _ in stages]  # ends of backwards, of forwards
+    # Of backwards and of forwards: when what they send has arrived, or of the last ones when they ended.
+    done: list[tuple[list[float], list[float]]] = [([], []) for _ in stages]
     while any(len(backwards) < pipeline.microbatches for backwards, _ in done):
         for number, stage in enumerate(stages):
             backwards, forwards = done[number]
@@ -52,19 +62,25 @@ def _one_chunk_each(pipeline: Pipeline, microbatches: int, stages: Sequence[Stag
                     given, mine = done[giver][forward], done[number][forward]
                     if len(given) <= len(mine):
                         break
-                    clock[number] = max(clock[number], given[len(mine)] + send_s)
+                    clock[number] = max(clock[number], given[len(mine)])
                 clock[number] += stage.forward_s if forward else stage.microbatch_s - stage.forward_s
-                done[number][forward].append(clock[number])
+                taker, sent = number + 1 if forward else number - 1, done[number][forward]
+                ready_s = clock[number]
+                if 0 <= taker < count:
+                    ready_s = max(ready_s, sent[-1] if sent else 0.0) + send_s(number, taker)
+                sent.append(ready_s)
     return _end_s(clock, stages)
 
 
-def _in_turns(pipeline: Pipeline, stages: Sequence[StagePrediction], send_s: float) -> float:
+def _in_turns(pipeline: Pipeline, stages: Sequence[StagePrediction], send_s: SendSeconds) -> float:
     count, last = len(stages), pipeline.chunks * len(stages) - 1
     clock, at = [0.0] * count, [0] * count
     orders = [pipeline.turns(stage) for stage in range(count)]
     places = [pipeline.chunk_positions(stage) for stage in range(count)]
     rank_of = {place: rank for rank, own in enumerate(places) for place in own}
-    ends: dict[tuple[int, bool, int], float] = {}  # by place, forward or the backward others wait for, and microbatch
+    # By place, forward or the backward others wait for, and microbatch: when what it sends has arrived.
+    ready: dict[tuple[int, bool, int], float] = {}
+    free: dict[tuple[int, int], float] = {}  # by giving and taking stage: when their link is
     while any(done < len(order) for done, order in zip(at, orders, strict=True)):
         for number, stage in enumerate(stages):
             while at[number] < len(orders[number]):
@@ -72,13 +88,17 @@ def _in_turns(pipeline: Pipeline, stages: Sequence[StagePrediction], send_s: flo
                 place, forward = places[number][turn.chunk], turn.kind is Kind.FORWARD
                 giver = place - 1 if forward else place + 1
                 if turn.kind is not Kind.WEIGHT and 0 <= giver <= last and pipeline.own is None:
-                    given = ends.get((giver, forward, turn.microbatch))
+                    given = ready.get((giver, forward, turn.microbatch))
                     if given is None:
                         break
-                    clock[number] = max(clock[number], given + (send_s if rank_of[giver] != number else 0.0))
+                    clock[number] = max(clock[number], given)
                 clock[number] += stage.turn_s(turn.chunk, turn.kind)
                 if turn.kind is not Kind.WEIGHT:
-                    ends[place, forward, turn.microbatch] = clock[number]
+                    taker, arrived_s = rank_of.get(place + 1 if forward else place - 1, number), clock[number]
+                    if taker != number:
+                        arrived_s = max(arrived_s, free.get((number, taker), 0.0)) + send_s(number, taker)
+                        free[number, taker] = arrived_s
+                    ready[place, forward, turn.microbatch] = arrived_s
                 at[number] += 1
     return _end_s(clock, stages)
 

@@ -19,6 +19,7 @@ runtime alike. One rank, one microbatch, layers 0 to n-1; F, B, R are a layer's 
                max((h + d) / L,  d / W + h max(0, 2 / L - 1 / W)). What exceeds its window stalls the compute stream
     points     a layer that can be divided has a fraction of its tokens at each of its points, and bytes and seconds are
                the sum of these fractions; one that cannot is at one point
+    dividing   a layer whose tokens are at more than one point takes a little time besides, counted with R
     pieces     a range of tokens is recomputed in pieces, one after another, of at most the plan's fraction of the layer's
                tokens. The recompute of a layer that can be divided holds what its largest piece does, which is in
                proportion to the piece's tokens; each piece of a range but the first one takes a little time besides
@@ -40,7 +41,10 @@ runtime alike. One rank, one microbatch, layers 0 to n-1; F, B, R are a layer's 
                window is as long as what runs in it, exposed collectives included. Gradients that are reduced once a step
                follow one another on the network as the stage's last pass has them ready, behind its work and recompute
                and after its gathers; those of another chunk are done by then. A message to the next stage arrives after
-               the time of a send
+               the time of a send, which begins when the one before it on this way has arrived
+    machines   stages may have different numbers of layers, and each its own machine: its rates, budgets and links to the
+               next stage. Stages that stand on other nodes than those before begin a new node. The optimizer runs when
+               all stages have their gradients, as a clip of their norm needs, and as long as the slowest one's
     halves     where backward is split, each half takes half of B, the first one R too. Between them a call holds on the
                device what has not moved, recomputed or not, and the gradients of its results; what has moved leaves
                again, and returns again for the second half, which runs from the first layer on
@@ -61,7 +65,7 @@ from memo.mip.activation.in_flight import Moment, moments_of, peak_in_flight
 from memo.mip.activation.pipeline_time import microbatches_s
 from memo.mip.inputs.hardware import Hardware, LaneRates
 from memo.mip.inputs.pipeline_schedules import Kind, PipelineSchedule, Turn, rank_turns
-from memo.mip.inputs.profile import ALL, LayerProfile, Profile, check_amounts
+from memo.mip.inputs.profile import ALL, MAX_LAYERS, LayerProfile, Profile, check_amounts
 
 __all__ = [
     "ONE_STAGE",
@@ -72,6 +76,7 @@ __all__ = [
     "ChunkPrediction",
     "LayerPlan",
     "Pipeline",
+    "StageMachine",
     "StagePrediction",
     "StageTurns",
     "chunk_layers",
@@ -164,6 +169,9 @@ class Pipeline:
     """Turns of such a stage, instead of `held`, where it has more than one chunk."""
     chunks: int = 0
     """Number of chunks of each stage; 0 is replaced by the schedule's own number, or that of `own`."""
+    layers: tuple[int, ...] = ()
+    """Numbers of layers of all chunks of all stages, in the order of the layers; without them chunks have equal numbers,
+    earlier ones one more if need be."""
 
     def __post_init__(self) -> None:
         own_chunks = self.schedule.default_chunks if self.own is None else len(self.own.layers)
@@ -182,6 +190,19 @@ class Pipeline:
             raise PlanError(f"pipeline: turns of {own_chunks} chunks are not of {self.chunks}")
         if self.own is not None and (self.stages > 1 or self.held or self.own.microbatches != self.microbatches):
             raise PlanError(f"pipeline: turns of {self.own.microbatches} microbatches on one stage are of another step")
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        if not self.layers:
+            return
+        if self.own is not None:
+            raise PlanError("pipeline: a stage that is planned alone has the layers of its turns")
+        if len(self.layers) != self.stages * self.chunks:
+            raise PlanError(
+                f"pipeline: {len(self.layers)} numbers of layers for {self.stages * self.chunks} runs of layers"
+            )
+        if not all(1 <= count <= MAX_LAYERS for count in self.layers):
+            raise PlanError(f"pipeline: a run of {min(self.layers)} layers; each has from 1 to {MAX_LAYERS}")
 
     def _check_schedule(self) -> None:
         wrong = self.schedule.reason_not_chunks(self.chunks)
@@ -249,13 +270,49 @@ ONE_STAGE = Pipeline()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StageMachine:
+    """Machine of one pipeline stage, and what a profile says once for all stages where they are alike."""
+
+    hardware: Hardware
+    budgets: Budgets
+    link_share: float = 0.0
+    """Fraction of a GPU's link to the host that collectives take."""
+    send_s: float = 0.0
+    """Time of sending a microbatch's activations to the next stage, or their gradients back; the last stage's is between
+    it and the first one, which schedules with several chunks need."""
+    optimizer_s: float = 0.0
+    """Seconds per step."""
+    optimizer_exchange_s: float = 0.0
+    """Seconds per step in which updated weights are gathered and nothing else runs."""
+    new_node: bool = False
+    """Whether its ranks begin with a node of their own, which no earlier stage has ranks on."""
+    node_ranks: int = 0
+    """Ranks of the stage that fill nodes before the next stage's do, where the others are in another group of nodes; 0:
+    all of them."""
+
+    def __post_init__(self) -> None:
+        check_amounts(self, "stage machine")
+        if self.link_share >= 1:
+            raise PlanError(f"stage machine: collectives take {self.link_share:g} of the link to the host")
+
+    @property
+    def lanes(self) -> LaneRates:
+        """Rates of one rank's copies: its part of the node's, less what collectives take."""
+        return self.hardware.lanes(self.budgets.ranks_per_node, taken=self.link_share)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationProblem:
     """Input of the activation planner."""
 
     profile: Profile
     hardware: Hardware
+    """Machine of every stage; where `machines` is given, the one that is shown."""
     budgets: Budgets
+    """Likewise."""
     pipeline: Pipeline = ONE_STAGE
+    machines: tuple[StageMachine, ...] = ()
+    """Machine of each stage, where they are not alike. The seconds of a layer are those on its stage's machine."""
 
     @property
     def replicas(self) -> int:
@@ -275,10 +332,31 @@ class ActivationProblem:
         signature = self.profile.signature
         return self.replicas * signature.batch * signature.tokens * self.pipeline.microbatches
 
+    def machine_of(self, stage: int) -> StageMachine:
+        """Machine of one stage."""
+        if self.machines:
+            return self.machines[stage]
+        profile = self.profile
+        return StageMachine(
+            hardware=self.hardware,
+            budgets=self.budgets,
+            link_share=profile.link_share,
+            send_s=profile.send_s,
+            optimizer_s=profile.optimizer_s,
+            optimizer_exchange_s=profile.optimizer_exchange_s,
+        )
+
+    def send_s(self, giver: int, taker: int) -> float:
+        """Seconds of a message from one stage to another one, which comes before or after it, or between the ends."""
+        if not self.machines:
+            return self.profile.send_s
+        return self.machine_of(min(giver, taker) if abs(giver - taker) == 1 else max(giver, taker)).send_s
+
     @property
-    def lanes(self) -> LaneRates:
-        """Rates of one rank's copies: its part of the node's, less what collectives take."""
-        return self.hardware.lanes(self.budgets.ranks_per_node, taken=self.profile.link_share)
+    def update(self) -> StageMachine:
+        """The machine whose optimizer takes longest, with its exchange; every stage waits for it."""
+        machines = self.machines or (self.machine_of(0),)
+        return max(machines, key=lambda machine: machine.optimizer_s + machine.optimizer_exchange_s)
 
     def __post_init__(self) -> None:
         pipeline, layers = self.pipeline, len(self.profile.layers)
@@ -287,6 +365,10 @@ class ActivationProblem:
             raise PlanError(f"{layers} layers make no {pipeline.stages} stages{chunks}")
         if pipeline.own is not None and sum(pipeline.own.layers) != layers:
             raise PlanError(f"chunks of {sum(pipeline.own.layers)} layers are not {layers} layers")
+        if pipeline.layers and sum(pipeline.layers) != layers:
+            raise PlanError(f"stages of {sum(pipeline.layers)} layers are not {layers} layers")
+        if self.machines and len(self.machines) != pipeline.stages:
+            raise PlanError(f"{len(self.machines)} machines for {pipeline.stages} stages")
 
     @property
     def nodes(self) -> tuple[Mapping[int, int], ...]:
@@ -294,22 +376,34 @@ class ActivationProblem:
 
         At most three kinds of nodes have ranks of a stage: its first, its last, and those between.
         """
-        size, stages = self.budgets.ranks_per_node, self.pipeline.stages
-        each = self.pipeline.stage_ranks or size
-        bounds = [(stage * each // size, ((stage + 1) * each - 1) // size) for stage in range(stages)]
         found: dict[tuple[tuple[int, int], ...], None] = {}
-        for node in sorted({node for first, last in bounds for node in (first, min(first + 1, last), last)}):
-            begin, end = node * size, min((node + 1) * size, stages * each)
-            own = range(begin // each, (end - 1) // each + 1)
-            found[tuple((of, min(end, (of + 1) * each) - max(begin, of * each)) for of in own)] = None
+        for stages in self._node_runs:
+            machine = self.machine_of(stages[0])
+            size = machine.budgets.ranks_per_node
+            each = machine.node_ranks or self.pipeline.stage_ranks or size
+            bounds = [(place * each // size, ((place + 1) * each - 1) // size) for place in range(len(stages))]
+            for node in sorted({node for first, last in bounds for node in (first, min(first + 1, last), last)}):
+                begin, end = node * size, min((node + 1) * size, len(stages) * each)
+                own = range(begin // each, (end - 1) // each + 1)
+                counts = ((of, min(end, (of + 1) * each) - max(begin, of * each)) for of in own)
+                found[tuple((stages[of], ranks) for of, ranks in counts)] = None
         return tuple(dict(node) for node in found)
+
+    @property
+    def _node_runs(self) -> list[range]:
+        """Stages that fill the same nodes, one after another."""
+        stages = self.pipeline.stages
+        starts = [0, *(stage for stage in range(1, len(self.machines)) if self.machines[stage].new_node), stages]
+        return [range(first, end) for first, end in itertools.pairwise(starts)]
 
 
 def chunk_layers(problem: ActivationProblem, stage: int) -> tuple[range, ...]:
-    """Layer indices of one stage, by chunk. Chunks have equal numbers of layers, earlier ones one more if need be."""
+    """Layer indices of one stage, by chunk."""
     pipeline, count = problem.pipeline, len(problem.profile.layers)
     if pipeline.own is not None:
         sizes: Sequence[int] = pipeline.own.layers
+    elif pipeline.layers:
+        sizes = pipeline.layers
     else:
         share, more = divmod(count, pipeline.stages * pipeline.chunks)
         sizes = [share + (place < more) for place in range(pipeline.stages * pipeline.chunks)]
@@ -394,7 +488,7 @@ class LayerPlan:
     def recompute_s(self, layer: LayerProfile) -> float:
         """Seconds of recompute in backward."""
         again = sum(known.recompute_s * self.fraction(known.name) for known in layer.points)
-        return again + layer.piece_s * self.further_pieces
+        return again + layer.piece_s * self.further_pieces + (layer.divided_s if len(self.points) > 1 else 0.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -487,6 +581,6 @@ class ActivationPlan:
     @property
     def step_s(self) -> float:
         """Predicted time of a step."""
-        profile = self.problem.profile
-        passes_s = microbatches_s(self.problem.pipeline, self.stages, send_s=profile.send_s)
-        return passes_s + profile.optimizer_s + profile.optimizer_exchange_s
+        passes_s = microbatches_s(self.problem.pipeline, self.stages, send_s=self.problem.send_s)
+        last = self.problem.update
+        return passes_s + last.optimizer_s + last.optimizer_exchange_s

@@ -23,12 +23,14 @@ from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, LayerProfile
 
 __all__ = [
     "LEAST_TOKENS",
+    "in_storages",
     "in_tiles",
     "most_gained_bytes",
     "most_held_bytes",
     "most_lost_bytes",
     "piece_candidates",
     "piece_tokens",
+    "storage_bytes",
     "tile_of",
 ]
 
@@ -42,6 +44,9 @@ LEAST_TOKENS = 16
 
 MOST_HALVINGS = 6
 """Of the bytes held; a 64th is less than one tensor of the hidden size."""
+
+ALMOST_WHOLE = 1e-6
+"""Part of a storage that floating-point errors may take from it."""
 
 _LEVELS = {ALL, MATMULS, ATTENTION}
 
@@ -109,13 +114,42 @@ def in_tiles(
     grown = [_rounded(plan, layer, tokens) for plan, layer in zip(plans, known, strict=True)]
     layers = _moving_as_much(problem, grown, plans)
     stages = predict_stages(problem, layers)
-    if all(stage.peak_device_bytes <= problem.budgets.device_bytes for stage in stages):
+    budgets = (problem.machine_of(stage).budgets.device_bytes for stage in range(len(stages)))
+    if all(stage.peak_device_bytes <= budget for stage, budget in zip(stages, budgets, strict=True)):
         return layers, stages
     shrunk = [
         _rounded(plan, layer, tokens, middle_grows=_grows(layer)) for plan, layer in zip(plans, known, strict=True)
     ]
     layers = _moving_as_much(problem, shrunk, plans)
     return layers, predict_stages(problem, layers)
+
+
+def storage_bytes(layer: LayerProfile) -> float:
+    """Bytes of a storage, as if all of a layer's were of one size; 0 where their number is unknown."""
+    return layer.full_bytes / layer.storages if layer.storages else 0.0
+
+
+def in_storages(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> tuple[LayerPlan, ...]:
+    """Rounds moved bytes of layers at one point to whole storages, upwards, as the engine places them.
+
+    The engine keeps no more than planned; what a layer so keeps too little, the next one may keep more. A device then
+    holds no more than before at any layer, and a lower tier less than one storage more.
+    """
+    known, rounded = problem.profile.layer_profiles(), list(plans)
+    for stage in range(problem.pipeline.stages):
+        for chunk in chunk_layers(problem, stage):
+            carried = 0.0
+            for index in chunk:
+                plan, size = plans[index], storage_bytes(known[index])
+                saved, moving = plan.saved_bytes(known[index]), plan.host + plan.disk
+                if not (size and saved and moving and plan.kept) or len(plan.points) > 1:
+                    continue
+                due = plan.kept * saved + carried
+                share = min(math.floor(due / size + ALMOST_WHOLE) * size / saved, 1.0)
+                carried = max(due - share * saved, 0.0)
+                host = (1 - share) * plan.host / moving
+                rounded[index] = dataclasses.replace(plan, kept=share, host=host, disk=max(1 - share - host, 0.0))
+    return tuple(rounded)
 
 
 def _moving_as_much(

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from memo.errors import Infeasible
-from memo.mip.activation.checker import require_valid
+from memo.mip.activation.checker import check_plan, require_valid
 from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.linear_program import Limit, Model, Resource, Sharing
 from memo.mip.activation.memory_peaks import DeviceMemory, Use, device_peak_candidates, highest_memory
@@ -21,12 +21,12 @@ from memo.mip.activation.plan import (
     ActivationProblem,
     LayerPlan,
 )
-from memo.mip.activation.rounding import in_tiles, piece_candidates
+from memo.mip.activation.rounding import in_storages, in_tiles, piece_candidates
 from memo.mip.activation.whole_points import at_points, round_points
 from memo.mip.inputs.profile import ALL, LayerProfile, Profile
 from memo.units import format_bytes, format_duration
 
-__all__ = ["DoesNotFit", "find_plan", "fits", "misfit_of", "solve_problem"]
+__all__ = ["DoesNotFit", "find_plan", "fits", "misfit_of", "relaxed_step_s", "solve_problem"]
 
 UNIFORM_PRICE = 1e-4
 """Fraction of a step that treating layers alike may cost."""
@@ -90,7 +90,7 @@ def find_plan(problem: ActivationProblem) -> ActivationPlan | None:
     kept = _keep_all(problem)
     if kept is not None:
         return kept
-    if _least_device_bytes(problem) > problem.budgets.device_bytes:
+    if not _has_room(problem):
         return None
     best, in_vain = _solve(problem, {}), 0
     for pieces in piece_candidates(problem):
@@ -105,8 +105,68 @@ def find_plan(problem: ActivationProblem) -> ActivationPlan | None:
             break
     if best is None:
         return None
+    for whole in _whole_layers(best):
+        if whole.step_s < best.step_s * (1 - LEAST_SAVING):
+            best = whole
     require_valid(best)
     return best
+
+
+def _whole_layers(best: ActivationPlan) -> Iterator[ActivationPlan]:
+    """Plans that leave whole the layers whose dividing takes time, which no row of the linear program knows.
+
+    Each of these layers is at one point, and moves whole storages: as many as the next forward hides, or as many as gain.
+    """
+    problem = best.problem
+    known = problem.profile.layer_profiles()
+    if not any(layer.divided_s and len(plan.points) > 1 for layer, plan in zip(known, best.layers, strict=True)):
+        return
+    undivided = _with_layers(
+        problem, [dataclasses.replace(layer, divisible=False) if layer.divided_s else layer for layer in known]
+    )
+    for hides in (True, False):
+        solved = [
+            model
+            for staying in _staying_options(undivided)
+            if (model := Model(undivided, staying=staying, hides_storages=hides)).solve()
+        ]
+        for model in solved:
+            found = round_points(model)
+            if found is None:
+                continue
+            layers, _ = in_tiles(problem, found.layer_plans())
+            for rounded in (in_storages(problem, layers), layers):
+                plan = ActivationPlan(
+                    problem=problem,
+                    layers=rounded,
+                    stages=predict_stages(problem, rounded),
+                    binding=_binding_texts(found.limits(), found.step_s),
+                )
+                if check_plan(plan) is None:
+                    yield plan
+                    break
+
+
+def relaxed_step_s(problem: ActivationProblem) -> float | None:
+    """A lower bound of the step under any plan, by the linear program with each layer free to mix its points.
+
+    Nothing is rounded, a recompute holds nothing, and neither pieces nor dividing a layer take time. The bound is of the
+    rules of `memo.mip.activation.plan`, on one pipeline stage; with several it is the program's objective.
+
+    Returns:
+        Seconds; None where not even this has a solution.
+
+    Raises:
+        SolverFailed: the solver crashed.
+    """
+    free = [
+        dataclasses.replace(_without_held(_without_beside(layer)), divisible=False, piece_s=0.0)
+        for layer in problem.profile.layer_profiles()
+    ]
+    model = Model(_with_layers(problem, free), sharing=Sharing.NONE)
+    if not model.solve():
+        return None
+    return model.step_s + problem.profile.optimizer_s + problem.profile.optimizer_exchange_s
 
 
 def fits(problem: ActivationProblem) -> bool:
@@ -114,7 +174,7 @@ def fits(problem: ActivationProblem) -> bool:
 
     Recomputes in the smallest pieces hold least, so they are tried first, and with whole ranges last.
     """
-    if _least_device_bytes(problem) > problem.budgets.device_bytes:
+    if not _has_room(problem):
         return False
     if _keep_all(problem) is not None:
         return True
@@ -122,10 +182,13 @@ def fits(problem: ActivationProblem) -> bool:
     return any(_has_plan(problem, pieces) for pieces in (*smallest, {}))
 
 
-def _least_device_bytes(problem: ActivationProblem) -> int:
-    """What every plan holds on some device at its fullest moment."""
-    stages = range(problem.pipeline.stages)
-    return max(place.resident_bytes for stage in stages for place in device_peak_candidates(problem, stage))
+def _has_room(problem: ActivationProblem) -> bool:
+    """Whether each device has room for what every plan holds at its fullest moment."""
+    return all(
+        place.resident_bytes <= problem.machine_of(stage).budgets.device_bytes
+        for stage in range(problem.pipeline.stages)
+        for place in device_peak_candidates(problem, stage)
+    )
 
 
 def _has_plan(problem: ActivationProblem, pieces: Mapping[str, float]) -> bool:
@@ -246,7 +309,11 @@ def _staying_options(problem: ActivationProblem, relaxed: Resource | None = None
 
     Two layers are on the device at the end of the forward under any plan, so at most two are tried.
     """
-    budgets = {Resource.HOST: problem.budgets.host_bytes, Resource.DISK: problem.budgets.disk_bytes}
+    every = [problem.machine_of(stage).budgets for stage in range(problem.pipeline.stages)]
+    budgets = {
+        Resource.HOST: max(budgets.host_bytes for budgets in every),
+        Resource.DISK: max(budgets.disk_bytes for budgets in every),
+    }
     tiers = sum(nbytes > 0 or tier is relaxed for tier, nbytes in budgets.items())
     rounds = any(layer.largest_storage_bytes for layer in problem.profile.classes)
     return [None, 1, 2] if tiers == 1 and rounds else [None]
@@ -256,9 +323,11 @@ def _keep_all(problem: ActivationProblem) -> ActivationPlan | None:
     """The plan that keeps everything, if that fits; else None."""
     layers = tuple(LayerPlan() for _ in problem.profile.layers)
     stages = predict_stages(problem, layers)
-    peak, budget = max(stage.peak_device_bytes for stage in stages), problem.budgets.device_bytes
-    if peak > budget:
+    budgets = [problem.machine_of(stage).budgets.device_bytes for stage in range(len(stages))]
+    held = [(stage.peak_device_bytes, budget) for stage, budget in zip(stages, budgets, strict=True)]
+    if any(peak > budget for peak, budget in held):
         return None
+    peak, budget = max(held, key=lambda pair: pair[0] - pair[1]) if problem.machines else max(held)
     declined = f"fits in {format_bytes(peak)} of {format_bytes(budget)}"
     plan = ActivationPlan(problem=problem, layers=layers, stages=stages, declined=declined)
     require_valid(plan)
@@ -309,14 +378,15 @@ def misfit_of(problem: ActivationProblem) -> DoesNotFit:
     """Says where the device overflows, by how much, with what, and each budget that would suffice by itself."""
     model = _least_excess(problem, Resource.DEVICE)
     assert model is not None
-    budgets = problem.budgets
     memory = highest_memory(problem, model.layer_plans())
+    budgets = problem.machine_of(memory.stage).budgets
     excess = max(math.ceil(model.excess_bytes), 1)
     least = {"device": budgets.device_bytes + excess}
     where = next((limit.where for limit in model.limits() if limit.resource is Resource.DEVICE), "in all")
+    of = f" of stage {memory.stage}, {problem.machine_of(memory.stage).hardware.name}," if problem.machines else ""
     words = (
-        f"no plan fits: the device lacks {format_bytes(excess, up=True)} {where}, {_largest(memory)}; the smallest device "
-        f"budget that fits is {format_bytes(least['device'], up=True)}"
+        f"no plan fits: the device{of} lacks {format_bytes(excess, up=True)} {where}, {_largest(memory)}; the smallest "
+        f"device budget that fits is {format_bytes(least['device'], up=True)}"
     )
     for tier, budget in ((Resource.HOST, budgets.host_bytes), (Resource.DISK, budgets.disk_bytes)):
         model = _least_excess(problem, tier)

@@ -39,7 +39,8 @@ def extract_stage_plan(plan: ActivationPlan, stage: int) -> ActivationPlan:
         A plan of one stage that can be checked and run by itself.
     """
     problem, own = plan.problem, stage_layers(plan.problem, stage)
-    profile, ranks = problem.profile, problem.budgets.ranks_per_node
+    profile, machine = problem.profile, problem.machine_of(stage)
+    ranks = machine.budgets.ranks_per_node
     host, disk = lower_tier_nbytes(plan, stage)
     return dataclasses.replace(
         plan,
@@ -50,9 +51,15 @@ def extract_stage_plan(plan: ActivationPlan, stage: int) -> ActivationPlan:
                 layers=tuple(profile.layers[index] for index in own),
                 embedding=profile.embedding if own[0] == 0 else EndProfile(),
                 head=profile.head if own[-1] == len(profile.layers) - 1 else EndProfile(),
+                optimizer_s=machine.optimizer_s,
+                optimizer_exchange_s=machine.optimizer_exchange_s,
+                send_s=machine.send_s,
+                link_share=machine.link_share,
             ),
+            hardware=machine.hardware,
+            machines=(),
             budgets=dataclasses.replace(
-                problem.budgets, host_bytes=ranks * host, disk_bytes=ranks * disk, disk_wear_bytes_per_day=None
+                machine.budgets, host_bytes=ranks * host, disk_bytes=ranks * disk, disk_wear_bytes_per_day=None
             ),
             pipeline=_alone(problem, stage),
         ),

@@ -49,7 +49,14 @@ def at_points(model: Model) -> Model:
 
 
 def _again(model: Model, points: _Points) -> Model:
-    return Model(model.problem, staying=model.staying, relaxed=model.relaxed, points=points, pieces=model.pieces)
+    return Model(
+        model.problem,
+        staying=model.staying,
+        relaxed=model.relaxed,
+        points=points,
+        pieces=model.pieces,
+        hides_storages=model.hides_storages,
+    )
 
 
 def _used(layer: LayerProfile, plan: LayerPlan) -> list[PointProfile] | None:

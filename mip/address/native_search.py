@@ -241,7 +241,8 @@ def _in_thread(call: Callable[[], int], n: int, halt: Callable[[], None]) -> int
         except BaseException as error:  # handed to the caller's thread below
             errors.append(error)
 
-    before = threading.stack_size((16 << 20) + (n * STACK_NBYTES_PER_BUFFER >> 12 << 12))
+    # The C library keeps the stack of a thread that has ended, and a limit of the process's data counts it.
+    before = threading.stack_size((1 << 20) + (n * STACK_NBYTES_PER_BUFFER >> 12 << 12))
     try:
         thread = threading.Thread(target=body, daemon=True)
         thread.start()

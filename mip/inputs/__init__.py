@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from memo.mip.inputs.network import (
         Collectives as Collectives,
         Group as Group,
+        Level as Level,
         Network as Network,
         parse_network as parse_network,
     )
@@ -41,7 +42,7 @@ else:
         {
             "doctor_rates": "with_measured_rates",
             "hardware": "Hardware PRESETS hardware_of hardware_preset",
-            "network": "Collectives Group Network parse_network",
+            "network": "Collectives Group Level Network parse_network",
             "pipeline_schedules": "Kind PipelineSchedule Turn",
             "profile": "ALL ATTENTION INPUT MATMULS EmbeddingExchange EndProfile LayerProfile PointProfile Profile Role "
             "Signature StaticBytes",

@@ -3,7 +3,8 @@
 Owns the alpha-beta model: a collective takes the time of its launch, a latency for each of its steps, and the time of
 its bytes over the slowest link that they cross. Within a node that is the GPU's link to its peers, between nodes the
 GPU's part of the node's NICs, since all GPUs of a node communicate at the same time. NVLink SHARP is not assumed.
-Rates and latencies are of `Hardware`.
+Rates and latencies are of `Hardware`. Above the nodes there may be levels: units of several nodes, whose links to other
+units are slower than the NICs; the slowest level that a group crosses counts, at each level with the ranks of one unit.
 
     group of 16 ranks on 2 nodes of 8, ring all-gather of n bytes:   n 15/16 cross each GPU's link within the node, and
                                                                      n 15/16 leave each node over 8 GPUs' NICs together
@@ -26,9 +27,11 @@ from memo.errors import PlanError, UsageError
 from memo.mip.inputs.profile import check_amounts
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from memo.mip.inputs.hardware import Hardware
 
-__all__ = ["Collectives", "Group", "Network", "parse_network"]
+__all__ = ["Collectives", "Group", "Level", "Network", "parse_network"]
 
 GIGABIT = 1e9 / 8
 TREE_STEP = 2.1
@@ -38,6 +41,37 @@ TREE_RATE = 0.9
 PEERS_AT_ONCE = 8
 """Messages of an all-to-all that a rank has under way together (NCCL's NCCL_MAX_DEV_WORK_P2P_PER_BATCH)."""
 _SPELLED = re.compile(r"(?P<count>[1-9]\d{0,3})[xX](?P<rate>\d{1,9}(\.\d{1,9})?)(?P<unit>gb|gB|Gb|GB)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """A level above the nodes: units of several nodes, and the links of each node that leave its unit.
+
+    Units are for instance the nodes whose equal rails share a switch, pods, or groups of nodes of a cluster that other
+    NICs connect.
+    """
+
+    name: str
+    nodes: int = 0
+    """Nodes of a unit, filled one after the other; 0: units are the groups of nodes that replicas are divided over."""
+    nics_per_node: int = 0
+    """NICs of a node that leave its unit; 0: the node's own, with their rate and efficiency."""
+    nic_bytes_per_s: float = 0.0
+    """Line rate of one of them in one direction."""
+    efficiency: float = 0.9
+    """Fraction of the line rate that collectives of large messages reach."""
+    oversubscription: float = 1.0
+    """Factor by which switches between units carry less than these NICs send."""
+    latency_s: float = 0.0
+    """Time of a step of a ring from one unit to another, without bytes; at least the NICs'."""
+
+    def __post_init__(self) -> None:
+        where = f"level {self.name[:40]!r}"
+        check_amounts(self, where)
+        if bool(self.nics_per_node) != (self.nic_bytes_per_s > 0):
+            raise PlanError(f"{where}: {self.nics_per_node} NICs of {self.nic_bytes_per_s:g} bytes/s")
+        if not (0 < self.efficiency <= 1 and self.oversubscription >= 1):
+            raise PlanError(f"{where}: an efficiency is above 0 and at most 1, and oversubscription is at least 1")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +100,14 @@ class Network:
     """Time of a collective beside its steps and bytes."""
     peers_through_pcie: bool = False
     """Whether GPUs of a node reach one another through their PCIe links, which copies to the host use, too."""
+    levels: tuple[Level, ...] = ()
+    """Above the nodes, from the smallest units on; one of groups of nodes comes last."""
 
     def __post_init__(self) -> None:
         check_amounts(self, "network")
+        sizes = [level.nodes or math.inf for level in self.levels]
+        if any(larger <= size for size, larger in itertools.pairwise(sizes)) or 1 in sizes:
+            raise PlanError("network: units of a level have several nodes, and more than those of the level before")
         if bool(self.nics_per_node) != (self.nic_bytes_per_s > 0):
             raise PlanError(f"network: {self.nics_per_node} NICs of {self.nic_bytes_per_s:g} bytes/s")
         if not (0 < self.nic_efficiency <= 1 and 0 < self.node_efficiency <= 1 and self.oversubscription >= 1):
@@ -108,6 +147,12 @@ class Group:
     """Number of these ranks on the node that has fewest; 0: what is left where other nodes have `per_node`."""
     nodes: int = 0
     """Number of nodes that the ranks are on; 0: as few as `per_node` allows."""
+    stride: int = 0
+    """Difference of the numbers of neighbours, where they are known; 0: the ranks fill nodes that follow one another."""
+    gpus: int = 0
+    """Number of all ranks that are divided into such groups, if known."""
+    parts: tuple[Group, ...] = dataclasses.field(default=(), repr=False)
+    """Its ranks in each group of nodes, where it is divided over several."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_node <= self.size:
@@ -129,6 +174,34 @@ class Group:
         """
         return _slowest_group(size, stride, gpus_per_node, max(gpus, size * stride))
 
+    @classmethod
+    def across(cls, parts: Sequence[Group]) -> Group:
+        """Group of the ranks of several groups, each in a group of nodes of its own."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(
+            size=sum(part.size for part in parts),
+            per_node=max(part.per_node for part in parts),
+            fewest=min(part.fewest for part in parts),
+            nodes=sum(part.nodes for part in parts),
+            parts=tuple(parts),
+        )
+
+    def over(self, level: Level, gpus_per_node: int) -> Group:
+        """The same ranks with the units of a level in the place of nodes; of one part, if the units are of nodes."""
+        if not level.nodes:
+            sizes = [part.size for part in self.parts] or [self.size]
+            return Group(size=self.size, per_node=max(sizes), fewest=min(sizes), nodes=len(sizes))
+        if self.stride:
+            return _slowest_group(self.size, self.stride, level.nodes * gpus_per_node, self.gpus)
+        units = -(-self.nodes // level.nodes)
+        return Group(
+            size=self.size,
+            per_node=min(self.size, self.per_node * level.nodes),
+            fewest=self.fewest if units > 1 else 0,
+            nodes=units,
+        )
+
 
 @functools.lru_cache(maxsize=4096)
 def _slowest_group(size: int, stride: int, gpus_per_node: int, gpus: int) -> Group:
@@ -140,17 +213,17 @@ def _slowest_group(size: int, stride: int, gpus_per_node: int, gpus: int) -> Gro
         for number in range(blocks)
         for first in range(min(stride, gpus_per_node))
     }
-    groups = [_group_from(start, size, stride, gpus_per_node) for start in sorted(starts)]
+    groups = [_group_from(start, size, stride, gpus_per_node, gpus) for start in sorted(starts)]
     return max(groups, key=lambda group: (group.nodes > 1, -group.fewest, group.nodes, -group.per_node))
 
 
-def _group_from(start: int, size: int, stride: int, gpus_per_node: int) -> Group:
+def _group_from(start: int, size: int, stride: int, gpus_per_node: int, gpus: int) -> Group:
     if stride >= gpus_per_node:
-        return Group(size=size, per_node=1)
+        return Group(size=size, per_node=1, stride=stride, gpus=gpus)
     ends = range(0, start + size * stride + gpus_per_node, gpus_per_node)
     before = [min(max(-(-(end - start) // stride), 0), size) for end in ends]  # ranks on nodes that end before it
     counts = [after - count for count, after in itertools.pairwise(before) if after > count]
-    return Group(size=size, per_node=max(counts), fewest=min(counts), nodes=len(counts))
+    return Group(size=size, per_node=max(counts), fewest=min(counts), nodes=len(counts), stride=stride, gpus=gpus)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -170,6 +243,24 @@ class Collectives:
         network = self.machine.network
         whole = network.nics_per_node * network.nic_bytes_per_s * network.nic_efficiency
         return whole / network.oversubscription / self.machine.gpus_per_node
+
+    def _beyond_unit(self, level: Level) -> float:
+        """Bytes per second of a GPU's part of the NICs that leave a level's unit."""
+        network = self.machine.network
+        if level.nics_per_node:
+            whole = level.nics_per_node * level.nic_bytes_per_s * level.efficiency
+        else:
+            whole = network.nics_per_node * network.nic_bytes_per_s * network.nic_efficiency
+        return whole / level.oversubscription / self.machine.gpus_per_node
+
+    def _crossed(self, group: Group) -> Iterator[tuple[Level, Group, float]]:
+        """Levels that a group crosses, its ranks by their units, and a step's seconds beyond one over the NICs."""
+        network = self.machine.network
+        for level in network.levels:
+            for part in _on_nodes(group) if level.nodes else (group,):
+                units = part.over(level, self.machine.gpus_per_node)
+                if units.nodes > 1:
+                    yield level, units, max(level.latency_s - network.nic_latency_s, 0.0)
 
     def all_gather_s(self, nbytes: float, group: Group) -> float:
         """Seconds of an all-gather, over a ring.
@@ -202,6 +293,8 @@ class Collectives:
         if group.nodes > 1:
             within = (group.per_node - 1) * network.node_latency_s
             between = math.ceil(math.log2(group.nodes)) * TREE_STEP * network.nic_latency_s
+            for _, units, later_s in self._crossed(group):
+                between += math.ceil(math.log2(units.nodes)) * TREE_STEP * later_s
             seconds = min(seconds, 2 * (within + between + nbytes / self._ring_rate(group) / TREE_RATE))
         return network.launch_s + seconds
 
@@ -218,34 +311,48 @@ class Collectives:
         seconds = nbytes * near / group.size / self._within if near else 0.0
         latency = math.ceil(near / PEERS_AT_ONCE) * network.node_latency_s
         if group.nodes > 1:
-            self._require_network(group)
             far = group.size - group.fewest
-            seconds = max(seconds, nbytes * far / group.size / self._beyond)
+            if self._on_network(group):
+                seconds = max(seconds, nbytes * far / group.size / self._beyond)
             latency += math.ceil(far / PEERS_AT_ONCE) * network.nic_latency_s
+            for level, units, later_s in self._crossed(group):
+                far = group.size - units.fewest
+                seconds = max(seconds, nbytes * far / group.size / self._beyond_unit(level))
+                latency += math.ceil(far / PEERS_AT_ONCE) * later_s
         return network.launch_s + latency + seconds
 
-    def send_s(self, nbytes: float, *, beyond_node: bool) -> float:
+    def send_s(self, nbytes: float, *, beyond_node: bool, gpus: int = 0) -> float:
         """Seconds until a message from one rank to another has arrived.
+
+        Args:
+            nbytes: its size.
+            beyond_node: whether the other rank is on another node.
+            gpus: number of all ranks; the message may have to leave each unit that has fewer.
 
         Raises:
             UsageError: it goes to another node, and no network connects them.
         """
         network = self.machine.network
         if beyond_node:
-            self._require_network(Group(size=2, per_node=1))
-            return network.launch_s + network.nic_latency_s + nbytes / self._beyond
+            self._on_network(Group(size=2, per_node=1))
+            rate, latency_s = self._beyond, network.nic_latency_s
+            for level in network.levels:
+                if gpus > level.nodes * self.machine.gpus_per_node > 0:
+                    rate, latency_s = min(rate, self._beyond_unit(level)), max(latency_s, level.latency_s)
+            return network.launch_s + latency_s + nbytes / rate
         return network.launch_s + network.node_latency_s + nbytes / self._within
 
     def host_link_bytes_per_s(self, group: Group) -> float:
         """Bytes per second in each direction that a collective of the group takes of a GPU's link to the host."""
         if group.size > 1 and group.nodes > 1:
-            return self._beyond
+            return self._beyond if _on_nodes(group) else self._ring_rate(group) / group.fewest
         return self._within if group.size > 1 and self.machine.network.peers_through_pcie else 0.0
 
     def _ring_s(self, nbytes: float, group: Group) -> float:
         """Seconds of one way around a ring, on which each rank passes on what the others have."""
         network = self.machine.network
         steps = (group.size - group.nodes) * network.node_latency_s + (group.nodes - 1) * network.nic_latency_s
+        steps += sum((units.nodes - 1) * later_s for _, units, later_s in self._crossed(group))
         return steps + nbytes * (group.size - 1) / group.size / self._ring_rate(group)
 
     def _ring_rate(self, group: Group) -> float:
@@ -253,12 +360,26 @@ class Collectives:
         within = self._within if group.per_node > 1 else math.inf
         if group.nodes == 1:
             return within
-        self._require_network(group)
-        return min(within, group.fewest * self._beyond)
+        rates = [part.fewest * self._beyond for part in self._on_network(group)]
+        rates += [units.fewest * self._beyond_unit(level) for level, units, _ in self._crossed(group)]
+        return min(within, *rates)
 
-    def _require_network(self, group: Group) -> None:
-        if not self.machine.network.nics_per_node:
+    def _on_network(self, group: Group) -> list[Group]:
+        """Parts of a group that the nodes' NICs connect.
+
+        Raises:
+            UsageError: there are none.
+        """
+        found = _on_nodes(group)
+        if found and not self.machine.network.nics_per_node:
+            part = found[0]
             raise UsageError(
-                f"{group.size} ranks that communicate are on {group.nodes} nodes of {self.machine.gpus_per_node} GPUs, "
+                f"{part.size} ranks that communicate are on {part.nodes} nodes of {self.machine.gpus_per_node} GPUs, "
                 "which no network connects; name it with --net, such as --net 8x400Gb"
             )
+        return found
+
+
+def _on_nodes(group: Group) -> list[Group]:
+    """Parts of a group that are on several nodes; of one that is not divided, itself."""
+    return [part for part in group.parts or (group,) if part.nodes > 1]

@@ -158,6 +158,9 @@ class LayerProfile:
     point, and different layers of the class may be at different ones."""
     piece_s: float = 0.0
     """Seconds that each piece of tokens but a range's first adds to a recompute: its launches."""
+    divided_s: float = 0.0
+    """Seconds that a forward and backward take longer where the layer's tokens are divided among points, whatever the
+    fractions: parts of storages are copied and put together again. Counted with the recompute."""
     forward_s: float
     backward_s: float
     """Without any recompute."""
@@ -366,6 +369,8 @@ class Profile:
     """Seconds per step in which updated weights are gathered and nothing else runs."""
     send_s: float = 0.0
     """Time of sending a microbatch's activations, or their gradients, to the neighbouring pipeline stage."""
+    send_bytes: float = 0.0
+    """Bytes of that message of one rank; 0 where they are unknown."""
     link_share: float = 0.0
     """Fraction of a GPU's link to the host that collectives take, so that copies have the rest."""
     model_flops_causal_per_token: float = 0.0

@@ -55,11 +55,16 @@ def simulate(plan: ActivationPlan, problem: ActivationProblem | None = None) -> 
         )
     stages = [_stage(plan.layers, problem, number) for number in range(pipeline.stages)]
     if pipeline.chunks > 1:
-        _run_turns(stages, pipeline, problem.profile.send_s)
+        _run_turns(stages, problem)
     else:
-        _run(stages, pipeline, problem.profile.send_s)
-    for stage in stages:
-        stage.step(problem.profile.optimizer_s, problem.profile.optimizer_exchange_s)
+        _run(stages, problem)
+    if problem.machines:  # optimizers run when the last stage has its gradients
+        ready_s = max(stage.reduced_s for stage in stages)
+        for stage in stages:
+            stage.idle(ready_s)
+    for number, stage in enumerate(stages):
+        machine = problem.machine_of(number)
+        stage.step(machine.optimizer_s, machine.optimizer_exchange_s)
     results = [stage.result() for stage in stages]
     return Simulation(
         step_s=max(stage.now_s for stage in stages),
@@ -114,7 +119,7 @@ def layer_work(name: str, layer: LayerProfile, plan: LayerPlan) -> LayerWork:
 
 
 def _stage(plans: Sequence[LayerPlan], problem: ActivationProblem, number: int) -> Stage:
-    profile, budgets = problem.profile, problem.budgets
+    profile, machine = problem.profile, problem.machine_of(number)
     known, mine, pipeline = profile.layer_profiles(), stage_layers(problem, number), problem.pipeline
     first, last = mine[0] == 0, mine[-1] == len(known) - 1
     static = sum(known[layer].static_bytes for layer in mine)
@@ -125,9 +130,9 @@ def _stage(plans: Sequence[LayerPlan], problem: ActivationProblem, number: int) 
             for chunk in chunk_layers(problem, number)
         ),
         turns=pipeline.turns(number) if pipeline.chunks > 1 else (),
-        rates=problem.lanes,
+        rates=machine.lanes,
         static_nbytes=static,
-        budgets={Tier.DEVICE: budgets.device_bytes},
+        budgets={Tier.DEVICE: machine.budgets.device_bytes},
         embedding=_end_work("embedding", profile.embedding) if first else None,
         head=_end_work("head", profile.head) if last else None,
     )
@@ -135,7 +140,7 @@ def _stage(plans: Sequence[LayerPlan], problem: ActivationProblem, number: int) 
 
 def _with_node_budgets(stages: Sequence[StageSimulation], problem: ActivationProblem, number: int) -> StageSimulation:
     """Sets the budgets of a stage's lower tiers: what the node's other stages leave, divided among its ranks."""
-    budgets, peaks = problem.budgets, []
+    budgets, peaks = problem.machine_of(number).budgets, []
     for peak in stages[number].peaks:
         if peak.tier is not Tier.DEVICE:
             node_bytes = budgets.host_bytes if peak.tier is Tier.HOST else budgets.disk_bytes
@@ -166,7 +171,7 @@ def _end_work(name: str, end: EndProfile) -> EndWork:
 
 @dataclasses.dataclass(slots=True)
 class _Progress:
-    """Position of a stage in its order, and the end times of its microbatches in both directions."""
+    """Position of a stage in its order, and when what its microbatches send in both directions has arrived."""
 
     order: list[bool]
     at: int = 0
@@ -174,16 +179,16 @@ class _Progress:
     backward_s: list[float] = dataclasses.field(default_factory=list)
 
 
-def _run(stages: Sequence[Stage], pipeline: Pipeline, send_s: float) -> None:
+def _run(stages: Sequence[Stage], problem: ActivationProblem) -> None:
     """Runs every stage's order; a pass begins when its stage is free and the neighbour's part has arrived.
 
     Stages share nothing but these times, so each pass can be played as soon as the time it waits for is known.
     """
     count = len(stages)
-    done = [_Progress(list(_order(pipeline, number))) for number in range(count)]
+    done = [_Progress(list(_order(problem.pipeline, number))) for number in range(count)]
     while any(own.at < len(own.order) for own in done):
         for number, (stage, own) in enumerate(zip(stages, done, strict=True)):
-            while own.at < len(own.order) and _advance(stage, number, done, send_s):
+            while own.at < len(own.order) and _advance(stage, number, done, problem):
                 own.at += 1
 
 
@@ -197,7 +202,7 @@ def _order(pipeline: Pipeline, stage: int) -> Iterator[bool]:
     yield from [False] * ahead
 
 
-def _advance(stage: Stage, number: int, done: Sequence[_Progress], send_s: float) -> bool:
+def _advance(stage: Stage, number: int, done: Sequence[_Progress], problem: ActivationProblem) -> bool:
     """Plays a stage's next pass; False while the neighbour's part of it is not known yet."""
     own = done[number]
     forward = own.order[own.at]
@@ -207,20 +212,32 @@ def _advance(stage: Stage, number: int, done: Sequence[_Progress], send_s: float
         microbatch = len(own.forward_s if forward else own.backward_s)
         if len(times) <= microbatch:
             return False
-        stage.idle(times[microbatch] + send_s)
+        stage.idle(times[microbatch])
     if forward:
         stage.forward()
-        own.forward_s.append(stage.now_s)
     else:
         stage.backward(last=own.at == len(own.order) - 1)
-        own.backward_s.append(stage.now_s)
+    sent = own.forward_s if forward else own.backward_s
+    taker, starts_s = number + 1 if forward else number - 1, stage.now_s
+    if not 0 <= taker < len(done):
+        sent.append(starts_s)
+        return True
+    if sent:  # the link is free when the message before has arrived
+        starts_s = max(starts_s, sent[-1])
+    sent.append(starts_s + problem.send_s(number, taker))
     return True
 
 
-def _run_turns(stages: Sequence[Stage], pipeline: Pipeline, send_s: float) -> None:
+def _run_turns(stages: Sequence[Stage], problem: ActivationProblem) -> None:
     """The same with several chunks a stage, in the order of their turns. A single stage waits for no other."""
+    pipeline = problem.pipeline
+    stage_of = {place: number for number in range(len(stages)) for place in pipeline.chunk_positions(number)}
     waiting = [collections.deque(pipeline.turns(number)) for number in range(len(stages))]
-    done: dict[tuple[int, int, bool], float] = {}  # place in the pipeline, microbatch, whether forward
+    # By place in the pipeline, microbatch and whether forward: when the next place has it.
+    done: dict[tuple[int, int, bool], float] = {}
+    busy_s: collections.defaultdict[tuple[int, int], float] = collections.defaultdict(
+        float
+    )  # a link, by its two stages
     ends = -1 if pipeline.own is not None else pipeline.chunks * len(stages)
     while any(waiting):
         for number, stage in enumerate(stages):
@@ -232,12 +249,16 @@ def _run_turns(stages: Sequence[Stage], pipeline: Pipeline, send_s: float) -> No
                 if 0 <= giver < ends and turn.kind is not Kind.WEIGHT:
                     if (giver, turn.microbatch, forward) not in done:
                         break
-                    sent_s = 0.0 if giver in places else send_s  # in a V one stage hands to itself
-                    stage.idle(done[giver, turn.microbatch, forward] + sent_s)
+                    stage.idle(done[giver, turn.microbatch, forward])
                 waiting[number].popleft()
                 if forward:
                     stage.forward(turn.chunk)
                 else:
                     stage.backward(last=not waiting[number])
                 if turn.kind is not Kind.WEIGHT:
-                    done[places[turn.chunk], turn.microbatch, forward] = stage.now_s
+                    place = places[turn.chunk]
+                    taker, there_s = stage_of.get(place + (1 if forward else -1), number), stage.now_s
+                    if taker != number:  # in a V one stage hands to itself
+                        there_s = max(there_s, busy_s[number, taker]) + problem.send_s(number, taker)
+                        busy_s[number, taker] = there_s
+                    done[place, turn.microbatch, forward] = there_s

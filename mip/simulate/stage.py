@@ -199,6 +199,11 @@ class Stage:
         calls = self._calls.get(turn.call)
         return None if calls is None else (turn, calls[0 if turn.kind is Kind.WEIGHT else -1])
 
+    @property
+    def reduced_s(self) -> float:
+        """Time from which all gradients are reduced."""
+        return max(self.now_s, self._sync_free_s)
+
     def step(self, optimizer_s: float, exchange_s: float = 0.0) -> None:
         """Runs the optimizer once all gradients are reduced, and the exchange that follows it."""
         self._await(self._sync_free_s)

@@ -24,6 +24,7 @@ from memo.swap.memory.page_aligned import Bounce
 
 __all__ = ["IoPool"]
 
+_STACK_BYTES = 1 << 20  # the system's 8 MiB count against a limit of the process's data (RLIMIT_DATA), touched or not
 _GATE_JOIN_S = 1.0  # a gate thread may wait for an event that never fires; as a daemon it can be abandoned
 
 
@@ -103,7 +104,11 @@ class IoPool:
 
     def _start(self, target: Callable[..., None], name: str, *args: object) -> threading.Thread:
         thread = threading.Thread(target=target, name=name, args=args, daemon=True)
-        thread.start()
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
         return thread
 
     # Gates

@@ -160,16 +160,25 @@ def padded_bytes(address: int, nbytes: int) -> int:
 
 
 class Bounce:
-    """Page-aligned staging block of one thread, for tensors whose own memory O_DIRECT cannot use."""
+    """Page-aligned staging block of one thread, for tensors whose own memory O_DIRECT cannot use; mapped on first use."""
 
-    __slots__ = ("_mapping", "address", "nbytes")
+    __slots__ = ("_pages", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._mapping = private_pages(nbytes)  # untouched pages cost nothing: aligned workloads never pay for it
-        self.address = np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data
+        self._pages: np.ndarray | None = None
+
+    def _mapped(self) -> np.ndarray:
+        if self._pages is None:
+            self._pages = np.frombuffer(private_pages(self.nbytes), dtype=np.uint8)
+        return self._pages
+
+    @property
+    def address(self) -> int:
+        """Of its first byte."""
+        return self._mapped().ctypes.data
 
     @property
     def view(self) -> memoryview:
         """Its bytes."""
-        return memoryview(self._mapping)
+        return self._mapped().data

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from memo.swap.recompute.tape.bans import NO_BANS, Bans, banned
 from memo.swap.recompute.tape.cut import Cut, Problem, cheapest, curve
 from memo.swap.recompute.tape.log import Birth
-from memo.swap.recompute.tape.plan import Plan, Sources, plan_of, problem_of
+from memo.swap.recompute.tape.plan import Plan, Sources, keep_bits, plan_of, problem_of
 from memo.swap.token_levels import Level, Mix, Setting, TokenLevels
 
 if TYPE_CHECKING:
@@ -82,15 +82,19 @@ class Choice:
         Raises:
             ValueError: a step that other ranks repeat cannot be repeated here.
         """
+        if isinstance(setting, Level):
+            return self.at(setting)
+        named = None if isinstance(setting, Mix) else single_level(setting)
+        if named is not None:
+            return self.at(named)
+        if not self.sources.everything:
+            best = self.for_next.cut(setting)
+            if self._can_keep(best):  # else it would be chosen again, for a target by what this call happens to have
+                return best
         if isinstance(setting, Mix):
             known = self.points()
             target = sum(share * known[name].keep_cost for name, share in setting.points.items() if name in known)
             return min(known.values(), key=lambda cut: (cut.keep_cost > target, abs(target - cut.keep_cost)))
-        if isinstance(setting, Level):
-            return self.at(setting)
-        named = single_level(setting)
-        if named is not None:
-            return self.at(named)
         attention, matmuls = self.at(Level.SAVE_ATTENTION), self.at(Level.SAVE_MATMULS)
         target = setting.all * 8 * self.saved_nbytes
         target += setting.matmuls * matmuls.keep_cost + setting.attention * attention.keep_cost
@@ -99,6 +103,11 @@ class Choice:
         if not below:
             return attention
         return self._filled(problem, min(below, key=lambda cut: (cut.replay_cost, cut.keep_cost)), target)
+
+    def _can_keep(self, best: Cut) -> bool:
+        """True if all that a cut of `for_next` keeps is there, at the same cost."""
+        there, wished = self.sources, self.for_next.sources
+        return all(keep_bits(self.tape, at, there) == keep_bits(self.tape, at, wished) for at in best.kept)
 
     def points(self) -> dict[str, Cut]:
         """The corners of the curve at which attention is never repeated, by name: `all`, `p1` and so on, `attention`.

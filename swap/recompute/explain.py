@@ -38,6 +38,8 @@ _FROM = {
 }
 _NOW = "now"
 """Point of a call that could not keep what its plan would: the first one, before which nothing was known."""
+_BETWEEN = "between"
+"""Point between two corners of the curve, where more storages are kept than at the lower one."""
 _RANGES = "ranges"
 """Point of a call of which ranges of tokens are replayed."""
 _US_PER_PS = 1e-6
@@ -54,6 +56,7 @@ def explain(
     stuck: Sequence[int],
     reasons: Mapping[int, str],
     used: Cut | RangedPlan,
+    best: Cut | None,
     named: Mapping[str, Cut],
     curve: Sequence[Cut],
 ) -> LayerExplanation:
@@ -69,6 +72,7 @@ def explain(
         stuck: storages that autograd saved and that move in any case.
         reasons: steps that are never repeated at this setting, and why.
         used: the cut that was chosen, or the ranges of tokens.
+        best: the cut that would be chosen if all that the layer makes could be kept; None where that is not asked.
         named: the points that have names.
         curve: the corners of the curve.
     """
@@ -84,7 +88,7 @@ def explain(
         saved_storages=len(wanted) + len(stuck),
         saved_nbytes=saved,
         rows=tuple(rows.all()),
-        points=tuple(_points(tape, sources, wanted, saved, used, named, curve)),
+        points=tuple(_points(tape, sources, wanted, saved, used, best, named, curve)),
         tokens=None if ranged is None else ranged.rows.tokens,
         ranges=() if ranged is None else tuple(map(_range, reversed(ranged.spans))),
     )
@@ -298,6 +302,7 @@ def _points(
     wanted: Sequence[int],
     saved: int,
     used: Cut | RangedPlan,
+    best: Cut | None,
     named: Mapping[str, Cut],
     curve: Sequence[Cut],
 ) -> list[Point]:
@@ -306,7 +311,7 @@ def _points(
     others = [cut for cut in curve if cut not in named.values()]
     cuts += [(f"p{number}", cut) for number, cut in enumerate(others, 1)]
     if not isinstance(used, RangedPlan) and used not in [cut for _, cut in cuts]:
-        cuts.append((_NOW, used))
+        cuts.append((_BETWEEN if used == best else _NOW, used))
     free = dataclasses.replace(sources, everything=True)
     at = next((name for name, cut in cuts if cut == used), None)
     points = [

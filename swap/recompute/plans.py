@@ -83,6 +83,11 @@ class _Case:
         """The log without its sizes, which differ from call to call where rows are routed to experts."""
         return (word for word in self.recorded.key.log if type(word) is not int)
 
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What calls share that ranges of tokens divide alike."""
+        return (self.call.kind, *self.operators)
+
 
 class Plans:
     """Plans of one manager's layers.
@@ -168,12 +173,12 @@ class Plans:
         self._last[layer] = key
         found = self._found.get(key)
         if found is None or not _is_allowed(found, shared):
-            trials = self.trials_run
             case = self._case(call, recorded, setting, opaque)
+            known = self.trials_run, case.form in self._undivided
             found, shared = self._made(case, shared)
             if not (isinstance(found, Refused) and found.for_now):
                 self._found[key] = found
-            if call.kind not in self._holds or self.trials_run > trials:
+            if call.kind not in self._holds or (self.trials_run, case.form in self._undivided) != known:
                 following = self._next(case, shared, found)
                 self._holds[call.kind] = {} if isinstance(following, Refused) else following.holds
         return found, any(shared.repeated_by(_steps_of(found)))
@@ -213,12 +218,12 @@ class Plans:
             if plan is not None:
                 return plan, shared
         if not shared.numbers:
-            form = (case.call.kind, *case.operators)
-            ranged = None if form in self._undivided else self._in_ranges(case, case.choice.under(shared))
+            is_new = case.form not in self._undivided
+            ranged = self._in_ranges(case, case.choice.under(shared)) if is_new else None
             if ranged is not None and (shown := self._shown_ranges(case, ranged)) is not None:
                 return shown, shared
             if case.call.kind in self._holds:  # the first call may not have held what ranges keep
-                self._undivided[form] = True
+                self._undivided[case.form] = True
         elif shared.agreed is not None and shared.agreed.ranges is not None:
             ranged = self._in_ranges(case, case.choice.under(shared))
             if ranged is None or ranged.form != shared.agreed.ranges:
@@ -245,6 +250,10 @@ class Plans:
         choice = case.choice.for_next.under(shared)
         if isinstance(found, RangedPlan):
             return self._in_ranges(case, choice) or found
+        if not shared.numbers and case.form not in self._undivided:
+            ranged = self._in_ranges(case, choice)
+            if ranged is not None:
+                return ranged
         try:
             cut = choice.cut(case.setting)
         except ValueError:
@@ -353,7 +362,7 @@ class Plans:
         tape = choice.tape
         if tape.readings is None:
             tape.readings = list(readings_of(tape, case.call.recorder.carried))
-        alone = dataclasses.replace(choice, always=frozenset())
+        alone = dataclasses.replace(choice.for_next, always=frozenset())  # not by what this call happens to have
         least = {level: alone.at(level).keep_cost for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION)}
         for rows in tape.readings:
             first, second = ends = levels.ends(rows.tokens)

@@ -165,12 +165,13 @@ class Tapes:
         free = choice.for_next
         at_attention = free.problem(Level.SAVE_ATTENTION)
         settings = [setting.name if isinstance(setting, Level) else str(setting), str(choice.bans)]
+        best: Cut | None = None
         if isinstance(found, RangedPlan):
             used: Cut | RangedPlan = found
         elif isinstance(found, Refused):  # all of it moves
             used = cheapest(choice.problem(level), 0, 1)
         else:
-            used = choice.cut(setting)
+            used, best = choice.cut(setting), free.cut(setting)
         return explain(
             layer,
             setting="; ".join(filter(None, settings)),
@@ -181,6 +182,7 @@ class Tapes:
             wanted=choice.wanted,
             stuck=choice.stuck,
             used=used,
+            best=best,
             named={
                 "all": cheapest(at_attention, 0, 1),
                 **{called: free.at(at) for called, at in NAMED_POINTS.items()},

@@ -78,7 +78,8 @@ class RecordedCall:
         self.has_copied = False
         """A copy of the layer's input was packed in its place."""
         self._lent: set[int] = set()  # local parts of parameters and buffers
-        self._input: torch.Tensor | None = None  # that copy
+        self._returned: set[int] = set()  # held, and the program has them too and may change them
+        self._copies: dict[int, torch.Tensor] = {}  # of these, and of the input
         self._call: OpenCall
 
     @classmethod
@@ -119,8 +120,10 @@ class RecordedCall:
                 if birth is Birth.FOUND and own is not None and ref(storage) in own:
                     free.add(number)
                     self._lent.add(number)
-                elif number not in outputs:  # which the program may change in place, as autograd did not save it
+                else:
                     held.add(number)
+                    if number in outputs:
+                        self._returned.add(number)
         lent = recorder.lent - free - saved
         passed_on |= free
         stuck = tuple(
@@ -251,8 +254,10 @@ class RecordedCall:
             if part is not None:
                 tensor = part_to_keep(tensor, part, tokens)
             is_input = number == 0 and tensor is recorder.tensors[0] and not self._is_saved(tensor, engine)
-            if is_input and self._call.copies_input:
-                tensor, is_input = self._copied(tensor), False
+            if number in self._returned and tensor is recorder.tensors[number]:
+                tensor, is_input = self._copied(tensor, number), False
+            elif is_input and self._call.copies_input:
+                tensor, is_input, self.has_copied = self._copied(tensor, number), False, True
             packed: Packed = engine.pack(tensor)
             if is_input and is_sharded(self._call.hidden) and not isinstance(packed, Sharded):
                 packed = Sharded(self._call.hidden, packed)  # which alone counts changes of the whole
@@ -263,14 +268,14 @@ class RecordedCall:
         known = engine.saved_as(tensor.untyped_storage())
         return known is not None and known.content == content_of(tensor)
 
-    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The layer's input in memory that the program does not have."""
-        if self._input is None:
+    def _copied(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
+        """What autograd did not save and the program has too, in memory that the program does not have."""
+        copy = self._copies.get(number)
+        if copy is None:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
             geometry = tensor.storage_offset(), tensor.size(), tensor.stride()
-            self._input = tensor.new().set_(whole.clone().untyped_storage(), *geometry)
-            self.has_copied = True
-        return self._input
+            copy = self._copies[number] = tensor.new().set_(whole.clone().untyped_storage(), *geometry)
+        return copy
 
 
 def _is_like_given(tensor: torch.Tensor, recorder: Recorder) -> bool:

@@ -20,7 +20,7 @@ from torch import nn
 import memo
 from benchmarks import architectures, results
 from benchmarks.architectures import main
-from benchmarks.architectures_page import PAGE, is_whole, newest, page
+from benchmarks.architectures_page import BEGIN, END, PAGE, RECOMPUTE, is_whole, newest, page, with_figures
 from benchmarks.architectures_reasons import reasons_of
 
 ROOT = Path(__file__).parents[2]
@@ -134,9 +134,23 @@ def test_what_differs_or_raises_stands_out() -> None:
 
 def test_the_committed_page_is_made_of_the_newest_committed_sweep() -> None:
     path = newest(RESULTS)
-    assert PAGE.read_text() == page(json.loads(path.read_text()), path.name), (
-        f"make it anew: python -m benchmarks.architectures --page {path}"
-    )
+    result, anew = json.loads(path.read_text()), f"make it anew: python -m benchmarks.architectures --page {path}"
+    assert PAGE.read_text() == page(result, path.name), anew
+    text = RECOMPUTE.read_text()
+    assert text == with_figures(text, result, path.name), anew
+
+
+def test_figures_are_put_between_their_marks() -> None:
+    text = f"before\n\n{BEGIN}\n\nold figures\n\n{END}\n\nbehind\n"
+    made = with_figures(text, result_of(DENSE, EXPERTS, FAILED), "some.json")
+    assert made.startswith(f"before\n\n{BEGIN}\n\nEvery causal")
+    assert made.endswith(f"|\n\n{END}\n\nbehind\n")
+    assert "old figures" not in made
+    assert "| at most a fifth moves at alpha 0 | 108 of 208 | 2 of 2 |" in made
+    assert "(../benchmarks/results/some.json)" in made
+    assert with_figures(made, result_of(DENSE, EXPERTS, FAILED), "some.json") == made
+    with pytest.raises(ValueError, match="substring not found"):
+        with_figures("no marks", result_of(DENSE), "some.json")
 
 
 def test_the_newest_whole_sweep_is_taken(tmp_path: Path) -> None:

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from benchmarks.solver.__main__ import is_deciding, summary
-from benchmarks.solver.problems import Named, problems, with_budget
+from benchmarks.results import ROOT
+from benchmarks.solver import rules
+from benchmarks.solver.__main__ import gap_of, is_deciding, summary
+from benchmarks.solver.carried import _medians, pairs_in_order
+from benchmarks.solver.problems import UNLIKE, Named, problems, with_budget
 from benchmarks.solver.rules import RULES, best_of, greedy, lp
 from memo.mip.activation.checker import check_plan
 from memo.mip.activation.plan import LayerPlan
+from memo.mip.activation.solver import relaxed_step_s
 from memo.mip.simulate.simulator import simulate
 
-SOME = (0, 6, 9, 11)
-"""Of the thirty: a host for a third, a host that binds, a fast link, a slow one."""
+SOME = (0, 6, 9, 11, 19)
+"""Of the thirty: a host for a third, a host that binds, a fast link, a slow one, unlike layers."""
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +44,100 @@ def test_every_rules_plan_is_valid_and_no_shorter_than_the_solvers(some: list[Na
             assert check_plan(found.plan) is None
             assert not simulate(found.plan).overflows
             assert found.step_s >= best.step_s * (1 - 2e-3), (named.name, rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_gives_the_same_problem_the_same_plan(some: list[Named], rule: str) -> None:
+    first, second = (RULES[rule](some[2].problem) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert first.plan == second.plan
+    assert first.step_s == second.step_s
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_choosing_plays_no_step(some: list[Named], rule: str) -> None:
+    with mock.patch.object(rules, "simulate", wraps=rules.simulate) as played:
+        found = RULES[rule](some[2].problem)
+        assert found is not None
+        assert played.call_count == 0
+        assert found.step_s == found.step_s
+        assert played.call_count == 1
+
+
+def test_no_predicted_step_is_below_the_bound(some: list[Named]) -> None:
+    for named in (some[1], some[-1]):
+        bound_s = relaxed_step_s(named.problem)
+        assert bound_s is not None
+        for choose in RULES.values():
+            found = choose(named.problem)
+            assert found is None or found.plan.step_s >= bound_s * (1 - 1e-6)
+
+
+def test_a_gap_is_the_part_by_which_the_prediction_is_above_the_bound() -> None:
+    row = {"bound_s": 2.0, "predicted_s": {"LP": 2.5, "greedy": None}}
+    assert gap_of(row, "LP") == pytest.approx(0.25)
+    assert gap_of(row, "greedy") is None
+    assert gap_of({"bound_s": None, "predicted_s": {"LP": 2.5}}, "LP") is None
+    assert gap_of({"step_s": {}}, "LP") is None
+
+
+def test_layers_of_one_model_are_unlike(some: list[Named]) -> None:
+    profile = some[-1].problem.profile
+    model, tokens = UNLIKE
+    assert some[-1].name.startswith(f"{model} of unlike layers, {tokens >> 10}k")
+    wide, narrow, again = profile.layer_profiles()[:3]
+    assert again == wide
+    assert narrow.full_bytes < wide.full_bytes
+    assert narrow.forward_s / narrow.full_bytes > wide.forward_s / wide.full_bytes * 1.1
+
+
+def test_pairs_are_told_where_predictions_are_apart() -> None:
+    predicted = {"LP": 1.0, "greedy": 1.01, "all swap": 2.0, "SSDTrain": 3.0}
+    measured = {"LP": 1.1, "greedy": 1.0, "all swap": 3.0, "SSDTrain": 2.0}
+    assert pairs_in_order(predicted, measured) == (4, 5)
+    assert pairs_in_order({"LP": 1.0}, {"LP": 1.0, "greedy": None}) == (0, 0)
+
+
+def test_a_rules_step_is_compared_with_the_one_of_the_same_round() -> None:
+    told = _medians({"LP": [1.0, 2.0, 4.0], "greedy": [1.5, 3.0, 6.0]})
+    assert told["LP"] == 2.0
+    assert told["greedy"] == pytest.approx(3.0)
+    assert told["SSDTrain"] is None
+
+
+def _run(*arguments: str, out: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.solver", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OUT": str(out)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_the_command_writes_a_row_for_each_problem_with_its_bound(tmp_path: Path) -> None:
+    done = _run("--parts", "simulated", "--problems", "1", "--note", "a test", out=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*-solver.json")
+    assert str(path) in done.stdout
+    body = json.loads(path.read_text())
+    assert body["note"] == "a test"
+    assert len(body["simulated"]) == 1
+    for row in body["simulated"]:
+        assert set(row["step_s"]) == set(row["predicted_s"]) == set(row["choosing_s"]) == set(RULES)
+        assert row["predicted_s"]["LP"] >= row["bound_s"] * (1 - 1e-6)
+    assert body["rules"]["LP"]["fits"] == 1
+    assert 0 <= body["rules"]["LP"]["worst_gap"] < 0.05
+
+
+@pytest.mark.parametrize("wrong", [("--problems", "0"), ("--rounds", "0"), ("--parts", "simulatd")])
+def test_a_wrong_option_is_refused(tmp_path: Path, wrong: tuple[str, str]) -> None:
+    done = _run(*wrong, out=tmp_path)
+    assert done.returncode == 2
+    assert wrong[0] in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_rule_that_fills_more_than_the_device_is_no_candidate(some: list[Named]) -> None:

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memo.cli.planning.search import gpu_counts
 from memo.cli.tables.activation import memory_summary, memory_table, use_name
@@ -18,8 +18,8 @@ from memo.mip.activation import fits
 from memo.units import format_bytes, format_tokens
 
 if TYPE_CHECKING:
-    from memo.cli.planning.request import Request
     from memo.mip.activation import DeviceMemory, DoesNotFit
+    from memo.search import Request
 
 __all__ = ["changes_that_fit", "explain_misfit"]
 
@@ -122,7 +122,7 @@ def _powers(most: int) -> Iterator[int]:
         times *= 2
 
 
-def _on(request: Request, **layout: int) -> Request:
+def _on(request: Request, **layout: Any) -> Request:
     """The request with another layout."""
     other = dataclasses.replace(request.layout, **layout)
     ranks = min(other.gpus, request.machine.gpus_per_node)

@@ -16,7 +16,7 @@ from memo.mip.activation import fits
 from memo.units import format_bytes, format_tokens
 
 if TYPE_CHECKING:
-    from memo.cli.planning.request import Request
+    from memo.search import Request
 
 __all__ = ["Longest", "describe_longest", "fewest_gpus", "gpu_counts", "longest_sequence"]
 

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,21 +16,21 @@ from memo.cli.terminal.output_files import atomic_write, print_written
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, Infeasible, MemoError, UsageError
 from memo.mip.activation import (
-    ActivationPlan,
     LayerPlan,
     device_peak_candidates,
     fits,
     free_swap_tokens,
     predict_stages,
 )
-from memo.mip.inputs import ALL, MATMULS
+from memo.mip.inputs import MATMULS
 from memo.mip.simulate import prove
+from memo.search import Shares
 from memo.units import format_bytes, format_duration, format_tokens
 
 if TYPE_CHECKING:
-    from memo.cli.planning.request import Request
+    from memo.search import Request
 
-__all__ = ["Fit", "Point", "Shares", "run_sweep"]
+__all__ = ["Fit", "Point", "run_sweep"]
 
 SweepAxis = Literal["seq", "device", "host"]
 
@@ -40,41 +40,6 @@ GIB, TIB = 1 << 30, 1 << 40
 CLOSE = 1.25
 """Ratio of two lengths below which the smaller one has no label on the axis."""
 PLOTS = (".png", ".svg", ".pdf")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
-    """Mean shares over a plan's layers, weighted by the bytes that each layer saves at most."""
-
-    alpha: float
-    """Share at point `all`, the paper's alpha."""
-    points: Mapping[str, float]
-    """Share at each of the other points that is used."""
-    kept: float
-    """Share of the saved bytes that stays on the device. The rest of kept, host and disk to 1 is recomputed."""
-    host: float
-    disk: float
-
-    @classmethod
-    def of(cls, plan: ActivationPlan) -> Shares:
-        """Shares of a plan."""
-        layers = list(zip(plan.problem.profile.layer_profiles(), plan.layers, strict=True))
-        whole = float(sum(layer.full_bytes for layer, _ in layers)) or 1.0
-        by_point = float(sum(layer.points[0].saved_bytes for layer, _ in layers)) or 1.0
-
-        def at(point: str) -> float:
-            return sum(layer.points[0].saved_bytes * own.fraction(point) for layer, own in layers) / by_point
-
-        def of_bytes(share: Callable[[LayerPlan], float]) -> float:
-            return sum(own.saved_bytes(layer) * share(own) for layer, own in layers) / whole
-
-        return cls(
-            alpha=at(ALL),
-            points={name: at(name) for _, own in layers for name in own.points if name != ALL},
-            kept=of_bytes(lambda own: own.kept),
-            host=of_bytes(lambda own: own.host),
-            disk=of_bytes(lambda own: own.disk),
-        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,7 @@ class FileKind(enum.Enum):
     BUFFERS = "a list of buffers with lifetimes", "memo pack"
     PROFILE = "a profile of a step", "memo plan --profile"
     HARDWARE = "a description of a machine", "memo plan --gpu or memo simulate --hardware"
+    CLUSTER = "a description of a cluster", "memo plan --cluster"
     MACHINE_REPORT = "a report of memo doctor --json", "memo plan --doctor"
     CHECKPOINT = "a checkpoint", "memo train --resume"
     METRICS = "a metrics file of memo train", None
@@ -87,6 +88,7 @@ _FORMATS = {
     "memo-address-problem": FileKind.BUFFERS,
     "memo-profile": FileKind.PROFILE,
     "memo-hardware": FileKind.HARDWARE,
+    "memo-cluster": FileKind.CLUSTER,
     "memo-checkpoint": FileKind.CHECKPOINT,
     "memo-trace-stats": FileKind.STATISTICS,
 }

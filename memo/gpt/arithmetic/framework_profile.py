@@ -150,6 +150,7 @@ class _Parts:
             optimizer_s=self._optimizer_s(),
             optimizer_exchange_s=self._optimizer_exchange_s(),
             send_s=self._send_s(),
+            send_bytes=self._send_bytes,
             model_flops_causal_per_token=flops_per_token(config, layout.tokens),
             model_flops_full_per_token=flops_per_token(config, layout.tokens, causal=False),
         )
@@ -250,7 +251,7 @@ class _Parts:
     @property
     def _stage_parameters(self) -> float:
         """Parameters of the stage with most of them."""
-        layers = -(-self.config.layers // self.layout.pp)
+        layers = self.layout.layers_of_stage(self.config.layers)
         ends = self._vocabulary + self._positions + (self._head_weights if self.layout.pp == 1 else 0.0)
         return layers * (self._dense + self._routed) + ends
 
@@ -266,10 +267,14 @@ class _Parts:
         late = 0.0 if self.training.overlaps_gradients else exchange.sync_s(parameters)
         return exchange.update_s(parameters) + late
 
+    @property
+    def _send_bytes(self) -> float:
+        """Ranks of tensor parallelism send a part each, also without sequence parallelism (Narayanan et al. 2021, 4.1)."""
+        return E * self.config.hidden * self._layer.tokens / self.layout.tp if self.layout.pp > 1 else 0.0
+
     def _send_s(self) -> float:
         layout, machine = self.layout, self.machine
         if layout.pp == 1:
             return 0.0
-        # Ranks of tensor parallelism send a part each, also without sequence parallelism (Narayanan et al. 2021, 4.1).
-        nbytes = E * self.config.hidden * self._layer.tokens / layout.tp
-        return Collectives(machine).send_s(nbytes, beyond_node=layout.leaves_node(machine.gpus_per_node))
+        leaves = layout.leaves_node(machine.gpus_per_node)
+        return Collectives(machine).send_s(self._send_bytes, beyond_node=leaves, gpus=layout.gpus)

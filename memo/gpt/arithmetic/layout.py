@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from memo.errors import UsageError
 from memo.mip.inputs import Group
@@ -30,6 +31,14 @@ class Layout:
     """Ranks of context parallelism."""
     pp: int = 1
     """Pipeline stages."""
+    islands: tuple[int, ...] = ()
+    """Replicas in each group of nodes that a stage's are divided over; without them a stage is within one such group."""
+    stage_layers: int = 0
+    """Layers of a stage; 0: the most that an equal division gives one."""
+    group_gpus: int = 0
+    """GPUs of the layout in the group of nodes that a stage is in; 0: all of them."""
+    ends_apart: bool = False
+    """Whether the first and the last stage are in different groups of nodes."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "batch", "gpus", "tp", "cp", "pp"):
@@ -37,6 +46,8 @@ class Layout:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.gpus % (self.tp * self.cp * self.pp):
             raise UsageError(f"{self.gpus} GPUs are not a multiple of tp {self.tp} x cp {self.cp} x pp {self.pp}")
+        if self.islands and (sum(self.islands) != self.replicas or min(self.islands) < 1):
+            raise UsageError(f"replicas in groups of nodes, {self.islands}, are not the {self.replicas} of the layout")
 
     @property
     def rank_tokens(self) -> float:
@@ -48,6 +59,10 @@ class Layout:
         """Ranks of data parallelism: the GPUs left by tp, cp and pp."""
         return self.gpus // (self.tp * self.cp * self.pp)
 
+    def layers_of_stage(self, layers: int) -> int:
+        """Layers of a stage, of `layers` in all."""
+        return self.stage_layers or -(-layers // self.pp)
+
     @property
     def stage_gpus(self) -> int:
         """GPUs of one pipeline stage."""
@@ -55,17 +70,51 @@ class Layout:
 
     def tensor_group(self, gpus_per_node: int) -> Group:
         """Ranks of tensor parallelism, which are neighbours."""
-        return Group.of(self.tp, stride=1, gpus_per_node=gpus_per_node, gpus=self.gpus)
+        return self._slowest(self.tp, stride=1, gpus_per_node=gpus_per_node)
 
     def context_group(self, gpus_per_node: int) -> Group:
         """Ranks of context parallelism."""
-        return Group.of(self.cp, stride=self.tp, gpus_per_node=gpus_per_node, gpus=self.gpus)
+        return self._slowest(self.cp, stride=self.tp, gpus_per_node=gpus_per_node)
 
     def data_group(self, gpus_per_node: int, *, size: int | None = None) -> Group:
         """Ranks with the same weights: those of data and context parallelism, or `size` of them that are neighbours."""
         ranks = size or self.replicas * self.cp
-        return Group.of(ranks, stride=self.tp, gpus_per_node=gpus_per_node, gpus=self.gpus)
+        if not self.islands or all(part.replicas * part.cp % ranks == 0 for part in self._parts):
+            return self._slowest(ranks, stride=self.tp, gpus_per_node=gpus_per_node)
+        return self._across([part.replicas * part.cp for part in self._parts], self.tp, gpus_per_node)
+
+    def copies_group(self, gpus_per_node: int, *, shards: int) -> Group:
+        """Ranks that hold the same shard, where `shards` neighbours share a copy of what is sharded."""
+        count = self.replicas * self.cp // shards
+        parts = self._parts
+        counts = [part.replicas * part.cp // shards for part in parts]
+        if len(parts) == 1 or sum(counts) != count:
+            return self._slowest(count, stride=self.tp * shards, gpus_per_node=gpus_per_node)
+        return self._across(counts, self.tp * shards, gpus_per_node)
+
+    def _slowest(self, size: int, *, stride: int, gpus_per_node: int) -> Group:
+        """The one with the slowest links of such groups, each within one group of nodes."""
+        groups = [
+            Group.of(size, stride=stride, gpus_per_node=gpus_per_node, gpus=part.group_gpus or part.gpus)
+            for part in self._parts
+        ]
+        return max(groups, key=lambda group: (group.nodes > 1, -group.fewest, group.nodes, -group.per_node))
+
+    def _across(self, counts: Sequence[int], stride: int, gpus_per_node: int) -> Group:
+        """Group with so many ranks in each group of nodes."""
+        pairs = zip(counts, self._parts, strict=True)
+        return Group.across(
+            [Group.of(count, stride=stride, gpus_per_node=gpus_per_node, gpus=part.gpus) for count, part in pairs]
+        )
+
+    @property
+    def _parts(self) -> tuple[Layout, ...]:
+        """The layout in each group of nodes: the whole pipeline with a part of the replicas."""
+        if not self.islands:
+            return (self,)
+        model = self.tp * self.cp * self.pp
+        return tuple(dataclasses.replace(self, gpus=replicas * model, islands=()) for replicas in self.islands)
 
     def leaves_node(self, gpus_per_node: int) -> bool:
-        """Whether some stage's next one is on another node."""
-        return self.pp > 1 and self.gpus > gpus_per_node
+        """Whether some stage's next one, in the same group of nodes, is on another node."""
+        return self.pp > 1 and any((part.group_gpus or part.gpus) > gpus_per_node for part in self._parts)

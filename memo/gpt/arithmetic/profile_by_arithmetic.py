@@ -69,6 +69,7 @@ def derive_profile(
     precision: Precision = Precision.BF16,
     accumulate: int = 1,
     zero: int = 3,
+    sharded_over: int | None = None,
     optimizer_offload: bool = False,
     optimizer: Optimizer = Optimizer.ADAMW,
     lora: int = 0,
@@ -87,6 +88,7 @@ def derive_profile(
         precision: number format of weights and arithmetic, of memo's own engine.
         accumulate: microbatches in a step, whose gradients are added up before they are reduced.
         zero: what is sharded over data-parallel ranks, as `Training.zero`; memo train shards everything.
+        sharded_over: ranks that share one copy, as `Training.sharded_over`; memo train shards over all of them.
         optimizer_offload: whether optimizer state and its step are on the host.
         optimizer: of memo's own engine; its states are kept in the weights' format.
         lora: rank of adapters on all matrices of the layers, which alone are trained; 0: everything is.
@@ -112,6 +114,7 @@ def derive_profile(
         end_states=end_states(optimizer, adam, smallest=config.hidden),
         lora=lora,
         zero=zero,
+        sharded_over=sharded_over,
         gathered_bytes=STATES[precision].weight,
         optimizer_offload=optimizer_offload,
         reduces_once=True,
@@ -154,7 +157,7 @@ def derive_profile(
     ends = _Ends(config, machine, layout, sizes, weights, sparse)
     layer = _layer(config, machine, layout, sizes, weights)
     # Of the largest stage.
-    stage_layers = -(-config.layers // layout.pp)
+    stage_layers = layout.layers_of_stage(config.layers)
     stage_parameters = parameter_count(config)
     if layout.pp > 1:
         stage_parameters = stage_layers * layer_parameter_count(config) + config.vocab_size * config.hidden
@@ -180,6 +183,7 @@ def derive_profile(
         optimizer_exchange_s=exchanged_s,
         embedding_exchange=None if isinstance(rows, str) else rows.figures(sparse=sparse_embedding),
         send_s=_send_s(config, machine, layout, sizes),
+        send_bytes=_send_bytes(config, layout, sizes),
         link_share=_link_share(config, layer, machine, layout, sizes, accumulate),
         model_flops_causal_per_token=flops_per_token(config, layout.tokens, lora=lora),
         model_flops_full_per_token=flops_per_token(config, layout.tokens, causal=False, lora=lora),
@@ -346,12 +350,17 @@ def _context_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: Elem
     return there + collectives.all_to_all_s(config.hidden * rank_bytes, group)
 
 
+def _send_bytes(config: GPTConfig, layout: Layout, sizes: ElementSizes) -> float:
+    """A rank's part of the hidden states, which goes to the next pipeline stage."""
+    return layout.rank_tokens * config.hidden * sizes.stream if layout.pp > 1 else 0.0
+
+
 def _send_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementSizes) -> float:
-    """Seconds to send a rank's part of the hidden states to the next pipeline stage."""
+    """Seconds to send them."""
     if layout.pp == 1:
         return 0.0
-    nbytes = layout.rank_tokens * config.hidden * sizes.stream
-    return Collectives(machine).send_s(nbytes, beyond_node=layout.leaves_node(machine.gpus_per_node))
+    leaves = layout.leaves_node(machine.gpus_per_node)
+    return Collectives(machine).send_s(_send_bytes(config, layout, sizes), beyond_node=leaves, gpus=layout.gpus)
 
 
 def _link_share(
@@ -393,6 +402,8 @@ class _Ends:
         exchange, nodes = self.weights.exchange, self.machine.gpus_per_node
         nbytes = exchange.training.states.gradient * self._head_weights / self.layout.tp / exchange.shards
         group = Group(size=2, per_node=1 if self.layout.leaves_node(nodes) else 2)
+        if self.layout.ends_apart:
+            group = Group.across([Group(size=1, per_node=1)] * 2)
         return Collectives(self.machine).all_reduce_s(nbytes, group)
 
     def _sync_s(self, parameters: float) -> float:

@@ -15,12 +15,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from memo.mip.inputs import Collectives, Group
+from memo.mip.inputs import Collectives
 
 if TYPE_CHECKING:
     from memo.gpt.arithmetic.layout import Layout
     from memo.gpt.arithmetic.training import Training
-    from memo.mip.inputs import Hardware
+    from memo.mip.inputs import Group, Hardware
 
 __all__ = ["WeightExchange"]
 
@@ -46,9 +46,7 @@ class WeightExchange:
     @property
     def _copies(self) -> Group:
         """Ranks that hold the same shard."""
-        stride = self.layout.tp * self.shards
-        count = self.layout.replicas * self.layout.cp // self.shards
-        return Group.of(count, stride=stride, gpus_per_node=self.machine.gpus_per_node, gpus=self.layout.gpus)
+        return self.layout.copies_group(self.machine.gpus_per_node, shards=self.shards)
 
     @property
     def gathers_each_pass(self) -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from memo.swap.recompute.axis.token_axis import Axis, Mark, Meaning, regroup
 
-__all__ = ["COLLECTIVES", "Call", "Meanings", "Unproven", "meaning_of", "tensors_in"]
+__all__ = ["COLLECTIVES", "TRIANGLES", "Call", "Meanings", "Unproven", "meaning_of", "tensors_in"]
 
 _ATEN = torch.ops.aten
 _ATOMS = frozenset({type(None), bool, int, float, str})
@@ -283,6 +283,61 @@ def _chosen(call: Call) -> Meaning:
     return axis if axis is not None and (-1 if dim is None else dim) % call.args[0].ndim != axis.dim else Mark.MIXED
 
 
+def _index_select(call: Call) -> Meaning:
+    """Entries of a dimension that is not the tokens', the same for all of them; or a row of a table for each token."""
+    tensor, dim = call.args[0], call.argument("dim")
+    axis, index = call.meaning(tensor), call.meaning(call.argument("index"))
+    if tensor.ndim == 0:
+        return Mark.MIXED
+    if isinstance(axis, Axis):
+        return axis if index is Mark.SAME and dim % tensor.ndim != axis.dim else Mark.MIXED
+    return index.at(dim % tensor.ndim) if axis is Mark.SAME and isinstance(index, Axis) else Mark.MIXED
+
+
+def _gather(call: Call) -> Meaning:
+    """Entries of another dimension than the tokens', other ones for each token: both run over the same tokens."""
+    tensor, index = call.args[0], call.argument("index")
+    axis = call.meaning(tensor)
+    if not isinstance(axis, Axis) or call.meaning(index) != axis or index.ndim != tensor.ndim:
+        return Mark.MIXED
+    return axis if call.argument("dim") % tensor.ndim != axis.dim else Mark.MIXED
+
+
+def _scatter(call: Call) -> Meaning:
+    """Writes one number at places of another dimension than the tokens'. Several numbers at one place have no order."""
+    return _gather(call) if call.func._overloadname == "value" else Mark.MIXED
+
+
+def _pad(call: Call) -> Meaning:
+    """At the ends of dimensions that are not the tokens'; pairs of widths, of the last dimension first."""
+    axis, pad = call.only_first(), call.argument("pad")
+    if axis is None:
+        return Mark.MIXED
+    at = 2 * (call.args[0].ndim - 1 - axis.dim)
+    return axis if not any(pad[at : at + 2]) else Mark.MIXED
+
+
+def _repeat(call: Call) -> Meaning:
+    """The tokens once; new dimensions come before the others."""
+    axis, repeats = call.only_first(), call.argument("repeats")
+    if axis is None:
+        return Mark.MIXED
+    moved = axis.at(axis.dim + len(repeats) - call.args[0].ndim)
+    return moved if repeats[moved.dim] == 1 else Mark.MIXED
+
+
+def _triangle(call: Call) -> Meaning:
+    """A part of the rows has the diagonal of its first row: its second argument is moved by as many."""
+    axis = call.only_first()
+    if axis is None or call.kwargs:
+        return Mark.MIXED
+    return axis if axis == Axis(dim=call.args[0].ndim - 2) else Mark.MIXED
+
+
+TRIANGLES = frozenset({_ATEN.tril, _ATEN.triu, _ATEN.tril_, _ATEN.triu_})
+"""Operators that depend on the number of a row; of a part of the rows their second argument counts from its first one."""
+
+
 def _all_gather(call: Call) -> Meaning:
     """The shards of all ranks one after the other, along the first dimension."""
     axis = call.only_first()
@@ -308,7 +363,12 @@ COLLECTIVES: dict[str, Rule] = {
 
 _LIKE = (
     "_to_copy", "alias", "clone", "complex", "copy_", "detach", "empty_like", "fill_",
-    "full_like", "lift_fresh", "ones_like", "polar", "zero_", "zeros_like",
+    "floor_divide", "floor_divide_", "full_like", "lift_fresh", "masked_fill", "masked_fill_", "ones_like", "polar",
+    "zero_", "zeros_like",
+)  # fmt: skip
+_REDUCTIONS = (
+    "all", "amax", "amin", "any", "argmax", "argmin", "linalg_vector_norm", "logsumexp", "max", "mean", "min", "sum",
+    "var",
 )  # fmt: skip
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys((getattr(_ATEN, name) for name in _LIKE), _pointwise),
@@ -319,15 +379,21 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys((_ATEN.select, _ATEN.unbind), _pick),
     **dict.fromkeys((_ATEN._softmax, _ATEN._log_softmax, _ATEN._safe_softmax), _chosen),
     **dict.fromkeys((_ATEN.topk, _ATEN.sort), _chosen),
-    **dict.fromkeys((_ATEN.sum, _ATEN.mean, _ATEN.amax, _ATEN.argmax, _ATEN.var, _ATEN.linalg_vector_norm), _reduce),
+    **dict.fromkeys((getattr(_ATEN, name) for name in _REDUCTIONS), _reduce),
+    **dict.fromkeys((_ATEN.scatter, _ATEN.scatter_), _scatter),
+    **dict.fromkeys(TRIANGLES, _triangle),
     **dict.fromkeys((_ATEN.native_layer_norm, _ATEN._fused_rms_norm), _norm),
     **dict.fromkeys((_ATEN.mm, _ATEN.addmm, _ATEN.linear), _times_matrix),
     **dict.fromkeys((_ATEN.bmm, _ATEN.baddbmm), _batched),
     _ATEN.cat: _cat,
+    _ATEN.constant_pad_nd: _pad,
     _ATEN.embedding: _embedding,
     _ATEN.expand: _expand,
+    _ATEN.gather: _gather,
+    _ATEN.index_select: _index_select,
     _ATEN.permute: _permute,
     _ATEN.record_stream: _no_result,
+    _ATEN.repeat: _repeat,
     _ATEN.split: _split,
     _ATEN.squeeze: _squeeze,
     _ATEN.stack: _stack,

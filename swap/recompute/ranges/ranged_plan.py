@@ -71,7 +71,8 @@ class Span:
         self.stop = stop
         self._sources = sources
         self._candidates = tuple(wanted)
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[tuple[int, int], Plan] = {}
+        self._is_shifted = not rows.shifted.isdisjoint(cut.replayed)
         self.piece = stop - first if piece is None else min(stop - first, piece)
 
     @property
@@ -82,12 +83,12 @@ class Span:
     @property
     def plan(self) -> Plan:
         """The plan of the span as one piece."""
-        return self.plan_for(self.stop - self.first)
+        return self.plan_for(self.stop - self.first, self.first)
 
     @property
     def held_bytes(self) -> int:
         """Most bytes that a replay of one piece holds at once beside what is kept, and beside where its results go."""
-        return max(self.plan_for(piece.stop - piece.first).held_bytes for piece in self.pieces)
+        return max(self.plan_for(piece.stop - piece.first, piece.first).held_bytes for piece in self.pieces)
 
     @property
     def pieces(self) -> list[Piece]:
@@ -105,13 +106,12 @@ class Span:
             stop = first
         return found
 
-    def plan_for(self, count: int) -> Plan:
-        """The plan of a piece of `count` tokens."""
-        plan = self._plans.get(count)
+    def plan_for(self, count: int, first: int = 0) -> Plan:
+        """The plan of a piece of `count` tokens from `first` on, which few steps depend on."""
+        key = count, first if self._is_shifted else 0
+        plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[count] = _RangedWriter(
-                self.rows, self.cut, self._sources, self._candidates, count
-            ).plan()
+            plan = self._plans[key] = _RangedWriter(self.rows, self.cut, self._sources, self._candidates, *key).plan()
         return plan
 
     def kept_nbytes(self) -> Iterator[tuple[int, int]]:
@@ -346,14 +346,17 @@ def _kept_nbytes(
 
 
 class _RangedWriter(Writer):
-    """Writes the replay of `count` tokens of a span."""
+    """Writes the replay of `count` tokens of a span, from `first` on."""
 
     gives_memory = False
 
-    def __init__(self, rows: TokenRows, cut: Cut, sources: Sources, wanted: Iterable[int], count: int) -> None:
+    def __init__(
+        self, rows: TokenRows, cut: Cut, sources: Sources, wanted: Iterable[int], count: int, first: int
+    ) -> None:
         super().__init__(rows.tape, cut, sources, wanted)
         self._token_rows = rows
         self._count = count
+        self._first = first
         self.env.update(within=_within)
 
     def _geometry(self, value: int, content: int) -> Geometry:
@@ -363,7 +366,7 @@ class _RangedWriter(Writer):
         return self._token_rows.nbytes(content, self._count)
 
     def _args(self, step: Step) -> Sequence[Any]:
-        return self._token_rows.args_of(step, self._count)
+        return self._token_rows.args_of(step, self._count, self._first)
 
     def _give(self, at: int, name: str) -> None:
         shown = self._shown[name]

@@ -187,7 +187,7 @@ class RangedReplay(Replay):
                 raise ReplayFailed(None, f"it laid a tensor of {count} tokens out in memory in another way")
             take(piece, want, blank.new(storage))  # all of its bytes
 
-        self._run(self.span.plan_for(count), bring, give)
+        self._run(self.span.plan_for(count, piece.first), bring, give)
 
     def _part(self, position: int, piece: Piece) -> torch.Tensor:
         """The tokens of a piece, of what the plan keeps at `position`: bytes, or bits."""

@@ -24,7 +24,7 @@ import torch
 
 from memo.swap.engine.token_prefix import Rows
 from memo.swap.recompute.axis.argument_axes import token_axes
-from memo.swap.recompute.axis.operator_rules import Call, Unproven, meaning_of, tensors_in
+from memo.swap.recompute.axis.operator_rules import TRIANGLES, Call, Unproven, meaning_of, tensors_in
 from memo.swap.recompute.axis.token_axis import MIXED, SAME, Axis, Meaning, part_layout, rows_by_strides
 from memo.swap.recompute.tape.bans import is_cheap
 from memo.swap.recompute.tape.log import Birth, Function, Geometry
@@ -38,6 +38,10 @@ _SIZES_AT = {"empty": 0, "full": 0, "ones": 0, "zeros": 0, "new_empty": 1, "new_
 
 _PRODUCTS = frozenset({torch.ops.aten.bmm, torch.ops.aten.baddbmm})
 """Of which the rows of the left factor may be tokens, while the right one runs over other tokens."""
+_SELECTIONS = frozenset({torch.ops.aten.index_select})
+"""Of which the first operand may run over tokens, while the second one counts others: keys by their numbers."""
+_ELEMENTWISE = frozenset({torch.ops.aten.masked_fill, torch.ops.aten.masked_fill_})
+"""Pointwise, though not tagged so."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +67,8 @@ class TokenRows:
     axes: Mapping[tuple[int, int], Axis]
     mixes: Mapping[int, str]
     sized: Mapping[int, tuple[int, Axis]]
+    shifted: frozenset[int] = frozenset()
+    """Steps that depend on the number of a token, as `tril`: their second argument is counted from the first token."""
 
     def geometry(self, value: int, content: int, count: int) -> Geometry:
         """Geometry of a value when `count` tokens are computed, over a storage of their own."""
@@ -79,8 +85,11 @@ class TokenRows:
         rows = self.rows.get(content)
         return self.tape.storage(content)[1] if rows is None else rows.nbytes(count)
 
-    def args_of(self, step: Step, count: int) -> Sequence[Any]:
-        """Arguments of a step when `count` tokens are computed."""
+    def args_of(self, step: Step, count: int, first: int = 0) -> Sequence[Any]:
+        """Arguments of a step when `count` tokens from `first` on are computed."""
+        if step.number in self.shifted:
+            diagonal = step.args[1] if len(step.args) > 1 else 0
+            return [step.args[0], diagonal + first, *step.args[2:]]
         at = self.sized.get(step.number)
         if at is None:
             return step.args
@@ -93,15 +102,13 @@ class TokenRows:
 def readings_of(tape: Tape, carried: Sequence[Any] = ()) -> Iterable[TokenRows]:
     """Ways to read a tape's tokens, the usual one first; each is right, and they differ in what they can divide.
 
-    Batch first and sequence first; memory that nothing seen has made is the same for all tokens, as a buffer is, or runs
-    over them, as what a compiled function made.
+    Batch first and sequence first, and of more dimensions than three each but the features; memory that nothing seen has
+    made is the same for all tokens, as a buffer is, or runs over them, as what a compiled function made.
     """
     if not tape.storages or tape.storages[0][0] is not Birth.INPUT:
         return
     size = tape.geometry(0)[2]
-    dims = [len(size) - 2] if len(size) > 1 else []
-    if len(size) > 2:
-        dims.append(0)
+    dims = range(len(size) - 2, -1, -1)
     for dim in sorted(dims, key=lambda dim: size[dim] < LEAST_TOKENS + tile_of(0)):
         if size[dim] < LEAST_TOKENS + tile_of(0):
             continue
@@ -133,8 +140,9 @@ class _Reader:
         self.tokens = size[dim]
         self._tape = tape
         self._carried = carried
-        self._others = math.prod(size[:-1]) // self.tokens
-        self._is_first = dim == 0 and len(size) > 2
+        before, behind = math.prod(size[:dim]), math.prod(size[dim + 1 : -1])
+        self._joined = [each for each in dict.fromkeys([(before, behind), (before, 1), (1, behind)]) if each != (1, 1)]
+        """Sequences before and behind the tokens, with which one dimension may be joined."""
         self._whole = whole
         self.needed = set(whole)
         """And those that the first step besides has to read as a whole to run on a part of the other tokens."""
@@ -147,6 +155,7 @@ class _Reader:
         self._axes: dict[tuple[int, int], Axis] = {}
         self._mixes: dict[int, str] = {}
         self._sized: dict[int, tuple[int, Axis]] = {}
+        self._shifted: set[int] = set()
         self._begin(dim, found_runs=found_runs)
 
     def read(self) -> TokenRows:
@@ -163,6 +172,7 @@ class _Reader:
             axes=self._axes,
             mixes=self._mixes,
             sized=self._sized,
+            shifted=frozenset(self._shifted),
         )
 
     def _begin(self, dim: int, *, found_runs: bool) -> None:
@@ -244,11 +254,9 @@ class _Reader:
         elif len(dims) > 1:
             dims = dims[::-1]
         yield from (Axis(dim=dim) for dim in dims)
-        if self._others > 1:
-            count = {"inner" if self._is_first else "outer": self._others}
-            yield from (
-                Axis(dim=dim, **count) for dim, length in enumerate(size) if length == self.tokens * self._others
-            )
+        for outer, inner in self._joined:
+            joined = (Axis(dim=dim, outer=outer, inner=inner) for dim in range(len(size)))
+            yield from (axis for axis in joined if size[axis.dim] == axis.length(self.tokens))
 
     def guess(self, value: int, like: Sequence[Axis]) -> Axis | None:
         """An axis for something that is kept; any is right."""
@@ -278,7 +286,9 @@ class _Reader:
         changed = [content for content in step.makes if content not in fresh]
         if meaning is MIXED and step.makes:
             self._mixes[step.number] = reason or f"{step.name} mixes tokens"
-        elif isinstance(meaning, Axis) and not self._whole.isdisjoint(step.makes):
+        elif isinstance(meaning, Axis) and _packet(step) in TRIANGLES:
+            self._shifted.add(step.number)
+        if isinstance(meaning, Axis) and not self._whole.isdisjoint(step.makes):
             self._mixes[step.number] = "all tokens of its result are needed at once"
         for content in changed:
             self._change(step, content, meaning, uses, like)
@@ -299,21 +309,29 @@ class _Reader:
         if isinstance(operator, Function) or not operator.is_overload or len(made := uses_in(step.out)) != 1:
             return
         ndim = len(self._tape.geometry(made[0].value)[2])
-        if operator.func.overloadpacket in _PRODUCTS:
+        packet = operator.func.overloadpacket
+        if packet in _SELECTIONS:
+            if isinstance(self._meaning(uses[0].value, uses[0].content), Axis):
+                self._need(uses[1:])
+            return
+        if packet in _PRODUCTS:
             if not is_cheap(step, self._tape):
                 return
             candidates = uses[-2:-1]
-        elif torch.Tag.pointwise in operator.func.tags:
+        elif torch.Tag.pointwise in operator.func.tags or packet in _ELEMENTWISE:
             candidates = uses[:1] if operator.writes else uses
         else:
             return
         found = [axis for use in candidates if (axis := self._in_result(use, ndim)) is not None]
         queries = min(found, key=lambda axis: axis.dim, default=None)
-        if queries is None or (operator.func.overloadpacket in _PRODUCTS and queries.dim != 1):
+        if queries is None or (packet in _PRODUCTS and queries.dim != 1):
             return
         running = {use.content for use in uses if self._in_result(use, ndim) == queries}
+        self._need(use for use in uses if use.content not in running)
+
+    def _need(self, uses: Iterable[Use]) -> None:
         for use in uses:
-            if use.content in running or self._meaning(use.value, use.content) is SAME:
+            if self._meaning(use.value, use.content) is SAME:
                 continue
             if self._tape.storage(use.content)[0] is not Birth.INPUT:
                 self.needed.add(use.content)
@@ -403,3 +421,7 @@ class _Reader:
         if isinstance(value, Carried):
             return self._carried[value.position] if value.position < len(self._carried) else 0.5
         return None if isinstance(value, Hidden) else value
+
+
+def _packet(step: Step) -> Any:
+    return getattr(getattr(step.operator, "func", None), "overloadpacket", None)

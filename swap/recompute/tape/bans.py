@@ -193,21 +193,21 @@ def _by_level(step: Step, tape: Tape, level: Level) -> str | None:
             return f"{reason} is kept"
     if level is Level.SAVE_MATMULS:
         if "matmul" in groups:
-            return "matrix products are kept"
+            return "convolutions are kept" if _is_convolution(step) else "matrix products are kept"
         sums = not isinstance(step.operator, Function) and step.operator.func.overloadpacket.__name__ in _SUMS
         return "sums over ranks are kept" if sums else None
-    if "matmul" in groups and not is_cheap(step, tape):
-        return "a product of two activations is kept"
-    return None
+    if "matmul" not in groups or is_cheap(step, tape):
+        return None
+    if _mixes_positions(step, tape):
+        return "a convolution over several positions is kept"
+    return "a product of two activations is kept"
 
 
 def is_cheap(step: Step, tape: Tape) -> bool:
     """True for a matrix product with a parameter, and for one whose result is larger than both factors."""
     name = step.operator.func.overloadpacket.__name__
-    if name in _CONVOLUTIONS:
-        weight = tape.geometry(step.args[1].value)
-        if any(size != 1 for size in weight[2][2:]):
-            return False  # it mixes positions: operations for each byte as many as its kernel has entries
+    if _mixes_positions(step, tape):
+        return False  # operations for each byte as many as its kernel has entries
     factors = [use for use in (*step.args, *step.kwargs.values()) if isinstance(use, Use)]
     if name in _ADDS_FIRST:
         factors = factors[1:]
@@ -217,6 +217,16 @@ def is_cheap(step: Step, tape: Tape) -> bool:
         return True
     result = sum(tape.storages[tape.contents[content].storage][1] for content in step.makes)
     return all(result > _nbytes(tape, use) for use in matrices)
+
+
+def _is_convolution(step: Step) -> bool:
+    operator = step.operator
+    return not isinstance(operator, Function) and operator.func.overloadpacket.__name__ in _CONVOLUTIONS
+
+
+def _mixes_positions(step: Step, tape: Tape) -> bool:
+    """True for a convolution whose kernel has more entries than one."""
+    return _is_convolution(step) and any(size != 1 for size in tape.geometry(step.args[1].value)[2][2:])
 
 
 def _nbytes(tape: Tape, use: Use) -> int:

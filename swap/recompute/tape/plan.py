@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from memo.swap.recompute.tape.cut import Cut, Problem
     from memo.swap.recompute.tape.tape import Step, Tape
 
-__all__ = ["Kept", "Plan", "Sources", "Writer", "mask_of", "plan_of", "problem_of"]
+__all__ = ["Kept", "Plan", "Sources", "Writer", "keep_bits", "mask_of", "plan_of", "problem_of"]
 
 _MASKS = frozenset({"bernoulli_", "bernoulli", "native_dropout"})
 """Random operators of zeros and ones."""
@@ -126,7 +126,7 @@ def problem_of(
     stay = {tape.last[storage] for storage in stuck}
     contents = [
         cuts.Content(
-            keep=_keep_bits(tape, number, sources),
+            keep=keep_bits(tape, number, sources),
             made_by=None if content.writer < 0 or number in stay else content.writer,
         )
         for number, content in enumerate(tape.contents)
@@ -150,7 +150,8 @@ def _with_waits(tape: Tape, steps: Iterable[int]) -> list[int]:
     return found + [step.number for step in waits if not made.isdisjoint(step.reads)]
 
 
-def _keep_bits(tape: Tape, number: int, sources: Sources) -> int | None:
+def keep_bits(tape: Tape, number: int, sources: Sources) -> int | None:
+    """Bits that keeping a content costs; None where it cannot be kept."""
     content = tape.contents[number]
     storage = content.storage
     if storage in sources.lent:

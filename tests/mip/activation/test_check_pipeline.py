@@ -183,7 +183,7 @@ def test_a_plan_in_turns_comes_back_from_its_file(schedule: PipelineSchedule, ch
     plan = any_plan(random_problem(1, layers=11, pipeline=pipeline), 1)
     text = plan_to_json(plan)
     assert plan_from_json(text) == plan
-    without = text.replace(f', "chunks": {chunks}}}', "}")
+    without = text.replace(f', "chunks": {chunks}, "layers": []}}', "}")
     assert without != text
     if chunks == 2:
         assert plan_from_json(without) == plan, "files from before there were numbers of chunks"

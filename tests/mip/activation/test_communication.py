@@ -101,8 +101,8 @@ def test_a_send_is_waited_for_by_the_next_stage() -> None:
 def test_a_copy_has_less_of_the_link_that_collectives_cross() -> None:
     problem = three_layers()
     shared = dataclasses.replace(problem, profile=dataclasses.replace(problem.profile, link_share=0.25))
-    assert problem.lanes.d2h_bytes_per_s == 10.0
-    assert shared.lanes.d2h_bytes_per_s == 7.5
+    assert problem.machine_of(0).lanes.d2h_bytes_per_s == 10.0
+    assert shared.machine_of(0).lanes.d2h_bytes_per_s == 7.5
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=PIPELINES)

@@ -134,9 +134,9 @@ def test_an_input_that_does_not_change_is_copied_in_first_calls_alone(
     copied: list[bool] = []
     plain_copy = RecordedCall._copied
 
-    def watch(self: RecordedCall, tensor: torch.Tensor) -> torch.Tensor:
+    def watch(self: RecordedCall, tensor: torch.Tensor, number: int) -> torch.Tensor:
         copied.append(True)
-        return plain_copy(self, tensor)
+        return plain_copy(self, tensor, number)
 
     monkeypatch.setattr(RecordedCall, "_copied", watch)
     model = adds_in_place()

@@ -102,3 +102,60 @@ def test_what_a_layer_shows_must_not_change_before_backward(offload: Callable[..
     model.shown.clear()
     with pytest.raises(ModifiedAfterSave):
         loss.backward()
+
+
+class Picks(nn.Module):
+    """Attends to the likeliest keys, and returns which ones these are: a number for each, of which no graph needs any."""
+
+    def __init__(self, shown_as: Callable[[torch.Tensor], torch.Tensor] = lambda picked: picked) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.shown_as = shown_as
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        scores = q @ k.mT
+        picked = scores.detach().topk(4, -1).indices
+        masked = scores + torch.full_like(scores, -1e4).scatter(-1, picked, 0.0)
+        return x + self.out(masked.softmax(-1) @ v), self.shown_as(picked)
+
+
+class Picking(Stack):
+    """Layers that return what they picked, which the program writes into: no graph needs it."""
+
+    def __init__(self, shown_as: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(layers=LAYERS, make=lambda: Picks(shown_as))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x, picked = layer(x)
+            picked.zero_()
+        loss: torch.Tensor = x.square().mean()
+        return loss
+
+
+VIEWS = {"whole": lambda picked: picked, "part": lambda picked: picked[..., 1:], "transposed": lambda picked: picked.mT}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, (0.0, 1.0, 0.0)], ids=str)
+def test_what_a_layer_returns_is_kept_as_a_copy_where_no_graph_guards_it(
+    offload: Callable[..., memo.Manager], alpha: Any, view: str
+) -> None:
+    """The program may write into it, which is no error without memo."""
+
+    def make() -> Picking:
+        torch.manual_seed(0)
+        return Picking(VIEWS[view])
+
+    model = make()
+    manager = offload(model, alpha=alpha, min_bytes=1)
+    got = train(model, lambda step: model(ids(step)), manager)
+    assert_equal(got, plain(make))
+    told = manager.explain(0)
+    assert told.used.name != "now", "what the next call was to keep was there to be kept"
+    if alpha == 0.0:
+        assert told.used == next(point for point in told.points if point.name == "attention")
+        picked = next(row for row in told.rows if row.operator == "aten.topk")
+        assert picked.kept_nbytes == BATCH * SEQ * 4 * 8

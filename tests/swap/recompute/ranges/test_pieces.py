@@ -12,6 +12,7 @@ import torch
 from live_bytes import LiveBytes
 from race_checker import CheckingBackend
 from small_models import assert_equal, ids, stack, train
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memo.errors import UsageError
@@ -156,3 +157,27 @@ def test_pieces_cover_a_span_and_none_is_larger_than_asked(tiles: int, stop: int
 
 def test_without_pieces_whole_storages_are_replayed_at_alpha_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(monkeypatch, TokenLevels.of_alpha(0.0)).pieces == []
+
+
+class Lower(nn.Module):
+    """A block in which each token sees those before it: by a triangle that is cut out of what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, SEQ), nn.Linear(SEQ, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shown = self.up(self.norm(x)).tril(2).mul(2).triu_(-40)
+        return x + self.down(shown.sin())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("levels", [in_pieces(SEQ - 1), in_pieces(32), in_pieces(24, 0.25), in_pieces(24, 0.25, 0.5)])
+def test_a_triangle_of_a_piece_is_that_of_its_tokens(levels: TokenLevels) -> None:
+    model, reference = stack(make=Lower), stack(make=Lower)
+    manager = managed(model, levels)
+    got = train(model, lambda step: model(ids(step, seq=SEQ)), manager)
+    assert_equal(got, train(reference, lambda step: reference(ids(step, seq=SEQ))))
+    told = manager.explain(0)
+    assert told.ranges, "in ranges of tokens"
+    assert all(row.replayed_tokens for row in told.rows if row.operator in ("aten.tril", "aten.triu_"))
+    manager.close()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from offload_models import causal, gpt, hugging_face, ours
-from small_models import SEQ, assert_equal, gradients, ids, stack, train
+from small_models import SEQ, assert_equal, gradients, ids, plain, stack, train
 from torch import nn
 from torch.nn import functional as F
 
@@ -331,3 +331,75 @@ def test_calls_with_other_counts_of_routed_rows_are_not_read_by_tokens_again(
     assert not ranges
     assert len(read) - first < 4, "of twelve calls, those whose replay was tried out"
     manager.close()
+
+
+class Mirrored(nn.Module):
+    """What it adds mixes tokens, and no graph needs it: only a call that is recorded for ranges holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mirrored = x.detach().narrow(2, 0, 8).flip(1)
+        shown = (self.up(self.norm(x)) + mirrored.repeat(1, 1, 8)).tanh()
+        return x + self.down(shown.sin().exp())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.6])
+def test_ranges_are_planned_for_the_next_call_which_holds_what_they_keep(
+    offload: Callable[..., memo.Manager], alpha: float
+) -> None:
+    def make() -> nn.Module:
+        return stack(make=Mirrored)
+
+    model = make()
+    manager = offload(model, alpha=alpha, min_bytes=1)
+    assert_equal(train(model, lambda step: model(ids(step)), manager), plain(make))
+    told = manager.explain(0)
+    assert told.ranges
+    assert next(row for row in told.rows if row.operator == "aten.flip").kept_tokens is not None
+
+
+class Streams(nn.Module):
+    """Four streams of hidden states for each token, (batch, tokens, streams, hidden), that are mixed and written back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+        self.mix = nn.Linear(4 * 32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.mix(x.flatten(2)).sigmoid()
+        read, write = weights.chunk(2, -1)
+        joined = self.norm((read.unsqueeze(-1) * x).sum(2))
+        heads = joined.unflatten(-1, (2, 16)).transpose(1, 2)
+        joined = joined + F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2)
+        made = self.down(F.gelu(self.up(joined)))
+        return x + write.unsqueeze(-1) * made.unsqueeze(2)
+
+
+class Streaming(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(61, 32)
+        self.layers = nn.ModuleList([Streams() for _ in range(3)])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids).unsqueeze(2).repeat(1, 1, 4, 1)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy((x.mean(2) @ self.embed.weight.t()).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize("alpha", [0.2, 0.5, 0.8, (0.25, 0.5, 0.25), TokenLevels(attention=1.0, piece=0.4)], ids=str)
+def test_hidden_states_of_four_dimensions_are_divided_along_tokens(
+    offload: Callable[..., memo.Manager], alpha: Any
+) -> None:
+    model = Streaming()
+    manager = offload(model, alpha=alpha)
+    assert_equal(train(model, lambda step: model(ids(step)), manager), plain(Streaming))
+    told = manager.explain(0)
+    assert told.tokens == SEQ
+    assert told.ranges

@@ -56,6 +56,18 @@ def test_what_is_dear_is_kept_with_attention_and_repeated_from_the_input(
     assert name not in names(taped, Level.SAVE_INPUT)
 
 
+@pytest.mark.parametrize(
+    ("level", "reason"),
+    [
+        (Level.SAVE_ATTENTION, "a convolution over several positions is kept"),
+        (Level.SAVE_MATMULS, "convolutions are kept"),
+    ],
+)
+def test_a_convolution_is_called_one(level: Level, reason: str) -> None:
+    taped = record(lambda x: F.conv1d(x.transpose(1, 2), torch.ones(32, 1, 3), groups=32), hidden())
+    assert banned(taped.tape, level)[taped.step("aten.convolution").number] == reason
+
+
 def test_a_convolution_of_one_point_is_a_product() -> None:
     weight = nn.Parameter(torch.ones(8, 32, 1))
     taped = record(lambda x: F.conv1d(x.transpose(1, 2), weight), hidden())

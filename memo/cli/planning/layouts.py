@@ -1,0 +1,207 @@
+"""`memo plan --search`: parses the cluster and what is fixed, searches, and prints or writes the answer."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from typing import TYPE_CHECKING
+
+from memo.cli.planning.request import parse_request
+from memo.cli.tables.layouts import search_summary, search_table, smallest_table
+from memo.cli.terminal.output_files import display_name
+from memo.cli.terminal.progress import WaitingLine
+from memo.errors import ExitCode, Infeasible, UsageError
+from memo.mip.activation import plan_to_json
+from memo.mip.inputs import PipelineSchedule
+from memo.mip.simulate import prove
+from memo.search import (
+    DIMENSIONS,
+    Launch,
+    Space,
+    launch_of,
+    runs_under_memo_train,
+    search_layouts,
+    smallest_that_fits,
+    why_not_trained,
+)
+from memo.units import format_tokens, parse_tokens
+
+if TYPE_CHECKING:
+    from memo.search import Found, Planned, Request
+
+__all__ = ["add_search_flags", "refuse_search_flags", "run_search"]
+
+PROCESSES = 2
+LEAST_STEP_TOKENS = 1 << 20
+"""Tokens of a step, at least, where its size is not given."""
+_OWN = ("nodes", "gpus_per_node", "dp", "batch_tokens")
+"""Flags that go with --search only."""
+_TRAINED = ("layers", "hidden", "heads")
+"""Flags of a model's shape that memo train has, too."""
+
+
+def add_search_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds --search and the flags that go with it."""
+    group = parser.add_argument_group("search for a layout (docs/search.md); dimensions that are given are fixed")
+    group.add_argument(
+        "--search",
+        action="store_true",
+        help="find the layout, schedule, sharding and microbatch with the shortest step on a cluster, each with its plan",
+    )
+    group.add_argument("--nodes", type=int, metavar="N", help="with --search: nodes of the cluster (default 1)")
+    group.add_argument(
+        "--gpus-per-node", type=int, metavar="N", help="with --search: GPUs of a node (default: as many as --gpu has)"
+    )
+    group.add_argument("--dp", type=int, metavar="N", help="with --search: data-parallel ranks (default: searched)")
+    group.add_argument(
+        "--batch-tokens",
+        metavar="TOKENS",
+        help="with --search: tokens in a step of all ranks, such as 4m, instead of --global-batch (default: 1m, or one "
+        "sequence)",
+    )
+
+
+def refuse_search_flags(args: argparse.Namespace) -> None:
+    """Refuses, without --search, flags that go with it only."""
+    for name in _OWN:
+        if getattr(args, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} goes with --search only")
+
+
+def run_search(args: argparse.Namespace) -> ExitCode:
+    """Searches, checks and simulates the best plans, writes one and prints the answer.
+
+    Raises:
+        UsageError: a flag does not go with --search, or no layout divides the model and the step.
+        Infeasible: no layout fits.
+    """
+    _refuse_others(args)
+    space = _space(args)
+    reason = why_not_trained(space.request)
+    begin_s = time.monotonic()
+    with WaitingLine("memo plan", f"searching layouts of {space.gpus} GPUs", quiet=args.json) as waiting:
+        found = search_layouts(space, runs=runs_under_memo_train, workers=PROCESSES, say=waiting.say)
+        seconds = time.monotonic() - begin_s
+        smallest = None if found.best else smallest_that_fits(space)
+        waiting.say("simulating the best plans")
+        steps = {one.candidate: prove(one.plan).step_s for one in _shown(found)}
+    if not found.best:
+        raise _does_not_fit(space, smallest_table(space, smallest), as_json=args.json)
+    written = found.best[0] if found.runnable is None or reason is not None else found.runnable
+    launch = _launch(args, space, written) if reason is None and found.runnable is not None else None
+    if args.output:
+        from memo.mip.address import write_file
+
+        write_file(args.output, plan_to_json(written.plan), overwrite=args.force)
+    if args.json:
+        summary = search_summary(found, simulated_s=steps, launch=launch, not_trained=reason, written=written)
+        print(json.dumps({**summary, "assumed": _assumed(args, space), "seconds": seconds, "output": args.output}))
+        return ExitCode.OK
+    print(search_table(found, simulated_s=steps, launch=launch, not_trained=reason, written=written, seconds=seconds))
+    for sentence in _assumed(args, space):
+        print(f"assumed: {sentence}")
+    if args.output:
+        print(f"Wrote {display_name(args.output)}")
+    return ExitCode.OK
+
+
+def _shown(found: Found) -> list[Planned]:
+    """Plans that the answer shows."""
+    runnable = [] if found.runnable is None or found.runnable in found.best else [found.runnable]
+    return [*found.best, *runnable]
+
+
+def _refuse_others(args: argparse.Namespace) -> None:
+    instead = {
+        "gpus": "--nodes and --gpus-per-node",
+        "max_seq": "--seq",
+        "sweep": "no --sweep",
+        "plot": "no --plot",
+        "profile": "--model",
+    }
+    for name, other in instead.items():
+        if getattr(args, name) not in (None, False):
+            raise UsageError(f"--{name.replace('_', '-')} does not go with --search; give {other}")
+    if args.global_batch is not None and args.batch_tokens is not None:
+        raise UsageError("--global-batch and --batch-tokens are the same size; give one of them")
+
+
+def _space(args: argparse.Namespace) -> Space:
+    """The space that the flags describe."""
+    nodes = 1 if args.nodes is None else args.nodes
+    for flag, number in (("nodes", nodes), ("gpus-per-node", args.gpus_per_node)):
+        if number is not None and number < 1:
+            raise UsageError(f"--{flag} {number} is less than 1")
+    fixed = {name: getattr(args, name) for name in DIMENSIONS if getattr(args, name) is not None}
+    if "schedule" in fixed:
+        fixed["schedule"] = PipelineSchedule(fixed["schedule"])
+    ones = {"gpus": 1, "tp": 1, "cp": 1, "pp": 1, "batch": None, "accumulate": None, "global_batch": None}
+    later = {"schedule": str(PipelineSchedule.ONE_F_ONE_B), "chunks": None, "zero": 3}
+    request = parse_request(argparse.Namespace(**{**vars(args), **ones, **later}))
+    machine = request.machine
+    if args.gpus_per_node is not None:
+        machine = dataclasses.replace(machine, gpus_per_node=args.gpus_per_node)
+    space = Space(
+        request=dataclasses.replace(request, machine=machine),
+        nodes=nodes,
+        global_batch=_global_batch(args, request),
+        fixed=fixed,
+    )
+    if not space.shapes:
+        raise UsageError(space.why_empty)
+    return space
+
+
+def _global_batch(args: argparse.Namespace, request: Request) -> int:
+    """Sequences of a step."""
+    tokens = request.layout.tokens
+    if args.global_batch is not None:
+        if args.global_batch < 1:
+            raise UsageError(f"--global-batch {args.global_batch} is less than 1")
+        return int(args.global_batch)
+    if args.batch_tokens is None:
+        return max(-(-LEAST_STEP_TOKENS // tokens), 1)
+    step = parse_tokens(args.batch_tokens, what="--batch-tokens")
+    if step % tokens or not step:
+        low, high = step // tokens * tokens, (step // tokens + 1) * tokens
+        near = " or ".join(format_tokens(size) for size in (low, high) if size)
+        raise UsageError(
+            f"--batch-tokens {args.batch_tokens} are no whole sequences of {format_tokens(tokens)} tokens; give {near}"
+        )
+    return step // tokens
+
+
+def _assumed(args: argparse.Namespace, space: Space) -> list[str]:
+    """Assumptions, as sentences without a full stop."""
+    found = [sentence for sentence in space.request.assumed if "ZeRO" not in sentence]
+    if args.global_batch is None and args.batch_tokens is None:
+        tokens = space.global_batch * space.request.layout.tokens
+        sequences = f"{space.global_batch} sequence{'s' * (space.global_batch > 1)}"
+        found.append(f"a step of all ranks is of {format_tokens(tokens)} tokens, {sequences} (--batch-tokens)")
+    return found
+
+
+def _launch(args: argparse.Namespace, space: Space, written: Planned) -> Launch:
+    """Launch lines of the plan that is written."""
+    flags = ["--model", args.model]
+    flags += [] if args.variant is None else ["--variant", args.variant]
+    for name in _TRAINED:
+        if getattr(args, name) is not None:
+            flags += [f"--{name}", str(getattr(args, name))]
+    return launch_of(
+        written.plan,
+        written.candidate,
+        gpus_per_node=space.gpus_per_node,
+        model_flags=flags,
+        plan_file=args.output or "plan.json",
+    )
+
+
+def _does_not_fit(space: Space, smallest: tuple[str, dict[str, object]], *, as_json: bool) -> Infeasible:
+    """Prints what would fit, and returns the error."""
+    words, summary = smallest
+    if as_json:
+        print(json.dumps({"status": "infeasible", "message": words, **summary}))
+    return Infeasible(words)

@@ -1,0 +1,261 @@
+"""`memo plan --cluster`: a layout on groups of nodes that are not alike, each of its placements planned.
+
+Owns the choice: of every placement with equal stages and with stages of their group's speed, the one with the shortest
+predicted step; from there single layers move between stages as long as that makes the step shorter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from memo.cli.inputs.budgets import budgets_of
+from memo.cli.planning.request import AUTO, parse_request
+from memo.cli.tables.address import table
+from memo.cli.terminal.file_kinds import FileKind, require_kind
+from memo.errors import UsageError
+from memo.mip.activation import (
+    ActivationPlan,
+    ActivationProblem,
+    Budgets,
+    DoesNotFit,
+    chunk_layers,
+    fits,
+    solve_mlp_tiles,
+    solve_problem,
+)
+from memo.mip.cluster import Cluster, NodeGroup, Placement, ProfileOf, balanced_layers, communication, read_cluster
+from memo.units import format_duration
+
+if TYPE_CHECKING:
+    from memo.mip.inputs import Hardware, Profile
+    from memo.search import Request
+
+__all__ = ["ClusterPlan", "ClusterRequest"]
+
+MOST_PLACEMENTS = 64
+"""Placements that are planned; `--search` prunes instead."""
+MOST_MOVES = 32
+"""Layers that are moved between stages of the best one."""
+LEAST_SAVING = 1e-9
+"""Fraction of a step; smaller savings are errors of rounding."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """A placement with numbers of layers, and its plan."""
+
+    placement: Placement
+    layers: tuple[int, ...] | None
+    """None: equal ones."""
+    plan: ActivationPlan
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterPlan:
+    """The best plan, and what it was chosen from."""
+
+    plan: ActivationPlan
+    placement: Placement
+    lines: tuple[str, ...]
+    summary: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterRequest:
+    """A request, and the cluster that it is for."""
+
+    request: Request
+    cluster: Cluster
+    args: argparse.Namespace
+    profiles: dict[int, ProfileOf] = dataclasses.field(default_factory=dict)
+    """Profiles that were derived, by the number of MLP tiles."""
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> ClusterRequest:
+        """Reads the cluster and the flags.
+
+        Raises:
+            UsageError: a flag has no meaning with a cluster, or is invalid.
+            PlanError: the file cannot be read.
+        """
+        clashes = {
+            "--gpu": args.gpu is not None,
+            "--net": args.net is not None,
+            "--doctor": args.doctor is not None,
+            "--profile": args.profile is not None,
+            "--max-seq": args.max_seq,
+            "--gpus auto": args.gpus == AUTO,
+            f"--sweep {args.sweep}": args.sweep is not None,
+            "--optimizer-offload": args.optimizer_offload,
+        }
+        given = [flag for flag, is_given in clashes.items() if is_given]
+        if given:
+            raise UsageError(
+                f"{given[0]} has no meaning with --cluster, whose file has the machines; leave out one of them"
+            )
+        require_kind(args.cluster, FileKind.CLUSTER)
+        cluster = read_cluster(args.cluster)
+        gpus = cluster.gpus if args.gpus is None else args.gpus
+        args = argparse.Namespace(**{**vars(args), "gpus": gpus})
+        request = parse_request(args, machine=cluster.groups[0].machine)
+        found = cls(request=request, cluster=cluster, args=args)
+        for group in cluster.groups:
+            found._budgets(group)
+        return found
+
+    def plan(self) -> ClusterPlan:
+        """The plan with the shortest step of all placements.
+
+        Raises:
+            UsageError: the layout has no place on the cluster.
+            DoesNotFit: no placement fits; the message is that of the last one.
+        """
+        found: list[_Candidate] = []
+        refused: DoesNotFit | UsageError | None = None
+        left_out = 0
+        for number, placement in enumerate(self.cluster.placements(self.request.layout)):
+            if number >= MOST_PLACEMENTS:
+                left_out += 1
+                continue
+            try:
+                for layers in self._divisions(placement):
+                    plan = solve_mlp_tiles(self._problems(placement, layers), self.request.tiles)
+                    found.append(_Candidate(placement=placement, layers=layers, plan=plan))
+            except (DoesNotFit, UsageError) as error:
+                refused = error
+        if not found:
+            assert refused is not None
+            raise refused
+        found.sort(key=lambda candidate: candidate.plan.step_s)
+        best = found[0] if self.request.stage_layers else self._moved(found[0])
+        if best is not found[0]:
+            found.insert(0, best)
+        return ClusterPlan(
+            plan=best.plan,
+            placement=best.placement,
+            lines=tuple(_lines(found, left_out)),
+            summary={"placements": [_summary(candidate) for candidate in found], "placements_left_out": left_out},
+        )
+
+    def _divisions(self, placement: Placement) -> Iterator[tuple[int, ...] | None]:
+        """Numbers of layers to try."""
+        if self.request.stage_layers:
+            yield self.request.stage_layers
+            return
+        yield None
+        pipeline = self.request.pipeline
+        if pipeline.stages == 1:
+            return
+        sizes = balanced_layers(
+            placement,
+            self._profile_of(self.request.tiles[0]),
+            schedule=pipeline.schedule,
+            chunks=pipeline.chunks,
+            budgets_of=self._budgets,
+        )
+        if sizes != _sizes(self._problems(placement, None)(self.request.tiles[0])):
+            yield sizes
+
+    def _moved(self, best: _Candidate) -> _Candidate:
+        """The candidate after moves of single layers from the slowest stage to others, while they shorten the step."""
+        for _ in range(MOST_MOVES if best.plan.problem.pipeline.stages > 1 else 0):
+            shorter = [plan for plan in self._neighbours(best) if plan.step_s < best.plan.step_s * (1 - LEAST_SAVING)]
+            if not shorter:
+                break
+            plan = min(shorter, key=lambda plan: plan.step_s)
+            best = dataclasses.replace(best, layers=_sizes(plan.problem), plan=plan)
+        return best
+
+    def _neighbours(self, best: _Candidate) -> Iterator[ActivationPlan]:
+        """Plans with one layer of the slowest stage on another one."""
+        problem = best.plan.problem
+        slowest = max(range(len(best.plan.stages)), key=lambda stage: best.plan.stages[stage].microbatch_s)
+        sizes, givers = _sizes(problem), problem.pipeline.chunk_positions(slowest)
+        for giver in givers:
+            for taker in range(len(sizes)):
+                if taker in givers or sizes[giver] == 1:
+                    continue
+                step = {giver: -1, taker: 1}
+                layers = tuple(size + step.get(run, 0) for run, size in enumerate(sizes))
+                other = self._problems(best.placement, layers)(problem.profile.mlp_tiles)
+                if fits(other):
+                    yield solve_problem(other)
+
+    def _problems(self, placement: Placement, layers: tuple[int, ...] | None) -> Callable[[int], ActivationProblem]:
+        """The problem of a placement by the number of MLP tiles."""
+        pipeline = self.request.pipeline
+
+        def of_tiles(tiles: int) -> ActivationProblem:
+            return placement.problem_inputs(
+                self._profile_of(tiles),
+                microbatches=pipeline.microbatches,
+                layers=layers,
+                schedule=pipeline.schedule,
+                chunks=pipeline.chunks,
+                budgets_of=self._budgets,
+            )
+
+        return of_tiles
+
+    def _profile_of(self, tiles: int) -> ProfileOf:
+        layout, request = self.request.layout, self.request
+
+        @functools.lru_cache(maxsize=1024)
+        def profile_of(machine: Hardware, **changes: Any) -> Profile:
+            return request.profile_on(machine, dataclasses.replace(layout, **changes), tiles=tiles)
+
+        return self.profiles.setdefault(tiles, profile_of)
+
+    def _budgets(self, group: NodeGroup) -> Budgets:
+        """Budgets of a group's nodes: those of the flags, or their parts of the group's own memories."""
+        budgets = budgets_of(self.args, group.machine)
+        disk = budgets.disk_bytes if self.args.nvme != "0" else group.disk_bytes
+        return dataclasses.replace(budgets, disk_bytes=disk)
+
+
+def _sizes(problem: ActivationProblem) -> tuple[int, ...]:
+    """Numbers of layers of a problem's runs, in the order of the layers."""
+    runs = [chunk for stage in range(problem.pipeline.stages) for chunk in chunk_layers(problem, stage)]
+    return tuple(len(run) for run in sorted(runs, key=lambda run: run.start))
+
+
+def _lines(found: list[_Candidate], left_out: int) -> Iterator[str]:
+    rows = []
+    for candidate in found[:10]:
+        exchanged = communication(candidate.plan.problem)
+        rows.append(
+            (
+                candidate.placement.describe(),
+                ", ".join(map(str, _sizes(candidate.plan.problem))),
+                format_duration(candidate.plan.step_s),
+                format_duration(exchanged.tensor_s),
+                format_duration(exchanged.data_s),
+                format_duration(exchanged.pipeline_s),
+            )
+        )
+    header = ("placement", "layers of the stages", "step", "collectives: tp, cp", "dp", "messages: pp")
+    yield table(header, rows)
+    if left_out:
+        yield f"{left_out} further placements were not planned"
+
+
+def _summary(candidate: _Candidate) -> dict[str, Any]:
+    exchanged = communication(candidate.plan.problem)
+    names = [group.name for group in candidate.placement.cluster.groups]
+    return {
+        "crossing": str(candidate.placement.crossing),
+        "stages": [
+            [
+                {"group": names[group], "replicas": count}
+                for group, count in zip(place.groups, place.replicas, strict=True)
+            ]
+            for place in candidate.placement.places
+        ],
+        "stage_layers": list(_sizes(candidate.plan.problem)),
+        "step_s": candidate.plan.step_s,
+        "communication_s": dataclasses.asdict(exchanged),
+    }

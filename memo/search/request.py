@@ -1,0 +1,191 @@
+"""Request of a plan: a model, a step and a machine, from which planning problems and plans are made.
+
+Pure data beside the model; `memo plan` parses it from flags, searches and sweeps vary it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from memo.errors import UsageError
+from memo.gpt import EmbeddingGradients, GPTConfig
+from memo.gpt.arithmetic import Layout, Optimizer, derive_profile
+from memo.mip.activation import ActivationProblem, DoesNotFit, Pipeline, solve_mlp_tiles, stage_static
+from memo.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from memo.gpt import Precision
+    from memo.gpt.arithmetic import Recompute
+    from memo.hugging_face import HuggingFaceModel
+    from memo.mip.activation import ActivationPlan, Budgets
+    from memo.mip.inputs import Hardware, PipelineSchedule, Profile
+
+__all__ = ["Request"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Model, step, layout and machine with its budgets. Searches and sweeps vary it."""
+
+    config: GPTConfig | HuggingFaceModel | None
+    """None where a profile is given."""
+    model: str
+    precision: Precision
+    tiles: tuple[int, ...]
+    """Numbers of MLP tiles to choose from, ascending."""
+    layout: Layout
+    profile: Profile | None
+    machine: Hardware
+    budgets: Budgets
+    accumulate: int
+    schedule: PipelineSchedule
+    recompute: Recompute | None
+    """A fixed method; None is the plan's choice."""
+    zero: int
+    optimizer_offload: bool
+    optimizer: Optimizer
+    lora: int
+    """Rank of adapters; 0: everything is trained."""
+    chunks: int | None
+    """Of each pipeline rank; None is the schedule's own number."""
+    sharded_over: int | None = None
+    """Ranks that share one copy of what `zero` shards, for hybrid sharding; None is all data-parallel ranks."""
+    stage_layers: tuple[int, ...] = ()
+    """Numbers of layers of the runs of consecutive layers; without them equal ones."""
+    embedding: EmbeddingGradients = EmbeddingGradients.DENSE
+    """How the embedding's gradient is exchanged."""
+
+    def plan(self) -> ActivationPlan:
+        """Plan with the shortest step.
+
+        Raises:
+            Infeasible: no plan fits the budgets.
+        """
+        plan = solve_mlp_tiles(self.problem, self.tiles)
+        exchange = plan.problem.profile.embedding_exchange
+        if self.embedding is not EmbeddingGradients.AUTO or exchange is None or exchange.sparse_s >= exchange.dense_s:
+            return plan
+        # It takes memory that the dense exchange leaves to activations, so only a plan shows which is faster.
+        other = dataclasses.replace(self, embedding=EmbeddingGradients.SPARSE)
+        try:
+            sparse = solve_mlp_tiles(other.problem, (plan.problem.profile.mlp_tiles,))
+        except DoesNotFit:
+            return plan
+        return sparse if sparse.step_s < plan.step_s else plan
+
+    def problem(self, tiles: int = 1) -> ActivationProblem:
+        """Planning problem; `tiles` is the number of MLP tiles of a named model.
+
+        Raises:
+            UsageError: the layout does not divide the model, or the host has no room for the optimizer that is to be there.
+        """
+        problem = self._problem(tiles, optimizer_offload=self.optimizer_offload)
+        there = self._optimizer_host_bytes(problem, tiles)
+        if not there:
+            return problem
+        host = problem.budgets.host_bytes - there
+        if host < 0:
+            most = format_bytes(problem.budgets.host_bytes, down=True)
+            raise UsageError(
+                f"--optimizer-offload puts {format_bytes(there)} of optimizer state and gradients into a node's host "
+                f"memory, and its budget is {most}; give more --host, or more nodes"
+            )
+        return dataclasses.replace(problem, budgets=dataclasses.replace(problem.budgets, host_bytes=host))
+
+    def _optimizer_host_bytes(self, problem: ActivationProblem, tiles: int) -> int:
+        """Bytes of optimizer state and gradients in a node's host memory; 0 for fixed methods, without a budget there."""
+        if not self.optimizer_offload or self.recompute is not None or self.config is None:
+            return 0
+        without = self._problem(tiles, optimizer_offload=False)
+        moved = (
+            stage_static(without, stage).nbytes - stage_static(problem, stage).nbytes
+            for stage in range(problem.pipeline.stages)
+        )
+        return max(moved) * problem.budgets.ranks_per_node
+
+    def _problem(self, tiles: int, *, optimizer_offload: bool) -> ActivationProblem:
+        layout = self.layout
+        if self.stage_layers:
+            layout = dataclasses.replace(layout, stage_layers=max(_sums(self.stage_layers, layout.pp, self.schedule)))
+        profile = self.profile_on(self.machine, layout, tiles=tiles, optimizer_offload=optimizer_offload)
+        return ActivationProblem(profile=profile, hardware=self.machine, budgets=self.budgets, pipeline=self.pipeline)
+
+    def profile_on(
+        self, machine: Hardware, layout: Layout, *, tiles: int = 1, optimizer_offload: bool = False
+    ) -> Profile:
+        """Profile of a rank on a machine; a measured one is of its own machine.
+
+        Raises:
+            UsageError: the layout does not divide the model.
+        """
+        profile, config = self.profile, self.config
+        if isinstance(config, GPTConfig):
+            profile = derive_profile(
+                dataclasses.replace(config, mlp_tiles=tiles),
+                machine,
+                layout,
+                precision=self.precision,
+                accumulate=self.accumulate,
+                recompute=self.recompute,
+                zero=self.zero,
+                sharded_over=self.sharded_over,
+                optimizer_offload=optimizer_offload,
+                optimizer=self.optimizer,
+                lora=self.lora,
+                sparse_embedding=self.embedding is EmbeddingGradients.SPARSE,
+                name=self.model,
+            )
+        elif config is not None:
+            profile = config.profile(
+                machine,
+                layout,
+                accumulate=self.accumulate,
+                recompute=self.recompute,
+                zero=self.zero,
+                sharded_over=self.sharded_over,
+                optimizer_offload=optimizer_offload,
+                optimizer=self.optimizer,
+                name=self.model,
+            )
+        assert profile is not None
+        return profile
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """Assumptions about training that are not the default, and those of a model of transformers."""
+        found = [f"the optimizer is {self.optimizer}"] if self.optimizer is not Optimizer.ADAMW else []
+        found += [f"adapters of rank {self.lora} alone are trained"] if self.lora else []
+        found += ["optimizer state and its step are on the host"] if self.optimizer_offload else []
+        found += (
+            [f"data-parallel ranks share by ZeRO {self.zero}"] if self.zero < 3 and self.layout.replicas > 1 else []
+        )
+        own = () if self.config is None or isinstance(self.config, GPTConfig) else self.config.notes
+        return (*found, *own)
+
+    def without_logits(self) -> Request | None:
+        """The request with `memo.loss_without_logits`; None where its loss has no logits in memory already."""
+        if self.config is None or isinstance(self.config, GPTConfig):
+            return None
+        other = self.config.with_loss_without_logits()
+        return None if other is None else dataclasses.replace(self, config=other)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """Pipeline of the layout."""
+        return Pipeline(
+            stages=self.layout.pp,
+            microbatches=self.accumulate,
+            stage_ranks=self.layout.gpus // self.layout.pp,
+            schedule=self.schedule,
+            chunks=self.chunks or 0,
+            layers=self.stage_layers,
+        )
+
+
+def _sums(layers: Sequence[int], stages: int, schedule: PipelineSchedule) -> list[int]:
+    """Layers of each stage, of those of its runs."""
+    chunks = len(layers) // stages
+    return [sum(layers[run] for run in schedule.stages_of(stage, stages, chunks=chunks)) for stage in range(stages)]

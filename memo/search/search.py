@@ -1,0 +1,449 @@
+"""Best-first search of a space: the candidates with the shortest steps, and bounds that prove all others slower.
+
+Owns the order of work. Open are numbers of GPUs, then shapes with a setting, then candidates; the one with the lowest bound
+is taken first and either divided, bounded more tightly, or planned. What is open when the lowest bound exceeds the steps
+that were found is proven slower, or not to fit. Planning is the expensive part, so it comes last and in rounds: a round's
+candidates are planned side by side, and the next round is chosen when all of them are done, so that the same space gives
+the same answer whatever the processes' pace.
+
+    GPUs ──▶ shape and setting ──▶ candidate ──▶ everything kept ──▶ links and memory ──▶ planned
+             work bounds           kept bounds   fits: planned       link bound
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import enum
+import heapq
+import itertools
+import math
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import TYPE_CHECKING
+
+from memo.errors import UsageError
+from memo.gpt import GPTConfig
+from memo.mip.activation import find_plan
+from memo.search.bounds import Bound, Ladder, kept_bounds, link_bound, work_bounds
+from memo.search.space import Candidate
+
+if TYPE_CHECKING:
+    from memo.mip.activation import ActivationPlan, ActivationProblem
+    from memo.search.space import Setting, Shape, Space
+
+__all__ = ["Closed", "Found", "Planned", "search_layouts"]
+
+WANTED = 10
+"""Best layouts that are found and proven."""
+A_ROUND = 4
+"""Candidates that are planned side by side."""
+ROUNDING = 1e-9
+"""Fraction by which two sums of the same seconds may differ."""
+
+
+class _Stage(enum.IntEnum):
+    """How far an open node has come."""
+
+    GPUS = 0
+    SETTING = 1
+    CANDIDATE = 2
+    KEPT = 3
+    """Bounded by keeping everything, which does not fit."""
+    FITS = 4
+    """Everything fits, so that the bound is its plan's step."""
+    LINKED = 5
+    """Bounded by its links and memory."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Node:
+    """A part of the space that is open."""
+
+    stage: _Stage
+    ladder: Ladder
+    shapes: Sequence[Shape]
+    setting: Setting | None = None
+    candidate: Candidate | None = None
+    tiles: tuple[tuple[int, float], ...] = ()
+    """Numbers of MLP tiles that may fit, with a bound on the step of each."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A candidate with its plan."""
+
+    candidate: Candidate
+    plan: ActivationPlan
+    bound_s: float
+    """The bound that it was planned by; below its step."""
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step."""
+        return self.plan.step_s
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Closed:
+    """A part of the space that was never planned, with the bound that closed it."""
+
+    shapes: tuple[Shape, ...]
+    setting: Setting | None
+    """None where it is all settings of the shapes."""
+    candidate: Candidate | None
+    """None where it is all candidates of the shapes and the setting."""
+    count: int
+    """Number of its candidates."""
+    kind: Bound
+    bound_s: float
+    """No plan has a shorter step; infinite where none fits."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Result of a search."""
+
+    space: Space
+    best: tuple[Planned, ...]
+    """The best candidate of each of the best layouts, in ascending order of the step: proven to be these."""
+    runnable: Planned | None
+    """The best one that runs as asked for, proven likewise; None where there is none."""
+    planned: tuple[Planned, ...]
+    """All that were planned, in ascending order."""
+    without_plan: tuple[Candidate, ...]
+    """Those for which the planner found that no plan fits."""
+    closed: tuple[Closed, ...]
+
+    @property
+    def candidates(self) -> int:
+        """Number of candidates in the space."""
+        return len(self.planned) + len(self.without_plan) + sum(one.count for one in self.closed)
+
+    @property
+    def pruned(self) -> dict[Bound, int]:
+        """Numbers of candidates that were never planned, by the kind of the bound that closed them."""
+        counts: collections.Counter[Bound] = collections.Counter()
+        for one in self.closed:
+            counts[one.kind] += one.count
+        return {kind: counts[kind] for kind in Bound if counts[kind]}
+
+    @property
+    def smallest_bound_s(self) -> float | None:
+        """The smallest bound of what was never planned; None where nothing is left that could fit."""
+        return min((one.bound_s for one in self.closed if math.isfinite(one.bound_s)), default=None)
+
+
+def search_layouts(
+    space: Space,
+    *,
+    wanted: int = WANTED,
+    runs: Callable[[Candidate], bool] | None = None,
+    workers: int = 1,
+    say: Callable[[str], None] | None = None,
+) -> Found:
+    """Finds the candidates with the shortest steps and proves that no other is faster, by the planner's cost model.
+
+    Args:
+        space: what is searched.
+        wanted: number of best layouts.
+        runs: whether a candidate can be carried out; the best of these is found and proven, too.
+        workers: processes that plan, beside this one where more than 1.
+        say: called with a few words of progress.
+
+    Raises:
+        Infeasible: no candidate fits.
+        UsageError: the space is empty, or the machine cannot run any of it.
+    """
+    search = _Search(space, wanted=wanted, runs=runs, workers=workers, say=say)
+    return search.run()
+
+
+class _Search:
+    """State of one search."""
+
+    def __init__(
+        self,
+        space: Space,
+        *,
+        wanted: int,
+        runs: Callable[[Candidate], bool] | None,
+        workers: int,
+        say: Callable[[str], None] | None,
+    ) -> None:
+        self._space, self._wanted, self._workers = space, wanted, workers
+        self._runs = runs or (lambda candidate: True)
+        self._say = say or (lambda text: None)
+        self._open: list[tuple[float, int, _Node]] = []
+        self._numbers = itertools.count()
+        self._planned: list[Planned] = []
+        self._without_plan: list[Candidate] = []
+        self._closed: list[_Node] = []
+        self._pool: ProcessPoolExecutor | None = None
+        self._best_s: dict[tuple[object, ...], float] = {}  # by layout
+        self._worst_s = math.inf  # of the best layouts that are wanted
+        self._runnable_s = math.inf
+
+    def run(self) -> Found:
+        """Searches until the lowest bound of what is open is above what was found."""
+        self._begin()
+        try:
+            while self._open:
+                round_ = self._round()
+                if not round_:
+                    break
+                self._plan(round_)
+        finally:
+            if self._pool is not None:
+                self._pool.shutdown(cancel_futures=True)
+        return self._found()
+
+    # What is open.
+
+    def _push(self, node: _Node) -> None:
+        if math.isinf(node.ladder.seconds):
+            self._closed.append(node)
+        else:
+            heapq.heappush(self._open, (node.ladder.seconds, next(self._numbers), node))
+
+    def _begin(self) -> None:
+        space = self._space
+        rate = self._highest_flops()
+        tokens = space.global_batch * space.request.layout.tokens
+        for gpus, shapes in itertools.groupby(space.shapes, key=lambda shape: shape.gpus):
+            least_s = 0.0 if rate is None else rate[0] * tokens / (gpus * rate[1])
+            self._push(_Node(stage=_Stage.GPUS, ladder=Ladder(((Bound.COMPUTE, least_s),)), shapes=tuple(shapes)))
+
+    def _highest_flops(self) -> tuple[float, float] | None:
+        """FLOPs of a token, and FLOP/s that no GPU exceeds; None for an empty space."""
+        space = self._space
+        machine = space.request.machine
+        for shape in space.shapes:
+            for setting in space.settings(shape):
+                profile = space.request_of(Candidate(shape=shape, setting=setting)).problem().profile
+                efficiency = 1.0
+                if isinstance(space.request.config, GPTConfig):
+                    efficiency = max(machine.matmul_efficiency, machine.attention_efficiency)
+                return profile.model_flops_causal_per_token, machine.peak_flops * efficiency
+        return None
+
+    def _cutoff_s(self, node: _Node) -> float:
+        """Seconds above which a node is closed, since the answer has something better in its place."""
+        if node.candidate is None:
+            return max(self._worst_s, self._runnable_s)
+        own_s = min(self._worst_s, self._best_s.get(node.candidate.layout, math.inf))
+        return max(own_s, self._runnable_s) if self._runs(node.candidate) else own_s
+
+    def _keep(self, planned: Planned) -> None:
+        """Adds a plan, and updates what the answer would be now."""
+        self._planned.append(planned)
+        layout, step_s = planned.candidate.layout, planned.step_s
+        self._best_s[layout] = min(step_s, self._best_s.get(layout, math.inf))
+        if len(self._best_s) >= self._wanted:
+            self._worst_s = sorted(self._best_s.values())[self._wanted - 1]
+        if self._runs(planned.candidate):
+            self._runnable_s = min(step_s, self._runnable_s)
+
+    def _round(self) -> list[_Node]:
+        """The next nodes to plan, each of another layout; of one layout the others wait for the first one's plan."""
+        chosen: dict[tuple[object, ...], _Node] = {}
+        waiting = []
+        for node in self._to_plan():
+            assert node.candidate is not None
+            if chosen.setdefault(node.candidate.layout, node) is not node:
+                waiting.append(node)
+            elif len(chosen) == A_ROUND:
+                break
+        for node in waiting:
+            self._push(node)
+        return list(chosen.values())
+
+    def _to_plan(self) -> Iterator[_Node]:
+        """Nodes to plan, by ascending bounds, all others on the way divided or bounded more tightly."""
+        while self._open:
+            bound_s, _, node = self._open[0]
+            if bound_s * (1 - ROUNDING) > max(self._worst_s, self._runnable_s):
+                return
+            heapq.heappop(self._open)
+            if bound_s * (1 - ROUNDING) > self._cutoff_s(node):
+                self._closed.append(node)
+            elif node.stage >= _Stage.FITS:
+                yield node
+            else:
+                for part in self._refined(node):
+                    self._push(part)
+
+    # Division and bounds.
+
+    def _refined(self, node: _Node) -> list[_Node]:
+        match node.stage:
+            case _Stage.GPUS:
+                return [
+                    self._setting(node, shape, setting)
+                    for shape in node.shapes
+                    for setting in self._space.settings(shape)
+                    if self._space.count(shape, setting)
+                ]
+            case _Stage.SETTING:
+                assert node.setting is not None
+                return [
+                    dataclasses.replace(node, stage=_Stage.CANDIDATE, candidate=candidate)
+                    for candidate in self._space.candidates(node.shapes[0], node.setting)
+                ]
+            case _Stage.CANDIDATE:
+                return [self._kept(node)]
+            case _:
+                return [self._linked(node)]
+
+    def _setting(self, node: _Node, shape: Shape, setting: Setting) -> _Node:
+        candidate = Candidate(shape=shape, setting=setting, zero=0)
+        problem = self._problem(candidate, self._space.request.tiles[0])
+        ladder = node.ladder
+        if problem is not None:
+            ladder = ladder.raised(*work_bounds(problem).steps)
+        return _Node(stage=_Stage.SETTING, ladder=ladder, shapes=(shape,), setting=setting)
+
+    def _kept(self, node: _Node) -> _Node:
+        """Bounded by the step that keeps everything; with the fewest tiles, since tiles only add work."""
+        assert node.candidate is not None
+        tiles = self._space.request.tiles[0]
+        problem = self._problem(node.candidate, tiles)
+        if problem is None:
+            return self._unfit(node)
+        ladder, plan = kept_bounds(problem)
+        fits = max(stage.peak_device_bytes for stage in plan.stages) <= problem.budgets.device_bytes
+        return dataclasses.replace(
+            node,
+            stage=_Stage.FITS if fits else _Stage.KEPT,
+            ladder=node.ladder.raised(*ladder.steps),
+            tiles=((tiles, ladder.seconds),) if fits else (),
+        )
+
+    def _linked(self, node: _Node) -> _Node:
+        """Bounded by what must move or be recomputed, for each number of tiles."""
+        assert node.candidate is not None
+        tiles: list[tuple[int, float]] = []
+        least_s = math.inf
+        for number in self._space.request.tiles:
+            problem = self._problem(node.candidate, number)
+            if problem is None:
+                continue
+            ladder, plan = kept_bounds(problem)
+            bound_s = ladder.seconds
+            if bound_s < least_s:  # else it is looked at only if fewer tiles have no plan
+                bound_s = max(bound_s, link_bound(plan))
+            if math.isfinite(bound_s):
+                tiles.append((number, bound_s))
+            least_s = min(least_s, bound_s)
+        if not tiles:
+            return self._unfit(node)
+        tiles.sort(key=lambda pair: pair[1])
+        raised = node.ladder.raised((Bound.LINK, least_s))
+        return dataclasses.replace(node, stage=_Stage.LINKED, ladder=raised, tiles=tuple(tiles))
+
+    def _unfit(self, node: _Node) -> _Node:
+        return dataclasses.replace(node, ladder=node.ladder.raised((Bound.MEMORY, math.inf)))
+
+    def _problem(self, candidate: Candidate, tiles: int) -> ActivationProblem | None:
+        """The candidate's problem; None where the host has no room for what is to be there in any case."""
+        with contextlib.suppress(UsageError):
+            return self._space.request_of(candidate).problem(tiles)
+        return None
+
+    # Planning.
+
+    def _plan(self, nodes: Sequence[_Node]) -> None:
+        """Plans a round of candidates."""
+        self._say(self._progress(nodes))
+        tasks = []
+        for node in nodes:
+            assert node.candidate is not None
+            limit_s = self._cutoff_s(node)
+            problems = [
+                (problem, bound_s)
+                for number, bound_s in node.tiles
+                if (problem := self._problem(node.candidate, number)) is not None
+            ]
+            tasks.append((tuple(problems), limit_s))
+        for node, (plan, rest_s) in zip(nodes, self._plans(nodes, tasks), strict=True):
+            assert node.candidate is not None
+            if plan is not None:
+                self._keep(Planned(candidate=node.candidate, plan=plan, bound_s=node.ladder.seconds))
+            elif math.isfinite(rest_s):
+                node.ladder = node.ladder.raised((Bound.LINK, rest_s))
+                self._closed.append(node)
+            else:
+                self._without_plan.append(node.candidate)
+
+    def _plans(self, nodes: Sequence[_Node], tasks: Sequence[_Task]) -> list[tuple[ActivationPlan | None, float]]:
+        if self._workers == 1 or all(node.stage is _Stage.FITS for node in nodes) or len(tasks) == 1:
+            return [_best_plan(task) for task in tasks]
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self._workers, mp_context=context)
+        return list(self._pool.map(_best_plan, tasks))
+
+    def _progress(self, nodes: Sequence[_Node]) -> str:
+        best = min((one.step_s for one in self._planned), default=None)
+        found = "" if best is None else f", best step {best:,.3g} s, bound {nodes[0].ladder.seconds:,.3g} s"
+        return f"searching layouts, {len(self._planned)} planned, {len(self._open):,} open{found}"
+
+    # Answer.
+
+    def _found(self) -> Found:
+        planned = sorted(self._planned, key=lambda one: (one.step_s, one.candidate.key))
+        of_layouts: dict[tuple[object, ...], Planned] = {}
+        for one in planned:
+            of_layouts.setdefault(one.candidate.layout, one)
+        best = tuple(itertools.islice(of_layouts.values(), self._wanted))
+        runnable = next((one for one in planned if self._runs(one.candidate)), None)
+        nodes = [*self._closed, *(node for _, _, node in self._open)]
+        return Found(
+            space=self._space,
+            best=best,
+            runnable=runnable,
+            planned=tuple(planned),
+            without_plan=tuple(self._without_plan),
+            closed=tuple(self._closed_node(node) for node in nodes),
+        )
+
+    def _closed_node(self, node: _Node) -> Closed:
+        count = 1
+        if node.candidate is None:
+            settings = [node.setting] if node.setting is not None else None
+            count = sum(
+                self._space.count(shape, setting)
+                for shape in node.shapes
+                for setting in (settings or self._space.settings(shape))
+            )
+        return Closed(
+            shapes=tuple(node.shapes),
+            setting=node.setting,
+            candidate=node.candidate,
+            count=count,
+            kind=node.ladder.kind(self._cutoff_s(node)),
+            bound_s=node.ladder.seconds,
+        )
+
+
+_Task = tuple[tuple[tuple["ActivationProblem", float], ...], float]
+"""Problems of one candidate with their bounds, ascending, and the step above which a plan is of no use."""
+
+
+def _best_plan(task: _Task) -> tuple[ActivationPlan | None, float]:
+    """The plan with the shortest step among a candidate's numbers of MLP tiles; None where none fits, or is of use.
+
+    Returns:
+        The plan, and the lowest bound of the numbers that were not tried.
+    """
+    problems, limit_s = task
+    best: ActivationPlan | None = None
+    for problem, bound_s in problems:
+        if bound_s > (limit_s if best is None else min(best.step_s, limit_s)):
+            return best, bound_s
+        plan = find_plan(problem)
+        if plan is not None and (best is None or plan.step_s < best.step_s):
+            best = plan
+    return best, math.inf

@@ -1,0 +1,368 @@
+"""Space of a search: every way to run a step of a given size on a cluster, and the reasons why others are left out.
+
+Owns the dimensions and what divides what. Knows no times and no bytes.
+
+    shape        pp x dp x cp x tp ranks, on all GPUs of the cluster or on fewer: whole nodes, or a part of one
+    setting      sequences of a microbatch, and microbatches of a step, which follow from the shape's dp
+    candidate    a shape and a setting, with a schedule and its chunks, and what data-parallel ranks shard
+
+Tensor parallelism beyond a node takes whole nodes. Context parallelism exchanges heads for tokens (Ulysses): the cost model
+has no ring attention. Schedules, chunks and microbatches are those that `memo train` runs.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from memo.errors import UsageError
+from memo.gpt import GPTConfig
+from memo.mip.inputs import PipelineSchedule
+
+if TYPE_CHECKING:
+    from memo.search.request import Request
+
+__all__ = ["DIMENSIONS", "Candidate", "Setting", "Shape", "Space"]
+
+DIMENSIONS = ("pp", "dp", "cp", "tp", "zero", "schedule", "chunks", "batch", "accumulate")
+"""Dimensions that may be fixed."""
+MOST_CHUNKS = 4
+"""Chunks of a pipeline rank that are tried."""
+MOST_TURNS = 1 << 17
+"""Of all ranks of a pipeline with several chunks, which the planner follows turn by turn."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Shape:
+    """Ranks of each kind of parallelism."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def family(self) -> str:
+        """The kinds of parallelism that it has, such as `pp+tp`."""
+        return "+".join(name for name in ("pp", "dp", "cp", "tp") if getattr(self, name) > 1) or "one GPU"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Setting:
+    """Division of a step into microbatches."""
+
+    batch: int
+    """Sequences in a microbatch of each data-parallel rank."""
+    accumulate: int
+    """Microbatches in a step."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One way to run a step."""
+
+    shape: Shape
+    setting: Setting
+    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+    chunks: int = 1
+    """Runs of consecutive layers of each pipeline rank."""
+    zero: int = 3
+    """0: data-parallel ranks hold everything; 1: the optimizer is sharded; 2: gradients, too; 3: weights, too."""
+    sharded_over: int | None = None
+    """Ranks that share one copy of what is sharded; None: all data-parallel ranks."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Order among candidates that take equally long: as memo train runs it, and the simpler one first."""
+        shape = self.shape
+        schedules = (PipelineSchedule.ONE_F_ONE_B, *PipelineSchedule)
+        return (
+            not self.is_fully_sharded,
+            shape.gpus,
+            shape.pp,
+            schedules.index(self.schedule),
+            self.chunks,
+            shape.cp,
+            shape.tp,
+            -self.setting.batch,
+            -self.zero,
+            self.sharded_over or 0,
+        )
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """What tells the rows of an answer apart: the shape, the schedule and its chunks."""
+        return (self.shape, self.schedule, self.chunks)
+
+    @property
+    def is_fully_sharded(self) -> bool:
+        """Whether it shards as memo train does: everything over all data-parallel ranks."""
+        return self.zero == 3 and self.sharded_over is None
+
+    @property
+    def sharding(self) -> str:
+        """What is sharded, in a word or two."""
+        if self.shape.dp * self.shape.cp == 1:
+            return "-"
+        return f"ZeRO {self.zero}" if self.sharded_over is None else f"ZeRO {self.zero} by {self.sharded_over}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Space:
+    """Candidates for a step of `global_batch` sequences on a cluster.
+
+    Raises:
+        UsageError: a fixed dimension is not positive.
+    """
+
+    request: Request
+    """Model, length, machine with its number of GPUs per node, budgets of a node; its layout is replaced."""
+    nodes: int
+    global_batch: int
+    """Sequences in a step of all ranks."""
+    fixed: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    """Values of dimensions that are not searched, by name."""
+
+    def __post_init__(self) -> None:
+        for name, value in self.fixed.items():
+            assert name in DIMENSIONS, name
+            if isinstance(value, int) and value < (0 if name == "zero" else 1):
+                raise UsageError(f"--{name} {value} is less than 1")
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs of a node."""
+        return self.request.machine.gpus_per_node
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the cluster."""
+        return self.nodes * self.gpus_per_node
+
+    @functools.cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Shapes that divide the model and the step, those with most GPUs first."""
+        found = [shape for shape in self._divisors() if self._is_whole(shape.gpus) and self._why_not(shape) is None]
+        return tuple(sorted(found, key=lambda shape: (-shape.gpus, shape)))
+
+    @functools.cached_property
+    def left_out(self) -> dict[str, int]:
+        """Reasons for which shapes on all GPUs of the cluster are left out, with their numbers."""
+        counts: collections.Counter[str] = collections.Counter()
+        for tp in _divisors_of(self.gpus):
+            for cp in _divisors_of(self.gpus // tp):
+                for pp in _divisors_of(self.gpus // (tp * cp)):
+                    shape = Shape(pp, self.gpus // (tp * cp * pp), cp, tp)
+                    why = self._why_not(shape) if self._agrees(shape) else None
+                    if why is not None:
+                        counts[why] += 1
+        return dict(counts.most_common())
+
+    @property
+    def why_empty(self) -> str:
+        """Why no shape has the fixed values, with the nearest that would do."""
+        model, fixed = _Sizes.of(self.request), self.fixed
+        tp = fixed.get("tp")
+        options: dict[str, tuple[str, Sequence[int]]] = {
+            "tp": (model.tensor_words, model.tensor_ranks()),
+            "cp": (
+                f"{model.heads} heads" if tp is None else f"{model.heads} heads on --tp {tp}",
+                model.context_ranks(tp if isinstance(tp, int) and tp in model.tensor_ranks() else 1),
+            ),
+            "pp": (f"{model.layers} layers", _divisors_of(model.layers)),
+            "dp": (f"{self.global_batch} sequences of a step", _divisors_of(self.global_batch)),
+        }
+        for name, (what, those) in options.items():
+            value = fixed.get(name)
+            if isinstance(value, int) and value not in those:
+                low = max((one for one in those if one < value), default=None)
+                high = min((one for one in those if one > value), default=None)
+                near = " and ".join(str(one) for one in (low, high) if one is not None)
+                verb = "does is" if None in (low, high) else "do are"
+                return f"--{name} {value} does not divide {what}; the nearest that {verb} {near}"
+        given = [f"--{name} {value}" for name, value in fixed.items()]
+        ranks = math.prod(size for name in options if isinstance(size := fixed.get(name, 1), int))
+        if ranks > self.gpus:
+            return f"{' x '.join(given)} are {ranks} ranks, and the cluster has {self.gpus} GPUs; give more --nodes"
+        return f"no layout of up to {self.gpus} GPUs has {', '.join(given)}; leave one of them out"
+
+    def settings(self, shape: Shape) -> list[Setting]:
+        """Divisions of the step into microbatches."""
+        own = self.global_batch // shape.dp
+        found = [Setting(batch, own // batch) for batch in _divisors_of(own)]
+        return [one for one in found if self._agrees(one)]
+
+    def candidates(self, shape: Shape, setting: Setting) -> list[Candidate]:
+        """All candidates of a shape and a setting."""
+        return [
+            Candidate(
+                shape=shape, setting=setting, schedule=schedule, chunks=chunks, zero=zero, sharded_over=sharded_over
+            )
+            for schedule, chunks in self._schedules(shape, setting)
+            for zero, sharded_over in self._shardings(shape)
+        ]
+
+    def count(self, shape: Shape, setting: Setting) -> int:
+        """Number of its candidates."""
+        return len(self._schedules(shape, setting)) * len(self._shardings(shape))
+
+    def request_of(self, candidate: Candidate) -> Request:
+        """The request for a plan of a candidate."""
+        shape, setting, request = candidate.shape, candidate.setting, self.request
+        layout = dataclasses.replace(
+            request.layout, gpus=shape.gpus, tp=shape.tp, cp=shape.cp, pp=shape.pp, batch=setting.batch
+        )
+        ranks = min(shape.gpus, self.gpus_per_node)
+        return dataclasses.replace(
+            request,
+            layout=layout,
+            budgets=dataclasses.replace(request.budgets, ranks_per_node=ranks),
+            accumulate=setting.accumulate,
+            schedule=candidate.schedule,
+            chunks=candidate.chunks if candidate.chunks > 1 else None,
+            zero=candidate.zero,
+            sharded_over=candidate.sharded_over,
+        )
+
+    # What divides what.
+
+    def _divisors(self) -> Iterator[Shape]:
+        """Shapes whose numbers divide the model's and the step's, on up to all GPUs."""
+        model = _Sizes.of(self.request)
+        tps = [tp for tp in model.tensor_ranks() if tp <= self.gpus]
+        for tp in tps:
+            for cp in model.context_ranks(tp):
+                for pp in _divisors_of(model.layers):
+                    for dp in _divisors_of(self.global_batch):
+                        shape = Shape(pp, dp, cp, tp)
+                        if shape.gpus <= self.gpus and self._agrees(shape):
+                            yield shape
+
+    def _is_whole(self, gpus: int) -> bool:
+        """Whether so many GPUs are whole nodes, or a part of one."""
+        return gpus <= self.gpus_per_node or gpus % self.gpus_per_node == 0
+
+    def _agrees(self, part: Shape | Setting) -> bool:
+        """Whether it has the fixed values."""
+        names = [field.name for field in dataclasses.fields(part)]
+        return all(self.fixed.get(name) in (None, getattr(part, name)) for name in names)
+
+    def _why_not(self, shape: Shape) -> str | None:
+        """Reason why a shape is left out; None where it is not."""
+        model, per_node, tokens = _Sizes.of(self.request), self.gpus_per_node, self.request.layout.tokens
+        if shape.tp not in model.tensor_ranks():
+            return "tp does not divide the heads and the MLP"
+        if shape.cp not in model.context_ranks(shape.tp):
+            return "cp does not divide the heads of a tensor-parallel rank"
+        if tokens % (shape.cp * shape.tp):
+            return "tp x cp does not divide the tokens"
+        if shape.tp > per_node and shape.tp % per_node:
+            return "tp is beyond a node and not of whole nodes"
+        if model.layers % shape.pp:
+            return "pp does not divide the layers"
+        if self.global_batch % shape.dp:
+            return "dp does not divide the sequences of a step"
+        if shape.gpus > per_node and not self.request.machine.network.nics_per_node:
+            return "no network connects the nodes"
+        if not any(self._schedules(shape, setting) for setting in self.settings(shape)):
+            return "too few microbatches for every schedule"
+        return None
+
+    def _schedules(self, shape: Shape, setting: Setting) -> list[tuple[PipelineSchedule, int]]:
+        """Schedules that run so many microbatches, with their numbers of chunks."""
+        if shape.pp == 1:
+            options = [(PipelineSchedule.ONE_F_ONE_B, 1)]
+        else:
+            layers = _Sizes.of(self.request).layers
+            options = [
+                (schedule, chunks)
+                for schedule in PipelineSchedule
+                for chunks in _chunk_counts(schedule)
+                if layers % (shape.pp * chunks) == 0
+                and schedule.reason_unsupported(setting.accumulate, shape.pp) is None
+                and (chunks == 1 or shape.pp * chunks * setting.accumulate <= MOST_TURNS)
+            ]
+        fixed = self.fixed
+        return [
+            (schedule, chunks)
+            for schedule, chunks in options
+            if fixed.get("schedule") in (None, schedule) and fixed.get("chunks") in (None, chunks)
+        ]
+
+    def _shardings(self, shape: Shape) -> list[tuple[int, int | None]]:
+        """What is sharded, over how many ranks."""
+        ranks, fixed = shape.dp * shape.cp, self.fixed.get("zero")
+        if ranks == 1:
+            return [(3, None)]
+        found: list[tuple[int, int | None]] = [(zero, None) for zero in (3, 2, 1, 0) if fixed in (None, zero)]
+        within = self.gpus_per_node // shape.tp if shape.tp <= self.gpus_per_node else 1
+        if fixed is None and 1 < within < ranks and ranks % within == 0:
+            found.append((3, within))
+        return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes:
+    """Sizes of a model that ranks divide."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    has_tensor_parallelism: bool
+
+    @classmethod
+    def of(cls, request: Request) -> _Sizes:
+        """Sizes of a request's model."""
+        config = request.config
+        if isinstance(config, GPTConfig):
+            return cls(
+                layers=config.layers,
+                heads=config.heads,
+                kv_heads=config.kv_heads,
+                ffn=config.ffn,
+                has_tensor_parallelism=True,
+            )
+        assert config is not None
+        return cls(layers=config.layers, heads=config.heads, kv_heads=config.heads, ffn=1, has_tensor_parallelism=False)
+
+    @property
+    def tensor_words(self) -> str:
+        """What ranks of tensor parallelism divide."""
+        if not self.has_tensor_parallelism:
+            return "a model of transformers, whose matrices stay whole"
+        kv = "" if self.kv_heads == self.heads else f", {self.kv_heads} key/value heads"
+        return f"{self.heads} heads{kv} and an MLP of {self.ffn}"
+
+    def tensor_ranks(self) -> list[int]:
+        """Numbers of ranks that divide the heads and the MLP."""
+        if not self.has_tensor_parallelism:
+            return [1]
+        return [tp for tp in _divisors_of(self.kv_heads) if self.heads % tp == 0 and self.ffn % tp == 0]
+
+    def context_ranks(self, tp: int) -> list[int]:
+        """Numbers of ranks that divide the heads of a tensor-parallel rank."""
+        if not self.heads:
+            return [1]
+        return [cp for cp in _divisors_of(self.kv_heads // tp) if self.heads % (tp * cp) == 0]
+
+
+def _chunk_counts(schedule: PipelineSchedule) -> list[int]:
+    """Numbers of chunks of a rank that are tried."""
+    return [chunks for chunks in range(1, MOST_CHUNKS + 1) if schedule.reason_not_chunks(chunks) is None]
+
+
+@functools.lru_cache(maxsize=1024)
+def _divisors_of(number: int) -> tuple[int, ...]:
+    """Divisors, ascending."""
+    small = [part for part in range(1, int(number**0.5) + 1) if number % part == 0]
+    return tuple(sorted({*small, *(number // part for part in small)}))

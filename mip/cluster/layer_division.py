@@ -1,0 +1,99 @@
+"""Division of a model's layers over pipeline stages of different speed and memory.
+
+Owns the search alone: exact, by dynamic programming over the layers. The slowest stage is as short as possible; of the
+divisions for which that holds, the one with the shortest sum, and then the most even one, is taken.
+
+    f(p, j) = min over i < j of max(f(p - 1, i), cost of layers i to j - 1 on stage p)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+__all__ = ["StageCosts", "divide_layers"]
+
+EVENNESS = 1e-6
+"""Weight of a run's square against its seconds, which chooses the more even of divisions with equal sums."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StageCosts:
+    """Seconds and bytes of each layer on the machine of one run of consecutive layers."""
+
+    seconds: Sequence[float]
+    """Of a microbatch, by layer of the model."""
+    nbytes: Sequence[int]
+    """Static bytes, by layer."""
+    room_bytes: int
+    """For static bytes on its device."""
+    before_s: float = 0.0
+    """Seconds of the embedding on this machine; counts for the first run."""
+    after_s: float = 0.0
+    """Seconds of the head, likewise for the last one."""
+
+
+def divide_layers(costs: Sequence[StageCosts]) -> tuple[int, ...]:
+    """Numbers of layers of each run, at least one, so that the slowest one is shortest.
+
+    Static bytes are kept within the room where that is possible at all, and else not looked at.
+
+    Args:
+        costs: of each run, in the order of the layers, of at least as many layers as there are runs.
+    """
+    found = _divide(costs, bounded=True)
+    return found if found is not None else _divide(costs, bounded=False) or ()
+
+
+def _divide(costs: Sequence[StageCosts], *, bounded: bool) -> tuple[int, ...] | None:
+    count, layers = len(costs), len(costs[0].seconds)
+    time = [list(itertools.accumulate(run.seconds, initial=0.0)) for run in costs]
+    held = [list(itertools.accumulate(run.nbytes, initial=0)) for run in costs]
+
+    def cost(run: int, first: int, end: int) -> float:
+        if bounded and held[run][end] - held[run][first] > costs[run].room_bytes:
+            return math.inf
+        seconds = time[run][end] - time[run][first]
+        return seconds + (costs[run].before_s if run == 0 else 0.0) + (costs[run].after_s if run == count - 1 else 0.0)
+
+    # The shortest slowest run. The more layers a run has, the longer it is, so the search ends with the first too long.
+    best = [math.inf] * (layers + 1)
+    best[0] = 0.0
+    for run in range(count):
+        ahead, best = best, [math.inf] * (layers + 1)
+        for end in range(run + 1, layers - (count - 1 - run) + 1):
+            for first in range(end - 1, run - 1, -1):
+                seconds = cost(run, first, end)
+                if seconds >= best[end]:
+                    break
+                best[end] = min(best[end], max(ahead[first], seconds))
+    bound = best[layers]
+    if bound == math.inf:
+        return None
+    return _shortest_sum(cost, count, layers, bound * (1 + 1e-12))
+
+
+def _shortest_sum(cost: Callable[[int, int, int], float], count: int, layers: int, bound: float) -> tuple[int, ...]:
+    """Of the divisions whose runs are all within the bound, the one with the shortest sum, then the most even one."""
+    sums: list[list[tuple[float, int]]] = []
+    before = {0: 0.0}
+    for run in range(count):
+        reached: dict[int, tuple[float, int]] = {}
+        for first, total in before.items():
+            for end in range(first + 1, layers - (count - 1 - run) + 1):
+                seconds = cost(run, first, end)
+                if seconds > bound:
+                    break
+                known = total + seconds + EVENNESS * seconds * seconds / (bound or 1.0)
+                if end not in reached or known < reached[end][0]:
+                    reached[end] = (known, first)
+        sums.append([reached.get(end, (math.inf, 0)) for end in range(layers + 1)])
+        before = {end: total for end, (total, _) in reached.items()}
+    sizes, end = [], layers
+    for run in reversed(range(count)):
+        first = sums[run][end][1]
+        sizes.append(end - first)
+        end = first
+    return tuple(reversed(sizes))

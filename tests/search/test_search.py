@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from small_clusters import all_candidates, random_space
+
+from memo.mip.activation import find_plan
+from memo.mip.simulate.proof import AGREEMENT_IN_TURNS, agrees
+from memo.mip.simulate.simulator import require_within_budgets, simulate
+from memo.search import Candidate, Found, Space, runs_under_memo_train, search_layouts
+
+EQUAL = 1e-9
+"""Fraction by which equal steps may differ by rounding."""
+SIMULATED = 2 * AGREEMENT_IN_TURNS
+
+
+def exhaustive(space: Space) -> tuple[dict[Candidate, float], dict[Candidate, float]]:
+    """The step of each candidate that fits, planned and checked, and the same by the simulator."""
+    steps, simulated = {}, {}
+    for candidate in all_candidates(space):
+        request = space.request_of(candidate)
+        plans = [plan for tiles in request.tiles if (plan := find_plan(request.problem(tiles))) is not None]
+        if not plans:
+            continue
+        plan = min(plans, key=lambda plan: plan.step_s)
+        simulation = simulate(plan)
+        require_within_budgets(simulation)
+        assert agrees(plan, simulation) or simulation.step_s < plan.step_s, candidate
+        steps[candidate], simulated[candidate] = plan.step_s, simulation.step_s
+    return steps, simulated
+
+
+def best_of_layouts(steps: dict[Candidate, float]) -> list[float]:
+    best: dict[tuple[object, ...], float] = {}
+    for candidate, step_s in steps.items():
+        best[candidate.layout] = min(step_s, best.get(candidate.layout, math.inf))
+    return sorted(best.values())
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_a_search_finds_what_planning_everything_does(block: int) -> None:
+    for seed in range(20 * block, 20 * block + 20):
+        space = random_space(seed, most_gpus=8 if seed % 100 == 0 else 4 if seed % 5 == 0 else 2)
+        found = search_layouts(space, wanted=3, runs=runs_under_memo_train)
+        steps, simulated = exhaustive(space)
+        wanted = best_of_layouts(steps)[:3]
+        assert [one.step_s for one in found.best] == pytest.approx(wanted, rel=EQUAL), seed
+        for one in found.best:
+            assert steps[one.candidate] == pytest.approx(one.step_s, rel=EQUAL)
+        runnable = min((step_s for one, step_s in steps.items() if one.is_fully_sharded), default=None)
+        assert (found.runnable is None) == (runnable is None), seed
+        if found.runnable is not None:
+            assert found.runnable.step_s == pytest.approx(runnable, rel=EQUAL), seed
+        assert found.candidates == len(all_candidates(space))
+        if found.best:  # the fastest by the simulator is no faster than predictions are off
+            assert simulated[found.best[0].candidate] <= min(simulated.values()) * (1 + SIMULATED), seed
+        assert_all_closed_for_a_reason(found, steps, seed)
+
+
+def assert_all_closed_for_a_reason(found: Found, steps: dict[Candidate, float], seed: int) -> None:
+    """No bound is above a step of what it closed."""
+    space = found.space
+    for closed in found.closed:
+        own = [closed.candidate] if closed.candidate is not None else []
+        if closed.candidate is None:
+            own = [one for one in all_candidates(space) if one.shape in closed.shapes]
+            own = [one for one in own if closed.setting in (None, one.setting)]
+            assert len(own) == closed.count
+        for candidate in own:
+            assert closed.bound_s <= steps.get(candidate, math.inf) * (1 + EQUAL), (seed, candidate)
+    assert not any(candidate in steps for candidate in found.without_plan)
+
+
+def test_the_same_space_gives_the_same_answer() -> None:
+    space = random_space(3)
+    first, second = (search_layouts(space, runs=runs_under_memo_train) for _ in range(2))
+    assert [one.candidate for one in first.best] == [one.candidate for one in second.best]
+    assert [one.plan for one in first.planned] == [one.plan for one in second.planned]
+    assert first.closed == second.closed
+
+
+def test_processes_do_not_change_the_answer() -> None:
+    space = random_space(7)
+    alone, beside = search_layouts(space), search_layouts(space, workers=2)
+    assert [(one.candidate, one.plan) for one in alone.planned] == [(one.candidate, one.plan) for one in beside.planned]
+    assert alone.closed == beside.closed
+
+
+def best_step_s(space: Space) -> float:
+    found = search_layouts(space, wanted=1)
+    return found.best[0].step_s if found.best else math.inf
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_more_of_anything_never_makes_the_answer_slower(seed: int) -> None:
+    """Memory, links and nodes; the plans are rounded to tiles, so that steps agree to the tiles' fraction."""
+    space = random_space(1000 + seed, most_gpus=4)
+    request, budgets, machine = space.request, space.request.budgets, space.request.machine
+    names = ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s", "node_d2h_bytes_per_s", "node_h2d_bytes_per_s")
+    network = dataclasses.replace(machine.network, nic_bytes_per_s=4 * machine.network.nic_bytes_per_s)
+    changes = {
+        "device": {"budgets": dataclasses.replace(budgets, device_bytes=2 * budgets.device_bytes)},
+        "host": {"budgets": dataclasses.replace(budgets, host_bytes=2 * budgets.host_bytes)},
+        "links": {"machine": dataclasses.replace(machine, **{name: 2 * getattr(machine, name) for name in names})},
+        "peers": {"machine": dataclasses.replace(machine, nvlink_bytes_per_s=2 * machine.nvlink_bytes_per_s)},
+        "network": {"machine": dataclasses.replace(machine, network=network)},
+    }
+    before_s = best_step_s(space)
+    for what, change in changes.items():
+        more = dataclasses.replace(space, request=dataclasses.replace(request, **change))
+        assert best_step_s(more) <= before_s * 1.002, what
+    assert best_step_s(dataclasses.replace(space, nodes=space.nodes + 1)) <= before_s * (1 + EQUAL)
