@@ -634,3 +634,25 @@ def test_a_file_that_is_no_plan_is_none_to_go_on_from(tmp_path: Path, capsys: py
     for name in (path, tmp_path / "missing.json"):
         assert main([*PAPER, "--from", str(name)]) in (ExitCode.FAILURE, ExitCode.USAGE)
         assert str(name) in assert_one_line(capsys)
+
+
+def test_a_search_from_a_plan_says_what_its_layout_reads_of_the_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["plan", "--model", "125m", "--variant", "llama", "--seq", "2k", "--gpu", "h100", "--mlp-tiles", "1"]
+    path = tmp_path / "plan.json"
+    assert main([*model, "--gpus", "4", "--pp", "2", "--accumulate", "2", "-o", str(path)]) == ExitCode.OK
+    search = [*model, "--search", "--nodes", "1", "--gpus-per-node", "2", "--global-batch", "4"]
+    capsys.readouterr()
+    assert main([*search, "--from", str(path)]) == ExitCode.OK
+    assert re.search(
+        r"^resharding: dp 2, pp 2 to dp 2: a rank reads at most .* at 10 GB/s a node$", capsys.readouterr().out, re.M
+    )
+    known = of_json(capsys, [*search, "--from", str(path), "--embedding-exchange", "sparse"])
+    assert known["resharding"]["total_read_bytes"] > 0
+    assert known["best"][0]["sparse_embedding"]
+    capsys.readouterr()
+    assert main([*search, "--from", str(path), "--layers", "6"]) == ExitCode.USAGE
+    assert "its checkpoint cannot go on as 125m with 6" in assert_one_line(capsys)
+    assert main([*search, "--variant", "gpt", "--embedding-exchange", "sparse"]) == ExitCode.USAGE
+    assert "the embedding is the output projection, too" in assert_one_line(capsys)

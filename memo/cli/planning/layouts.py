@@ -14,6 +14,8 @@ from memo.cli.tables.layouts import search_summary, search_table, smallest_table
 from memo.cli.terminal.output_files import display_name
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, Infeasible, UsageError
+from memo.gpt import EmbeddingGradients, GPTConfig
+from memo.gpt.arithmetic import reason_not_sparse
 from memo.mip.activation import plan_to_json
 from memo.mip.inputs import PipelineSchedule
 from memo.mip.simulate import prove
@@ -157,6 +159,11 @@ def _space(args: argparse.Namespace) -> Space:
         global_batch=_global_batch(args, request),
         fixed=fixed,
     )
+    config = request.config
+    if request.embedding is EmbeddingGradients.SPARSE and isinstance(config, GPTConfig):
+        reason = reason_not_sparse(tied=config.tie_embeddings, ranks=space.gpus, lora=request.lora)
+        if reason is not None:
+            raise UsageError(f"--embedding-exchange sparse: {reason}; use --embedding-exchange auto")
     if not space.shapes:
         raise UsageError(space.why_empty)
     return space
