@@ -76,7 +76,6 @@ IMPORTS = {
     "memo/cli/tables memo/cli/inputs memo/cli/terminal",
     "memo/cli": "memo allocator mip mip/address mip/inputs mip/activation mip/simulate swap face memo/trace "
     "memo/trace/live memo/out_of_memory memo/machine memo/parallel memo/gpt/optim memo/gpt memo/gpt/arithmetic "
-    "memo/gpt/checkpoint "
     "memo/gpt/train memo/record memo/hugging_face memo/search "
     "memo face memo/cli/tables memo/cli/inputs memo/cli/terminal memo/cli/planning",
 }

@@ -8,11 +8,14 @@ import json
 import time
 from typing import TYPE_CHECKING
 
+from memo.cli.planning.former_plan import FormerPlan
 from memo.cli.planning.request import parse_request
 from memo.cli.tables.layouts import search_summary, search_table, smallest_table
 from memo.cli.terminal.output_files import display_name
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, Infeasible, UsageError
+from memo.gpt import EmbeddingGradients, GPTConfig
+from memo.gpt.arithmetic import reason_not_sparse
 from memo.mip.activation import plan_to_json
 from memo.mip.inputs import PipelineSchedule
 from memo.mip.simulate import prove
@@ -78,7 +81,10 @@ def run_search(args: argparse.Namespace) -> ExitCode:
         Infeasible: no layout fits.
     """
     _refuse_others(args)
+    former = None if args.former is None else FormerPlan.read(args.former, model=args.model)
     space = _space(args)
+    if former is not None:
+        former.require_model(args.model, space.request.config)
     reason = why_not_trained(space.request)
     begin_s = time.monotonic()
     with WaitingLine("memo plan", f"searching layouts of {space.gpus} GPUs", quiet=args.json) as waiting:
@@ -91,15 +97,19 @@ def run_search(args: argparse.Namespace) -> ExitCode:
         raise _does_not_fit(space, smallest_table(space, smallest), as_json=args.json)
     written = found.best[0] if found.runnable is None or reason is not None else found.runnable
     launch = _launch(args, space, written) if reason is None and found.runnable is not None else None
+    resharding = None if former is None else former.resharding_row(space.request.config, written.plan.problem)
     if args.output:
         from memo.mip.address import write_file
 
         write_file(args.output, plan_to_json(written.plan), overwrite=args.force)
     if args.json:
         summary = search_summary(found, simulated_s=steps, launch=launch, not_trained=reason, written=written)
+        summary |= {} if resharding is None else {"resharding": resharding[1]}
         print(json.dumps({**summary, "assumed": _assumed(args, space), "seconds": seconds, "output": args.output}))
         return ExitCode.OK
     print(search_table(found, simulated_s=steps, launch=launch, not_trained=reason, written=written, seconds=seconds))
+    if resharding is not None:
+        print(resharding[0])
     for sentence in _assumed(args, space):
         print(f"assumed: {sentence}")
     if args.output:
@@ -149,6 +159,11 @@ def _space(args: argparse.Namespace) -> Space:
         global_batch=_global_batch(args, request),
         fixed=fixed,
     )
+    config = request.config
+    if request.embedding is EmbeddingGradients.SPARSE and isinstance(config, GPTConfig):
+        reason = reason_not_sparse(tied=config.tie_embeddings, ranks=space.gpus, lora=request.lora)
+        if reason is not None:
+            raise UsageError(f"--embedding-exchange sparse: {reason}; use --embedding-exchange auto")
     if not space.shapes:
         raise UsageError(space.why_empty)
     return space
