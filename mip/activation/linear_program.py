@@ -42,6 +42,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -490,7 +491,7 @@ class Model:
     def _device_rows(self, stage: int) -> None:
         device, groups = self.problem.budgets.device_bytes, self._stages[stage]
         kept = [group.kept for group in groups]
-        for candidate in _undominated(device_peak_candidates(self.problem, stage)):
+        for candidate in _undominated(self.problem, stage):
             used = _WeightedSum()
             for group, its_kept in zip(groups, kept, strict=True):
                 of_kept, of_whole, of_unmoved, of_recomputing = (
@@ -625,11 +626,13 @@ class _WeightedSum:
         return pulp.LpAffineExpression(self._terms, self._constant)
 
 
-def _undominated(candidates: Sequence[PeakCandidate]) -> list[PeakCandidate]:
-    """Candidates that no other one dominates."""
+@functools.lru_cache(maxsize=96)
+def _undominated(problem: ActivationProblem, stage: int) -> tuple[PeakCandidate, ...]:
+    """Candidates of a stage's peak that no other one dominates."""
+    candidates = device_peak_candidates(problem, stage)
     found: list[tuple[PeakCandidate, tuple[int, ...]]] = []
     for candidate in sorted(candidates, key=lambda p: (-sum(p.kept) - sum(p.unmoved), -p.resident_bytes)):
         amounts = candidate.amounts
         if not any(all(map(operator.ge, other, amounts)) for _, other in found):
             found.append((candidate, amounts))
-    return [candidate for candidate, _ in found]
+    return tuple(candidate for candidate, _ in found)
