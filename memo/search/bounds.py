@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from memo.mip.activation import ActivationProblem, StagePrediction
     from memo.mip.inputs import LayerProfile
 
-__all__ = ["Bound", "Ladder", "kept_bounds", "link_bound", "work_bounds"]
+__all__ = ["Bound", "Ladder", "keeps_all", "kept_bounds", "link_bound", "work_bounds"]
 
 MOMENTS = 2
 """Fullest moments of a stage that count, by each of two orders."""
@@ -111,15 +111,25 @@ def work_bounds(problem: ActivationProblem) -> Ladder:
 
 
 def kept_bounds(problem: ActivationProblem) -> tuple[Ladder, ActivationPlan]:
-    """Bounds by the step that keeps everything, and that plan, whether or not it fits."""
-    layers = tuple(LayerPlan() for _ in problem.profile.layers)
-    plan = ActivationPlan(problem=problem, layers=layers, stages=predict_stages(problem, layers))
+    """Bounds by the step that keeps everything, and that plan, whether or not it fits, without its peaks."""
+    layers = (LayerPlan(),) * len(problem.profile.layers)
+    stages = predict_stages(problem, layers, device_memory=False)
+    plan = ActivationPlan(problem=problem, layers=layers, stages=stages)
     profile, times = problem.profile, problem.pipeline.microbatches
     alone = times * max(stage.compute_s for stage in plan.stages) + profile.optimizer_s
     waiting = max(times * stage.microbatch_s + stage.sync_s for stage in plan.stages)
     waiting += profile.optimizer_s + profile.optimizer_exchange_s
     found = Ladder().raised((Bound.COMPUTE, alone), (Bound.COMMUNICATION, waiting), (Bound.BUBBLE, plan.step_s))
     return found, plan
+
+
+def keeps_all(kept: ActivationPlan) -> bool:
+    """Whether the plan that keeps everything fits the device."""
+    problem = kept.problem
+    budget, stages = problem.budgets.device_bytes, range(problem.pipeline.stages)
+    if any(_kept_bytes(problem, stage) > budget for stage in stages):
+        return False
+    return all(stage.peak_device_bytes <= budget for stage in predict_stages(problem, kept.layers))
 
 
 def link_bound(kept: ActivationPlan) -> float:
@@ -354,7 +364,7 @@ def _fullest(problem: ActivationProblem, stage: int) -> list[tuple[int, Sequence
     known = problem.profile.layer_profiles()
     layers = [known[index] for chunk in chunk_layers(problem, stage) for index in chunk]
     found: dict[tuple[int, tuple[int, ...]], None] = {}
-    candidates = device_peak_candidates(problem, stage)
+    candidates = device_peak_candidates(problem, stage, turn_ends_only=True)
     for nbytes in ([layer.full_bytes for layer in layers], [0 for _ in layers]):
         ordered = sorted(
             candidates,
@@ -363,6 +373,14 @@ def _fullest(problem: ActivationProblem, stage: int) -> list[tuple[int, Sequence
         for place in ordered[:MOMENTS]:
             found[place.resident_bytes, place.kept] = None
     return list(found)
+
+
+def _kept_bytes(problem: ActivationProblem, stage: int) -> int:
+    """Bytes on the device at the fullest of the moments that count, if everything is kept."""
+    known = problem.profile.layer_profiles()
+    whole = [known[index].full_bytes for chunk in chunk_layers(problem, stage) for index in chunk]
+    places = device_peak_candidates(problem, stage, turn_ends_only=True)
+    return max(place.resident_bytes + sum(map(int.__mul__, place.kept, whole)) for place in places)
 
 
 def _least_held(peaks: Sequence[Sequence[int]]) -> int:

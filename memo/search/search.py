@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from memo.errors import UsageError
 from memo.gpt import GPTConfig
 from memo.mip.activation import find_plan
-from memo.search.bounds import Bound, Ladder, kept_bounds, link_bound, work_bounds
+from memo.search.bounds import Bound, Ladder, keeps_all, kept_bounds, link_bound, work_bounds
 from memo.search.space import Candidate
 
 if TYPE_CHECKING:
@@ -51,9 +51,9 @@ class _Stage(enum.IntEnum):
     SETTING = 1
     CANDIDATE = 2
     KEPT = 3
-    """Bounded by keeping everything, which does not fit."""
+    """Bounded by keeping everything."""
     FITS = 4
-    """Everything fits, so that the bound is its plan's step."""
+    """Everything fits, so that this bound is its plan's step."""
     LINKED = 5
     """Bounded by its links and memory."""
 
@@ -312,17 +312,11 @@ class _Search:
         problem = self._problem(node.candidate, tiles)
         if problem is None:
             return self._unfit(node)
-        ladder, plan = kept_bounds(problem)
-        fits = max(stage.peak_device_bytes for stage in plan.stages) <= problem.budgets.device_bytes
-        return dataclasses.replace(
-            node,
-            stage=_Stage.FITS if fits else _Stage.KEPT,
-            ladder=node.ladder.raised(*ladder.steps),
-            tiles=((tiles, ladder.seconds),) if fits else (),
-        )
+        ladder, _ = kept_bounds(problem)
+        return dataclasses.replace(node, stage=_Stage.KEPT, ladder=node.ladder.raised(*ladder.steps))
 
     def _linked(self, node: _Node) -> _Node:
-        """Bounded by what must move or be recomputed, for each number of tiles."""
+        """Bounded by what must move or be recomputed, for each number of tiles, unless everything fits."""
         assert node.candidate is not None
         tiles: list[tuple[int, float]] = []
         least_s = math.inf
@@ -332,6 +326,8 @@ class _Search:
                 continue
             ladder, plan = kept_bounds(problem)
             bound_s = ladder.seconds
+            if number == self._space.request.tiles[0] and keeps_all(plan):
+                return dataclasses.replace(node, stage=_Stage.FITS, tiles=((number, bound_s),))
             if bound_s < least_s:  # else it is looked at only if fewer tiles have no plan
                 bound_s = max(bound_s, link_bound(plan))
             if math.isfinite(bound_s):

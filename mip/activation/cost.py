@@ -69,13 +69,21 @@ def disk_delay(link: float, disk: float) -> float:
     return max(2 / link - 1 / min(link, disk), 0.0) if link and disk else 0.0
 
 
-def predict_stages(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> tuple[StagePrediction, ...]:
+def predict_stages(
+    problem: ActivationProblem, plans: Sequence[LayerPlan], *, device_memory: bool = True
+) -> tuple[StagePrediction, ...]:
     """Predicts time and peaks of every stage under these layer plans.
+
+    Args:
+        problem: the problem.
+        plans: of each layer of the model.
+        device_memory: whether to count the device's memory, which takes longest; else its peaks are 0.
 
     Raises:
         PlanError: the plans move bytes over a link that has no bandwidth.
     """
-    return tuple(_predict_stage(problem, stage, plans) for stage in range(problem.pipeline.stages))
+    stages = range(problem.pipeline.stages)
+    return tuple(_predict_stage(problem, stage, plans, device_memory=device_memory) for stage in stages)
 
 
 def rounding_bytes(problem: ActivationProblem, stage: int, *, divided: bool) -> int:
@@ -111,7 +119,9 @@ def _ends_s(problem: ActivationProblem, index: int) -> tuple[float, float]:
     return sum(end.forward_s for end in ends), sum(end.backward_s for end in ends)
 
 
-def _predict_stage(problem: ActivationProblem, stage: int, plans: Sequence[LayerPlan]) -> StagePrediction:
+def _predict_stage(
+    problem: ActivationProblem, stage: int, plans: Sequence[LayerPlan], *, device_memory: bool
+) -> StagePrediction:
     indices = stage_layers(problem, stage)
     layers = [problem.profile.layer_profiles()[index] for index in indices]
     mine = [plans[index] for index in indices]
@@ -131,7 +141,7 @@ def _predict_stage(problem: ActivationProblem, stage: int, plans: Sequence[Layer
         stall_disk_write_s=stalls.disk_write_s,
         stall_h2d_s=stalls.h2d_s,
         stall_disk_read_s=stalls.disk_read_s,
-        peak_device_bytes=stage_memory(problem, stage, plans).nbytes,
+        peak_device_bytes=stage_memory(problem, stage, plans).nbytes if device_memory else 0,
         peak_host_bytes=round(_most(problem, stage, host)),
         peak_disk_bytes=round(_most(problem, stage, disk)),
         disk_written_bytes=round(problem.pipeline.microbatches * sum(disk)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -142,11 +143,24 @@ def stage_static(problem: ActivationProblem, stage: int) -> StaticBytes:
     return static
 
 
-def device_peak_candidates(problem: ActivationProblem, stage: int) -> list[PeakCandidate]:
-    """Lists the candidates of a stage: for each moment the embedding, each layer and the head, in forward order."""
+@functools.lru_cache(maxsize=96)
+def device_peak_candidates(
+    problem: ActivationProblem, stage: int, *, turn_ends_only: bool = False
+) -> tuple[PeakCandidate, ...]:
+    """Lists the candidates of a stage: for each moment the embedding, each layer and the head, in forward order.
+
+    Args:
+        problem: the problem that is planned.
+        stage: number of the stage.
+        turn_ends_only: of each moment's layers only the first and the last one that run: most peaks, but not all.
+    """
     static = stage_static(problem, stage)
     moments = problem.pipeline.moments(stage)
-    return [candidate for moment in moments for candidate in _MomentPeaks(problem, stage, moment, static).candidates()]
+    return tuple(
+        candidate
+        for moment in moments
+        for candidate in _MomentPeaks(problem, stage, moment, static).candidates(turn_ends_only=turn_ends_only)
+    )
 
 
 def stage_memory(problem: ActivationProblem, stage: int, plans: Sequence[LayerPlan]) -> DeviceMemory:
@@ -291,7 +305,7 @@ class _MomentPeaks:
                 tally.hold({Use.TRANSIENT: between * self._layers[number].between_bytes})
         return tally
 
-    def candidates(self) -> Iterator[PeakCandidate]:
+    def candidates(self, *, turn_ends_only: bool) -> Iterator[PeakCandidate]:
         """Candidates within the running chunk."""
         kind, own = self._moment.kind, self._own
         second_half, forward = kind is Kind.WEIGHT, kind is Kind.FORWARD
@@ -299,7 +313,7 @@ class _MomentPeaks:
             yield self._at("the embedding", _of_end(self._embedding, Use.EMBEDDING), {}, ends_turn=True)
         halves = kind in (Kind.INPUT, Kind.WEIGHT)
         heads_own = self._head.saved_bytes if self._has_head and halves else 0
-        for number in own:
+        for number in dict.fromkeys((own[0], own[-1])) if turn_ends_only else own:
             whole = range(number, number + 2) if second_half else range(number - 1, number + 1)
             ends_turn = number == (own[-1] if second_half else own[0])
             resident = {Use.HEAD: heads_own, Use.TRANSIENT: 0}
