@@ -160,7 +160,7 @@ def _level(entry: _LevelEntry, where: str, base: Network) -> Level:
 def _connection(entry: _LinkEntry) -> Connection:
     where = f"link between {entry.between[0][:40]!r} and {entry.between[1][:40]!r}"
     nics = _nics(entry.net, Network(), f"{where}: net")
-    trunk = None if entry.trunk is None else _nics(entry.trunk, Network(), f"{where}: trunk")
+    trunk = None if entry.trunk is None else _trunk(entry.trunk, f"{where}: trunk")
     links = _placed(
         lambda: Level(
             name="between groups",
@@ -174,6 +174,11 @@ def _connection(entry: _LinkEntry) -> Connection:
     )
     rate = 0.0 if trunk is None else trunk.nics_per_node * trunk.nic_bytes_per_s
     return Connection(between=entry.between, links=links, trunk_bytes_per_s=rate)
+
+
+def _trunk(text: str, where: str) -> Network:
+    """A rate such as 100Gb, or several as NICs are given."""
+    return _nics(text if "x" in text.lower() else f"1x{text}", Network(), where)
 
 
 def _nics(text: str, base: Network, where: str) -> Network:

@@ -170,6 +170,8 @@ class Placement:
     def describe(self) -> str:
         """The placement in words, such as `stages 0 to 3 on ib, 4 and 5 on roce`."""
         names = [group.name for group in self.cluster.groups]
+        if self.crossing is not Crossing.REPLICAS and len(self.places) == 1:
+            return f"all on {names[self.places[0].groups[0]]}"
         if self.crossing is Crossing.REPLICAS:
             place = self.places[0]
             parts = [f"{count} on {names[group]}" for group, count in zip(place.groups, place.replicas, strict=True)]

@@ -26,10 +26,9 @@ from memo.mip.activation import (
     DoesNotFit,
     LayerPlan,
     chunk_layers,
-    fits,
+    find_plan,
     predict_stages,
     solve_mlp_tiles,
-    solve_problem,
 )
 from memo.mip.cluster import Cluster, NodeGroup, Placement, ProfileOf, balanced_layers, communication, read_cluster
 from memo.units import format_duration
@@ -40,8 +39,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ClusterPlan", "ClusterRequest"]
 
-MOST_LOOKED_AT, MOST_PLACEMENTS = 1024, 64
-"""Placements whose step is estimated, and that are planned."""
+MOST_PLACEMENTS = 256
+"""Placements that are looked at, in their order."""
+MOST_ROWS = 10
 MOST_MOVES = 32
 """Layers that are moved between stages of the best one."""
 LEAST_SAVING = 1e-9
@@ -50,12 +50,22 @@ LEAST_SAVING = 1e-9
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """A placement with numbers of layers, and its plan."""
+    """A placement with numbers of layers."""
 
     placement: Placement
     layers: tuple[int, ...] | None
     """None: equal ones."""
-    plan: ActivationPlan
+    problem: ActivationProblem
+    """With the fewest MLP tiles."""
+    kept_s: float
+    """The step if everything could be kept, which no plan is shorter than."""
+    plan: ActivationPlan | None = None
+    """None where it was not planned, since the best step is shorter than `kept_s`."""
+
+    @property
+    def step_s(self) -> float:
+        """The predicted step, or its bound."""
+        return self.kept_s if self.plan is None else self.plan.step_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,46 +127,48 @@ class ClusterRequest:
             UsageError: the layout has no place on the cluster.
             DoesNotFit: no placement fits; the message is that of the one that lacks least.
         """
+        looked_at, refused, left_out = self._candidates()
         found: list[_Candidate] = []
-        refused: list[DoesNotFit | UsageError] = []
-        placements = list(itertools.islice(self.cluster.placements(self.request.layout), MOST_LOOKED_AT))
-        chosen = self._promising(placements)
-        left_out = len(placements) - len(chosen)
-        for placement in chosen:
+        best: _Candidate | None = None
+        for candidate in sorted(looked_at, key=lambda candidate: candidate.kept_s):
+            if best is not None and candidate.kept_s >= best.step_s:
+                found.append(candidate)
+                continue
             try:
-                for layers in self._divisions(placement):
-                    plan = solve_mlp_tiles(self._problems(placement, layers), self.request.tiles)
-                    found.append(_Candidate(placement=placement, layers=layers, plan=plan))
-            except (DoesNotFit, UsageError) as error:
+                of_tiles = self._problems(candidate.placement, candidate.layers)
+                candidate = dataclasses.replace(candidate, plan=solve_mlp_tiles(of_tiles, self.request.tiles))
+            except DoesNotFit as error:
                 refused.append(error)
-        if not found:
+                continue
+            found.append(candidate)
+            best = candidate if best is None or candidate.step_s < best.step_s else best
+        if best is None:
             raise min(refused, key=_lacking)
-        found.sort(key=lambda candidate: candidate.plan.step_s)
-        best = found[0] if self.request.stage_layers else self._moved(found[0])
-        if best is not found[0]:
-            found.insert(0, best)
+        moved = best if self.request.stage_layers else self._moved(best)
+        found = sorted([*found, moved] if moved is not best else found, key=lambda candidate: candidate.step_s)
+        assert moved.plan is not None
         return ClusterPlan(
-            plan=best.plan,
-            placement=best.placement,
+            plan=moved.plan,
+            placement=moved.placement,
             lines=tuple(_lines(found, left_out)),
             summary={"placements": [_summary(candidate) for candidate in found], "placements_left_out": left_out},
         )
 
-    def _promising(self, placements: list[Placement]) -> list[Placement]:
-        """The placements with the shortest step if everything could be kept, where there are too many to plan."""
-        if len(placements) <= MOST_PLACEMENTS:
-            return placements
-
-        def kept_s(placement: Placement) -> float:
+    def _candidates(self) -> tuple[list[_Candidate], list[DoesNotFit | UsageError], bool]:
+        """Placements with numbers of layers; errors of those that cannot be; and whether there are more placements."""
+        found: list[_Candidate] = []
+        refused: list[DoesNotFit | UsageError] = []
+        placements = self.cluster.placements(self.request.layout)
+        for placement in itertools.islice(placements, MOST_PLACEMENTS):
             try:
-                *_, sizes = self._divisions(placement)
-                problem = self._problems(placement, sizes)(self.request.tiles[0])
-            except UsageError:
-                return math.inf
-            layers = (LayerPlan(),) * len(problem.profile.layers)
-            return ActivationPlan(problem=problem, layers=layers, stages=predict_stages(problem, layers)).step_s
+                found += [self._candidate(placement, layers) for layers in self._divisions(placement)]
+            except UsageError as error:
+                refused.append(error)
+        return found, refused, next(placements, None) is not None
 
-        return sorted(placements, key=kept_s)[:MOST_PLACEMENTS]
+    def _candidate(self, placement: Placement, layers: tuple[int, ...] | None) -> _Candidate:
+        problem = self._problems(placement, layers)(self.request.tiles[0])
+        return _Candidate(placement=placement, layers=layers, problem=problem, kept_s=_kept_s(problem))
 
     def _divisions(self, placement: Placement) -> Iterator[tuple[int, ...] | None]:
         """Numbers of layers to try."""
@@ -179,28 +191,33 @@ class ClusterRequest:
 
     def _moved(self, best: _Candidate) -> _Candidate:
         """The candidate after moves of single layers from the slowest stage to others, while they shorten the step."""
-        for _ in range(MOST_MOVES if best.plan.problem.pipeline.stages > 1 else 0):
-            shorter = [plan for plan in self._neighbours(best) if plan.step_s < best.plan.step_s * (1 - LEAST_SAVING)]
-            if not shorter:
+        for _ in range(MOST_MOVES if best.problem.pipeline.stages > 1 else 0):
+            shorter = self._shorter_neighbour(best)
+            if shorter is None:
                 break
-            plan = min(shorter, key=lambda plan: plan.step_s)
-            best = dataclasses.replace(best, layers=_sizes(plan.problem), plan=plan)
+            best = shorter
         return best
 
-    def _neighbours(self, best: _Candidate) -> Iterator[ActivationPlan]:
-        """Plans with one layer of the slowest stage on another one."""
-        problem = best.plan.problem
-        slowest = max(range(len(best.plan.stages)), key=lambda stage: best.plan.stages[stage].microbatch_s)
-        sizes, givers = _sizes(problem), problem.pipeline.chunk_positions(slowest)
-        for giver in givers:
-            for taker in range(len(sizes)):
-                if taker in givers or sizes[giver] == 1:
-                    continue
-                step = {giver: -1, taker: 1}
-                layers = tuple(size + step.get(run, 0) for run, size in enumerate(sizes))
-                other = self._problems(best.placement, layers)(problem.profile.mlp_tiles)
-                if fits(other):
-                    yield solve_problem(other)
+    def _shorter_neighbour(self, best: _Candidate) -> _Candidate | None:
+        """A candidate with one layer of the slowest stage on another one; of those with a shorter step the likeliest."""
+        assert best.plan is not None
+        stages, sizes, pipeline = best.plan.stages, _sizes(best.problem), best.problem.pipeline
+        givers = pipeline.chunk_positions(max(range(len(stages)), key=lambda stage: stages[stage].microbatch_s))
+        moves = [
+            {giver: sizes[giver] - 1, taker: sizes[taker] + 1}
+            for giver in givers
+            for taker in range(len(sizes))
+            if taker not in givers and sizes[giver] > 1
+        ]
+        limit_s, tiles = best.step_s * (1 - LEAST_SAVING), best.plan.problem.profile.mlp_tiles
+        others = (tuple(move.get(run, size) for run, size in enumerate(sizes)) for move in moves)
+        for other in sorted((self._candidate(best.placement, layers) for layers in others), key=lambda one: one.kept_s):
+            if other.kept_s >= limit_s:
+                break
+            plan = find_plan(self._problems(best.placement, other.layers)(tiles))
+            if plan is not None and plan.step_s < limit_s:
+                return dataclasses.replace(other, plan=plan)
+        return None
 
     def _problems(self, placement: Placement, layers: tuple[int, ...] | None) -> Callable[[int], ActivationProblem]:
         """The problem of a placement by the number of MLP tiles."""
@@ -239,34 +256,44 @@ def _lacking(error: DoesNotFit | UsageError) -> float:
     return error.least_bytes["device"] if isinstance(error, DoesNotFit) else math.inf
 
 
+def _kept_s(problem: ActivationProblem) -> float:
+    """Predicted step with everything kept, whatever the memory."""
+    layers = (LayerPlan(),) * len(problem.profile.layers)
+    return ActivationPlan(problem=problem, layers=layers, stages=predict_stages(problem, layers)).step_s
+
+
 def _sizes(problem: ActivationProblem) -> tuple[int, ...]:
     """Numbers of layers of a problem's runs, in the order of the layers."""
     runs = [chunk for stage in range(problem.pipeline.stages) for chunk in chunk_layers(problem, stage)]
     return tuple(len(run) for run in sorted(runs, key=lambda run: run.start))
 
 
-def _lines(found: list[_Candidate], left_out: int) -> Iterator[str]:
+def _lines(found: list[_Candidate], left_out: bool) -> Iterator[str]:
     rows = []
-    for candidate in found[:10]:
-        exchanged = communication(candidate.plan.problem)
+    for candidate in found[:MOST_ROWS]:
+        exchanged = communication(candidate.problem)
+        step = format_duration(candidate.step_s)
         rows.append(
             (
                 candidate.placement.describe(),
-                ", ".join(map(str, _sizes(candidate.plan.problem))),
-                format_duration(candidate.plan.step_s),
+                ", ".join(map(str, _sizes(candidate.problem))),
+                step if candidate.plan is not None else f"at least {step}",
                 format_duration(exchanged.tensor_s),
                 format_duration(exchanged.data_s),
                 format_duration(exchanged.pipeline_s),
             )
         )
     header = ("placement", "layers of the stages", "step", "collectives: tp, cp", "dp", "messages: pp")
-    yield table(header, rows)
+    shown = table(header, rows)
+    if len(found) > MOST_ROWS:
+        shown += f"\nand {len(found) - MOST_ROWS} others, which are slower"
     if left_out:
-        yield f"{left_out} further placements were not planned"
+        shown += f"\nmore than {MOST_PLACEMENTS} placements: the further ones were not looked at"
+    yield shown
 
 
 def _summary(candidate: _Candidate) -> dict[str, Any]:
-    exchanged = communication(candidate.plan.problem)
+    exchanged = communication(candidate.problem)
     names = [group.name for group in candidate.placement.cluster.groups]
     return {
         "crossing": str(candidate.placement.crossing),
@@ -277,7 +304,8 @@ def _summary(candidate: _Candidate) -> dict[str, Any]:
             ]
             for place in candidate.placement.places
         ],
-        "stage_layers": list(_sizes(candidate.plan.problem)),
-        "step_s": candidate.plan.step_s,
+        "stage_layers": list(_sizes(candidate.problem)),
+        "planned": candidate.plan is not None,
+        "step_s": candidate.step_s,
         "communication_s": dataclasses.asdict(exchanged),
     }

@@ -64,6 +64,9 @@ def test_groups_are_presets_with_changes_and_links_are_between_them() -> None:
     assert (link.links.nics_per_node, link.links.nic_bytes_per_s) == (2, 25 * GIGABIT)
     assert (link.links.latency_s, link.links.efficiency) == (1e-4, 0.6)
     assert link.trunk_bytes_per_s == 400 * GIGABIT
+    one = document()
+    one["links"][0]["trunk"] = "400Gb"
+    assert parsed(one) == cluster
     budgets = roce.budgets()
     assert (budgets.device_bytes, budgets.ranks_per_node) == (int(0.95 * 40 * GIB), 4)
     assert (budgets.host_bytes, budgets.disk_bytes) == (int(0.8 * 512 * GIB), 3 * 10**12)
@@ -139,7 +142,7 @@ REFUSED = {
     "a link without NICs": (link(net="none"), "link between 'ib' and 'roce': it needs the NICs"),
     "a link of no rate": (link(net="1x0Gb"), "link between 'ib' and 'roce': net: '1x0Gb'"),
     "a link's negative latency": (link(latency_s=-1e-6), "link between 'ib' and 'roce': level"),
-    "a trunk that is none": (link(trunk="100"), "link between 'ib' and 'roce': trunk: '100'"),
+    "a trunk that is none": (link(trunk="100"), "link between 'ib' and 'roce': trunk: '1x100'"),
 }
 
 

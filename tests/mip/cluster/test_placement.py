@@ -56,7 +56,7 @@ def test_every_order_and_number_of_stages_is_a_placement() -> None:
 def test_replicas_are_divided_in_every_way() -> None:
     two = cluster({"h": 2, "a": 3}, ("h", "a"))
     assert found(two, 40, tp=8) == ["replicas: 2 on h, 3 on a"]
-    assert found(two, 24, tp=8) == ["stages 0 on a", "replicas: 1 on h, 2 on a", "replicas: 2 on h, 1 on a"]
+    assert found(two, 24, tp=8) == ["all on a", "replicas: 1 on h, 2 on a", "replicas: 2 on h, 1 on a"]
     # Two replicas of a pipeline over two nodes: one in each group; or the pipeline across, a stage's two replicas in one.
     assert found(two, 32, tp=8, pp=2) == ["stages 0 on h, 1 on a", "stages 0 on a, 1 on h", "replicas: 1 on h, 1 on a"]
 
