@@ -17,12 +17,14 @@ from memo.cli.planning.request import AUTO, parse_request
 from memo.cli.tables.address import table
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.errors import UsageError
+from memo.gpt import EmbeddingGradients
 from memo.mip.activation import (
     ActivationPlan,
     ActivationProblem,
     Budgets,
     DoesNotFit,
     chunk_layers,
+    find_plan,
     fits,
     solve_mlp_tiles,
     solve_problem,
@@ -134,6 +136,7 @@ class ClusterRequest:
         best = found[0] if self.request.stage_layers else self._moved(found[0])
         if best is not found[0]:
             found.insert(0, best)
+        best = found[0] = self._with_rows(best)
         return ClusterPlan(
             plan=best.plan,
             placement=best.placement,
@@ -169,6 +172,18 @@ class ClusterRequest:
             plan = min(shorter, key=lambda plan: plan.step_s)
             best = dataclasses.replace(best, layers=_sizes(plan.problem), plan=plan)
         return best
+
+    def _with_rows(self, best: _Candidate) -> _Candidate:
+        """The candidate with its embedding's gradient exchanged as rows, where that makes the step shorter."""
+        problem = best.plan.problem
+        exchange = problem.profile.embedding_exchange
+        asked = self.request.embedding
+        if asked is not EmbeddingGradients.AUTO or exchange is None or exchange.sparse_s >= exchange.dense_s:
+            return best
+        request = dataclasses.replace(self.request, embedding=EmbeddingGradients.SPARSE)
+        other = dataclasses.replace(self, request=request, profiles={})
+        plan = find_plan(other._problems(best.placement, best.layers)(problem.profile.mlp_tiles))
+        return best if plan is None or plan.step_s >= best.plan.step_s else dataclasses.replace(best, plan=plan)
 
     def _neighbours(self, best: _Candidate) -> Iterator[ActivationPlan]:
         """Plans with one layer of the slowest stage on another one."""

@@ -19,8 +19,8 @@ __all__ = ["batch_lines", "batch_settings", "drawn_rows", "with_former_batch"]
 def with_former_batch(config: RunConfig) -> RunConfig:
     """The run with as many sequences a step as the checkpoint that it goes on from, where no flag says how many.
 
-    At another length a step is another one in any case, and the run is as the flags say. A data-parallel rank has at most as many in a microbatch as before, so that fewer ranks take more microbatches, not
-    more memory.
+    At another length a step is another one in any case, and the run is as the flags say. A data-parallel rank has at most
+    as many in a microbatch as before, so that fewer ranks take more microbatches, not more memory.
 
     Raises:
         UsageError: the checkpoint's sequences do not divide over the data-parallel ranks.
