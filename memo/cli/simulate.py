@@ -79,6 +79,11 @@ def run(args: argparse.Namespace) -> ExitCode:
 def _problem(plan: ActivationPlan, args: argparse.Namespace) -> ActivationProblem:
     """The plan's problem, with the profile and the hardware of the arguments."""
     problem = plan.problem
+    given = [flag for flag in ("profile", "hardware", "net") if getattr(args, flag) is not None]
+    if given and problem.machines:
+        raise UsageError(
+            f"--{given[0]}: the plan's stages are on machines that differ; plan again with another --cluster"
+        )
     if args.profile is not None:
         require_kind(args.profile, FileKind.PROFILE)
         problem = dataclasses.replace(problem, profile=read_profile(args.profile))

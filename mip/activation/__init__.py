@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         StagePrediction as StagePrediction,
         StageTurns as StageTurns,
         chunk_layers as chunk_layers,
+        stage_layers as stage_layers,
     )
     from memo.mip.activation.solver import (
         DoesNotFit as DoesNotFit,
@@ -63,7 +64,7 @@ else:
             "memory_peaks": "DeviceMemory Use device_peak_candidates highest_memory stage_memory stage_static",
             "mlp_tiles": "MLP_TILE_COUNTS solve_mlp_tiles",
             "plan": "ActivationPlan ActivationProblem Budgets LayerPlan StageMachine StageTurns Pipeline StagePrediction "
-            "chunk_layers",
+            "chunk_layers stage_layers",
             "solver": "DoesNotFit find_plan fits misfit_of relaxed_step_s solve_problem",
             "stage_plans": "extract_stage_plan lower_tier_nbytes",
         },

@@ -118,8 +118,7 @@ class Placement:
         if len(place.groups) > 1:
             level = self._slowest_level(list(itertools.combinations(place.groups, 2)), machine.gpus_per_node)
         elif self.ends_apart:  # where the two copies of a tied table add up their gradients
-            pair = (self.places[0].groups[0], self.places[-1].groups[0])
-            level = self._slowest_level([pair], machine.gpus_per_node)
+            level = self._slowest_level(self._way(0, -1), machine.gpus_per_node)
         else:
             return machine
         network = dataclasses.replace(machine.network, levels=(*machine.network.levels, level))
@@ -129,7 +128,7 @@ class Placement:
         """Seconds of a message between two stages of different groups, from each rank of one to one of the other."""
         pair = (self.places[stage].groups[0], self.places[other].groups[0])
         machine = slowest_machine([self.cluster.groups[group].machine for group in pair])
-        level = self._slowest_level([pair], machine.gpus_per_node)
+        level = self._slowest_level(self._way(stage, other), machine.gpus_per_node)
         network = dataclasses.replace(
             machine.network,
             nics_per_node=level.nics_per_node,
@@ -178,9 +177,18 @@ class Placement:
         runs = []
         for group, own in itertools.groupby(range(len(self.places)), key=lambda stage: self.places[stage].groups[0]):
             stages = list(own)
-            last = "" if len(stages) == 1 else f" to {stages[-1]}"
+            last = "" if len(stages) == 1 else f" {'and' if len(stages) == 2 else 'to'} {stages[-1]}"
             runs.append(f"{stages[0]}{last} on {names[group]}")
         return f"stages {', '.join(runs)}"
+
+    def _way(self, stage: int, other: int) -> list[tuple[int, int]]:
+        """Pairs of linked groups from one stage's to another's; through those between where no link joins the two."""
+        first, last = self.places[stage].groups[0], self.places[other].groups[0]
+        if self.cluster.connection(first, last) is not None:
+            return [(first, last)]
+        order = list(dict.fromkeys(place.groups[0] for place in self.places))
+        low, high = sorted((order.index(first), order.index(last)))
+        return list(itertools.pairwise(order[low : high + 1]))
 
     def _slowest_level(self, pairs: Sequence[tuple[int, int]], gpus_per_node: int) -> Level:
         """The slowest connection of some pairs of groups."""
@@ -227,7 +235,7 @@ def _pipelines(cluster: Cluster, layout: LayoutSizes) -> Iterator[tuple[StagePla
     usable = [number for number, stages in enumerate(room) if stages]
     for count in range(1, min(len(usable), layout.pp) + 1):
         for order in itertools.permutations(usable, count):
-            if any(cluster.connection(*pair) is None for pair in _needed(order)):
+            if any(cluster.connection(*pair) is None for pair in itertools.pairwise(order)):
                 continue
             for counts in _compositions(layout.pp, [room[group] for group in order]):
                 kinds = tuple((_kind(cluster, group, order), n) for group, n in zip(order, counts, strict=True))
@@ -239,12 +247,6 @@ def _pipelines(cluster: Cluster, layout: LayoutSizes) -> Iterator[tuple[StagePla
                     for group, stages in zip(order, counts, strict=True)
                     for _ in range(stages)
                 )
-
-
-def _needed(order: Sequence[int]) -> list[tuple[int, int]]:
-    """Pairs of groups that a pipeline over these groups connects; the ends, too, for tied tables and several chunks."""
-    pairs = list(itertools.pairwise(order))
-    return pairs + ([(order[-1], order[0])] if len(order) > 2 else [])
 
 
 def _replicas(cluster: Cluster, layout: LayoutSizes) -> Iterator[tuple[StagePlace, ...]]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from memo.cli.inputs.budgets import budgets_of
@@ -23,9 +25,11 @@ from memo.mip.activation import (
     ActivationProblem,
     Budgets,
     DoesNotFit,
+    LayerPlan,
     chunk_layers,
     find_plan,
     fits,
+    predict_stages,
     solve_mlp_tiles,
     solve_problem,
 )
@@ -38,8 +42,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ClusterPlan", "ClusterRequest"]
 
-MOST_PLACEMENTS = 64
-"""Placements that are planned; `--search` prunes instead."""
+MOST_LOOKED_AT, MOST_PLACEMENTS = 1024, 64
+"""Placements whose step is estimated, and that are planned."""
 MOST_MOVES = 32
 """Layers that are moved between stages of the best one."""
 LEAST_SAVING = 1e-9
@@ -72,7 +76,8 @@ class ClusterRequest:
 
     request: Request
     cluster: Cluster
-    args: argparse.Namespace
+    budgets: Mapping[str, Budgets]
+    """By the name of the group: those of the flags, or their parts of the group's own memories."""
     profiles: dict[int, ProfileOf] = dataclasses.field(default_factory=dict)
     """Profiles that were derived, by the number of MLP tiles."""
 
@@ -104,34 +109,30 @@ class ClusterRequest:
         gpus = cluster.gpus if args.gpus is None else args.gpus
         args = argparse.Namespace(**{**vars(args), "gpus": gpus})
         request = parse_request(args, machine=cluster.groups[0].machine)
-        found = cls(request=request, cluster=cluster, args=args)
-        for group in cluster.groups:
-            found._budgets(group)
-        return found
+        budgets = {group.name: _budgets(args, group) for group in cluster.groups}
+        return cls(request=request, cluster=cluster, budgets=budgets)
 
     def plan(self) -> ClusterPlan:
         """The plan with the shortest step of all placements.
 
         Raises:
             UsageError: the layout has no place on the cluster.
-            DoesNotFit: no placement fits; the message is that of the last one.
+            DoesNotFit: no placement fits; the message is that of the one that lacks least.
         """
         found: list[_Candidate] = []
-        refused: DoesNotFit | UsageError | None = None
-        left_out = 0
-        for number, placement in enumerate(self.cluster.placements(self.request.layout)):
-            if number >= MOST_PLACEMENTS:
-                left_out += 1
-                continue
+        refused: list[DoesNotFit | UsageError] = []
+        placements = list(itertools.islice(self.cluster.placements(self.request.layout), MOST_LOOKED_AT))
+        chosen = self._promising(placements)
+        left_out = len(placements) - len(chosen)
+        for placement in chosen:
             try:
                 for layers in self._divisions(placement):
                     plan = solve_mlp_tiles(self._problems(placement, layers), self.request.tiles)
                     found.append(_Candidate(placement=placement, layers=layers, plan=plan))
             except (DoesNotFit, UsageError) as error:
-                refused = error
+                refused.append(error)
         if not found:
-            assert refused is not None
-            raise refused
+            raise min(refused, key=_lacking)
         found.sort(key=lambda candidate: candidate.plan.step_s)
         best = found[0] if self.request.stage_layers else self._moved(found[0])
         if best is not found[0]:
@@ -143,6 +144,22 @@ class ClusterRequest:
             lines=tuple(_lines(found, left_out)),
             summary={"placements": [_summary(candidate) for candidate in found], "placements_left_out": left_out},
         )
+
+    def _promising(self, placements: list[Placement]) -> list[Placement]:
+        """The placements with the shortest step if everything could be kept, where there are too many to plan."""
+        if len(placements) <= MOST_PLACEMENTS:
+            return placements
+
+        def kept_s(placement: Placement) -> float:
+            try:
+                *_, sizes = self._divisions(placement)
+                problem = self._problems(placement, sizes)(self.request.tiles[0])
+            except UsageError:
+                return math.inf
+            layers = (LayerPlan(),) * len(problem.profile.layers)
+            return ActivationPlan(problem=problem, layers=layers, stages=predict_stages(problem, layers)).step_s
+
+        return sorted(placements, key=kept_s)[:MOST_PLACEMENTS]
 
     def _divisions(self, placement: Placement) -> Iterator[tuple[int, ...] | None]:
         """Numbers of layers to try."""
@@ -158,7 +175,7 @@ class ClusterRequest:
             self._profile_of(self.request.tiles[0]),
             schedule=pipeline.schedule,
             chunks=pipeline.chunks,
-            budgets_of=self._budgets,
+            budgets_of=lambda group: self.budgets[group.name],
         )
         if sizes != _sizes(self._problems(placement, None)(self.request.tiles[0])):
             yield sizes
@@ -211,7 +228,7 @@ class ClusterRequest:
                 layers=layers,
                 schedule=pipeline.schedule,
                 chunks=pipeline.chunks,
-                budgets_of=self._budgets,
+                budgets_of=lambda group: self.budgets[group.name],
             )
 
         return of_tiles
@@ -225,11 +242,16 @@ class ClusterRequest:
 
         return self.profiles.setdefault(tiles, profile_of)
 
-    def _budgets(self, group: NodeGroup) -> Budgets:
-        """Budgets of a group's nodes: those of the flags, or their parts of the group's own memories."""
-        budgets = budgets_of(self.args, group.machine)
-        disk = budgets.disk_bytes if self.args.nvme != "0" else group.disk_bytes
-        return dataclasses.replace(budgets, disk_bytes=disk)
+
+def _budgets(args: argparse.Namespace, group: NodeGroup) -> Budgets:
+    budgets = budgets_of(args, group.machine)
+    disk = budgets.disk_bytes if args.nvme != "0" else group.disk_bytes
+    return dataclasses.replace(budgets, disk_bytes=disk)
+
+
+def _lacking(error: DoesNotFit | UsageError) -> float:
+    """The smallest device budget that would fit; infinite where no budget does."""
+    return error.least_bytes["device"] if isinstance(error, DoesNotFit) else math.inf
 
 
 def _sizes(problem: ActivationProblem) -> tuple[int, ...]:

@@ -11,12 +11,15 @@ from memo.cli.tables.address import printable, table
 from memo.mip.activation import (
     ActivationPlan,
     ActivationProblem,
+    Budgets,
     DeviceMemory,
     LayerPlan,
     StagePrediction,
     Use,
+    chunk_layers,
     free_swap_tokens,
     highest_memory,
+    stage_layers,
 )
 from memo.mip.inputs import ALL, ATTENTION, MATMULS, Profile, Role
 from memo.units import format_bytes, format_duration, format_tokens
@@ -51,14 +54,13 @@ _CAUSE_WORDS = ("copy to host", "disk write", "copy from host", "disk read")
 def activation_table(plan: ActivationPlan) -> str:
     """Tables of the tiers, a GPU's memory, the step's time and the treatment of the layers, and what binds."""
     memory = memory_table(plan.problem, highest_memory(plan.problem, plan.layers))
-    parts = [_headline(plan), _tiers(plan), memory, _times(plan), _layers(plan), _reasons(plan)]
+    parts = [_headline(plan), _tiers(plan), _stages(plan), memory, _times(plan), _layers(plan), _reasons(plan)]
     return "\n\n".join(part for part in parts if part)
 
 
 def activation_summary(plan: ActivationPlan) -> dict[str, Any]:
     """Object that `--json` prints, in seconds and bytes; host and disk bytes are those of one rank."""
     problem = plan.problem
-    length = free_swap_tokens(problem.profile, problem.hardware, ranks_per_node=problem.budgets.ranks_per_node)
     return {
         "model": problem.profile.signature.model,
         "hardware": problem.hardware.name,
@@ -69,11 +71,18 @@ def activation_summary(plan: ActivationPlan) -> dict[str, Any]:
         "declined": plan.declined,
         "step_s": plan.step_s,
         **utilisation(plan),
-        "full_swap_is_free_from_tokens": length,
+        "full_swap_is_free_from_tokens": _free_swap_tokens(problem),
         "budgets": {key: value for key, value in dataclasses.asdict(problem.budgets).items() if value is not None},
         "stages": [
-            {**dataclasses.asdict(stage), "stall_s": stage.stall_s, "microbatch_s": stage.microbatch_s}
-            for stage in plan.stages
+            {
+                **dataclasses.asdict(stage),
+                "stall_s": stage.stall_s,
+                "microbatch_s": stage.microbatch_s,
+                "layers": len(stage_layers(problem, number)),
+                "hardware": problem.machine_of(number).hardware.name,
+                "device_budget_bytes": problem.machine_of(number).budgets.device_bytes,
+            }
+            for number, stage in enumerate(plan.stages)
         ],
         "memory": memory_summary(problem, highest_memory(problem, plan.layers)),
         "embedding_exchange": None
@@ -95,14 +104,15 @@ def memory_summary(problem: ActivationProblem, memory: DeviceMemory) -> dict[str
         "phase": memory.phase or None,
         "uses_bytes": {str(use): memory.uses.get(use, 0) for use in Use},
         "peak_bytes": memory.nbytes,
-        "budget_bytes": problem.budgets.device_bytes,
-        "device_bytes": problem.hardware.device_bytes,
+        "budget_bytes": problem.machine_of(memory.stage).budgets.device_bytes,
+        "device_bytes": problem.machine_of(memory.stage).hardware.device_bytes,
     }
 
 
 def memory_table(problem: ActivationProblem, memory: DeviceMemory) -> str:
     """Table of a GPU's memory at its peak by use; the rows, as rounded, add up to the peak."""
-    budget, there = problem.budgets.device_bytes, problem.hardware.device_bytes
+    machine = problem.machine_of(memory.stage)
+    budget, there = machine.budgets.device_bytes, machine.hardware.device_bytes
     unit, size = ("GiB", 1 << 30) if memory.nbytes >= 1 << 30 else ("MiB", 1 << 20)
     peak, rows = _rounded(memory.uses, size)
     of = f" of stage {memory.stage}" if problem.pipeline.stages > 1 else ""
@@ -178,28 +188,63 @@ def _headline(plan: ActivationPlan) -> str:
 
 
 def _tiers(plan: ActivationPlan) -> str:
-    budgets = plan.problem.budgets
+    problem = plan.problem
+    machines = [problem.machine_of(stage) for stage in range(len(plan.stages))]
 
-    def of_node(figure: Callable[[StagePrediction], int]) -> int:
-        nodes = plan.problem.nodes
-        return max(sum(ranks * figure(plan.stages[stage]) for stage, ranks in node.items()) for node in nodes)
+    def of_node(figure: Callable[[StagePrediction], int], budget: Callable[[Budgets], int]) -> tuple[int, int]:
+        """Budget and bytes of the node with the smallest part of its budget left."""
+        nodes = (
+            (
+                budget(machines[min(node)].budgets),
+                sum(ranks * figure(plan.stages[stage]) for stage, ranks in node.items()),
+            )
+            for node in problem.nodes
+        )
+        return max(nodes, key=lambda pair: (pair[1] / pair[0] if pair[0] else 0.0, pair[1]))
 
-    rows = [("device, a GPU", budgets.device_bytes, max(stage.peak_device_bytes for stage in plan.stages))]
-    rows.append(("host, a node", budgets.host_bytes, of_node(lambda stage: stage.peak_host_bytes)))
-    rows.append(("disk, a node", budgets.disk_bytes, of_node(lambda stage: stage.peak_disk_bytes)))
+    devices = [
+        (machine.budgets.device_bytes, stage.peak_device_bytes)
+        for machine, stage in zip(machines, plan.stages, strict=True)
+    ]
+    rows = [("device, a GPU", *max(devices, key=lambda pair: pair[1] / pair[0] if pair[0] else 0.0))]
+    rows.append(("host, a node", *of_node(lambda stage: stage.peak_host_bytes, lambda budgets: budgets.host_bytes)))
+    rows.append(("disk, a node", *of_node(lambda stage: stage.peak_disk_bytes, lambda budgets: budgets.disk_bytes)))
     lines = [
         (name, format_bytes(budget), format_bytes(peak), f"{100 * (1 - peak / budget):.1f} %" if budget else "-")
         for name, budget, peak in rows
         if budget
     ]
     shown = table(("tier", "budget", "peak", "headroom"), lines)
-    written = of_node(lambda stage: stage.disk_written_bytes)
+    _, written = of_node(lambda stage: stage.disk_written_bytes, lambda budgets: 0)
     if written:
         a_day = written / plan.step_s * 86400 / 1e12
-        limit = budgets.disk_wear_bytes_per_day
+        limit = problem.budgets.disk_wear_bytes_per_day
         shown += f"\ndisk wear: {format_bytes(written)} a step and node, {a_day:.3g} TB a day at this rate"
         shown += "" if limit is None else f" (allowed {limit / 1e12:.3g})"
     return shown
+
+
+def _stages(plan: ActivationPlan) -> str:
+    """Table of the stages, where they are not alike."""
+    problem = plan.problem
+    if not (problem.machines or problem.pipeline.layers):
+        return ""
+    rows = []
+    for number, stage in enumerate(plan.stages):
+        machine = problem.machine_of(number)
+        sizes = " + ".join(str(len(chunk)) for chunk in chunk_layers(problem, number))
+        peak, budget = stage.peak_device_bytes, machine.budgets.device_bytes
+        rows.append(
+            (
+                f"{number}",
+                sizes,
+                printable(machine.hardware.name),
+                _time(stage.microbatch_s),
+                _time(machine.send_s) if number + 1 < len(plan.stages) else "-",
+                f"{format_bytes(peak)} of {format_bytes(budget)}",
+            )
+        )
+    return table(("stage", "layers", "GPU", "a microbatch", "message to the next", "device"), rows)
 
 
 def _times(plan: ActivationPlan) -> str:
@@ -212,10 +257,10 @@ def _times(plan: ActivationPlan) -> str:
     causes.insert(0, ("exposed communication", stage.communication_s))
     rows = [("compute", stage.compute_s), ("recompute", stage.recompute_s), *((n, s) for n, s in causes if s > 0)]
     rows = [(name, seconds * microbatches) for name, seconds in rows]
-    rows.append(("optimizer", plan.problem.profile.optimizer_s))
+    rows.append(("optimizer", plan.problem.update.optimizer_s))
     once = [
         ("exposed reduction of gradients", stage.sync_s),
-        ("gather of updated weights", plan.problem.profile.optimizer_exchange_s),
+        ("gather of updated weights", plan.problem.update.optimizer_exchange_s),
     ]
     rows += [(name, seconds) for name, seconds in once if seconds > 0]
     if len(plan.stages) > 1:
@@ -297,7 +342,7 @@ def _reasons(plan: ActivationPlan) -> str:
     problem = plan.problem
     lines = [f"why not faster: {reason}" for reason in plan.binding]
     lines += [f"warning: {words}" for words in _beyond_nodes(plan)]
-    length = free_swap_tokens(problem.profile, problem.hardware, ranks_per_node=problem.budgets.ranks_per_node)
+    length = _free_swap_tokens(problem)
     if length is not None and not _is_fixed(plan):
         lines.append(f"full swap hides behind compute {f'from {length:,} tokens' if length else 'at any length'}")
     return "\n".join(lines)
@@ -318,6 +363,13 @@ def _beyond_nodes(plan: ActivationPlan) -> list[str]:
         f"collectives take {exchanged / worked:.0%} of the layers' time; use at most {per_node} ranks for them, "
         "and pipelines or data parallelism between nodes"
     ]
+
+
+def _free_swap_tokens(problem: ActivationProblem) -> int | None:
+    """Length from which a full swap is free; None also where the stages' machines are not alike."""
+    if problem.machines:
+        return None
+    return free_swap_tokens(problem.profile, problem.hardware, ranks_per_node=problem.budgets.ranks_per_node)
 
 
 def _runs(plan: ActivationPlan) -> list[tuple[int, int, LayerPlan]]:

@@ -79,9 +79,9 @@ def _times(
 ) -> str:
     """Table of times; the stage's compute, communication, recompute, stalls and idle time add up to the step."""
     count = problem.pipeline.microbatches
-    once_s = prediction.sync_s + problem.profile.optimizer_exchange_s
+    once_s = prediction.sync_s + problem.update.optimizer_exchange_s
     rows = [
-        ("compute", stage.compute_s, prediction.compute_s * count + problem.profile.optimizer_s),
+        ("compute", stage.compute_s, prediction.compute_s * count + problem.update.optimizer_s),
         ("exposed communication", stage.communication_s, prediction.communication_s * count + once_s),
         ("recompute", stage.recompute_s, prediction.recompute_s * count),
         ("stalls", stage.stall_s, prediction.stall_s * count),

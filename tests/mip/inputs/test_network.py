@@ -9,7 +9,7 @@ import pytest
 
 from memo.errors import PlanError, UsageError
 from memo.mip.inputs.hardware import PRESETS
-from memo.mip.inputs.network import Collectives, Group, Network, parse_network
+from memo.mip.inputs.network import Collectives, Group, Level, Network, parse_network
 
 GB = 1e9
 # A GPU sends 100 GB/s to its peers, and its part of four NICs of 10 GB/s is 4 GB/s.
@@ -220,3 +220,100 @@ def test_other_text_is_refused_in_one_line(text: str) -> None:
 def test_networks_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(PlanError, match="network"):
         Network(**wrong)  # type: ignore[arg-type]
+
+
+# Levels above the nodes: a GPU's part of the NICs is 4 GB/s within a pod of two nodes, and half of it beyond.
+
+POD = Level(name="pod", nodes=2, oversubscription=2.0, latency_s=15e-6)
+PODS = Collectives(dataclasses.replace(MACHINE, network=dataclasses.replace(MACHINE.network, levels=(POD,))))
+
+
+def test_a_group_within_a_unit_does_not_meet_the_level() -> None:
+    for known in (group(8), group(16), group(2, 8), group(16, gpus=64)):
+        assert PODS.all_gather_s(1e9, known) == TIMES.all_gather_s(1e9, known)
+        assert PODS.all_reduce_s(1e9, known) == TIMES.all_reduce_s(1e9, known)
+        assert PODS.all_to_all_s(1e9, known) == TIMES.all_to_all_s(1e9, known)
+
+
+def test_a_ring_across_units_takes_their_links() -> None:
+    # 32 ranks on 4 nodes in 2 pods: 16 of each pod send 2 GB/s each, 32 together, as the 8 of a node with 4 GB/s each.
+    assert PODS.all_gather_s(32 * GB, group(32)) == pytest.approx(
+        100e-6 + 28 * 1e-6 + 3 * 10e-6 + 1 * 5e-6 + 31 / 32 * 32 * GB / (32 * GB)
+    )
+    # One rank a node, on four nodes: 2 of a pod send 2 GB/s each, one of a node 4. A step between pods takes 15 us.
+    assert PODS.all_gather_s(4 * GB, group(4, 8)) == pytest.approx(
+        100e-6 + 3 * 10e-6 + 1 * 5e-6 + 3 / 4 * 4 * GB / (4 * GB)
+    )
+    # Two ranks, a pod apart: one of a pod sends 2 GB/s.
+    assert PODS.all_gather_s(4 * GB, group(2, 16)) == pytest.approx(100e-6 + 10e-6 + 5e-6 + 1 / 2 * 4 * GB / (2 * GB))
+
+
+def test_an_all_to_all_across_units_takes_their_links() -> None:
+    # Of four ranks on four nodes two are in another pod: half of the bytes at 2 GB/s, three quarters at 4 GB/s.
+    assert PODS.all_to_all_s(4 * GB, group(4, 8)) == pytest.approx(100e-6 + 10e-6 + 5e-6 + 2 * GB / (2 * GB))
+
+
+def test_a_message_leaves_a_unit_where_the_job_does() -> None:
+    assert PODS.send_s(GB, beyond_node=True, gpus=16) == TIMES.send_s(GB, beyond_node=True)
+    assert PODS.send_s(GB, beyond_node=True, gpus=32) == pytest.approx(100e-6 + 15e-6 + GB / (2 * GB))
+    assert PODS.send_s(GB, beyond_node=False, gpus=32) == TIMES.send_s(GB, beyond_node=False)
+
+
+def test_a_level_may_have_nics_of_its_own() -> None:
+    # 1 NIC of 8 GB/s, of which 0.5 is reached, is 0.5 GB/s for each of eight GPUs.
+    level = dataclasses.replace(POD, nics_per_node=1, nic_bytes_per_s=8 * GB, efficiency=0.5, oversubscription=1.0)
+    times = Collectives(dataclasses.replace(MACHINE, network=dataclasses.replace(MACHINE.network, levels=(level,))))
+    assert times.all_gather_s(GB, group(2, 16)) == pytest.approx(100e-6 + 10e-6 + 5e-6 + 1 / 2 * GB / (0.5 * GB))
+
+
+# Groups of nodes: four ranks on a node of one, and eight on two nodes of another, joined by 1 GB/s a node.
+
+ETHERNET = Level(name="ethernet", nics_per_node=1, nic_bytes_per_s=1 * GB, efficiency=1.0, latency_s=50e-6)
+JOINED = Collectives(dataclasses.replace(MACHINE, network=dataclasses.replace(MACHINE.network, levels=(ETHERNET,))))
+PARTS = (group(4), group(8, 2))
+
+
+def test_a_group_across_groups_of_nodes_is_as_slow_as_the_fewest_ranks_links() -> None:
+    across = Group.across(PARTS)
+    assert (across.size, across.per_node, across.fewest, across.nodes) == (12, 4, 4, 3)
+    # Four ranks on one side send 1/8 GB/s each; within the second part four of a node 4 GB/s each.
+    assert JOINED.all_gather_s(12 * GB, across) == pytest.approx(
+        100e-6 + 9 * 1e-6 + 2 * 10e-6 + 1 * 40e-6 + 11 / 12 * 12 * GB / (0.5 * GB)
+    )
+    assert JOINED.all_gather_s(GB, PARTS[0]) == TIMES.all_gather_s(GB, PARTS[0])
+
+
+def test_groups_of_single_nodes_need_no_network_of_their_own() -> None:
+    network = dataclasses.replace(MACHINE.network, nics_per_node=0, nic_bytes_per_s=0.0, levels=(ETHERNET,))
+    times = Collectives(dataclasses.replace(MACHINE, network=network))
+    across = Group.across([group(4), group(4)])
+    assert times.all_gather_s(8 * GB, across) == pytest.approx(
+        100e-6 + 6 * 1e-6 + 10e-6 + 40e-6 + 7 / 8 * 8 * GB / (0.5 * GB)
+    )
+    assert times.all_to_all_s(8 * GB, across) == pytest.approx(100e-6 + 1e-6 + 50e-6 + 4 * GB / (GB / 8))
+    with pytest.raises(UsageError, match="8 ranks that communicate are on 2 nodes"):
+        times.all_gather_s(GB, Group.across(PARTS))
+
+
+@pytest.mark.parametrize(
+    ("levels", "words"),
+    [
+        ((POD, dataclasses.replace(POD, nodes=2)), "units of a level have several nodes"),
+        ((ETHERNET, POD), "units of a level have several nodes"),
+        ((dataclasses.replace(POD, nodes=1),), "units of a level have several nodes"),
+    ],
+)
+def test_levels_are_from_the_smallest_units_on(levels: tuple[Level, ...], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        Network(levels=levels)
+
+
+def test_rates_of_a_level_are_positive() -> None:
+    for wrong in (
+        {"efficiency": 0.0},
+        {"oversubscription": 0.5},
+        {"nic_bytes_per_s": 1.0},
+        {"latency_s": float("nan")},
+    ):
+        with pytest.raises(PlanError, match="level 'pod'"):
+            dataclasses.replace(POD, **wrong)
