@@ -255,7 +255,10 @@ class _Program:
     def _time_rows(self, stage: int, prediction: StagePrediction, groups: Sequence[_Group]) -> None:
         """F and B of a stage: at least as long as if all were kept, as the copies take, and as the work takes."""
         program, problem = self._program, self._problem
-        rates, indices = problem.machine_of(stage).lanes, [index for chunk in chunk_layers(problem, stage) for index in chunk]
+        rates, indices = (
+            problem.machine_of(stage).lanes,
+            [index for chunk in chunk_layers(problem, stage) for index in chunk],
+        )
         known = problem.profile.layer_profiles()
         ends = [problem.profile.embedding] * (indices[0] == 0)
         ends += [problem.profile.head] * (indices[-1] == len(known) - 1)

@@ -38,7 +38,7 @@ def config(
 def checkpoint(folder: Path, **settings: Any) -> Path:
     path = folder / "step-00000004"
     path.mkdir()
-    numbers = {"training": {"accumulate": settings.pop("accumulate", 1)}, **settings}
+    numbers = {"training": {"accumulate": settings.pop("accumulate", 1)}, "seq": 64, **settings}
     meta = {"format": "memo-checkpoint", "version": 1, "step": 4, "settings": numbers, "files": {}}
     (path / "meta.json").write_text(json.dumps(meta))
     return path
@@ -87,6 +87,12 @@ def test_flags_decide_where_they_are_given_and_settings_of_something_else_are_le
         assert with_former_batch(config(path)).batch == 1
 
 
+def test_at_another_length_the_flags_decide(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, batch=6, accumulate=2, replicas=1, drawn=4, seq=32)
+    assert with_former_batch(config(path)).batch == 1
+    assert drawn_rows(config(None, batch=12), Checkpoint.at(path)) == 12
+
+
 @pytest.mark.parametrize(("rows", "dp", "such"), [(12, 5, "such as 10 or 15"), (2, 3, "such as 3$")])
 def test_sequences_that_do_not_divide_are_refused_with_those_that_do(
     tmp_path: Path, rows: int, dp: int, such: str
@@ -104,6 +110,9 @@ def test_rows_are_drawn_as_in_the_first_run_as_long_as_a_step_has_as_many(tmp_pa
     assert batch_settings(same, 4) == {"replicas": 1, "drawn": 4}
     assert batch_lines(config(None, batch=6, accumulate=2), start) == []
     (line,) = batch_lines(same, start)
+    assert line == "batch    12 sequences a step as in the checkpoint: 4 x 3 now, 2 x 6 there"
+    alike = dataclasses.replace(start, settings={**start.settings, "seed": 0, "data": None, "documents": "packed"})
+    (line,) = batch_lines(same, alike)
     assert line == "batch    12 sequences a step as in the checkpoint, the same ones: 4 x 3 now, 2 x 6 there"
     (line,) = batch_lines(other, start)
     assert line.startswith(
