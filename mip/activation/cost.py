@@ -30,6 +30,7 @@ from memo.units import format_bytes
 __all__ = [
     "Traffic",
     "disk_delay",
+    "predict_kept_times",
     "predict_stages",
     "rounding_bytes",
     "stage_compute_s",
@@ -69,21 +70,35 @@ def disk_delay(link: float, disk: float) -> float:
     return max(2 / link - 1 / min(link, disk), 0.0) if link and disk else 0.0
 
 
-def predict_stages(
-    problem: ActivationProblem, plans: Sequence[LayerPlan], *, device_memory: bool = True
-) -> tuple[StagePrediction, ...]:
+def predict_stages(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> tuple[StagePrediction, ...]:
     """Predicts time and peaks of every stage under these layer plans.
-
-    Args:
-        problem: the problem.
-        plans: of each layer of the model.
-        device_memory: whether to count the device's memory, which takes longest; else its peaks are 0.
 
     Raises:
         PlanError: the plans move bytes over a link that has no bandwidth.
     """
-    stages = range(problem.pipeline.stages)
-    return tuple(_predict_stage(problem, stage, plans, device_memory=device_memory) for stage in stages)
+    return tuple(_predict_stage(problem, stage, plans) for stage in range(problem.pipeline.stages))
+
+
+def predict_kept_times(problem: ActivationProblem) -> tuple[StagePrediction, ...]:
+    """Predicts the time of every stage where everything is kept, without the device's peaks, which are 0.
+
+    Stages of the same layers take equally long then, so that a long pipeline takes little more time than a short one.
+    """
+    plans = (LayerPlan(),) * len(problem.profile.layers)
+    pipeline, last = problem.pipeline, len(problem.profile.layers) - 1
+    known: dict[tuple[object, ...], StagePrediction] = {}
+    found = []
+    for stage in range(pipeline.stages):
+        chunks = chunk_layers(problem, stage)
+        key: tuple[object, ...] = (stage == 0, chunks[-1][-1] == last, chunks[0][0] == 0)
+        key += tuple(tuple(problem.profile.layers[index] for index in chunk) for chunk in chunks)
+        if len(chunks) > 1:
+            end = pipeline.turns(stage)[-1]
+            key += (end.chunk, end.kind)
+        if key not in known:
+            known[key] = _predict_stage(problem, stage, plans, device_memory=False)
+        found.append(known[key])
+    return tuple(found)
 
 
 def rounding_bytes(problem: ActivationProblem, stage: int, *, divided: bool) -> int:
@@ -120,7 +135,7 @@ def _ends_s(problem: ActivationProblem, index: int) -> tuple[float, float]:
 
 
 def _predict_stage(
-    problem: ActivationProblem, stage: int, plans: Sequence[LayerPlan], *, device_memory: bool
+    problem: ActivationProblem, stage: int, plans: Sequence[LayerPlan], *, device_memory: bool = True
 ) -> StagePrediction:
     indices = stage_layers(problem, stage)
     layers = [problem.profile.layer_profiles()[index] for index in indices]

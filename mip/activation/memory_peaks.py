@@ -33,6 +33,10 @@ __all__ = [
 ]
 
 
+LIKELY = 2
+"""Moments of each kind that are looked at, by each of two orders, where only likely peaks are asked for."""
+
+
 class Use(enum.StrEnum):
     """Use of a byte on the device; every byte has one."""
 
@@ -145,22 +149,36 @@ def stage_static(problem: ActivationProblem, stage: int) -> StaticBytes:
 
 @functools.lru_cache(maxsize=96)
 def device_peak_candidates(
-    problem: ActivationProblem, stage: int, *, turn_ends_only: bool = False
+    problem: ActivationProblem, stage: int, *, likely_only: bool = False
 ) -> tuple[PeakCandidate, ...]:
     """Lists the candidates of a stage: for each moment the embedding, each layer and the head, in forward order.
 
     Args:
         problem: the problem that is planned.
         stage: number of the stage.
-        turn_ends_only: of each moment's layers only the first and the last one that run: most peaks, but not all.
+        likely_only: a few candidates where the peak is likely: of the moments those with most in flight, and of their
+            layers the first and the last one that run.
     """
     static = stage_static(problem, stage)
-    moments = problem.pipeline.moments(stage)
+    moments: Sequence[Moment] = problem.pipeline.moments(stage)
+    if likely_only and len(moments) > LIKELY:
+        moments = _likely(moments)
     return tuple(
         candidate
         for moment in moments
-        for candidate in _MomentPeaks(problem, stage, moment, static).candidates(turn_ends_only=turn_ends_only)
+        for candidate in _MomentPeaks(problem, stage, moment, static).candidates(turn_ends_only=likely_only)
     )
+
+
+def _likely(moments: Sequence[Moment]) -> list[Moment]:
+    """Moments of each kind with most in flight, and with most between the halves of a backward."""
+    found: dict[Moment, None] = {}
+    for kind in Kind:
+        own = [moment for moment in moments if moment.kind is kind]
+        by_all = sorted(own, key=lambda moment: -sum(moment.waiting) - sum(moment.between))
+        by_between = sorted(own, key=lambda moment: (-sum(moment.between), -sum(moment.waiting)))
+        found |= dict.fromkeys((*by_all[:LIKELY], *by_between[:LIKELY]))
+    return list(found)
 
 
 def stage_memory(problem: ActivationProblem, stage: int, plans: Sequence[LayerPlan]) -> DeviceMemory:
