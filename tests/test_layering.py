@@ -71,7 +71,7 @@ IMPORTS = {
     "memo/cli/inputs": "memo memo/gpt memo/record memo/hugging_face mip/activation mip/inputs",
     "memo/cli/terminal": "memo mip memo/trace",
     "memo/cli/planning": "memo mip/address mip/inputs mip/activation mip/simulate memo/gpt memo/gpt/arithmetic "
-    "memo/hugging_face memo/search memo/cli/tables memo/cli/inputs memo/cli/terminal",
+    "memo/trace memo/hugging_face memo/search memo/cli/tables memo/cli/inputs memo/cli/terminal",
     "memo/cli": "memo allocator mip mip/address mip/inputs mip/activation mip/simulate swap face memo/trace "
     "memo/trace/live memo/out_of_memory memo/machine memo/parallel memo/gpt/optim memo/gpt memo/gpt/arithmetic "
     "memo/gpt/train memo/record memo/hugging_face memo/search "
