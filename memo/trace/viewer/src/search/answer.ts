@@ -105,7 +105,7 @@ export interface Data {
 export const KINDS: Record<Kind, string> = {
   tp: "tensor parallelism",
   cp: "context parallelism",
-  dp: "the same weights",
+  dp: "same weights",
   pp: "pipeline",
 };
 

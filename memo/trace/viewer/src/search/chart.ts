@@ -1,19 +1,22 @@
 // The space: a point for each layout, by its step and its memory; below, those that were never planned, at their bound.
 
-import { scaleLinear, scaleLog } from "d3-scale";
+import { scaleLinear } from "d3-scale";
 import { h } from "../dom";
 import { bytes } from "../format";
 import { entryFigures, pointFigures, seconds, shapeWords, type Answer, type Entry, type Point, type Shape } from "./answer";
 import { onWidth, swatch, Tip, v } from "./figure";
 
-const TOP = 34; // pixels for the numbers of the best
-const LEFT = 62;
-const RIGHT = 14;
+const TOP = 62; // pixels for words and the numbers of the best
+const LEFT = 104;
+const NARROW_LEFT = 62;
+const RIGHT = 12;
+const BEYOND = 84; // of the column of those that are far slower
+const FAR = 1.25; // times the slowest that was planned, from which steps have that column
 const HEIGHT = 250;
 const ROW = 26; // of a bound
 const AXIS = 40;
 const NEAR = 18; // pixels
-const LOG_FROM = 3; // longest by shortest step from which the axis is logarithmic
+const ROWS = 3; // of numbers of the best
 
 // Colours by what divides a stage's ranks, Okabe and Ito's; layouts with a pipeline are squares.
 const COLOURS: Record<string, string> = {
@@ -54,7 +57,8 @@ export class Chart {
     this.families = [...new Set(answer.points.map((point) => point.family))].sort();
     const figure = h("figure", {}, this.place, this.tip.element);
     const misfits = answer.points.filter((point) => point.status === "does not fit");
-    this.element = h("div", {}, this.legend(), figure, this.details, misfits.length ? this.list(misfits) : null);
+    const both = h("div", { class: "space" }, figure, this.details);
+    this.element = h("div", {}, this.legend(), both, misfits.length ? this.list(misfits) : null);
     onWidth(this.place, (width) => {
       this.width = width;
       this.draw();
@@ -106,37 +110,50 @@ export class Chart {
     const planned = points.filter((point) => point.status === "planned");
     const slower = points.filter((point) => point.status === "slower");
     const bounds = Object.keys(this.answer.proof.pruned).filter((bound) => slower.some((point) => point.bound === bound));
-    const times = [...this.entries.map((one) => one.step_s), ...planned.map((one) => one.step_s!), ...slower.map((one) => one.bound_s!)];
+    const left = this.width < 600 ? NARROW_LEFT : LEFT;
+    const times = [...this.entries.map((one) => one.step_s), ...planned.map((one) => one.step_s!)];
+    const limit = Math.max(...times) * FAR;
+    const later = slower.filter((one) => one.bound_s! > limit).sort((a, b) => a.bound_s! - b.bound_s!);
+    times.push(...slower.map((one) => one.bound_s!).filter((time) => time <= limit));
     const [least, most] = [Math.min(...times), Math.max(...times)];
-    const logarithmic = most > LOG_FROM * least;
-    const margin = logarithmic ? [least / 1.04, most * 1.04] : [least - (most - least || least) * 0.03, most + (most - least || least) * 0.03];
-    const x = (logarithmic ? scaleLog() : scaleLinear()).domain(margin).range([LEFT, this.width - RIGHT]);
+    const room = (most - least || least) * 0.04;
+    const right = this.width - RIGHT;
+    const end = later.length ? right - BEYOND : right;
+    const scale = scaleLinear().domain([least - room, most + room]).range([left, end]);
+    const x = (time: number): number => {
+      if (time <= limit) return scale(time);
+      const place = later.findIndex((one) => one.bound_s === time);
+      return end + 14 + ((BEYOND - 20) * place) / Math.max(later.length - 1, 1);
+    };
     const budget = this.answer.budgets.device_bytes;
     const peaks = [...this.entries.map((one) => one.memory.peak_bytes), ...planned.map((one) => one.peak_device_bytes!)];
     const y = scaleLinear().domain([0, Math.max(budget, ...peaks) * 1.02]).range([TOP + HEIGHT, TOP]);
     const bottom = TOP + HEIGHT + bounds.length * ROW;
     const svg = v("svg", { width: this.width, height: bottom + AXIS, role: "img", "aria-label": "Step time against memory of a GPU" });
 
-    const ticks = this.ticks(x, logarithmic);
-    for (const tick of ticks) {
+    for (const tick of scale.ticks(Math.max(2, Math.floor((end - left) / 90)))) {
       svg.append(v("line", { class: "axis", x1: x(tick), x2: x(tick), y1: TOP, y2: bottom }));
       svg.append(v("text", { x: x(tick), y: bottom + 16, "text-anchor": "middle" }, seconds(tick)));
     }
-    const unit = 2 ** (10 * Math.floor(Math.log2(Math.max(budget, 1)) / 10));
-    const steps = scaleLinear().domain([0, y.domain()[1] / unit]).ticks(5);
-    for (const tick of steps) {
-      svg.append(v("line", { class: "axis", x1: LEFT, x2: this.width - RIGHT, y1: y(tick * unit), y2: y(tick * unit) }));
-      svg.append(v("text", { x: LEFT - 6, y: y(tick * unit) + 4, "text-anchor": "end" }, tick ? bytes(tick * unit) : "0"));
+    if (later.length) {
+      svg.append(v("line", { class: "leader", x1: end, x2: end, y1: TOP, y2: bottom }));
+      const words = `${seconds(later[0].bound_s!)} to ${seconds(later.at(-1)!.bound_s!)}`;
+      svg.append(v("text", { x: right, y: TOP + HEIGHT - 6, "text-anchor": "end" }, later.length > 1 ? words : seconds(later[0].bound_s!)));
     }
-    const words = `seconds of a step${logarithmic ? ", logarithmic" : ""}`;
-    svg.append(v("text", { x: this.width - RIGHT, y: bottom + 34, "text-anchor": "end" }, words));
+    const unit = 2 ** (10 * Math.floor(Math.log2(Math.max(budget, 1)) / 10));
+    for (const tick of scaleLinear().domain([0, y.domain()[1] / unit]).ticks(5)) {
+      svg.append(v("line", { class: "axis", x1: left, x2: end, y1: y(tick * unit), y2: y(tick * unit) }));
+      svg.append(v("text", { x: left - 6, y: y(tick * unit) + 4, "text-anchor": "end" }, tick ? bytes(tick * unit) : "0"));
+    }
+    svg.append(v("text", { x: end, y: bottom + 34, "text-anchor": "end" }, "time of a step"));
     svg.append(v("text", { x: 0, y: 10 }, "memory of the fullest GPU"));
-    svg.append(v("line", { class: "limit", x1: LEFT, x2: this.width - RIGHT, y1: y(budget), y2: y(budget) }));
-    svg.append(v("text", { x: this.width - RIGHT, y: y(budget) + 14, "text-anchor": "end" }, `budget ${bytes(budget)}`));
+    svg.append(v("line", { class: "limit", x1: left, x2: end, y1: y(budget), y2: y(budget) }));
+    svg.append(v("text", { x: end - 4, y: y(budget) + 14, "text-anchor": "end" }, `budget ${bytes(budget)}`));
     bounds.forEach((bound, row) => {
       const middle = TOP + HEIGHT + (row + 0.5) * ROW;
-      svg.append(v("line", { class: "axis", x1: LEFT, x2: this.width - RIGHT, y1: middle + ROW / 2, y2: middle + ROW / 2 }));
-      svg.append(v("text", { x: 0, y: middle + 4 }, bound.length > 9 ? `${bound.slice(0, 5)}. ≥` : `${bound} ≥`));
+      svg.append(v("line", { class: "axis", x1: left, x2: right, y1: middle + ROW / 2, y2: middle + ROW / 2 }));
+      const short = left < LEFT && bound.length > 9 ? `${bound.slice(0, 4)}.` : bound;
+      svg.append(v("text", { x: left - 6, y: middle + 4, "text-anchor": "end" }, `${short} ≥`));
     });
 
     this.marks = [];
@@ -154,26 +171,16 @@ export class Chart {
       const given = { class: "best", fill: colour(entry), "data-s": entry.step_s, "data-bytes": entry.memory.peak_bytes };
       this.add(svg, entry, at, given, number);
       let row = 0;
-      while (taken.some((other) => other.row === row && Math.abs(other.x - at.x) < 16)) row++;
+      while (taken.some((other) => other.row === row && Math.abs(other.x - at.x) < (number > 8 ? 20 : 14))) row++;
       taken.push({ x: at.x, row });
-      if (row > 1 && number) return; // the others are in the table
-      const label = TOP - 14 - 14 * row + 8;
+      if (row >= ROWS) return; // the others are in the table
+      const label = TOP - 6 - 14 * row;
       svg.append(v("line", { class: "leader", x1: at.x, x2: at.x, y1: label + 3, y2: at.y - 6 }));
       svg.append(v("text", { class: "number", x: at.x, y: label }, String(number + 1)));
     });
-    const { x: left, y: high } = this.marks[this.marks.length - this.entries.length + this.chosen];
-    svg.append(v("circle", { class: "chosen", cx: left, cy: high, r: 9 }));
+    const { step_s: time, memory } = this.entries[this.chosen];
+    svg.append(v("circle", { class: "chosen", cx: x(time), cy: y(memory.peak_bytes), r: 9 }));
     this.place.replaceChildren(svg);
-  }
-
-  // Times at which the axis has a line, far enough apart for their words.
-  private ticks(x: { ticks(count: number): number[]; (value: number): number }, logarithmic: boolean): number[] {
-    let last = -Infinity;
-    return x.ticks(Math.max(2, Math.floor(this.width / (logarithmic ? 60 : 110)))).filter((tick) => {
-      if (x(tick) - last < 56) return false;
-      last = x(tick);
-      return true;
-    });
   }
 
   private add(svg: SVGElement, of: Shape, at: { x: number; y: number }, given: Record<string, string | number>, number = -1): void {

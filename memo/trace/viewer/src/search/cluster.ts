@@ -5,7 +5,7 @@ import { count, rate } from "../format";
 import { inkOn, layerColour } from "../theme";
 import { KINDS, seconds, shardingWords, type Answer, type Drawing, type Entry, type Kind } from "./answer";
 
-const MOST_NODES = 16; // drawn one by one; of more, equal ones share a card
+const MOST_NODES = 16; // drawn one by one; of more, those with the same stages and shards share a card
 const MOST_NAMED = 12; // ranks of a group
 
 interface Card {
@@ -37,7 +37,7 @@ function cards(answer: Answer, entry: Entry): Card[] {
       const rank = node * answer.gpus_per_node + i;
       return rank < entry.gpus ? rank : null;
     });
-    const alike = gpus.map((rank) => (rank === null ? "" : (({ tp, cp, pp }) => `${pp}/${cp}/${tp}`)(place(entry, rank)))).join();
+    const alike = gpus.map((rank) => (rank === null ? "" : (({ tp, pp }) => `${pp}/${tp}`)(place(entry, rank)))).join();
     const key = answer.nodes > MOST_NODES ? alike : String(node);
     const card = found.get(key);
     if (card) card.nodes.push(node);
@@ -64,12 +64,13 @@ export class Cluster {
   private readonly words = h("dl", { class: "figures", id: "rank-groups", "aria-live": "polite" });
   private readonly rank = h("input", { type: "number", min: "0", value: "0", id: "rank", "aria-label": "rank" });
   private readonly groups = h("div", { class: "wide groups" });
+  private readonly network = h("div", { class: "link", id: "network" });
   private entry!: Entry;
   private cells: { button: HTMLElement; ranks: number[] }[] = [];
 
   constructor(private readonly answer: Answer) {
     this.rank.addEventListener("input", () => this.pick(Number(this.rank.value)));
-    this.element.append(this.nodes, this.network(), h("label", {}, "rank ", this.rank), this.words, this.groups);
+    this.element.append(this.nodes, this.network, h("label", {}, "rank ", this.rank), this.words, this.groups);
   }
 
   show(entry: Entry, drawing: Drawing): void {
@@ -79,9 +80,10 @@ export class Cluster {
     this.nodes.style.setProperty("--columns", String(Math.min(size, 8)));
     this.nodes.style.setProperty("--card", `${Math.min(size, 8) * 34 + 24}px`);
     this.nodes.replaceChildren(...cards(this.answer, entry).map((card) => this.card(card)));
+    this.network.textContent = this.links(drawing);
     this.rank.max = String(entry.gpus - 1);
     const rows = drawing.groups.map(({ kind, ranks, nodes, seconds: time }) => [
-      h("span", {}, h("span", { class: `mark ${kind}` }), KINDS[kind]),
+      h("span", {}, h("span", { class: `mark ${kind}` }), `${KINDS[kind]} (${kind === "dp" && entry.cp > 1 ? "dp × cp" : kind})`),
       what(kind, entry),
       kind === "pp" ? `${ranks} stages` : `${ranks} ranks`,
       nodes > 1 ? `between nodes, ${rate(links.nics_per_node * links.nic_bytes_per_s)} of a node` : `within a node, ${rate(links.nvlink_bytes_per_s)} of a GPU`,
@@ -94,11 +96,17 @@ export class Cluster {
     this.pick(Math.min(Number(this.rank.value) || 0, entry.gpus - 1));
   }
 
-  private network(): HTMLElement {
+  // What the line between the nodes says: the links, and the groups whose collectives cross them.
+  private links(drawing: Drawing): string {
     const { nodes, links } = this.answer;
-    if (nodes < 2) return h("div");
-    const words = links.nics_per_node ? `${links.nics_per_node} NICs of ${rate(links.nic_bytes_per_s)} at each node` : "no network";
-    return h("div", { class: "link" }, words);
+    const crossing = (far: boolean): string => {
+      const kinds = drawing.groups.filter((one) => one.nodes > 1 === far).map((one) => one.kind);
+      return kinds.length ? ` (${kinds.join(", ")})` : "";
+    };
+    const within = `within a node ${rate(links.nvlink_bytes_per_s)} a GPU${crossing(false)}`;
+    if (nodes < 2) return within;
+    const nics = links.nics_per_node ? `${links.nics_per_node} NICs of ${rate(links.nic_bytes_per_s)} a node` : "no network";
+    return `${within}; between nodes ${nics}${crossing(true)}`;
   }
 
   private card({ nodes, gpus }: Card): HTMLElement {
@@ -133,7 +141,7 @@ export class Cluster {
     const stage = entry.pp > 1 ? `, stage ${at.pp}` : "";
     const rows = [
       ["rank", `${rank}: node ${node}, GPU ${rank % this.answer.gpus_per_node}${stage}`],
-      ...groups.map(([kind, members]) => [KINDS[kind], `ranks ${ranges([...members].sort((a, b) => a - b))}`]),
+      ...groups.map(([kind, members]) => [KINDS[kind], `${members.size} ranks: ${ranges([...members].sort((a, b) => a - b))}`]),
     ];
     this.words.replaceChildren(...rows.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
   }
