@@ -185,7 +185,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     """Plans or searches, checks and simulates, writes the plan and prints it."""
     if args.search:
-        refuse_existing(args.output, force=args.force)
+        refuse_existing(args.output, args.html, force=args.force)
         return run_search(args)
     refuse_search_flags(args)
     defaults = {name: value for name, value in _DEFAULTS.items() if getattr(args, name) is None}

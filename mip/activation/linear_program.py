@@ -673,8 +673,8 @@ def _grouped(
     found: list[tuple[str, tuple[int, ...], tuple[_GroupCounts, ...]]] = []
     candidates = device_peak_candidates(problem, stage)
     for candidate in sorted(candidates, key=lambda p: (-sum(p.kept) - sum(p.unmoved), -p.resident_bytes)):
-        kinds = (candidate.kept, candidate.whole, candidate.unmoved, candidate.recomputing)
-        counts = tuple(tuple(sum(kind[own]) for kind in kinds) for own in ranges)
+        held, whole, unmoved, again = candidate.kept, candidate.whole, candidate.unmoved, candidate.recomputing
+        counts = tuple((sum(held[own]), sum(whole[own]), sum(unmoved[own]), sum(again[own])) for own in ranges)
         amounts = (candidate.resident_bytes, *itertools.chain.from_iterable(counts))
         if not any(all(map(operator.ge, other, amounts)) for _, other, _ in found):
             found.append((candidate.name, amounts, counts))
