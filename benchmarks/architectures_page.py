@@ -122,11 +122,12 @@ def with_figures(text: str, result: Entry, file: str) -> str:
 def _figures(result: Entry, file: str) -> Iterator[str]:
     before = json.loads(BEFORE.read_text())
     now, then = result["summary"], before["summary"]
+    older = sum("commit" in row for row in result["architectures"])
     yield (
-        f"Every causal, masked and sequence-to-sequence class of transformers {result['transformers']}: of"
-        f" {now['examined']} {now['built']} could be built small with random weights and repeat themselves without memo. Two"
-        " steps, other tokens in the second; moved bytes as a share of those at `alpha=1`. Before: the layer's own forward"
-        " ran again in backward."
+        f"Every causal, masked and sequence-to-sequence class of transformers {result['transformers']}: {now['built']} of"
+        f" {now['examined']} could be built small with random weights and repeat themselves without memo. Two steps, other"
+        " tokens in the second; moved bytes as a share of those at `alpha=1`. Before: the layer's own forward ran again in"
+        " backward." + (f" {_counted(older)} of the newer file are of commits before its own." if older else "")
     )
 
     def equal(found: Entry, *settings: str) -> str:

@@ -209,22 +209,26 @@ def _architectures(result: Result) -> list[str]:
     ]
 
 
-def _rules(body: dict[str, Any]) -> list[str]:
+def _rules(simulated: Result, carried_out: Result) -> list[str]:
     def cells(one: dict[str, Any]) -> list[str]:
         shown = ["" if one[key] is None else f"{one[key]:.3f}" for key in ("best", "median", "worst")]
         return [f"{one['fits']} of {one['of']}", *shown]
 
-    carried, decided = body["carried_rules"], body["deciding_rules"]
+    body, carried, decided = simulated.body, carried_out.body["carried_rules"], simulated.body["deciding_rules"]
+    of, of_carried = len(body["simulated"]), len(carried_out.body["carried"])
     rows = [
         [rule, *cells(one), "" if one["median_gap"] is None else f"{one['median_gap']:.1%}", *cells(carried[rule])]
         for rule, one in decided.items()
     ]
+    sources = [f"Source: {simulated.source}."]
+    if carried_out.path != simulated.path:
+        sources = [f"Sources: simulated {simulated.source}; carried out {carried_out.source}."]
     heads = ["rule", "simulated: a plan", "best", "median", "worst", "above the bound", "carried out: a plan"]
     unlike = sum("unlike" in row["problem"] for row in body["simulated"])
     return [
         *prose(
-            f"Step time over the LP's: {len(body['simulated'])} problems at equal budgets of device, host and disk,"
-            f" simulated, and {len(body['carried'])} carried out on the CPU engine with paced links, one of them with a"
+            f"Step time over the LP's: {of} problems at equal budgets of device, host and disk,"
+            f" simulated, and {of_carried} carried out on the CPU engine with paced links, one of them with a"
             f" disk; in {unlike} of those simulated every other layer is narrow. The rules are memo's LP and six that need"
             " no solver (`benchmarks/solver/rules.py`); a plan counts where the independent checker accepts it. The bound is"
             " that of the linear program before anything is rounded, which no plan is below; predicted steps are above it by"
@@ -235,7 +239,9 @@ def _rules(body: dict[str, Any]) -> list[str]:
         "",
         *prose(_simulated_rules(body)),
         "",
-        *prose(_carried_rules(body)),
+        *prose(_carried_rules(carried_out.body)),
+        "",
+        *sources,
         "",
     ]
 
@@ -347,13 +353,12 @@ def results_page() -> str:
     peers, architectures = newest("peers", having="steps"), newest("architectures")
     if peers is not None:
         lines += _peers(peers)
-    for name, title, tables in (
-        ("solver", "Is the solver worth it?", _rules),
-        ("parts", "What each part is worth", _parts),
-    ):
-        result = newest(name)
-        if result is not None:
-            lines += [f"## {title}", "", *tables(result.body), f"Source: {result.source}.", ""]
+    simulated, carried = newest("solver", having="deciding_rules"), newest("solver", having="pairs_in_order")
+    if simulated is not None and carried is not None:
+        lines += ["## Is the solver worth it?", "", *_rules(simulated, carried)]
+    parts = newest("parts")
+    if parts is not None:
+        lines += ["## What each part is worth", "", *_parts(parts.body), f"Source: {parts.source}.", ""]
     if architectures is not None:
         lines += _architectures(architectures)
     return "\n".join([*lines, "## Not measured", "", *prose(NOT_MEASURED), ""])

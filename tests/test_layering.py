@@ -72,11 +72,10 @@ IMPORTS = {
     "memo/cli/inputs": "memo memo/gpt memo/record memo/hugging_face mip/activation mip/inputs",
     "memo/cli/terminal": "memo mip memo/trace",
     "memo/cli/planning": "memo memo/parallel memo/gpt memo/gpt/arithmetic memo/gpt/checkpoint memo/hugging_face "
-    "mip/address mip/activation mip/cluster mip/inputs mip/simulate memo/search "
+    "mip/address mip/activation mip/cluster mip/inputs mip/simulate memo/trace memo/search "
     "memo/cli/tables memo/cli/inputs memo/cli/terminal",
     "memo/cli": "memo allocator mip mip/address mip/inputs mip/activation mip/simulate swap face memo/trace "
     "memo/trace/live memo/out_of_memory memo/machine memo/parallel memo/gpt/optim memo/gpt memo/gpt/arithmetic "
-    "memo/gpt/checkpoint "
     "memo/gpt/train memo/record memo/hugging_face memo/search "
     "memo face memo/cli/tables memo/cli/inputs memo/cli/terminal memo/cli/planning",
 }

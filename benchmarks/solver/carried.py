@@ -40,9 +40,9 @@ _T = TypeVar("_T")
 CASES = [
     Case(tokens=512, link_bytes_per_s=30e6, device_layers=3.2, host_layers=LAYERS),
     Case(tokens=512, link_bytes_per_s=30e6, device_layers=5.5, host_layers=LAYERS),
+    Case(tokens=512, link_bytes_per_s=480e6, device_layers=3.2, host_layers=2, disk_bytes_per_s=60e6),
     Case(tokens=512, link_bytes_per_s=120e6, device_layers=3.2, host_layers=LAYERS),
     Case(tokens=512, link_bytes_per_s=480e6, device_layers=5.5, host_layers=LAYERS),
-    Case(tokens=512, link_bytes_per_s=480e6, device_layers=3.2, host_layers=2, disk_bytes_per_s=60e6),
     Case(tokens=1024, link_bytes_per_s=120e6, device_layers=5.5, host_layers=LAYERS),
 ]
 """A layer's tensors take .21, .052 and .013 s over these links, and its forward some .04 s."""

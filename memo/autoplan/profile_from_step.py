@@ -73,7 +73,7 @@ def _layer(name: str, times: LayerTimes, costs: LayerCosts | None) -> LayerProfi
         divisible=costs is None or costs.divisible,
         piece_s=0.0 if costs is None else costs.piece_s,
         forward_s=times.forward_ns / calls / 1e9,
-        backward_s=max(times.backward_ns - times.recompute_ns - times.waited_ns, 0) / calls / 1e9,
+        backward_s=times.own_backward_ns / calls / 1e9,
         storages=-(-times.storages // calls),
         largest_storage_bytes=times.largest_storage_bytes,
     )

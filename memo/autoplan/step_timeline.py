@@ -26,14 +26,18 @@ class LayerTimes:
     forward_ns: int = 0
     backward_ns: int = 0
     """From the layer's first request for a saved tensor to its last one, waits and recompute included."""
-    recompute_ns: int = 0
-    waited_ns: int = 0
-    """Part of `backward_ns` spent waiting for reloads."""
+    added: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    """Begins and ends of the recomputes and of the waits for reloads in `backward_ns`; a recompute waits, too."""
     saved_bytes: int = 0
     """Bytes of the storages that may be moved."""
     storages: int = 0
     """Number of these storages."""
     largest_storage_bytes: int = 0
+
+    @property
+    def own_backward_ns(self) -> int:
+        """`backward_ns` without what offloading adds to it."""
+        return max(self.backward_ns - _covered_ns(self.added), 0)
 
     def saved(self, nbytes: int) -> None:
         """Counts one saved storage."""
@@ -130,7 +134,7 @@ class StepTimeline:
         elif isinstance(event, Stall):
             self._stalls[event.cause] = self._stalls.get(event.cause, 0) + event.d
             if event.cause is StallCause.RELOAD and event.module is not None:
-                self._layer(event.module).waited_ns += event.d
+                self._layer(event.module).added.append((event.t, event.t + event.d))
 
     def tell(self, note: Note) -> None:
         """Passes a note on to the trace."""
@@ -166,7 +170,7 @@ class StepTimeline:
     def _add_work(self, span: Span, module: str) -> None:
         layer = self._layer(module)
         if span.lane is Lane.RECOMPUTE:
-            layer.recompute_ns += span.d
+            layer.added.append((span.t, span.t + span.d))
         elif span.phase == "forward":
             layer.calls += 1
             layer.forward_ns += span.d
@@ -178,8 +182,14 @@ class StepTimeline:
 
 def _use(copies: list[tuple[int, int, int]]) -> LaneUse:
     """Sums the bytes, and the union of the intervals: copies on a disk overlap."""
-    busy, covered = 0, 0
-    for begin, end, _ in sorted(copies):
-        busy += max(0, end - max(begin, covered))
-        covered = max(covered, end)
+    busy = _covered_ns([(begin, end) for begin, end, _ in copies])
     return LaneUse(nbytes=sum(nbytes for _, _, nbytes in copies), busy_ns=busy)
+
+
+def _covered_ns(intervals: list[tuple[int, int]]) -> int:
+    """Length of the union of intervals."""
+    covered, until = 0, 0
+    for begin, end in sorted(intervals):
+        covered += max(0, end - max(begin, until))
+        until = max(until, end)
+    return covered

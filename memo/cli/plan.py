@@ -17,7 +17,7 @@ from memo.cli.inputs.budgets import add_budget_flags
 from memo.cli.inputs.planned_model import add_model_flags
 from memo.cli.inputs.stage_layers import add_stage_layers_flag
 from memo.cli.planning.changes import changes_that_fit, explain_misfit
-from memo.cli.planning.former_plan import FormerPlan, checkpoint_bytes_per_s
+from memo.cli.planning.former_plan import FormerPlan
 from memo.cli.planning.layouts import add_search_flags, refuse_search_flags, run_search
 from memo.cli.planning.request import AUTO, METHODS, TILE_TOKENS, parse_request
 from memo.cli.planning.search import describe_longest, fewest_gpus, longest_sequence
@@ -25,7 +25,7 @@ from memo.cli.tables.activation import activation_summary, activation_table
 from memo.cli.terminal.output_files import display_name, file_name, refuse_existing, require_matplotlib
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
-from memo.gpt import EmbeddingGradients, GPTConfig
+from memo.gpt import EmbeddingGradients
 from memo.gpt.arithmetic import Optimizer
 from memo.mip.activation import (
     DoesNotFit,
@@ -37,7 +37,6 @@ from memo.mip.simulate import prove
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from memo.gpt.checkpoint import Resharding
     from memo.mip.activation import ActivationPlan
     from memo.mip.simulate import Simulation
     from memo.search import Request
@@ -186,7 +185,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     """Plans or searches, checks and simulates, writes the plan and prints it."""
     if args.search:
-        refuse_existing(args.output, force=args.force)
+        refuse_existing(args.output, args.html, force=args.force)
         return run_search(args)
     refuse_search_flags(args)
     defaults = {name: value for name, value in _DEFAULTS.items() if getattr(args, name) is None}
@@ -194,6 +193,8 @@ def run(args: argparse.Namespace) -> ExitCode:
         defaults.pop("gpus", None)
     args = argparse.Namespace(**{**vars(args), **defaults})
     if args.cluster is not None:
+        if args.former is not None:
+            raise UsageError("--from does not go with --cluster; give the groups of nodes one by one")
         return _run_on_cluster(args)
     if args.max_seq and (args.gpus == AUTO or args.sweep is not None):
         other = "--gpus auto" if args.gpus == AUTO else f"--sweep {args.sweep}"
@@ -207,11 +208,11 @@ def run(args: argparse.Namespace) -> ExitCode:
             "--plot draws a sweep only; add --sweep seq, device or host, or use memo simulate for a timeline"
         )
     what = " ".join(["planning", *(given for given in (args.model, args.seq and f"at {args.seq}") if given)])
-    former = None if args.former is None else FormerPlan.read(args.former)
+    former = None if args.former is None else FormerPlan.read(args.former, model=args.model)
     with WaitingLine("memo plan", what, quiet=args.json):
         request, found = _request(args)
-        if former is not None and not isinstance(request.config, GPTConfig):
-            raise UsageError("--from is for sizes of memo's GPT, which memo train trains")
+        if former is not None:
+            former.require_model(args.model, request.config)
         misfit = None
         if args.sweep is None:
             try:
@@ -225,8 +226,9 @@ def run(args: argparse.Namespace) -> ExitCode:
         from memo.cli.planning.sweep import run_sweep
 
         return run_sweep(request, args)
-    if former is not None and isinstance(request.config, GPTConfig):
-        found = _with_resharding(found, former.resharding(request.config, plan.problem), request)
+    if former is not None:
+        row, summary = former.resharding_row(request.config, plan.problem)
+        found = dataclasses.replace(found, rows=(*found.rows, row), summary={**found.summary, "resharding": summary})
     return _finish(args, plan, simulation, found, request.assumed)
 
 
@@ -267,22 +269,6 @@ def _finish(
     if args.output:
         print(f"Wrote {display_name(args.output)}")
     return ExitCode.OK
-
-
-def _with_resharding(found: _Found, resharding: Resharding, request: Request) -> _Found:
-    """The findings with what reading the former layout's checkpoint takes; seconds are None where no rate is known."""
-    rate = checkpoint_bytes_per_s(request.machine, request.layout.gpus)
-    ranks = request.machine.gpus_per_node
-    summary = {
-        "most_read_bytes": max(resharding.read_bytes),
-        "total_read_bytes": resharding.total_bytes,
-        "read_bytes": list(resharding.read_bytes),
-        "own_bytes": list(resharding.own_bytes),
-        "node_bytes_per_s": rate,
-        "seconds": resharding.seconds(ranks_per_node=ranks, node_bytes_per_s=rate) if rate else None,
-    }
-    row = resharding.row(ranks_per_node=ranks, node_bytes_per_s=rate)
-    return dataclasses.replace(found, rows=(*found.rows, row), summary={**found.summary, "resharding": summary})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,8 @@ Owns the dimensions and what divides what. Knows no times and no bytes.
 
     shape        pp x dp x cp x tp ranks, on all GPUs of the cluster or on fewer: whole nodes, or a part of one
     setting      sequences of a microbatch, and microbatches of a step, which follow from the shape's dp
-    candidate    a shape and a setting, with a schedule and its chunks, and what data-parallel ranks shard
+    candidate    a shape and a setting, with a schedule and its chunks, what data-parallel ranks shard, and whether they
+                 exchange the embedding's gradient as rows, which is tried where that is fewer bytes whatever the tokens are
 
 Tensor parallelism beyond a node takes whole nodes. Context parallelism exchanges heads for tokens (Ulysses): the cost model
 has no ring attention. Schedules, chunks and microbatches are those that `memo train` runs.
@@ -20,7 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memo.errors import UsageError
-from memo.gpt import GPTConfig
+from memo.gpt import EmbeddingGradients, GPTConfig
+from memo.gpt.arithmetic import EmbeddingTraffic, reason_not_sparse
 from memo.mip.inputs import PipelineSchedule
 
 if TYPE_CHECKING:
@@ -79,6 +81,8 @@ class Candidate:
     """0: data-parallel ranks hold everything; 1: the optimizer is sharded; 2: gradients, too; 3: weights, too."""
     sharded_over: int | None = None
     """Ranks that share one copy of what is sharded; None: all data-parallel ranks."""
+    sparse_embedding: bool = False
+    """Whether the embedding's gradient is exchanged as rows."""
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -96,6 +100,7 @@ class Candidate:
             -self.setting.batch,
             -self.zero,
             self.sharded_over or 0,
+            self.sparse_embedding,
         )
 
     @property
@@ -201,19 +206,29 @@ class Space:
         found = [Setting(batch, own // batch) for batch in _divisors_of(own)]
         return [one for one in found if self._agrees(one)]
 
+    def schedules(self, shape: Shape, setting: Setting) -> list[Candidate]:
+        """A candidate of each schedule of a shape and a setting, in which nothing is sharded."""
+        return [
+            Candidate(shape=shape, setting=setting, schedule=schedule, chunks=chunks, zero=0)
+            for schedule, chunks in self._schedules(shape, setting)
+        ]
+
+    def shardings(self, candidate: Candidate) -> list[Candidate]:
+        """The candidate under every sharding and exchange of the embedding's gradient."""
+        return [
+            dataclasses.replace(candidate, zero=zero, sharded_over=ranks, sparse_embedding=sparse)
+            for zero, ranks in self._shardings(candidate.shape)
+            for sparse in self._exchanges(candidate.shape, candidate.setting, zero, ranks)
+        ]
+
     def candidates(self, shape: Shape, setting: Setting) -> list[Candidate]:
         """All candidates of a shape and a setting."""
-        return [
-            Candidate(
-                shape=shape, setting=setting, schedule=schedule, chunks=chunks, zero=zero, sharded_over=sharded_over
-            )
-            for schedule, chunks in self._schedules(shape, setting)
-            for zero, sharded_over in self._shardings(shape)
-        ]
+        return [one for bare in self.schedules(shape, setting) for one in self.shardings(bare)]
 
     def count(self, shape: Shape, setting: Setting) -> int:
         """Number of its candidates."""
-        return len(self._schedules(shape, setting)) * len(self._shardings(shape))
+        ways = (self._exchanges(shape, setting, *sharding) for sharding in self._shardings(shape))
+        return len(self._schedules(shape, setting)) * sum(map(len, ways))
 
     def request_of(self, candidate: Candidate) -> Request:
         """The request for a plan of a candidate."""
@@ -231,6 +246,7 @@ class Space:
             chunks=candidate.chunks if candidate.chunks > 1 else None,
             zero=candidate.zero,
             sharded_over=candidate.sharded_over,
+            embedding=EmbeddingGradients.SPARSE if candidate.sparse_embedding else EmbeddingGradients.DENSE,
         )
 
     # What divides what.
@@ -283,11 +299,15 @@ class Space:
             options = [(PipelineSchedule.ONE_F_ONE_B, 1)]
         else:
             layers = _Sizes.of(self.request).layers
+            # GPipe holds more than 1F1B in the same time.
+            needless = PipelineSchedule.ONE_F_ONE_B.reason_unsupported(setting.accumulate, shape.pp) is None
+            needless = needless and self.fixed.get("schedule") is not PipelineSchedule.GPIPE
             options = [
                 (schedule, chunks)
                 for schedule in PipelineSchedule
                 for chunks in _chunk_counts(schedule)
                 if layers % (shape.pp * chunks) == 0
+                and not (needless and schedule is PipelineSchedule.GPIPE)
                 and schedule.reason_unsupported(setting.accumulate, shape.pp) is None
                 and (chunks == 1 or shape.pp * chunks * setting.accumulate <= MOST_TURNS)
             ]
@@ -308,6 +328,27 @@ class Space:
         if fixed is None and 1 < within < ranks and ranks % within == 0:
             found.append((3, within))
         return found
+
+    def _exchanges(self, shape: Shape, setting: Setting, zero: int, sharded_over: int | None) -> tuple[bool, ...]:
+        """Whether the embedding's gradient is exchanged as rows: the ways to try."""
+        request, ranks = self.request, shape.dp * shape.cp
+        config, asked = request.config, request.embedding
+        if asked is EmbeddingGradients.DENSE or not isinstance(config, GPTConfig) or request.recompute is not None:
+            return (False,)
+        reason = reason_not_sparse(tied=config.tie_embeddings, ranks=ranks, zero=zero, lora=request.lora)
+        if reason is not None or sharded_over is not None:
+            return (False,)
+        if asked is EmbeddingGradients.SPARSE:
+            return (True,)
+        traffic = EmbeddingTraffic(
+            rows=-(-config.vocab_size // shape.tp),
+            width=config.hidden,
+            tokens=request.layout.tokens // shape.cp * setting.batch * setting.accumulate,
+            ranks=ranks,
+            element=1,
+            gathered_element=1 if zero else 0,
+        )
+        return (False, True) if traffic.sparse_is_less else (False,)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ _PAGE = """<!doctype html>
 <style>{style}</style>
 </head>
 <body>
-<noscript>This report draws itself with JavaScript; the same figures: memo trace stats.</noscript>
+<noscript>This report draws itself with JavaScript; its command prints the same figures as text.</noscript>
 <main id="memo"></main>
 <script type="application/json" id="memo-data">{data}</script>
 <script type="text/plain" id="memo-licenses">{licenses}</script>
@@ -39,15 +39,16 @@ _PAGE = """<!doctype html>
 """
 
 
-def render_page(data: dict[str, Any], *, title: str, live: bool = False) -> str:
+def render_page(data: dict[str, Any], *, title: str, live: bool = False, assets: str = "viewer") -> str:
     """Renders the HTML file.
 
     Args:
-        data: of `page_data`.
+        data: of `page_data`, or of another page's maker.
         title: of the page; may hold any text.
         live: whether the page may ask the server that it came from for more.
+        assets: name of the script and style sheet that draw it: `viewer` for traces, `search` for `memo plan --search`.
     """
-    script, style = _asset("viewer.js"), _asset("viewer.css")
+    script, style = _asset(f"{assets}.js"), _asset(f"{assets}.css")
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
         "base-uri 'none'; form-action 'none'" + ("; connect-src 'self'" if live else "")

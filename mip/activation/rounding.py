@@ -147,8 +147,11 @@ def in_storages(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> tuple
                 due = plan.kept * saved + carried
                 share = min(math.floor(due / size + ALMOST_WHOLE) * size / saved, 1.0)
                 carried = max(due - share * saved, 0.0)
-                host = (1 - share) * plan.host / moving
-                rounded[index] = dataclasses.replace(plan, kept=share, host=host, disk=max(1 - share - host, 0.0))
+                host = (1 - share) * (plan.host / moving if plan.disk else 1.0)
+                disk = (
+                    max(1 - share - host, 0.0) if plan.disk else 0.0
+                )  # without one, not even an error's part of a byte
+                rounded[index] = dataclasses.replace(plan, kept=share, host=host, disk=disk)
     return tuple(rounded)
 
 

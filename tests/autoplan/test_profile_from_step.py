@@ -20,15 +20,12 @@ MS = 1_000_000
 SIGNATURE = Signature(model="m", batch=2, tokens=100, dtype="float32")
 
 
-def layer(
-    forward_ms: float, backward_ms: float, *, recompute_ms: float = 0, waited_ms: float = 0, calls: int = 1
-) -> LayerTimes:
+def layer(forward_ms: float, backward_ms: float, *, added_ms: float = 0, calls: int = 1) -> LayerTimes:
     return LayerTimes(
         calls=calls,
         forward_ns=round(forward_ms * MS),
         backward_ns=round(backward_ms * MS),
-        recompute_ns=round(recompute_ms * MS),
-        waited_ns=round(waited_ms * MS),
+        added=[(0, round(added_ms * MS))],
         saved_bytes=4000 * calls,
     )
 
@@ -58,7 +55,7 @@ def costs(name: str, always: int = 1000) -> LayerCosts:
 
 
 def test_like_layers_are_one_class_with_their_median_times() -> None:
-    layers = {"a": layer(10, 30, recompute_ms=4, waited_ms=6), "b": layer(11, 20), "c": layer(90, 20)}
+    layers = {"a": layer(10, 30, added_ms=10), "b": layer(11, 20), "c": layer(90, 20)}
     profile = measured_profile(times(layers), {name: costs(name) for name in layers}, SIGNATURE)
     assert profile.role is Role.MEASURED
     assert profile.layers == ("layer",) * 3

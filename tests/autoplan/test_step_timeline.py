@@ -29,9 +29,20 @@ def test_a_step_is_added_up_layer_by_layer() -> None:
     assert times is not None
     assert list(times.layers) == ["a", "b"]
     a = times.layers["a"]
-    assert (a.calls, a.forward_ns, a.backward_ns, a.recompute_ns, a.waited_ns, a.saved_bytes) == (1, 10, 40, 10, 4, 64)
+    assert (a.calls, a.forward_ns, a.backward_ns, a.own_backward_ns, a.saved_bytes) == (1, 10, 40, 26, 64)
     assert (times.first_layer_ns, times.turn_ns, times.end_ns) == (10, (40, 50), 120)
     assert times.stalls_ns == {StallCause.RELOAD: 4, StallCause.DRAIN: 3}
+
+
+def test_a_wait_within_a_recompute_is_taken_off_once() -> None:
+    timeline = StepTimeline()
+    timeline.emit(work("a", "forward", 10, 20))
+    timeline.emit(work("a", "backward", 80, 120))
+    timeline.emit(Stall(t=90, d=3, step=0, cause=StallCause.RELOAD, module="a"))
+    timeline.emit(work("a", "backward", 85, 95, Lane.RECOMPUTE))
+    times = timeline.times()
+    assert times is not None
+    assert times.layers["a"].own_backward_ns == 30
 
 
 def test_a_lane_is_busy_while_any_copy_runs() -> None:

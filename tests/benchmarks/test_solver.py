@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks.results import ROOT
 from benchmarks.solver import rules
-from benchmarks.solver.__main__ import gap_of, is_deciding, summary
-from benchmarks.solver.carried import _medians, pairs_in_order
+from benchmarks.solver.__main__ import carried_summary, gap_of, is_deciding, summary
+from benchmarks.solver.carried import _delay_ns, _medians, _quietest, pairs_in_order
 from benchmarks.solver.problems import UNLIKE, Named, problems, with_budget
 from benchmarks.solver.rules import RULES, best_of, greedy, lp
 from memo.mip.activation.checker import check_plan
@@ -104,6 +104,30 @@ def test_a_rules_step_is_compared_with_the_one_of_the_same_round() -> None:
     assert told["LP"] == 2.0
     assert told["greedy"] == pytest.approx(3.0)
     assert told["SSDTrain"] is None
+
+
+def test_the_rounds_with_the_least_delay_count_in_their_order() -> None:
+    assert _quietest([(0.3, "a"), (0.1, "b"), (0.2, "c"), (0.1, "d")], 2) == [(0.1, "b"), (0.1, "d")]
+    assert _quietest([(0.3, "a"), (0.1, "b"), (0.2, "c")], 2) == [(0.1, "b"), (0.2, "c")]
+    assert _quietest([(0.0, "a"), (0.0, "b"), (0.0, "c")], 2) == [(0.0, "a"), (0.0, "b")]
+
+
+def test_waiting_for_a_processor_is_counted_upwards() -> None:
+    before = _delay_ns()
+    assert 0 <= before <= _delay_ns()
+
+
+def test_what_was_carried_out_is_summed_up_over_problems() -> None:
+    def row(pairs: tuple[int, int], **shares: float) -> dict[str, object]:
+        step_s = dict.fromkeys(RULES) | {rule: 2.0 * share for rule, share in shares.items()}
+        simulated = dict.fromkeys(shares, 2.0)
+        return {"step_s": step_s, "simulated_s": simulated, "measured_over_simulated": shares, "pairs_in_order": pairs}
+
+    told = carried_summary([row((2, 3), LP=1.0, greedy=1.1), row((1, 1), LP=1.2)])
+    assert told["pairs_in_order"] == [3, 4]
+    assert told["carried_rules"]["LP"]["measured_over_simulated"] == pytest.approx(1.1)
+    assert told["carried_rules"]["greedy"]["fits"] == 1
+    assert told["carried_rules"]["SSDTrain"]["measured_over_simulated"] is None
 
 
 def _run(*arguments: str, out: Path) -> subprocess.CompletedProcess[str]:

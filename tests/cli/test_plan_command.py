@@ -585,3 +585,74 @@ def test_a_sparse_exchange_that_is_not_possible_is_refused_in_a_line(
     command = ["plan", *flags, "--seq", "2k", "--gpu", "h100", "--embedding-exchange", "sparse"]
     assert main(command) == ExitCode.USAGE
     assert words in assert_one_line(capsys)
+
+
+def test_a_plan_from_another_says_what_resharding_costs(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    half = ["plan", "--model", "7b", "--seq", "128k", "--gpu", "a800", "--gpus", "4", "--tp", "2", "--host", "2TiB"]
+    half += ["--mlp-tiles", "1", "--from", str(plan_path)]
+    assert main(half) == ExitCode.OK
+    row = (
+        r"^resharding: tp 8 to dp 2, tp 2: a rank reads at most ([\d.]+) GiB of the checkpoint, for its ([\d.]+) GiB; "
+    )
+    found = re.search(row + r"all ([\d.]+) GiB, [\d.]+ m?s at 10 GB/s a node$", capsys.readouterr().out, re.M)
+    assert found is not None
+    most, own, every = map(float, found.groups())
+    # A quarter of six bytes a parameter; pieces of an eighth are read whole, by each of two that share one.
+    parameters = parameter_count(preset("7b"))
+    assert own == pytest.approx(6 * parameters / 4 / 2**30, rel=1e-3)
+    assert most >= own
+    assert every >= 4 * own
+    known = of_json(capsys, half)["resharding"]
+    assert known["total_read_bytes"] == sum(known["read_bytes"])
+    assert known["seconds"] == pytest.approx(known["total_read_bytes"] / 10e9)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            ["--model", "13b", "--seq", "8k"],
+            "the plan is of 7b with 32 layers, and its checkpoint cannot go on as 13b with 40",
+        ),
+        (["--model", "7b", "--layers", "16", "--seq", "8k"], "cannot go on as 7b with 16"),
+        (["--model", "qwen3-8b", "--seq", "8k"], "--from is for sizes of memo's GPT"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_plan_of_another_model_is_no_plan_to_go_on_from(
+    plan_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], words: str
+) -> None:
+    capsys.readouterr()
+    command = ["plan", *flags, "--gpu", "a800", "--gpus", "8", "--mlp-tiles", "1", "--from", str(plan_path)]
+    assert main(command) == ExitCode.USAGE
+    assert words in assert_one_line(capsys)
+
+
+def test_a_file_that_is_no_plan_is_none_to_go_on_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "hardware.json"
+    path.write_text(hardware_to_json(PRESETS["a800"]))
+    for name in (path, tmp_path / "missing.json"):
+        assert main([*PAPER, "--from", str(name)]) in (ExitCode.FAILURE, ExitCode.USAGE)
+        assert str(name) in assert_one_line(capsys)
+
+
+def test_a_search_from_a_plan_says_what_its_layout_reads_of_the_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["plan", "--model", "125m", "--variant", "llama", "--seq", "2k", "--gpu", "h100", "--mlp-tiles", "1"]
+    path = tmp_path / "plan.json"
+    assert main([*model, "--gpus", "4", "--pp", "2", "--accumulate", "2", "-o", str(path)]) == ExitCode.OK
+    search = [*model, "--search", "--nodes", "1", "--gpus-per-node", "2", "--global-batch", "4"]
+    capsys.readouterr()
+    assert main([*search, "--from", str(path)]) == ExitCode.OK
+    assert re.search(
+        r"^resharding: dp 2, pp 2 to dp 2: a rank reads at most .* at 10 GB/s a node$", capsys.readouterr().out, re.M
+    )
+    known = of_json(capsys, [*search, "--from", str(path), "--embedding-exchange", "sparse"])
+    assert known["resharding"]["total_read_bytes"] > 0
+    assert known["best"][0]["sparse_embedding"]
+    capsys.readouterr()
+    assert main([*search, "--from", str(path), "--layers", "6"]) == ExitCode.USAGE
+    assert "its checkpoint cannot go on as 125m with 6" in assert_one_line(capsys)
+    assert main([*search, "--variant", "gpt", "--embedding-exchange", "sparse"]) == ExitCode.USAGE
+    assert "the embedding is the output projection, too" in assert_one_line(capsys)

@@ -145,3 +145,26 @@ def _exit_code(arguments: list[str]) -> int:
         return main(arguments)
     except SystemExit as ended:
         return int(ended.code or 0)
+
+
+def test_replicas_across_a_slow_network_exchange_rows_of_the_embedding(capsys: pytest.CaptureFixture[str]) -> None:
+    steps = {}
+    for way in ("auto", "dense", "sparse"):
+        capsys.readouterr()
+        command = [
+            "plan",
+            "--cluster",
+            str(EXAMPLE),
+            "--model",
+            "llama3-8b",
+            "--seq",
+            "2k",
+            "--mlp-tiles",
+            "1",
+            "--json",
+        ]
+        assert main([*command, "--embedding-exchange", way]) == ExitCode.OK
+        report = json.loads(capsys.readouterr().out)
+        steps[way] = report["step_s"]
+        assert report["embedding_exchange"]["sparse"] is (way != "dense")
+    assert steps["auto"] == steps["sparse"] < steps["dense"]

@@ -8,12 +8,17 @@ import json
 import time
 from typing import TYPE_CHECKING
 
+from memo.cli.planning.former_plan import FormerPlan
+from memo.cli.planning.picture import search_page
 from memo.cli.planning.request import parse_request
 from memo.cli.tables.layouts import search_summary, search_table, smallest_table
-from memo.cli.terminal.output_files import display_name
+from memo.cli.terminal.output_files import display_name, file_name
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, Infeasible, UsageError
+from memo.gpt import EmbeddingGradients, GPTConfig
+from memo.gpt.arithmetic import reason_not_sparse
 from memo.mip.activation import plan_to_json
+from memo.mip.address import write_file
 from memo.mip.inputs import PipelineSchedule
 from memo.mip.simulate import prove
 from memo.search import (
@@ -26,6 +31,7 @@ from memo.search import (
     smallest_that_fits,
     why_not_trained,
 )
+from memo.trace import render_page
 from memo.units import format_tokens, parse_tokens
 
 if TYPE_CHECKING:
@@ -36,7 +42,7 @@ __all__ = ["add_search_flags", "refuse_search_flags", "run_search"]
 PROCESSES = 2
 LEAST_STEP_TOKENS = 1 << 20
 """Tokens of a step, at least, where its size is not given."""
-_OWN = ("nodes", "gpus_per_node", "dp", "batch_tokens")
+_OWN = ("nodes", "gpus_per_node", "dp", "batch_tokens", "html")
 """Flags that go with --search only."""
 _TRAINED = ("layers", "hidden", "heads")
 """Flags of a model's shape that memo train has, too."""
@@ -61,6 +67,12 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
         help="with --search: tokens in a step of all ranks, such as 4m, instead of --global-batch (default: 1m, or one "
         "sequence)",
     )
+    group.add_argument(
+        "--html",
+        type=file_name,
+        metavar="FILE",
+        help="with --search: write a page with the space, the best layouts on nodes and links, and their simulated steps",
+    )
 
 
 def refuse_search_flags(args: argparse.Namespace) -> None:
@@ -78,7 +90,10 @@ def run_search(args: argparse.Namespace) -> ExitCode:
         Infeasible: no layout fits.
     """
     _refuse_others(args)
+    former = None if args.former is None else FormerPlan.read(args.former, model=args.model)
     space = _space(args)
+    if former is not None:
+        former.require_model(args.model, space.request.config)
     reason = why_not_trained(space.request)
     begin_s = time.monotonic()
     with WaitingLine("memo plan", f"searching layouts of {space.gpus} GPUs", quiet=args.json) as waiting:
@@ -86,24 +101,38 @@ def run_search(args: argparse.Namespace) -> ExitCode:
         seconds = time.monotonic() - begin_s
         smallest = None if found.best else smallest_that_fits(space)
         waiting.say("simulating the best plans")
-        steps = {one.candidate: prove(one.plan).step_s for one in _shown(found)}
+        shown = [(one, prove(one.plan)) for one in _shown(found)]
     if not found.best:
         raise _does_not_fit(space, smallest_table(space, smallest), as_json=args.json)
     written = found.best[0] if found.runnable is None or reason is not None else found.runnable
     launch = _launch(args, space, written) if reason is None and found.runnable is not None else None
+    resharding = None if former is None else former.resharding_row(space.request.config, written.plan.problem)
+    steps = {one.candidate: simulation.step_s for one, simulation in shown}
+    summary = {
+        **search_summary(found, simulated_s=steps, launch=launch, not_trained=reason, written=written),
+        "assumed": _assumed(args, space),
+        "seconds": seconds,
+        "output": args.output,
+    }
+    summary |= {} if resharding is None else {"resharding": resharding[1]}
+    files = {}
     if args.output:
-        from memo.mip.address import write_file
-
-        write_file(args.output, plan_to_json(written.plan), overwrite=args.force)
+        files[args.output] = plan_to_json(written.plan)
+    if args.html:
+        page = search_page(summary, shown, space=space, written=written)
+        files[args.html] = render_page(page, title=f"memo plan --search: {space.request.model}", assets="search")
+    for path, text in files.items():
+        write_file(path, text, overwrite=args.force)
     if args.json:
-        summary = search_summary(found, simulated_s=steps, launch=launch, not_trained=reason, written=written)
-        print(json.dumps({**summary, "assumed": _assumed(args, space), "seconds": seconds, "output": args.output}))
+        print(json.dumps(summary))
         return ExitCode.OK
     print(search_table(found, simulated_s=steps, launch=launch, not_trained=reason, written=written, seconds=seconds))
+    if resharding is not None:
+        print(resharding[0])
     for sentence in _assumed(args, space):
         print(f"assumed: {sentence}")
-    if args.output:
-        print(f"Wrote {display_name(args.output)}")
+    for path in files:
+        print(f"Wrote {display_name(path)}")
     return ExitCode.OK
 
 
@@ -149,6 +178,11 @@ def _space(args: argparse.Namespace) -> Space:
         global_batch=_global_batch(args, request),
         fixed=fixed,
     )
+    config = request.config
+    if request.embedding is EmbeddingGradients.SPARSE and isinstance(config, GPTConfig):
+        reason = reason_not_sparse(tied=config.tie_embeddings, ranks=space.gpus, lora=request.lora)
+        if reason is not None:
+            raise UsageError(f"--embedding-exchange sparse: {reason}; use --embedding-exchange auto")
     if not space.shapes:
         raise UsageError(space.why_empty)
     return space

@@ -19,6 +19,7 @@ from memo.cli.planning.request import AUTO, parse_request
 from memo.cli.tables.address import table
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.errors import UsageError
+from memo.gpt import EmbeddingGradients
 from memo.mip.activation import (
     ActivationPlan,
     ActivationProblem,
@@ -145,11 +146,12 @@ class ClusterRequest:
         if best is None:
             raise min(refused, key=_lacking)
         moved = best if self.request.stage_layers else self._moved(best)
-        found = sorted([*found, moved] if moved is not best else found, key=lambda candidate: candidate.step_s)
-        assert moved.plan is not None
+        chosen = self._with_rows(moved)
+        found = sorted([*(one for one in found if one is not moved), chosen], key=lambda candidate: candidate.step_s)
+        assert chosen.plan is not None
         return ClusterPlan(
-            plan=moved.plan,
-            placement=moved.placement,
+            plan=chosen.plan,
+            placement=chosen.placement,
             lines=tuple(_lines(found, left_out)),
             summary={"placements": [_summary(candidate) for candidate in found], "placements_left_out": left_out},
         )
@@ -218,6 +220,19 @@ class ClusterRequest:
             if plan is not None and plan.step_s < limit_s:
                 return dataclasses.replace(other, plan=plan)
         return None
+
+    def _with_rows(self, best: _Candidate) -> _Candidate:
+        """The candidate with its embedding's gradient exchanged as rows, where that makes the step shorter."""
+        assert best.plan is not None
+        problem = best.plan.problem
+        exchange = problem.profile.embedding_exchange
+        asked = self.request.embedding
+        if asked is not EmbeddingGradients.AUTO or exchange is None or exchange.sparse_s >= exchange.dense_s:
+            return best
+        request = dataclasses.replace(self.request, embedding=EmbeddingGradients.SPARSE)
+        other = dataclasses.replace(self, request=request, profiles={})
+        plan = find_plan(other._problems(best.placement, best.layers)(problem.profile.mlp_tiles))
+        return best if plan is None or plan.step_s >= best.plan.step_s else dataclasses.replace(best, plan=plan)
 
     def _problems(self, placement: Placement, layers: tuple[int, ...] | None) -> Callable[[int], ActivationProblem]:
         """The problem of a placement by the number of MLP tiles."""

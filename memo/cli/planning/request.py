@@ -11,7 +11,7 @@ from memo.cli.inputs.budgets import budgets_of
 from memo.cli.inputs.planned_model import SHAPE_FLAGS, planned_model
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.errors import UsageError
-from memo.gpt import EmbeddingGradients, GPTConfig, Precision
+from memo.gpt import EmbeddingGradients, GPTConfig, Precision, preset_name
 from memo.gpt.arithmetic import Layout, Optimizer, Recompute
 from memo.mip.activation import MLP_TILE_COUNTS, read_hardware, read_profile
 from memo.mip.inputs import Hardware, PipelineSchedule, hardware_preset, parse_network, with_measured_rates
@@ -71,6 +71,7 @@ def parse_request(
         raise UsageError(f"{flag} needs --model; a measured profile is of one length and rank")
     if args.model is not None and args.seq is None and not args.max_seq:
         raise UsageError("--model needs --seq, such as 128k, or --max-seq")
+    embedding = _embedding(args)
     config = None if args.model is None else planned_model(args) if model is None else model
     layout, accumulate = _layout(args, profile)
     return Request(
@@ -91,7 +92,7 @@ def parse_request(
         lora=args.lora,
         chunks=args.chunks,
         stage_layers=_stage_layers(args, layout),
-        embedding=_embedding(args, config),
+        embedding=embedding,
     )
 
 
@@ -131,9 +132,9 @@ def _schedule(args: argparse.Namespace, layout: Layout, accumulate: int) -> Pipe
     return schedule
 
 
-def _embedding(args: argparse.Namespace, config: GPTConfig | HuggingFaceModel | None) -> EmbeddingGradients:
+def _embedding(args: argparse.Namespace) -> EmbeddingGradients:
     asked = EmbeddingGradients(args.embedding_exchange)
-    if asked is EmbeddingGradients.SPARSE and not isinstance(config, GPTConfig):
+    if asked is EmbeddingGradients.SPARSE and args.model is not None and preset_name(args.model) is None:
         raise UsageError(
             f"--embedding-exchange sparse applies to sizes of memo's GPT only; {args.model} exchanges its own gradients"
         )

@@ -357,6 +357,7 @@ def _candidate_summary(candidate: Candidate) -> dict[str, Any]:
         "chunks": candidate.chunks,
         "zero": candidate.zero if candidate.shape.dp * candidate.shape.cp > 1 else None,
         "sharded_over": candidate.sharded_over,
+        "sparse_embedding": candidate.sparse_embedding,
         "batch": candidate.setting.batch,
         "accumulate": candidate.setting.accumulate,
         "memo_train": runs_under_memo_train(candidate),

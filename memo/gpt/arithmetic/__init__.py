@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
+    from memo.gpt.arithmetic.embedding_traffic import (
+        EmbeddingTraffic as EmbeddingTraffic,
+        reason_not_sparse as reason_not_sparse,
+    )
     from memo.gpt.arithmetic.flops import parameter_count as parameter_count
     from memo.gpt.arithmetic.kernel_times import KernelRates as KernelRates, KernelTimes as KernelTimes
     from memo.gpt.arithmetic.layout import Layout as Layout
@@ -35,6 +39,7 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
+            "embedding_traffic": "EmbeddingTraffic reason_not_sparse",
             "flops": "parameter_count",
             "kernel_times": "KernelRates KernelTimes",
             "layout": "Layout",

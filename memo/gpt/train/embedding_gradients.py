@@ -61,6 +61,8 @@ def mean_of_rows(grad: torch.Tensor, group: dist.ProcessGroup) -> None:
     own = (grad != 0).any(dim=1).nonzero().squeeze(1)
     counts = all_gathered(torch.tensor([len(own)], device=grad.device), group, 0).tolist()
     most = max(counts)
+    if not most:
+        return  # a tensor-parallel rank whose part of the vocabulary nobody has seen
     numbers = own.new_zeros(most, dtype=torch.int32)
     numbers[: len(own)] = own
     rows = grad.new_zeros(most, grad.shape[1])

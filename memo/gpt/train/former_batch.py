@@ -19,8 +19,8 @@ __all__ = ["batch_lines", "batch_settings", "drawn_rows", "with_former_batch"]
 def with_former_batch(config: RunConfig) -> RunConfig:
     """The run with as many sequences a step as the checkpoint that it goes on from, where no flag says how many.
 
-    A data-parallel rank has at most as many in a microbatch as before, so that fewer ranks take more microbatches, not
-    more memory.
+    At another length a step is another one in any case, and the run is as the flags say. A data-parallel rank has at most
+    as many in a microbatch as before, so that fewer ranks take more microbatches, not more memory.
 
     Raises:
         UsageError: the checkpoint's sequences do not divide over the data-parallel ranks.
@@ -33,7 +33,7 @@ def with_former_batch(config: RunConfig) -> RunConfig:
     else:
         start = Checkpoint.at(config.resume)
     former = None if start is None else _Former.of(start.settings)
-    if former is None:
+    if former is None or former.seq != config.seq:
         return config
     ranks = config.layout.dp
     if former.step_rows % ranks:
@@ -61,7 +61,7 @@ def _newest(config: RunConfig) -> Checkpoint | None:
 def drawn_rows(config: RunConfig, start: Checkpoint | None) -> int:
     """Rows of a microbatch as they are drawn: those of the first run, as long as a step takes as many rows."""
     former = None if start is None else _Former.of(start.settings)
-    if former is None or former.step_rows != config.batch * config.training.accumulate:
+    if former is None or former.seq != config.seq or former.step_rows != config.batch * config.training.accumulate:
         return config.batch
     return former.drawn
 
@@ -78,8 +78,12 @@ def batch_lines(config: RunConfig, start: Checkpoint | None) -> list[str]:
     if former is None or (former.rows, former.count) == (rows, count):
         return []
     if former.step_rows == rows * count:
+        assert start is not None
+        data = None if config.data is None else [str(path) for path in config.data]
+        chosen = {"seq": config.seq, "seed": config.seed, "data": data, "documents": config.documents}
+        same = ", the same ones" if all(start.settings.get(key) == value for key, value in chosen.items()) else ""
         return [
-            f"batch    {rows * count} sequences a step as in the checkpoint, the same ones: {count} x {rows} now, "
+            f"batch    {rows * count} sequences a step as in the checkpoint{same}: {count} x {rows} now, "
             f"{former.count} x {former.rows} there"
         ]
     return [
@@ -100,6 +104,8 @@ class _Former:
     """Rows of a microbatch as they are drawn."""
     replicas: int | None
     """Data-parallel ranks; older checkpoints do not say."""
+    seq: object
+    """Tokens of a sequence."""
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> _Former | None:
@@ -119,6 +125,7 @@ class _Former:
             count=count,
             drawn=drawn if whole else rows,
             replicas=replicas if "replicas" in settings else None,
+            seq=settings.get("seq"),
         )
 
     @property

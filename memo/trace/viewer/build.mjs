@@ -1,4 +1,5 @@
-// Bundles src/ and the pinned d3 modules into ../assets: viewer.js, viewer.css, LICENSES.txt.
+// Bundles src/ and the pinned d3 modules into ../assets: a script and a style sheet for each of two pages, LICENSES.txt.
+// viewer: the pages of traces; search: the page of memo plan --search.
 // The result is committed, so that nobody needs Node.js to install or run memo; `npm ci && npm run build` remakes it,
 // byte for byte (a test compares).
 
@@ -26,8 +27,8 @@ const inertHtml = {
 
 const result = await build({
   absWorkingDir: here,
-  entryPoints: ["src/main.ts"],
-  outfile: join(assets, "viewer.js"),
+  entryPoints: { viewer: "src/main.ts", search: "src/search/main.ts" },
+  outdir: assets,
   bundle: true,
   minify: true,
   format: "iife",
@@ -40,8 +41,9 @@ const result = await build({
 
 await build({
   absWorkingDir: here,
-  entryPoints: ["src/viewer.css"],
-  outfile: join(assets, "viewer.css"),
+  entryPoints: { viewer: "src/viewer.css", search: "src/search/search.css" },
+  outdir: assets,
+  bundle: true,
   minify: true,
   charset: "ascii",
 });

@@ -122,3 +122,10 @@ def test_a_thousand_ranks_are_counted() -> None:
     known = reshard(big, Layout(dp=8, tp=8, pp=35), Layout(dp=16, tp=8, pp=15), element=2)
     assert len(known.read_bytes) == 1920
     assert all(read >= own for read, own in zip(known.read_bytes, known.own_bytes, strict=True))
+
+
+def test_uneven_stages_have_their_own_layers() -> None:
+    even, uneven = Layout(pp=2), Layout(pp=2, stage_layers=(20, 12))
+    known, other = (reshard(LLAMA, Layout(dp=2), layout, element=4) for layout in (even, uneven))
+    layer = (known.own_bytes[0] - STATE * LLAMA.vocab_size * LLAMA.hidden - 4) // 16
+    assert other.own_bytes == (known.own_bytes[0] + 4 * layer, known.own_bytes[1] - 4 * layer)

@@ -102,6 +102,16 @@ def test_what_is_whole_already_or_divided_by_tokens_is_not_rounded(plan: LayerPl
     assert in_storages(problem, [plan, plan, plan, LayerPlan()])[:3] == (plan, plan, plan)
 
 
+@pytest.mark.parametrize("part", [number / 97 for number in range(1, 97, 7)])
+def test_a_tier_that_gets_nothing_gets_nothing_by_rounding(part: float) -> None:
+    problem = problem_of(0.0, layers=4, storages=11, device=1 << 20)
+    to_host, to_disk = LayerPlan(kept=part, host=1 - part), LayerPlan(kept=part, host=0.0, disk=1 - part)
+    for plan in in_storages(problem, [to_host, to_host, to_host, LayerPlan()]):
+        assert plan.disk == 0
+    for plan in in_storages(problem, [to_disk, to_disk, to_disk, LayerPlan()]):
+        assert plan.host == 0
+
+
 def test_storages_that_are_unknown_are_not_rounded() -> None:
     problem = problem_of(0.0, layers=4, device=1 << 20)
     part = LayerPlan(kept=0.7, host=0.3)
