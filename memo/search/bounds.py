@@ -28,6 +28,7 @@ import collections
 import dataclasses
 import enum
 import math
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -37,18 +38,21 @@ from memo.mip.activation import (
     LayerPlan,
     chunk_layers,
     device_peak_candidates,
+    predict_kept_times,
     predict_stages,
 )
 from memo.mip.inputs import Kind
 
 if TYPE_CHECKING:
-    from memo.mip.activation import ActivationProblem, StagePrediction
+    from memo.mip.activation import ActivationProblem, PeakCandidate, StagePrediction
     from memo.mip.inputs import LayerProfile
 
-__all__ = ["Bound", "Ladder", "kept_bounds", "link_bound", "work_bounds"]
+__all__ = ["Bound", "Ladder", "keeps_all", "kept_bounds", "link_bound", "schedule_bounds", "work_bounds"]
 
 MOMENTS = 2
 """Fullest moments of a stage that count, by each of two orders."""
+STAGES = 6
+"""Stages of a pipeline whose memory counts."""
 SAFETY = 1e-6
 """Fraction that is taken off a solver's answer, and added to its budgets, for its tolerances."""
 
@@ -111,15 +115,39 @@ def work_bounds(problem: ActivationProblem) -> Ladder:
 
 
 def kept_bounds(problem: ActivationProblem) -> tuple[Ladder, ActivationPlan]:
-    """Bounds by the step that keeps everything, and that plan, whether or not it fits."""
-    layers = tuple(LayerPlan() for _ in problem.profile.layers)
-    plan = ActivationPlan(problem=problem, layers=layers, stages=predict_stages(problem, layers))
+    """Bounds by the step that keeps everything, and that plan, whether or not it fits, without its peaks."""
+    layers = (LayerPlan(),) * len(problem.profile.layers)
+    plan = ActivationPlan(problem=problem, layers=layers, stages=predict_kept_times(problem))
     profile, times = problem.profile, problem.pipeline.microbatches
     alone = times * max(stage.compute_s for stage in plan.stages) + profile.optimizer_s
     waiting = max(times * stage.microbatch_s + stage.sync_s for stage in plan.stages)
     waiting += profile.optimizer_s + profile.optimizer_exchange_s
     found = Ladder().raised((Bound.COMPUTE, alone), (Bound.COMMUNICATION, waiting), (Bound.BUBBLE, plan.step_s))
     return found, plan
+
+
+def schedule_bounds(problem: ActivationProblem) -> Ladder:
+    """Bounds by a schedule, under any sharding: of a problem in which nothing is sharded.
+
+    Reductions of gradients and the optimizer's step depend on the sharding and are left out.
+    """
+    stages = [dataclasses.replace(stage, sync_s=0.0) for stage in predict_kept_times(problem)]
+    bare = dataclasses.replace(problem.profile, optimizer_s=0.0, optimizer_exchange_s=0.0)
+    plan = ActivationPlan(
+        problem=dataclasses.replace(problem, profile=bare),
+        layers=(LayerPlan(),) * len(problem.profile.layers),
+        stages=tuple(stages),
+    )
+    return work_bounds(problem).raised((Bound.BUBBLE, plan.step_s))
+
+
+def keeps_all(kept: ActivationPlan) -> bool:
+    """Whether the plan that keeps everything fits the device."""
+    problem = kept.problem
+    budget, stages = problem.budgets.device_bytes, range(problem.pipeline.stages)
+    if any(_kept_bytes(problem, stage) > budget for stage in stages):
+        return False
+    return all(stage.peak_device_bytes <= budget for stage in predict_stages(problem, kept.layers))
 
 
 def link_bound(kept: ActivationPlan) -> float:
@@ -142,8 +170,8 @@ class _Group:
 
     layer: LayerProfile
     count: int
-    weights: tuple[int, ...]
-    """By moment: number of microbatches whose kept bytes are held."""
+    weights: tuple[tuple[int, int], ...]
+    """By moment: number of microbatches whose kept bytes are held, and of those that hold all but what has moved."""
     copied: bool
     """Whether what moves is copied in every microbatch; not so between two passes."""
     points: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -180,18 +208,21 @@ class _Program:
         return None if least is None else least * self._second
 
     def _stage(self, stage: int, prediction: StagePrediction) -> list[_Group]:
-        """Variables and rows of one stage."""
+        """Variables and rows of one stage; of a long pipeline only some of the stages have rows of memory."""
         problem, program = self._problem, self._program
-        moments = _fullest(problem, stage)
+        count = problem.pipeline.stages
+        counts = count <= STAGES or stage in {place * (count - 1) // (STAGES - 1) for place in range(STAGES)}
+        moments = _fullest(problem, stage) if counts else []
         groups = self._groups(stage, moments)
         for group in groups:
             self._variables(group)
         budget = problem.budgets.device_bytes * (1 + SAFETY)
-        for number, (resident, _) in enumerate(moments):
+        for number, (resident, *_) in enumerate(moments):
             terms: collections.defaultdict[int, float] = collections.defaultdict(float)
             held = 0.0
             for group in groups:
-                held += self._add_kept(terms, group, group.weights[number])
+                kept, unmoved = group.weights[number]
+                held += self._add_kept(terms, group, kept) + self._add_unmoved(terms, group, unmoved)
             room = (budget - resident) / self._byte - held
             if terms:
                 program.row(terms, upper=room)
@@ -200,13 +231,13 @@ class _Program:
         self._time_rows(stage, prediction, groups)
         return groups
 
-    def _groups(self, stage: int, moments: Sequence[tuple[int, Sequence[int]]]) -> list[_Group]:
+    def _groups(self, stage: int, moments: Sequence[_Moment]) -> list[_Group]:
         layers, number = self._problem.profile.layer_profiles(), 0
         found: dict[tuple[object, ...], _Group] = {}
         chunks = chunk_layers(self._problem, stage)
         for chunk in chunks:
             for index in chunk:
-                weights = tuple(kept[number] for _, kept in moments)
+                weights = tuple((kept[number], unmoved[number]) for _, kept, unmoved in moments)
                 last = index == chunk[-1] and len(chunks) > 1
                 key = (layers[index].name, weights, last)
                 group = found.setdefault(key, _Group(layer=layers[index], count=0, weights=weights, copied=not last))
@@ -241,6 +272,13 @@ class _Program:
             if moved is not None:
                 terms[moved] -= weight
         return weight * group.count * layer.full_bytes / self._byte
+
+    def _add_unmoved(self, terms: collections.defaultdict[int, float], group: _Group, weight: int) -> float:
+        """Adds all bytes of a group but the moved ones to a row, and returns its constant."""
+        for moved in (group.host, group.disk):
+            if moved is not None and weight:
+                terms[moved] -= weight
+        return weight * group.count * group.layer.full_bytes / self._byte
 
     def _time_rows(self, stage: int, prediction: StagePrediction, groups: Sequence[_Group]) -> None:
         """F and B of a stage: at least as long as if all were kept, as the copies take, and as the work takes."""
@@ -346,23 +384,32 @@ class _Program:
         return fill
 
 
-def _fullest(problem: ActivationProblem, stage: int) -> list[tuple[int, Sequence[int]]]:
-    """The moments of a stage that hold most: resident bytes, and by layer the microbatches whose kept bytes are held.
+_Moment = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Resident bytes, and by layer the microbatches whose kept bytes are held, and those that hold all but what has moved."""
 
-    Of two orders: if everything is kept, and if nothing is.
-    """
+
+def _fullest(problem: ActivationProblem, stage: int) -> list[_Moment]:
+    """The likely moments of a stage that hold most: if everything is kept, and if nothing is."""
     known = problem.profile.layer_profiles()
-    layers = [known[index] for chunk in chunk_layers(problem, stage) for index in chunk]
-    found: dict[tuple[int, tuple[int, ...]], None] = {}
-    candidates = device_peak_candidates(problem, stage)
-    for nbytes in ([layer.full_bytes for layer in layers], [0 for _ in layers]):
-        ordered = sorted(
-            candidates,
-            key=lambda place: -place.resident_bytes - sum(map(int.__mul__, place.kept, nbytes)),
-        )
-        for place in ordered[:MOMENTS]:
-            found[place.resident_bytes, place.kept] = None
-    return list(found)
+    whole = [known[index].full_bytes for chunk in chunk_layers(problem, stage) for index in chunk]
+    places = device_peak_candidates(problem, stage, likely_only=True)
+    by_kept = sorted(places, key=lambda place: -_whole_bytes(place, whole))[:MOMENTS]
+    by_resident = sorted(places, key=lambda place: -place.resident_bytes)[:MOMENTS]
+    return list(dict.fromkeys((place.resident_bytes, place.kept, place.unmoved) for place in (*by_kept, *by_resident)))
+
+
+def _whole_bytes(place: PeakCandidate, whole: Sequence[int]) -> int:
+    """Bytes on the device at a place if everything is kept."""
+    counts = map(operator.add, place.kept, place.unmoved)
+    return place.resident_bytes + sum(map(operator.mul, counts, whole))
+
+
+def _kept_bytes(problem: ActivationProblem, stage: int) -> int:
+    """Bytes on the device at the fullest of the moments that count, if everything is kept."""
+    known = problem.profile.layer_profiles()
+    whole = [known[index].full_bytes for chunk in chunk_layers(problem, stage) for index in chunk]
+    places = device_peak_candidates(problem, stage, likely_only=True)
+    return max(_whole_bytes(place, whole) for place in places)
 
 
 def _least_held(peaks: Sequence[Sequence[int]]) -> int:

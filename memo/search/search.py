@@ -6,8 +6,8 @@ that were found is proven slower, or not to fit. Planning is the expensive part,
 candidates are planned side by side, and the next round is chosen when all of them are done, so that the same space gives
 the same answer whatever the processes' pace.
 
-    GPUs ──▶ shape and setting ──▶ candidate ──▶ everything kept ──▶ links and memory ──▶ planned
-             work bounds           kept bounds   fits: planned       link bound
+    GPUs ──▶ shape and setting ──▶ schedule ──▶ candidate ──▶ everything kept ──▶ links and memory ──▶ planned
+             work bounds           schedule     kept bounds   fits: planned       link bound
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from memo.errors import UsageError
 from memo.gpt import GPTConfig
 from memo.mip.activation import find_plan
-from memo.search.bounds import Bound, Ladder, kept_bounds, link_bound, work_bounds
+from memo.search.bounds import Bound, Ladder, keeps_all, kept_bounds, link_bound, schedule_bounds, work_bounds
 from memo.search.space import Candidate
 
 if TYPE_CHECKING:
@@ -49,12 +49,15 @@ class _Stage(enum.IntEnum):
 
     GPUS = 0
     SETTING = 1
-    CANDIDATE = 2
-    KEPT = 3
-    """Bounded by keeping everything, which does not fit."""
-    FITS = 4
-    """Everything fits, so that the bound is its plan's step."""
-    LINKED = 5
+    SCHEDULE = 2
+    BARE = 3
+    """Bounded by its schedule, under any sharding."""
+    CANDIDATE = 4
+    KEPT = 5
+    """Bounded by keeping everything."""
+    FITS = 6
+    """Everything fits, so that this bound is its plan's step."""
+    LINKED = 7
     """Bounded by its links and memory."""
 
 
@@ -66,6 +69,8 @@ class _Node:
     ladder: Ladder
     shapes: Sequence[Shape]
     setting: Setting | None = None
+    schedule: Candidate | None = None
+    """The candidate of a schedule in which nothing is sharded; it stands for all shardings until `candidate` is given."""
     candidate: Candidate | None = None
     tiles: tuple[tuple[int, float], ...] = ()
     """Numbers of MLP tiles that may fit, with a bound on the step of each."""
@@ -93,8 +98,10 @@ class Closed:
     shapes: tuple[Shape, ...]
     setting: Setting | None
     """None where it is all settings of the shapes."""
+    schedule: Candidate | None
+    """The candidate of one schedule in which nothing is sharded; None where it is all of the schedules."""
     candidate: Candidate | None
-    """None where it is all candidates of the shapes and the setting."""
+    """None where it is all shardings, or all candidates of the shapes and the setting."""
     count: int
     """Number of its candidates."""
     kind: Bound
@@ -231,10 +238,11 @@ class _Search:
 
     def _cutoff_s(self, node: _Node) -> float:
         """Seconds above which a node is closed, since the answer has something better in its place."""
-        if node.candidate is None:
-            return max(self._worst_s, self._runnable_s)
-        own_s = min(self._worst_s, self._best_s.get(node.candidate.layout, math.inf))
-        return max(own_s, self._runnable_s) if self._runs(node.candidate) else own_s
+        one = node.candidate or node.schedule
+        own_s = self._worst_s if one is None else min(self._worst_s, self._best_s.get(one.layout, math.inf))
+        if node.candidate is not None and not self._runs(node.candidate):
+            return own_s
+        return max(own_s, self._runnable_s)
 
     def _keep(self, planned: Planned) -> None:
         """Adds a plan, and updates what the answer would be now."""
@@ -289,8 +297,16 @@ class _Search:
             case _Stage.SETTING:
                 assert node.setting is not None
                 return [
+                    dataclasses.replace(node, stage=_Stage.SCHEDULE, schedule=bare)
+                    for bare in self._space.schedules(node.shapes[0], node.setting)
+                ]
+            case _Stage.SCHEDULE:
+                return [self._bare(node)]
+            case _Stage.BARE:
+                assert node.schedule is not None
+                return [
                     dataclasses.replace(node, stage=_Stage.CANDIDATE, candidate=candidate)
-                    for candidate in self._space.candidates(node.shapes[0], node.setting)
+                    for candidate in self._space.shardings(node.schedule)
                 ]
             case _Stage.CANDIDATE:
                 return [self._kept(node)]
@@ -305,6 +321,13 @@ class _Search:
             ladder = ladder.raised(*work_bounds(problem).steps)
         return _Node(stage=_Stage.SETTING, ladder=ladder, shapes=(shape,), setting=setting)
 
+    def _bare(self, node: _Node) -> _Node:
+        """Bounded by its schedule."""
+        assert node.schedule is not None
+        problem = self._problem(node.schedule, self._space.request.tiles[0])
+        ladder = node.ladder if problem is None else node.ladder.raised(*schedule_bounds(problem).steps)
+        return dataclasses.replace(node, stage=_Stage.BARE, ladder=ladder)
+
     def _kept(self, node: _Node) -> _Node:
         """Bounded by the step that keeps everything; with the fewest tiles, since tiles only add work."""
         assert node.candidate is not None
@@ -312,17 +335,11 @@ class _Search:
         problem = self._problem(node.candidate, tiles)
         if problem is None:
             return self._unfit(node)
-        ladder, plan = kept_bounds(problem)
-        fits = max(stage.peak_device_bytes for stage in plan.stages) <= problem.budgets.device_bytes
-        return dataclasses.replace(
-            node,
-            stage=_Stage.FITS if fits else _Stage.KEPT,
-            ladder=node.ladder.raised(*ladder.steps),
-            tiles=((tiles, ladder.seconds),) if fits else (),
-        )
+        ladder, _ = kept_bounds(problem)
+        return dataclasses.replace(node, stage=_Stage.KEPT, ladder=node.ladder.raised(*ladder.steps))
 
     def _linked(self, node: _Node) -> _Node:
-        """Bounded by what must move or be recomputed, for each number of tiles."""
+        """Bounded by what must move or be recomputed, for each number of tiles, unless everything fits."""
         assert node.candidate is not None
         tiles: list[tuple[int, float]] = []
         least_s = math.inf
@@ -332,7 +349,9 @@ class _Search:
                 continue
             ladder, plan = kept_bounds(problem)
             bound_s = ladder.seconds
-            if bound_s < least_s:  # else it is looked at only if fewer tiles have no plan
+            if number == self._space.request.tiles[0] and keeps_all(plan):
+                return dataclasses.replace(node, stage=_Stage.FITS, tiles=((number, bound_s),))
+            if bound_s < min(least_s, self._cutoff_s(node)):  # else it is looked at only if fewer tiles have no plan
                 bound_s = max(bound_s, link_bound(plan))
             if math.isfinite(bound_s):
                 tiles.append((number, bound_s))
@@ -411,7 +430,9 @@ class _Search:
 
     def _closed_node(self, node: _Node) -> Closed:
         count = 1
-        if node.candidate is None:
+        if node.candidate is None and node.schedule is not None:
+            count = len(self._space.shardings(node.schedule))
+        elif node.candidate is None:
             settings = [node.setting] if node.setting is not None else None
             count = sum(
                 self._space.count(shape, setting)
@@ -421,6 +442,7 @@ class _Search:
         return Closed(
             shapes=tuple(node.shapes),
             setting=node.setting,
+            schedule=node.schedule,
             candidate=node.candidate,
             count=count,
             kind=node.ladder.kind(self._cutoff_s(node)),

@@ -201,15 +201,23 @@ class Space:
         found = [Setting(batch, own // batch) for batch in _divisors_of(own)]
         return [one for one in found if self._agrees(one)]
 
+    def schedules(self, shape: Shape, setting: Setting) -> list[Candidate]:
+        """A candidate of each schedule of a shape and a setting, in which nothing is sharded."""
+        return [
+            Candidate(shape=shape, setting=setting, schedule=schedule, chunks=chunks, zero=0)
+            for schedule, chunks in self._schedules(shape, setting)
+        ]
+
+    def shardings(self, candidate: Candidate) -> list[Candidate]:
+        """The candidate under every sharding."""
+        return [
+            dataclasses.replace(candidate, zero=zero, sharded_over=ranks)
+            for zero, ranks in self._shardings(candidate.shape)
+        ]
+
     def candidates(self, shape: Shape, setting: Setting) -> list[Candidate]:
         """All candidates of a shape and a setting."""
-        return [
-            Candidate(
-                shape=shape, setting=setting, schedule=schedule, chunks=chunks, zero=zero, sharded_over=sharded_over
-            )
-            for schedule, chunks in self._schedules(shape, setting)
-            for zero, sharded_over in self._shardings(shape)
-        ]
+        return [one for bare in self.schedules(shape, setting) for one in self.shardings(bare)]
 
     def count(self, shape: Shape, setting: Setting) -> int:
         """Number of its candidates."""
@@ -283,11 +291,15 @@ class Space:
             options = [(PipelineSchedule.ONE_F_ONE_B, 1)]
         else:
             layers = _Sizes.of(self.request).layers
+            # GPipe holds more than 1F1B in the same time.
+            needless = PipelineSchedule.ONE_F_ONE_B.reason_unsupported(setting.accumulate, shape.pp) is None
+            needless = needless and self.fixed.get("schedule") is not PipelineSchedule.GPIPE
             options = [
                 (schedule, chunks)
                 for schedule in PipelineSchedule
                 for chunks in _chunk_counts(schedule)
                 if layers % (shape.pp * chunks) == 0
+                and not (needless and schedule is PipelineSchedule.GPIPE)
                 and schedule.reason_unsupported(setting.accumulate, shape.pp) is None
                 and (chunks == 1 or shape.pp * chunks * setting.accumulate <= MOST_TURNS)
             ]

@@ -8,7 +8,7 @@ from memo.lazy import attach
 
 if TYPE_CHECKING:
     from memo.mip.activation.checker import check_plan as check_plan, require_valid as require_valid
-    from memo.mip.activation.cost import predict_stages as predict_stages
+    from memo.mip.activation.cost import predict_kept_times as predict_kept_times, predict_stages as predict_stages
     from memo.mip.activation.files import (
         plan_to_json as plan_to_json,
         profile_to_json as profile_to_json,
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from memo.mip.activation.in_flight import in_flight_within as in_flight_within, peak_in_flight as peak_in_flight
     from memo.mip.activation.memory_peaks import (
         DeviceMemory as DeviceMemory,
+        PeakCandidate as PeakCandidate,
         Use as Use,
         device_peak_candidates as device_peak_candidates,
         highest_memory as highest_memory,
@@ -54,11 +55,11 @@ else:
         __name__,
         {
             "checker": "check_plan require_valid",
-            "cost": "predict_stages",
+            "cost": "predict_kept_times predict_stages",
             "files": "plan_to_json profile_to_json read_activation_plan read_any_plan read_hardware read_profile",
             "free_swap_length": "free_swap_tokens",
             "in_flight": "in_flight_within peak_in_flight",
-            "memory_peaks": "DeviceMemory Use device_peak_candidates highest_memory stage_memory stage_static",
+            "memory_peaks": "DeviceMemory PeakCandidate Use device_peak_candidates highest_memory stage_memory stage_static",
             "mlp_tiles": "MLP_TILE_COUNTS solve_mlp_tiles",
             "plan": "ActivationPlan ActivationProblem Budgets LayerPlan StageTurns Pipeline StagePrediction chunk_layers",
             "solver": "DoesNotFit find_plan fits misfit_of solve_problem",

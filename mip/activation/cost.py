@@ -30,6 +30,7 @@ from memo.units import format_bytes
 __all__ = [
     "Traffic",
     "disk_delay",
+    "predict_kept_times",
     "predict_stages",
     "rounding_bytes",
     "stage_compute_s",
@@ -78,6 +79,28 @@ def predict_stages(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> tu
     return tuple(_predict_stage(problem, stage, plans) for stage in range(problem.pipeline.stages))
 
 
+def predict_kept_times(problem: ActivationProblem) -> tuple[StagePrediction, ...]:
+    """Predicts the time of every stage where everything is kept, without the device's peaks, which are 0.
+
+    Stages of the same layers take equally long then, so that a long pipeline takes little more time than a short one.
+    """
+    plans = (LayerPlan(),) * len(problem.profile.layers)
+    pipeline, last = problem.pipeline, len(problem.profile.layers) - 1
+    known: dict[tuple[object, ...], StagePrediction] = {}
+    found = []
+    for stage in range(pipeline.stages):
+        chunks = chunk_layers(problem, stage)
+        key: tuple[object, ...] = (stage == 0, chunks[-1][-1] == last, chunks[0][0] == 0)
+        key += tuple(tuple(problem.profile.layers[index] for index in chunk) for chunk in chunks)
+        if len(chunks) > 1:
+            end = pipeline.turns(stage)[-1]
+            key += (end.chunk, end.kind)
+        if key not in known:
+            known[key] = _predict_stage(problem, stage, plans, peaks=False)
+        found.append(known[key])
+    return tuple(found)
+
+
 def rounding_bytes(problem: ActivationProblem, stage: int, *, divided: bool) -> int:
     """Bytes that one rank of a stage may take of a tier beyond the moved bytes, since storages and pages are whole.
 
@@ -111,7 +134,9 @@ def _ends_s(problem: ActivationProblem, index: int) -> tuple[float, float]:
     return sum(end.forward_s for end in ends), sum(end.backward_s for end in ends)
 
 
-def _predict_stage(problem: ActivationProblem, stage: int, plans: Sequence[LayerPlan]) -> StagePrediction:
+def _predict_stage(
+    problem: ActivationProblem, stage: int, plans: Sequence[LayerPlan], *, peaks: bool = True
+) -> StagePrediction:
     indices = stage_layers(problem, stage)
     layers = [problem.profile.layer_profiles()[index] for index in indices]
     mine = [plans[index] for index in indices]
@@ -131,9 +156,9 @@ def _predict_stage(problem: ActivationProblem, stage: int, plans: Sequence[Layer
         stall_disk_write_s=stalls.disk_write_s,
         stall_h2d_s=stalls.h2d_s,
         stall_disk_read_s=stalls.disk_read_s,
-        peak_device_bytes=stage_memory(problem, stage, plans).nbytes,
-        peak_host_bytes=round(_most(problem, stage, host)),
-        peak_disk_bytes=round(_most(problem, stage, disk)),
+        peak_device_bytes=stage_memory(problem, stage, plans).nbytes if peaks else 0,
+        peak_host_bytes=round(_most(problem, stage, host)) if peaks else 0,
+        peak_disk_bytes=round(_most(problem, stage, disk)) if peaks else 0,
         disk_written_bytes=round(problem.pipeline.microbatches * sum(disk)),
         chunks=tuple(chunks) if len(chunks) > 1 else None,
     )

@@ -42,12 +42,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from memo.errors import SolverFailed
 from memo.mip.activation.cost import disk_delay, rounding_bytes, stage_compute_s
-from memo.mip.activation.memory_peaks import PeakCandidate, device_peak_candidates
+from memo.mip.activation.memory_peaks import device_peak_candidates
 from memo.mip.activation.network_load import pass_loads, sync_load
 from memo.mip.activation.overlap_windows import Window, copies_in, copies_out
 from memo.mip.activation.plan import ActivationProblem, LayerPlan, chunk_layers, stage_layers
@@ -142,6 +144,8 @@ class Model:
         points: for each layer of the profile the one point that it is at, or None where it is free; no layers share.
         whole: layers that cannot be divided are at one point each; no layers share.
         pieces: fraction of a layer's tokens that its recompute computes at once, by class name; 1 for the others.
+        kinds: for each layer of the profile what it is by its forward, where classes tell layers apart for their plan
+            alone; None: its class. Layers share where their chunk is of one kind and they are of one class.
     """
 
     def __init__(
@@ -154,8 +158,10 @@ class Model:
         points: Sequence[str | None] | None = None,
         whole: bool = False,
         pieces: Mapping[str, float] | None = None,
+        kinds: Sequence[str] | None = None,
     ) -> None:
         self.problem = problem
+        self.kinds = problem.profile.layers if kinds is None else tuple(kinds)
         self.pieces = pieces or {}
         self.staying = staying
         self._points, self._whole = points, whole
@@ -259,15 +265,18 @@ class Model:
         groups, start = [], 0
         for chunk, indices in enumerate(chunk_layers(self.problem, stage)):
             own = range(start, start + len(indices))
-            groups += [self._group(stage, chunk, mine, members) for members in self._members(mine, own)]
+            of_one_kind = len({self.kinds[index] for index in indices}) == 1
+            members = self._members(mine, own) if of_one_kind else [[number] for number in own]
+            groups += [self._group(stage, chunk, mine, together) for together in members]
             start = own.stop
         return groups
 
     def _members(self, mine: Sequence[LayerProfile], own: range) -> list[list[int]]:
         """Groups of a chunk's layers."""
         first, last = {Sharing.UNIFORM: (0, 2), Sharing.INTERIOR: (1, 3), Sharing.NONE: (0, len(own))}[self._sharing]
-        alike = len(own) > first + last and len({mine[number].name for number in own}) == 1
-        shared = own[first : len(own) - last] if alike else range(0)
+        shared = own[first : len(own) - last] if len(own) > first + last else range(0)
+        if len({mine[number].name for number in shared}) > 1:
+            shared = range(0)
         members = [[number] for number in own if number not in shared]
         if shared:
             members.insert(first, list(shared))
@@ -490,21 +499,19 @@ class Model:
     def _device_rows(self, stage: int) -> None:
         device, groups = self.problem.budgets.device_bytes, self._stages[stage]
         kept = [group.kept for group in groups]
-        for candidate in _undominated(device_peak_candidates(self.problem, stage)):
+        for name, resident, counts in _grouped(self.problem, stage, tuple(len(group.members) for group in groups)):
             used = _WeightedSum()
-            for group, its_kept in zip(groups, kept, strict=True):
-                of_kept, of_whole, of_unmoved, of_recomputing = (
-                    sum(counts[member] for member in group.members)
-                    for counts in (candidate.kept, candidate.whole, candidate.unmoved, candidate.recomputing)
-                )
+            for group, its_kept, (of_kept, of_whole, of_unmoved, of_recomputing) in zip(
+                groups, kept, counts, strict=True
+            ):
                 used.add(of_kept, its_kept)
                 used.add(of_whole, group.recompute_extra_bytes)
                 used.add(of_recomputing, group.held)
                 if of_unmoved:
                     used.add(of_unmoved, self._unmoved(group))
-            room = (device - candidate.resident_bytes) / self._byte
+            room = (device - resident) / self._byte
             # (6)
-            self._budget(used.expression(), room, Resource.DEVICE, f"at {candidate.name}")
+            self._budget(used.expression(), room, Resource.DEVICE, f"at {name}")
 
     def _unmoved(self, group: _Group) -> pulp.LpAffineExpression:
         """Bytes that do not move, recomputed or not; an upper bound that also holds after tokens are rounded down."""
@@ -625,11 +632,27 @@ class _WeightedSum:
         return pulp.LpAffineExpression(self._terms, self._constant)
 
 
-def _undominated(candidates: Sequence[PeakCandidate]) -> list[PeakCandidate]:
-    """Candidates that no other one dominates."""
-    found: list[tuple[PeakCandidate, tuple[int, ...]]] = []
+_GroupCounts = tuple[int, int, int, int]
+"""Layers of a group that a candidate holds kept, whole, unmoved and recomputing, times microbatches."""
+
+
+@functools.lru_cache(maxsize=96)
+def _grouped(
+    problem: ActivationProblem, stage: int, sizes: tuple[int, ...]
+) -> tuple[tuple[str, int, tuple[_GroupCounts, ...]], ...]:
+    """Candidates of a stage's peak that no other one dominates, where layers in groups of these sizes share a plan.
+
+    Returns:
+        For each its name, the bytes that do not depend on the plan, and its counts of each group.
+    """
+    ends = list(itertools.accumulate(sizes))
+    ranges = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    found: list[tuple[str, tuple[int, ...], tuple[_GroupCounts, ...]]] = []
+    candidates = device_peak_candidates(problem, stage)
     for candidate in sorted(candidates, key=lambda p: (-sum(p.kept) - sum(p.unmoved), -p.resident_bytes)):
-        amounts = candidate.amounts
-        if not any(all(map(operator.ge, other, amounts)) for _, other in found):
-            found.append((candidate, amounts))
-    return [candidate for candidate, _ in found]
+        kinds = (candidate.kept, candidate.whole, candidate.unmoved, candidate.recomputing)
+        counts = tuple(tuple(sum(kind[own]) for kind in kinds) for own in ranges)
+        amounts = (candidate.resident_bytes, *itertools.chain.from_iterable(counts))
+        if not any(all(map(operator.ge, other, amounts)) for _, other, _ in found):
+            found.append((candidate.name, amounts, counts))
+    return tuple((name, amounts[0], counts) for name, amounts, counts in found)

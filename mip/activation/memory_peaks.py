@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,10 @@ __all__ = [
     "stage_memory",
     "stage_static",
 ]
+
+
+LIKELY = 2
+"""Moments of each kind that are looked at, by each of two orders, where only likely peaks are asked for."""
 
 
 class Use(enum.StrEnum):
@@ -142,11 +147,38 @@ def stage_static(problem: ActivationProblem, stage: int) -> StaticBytes:
     return static
 
 
-def device_peak_candidates(problem: ActivationProblem, stage: int) -> list[PeakCandidate]:
-    """Lists the candidates of a stage: for each moment the embedding, each layer and the head, in forward order."""
+@functools.lru_cache(maxsize=96)
+def device_peak_candidates(
+    problem: ActivationProblem, stage: int, *, likely_only: bool = False
+) -> tuple[PeakCandidate, ...]:
+    """Lists the candidates of a stage: for each moment the embedding, each layer and the head, in forward order.
+
+    Args:
+        problem: the problem that is planned.
+        stage: number of the stage.
+        likely_only: a few candidates where the peak is likely: of the moments those with most in flight, and of their
+            layers the first and the last one that run.
+    """
     static = stage_static(problem, stage)
-    moments = problem.pipeline.moments(stage)
-    return [candidate for moment in moments for candidate in _MomentPeaks(problem, stage, moment, static).candidates()]
+    moments: Sequence[Moment] = problem.pipeline.moments(stage)
+    if likely_only and len(moments) > LIKELY:
+        moments = _likely(moments)
+    return tuple(
+        candidate
+        for moment in moments
+        for candidate in _MomentPeaks(problem, stage, moment, static).candidates(turn_ends_only=likely_only)
+    )
+
+
+def _likely(moments: Sequence[Moment]) -> list[Moment]:
+    """Moments of each kind with most in flight, and with most between the halves of a backward."""
+    found: dict[Moment, None] = {}
+    for kind in Kind:
+        own = [moment for moment in moments if moment.kind is kind]
+        by_all = sorted(own, key=lambda moment: -sum(moment.waiting) - sum(moment.between))
+        by_between = sorted(own, key=lambda moment: (-sum(moment.between), -sum(moment.waiting)))
+        found |= dict.fromkeys((*by_all[:LIKELY], *by_between[:LIKELY]))
+    return list(found)
 
 
 def stage_memory(problem: ActivationProblem, stage: int, plans: Sequence[LayerPlan]) -> DeviceMemory:
@@ -291,7 +323,7 @@ class _MomentPeaks:
                 tally.hold({Use.TRANSIENT: between * self._layers[number].between_bytes})
         return tally
 
-    def candidates(self) -> Iterator[PeakCandidate]:
+    def candidates(self, *, turn_ends_only: bool) -> Iterator[PeakCandidate]:
         """Candidates within the running chunk."""
         kind, own = self._moment.kind, self._own
         second_half, forward = kind is Kind.WEIGHT, kind is Kind.FORWARD
@@ -299,7 +331,7 @@ class _MomentPeaks:
             yield self._at("the embedding", _of_end(self._embedding, Use.EMBEDDING), {}, ends_turn=True)
         halves = kind in (Kind.INPUT, Kind.WEIGHT)
         heads_own = self._head.saved_bytes if self._has_head and halves else 0
-        for number in own:
+        for number in dict.fromkeys((own[0], own[-1])) if turn_ends_only else own:
             whole = range(number, number + 2) if second_half else range(number - 1, number + 1)
             ends_turn = number == (own[-1] if second_half else own[0])
             resident = {Use.HEAD: heads_own, Use.TRANSIENT: 0}

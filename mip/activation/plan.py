@@ -393,6 +393,8 @@ class LayerPlan:
 
     def recompute_s(self, layer: LayerProfile) -> float:
         """Seconds of recompute in backward."""
+        if not self.recomputes:
+            return 0.0
         again = sum(known.recompute_s * self.fraction(known.name) for known in layer.points)
         return again + layer.piece_s * self.further_pieces
 

@@ -168,7 +168,9 @@ def _best_model(problem: ActivationProblem, pieces: Mapping[str, float]) -> Mode
     exact = min(solved, key=lambda model: model.priced_s * (1 if model.staying is None else 1 + LEAST_SAVING))
     if not exact.shares:
         return exact
-    uniform = Model(exact.problem, sharing=Sharing.UNIFORM, staying=exact.staying, pieces=pieces)
+    uniform = Model(
+        exact.problem, sharing=Sharing.UNIFORM, staying=exact.staying, pieces=pieces, kinds=exact.kinds
+    )
     return uniform if uniform.solve() and uniform.step_s <= exact.step_s * (1 + UNIFORM_PRICE) else exact
 
 
@@ -209,7 +211,7 @@ def _models(problem: ActivationProblem, staying: int | None, pieces: Mapping[str
     if free.solve():
         plans = zip(layers, free.layer_plans(), strict=True)
         known = [_undivided(layer) if plan.fraction(ALL) >= 1 - ALMOST_ALL else layer for layer, plan in plans]
-        yield Model(_with_layers(problem, known), staying=staying, pieces=pieces)
+        yield Model(_with_layers(problem, known), staying=staying, pieces=pieces, kinds=problem.profile.layers)
 
 
 def _divisible(problem: ActivationProblem) -> bool:

@@ -67,6 +67,7 @@ def assert_all_closed_for_a_reason(found: Found, steps: dict[Candidate, float], 
         if closed.candidate is None:
             own = [one for one in all_candidates(space) if one.shape in closed.shapes]
             own = [one for one in own if closed.setting in (None, one.setting)]
+            own = [one for one in own if closed.schedule is None or closed.schedule.layout == one.layout]
             assert len(own) == closed.count
         for candidate in own:
             assert closed.bound_s <= steps.get(candidate, math.inf) * (1 + EQUAL), (seed, candidate)

@@ -8,11 +8,10 @@ import random
 from memo.gpt import Precision
 from memo.gpt.arithmetic import Layout, Optimizer
 from memo.gpt.config import GPTConfig
-from memo.mip.activation import Budgets, device_peak_candidates
+from memo.mip.activation import Budgets, LayerPlan, device_peak_candidates, predict_stages
 from memo.mip.inputs import Hardware, PipelineSchedule
 from memo.mip.inputs.network import Network
 from memo.search import Candidate, Request, Setting, Shape, Space
-from memo.search.bounds import kept_bounds
 
 MIB = 1 << 20
 
@@ -86,8 +85,8 @@ def _budgets(chance: random.Random, space: Space) -> Budgets:
     shape = chance.choice(space.shapes)
     setting = chance.choice(space.settings(shape))
     problem = space.request_of(chance.choice(space.candidates(shape, setting))).problem()
-    _, kept = kept_bounds(problem)
-    most = max(stage.peak_device_bytes for stage in kept.stages)
+    kept = predict_stages(problem, [LayerPlan()] * len(problem.profile.layers))
+    most = max(stage.peak_device_bytes for stage in kept)
     stages = range(problem.pipeline.stages)
     least = max(place.resident_bytes for stage in stages for place in device_peak_candidates(problem, stage))
     saved = sum(layer.full_bytes for layer in problem.profile.layer_profiles())
