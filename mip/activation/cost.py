@@ -96,7 +96,7 @@ def predict_kept_times(problem: ActivationProblem) -> tuple[StagePrediction, ...
             end = pipeline.turns(stage)[-1]
             key += (end.chunk, end.kind)
         if key not in known:
-            known[key] = _predict_stage(problem, stage, plans, device_memory=False)
+            known[key] = _predict_stage(problem, stage, plans, peaks=False)
         found.append(known[key])
     return tuple(found)
 
@@ -135,7 +135,7 @@ def _ends_s(problem: ActivationProblem, index: int) -> tuple[float, float]:
 
 
 def _predict_stage(
-    problem: ActivationProblem, stage: int, plans: Sequence[LayerPlan], *, device_memory: bool = True
+    problem: ActivationProblem, stage: int, plans: Sequence[LayerPlan], *, peaks: bool = True
 ) -> StagePrediction:
     indices = stage_layers(problem, stage)
     layers = [problem.profile.layer_profiles()[index] for index in indices]
@@ -156,9 +156,9 @@ def _predict_stage(
         stall_disk_write_s=stalls.disk_write_s,
         stall_h2d_s=stalls.h2d_s,
         stall_disk_read_s=stalls.disk_read_s,
-        peak_device_bytes=stage_memory(problem, stage, plans).nbytes if device_memory else 0,
-        peak_host_bytes=round(_most(problem, stage, host)),
-        peak_disk_bytes=round(_most(problem, stage, disk)),
+        peak_device_bytes=stage_memory(problem, stage, plans).nbytes if peaks else 0,
+        peak_host_bytes=round(_most(problem, stage, host)) if peaks else 0,
+        peak_disk_bytes=round(_most(problem, stage, disk)) if peaks else 0,
         disk_written_bytes=round(problem.pipeline.microbatches * sum(disk)),
         chunks=tuple(chunks) if len(chunks) > 1 else None,
     )

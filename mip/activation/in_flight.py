@@ -49,7 +49,7 @@ class Moment:
         )
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=1024)
 def moments_of(turns: tuple[Turn, ...], chunks: int) -> tuple[Moment, ...]:
     """Moments that may hold most, in order of time.
 

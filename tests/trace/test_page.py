@@ -135,7 +135,9 @@ def test_no_source_parses_markup_or_text_as_code() -> None:
     forbidden = re.compile(
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser|srcdoc"
     )
-    sources = [*(VIEWER / "viewer" / "src").glob("*"), VIEWER / "assets" / "viewer.js"]
+    scripts = [*(VIEWER / "assets").glob("*.js")]
+    sources = [*(VIEWER / "viewer" / "src").rglob("*.*"), *scripts]
+    assert len(scripts) == 2
     assert len(sources) > 10
     for source in sources:
         assert not forbidden.search(source.read_text(encoding="utf-8")), source.name

@@ -99,11 +99,13 @@ def _seconds(stage: StageSimulation, step_s: float) -> dict[str, float]:
 def _groups(planned: Planned, simulation: Simulation, space: Space) -> list[dict[str, Any]]:
     """Kinds of groups that communicate, with the seconds of a step that the busiest rank is on the network.
 
-    Exchanges of tensor and context parallelism are known as one sum, which the first of them has.
+    Exchanges of tensor and context parallelism are known as one sum, which the first of them has; with them go the gathers
+    of the embedding's and the head's weights.
     """
     problem, shape, per_node = planned.plan.problem, planned.candidate.shape, space.gpus_per_node
     layout = space.request_of(planned.candidate).layout
-    exchanges = [_exchange_s(problem, stage) for stage in range(problem.pipeline.stages)]
+    divided = shape.tp * shape.cp > 1
+    exchanges = [_exchange_s(problem, stage) if divided else 0.0 for stage in range(problem.pipeline.stages)]
     weights = [
         sum(span.seconds for span in stage.spans if span.lane is Lane.NETWORK) - exchange_s
         for stage, exchange_s in zip(simulation.stages, exchanges, strict=True)
