@@ -30,7 +30,7 @@ from memo.parallel import (
     World,
 )
 
-__all__ = ["build_stages", "divided_stages"]
+__all__ = ["build_stages", "divided_stages", "sharded_stages"]
 
 
 def build_stages(
@@ -57,11 +57,23 @@ def build_stages(
     Returns:
         The stages, in the order of the layers.
     """
+    stages = sharded_stages(shape, world, seq=seq, dtype=dtype, autocast=autocast)
+    for stage in stages:
+        stage.to_empty(device=device)
+        initialise(stage, shape, seed)
+    return stages
+
+
+def sharded_stages(
+    shape: GPTConfig, world: World, *, seq: int, dtype: torch.dtype, autocast: torch.dtype | None = None
+) -> list[PipelineStage]:
+    """Builds this rank's pipeline stages on the meta device, divided and sharded, without weights.
+
+    Args as for `build_stages`.
+    """
     stages = divided_stages(shape, world, seq=seq, dtype=dtype, autocast=autocast)
     for stage in stages:
         _shard(stage, world)
-        stage.to_empty(device=device)
-        initialise(stage, shape, seed)
     return stages
 
 

@@ -1,0 +1,121 @@
+"""One rank's training step without the other ranks and without bytes.
+
+Owns the rank's stages, their trainer and the modes around its step. The code that runs is that of `memo train`; only
+weights are not drawn, and FSDP's storages give up memory that they do not have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+
+from memo.allocator import BytelessMode, Recorder
+from memo.dry_run.recorded_collectives import CollectiveCall, CollectiveRecorder
+from memo.gpt import Precision, TrainConfig
+from memo.gpt.arithmetic import Ranks
+from memo.gpt.model import sharded_stages
+from memo.gpt.optim import LrSchedule
+from memo.gpt.train import ParallelTrainer, weight_dtype
+from memo.parallel import Layout, simulated_rank
+
+if TYPE_CHECKING:
+    from memo.dry_run.run_of_plan import PlannedRun
+
+__all__ = ["RankStep", "groups_of_rank", "step_of_rank"]
+
+_CPU = torch.device("cpu")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankStep:
+    """What one rank does in one step."""
+
+    rank: int
+    calls: tuple[CollectiveCall, ...]
+    """In order."""
+    static_bytes: int
+    """Parameters and optimizer state of this rank."""
+    peak_bytes: int
+    """Most bytes on the device at once, static ones included."""
+
+
+def step_of_rank(run: PlannedRun, rank: int) -> RankStep:
+    """Runs a rank's second step, in which nothing is set up any more.
+
+    The process must have no process group.
+
+    Raises:
+        RecordError: the step issues a collective that memo's training does not have.
+    """
+    with simulated_rank(run.layout, rank) as world:
+        autocast = torch.bfloat16 if run.precision is Precision.BF16_AUTOCAST else None
+        stages = sharded_stages(run.config, world, seq=run.tokens, dtype=weight_dtype(run.precision), autocast=autocast)
+        recorder = Recorder()
+        with BytelessMode(assume=1.0), recorder, _storages_without_memory(recorder):
+            for stage in stages:
+                stage.to_empty(device=_CPU)
+            trainer = ParallelTrainer(
+                stages, world, _NoTokens(run.rows, run.tokens), _training(run), device=_CPU, rows=run.rows
+            )
+            with CollectiveRecorder():
+                trainer.step(1)
+            recorder.begin_step()
+            with CollectiveRecorder() as issued:
+                trainer.step(2)
+            static = sum(storage.nbytes() for storage in recorder.standing())
+            peak = static + recorder.trace(exact=True).peak_nbytes
+    return RankStep(rank=rank, calls=tuple(issued.calls), static_bytes=static, peak_bytes=peak)
+
+
+def groups_of_rank(layout: Layout, rank: int) -> dict[Ranks, list[int]]:
+    """Global numbers of the ranks of a rank's process groups, as torch's mesh makes them."""
+    with simulated_rank(layout, rank) as world:
+        groups = {
+            Ranks.TENSOR: world.group("tp"),
+            Ranks.CONTEXT: world.group("cp"),
+            Ranks.STAGES: world.group("pp"),
+            Ranks.REPLICAS: world.replicas.get_group(),
+            Ranks.ALL: dist.group.WORLD,
+        }
+        if layout.shards_tokens:
+            groups[Ranks.TOKENS] = world.token_ranks.get_group()
+        return {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
+
+
+def _training(run: PlannedRun) -> TrainConfig:
+    schedule = LrSchedule(peak=1e-4, floor=1e-5, warmup=0, steps=10)
+    return TrainConfig(schedule=schedule, accumulate=run.microbatches, precision=run.precision)
+
+
+class _NoTokens:
+    """Batches of token 0; which tokens they are changes no shape."""
+
+    def __init__(self, rows: int, tokens: int) -> None:
+        self._shape = rows, tokens
+
+    def at(self, step: int, microbatch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(self._shape, dtype=torch.int64), torch.zeros(self._shape, dtype=torch.int64)
+
+
+@contextlib.contextmanager
+def _storages_without_memory(recorder: Recorder) -> Iterator[None]:
+    """Has FSDP tell the recorder when it frees and allocates, instead of resizing storages that have no memory."""
+    modules: tuple[Any, ...] = (_fsdp_param, _fsdp_param_group)
+    replaced = {
+        "free_storage": lambda tensor: recorder.emptied(tensor.untyped_storage()),
+        "alloc_storage": lambda tensor: recorder.refilled(tensor.untyped_storage()),
+    }
+    before = [(module, name, getattr(module, name)) for module in modules for name in replaced if hasattr(module, name)]
+    for module, name, _ in before:
+        setattr(module, name, replaced[name])
+    try:
+        yield
+    finally:
+        for module, name, function in before:
+            setattr(module, name, function)
