@@ -87,7 +87,7 @@ def among_ranks(calls: Mapping[int, Sequence[CollectiveCall]]) -> list[str]:
     for rank, own in calls.items():
         for call in own:
             by_group.setdefault(call.ranks, {}).setdefault(rank, []).append(call)
-    wrong = []
+    wrong: list[str] = []
     for ranks, members in by_group.items():
         wrong += _same_order(ranks, members, calls)
         wrong += _messages_arrive(members, calls)
@@ -127,9 +127,11 @@ def _messages_arrive(members: Mapping[int, Sequence[CollectiveCall]], calls: Map
     wanted: dict[tuple[int, int], list[CollectiveCall]] = {}
     for rank, own in members.items():
         for call in own:
-            if call.kind is CollectiveKind.SEND and call.peer in calls:
+            if call.peer is None or call.peer not in calls:
+                continue
+            if call.kind is CollectiveKind.SEND:
                 sent.setdefault((rank, call.peer), []).append(call)
-            elif call.kind is CollectiveKind.RECEIVE and call.peer in calls:
+            elif call.kind is CollectiveKind.RECEIVE:
                 wanted.setdefault((call.peer, rank), []).append(call)
     for pair in dict.fromkeys((*sent, *wanted)):
         there = [(call.shape, call.dtype) for call in sent.get(pair, ())]

@@ -46,7 +46,8 @@ class Place:
 
     def at(self, **coordinates: int) -> int:
         """Global number of the rank that differs in these coordinates."""
-        return dataclasses.replace(self, **coordinates).rank
+        at = {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp} | coordinates
+        return Place(layout=self.layout, **at).rank
 
     def group(self, ranks: Ranks) -> tuple[int, ...]:
         """Global numbers of the ranks of one of this rank's groups, in the order of the group."""

@@ -75,7 +75,7 @@ def _settle(name: str, args: tuple[Any, ...]) -> None:
 def _group(value: Any) -> tuple[int, ...]:
     """Global ranks of a process group, given as an object of its C++ class or by its name."""
     if isinstance(value, str):
-        group = dist.distributed_c10d._resolve_process_group(value)  # type: ignore[arg-type]
+        group = dist.distributed_c10d._resolve_process_group(value)  # type: ignore[arg-type, attr-defined]
     else:
         group = dist.ProcessGroup.unbox(value)
     return tuple(dist.get_process_group_ranks(group))

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from memo.gpt.arithmetic.layout import Layout
     from memo.gpt.config import GPTConfig
 
-__all__ = ["ChunkOfLayers", "StepCollectives"]
+__all__ = ["ChunkOfLayers", "StepCollectives", "padded_elements"]
 
 ID = 8  # bytes of a token's number, and of the step's three sums
 WIDE = 4  # bytes of a float32, in which the loss computes
@@ -43,6 +43,11 @@ CHUNK_LOGITS, MAX_CHUNK_TOKENS = 1 << 25, 8192
 
 Shape = tuple[int, int]
 """Rows and columns of a rank's part of a parameter, before it is sharded over replicas."""
+
+
+def padded_elements(shapes: Iterable[Shape], shards: int) -> int:
+    """Elements that shards of some parameters have together: FSDP pads rows to a multiple of the shards."""
+    return sum(math.ceil(rows / shards) * shards * columns for rows, columns in shapes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,8 +252,7 @@ class StepCollectives:
     def _sharded(
         self, kind: CollectiveKind, shapes: Iterable[Shape], ranks: Ranks, shards: int
     ) -> tuple[Collective, ...]:
-        """FSDP pads each parameter's rows to a multiple of the shards."""
-        elements = sum(math.ceil(rows / shards) * shards * columns for rows, columns in shapes)
+        elements = padded_elements(shapes, shards)
         if shards == 1 or not elements:
             return ()
         return (Collective(kind=kind, ranks=ranks, nbytes=elements * self._sizes.stream),)
