@@ -13,23 +13,31 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 
 from memo.allocator import BytelessMode, Recorder
+from memo.autoplan import settings_of
 from memo.dry_run.recorded_collectives import CollectiveCall, CollectiveRecorder
 from memo.gpt import Precision, TrainConfig
 from memo.gpt.arithmetic import Ranks
 from memo.gpt.model import sharded_stages
 from memo.gpt.optim import LrSchedule
 from memo.gpt.train import ParallelTrainer, weight_dtype
-from memo.parallel import Layout, simulated_rank
+from memo.mip.activation import extract_stage_plan
+from memo.parallel import Layout, PipelineOrder, simulated_rank
+from memo.record import OffloadWithoutBytes
+from memo.swap import Rates, find_layers
 
 if TYPE_CHECKING:
     from memo.dry_run.run_of_plan import PlannedRun
+    from memo.mip.activation import ActivationPlan
 
 __all__ = ["RankStep", "groups_of_rank", "step_of_rank"]
 
 _CPU = torch.device("cpu")
+_WARM_UP = 3
+"""Steps in which replays are tried and the order of backward is learned."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +71,46 @@ def step_of_rank(run: PlannedRun, rank: int) -> RankStep:
             trainer = ParallelTrainer(
                 stages, world, _NoTokens(run.rows, run.tokens), _training(run), device=_CPU, rows=run.rows
             )
-            with CollectiveRecorder():
-                trainer.step(1)
+            offload = None if run.plan is None else _offload(run.plan, trainer)
+            for step in range(_WARM_UP if offload is not None and _recomputes(run) else 1):
+                with CollectiveRecorder():
+                    trainer.step(1 + step)
             recorder.begin_step()
             with CollectiveRecorder() as issued:
-                trainer.step(2)
+                trainer.step(1 + _WARM_UP)
             static = sum(storage.nbytes() for storage in recorder.standing())
             peak = static + recorder.trace(exact=True).peak_nbytes
     return RankStep(rank=rank, calls=tuple(issued.calls), static_bytes=static, peak_bytes=peak)
+
+
+def _recomputes(run: PlannedRun) -> bool:
+    return run.plan is not None and any(layer.recomputes for layer in run.plan.layers)
+
+
+def _offload(plan: ActivationPlan, trainer: ParallelTrainer) -> OffloadWithoutBytes | None:
+    """Has the trainer's forwards run under the plan of its stage; None where nothing moves and nothing is recomputed."""
+    if not any(layer.recomputes or layer.host or layer.disk for layer in plan.layers):
+        return None
+    machine, stages = plan.problem.hardware, trainer.stages
+    model = nn.ModuleList(stages)
+    layers = find_layers(model, [layer for stage in stages for layer in stage.layers.values()])
+    rates = Rates(
+        flops_per_s=int(machine.peak_flops * machine.matmul_efficiency),
+        bytes_per_s=int(machine.hbm_bytes_per_s),
+        launch_ps=5_000_000,
+    )
+    offload = OffloadWithoutBytes(model, layers, 1.0, rates=rates)
+    if trainer.schedule is not None:
+        order = PipelineOrder.of(trainer.schedule, [layer.module for layer in layers])
+        if order is not None:
+            offload.engine.expect(order.backward)
+    own = plan if plan.problem.pipeline.stages == 1 else extract_stage_plan(plan, trainer.world.pp)
+    placements, chosen = settings_of(own, layers)
+    offload.engine.place(placements)
+    offload.tapes.choose(chosen)
+    offload.tapes.begin_forwards(layers)
+    trainer.around_forward = offload.manager
+    return offload
 
 
 def groups_of_rank(layout: Layout, rank: int) -> dict[Ranks, list[int]]:

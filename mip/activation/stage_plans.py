@@ -17,7 +17,7 @@ from memo.mip.activation.plan import (
     chunk_layers,
     stage_layers,
 )
-from memo.mip.inputs.profile import EndProfile
+from memo.mip.inputs.profile import EndProfile, StaticBytes
 
 __all__ = ["extract_stage_plan", "lower_tier_nbytes"]
 
@@ -41,6 +41,8 @@ def extract_stage_plan(plan: ActivationPlan, stage: int) -> ActivationPlan:
     problem, own = plan.problem, stage_layers(plan.problem, stage)
     profile, ranks = problem.profile, problem.budgets.ranks_per_node
     host, disk = lower_tier_nbytes(plan, stage)
+    embedding = profile.embedding if own[0] == 0 else EndProfile()
+    received = problem.received_bytes(stage)  # it stands all the time, and the stage alone has no neighbours
     return dataclasses.replace(
         plan,
         problem=dataclasses.replace(
@@ -48,7 +50,7 @@ def extract_stage_plan(plan: ActivationPlan, stage: int) -> ActivationPlan:
             profile=dataclasses.replace(
                 profile,
                 layers=tuple(profile.layers[index] for index in own),
-                embedding=profile.embedding if own[0] == 0 else EndProfile(),
+                embedding=dataclasses.replace(embedding, static=embedding.static + StaticBytes(other=received)),
                 head=profile.head if own[-1] == len(profile.layers) - 1 else EndProfile(),
             ),
             budgets=dataclasses.replace(

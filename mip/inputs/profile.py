@@ -338,6 +338,8 @@ class Profile:
     """Seconds per step in which updated weights are gathered and nothing else runs."""
     send_s: float = 0.0
     """Time of sending a microbatch's activations, or their gradients, to the neighbouring pipeline stage."""
+    message_bytes: int = 0
+    """Bytes of that message; a stage keeps room for all microbatches' messages that it receives (torch's pipelines)."""
     link_share: float = 0.0
     """Fraction of a GPU's link to the host that collectives take, so that copies have the rest."""
     model_flops_causal_per_token: float = 0.0

@@ -164,6 +164,7 @@ def derive_profile(
         optimizer_s=optimizer_s,
         optimizer_exchange_s=weights.exchange.update_s(trained) + ends.tied_s(),
         send_s=exchange_s([step.send()], machine, layout),
+        message_bytes=round(step.send().nbytes) if layout.pp > 1 else 0,
         link_share=_link_share(layer, machine, layout, step, accumulate),
         model_flops_causal_per_token=flops_per_token(config, layout.tokens, lora=lora),
         model_flops_full_per_token=flops_per_token(config, layout.tokens, causal=False, lora=lora),
@@ -425,6 +426,7 @@ class _Ends:
         # Gradient of the projection's weight in float32, and its copy in the dtype of products.
         matrix = (4 + self.sizes.product) * config.vocab_size * config.hidden / self.layout.tp
         products = 3
+        stays = round(self.weights.gathered_bytes(layer_parameter_count(config)))  # the last layer's weights
         if exchange.training.lora:  # a frozen projection
             matrix, products = 0.0, 2
         return EndProfile(
@@ -437,6 +439,7 @@ class _Ends:
             sync_s=self._sync_s(first=False),
             forward_flops=products * flops,
             saved_bytes=round(3 * row),  # the norm's input, its output, and the output's gradient
-            transient_bytes=round(logits + row + matrix),
+            transient_bytes=round(logits + row + matrix) + stays,
+            gathered_bytes=stays,
             static=self.weights.end_static(weights),
         )

@@ -12,8 +12,8 @@ what a rank issues. Needs no torch. t is the tokens of a microbatch after contex
     embedding   tp   gather of token ids, sum to shards (t, h); backward gathers (t, h)
     head        tp   number of counted tokens; for each chunk of tokens: gather (chunk, h) and its targets, maximum, sums,
                      sum to shards of the gradient; backward sums the norm's gradients
-    weights  dp x cp gather of each layer before each of its passes, of the ends before forward; reduction once a step. In a
-                     pipeline all are gathered once a step
+    weights  dp x cp gather of each layer before each of its passes (the last one stays), of the ends before forward;
+                     reduction once a step. In a pipeline all are gathered once a step
     stages      pp   a microbatch's hidden states to the next stage, their gradient to the one before
     step        all  whether to stop, the mean loss, the gradients' norm
 """
@@ -349,8 +349,9 @@ class StepCollectives:
 
     def _gathers(self, chunk: ChunkOfLayers, tp_rank: int) -> Iterator[Collective]:
         """Gathers of a chunk's weights, for one microbatch or in a pipeline for the step."""
-        passes = 1 if self.layout.pp > 1 else 2
-        yield from (each.times(passes * chunk.layers) for each in self.gather(self.layer_shapes()))
+        # Before both passes, but for the last layer, which stays gathered between them.
+        gathers = chunk.layers if self.layout.pp > 1 else 2 * chunk.layers - 1
+        yield from (each.times(gathers) for each in self.gather(self.layer_shapes()))
         yield from self.gather(self.end_shapes(chunk, tp_rank))
 
     @property

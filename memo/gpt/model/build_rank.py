@@ -162,6 +162,8 @@ def _shard(stage: PipelineStage, world: World) -> None:
         positions.set_gradient_divide_factor(world.replicas.size())
         positions.set_force_sum_reduction_for_comms(True)
     if world.replicas.size() > 1:
-        for layer in stage.layers.values():
-            fully_shard(layer, mesh=world.replicas, reshard_after_forward=reshard)
+        for name, layer in stage.layers.items():
+            # The last layer's backward comes at once: gathered again, it would wait for the network.
+            last = int(name) == stage.config.layers - 1
+            fully_shard(layer, mesh=world.replicas, reshard_after_forward=reshard and not last)
         fully_shard(stage, mesh=world.replicas, reshard_after_forward=False)
