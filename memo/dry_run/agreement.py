@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -27,8 +28,20 @@ GROUPS = (Ranks.TENSOR, Ranks.CONTEXT, Ranks.REPLICAS, Ranks.TOKENS, Ranks.STAGE
 _MESSAGES = (CollectiveKind.SEND, CollectiveKind.RECEIVE)
 
 
-def against_plan(place: Place, calls: Sequence[CollectiveCall], planned: Iterable[Collective]) -> list[str]:
-    """Says where a rank's collectives are not those of the plan's model, kind by kind and size by size."""
+def against_plan(
+    place: Place, calls: Sequence[CollectiveCall], planned: Iterable[Collective], again: Iterable[Collective] = ()
+) -> list[str]:
+    """Says where a rank's collectives are not those of the plan's model, kind by kind and size by size.
+
+    Args:
+        place: of the rank.
+        calls: its collectives in one step.
+        planned: those of the plan's model, without recompute.
+        again: at most what recompute repeats, in pieces of any size; none where nothing is recomputed.
+    """
+    room: collections.Counter[tuple[CollectiveKind, tuple[int, ...]]] = collections.Counter()
+    for each in again:
+        room[each.kind, place.group(each.ranks)] += math.ceil(each.nbytes * each.count)
     expected: collections.Counter[tuple[CollectiveKind, tuple[int, ...], float]] = collections.Counter()
     names: dict[tuple[int, ...], Ranks] = {}
     for group in GROUPS:
@@ -39,7 +52,10 @@ def against_plan(place: Place, calls: Sequence[CollectiveCall], planned: Iterabl
     wrong = []
     for key in dict.fromkeys((*issued, *expected)):
         kind, ranks, nbytes = key
-        if issued[key] != expected[key]:
+        more = (issued[key] - expected[key]) * nbytes
+        if 0 < more <= room[kind, ranks]:
+            room[kind, ranks] -= int(more)
+        elif issued[key] != expected[key]:
             over = f"{names[ranks]} ({len(ranks)} ranks)" if ranks in names else f"ranks {_listed(ranks)}"
             wrong.append(
                 f"rank {place.rank}: {kind} of {nbytes:,.0f} bytes over {over}: the step issues {issued[key]:,}, the plan "
@@ -156,9 +172,13 @@ def _listed(ranks: Sequence[int], most: int = 8) -> str:
     return f"[{shown}, ... {len(ranks)} in all]" if len(ranks) > most else f"[{shown}]"
 
 
-def memory(rank: int, stage: int, recorded: int, planned: int, *, tolerance: float) -> list[str]:
+MEMORY_TOLERANCE = 0.02
+"""Part of a stage's planned memory by which a rank's step may hold more: the arithmetic leaves out what is small."""
+
+
+def memory(rank: int, stage: int, recorded: int, planned: int) -> list[str]:
     """Says where a rank's peak is more than the plan's device memory of its stage."""
-    if recorded <= planned * (1 + tolerance):
+    if recorded <= planned * (1 + MEMORY_TOLERANCE):
         return []
     return [
         f"rank {rank}: its step holds {format_bytes(recorded)} on the device, the plan says {format_bytes(planned)} of "

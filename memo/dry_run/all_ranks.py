@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from memo.dry_run.agreement import GROUPS, against_plan, among_ranks, memberships, moved_to
+from memo.dry_run.agreement import GROUPS, against_plan, among_ranks, memberships, memory, moved_to
 from memo.dry_run.places import Place
 from memo.dry_run.simulated_step import RankStep, groups_of_rank, step_of_rank
 from memo.gpt.arithmetic import ChunkOfLayers, Collective, Ranks
+from memo.mip.activation import chunk_layers
+from memo.mip.inputs import ALL
 
 if TYPE_CHECKING:
     from memo.dry_run.recorded_collectives import CollectiveCall
@@ -68,7 +70,10 @@ def dry_run(run: PlannedRun, *, progress: Callable[[str], None] = lambda _: None
     for number, ranks in enumerate(alike, 1):
         progress(f"step of rank {ranks[0]}, kind {number} of {len(alike)}")
         kinds.append(_kind(run, ranks))
-        wrong += against_plan(places[ranks[0]], kinds[-1].step.calls, kinds[-1].planned)
+        place, step = places[ranks[0]], kinds[-1].step
+        wrong += against_plan(place, step.calls, kinds[-1].planned, _again(run, place.pp))
+        if run.plan is not None:
+            wrong += memory(place.rank, place.pp, step.peak_bytes, run.plan.stages[place.pp].peak_device_bytes)
     progress("comparing the ranks")
     wrong += _among_kinds(places, kinds)
     return DryRun(
@@ -88,6 +93,18 @@ def _kinds(run: PlannedRun, places: Sequence[Place]) -> list[tuple[int, ...]]:
         key = place.pp, shapes, place.cp if model.rings else 0
         found.setdefault(key, []).append(place.rank)
     return [tuple(ranks) for ranks in found.values()]
+
+
+def _again(run: PlannedRun, stage: int) -> list[Collective]:
+    """At most what the plan's recompute repeats on a rank of a stage."""
+    if run.plan is None:
+        return []
+    plans = [run.plan.layers[index] for chunk in chunk_layers(run.plan.problem, stage) for index in chunk]
+    tokens = sum(1.0 - plan.fraction(ALL) for plan in plans)
+    return [
+        dataclasses.replace(each, nbytes=each.nbytes * tokens).times(run.microbatches)
+        for each in run.collectives.layer_again()
+    ]
 
 
 def _chunks(run: PlannedRun, stage: int) -> list[ChunkOfLayers]:

@@ -155,6 +155,10 @@ class StepCollectives:
         around = self._rotation(self._sizes.product, self.layout.cp - 1)
         return (around, self._rotation(WIDE, self.layout.cp))  # gradients are added up in float32
 
+    def layer_again(self) -> tuple[Collective, ...]:
+        """What a replay of all tokens of a layer repeats, attention's own result excepted."""
+        return (*self.tensor_again(), *(() if self.rings else self.context_forward()))
+
     def _heads_for_tokens(self) -> tuple[Collective, ...]:
         config, tp = self.config, self.layout.tp
         each = self._tokens * config.head_dim * self._sizes.product // tp
