@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         simulate_caching as simulate_caching,
     )
     from memo.allocator.contents import is_users as is_users, place as place
+    from memo.allocator.local_mode import LocalTensorMode as LocalTensorMode
     from memo.allocator.pluggable import (
         active_allocator as active_allocator,
         allocated_bytes as allocated_bytes,
@@ -43,6 +44,7 @@ else:
             "byteless_tensors": "BytelessMode",
             "caching_model": "CachingUse Segments simulate_caching",
             "contents": "is_users place",
+            "local_mode": "LocalTensorMode",
             "pluggable": "allocated_bytes memory_share memory_stats model_steps "
             "active_allocator peak_allocated_bytes restart_peaks use_planned_allocator",
             "record_step": "AllocationSite Lifetime Recorder",

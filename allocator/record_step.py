@@ -85,6 +85,22 @@ class Recorder(LocalTensorMode):
         """Returns the allocation of a tensor's storage; None for one that existed before the step."""
         return self._known.get(tensor.untyped_storage())
 
+    def emptied(self, storage: torch.UntypedStorage) -> None:
+        """Declares that a storage has given up its memory and lives on, as by `resize_(0)`."""
+        life = self._known.get(storage)
+        if life is not None and life.upper is None:
+            self._end(life)
+
+    def refilled(self, storage: torch.UntypedStorage) -> None:
+        """Declares that an emptied storage has memory again."""
+        former = self._known.get(storage)
+        if former is None or former.upper is None:
+            return
+        again = dataclasses.replace(
+            former, lower=self._clock, upper=None, site=self.site, freed_in=None, is_older=False
+        )
+        self._begin(storage, again)
+
     def run(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator and records the new storages of its results."""
         out = func(*args, **kwargs)
@@ -124,7 +140,9 @@ class Recorder(LocalTensorMode):
         if any(storage is other.untyped_storage() for other in _tensors_in(arguments)):
             self._known[storage] = None  # existed before the step
             return
-        life = Lifetime(lower=self._clock, nbytes=nbytes, operator=func, result=index, site=self.site)
+        self._begin(storage, Lifetime(lower=self._clock, nbytes=nbytes, operator=func, result=index, site=self.site))
+
+    def _begin(self, storage: torch.UntypedStorage, life: Lifetime) -> None:
         self._clock += 1
         self.lifetimes.append(life)
         self._known[storage] = life
@@ -132,7 +150,10 @@ class Recorder(LocalTensorMode):
 
     def _freed(self, watch: _Watch) -> None:
         self._watched.discard(watch)
-        life = watch.life
+        if watch.life.upper is None:
+            self._end(watch.life)
+
+    def _end(self, life: Lifetime) -> None:
         life.upper, life.freed_in = self._clock, self.site.group
         self._clock += 1
 

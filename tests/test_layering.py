@@ -62,6 +62,8 @@ IMPORTS = {
     "memo/gpt memo/gpt/data memo/gpt/checkpoint memo/gpt/arithmetic memo/gpt/model",
     "memo/record": "memo allocator swap/backends swap face memo/parallel memo/manager memo/gpt/optim memo/gpt "
     "memo/gpt/model memo/gpt/train",
+    "memo/dry_run": "memo mip/inputs mip/activation allocator memo/parallel memo/gpt/optim memo/gpt memo/gpt/arithmetic "
+    "memo/gpt/model memo/gpt/train",
     "memo/hugging_face": "memo mip/inputs allocator swap face memo/loss memo/autoplan memo/gpt memo/gpt/arithmetic "
     "memo/record",
     "memo/search": "memo mip mip/inputs mip/activation memo/gpt memo/gpt/arithmetic memo/hugging_face",
@@ -76,7 +78,7 @@ IMPORTS = {
     "memo/cli/tables memo/cli/inputs memo/cli/terminal",
     "memo/cli": "memo allocator mip mip/address mip/inputs mip/activation mip/simulate swap face memo/trace "
     "memo/trace/live memo/out_of_memory memo/machine memo/parallel memo/gpt/optim memo/gpt memo/gpt/arithmetic "
-    "memo/gpt/train memo/record memo/hugging_face memo/search "
+    "memo/gpt/train memo/record memo/dry_run memo/hugging_face memo/search "
     "memo face memo/cli/tables memo/cli/inputs memo/cli/terminal memo/cli/planning",
 }
 # Package boundaries: within a package modules are imported directly, from elsewhere by its face.

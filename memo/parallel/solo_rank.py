@@ -1,4 +1,4 @@
-"""Simulated rank: one rank of a layout runs alone, to measure its memory.
+"""Simulated rank: one rank of a layout runs alone, to measure its memory or to list its collectives.
 
 Owns its process group, which is torch's fake one: collectives return at once and move nothing, so their results have
 the right shapes and meaningless values.
@@ -7,9 +7,11 @@ the right shapes and meaningless values.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 
 import torch.distributed as dist
+from torch.distributed.tensor import debug
 from torch.testing._internal.distributed.fake_pg import FakeStore  # the import registers the backend
 
 from memo.parallel.layout import Layout
@@ -19,13 +21,28 @@ __all__ = ["simulated_rank"]
 
 
 @contextlib.contextmanager
-def simulated_rank(layout: Layout) -> Iterator[World]:
-    """Simulates the first of the layout's ranks for the block, on the CPU.
+def simulated_rank(layout: Layout, rank: int = 0) -> Iterator[World]:
+    """Simulates one of the layout's ranks for the block, on the CPU.
 
     The process must have no process group; the fake one is destroyed at the end.
     """
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.ranks)
+    hook = sys.excepthook  # torch replaces it, and each group's replacement would call the one before
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.ranks)
     try:
         yield World.of(layout, "cpu")
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
+        _forget_shapes()
+
+
+def _forget_shapes() -> None:
+    """Empties DTensor's caches, which have local shapes of this rank under a key that other ranks have, too."""
+    for name in (
+        "_clear_sharding_prop_cache",
+        "_clear_python_sharding_prop_cache",
+        "_clear_fast_path_sharding_prop_cache",
+    ):
+        clear = getattr(debug, name, None)
+        if clear is not None:
+            clear()

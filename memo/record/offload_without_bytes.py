@@ -53,9 +53,9 @@ class OffloadWithoutBytes:
         rates: Rates | None = None,
     ) -> None:
         self._tier = _UnboundedTier()
-        engine = Engine(_BytelessBackend(), [self._tier], min_bytes=min_bytes)
-        tapes = Tapes(engine, TokenLevels.of_alpha(alpha), rates=rates)
-        self.manager = Manager(model, layers, engine, tokenwise=tapes)
+        self.engine = Engine(_BytelessBackend(), [self._tier], min_bytes=min_bytes)
+        self.tapes = Tapes(self.engine, TokenLevels.of_alpha(alpha), rates=rates)
+        self.manager = Manager(model, layers, self.engine, tokenwise=self.tapes)
 
     @property
     def moved_nbytes(self) -> int:

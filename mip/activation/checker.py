@@ -80,7 +80,13 @@ def check_plan(plan: ActivationPlan) -> Violation | None:
         walks = [walk_turns(plan, stage) for stage in range(pipeline.stages)]
     else:
         walks = [
-            walk_microbatch(plan, *bounds, flight=_flight(plan, stage), rates=plan.problem.machine_of(stage).lanes)
+            walk_microbatch(
+                plan,
+                *bounds,
+                flight=_flight(plan, stage),
+                rates=plan.problem.machine_of(stage).lanes,
+                received_bytes=plan.problem.received_bytes(stage),
+            )
             for stage, bounds in enumerate(_bounds(plan))
         ]
     return _device(plan, walks) or _shared(plan, walks) or _prediction(plan, walks)

@@ -144,7 +144,7 @@ def stage_static(problem: ActivationProblem, stage: int) -> StaticBytes:
         static += problem.profile.embedding.static
     if own[-1] == len(layers) - 1:
         static += problem.profile.head.static
-    return static
+    return static + StaticBytes(other=problem.received_bytes(stage))
 
 
 @functools.lru_cache(maxsize=96)

@@ -375,6 +375,16 @@ class ActivationProblem:
         if ranks > MAX_RANKS:
             raise PlanError(f"machines of {ranks} ranks are out of range; at most {MAX_RANKS} are possible")
 
+    def received_bytes(self, stage: int) -> int:
+        """Bytes that a stage keeps for the messages it receives: each microbatch's, from each other rank's neighbour."""
+        pipeline = self.pipeline
+        if pipeline.own is not None or not self.profile.send_bytes:
+            return 0
+        rank_of = {place: rank for rank in range(pipeline.stages) for place in pipeline.chunk_positions(rank)}
+        beside = [place + step for place in pipeline.chunk_positions(stage) for step in (-1, 1)]
+        senders = sum(rank_of.get(place, stage) != stage for place in beside)
+        return senders * pipeline.microbatches * round(self.profile.send_bytes)
+
     @property
     def nodes(self) -> tuple[Mapping[int, int], ...]:
         """Number of each stage's ranks on a node, once for all nodes that are alike.

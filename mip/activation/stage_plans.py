@@ -17,7 +17,7 @@ from memo.mip.activation.plan import (
     chunk_layers,
     stage_layers,
 )
-from memo.mip.inputs.profile import EndProfile
+from memo.mip.inputs.profile import EndProfile, StaticBytes
 
 __all__ = ["extract_stage_plan", "lower_tier_nbytes"]
 
@@ -42,6 +42,8 @@ def extract_stage_plan(plan: ActivationPlan, stage: int) -> ActivationPlan:
     profile, machine = problem.profile, problem.machine_of(stage)
     ranks = machine.budgets.ranks_per_node
     host, disk = lower_tier_nbytes(plan, stage)
+    embedding = profile.embedding if own[0] == 0 else EndProfile()
+    received = problem.received_bytes(stage)  # it stands all the time, and the stage alone has no neighbours
     return dataclasses.replace(
         plan,
         problem=dataclasses.replace(
@@ -49,7 +51,7 @@ def extract_stage_plan(plan: ActivationPlan, stage: int) -> ActivationPlan:
             profile=dataclasses.replace(
                 profile,
                 layers=tuple(profile.layers[index] for index in own),
-                embedding=profile.embedding if own[0] == 0 else EndProfile(),
+                embedding=dataclasses.replace(embedding, static=embedding.static + StaticBytes(other=received)),
                 head=profile.head if own[-1] == len(profile.layers) - 1 else EndProfile(),
                 optimizer_s=machine.optimizer_s,
                 optimizer_exchange_s=machine.optimizer_exchange_s,

@@ -370,7 +370,8 @@ class Profile:
     send_s: float = 0.0
     """Time of sending a microbatch's activations, or their gradients, to the neighbouring pipeline stage."""
     send_bytes: float = 0.0
-    """Bytes of that message of one rank; 0 where they are unknown."""
+    """Bytes of that message of one rank; 0 where they are unknown. A stage keeps room for all microbatches' messages that it
+    receives (torch's pipelines)."""
     link_share: float = 0.0
     """Fraction of a GPU's link to the host that collectives take, so that copies have the rest."""
     model_flops_causal_per_token: float = 0.0

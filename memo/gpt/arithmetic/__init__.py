@@ -7,6 +7,12 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
+    from memo.gpt.arithmetic.collectives import (
+        Collective as Collective,
+        CollectiveKind as CollectiveKind,
+        Ranks as Ranks,
+        exchange_s as exchange_s,
+    )
     from memo.gpt.arithmetic.embedding_traffic import (
         EmbeddingTraffic as EmbeddingTraffic,
         reason_not_sparse as reason_not_sparse,
@@ -21,6 +27,7 @@ if TYPE_CHECKING:
         orthogonalisation_flops as orthogonalisation_flops,
     )
     from memo.gpt.arithmetic.profile_by_arithmetic import derive_profile as derive_profile
+    from memo.gpt.arithmetic.step_collectives import ChunkOfLayers as ChunkOfLayers, StepCollectives as StepCollectives
     from memo.gpt.arithmetic.training import (
         ADAM_FP32 as ADAM_FP32,
         ADAM_MIXED as ADAM_MIXED,
@@ -39,12 +46,14 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
+            "collectives": "Collective CollectiveKind Ranks exchange_s",
             "embedding_traffic": "EmbeddingTraffic reason_not_sparse",
             "flops": "parameter_count",
             "kernel_times": "KernelRates KernelTimes",
             "layout": "Layout",
             "optimizers": "Optimizer end_states layer_states orthogonalisation_flops",
             "profile_by_arithmetic": "derive_profile",
+            "step_collectives": "ChunkOfLayers StepCollectives",
             "training": (
                 "ADAM_FP32 ADAM_MIXED ADAM_PURE AttentionKernel ContextExchange Kernels Loss Recompute StateBytes Training"
             ),

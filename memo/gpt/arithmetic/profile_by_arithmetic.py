@@ -14,6 +14,7 @@ import dataclasses
 
 from memo.errors import UsageError
 from memo.gpt.arithmetic.block_bytes import Block, ElementSizes
+from memo.gpt.arithmetic.collectives import exchange_s
 from memo.gpt.arithmetic.embedding_exchange import RowExchange
 from memo.gpt.arithmetic.flops import (
     adapter_parameter_count,
@@ -26,6 +27,7 @@ from memo.gpt.arithmetic.framework_profile import profile_of_training
 from memo.gpt.arithmetic.kernel_times import KernelRates
 from memo.gpt.arithmetic.layout import Layout
 from memo.gpt.arithmetic.optimizers import Optimizer, end_states, layer_states, orthogonalisation_flops
+from memo.gpt.arithmetic.step_collectives import ChunkOfLayers, StepCollectives, padded_elements
 from memo.gpt.arithmetic.training import ADAM_FP32, ADAM_PURE, Loss, Recompute, Training
 from memo.gpt.arithmetic.weight_exchange import WeightExchange
 from memo.gpt.config import GPTConfig
@@ -154,8 +156,9 @@ def derive_profile(
     if sparse_embedding and isinstance(rows, str):
         raise UsageError(f"--embedding-exchange sparse: {rows}; use --embedding-exchange dense")
     sparse = rows if sparse_embedding and isinstance(rows, RowExchange) else None
-    ends = _Ends(config, machine, layout, sizes, weights, sparse)
-    layer = _layer(config, machine, layout, sizes, weights)
+    step = StepCollectives(config=config, layout=layout, precision=precision, sparse_embedding=sparse is not None)
+    ends = _Ends(config, machine, layout, sizes, weights, step, sparse)
+    layer = _layer(config, machine, layout, sizes, weights, step)
     # Of the largest stage.
     stage_layers = layout.layers_of_stage(config.layers)
     stage_parameters = parameter_count(config)
@@ -182,23 +185,36 @@ def derive_profile(
         optimizer_s=optimizer_s,
         optimizer_exchange_s=exchanged_s,
         embedding_exchange=None if isinstance(rows, str) else rows.figures(sparse=sparse_embedding),
-        send_s=_send_s(config, machine, layout, sizes),
-        send_bytes=_send_bytes(config, layout, sizes),
-        link_share=_link_share(config, layer, machine, layout, sizes, accumulate),
+        send_s=exchange_s([step.send()], machine, layout),
+        send_bytes=step.send().nbytes if layout.pp > 1 else 0.0,
+        link_share=_link_share(layer, machine, layout, step, accumulate),
         model_flops_causal_per_token=flops_per_token(config, layout.tokens, lora=lora),
         model_flops_full_per_token=flops_per_token(config, layout.tokens, causal=False, lora=lora),
     )
 
 
 def _layer(
-    config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementSizes, weights: _Weights
+    config: GPTConfig,
+    machine: Hardware,
+    layout: Layout,
+    sizes: ElementSizes,
+    weights: _Weights,
+    step: StepCollectives,
 ) -> LayerProfile:
     tokens = layout.rank_tokens
     block = Block.of(config, layout.tokens, sizes, batch=layout.batch, tp=layout.tp, cp=layout.cp)
     products_s = tokens / (machine.peak_flops * machine.matmul_efficiency)
     attention_s = block.attention * tokens / (machine.peak_flops * machine.attention_efficiency)
     memory_s = tokens / machine.hbm_bytes_per_s
-    tensor_s, context_s = _tensor_s(config, machine, layout, sizes), _context_s(config, machine, layout, sizes)
+    # A ring's rotations run beside the kernel, but for what lasts longer.
+    hidden_s = attention_s * (layout.cp - 1) / layout.cp if step.rings else 0.0
+    forward_exchange_s = exchange_s(step.tensor_forward(), machine, layout) + max(
+        exchange_s(step.context_forward(), machine, layout) - hidden_s, 0.0
+    )
+    backward_exchange_s = exchange_s(step.tensor_backward(), machine, layout) + max(
+        exchange_s(step.context_backward(), machine, layout) - ATTENTION_BACKWARD * hidden_s, 0.0
+    )
+    context_s = 0.0 if step.rings else exchange_s(step.context_forward(), machine, layout)
     parameters = layer_parameter_count(config)
     gathered_weights = weights.gathered_bytes(parameters)
     # Adapters are whole on every tensor-parallel rank. They read what the frozen maps read, which autograd saves for their
@@ -234,7 +250,7 @@ def _layer(
                 saved_bytes=0,
                 recompute_s=block.projections_again * products_s
                 + block.elementwise_again * memory_s
-                + 3 / 4 * tensor_s  # all but the sum after the last projection
+                + exchange_s(step.tensor_again(), machine, layout)
                 + block.exchanges_again * context_s,
                 recompute_flops=block.projections_again * tokens,
                 held_bytes=round(block.held_at_attention * tokens),
@@ -245,24 +261,24 @@ def _layer(
         forward_s=(block.projections + 2 * adapters) * products_s
         + attention_s
         + block.elementwise * memory_s
-        + tensor_s
-        + context_s
+        + forward_exchange_s
         + _tiling_s(config, block, machine),
         backward_s=((1 if lora else 2) * block.projections + block.retiled + 4 * adapters) * products_s
         + ATTENTION_BACKWARD * attention_s
         + 2 * block.elementwise * memory_s
-        + 1.5 * tensor_s  # the two gathers again, for the weights' gradients
-        + context_s
+        + backward_exchange_s
         + 2 * _tiling_s(config, block, machine),
         forward_flops=(block.projections + 2 * adapters + block.attention) * tokens,
         backward_flops=((1 if lora else 2) * block.projections + block.retiled + 4 * adapters + 2 * block.attention)
         * tokens,
         attention_flops=block.attention * tokens,
         attention_s=attention_s,
-        forward_exchange_s=tensor_s + context_s,
-        backward_exchange_s=1.5 * tensor_s + context_s,
-        gather_s=weights.exchange.gather_s(parameters / layout.tp),
-        sync_s=weights.exchange.sync_s(trained),
+        forward_exchange_s=forward_exchange_s,
+        backward_exchange_s=backward_exchange_s,
+        gather_s=weights.exchange.gather_s(padded_elements(step.layer_shapes(), weights.exchange.shards)),
+        sync_s=weights.exchange.sync_s(
+            trained if lora else padded_elements(step.layer_shapes(), weights.exchange.shards)
+        ),
         # The layer that runs and the next one, which is gathered meanwhile.
         forward_transient_bytes=round(2 * gathered_weights + block.forward_transient * tokens + beside_adapters)
         + comparing_nbytes(round(block.largest * tokens)),
@@ -336,41 +352,15 @@ def _tiling_s(config: GPTConfig, block: Block, machine: Hardware) -> float:
     return config.mlp_tiles * (rows_s + LAUNCHES * LAUNCH_S)
 
 
-def _tensor_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementSizes) -> float:
-    """Seconds of tensor parallelism's two gathers and two sums in one forward."""
-    nbytes = layout.tp * layout.rank_tokens * config.hidden * sizes.product
-    return 4 * Collectives(machine).all_gather_s(nbytes, layout.tensor_group(machine.gpus_per_node))
-
-
-def _context_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementSizes) -> float:
-    """Seconds of context parallelism's all-to-alls in one forward: queries, keys, values, and attention's output."""
-    rank_bytes = sizes.product * layout.rank_tokens
-    group, collectives = layout.context_group(machine.gpus_per_node), Collectives(machine)
-    there = 3 * collectives.all_to_all_s(config.qkv_width / 3 * rank_bytes, group)
-    return there + collectives.all_to_all_s(config.hidden * rank_bytes, group)
-
-
-def _send_bytes(config: GPTConfig, layout: Layout, sizes: ElementSizes) -> float:
-    """A rank's part of the hidden states, which goes to the next pipeline stage."""
-    return layout.rank_tokens * config.hidden * sizes.stream if layout.pp > 1 else 0.0
-
-
-def _send_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementSizes) -> float:
-    """Seconds to send them."""
-    if layout.pp == 1:
-        return 0.0
-    leaves = layout.leaves_node(machine.gpus_per_node)
-    return Collectives(machine).send_s(_send_bytes(config, layout, sizes), beyond_node=leaves, gpus=layout.gpus)
-
-
 def _link_share(
-    config: GPTConfig, layer: LayerProfile, machine: Hardware, layout: Layout, sizes: ElementSizes, accumulate: int
+    layer: LayerProfile, machine: Hardware, layout: Layout, step: StepCollectives, accumulate: int
 ) -> float:
     """Fraction of a GPU's link to the host that collectives of a layer's two passes take, in one direction."""
     rate_of, nodes = Collectives(machine).host_link_bytes_per_s, machine.gpus_per_node
     weights_s = 2 * layer.gather_s + layer.reduce_s + layer.sync_s / accumulate
-    nbytes = 2.5 * _tensor_s(config, machine, layout, sizes) * rate_of(layout.tensor_group(nodes))
-    nbytes += 2 * _context_s(config, machine, layout, sizes) * rate_of(layout.context_group(nodes))
+    tensor_s = exchange_s((*step.tensor_forward(), *step.tensor_backward()), machine, layout)
+    context_s = exchange_s((*step.context_forward(), *step.context_backward()), machine, layout)
+    nbytes = tensor_s * rate_of(layout.tensor_group(nodes)) + context_s * rate_of(layout.context_group(nodes))
     nbytes += weights_s * rate_of(layout.data_group(nodes))
     seconds = max(layer.forward_s + layer.backward_s, weights_s)
     link = min(machine.d2h_bytes_per_s, machine.h2d_bytes_per_s)
@@ -386,8 +376,17 @@ class _Ends:
     layout: Layout
     sizes: ElementSizes
     weights: _Weights
+    step: StepCollectives
     sparse: RowExchange | None
     """The exchange of the embedding's gradient as rows; None for the dense one."""
+
+    def _gathered(self, *, first: bool) -> int:
+        """Elements of an end's parameters that are gathered with those of its stage; without a pipeline all at once."""
+        alone = self.layout.pp == 1
+        chunk = ChunkOfLayers(layers=0, is_first=first or alone, is_last=not first or alone)
+        if alone and not first:
+            return 0
+        return padded_elements(self.step.end_shapes(chunk), self.weights.exchange.shards)
 
     @property
     def _head_weights(self) -> int:
@@ -406,10 +405,15 @@ class _Ends:
             group = Group.across([Group(size=1, per_node=1)] * 2)
         return Collectives(self.machine).all_reduce_s(nbytes, group)
 
-    def _sync_s(self, parameters: float) -> float:
+    def _sync_s(self, *, first: bool) -> float:
         """Seconds to reduce the gradients of an end's parameters; 0 where they are frozen."""
-        exchange = self.weights.exchange
-        return 0.0 if exchange.training.lora else exchange.sync_s(parameters / self.layout.tp)
+        exchange, elements = self.weights.exchange, self._gathered(first=first)
+        return 0.0 if exchange.training.lora or not elements else exchange.sync_s(elements)
+
+    def _gather_s(self, *, first: bool) -> float:
+        """Seconds to gather them, once: they stay until backward."""
+        elements = self._gathered(first=first)
+        return self.weights.exchange.gather_s(elements) if elements else 0.0
 
     def embedding(self) -> EndProfile:
         """Embedding: reads a row per token, adds to it in backward; the float32 rotary tables live for all layers.
@@ -419,18 +423,18 @@ class _Ends:
         """
         config, machine, tokens = self.config, self.machine, self.layout.rank_tokens
         row = config.hidden * self.sizes.stream
-        exchange, parameters = self.weights.exchange, config.vocab_size * config.hidden
-        sparse = self.sparse
-        waits_s = 0.0 if sparse else exchange.gather_s(parameters / self.layout.tp)  # once: they stay until backward
-        rows_s, reduced = (sparse.rows_s, 0) if sparse else (0.0, parameters)
+        parameters, sparse = config.vocab_size * config.hidden, self.sparse
+        waits_s = self._gather_s(first=True) + exchange_s(self.step.embedding_forward(), machine, self.layout)
+        backward_waits_s = exchange_s(self.step.embedding_backward(), machine, self.layout)
         transient = row * tokens * (1 if self.layout.tp == 1 else 2 * self.layout.tp + 1)
         rotary = 4 * config.hidden // config.heads * self.layout.tokens / self.layout.cp
         return EndProfile(
             forward_s=2 * row * tokens / machine.hbm_bytes_per_s + waits_s,
-            backward_s=4 * row * tokens / machine.hbm_bytes_per_s,
+            backward_s=4 * row * tokens / machine.hbm_bytes_per_s + backward_waits_s,
             forward_exchange_s=waits_s,
+            backward_exchange_s=backward_waits_s,
             # Without a pipeline the head's come last, too: FSDP reduces the ends together.
-            sync_s=rows_s + self._sync_s(reduced + (self._head_weights if self.layout.pp == 1 else 0)),
+            sync_s=(sparse.rows_s if sparse else 0.0) + self._sync_s(first=True),
             saved_bytes=round(8 * tokens + (rotary if config.positions == "rotary" else 0)),
             transient_bytes=round(max(transient, sparse.received_bytes if sparse else 0)),
             static=sparse.static if sparse else self.weights.end_static(parameters),
@@ -443,22 +447,26 @@ class _Ends:
         row = config.hidden * self.sizes.stream * tokens
         weights = self._head_weights
         exchange = self.weights.exchange
-        waits_s = exchange.gather_s(weights / self.layout.tp)
+        waits_s = self._gather_s(first=False) + exchange_s(self.step.head_forward(), machine, self.layout)
+        backward_waits_s = exchange_s(self.step.head_backward(), machine, self.layout)
         logits = LOGIT_BYTES * min(LOGITS, tokens * config.vocab_size)
         # Gradient of the projection's weight in float32, and its copy in the dtype of products.
         matrix = (4 + self.sizes.product) * config.vocab_size * config.hidden / self.layout.tp
         products = 3
+        stays = round(self.weights.gathered_bytes(layer_parameter_count(config)))  # the last layer's weights
         if exchange.training.lora:  # a frozen projection
             matrix, products = 0.0, 2
         return EndProfile(
             forward_s=products * flops / (machine.peak_flops * machine.matmul_efficiency)
             + 4 * row / machine.hbm_bytes_per_s
             + waits_s,
-            backward_s=6 * row / machine.hbm_bytes_per_s,
+            backward_s=6 * row / machine.hbm_bytes_per_s + backward_waits_s,
             forward_exchange_s=waits_s,
-            sync_s=self._sync_s(weights) if self.layout.pp > 1 else 0.0,
+            backward_exchange_s=backward_waits_s,
+            sync_s=self._sync_s(first=False),
             forward_flops=products * flops,
             saved_bytes=round(3 * row),  # the norm's input, its output, and the output's gradient
-            transient_bytes=round(logits + row + matrix),
+            transient_bytes=round(logits + row + matrix) + stays,
+            gathered_bytes=stays,
             static=self.weights.end_static(weights),
         )

@@ -30,7 +30,7 @@ from memo.parallel import (
     World,
 )
 
-__all__ = ["build_stages", "divided_stages"]
+__all__ = ["build_stages", "divided_stages", "sharded_stages"]
 
 
 def build_stages(
@@ -60,12 +60,30 @@ def build_stages(
     Returns:
         The stages, in the order of the layers.
     """
+    stages = sharded_stages(shape, world, seq=seq, dtype=dtype, autocast=autocast, sparse_embedding=sparse_embedding)
+    for stage in stages:
+        stage.to_empty(device=device)
+        initialise(stage, shape, seed)
+    return stages
+
+
+def sharded_stages(
+    shape: GPTConfig,
+    world: World,
+    *,
+    seq: int,
+    dtype: torch.dtype,
+    autocast: torch.dtype | None = None,
+    sparse_embedding: bool = False,
+) -> list[PipelineStage]:
+    """Builds this rank's pipeline stages on the meta device, divided and sharded, without weights.
+
+    Args as for `build_stages`.
+    """
     stages = divided_stages(shape, world, seq=seq, dtype=dtype, autocast=autocast)
     for stage in stages:
         stage.sparse_embedding = sparse_embedding and stage.is_first and world.replicas.size() > 1
         _shard(stage, world)
-        stage.to_empty(device=device)
-        initialise(stage, shape, seed)
     return stages
 
 
@@ -154,7 +172,9 @@ def _shard(stage: PipelineStage, world: World) -> None:
         positions.set_gradient_divide_factor(world.replicas.size())
         positions.set_force_sum_reduction_for_comms(True)
     if world.replicas.size() > 1:
-        for layer in stage.layers.values():
-            fully_shard(layer, mesh=world.replicas, reshard_after_forward=reshard)
+        for name, layer in stage.layers.items():
+            # The last layer's backward comes at once: gathered again, it would wait for the network.
+            last = int(name) == stage.config.layers - 1
+            fully_shard(layer, mesh=world.replicas, reshard_after_forward=reshard and not last)
         whole = set(stage.tokens.parameters()) if stage.sparse_embedding and stage.tokens is not None else None
         fully_shard(stage, mesh=world.replicas, reshard_after_forward=False, ignored_params=whole)

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
+    from memo.gpt.train.parallel_step import ParallelTrainer as ParallelTrainer
     from memo.gpt.train.run import train as train
     from memo.gpt.train.step import weight_dtype as weight_dtype
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
+            "parallel_step": "ParallelTrainer",
             "run": "train",
             "step": "weight_dtype",
         },

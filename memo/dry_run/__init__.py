@@ -1,0 +1,19 @@
+"""Dry run of a plan's layout: every rank's step in one process, without devices, bytes or other ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memo.lazy import attach
+
+if TYPE_CHECKING:
+    from memo.dry_run.all_ranks import DryRun as DryRun, RankKind as RankKind, dry_run as dry_run
+    from memo.dry_run.run_of_plan import PlannedRun as PlannedRun, planned_run as planned_run
+else:
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "all_ranks": "DryRun RankKind dry_run",
+            "run_of_plan": "PlannedRun planned_run",
+        },
+    )

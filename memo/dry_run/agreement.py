@@ -1,0 +1,186 @@
+"""Comparison of ranks' collectives with the plan's model of them, and with one another.
+
+Pure functions over recorded calls. A disagreement names the rank, the collective and both figures. Ranks that do not
+issue the same collectives in the same order would wait for one another for ever.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from memo.gpt.arithmetic import Collective, CollectiveKind, Ranks
+from memo.units import format_bytes
+
+if TYPE_CHECKING:
+    from memo.dry_run.places import Place
+    from memo.dry_run.recorded_collectives import CollectiveCall
+
+__all__ = ["GROUPS", "against_plan", "among_ranks", "memberships", "memory", "moved_to"]
+
+GROUPS = (Ranks.TENSOR, Ranks.CONTEXT, Ranks.REPLICAS, Ranks.TOKENS, Ranks.STAGES, Ranks.ENDS, Ranks.ALL)
+"""Groups that a rank of `memo train` has."""
+
+_MESSAGES = (CollectiveKind.SEND, CollectiveKind.RECEIVE)
+
+
+def against_plan(
+    place: Place, calls: Sequence[CollectiveCall], planned: Iterable[Collective], again: Iterable[Collective] = ()
+) -> list[str]:
+    """Says where a rank's collectives are not those of the plan's model, kind by kind and size by size.
+
+    Args:
+        place: of the rank.
+        calls: its collectives in one step.
+        planned: those of the plan's model, without recompute.
+        again: at most what recompute repeats, in pieces of any size; none where nothing is recomputed.
+    """
+    room: collections.Counter[tuple[CollectiveKind, tuple[int, ...]]] = collections.Counter()
+    for each in again:
+        room[each.kind, place.group(each.ranks)] += math.ceil(each.nbytes * each.count)
+    expected: collections.Counter[tuple[CollectiveKind, tuple[int, ...], float]] = collections.Counter()
+    names: dict[tuple[int, ...], Ranks] = {}
+    for group in GROUPS:
+        names.setdefault(place.group(group), group)
+    for each in planned:
+        expected[each.kind, place.group(each.ranks), each.nbytes] += each.count
+    issued = collections.Counter((call.kind, call.ranks, float(call.nbytes)) for call in calls)
+    wrong = []
+    for key in dict.fromkeys((*issued, *expected)):
+        kind, ranks, nbytes = key
+        more = (issued[key] - expected[key]) * nbytes
+        if 0 < more <= room[kind, ranks]:
+            room[kind, ranks] -= int(more)
+        elif issued[key] != expected[key]:
+            over = f"{names[ranks]} ({len(ranks)} ranks)" if ranks in names else f"ranks {_listed(ranks)}"
+            wrong.append(
+                f"rank {place.rank}: {kind} of {nbytes:,.0f} bytes over {over}: the step issues {issued[key]:,}, the plan "
+                f"counts {expected[key]:,}"
+            )
+    return wrong
+
+
+def memberships(place: Place, groups: Mapping[Ranks, Sequence[int]]) -> list[str]:
+    """Says which of a rank's process groups do not have the ranks that its place in the layout gives them."""
+    return [
+        f"rank {place.rank}: its group {name} has the ranks {_listed(ranks)}, and by its place {_listed(place.group(name))}"
+        for name, ranks in groups.items()
+        if tuple(ranks) != place.group(name)
+    ]
+
+
+def moved_to(calls: Sequence[CollectiveCall], here: Place, there: Place) -> list[CollectiveCall]:
+    """The same calls as another rank of the same kind issues them: over its own groups, with its own peers."""
+    own = {here.group(group): there.group(group) for group in GROUPS}
+    found = []
+    for call in calls:
+        ranks = own.get(call.ranks)
+        if ranks is None:  # a group that no place gives; `against_plan` has said so
+            continue
+        peer = None if call.peer is None else ranks[call.ranks.index(call.peer)]
+        if call.kind is CollectiveKind.ROTATE:
+            peer = ranks[(ranks.index(there.rank) + 1) % len(ranks)] if _is_next(call, here) else peer
+        found.append(dataclasses.replace(call, ranks=ranks, peer=peer))
+    return found
+
+
+def _is_next(call: CollectiveCall, here: Place) -> bool:
+    at = call.ranks.index(here.rank)
+    return call.peer == call.ranks[(at + 1) % len(call.ranks)]
+
+
+def among_ranks(calls: Mapping[int, Sequence[CollectiveCall]]) -> list[str]:
+    """Says where members of a group do not issue the same collectives in the same order, or a message has no receiver.
+
+    Args:
+        calls: of each rank, by its global number.
+    """
+    by_group: dict[tuple[int, ...], dict[int, list[CollectiveCall]]] = {}
+    for rank, own in calls.items():
+        for call in own:
+            by_group.setdefault(call.ranks, {}).setdefault(rank, []).append(call)
+    wrong: list[str] = []
+    for ranks, members in by_group.items():
+        wrong += _same_order(ranks, members, calls)
+        wrong += _messages_arrive(members, calls)
+    return wrong
+
+
+def _same_order(
+    ranks: tuple[int, ...], members: Mapping[int, Sequence[CollectiveCall]], calls: Mapping[int, object]
+) -> Iterator[str]:
+    present = [rank for rank in ranks if rank in calls]
+    orders = {rank: [_look(call) for call in members.get(rank, ()) if call.kind not in _MESSAGES] for rank in present}
+    first = present[0]
+    for rank in present[1:]:
+        if orders[rank] == orders[first]:
+            continue
+        pairs = itertools.zip_longest(orders[first], orders[rank])
+        number, (one, other) = next((n, pair) for n, pair in enumerate(pairs) if pair[0] != pair[1])
+        yield (
+            f"rank {rank}: collective {number} of its group {_listed(ranks)} is {_said(other)}, and on rank {first} "
+            f"{_said(one)}; they would wait for one another"
+        )
+        return
+
+
+def _look(call: CollectiveCall) -> tuple[CollectiveKind, tuple[int, ...], str]:
+    """What must be equal on all members of a group."""
+    return call.kind, call.shape, call.dtype
+
+
+def _said(look: tuple[CollectiveKind, tuple[int, ...], str] | None) -> str:
+    return "nothing" if look is None else f"{look[0]} of {look[2]} {list(look[1])}"
+
+
+def _messages_arrive(members: Mapping[int, Sequence[CollectiveCall]], calls: Mapping[int, object]) -> Iterator[str]:
+    """Messages from each rank to each other one, in order, against what that one expects."""
+    sent: dict[tuple[int, int], list[CollectiveCall]] = {}
+    wanted: dict[tuple[int, int], list[CollectiveCall]] = {}
+    for rank, own in members.items():
+        for call in own:
+            if call.peer is None or call.peer not in calls:
+                continue
+            if call.kind is CollectiveKind.SEND:
+                sent.setdefault((rank, call.peer), []).append(call)
+            elif call.kind is CollectiveKind.RECEIVE:
+                wanted.setdefault((call.peer, rank), []).append(call)
+    for pair in dict.fromkeys((*sent, *wanted)):
+        there = [(call.shape, call.dtype) for call in sent.get(pair, ())]
+        here = [(call.shape, call.dtype) for call in wanted.get(pair, ())]
+        if there == here:
+            continue
+        number, (one, other) = next(
+            (n, both) for n, both in enumerate(itertools.zip_longest(there, here)) if both[0] != both[1]
+        )
+        yield (
+            f"rank {pair[0]}: message {number} to rank {pair[1]} is {_message(one)}, and that rank expects "
+            f"{_message(other)}"
+        )
+
+
+def _message(look: tuple[tuple[int, ...], str] | None) -> str:
+    return "nothing" if look is None else f"{look[1]} {list(look[0])}"
+
+
+def _listed(ranks: Sequence[int], most: int = 8) -> str:
+    shown = ", ".join(map(str, ranks[:most]))
+    return f"[{shown}, ... {len(ranks)} in all]" if len(ranks) > most else f"[{shown}]"
+
+
+MEMORY_TOLERANCE = 0.02
+"""Part of a stage's planned memory by which a rank's step may hold more: the arithmetic leaves out what is small."""
+
+
+def memory(rank: int, stage: int, recorded: int, planned: int) -> list[str]:
+    """Says where a rank's peak is more than the plan's device memory of its stage."""
+    if recorded <= planned * (1 + MEMORY_TOLERANCE):
+        return []
+    return [
+        f"rank {rank}: its step holds {format_bytes(recorded)} on the device, the plan says {format_bytes(planned)} of "
+        f"stage {stage}"
+    ]

@@ -1,0 +1,161 @@
+"""One rank's training step without the other ranks and without bytes.
+
+Owns the rank's stages, their trainer and the modes around its step. The code that runs is that of `memo train`; only
+weights are not drawn, and FSDP's storages give up memory that they do not have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+
+from memo.allocator import BytelessMode, Recorder
+from memo.autoplan import settings_of
+from memo.dry_run.recorded_collectives import CollectiveCall, CollectiveRecorder
+from memo.gpt import Precision, TrainConfig
+from memo.gpt.arithmetic import Ranks
+from memo.gpt.model import sharded_stages
+from memo.gpt.optim import LrSchedule
+from memo.gpt.train import ParallelTrainer, weight_dtype
+from memo.mip.activation import extract_stage_plan
+from memo.parallel import Layout, PipelineOrder, simulated_rank
+from memo.record import OffloadWithoutBytes
+from memo.swap import Rates, find_layers
+
+if TYPE_CHECKING:
+    from memo.dry_run.run_of_plan import PlannedRun
+    from memo.mip.activation import ActivationPlan
+
+__all__ = ["RankStep", "groups_of_rank", "step_of_rank"]
+
+_CPU = torch.device("cpu")
+_WARM_UP = 3
+"""Steps in which replays are tried and the order of backward is learned."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankStep:
+    """What one rank does in one step."""
+
+    rank: int
+    calls: tuple[CollectiveCall, ...]
+    """In order."""
+    static_bytes: int
+    """Parameters and optimizer state of this rank."""
+    peak_bytes: int
+    """Most bytes on the device at once, static ones included."""
+
+
+def step_of_rank(run: PlannedRun, rank: int) -> RankStep:
+    """Runs a rank's second step, in which nothing is set up any more.
+
+    The process must have no process group.
+
+    Raises:
+        RecordError: the step issues a collective that memo's training does not have.
+    """
+    with simulated_rank(run.layout, rank) as world:
+        autocast = torch.bfloat16 if run.precision is Precision.BF16_AUTOCAST else None
+        stages = sharded_stages(run.config, world, seq=run.tokens, dtype=weight_dtype(run.precision), autocast=autocast)
+        recorder = Recorder()
+        with BytelessMode(assume=1.0), recorder, _storages_without_memory(recorder):
+            for stage in stages:
+                stage.to_empty(device=_CPU)
+            trainer = ParallelTrainer(
+                stages, world, _NoTokens(run.rows, run.tokens), _training(run), device=_CPU, rows=run.rows
+            )
+            offload = None if run.plan is None else _offload(run.plan, trainer)
+            for step in range(_WARM_UP if offload is not None and _recomputes(run) else 1):
+                with CollectiveRecorder():
+                    trainer.step(1 + step)
+            recorder.begin_step()
+            with CollectiveRecorder() as issued:
+                trainer.step(1 + _WARM_UP)
+            static = sum(storage.nbytes() for storage in recorder.standing())
+            peak = static + recorder.trace(exact=True).peak_nbytes
+    return RankStep(rank=rank, calls=tuple(issued.calls), static_bytes=static, peak_bytes=peak)
+
+
+def _recomputes(run: PlannedRun) -> bool:
+    return run.plan is not None and any(layer.recomputes for layer in run.plan.layers)
+
+
+def _offload(plan: ActivationPlan, trainer: ParallelTrainer) -> OffloadWithoutBytes | None:
+    """Has the trainer's forwards run under the plan of its stage; None where nothing moves and nothing is recomputed."""
+    if not any(layer.recomputes or layer.host or layer.disk for layer in plan.layers):
+        return None
+    machine, stages = plan.problem.hardware, trainer.stages
+    model = nn.ModuleList(stages)
+    layers = find_layers(model, [layer for stage in stages for layer in stage.layers.values()])
+    rates = Rates(
+        flops_per_s=int(machine.peak_flops * machine.matmul_efficiency),
+        bytes_per_s=int(machine.hbm_bytes_per_s),
+        launch_ps=5_000_000,
+    )
+    offload = OffloadWithoutBytes(model, layers, 1.0, rates=rates)
+    if trainer.schedule is not None:
+        order = PipelineOrder.of(trainer.schedule, [layer.module for layer in layers])
+        if order is not None:
+            offload.engine.expect(order.backward)
+    own = plan if plan.problem.pipeline.stages == 1 else extract_stage_plan(plan, trainer.world.pp)
+    placements, chosen = settings_of(own, layers)
+    offload.engine.place(placements)
+    offload.tapes.choose(chosen)
+    offload.tapes.begin_forwards(layers)
+    trainer.around_forward = offload.manager
+    return offload
+
+
+def groups_of_rank(layout: Layout, rank: int) -> dict[Ranks, list[int]]:
+    """Global numbers of the ranks of a rank's process groups, as torch's mesh makes them."""
+    with simulated_rank(layout, rank) as world:
+        groups = {
+            Ranks.TENSOR: world.group("tp"),
+            Ranks.CONTEXT: world.group("cp"),
+            Ranks.STAGES: world.group("pp"),
+            Ranks.REPLICAS: world.replicas.get_group(),
+            Ranks.ALL: dist.group.WORLD,
+        }
+        if layout.shards_tokens:
+            groups[Ranks.TOKENS] = world.token_ranks.get_group()
+        return {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
+
+
+def _training(run: PlannedRun) -> TrainConfig:
+    schedule = LrSchedule(peak=1e-4, floor=1e-5, warmup=0, steps=10)
+    return TrainConfig(schedule=schedule, accumulate=run.microbatches, precision=run.precision)
+
+
+class _NoTokens:
+    """Batches of token 0; which tokens they are changes no shape."""
+
+    def __init__(self, rows: int, tokens: int) -> None:
+        self._shape = rows, tokens
+
+    def at(self, step: int, microbatch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(self._shape, dtype=torch.int64), torch.zeros(self._shape, dtype=torch.int64)
+
+
+@contextlib.contextmanager
+def _storages_without_memory(recorder: Recorder) -> Iterator[None]:
+    """Has FSDP tell the recorder when it frees and allocates, instead of resizing storages that have no memory."""
+    modules: tuple[Any, ...] = (_fsdp_param, _fsdp_param_group)
+    replaced = {
+        "free_storage": lambda tensor: recorder.emptied(tensor.untyped_storage()),
+        "alloc_storage": lambda tensor: recorder.refilled(tensor.untyped_storage()),
+    }
+    before = [(module, name, getattr(module, name)) for module in modules for name in replaced if hasattr(module, name)]
+    for module, name, _ in before:
+        setattr(module, name, replaced[name])
+    try:
+        yield
+    finally:
+        for module, name, function in before:
+            setattr(module, name, function)

@@ -1,0 +1,128 @@
+"""Collectives as data: kind, ranks, bytes and count; and their time on a machine.
+
+A step's collectives are lists of these. Predicted seconds are sums over the same lists (`exchange_s`), and a dry run
+compares the lists with what a rank issues, so the two cannot differ. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from memo.mip.inputs import Collectives, Group
+
+if TYPE_CHECKING:
+    from memo.gpt.arithmetic.layout import Layout
+    from memo.mip.inputs import Hardware
+
+__all__ = ["Collective", "CollectiveKind", "Ranks", "exchange_s", "group_of"]
+
+
+class CollectiveKind(enum.StrEnum):
+    """Kind of a collective, or of one side of a message."""
+
+    ALL_GATHER = "all-gather"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_REDUCE = "all-reduce"
+    ALL_TO_ALL = "all-to-all"
+    ROTATE = "rotation"
+    """Each rank sends all to the next one of its group, and receives as much from the one before."""
+    SEND = "send"
+    RECEIVE = "receive"
+
+
+class Ranks(enum.StrEnum):
+    """Ranks that a collective is over, by the mesh (pp, dp, cp, tp)."""
+
+    TENSOR = "tp"
+    CONTEXT = "cp"
+    REPLICAS = "dp x cp"
+    """Ranks with the same parameters, which are sharded over them or over some of them."""
+    COPIES = "copies"
+    """Ranks with the same shard, where parameters are sharded over some of the replicas only."""
+    TOKENS = "dp x cp x tp"
+    """Ranks with different tokens, over which a learned position table is sharded."""
+    STAGES = "pp"
+    ENDS = "ends of pp"
+    """The first and the last stage."""
+    ALL = "all ranks"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """Equal collectives of one rank."""
+
+    kind: CollectiveKind
+    ranks: Ranks
+    nbytes: float
+    """Of an all-gather the result on each rank, of a reduce-scatter and an all-to-all the operand, of an all-reduce the
+    tensor, of a message or a rotation what is sent."""
+    count: int = 1
+
+    def times(self, count: int) -> Collective:
+        """As many times as many."""
+        return dataclasses.replace(self, count=self.count * count)
+
+
+def group_of(ranks: Ranks, layout: Layout, gpus_per_node: int, *, shards: int | None = None) -> Group:
+    """Places of a collective's ranks on nodes.
+
+    Args:
+        ranks: which ranks.
+        layout: of the job.
+        gpus_per_node: GPUs of a node.
+        shards: ranks that share one copy of the parameters; None is all replicas.
+    """
+    every = layout.replicas * layout.cp
+    shards = min(shards or every, every)
+    if ranks is Ranks.TENSOR:
+        return layout.tensor_group(gpus_per_node)
+    if ranks is Ranks.CONTEXT:
+        return layout.context_group(gpus_per_node)
+    if ranks is Ranks.REPLICAS:
+        return layout.data_group(gpus_per_node, size=shards)
+    if ranks is Ranks.COPIES:
+        return Group.of(every // shards, stride=layout.tp * shards, gpus_per_node=gpus_per_node, gpus=layout.gpus)
+    if ranks is Ranks.TOKENS:
+        return Group.of(layout.stage_gpus, stride=1, gpus_per_node=gpus_per_node, gpus=layout.gpus)
+    if ranks is Ranks.ALL:
+        return Group.of(layout.gpus, stride=1, gpus_per_node=gpus_per_node)
+    return Group(size=min(2, layout.pp), per_node=1 if layout.leaves_node(gpus_per_node) else min(2, layout.pp))
+
+
+def exchange_s(
+    collectives: Iterable[Collective], machine: Hardware, layout: Layout, *, shards: int | None = None
+) -> float:
+    """Seconds of collectives one after another; receives take none, since their sends do.
+
+    Args:
+        collectives: of one rank.
+        machine: its links.
+        layout: of the job.
+        shards: as for `group_of`.
+
+    Raises:
+        UsageError: a group spans nodes that no network connects.
+    """
+    times = Collectives(machine)
+    total = 0.0
+    for each in collectives:
+        group = group_of(each.ranks, layout, machine.gpus_per_node, shards=shards)
+        total += each.count * _seconds(times, each, group)
+    return total
+
+
+def _seconds(times: Collectives, each: Collective, group: Group) -> float:
+    if each.kind is CollectiveKind.RECEIVE or group.size == 1:
+        return 0.0
+    if each.kind in (CollectiveKind.SEND, CollectiveKind.ROTATE):
+        return times.send_s(each.nbytes, beyond_node=group.nodes > 1)
+    timed = {
+        CollectiveKind.ALL_GATHER: times.all_gather_s,
+        CollectiveKind.REDUCE_SCATTER: times.reduce_scatter_s,
+        CollectiveKind.ALL_REDUCE: times.all_reduce_s,
+        CollectiveKind.ALL_TO_ALL: times.all_to_all_s,
+    }
+    return timed[each.kind](each.nbytes, group)

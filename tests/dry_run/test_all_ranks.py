@@ -1,0 +1,178 @@
+"""Every rank's step is the plan's: real layouts agree, and each perturbation of the plan or of a rank is found."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from memo.cli.main import main
+from memo.dry_run import PlannedRun, all_ranks, dry_run, planned_run
+from memo.dry_run.simulated_step import RankStep, step_of_rank
+from memo.errors import ExitCode, PlanError, UsageError
+from memo.gpt import Precision, preset
+from memo.gpt.arithmetic import Collective, StepCollectives
+from memo.mip.activation.files import plan_from_json, plan_to_json
+from memo.mip.inputs import PipelineSchedule, Role
+from memo.parallel import Layout
+
+
+def made(
+    *,
+    variant: str | None = None,
+    precision: Precision = Precision.BF16,
+    microbatches: int = 2,
+    vocab: int = 259,
+    tokens: int = 768,
+    **sizes: int | PipelineSchedule,
+) -> PlannedRun:
+    config = preset("tiny", variant=variant, vocab_size=vocab, max_seq=tokens, heads=4)  # type: ignore[arg-type]
+    layout = Layout(**sizes)  # type: ignore[arg-type]
+    return PlannedRun(
+        config=config,
+        precision=precision,
+        layout=layout,
+        tokens=tokens,
+        rows=layout.dp,
+        microbatches=microbatches,
+    )
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        made(dp=2, tp=2, cp=2),
+        made(dp=3, variant="llama", precision=Precision.BF16_AUTOCAST),
+        made(cp=3, precision=Precision.FP32),
+        made(tp=4, precision=Precision.BF16_AUTOCAST),
+        made(dp=2, tp=2, pp=2),
+        made(tp=2, pp=2, microbatches=4),
+        made(dp=2, pp=2, microbatches=4, schedule=PipelineSchedule.INTERLEAVED),
+    ],
+    ids=lambda run: f"dp{run.layout.dp}-cp{run.layout.cp}-tp{run.layout.tp}-pp{run.layout.pp}-{run.precision}",
+)
+def test_what_ranks_issue_is_what_the_plan_counts(run: PlannedRun) -> None:
+    found = dry_run(run)
+    assert found.disagreements == ()
+    assert sorted(rank for kind in found.kinds for rank in kind.ranks) == list(range(run.layout.ranks))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [PipelineSchedule.ZERO_BUBBLE, PipelineSchedule.ZERO_BUBBLE_V])
+def test_split_backwards_are_counted(schedule: PipelineSchedule) -> None:
+    pytest.importorskip("torch", minversion="2.13")
+    assert dry_run(made(tp=2, pp=2, microbatches=4, schedule=schedule)).disagreements == ()
+
+
+def test_a_plan_that_counts_a_gather_too_few_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = StepCollectives.tensor_backward
+
+    def fewer(self: StepCollectives, *, splits: bool = False) -> tuple[Collective, ...]:
+        first, *others = whole(self, splits=splits)
+        return (dataclasses.replace(first, count=first.count - 1), *others)
+
+    monkeypatch.setattr(StepCollectives, "tensor_backward", fewer)
+    wrong = dry_run(made(tp=2, dp=2)).disagreements
+    assert wrong[0].startswith("rank 0: all-gather of 196,608 bytes over tp (2 ranks): the step issues ")
+    assert wrong[0].endswith("the plan counts 42")
+
+
+def test_a_rank_with_another_shape_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last rank of tensor parallelism has fewer rows of the vocabulary, and so is run for itself."""
+
+    def changed(run: PlannedRun, rank: int) -> RankStep:
+        step = step_of_rank(run, rank)
+        if rank == 0:
+            return step
+        first = next(number for number, call in enumerate(step.calls) if call.ranks == (0, 1) and len(call.shape) > 1)
+        other = dataclasses.replace(step.calls[first], shape=(1, 1))
+        return dataclasses.replace(step, calls=(*step.calls[:first], other, *step.calls[first + 1 :]))
+
+    monkeypatch.setattr(all_ranks, "step_of_rank", changed)
+    wrong = dry_run(made(tp=2)).disagreements
+    assert any("rank 1: collective " in line and "they would wait for one another" in line for line in wrong), wrong
+
+
+def test_a_rank_in_another_group_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = all_ranks.groups_of_rank
+
+    def swapped(layout: Layout, rank: int) -> dict:  # type: ignore[type-arg]
+        return right(layout, {2: 1, 1: 2}.get(rank, rank))
+
+    monkeypatch.setattr(all_ranks, "groups_of_rank", swapped)
+    wrong = dry_run(made(tp=2, dp=2)).disagreements
+    assert "rank 1: its group tp has the ranks [2, 3], and by its place [0, 1]" in wrong
+
+
+def plan_file(folder: Path, *flags: str) -> Path:
+    path = folder / "plan.json"
+    given = ["plan", "--model", "tiny", "--seq", "1k", "--gpu", "h100", *flags, "-f", "-o", str(path)]
+    assert main(given) == ExitCode.OK
+    return path
+
+
+def test_a_plan_that_moves_and_recomputes_agrees_and_holds_what_it_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = ("--hidden", "512", "--heads", "8", "--layers", "6", "--variant", "llama")
+    path = plan_file(
+        tmp_path, *size, "--seq", "32k", "--gpus", "4", "--tp", "2", "--device", "610MiB", "--host", "1GiB"
+    )
+    plan = plan_from_json(path.read_text())
+    assert any(layer.host or layer.recomputes for layer in plan.layers)
+    capsys.readouterr()
+    assert main(["dry-run", str(path), *size, "--json"]) == ExitCode.OK
+    said = json.loads(capsys.readouterr().out)
+    assert said["agrees"]
+    assert all(kind["peak_nbytes"] <= 1.02 * plan.stages[0].peak_device_bytes for kind in said["kinds"])
+
+
+def test_less_memory_than_a_step_holds_is_a_disagreement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = plan_file(tmp_path, "--gpus", "2", "--tp", "2")
+    plan = plan_from_json(path.read_text())
+    small = dataclasses.replace(plan.stages[0], peak_device_bytes=1 << 20)
+    path.write_text(plan_to_json(dataclasses.replace(plan, stages=(small,))))
+    capsys.readouterr()
+    assert main(["dry-run", str(path)]) == ExitCode.PLAN_INVALID
+    assert "the plan says 1 MiB of stage 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--gpus", "1"), "the plan is for one rank"),
+        (("--gpus", "8192", "--tp", "2", "--net", "8x400Gb"), "a dry run is of at most 4,096"),
+        (("--gpus", "3", "--pp", "3", "--accumulate", "3"), "4 layers do not divide over 3 pipeline stages"),
+        (("--gpus", "2", "--zero", "1"), "plan without --zero"),
+        (("--gpus", "2", "--recompute", "full"), "with recompute as the plan chooses it"),
+        (("--gpus", "2", "--ffn", "300"), "--variant, --hidden"),
+    ],
+)
+def test_a_plan_that_cannot_be_run_is_refused_in_one_line(
+    flags: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = plan_file(tmp_path, *flags)
+    capsys.readouterr()
+    assert main(["dry-run", str(path)]) in (ExitCode.FAILURE, ExitCode.USAGE)
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1
+
+
+def test_a_measured_plan_is_refused(tmp_path: Path) -> None:
+    plan = plan_from_json(plan_file(tmp_path, "--gpus", "2").read_text())
+    profile = dataclasses.replace(plan.problem.profile, role=Role.MEASURED)
+    measured = dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, profile=profile))
+    with pytest.raises(PlanError, match="measured profile"):
+        planned_run(measured)
+
+
+def test_a_model_that_does_not_divide_is_refused(tmp_path: Path) -> None:
+    plan = plan_from_json(plan_file(tmp_path, "--gpus", "2", "--cp", "2").read_text())
+    signature = dataclasses.replace(plan.problem.profile.signature, tokens=1023)
+    profile = dataclasses.replace(plan.problem.profile, signature=signature)
+    odd = dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, profile=profile))
+    with pytest.raises((UsageError, PlanError)):
+        planned_run(odd)
