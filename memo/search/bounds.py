@@ -402,9 +402,8 @@ def _fullest(problem: ActivationProblem, stage: int) -> list[_Moment]:
 
 def _whole_bytes(place: PeakCandidate, whole: Sequence[int]) -> int:
     """Bytes on the device at a place if everything is kept."""
-    return place.resident_bytes + sum(
-        (kept + unmoved) * nbytes for kept, unmoved, nbytes in zip(place.kept, place.unmoved, whole, strict=True)
-    )
+    held = zip(place.kept, place.unmoved, whole, strict=True)
+    return place.resident_bytes + sum((kept + unmoved) * nbytes for kept, unmoved, nbytes in held)
 
 
 def _kept_bytes(problem: ActivationProblem, stage: int) -> int:
