@@ -185,6 +185,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     """Plans or searches, checks and simulates, writes the plan and prints it."""
     if args.search:
+        if args.cluster is not None:
+            raise UsageError(
+                "--search is for nodes that are alike, of one --gpu; with --cluster give --tp, --cp and --pp"
+            )
         refuse_existing(args.output, args.html, force=args.force)
         return run_search(args)
     refuse_search_flags(args)

@@ -86,9 +86,11 @@ class Layout:
         if wrong is not None:
             raise UsageError(f"--chunks {self.chunks} {wrong}")
         if self.stage_layers and len(self.stage_layers) != self.stages:
-            raise UsageError(f"{len(self.stage_layers)} numbers of layers are not one for each of {self.stages} stages")
+            raise UsageError(
+                f"--stage-layers has {len(self.stage_layers)} numbers, and pipeline stages are {self.stages} in all"
+            )
         if any(count < 1 for count in self.stage_layers):
-            raise UsageError(f"a stage of {min(self.stage_layers)} layers; each has at least one")
+            raise UsageError(f"--stage-layers has a stage of {min(self.stage_layers)} layers; each has at least one")
 
     @property
     def ranks(self) -> int:
@@ -167,7 +169,7 @@ class Layout:
             raise UsageError(f"--batch {batch} does not divide over --dp {self.dp}; use a multiple")
         if self.stage_layers and sum(self.stage_layers) != shape.layers:
             raise UsageError(
-                f"stages of {', '.join(map(str, self.stage_layers))} layers are not the model's {shape.layers} layers"
+                f"--stage-layers {','.join(map(str, self.stage_layers))} are not the model's {shape.layers} layers"
             )
         if shape.layers % self.stages and not self.stage_layers:
             chunks = f", --chunks {self.chunks}" if self.chunks else ""

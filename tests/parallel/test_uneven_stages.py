@@ -71,15 +71,18 @@ def test_layers_of_stages_are_those_that_are_given() -> None:
     Layout(pp=2, stage_layers=(4, 3)).check(odd, seq=64, batch=4, microbatches=4)
     with pytest.raises(UsageError, match=r"7 layers do not divide over 2 .*--stage-layers gives each its own number"):
         Layout(pp=2).check(odd, seq=64, batch=4, microbatches=4)
-    with pytest.raises(UsageError, match="stages of 5, 3 layers are not the model's 7 layers"):
+    with pytest.raises(UsageError, match="--stage-layers 5,3 are not the model's 7 layers"):
         layout.check(odd, seq=64, batch=4, microbatches=4)
 
 
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ({"pp": 2, "stage_layers": (4, 2, 2)}, "3 numbers of layers are not one for each of 2 stages"),
-        ({"pp": 2, "schedule": PipelineSchedule.INTERLEAVED, "stage_layers": (4, 4)}, "one for each of 4 stages"),
+        ({"pp": 2, "stage_layers": (4, 2, 2)}, "has 3 numbers, and pipeline stages are 2 in all"),
+        (
+            {"pp": 2, "schedule": PipelineSchedule.INTERLEAVED, "stage_layers": (4, 4)},
+            "has 2 numbers, and pipeline stages are 4 in all",
+        ),
         ({"pp": 2, "stage_layers": (8, 0)}, "a stage of 0 layers"),
     ],
 )

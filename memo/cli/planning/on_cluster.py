@@ -106,6 +106,7 @@ class ClusterRequest:
             "--max-seq": args.max_seq,
             "--gpus auto": args.gpus == AUTO,
             f"--sweep {args.sweep}": args.sweep is not None,
+            "--plot": args.plot is not None,
             "--optimizer-offload": args.optimizer_offload,
         }
         given = [flag for flag, is_given in clashes.items() if is_given]
