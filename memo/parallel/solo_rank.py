@@ -38,7 +38,11 @@ def simulated_rank(layout: Layout, rank: int = 0) -> Iterator[World]:
 
 def _forget_shapes() -> None:
     """Empties DTensor's caches, which have local shapes of this rank under a key that other ranks have, too."""
-    for name in ("_clear_sharding_prop_cache", "_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+    for name in (
+        "_clear_sharding_prop_cache",
+        "_clear_python_sharding_prop_cache",
+        "_clear_fast_path_sharding_prop_cache",
+    ):
         clear = getattr(debug, name, None)
         if clear is not None:
             clear()

@@ -44,7 +44,10 @@ def test_what_is_issued_as_planned_agrees() -> None:
     [
         ([call(5)], "the step issues 1, the plan counts 2"),
         ([call(5)] * 3, "the step issues 3, the plan counts 2"),
-        ([call(5), call(5, nbytes=32)], "all-gather of 32 bytes over tp (2 ranks): the step issues 1, the plan counts 0"),
+        (
+            [call(5), call(5, nbytes=32)],
+            "all-gather of 32 bytes over tp (2 ranks): the step issues 1, the plan counts 0",
+        ),
         ([call(5), call(5, kind=CollectiveKind.ALL_REDUCE)], "all-reduce of 64 bytes"),
         ([call(5), call(5, ranks=(0, 5))], "over ranks [0, 5]: the step issues 1, the plan counts 0"),
     ],
