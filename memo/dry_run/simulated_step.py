@@ -23,7 +23,7 @@ from memo.dry_run.recorded_collectives import CollectiveCall, CollectiveRecorder
 from memo.gpt import Precision, TrainConfig
 from memo.gpt.arithmetic import Ranks
 from memo.gpt.model import sharded_stages
-from memo.gpt.optim import LrSchedule
+from memo.gpt.optim import LrSchedule, empty_state
 from memo.gpt.train import ParallelTrainer, weight_dtype
 from memo.mip.activation import extract_stage_plan
 from memo.parallel import Layout, PipelineOrder, simulated_rank
@@ -55,7 +55,7 @@ class RankStep:
 
 
 def step_of_rank(run: PlannedRun, rank: int) -> RankStep:
-    """Runs a rank's second step, in which nothing is set up any more.
+    """Runs a step of a rank, after those in which its plan's replays are tried.
 
     The process must have no process group.
 
@@ -73,7 +73,8 @@ def step_of_rank(run: PlannedRun, rank: int) -> RankStep:
                 stages, world, _NoTokens(run.rows, run.tokens), _training(run), device=_CPU, rows=run.rows
             )
             offload = None if run.plan is None else _offload(run.plan, trainer)
-            for step in range(_WARM_UP if offload is not None and _recomputes(run) else 1):
+            empty_state(trainer.optimizer)
+            for step in range(_WARM_UP if offload is not None else 0):
                 with CollectiveRecorder():
                     trainer.step(1 + step)
             recorder.begin_step()
@@ -82,10 +83,6 @@ def step_of_rank(run: PlannedRun, rank: int) -> RankStep:
             static = sum(storage.nbytes() for storage in recorder.standing())
             peak = static + recorder.trace(exact=True).peak_nbytes
     return RankStep(rank=rank, calls=tuple(issued.calls), static_bytes=static, peak_bytes=peak)
-
-
-def _recomputes(run: PlannedRun) -> bool:
-    return run.plan is not None and any(layer.recomputes for layer in run.plan.layers)
 
 
 def _offload(plan: ActivationPlan, trainer: ParallelTrainer) -> OffloadWithoutBytes | None:
