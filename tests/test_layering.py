@@ -62,8 +62,8 @@ IMPORTS = {
     "memo/gpt memo/gpt/data memo/gpt/checkpoint memo/gpt/arithmetic memo/gpt/model",
     "memo/record": "memo allocator swap/backends swap face memo/parallel memo/manager memo/gpt/optim memo/gpt "
     "memo/gpt/model memo/gpt/train",
-    "memo/dry_run": "memo mip/inputs mip/activation allocator memo/parallel memo/gpt/optim memo/gpt memo/gpt/arithmetic "
-    "memo/gpt/model memo/gpt/train",
+    "memo/dry_run": "memo mip/inputs mip/activation allocator swap face memo/parallel memo/autoplan memo/gpt/optim memo/gpt "
+    "memo/gpt/arithmetic memo/gpt/model memo/gpt/train memo/record",
     "memo/hugging_face": "memo mip/inputs allocator swap face memo/loss memo/autoplan memo/gpt memo/gpt/arithmetic "
     "memo/record",
     "memo/search": "memo mip mip/inputs mip/activation memo/gpt memo/gpt/arithmetic memo/hugging_face",

@@ -80,11 +80,12 @@ def run(args: argparse.Namespace) -> ExitCode:
 def _config(args: argparse.Namespace, plan: ActivationPlan) -> GPTConfig | None:
     """The model of the flags; None where there are none."""
     shape = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in SHAPE_FLAGS}
-    if args.variant is None and not any(shape.values()):
+    if args.variant is None and all(size is None for size in shape.values()):
         return None
     signature = plan.problem.profile.signature
     vocabulary = shape.pop("vocab")
-    shape["layers"] = shape["layers"] or len(plan.problem.profile.layers)
+    if shape["layers"] is None:
+        shape["layers"] = len(plan.problem.profile.layers)
     config = preset(signature.model, variant=args.variant, vocab_size=vocabulary, **shape)
     return dataclasses.replace(config, max_seq=signature.tokens)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from memo.dry_run.recorded_collectives import CollectiveCall
     from memo.dry_run.run_of_plan import PlannedRun
 
-__all__ = ["DryRun", "RankKind", "dry_run"]
+__all__ = ["DryRun", "RankKind", "dry_run", "recomputed"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def dry_run(run: PlannedRun, *, progress: Callable[[str], None] = lambda _: None
         progress(f"step of rank {ranks[0]}, kind {number} of {len(alike)}")
         kinds.append(_kind(run, ranks))
         place, step = places[ranks[0]], kinds[-1].step
-        wrong += against_plan(place, step.calls, kinds[-1].planned, _again(run, place.pp))
+        wrong += against_plan(place, step.calls, kinds[-1].planned, recomputed(run, place.pp))
         if run.plan is not None:
             wrong += memory(place.rank, place.pp, step.peak_bytes, run.plan.stages[place.pp].peak_device_bytes)
     progress("comparing the ranks")
@@ -95,7 +95,7 @@ def _kinds(run: PlannedRun, places: Sequence[Place]) -> list[tuple[int, ...]]:
     return [tuple(ranks) for ranks in found.values()]
 
 
-def _again(run: PlannedRun, stage: int) -> list[Collective]:
+def recomputed(run: PlannedRun, stage: int) -> list[Collective]:
     """At most what the plan's recompute repeats on a rank of a stage."""
     if run.plan is None:
         return []

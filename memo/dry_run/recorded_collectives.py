@@ -61,15 +61,18 @@ class CollectiveRecorder(LocalTensorMode):
                 read = _READ.get(name)
                 if read is None:
                     raise RecordError(f"the step issues {name}, a collective that a dry run does not know")
-                self.calls.append(read(args))
-                _settle(name, args)
+                if not _votes(name, args):
+                    self.calls.append(read(args))
         return result
 
 
-def _settle(name: str, args: tuple[Any, ...]) -> None:
-    """Answers torch's vote on static shapes, which all stages of memo cast: they give all shapes."""
-    if name == "recv_" and args[0][0].dtype == torch.int32:
+def _votes(name: str, args: tuple[Any, ...]) -> bool:
+    """True for the messages by which stages agree, once, that all gave their shapes, as all stages of memo do."""
+    if name not in ("send", "recv_") or args[0][0].dtype != torch.int32:
+        return False
+    if name == "recv_":
         args[0][0].fill_(1)
+    return True
 
 
 def _group(value: Any) -> tuple[int, ...]:

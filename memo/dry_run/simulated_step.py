@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 
@@ -22,7 +23,7 @@ from memo.dry_run.recorded_collectives import CollectiveCall, CollectiveRecorder
 from memo.gpt import Precision, TrainConfig
 from memo.gpt.arithmetic import Ranks
 from memo.gpt.model import sharded_stages
-from memo.gpt.optim import LrSchedule
+from memo.gpt.optim import LrSchedule, empty_state
 from memo.gpt.train import ParallelTrainer, weight_dtype
 from memo.mip.activation import extract_stage_plan
 from memo.parallel import Layout, PipelineOrder, simulated_rank
@@ -54,7 +55,7 @@ class RankStep:
 
 
 def step_of_rank(run: PlannedRun, rank: int) -> RankStep:
-    """Runs a rank's second step, in which nothing is set up any more.
+    """Runs a step of a rank, after those in which its plan's replays are tried.
 
     The process must have no process group.
 
@@ -65,14 +66,15 @@ def step_of_rank(run: PlannedRun, rank: int) -> RankStep:
         autocast = torch.bfloat16 if run.precision is Precision.BF16_AUTOCAST else None
         stages = sharded_stages(run.config, world, seq=run.tokens, dtype=weight_dtype(run.precision), autocast=autocast)
         recorder = Recorder()
-        with BytelessMode(assume=1.0), recorder, _storages_without_memory(recorder):
+        with BytelessMode(assume=1.0), recorder, _storages_without_memory(recorder), _norms_of_a_gpu():
             for stage in stages:
                 stage.to_empty(device=_CPU)
             trainer = ParallelTrainer(
                 stages, world, _NoTokens(run.rows, run.tokens), _training(run), device=_CPU, rows=run.rows
             )
             offload = None if run.plan is None else _offload(run.plan, trainer)
-            for step in range(_WARM_UP if offload is not None and _recomputes(run) else 1):
+            empty_state(trainer.optimizer)
+            for step in range(_WARM_UP if offload is not None else 0):
                 with CollectiveRecorder():
                     trainer.step(1 + step)
             recorder.begin_step()
@@ -81,10 +83,6 @@ def step_of_rank(run: PlannedRun, rank: int) -> RankStep:
             static = sum(storage.nbytes() for storage in recorder.standing())
             peak = static + recorder.trace(exact=True).peak_nbytes
     return RankStep(rank=rank, calls=tuple(issued.calls), static_bytes=static, peak_bytes=peak)
-
-
-def _recomputes(run: PlannedRun) -> bool:
-    return run.plan is not None and any(layer.recomputes for layer in run.plan.layers)
 
 
 def _offload(plan: ActivationPlan, trainer: ParallelTrainer) -> OffloadWithoutBytes | None:
@@ -141,6 +139,26 @@ class _NoTokens:
 
     def at(self, step: int, microbatch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros(self._shape, dtype=torch.int64), torch.zeros(self._shape, dtype=torch.int64)
+
+
+@contextlib.contextmanager
+def _norms_of_a_gpu() -> Iterator[None]:
+    """Has an RMSNorm save what a GPU's one kernel does; a CPU's saves the results of several operators in float32.
+
+    LayerNorm without bias is such a kernel: of the same shapes, with one statistic of a token more.
+    """
+    on_cpu = F.rms_norm
+
+    def fused(
+        x: torch.Tensor, shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
+    ) -> torch.Tensor:
+        return F.layer_norm(x, shape, weight, None, 1e-5 if eps is None else eps)
+
+    F.rms_norm = fused  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.rms_norm = on_cpu
 
 
 @contextlib.contextmanager

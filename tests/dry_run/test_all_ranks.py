@@ -76,7 +76,7 @@ def test_a_plan_that_counts_a_gather_too_few_is_found(monkeypatch: pytest.Monkey
     monkeypatch.setattr(StepCollectives, "tensor_backward", fewer)
     wrong = dry_run(made(tp=2, dp=2)).disagreements
     assert wrong[0].startswith("rank 0: all-gather of 196,608 bytes over tp (2 ranks): the step issues ")
-    assert wrong[0].endswith("the plan counts 42")
+    assert wrong[0].endswith("the plan counts 44")
 
 
 def test_a_rank_with_another_shape_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_a_rank_in_another_group_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 
 def plan_file(folder: Path, *flags: str) -> Path:
     path = folder / "plan.json"
-    given = ["plan", "--model", "tiny", "--seq", "1k", "--gpu", "h100", *flags, "-f", "-o", str(path)]
+    given = ["plan", "--model", "7b", "--layers", "2", "--seq", "4k", "--gpu", "h100", *flags, "-f", "-o", str(path)]
     assert main(given) == ExitCode.OK
     return path
 
@@ -116,21 +116,20 @@ def plan_file(folder: Path, *flags: str) -> Path:
 def test_a_plan_that_moves_and_recomputes_agrees_and_holds_what_it_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    size = ("--hidden", "512", "--heads", "8", "--layers", "6", "--variant", "llama")
-    path = plan_file(
-        tmp_path, *size, "--seq", "32k", "--gpus", "4", "--tp", "2", "--device", "610MiB", "--host", "1GiB"
-    )
+    shape = ("--hidden", "512", "--heads", "8", "--variant", "llama")
+    size = ("--model", "tiny", *shape, "--layers", "6", "--seq", "32k")
+    path = plan_file(tmp_path, *size, "--gpus", "4", "--tp", "2", "--device", "610MiB", "--host", "1GiB")
     plan = plan_from_json(path.read_text())
     assert any(layer.host or layer.recomputes for layer in plan.layers)
     capsys.readouterr()
-    assert main(["dry-run", str(path), *size, "--json"]) == ExitCode.OK
+    assert main(["dry-run", str(path), *shape, "--json"]) == ExitCode.OK
     said = json.loads(capsys.readouterr().out)
     assert said["agrees"]
     assert all(kind["peak_nbytes"] <= 1.02 * plan.stages[0].peak_device_bytes for kind in said["kinds"])
 
 
 def test_less_memory_than_a_step_holds_is_a_disagreement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = plan_file(tmp_path, "--gpus", "2", "--tp", "2")
+    path = plan_file(tmp_path, "--gpus", "2", "--cp", "2")
     plan = plan_from_json(path.read_text())
     small = dataclasses.replace(plan.stages[0], peak_device_bytes=1 << 20)
     path.write_text(plan_to_json(dataclasses.replace(plan, stages=(small,))))
@@ -143,11 +142,10 @@ def test_less_memory_than_a_step_holds_is_a_disagreement(tmp_path: Path, capsys:
     ("flags", "said"),
     [
         (("--gpus", "1"), "the plan is for one rank"),
-        (("--gpus", "8192", "--tp", "2", "--net", "8x400Gb"), "a dry run is of at most 4,096"),
-        (("--gpus", "3", "--pp", "3", "--accumulate", "3"), "4 layers do not divide over 3 pipeline stages"),
+        (("--gpus", "2", "--pp", "2", "--layers", "3"), "3 layers do not divide over 2 pipeline stages"),
         (("--gpus", "2", "--zero", "1"), "plan without --zero"),
         (("--gpus", "2", "--recompute", "full"), "with recompute as the plan chooses it"),
-        (("--gpus", "2", "--ffn", "300"), "--variant, --hidden"),
+        (("--gpus", "2", "--ffn", "8192"), "--variant, --hidden"),
     ],
 )
 def test_a_plan_that_cannot_be_run_is_refused_in_one_line(
@@ -167,6 +165,14 @@ def test_a_measured_plan_is_refused(tmp_path: Path) -> None:
     measured = dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, profile=profile))
     with pytest.raises(PlanError, match="measured profile"):
         planned_run(measured)
+
+
+def test_more_ranks_than_a_dry_run_takes_are_refused(tmp_path: Path) -> None:
+    plan = plan_from_json(plan_file(tmp_path, "--gpus", "2").read_text())
+    pipeline = dataclasses.replace(plan.problem.pipeline, stage_ranks=4097)
+    many = dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, pipeline=pipeline))
+    with pytest.raises(UsageError, match=r"4,097 ranks; a dry run is of at most 4,096"):
+        planned_run(many)
 
 
 def test_a_model_that_does_not_divide_is_refused(tmp_path: Path) -> None:

@@ -437,7 +437,19 @@ class _Ends:
             sync_s=(sparse.rows_s if sparse else 0.0) + self._sync_s(first=True),
             saved_bytes=round(8 * tokens + (rotary if config.positions == "rotary" else 0)),
             transient_bytes=round(max(transient, sparse.received_bytes if sparse else 0)),
-            static=sparse.static if sparse else self.weights.end_static(parameters),
+            static=(sparse.static if sparse else self.weights.end_static(parameters)) + self._positions_static(),
+        )
+
+    def _positions_static(self) -> StaticBytes:
+        """Bytes of a learned position table, which is sharded over all ranks with different tokens."""
+        if self.config.positions != "learned":
+            return StaticBytes()
+        parameters, exchange = self.layout.tokens * self.config.hidden, self.weights.exchange
+        if self.layout.tp == 1:
+            return self.weights.end_static(parameters)
+        trained = 0 if exchange.training.lora else parameters
+        return exchange.training.static_bytes(
+            parameters, exchange.shards * self.layout.tp, trained=trained, of_end=True
         )
 
     def head(self) -> EndProfile:

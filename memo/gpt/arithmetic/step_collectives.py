@@ -245,7 +245,8 @@ class StepCollectives:
 
     @property
     def _position_rows(self) -> int:
-        return self.config.max_seq
+        """Rows of a learned position table, which memo train makes as long as a sequence."""
+        return self.layout.tokens
 
     def gather(self, shapes: Iterable[Shape]) -> tuple[Collective, ...]:
         """Gather of some parameters together."""

@@ -110,7 +110,7 @@ def test_a_directory_that_cannot_hold_the_output_is_refused_before_the_work(
         ("simulate", "simulate"),
     ):
         monkeypatch.setattr(f"memo.cli.{module}.{work}", lambda *_, work=work, **__: worked.append(work))
-    monkeypatch.setattr("memo.cli.plan.Request.plan", lambda _: worked.append("plan"))
+    monkeypatch.setattr("memo.search.Request.plan", lambda _: worked.append("plan"))
     assert main([*command, "-o", name]) == ExitCode.FAILURE
     assert f"cannot write {name}: {name[:-4]}: {reason}" in capsys.readouterr().err
     assert not worked

@@ -283,7 +283,8 @@ def test_a_stage_of_tied_embeddings_has_a_copy_of_its_own() -> None:
     assert config.tie_embeddings
     one, two = (derive_profile(config, A800, Layout(tokens=1024, gpus=pp, pp=pp)) for pp in (1, 2))
     assert (one.head.static_bytes, one.optimizer_exchange_s) == (0, 0)
-    assert two.head.static_bytes == two.embedding.static_bytes
+    positions = 8 * 1024 * config.hidden  # with their gradients and optimizer state
+    assert two.head.static_bytes + positions == two.embedding.static_bytes
     assert two.optimizer_exchange_s > 0
 
 
