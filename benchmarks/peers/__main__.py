@@ -125,15 +125,15 @@ class Steps:
     def __init__(self, options: Options, shape: Shape) -> None:
         self._options, self._shape = options, shape
         self.rows: list[dict[str, Any]] = []
-        self._rest = 0
 
     def run(self) -> Iterator[list[dict[str, Any]]]:
-        """The rows so far, anew after each round."""
+        """The rows, once, when all rounds are over."""
         with ExitStack() as open_processes, tempfile.TemporaryDirectory() as folder:
             running: dict[str, Process] = {}
             reference = Path(folder) / "gradients.pt"
             peaks: dict[str, int] = {}
-            for way, device_bytes in self._ways(peaks):
+            rests: dict[str, int] = {}
+            for way, device_bytes in self._ways(peaks, rests):
                 process = open_processes.enter_context(
                     Process(
                         self._options.request(_base(way), self._shape, device_bytes=device_bytes),
@@ -144,7 +144,7 @@ class Steps:
                 row: dict[str, Any] = {"way": way, "budget_bytes": device_bytes}
                 self.rows.append(row)
                 if "failed" not in found:
-                    self._rest = process.started["rest_bytes"]
+                    row["rest_bytes"] = rests[way] = process.started["rest_bytes"]
                     row["gradient_difference"] = process.gradients(reference)["difference"]
                     peaks[way] = found["peak_bytes"]
                     running[way] = process
@@ -154,14 +154,14 @@ class Steps:
             self._rounds(running)
             yield self.rows
 
-    def _ways(self, peaks: dict[str, int]) -> Iterator[tuple[str, int | None]]:
+    def _ways(self, peaks: dict[str, int], rests: dict[str, int]) -> Iterator[tuple[str, int | None]]:
         for way in self._options.ways():
             if way != AUTOMATIC:
                 yield way, None
             elif {KEEP, CHECKPOINTING} <= set(peaks):
                 yield way, peaks[CHECKPOINTING]
                 for share in SHARES:
-                    yield f"{way} {share:.0%}", round(self._rest + share * (peaks[KEEP] - self._rest))
+                    yield f"{way} {share:.0%}", round(rests[KEEP] + share * (peaks[KEEP] - rests[KEEP]))
 
     def _rounds(self, running: dict[str, Process]) -> None:
         taken: dict[str, list[dict[str, Any]]] = {way: [] for way in running}
@@ -248,7 +248,9 @@ def _peak(options: Options, family: Family, way: str, cap: int, steps: int, toke
 
 
 def _is_memory(why: str | None) -> bool:
-    return why is not None and ("memory" in why or "budget" in why or "ended with" in why)
+    if why is None or "pin_memory" in why:  # of page-locked memory without a GPU
+        return False
+    return "memory" in why or "budget" in why or "ended with" in why
 
 
 HOOKED = Shape(family="gpt", layers=8, hidden=128, heads=2, tokens=64)
@@ -293,11 +295,12 @@ def told_step(row: dict[str, Any]) -> str:
     """One line of the table of steps."""
     if "failed" in row:
         return f"  {row['way']:28} {row['failed'][:110]}"
-    ratio = {name: row[name]["median"] if row[name] else float("nan") for name in ("to_keep", "to_checkpointing")}
+    unknown = {"median": float("nan"), "spread": float("nan")}
+    keep, twice = row["to_keep"] or unknown, row["to_checkpointing"] or unknown
     moved = row["out_bytes"] + row["back_bytes"]
     cells = (
-        f"{row['step_s']['median']:8.3f} s", f"{ratio['to_keep']:6.2f} ±{row['to_keep']['spread']:.2f}",
-        f"{ratio['to_checkpointing']:6.2f}", f"{row['tokens_per_s']:8.0f}", f"{format_bytes(row['above_rest_bytes']):>11}",
+        f"{row['step_s']['median']:8.3f} s", f"{keep['median']:6.2f} ±{keep['spread']:.2f}",
+        f"{twice['median']:6.2f}", f"{row['tokens_per_s']:8.0f}", f"{format_bytes(row['above_rest_bytes']):>11}",
         f"{format_bytes(moved) if moved else '-':>11}", "     -" if row["hidden"] is None else f"{row['hidden']:6.1%}",
         "bit for bit" if row["gradient_difference"] == 0 else f"{row['gradient_difference']:.1e}",
     )  # fmt: skip
@@ -361,6 +364,8 @@ def parsed(arguments: Sequence[str]) -> Options:
         unknown = [name for name in given if name not in allowed]
         if unknown:
             parser.error(f"unknown {unknown[0]!r}; choose from {', '.join(sorted(allowed))}")
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds} is not a number of 1 or more")
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
     args.workers = args.workers or (1 if args.device == "cuda" else 2)
     options = Options(**vars(args))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,20 @@ from torch import nn
 from benchmarks.peers.models import layers_of
 from memo.errors import UsageError
 
-__all__ = ["deepspeed_checkpointed", "transformers_checkpointed"]
+__all__ = ["deepspeed_checkpointed", "load", "transformers_checkpointed"]
+
+MODULES = {
+    "DeepSpeed checkpointing": ("deepspeed",),
+    "sac_ilp, half": ("torch.distributed._tools.sac_estimator", "torch.distributed._tools.sac_ilp"),
+}
+"""What a way imports in its first step unless it is there: no activation, and with DeepSpeed some 20 MiB."""
+
+
+def load(way: str) -> None:
+    """Imports a way's modules; those that are missing are the way's own to name."""
+    for name in MODULES.get(way, ()):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.comparison import guarded, relative_norm, synchronize
 from benchmarks.limited import taken_bytes, use_at_most
+from benchmarks.peers.libraries import load
 from benchmarks.peers.models import Shape
 from benchmarks.peers.request import ALPHAS, AUTOMATIC, IDENTITY, INPUTS, Request
 from benchmarks.peers.ways import Compute, Running, Way, libraries, memo_way, peers, simple
@@ -92,6 +93,7 @@ class _Process:
 
     def start(self, request: Request) -> dict[str, Any]:
         self._device = torch.device(request.device)
+        load(request.way)
         if self._device.type == "cpu":
             return_freed_memory()
         loaded = rss_bytes()
