@@ -13,7 +13,7 @@ from searched import HOSTILE, Searched, searched
 from small_clusters import random_space
 
 from memo.cli.main import main
-from memo.cli.planning import picture
+from memo.cli.planning import layouts, picture
 from memo.errors import ExitCode
 from memo.mip.activation import stage_memory
 from memo.trace import render_page
@@ -129,13 +129,15 @@ def test_a_timeline_without_room_is_joined_within_passes_or_left_out(monkeypatch
 def test_names_reach_the_page_as_data_alone() -> None:
     page = searched(random_space(ONE_GPU), model=HOSTILE).page
     html = render_page(page, title=f"memo plan --search: {HOSTILE}", assets="search")
-    assert HOSTILE not in html
+    assert not set("<>&") & set(html.split('id="memo-data">')[1].split("</script>")[0])
     assert "<b>" not in html
     assert html.count("</script>") == 3
     assert embedded(html) == page
 
 
-def test_the_command_writes_the_page_of_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_page_of_what_it_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tmp_path / "page.html"
     assert main([*SEARCH, "--json", "--html", str(target)]) == ExitCode.OK
     answer = json.loads(capsys.readouterr().out)
@@ -143,6 +145,7 @@ def test_the_command_writes_the_page_of_what_it_prints(tmp_path: Path, capsys: p
     assert embedded(html)["search"] == answer
     assert "http-equiv" in html
     assert not re.findall(r"(?:src|href)=", html.split("<script", 1)[0])
+    monkeypatch.setattr(layouts, "search_layouts", None)  # an existing file is refused before the search
     assert main([*SEARCH, "--html", str(target)]) == ExitCode.FAILURE
     assert "-f to overwrite" in capsys.readouterr().err
 

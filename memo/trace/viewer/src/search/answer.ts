@@ -127,7 +127,7 @@ export function shapeWords(shape: Shape): string {
 
 export function scheduleWords(layout: Partial<Layout>): string {
   if (!layout.schedule) return "–";
-  return layout.schedule + ((layout.chunks ?? 1) > 1 ? `, ${layout.chunks} chunks` : "");
+  return layout.schedule + ((layout.chunks ?? 1) > 1 ? ` × ${layout.chunks}` : "");
 }
 
 export function shardingWords(layout: Partial<Layout>): string {
@@ -147,7 +147,7 @@ export function doesWords(entry: Entry): string {
 export function entryFigures(entry: Entry): [string, string][] {
   return [
     ["layout", `${shapeWords(entry)}, on ${entry.gpus} ${entry.gpus > 1 ? "GPUs" : "GPU"}`],
-    ["schedule", scheduleWords(entry)],
+    ["schedule", scheduleWords(entry) + (entry.chunks > 1 ? " chunks" : "")],
     ["sharding", shardingWords(entry)],
     ["microbatches", `${entry.accumulate} of ${entry.batch} ${entry.batch > 1 ? "sequences" : "sequence"}`],
     ["step", `${seconds(entry.step_s)}, simulated ${seconds(entry.simulated_step_s)}`],
