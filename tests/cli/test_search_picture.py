@@ -156,6 +156,14 @@ def test_a_page_goes_with_a_search_only(capsys: pytest.CaptureFixture[str]) -> N
     assert "--html goes with --search only" in capsys.readouterr().err
 
 
+def test_the_plan_and_the_page_are_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "both"
+    arguments = [*SEARCH, "-o", str(target), "--html", str(tmp_path / "." / "both")]
+    assert main(arguments) == ExitCode.USAGE
+    assert "are two files" in capsys.readouterr().err
+    assert not target.exists()
+
+
 def test_a_cluster_that_holds_nothing_leaves_no_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "page.html"
     assert main([*SEARCH, "--device", "128MiB", "--html", str(target)]) == ExitCode.INFEASIBLE
