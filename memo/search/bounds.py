@@ -28,7 +28,6 @@ import collections
 import dataclasses
 import enum
 import math
-import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -400,8 +399,8 @@ def _fullest(problem: ActivationProblem, stage: int) -> list[_Moment]:
 
 def _whole_bytes(place: PeakCandidate, whole: Sequence[int]) -> int:
     """Bytes on the device at a place if everything is kept."""
-    counts = map(operator.add, place.kept, place.unmoved)
-    return place.resident_bytes + sum(map(operator.mul, counts, whole))
+    held = zip(place.kept, place.unmoved, whole, strict=True)
+    return place.resident_bytes + sum((kept + unmoved) * nbytes for kept, unmoved, nbytes in held)
 
 
 def _kept_bytes(problem: ActivationProblem, stage: int) -> int:

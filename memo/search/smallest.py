@@ -25,7 +25,7 @@ __all__ = ["Smallest", "smallest_that_fits"]
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 MOST_TIMES = 64
 """Times as many nodes that are tried."""
-CLOSEST = 4
+CLOSEST = 2
 """Layouts, of those that hold least in any case, that are asked for what they lack."""
 
 

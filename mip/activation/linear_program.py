@@ -632,7 +632,7 @@ class _WeightedSum:
         return pulp.LpAffineExpression(self._terms, self._constant)
 
 
-_GroupCounts = tuple[int, int, int, int]
+_GroupCounts = tuple[int, ...]
 """Layers of a group that a candidate holds kept, whole, unmoved and recomputing, times microbatches."""
 
 

@@ -168,9 +168,7 @@ def _best_model(problem: ActivationProblem, pieces: Mapping[str, float]) -> Mode
     exact = min(solved, key=lambda model: model.priced_s * (1 if model.staying is None else 1 + LEAST_SAVING))
     if not exact.shares:
         return exact
-    uniform = Model(
-        exact.problem, sharing=Sharing.UNIFORM, staying=exact.staying, pieces=pieces, kinds=exact.kinds
-    )
+    uniform = Model(exact.problem, sharing=Sharing.UNIFORM, staying=exact.staying, pieces=pieces, kinds=exact.kinds)
     return uniform if uniform.solve() and uniform.step_s <= exact.step_s * (1 + UNIFORM_PRICE) else exact
 
 

@@ -82,7 +82,7 @@ def test_one_line_names_the_layers_with_full_device_memory_and_what_a_gib_more_s
     roomy_host = [*PAPER, "--host", "2.2TiB"]
     tight, roomy = (of_json(capsys, [*roomy_host, "--device", size]) for size in ("69GiB", "70GiB"))
     (reason,) = tight["binding"]
-    found = re.fullmatch(r"device memory at layers 1, 3, 5, .* is full: a GiB more saves (\d+) ms a step", reason)
+    found = re.fullmatch(r"device memory at layers? [\d, .]+ is full: a GiB more saves (\d+) ms a step", reason)
     assert found
     assert float(found[1]) / 1e3 == pytest.approx(tight["step_s"] - roomy["step_s"], rel=0.02)
 

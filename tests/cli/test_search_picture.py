@@ -41,6 +41,10 @@ def test_the_page_has_the_answer_and_a_drawing_of_each_layout_it_shows(one: Sear
     assert len(one.page["drawn"]) == len(one.shown)
     written = one.shown[one.page["written"]][0]
     assert written is (one.found.runnable or one.found.best[0])
+    others = [planned for planned in one.found.planned if planned not in [shown for shown, _ in one.shown]]
+    for other in others[:1]:  # the simulator agrees with none that is shown
+        page = picture.search_page(one.answer, one.shown, space=one.found.space, written=other)
+        assert page["written"] is None
 
 
 def test_the_memory_of_each_stage_is_the_plan_s(one: Searched) -> None:

@@ -85,9 +85,7 @@ def test_the_same_space_gives_the_same_answer() -> None:
 def test_processes_do_not_change_the_answer() -> None:
     space = random_space(7)
     alone, beside = search_layouts(space), search_layouts(space, workers=2)
-    assert [(one.candidate, one.plan) for one in alone.planned] == [
-        (one.candidate, one.plan) for one in beside.planned
-    ]
+    assert [(one.candidate, one.plan) for one in alone.planned] == [(one.candidate, one.plan) for one in beside.planned]
     assert alone.closed == beside.closed
 
 

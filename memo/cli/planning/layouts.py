@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 import time
 from typing import TYPE_CHECKING
 
+from memo.cli.inputs.planned_model import SHAPE_FLAGS
 from memo.cli.planning.picture import search_page
 from memo.cli.planning.request import parse_request
 from memo.cli.tables.layouts import search_summary, search_table, smallest_table
 from memo.cli.terminal.output_files import display_name, file_name
 from memo.cli.terminal.progress import WaitingLine
-from memo.errors import ExitCode, Infeasible, UsageError
+from memo.errors import ExitCode, Infeasible, PlanInvalid, UsageError
 from memo.mip.activation import plan_to_json
 from memo.mip.address import write_file
 from memo.mip.inputs import PipelineSchedule
-from memo.mip.simulate import prove
+from memo.mip.simulate import prove, simulate
 from memo.search import (
     DIMENSIONS,
     Launch,
@@ -89,18 +91,19 @@ def run_search(args: argparse.Namespace) -> ExitCode:
     """
     _refuse_others(args)
     space = _space(args)
-    reason = why_not_trained(space.request)
+    reason = _why_not_trained(args, space.request)
     begin_s = time.monotonic()
     with WaitingLine("memo plan", f"searching layouts of {space.gpus} GPUs", quiet=args.json) as waiting:
         found = search_layouts(space, runs=runs_under_memo_train, workers=PROCESSES, say=waiting.say)
         seconds = time.monotonic() - begin_s
         smallest = None if found.best else smallest_that_fits(space)
         waiting.say("simulating the best plans")
-        shown = [(one, prove(one.plan)) for one in _shown(found)]
-    if not found.best:
+        shown = [(one, simulate(one.plan)) for one in _shown(found)]
+        written = _proven(found, runnable=reason is None)
+    if written is None:
         raise _does_not_fit(space, smallest_table(space, smallest), as_json=args.json)
-    written = found.best[0] if found.runnable is None or reason is not None else found.runnable
-    launch = _launch(args, space, written) if reason is None and found.runnable is not None else None
+    runs = reason is None and runs_under_memo_train(written.candidate)
+    launch = _launch(args, space, written) if runs else None
     steps = {one.candidate: simulation.step_s for one, simulation in shown}
     summary = {
         **search_summary(found, simulated_s=steps, launch=launch, not_trained=reason, written=written),
@@ -125,6 +128,24 @@ def run_search(args: argparse.Namespace) -> ExitCode:
     for path in files:
         print(f"Wrote {display_name(path)}")
     return ExitCode.OK
+
+
+def _proven(found: Found, *, runnable: bool) -> Planned | None:
+    """The fastest plan that the simulator agrees with, among those that run under memo train if there are any.
+
+    Raises:
+        PlanInvalid: the simulator agrees with none.
+    """
+    running = [one for one in found.planned if runs_under_memo_train(one.candidate)] if runnable else []
+    ranked = running or list(found.planned)
+    for one in ranked[:-1]:
+        with contextlib.suppress(PlanInvalid):
+            prove(one.plan)
+            return one
+    for one in ranked[-1:]:
+        prove(one.plan)
+        return one
+    return None
 
 
 def _shown(found: Found) -> list[Planned]:
@@ -207,6 +228,15 @@ def _assumed(args: argparse.Namespace, space: Space) -> list[str]:
         sequences = f"{space.global_batch} sequence{'s' * (space.global_batch > 1)}"
         found.append(f"a step of all ranks is of {format_tokens(tokens)} tokens, {sequences} (--batch-tokens)")
     return found
+
+
+def _why_not_trained(args: argparse.Namespace, request: Request) -> str | None:
+    """Reason why memo train does not train what is planned; None where it does."""
+    other = next(
+        (name for name in SHAPE_FLAGS if getattr(args, name.replace("-", "_")) is not None and name not in _TRAINED),
+        None,
+    )
+    return why_not_trained(request) if other is None else f"memo train has no --{other}"
 
 
 def _launch(args: argparse.Namespace, space: Space, written: Planned) -> Launch:

@@ -71,6 +71,7 @@ export interface Answer {
   proof: { planned: number; without_plan: number; pruned: Record<string, number>; smallest_bound_s: number | null };
   best: Entry[];
   runs: Entry | null;
+  written: Layout;
   why: Rival[];
   launch: { torchrun: string; slurm: string } | null;
   not_trained: string | null;
@@ -98,7 +99,7 @@ export interface Drawing {
 export interface Data {
   search: Answer;
   uses: Record<string, string>;
-  written: number;
+  written: number | null; // the layout that -o writes, if it is shown
   drawn: Drawing[]; // of each layout of `shown`
 }
 

@@ -138,10 +138,10 @@ function why(answer: Answer): HTMLElement[] {
 
 function launch(answer: Answer, data: Data, entries: Entry[]): HTMLElement[] {
   if (!answer.launch) return [h("p", {}, `No launch line: ${printable(answer.not_trained ?? "memo train shards by ZeRO 3 alone", 300)}.`)];
-  const written = entries[data.written];
-  const other = `Number 1 shards by ${shardingWords(entries[0])}, and memo train by ZeRO 3 alone. The fastest that it runs is number ${data.written + 1}: ${shapeWords(written)}, in ${seconds(written.step_s)}.`;
+  const number = data.written === null ? "" : `number ${data.written + 1}, `;
+  const written = `It is of ${number}${shapeWords(answer.written)}${number ? `, in ${seconds(entries[data.written!].step_s)}` : ""}: memo train shards by ZeRO 3 alone, and a plan is written only if the simulator agrees with it.`;
   return [
-    ...(data.written ? [h("p", {}, other)] : []),
+    ...(data.written === 0 ? [] : [h("p", {}, written)]),
     h("pre", { id: "torchrun" }, answer.launch.torchrun),
     h("pre", { id: "slurm" }, answer.launch.slurm),
   ];

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memo.cli import train
+from memo.cli.main import main
+from memo.errors import ExitCode
+from memo.mip.activation.checker import check_plan
+from memo.mip.activation.files import read_activation_plan
+
+SEARCH = ["plan", "--search", "--gpu", "a800"]
+SMALL = [*SEARCH, "--model", "125m", "--seq", "8k", "--batch-tokens", "64k", "--gpus-per-node", "4"]
+LONG = ["--model", "7b", "--seq", "1m", "--host", "2TiB"]
+
+
+def of_json(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main([*arguments, "--json"]) == ExitCode.OK
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return report
+
+
+def error_of(capsys: pytest.CaptureFixture[str], arguments: list[str], code: ExitCode = ExitCode.USAGE) -> str:
+    capsys.readouterr()
+    assert main(arguments) == code
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, error
+    return error
+
+
+@pytest.mark.slow
+def test_the_best_layout_of_a_long_sequence_is_no_slower_than_tensor_parallelism(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    found = of_json(capsys, [*SEARCH, *LONG, "-o", str(path)])
+    fixed = of_json(capsys, ["plan", "--gpu", "a800", *LONG, "--gpus", "8", "--tp", "8"])
+    assert found["best"][0]["simulated_step_s"] <= fixed["simulated_step_s"]
+    assert found["runs"]["simulated_step_s"] <= fixed["simulated_step_s"]
+    assert check_plan(read_activation_plan(path)) is None
+
+
+def test_a_search_prints_its_ten_best_and_writes_the_plan_that_it_launches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    assert main([*SMALL, "-o", str(path)]) == ExitCode.OK
+    text = capsys.readouterr().out
+    assert text.splitlines()[-1] == f"Wrote {path}"
+    for words in (
+        "why number 1 wins",
+        "ways to run the step",
+        "run it: torchrun",
+        "by Slurm: sbatch",
+        "memory of a GPU",
+    ):
+        assert words in text
+    plan = read_activation_plan(path)
+    assert check_plan(plan) is None
+    report = of_json(capsys, SMALL)
+    signature, written = plan.problem.profile.signature, report["written"]
+    assert (signature.tp, signature.cp, signature.pp) == (written["tp"], written["cp"], written["pp"])
+    assert plan.step_s == report["runs"]["step_s"]
+    assert written["memo_train"]
+
+
+def test_the_object_has_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    report = of_json(capsys, SMALL)
+    assert (report["format"], report["version"], report["status"]) == ("memo-search", 1, "optimal")
+    assert 1 <= len(report["best"]) <= 10
+    steps = [entry["step_s"] for entry in report["best"]]
+    assert steps == sorted(steps)
+    for entry in report["best"]:
+        assert sum(entry["time_s"].values()) == pytest.approx(entry["step_s"])
+        assert entry["bound_s"] <= entry["step_s"] * (1 + 1e-9)
+        assert sum(entry["memory"]["uses_bytes"].values()) == entry["memory"]["peak_bytes"]
+        assert entry["batch"] * entry["accumulate"] * entry["dp"] == report["global_batch"] == 8
+    proof = report["proof"]
+    counted = proof["planned"] + proof["without_plan"] + sum(proof["pruned"].values())
+    assert counted == report["space"]["candidates"]
+    assert len(report["points"]) == report["space"]["layouts"]
+    assert all(point["status"] in ("planned", "slower", "does not fit") for point in report["points"])
+    for rival in report["why"]:
+        assert rival["slower_s"] >= 0
+        if rival["planned"]:
+            assert sum(rival["time_s"].values()) == pytest.approx(rival["slower_s"], abs=1e-9)
+    page = (Path(__file__).parents[2] / "docs" / "search.md").read_text(encoding="utf-8")
+    for key in (*report, *report["best"][0], *report["points"][0], *proof):
+        assert f"`{key}`" in page, key
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["--pp", "2", "--schedule", "interleaved-1f1b"],
+        ["--pp", "2", "--schedule", "interleaved-1f1b", "--chunks", "3"],
+        ["--cp", "2", "--nodes", "2"],
+        ["--layers", "4", "--variant", "llama"],
+        ["--device", "3GiB", "--pp", "1", "--dp", "1", "--tp", "1"],
+    ],
+)
+def test_memo_train_takes_the_printed_line(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    report = of_json(capsys, [*SMALL, *more])
+    parser = argparse.ArgumentParser()
+    train.configure(parser)
+    words = shlex.split(report["launch"]["torchrun"])
+    args = parser.parse_args(words[words.index("train") + 1 :])
+    written = report["written"]
+    for name in ("dp", "tp", "pp", "cp"):
+        assert getattr(args, name) == written[name]
+    assert args.batch == written["batch"]
+    assert args.accumulate == written["accumulate"]
+    assert args.seq == report["tokens"]
+    nodes, per_node = max(written["gpus"] // report["gpus_per_node"], 1), min(written["gpus"], report["gpus_per_node"])
+    assert words[words.index("--nproc-per-node") + 1] == str(per_node)
+    assert ("--nnodes" in words) == (nodes > 1)
+    under = shlex.split(report["launch"]["slurm"])
+    inner = shlex.split(under[under.index("--wrap") + 1])
+    assert inner[inner.index("train") + 1 :] == words[words.index("train") + 1 :]
+    assert under[under.index("--nodes") + 1] == str(nodes)
+
+
+def test_dimensions_that_are_given_are_fixed(capsys: pytest.CaptureFixture[str]) -> None:
+    report = of_json(capsys, [*SMALL, "--tp", "2", "--zero", "1"])
+    assert {entry["tp"] for entry in report["best"]} == {2}
+    assert {entry["zero"] for entry in report["best"]} <= {1, None}
+    assert report["space"]["fixed"] == {"tp": 2, "zero": 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([*SMALL, "--gpus", "8"], "--gpus does not go with --search; give --nodes and --gpus-per-node"),
+        ([*SMALL, "--max-seq"], "not allowed with"),
+        ([*SMALL, "--sweep", "host"], "--sweep does not go with --search"),
+        ([*SMALL, "--plot", "x.png"], "--plot does not go with --search"),
+        ([*SMALL, "--global-batch", "8"], "--global-batch and --batch-tokens are the same size"),
+        ([*SMALL, "--nodes", "0"], "--nodes 0 is less than 1"),
+        ([*SMALL, "--tp", "0"], "--tp 0 is less than 1"),
+        ([*SMALL, "--tp", "5"], "--tp 5 does not divide 12 heads and an MLP of 3072; the nearest that do are 4 and 6"),
+        ([*SMALL, "--pp", "5"], "--pp 5 does not divide 12 layers; the nearest that do are 4 and 6"),
+        ([*SMALL, "--dp", "3"], "--dp 3 does not divide 8 sequences of a step; the nearest that do are 2 and 4"),
+        ([*SMALL, "--heads", "7", "--hidden", "448", "--tp", "4"], "the nearest that do are 1 and 7"),
+        ([*SMALL, "--tp", "4", "--pp", "4"], "16 ranks, and the cluster has 4 GPUs"),
+        ([*SEARCH, "--model", "125m", "--seq", "8k", "--batch-tokens", "20k"], "give 16k or 24k"),
+        (
+            ["plan", "--model", "125m", "--seq", "8k", "--gpu", "a800", "--nodes", "2"],
+            "--nodes goes with --search only",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert words in error_of(capsys, arguments)
+
+
+def test_a_cluster_that_is_too_small_names_the_smallest_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    small = [*SEARCH, "--model", "125m", "--seq", "1k", "--batch-tokens", "4k", "--gpus-per-node", "1", "--host", "0"]
+    small += ["--layers", "4", "--device", "600MiB", "--mlp-tiles", "1"]
+    error = error_of(capsys, small, ExitCode.INFEASIBLE)
+    assert "no layout of 125m at 1k tokens fits on one node of 1 GPU, a800" in error
+    assert "--nodes 2" in error
+    assert main([*small, "--nodes", "2"]) == ExitCode.OK
+    capsys.readouterr()
+    assert main([*small, "--json"]) == ExitCode.INFEASIBLE
+    report = json.loads(capsys.readouterr().out)
+    assert (report["status"], report["nodes"]) == ("infeasible", 2)
+    assert report["binds"]["use"] == "head"
