@@ -13,7 +13,7 @@ from searched import HOSTILE, Searched, searched
 from small_clusters import random_space
 
 from memo.cli.main import main
-from memo.cli.planning import picture
+from memo.cli.planning import layouts, picture
 from memo.errors import ExitCode
 from memo.mip.activation import stage_memory
 from memo.trace import render_page
@@ -41,6 +41,10 @@ def test_the_page_has_the_answer_and_a_drawing_of_each_layout_it_shows(one: Sear
     assert len(one.page["drawn"]) == len(one.shown)
     written = one.shown[one.page["written"]][0]
     assert written is (one.found.runnable or one.found.best[0])
+    others = [planned for planned in one.found.planned if planned not in [shown for shown, _ in one.shown]]
+    for other in others[:1]:  # the simulator agrees with none that is shown
+        page = picture.search_page(one.answer, one.shown, space=one.found.space, written=other)
+        assert page["written"] is None
 
 
 def test_the_memory_of_each_stage_is_the_plan_s(one: Searched) -> None:
@@ -129,13 +133,15 @@ def test_a_timeline_without_room_is_joined_within_passes_or_left_out(monkeypatch
 def test_names_reach_the_page_as_data_alone() -> None:
     page = searched(random_space(ONE_GPU), model=HOSTILE).page
     html = render_page(page, title=f"memo plan --search: {HOSTILE}", assets="search")
-    assert HOSTILE not in html
+    assert not set("<>&") & set(html.split('id="memo-data">')[1].split("</script>")[0])
     assert "<b>" not in html
     assert html.count("</script>") == 3
     assert embedded(html) == page
 
 
-def test_the_command_writes_the_page_of_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_page_of_what_it_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tmp_path / "page.html"
     assert main([*SEARCH, "--json", "--html", str(target)]) == ExitCode.OK
     answer = json.loads(capsys.readouterr().out)
@@ -143,6 +149,7 @@ def test_the_command_writes_the_page_of_what_it_prints(tmp_path: Path, capsys: p
     assert embedded(html)["search"] == answer
     assert "http-equiv" in html
     assert not re.findall(r"(?:src|href)=", html.split("<script", 1)[0])
+    monkeypatch.setattr(layouts, "search_layouts", None)  # an existing file is refused before the search
     assert main([*SEARCH, "--html", str(target)]) == ExitCode.FAILURE
     assert "-f to overwrite" in capsys.readouterr().err
 
@@ -151,6 +158,14 @@ def test_a_page_goes_with_a_search_only(capsys: pytest.CaptureFixture[str]) -> N
     arguments = ["plan", "--model", "125m", "--seq", "4k", "--gpu", "a100-80g", "--html", "page.html"]
     assert main(arguments) == ExitCode.USAGE
     assert "--html goes with --search only" in capsys.readouterr().err
+
+
+def test_the_plan_and_the_page_are_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "both"
+    arguments = [*SEARCH, "-o", str(target), "--html", str(tmp_path / "." / "both")]
+    assert main(arguments) == ExitCode.USAGE
+    assert "are two files" in capsys.readouterr().err
+    assert not target.exists()
 
 
 def test_a_cluster_that_holds_nothing_leaves_no_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

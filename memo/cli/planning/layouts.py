@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import time
 from typing import TYPE_CHECKING
 
@@ -174,6 +175,12 @@ def _refuse_others(args: argparse.Namespace) -> None:
     for name, other in instead.items():
         if getattr(args, name) not in (None, False):
             raise UsageError(f"--{name.replace('_', '-')} does not go with --search; give {other}")
+    if (
+        args.html is not None
+        and args.output is not None
+        and os.path.realpath(args.html) == os.path.realpath(args.output)
+    ):
+        raise UsageError(f"-o and --html both name {display_name(args.html)}; the plan and the page are two files")
     if args.global_batch is not None and args.batch_tokens is not None:
         raise UsageError("--global-batch and --batch-tokens are the same size; give one of them")
 

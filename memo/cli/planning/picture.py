@@ -42,7 +42,7 @@ def search_page(
         answer: object of `memo plan --search --json`.
         shown: the best layouts, the one that memo train runs behind them if it is not among them; each with its step.
         space: what was searched.
-        written: the plan that -o writes.
+        written: the plan that -o writes; by its number in the page, where it is shown.
     """
     drawn = [_drawing(planned, simulation, space) for planned, simulation in shown]
     room = MOST_SPANS
@@ -58,7 +58,7 @@ def search_page(
     return {
         "search": dict(answer),
         "uses": {str(use): use_name(use) for use in Use},
-        "written": [planned is written for planned, _ in shown].index(True),
+        "written": next((number for number, (planned, _) in enumerate(shown) if planned is written), None),
         "drawn": drawn,
     }
 

@@ -71,6 +71,7 @@ export interface Answer {
   proof: { planned: number; without_plan: number; pruned: Record<string, number>; smallest_bound_s: number | null };
   best: Entry[];
   runs: Entry | null;
+  written: Layout;
   why: Rival[];
   launch: { torchrun: string; slurm: string } | null;
   not_trained: string | null;
@@ -98,7 +99,7 @@ export interface Drawing {
 export interface Data {
   search: Answer;
   uses: Record<string, string>;
-  written: number;
+  written: number | null; // the layout that -o writes, if it is shown
   drawn: Drawing[]; // of each layout of `shown`
 }
 
@@ -127,7 +128,7 @@ export function shapeWords(shape: Shape): string {
 
 export function scheduleWords(layout: Partial<Layout>): string {
   if (!layout.schedule) return "–";
-  return layout.schedule + ((layout.chunks ?? 1) > 1 ? `, ${layout.chunks} chunks` : "");
+  return layout.schedule + ((layout.chunks ?? 1) > 1 ? ` × ${layout.chunks}` : "");
 }
 
 export function shardingWords(layout: Partial<Layout>): string {
@@ -147,7 +148,7 @@ export function doesWords(entry: Entry): string {
 export function entryFigures(entry: Entry): [string, string][] {
   return [
     ["layout", `${shapeWords(entry)}, on ${entry.gpus} ${entry.gpus > 1 ? "GPUs" : "GPU"}`],
-    ["schedule", scheduleWords(entry)],
+    ["schedule", scheduleWords(entry) + (entry.chunks > 1 ? " chunks" : "")],
     ["sharding", shardingWords(entry)],
     ["microbatches", `${entry.accumulate} of ${entry.batch} ${entry.batch > 1 ? "sequences" : "sequence"}`],
     ["step", `${seconds(entry.step_s)}, simulated ${seconds(entry.simulated_step_s)}`],

@@ -11,11 +11,12 @@ const LEFT = 104;
 const NARROW_LEFT = 62;
 const RIGHT = 12;
 const BEYOND = 84; // of the column of those that are far slower
-const FAR = 1.25; // times the slowest that was planned, from which steps have that column
+const FAR = 1.1; // times the slowest that was planned, from which steps have that column
 const HEIGHT = 250;
 const ROW = 26; // of a bound
 const AXIS = 40;
 const NEAR = 18; // pixels
+const LEAST_SHOWN = 0.12; // of the highest memory; smaller differences look small
 const ROWS = 3; // of numbers of the best
 
 // Colours by what divides a stage's ranks, Okabe and Ito's; layouts with a pipeline are squares.
@@ -127,7 +128,9 @@ export class Chart {
     };
     const budget = this.answer.budgets.device_bytes;
     const peaks = [...this.entries.map((one) => one.memory.peak_bytes), ...planned.map((one) => one.peak_device_bytes!)];
-    const y = scaleLinear().domain([0, Math.max(budget, ...peaks) * 1.02]).range([TOP + HEIGHT, TOP]);
+    const [lowest, highest] = [Math.min(...peaks), Math.max(budget, ...peaks)];
+    const shown = Math.max((highest - lowest) * 1.1, highest * LEAST_SHOWN);
+    const y = scaleLinear().domain([Math.max(0, highest - shown), highest + shown * 0.05]).range([TOP + HEIGHT, TOP]);
     const bottom = TOP + HEIGHT + bounds.length * ROW;
     const svg = v("svg", { width: this.width, height: bottom + AXIS, role: "img", "aria-label": "Step time against memory of a GPU" });
 
@@ -141,7 +144,7 @@ export class Chart {
       svg.append(v("text", { x: right, y: TOP + HEIGHT - 6, "text-anchor": "end" }, later.length > 1 ? words : seconds(later[0].bound_s!)));
     }
     const unit = 2 ** (10 * Math.floor(Math.log2(Math.max(budget, 1)) / 10));
-    for (const tick of scaleLinear().domain([0, y.domain()[1] / unit]).ticks(5)) {
+    for (const tick of scaleLinear().domain(y.domain().map((nbytes) => nbytes / unit)).ticks(5)) {
       svg.append(v("line", { class: "axis", x1: left, x2: end, y1: y(tick * unit), y2: y(tick * unit) }));
       svg.append(v("text", { x: left - 6, y: y(tick * unit) + 4, "text-anchor": "end" }, tick ? bytes(tick * unit) : "0"));
     }
@@ -197,9 +200,10 @@ export class Chart {
   private nearest(event: PointerEvent | MouseEvent): Mark | null {
     const box = this.place.getBoundingClientRect();
     let [found, least]: [Mark | null, number] = [null, NEAR];
-    for (const mark of this.marks) {
+    const best = this.marks.filter((mark) => mark.number >= 0);
+    for (const mark of [...best, ...this.marks]) {
       const far = Math.hypot(event.clientX - box.left - mark.x, event.clientY - box.top - mark.y);
-      if (far <= least) [found, least] = [mark, far]; // of equal ones the last, which is drawn above the others
+      if (far < least) [found, least] = [mark, far]; // of equal ones the first among the best
     }
     return found;
   }

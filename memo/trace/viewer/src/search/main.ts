@@ -73,14 +73,14 @@ function headline(answer: Answer, best: Entry): HTMLElement[] {
   const title = `${printable(answer.model)} at ${count(answer.tokens)} tokens on ${clusterWords(answer)}`;
   const { budgets, proof, space } = answer;
   const tiers = [`${bytes(budgets.device_bytes)} of a GPU`, `${bytes(budgets.host_bytes)} host`, `${bytes(budgets.disk_bytes)} disk of a node`];
-  const lead = `${shapeWords(best)}${best.schedule ? `, ${scheduleWords(best)}` : ""}: ${seconds(best.step_s)} a step of ${count(answer.global_batch)} sequences, ${count(Math.round(best.tokens_per_s))} tokens a second.`;
+  const lead = `${shapeWords(best)}${best.schedule ? `, ${scheduleWords(best)}${best.chunks > 1 ? " chunks" : ""}` : ""}: ${seconds(best.step_s)} a step of ${count(answer.global_batch)} sequences, ${count(Math.round(best.tokens_per_s))} tokens a second.`;
   const searched = `${count(space.candidates)} ways in ${count(space.layouts)} layouts, ${count(proof.planned)} planned in ${seconds(answer.seconds)}; all others are proven slower or do not fit. ${answer.precision}; budgets: ${tiers.join(", ")}.`;
   const assumed = answer.assumed.map((sentence) => h("p", { class: "note" }, `Assumed: ${printable(sentence, 300)}.`));
   return [h("h1", {}, title), h("p", { class: "lead" }, lead), h("p", { class: "note" }, searched), ...assumed];
 }
 
 function bestTable(entries: Entry[], answer: Answer, choose: (number: number) => void): HTMLElement {
-  const head = ["", "layout", "GPUs", "schedule", "sharding", "microbatch", "step", "simulated", "tokens/s", "mfu_causal", "bubble", "communication", "memory", "activations"];
+  const head = ["", "layout", "GPUs", "schedule", "sharding", "microbatch", "step", "simulated", "tokens/s", "mfu_causal", "bubble", "exchange", "memory", "activations"];
   const rows = entries.map((one, number): Cell[] => {
     const exchange = one.time_s["communication"] + one.time_s["reduction"];
     return [
@@ -138,10 +138,10 @@ function why(answer: Answer): HTMLElement[] {
 
 function launch(answer: Answer, data: Data, entries: Entry[]): HTMLElement[] {
   if (!answer.launch) return [h("p", {}, `No launch line: ${printable(answer.not_trained ?? "memo train shards by ZeRO 3 alone", 300)}.`)];
-  const written = entries[data.written];
-  const other = `Number 1 shards by ${shardingWords(entries[0])}, and memo train by ZeRO 3 alone. The fastest that it runs is number ${data.written + 1}: ${shapeWords(written)}, in ${seconds(written.step_s)}.`;
+  const number = data.written === null ? "" : `number ${data.written + 1}, `;
+  const written = `It is of ${number}${shapeWords(answer.written)}${number ? `, in ${seconds(entries[data.written!].step_s)}` : ""}: memo train shards by ZeRO 3 alone, and a plan is written only if the simulator agrees with it.`;
   return [
-    ...(data.written ? [h("p", {}, other)] : []),
+    ...(data.written === 0 ? [] : [h("p", {}, written)]),
     h("pre", { id: "torchrun" }, answer.launch.torchrun),
     h("pre", { id: "slurm" }, answer.launch.slurm),
   ];

@@ -53,7 +53,7 @@ export function memoryOf(data: Data, stages: Stage[]): HTMLElement {
 }
 
 export function named(number: number, layers: [number, number][], stages: number): string {
-  const words = layers.map(([first, last]) => (first === last ? `${first}` : `${first} to ${last}`)).join(" and ");
+  const words = layers.map(([first, last]) => (first === last ? `${first}` : `${first} to ${last}`)).join(", ");
   return stages > 1 ? `stage ${number}: layers ${words}` : `layers ${words}`;
 }
 

@@ -16,14 +16,14 @@ const MOST_HEIGHT = 560;
 const UNITS = 1e6; // of a step
 const CHARACTER = 6.5; // pixels
 
-const WEIGHT = "#b07d12"; // of a split backward, the half for gradients of weights
+const [INPUT, WEIGHT] = ["#f2cc7a", "#b07d12"]; // of a split backward
 const NAMES: Record<string, string> = { F: "forward", B: "backward", I: "backward, inputs' half", W: "backward, weights' half", O: "optimizer" };
 
 function colours(): Record<string, string> {
   return {
     F: laneColour("compute", "forward"),
     B: laneColour("compute", "backward"),
-    I: laneColour("compute", "backward"),
+    I: INPUT,
     W: WEIGHT,
     O: laneColour("compute", "optimizer"),
     recompute: laneColour("recompute", ""),
@@ -150,49 +150,43 @@ export class Steps {
       context.beginPath();
       context.rect(GUTTER, y, width - 4 - GUTTER, lane);
       context.clip();
-      for (const span of stage.spans!) {
-        if (span[1] * unit < from || span[0] * unit > to) continue;
-        this.drawSpan(context, span, stage, y + 1, lane - 2, colour, unit);
-      }
-      this.drawNumbers(context, stage, y, lane, colour, unit);
+      this.drawPasses(context, stage, y, lane, colour, unit);
       context.restore();
     });
     Object.assign(this.canvas.dataset, { from: String(from), to: String(to) });
   }
 
-  private drawSpan(context: CanvasRenderingContext2D, span: number[], stage: Stage, y: number, height: number, colour: Record<string, string>, unit: number): void {
-    const x = this.axis!.scale(span[0] * unit);
-    const wide = Math.max(this.axis!.scale(span[1] * unit) - x, 0.5);
-    context.fillStyle = colour[stage.turns![span[2]]?.[0] ?? "O"];
-    context.fillRect(x, y, wide, height);
-    let top = y;
-    PARTS.forEach((part, i) => {
-      const share = ((span[3 + i] ?? 0) / 1000) * height;
-      context.fillStyle = colour[part];
-      if (share) context.fillRect(x, top, wide, share);
-      top += share;
-    });
-  }
-
-  // A line where a pass begins, and the number of its microbatch where there is room.
-  private drawNumbers(context: CanvasRenderingContext2D, stage: Stage, y: number, lane: number, colour: Record<string, string>, unit: number): void {
+  // Each pass as a block, in it what is not its work, and the number of its microbatch where there is room.
+  private drawPasses(context: CanvasRenderingContext2D, stage: Stage, y: number, lane: number, colour: Record<string, string>, unit: number): void {
     const spans = stage.spans!;
-    for (let i = 0; i < spans.length; ) {
-      let j = i;
-      while (j + 1 < spans.length && spans[j + 1][2] === spans[i][2]) j++;
-      const [x, end] = [this.axis!.scale(spans[i][0] * unit), this.axis!.scale(spans[j][1] * unit)];
-      const turn = stage.turns![spans[i][2]] ?? "";
-      const text = turn.slice(1).split(".")[0];
+    const at = (time: number): number => this.axis!.scale(time * unit);
+    const height = lane - 2;
+    for (let i = 0, next = 0; i < spans.length; i = next) {
+      while (next < spans.length && spans[next][2] === spans[i][2]) next++;
+      const [x, end] = [at(spans[i][0]), at(spans[next - 1][1])];
+      if (end < GUTTER || x > this.width) continue;
+      const turn = stage.turns![spans[i][2]] ?? "O";
+      context.fillStyle = colour[turn[0]];
+      context.fillRect(x, y + 1, end - x, height);
+      for (const span of spans.slice(i, next)) {
+        let top = y + 1;
+        PARTS.forEach((part, place) => {
+          const share = ((span[3 + place] ?? 0) / 1000) * height;
+          context.fillStyle = colour[part];
+          if (share) context.fillRect(at(span[0]), top, at(span[1]) - at(span[0]), share);
+          top += share;
+        });
+      }
       if (end - x > 3) {
         context.fillStyle = theme().background;
-        context.fillRect(x, y + 1, 0.75, lane - 2);
+        context.fillRect(x, y + 1, 0.75, height);
       }
+      const text = turn.slice(1).split(".")[0];
       if (text && lane >= 12 && end - x > text.length * CHARACTER + 6) {
         context.fillStyle = inkOn(colour[turn[0]]);
         context.textAlign = "center";
         context.fillText(text, (Math.max(x, GUTTER) + Math.min(end, this.width)) / 2, y + lane / 2 + 1);
       }
-      i = j + 1;
     }
   }
 
