@@ -143,7 +143,7 @@ export class Chart {
       const words = `${seconds(later[0].bound_s!)} to ${seconds(later.at(-1)!.bound_s!)}`;
       svg.append(v("text", { x: right, y: TOP + HEIGHT - 6, "text-anchor": "end" }, later.length > 1 ? words : seconds(later[0].bound_s!)));
     }
-    const unit = 2 ** (10 * Math.floor(Math.log2(Math.max(budget, 1)) / 10));
+    const unit = 2 ** (10 * Math.floor((Math.log2(Math.max(budget, 8)) - 3) / 10));
     for (const tick of scaleLinear().domain(y.domain().map((nbytes) => nbytes / unit)).ticks(5)) {
       svg.append(v("line", { class: "axis", x1: left, x2: end, y1: y(tick * unit), y2: y(tick * unit) }));
       svg.append(v("text", { x: left - 6, y: y(tick * unit) + 4, "text-anchor": "end" }, tick ? bytes(tick * unit) : "0"));
