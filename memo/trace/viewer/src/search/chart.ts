@@ -135,8 +135,8 @@ export class Chart {
     const svg = v("svg", { width: this.width, height: bottom + AXIS, role: "img", "aria-label": "Step time against memory of a GPU" });
 
     for (const tick of scale.ticks(Math.max(2, Math.floor((end - left) / 90)))) {
-      svg.append(v("line", { class: "axis", x1: x(tick), x2: x(tick), y1: TOP, y2: bottom }));
-      svg.append(v("text", { x: x(tick), y: bottom + 16, "text-anchor": "middle" }, seconds(tick)));
+      svg.append(v("line", { class: "axis", x1: scale(tick), x2: scale(tick), y1: TOP, y2: bottom }));
+      svg.append(v("text", { x: scale(tick), y: bottom + 16, "text-anchor": "middle" }, seconds(tick)));
     }
     if (later.length) {
       svg.append(v("line", { class: "leader", x1: end, x2: end, y1: TOP, y2: bottom }));
