@@ -20,11 +20,13 @@ import heapq
 import itertools
 import math
 import multiprocessing
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING
 
-from memo.errors import UsageError
+from memo.errors import SolverFailed, UsageError
 from memo.gpt import GPTConfig
 from memo.mip.activation import find_plan
 from memo.search.bounds import Bound, Ladder, keeps_all, kept_bounds, link_bound, schedule_bounds, work_bounds
@@ -161,8 +163,7 @@ def search_layouts(
         say: called with a few words of progress.
 
     Raises:
-        Infeasible: no candidate fits.
-        UsageError: the space is empty, or the machine cannot run any of it.
+        SolverFailed: a solver crashed, or a process that planned ended.
     """
     search = _Search(space, wanted=wanted, runs=runs, workers=workers, say=say)
     return search.run()
@@ -401,8 +402,11 @@ class _Search:
             return [_best_plan(task) for task in tasks]
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self._workers, mp_context=context)
-        return list(self._pool.map(_best_plan, tasks))
+            self._pool = ProcessPoolExecutor(self._workers, mp_context=context, initializer=_leave_interrupts)
+        try:
+            return list(self._pool.map(_best_plan, tasks))
+        except BrokenProcessPool:
+            raise SolverFailed("a process that planned layouts ended; the machine may be out of memory") from None
 
     def _progress(self, nodes: Sequence[_Node]) -> str:
         best = min((one.step_s for one in self._planned), default=None)
@@ -448,6 +452,11 @@ class _Search:
             kind=node.ladder.kind(self._cutoff_s(node)),
             bound_s=node.ladder.seconds,
         )
+
+
+def _leave_interrupts() -> None:
+    """Leaves Ctrl-C to the process that waits for this one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 _Task = tuple[tuple[tuple["ActivationProblem", float], ...], float]

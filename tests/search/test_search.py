@@ -75,7 +75,7 @@ def assert_all_closed_for_a_reason(found: Found, steps: dict[Candidate, float], 
 
 
 def test_the_same_space_gives_the_same_answer() -> None:
-    space = random_space(3)
+    space = random_space(301, most_gpus=4)
     first, second = (search_layouts(space, runs=runs_under_memo_train) for _ in range(2))
     assert [one.candidate for one in first.best] == [one.candidate for one in second.best]
     assert [one.plan for one in first.planned] == [one.plan for one in second.planned]
@@ -83,7 +83,7 @@ def test_the_same_space_gives_the_same_answer() -> None:
 
 
 def test_processes_do_not_change_the_answer() -> None:
-    space = random_space(7)
+    space = random_space(310, most_gpus=4)
     alone, beside = search_layouts(space), search_layouts(space, workers=2)
     assert [(one.candidate, one.plan) for one in alone.planned] == [(one.candidate, one.plan) for one in beside.planned]
     assert alone.closed == beside.closed

@@ -135,15 +135,15 @@ export class Chart {
     const svg = v("svg", { width: this.width, height: bottom + AXIS, role: "img", "aria-label": "Step time against memory of a GPU" });
 
     for (const tick of scale.ticks(Math.max(2, Math.floor((end - left) / 90)))) {
-      svg.append(v("line", { class: "axis", x1: x(tick), x2: x(tick), y1: TOP, y2: bottom }));
-      svg.append(v("text", { x: x(tick), y: bottom + 16, "text-anchor": "middle" }, seconds(tick)));
+      svg.append(v("line", { class: "axis", x1: scale(tick), x2: scale(tick), y1: TOP, y2: bottom }));
+      svg.append(v("text", { x: scale(tick), y: bottom + 16, "text-anchor": "middle" }, seconds(tick)));
     }
     if (later.length) {
       svg.append(v("line", { class: "leader", x1: end, x2: end, y1: TOP, y2: bottom }));
       const words = `${seconds(later[0].bound_s!)} to ${seconds(later.at(-1)!.bound_s!)}`;
       svg.append(v("text", { x: right, y: TOP + HEIGHT - 6, "text-anchor": "end" }, later.length > 1 ? words : seconds(later[0].bound_s!)));
     }
-    const unit = 2 ** (10 * Math.floor(Math.log2(Math.max(budget, 1)) / 10));
+    const unit = 2 ** (10 * Math.floor((Math.log2(Math.max(budget, 8)) - 3) / 10));
     for (const tick of scaleLinear().domain(y.domain().map((nbytes) => nbytes / unit)).ticks(5)) {
       svg.append(v("line", { class: "axis", x1: left, x2: end, y1: y(tick * unit), y2: y(tick * unit) }));
       svg.append(v("text", { x: left - 6, y: y(tick * unit) + 4, "text-anchor": "end" }, tick ? bytes(tick * unit) : "0"));

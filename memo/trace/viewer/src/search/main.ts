@@ -139,7 +139,7 @@ function why(answer: Answer): HTMLElement[] {
 function launch(answer: Answer, data: Data, entries: Entry[]): HTMLElement[] {
   if (!answer.launch) return [h("p", {}, `No launch line: ${printable(answer.not_trained ?? "memo train shards by ZeRO 3 alone", 300)}.`)];
   const number = data.written === null ? "" : `number ${data.written + 1}, `;
-  const written = `It is of ${number}${shapeWords(answer.written)}${number ? `, in ${seconds(entries[data.written!].step_s)}` : ""}: memo train shards by ZeRO 3 alone, and a plan is written only if the simulator agrees with it.`;
+  const written = `The launch lines are of ${number}${shapeWords(answer.written)}${number ? `, in ${seconds(entries[data.written!].step_s)}` : ""}: memo train shards by ZeRO 3 alone, and a plan is written only if the simulator agrees with it.`;
   return [
     ...(data.written === 0 ? [] : [h("p", {}, written)]),
     h("pre", { id: "torchrun" }, answer.launch.torchrun),
