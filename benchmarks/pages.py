@@ -93,7 +93,7 @@ def _steps(one: dict[str, Any]) -> list[str]:
     rows = []
     for row in one["rows"]:
         if "failed" in row:
-            rows.append([row["way"], f"did not run: {_why(row['failed'])}", "", "", "", "", ""])
+            rows.append([row["way"], f"did not run: {_why(row['failed'])}", "", "", "", "", "", ""])
             continue
         moved = row["out_bytes"] + row["back_bytes"]
         rows.append(
@@ -102,13 +102,29 @@ def _steps(one: dict[str, Any]) -> list[str]:
                 ratio(row["to_keep"]),
                 ratio(row["to_checkpointing"]),
                 format_bytes(row["above_rest_bytes"]),
+                _budget(row),
                 format_bytes(moved) if moved else "",
                 "" if row["hidden"] is None else f"{row['hidden']:.0%}",
                 "none" if row["gradient_difference"] == 0 else f"{row['gradient_difference']:.1e}",
             ]
         )
-    heads = ["way", "step / keep", "step / checkpointing", "memory above rest", "moved", "hidden", "gradients differ"]
+    heads = [
+        "way",
+        "step / keep",
+        "step / checkpointing",
+        "memory above rest",
+        "budget",
+        "moved",
+        "hidden",
+        "gradients differ",
+    ]
     return [f"**{title[0].upper()}{title[1:]}**", "", *table(heads, rows), ""]
+
+
+def _budget(row: dict[str, Any]) -> str:
+    """What a plan was given above rest."""
+    known = row.get("budget_bytes") is not None and "rest_bytes" in row
+    return format_bytes(row["budget_bytes"] - row["rest_bytes"]) if known else ""
 
 
 def _why(failed: str, most: int = 100) -> str:
@@ -131,7 +147,8 @@ def _length(row: dict[str, Any] | None) -> str:
     if row is None:
         return ""
     if not row["fits"]:
-        return "none fits" if "memory" in (row["why"] or "") else "does not run"
+        why = (row["why"] or "").replace("pin_memory", "")
+        return "none fits" if "memory" in why else "does not run"
     return f"{row['fits']:,}" if row["complete"] else f"{row['fits']:,} or more"
 
 
@@ -154,8 +171,10 @@ def _peers(peers: Result) -> list[str]:
         *prose(
             "`make peers` makes TRL's and DeepSpeed's environments and runs `make bench ARMS=peers`. Each way is "
             f"a process of its own; they take steps in turn, {options['rounds']} rounds, {options['threads']} "
-            "thread each, and ratios are of one round. A CPU has no memory apart from the host's, so what others "
-            "move to the host stays where it was; memo moves to a disk."
+            "thread each, and ratios are of one round, in the median, ± half of the range between the quartiles. A CPU has "
+            "no memory apart from the host's, so what others move to the host stays where it was; memo moves to a disk. "
+            "Automatic plans are given a budget: a share of what keeping everything takes above rest, or, without one in "
+            "the name, what full checkpointing takes. Hidden is the share of the disk's busy time that compute covered."
         ),
         "",
     ]
@@ -271,7 +290,8 @@ def _carried_rules(body: dict[str, Any]) -> str:
     shares = [one["measured_over_simulated"] for one in rules.values() if one["measured_over_simulated"] is not None]
     return (
         f"Carried out, {agreeing} of {pairs} pairs of rules whose simulated steps are more than 2 % apart were measured in"
-        f" that order. Measured steps are {min(shares):.3f} to {max(shares):.3f} of the simulated ones, by rule in the"
+        f" that order: medians over the quieter half of the rounds, without the time that the process waited for a"
+        f" processor. Measured steps are {min(shares):.3f} to {max(shares):.3f} of the simulated ones, by rule in the"
         f" median, and the least of any rule is {_least(rules):.3f} of the LP's. What it takes to divide a layer among"
         " points of recompute is a part of these problems, measured in them. Spread over all layers, as earlier, it had the"
         " cost model put plans that divide each layer before greedy, which leaves most of them whole and was faster"
@@ -388,7 +408,8 @@ def figures() -> list[str]:
         f" {format_bytes(cap)} on a CPU with a disk, where memo's threads and buffers are inside the limit:"
         f" {_length(longest[KEEP])} tokens keeping everything, {_length(longest[CHECKPOINTING])} with full checkpointing,"
         f" {_length(longest[MOVED])} with memo moving all, {_length(longest[ALPHA_0])} at alpha 0 ({of_lengths}).",
-        f"- **Step time** there at {one['shape']['tokens']} tokens, over keeping everything: memo with all moved to disk"
+        f"- **Step time** of one of {one['shape']['layers']} layers at {one['shape']['tokens']} tokens, over keeping"
+        f" everything: memo with all moved to disk"
         f" {_step(step[MOVED])}, at alpha 0 {_step(step[ALPHA_0])}; full checkpointing {_step(step[CHECKPOINTING])}; memory"
         f" above rest, of {format_bytes(step[KEEP]['above_rest_bytes'])} ({file}).",
         f"- **Bits**: {least['equal']} of {least['compared']} architectures of transformers have equal losses "

@@ -10,7 +10,6 @@ engine      a stack of layers on the CPU engine with paced links, everything mov
             issued before backward, and with no reload before backward reaches its layer; rounds in turn. And the share of
             reads that forwarding answers from sources still on the device, which would be reloads without it (not timed)
 addresses   recorded steps: memory that each allocator reserves over the bytes that are live at the fullest moment
-
 tiles       least device memory that has a plan, and the step there, with the MLP in eight tiles over one
 
 The loss without logits has a benchmark of its own, own_loss.
@@ -48,6 +47,7 @@ from memo.record.step import gpt_step
 from memo.swap.engine import h2d
 from memo.swap.token_levels import TokenLevels
 
+KINDS = ("planned", "engine", "addresses", "tiles")
 GRID = 8
 """Parts of the grid of one setting for all layers."""
 
@@ -195,14 +195,17 @@ def main(arguments: Sequence[str]) -> int:
         prog="parts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--parts", default="planned,engine,addresses,tiles")
+    parser.add_argument("--parts", default=",".join(KINDS))
     args = parser.parse_args(arguments)
+    asked = args.parts.split(",")
+    if unknown := sorted(set(asked) - set(KINDS)):
+        parser.error(f"--parts has {', '.join(unknown)}; there are {', '.join(KINDS)}")
     if (lacking := no_solver()) is not None:
         print(f"parts: {lacking}", file=sys.stderr)
         return 1
     torch.set_num_threads(1)
     body: dict[str, Any] = {"load": os.getloadavg()}
-    if "planned" in args.parts:
+    if "planned" in asked:
         body["planned"] = planned()
         body["planned_parts"] = compared(body["planned"], PLANNED, "everything on")
         print("step time over the plan with everything on, thirty problems simulated")
@@ -211,7 +214,7 @@ def main(arguments: Sequence[str]) -> int:
             more = f"above 1.01 in {one['costs_more_than_1_percent']}"
             print(f"  {part:30} fits {one['fits']:2} of {one['of']}  {shown}, {more}", flush=True)
         write_result("parts", body)
-    if "engine" in args.parts:
+    if "engine" in asked:
         body["engine"] = []
         print("\nstep time over the engine with everything on, everything moved, paced links")
         for row in engine(args.rounds):
@@ -224,7 +227,7 @@ def main(arguments: Sequence[str]) -> int:
                 flush=True,
             )
         write_result("parts", body)
-    if "addresses" in args.parts:
+    if "addresses" in asked:
         body["addresses"] = []
         print("\nreserved over live bytes at the fullest moment")
         for row in addresses():
@@ -233,7 +236,7 @@ def main(arguments: Sequence[str]) -> int:
             print(
                 f"  {row['step']:26} " + "  ".join(f"{kind} {ratio:.3f}" for kind, ratio in ratios.items()), flush=True
             )
-    if "tiles" in args.parts:
+    if "tiles" in asked:
         body["tiles"] = list(tiles())
         print("\nthe MLP in eight tiles over one")
         for row in body["tiles"]:
