@@ -101,7 +101,7 @@ def _moved(points: dict[str, float] | None = None, share: float = 1.0) -> LayerP
 
 def _link(problem: ActivationProblem) -> float:
     """Bytes a second out of the device, to the tier that takes most."""
-    lanes = problem.lanes
+    lanes = problem.machine_of(0).lanes
     return (
         lanes.d2h_bytes_per_s
         if problem.budgets.host_bytes
@@ -215,7 +215,7 @@ def greedy(problem: ActivationProblem) -> Outcome | None:
 
 def _greedy_steps(problem: ActivationProblem, layers: Sequence[LayerProfile]) -> Iterator[tuple[int, str | None]]:
     """(layer, point or None for a move) in the order of their price a byte; free moves first, from the first layer on."""
-    lanes, budgets = problem.lanes, problem.budgets
+    lanes, budgets = problem.machine_of(0).lanes, problem.budgets
     rooms = [
         (ROUNDING * budgets.host_bytes / budgets.ranks_per_node, lanes.d2h_bytes_per_s),
         (ROUNDING * budgets.disk_bytes / budgets.ranks_per_node, lanes.disk_write_bytes_per_s),

@@ -106,7 +106,11 @@ def planned_run(plan: ActivationPlan, *, config: GPTConfig | None = None) -> Pla
     exchange = profile.embedding_exchange
     lacking = [
         *(["stages of different sizes or machines"] if pipeline.layers or problem.machines else []),
-        *(["an embedding whose gradient is exchanged as rows"] if exchange is not None and exchange.sparse else []),
+        *(
+            ["an embedding whose gradient is exchanged as rows (--embedding-exchange sparse)"]
+            if exchange is not None and exchange.sparse
+            else []
+        ),
     ]
     if lacking:
         raise PlanError(f"the plan has {' and '.join(lacking)}, which a dry run does not follow")

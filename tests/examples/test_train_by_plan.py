@@ -56,8 +56,11 @@ def losses(metrics: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("tp", "pp", "microbatches"), [(1, 1, 1), (2, 1, 1), (1, 2, 3)])
-def test_a_plan_is_carried_out_layer_by_layer(tmp_path: Path, tp: int, pp: int, microbatches: int) -> None:
+@pytest.mark.parametrize(
+    ("tp", "pp", "microbatches", "taken", "host"),
+    [(1, 1, 1, 3 / 5, 1 / 2), (2, 1, 1, 3 / 5, 3 / 4), (1, 2, 3, 3 / 5, 1 / 2)],
+)
+def test_a_plan_is_carried_out_layer_by_layer(tmp_path: Path, tp: int, pp: int, microbatches: int, host: float) -> None:
     machine, file, trace = (tmp_path / name for name in ("machine.json", "plan.json", "trace.rank0.jsonl"))
     machine.write_text(hardware_to_json(TWO_CORES))
     ranks, ways = tp * pp, ["--tp", tp, "--pp", pp, "--accumulate", microbatches]
@@ -70,7 +73,12 @@ def test_a_plan_is_carried_out_layer_by_layer(tmp_path: Path, tp: int, pp: int, 
     assert free.declined is not None
     lacking = int(0.6 * sum(saved_bytes(free)) / pp)
     train = [EXAMPLES / "train_1m.py", "--preset", "laptop", *size, "--steps", 2, "--warmup", 0]
-    budgets = ["--device-budget", free.stages[0].peak_device_bytes - lacking, "--host-budget", lacking // 2 * ranks]
+    budgets = [
+        "--device-budget",
+        free.stages[0].peak_device_bytes - lacking,
+        "--host-budget",
+        int(host * lacking) * ranks,
+    ]
     by_plan = [
         *train,
         "--gpu",

@@ -110,8 +110,9 @@ def test_branches_without_backward_leave_nothing_from_step_to_step(tier: str, tm
         layer.results.clear()
     del loss
     gc.collect()
-    assert (with_memo.stats.live_entries, with_memo.stats.device_bytes) == (0, 0)
-    with_memo.close()
+    assert with_memo.stats.live_entries == 0
+    with_memo.close()  # a buffer whose copy is under way stays until it is done
+    assert with_memo.stats.device_bytes == 0
 
 
 class Failing(torch.autograd.Function):

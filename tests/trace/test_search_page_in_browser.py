@@ -15,7 +15,7 @@ from memo.trace import render_page
 
 pytestmark = needs_browser
 OpenPage = Callable[..., Any]
-ALL_POINTS, MOVING, ONE_GPU, TWO_NODES, EIGHT_GPUS = 8, 10, 1, 20, 21
+ALL_POINTS, MOVING, ONE_GPU, TWO_NODES, EIGHT_GPUS = 11, 10, 1, 20, 21
 """Seeds of clusters: with planned, slower and unfit layouts; with bytes that move and split backwards; with one layout; and
 two on which layouts leave GPUs idle or divide by everything."""
 
