@@ -393,7 +393,7 @@ def figures() -> list[str]:
     peers, architectures, of_depths = newest("peers", having="steps"), newest("architectures"), newest_lengths()
     if peers is None or architectures is None or not of_depths:
         return []
-    lengths = of_depths[-1]
+    lengths = of_depths[0]
     fits = {(row["family"], row["way"], row["cap_bytes"]): row for row in lengths.body["lengths"]}
     ways = (KEEP, CHECKPOINTING, ALPHA_0, MOVED)
     cap = max(cap for family, way, cap in fits if all(("llama", way, cap) in fits for way in ways))
