@@ -122,7 +122,7 @@ def _steps(one: dict[str, Any]) -> list[str]:
 
 
 def _budget(row: dict[str, Any]) -> str:
-    """What a plan was given above rest."""
+    """Budget of a plan above rest; empty where none was given or rest is not in the file."""
     known = row.get("budget_bytes") is not None and "rest_bytes" in row
     return format_bytes(row["budget_bytes"] - row["rest_bytes"]) if known else ""
 

@@ -20,7 +20,7 @@ MODULES = {
     "DeepSpeed checkpointing": ("deepspeed",),
     "sac_ilp, half": ("torch.distributed._tools.sac_estimator", "torch.distributed._tools.sac_ilp"),
 }
-"""What a way imports in its first step unless it is there: no activation, and with DeepSpeed some 20 MiB."""
+"""Modules that a way imports in its first step unless they are loaded: no activation, and with DeepSpeed some 20 MiB."""
 
 
 def load(way: str) -> None:

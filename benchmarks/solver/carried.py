@@ -182,9 +182,9 @@ class _Times:
     backward_s: float
     """Where everything is saved."""
     recompute_s: float
-    """What a layer at `point` takes longer than that."""
+    """Time that a layer at `point` takes beyond that."""
     divided_s: float
-    """What one with half of its tokens there takes longer than half of that."""
+    """Time that one with half of its tokens there takes beyond half of that."""
 
     @classmethod
     def measured(cls, bench: Bench, point: str, rounds: int) -> _Times:

@@ -277,7 +277,7 @@ def _finish(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """What was found beside the plan, for people and for --json."""
+    """Findings beside the plan, for people and for --json."""
 
     lines: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()

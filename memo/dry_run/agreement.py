@@ -129,7 +129,7 @@ def _same_order(
 
 
 def _look(call: CollectiveCall) -> tuple[CollectiveKind, tuple[int, ...], str]:
-    """What must be equal on all members of a group."""
+    """Properties that must be equal on all members of a group."""
     return call.kind, call.shape, call.dtype
 
 

@@ -44,7 +44,7 @@ class DryRun:
     run: PlannedRun
     kinds: tuple[RankKind, ...]
     disagreements: tuple[str, ...]
-    """What would fail or be otherwise than planned; empty where all agrees."""
+    """Failures and differences from the plan; empty where all agrees."""
     duration_s: float
 
 

@@ -216,7 +216,7 @@ def _best_table(found: Found, simulated_s: Mapping[Candidate, float]) -> str:
 
 
 def _does(one: Planned) -> str:
-    """What becomes of the bytes that layers save, in a few words."""
+    """Fate of the bytes that layers save, in a few words."""
     if one.plan.declined:
         words = "keeps all"
     else:
