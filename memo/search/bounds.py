@@ -39,6 +39,7 @@ from memo.mip.activation import (
     device_peak_candidates,
     predict_kept_times,
     predict_stages,
+    stage_static,
 )
 from memo.mip.inputs import Kind
 
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from memo.mip.activation import ActivationProblem, PeakCandidate, StagePrediction
     from memo.mip.inputs import LayerProfile
 
-__all__ = ["Bound", "Ladder", "keeps_all", "kept_bounds", "link_bound", "schedule_bounds", "work_bounds"]
+__all__ = ["Bound", "Ladder", "has_room", "keeps_all", "kept_bounds", "link_bound", "schedule_bounds", "work_bounds"]
 
 MOMENTS = 2
 """Fullest moments of a stage that count, by each of two orders."""
@@ -140,6 +141,18 @@ def schedule_bounds(problem: ActivationProblem) -> Ladder:
     return work_bounds(problem).raised((Bound.BUBBLE, plan.step_s))
 
 
+def has_room(problem: ActivationProblem) -> bool:
+    """Whether the device may hold what every plan holds in any case; if not, no plan fits.
+
+    The cheapest bound by memory: static bytes first, then the likely peaks of the stages whose memory counts.
+    """
+    budget, stages = problem.budgets.device_bytes, _counted_stages(problem.pipeline.stages)
+    if any(stage_static(problem, stage).nbytes > budget for stage in stages):
+        return False
+    places = (place for stage in stages for place in device_peak_candidates(problem, stage, likely_only=True))
+    return all(place.resident_bytes <= budget for place in places)
+
+
 def keeps_all(kept: ActivationPlan) -> bool:
     """Whether the plan that keeps everything fits the device."""
     problem = kept.problem
@@ -210,8 +223,7 @@ class _Program:
         """Variables and rows of one stage; of a long pipeline only some of the stages have rows of memory."""
         problem, program = self._problem, self._program
         count = problem.pipeline.stages
-        counts = count <= STAGES or stage in {place * (count - 1) // (STAGES - 1) for place in range(STAGES)}
-        moments = _fullest(problem, stage) if counts else []
+        moments = _fullest(problem, stage) if stage in _counted_stages(count) else []
         groups = self._groups(stage, moments)
         for group in groups:
             self._variables(group)
@@ -384,6 +396,13 @@ class _Program:
         for other in self._kept.stages[:stage]:
             fill += other.turn_s(0, Kind.FORWARD) + self._problem.profile.send_s
         return fill
+
+
+def _counted_stages(count: int) -> list[int]:
+    """Stages of a pipeline of `count` whose memory counts."""
+    if count <= STAGES:
+        return list(range(count))
+    return sorted({place * (count - 1) // (STAGES - 1) for place in range(STAGES)})
 
 
 _Moment = tuple[int, tuple[int, ...], tuple[int, ...]]

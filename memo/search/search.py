@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from memo.errors import SolverFailed, UsageError
 from memo.gpt import GPTConfig
 from memo.mip.activation import find_plan
-from memo.search.bounds import Bound, Ladder, keeps_all, kept_bounds, link_bound, schedule_bounds, work_bounds
+from memo.search.bounds import Bound, Ladder, has_room, keeps_all, kept_bounds, link_bound, schedule_bounds, work_bounds
 from memo.search.space import Candidate
 
 if TYPE_CHECKING:
@@ -281,6 +281,7 @@ class _Search:
             elif node.stage >= _Stage.FITS:
                 yield node
             else:
+                self._say(self._progress(bound_s))
                 for part in self._refined(node):
                     self._push(part)
 
@@ -346,7 +347,7 @@ class _Search:
         least_s = math.inf
         for number in self._space.request.tiles:
             problem = self._problem(node.candidate, number)
-            if problem is None:
+            if problem is None or not has_room(problem):
                 continue
             ladder, plan = kept_bounds(problem)
             bound_s = ladder.seconds
@@ -376,7 +377,7 @@ class _Search:
 
     def _plan(self, nodes: Sequence[_Node]) -> None:
         """Plans a round of candidates."""
-        self._say(self._progress(nodes))
+        self._say(self._progress(nodes[0].ladder.seconds))
         tasks = []
         for node in nodes:
             assert node.candidate is not None
@@ -408,10 +409,10 @@ class _Search:
         except BrokenProcessPool:
             raise SolverFailed("a process that planned layouts ended; the machine may be out of memory") from None
 
-    def _progress(self, nodes: Sequence[_Node]) -> str:
-        best = min((one.step_s for one in self._planned), default=None)
-        found = "" if best is None else f", best step {best:,.3g} s, bound {nodes[0].ladder.seconds:,.3g} s"
-        return f"searching layouts, {len(self._planned)} planned, {len(self._open):,} open{found}"
+    def _progress(self, bound_s: float) -> str:
+        best = min(self._best_s.values(), default=None)
+        found = "" if best is None else f", best step {best:,.3g} s"
+        return f"searching layouts, {len(self._planned)} planned, {len(self._open):,} open{found}, bound {bound_s:,.3g} s"
 
     # Answer.
 

@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import itertools
 import math
+from typing import Any
 
 from memo.errors import PlanError
 
@@ -67,13 +69,18 @@ def check_amounts(noun: object, where: str) -> None:
         PlanError: a number is not; the message names the field.
     """
     assert dataclasses.is_dataclass(noun)
-    for field in dataclasses.fields(noun):
-        value = getattr(noun, field.name)
+    for name in _field_names(type(noun)):
+        value = getattr(noun, name)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
         limit = MAX_NBYTES if isinstance(value, int) else MAX_AMOUNT
         if not (math.isfinite(value) and 0 <= value <= limit):
-            raise PlanError(f"{where}: {field.name} is {value}, not a finite amount of 0 or more")
+            raise PlanError(f"{where}: {name} is {value}, not a finite amount of 0 or more")
+
+
+@functools.cache
+def _field_names(noun: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(noun))
 
 
 class Role(enum.StrEnum):
@@ -348,7 +355,7 @@ class Signature:
         return -(-self.tokens // self.cp)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Profile:
     """Bytes and times of one rank and one microbatch. Lists all layers of the model, also those of other stages."""
 
@@ -398,5 +405,9 @@ class Profile:
 
     def layer_profiles(self) -> tuple[LayerProfile, ...]:
         """Profile of each layer, in forward order; layers of one class share the object."""
+        return self._layer_profiles
+
+    @functools.cached_property
+    def _layer_profiles(self) -> tuple[LayerProfile, ...]:
         by_name = {known.name: known for known in self.classes}
         return tuple(by_name[name] for name in self.layers)
