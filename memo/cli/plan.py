@@ -185,12 +185,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     """Plans or searches, checks and simulates, writes the plan and prints it."""
     if args.search:
-        if args.cluster is not None:
-            raise UsageError(
-                "--search is for nodes that are alike, of one --gpu; with --cluster give --tp, --cp and --pp"
-            )
         refuse_existing(args.output, args.html, force=args.force)
-        return run_search(args)
+        return run_search(args) if args.cluster is None else _search_cluster(args)
     refuse_search_flags(args)
     defaults = {name: value for name, value in _DEFAULTS.items() if getattr(args, name) is None}
     if args.cluster is not None:
@@ -247,6 +243,21 @@ def _run_on_cluster(args: argparse.Namespace) -> ExitCode:
         simulation = prove(best.plan)
     found = _Found(lines=(f"best placement: {best.placement.describe()}", *best.lines), summary=best.summary)
     return _finish(args, best.plan, simulation, found, asked.request.assumed)
+
+
+def _search_cluster(args: argparse.Namespace) -> ExitCode:
+    """The best layout of groups of nodes that are not alike."""
+    from memo.cli.planning.cluster_layouts import search_cluster
+
+    with WaitingLine("memo plan", f"searching layouts on {args.cluster}", quiet=args.json) as waiting:
+        layouts = search_cluster(args, say=waiting.say)
+        best = layouts.best[0][1]
+        simulation = prove(best.plan)
+    found = _Found(
+        lines=(*layouts.lines, f"best placement: {best.placement.describe()}", *best.lines),
+        summary={**best.summary, **layouts.summary},
+    )
+    return _finish(args, best.plan, simulation, found, layouts.asked.request.assumed)
 
 
 def _finish(

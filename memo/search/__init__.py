@@ -11,7 +11,7 @@ from memo.lazy import attach
 
 if TYPE_CHECKING:
     from memo.search.answer import Item as Item, Rival as Rival, rivals as rivals, step_items as step_items
-    from memo.search.bounds import Bound as Bound
+    from memo.search.bounds import Bound as Bound, has_room as has_room
     from memo.search.launch import (
         Launch as Launch,
         launch_of as launch_of,
@@ -39,7 +39,7 @@ else:
         __name__,
         {
             "answer": "Item Rival rivals step_items",
-            "bounds": "Bound",
+            "bounds": "Bound has_room",
             "launch": "Launch launch_of runs_under_memo_train why_not_trained",
             "request": "Request",
             "search": "Closed Found Planned search_layouts",

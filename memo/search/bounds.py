@@ -146,11 +146,16 @@ def has_room(problem: ActivationProblem) -> bool:
 
     The cheapest bound by memory: static bytes first, then the likely peaks of the stages whose memory counts.
     """
-    budget, stages = problem.budgets.device_bytes, _counted_stages(problem.pipeline.stages)
-    if any(stage_static(problem, stage).nbytes > budget for stage in stages):
+    budgets = {
+        stage: problem.machine_of(stage).budgets.device_bytes for stage in _counted_stages(problem.pipeline.stages)
+    }
+    if any(stage_static(problem, stage).nbytes > budget for stage, budget in budgets.items()):
         return False
-    places = (place for stage in stages for place in device_peak_candidates(problem, stage, likely_only=True))
-    return all(place.resident_bytes <= budget for place in places)
+    return all(
+        place.resident_bytes <= budget
+        for stage, budget in budgets.items()
+        for place in device_peak_candidates(problem, stage, likely_only=True)
+    )
 
 
 def keeps_all(kept: ActivationPlan) -> bool:

@@ -40,7 +40,7 @@ from memo.units import format_tokens, parse_tokens
 if TYPE_CHECKING:
     from memo.search import Found, Planned, Request
 
-__all__ = ["add_search_flags", "refuse_search_flags", "run_search"]
+__all__ = ["add_search_flags", "refuse_others", "refuse_search_flags", "run_search", "space_of", "without_layout"]
 
 PROCESSES = 2
 LEAST_STEP_TOKENS = 1 << 20
@@ -92,7 +92,7 @@ def run_search(args: argparse.Namespace) -> ExitCode:
         UsageError: a flag does not go with --search, or no layout divides the model and the step.
         Infeasible: no layout fits.
     """
-    _refuse_others(args)
+    refuse_others(args)
     former = None if args.former is None else FormerPlan.read(args.former, model=args.model)
     space = _space(args)
     if former is not None:
@@ -164,7 +164,8 @@ def _shown(found: Found) -> list[Planned]:
     return [*found.best, *runnable]
 
 
-def _refuse_others(args: argparse.Namespace) -> None:
+def refuse_others(args: argparse.Namespace) -> None:
+    """Refuses flags that do not go with --search."""
     instead = {
         "gpus": "--nodes and --gpus-per-node",
         "max_seq": "--seq",
@@ -191,21 +192,30 @@ def _space(args: argparse.Namespace) -> Space:
     for flag, number in (("nodes", nodes), ("gpus-per-node", args.gpus_per_node)):
         if number is not None and number < 1:
             raise UsageError(f"--{flag} {number} is less than 1")
-    fixed = {name: getattr(args, name) for name in DIMENSIONS if getattr(args, name) is not None}
-    if "schedule" in fixed:
-        fixed["schedule"] = PipelineSchedule(fixed["schedule"])
-    ones = {"gpus": 1, "tp": 1, "cp": 1, "pp": 1, "batch": None, "accumulate": None, "global_batch": None}
-    later = {"schedule": str(PipelineSchedule.ONE_F_ONE_B), "chunks": None, "zero": 3}
-    request = parse_request(argparse.Namespace(**{**vars(args), **ones, **later}))
+    request = parse_request(without_layout(args))
     machine = request.machine
     if args.gpus_per_node is not None:
         machine = dataclasses.replace(machine, gpus_per_node=args.gpus_per_node)
-    space = Space(
-        request=dataclasses.replace(request, machine=machine),
-        nodes=nodes,
-        global_batch=_global_batch(args, request),
-        fixed=fixed,
-    )
+    return space_of(args, dataclasses.replace(request, machine=machine), nodes=nodes)
+
+
+def without_layout(args: argparse.Namespace) -> argparse.Namespace:
+    """The flags with a layout of one GPU, as the search replaces it."""
+    ones = {"gpus": 1, "tp": 1, "cp": 1, "pp": 1, "batch": None, "accumulate": None, "global_batch": None}
+    later = {"schedule": str(PipelineSchedule.ONE_F_ONE_B), "chunks": None, "zero": 3}
+    return argparse.Namespace(**{**vars(args), **ones, **later})
+
+
+def space_of(args: argparse.Namespace, request: Request, *, nodes: int) -> Space:
+    """The space of a request on so many nodes of its machine, with the dimensions fixed that are given.
+
+    Raises:
+        UsageError: no layout divides the model and the step, or flags contradict each other.
+    """
+    fixed = {name: getattr(args, name) for name in DIMENSIONS if getattr(args, name) is not None}
+    if "schedule" in fixed:
+        fixed["schedule"] = PipelineSchedule(fixed["schedule"])
+    space = Space(request=request, nodes=nodes, global_batch=_global_batch(args, request), fixed=fixed)
     config = request.config
     if request.embedding is EmbeddingGradients.SPARSE and isinstance(config, GPTConfig):
         reason = reason_not_sparse(tied=config.tie_embeddings, ranks=space.gpus, lora=request.lora)

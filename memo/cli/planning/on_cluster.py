@@ -32,6 +32,7 @@ from memo.mip.activation import (
     solve_mlp_tiles,
 )
 from memo.mip.cluster import Cluster, NodeGroup, Placement, ProfileOf, balanced_layers, communication, read_cluster
+from memo.search import has_room
 from memo.units import format_duration
 
 if TYPE_CHECKING:
@@ -121,6 +122,18 @@ class ClusterRequest:
         request = parse_request(args, machine=cluster.groups[0].machine)
         budgets = {group.name: _budgets(args, group) for group in cluster.groups}
         return cls(request=request, cluster=cluster, budgets=budgets)
+
+    def may_fit(self) -> bool:
+        """Whether some placement has room for what every plan holds; in a fraction of the time that a plan takes.
+
+        Raises:
+            UsageError: the layout has no place on the cluster.
+        """
+        return any(
+            has_room(self._problems(candidate.placement, candidate.layers)(tiles))
+            for candidate in self._candidates()[0]
+            for tiles in reversed(self.request.tiles)
+        )
 
     def plan(self) -> ClusterPlan:
         """The plan with the shortest step of all placements.
