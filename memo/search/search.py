@@ -411,8 +411,10 @@ class _Search:
 
     def _progress(self, bound_s: float) -> str:
         best = min(self._best_s.values(), default=None)
-        found = "" if best is None else f", best step {best:,.3g} s"
-        return f"searching layouts, {len(self._planned)} planned, {len(self._open):,} open{found}, bound {bound_s:,.3g} s"
+        found = "" if best is None else f"best step {best:,.3g} s, "
+        return (
+            f"searching layouts, {len(self._planned)} planned, {len(self._open):,} open, {found}bound {bound_s:,.3g} s"
+        )
 
     # Answer.
 

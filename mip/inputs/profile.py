@@ -69,7 +69,7 @@ def check_amounts(noun: object, where: str) -> None:
         PlanError: a number is not; the message names the field.
     """
     assert dataclasses.is_dataclass(noun)
-    for name in _field_names(type(noun)):
+    for name in _field_names(noun.__class__):
         value = getattr(noun, name)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue

@@ -85,7 +85,6 @@ def test_numbers_of_layers_that_are_given_are_planned(capsys: pytest.CaptureFixt
         (["--gpu", "h100"], "--gpu has no meaning with --cluster"),
         (["--net", "8x400Gb"], "--net has no meaning with --cluster"),
         (["--gpus", "auto"], "--gpus auto has no meaning with --cluster"),
-        (["--search"], "--search is for nodes that are alike"),
         (["--plot", "x.png"], "--plot has no meaning with --cluster"),
         (["--from", "plan.json"], "--from does not go with --cluster"),
         (["--sweep", "seq"], "--sweep seq has no meaning with --cluster"),

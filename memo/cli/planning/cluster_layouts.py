@@ -1,8 +1,8 @@
 """`memo plan --search --cluster`: the layout with the shortest step on groups of nodes that are not alike.
 
-Owns the order of work: a bound for each layout, then its plan by `memo plan --cluster`, the lowest bound first, until what is
-left is proven slower than the layouts that were found. With M microbatches and t(s) the shortest work of one layer, without
-collectives, on the machine of stage s, a step of n layers takes at least
+Owns the order of work: a bound for each layout, then its plan by `memo plan --cluster`, the lowest bound first, until what
+is left is proven slower than the layouts that were found. With M microbatches and t(s) the shortest work of one layer,
+without collectives, on the machine of stage s, a step of n layers takes at least
 
     M n / sum_s 1 / t(s)        on the placement where that is least, however layers are divided
 """
