@@ -94,10 +94,9 @@ class Actuator:
     def apply(self, setting: ActivationPlan | Setting, *, growth: float = 1.0) -> None:
         """Applies a plan or a setting from the next layer call on."""
         if isinstance(setting, Setting):
-            levels = TokenLevels(matmuls=setting.matmuls, attention=1.0 - setting.matmuls)
             self._expect({})
             self._engine.place({}, rest_bytes=self.limits(growth).device_bytes if setting.rest_stays else 0)
-            self._tokenwise.choose(dict.fromkeys((layer.name for layer in self._layers), levels))
+            self._tokenwise.choose({layer.name: setting.levels(number) for number, layer in enumerate(self._layers)})
         else:
             placements, chosen = settings_of(setting, self._layers)
             self._engine.place(placements)

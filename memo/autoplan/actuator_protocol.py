@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
+from memo.swap import TokenLevels
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -24,9 +26,15 @@ class Setting:
     """Treatment of all layers while no plan is in use: attention outputs are moved, and the rest is recomputed."""
 
     matmuls: float = 0.0
-    """Fraction of the tokens whose matrix products are moved instead of recomputed."""
+    """Fraction of the tokens of every second pair of layers whose matrix products are moved instead of recomputed: beside
+    layers at one level it shows what dividing takes, also where kinds of layers alternate."""
     rest_stays: bool = False
     """True: tensors for which no tier has room stay on the device, within its budget. False: that is an error."""
+
+    def levels(self, number: int) -> TokenLevels:
+        """Levels of the layer of this number, from 0."""
+        matmuls = self.matmuls if number // 2 % 2 else 0.0
+        return TokenLevels(matmuls=matmuls, attention=1.0 - matmuls)
 
 
 SAFEST = Setting()
