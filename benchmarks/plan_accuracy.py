@@ -66,7 +66,7 @@ from throttled_backend import PacedBackend, PacedDisk
 
 HIDDEN = 256
 LAYERS = 8
-MIXED = Setting(matmuls=0.5)
+MIXED = Setting(saved=0.5)
 """As planning measures a step."""
 SAVED = 12
 """Tensors of the input's size that a layer saves."""

@@ -11,9 +11,10 @@ the checker is never applied; those of the solver have passed the simulator, too
                                                      4
 
 The safest setting moves attention outputs and recomputes the rest, so a measured step does not run out of memory where
-the plan would not; tensors for which the tiers have no room stay on the device, as in a plan. The mixed setting has
-layers divided among levels of recompute beside whole ones, to time both: as many tokens as the safest step left room for. A
-setting's first step is not measured, since kernels are chosen and each layer's recompute is tried in it.
+the plan would not; tensors for which the tiers have no room stay on the device, as in a plan. In the mixed
+setting some tokens of every second pair of layers are saved whole, to time what dividing takes: as many as the safest
+step left room for. A setting's first step is not measured, since kernels are chosen and each layer's recompute is tried
+in it.
 
 A shape that comes later is planned before its first step, from the profile of the nearest shape: layer bytes, and
 device memory above what is in use between steps, are scaled with the tokens.
@@ -252,11 +253,11 @@ class AutoPlan:
         self._checks_budget = False
         if spare < 0 and cached.plan is not None:
             self._plan_smaller(cached, max(self._all_gather(peak)), excess=-spare)
-        elif spare < 0 and isinstance(cached.setting, Setting) and cached.setting.matmuls:
-            cached.phase, cached.setting = Phase.MIXED, MEASURING  # products had less room than it seemed
+        elif spare < 0 and isinstance(cached.setting, Setting) and cached.setting.saved:
+            cached.phase, cached.setting = Phase.MIXED, MEASURING  # what is saved had less room than it seemed
         elif cached.phase is Phase.WARM_UP:
             share = min(self._all_gather(self._actuator.spare_share(peak, max(self._forwards, self._held or 1))))
-            cached.phase, cached.setting = Phase.MIXED, dataclasses.replace(MEASURING, matmuls=share)
+            cached.phase, cached.setting = Phase.MIXED, dataclasses.replace(MEASURING, saved=share)
         elif cached.phase is Phase.MIXED:
             cached.phase = Phase.PROFILING
         elif cached.phase is Phase.PLANNED:

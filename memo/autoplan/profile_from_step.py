@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING
 from memo.autoplan.layer_classes import classes_of, points_of
 from memo.errors import PlanError
 from memo.events import Lane
-from memo.mip.inputs import ALL, ATTENTION, EndProfile, Hardware, LayerProfile, PointProfile, Profile, Role, Signature
+from memo.mip.inputs import (
+    ALL,
+    ATTENTION,
+    MATMULS,
+    EndProfile,
+    Hardware,
+    LayerProfile,
+    PointProfile,
+    Profile,
+    Role,
+    Signature,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -99,7 +110,7 @@ def _recomputed(layers: Sequence[LayerProfile], times: StepTimes, levels: Sequen
     """Layers whose recomputes take what they took in the step: a trial, which compares what it computes, takes longer."""
 
     def taken(layer: LayerProfile, measured: LayerTimes, level: TokenLevels) -> float | None:
-        tried = layer.point(ATTENTION)
+        tried = layer.point(ATTENTION) or layer.point(MATMULS)  # where both save the same
         if level.attention < 1 or tried is None or not tried.recompute_s or not measured.recompute_ns:
             return None
         return measured.recompute_ns / measured.calls / 1e9 / tried.recompute_s
@@ -121,8 +132,8 @@ def _divided(layers: Sequence[LayerProfile], levels: Sequence[TokenLevels]) -> l
     """Layers with the time that dividing takes beside their own, where those that were divided show it."""
     found = list(layers)
     for alike in _by_class(layers):
-        divided = [number for number in alike if levels[number].matmuls]
-        whole = [number for number in alike if not levels[number].matmuls]
+        divided = [number for number in alike if levels[number].all]
+        whole = [number for number in alike if not levels[number].all]
         seconds = _longer_s([layers[number] for number in divided], [layers[number] for number in whole])
         for number in alike:
             own = _shorter(layers[number], seconds) if number in divided else layers[number]

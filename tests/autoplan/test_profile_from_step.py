@@ -54,7 +54,7 @@ def costs(name: str, always: int = 1000) -> LayerCosts:
     )
 
 
-MIXED = Setting(matmuls=0.25)
+MIXED = Setting(saved=0.25)
 
 
 def mixed(*totals_ms: float) -> Profile:
