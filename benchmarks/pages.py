@@ -174,8 +174,8 @@ def _peers(peers: Result) -> list[str]:
             "thread each, and ratios are of one round, in the median, ± half of the range between the quartiles. A CPU has "
             "no memory apart from the host's, so what others move to the host stays where it was; memo moves to a disk. "
             "Automatic plans are given a budget: a share of what keeping everything takes above rest, or, without one in "
-            "the name, what full checkpointing takes; where no plan fits it, memo warns and takes the least it can. Hidden is "
-            "the share of the disk's busy time that compute covered."
+            "the name, what full checkpointing takes; where no plan fits it, memo warns and takes the least it can. Hidden "
+            "is the share of the disk's busy time that compute covered."
         ),
         "",
     ]
