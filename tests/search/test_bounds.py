@@ -9,7 +9,7 @@ from small_clusters import all_candidates, random_space
 
 from memo.mip.activation import find_plan
 from memo.search import Bound, Candidate
-from memo.search.bounds import Ladder, keeps_all, kept_bounds, link_bound, schedule_bounds, work_bounds
+from memo.search.bounds import Ladder, has_room, keeps_all, kept_bounds, link_bound, schedule_bounds, work_bounds
 
 ROUNDING = 1e-9
 
@@ -32,6 +32,7 @@ def test_every_bound_is_below_the_planners_step(block: int) -> None:
                 "schedule": schedule_bounds(nothing_sharded).seconds,
                 "kept": ladder.seconds,
                 "link": link_bound(kept),
+                "room": 0.0 if has_room(problem) else math.inf,
             }
             for what, bound_s in bounds.items():
                 assert bound_s <= step_s * (1 + ROUNDING), (seed, what, candidate)
