@@ -7,7 +7,8 @@ layers share are arguments, so a layer is a function of (x, rotary tables, spans
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch import nn
 from memo.errors import UsageError
 from memo.gpt.config import GPTConfig
 from memo.gpt.model.attention import attend, attend_within
+from memo.gpt.model.experts import MoeMlp
 from memo.gpt.model.init_weights import initialise
 from memo.gpt.model.packed_documents import DocumentSpans
 from memo.gpt.model.rotary import RotaryTables, rotary_tables, rotate, tables_at
@@ -23,7 +25,7 @@ from memo.gpt.model.tiled_mlp import tiled_mlp
 from memo.loss import chunked_linear_cross_entropy
 from memo.machine import require_within_norm_limit
 
-__all__ = ["GPT", "Attention", "Block", "GeluMlp", "SwigluMlp"]
+__all__ = ["GPT", "Attention", "Block", "GeluMlp", "MoeBlock", "SwigluMlp", "run_layers"]
 
 
 def _linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
@@ -113,7 +115,7 @@ class Block(nn.Module):
         self.norm1 = _norm(config)
         self.attention = Attention(config)
         self.norm2 = _norm(config)
-        self.mlp = SwigluMlp(config) if config.mlp == "swiglu" else GeluMlp(config)
+        self.mlp = self._make_mlp(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -122,6 +124,48 @@ class Block(nn.Module):
         """Layer output of `x`, both (batch, tokens, hidden)."""
         x = x + self.dropout(self.attention(self.norm1(x), rotary, spans))
         return x + self.dropout(self.mlp(self.norm2(x)))  # type: ignore[no-any-return]
+
+    def _make_mlp(self, config: GPTConfig) -> nn.Module:
+        return _mlp(config)
+
+
+class MoeBlock(Block):
+    """Transformer layer with a mixture of experts as its MLP."""
+
+    def _make_mlp(self, config: GPTConfig) -> nn.Module:
+        moe = config.moe
+        assert moe is not None
+        shared = dataclasses.replace(config, ffn=moe.shared_experts * moe.expert_hidden) if moe.shared_experts else None
+        return MoeMlp(config, None if shared is None else _mlp(shared))
+
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, rotary: RotaryTables | None = None, spans: DocumentSpans | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Layer output of `x`, both (batch, tokens, hidden), and the router's losses, a scalar."""
+        x = x + self.dropout(self.attention(self.norm1(x), rotary, spans))
+        out, losses = self.mlp(self.norm2(x))
+        return x + self.dropout(out), losses
+
+
+def _mlp(config: GPTConfig) -> nn.Module:
+    return SwigluMlp(config) if config.mlp == "swiglu" else GeluMlp(config)
+
+
+def _block(config: GPTConfig, layer: int) -> Block:
+    return MoeBlock(config) if config.moe is not None and config.moe.is_in(layer) else Block(config)
+
+
+def run_layers(
+    layers: Iterable[nn.Module], x: torch.Tensor, rotary: RotaryTables | None, spans: DocumentSpans | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Output of the last layer, (batch, tokens, hidden), and the sum of the routers' losses; None without experts."""
+    routers = []
+    for layer in layers:
+        x = layer(x, rotary, spans)
+        if isinstance(x, tuple):
+            x, losses = x
+            routers.append(losses)
+    return x, torch.stack(routers).sum() if routers else None
 
 
 class GPT(nn.Module):
@@ -149,7 +193,7 @@ class GPT(nn.Module):
             self.tokens = nn.Embedding(config.vocab_size, config.hidden)
             self.positions = nn.Embedding(config.max_seq, config.hidden) if config.positions == "learned" else None
             self.dropout = nn.Dropout(config.dropout)
-            self.layers = nn.ModuleList([Block(config) for _ in range(config.layers)])
+            self.layers = nn.ModuleList([_block(config, index) for index in range(config.layers)])
             self.norm = _norm(config)
             # A tied projection uses the embedding's weight itself; there is no second parameter.
             self.head = None if config.tie_embeddings else nn.Linear(config.hidden, config.vocab_size, bias=False)
@@ -176,7 +220,7 @@ class GPT(nn.Module):
             targets: (batch, tokens), int64; -100 is ignored.
 
         Returns:
-            Logits (batch, tokens, vocabulary) without targets, else the mean loss.
+            Logits (batch, tokens, vocabulary) without targets, else the mean loss; in training with the routers' losses.
 
         Raises:
             UsageError: more tokens than the learned position table has rows.
@@ -185,12 +229,12 @@ class GPT(nn.Module):
         spans = None if end is None else DocumentSpans.of(tokens, end)
         x, rotary = self._embed(tokens, spans)
         require_within_norm_limit(x, "the model")
-        for layer in self.layers:
-            x = layer(x, rotary, spans)
+        x, routers = run_layers(self.layers, x, rotary, spans)
         x = self.norm(x)
         if targets is None:
             return F.linear(x, self.output_weight)
-        return chunked_linear_cross_entropy(x, self.output_weight, targets)
+        loss = chunked_linear_cross_entropy(x, self.output_weight, targets)
+        return loss + routers if self.training and routers is not None else loss
 
     def _embed(self, tokens: torch.Tensor, spans: DocumentSpans | None) -> tuple[torch.Tensor, RotaryTables | None]:
         seq, config = tokens.shape[1], self.config
