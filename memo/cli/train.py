@@ -256,6 +256,13 @@ def _layout_flags(group: argparse._ArgumentGroup) -> None:
         help="context parallelism: ranks that divide each sequence (default 1)",
     )
     group.add_argument(
+        "--ep",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --experts: expert parallelism, ranks of --dp that divide the experts (default 1)",
+    )
+    group.add_argument(
         "--cp-attention",
         type=_argument(_one_of(ContextAttention)),
         default=ContextAttention.AUTO,
@@ -434,7 +441,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
     """
     flags = dict(vars(args))
     schedule = _schedule(flags.pop("lr"), flags.pop("min_lr"), flags.pop("warmup"), flags.pop("steps"))
-    sizes = ("dp", "tp", "pp", "cp", "cp_attention", "schedule", "chunks", "sequence_parallel")
+    sizes = ("dp", "tp", "pp", "cp", "ep", "cp_attention", "schedule", "chunks", "sequence_parallel")
     layout = Layout(**{name: flags.pop(name) for name in sizes}, stage_layers=flags.pop("stage_layers"))
     numbers = [flags.pop(name) for name in ("batch", "accumulate", "global_batch")]
     keeps_batch = numbers == [None] * 3

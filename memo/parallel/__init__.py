@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
-    from memo.parallel.collectives import all_gathered as all_gathered, reduce_scattered as reduce_scattered
+    from memo.parallel.collectives import (
+        all_gathered as all_gathered,
+        exchange_rows as exchange_rows,
+        reduce_scattered as reduce_scattered,
+    )
+    from memo.parallel.expert_parallel import divide_experts as divide_experts, own_experts as own_experts
     from memo.parallel.failure import ended_by_signal as ended_by_signal, first_cause as first_cause
     from memo.parallel.gathered_input import kept_for as kept_for
     from memo.parallel.grad_norm import clip_gradients as clip_gradients, gradient_norm as gradient_norm
@@ -46,7 +51,8 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "collectives": "all_gathered reduce_scattered",
+            "collectives": "all_gathered exchange_rows reduce_scattered",
+            "expert_parallel": "divide_experts own_experts",
             "failure": "ended_by_signal first_cause",
             "gathered_input": "kept_for",
             "grad_norm": "clip_gradients gradient_norm",

@@ -7,6 +7,9 @@
 Owns routing, the order of rows, and the router's losses. Every sum has one order: backward gathers by the inverse
 permutation and adds the k rows of a token in the order of its choices, since adding by index has no fixed order on a GPU.
 T k does not depend on the routing, so without expert parallelism every saved tensor's size is the same in each step.
+
+Expert-parallel ranks exchange rows: each gets those of its experts from all ranks, in the order of the ranks, and sends
+the results back. How many it gets depends on the routing.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
 from memo.gpt.config import GPTConfig, MoeConfig
+from memo.parallel import exchange_rows, own_experts
 
 __all__ = ["Experts", "MoeMlp", "Router"]
 
@@ -36,6 +41,8 @@ class Router(nn.Module):
     def __init__(self, hidden: int, moe: MoeConfig) -> None:
         super().__init__()
         self.moe = moe
+        self.group: dist.ProcessGroup | None = None
+        """Ranks whose tokens are one batch, for the load balance; None where this process has the batch."""
         self.weight = nn.Parameter(torch.empty(moe.experts, hidden))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -60,7 +67,11 @@ class Router(nn.Module):
         # (Fedus et al. 2021, "Switch Transformers", eq. 4; 1 when balanced). z: mean of log-sum-exp squared (Zoph et al.
         # 2022, "ST-MoE", eq. 5).
         counts = F.one_hot(chosen, self.moe.experts).sum((0, 1))
-        fractions = (counts / chosen.numel()).to(shares.dtype)
+        choices = chosen.numel()
+        if self.group is not None:
+            dist.all_reduce(counts, group=self.group)
+            choices *= self.group.size()
+        fractions = (counts / choices).to(shares.dtype)
         balance = self.moe.experts * (fractions * shares.mean(0)).sum()
         z = logits.logsumexp(-1).square().mean()
         return self.moe.balance_coefficient * balance + self.moe.z_coefficient * z
@@ -83,7 +94,7 @@ class _ExpertMatrix(nn.Module):
         Returns:
             (n, outputs).
         """
-        weight = self.weight
+        weight = own_experts(self.weight)
         if torch.is_autocast_enabled(rows.device.type):
             dtype = torch.get_autocast_dtype(rows.device.type)
             rows, weight = rows.to(dtype), weight.to(dtype)
@@ -105,6 +116,9 @@ class Experts(nn.Module):
     def __init__(self, config: GPTConfig, moe: MoeConfig) -> None:
         super().__init__()
         hidden, wide = config.hidden, moe.expert_hidden
+        self.count = moe.experts
+        self.group: dist.ProcessGroup | None = None
+        """Ranks that the experts are divided over; None where each has all."""
         self.gate = _ExpertMatrix(moe.experts, hidden, wide) if config.mlp == "swiglu" else None
         self.up = _ExpertMatrix(moe.experts, hidden, wide)
         self.down = _ExpertMatrix(moe.experts, wide, hidden)
@@ -119,7 +133,26 @@ class Experts(nn.Module):
         Returns:
             (n, hidden).
         """
-        count = self.up.weight.shape[0]
+        if self.group is not None:
+            return self._on_their_ranks(rows, sorted_experts, self.group)
+        return self._computed(rows, sorted_experts, self.count)
+
+    def _on_their_ranks(
+        self, rows: torch.Tensor, sorted_experts: torch.Tensor, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ranks, own = group.size(), self.count // group.size()
+        counts = F.one_hot(sorted_experts, self.count).sum(0)
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=group)
+        sent, received = (part.view(ranks, own).sum(1).tolist() for part in (counts, theirs))
+        numbers = torch.arange(own, device=rows.device).repeat(ranks).repeat_interleave(theirs)
+        sorted_numbers, order = numbers.sort(stable=True)
+        inverse = order.argsort()
+        arrived = _permuted(exchange_rows(rows, group, sent, received), order, inverse)
+        done = _permuted(self._computed(arrived, sorted_numbers, own), inverse, order)
+        return exchange_rows(done, group, received, sent)
+
+    def _computed(self, rows: torch.Tensor, sorted_experts: torch.Tensor, count: int) -> torch.Tensor:
         numbers = torch.arange(count, device=rows.device)
         ends = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
         if self.gate is None:

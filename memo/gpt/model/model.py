@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from memo.errors import UsageError
-from memo.gpt.config import GPTConfig
+from memo.gpt.config import GPTConfig, MoeConfig
 from memo.gpt.model.attention import attend, attend_within
 from memo.gpt.model.experts import MoeMlp
 from memo.gpt.model.init_weights import initialise
@@ -25,7 +25,7 @@ from memo.gpt.model.tiled_mlp import tiled_mlp
 from memo.loss import chunked_linear_cross_entropy
 from memo.machine import require_within_norm_limit
 
-__all__ = ["GPT", "Attention", "Block", "GeluMlp", "MoeBlock", "SwigluMlp", "run_layers"]
+__all__ = ["GPT", "Attention", "Block", "GeluMlp", "SwigluMlp", "run_layers"]
 
 
 def _linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
@@ -108,51 +108,40 @@ def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 class Block(nn.Module):
-    """Transformer layer: x = x + attention(norm1(x)), then x + mlp(norm2(x))."""
+    """Transformer layer: x = x + attention(norm1(x)), then x + mlp(norm2(x)).
 
-    def __init__(self, config: GPTConfig) -> None:
+    Args:
+        config: the model.
+        layer: number of the layer, which decides whether its MLP is a mixture of experts.
+    """
+
+    def __init__(self, config: GPTConfig, layer: int = 0) -> None:
         super().__init__()
         self.norm1 = _norm(config)
         self.attention = Attention(config)
         self.norm2 = _norm(config)
-        self.mlp = self._make_mlp(config)
+        moe = config.moe
+        self.mlp = _mlp(config) if moe is None or not moe.is_in(layer) else _moe_mlp(config, moe)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
         self, x: torch.Tensor, rotary: RotaryTables | None = None, spans: DocumentSpans | None = None
-    ) -> torch.Tensor:
-        """Layer output of `x`, both (batch, tokens, hidden)."""
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Layer output of `x`, both (batch, tokens, hidden); with experts also the router's losses, a scalar."""
         x = x + self.dropout(self.attention(self.norm1(x), rotary, spans))
-        return x + self.dropout(self.mlp(self.norm2(x)))  # type: ignore[no-any-return]
-
-    def _make_mlp(self, config: GPTConfig) -> nn.Module:
-        return _mlp(config)
-
-
-class MoeBlock(Block):
-    """Transformer layer with a mixture of experts as its MLP."""
-
-    def _make_mlp(self, config: GPTConfig) -> nn.Module:
-        moe = config.moe
-        assert moe is not None
-        shared = dataclasses.replace(config, ffn=moe.shared_experts * moe.expert_hidden) if moe.shared_experts else None
-        return MoeMlp(config, None if shared is None else _mlp(shared))
-
-    def forward(  # type: ignore[override]
-        self, x: torch.Tensor, rotary: RotaryTables | None = None, spans: DocumentSpans | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Layer output of `x`, both (batch, tokens, hidden), and the router's losses, a scalar."""
-        x = x + self.dropout(self.attention(self.norm1(x), rotary, spans))
-        out, losses = self.mlp(self.norm2(x))
-        return x + self.dropout(out), losses
+        out = self.mlp(self.norm2(x))
+        if isinstance(out, tuple):
+            return x + self.dropout(out[0]), out[1]
+        return x + self.dropout(out)  # type: ignore[no-any-return]
 
 
 def _mlp(config: GPTConfig) -> nn.Module:
     return SwigluMlp(config) if config.mlp == "swiglu" else GeluMlp(config)
 
 
-def _block(config: GPTConfig, layer: int) -> Block:
-    return MoeBlock(config) if config.moe is not None and config.moe.is_in(layer) else Block(config)
+def _moe_mlp(config: GPTConfig, moe: MoeConfig) -> MoeMlp:
+    shared = dataclasses.replace(config, ffn=moe.shared_experts * moe.expert_hidden) if moe.shared_experts else None
+    return MoeMlp(config, None if shared is None else _mlp(shared))
 
 
 def run_layers(
@@ -193,7 +182,7 @@ class GPT(nn.Module):
             self.tokens = nn.Embedding(config.vocab_size, config.hidden)
             self.positions = nn.Embedding(config.max_seq, config.hidden) if config.positions == "learned" else None
             self.dropout = nn.Dropout(config.dropout)
-            self.layers = nn.ModuleList([_block(config, index) for index in range(config.layers)])
+            self.layers = nn.ModuleList([Block(config, index) for index in range(config.layers)])
             self.norm = _norm(config)
             # A tied projection uses the embedding's weight itself; there is no second parameter.
             self.head = None if config.tie_embeddings else nn.Linear(config.hidden, config.vocab_size, bias=False)
