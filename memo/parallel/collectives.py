@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from memo.swap import Axis, token_local
+from memo.swap import Axis, memoize, token_local
 
 __all__ = [
     "all_gathered",
@@ -187,6 +187,7 @@ class _ExchangeRows(torch.autograd.Function):
         return _rows_exchanged(grad, ctx.group, ctx.received, ctx.sent), None, None, None
 
 
+@memoize  # other ranks may not repeat the layer
 def _rows_exchanged(x: torch.Tensor, group: Group, sent: list[int], received: list[int]) -> torch.Tensor:
     result = x.new_empty(sum(received), x.shape[1])
     dist.all_to_all_single(result, x.contiguous(), received, sent, group=group)

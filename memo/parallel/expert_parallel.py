@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -37,17 +34,7 @@ def own_experts(parameter: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(parameter, DTensor):
         return parameter
-    mesh = parameter.device_mesh
-    return cast("torch.Tensor", _Mean.apply(parameter.to_local(), mesh.size()))  # type: ignore[no-untyped-call]
-
-
-class _Mean(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: int) -> torch.Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad / ctx.ranks, None
+    local, ranks = parameter.to_local(), parameter.device_mesh.size()
+    if local.requires_grad:
+        local.register_hook(lambda grad: grad / ranks)  # on the parameter's own memory, which memo knows not to move
+    return local

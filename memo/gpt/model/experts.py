@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from memo.gpt.config import GPTConfig, MoeConfig
 from memo.parallel import exchange_rows, own_experts
+from memo.swap import memoize
 
 __all__ = ["Experts", "MoeMlp", "Router"]
 
@@ -141,13 +142,8 @@ class Experts(nn.Module):
         self, rows: torch.Tensor, sorted_experts: torch.Tensor, group: dist.ProcessGroup
     ) -> torch.Tensor:
         ranks, own = group.size(), self.count // group.size()
-        counts = F.one_hot(sorted_experts, self.count).sum(0)
-        theirs = torch.empty_like(counts)
-        dist.all_to_all_single(theirs, counts, group=group)
+        counts, theirs, sorted_numbers, order, inverse = _arrivals(sorted_experts, self.count, group)
         sent, received = (part.view(ranks, own).sum(1).tolist() for part in (counts, theirs))
-        numbers = torch.arange(own, device=rows.device).repeat(ranks).repeat_interleave(theirs)
-        sorted_numbers, order = numbers.sort(stable=True)
-        inverse = order.argsort()
         arrived = _permuted(exchange_rows(rows, group, sent, received), order, inverse)
         done = _permuted(self._computed(arrived, sorted_numbers, own), inverse, order)
         return exchange_rows(done, group, received, sent)
@@ -186,6 +182,28 @@ class MoeMlp(nn.Module):
         per_choice = _permuted(rows, inverse, order).unflatten(0, chosen.shape)
         out = (per_choice * weights.unsqueeze(-1).to(per_choice.dtype)).sum(1).view_as(x)
         return (out if self.shared is None else out + self.shared(x)), losses
+
+
+@memoize  # other ranks may not repeat the layer
+def _arrivals(sorted_experts: torch.Tensor, count: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
+    """Rows that come to this rank's experts.
+
+    Args:
+        sorted_experts: experts of the rows that this rank sends, (n), int64.
+        count: experts of all ranks.
+        group: the ranks.
+
+    Returns:
+        Rows of this rank for each expert, (count); rows from each rank for each expert of this one, (count); the arriving
+        rows' experts sorted, counted from this rank's first, the order that sorts them, and its inverse.
+    """
+    counts = F.one_hot(sorted_experts, count).sum(0)
+    theirs = torch.empty_like(counts)
+    dist.all_to_all_single(theirs, counts, group=group)
+    ranks = group.size()
+    numbers = torch.arange(count // ranks, device=counts.device).repeat(ranks).repeat_interleave(theirs)
+    sorted_numbers, order = numbers.sort(stable=True)
+    return counts, theirs, sorted_numbers, order, order.argsort()
 
 
 def _sorted_rows(tokens: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
