@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from launching import torchrun
 
 from memo.errors import ExitCode, UsageError
-from memo.gpt.config import GPTConfig, MoeConfig, preset
+from memo.gpt.config import MoeConfig, preset
 from memo.parallel.layout import ContextAttention, Layout, PipelineSchedule
 from memo.parallel.pipeline import make_schedule
 

@@ -148,12 +148,14 @@ def run_layers(
     layers: Iterable[nn.Module], x: torch.Tensor, rotary: RotaryTables | None, spans: DocumentSpans | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output of the last layer, (batch, tokens, hidden), and the sum of the routers' losses; None without experts."""
-    routers = []
+    routers: list[torch.Tensor] = []
     for layer in layers:
-        x = layer(x, rotary, spans)
-        if isinstance(x, tuple):
-            x, losses = x
+        out: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = layer(x, rotary, spans)
+        if isinstance(out, tuple):
+            x, losses = out
             routers.append(losses)
+        else:
+            x = out
     return x, torch.stack(routers).sum() if routers else None
 
 
