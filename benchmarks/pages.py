@@ -174,7 +174,8 @@ def _peers(peers: Result) -> list[str]:
             "thread each, and ratios are of one round, in the median, ± half of the range between the quartiles. A CPU has "
             "no memory apart from the host's, so what others move to the host stays where it was; memo moves to a disk. "
             "Automatic plans are given a budget: a share of what keeping everything takes above rest, or, without one in "
-            "the name, what full checkpointing takes. Hidden is the share of the disk's busy time that compute covered."
+            "the name, what full checkpointing takes; where no plan fits it, memo warns and takes the least it can. Hidden "
+            "is the share of the disk's busy time that compute covered."
         ),
         "",
     ]
@@ -281,7 +282,8 @@ def _simulated_rules(body: dict[str, Any]) -> str:
         f" In the other {body['deciding']}, which the table has, greedy takes {greedy['median'] - 1:.1%} longer in the"
         f" median and {greedy['worst'] - 1:.1%} at worst. By simulation {unbeaten}; over all problems its plans are"
         f" {solver['median_gap']:.2%} above the bound in the median and {solver['worst_gap']:.2%} at worst. It chooses in"
-        f" {solver['choosing_s'] * 1e3:.0f} ms in the median, greedy in {every['greedy']['choosing_s'] * 1e3:.0f}."
+        f" {solver['choosing_s'] * 1e3:.0f} ms in the median; greedy, which tries every number of its steps in turn, in"
+        f" {every['greedy']['choosing_s'] * 1e3:.0f}."
     )
 
 
@@ -312,7 +314,7 @@ def _parts(body: dict[str, Any]) -> list[str]:
         if part != "everything on"
     ]
     engine = [
-        [part, *(f"{row['over_on'][part]:.3f}" for row in body["engine"])]
+        [part, *(ratio(row["over_on"][part]) for row in body["engine"])]
         for part in body["engine"][0]["over_on"]
         if part != "everything on"
     ]
@@ -376,7 +378,7 @@ def results_page() -> str:
     simulated, carried = newest("solver", having="deciding_rules"), newest("solver", having="pairs_in_order")
     if simulated is not None and carried is not None:
         lines += ["## Is the solver worth it?", "", *_rules(simulated, carried)]
-    parts = newest("parts")
+    parts = newest("parts", having="tiles")
     if parts is not None:
         lines += ["## What each part is worth", "", *_parts(parts.body), f"Source: {parts.source}.", ""]
     if architectures is not None:

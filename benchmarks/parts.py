@@ -23,7 +23,6 @@ import dataclasses
 import functools
 import itertools
 import os
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -33,7 +32,7 @@ import torch
 
 from benchmarks.machine import no_solver
 from benchmarks.plan_accuracy import LAYERS, Bench, Case
-from benchmarks.results import write_result
+from benchmarks.results import quartiles, write_result
 from benchmarks.solver.compared import compared
 from benchmarks.solver.problems import HUGE, MODELS, TENSOR_PARALLEL, derived, least_bytes, problems, with_budget
 from benchmarks.solver.rules import best_of, lp, placed
@@ -47,6 +46,8 @@ from memo.record.step import gpt_step
 from memo.swap.engine import h2d
 from memo.swap.token_levels import TokenLevels
 
+NO_DISK = "no disk"
+"""Asked of problems that have one."""
 KINDS = ("planned", "engine", "addresses", "tiles")
 GRID = 8
 """Parts of the grid of one setting for all layers."""
@@ -96,16 +97,17 @@ PLANNED: dict[str, Callable[[ActivationProblem], float | None]] = {
     "swap alone": lambda problem: _solved(_without(problem, MATMULS, ATTENTION)),
     "recompute alone": lambda problem: _solved(_with_budgets(problem, host_bytes=0, disk_bytes=0)),
     "one setting for all layers": one_setting,
-    "no disk": lambda problem: _solved(_with_budgets(problem, disk_bytes=0)),
+    NO_DISK: lambda problem: _solved(_with_budgets(problem, disk_bytes=0)),
 }
 
 
 def planned() -> list[dict[str, Any]]:
     """Of each problem the step's seconds with each part off; None where no plan is left."""
-    return [
-        {"problem": named.name, "step_s": {part: off(named.problem) for part, off in PLANNED.items()}}
-        for named in problems()
-    ]
+    rows = []
+    for named in problems():
+        parts = [part for part in PLANNED if part != NO_DISK or named.problem.budgets.disk_bytes]
+        rows.append({"problem": named.name, "step_s": {part: PLANNED[part](named.problem) for part in parts}})
+    return rows
 
 
 ENGINE: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
@@ -142,7 +144,7 @@ def engine(rounds: int) -> Iterator[dict[str, Any]]:
         yield {
             "link_bytes_per_s": link,
             "rounds_s": taken,
-            "over_on": {part: statistics.median(values) for part, values in ratios.items()},
+            "over_on": {part: quartiles(values) for part, values in ratios.items()},
             "reloaded_bytes": reloaded,
             "forwarded_bytes": forwarded,
             "prefetch_hits": hits,
@@ -221,7 +223,9 @@ def main(arguments: Sequence[str]) -> int:
             forwarded, reloaded = row["forwarded_bytes"]["everything on"], row["reloaded_bytes"]["everything on"]
             row["forwarded_share"] = forwarded / (forwarded + reloaded)
             body["engine"].append(row)
-            cells = "  ".join(f"{part} {ratio:.3f}" for part, ratio in row["over_on"].items())
+            cells = "  ".join(
+                f"{part} {ratio['median']:.3f} ±{ratio['spread']:.3f}" for part, ratio in row["over_on"].items()
+            )
             print(
                 f"  {row['link_bytes_per_s'] / 1e6:4.0f} MB/s  {cells}  forwarded {row['forwarded_share']:.0%}",
                 flush=True,

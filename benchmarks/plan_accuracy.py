@@ -39,6 +39,7 @@ from torch import nn
 import memo
 from benchmarks.results import ROOT, write_result
 from memo.autoplan.actuator import Actuator
+from memo.autoplan.actuator_protocol import Setting
 from memo.autoplan.controller import AutoPlan
 from memo.autoplan.device_budget import DeviceBudget
 from memo.autoplan.profile_from_step import measured_profile
@@ -65,6 +66,8 @@ from throttled_backend import PacedBackend, PacedDisk
 
 HIDDEN = 256
 LAYERS = 8
+MIXED = Setting(saved=0.5)
+"""As planning measures a step."""
 SAVED = 12
 """Tensors of the input's size that a layer saves."""
 TOKEN_S = 5e-5
@@ -306,8 +309,8 @@ class Predictor:
         self.manager, self._engine, self._tokenwise = bench.manager()
         self._timeline = StepTimeline(bench.tracer)
         self._engine.listen(self._timeline)
-        levels = TokenLevels(matmuls=0.5, attention=0.5)
-        self._tokenwise.choose({layer.name: levels for layer in find_layers(bench.model)})
+        layers = find_layers(bench.model)
+        self._tokenwise.choose({layer.name: MIXED.levels(number) for number, layer in enumerate(layers)})
 
     def step(self) -> float:
         """Predicted seconds of a step by the plan."""
@@ -319,7 +322,7 @@ class Predictor:
         assert times is not None
         costs = {one.layer: one for one in self._tokenwise.costs()}
         problem = self._plan.problem
-        profile = measured_profile(times, costs, problem.profile.signature)
+        profile = measured_profile(times, costs, problem.profile.signature, setting=MIXED)
         return predicted_s(dataclasses.replace(problem, profile=profile), self._plan.layers, paced=self._bench.is_paced)
 
 

@@ -13,17 +13,26 @@ import itertools
 import json
 import os
 import platform
+import statistics
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from memo.swap import total_host_bytes
 
-__all__ = ["ROOT", "hardware", "results_folder", "write_result"]
+__all__ = ["ROOT", "hardware", "quartiles", "results_folder", "write_result"]
 
 ROOT = Path(__file__).parent.parent
 """The tree that runs."""
+
+
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    """Median, and half of the range between the quartiles as `spread`."""
+    if len(values) < 2:
+        return {"median": values[0], "spread": 0.0}
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": middle, "spread": (high - low) / 2}
 
 
 def results_folder() -> Path:

@@ -222,7 +222,7 @@ class LayerCosts:
     piece_s: float = 0.0
     """Seconds that a recompute takes for each further piece of tokens."""
     recompute_s_per_token: dict[Level, float]
-    """Shortest recompute time seen at that level; only levels that have run, and SAVE_ALL with 0."""
+    """By the fastest trial of the layer and the operators that each level repeats; SAVE_ALL with 0."""
     points: tuple[PointCost, ...] = ()
     """The layer's curve, point `all` first. Where there are points, a planner reads them instead of the levels."""
     divisible: bool = True

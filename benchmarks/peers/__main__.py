@@ -45,7 +45,7 @@ from benchmarks.peers.models import Family, Shape
 from benchmarks.peers.process import Process
 from benchmarks.peers.request import ALPHAS, AUTOMATIC, IDENTITY, INPUTS, Request
 from benchmarks.peers.ways import CHECKPOINTING, KEEP, TRL, libraries, peers
-from benchmarks.results import ROOT, write_result
+from benchmarks.results import ROOT, quartiles, write_result
 from memo.units import format_bytes, parse_bytes, parse_tokens
 
 SHARES = (0.25, 0.5, 0.75)
@@ -109,14 +109,6 @@ class Options:
             AUTOMATIC,
         ]
         return [name for name in names if self.only is None or name in (KEEP, CHECKPOINTING) or name in self.only]
-
-
-def quartiles(values: Sequence[float]) -> dict[str, float]:
-    """Median, and half of the range between the quartiles."""
-    if len(values) < 2:
-        return {"median": values[0], "spread": 0.0}
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return {"median": middle, "spread": (high - low) / 2}
 
 
 class Steps:
@@ -277,8 +269,8 @@ def hooks(options: Options) -> list[dict[str, Any]]:
         for _ in range(max(options.rounds, 15)):
             for way, process in running.items():
                 taken[way].append(process.step()["processor_s"])
-        saved = running[KEEP].started["saved"]
-        for row in rows:
+        saved = running[KEEP].started["saved"] if KEEP in running else None
+        for row in rows if saved else ():
             if row["way"] in running and row["way"] != KEEP:
                 added = [one - plain for one, plain in zip(taken[row["way"]], taken[KEEP], strict=True)]
                 row["us_a_saved_tensor"] = quartiles([seconds / saved * 1e6 for seconds in added])

@@ -54,7 +54,7 @@ def way_of(request: Request) -> Way:
     ways = [
         *peers(trl=None if request.trl is None else Path(request.trl), counted=request.counted),
         *libraries(),
-        simple(IDENTITY, lambda model: saved_tensors_hooks(lambda x: x, lambda x: x), Compute.ONCE),
+        simple(IDENTITY, lambda model: saved_tensors_hooks(torch.Tensor.detach, lambda x: x), Compute.ONCE),
         *(memo_way(f"memo, {name}", alpha=alpha, **tiers) for name, alpha in ALPHAS.items()),
         memo_way(INPUTS, levels=levels, **tiers),
         memo_way(AUTOMATIC, device=request.device_bytes, **tiers),

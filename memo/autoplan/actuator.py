@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Actuator", "settings_of"]
 
 MOST_MIXED = 0.5
-"""Largest fraction of tokens at SAVE_MATMULS while both levels are timed; it costs few bytes."""
+"""Largest fraction of tokens at SAVE_ALL while dividing is timed."""
 SPARED = 0.9
 """Share of the spare room that is filled; the rest allows for storages that are moved whole."""
 
@@ -94,10 +94,9 @@ class Actuator:
     def apply(self, setting: ActivationPlan | Setting, *, growth: float = 1.0) -> None:
         """Applies a plan or a setting from the next layer call on."""
         if isinstance(setting, Setting):
-            levels = TokenLevels(matmuls=setting.matmuls, attention=1.0 - setting.matmuls)
             self._expect({})
             self._engine.place({}, rest_bytes=self.limits(growth).device_bytes if setting.rest_stays else 0)
-            self._tokenwise.choose(dict.fromkeys((layer.name for layer in self._layers), levels))
+            self._tokenwise.choose({layer.name: setting.levels(number) for number, layer in enumerate(self._layers)})
         else:
             placements, chosen = settings_of(setting, self._layers)
             self._engine.place(placements)
@@ -126,15 +125,14 @@ class Actuator:
             self._engine.reload_ahead(max(0, self.limits().device_bytes - peak))
 
     def spare_share(self, peak_bytes: int, calls: int) -> float:
-        """Fraction of the tokens, at most a half, whose matrix products fit; 0 if one layer's do not fit on the device.
+        """Fraction of the tokens, at most a half, of which everything fits; 0 if one layer's does not fit on the device.
 
-        While one layer's backward runs, the next layer's products return into whole buffers, however small the
-        fraction.
+        While one layer's backward runs, the next layer's tensors return into whole buffers, however small the fraction.
         """
-        products = [_products_bytes(known) for known in self.costs().values()]
-        wanted = calls * sum(products)
+        repeated = [_repeated_bytes(known) for known in self.costs().values()]
+        wanted = calls * sum(repeated)
         room = max(0, self.limits().device_bytes - peak_bytes)
-        if room < max(products, default=0.0):
+        if room < max(repeated, default=0.0):
             return 0.0
         for tier in self._engine.tiers:
             room += UNBOUNDED_DISK if tier.budget is None else max(0, tier.budget - tier.peak)
@@ -265,13 +263,11 @@ def _points(part: LayerPlan) -> TokenLevels | Mix:
     return Mix(points=part.points)
 
 
-def _products_bytes(costs: LayerCosts) -> float:
-    """Bytes that a layer saves at `matmuls` and not at `attention`, and those beside it; 0 where it lacks one of them."""
-    level = Level.SAVE_MATMULS
-    if not costs.points:
-        return costs.tokens * (costs.bytes_per_token.get(level, 0.0) + costs.beside_per_token.get(level, 0.0))
-    known = {point.name: point for point in costs.points}
-    if not {MATMULS, ATTENTION} <= set(known):
-        return 0.0
-    products = known[MATMULS]
-    return max(0.0, float(products.saved_bytes - known[ATTENTION].saved_bytes)) + products.beside_bytes
+def _repeated_bytes(costs: LayerCosts) -> float:
+    """Bytes that a layer saves at `all` and not at `attention`, and those beside them."""
+    if costs.points:
+        known = {point.name: point for point in costs.points}
+        full, least = costs.points[0], known.get(ATTENTION, costs.points[-1])
+        return max(0.0, float(full.saved_bytes - least.saved_bytes)) + full.beside_bytes
+    level = Level.SAVE_ALL
+    return costs.tokens * (costs.bytes_per_token[level] + costs.beside_per_token.get(level, 0.0))

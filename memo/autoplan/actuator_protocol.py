@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
+from memo.swap import TokenLevels
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -23,10 +25,16 @@ __all__ = ["MEASURING", "SAFEST", "ActuatorProtocol", "Limits", "Setting"]
 class Setting:
     """Treatment of all layers while no plan is in use: attention outputs are moved, and the rest is recomputed."""
 
-    matmuls: float = 0.0
-    """Fraction of the tokens whose matrix products are moved instead of recomputed."""
+    saved: float = 0.0
+    """Fraction of the tokens of every second pair of layers of which everything is moved, and nothing recomputed: beside
+    layers at one level it shows what dividing takes, also where kinds of layers alternate."""
     rest_stays: bool = False
     """True: tensors for which no tier has room stay on the device, within its budget. False: that is an error."""
+
+    def levels(self, number: int) -> TokenLevels:
+        """Levels of the layer of this number, from 0."""
+        saved = self.saved if number // 2 % 2 else 0.0
+        return TokenLevels(all=saved, attention=1.0 - saved)
 
 
 SAFEST = Setting()
@@ -74,7 +82,7 @@ class ActuatorProtocol(Protocol):
         """Applies a plan or a setting, for a next step with `growth` times the last one's tokens."""
 
     def spare_share(self, peak_bytes: int, calls: int) -> float:
-        """Fraction of the tokens, at most a half, whose matrix products fit beside what the last step held.
+        """Fraction of the tokens, at most a half, of which everything fits beside what the last step held.
 
         Args:
             peak_bytes: saved tensors on the device in that step, which ran at the safest setting.

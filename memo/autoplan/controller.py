@@ -11,9 +11,10 @@ the checker is never applied; those of the solver have passed the simulator, too
                                                      4
 
 The safest setting moves attention outputs and recomputes the rest, so a measured step does not run out of memory where
-the plan would not; tensors for which the tiers have no room stay on the device, as in a plan. The mixed setting has
-tokens at each level of recompute, to time them: as many as the safest step left room for. A setting's first step is not
-measured, since kernels are chosen and each layer's recompute is tried in it.
+the plan would not; tensors for which the tiers have no room stay on the device, as in a plan. In the mixed
+setting some tokens of every second pair of layers are saved whole, to time what dividing takes: as many as the safest
+step left room for. A setting's first step is not measured, since kernels are chosen and each layer's recompute is tried
+in it.
 
 A shape that comes later is planned before its first step, from the profile of the nearest shape: layer bytes, and
 device memory above what is in use between steps, are scaled with the tokens.
@@ -252,18 +253,19 @@ class AutoPlan:
         self._checks_budget = False
         if spare < 0 and cached.plan is not None:
             self._plan_smaller(cached, max(self._all_gather(peak)), excess=-spare)
-        elif spare < 0 and isinstance(cached.setting, Setting) and cached.setting.matmuls:
-            cached.phase, cached.setting = Phase.MIXED, MEASURING  # products had less room than it seemed
+        elif spare < 0 and isinstance(cached.setting, Setting) and cached.setting.saved:
+            cached.phase, cached.setting = Phase.MIXED, MEASURING  # what is saved had less room than it seemed
         elif cached.phase is Phase.WARM_UP:
             share = min(self._all_gather(self._actuator.spare_share(peak, max(self._forwards, self._held or 1))))
-            cached.phase, cached.setting = Phase.MIXED, dataclasses.replace(MEASURING, matmuls=share)
+            cached.phase, cached.setting = Phase.MIXED, dataclasses.replace(MEASURING, saved=share)
         elif cached.phase is Phase.MIXED:
             cached.phase = Phase.PROFILING
         elif cached.phase is Phase.PLANNED:
             cached.phase = Phase.COMPARING
         elif cached.phase.measures:
             looks_at_links = cached.phase is Phase.PROFILING
-            found = worst(self._all_gather(self._evidence(peak, trials=trials, looks_at_links=looks_at_links)))
+            evidence = self._evidence(cached, peak, trials=trials, looks_at_links=looks_at_links)
+            found = worst(self._all_gather(evidence))
             if cached.phase is Phase.PROFILING:
                 cached.spare_bytes = spare
                 self._profile(cached, found)
@@ -273,8 +275,8 @@ class AutoPlan:
                 self._check(cached, found)
         self._apply(cached)
 
-    def _evidence(self, peak: int, *, trials: int, looks_at_links: bool) -> StepEvidence:
-        """Measurements of the step that has ended, on this rank."""
+    def _evidence(self, cached: CachedPlan, peak: int, *, trials: int, looks_at_links: bool) -> StepEvidence:
+        """Measurements of the entry's step that has ended, on this rank."""
         assert self._shape is not None
         self._actuator.finish()
         times = self._timeline.times()
@@ -283,7 +285,14 @@ class AutoPlan:
         if len(times.layers) < self._actuator.n_layers:
             return StepEvidence(problem="some layers did not run in the step that was measured")
         try:
-            profile = measured_profile(times, self._actuator.costs(), self._shape, mlp_tiles=self._actuator.mlp_tiles)
+            profile = measured_profile(
+                times,
+                self._actuator.costs(),
+                self._shape,
+                mlp_tiles=self._actuator.mlp_tiles,
+                setting=cached.setting if isinstance(cached.setting, Setting) and not trials else None,
+                dividing_s=_dividing_s(cached, self._shape),
+            )
         except MemoError as error:
             return StepEvidence(problem=str(error))
         return StepEvidence(
@@ -593,6 +602,16 @@ class AutoPlan:
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
+def _dividing_s(cached: CachedPlan, shape: Signature) -> list[float]:
+    """Seconds of each layer that its division by the entry's plan takes at this shape; none where there is no plan."""
+    if cached.plan is None:
+        return []
+    known = scaled_profile(cached.plan.problem.profile, shape).layer_profiles()
+    return [
+        layer.divided_s if len(part.points) > 1 else 0.0 for layer, part in zip(known, cached.plan.layers, strict=True)
+    ]
+
+
 def _speed(profile: Profile, measured: Profile) -> float:
     """Plain compute of a measured step, without waits and recompute, as a multiple of the profile's."""
     return seconds_of(measured) / seconds_of(profile)
@@ -624,6 +643,7 @@ def _corrected(profile: Profile, measured: Profile) -> Profile:
             forward_s=forward_s,
             backward_s=backward_s,
             piece_s=known.piece_s * speed,
+            divided_s=known.divided_s * speed,
             points=tuple(dataclasses.replace(point, recompute_s=point.recompute_s * speed) for point in known.points),
         )
 

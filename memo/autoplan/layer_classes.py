@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["classes_of", "mlp_tiles_of", "points_of"]
 
 _LEVELS = {ALL: Level.SAVE_ALL, MATMULS: Level.SAVE_MATMULS, ATTENTION: Level.SAVE_ATTENTION}
-_TIMES = ("forward_s", "backward_s", "attention_s", "piece_s")
+_TIMES = ("forward_s", "backward_s", "attention_s", "piece_s", "divided_s")
 _PEAKS = ("forward_transient_bytes", "backward_transient_bytes", "storages", "largest_storage_bytes")
 
 

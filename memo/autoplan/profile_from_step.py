@@ -7,20 +7,32 @@ Owns the arithmetic from the times of a step (memo.autoplan.step_timeline) and t
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from typing import TYPE_CHECKING
 
 from memo.autoplan.layer_classes import classes_of, points_of
 from memo.errors import PlanError
 from memo.events import Lane
-from memo.mip.inputs import ALL, ATTENTION, EndProfile, Hardware, LayerProfile, PointProfile, Profile, Role, Signature
+from memo.mip.inputs import (
+    ALL,
+    ATTENTION,
+    MATMULS,
+    EndProfile,
+    Hardware,
+    LayerProfile,
+    PointProfile,
+    Profile,
+    Role,
+    Signature,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from memo.autoplan.actuator_protocol import Limits
+    from memo.autoplan.actuator_protocol import Limits, Setting
     from memo.autoplan.step_timeline import LayerTimes, StepTimes
     from memo.machine import LinkRates
-    from memo.swap import LayerCosts
+    from memo.swap import LayerCosts, TokenLevels
 
 __all__ = ["beside_layers", "measured_hardware", "measured_profile", "scaled_profile", "seconds_of"]
 
@@ -32,7 +44,13 @@ ALIKE = 0.05
 
 
 def measured_profile(
-    times: StepTimes, costs: Mapping[str, LayerCosts], signature: Signature, *, mlp_tiles: int = 1
+    times: StepTimes,
+    costs: Mapping[str, LayerCosts],
+    signature: Signature,
+    *,
+    mlp_tiles: int = 1,
+    setting: Setting | None = None,
+    dividing_s: Sequence[float] = (),
 ) -> Profile:
     """Makes a profile from the times of one step.
 
@@ -41,11 +59,20 @@ def measured_profile(
         costs: costs by point, for layers that can be recomputed; the other layers have point `all` only.
         signature: batch shape of the step.
         mlp_tiles: tiles in which the layers compute their MLP.
+        setting: treatment of the layers, if it was no plan's: then the recomputes are taken as they ran, not as tried
+            out, and layers that were divided are compared with those that were not.
+        dividing_s: seconds of each layer that its plan's division is known to take, and which are no part of its own.
 
     Raises:
         PlanError: a layer ran forward without backward.
     """
-    classes, names = classes_of([_layer(name, layer, costs.get(name)) for name, layer in times.layers.items()])
+    layers = [_layer(name, layer, costs.get(name)) for name, layer in times.layers.items()]
+    if setting is not None:
+        levels = [setting.levels(number) for number in range(len(layers))]
+        layers = _divided(_recomputed(layers, times, levels), levels)
+    for number, seconds in enumerate(dividing_s):
+        layers[number] = _shorter(layers[number], seconds)
+    classes, names = classes_of(layers)
     head_ns = times.turn_ns[1] - times.turn_ns[0]
     return Profile(
         signature=signature,
@@ -77,6 +104,65 @@ def _layer(name: str, times: LayerTimes, costs: LayerCosts | None) -> LayerProfi
         storages=-(-times.storages // calls),
         largest_storage_bytes=times.largest_storage_bytes,
     )
+
+
+def _recomputed(layers: Sequence[LayerProfile], times: StepTimes, levels: Sequence[TokenLevels]) -> list[LayerProfile]:
+    """Layers whose recomputes take what they took in the step: a trial, which compares what it computes, takes longer."""
+
+    def taken(layer: LayerProfile, measured: LayerTimes, level: TokenLevels) -> float | None:
+        tried = layer.point(ATTENTION) or layer.point(MATMULS)  # where both save the same
+        if level.attention < 1 or tried is None or not tried.recompute_s or not measured.recompute_ns:
+            return None
+        return measured.recompute_ns / measured.calls / 1e9 / tried.recompute_s
+
+    shares = [taken(*each) for each in zip(layers, times.layers.values(), levels, strict=True)]
+    found = list(layers)
+    for alike in _by_class(layers):
+        known = [share for number in alike if (share := shares[number]) is not None]
+        for number in alike if known else ():
+            points = (
+                dataclasses.replace(point, recompute_s=point.recompute_s * statistics.median(known))
+                for point in layers[number].points
+            )
+            found[number] = dataclasses.replace(layers[number], points=tuple(points))
+    return found
+
+
+def _divided(layers: Sequence[LayerProfile], levels: Sequence[TokenLevels]) -> list[LayerProfile]:
+    """Layers with the time that dividing takes beside their own, where those that were divided show it."""
+    found = list(layers)
+    for alike in _by_class(layers):
+        divided = [number for number in alike if levels[number].all]
+        whole = [number for number in alike if not levels[number].all]
+        seconds = _longer_s([layers[number] for number in divided], [layers[number] for number in whole])
+        for number in alike:
+            own = _shorter(layers[number], seconds) if number in divided else layers[number]
+            found[number] = dataclasses.replace(own, divided_s=seconds)
+    return found
+
+
+def _by_class(layers: Sequence[LayerProfile]) -> list[list[int]]:
+    """Numbers of the layers of each class."""
+    numbers: dict[str, list[int]] = {}
+    for number, name in enumerate(classes_of(layers)[1]):
+        numbers.setdefault(name, []).append(number)
+    return list(numbers.values())
+
+
+def _longer_s(some: Sequence[LayerProfile], others: Sequence[LayerProfile]) -> float:
+    """Seconds by which forward and backward of some layers are longer than those of others; 0 if their quartiles overlap."""
+    if min(len(some), len(others)) < 2:
+        return 0.0
+    low, middle, _ = statistics.quantiles([one.forward_s + one.backward_s for one in some], n=4, method="inclusive")
+    _, usual, high = statistics.quantiles([one.forward_s + one.backward_s for one in others], n=4, method="inclusive")
+    return middle - usual if low > high else 0.0
+
+
+def _shorter(layer: LayerProfile, seconds: float) -> LayerProfile:
+    """The layer without these seconds of its forward and backward."""
+    both_s = layer.forward_s + layer.backward_s
+    left = max(1 - seconds / both_s, 0.0) if both_s else 1.0
+    return dataclasses.replace(layer, forward_s=layer.forward_s * left, backward_s=layer.backward_s * left)
 
 
 def _recomputes(costs: LayerCosts) -> bool:
@@ -150,6 +236,7 @@ def scaled_profile(profile: Profile, signature: Signature) -> Profile:
             points=_scaled_points(known, linear),
             forward_s=known.forward_s * factor,
             backward_s=known.backward_s * factor,
+            divided_s=known.divided_s * linear,
             largest_storage_bytes=round(known.largest_storage_bytes * linear),
         )
 

@@ -123,6 +123,7 @@ def _slowest_layer(layers: Sequence[LayerProfile]) -> LayerProfile:
         points=tuple(points),
         divisible=all(layer.divisible for layer in layers),
         piece_s=max(layer.piece_s for layer in layers),
+        divided_s=max(layer.divided_s for layer in layers),
         forward_s=max(layer.forward_s for layer in layers),
         backward_s=max(layer.backward_s for layer in layers),
         storages=max(layer.storages for layer in layers),

@@ -26,8 +26,10 @@ class LayerTimes:
     forward_ns: int = 0
     backward_ns: int = 0
     """From the layer's first request for a saved tensor to its last one, waits and recompute included."""
-    added: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    """Begins and ends of the recomputes and of the waits for reloads in `backward_ns`; a recompute waits, too."""
+    recomputes: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    """Begins and ends of the recomputes in `backward_ns`."""
+    waits: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    """Those of the waits for reloads; a recompute waits, too."""
     saved_bytes: int = 0
     """Bytes of the storages that may be moved."""
     storages: int = 0
@@ -37,7 +39,12 @@ class LayerTimes:
     @property
     def own_backward_ns(self) -> int:
         """`backward_ns` without what offloading adds to it."""
-        return max(self.backward_ns - _covered_ns(self.added), 0)
+        return max(self.backward_ns - _covered_ns(self.recomputes + self.waits), 0)
+
+    @property
+    def recompute_ns(self) -> int:
+        """Time of the recomputes without their waits."""
+        return _covered_ns(self.recomputes + self.waits) - _covered_ns(self.waits)
 
     def saved(self, nbytes: int) -> None:
         """Counts one saved storage."""
@@ -134,7 +141,7 @@ class StepTimeline:
         elif isinstance(event, Stall):
             self._stalls[event.cause] = self._stalls.get(event.cause, 0) + event.d
             if event.cause is StallCause.RELOAD and event.module is not None:
-                self._layer(event.module).added.append((event.t, event.t + event.d))
+                self._layer(event.module).waits.append((event.t, event.t + event.d))
 
     def tell(self, note: Note) -> None:
         """Passes a note on to the trace."""
@@ -170,7 +177,7 @@ class StepTimeline:
     def _add_work(self, span: Span, module: str) -> None:
         layer = self._layer(module)
         if span.lane is Lane.RECOMPUTE:
-            layer.added.append((span.t, span.t + span.d))
+            layer.recomputes.append((span.t, span.t + span.d))
         elif span.phase == "forward":
             layer.calls += 1
             layer.forward_ns += span.d

@@ -7,6 +7,7 @@ is left in memory: what the plan that was expected would have kept is held as we
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,6 @@ from memo.errors import SwapError
 from memo.lru import LRU
 from memo.swap.recompute.agreement import Agreed, Agreements, Shared
 from memo.swap.recompute.choice import Choice, single_level
-from memo.swap.recompute.level_costs import Costs, now_s
 from memo.swap.recompute.ranges.ranged_plan import RangedPlan, ranged_costs_of, ranged_plan_of
 from memo.swap.recompute.ranges.rows import readings_of
 from memo.swap.recompute.tape.bans import NO_BANS, Bans
@@ -130,11 +130,18 @@ class Plans:
         """Layer -> trials that found no memory."""
         self._written_unseen: set[str] = set()
         """Layers in which something unseen has written: each of their calls is recorded with checksums."""
-        self._costs: dict[str, Costs] = {}
+        self._unit_s: dict[str, float] = {}
+        """Layer -> seconds of a unit of a replay's cost, by its fastest trial: others waited for a copy, or were first."""
+        self._counted: LRU[tuple[Any, ...], LayerCosts] = LRU(MOST_PLANS)
+        self._costs: dict[str, LayerCosts] = {}
+        """Layer -> costs of its last call of which any are known."""
 
     def costs(self) -> list[LayerCosts]:
-        """Bytes and seconds of each level, for layers that have been recorded."""
-        return [told for costs in self._costs.values() if (told := costs.snapshot()) is not None]
+        """Bytes and seconds of each level in the last call, for layers of which a replay has passed its trial."""
+        for layer, key in self._last.items():
+            if (counted := self._counted.get(key)) is not None:
+                self._costs[layer] = counted
+        return list(self._costs.values())
 
     def expected(self, layer: str, kind: tuple[Any, ...]) -> tuple[Ended | None, Holds | None]:
         """How the layer's last call ended, and what a call of this kind holds for its plan; None where nothing is known."""
@@ -181,6 +188,8 @@ class Plans:
             if call.kind not in self._holds or (self.trials_run, case.form in self._undivided) != known:
                 following = self._next(case, shared, found)
                 self._holds[call.kind] = {} if isinstance(following, Refused) else following.holds
+            if layer in self._unit_s and not isinstance(found, Refused):
+                self._counted[key] = self._costs[layer] = self._counts(case)
         return found, any(shared.repeated_by(_steps_of(found)))
 
     def _case(self, call: OpenCall, recorded: RecordedCall, setting: Setting, opaque: frozenset[int]) -> _Case:
@@ -336,16 +345,16 @@ class Plans:
     def _unlike(self, case: _Case, plan: Plan) -> Unlike | None:
         """Tries a plan out; None if it gave what autograd saved, or for a device that is not here."""
         if self._rates is not None:
-            self._count(case, plan.cost, 0.0)
+            self._unit_s[case.layer] = _S_PER_PS
             return None
         device = self._engine.backend.device
         self.trials_run += 1
-        began = now_s(device)
+        began = _now_s(device)
         try:
             try_out(case.recorded.replay(plan, self._engine))
         except Unlike as unlike:
             return unlike
-        self._count(case, plan.cost, now_s(device) - began)
+        self._timed(case.layer, plan.cost, _now_s(device) - began)
         return None
 
     # -- ranges of tokens
@@ -417,16 +426,16 @@ class Plans:
     def _shown_ranges(self, case: _Case, plan: RangedPlan, *, together: bool = False) -> RangedPlan | None:
         """A plan of token ranges after its trial; None where it fails and whole storages are to be used."""
         if self._rates is not None:
-            self._count(case, plan.cost, 0.0)
+            self._unit_s[case.layer] = _S_PER_PS
             return plan
         device = self._engine.backend.device
         try:
             self.trials_run += 1
-            began = now_s(device)
+            began = _now_s(device)
             worst = try_out_ranges(case.recorded.ranges(plan, self._engine), exact=self._exact)
             if plan.whole is not None:
                 try_out(case.recorded.replay(plan.whole, self._engine))
-            seconds = now_s(device) - began
+            seconds = _now_s(device) - began
         except Unlike:
             return None
         except torch.OutOfMemoryError:
@@ -434,38 +443,40 @@ class Plans:
                 raise  # of this rank alone, and the others wait for it in a collective
             return None
         self.worst_deviation = max(self.worst_deviation, worst)
-        self._count(case, plan.cost, seconds)
+        self._timed(case.layer, plan.cost, seconds)
         return dataclasses.replace(plan, deviation=worst)
 
     # -- costs
 
-    def _count(self, case: _Case, replayed: int, seconds: float) -> None:
-        """Records bytes and seconds of the named levels; one replay was measured, the others follow by their operators."""
-        costs = self._costs.setdefault(case.layer, Costs(case.layer))
-        size = case.call.recorder.values[0][2]  # of the hidden states; of their memory a view may have been saved
-        tokens = max(1, size[-2] if len(size) > 1 else 1)
-        each_s = seconds / max(1, replayed) if self._rates is None else _S_PER_PS
-        choice = case.choice.for_next
+    def _timed(self, layer: str, replayed: int, seconds: float) -> None:
+        """Records the time of a trial. One replay is measured, those of all levels follow by their operators."""
+        each_s = seconds / max(1, replayed)
+        self._unit_s[layer] = min(each_s, self._unit_s.get(layer, each_s))
+
+    def _counts(self, case: _Case) -> LayerCosts:
+        """Costs of the named levels at this call's sizes."""
+        each_s, choice = self._unit_s[case.layer], case.choice.for_next
         at = {level: choice.at(level) for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION, Level.SAVE_INPUT)}
         least, saved = at[Level.SAVE_ATTENTION].keep_cost // 8, set(case.recorded.saved)
-        costs.counted(
-            tokens=tokens,
-            input_bytes=at[Level.SAVE_INPUT].keep_cost // 8,
-            always_bytes=least,
-            bytes_per_token={
-                Level.SAVE_ALL: (choice.saved_nbytes - least) / tokens,
-                Level.SAVE_MATMULS: (at[Level.SAVE_MATMULS].keep_cost // 8 - least) / tokens,
-                Level.SAVE_ATTENTION: 0.0,
-            },
-            beside_per_token={Level.SAVE_MATMULS: choice.beside_nbytes(at[Level.SAVE_MATMULS], saved) / tokens},
-        )
+        points: tuple[PointCost, ...] = ()
         half = self._in_ranges(case, choice, TokenLevels.of_alpha(0.5))
         if half is not None:
-            tokens = half.rows.tokens
-            counts = ranged_costs_of(half.rows, choice.banned, choice.sources, choice.wanted, choice.stuck)
-            costs.counted(input_bytes=at[Level.SAVE_INPUT].keep_cost // 8, tokens=tokens, **counts)
+            rows = half.rows
+            counts = ranged_costs_of(rows, choice.banned, choice.sources, choice.wanted, choice.stuck)
+            tokens = rows.tokens
         else:
-            costs.points = tuple(
+            size = case.call.recorder.values[0][2]  # of the hidden states; of their memory a view may have been saved
+            tokens = max(1, size[-2] if len(size) > 1 else 1)
+            counts = {
+                "always_bytes": least,
+                "bytes_per_token": {
+                    Level.SAVE_ALL: (choice.saved_nbytes - least) / tokens,
+                    Level.SAVE_MATMULS: (at[Level.SAVE_MATMULS].keep_cost // 8 - least) / tokens,
+                    Level.SAVE_ATTENTION: 0.0,
+                },
+                "beside_per_token": {Level.SAVE_MATMULS: choice.beside_nbytes(at[Level.SAVE_MATMULS], saved) / tokens},
+            }
+            points = tuple(
                 PointCost(
                     name=point,
                     saved_bytes=cut.keep_cost // 8,
@@ -475,8 +486,25 @@ class Plans:
                 )
                 for point, cut in choice.points().items()
             )
-        for level, cut in at.items():
-            costs.ran(level, tokens, each_s * cut.replay_cost)
+        return LayerCosts(
+            layer=case.layer,
+            tokens=tokens,
+            input_bytes=at[Level.SAVE_INPUT].keep_cost // 8,
+            recompute_s_per_token={
+                Level.SAVE_ALL: 0.0,
+                **{level: each_s * cut.replay_cost / tokens for level, cut in at.items()},
+            },
+            points=points,
+            divisible=not points,
+            **counts,
+        )
+
+
+def _now_s(device: torch.device) -> float:
+    """Host clock in seconds, after synchronising the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.monotonic()
 
 
 def _is_allowed(found: Found, shared: Shared) -> bool:

@@ -288,7 +288,7 @@ def test_a_run_measures_itself_wherever_a_plan_has_room(device: float, host: flo
     manager.close()
 
 
-def test_products_are_mixed_in_only_where_the_device_has_room_for_a_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_saved_whole_only_where_the_device_has_room_for_a_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     model = fresh(3)
     manager, engine, tokenwise = paced_manager(model)
     memory = DeviceBudget(total_bytes=1_000_000, peak_bytes=lambda: 0, restart=lambda: None)
@@ -298,8 +298,8 @@ def test_products_are_mixed_in_only_where_the_device_has_room_for_a_layers(monke
         tokens=100,
         input_bytes=0,
         always_bytes=0,
-        bytes_per_token={SwapLevel.SAVE_ALL: 900.0, SwapLevel.SAVE_MATMULS: 400.0},
-        beside_per_token={SwapLevel.SAVE_MATMULS: 100.0},
+        bytes_per_token={SwapLevel.SAVE_ALL: 400.0, SwapLevel.SAVE_MATMULS: 200.0},
+        beside_per_token={SwapLevel.SAVE_ALL: 100.0},
         recompute_s_per_token={},
     )
     monkeypatch.setattr(actuator, "costs", lambda: {"layers.0": costs})
@@ -340,7 +340,7 @@ def test_a_plan_of_three_levels_is_settings_of_tokens_and_any_other_a_mix(
     assert placements[0].nbytes == int(parts[0].saved_bytes(known))
 
 
-def test_of_a_curve_the_products_are_what_matmuls_saves_and_attention_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_curve_that_is_what_its_first_point_saves_and_attention_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     manager, engine, tokenwise = paced_manager(fresh(3))
     memory = DeviceBudget(total_bytes=1_000_000, peak_bytes=lambda: 0, restart=lambda: None)
     actuator = Actuator(engine, tokenwise, manager.layers, memory, tracer=None)
@@ -352,8 +352,8 @@ def test_of_a_curve_the_products_are_what_matmuls_saves_and_attention_does_not(m
         bytes_per_token={},
         recompute_s_per_token={},
         points=(
-            PointCost(name=ALL, saved_bytes=200_000),
-            PointCost(name=MATMULS, saved_bytes=60_000, beside_bytes=5_000),
+            PointCost(name=ALL, saved_bytes=60_000, beside_bytes=5_000),
+            PointCost(name=MATMULS, saved_bytes=40_000),
             PointCost(name=ATTENTION, saved_bytes=15_000),
         ),
     )

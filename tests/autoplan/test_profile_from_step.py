@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from memo.autoplan.actuator_protocol import Limits
+from memo.autoplan.actuator_protocol import Limits, Setting
 from memo.autoplan.profile_from_step import beside_layers, measured_hardware, measured_profile, scaled_profile
 from memo.autoplan.step_evidence import StepEvidence, worst
 from memo.autoplan.step_timeline import LaneUse, LayerTimes, StepTimes
@@ -25,7 +25,7 @@ def layer(forward_ms: float, backward_ms: float, *, added_ms: float = 0, calls: 
         calls=calls,
         forward_ns=round(forward_ms * MS),
         backward_ns=round(backward_ms * MS),
-        added=[(0, round(added_ms * MS))],
+        recomputes=[(0, round(added_ms * MS))],
         saved_bytes=4000 * calls,
     )
 
@@ -52,6 +52,57 @@ def costs(name: str, always: int = 1000) -> LayerCosts:
         beside_per_token={SwapLevel.SAVE_MATMULS: 5.0, SwapLevel.SAVE_ATTENTION: 0.0},
         recompute_s_per_token={SwapLevel.SAVE_ALL: 0.0, SwapLevel.SAVE_MATMULS: 1e-5, SwapLevel.SAVE_ATTENTION: 4e-5},
     )
+
+
+MIXED = Setting(saved=0.25)
+
+
+def mixed(*totals_ms: float) -> Profile:
+    """A profile of layers with these times in a mixed step: 2, 3, 6 and 7 are divided. A fifth is forward."""
+    layers = {f"layer{number}": layer(0.2 * ms, 0.8 * ms) for number, ms in enumerate(totals_ms)}
+    return measured_profile(times(layers), {name: costs(name) for name in layers}, SIGNATURE, setting=MIXED)
+
+
+def test_what_dividing_takes_is_no_part_of_a_layers_own_time() -> None:
+    (known,) = mixed(100, 102, 110, 111, 101, 99, 109, 110).classes
+    assert known.divided_s == pytest.approx(9.5e-3)
+    assert known.forward_s + known.backward_s == pytest.approx(100.5e-3, rel=2e-3)
+    assert known.forward_s / known.backward_s == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    "totals_ms",
+    [
+        pytest.param((100, 112, 110, 111, 101, 113, 109, 110), id="they overlap"),
+        pytest.param((110, 111, 100, 101, 109, 110, 101, 99), id="the divided ones are faster"),
+        pytest.param((100, 101, 110), id="one is divided"),
+    ],
+)
+def test_dividing_takes_nothing_where_layers_do_not_show_it(totals_ms: tuple[float, ...]) -> None:
+    (known,) = mixed(*totals_ms).classes
+    assert known.divided_s == 0
+    assert known.forward_s + known.backward_s == pytest.approx(sorted(totals_ms)[len(totals_ms) // 2] / 1e3, rel=0.06)
+
+
+def test_a_plans_step_is_measured_without_what_its_division_takes() -> None:
+    found = {"a": layer(20, 80), "b": layer(20, 80)}
+    profile = measured_profile(times(found), {}, SIGNATURE, dividing_s=[0.01, 0.0])
+    assert profile.layer_profiles()[0].backward_s == pytest.approx(0.076)  # the median of 72 and 80 ms
+
+
+def test_recomputes_take_what_they_took_in_the_step_and_not_in_their_trial() -> None:
+    wait = [(8 * MS, 10 * MS)]
+    found = {
+        name: LayerTimes(
+            calls=1, forward_ns=10 * MS, backward_ns=30 * MS, recomputes=[(0, 4 * MS)], waits=[(1 * MS, 2 * MS), *wait]
+        )
+        for name in ("a", "b")
+    }
+    known = {name: costs(name) for name in found}
+    (tried,) = measured_profile(times(found), known, SIGNATURE).classes
+    (seen,) = measured_profile(times(found), known, SIGNATURE, setting=Setting()).classes
+    assert [point.recompute_s for point in tried.points] == pytest.approx([0.0, 1e-3, 4e-3])
+    assert [point.recompute_s for point in seen.points] == pytest.approx([0.0, 0.75e-3, 3e-3])  # 1 of 4 ms was a wait
 
 
 def test_like_layers_are_one_class_with_their_median_times() -> None:

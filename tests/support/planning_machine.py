@@ -19,7 +19,7 @@ TOKENS = 64
 FORWARD_NS, BACKWARD_NS = 1_000_000_000, 2_000_000_000  # told, not taken; long beside a pause of this machine
 ALWAYS, PER_TOKEN = 1 << 20, float(1 << 16)
 
-MIXED = Setting(matmuls=0.5, rest_stays=True)
+MIXED = Setting(saved=0.5, rest_stays=True)
 
 
 class Machine:

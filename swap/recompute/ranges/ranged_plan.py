@@ -265,7 +265,7 @@ def ranged_plan_of(
 def ranged_costs_of(
     rows: TokenRows, bans: Bans, sources: Sources, wanted: Sequence[int], stuck: Sequence[int]
 ) -> dict[str, Any]:
-    """Bytes of each level and seconds of a piece, as `Costs.counted` takes them."""
+    """Bytes of each level and seconds of a piece, by the names of LayerCosts."""
     tape, tokens = rows.tape, rows.tokens
     last = ranged_plan_of(rows, (0, 0), bans, sources, wanted, stuck)
     middle = ranged_plan_of(rows, (0, tokens), bans, sources, wanted, stuck)

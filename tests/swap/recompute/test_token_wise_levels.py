@@ -292,6 +292,21 @@ def test_costs_of_all_levels_are_told_and_true(name: str, tmp_path: Path) -> Non
         again.close()
 
 
+def test_costs_are_of_the_last_length_though_no_trial_was_run_at_it(tmp_path: Path) -> None:
+    model = make("gpt")
+    manager = memo.offload(model, alpha=0, disk=tmp_path, min_bytes=1)
+    told = []
+    for tokens in (24, 56, 24):
+        ids = token_ids(0, 1)[:, : tokens + 1]
+        with manager:
+            loss = model(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        told.append({(cost.tokens, cost.always_bytes) for cost in manager.levels_profile()})
+    manager.close()
+    ((_, always),) = told[0]
+    assert told == [{(24, always)}, {(56, always * 56 // 24)}, {(24, always)}]
+
+
 @pytest.mark.parametrize(
     ("fractions", "tokens", "ends"),
     [
