@@ -12,7 +12,6 @@ if TYPE_CHECKING:
         exchange_rows as exchange_rows,
         reduce_scattered as reduce_scattered,
     )
-    from memo.parallel.expert_parallel import divide_experts as divide_experts, own_experts as own_experts
     from memo.parallel.failure import ended_by_signal as ended_by_signal, first_cause as first_cause
     from memo.parallel.gathered_input import kept_for as kept_for
     from memo.parallel.grad_norm import clip_gradients as clip_gradients, gradient_norm as gradient_norm
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
         Entry as Entry,
         Replicated as Replicated,
         RowParallel as RowParallel,
+        divide_experts as divide_experts,
+        own_experts as own_experts,
         own_parts as own_parts,
         row_sum as row_sum,
     )
@@ -52,7 +53,6 @@ else:
         __name__,
         {
             "collectives": "all_gathered exchange_rows reduce_scattered",
-            "expert_parallel": "divide_experts own_experts",
             "failure": "ended_by_signal first_cause",
             "gathered_input": "kept_for",
             "grad_norm": "clip_gradients gradient_norm",
@@ -63,7 +63,7 @@ else:
             "ring_attention": "Ring",
             "sequence_shards": "SequenceShards",
             "solo_rank": "simulated_rank",
-            "tensor_parallel": "ColumnParallel Entry Replicated RowParallel own_parts row_sum",
+            "tensor_parallel": "ColumnParallel Entry Replicated RowParallel divide_experts own_experts own_parts row_sum",
             "tensor_parallel_group": "group_of",
             "ulysses": "Ulysses",
             "vocabulary_parallel": "DividedRows VocabularyParallel own_rows",

@@ -110,7 +110,7 @@ def test_router_losses_train_the_router_and_are_not_in_an_evaluation() -> None:
     without.load_state_dict(model.state_dict())
     tokens = torch.randint(257, (1, 65))
     pair = tokens[:, :-1], tokens[:, 1:]
-    assert float(model(*pair)) > float(without(*pair)) + 1.0
+    assert model(*pair).item() > without(*pair).item() + 1.0
     model.eval(), without.eval()
     assert torch.equal(model(*pair), without(*pair))
 
