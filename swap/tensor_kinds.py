@@ -43,6 +43,7 @@ _VIEWS_AND_CASTS = frozenset(
         "PermuteBackward0",
         "ReshapeAliasBackward0",
         "SelectBackward0",
+        "UnbindBackward0",
         "SliceBackward0",
         "SplitBackward0",
         "SplitWithSizesBackward0",

@@ -59,6 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     _model_flags(parser.add_argument_group("model"))
+    _moe_flags(parser.add_argument_group("mixture of experts"))
     _data_flags(parser.add_argument_group("data"))
     _training_flags(parser.add_argument_group("training"))
     _layout_flags(parser.add_argument_group("parallelism, one process per rank (start them with torchrun)"))
@@ -105,6 +106,45 @@ def _model_flags(group: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="N",
         help="compute each MLP in N tiles and save only its input (default: the plan's number with --plan, else 1)",
+    )
+
+
+def _moe_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--experts", type=int, metavar="N", help="experts of a layer that has them (default: the model's, none)"
+    )
+    group.add_argument(
+        "--top-k", type=int, metavar="K", help="with --experts: experts of each token (default: the model's, else 2)"
+    )
+    group.add_argument(
+        "--shared-experts",
+        type=int,
+        metavar="N",
+        help="with --experts: experts that all tokens use besides (default: the model's, else 0)",
+    )
+    group.add_argument(
+        "--expert-hidden",
+        type=int,
+        metavar="N",
+        help="with --experts: inner width of an expert (default: the model's, else the MLP's)",
+    )
+    group.add_argument(
+        "--every",
+        type=int,
+        metavar="N",
+        help="with --experts: every N-th layer has them (default: the model's, else 1)",
+    )
+    group.add_argument(
+        "--balance-loss",
+        type=float,
+        metavar="F",
+        help="with --experts: factor of the load-balancing loss (default: the model's, else 0.01)",
+    )
+    group.add_argument(
+        "--z-loss",
+        type=float,
+        metavar="F",
+        help="with --experts: factor of the router z-loss (default: the model's, else 0.001)",
     )
 
 
@@ -214,6 +254,13 @@ def _layout_flags(group: argparse._ArgumentGroup) -> None:
         default=1,
         metavar="N",
         help="context parallelism: ranks that divide each sequence (default 1)",
+    )
+    group.add_argument(
+        "--ep",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --experts: expert parallelism, ranks of --dp that divide the experts (default 1)",
     )
     group.add_argument(
         "--cp-attention",
@@ -394,7 +441,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
     """
     flags = dict(vars(args))
     schedule = _schedule(flags.pop("lr"), flags.pop("min_lr"), flags.pop("warmup"), flags.pop("steps"))
-    sizes = ("dp", "tp", "pp", "cp", "cp_attention", "schedule", "chunks", "sequence_parallel")
+    sizes = ("dp", "tp", "pp", "cp", "ep", "cp_attention", "schedule", "chunks", "sequence_parallel")
     layout = Layout(**{name: flags.pop(name) for name in sizes}, stage_layers=flags.pop("stage_layers"))
     numbers = [flags.pop(name) for name in ("batch", "accumulate", "global_batch")]
     keeps_batch = numbers == [None] * 3

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from memo.gpt.config import (
         PRESETS as PRESETS,
         GPTConfig as GPTConfig,
+        MoeConfig as MoeConfig,
         Variant as Variant,
         preset as preset,
         preset_key as preset_key,
@@ -28,7 +29,7 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "config": "GPTConfig PRESETS Variant preset preset_key preset_name variant_of",
+            "config": "GPTConfig MoeConfig PRESETS Variant preset preset_key preset_name variant_of",
             "run_config": "Documents EmbeddingGradients OffloadConfig OffloadMode RunConfig",
             "train_config": "Precision TrainConfig",
         },

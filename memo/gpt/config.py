@@ -19,6 +19,7 @@ __all__ = [
     "PRESETS",
     "GPTConfig",
     "Mlp",
+    "MoeConfig",
     "Norm",
     "Positions",
     "RopeScaling",
@@ -99,6 +100,50 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MoeConfig:
+    """Mixture of experts in the place of some layers' MLPs.
+
+    Raises:
+        UsageError: a number is out of range.
+    """
+
+    experts: int
+    top_k: int = 2
+    """Experts of each token."""
+    shared_experts: int = 0
+    """Experts that all tokens use besides, as one MLP of their widths together."""
+    expert_hidden: int
+    """Inner width of one expert."""
+    every: int = 1
+    """Distance of the layers with experts; the last of each `every` layers has them."""
+    balance_coefficient: float = 0.01
+    """Factor of the load-balancing loss (Fedus et al. 2021, "Switch Transformers", section 2.2)."""
+    z_coefficient: float = 0.001
+    """Factor of the router z-loss (Zoph et al. 2022, "ST-MoE", section 3.3)."""
+
+    def __post_init__(self) -> None:
+        for name, flag in (
+            ("experts", "--experts"),
+            ("top_k", "--top-k"),
+            ("expert_hidden", "--expert-hidden"),
+            ("every", "--every"),
+        ):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{flag} {getattr(self, name)} is less than 1")
+        if self.shared_experts < 0:
+            raise UsageError(f"--shared-experts {self.shared_experts} is negative")
+        if self.top_k > self.experts:
+            raise UsageError(f"--top-k {self.top_k} is more than the {self.experts} experts there are")
+        for name, flag in (("balance_coefficient", "--balance-loss"), ("z_coefficient", "--z-loss")):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UsageError(f"{flag} {getattr(self, name)} is not zero or a positive number")
+
+    def is_in(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts."""
+        return layer % self.every == self.every - 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig:
     """Shape of a decoder-only transformer.
 
@@ -135,6 +180,8 @@ class GPTConfig:
     norm_eps: float = 1e-5
     mlp_tiles: int = 1
     """Tiles of each MLP; above 1 it saves only its input and recomputes its wide activations in backward."""
+    moe: MoeConfig | None = None
+    """Mixture of experts; None has none."""
     end_of_document: int | None = None
     """Token that ends a document; attention does not cross it and positions restart after it. None for no boundaries."""
 
@@ -161,8 +208,20 @@ class GPTConfig:
             )
         if not 0.0 < self.rope_theta < math.inf or not self.norm_eps > 0.0:
             raise UsageError("model: rope_theta and norm_eps must be positive")
+        if self.moe is not None and self.moe.every > self.layers:
+            raise UsageError(f"--every {self.moe.every} leaves no layer of {self.layers} with experts")
         if self.positions != "rotary" and self.rope_scaling is not None:
             raise UsageError("model: rope_scaling is for rotary positions, and these are learned")
+
+    @property
+    def moe_layers(self) -> int:
+        """Number of layers with experts."""
+        return 0 if self.moe is None else self.layers // self.moe.every
+
+    @property
+    def expert_count(self) -> int:
+        """Experts of a layer that has them; 0 without."""
+        return 0 if self.moe is None else self.moe.experts
 
     @property
     def head_dim(self) -> int:
@@ -220,6 +279,14 @@ _LLAMA3 = {
 
 PRESETS: dict[str, GPTConfig] = {
     "tiny": _gpt(layers=4, hidden=128, heads=2, max_seq=1024, vocab_size=257),
+    "moe-tiny": _gpt(
+        layers=4,
+        hidden=128,
+        heads=2,
+        max_seq=1024,
+        vocab_size=257,
+        moe=MoeConfig(experts=8, top_k=2, shared_experts=1, expert_hidden=128, every=2),
+    ),
     # 125m and 350m: Radford et al. 2019 (GPT-2) and Brown et al. 2020 (GPT-3), Table 2.1.
     "125m": _gpt(layers=12, hidden=768, heads=12, max_seq=1024),
     "350m": _gpt(layers=24, hidden=1024, heads=16, max_seq=1024),

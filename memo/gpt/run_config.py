@@ -126,6 +126,14 @@ class RunConfig:
     hidden: int | None = None
     heads: int | None = None
     dropout: float | None = None
+    experts: int | None = None
+    """Experts of a layer that has them; None is the preset's; likewise the numbers of `MoeConfig` below."""
+    top_k: int | None = None
+    shared_experts: int | None = None
+    expert_hidden: int | None = None
+    every: int | None = None
+    balance_loss: float | None = None
+    z_loss: float | None = None
     rope_theta: float | None = None
     """Base of the rotary frequencies; None is the checkpoint's, else the model's."""
     rope_scaling: str | None = None

@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
-    from memo.parallel.collectives import all_gathered as all_gathered, reduce_scattered as reduce_scattered
+    from memo.parallel.collectives import (
+        all_gathered as all_gathered,
+        exchange_rows as exchange_rows,
+        reduce_scattered as reduce_scattered,
+    )
     from memo.parallel.failure import ended_by_signal as ended_by_signal, first_cause as first_cause
     from memo.parallel.gathered_input import kept_for as kept_for
     from memo.parallel.grad_norm import clip_gradients as clip_gradients, gradient_norm as gradient_norm
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
         Entry as Entry,
         Replicated as Replicated,
         RowParallel as RowParallel,
+        divide_experts as divide_experts,
+        own_experts as own_experts,
         own_parts as own_parts,
         row_sum as row_sum,
     )
@@ -46,7 +52,7 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "collectives": "all_gathered reduce_scattered",
+            "collectives": "all_gathered exchange_rows reduce_scattered",
             "failure": "ended_by_signal first_cause",
             "gathered_input": "kept_for",
             "grad_norm": "clip_gradients gradient_norm",
@@ -57,7 +63,7 @@ else:
             "ring_attention": "Ring",
             "sequence_shards": "SequenceShards",
             "solo_rank": "simulated_rank",
-            "tensor_parallel": "ColumnParallel Entry Replicated RowParallel own_parts row_sum",
+            "tensor_parallel": "ColumnParallel Entry Replicated RowParallel divide_experts own_experts own_parts row_sum",
             "tensor_parallel_group": "group_of",
             "ulysses": "Ulysses",
             "vocabulary_parallel": "DividedRows VocabularyParallel own_rows",

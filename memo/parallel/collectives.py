@@ -7,6 +7,7 @@
     split       the whole to a shard       <->  gradient shards to the whole; for an x that is equal on all ranks
     join        shards to the whole        <->  the gradient's shard; for a result that all ranks use in the same way
     exchange    heads for tokens           <->  tokens for heads
+    exchange_rows  rows to their ranks     <->  the rows' gradients back
 
 None of them saves a tensor. They wait for the collective, so results are complete when they return. The exchanges
 between ranks declare their effect on the token axis (`memo.swap.token_local`), so that layers made of them can be
@@ -21,12 +22,13 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from memo.swap import Axis, token_local
+from memo.swap import Axis, memoize, token_local
 
 __all__ = [
     "all_gathered",
     "copy_in",
     "exchange",
+    "exchange_rows",
     "gather",
     "join",
     "own_shard",
@@ -76,6 +78,18 @@ def join(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
 def exchange(x: torch.Tensor, group: Group, *, scatter: int, gather: int) -> torch.Tensor:
     """All-to-all: divides dimension `scatter` over the ranks and makes dimension `gather` whole; backward reverses it."""
     return cast("torch.Tensor", _Exchange.apply(x, group, scatter, gather))  # type: ignore[no-untyped-call]
+
+
+def exchange_rows(x: torch.Tensor, group: Group, sent: list[int], received: list[int]) -> torch.Tensor:
+    """Rows for this rank, (sum of `received`, width), in the order of the ranks; backward sends their gradients back.
+
+    Args:
+        x: (rows, width), in the order of the ranks that they are for.
+        group: the ranks.
+        sent: rows for each rank.
+        received: rows from each rank.
+    """
+    return cast("torch.Tensor", _ExchangeRows.apply(x, group, sent, received))  # type: ignore[no-untyped-call]
 
 
 class _CopyIn(torch.autograd.Function):
@@ -159,6 +173,25 @@ class _Exchange(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return _exchanged(grad, ctx.group, ctx.gather, ctx.scatter), None, None, None
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group, sent: list[int], received: list[int]) -> torch.Tensor:
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        return _rows_exchanged(x, group, sent, received)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _rows_exchanged(grad, ctx.group, ctx.received, ctx.sent), None, None, None
+
+
+@memoize  # other ranks may not repeat the layer
+def _rows_exchanged(x: torch.Tensor, group: Group, sent: list[int], received: list[int]) -> torch.Tensor:
+    result = x.new_empty(sum(received), x.shape[1])
+    dist.all_to_all_single(result, x.contiguous(), received, sent, group=group)
+    return result
 
 
 def own_shard(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:

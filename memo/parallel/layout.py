@@ -37,6 +37,10 @@ class ModelShape(Protocol):
         """Width of the MLP."""
 
     @property
+    def expert_count(self) -> int:
+        """Experts of a layer that has them; 0 without."""
+
+    @property
     def end_of_document(self) -> int | None:
         """Token that ends a document; None where attention is not limited to documents."""
 
@@ -65,6 +69,8 @@ class Layout:
     """Pipeline-parallel ranks: each has some of the layers."""
     cp: int = 1
     """Context-parallel ranks: each has a part of the sequence, in attention, too."""
+    ep: int = 1
+    """Expert-parallel ranks, a divisor of `dp`: each has a part of the experts; for all else they are `dp` ranks."""
     cp_attention: ContextAttention = ContextAttention.AUTO
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
     chunks: int | None = None
@@ -75,9 +81,11 @@ class Layout:
     """Numbers of layers of the stages; without them stages have equal numbers."""
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "cp"):
+        for name in ("dp", "tp", "pp", "cp", "ep"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name} {getattr(self, name)} is less than 1")
+        if self.dp % self.ep:
+            raise UsageError(f"--ep {self.ep} does not divide --dp {self.dp}; its ranks are data-parallel ones")
         if self.cp == 1 and self.cp_attention is not ContextAttention.AUTO:
             raise UsageError(f"--cp-attention {self.cp_attention} has no meaning without --cp")
         if self.pp == 1 and self.schedule is not PipelineSchedule.ONE_F_ONE_B:
@@ -152,6 +160,7 @@ class Layout:
             UsageError: something does not divide; the message names the flag and numbers that would.
         """
         self._check_heads(shape)
+        self._check_experts(shape.expert_count)
         if self.rings(shape) and (within_documents or shape.end_of_document is not None):
             raise UsageError(
                 "attention within documents is not possible with ring attention; use --cp-attention ulysses, or no --cp"
@@ -189,6 +198,19 @@ class Layout:
         for count, what in ((shape.heads, "heads"), (shape.kv_heads, "key/value heads")):
             if count % heads:
                 raise UsageError(f"{flags} does not divide the model's {count} {what}; a rank needs whole ones")
+
+    def _check_experts(self, count: int) -> None:
+        if not count:
+            if self.ep > 1:
+                raise UsageError(f"--ep {self.ep} has no meaning without --experts")
+            return
+        if count % self.ep:
+            raise UsageError(f"--ep {self.ep} does not divide the model's {count} experts; a rank needs whole ones")
+        for name in ("tp", "pp"):
+            if getattr(self, name) > 1:
+                raise UsageError(
+                    f"--{name} {getattr(self, name)} is not possible with experts; use --dp, --cp and --ep"
+                )
 
     def _check_microbatches(self, count: int) -> None:
         wrong = self.schedule.reason_unsupported(count, self.pp)

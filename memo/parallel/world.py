@@ -41,6 +41,10 @@ class World:
     """dp, cp, and tp where its ranks hold different tokens; learned positions are sharded over these."""
     layer_ranks: DeviceMesh
     """cp and tp flattened: ranks that communicate within a layer, and must treat its activations in the same way."""
+    expert_ranks: DeviceMesh | None
+    """Ranks that divide the experts; None without expert parallelism."""
+    expert_replicas: DeviceMesh | None
+    """Ranks with the same experts and different tokens; None without expert parallelism."""
     rank: int
     pp: int
     dp: int
@@ -54,6 +58,9 @@ class World:
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=get_args(MeshDim))
         replicas = mesh["dp", "cp"]._flatten("dp_cp")
         token_ranks = mesh["dp", "cp", "tp"]._flatten("dp_cp_tp") if layout.shards_tokens else replicas
+        divided = None
+        if layout.ep > 1:
+            divided = mesh._unflatten("dp", (layout.dp // layout.ep, layout.ep), ("dp_outer", "ep"))
         place = {name: mesh.get_local_rank(name) for name in get_args(MeshDim)}
         return cls(
             layout=layout,
@@ -61,6 +68,8 @@ class World:
             replicas=replicas,
             token_ranks=token_ranks,
             layer_ranks=mesh["cp", "tp"]._flatten("cp_tp"),
+            expert_ranks=None if divided is None else divided["ep"],
+            expert_replicas=None if divided is None else divided["dp_outer", "cp"]._flatten("dp_outer_cp"),
             rank=dist.get_rank(),
             **place,
         )

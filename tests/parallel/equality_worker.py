@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import memo
-from memo.gpt.config import GPTConfig, preset
+from memo.gpt.config import GPTConfig, MoeConfig, preset
 from memo.gpt.model.build_rank import build_stages
 from memo.gpt.model.init_weights import initialise
 from memo.gpt.model.model import GPT
@@ -133,6 +133,8 @@ def layout_of(name: str) -> tuple[Layout, dict[str, Any], torch.dtype]:
             model["kv_heads"] = 2
         elif part == "tiles":
             model |= {"mlp_tiles": 2, "ffn": 512}  # of tokens and of columns: a tile has 128 at least
+        elif part == "moe":
+            model["moe"] = MoeConfig(experts=4, top_k=2, shared_experts=1, expert_hidden=16, every=2)
         elif part == "float64":
             dtype = torch.float64
         else:

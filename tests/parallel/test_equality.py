@@ -36,6 +36,9 @@ LAYOUTS = {
         "tp2_documents_float64",
         "cp2_llama_documents_float64",
         "pp2_interleaved-1f1b_documents_float64",
+        "dp2_moe_float64",
+        "dp2_ep2_moe_float64",
+        "cp2_llama_moe_float64",
     ],
     4: [
         "dp4",
@@ -47,6 +50,10 @@ LAYOUTS = {
         "tp2_pp2_zbv_tiles_float64",
         "dp2_pp2_zbv",
         "pp4",
+        "dp4_moe_float64",
+        "dp4_ep2_moe_float64",
+        "dp4_ep4_moe_float64",
+        "dp2_ep2_cp2_llama_moe_float64",
     ],
     8: ["dp2_tp2_pp2", "dp2_cp2_tp2", "cp2_tp4"],
 }

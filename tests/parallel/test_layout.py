@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from launching import torchrun
 
 from memo.errors import ExitCode, UsageError
-from memo.gpt.config import preset
+from memo.gpt.config import MoeConfig, preset
 from memo.parallel.layout import ContextAttention, Layout, PipelineSchedule
 from memo.parallel.pipeline import make_schedule
 
@@ -121,3 +121,23 @@ def test_what_all_ranks_find_wrong_is_said_once(flags: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0
     assert len([line for line in done.stderr.splitlines() if line.startswith("memo train: ")]) == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("sizes", "experts", "line"),
+    [
+        ({"dp": 4, "ep": 4}, 6, "--ep 4 does not divide the model's 6 experts"),
+        ({"dp": 2, "ep": 2}, None, "--ep 2 has no meaning without --experts"),
+        ({"tp": 2}, 4, "--tp 2 is not possible with experts"),
+        ({"pp": 2}, 4, "--pp 2 is not possible with experts"),
+    ],
+)
+def test_experts_that_do_not_fit_the_ranks_are_one_line(sizes: dict[str, int], experts: int | None, line: str) -> None:
+    moe = None if experts is None else MoeConfig(experts=experts, expert_hidden=8)
+    with pytest.raises(UsageError, match=line):
+        Layout(**sizes).check(preset("tiny", moe=moe), seq=64, batch=4, microbatches=2)
+
+
+def test_expert_parallel_ranks_divide_the_data_parallel_ones() -> None:
+    with pytest.raises(UsageError, match="--ep 2 does not divide --dp 3"):
+        Layout(dp=3, ep=2)

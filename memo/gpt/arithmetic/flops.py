@@ -37,11 +37,13 @@ def parameter_count(config: GPTConfig) -> int:
     embedding = config.vocab_size * config.hidden
     positions = config.max_seq * config.hidden if config.positions == "learned" else 0
     head = 0 if config.tie_embeddings else embedding
-    return embedding + positions + head + config.layers * layer_parameter_count(config) + _norm_parameters(config)
+    dense = config.layers * layer_parameter_count(config) + _norm_parameters(config)
+    in_experts = config.moe_layers * (_moe_parameters(config) - mlp_parameter_count(config)) if config.moe_layers else 0
+    return embedding + positions + head + dense + in_experts
 
 
 def layer_parameter_count(config: GPTConfig) -> int:
-    """Number of parameters of one layer."""
+    """Number of parameters of one layer without experts."""
     biases = config.qkv_width + config.hidden + _mlp_matrices_up(config) * config.ffn + config.hidden
     return _layer_weights(config) + (biases if config.bias else 0) + 2 * _norm_parameters(config)
 
@@ -65,11 +67,12 @@ def mlp_parameter_count(config: GPTConfig) -> int:
 
 
 def matmul_parameter_count(config: GPTConfig) -> int:
-    """Number N of weights that multiply every token: the layers' matrices and the output projection.
+    """Number N of weights that multiply a token: the layers' matrices and the output projection; of experts its top k.
 
     Embeddings are not counted, since they are looked up, nor are norms and biases, which are below a thousandth.
     """
-    return config.layers * _layer_weights(config) + config.vocab_size * config.hidden
+    routed = config.moe_layers * (_moe_weights_of_a_token(config) - _mlp_weights(config)) if config.moe_layers else 0
+    return config.layers * _layer_weights(config) + routed + config.vocab_size * config.hidden
 
 
 def flops_per_token(config: GPTConfig, seq: int, *, causal: bool = True, lora: int = 0) -> float:
@@ -131,6 +134,26 @@ def _layer_weights(config: GPTConfig) -> int:
 
 def _mlp_weights(config: GPTConfig) -> int:
     return (_mlp_matrices_up(config) + 1) * config.hidden * config.ffn
+
+
+def _moe_weights(config: GPTConfig, experts: int) -> int:
+    """Weights of one layer's router, its shared experts, and `experts` of the others."""
+    moe = config.moe
+    assert moe is not None
+    one = (_mlp_matrices_up(config) + 1) * config.hidden * moe.expert_hidden
+    return config.hidden * moe.experts + (experts + moe.shared_experts) * one
+
+
+def _moe_weights_of_a_token(config: GPTConfig) -> int:
+    assert config.moe is not None
+    return _moe_weights(config, config.moe.top_k)
+
+
+def _moe_parameters(config: GPTConfig) -> int:
+    moe = config.moe
+    assert moe is not None
+    biases = _mlp_matrices_up(config) * moe.shared_experts * moe.expert_hidden + config.hidden
+    return _moe_weights(config, moe.experts) + (biases if config.bias and moe.shared_experts else 0)
 
 
 def _norm_parameters(config: GPTConfig) -> int:

@@ -105,6 +105,10 @@ def derive_profile(
         UsageError: the layout does not divide the model, or the choices contradict one another; the sparse exchange is
             not possible.
     """
+    if config.moe is not None:
+        raise UsageError(
+            f"{name} has a mixture of experts, which is not planned by arithmetic; train with --offload auto without a plan"
+        )
     if config.heads % layout.tp or config.kv_heads % layout.tp or config.ffn % layout.tp:
         raise UsageError(f"tp {layout.tp} does not divide {config.heads} heads, {config.kv_heads} key/value heads")
     if config.layers < layout.pp:

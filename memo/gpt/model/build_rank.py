@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from memo.gpt.config import GPTConfig
+from memo.gpt.model.experts import MoeMlp
 from memo.gpt.model.init_weights import initialise
 from memo.gpt.model.model import GPT, Attention
 from memo.gpt.model.pipeline_stage import PipelineStage
@@ -28,6 +29,7 @@ from memo.parallel import (
     Ulysses,
     VocabularyParallel,
     World,
+    divide_experts,
 )
 
 __all__ = ["build_stages", "divided_stages", "sharded_stages"]
@@ -108,6 +110,7 @@ def divided_stages(
             autocast=autocast,
         )
         _divide_layers(stage, world)
+        _divide_experts(stage, world)
         _divide_ends(stage, world)
         stages.append(stage)
     return stages
@@ -141,6 +144,20 @@ def _divide_layers(stage: PipelineStage, world: World) -> None:
             parallelize_module(layer, world.mesh["tp"], plan)
 
 
+def _divide_experts(stage: PipelineStage, world: World) -> None:
+    """Applies expert parallelism, and lets routers balance over the tokens of all replicas."""
+    for mlp in _mixtures(stage):
+        if world.replicas.size() > 1:
+            mlp.router.group = world.replicas.get_group()
+        if world.expert_ranks is not None:
+            divide_experts(mlp.experts, world.expert_ranks)
+            mlp.experts.group = world.expert_ranks.get_group()
+
+
+def _mixtures(stage: PipelineStage) -> list[MoeMlp]:
+    return [layer.mlp for layer in stage.layers.values() if isinstance(layer.mlp, MoeMlp)]
+
+
 def _divide_ends(stage: PipelineStage, world: World) -> None:
     """Applies tensor parallelism to embedding, last norm and output projection; each rank has a part of the vocabulary."""
     layout = world.layout
@@ -171,6 +188,9 @@ def _shard(stage: PipelineStage, world: World) -> None:
         positions = cast("FSDPModule", stage.positions)
         positions.set_gradient_divide_factor(world.replicas.size())
         positions.set_force_sum_reduction_for_comms(True)
+    if world.expert_replicas is not None:
+        for mlp in _mixtures(stage):
+            fully_shard(mlp.experts, mesh=world.expert_replicas, reshard_after_forward=reshard)
     if world.replicas.size() > 1:
         for name, layer in stage.layers.items():
             # The last layer's backward comes at once: gathered again, it would wait for the network.

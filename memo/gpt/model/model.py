@@ -7,15 +7,17 @@ layers share are arguments, so a layer is a function of (x, rotary tables, spans
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from memo.errors import UsageError
-from memo.gpt.config import GPTConfig
+from memo.gpt.config import GPTConfig, MoeConfig
 from memo.gpt.model.attention import attend, attend_within
+from memo.gpt.model.experts import MoeMlp
 from memo.gpt.model.init_weights import initialise
 from memo.gpt.model.packed_documents import DocumentSpans
 from memo.gpt.model.rotary import RotaryTables, rotary_tables, rotate, tables_at
@@ -23,7 +25,7 @@ from memo.gpt.model.tiled_mlp import tiled_mlp
 from memo.loss import chunked_linear_cross_entropy
 from memo.machine import require_within_norm_limit
 
-__all__ = ["GPT", "Attention", "Block", "GeluMlp", "SwigluMlp"]
+__all__ = ["GPT", "Attention", "Block", "GeluMlp", "SwigluMlp", "run_layers"]
 
 
 def _linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
@@ -106,22 +108,55 @@ def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 class Block(nn.Module):
-    """Transformer layer: x = x + attention(norm1(x)), then x + mlp(norm2(x))."""
+    """Transformer layer: x = x + attention(norm1(x)), then x + mlp(norm2(x)).
 
-    def __init__(self, config: GPTConfig) -> None:
+    Args:
+        config: the model.
+        layer: number of the layer, which decides whether its MLP is a mixture of experts.
+    """
+
+    def __init__(self, config: GPTConfig, layer: int = 0) -> None:
         super().__init__()
         self.norm1 = _norm(config)
         self.attention = Attention(config)
         self.norm2 = _norm(config)
-        self.mlp = SwigluMlp(config) if config.mlp == "swiglu" else GeluMlp(config)
+        moe = config.moe
+        self.mlp = _mlp(config) if moe is None or not moe.is_in(layer) else _moe_mlp(config, moe)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
         self, x: torch.Tensor, rotary: RotaryTables | None = None, spans: DocumentSpans | None = None
-    ) -> torch.Tensor:
-        """Layer output of `x`, both (batch, tokens, hidden)."""
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Layer output of `x`, both (batch, tokens, hidden); with experts also the router's losses, a scalar."""
         x = x + self.dropout(self.attention(self.norm1(x), rotary, spans))
-        return x + self.dropout(self.mlp(self.norm2(x)))  # type: ignore[no-any-return]
+        out = self.mlp(self.norm2(x))
+        if isinstance(out, tuple):
+            return x + self.dropout(out[0]), out[1]
+        return x + self.dropout(out)  # type: ignore[no-any-return]
+
+
+def _mlp(config: GPTConfig) -> nn.Module:
+    return SwigluMlp(config) if config.mlp == "swiglu" else GeluMlp(config)
+
+
+def _moe_mlp(config: GPTConfig, moe: MoeConfig) -> MoeMlp:
+    shared = dataclasses.replace(config, ffn=moe.shared_experts * moe.expert_hidden) if moe.shared_experts else None
+    return MoeMlp(config, None if shared is None else _mlp(shared))
+
+
+def run_layers(
+    layers: Iterable[nn.Module], x: torch.Tensor, rotary: RotaryTables | None, spans: DocumentSpans | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Output of the last layer, (batch, tokens, hidden), and the sum of the routers' losses; None without experts."""
+    routers: list[torch.Tensor] = []
+    for layer in layers:
+        out: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = layer(x, rotary, spans)
+        if isinstance(out, tuple):
+            x, losses = out
+            routers.append(losses)
+        else:
+            x = out
+    return x, torch.stack(routers).sum() if routers else None
 
 
 class GPT(nn.Module):
@@ -149,7 +184,7 @@ class GPT(nn.Module):
             self.tokens = nn.Embedding(config.vocab_size, config.hidden)
             self.positions = nn.Embedding(config.max_seq, config.hidden) if config.positions == "learned" else None
             self.dropout = nn.Dropout(config.dropout)
-            self.layers = nn.ModuleList([Block(config) for _ in range(config.layers)])
+            self.layers = nn.ModuleList([Block(config, index) for index in range(config.layers)])
             self.norm = _norm(config)
             # A tied projection uses the embedding's weight itself; there is no second parameter.
             self.head = None if config.tie_embeddings else nn.Linear(config.hidden, config.vocab_size, bias=False)
@@ -176,7 +211,7 @@ class GPT(nn.Module):
             targets: (batch, tokens), int64; -100 is ignored.
 
         Returns:
-            Logits (batch, tokens, vocabulary) without targets, else the mean loss.
+            Logits (batch, tokens, vocabulary) without targets, else the mean loss; in training with the routers' losses.
 
         Raises:
             UsageError: more tokens than the learned position table has rows.
@@ -185,12 +220,12 @@ class GPT(nn.Module):
         spans = None if end is None else DocumentSpans.of(tokens, end)
         x, rotary = self._embed(tokens, spans)
         require_within_norm_limit(x, "the model")
-        for layer in self.layers:
-            x = layer(x, rotary, spans)
+        x, routers = run_layers(self.layers, x, rotary, spans)
         x = self.norm(x)
         if targets is None:
             return F.linear(x, self.output_weight)
-        return chunked_linear_cross_entropy(x, self.output_weight, targets)
+        loss = chunked_linear_cross_entropy(x, self.output_weight, targets)
+        return loss + routers if self.training and routers is not None else loss
 
     def _embed(self, tokens: torch.Tensor, spans: DocumentSpans | None) -> tuple[torch.Tensor, RotaryTables | None]:
         seq, config = tokens.shape[1], self.config

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from memo.gpt.model.model import GPT
+from memo.gpt.model.model import GPT, run_layers
 from memo.gpt.model.packed_documents import DocumentSpans
 from memo.gpt.model.rotary import RotaryTables, rotary_tables, tables_at
 from memo.loss import Vocabulary, WholeVocabulary, chunked_linear_cross_entropy
@@ -88,13 +88,13 @@ class PipelineStage(nn.Module):
             x = self._embed(x, spans)
         require_within_norm_limit(x, "a rank")
         rotary = self._rotary(x, spans)
-        for layer in self.layers.values():
-            x = layer(x, rotary, spans)
+        x, routers = run_layers(self.layers.values(), x, rotary, spans)
         if self.norm is None:
             return x
         assert targets is not None
         weight = own_rows(self._output_weight())
-        return chunked_linear_cross_entropy(self.norm(x), weight, targets, vocabulary=self.vocabulary)
+        loss = chunked_linear_cross_entropy(self.norm(x), weight, targets, vocabulary=self.vocabulary)
+        return loss + routers if self.training and routers is not None else loss
 
     def _spans(self, rows: torch.Tensor | None) -> DocumentSpans | None:
         end = self.config.end_of_document

@@ -57,7 +57,9 @@ def divides(layout: dict[str, int], name: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [(name, layout) for name in PRESETS for layout in LAYOUTS if divides(layout, name)], ids=str
+    ("name", "layout"),
+    [(name, layout) for name in PRESETS if PRESETS[name].moe is None for layout in LAYOUTS if divides(layout, name)],
+    ids=str,
 )
 def test_uses_add_up_to_the_peak_whether_a_plan_fits_or_not(name: str, layout: dict[str, int]) -> None:
     asked = problem(name, layout, tokens=1 << 16)
