@@ -32,6 +32,7 @@ __all__ = [
     "parameter_behind",
 ]
 
+_LOCAL_PART = "_ToTorchTensorBackward"
 # Autograd nodes of views, copies and casts. The walk back to a parameter stops at the first other node.
 _VIEWS_AND_CASTS = frozenset(
     {
@@ -43,7 +44,6 @@ _VIEWS_AND_CASTS = frozenset(
         "PermuteBackward0",
         "ReshapeAliasBackward0",
         "SelectBackward0",
-        "UnbindBackward0",
         "SliceBackward0",
         "SplitBackward0",
         "SplitWithSizesBackward0",
@@ -52,12 +52,13 @@ _VIEWS_AND_CASTS = frozenset(
         "TBackward0",
         "ToCopyBackward0",
         "TransposeBackward0",
+        "UnbindBackward0",
         "UnsafeViewBackward0",
         "UnsqueezeBackward0",
         "ViewBackward0",
         # The local part of a sharded parameter: torch's DTensor.to_local, and memo.parallel's copy_in after it.
         "_CopyInBackward",
-        "_ToTorchTensorBackward",
+        _LOCAL_PART,
     }
 )
 _LEAF = "torch::autograd::AccumulateGrad"
@@ -132,16 +133,23 @@ def cast_of_parameter(tensor: torch.Tensor) -> bool:
 def parameter_behind(tensor: torch.Tensor) -> Parameter | None:
     """Returns the parameter that a tensor is a view, a cast or the local part of; None for any other tensor.
 
-    Walks the autograd graph back to the leaf, at most six nodes.
+    Walks the autograd graph back to the leaf, at most six nodes. A view of a sharded tensor's local part has that part as
+    its base, which autograd does not know: up to there any node with one input is a view.
     """
     node: Any = tensor.grad_fn
+    base = tensor._base
+    is_in_local = base is not None and base.grad_fn is None and not base.requires_grad
     for _ in range(_MAX_HOPS):
         if node is None:
             return None
         name = node.name()
-        if name not in _VIEWS_AND_CASTS:
-            return node.variable if name == _LEAF and isinstance(node.variable, Parameter) else None
-        node = node.next_functions[0][0]
+        if name == _LEAF:
+            return node.variable if isinstance(node.variable, Parameter) else None
+        inputs = [function for function, _ in node.next_functions if function is not None]
+        if name not in _VIEWS_AND_CASTS and not (is_in_local and len(inputs) == 1):
+            return None
+        is_in_local = is_in_local and name != _LOCAL_PART
+        node = node.next_functions[0][0] if name in _VIEWS_AND_CASTS else inputs[0]
     return None
 
 
