@@ -1,4 +1,4 @@
-"""docs/results.md, its plots and README's figures, made from the newest committed result files.
+"""docs/results.md, its plots, README's figures and a table of docs/search.md, made from the newest committed result files.
 
     make plots          writes all of them anew: python -m benchmarks.pages
     python -m benchmarks.pages --check      exit 1 where a page is not what the files give; draws nothing
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import ROOT
+from benchmarks.searched import MISSING
 from memo.units import format_bytes
 
 __all__ = ["Result", "newest", "readme", "results_page"]
@@ -390,16 +391,25 @@ def _step(row: dict[str, Any]) -> str:
     return f"{row['to_keep']['median']:.2f} in {format_bytes(row['above_rest_bytes'])}"
 
 
+def _most_cap(lengths: Result, ways: Sequence[str]) -> int:
+    """The largest cap in bytes under which each of these ways was searched with Llama; 0: none."""
+    found: dict[int, set[str]] = {}
+    for row in lengths.body["lengths"]:
+        if row["family"] == "llama":
+            found.setdefault(row["cap_bytes"], set()).add(row["way"])
+    return max((cap for cap, known in found.items() if known.issuperset(ways)), default=0)
+
+
 def figures() -> list[str]:
     """README's three: longest sequence, step time at equal memory, architectures that are bit-equal."""
     peers, architectures, of_depths = newest("peers", having="steps"), newest("architectures"), newest_lengths()
     if peers is None or architectures is None or not of_depths:
         return []
-    lengths = of_depths[0]
-    fits = {(row["family"], row["way"], row["cap_bytes"]): row for row in lengths.body["lengths"]}
     ways = (KEEP, CHECKPOINTING, ALPHA_0, MOVED)
-    cap = max(cap for family, way, cap in fits if all(("llama", way, cap) in fits for way in ways))
-    longest = {way: fits["llama", way, cap] for way in ways}
+    lengths, cap = max(((one, _most_cap(one, ways)) for one in of_depths), key=lambda found: found[1])
+    longest = {
+        row["way"]: row for row in lengths.body["lengths"] if (row["family"], row["cap_bytes"]) == ("llama", cap)
+    }
     one = next(one for one in peers.body["steps"] if one["shape"]["family"] == "llama")
     step = {row["way"]: row for row in one["rows"] if "failed" not in row}
     least = architectures.body["summary"]["settings"]["0"]
@@ -425,10 +435,45 @@ def figures() -> list[str]:
     ]
 
 
+def searched() -> list[str]:
+    """docs/search.md's published layouts beside those that were found."""
+    result = newest("searched")
+    if result is None:
+        return []
+    rows, failed = [], []
+    for row in result.body["rows"]:
+        fixed, free = row["fixed"], row["free"]
+        if "failed" in free or "failed" in fixed:
+            failed.append((row["name"], free.get("failed") or fixed["failed"]))
+            continue
+        published = "" if row["published_s"] is None else f"{row['published_s']:.2f} s"
+        off = "" if row["published_s"] is None else f"{fixed['step_s'] / row['published_s'] - 1:+.0%}"
+        ratio_s = f"{free['step_s']:.2f} s, {free['step_s'] / fixed['step_s']:.3f} of it"
+        rows.append([row["name"], published, _layout(fixed), f"{fixed['step_s']:.2f} s", off, _layout(free), ratio_s])
+    heads = ["", "published", "published layout", "predicted", "off by", "found", "predicted"]
+    reasons = [f"- {what}: {why}." for what, why in [*failed, *MISSING]]
+    told = [line for reason in reasons for line in textwrap.wrap(reason, 125, subsequent_indent="  ")]
+    return ["", *table(heads, rows), "", f"Source: {result.source}.", "", "Not here:", "", *told, ""]
+
+
+def _layout(one: dict[str, Any]) -> str:
+    sizes = [f"{name} {one[name]}" for name in ("pp", "dp", "cp", "tp") if one[name] > 1] or ["one GPU"]
+    schedule = (
+        [f"{one['schedule']} of {one['chunks']}" if one["chunks"] > 1 else one["schedule"]] if one["schedule"] else []
+    )
+    sharding = [f"ZeRO {one['zero']}"] if one["zero"] else []
+    return ", ".join([*sizes, *schedule, *sharding, f"{one['batch']} x {one['accumulate']}"])
+
+
+def with_block(text: str, lines: Sequence[str]) -> str:
+    """A page with these lines between its markers."""
+    block = "\n".join([BEGIN, *lines, END])
+    return re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: block, text, flags=re.DOTALL)
+
+
 def readme(text: str) -> str:
     """README with its figures as the files have them."""
-    block = "\n".join([BEGIN, *figures(), END])
-    return re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: block, text, flags=re.DOTALL)
+    return with_block(text, figures())
 
 
 def draw(peers: Result, lengths_of: Sequence[Result]) -> list[Path]:
@@ -500,7 +545,12 @@ def main(arguments: Sequence[str]) -> int:
         "--check", action="store_true", help="write nothing; exit 1 where a page is not as the files say"
     )
     args = parser.parse_args(arguments)
-    pages = {ROOT / "docs" / "results.md": results_page(), ROOT / "README.md": readme((ROOT / "README.md").read_text())}
+    search = ROOT / "docs" / "search.md"
+    pages = {
+        ROOT / "docs" / "results.md": results_page(),
+        ROOT / "README.md": readme((ROOT / "README.md").read_text()),
+        search: with_block(search.read_text(), searched()),
+    }
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
     if args.check:
         for path in stale:
