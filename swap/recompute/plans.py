@@ -132,7 +132,7 @@ class Plans:
         """Layers in which something unseen has written: each of their calls is recorded with checksums."""
         self._unit_s: dict[str, float] = {}
         """Layer -> seconds of a unit of a replay's cost, by its fastest trial: others waited for a copy, or were first."""
-        self._counted: LRU[tuple[Any, ...], LayerCosts] = LRU(MOST_PLANS)
+        self._counted: LRU[tuple[Any, ...], LayerCosts] = LRU(2 * MOST_PLANS)
         self._costs: dict[str, LayerCosts] = {}
         """Layer -> costs of its last call of which any are known."""
 
@@ -189,7 +189,9 @@ class Plans:
                 following = self._next(case, shared, found)
                 self._holds[call.kind] = {} if isinstance(following, Refused) else following.holds
             if layer in self._unit_s and not isinstance(found, Refused):
-                self._counted[key] = self._costs[layer] = self._counts(case)
+                alike = (layer, call.recorder.values[0][2], *case.operators)  # but for rows that are routed
+                counted = self._counted.get(alike)
+                self._counted[key] = self._counted[alike] = self._costs[layer] = counted or self._counts(case)
         return found, any(shared.repeated_by(_steps_of(found)))
 
     def _case(self, call: OpenCall, recorded: RecordedCall, setting: Setting, opaque: frozenset[int]) -> _Case:

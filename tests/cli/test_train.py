@@ -248,7 +248,7 @@ USAGE = [
     (["--seed", "9" * 30], "--seed is above"),
     (["--clip", "-1"], "0 is no clipping"),
     (["--offload", "host", "--host-budget", "0"], "--host-budget 0 leaves --offload host no memory"),
-    (["--model", "9b"], "one of tiny, 125m"),
+    (["--model", "9b"], "one of tiny, moe-tiny, 125m"),
     (["--offload", "disk", "--host-budget", "8 gigs"], "write for instance 8GiB"),
     (["--offload", "everywhere"], "none, host, disk, auto"),
     (["--host-budget", "8GiB"], "--host-budget has no meaning with --offload none"),
