@@ -516,17 +516,22 @@ def draw(peers: Result, lengths_of: Sequence[Result]) -> list[Path]:
     shown = [
         (one.body, family) for one in lengths_of for family in dict.fromkeys(r["family"] for r in one.body["lengths"])
     ]
-    figure, axes = pyplot.subplots(1, len(shown), figsize=(6.5 * len(shown), 4), squeeze=False)
-    for (body, family), plot in zip(shown, axes[0], strict=True):
+    lines = -(-len(shown) // 2)
+    figure, axes = pyplot.subplots(lines, 2, figsize=(13, 4 * lines), squeeze=False)
+    for plot in axes.flat[len(shown) :]:
+        plot.axis("off")
+    for (body, family), plot in zip(shown, axes.flat, strict=False):
         mine = [row for row in body["lengths"] if row["family"] == family and row["fits"]]
         caps = sorted({row["cap_bytes"] for row in mine})
         ways = list(dict.fromkeys(row["way"] for row in mine))
         height = 0.8 / len(caps)
         for place, cap in enumerate(caps):
-            fits = {row["way"]: row["fits"] for row in mine if row["cap_bytes"] == cap}
+            known = {row["way"]: row for row in mine if row["cap_bytes"] == cap}
             at = [number + place * height for number in range(len(ways))]
-            bars = plot.barh(at, [fits.get(way, 0) for way in ways], height=height, label=format_bytes(cap))
-            plot.bar_label(bars, fontsize=6, padding=2)
+            fits = [known[way]["fits"] if way in known else 0 for way in ways]
+            bars = plot.barh(at, fits, height=height, label=format_bytes(cap))
+            plot.bar_label(bars, [_length(known.get(way)) for way in ways], fontsize=6, padding=2)
+        plot.margins(x=0.15)
         plot.set_yticks([number + 0.4 - height / 2 for number in range(len(ways))], ways, fontsize=7)
         plot.invert_yaxis()
         plot.set(xlabel="longest sequence, tokens")
