@@ -134,23 +134,31 @@ def parameter_behind(tensor: torch.Tensor) -> Parameter | None:
     """Returns the parameter that a tensor is a view, a cast or the local part of; None for any other tensor.
 
     Walks the autograd graph back to the leaf, at most six nodes. A view of a sharded tensor's local part has that part as
-    its base, which autograd does not know: up to there any node with one input is a view.
+    its base, which autograd does not know: up to there any node with one input may be a view, and is one if the tensor
+    is in the parameter's own memory.
     """
     node: Any = tensor.grad_fn
     base = tensor._base
     is_in_local = base is not None and base.grad_fn is None and not base.requires_grad
+    is_known = True
     for _ in range(_MAX_HOPS):
         if node is None:
             return None
         name = node.name()
         if name == _LEAF:
-            return node.variable if isinstance(node.variable, Parameter) else None
+            found = node.variable if isinstance(node.variable, Parameter) else None
+            return found if found is None or is_known or _share_memory(tensor, local_part(found)) else None
         inputs = [function for function, _ in node.next_functions if function is not None]
         if name not in _VIEWS_AND_CASTS and not (is_in_local and len(inputs) == 1):
             return None
+        is_known = is_known and name in _VIEWS_AND_CASTS
         is_in_local = is_in_local and name != _LOCAL_PART
         node = node.next_functions[0][0] if name in _VIEWS_AND_CASTS else inputs[0]
     return None
+
+
+def _share_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return has_storage(other) and tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def layer_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:

@@ -132,15 +132,15 @@ class Plans:
         """Layers in which something unseen has written: each of their calls is recorded with checksums."""
         self._unit_s: dict[str, float] = {}
         """Layer -> seconds of a unit of a replay's cost, by its fastest trial: others waited for a copy, or were first."""
-        self._counted: LRU[tuple[Any, ...], LayerCosts] = LRU(2 * MOST_PLANS)
+        self._counted: LRU[tuple[Any, ...], LayerCosts] = LRU(MOST_PLANS)
+        """By the key of a plan, and used when it is, so that it is not forgotten before it."""
+        self._alike: LRU[tuple[Any, ...], LayerCosts] = LRU(MOST_PLANS)
+        """By what calls share whose rows are routed to other experts: these are not counted again."""
         self._costs: dict[str, LayerCosts] = {}
         """Layer -> costs of its last call of which any are known."""
 
     def costs(self) -> list[LayerCosts]:
         """Bytes and seconds of each level in the last call, for layers of which a replay has passed its trial."""
-        for layer, key in self._last.items():
-            if (counted := self._counted.get(key)) is not None:
-                self._costs[layer] = counted
         return list(self._costs.values())
 
     def expected(self, layer: str, kind: tuple[Any, ...]) -> tuple[Ended | None, Holds | None]:
@@ -178,7 +178,7 @@ class Plans:
         # Each layer has its own: what the dispatcher does not see may differ between layers of one log.
         key = (layer, recorded.ended, opaque, setting)
         self._last[layer] = key
-        found = self._found.get(key)
+        found, counted = self._found.get(key), self._counted.get(key)
         if found is None or not _is_allowed(found, shared):
             case = self._case(call, recorded, setting, opaque)
             known = self.trials_run, case.form in self._undivided
@@ -189,9 +189,13 @@ class Plans:
                 following = self._next(case, shared, found)
                 self._holds[call.kind] = {} if isinstance(following, Refused) else following.holds
             if layer in self._unit_s and not isinstance(found, Refused):
-                alike = (layer, call.recorder.values[0][2], *case.operators)  # but for rows that are routed
-                counted = self._counted.get(alike)
-                self._counted[key] = self._counted[alike] = self._costs[layer] = counted or self._counts(case)
+                alike = (layer, call.recorder.values[0][2], opaque, *case.operators)
+                counted = self._alike.get(alike)
+                if counted is None:
+                    counted = self._alike[alike] = self._counts(case)
+                self._counted[key] = counted
+        if counted is not None:
+            self._costs[layer] = counted
         return found, any(shared.repeated_by(_steps_of(found)))
 
     def _case(self, call: OpenCall, recorded: RecordedCall, setting: Setting, opaque: frozenset[int]) -> _Case:

@@ -68,3 +68,23 @@ def test_what_is_computed_of_a_sharded_parameter_is_none(sharded: Callable[[torc
     local: torch.Tensor = parameter.to_local()  # type: ignore[attr-defined]
     assert parameter_behind(local.sin()) is None
     assert parameter_behind(local.unbind(0)[0].exp()) is None
+
+
+class InOwnMemory(torch.autograd.Function):
+    """A function of the program's own that returns a view of memory which it allocates."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone().view(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def test_a_view_of_memory_that_a_function_allocates_is_no_parameter(sharded: Callable[[torch.Tensor], Any]) -> None:
+    table = nn.Embedding(8, 4)
+    embedded = InOwnMemory.apply(table(torch.tensor([1, 2])))  # type: ignore[no-untyped-call]
+    assert parameter_behind(embedded) is None
+    parameter = nn.Parameter(sharded(torch.randn(2, 8, 8)))
+    assert parameter_behind(InOwnMemory.apply(parameter.to_local())) is None  # type: ignore[attr-defined, no-untyped-call]

@@ -67,11 +67,8 @@ class Router(nn.Module):
         # Load balance: experts times the dot product of the fraction of choices and the mean probability of each expert
         # (Fedus et al. 2021, "Switch Transformers", eq. 4; 1 when balanced). z: mean of log-sum-exp squared (Zoph et al.
         # 2022, "ST-MoE", eq. 5).
-        counts = F.one_hot(chosen, self.moe.experts).sum((0, 1))
-        choices = chosen.numel()
-        if self.group is not None:
-            dist.all_reduce(counts, group=self.group)
-            choices *= self.group.size()
+        counts = _choices(chosen, self.moe.experts, self.group)
+        choices = chosen.numel() * (1 if self.group is None else self.group.size())
         fractions = (counts / choices).to(shares.dtype)
         balance = self.moe.experts * (fractions * shares.mean(0)).sum()
         z = logits.logsumexp(-1).square().mean()
@@ -182,6 +179,15 @@ class MoeMlp(nn.Module):
         per_choice = _permuted(rows, inverse, order).unflatten(0, chosen.shape)
         out = (per_choice * weights.unsqueeze(-1).to(per_choice.dtype)).sum(1).view_as(x)
         return (out if self.shared is None else out + self.shared(x)), losses
+
+
+@memoize  # other ranks may not repeat the layer
+def _choices(chosen: torch.Tensor, experts: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Choices of each expert, (experts), over all ranks of the group."""
+    counts = F.one_hot(chosen, experts).sum((0, 1))
+    if group is not None:
+        dist.all_reduce(counts, group=group)
+    return counts
 
 
 @memoize  # other ranks may not repeat the layer
