@@ -159,7 +159,7 @@ def _candidates(space: Space, zero: int) -> Iterator[Candidate]:
 
 
 def _asked(cluster_request: ClusterRequest, space: Space, candidate: Candidate) -> ClusterRequest:
-    """What `memo plan --cluster` would be asked for with this layout."""
+    """Request of `memo plan --cluster` with this layout."""
     request = dataclasses.replace(space.request_of(candidate), embedding=space.request.embedding)
     return dataclasses.replace(cluster_request, request=request, profiles={})
 
