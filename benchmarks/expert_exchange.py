@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.results import write_result
 from memo.mip.inputs import Collectives, Group, Hardware, hardware_preset
-from memo.units import format_bytes, format_duration
+from memo.units import format_bytes
 
 HIDDEN, TOP_K, TOKENS, BYTES = 4096, 6, 8192, 2
 BOTTLENECKS = (2048, 1024, 512)
@@ -60,8 +60,8 @@ def main(arguments: Sequence[str]) -> int:
     for one in rows:
         print(
             f"  {one['ranks']:3} ranks of {one['machine']:9} {HIDDEN} -> {one['bottleneck']:4}: exchange "
-            f"{format_duration(one['plain_s'])} -> {format_duration(one['narrow_s'])}, projections "
-            f"{format_duration(one['projections_s'])}; pays below {format_bytes(one['pays_below_bytes_per_s'])}/s"
+            f"{1e3 * one['plain_s']:.1f} -> {1e3 * one['narrow_s']:.1f} ms, projections "
+            f"{1e3 * one['projections_s']:.1f} ms; pays below {format_bytes(one['pays_below_bytes_per_s'])}/s"
         )
     print(f"\nWrote {write_result('expert-exchange', {'tokens': TOKENS, 'top_k': TOP_K, 'rows': rows})}")
     return 0

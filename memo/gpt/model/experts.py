@@ -45,6 +45,8 @@ class Router(nn.Module):
         self.moe = moe
         self.group: dist.ProcessGroup | None = None
         """Ranks whose tokens are one batch, for the load balance; None where this process has the batch."""
+        self.sharers: dist.ProcessGroup | None = None
+        """Ranks that divide the tokens of this one's loss; None where it has all of them."""
         self.weight = nn.Parameter(torch.empty(moe.experts, hidden))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -73,7 +75,8 @@ class Router(nn.Module):
         fractions = (counts / choices).to(shares.dtype)
         balance = self.moe.experts * (fractions * shares.mean(0)).sum()
         z = logits.logsumexp(-1).square().mean()
-        return self.moe.balance_coefficient * balance + self.moe.z_coefficient * z
+        losses = self.moe.balance_coefficient * balance + self.moe.z_coefficient * z
+        return losses if self.sharers is None else _mean(losses, self.sharers)
 
 
 class _ExpertMatrix(nn.Module):
@@ -196,6 +199,18 @@ def _choices(chosen: torch.Tensor, experts: int, group: dist.ProcessGroup | None
     return counts
 
 
+def _mean(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Mean over the group, on every rank; each has its part of the gradient."""
+    return cast("torch.Tensor", _Mean.apply(x, group))  # type: ignore[no-untyped-call]
+
+
+@memoize  # other ranks may not repeat the layer
+def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    result = x.clone()
+    dist.all_reduce(result, group=group)
+    return result
+
+
 @memoize  # other ranks may not repeat the layer
 def _arrivals(sorted_experts: torch.Tensor, count: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
     """Rows that come to this rank's experts.
@@ -224,6 +239,18 @@ def _sorted_rows(tokens: torch.Tensor, order: torch.Tensor, inverse: torch.Tenso
 
 def _permuted(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     return cast("torch.Tensor", _Permuted.apply(rows, order, inverse))  # type: ignore[no-untyped-call]
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.ranks = group.size()
+        return _summed(x, group) / ctx.ranks
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad / ctx.ranks, None
 
 
 class _SortedRows(torch.autograd.Function):
