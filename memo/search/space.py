@@ -155,7 +155,7 @@ class Space:
     def __post_init__(self) -> None:
         for name, value in self.fixed.items():
             assert name in DIMENSIONS, name
-            if isinstance(value, int) and value < (0 if name == "zero" else 1):
+            if isinstance(value, int) and name != "ring" and value < (0 if name == "zero" else 1):
                 raise UsageError(f"--{name} {value} is less than 1")
 
     @property
@@ -208,7 +208,9 @@ class Space:
                 near = " and ".join(str(one) for one in (low, high) if one is not None)
                 verb = "does is" if None in (low, high) else "do are"
                 return f"--{name} {value} does not divide {what}; the nearest that {verb} {near}"
-        given = [f"--{name} {value}" for name, value in fixed.items()]
+        given = [f"--{name} {value}" for name, value in fixed.items() if name != "ring"]
+        if "ring" in fixed:
+            given.append(f"--cp-attention {'ring' if fixed['ring'] else 'ulysses'}")
         ranks = math.prod(size for name in options if isinstance(size := fixed.get(name, 1), int))
         if ranks > self.gpus:
             return f"{' x '.join(given)} are {ranks} ranks, and the cluster has {self.gpus} GPUs; give more --nodes"

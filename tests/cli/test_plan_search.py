@@ -144,6 +144,11 @@ def test_dimensions_that_are_given_are_fixed(capsys: pytest.CaptureFixture[str])
         ([*SMALL, "--global-batch", "8"], "--global-batch and --batch-tokens are the same size"),
         ([*SMALL, "--nodes", "0"], "--nodes 0 is less than 1"),
         ([*SMALL, "--tp", "0"], "--tp 0 is less than 1"),
+        (
+            [*SMALL, "--cp-attention", "ulysses", "--cp", "8"],
+            "--cp 8 does not divide 12 heads; the nearest that do are 6",
+        ),
+        ([*SMALL, "--cp-attention", "ring", "--precision", "fp32"], "ring attention needs half precision on a GPU"),
         ([*SMALL, "--tp", "5"], "--tp 5 does not divide 12 heads and an MLP of 3072; the nearest that do are 4 and 6"),
         (
             [*SMALL, "--pp", "13"],

@@ -23,13 +23,13 @@ def random_space(seed: int, *, most_gpus: int = 8) -> Space:
     gpus = chance.choice([size for size in (1, 2, 4, 8) if size * nodes <= most_gpus])
     heads = chance.choice([2, 4, 8])
     config = GPTConfig(
-        layers=chance.choice([1, 2, 4, 4]),
+        layers=chance.choice([1, 2, 3, 4]),
         hidden=128,
         heads=heads,
         kv_heads=heads,
         ffn=512,
         max_seq=4096,
-        vocab_size=chance.choice([64, 512]),
+        vocab_size=chance.choice([64, 512, 8192]),
         mlp=chance.choice(["gelu", "swiglu"]),
     )
     tokens = chance.choice([1024, 4096])
