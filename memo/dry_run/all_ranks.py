@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from memo.dry_run.agreement import GROUPS, against_plan, among_ranks, memberships, memory, moved_to
 from memo.dry_run.places import Place
 from memo.dry_run.simulated_step import RankStep, groups_of_rank, step_of_rank
-from memo.gpt.arithmetic import ChunkOfLayers, Collective, Ranks
+from memo.gpt.arithmetic import Collective, Ranks
 from memo.mip.activation import chunk_layers
 from memo.mip.inputs import ALL
 
@@ -89,7 +89,7 @@ def _kinds(run: PlannedRun, places: Sequence[Place]) -> list[tuple[int, ...]]:
     model = run.collectives
     found: dict[object, list[int]] = {}
     for place in places:
-        shapes = model.shard_rows(_chunks(run, place.pp), tp_rank=place.tp, replica=place.replica)
+        shapes = model.shard_rows(run.chunks_of(place.pp), tp_rank=place.tp, replica=place.replica)
         key = place.pp, shapes, place.cp if model.rings else 0
         found.setdefault(key, []).append(place.rank)
     return [tuple(ranks) for ranks in found.values()]
@@ -107,21 +107,10 @@ def recomputed(run: PlannedRun, stage: int) -> list[Collective]:
     ]
 
 
-def _chunks(run: PlannedRun, stage: int) -> list[ChunkOfLayers]:
-    return run.collectives.chunks_of(stage, schedule=run.layout.schedule, chunks=run.layout.chunks)
-
-
 def _kind(run: PlannedRun, ranks: tuple[int, ...]) -> RankKind:
     place = Place.of(run.layout, ranks[0])
-    planned = run.collectives.step(
-        stage=place.pp,
-        tp_rank=place.tp,
-        replica=place.replica,
-        microbatches=run.microbatches,
-        schedule=run.layout.schedule,
-        chunks=run.layout.chunks,
-    )
-    return RankKind(stage=place.pp, ranks=ranks, step=step_of_rank(run, ranks[0]), planned=tuple(planned))
+    step, planned = step_of_rank(run, ranks[0]), run.collectives_of(place)
+    return RankKind(stage=place.pp, ranks=ranks, step=step, planned=tuple(planned))
 
 
 def _among_kinds(places: Sequence[Place], kinds: Sequence[RankKind]) -> Iterator[str]:
