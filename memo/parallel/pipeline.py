@@ -60,7 +60,7 @@ def make_schedule(
     check_torch(layout.schedule)
     loss = torch.empty((), dtype=torch.promote_types(hidden.dtype, torch.float32), device="meta")
     stages = [
-        PipelineStage(
+        _Stage(
             module,
             index,
             layout.stages,
@@ -73,6 +73,20 @@ def make_schedule(
     ]
     kind: Any = get_schedule_class(TORCH_NAMES[layout.schedule])
     return kind(stages if layout.stages_per_rank > 1 else stages[0], microbatches, loss_fn=_given, scale_grads=True)
+
+
+class _Stage(PipelineStage):
+    """torch's stage, which keeps no gradient of an input once that is on its way to the stage before.
+
+    torch frees these gradients where backward runs whole; where it is split they would stay until the next step.
+    """
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *arguments, **options)
+        for received in self.args_recv_info[bwd_chunk_id]:
+            buffer = getattr(received, "buffer", None)  # none for the first stage's tokens
+            if buffer is not None:
+                buffer.grad = None
 
 
 def check_torch(schedule: PipelineSchedule) -> None:
