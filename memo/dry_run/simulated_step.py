@@ -48,10 +48,10 @@ class RankStep:
     rank: int
     calls: tuple[CollectiveCall, ...]
     """In order."""
-    static_bytes: int
+    states_bytes: int
     """Parameters and optimizer state of this rank."""
     peak_bytes: int
-    """Most bytes on the device at once, static ones included."""
+    """Most bytes on the device at once, with all that stands from before the step."""
 
 
 def step_of_rank(run: PlannedRun, rank: int) -> RankStep:
@@ -82,15 +82,20 @@ def step_of_rank(run: PlannedRun, rank: int) -> RankStep:
             trainer.sparse_embedding.rows_seen = _rows_of_distinct_tokens(run)
             offload = None if run.plan is None else _offload(run.plan, trainer)
             empty_state(trainer.optimizer)
+            recorder.begin_step()
+            states = _standing(recorder)
             for step in range(_WARM_UP if offload is not None else 0):
                 with CollectiveRecorder():
                     trainer.step(1 + step)
             recorder.begin_step()
             with CollectiveRecorder() as issued:
                 trainer.step(1 + _WARM_UP)
-            static = sum(storage.nbytes() for storage in recorder.standing())
-            peak = static + recorder.trace(exact=True).peak_nbytes
-    return RankStep(rank=rank, calls=tuple(issued.calls), static_bytes=static, peak_bytes=peak)
+            peak = _standing(recorder) + recorder.trace(exact=True).peak_nbytes
+    return RankStep(rank=rank, calls=tuple(issued.calls), states_bytes=states, peak_bytes=peak)
+
+
+def _standing(recorder: Recorder) -> int:
+    return sum(storage.nbytes() for storage in recorder.standing())
 
 
 def _offload(plan: ActivationPlan, trainer: ParallelTrainer) -> OffloadWithoutBytes | None:
