@@ -1,4 +1,4 @@
-"""Plans that `memo plan --search` found and wrote, carried out by real ranks of `memo train` to the losses of one process."""
+"""Plans that `memo plan --search` found, carried out by real ranks of `memo train` to the losses of one process."""
 
 from __future__ import annotations
 
