@@ -41,7 +41,7 @@ class SparseEmbeddingGradient:
         tables = [stage.tokens.weight for stage in stages if stage.sparse_embedding and stage.tokens is not None]
         self._table = tables[0] if tables else None
         self._group: dist.ProcessGroup = world.replicas.get_group()
-        self.rows_seen = rows_seen
+        self.rows_seen: Callable[[torch.Tensor], torch.Tensor] = rows_seen
         """Numbers of a gradient's rows that a rank sends, by the gradient; a dry run, without contents, has its own."""
 
     def exchange(self) -> None:
