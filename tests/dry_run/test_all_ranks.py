@@ -26,11 +26,14 @@ def made(
     microbatches: int = 2,
     vocab: int = 259,
     tokens: int = 768,
+    layers: int = 4,
     kv_heads: int | None = None,
     sparse_embedding: bool = False,
     **sizes: int | PipelineSchedule | tuple[int, ...],
 ) -> PlannedRun:
-    shape = {"vocab_size": vocab, "max_seq": tokens, "heads": 4} | ({"kv_heads": kv_heads} if kv_heads else {})
+    shape = {"vocab_size": vocab, "max_seq": tokens, "layers": layers, "heads": 4} | (
+        {"kv_heads": kv_heads} if kv_heads else {}
+    )
     config = preset("tiny", variant=variant, **shape)  # type: ignore[arg-type]
     layout = Layout(**sizes)  # type: ignore[arg-type]
     return PlannedRun(
@@ -54,6 +57,7 @@ def made(
         made(dp=2, tp=2, pp=2),
         made(tp=2, pp=2, microbatches=4),
         made(dp=2, pp=2, microbatches=4, schedule=PipelineSchedule.INTERLEAVED),
+        made(dp=2, pp=2, microbatches=4, layers=8, chunks=4, schedule=PipelineSchedule.INTERLEAVED),
         made(tp=2, pp=2, microbatches=4, stage_layers=(3, 1)),
         made(dp=2, tp=2, variant="llama", kv_heads=4, sparse_embedding=True, vocab=2001),
         made(dp=2, pp=2, variant="llama", sparse_embedding=True, microbatches=3, tokens=128),
@@ -61,6 +65,7 @@ def made(
     ],
     ids=lambda run: (
         f"dp{run.layout.dp}-cp{run.layout.cp}-tp{run.layout.tp}-pp{run.layout.pp}-{run.precision}"
+        f"-chunks{run.layout.stages_per_rank}"
         f"{'-uneven' * bool(run.layout.stage_layers)}{'-sparse' * run.sparse_embedding}"
     ),
 )
