@@ -93,6 +93,8 @@ def _config(args: argparse.Namespace, plan: ActivationPlan) -> GPTConfig | None:
 def _summary(result: DryRun) -> dict[str, Any]:
     """Object that `--json` prints; sizes in bytes."""
     layout = result.run.layout
+    assert result.run.plan is not None
+    planned = result.run.plan.stages
     kinds = [
         {
             "stage": kind.stage,
@@ -100,8 +102,9 @@ def _summary(result: DryRun) -> dict[str, Any]:
             "first_rank": kind.ranks[0],
             "collectives": len(kind.step.calls),
             "collective_nbytes": sum(call.nbytes for call in kind.step.calls),
-            "static_nbytes": kind.step.static_bytes,
+            "static_nbytes": kind.step.states_bytes,
             "peak_nbytes": kind.step.peak_bytes,
+            "planned_peak_nbytes": planned[kind.stage].peak_device_bytes,
         }
         for kind in result.kinds
     ]
@@ -121,14 +124,16 @@ def _summary(result: DryRun) -> dict[str, Any]:
 
 def _table(result: DryRun) -> str:
     layout = result.run.layout
+    assert result.run.plan is not None
     rows = [
         (
             f"stage {kind.stage}, rank {kind.ranks[0]} and {len(kind.ranks) - 1} like it",
             f"{len(kind.step.calls):,}",
             format_bytes(sum(call.nbytes for call in kind.step.calls)),
             format_bytes(kind.step.peak_bytes),
+            format_bytes(result.run.plan.stages[kind.stage].peak_device_bytes),
         )
         for kind in result.kinds
     ]
     head = f"{layout.ranks:,} ranks: dp {layout.dp}, tp {layout.tp}, pp {layout.pp}, cp {layout.cp}"
-    return table((head, "collectives", "bytes in them", "peak of the step"), rows)
+    return table((head, "collectives", "bytes in them", "peak of the step", "by the plan"), rows)

@@ -31,7 +31,7 @@ from memo.gpt import (
 )
 from memo.gpt.optim import LossGuardConfig, LrSchedule, OnNan, OnSpike
 from memo.hugging_face import published_name
-from memo.mip.activation import ActivationPlan, chunk_layers, read_activation_plan
+from memo.mip.activation import ActivationPlan, layers_of_runs, read_activation_plan
 from memo.parallel import ContextAttention, Layout, PipelineSchedule
 from memo.units import parse_bytes, parse_tokens
 
@@ -498,17 +498,11 @@ def _config(args: argparse.Namespace) -> RunConfig:
 
 def _with_stages_of(plan: ActivationPlan, layout: Layout) -> Layout:
     """The layout with the numbers of layers that a plan's stages have; of a plan for other stages, itself."""
-    pipeline, ranks = plan.problem.pipeline, range(plan.problem.pipeline.stages)
+    pipeline = plan.problem.pipeline
     if pipeline.stages == 1 or pipeline.stages * pipeline.chunks != layout.stages or layout.stage_layers:
         return layout
-    sizes = {
-        place: len(own)
-        for rank in ranks
-        for place, own in zip(pipeline.chunk_positions(rank), chunk_layers(plan.problem, rank), strict=True)
-    }
-    if len(set(sizes.values())) == 1:
-        return layout
-    return dataclasses.replace(layout, stage_layers=tuple(sizes[place] for place in sorted(sizes)))
+    sizes = layers_of_runs(plan.problem)
+    return layout if len(set(sizes)) == 1 else dataclasses.replace(layout, stage_layers=sizes)
 
 
 def _schedule(lr: float, min_lr: float | None, warmup: int | None, steps: int) -> LrSchedule:

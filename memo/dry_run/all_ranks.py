@@ -11,16 +11,27 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from memo.dry_run.agreement import GROUPS, against_plan, among_ranks, memberships, memory, moved_to
+from memo.dry_run.agreement import (
+    GROUPS,
+    PEAK,
+    SPLIT_PEAK,
+    STATES,
+    against_plan,
+    among_ranks,
+    memberships,
+    memory,
+    moved_to,
+)
 from memo.dry_run.places import Place
 from memo.dry_run.simulated_step import RankStep, groups_of_rank, step_of_rank
-from memo.gpt.arithmetic import ChunkOfLayers, Collective, Ranks
-from memo.mip.activation import chunk_layers
+from memo.gpt.arithmetic import Collective, Ranks
+from memo.mip.activation import chunk_layers, stage_static
 from memo.mip.inputs import ALL
 
 if TYPE_CHECKING:
     from memo.dry_run.recorded_collectives import CollectiveCall
     from memo.dry_run.run_of_plan import PlannedRun
+    from memo.mip.activation import ActivationPlan
 
 __all__ = ["DryRun", "RankKind", "dry_run", "recomputed"]
 
@@ -72,8 +83,8 @@ def dry_run(run: PlannedRun, *, progress: Callable[[str], None] = lambda _: None
         kinds.append(_kind(run, ranks))
         place, step = places[ranks[0]], kinds[-1].step
         wrong += against_plan(place, step.calls, kinds[-1].planned, recomputed(run, place.pp))
-        if run.plan is not None:
-            wrong += memory(place.rank, place.pp, step.peak_bytes, run.plan.stages[place.pp].peak_device_bytes)
+    if run.plan is not None:
+        wrong += _memory(run, run.plan, kinds)
     progress("comparing the ranks")
     wrong += _among_kinds(places, kinds)
     return DryRun(
@@ -89,10 +100,23 @@ def _kinds(run: PlannedRun, places: Sequence[Place]) -> list[tuple[int, ...]]:
     model = run.collectives
     found: dict[object, list[int]] = {}
     for place in places:
-        shapes = model.shard_rows(_chunks(run, place.pp), tp_rank=place.tp, replica=place.replica)
+        shapes = model.shard_rows(run.chunks_of(place.pp), tp_rank=place.tp, replica=place.replica)
         key = place.pp, shapes, place.cp if model.rings else 0
         found.setdefault(key, []).append(place.rank)
     return [tuple(ranks) for ranks in found.values()]
+
+
+def _memory(run: PlannedRun, plan: ActivationPlan, kinds: Sequence[RankKind]) -> Iterator[str]:
+    """Compares what the ranks of each stage hold with the plan."""
+    for stage, planned in enumerate(plan.stages):
+        own = [kind for kind in kinds if kind.stage == stage]
+        static = stage_static(plan.problem, stage)
+        states = {kind.ranks[0]: kind.step.states_bytes for kind in own}
+        of_states = static.weights + static.optimizer
+        yield from memory(states, of_states, STATES, stage=stage, what="its weights and optimizer state are")
+        splits = any(chunk.splits for chunk in run.chunks_of(stage))
+        peaks = {kind.ranks[0]: kind.step.peak_bytes for kind in own}
+        yield from memory(peaks, planned.peak_device_bytes, SPLIT_PEAK if splits else PEAK, stage=stage)
 
 
 def recomputed(run: PlannedRun, stage: int) -> list[Collective]:
@@ -107,21 +131,10 @@ def recomputed(run: PlannedRun, stage: int) -> list[Collective]:
     ]
 
 
-def _chunks(run: PlannedRun, stage: int) -> list[ChunkOfLayers]:
-    return run.collectives.chunks_of(stage, schedule=run.layout.schedule, chunks=run.layout.chunks)
-
-
 def _kind(run: PlannedRun, ranks: tuple[int, ...]) -> RankKind:
     place = Place.of(run.layout, ranks[0])
-    planned = run.collectives.step(
-        stage=place.pp,
-        tp_rank=place.tp,
-        replica=place.replica,
-        microbatches=run.microbatches,
-        schedule=run.layout.schedule,
-        chunks=run.layout.chunks,
-    )
-    return RankKind(stage=place.pp, ranks=ranks, step=step_of_rank(run, ranks[0]), planned=tuple(planned))
+    step, planned = step_of_rank(run, ranks[0]), run.collectives_of(place)
+    return RankKind(stage=place.pp, ranks=ranks, step=step, planned=tuple(planned))
 
 
 def _among_kinds(places: Sequence[Place], kinds: Sequence[RankKind]) -> Iterator[str]:

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 
 from memo.errors import PlanError, UsageError
 from memo.gpt import GPTConfig, Precision, preset, preset_name
-from memo.gpt.arithmetic import Layout as PlannedLayout, StepCollectives, derive_profile
+from memo.gpt.arithmetic import ChunkOfLayers, Collective, Layout as PlannedLayout, StepCollectives, derive_profile
+from memo.mip.activation import layers_of_runs
 from memo.mip.inputs import Profile, Role, StaticBytes
 from memo.parallel import ContextAttention, Layout
 
 if TYPE_CHECKING:
+    from memo.dry_run.places import Place
     from memo.mip.activation import ActivationPlan
 
 __all__ = ["MOST_RANKS", "PlannedRun", "planned_run"]
@@ -35,6 +37,8 @@ class PlannedRun:
     rows: int
     """Sequences of a microbatch, over all ranks."""
     microbatches: int
+    sparse_embedding: bool = False
+    """The embedding's gradient is exchanged as rows."""
     plan: ActivationPlan | None = None
 
     @property
@@ -53,17 +57,42 @@ class PlannedRun:
     @property
     def collectives(self) -> StepCollectives:
         """The plan's model of the step's collectives."""
-        return StepCollectives(config=self.config, layout=self.planned_layout, precision=self.precision)
+        return StepCollectives(
+            config=self.config,
+            layout=self.planned_layout,
+            precision=self.precision,
+            sparse_embedding=self.sparse_embedding,
+        )
+
+    def chunks_of(self, stage: int) -> list[ChunkOfLayers]:
+        """The runs of layers of one pipeline rank, by the plan's model."""
+        layout = self.layout
+        return self.collectives.chunks_of(
+            stage, schedule=layout.schedule, chunks=layout.chunks, layers=layout.stage_layers
+        )
+
+    def collectives_of(self, place: Place) -> list[Collective]:
+        """The plan's list of the collectives of one rank in a step, without recompute."""
+        return self.collectives.step(
+            stage=place.pp,
+            tp_rank=place.tp,
+            replica=place.replica,
+            microbatches=self.microbatches,
+            schedule=self.layout.schedule,
+            chunks=self.layout.chunks,
+            layers=self.layout.stage_layers,
+        )
 
     def derive(self, config: GPTConfig) -> Profile:
-        """Profile of a model in this run by arithmetic, on the plan's machine."""
+        """Profile of a model in this run by arithmetic, on one node of the plan's machine: its bytes, not its seconds."""
         assert self.plan is not None
         return derive_profile(
             config,
-            self.plan.problem.hardware,
+            dataclasses.replace(self.plan.problem.hardware, gpus_per_node=self.layout.ranks),
             self.planned_layout,
             precision=self.precision,
             accumulate=self.microbatches,
+            sparse_embedding=self.sparse_embedding,
             name=self.plan.problem.profile.signature.model,
         )
 
@@ -104,17 +133,7 @@ def planned_run(plan: ActivationPlan, *, config: GPTConfig | None = None) -> Pla
             f"the plan is of {name!r} in {signature.dtype[:20]}, and memo train runs sizes of memo's GPT alone, with "
             "recompute as the plan chooses it"
         )
-    exchange = profile.embedding_exchange
-    lacking = [
-        *(["stages of different sizes or machines"] if pipeline.layers or problem.machines else []),
-        *(
-            ["an embedding whose gradient is exchanged as rows (--embedding-exchange sparse)"]
-            if exchange is not None and exchange.sparse
-            else []
-        ),
-    ]
-    if lacking:
-        raise PlanError(f"the plan has {' and '.join(lacking)}, which a dry run does not follow")
+    exchange, layers = profile.embedding_exchange, layers_of_runs(problem)
     run = PlannedRun(
         config=_NAMELESS if config is None else config,
         precision=Precision(signature.dtype),
@@ -126,10 +145,12 @@ def planned_run(plan: ActivationPlan, *, config: GPTConfig | None = None) -> Pla
             cp_attention=ContextAttention.RING if signature.ring else ContextAttention.AUTO,
             schedule=pipeline.schedule,
             chunks=pipeline.chunks if pipeline.schedule.default_chunks > 1 else None,
+            stage_layers=layers if len(set(layers)) > 1 else (),
         ),
         tokens=signature.tokens,
         rows=signature.batch * problem.replicas,
         microbatches=pipeline.microbatches,
+        sparse_embedding=exchange is not None and exchange.sparse,
         plan=plan,
     )
     run.check_ranks()
@@ -179,10 +200,11 @@ def _shape_of(run: PlannedRun, shapes: Sequence[GPTConfig], profile: Profile) ->
 
 
 def _work(profile: Profile) -> object:
-    """Numbers that only one shape gives."""
-    layers = [(each.always_bytes, each.points[0].saved_bytes, each.forward_flops) for each in profile.classes]
+    """Numbers that only one shape gives. Classes of layers on different machines differ in their seconds only."""
+    layers = {(each.always_bytes, each.points[0].saved_bytes, each.forward_flops) for each in profile.classes}
     return layers, len(profile.layers), len(profile.classes[0].points) > 1, profile.head.forward_flops
 
 
 def _states(profile: Profile) -> list[StaticBytes]:
-    return [*(each.static for each in profile.classes), profile.embedding.static, profile.head.static]
+    layers = dict.fromkeys(each.static for each in profile.classes)
+    return [*layers, profile.embedding.static, profile.head.static]

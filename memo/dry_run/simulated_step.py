@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,7 @@ from memo.gpt import Precision, TrainConfig
 from memo.gpt.arithmetic import Ranks
 from memo.gpt.model import sharded_stages
 from memo.gpt.optim import LrSchedule, empty_state
-from memo.gpt.train import ParallelTrainer, weight_dtype
+from memo.gpt.train import ParallelTrainer, rows_seen, weight_dtype
 from memo.mip.activation import extract_stage_plan
 from memo.parallel import Layout, PipelineOrder, simulated_rank
 from memo.record import OffloadWithoutBytes
@@ -48,10 +48,10 @@ class RankStep:
     rank: int
     calls: tuple[CollectiveCall, ...]
     """In order."""
-    static_bytes: int
+    states_bytes: int
     """Parameters and optimizer state of this rank."""
     peak_bytes: int
-    """Most bytes on the device at once, static ones included."""
+    """Most bytes on the device at once, with all that stands from before the step."""
 
 
 def step_of_rank(run: PlannedRun, rank: int) -> RankStep:
@@ -64,7 +64,14 @@ def step_of_rank(run: PlannedRun, rank: int) -> RankStep:
     """
     with simulated_rank(run.layout, rank) as world:
         autocast = torch.bfloat16 if run.precision is Precision.BF16_AUTOCAST else None
-        stages = sharded_stages(run.config, world, seq=run.tokens, dtype=weight_dtype(run.precision), autocast=autocast)
+        stages = sharded_stages(
+            run.config,
+            world,
+            seq=run.tokens,
+            dtype=weight_dtype(run.precision),
+            autocast=autocast,
+            sparse_embedding=run.sparse_embedding,
+        )
         recorder = Recorder()
         with BytelessMode(assume=1.0), recorder, _storages_without_memory(recorder), _norms_of_a_gpu():
             for stage in stages:
@@ -72,24 +79,30 @@ def step_of_rank(run: PlannedRun, rank: int) -> RankStep:
             trainer = ParallelTrainer(
                 stages, world, _NoTokens(run.rows, run.tokens), _training(run), device=_CPU, rows=run.rows
             )
+            trainer.sparse_embedding.rows_seen = _rows_of_distinct_tokens(run)
             offload = None if run.plan is None else _offload(run.plan, trainer)
             empty_state(trainer.optimizer)
+            recorder.begin_step()
+            states = _standing(recorder)
             for step in range(_WARM_UP if offload is not None else 0):
                 with CollectiveRecorder():
                     trainer.step(1 + step)
             recorder.begin_step()
             with CollectiveRecorder() as issued:
                 trainer.step(1 + _WARM_UP)
-            static = sum(storage.nbytes() for storage in recorder.standing())
-            peak = static + recorder.trace(exact=True).peak_nbytes
-    return RankStep(rank=rank, calls=tuple(issued.calls), static_bytes=static, peak_bytes=peak)
+            peak = _standing(recorder) + recorder.trace(exact=True).peak_nbytes
+    return RankStep(rank=rank, calls=tuple(issued.calls), states_bytes=states, peak_bytes=peak)
+
+
+def _standing(recorder: Recorder) -> int:
+    return sum(storage.nbytes() for storage in recorder.standing())
 
 
 def _offload(plan: ActivationPlan, trainer: ParallelTrainer) -> OffloadWithoutBytes | None:
     """Has the trainer's forwards run under the plan of its stage; None where nothing moves and nothing is recomputed."""
     if not any(layer.recomputes or layer.host or layer.disk for layer in plan.layers):
         return None
-    machine, stages = plan.problem.hardware, trainer.stages
+    machine, stages = plan.problem.machine_of(trainer.world.pp).hardware, trainer.stages
     model = nn.ModuleList(stages)
     layers = find_layers(model, [layer for stage in stages for layer in stage.layers.values()])
     rates = Rates(
@@ -139,6 +152,15 @@ class _NoTokens:
 
     def at(self, step: int, microbatch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros(self._shape, dtype=torch.int64), torch.zeros(self._shape, dtype=torch.int64)
+
+
+def _rows_of_distinct_tokens(run: PlannedRun) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Rows that a rank's tokens of a step touch in the embedding, if all are distinct: the most that the plan counts.
+
+    A gradient without contents has no row of zeros, so the search finds all rows.
+    """
+    tokens = run.rows // run.layout.dp * run.tokens // run.layout.cp * run.microbatches
+    return lambda grad: rows_seen(grad)[:tokens].clone()
 
 
 @contextlib.contextmanager

@@ -6,13 +6,15 @@ activations of no step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from memo.errors import UsageError
@@ -22,6 +24,7 @@ __all__ = ["TORCH_NAMES", "check_torch", "make_schedule", "pass_through"]
 
 # 2.11 is known to fail: its split backward needs attributes that nodes of Python functions lack.
 _SPLITS_SINCE = "2.13"
+_TORCHS_GATHERED = 3
 
 TORCH_NAMES = {
     PipelineSchedule.GPIPE: "GPipe",
@@ -60,7 +63,7 @@ def make_schedule(
     check_torch(layout.schedule)
     loss = torch.empty((), dtype=torch.promote_types(hidden.dtype, torch.float32), device="meta")
     stages = [
-        PipelineStage(
+        _Stage(
             module,
             index,
             layout.stages,
@@ -72,7 +75,33 @@ def make_schedule(
         for index, module in modules.items()
     ]
     kind: Any = get_schedule_class(TORCH_NAMES[layout.schedule])
-    return kind(stages if layout.stages_per_rank > 1 else stages[0], microbatches, loss_fn=_given, scale_grads=True)
+    with _gathered_all_step(layout.stages_per_rank):
+        return kind(stages if layout.stages_per_rank > 1 else stages[0], microbatches, loss_fn=_given, scale_grads=True)
+
+
+@contextlib.contextmanager
+def _gathered_all_step(stages: int) -> Iterator[None]:
+    """Has schedules that are made in the block keep a rank's stages gathered through a step; torch's keep three."""
+    torchs = schedules._add_unshard_reshard
+    schedules._add_unshard_reshard = functools.partial(torchs, max_active_stages=max(stages, _TORCHS_GATHERED))
+    try:
+        yield
+    finally:
+        schedules._add_unshard_reshard = torchs
+
+
+class _Stage(PipelineStage):
+    """torch's stage, which keeps no gradient of an input once that is on its way to the stage before.
+
+    torch frees these gradients where backward runs whole; where it is split they would stay until the next step.
+    """
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *arguments, **options)
+        for received in self.args_recv_info[bwd_chunk_id]:
+            buffer = getattr(received, "buffer", None)  # none for the first stage's tokens
+            if buffer is not None:
+                buffer.grad = None
 
 
 def check_torch(schedule: PipelineSchedule) -> None:

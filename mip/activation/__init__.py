@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         StagePrediction as StagePrediction,
         StageTurns as StageTurns,
         chunk_layers as chunk_layers,
+        layers_of_runs as layers_of_runs,
         stage_layers as stage_layers,
     )
     from memo.mip.activation.solver import (
@@ -65,7 +66,7 @@ else:
             "memory_peaks": "DeviceMemory PeakCandidate Use device_peak_candidates highest_memory stage_memory stage_static",
             "mlp_tiles": "MLP_TILE_COUNTS solve_mlp_tiles",
             "plan": "ActivationPlan ActivationProblem Budgets LayerPlan StageMachine StageTurns Pipeline StagePrediction "
-            "chunk_layers stage_layers",
+            "chunk_layers layers_of_runs stage_layers",
             "solver": "DoesNotFit find_plan fits misfit_of relaxed_step_s solve_problem",
             "stage_plans": "extract_stage_plan lower_tier_nbytes",
         },

@@ -80,6 +80,7 @@ __all__ = [
     "StagePrediction",
     "StageTurns",
     "chunk_layers",
+    "layers_of_runs",
     "stage_layers",
 ]
 
@@ -424,6 +425,12 @@ def chunk_layers(problem: ActivationProblem, stage: int) -> tuple[range, ...]:
         sizes = [share + (place < more) for place in range(pipeline.stages * pipeline.chunks)]
     ends = list(itertools.accumulate(sizes))
     return tuple(range(ends[place] - sizes[place], ends[place]) for place in pipeline.chunk_positions(stage))
+
+
+def layers_of_runs(problem: ActivationProblem) -> tuple[int, ...]:
+    """Numbers of layers of the pipeline's runs of consecutive layers, in the order of the layers."""
+    runs = [chunk for stage in range(problem.pipeline.stages) for chunk in chunk_layers(problem, stage)]
+    return tuple(len(run) for run in sorted(runs, key=lambda run: run.start))
 
 
 def stage_layers(problem: ActivationProblem, stage: int) -> tuple[int, ...]:

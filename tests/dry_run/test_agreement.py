@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from memo.dry_run.agreement import against_plan, among_ranks, memberships, memory, moved_to
+from memo.dry_run.agreement import PEAK, STATES, against_plan, among_ranks, memberships, memory, moved_to
 from memo.dry_run.places import Place
 from memo.dry_run.recorded_collectives import CollectiveCall
 from memo.gpt.arithmetic import Collective, CollectiveKind, Ranks
@@ -104,9 +104,19 @@ def test_a_group_with_other_ranks_than_its_place_says_is_named() -> None:
 
 
 def test_more_memory_than_planned_is_named() -> None:
-    assert memory(3, 1, 100 << 20, 100 << 20) == []
-    (wrong,) = memory(3, 1, 110 << 20, 100 << 20)
-    assert wrong == "rank 3: its step holds 110 MiB on the device, the plan says 100 MiB of stage 1"
+    planned = 100 << 30
+    assert memory({3: planned, 5: planned // 2}, planned, PEAK, stage=1) == []
+    (wrong,) = memory({3: planned, 5: planned * 11 // 10}, planned, PEAK, stage=1)
+    assert wrong == "rank 5: its step holds 110 GiB on the device, the plan says 100 GiB of stage 1"
+
+
+def test_less_memory_than_planned_on_the_fullest_rank_is_named() -> None:
+    planned = 100 << 30
+    (wrong,) = memory({3: planned // 2, 5: planned // 4}, planned, PEAK, stage=1)
+    assert wrong == "rank 3: its step holds 50 GiB on the device, the plan says 100 GiB of stage 1"
+    assert memory({3: planned * 985 // 1000}, planned, PEAK, stage=0) == []
+    (wrong,) = memory({3: planned * 985 // 1000}, planned, STATES, stage=0, what="its states are")
+    assert wrong == "rank 3: its states are 98.5 GiB on the device, the plan says 100 GiB of stage 0"
 
 
 def test_places_are_those_of_the_layouts_formula() -> None:

@@ -82,7 +82,7 @@ def own_rows(shape: GPTConfig, world: World, microbatches: int) -> tuple[torch.T
     stages = build_stages(shape, world, seq=SEQ, device=CPU, dtype=torch.float32, seed=SEED, sparse_embedding=True)
     config = TrainConfig(schedule=LrSchedule(peak=1e-3, floor=1e-4, warmup=0, steps=10), accumulate=microbatches)
     trainer = ParallelTrainer(stages, world, Drawn(distinct=False), config, device=CPU, rows=ROWS)
-    trainer._embedding.exchange = lambda: None  # type: ignore[method-assign]
+    trainer.sparse_embedding.exchange = lambda: None  # type: ignore[method-assign]
     trainer._gradients(1, lambda: False)
     table = stages[0].tokens
     assert table is not None

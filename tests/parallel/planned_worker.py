@@ -117,13 +117,10 @@ def check(name: str) -> str:
     worst = max(abs(one / other - 1) - LOSS_ROUNDING for one, other in zip(got, want, strict=True))
     assert worst <= BOUND[torch.float32], f"{name}: {got}, and one process {want}"
     place = Place.of(layout, world.rank)
-    planned = run.collectives.step(
-        stage=place.pp, tp_rank=place.tp, replica=place.replica, microbatches=run.microbatches
-    )
     again = recomputed(dataclasses.replace(run, plan=plan), place.pp)
     # Two numbers a group of a layer's ranks compare once a step, whether all repeat the same; a simulated rank has no peers.
     calls = [call for call in issued.calls if (call.nbytes, call.dtype) != (16, "int64")]
-    wrong = against_plan(place, calls, planned, again)
+    wrong = against_plan(place, calls, run.collectives_of(place), again)
     assert not wrong, f"{name}: {wrong}"
     dist.all_reduce(moved)
     assert moved > 0, f"{name}: nothing was moved or recomputed"

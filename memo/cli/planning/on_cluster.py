@@ -26,8 +26,8 @@ from memo.mip.activation import (
     Budgets,
     DoesNotFit,
     LayerPlan,
-    chunk_layers,
     find_plan,
+    layers_of_runs,
     predict_stages,
     solve_mlp_tiles,
 )
@@ -202,7 +202,7 @@ class ClusterRequest:
             chunks=pipeline.chunks,
             budgets_of=lambda group: self.budgets[group.name],
         )
-        if sizes != _sizes(self._problems(placement, None)(self.request.tiles[0])):
+        if sizes != layers_of_runs(self._problems(placement, None)(self.request.tiles[0])):
             yield sizes
 
     def _moved(self, best: _Candidate) -> _Candidate:
@@ -217,7 +217,7 @@ class ClusterRequest:
     def _shorter_neighbour(self, best: _Candidate) -> _Candidate | None:
         """A candidate with one layer of the slowest stage on another one; of those with a shorter step the likeliest."""
         assert best.plan is not None
-        stages, sizes, pipeline = best.plan.stages, _sizes(best.problem), best.problem.pipeline
+        stages, sizes, pipeline = best.plan.stages, layers_of_runs(best.problem), best.problem.pipeline
         givers = pipeline.chunk_positions(max(range(len(stages)), key=lambda stage: stages[stage].microbatch_s))
         moves = [
             {giver: sizes[giver] - 1, taker: sizes[taker] + 1}
@@ -291,12 +291,6 @@ def _kept_s(problem: ActivationProblem) -> float:
     return ActivationPlan(problem=problem, layers=layers, stages=predict_stages(problem, layers)).step_s
 
 
-def _sizes(problem: ActivationProblem) -> tuple[int, ...]:
-    """Numbers of layers of a problem's runs, in the order of the layers."""
-    runs = [chunk for stage in range(problem.pipeline.stages) for chunk in chunk_layers(problem, stage)]
-    return tuple(len(run) for run in sorted(runs, key=lambda run: run.start))
-
-
 def _lines(found: list[_Candidate], left_out: bool) -> Iterator[str]:
     rows = []
     for candidate in found[:MOST_ROWS]:
@@ -305,7 +299,7 @@ def _lines(found: list[_Candidate], left_out: bool) -> Iterator[str]:
         rows.append(
             (
                 candidate.placement.describe(),
-                ", ".join(map(str, _sizes(candidate.problem))),
+                ", ".join(map(str, layers_of_runs(candidate.problem))),
                 step if candidate.plan is not None else f"at least {step}",
                 format_duration(exchanged.tensor_s),
                 format_duration(exchanged.data_s),
@@ -333,7 +327,7 @@ def _summary(candidate: _Candidate) -> dict[str, Any]:
             ]
             for place in candidate.placement.places
         ],
-        "stage_layers": list(_sizes(candidate.problem)),
+        "stage_layers": list(layers_of_runs(candidate.problem)),
         "planned": candidate.plan is not None,
         "step_s": candidate.step_s,
         "communication_s": dataclasses.asdict(exchanged),

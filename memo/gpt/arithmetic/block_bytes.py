@@ -164,7 +164,7 @@ class _BlockFigures:
             beside=h + (self.q if self._queries_are_made_anew() else 0),
             in_pieces=self._in_pieces(),
             products_in_pieces=self._products_in_pieces(),
-            between=2 * self.stream + self.q + 2 * h + (0 if self.tiled else ups * self.f),
+            between=self._between(),
             elementwise=again + (self._activation() if self.tiled else 0) + 2 * self.stream + h,
             elementwise_again=again,
             projections=2.0 * weights,
@@ -256,6 +256,14 @@ class _BlockFigures:
 
     def _norms(self) -> float:
         return 2 * (2 * self.sizes.stream if self.config.norm == "layernorm" else STATISTIC)
+
+    def _between(self) -> float:
+        """Gradients that the first half of a split backward leaves to the second: of the results of norms and products.
+
+        Tensor-parallel ranks have gathered those of the last projections' results.
+        """
+        inner = 0 if self.tiled else (2 if self.gated else 1) * self.f
+        return 2 * self.stream + self.q + 2 * self.tp * self.h + inner
 
     # Read and written.
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from memo.gpt.arithmetic.embedding_traffic import COUNT_BYTES, NUMBER_BYTES, EmbeddingTraffic, reason_not_sparse
-from memo.mip.inputs import Collectives, EmbeddingExchange, StaticBytes
+from memo.gpt.arithmetic.collectives import exchange_s
+from memo.gpt.arithmetic.embedding_traffic import EmbeddingTraffic, reason_not_sparse
+from memo.mip.inputs import EmbeddingExchange, StaticBytes
 
 if TYPE_CHECKING:
     from memo.gpt.arithmetic.weight_exchange import WeightExchange
@@ -65,9 +66,7 @@ class RowExchange:
     def rows_s(self) -> float:
         """Seconds of the exchange: three all-gathers, the search for rows that are not zero, and the sum of what came."""
         machine, traffic = self.exchange.machine, self.traffic
-        group, collectives = self.exchange.layout.data_group(machine.gpus_per_node), Collectives(machine)
-        parts = (COUNT_BYTES, traffic.distinct * NUMBER_BYTES, self._row_bytes)
-        gathers_s = sum(collectives.all_gather_s(traffic.ranks * part, group) for part in parts)
+        gathers_s = exchange_s(traffic.row_collectives, machine, self.exchange.layout)
         passes = traffic.table * traffic.element + 3 * self.received_bytes  # a sum reads both and writes one
         return gathers_s + passes / machine.hbm_bytes_per_s
 

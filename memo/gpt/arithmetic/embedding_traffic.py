@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from memo.gpt.arithmetic.collectives import Collective, CollectiveKind, Ranks
+
 __all__ = ["COUNT_BYTES", "NUMBER_BYTES", "EmbeddingTraffic", "reason_not_sparse"]
 
 COUNT_BYTES = 8
@@ -68,6 +70,16 @@ class EmbeddingTraffic:
     def sparse_bytes(self) -> int:
         """Bytes that a rank receives as rows, at most."""
         return self.sparse_bytes_of(self.distinct)
+
+    @property
+    def row_collectives(self) -> tuple[Collective, ...]:
+        """Collectives of the sparse exchange where a rank's tokens are all distinct: counts, rows' numbers, rows."""
+        parts = (COUNT_BYTES, self.distinct * NUMBER_BYTES, self.distinct * self.width * self.element)
+        return tuple(
+            Collective(kind=CollectiveKind.ALL_GATHER, ranks=Ranks.REPLICAS, nbytes=self.ranks * part)
+            for part in parts
+            if part and self.ranks > 1
+        )
 
     @property
     def sparse_is_less(self) -> bool:

@@ -472,8 +472,8 @@ class _Ends:
         waits_s = self._gather_s(first=False) + exchange_s(self.step.head_forward(), machine, self.layout)
         backward_waits_s = exchange_s(self.step.head_backward(), machine, self.layout)
         logits = LOGIT_BYTES * min(LOGITS, tokens * config.vocab_size)
-        # Gradient of the projection's weight in float32, and its copy in the dtype of products.
-        matrix = (4 + self.sizes.product) * config.vocab_size * config.hidden / self.layout.tp
+        # Gradient of the projection's weight in float32, and its copy in the dtype of products, which backward reads.
+        matrix = config.vocab_size * config.hidden / self.layout.tp
         products = 3
         stays = round(self.weights.gathered_bytes(layer_parameter_count(config)))  # the last layer's weights
         if exchange.training.lora:  # a frozen projection
@@ -487,8 +487,9 @@ class _Ends:
             backward_exchange_s=backward_waits_s,
             sync_s=self._sync_s(first=False),
             forward_flops=products * flops,
-            saved_bytes=round(3 * row),  # the norm's input, its output, and the output's gradient
-            transient_bytes=round(logits + row + matrix) + stays,
+            # The norm's input, its output, the output's gradient, and the weight's.
+            saved_bytes=round(3 * row + self.sizes.product * matrix),
+            transient_bytes=round(logits + row + 4 * matrix) + stays,
             gathered_bytes=stays,
             static=self.weights.end_static(weights),
         )

@@ -13,7 +13,8 @@ what a rank issues. Needs no torch. t is the tokens of a microbatch after contex
     head        tp   number of counted tokens; for each chunk of tokens: gather (chunk, h) and its targets, maximum, sums,
                      sum to shards of the gradient; backward sums the norm's gradients
     weights  dp x cp gather of each layer before each of its passes (the last one stays), of the ends before forward;
-                     reduction once a step. In a pipeline all are gathered once a step
+                     reduction once a step. In a pipeline all are gathered once a step. An embedding whose gradient is
+                exchanged as rows: counts, numbers and rows once a step, of at most a rank's tokens
     stages      pp   a microbatch's hidden states to the next stage, their gradient to the one before
     step        all  whether to stop, the mean loss, the gradients' norm
 """
@@ -22,11 +23,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from memo.gpt.arithmetic.block_bytes import ElementSizes
 from memo.gpt.arithmetic.collectives import Collective, CollectiveKind, Ranks
+from memo.gpt.arithmetic.embedding_traffic import EmbeddingTraffic
 from memo.gpt.train_config import Precision
 from memo.mip.inputs import PipelineSchedule
 
@@ -74,7 +76,7 @@ class StepCollectives:
     layout: Layout
     precision: Precision = Precision.BF16
     sparse_embedding: bool = False
-    """The embedding's table is whole on every rank, and its gradient is exchanged as rows, which these lists leave out."""
+    """The embedding's table is whole on every rank, and its gradient is exchanged as rows."""
 
     @property
     def rings(self) -> bool:
@@ -275,10 +277,23 @@ class StepCollectives:
         nbytes = self._own_rows(self.table_rows(tp_rank), replica) * self.config.hidden * self._sizes.stream
         return (Collective(kind=CollectiveKind.ALL_REDUCE, ranks=Ranks.ENDS, nbytes=nbytes),)
 
+    def embedding_rows(self, *, microbatches: int, tp_rank: int = 0) -> tuple[Collective, ...]:
+        """Exchange of the embedding's gradient as rows, once a step, where a rank's tokens are all distinct."""
+        traffic = EmbeddingTraffic(
+            rows=self.table_rows(tp_rank),
+            width=self.config.hidden,
+            tokens=self._tokens * microbatches,
+            ranks=self.replicas,
+            element=self._sizes.stream,
+        )
+        return traffic.row_collectives
+
     def shard_rows(self, chunks: Iterable[ChunkOfLayers], *, tp_rank: int, replica: int) -> tuple[Shape, ...]:
         """Of each parameter of chunks of layers and their ends, the rows before sharding and those of one replica."""
+        chunks = list(chunks)
         shapes = [shape for chunk in chunks for shape in (*self.layer_shapes(), *self.end_shapes(chunk, tp_rank))]
-        return tuple((rows, self._own_rows(rows, replica)) for rows, _ in shapes)
+        whole = [(self.table_rows(tp_rank),) * 2 for chunk in chunks if chunk.is_first and self.sparse_embedding]
+        return (*((rows, self._own_rows(rows, replica)) for rows, _ in shapes), *whole)
 
     def _own_rows(self, rows: int, replica: int) -> int:
         each = math.ceil(rows / self.replicas)
@@ -287,15 +302,20 @@ class StepCollectives:
     # The step.
 
     def chunks_of(
-        self, stage: int, *, schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B, chunks: int | None = None
+        self,
+        stage: int,
+        *,
+        schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B,
+        chunks: int | None = None,
+        layers: Sequence[int] = (),
     ) -> list[ChunkOfLayers]:
-        """The runs of layers of one pipeline rank, in the order of the layers."""
+        """The runs of layers of one pipeline rank, in the order of the layers; arguments as of `step`."""
         pp = self.layout.pp
         rank_of = {place: rank for rank in range(pp) for place in schedule.stages_of(rank, pp, chunks=chunks)}
         last = len(rank_of) - 1
         return [
             ChunkOfLayers(
-                layers=self.config.layers // len(rank_of),
+                layers=layers[place] if layers else self.config.layers // len(rank_of),
                 is_first=place == 0,
                 is_last=place == last,
                 splits=place > 0 and schedule in (PipelineSchedule.ZERO_BUBBLE, PipelineSchedule.ZERO_BUBBLE_V),
@@ -314,6 +334,7 @@ class StepCollectives:
         microbatches: int = 1,
         schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B,
         chunks: int | None = None,
+        layers: Sequence[int] = (),
     ) -> list[Collective]:
         """All collectives of one rank in a step without recompute, not in order.
 
@@ -324,8 +345,9 @@ class StepCollectives:
             microbatches: of the step.
             schedule: of the pipeline.
             chunks: runs of layers of a pipeline rank; None is the schedule's own number.
+            layers: numbers of layers of all runs, in the order of the layers; without them equal ones.
         """
-        own = self.chunks_of(stage, schedule=schedule, chunks=chunks)
+        own = self.chunks_of(stage, schedule=schedule, chunks=chunks, layers=layers)
         found = [each.times(microbatches) for chunk in own for each in self._microbatch(chunk)]
         passes = 1 if self.layout.pp > 1 else microbatches
         for chunk in own:
@@ -335,6 +357,8 @@ class StepCollectives:
             found += [each.times(chunk.layers) for each in self.reduce(self.layer_shapes())]
             found += self.reduce(self.end_shapes(chunk, tp_rank))
             found += self._positions(CollectiveKind.REDUCE_SCATTER, chunk)
+            if chunk.is_first and self.sparse_embedding:
+                found += self.embedding_rows(microbatches=microbatches, tp_rank=tp_rank)
         if self._has_two_tables(own):
             found += self._tied(tp_rank, replica)
         every = Collective(kind=CollectiveKind.ALL_REDUCE, ranks=Ranks.ALL, nbytes=ID, count=3)

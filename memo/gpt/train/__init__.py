@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
+    from memo.gpt.train.embedding_gradients import rows_seen as rows_seen
     from memo.gpt.train.parallel_step import ParallelTrainer as ParallelTrainer
     from memo.gpt.train.run import train as train
     from memo.gpt.train.step import weight_dtype as weight_dtype
@@ -14,6 +15,7 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
+            "embedding_gradients": "rows_seen",
             "parallel_step": "ParallelTrainer",
             "run": "train",
             "step": "weight_dtype",

@@ -14,7 +14,7 @@ its own: the two differ by at most 2 N 2^-24 of the mean of the summands' magnit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,6 +41,8 @@ class SparseEmbeddingGradient:
         tables = [stage.tokens.weight for stage in stages if stage.sparse_embedding and stage.tokens is not None]
         self._table = tables[0] if tables else None
         self._group: dist.ProcessGroup = world.replicas.get_group()
+        self.rows_seen: Callable[[torch.Tensor], torch.Tensor] = rows_seen
+        """Numbers of a gradient's rows that a rank sends, by the gradient; a dry run, without contents, has its own."""
 
     def exchange(self) -> None:
         """Replaces the gradient by its mean over the ranks. A collective call of the table's ranks."""
@@ -48,17 +50,25 @@ class SparseEmbeddingGradient:
             return
         grad = self._table.grad
         assert grad is not None
-        mean_of_rows(getattr(grad, "_local_tensor", grad), self._group)
+        mean_of_rows(getattr(grad, "_local_tensor", grad), self._group, rows_seen=self.rows_seen)
 
 
-def mean_of_rows(grad: torch.Tensor, group: dist.ProcessGroup) -> None:
+def rows_seen(grad: torch.Tensor) -> torch.Tensor:
+    """Numbers of the rows of (rows, columns) that are not zero, ascending, int64."""
+    return (grad != 0).any(dim=1).nonzero().squeeze(1)
+
+
+def mean_of_rows(
+    grad: torch.Tensor, group: dist.ProcessGroup, *, rows_seen: Callable[[torch.Tensor], torch.Tensor] = rows_seen
+) -> None:
     """Replaces a gradient of few rows that are not zero by its mean over the group, row by row. A collective call.
 
     Args:
         grad: (rows, columns), of the same shape on all ranks.
         group: the ranks.
+        rows_seen: numbers of this rank's rows that are not zero.
     """
-    own = (grad != 0).any(dim=1).nonzero().squeeze(1)
+    own = rows_seen(grad)
     counts = all_gathered(torch.tensor([len(own)], device=grad.device), group, 0).tolist()
     most = max(counts)
     if not most:

@@ -106,7 +106,8 @@ class ParallelTrainer(Trainer):
         self.schedule = self._make_schedule() if world.layout.pp > 1 else None
         """torch's pipeline schedule; None without pipeline parallelism."""
         self._tied = _TiedEmbedding(stages, world)
-        self._embedding = SparseEmbeddingGradient(stages, world)
+        self.sparse_embedding = SparseEmbeddingGradient(stages, world)
+        """Exchange of the embedding's gradient as rows; does nothing where FSDP reduces it."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of all stages under the whole model's names, each name once."""
@@ -123,7 +124,7 @@ class ParallelTrainer(Trainer):
         torch.manual_seed(seed_of(self.seed, step, self.world.pp, self.world.dp, self.world.token_shard))
         losses = self._sequential(step) if self.schedule is None else self._pipelined(step)
         self._tied.add_gradients()
-        self._embedding.exchange()
+        self.sparse_embedding.exchange()
         layout = self.world.layout
         mean = self._mean(losses, self.config.accumulate)
         own = self._rows * len(self.stages[0].own)
