@@ -1,6 +1,6 @@
 """Hunts silent wrong gradients: random programs with and without memo, bit for bit, each find shrunk to a small program.
 
-    python -m tests.hunt [--programs 20000] [--seed 0] [--levels 3 | --at "1;0.5, late"] [--statements 9] [--shrink 60]
+    python -m tests.hunt [--programs 20000] [--seed 0] [--levels 2 | --at "1;0.5, late"] [--statements 9] [--shrink 60]
                          [--minutes M] [--write]
     python -m tests.hunt --show SEED [--at LEVEL]
 
@@ -63,6 +63,7 @@ class Totals:
     to_the_end: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     moved: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     recomputed: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    refused: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     whole: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     statements: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     operators: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -78,6 +79,7 @@ class Totals:
         self.to_the_end.update(name for name, ended in outcome.compared.items() if ended)
         self.moved.update(outcome.moved_bytes)
         self.recomputed.update(outcome.recomputed_bytes)
+        self.refused.update(outcome.refused)
         self.whole.update(outcome.whole)
         self.statements.update(program.statements)
         self.operators.update(program.operators)
@@ -101,6 +103,7 @@ class Totals:
                 for name in LEVELS
                 if self.compared[name]
             },
+            "refused_loudly": dict(self.refused),
             "whole_at_0": dict(self.whole.most_common(20)),
             "finds": [
                 {"seed": each.seed, **dataclasses.asdict(each.find), "text": each.program.text} for each in self.finds
@@ -111,7 +114,7 @@ class Totals:
         """A line of figures."""
         return (
             f"{self.examined} programs, {sum(self.discarded.values())} discarded, {sum(self.compared.values())} "
-            f"comparisons at {len(self.compared)} levels, {len(self.operators)} operators; {len(self.finds)} finds"
+            f"comparisons at {len(self.compared)} levels, {len(self.operators)} operators, {sum(self.refused.values())} refused; {len(self.finds)} finds"
         )
 
 
@@ -198,7 +201,7 @@ def main() -> int:
     )
     parser.add_argument("--programs", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
-    parser.add_argument("--levels", type=int, default=3, help="drawn for each program")
+    parser.add_argument("--levels", type=int, default=2, help="drawn for each program")
     parser.add_argument("--at", type=lambda text: text.split(";"), help="these levels for all, or `all`")
     parser.add_argument("--statements", type=int, default=MOST_STATEMENTS, help="the most of a layer")
     parser.add_argument("--shrink", type=float, default=60.0, metavar="SECONDS", help="the most for each find")

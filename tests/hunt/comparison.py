@@ -32,7 +32,7 @@ class Find:
 
     level: str
     kind: str
-    """`differs`, `does not raise`, `races`, or the error that memo raises and torch does not."""
+    """`differs in ...`, `does not raise`, `races`, or the error that memo raises and torch does not."""
     told: str
 
 
@@ -47,6 +47,8 @@ class Outcome:
     """Level -> whether all steps were run."""
     moved_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     recomputed_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    refused: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Level -> 1 where a replay refused to read what the program had changed, and torch alone does not read it."""
     whole: list[str] = dataclasses.field(default_factory=list)
     """Reasons of layers that moved whole at alpha 0."""
 
@@ -116,6 +118,9 @@ def _compare_at(program: Program, name: str, want: _Run, found: Outcome, scratch
             found.whole += getattr(managed[0].manager.report().tokenwise, "refused", {}).values()
     if way.may_be_full and isinstance(got.raised, HostBudgetExceeded | ScratchFull):
         return
+    if "is recomputed from a tensor that was changed" in str(got.raised) and want.raised is None:
+        found.refused[name] = 1  # docs/recompute.md, "What is seen, and what is not"
+        return
     if got.kind != want.kind:
         if got.raised is None:
             found.finds.append(Find(level=name, kind="does not raise", told=f"{want.kind}: {want.raised}"))
@@ -123,7 +128,7 @@ def _compare_at(program: Program, name: str, want: _Run, found: Outcome, scratch
             told = f"{got.raised}\n{got.where}" if want.raised is None else f"{got.raised}; torch: {want.raised}"
             found.finds.append(Find(level=name, kind=str(got.kind), told=told))
     elif unlike := _unlike(got, want):
-        found.finds.append(Find(level=name, kind="differs", told=", ".join(unlike[:6])))
+        found.finds.append(Find(level=name, kind=f"differs in {_part(unlike[0])}", told=", ".join(unlike[:6])))
     if managed and (races := managed[0].races()):
         found.finds.append(Find(level=name, kind="races", told="\n".join(races[:2])))
 
@@ -170,6 +175,12 @@ def _train(program: Program, manage: Callable[[nn.Module], Managed] | None, roun
             if (attribute.startswith("m") and isinstance(value, list | dict)) or attribute == "calls":
                 run.results[f"{name}.{attribute}"] = value
     return run
+
+
+def _part(name: str) -> str:
+    """What of a program's results one of them belongs to."""
+    head = name.partition(", ")[0]
+    return next((part for part in ("gradient", "loss", "random numbers") if part in head), "buffers")
 
 
 def _seed(number: int) -> None:

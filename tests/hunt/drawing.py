@@ -164,16 +164,19 @@ def drawn(seed: int, *, statements: int = MOST_STATEMENTS) -> Program:
             names.append(outside.draw(_BETWEEN))
     wires = _Writer(draws, WIRINGS)
     wiring = tuple(wires.wiring(wires.draw([*WIRINGS])) for _ in range(draws.choice((0, 0, 0, 1, 1, 2))))
-    steps = tuple(_step(draws, draws.choices([*STEPS], [one.weight for one in STEPS.values()])[0]) for _ in range(3))
+    attached = draws.random() < 0.2
+    # A checkpoint around a model that memo is attached to saves nothing: memo's hooks are the inner ones.
+    fitting = [name for name in STEPS if not (attached and name == "checkpointed")]
+    chosen = draws.choices(fitting, [STEPS[name].weight for name in fitting], k=3)
     return Program(
         seed=seed,
         kinds=kinds,
         layers=layers,
         model=outside.block("x", names),
         wiring=wiring,
-        steps=steps,
+        steps=tuple(_step(draws, name) for name in chosen),
         dtype=draws.choice((torch.float32, torch.float32, torch.float32, torch.bfloat16)),
-        attached=draws.random() < 0.2,
+        attached=attached,
     )
 
 

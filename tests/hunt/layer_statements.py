@@ -636,6 +636,11 @@ jagged | 0.3 | bsh
 sparse | 0.3 | bsh
     {t:a} = (torch.eye(S) * {bsh/a}.detach().float().mean()).to_sparse()
     {o} = torch.stack([torch.sparse.mm({t:a}, {t:v}.float()) for {t:v} in {bsh/a}.unbind(0)]).to(x.dtype)
+saved, then changed | 3 | bsh
+    {t:a} = {bsh} * {c}
+    {t:b} = {t:a}.sin()
+    {t:a}.add_({c})
+    {o} = {t:a}.cos()
 alias | 1 | bsh
     {t:a} = {bsh} * {c}
     {t:b} = {t:a}.view(B, S, 2, H // 2)

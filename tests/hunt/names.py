@@ -171,6 +171,20 @@ def tied(layers: nn.ModuleList) -> None:
                 return
 
 
+def checked_saves() -> torch.autograd.graph.saved_tensors_hooks:
+    """Hooks for saved tensors that change nothing, and find changes in place as autograd does without hooks."""
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return tensor.detach(), tensor._version
+
+    def unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
+        if packed[0]._version != packed[1]:
+            raise RuntimeError("modified by an inplace operation")
+        return packed[0]
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
 def in_a_thread(call: Callable[[], None]) -> None:
     """Calls in another thread, and waits for it."""
     raised: list[BaseException] = []

@@ -145,12 +145,12 @@ given in place | 1 | -
     moved.detach().add_(0)
     loss.backward()
 hooks of the program's own | 1 | -
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+    with checked_saves():
         with managed():
             loss = model(given)
     loss.backward()
 hooks within | 1 | -
-    with managed(), torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+    with managed(), checked_saves():
         loss = model(given)
     loss.backward()
 """

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from memo.kernels import pack_mask
-from memo.swap.recompute.axis.operators import Operator, group_of, operator_of
+from memo.swap.recompute.axis.operators import Operator, call, group_of, operator_of
 from memo.swap.recompute.tape.log import (
     CARRIED,
     FALSE,
@@ -201,9 +201,10 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self.asleep or _get_dispatch_mode(_FAKE) is not None or _get_dispatch_mode(_PROXY) is not None:
-            if self._within is not None and (operator := operator_of(func)).group_at is not None:
+            operator = operator_of(func)
+            if self._within is not None and operator.group_at is not None:
                 self._within += _groups_of(operator, args)
-            return func(*args, **kwargs) if kwargs else func(*args)
+            return call(operator, args, kwargs or {})
         for kind in types:
             if kind not in _PLAIN and _dispatches(kind):
                 self._note_sharded(args)
@@ -216,7 +217,7 @@ class Recorder(TorchDispatchMode):
             if self._checksums is not None:
                 return self._checked(operator, args, kwargs or {})
             self._arguments(operator, args, kwargs)
-            out = func(*args, **kwargs) if kwargs else func(*args)
+            out = call(operator, args, kwargs or {})
         except BaseException:  # the layer may go on in another way
             del self.log[words:], self.carried[carried:]
             if self.collectives and self.collectives[-1].number == self._count:
@@ -256,7 +257,7 @@ class Recorder(TorchDispatchMode):
         if not operator.reads_shapes and not operator.awaits and not is_view:
             for tensor in given:
                 self._check(tensor)
-        out = operator.func(*args, **kwargs)
+        out = call(operator, args, kwargs)
         if operator.func is _DROPOUT:
             self._dropout(operator, args, out)
         else:
