@@ -639,8 +639,9 @@ sparse | 0.3 | bsh
 saved, then changed | 3 | bsh
     {t:a} = {bsh} * {c}
     {t:b} = {t:a}.sin()
+    {t:e} = {bsh}.sigmoid().cos()
     {t:a}.add_({c})
-    {o} = {t:a}.cos()
+    {o} = {t:a}.cos() * {t:e}
 alias | 1 | bsh
     {t:a} = {bsh} * {c}
     {t:b} = {t:a}.view(B, S, 2, H // 2)

@@ -1,6 +1,6 @@
 """Levels: how memo manages a program's model, each a name and what makes the manager.
 
-Those over the checking backend have copies as late as their order allows, and report races; `automatic` plans from its
+Those over the checking backend have copies as late or as early as their order allows, and report races; `automatic` plans from its
 first steps for a device that has room for a part of what is saved.
 """
 
@@ -140,6 +140,8 @@ LEVELS: dict[str, Way] = {
     "0.5, ahead": _offloaded("0.5", host="64MiB", device="64GiB"),
     "each its own": Way(make=_each_its_own),
     "1, late": _checked("1", "lazy"),
+    "1, at once": _checked("1", "eager"),
+    "0.5, at once": _checked("0.5", "eager"),
     "0.5, late": _checked("0.5", "lazy", kept=0.5),
     "0.5, at random": _checked("0.5", "random"),
     "0, late, disk": _checked("0", "lazy", tier="disk"),

@@ -6,7 +6,9 @@ autograd does not save, but the layer's arguments, and those that the caller nam
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -78,6 +80,19 @@ def is_recordable(tensor: torch.Tensor) -> bool:
     )
 
 
+def _keep_from_dynamo() -> None:
+    """Has Dynamo not trace the recorder, where a compiled function of the layer breaks off and runs operators in Python."""
+    if "torch._dynamo" in sys.modules and not _kept_from:
+        dynamo = torch._C._dynamo.eval_frame
+        skip = dynamo._FrameAction.SKIP
+        code = Recorder.__torch_dispatch__.__code__
+        dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(skip, skip))  # with all that it calls
+        _kept_from.add(code)
+
+
+_kept_from: set[CodeType] = set()
+
+
 class Aside:
     """`with Aside(mode):` around the engine's own operators.
 
@@ -132,7 +147,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else every call goes through torch._disable_dynamo
+        return False  # else every call goes through torch._disable_dynamo; `__enter__` does the same at no cost
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -188,6 +203,11 @@ class Recorder(TorchDispatchMode):
                 self._born(tensor, Birth.GIVEN)
         if checksums is not None:
             checksums.note([hidden, *given])
+
+    def __enter__(self) -> Recorder:
+        _keep_from_dynamo()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     @property
     def key(self) -> Key:
