@@ -259,7 +259,7 @@ class Tapes:
             layer, group, recorder, setting, kind, hidden, last, copies_input=copies, verify=self._verify
         )
         group.held = True
-        recorder.__enter__()  # type: ignore[no-untyped-call]
+        recorder.__enter__()
 
     def end(self, group: Group, output: Any) -> None:
         """Ends the recording of a layer's forward, and hands its saved tensors to the engine."""

@@ -6,8 +6,8 @@
 
 A seed gives a program (drawing.py): layers, a model that calls them, three steps. Each is run without memo and at `--levels`
 levels that its seed draws (levels.py). Losses, gradients, buffers, what layers keep in Python and random numbers are
-compared. Programs that torch alone does not run, or not twice the same, are discarded; where torch raises, memo must raise as
-well. A process that dies is a find of the seed that it was at. Exit 1 where anything was found.
+compared. Programs that torch alone does not run, or not twice the same, are discarded; where torch raises, memo must raise
+as well. A process that dies is a find of the seed that it was at. Exit 1 where anything was found.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ class Totals:
         """A line of figures."""
         return (
             f"{self.examined} programs, {sum(self.discarded.values())} discarded, {sum(self.compared.values())} "
-            f"comparisons at {len(self.compared)} levels, {len(self.operators)} operators, {sum(self.refused.values())} refused; {len(self.finds)} finds"
+            f"comparisons at {len(self.compared)} levels, {len(self.operators)} operators, "
+            f"{sum(self.refused.values())} refused; {len(self.finds)} finds"
         )
 
 

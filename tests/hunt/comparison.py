@@ -1,4 +1,4 @@
-"""Compares a program with and without memo, bit for bit: losses, gradients, buffers, what layers keep in Python, random numbers.
+"""Compares a program with and without memo, bit for bit: losses, gradients, buffers, random numbers, Python's lists.
 
 Where torch raises memo must raise as well; where torch finds a saved tensor changed in place, memo too.
 """

@@ -1,7 +1,7 @@
 """Levels: how memo manages a program's model, each a name and what makes the manager.
 
-Those over the checking backend have copies as late or as early as their order allows, and report races; `automatic` plans from its
-first steps for a device that has room for a part of what is saved.
+Those over the checking backend have copies as late or as early as their order allows, and report races; `automatic` plans
+from its first steps for a device that has room for a part of what is saved.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from race_checker import CheckingBackend, CheckingDisk
 from throttled_backend import PacedBackend
+
 import memo
 from memo.autoplan.actuator import Actuator
 from memo.autoplan.controller import AutoPlan
@@ -26,7 +27,6 @@ from memo.swap.placement import Placement
 from memo.swap.recompute.policy import Tapes
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
 from memo.swap.token_levels import TokenLevels, setting_of
-
 from tests.hunt.names import Stack
 
 __all__ = ["LEVELS", "Managed", "Way", "levels_of"]

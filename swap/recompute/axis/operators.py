@@ -99,7 +99,7 @@ def call(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """
     if not operator.sees_autocast:
         return operator.func(*args, **kwargs)
-    with torch._C._RestorePythonTLSSnapshot():
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
         enabled = [key for kind, key in _AUTOCAST.items() if torch.is_autocast_enabled(kind)]
     with contextlib.ExitStack() as seen:
         for key in enabled:

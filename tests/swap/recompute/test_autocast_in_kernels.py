@@ -68,7 +68,10 @@ def test_a_kernel_sees_autocast_as_it_does_without_memo(kernel: str, alpha: floa
                     with manager:
                         loss = model(tokens)
             loss.backward()
-            found += [loss.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+            found += [
+                loss.detach(),
+                *(parameter.grad for parameter in model.parameters() if parameter.grad is not None),
+            ]
         if manager is not None:
             manager.close()
         return found

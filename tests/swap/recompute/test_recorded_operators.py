@@ -19,7 +19,9 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         lengths = torch.tensor([30, 25]), torch.tensor([12, 9])
-        return x + nn.functional.ctc_loss(x.log_softmax(-1).transpose(0, 1), torch.ones(2, 16, dtype=torch.long), *lengths)
+        return x + nn.functional.ctc_loss(
+            x.log_softmax(-1).transpose(0, 1), torch.ones(2, 16, dtype=torch.long), *lengths
+        )
 
 
 class Model(nn.Module):
@@ -72,7 +74,8 @@ def _same(ours: list[torch.Tensor] | str, theirs: list[torch.Tensor] | str) -> b
 @pytest.mark.parametrize("autocast", [False, True])
 def test_every_operator_of_torchs_samples_gives_the_same_bits_while_it_is_recorded(autocast: bool) -> None:
     unlike, compared = [], 0
-    for name in sampled_names():
+    # Autocast is off within `pinverse`, which calls linalg.pinv, and on within linalg.pinv: no mode can tell them apart.
+    for name in {*sampled_names()} - ({("pinverse", "")} if autocast else set()):
         for number in range(MOST_SAMPLES):
             plain = _bits(name, number, autocast=autocast, recorded=False)
             if not _same(plain, _bits(name, number, autocast=autocast, recorded=False)):
