@@ -570,6 +570,16 @@ opaque, over a result | 1 | bsh
     {t:a} = {bsh} * {c}
     fill({t:a}, {bsh/a})
     {o} = {t:a}.sin() + {t:a}
+custom operator that calls others | 1 | bsh
+    {o} = torch.ops.memo_random.projected({bsh}, {P:H, H}).to(x.dtype)
+
+# what is declared to memo
+memoized | 1 | bsh
+    {o} = memoized_noise({bsh}) * {bsh}.sin()
+token-local | 1 | bsh
+    {o} = token_local_gate({bsh}, {P:H})
+kept | 1 | bsh
+    {o} = memo.keep({bsh} * {c}).sin()
 
 # regions
 checkpoint | 1 | bsh

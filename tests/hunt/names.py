@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint  # noqa: F401 (programs use it)
 
+import memo
 from tests.hunt.operators import Sampled  # noqa: F401 (programs use it)
 
 HIDDEN, TOKENS, BATCH = 16, 32, 2
@@ -99,6 +100,8 @@ _LIBRARY = torch.library.Library("memo_random", "FRAGMENT")
 _LIBRARY.define("smooth(Tensor x) -> Tensor")
 _LIBRARY.define("halve(Tensor(a!) x) -> ()")
 _LIBRARY.define("carried(Tensor x) -> Tensor")
+_LIBRARY.define("projected(Tensor x, Tensor w) -> Tensor")
+_LIBRARY.impl("projected", lambda x, w: F.linear(x, w).tanh(), "CPU")
 _LIBRARY.impl("halve", _halve, "CPU")
 _LIBRARY.impl("smooth", lambda x: torch.atan(x), "CPU")
 _LIBRARY.impl("carried", lambda x: x.cumsum(1).div(x.size(1)), "CPU")
@@ -119,6 +122,24 @@ torch.library.register_autograd(
     lambda ctx, grad: grad.flip(1).cumsum(1).flip(1).div(grad.size(1)),
     lib=_LIBRARY,
 )
+torch.library.register_autograd(
+    "memo_random::projected",
+    lambda ctx, grad: (grad.to(ctx.saved_tensors[1].dtype) @ ctx.saved_tensors[1], None),
+    setup_context=_save_input,
+    lib=_LIBRARY,
+)
+
+
+@memo.memoize
+def memoized_noise(x: torch.Tensor) -> torch.Tensor:
+    """Other results each time."""
+    return x.sigmoid() + torch.rand_like(x)
+
+
+@memo.token_local
+def token_local_gate(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Of each token alone."""
+    return (x * scale).sigmoid() * x
 
 
 def hooked(module: nn.Module, factor: float) -> nn.Module:

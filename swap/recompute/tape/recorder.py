@@ -237,7 +237,10 @@ class Recorder(TorchDispatchMode):
             if self._checksums is not None:
                 return self._checked(operator, args, kwargs or {})
             self._arguments(operator, args, kwargs)
-            out = call(operator, args, kwargs or {})
+            if operator.sees_autocast:
+                out = call(operator, args, kwargs or {})
+            else:
+                out = func(*args, **kwargs) if kwargs else func(*args)
         except BaseException:  # the layer may go on in another way
             del self.log[words:], self.carried[carried:]
             if self.collectives and self.collectives[-1].number == self._count:
