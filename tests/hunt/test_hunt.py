@@ -59,20 +59,18 @@ def test_a_seed_gives_the_same_program_again() -> None:
 
 def test_a_program_that_differs_by_one_bit_is_reported_and_shrunk_to_what_differs() -> None:
     """A layer's path depends on whether memo is there."""
-    program = drawn(8)
+    program = with_only("experts in place")
     watched = "def watched():\n    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)\n"
     watched += "    return 1.0 if hooks is None else 1.0000002\n"
-    body = program.kinds[program.layers[0]]
+    (body,) = program.kinds
     line = dataclasses.replace(body.lines[0], name="watched", text=f"{watched}x = x * watched()", plain="", declared=())
     body = dataclasses.replace(body, lines=(body.lines[0], line, *body.lines[1:]))
-    changed = dataclasses.replace(program, kinds=(body, *program.kinds[1:]), dtype=torch.float32)
+    changed = dataclasses.replace(program, kinds=(body,))
     assert [find.kind for find in compare(changed, ["1"]).finds] == ["differs in loss"]
     small = shrink(changed, lambda smaller: bool(compare(smaller, ["1"]).finds))
     assert compare(small, ["1"]).finds
-    assert {"watched"} <= small.statements
-    assert sum(len(small.kinds[kind].lines) for kind in set(small.layers)) <= 2
-    assert len(small.model.lines) <= 2
-    assert len(small.steps) == 1
+    assert [line.name for line in small.kinds[0].lines] == ["watched"]
+    assert (len(small.model.lines), len(small.steps)) == (1, 1)
 
 
 def _no_version_check(patch: pytest.MonkeyPatch) -> None:
