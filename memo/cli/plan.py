@@ -33,6 +33,7 @@ from memo.mip.activation import (
 )
 from memo.mip.inputs import PRESETS, PipelineSchedule
 from memo.mip.simulate import prove
+from memo.parallel import ContextAttention
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -143,6 +144,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     for name, words in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline")):
         where.add_argument(f"--{name}", type=int, metavar="N", help=f"ranks of {words} parallelism (default 1)")
+    where.add_argument(
+        "--cp-attention",
+        choices=[str(kind) for kind in ContextAttention],
+        help="with --cp: ulysses exchanges heads for tokens; ring passes keys and values around, for any number of ranks "
+        "(default: ulysses where heads divide; with --search both are tried)",
+    )
     where.add_argument(
         "--schedule",
         choices=[str(s) for s in PipelineSchedule],

@@ -75,9 +75,11 @@ def launch_of(
     for name, size in sizes:
         train += [f"--{name}", str(size)] if size > 1 else []
     if shape.cp > 1:
-        train += ["--cp-attention", "ulysses"]
+        train += ["--cp-attention", "ring" if shape.ring else "ulysses"]
     if shape.pp > 1:
         train += ["--schedule", str(candidate.schedule)]
+    if candidate.stage_layers:
+        train += ["--stage-layers", ",".join(map(str, candidate.stage_layers))]
     if candidate.chunks > 2:
         train += ["--chunks", str(candidate.chunks)]
     train += ["--batch", str(setting.batch), "--accumulate", str(setting.accumulate)]

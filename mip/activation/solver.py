@@ -225,7 +225,11 @@ def _is_bound(plan: ActivationPlan, pieces: Mapping[str, float]) -> bool:
 
 def _best_model(problem: ActivationProblem, pieces: Mapping[str, float]) -> Model | None:
     """The solved program with the shortest step; one with equal layers treated alike, if that costs next to nothing."""
-    solved = [model for model in _programs(problem, pieces) if model.solve()]
+    solved: list[Model] = []
+    for staying in _staying_options(problem):
+        if solved and staying is not None and not any(model.tiers_bind for model in solved):
+            break  # rounding takes less of the tiers then, and there is enough of them
+        solved += [model for model in _models(problem, staying, pieces) if model.solve()]
     if not solved:
         return None
     exact = min(solved, key=lambda model: model.priced_s * (1 if model.staying is None else 1 + LEAST_SAVING))

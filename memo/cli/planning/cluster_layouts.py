@@ -52,7 +52,7 @@ class ClusterLayouts:
         rows = [
             (
                 str(number),
-                *(str(size) for size in dataclasses.astuple(one.shape)),
+                *one.shape.columns,
                 _schedule_words(one),
                 f"{one.setting.batch} x {one.setting.accumulate}",
                 format_duration(found.plan.step_s),
@@ -154,8 +154,8 @@ def _cluster_space(args: argparse.Namespace) -> tuple[ClusterRequest, Space]:
 def _candidates(space: Space, zero: int) -> Iterator[Candidate]:
     for shape in space.shapes:
         for setting in space.settings(shape):
-            for bare in space.schedules(shape, setting):
-                yield dataclasses.replace(bare, zero=zero)
+            bare = (dataclasses.replace(one, zero=zero, stage_layers=()) for one in space.schedules(shape, setting))
+            yield from dict.fromkeys(bare)  # each placement has its own numbers of layers
 
 
 def _asked(cluster_request: ClusterRequest, space: Space, candidate: Candidate) -> ClusterRequest:

@@ -24,6 +24,7 @@ from memo.mip.activation import plan_to_json
 from memo.mip.address import write_file
 from memo.mip.inputs import PipelineSchedule
 from memo.mip.simulate import prove, simulate
+from memo.parallel import ContextAttention
 from memo.search import (
     DIMENSIONS,
     Launch,
@@ -212,7 +213,9 @@ def space_of(args: argparse.Namespace, request: Request, *, nodes: int) -> Space
     Raises:
         UsageError: no layout divides the model and the step, or flags contradict each other.
     """
-    fixed = {name: getattr(args, name) for name in DIMENSIONS if getattr(args, name) is not None}
+    fixed = {name: getattr(args, name) for name in DIMENSIONS if getattr(args, name, None) is not None}
+    if args.cp_attention not in (None, ContextAttention.AUTO):
+        fixed["ring"] = args.cp_attention == ContextAttention.RING
     if "schedule" in fixed:
         fixed["schedule"] = PipelineSchedule(fixed["schedule"])
     space = Space(request=request, nodes=nodes, global_batch=_global_batch(args, request), fixed=fixed)

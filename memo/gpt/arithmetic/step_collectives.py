@@ -78,9 +78,8 @@ class StepCollectives:
 
     @property
     def rings(self) -> bool:
-        """Whether context-parallel ranks attend in a ring, since their heads do not divide."""
-        heads = self.layout.tp * self.layout.cp
-        return self.layout.cp > 1 and bool(self.config.heads % heads or self.config.kv_heads % heads)
+        """Whether context-parallel ranks attend in a ring."""
+        return self.layout.rings(self.config.heads, self.config.kv_heads)
 
     @property
     def replicas(self) -> int:
