@@ -166,7 +166,9 @@ class Tagged(torch.Tensor):
 def halved_gradients(module: nn.Module) -> nn.Module:
     """With a backward hook that changes the gradients of the input."""
     module.register_full_backward_hook(
-        lambda _module, given, _out: tuple(None if grad is None else grad * 0.5 for grad in given)
+        lambda _module, given, _out: tuple(
+            grad * 0.5 if grad is not None and grad.is_floating_point() else grad for grad in given
+        )
     )
     return module
 
