@@ -260,9 +260,16 @@ def _search_cluster(args: argparse.Namespace) -> ExitCode:
         layouts = search_cluster(args, say=waiting.say)
         best = layouts.best[0][1]
         simulation = prove(best.plan)
+    launch = layouts.launch(args)
     found = _Found(
         lines=(*layouts.lines, f"best placement: {best.placement.describe()}", *best.lines),
-        summary={**best.summary, **layouts.summary},
+        rows=launch if isinstance(launch, tuple) else (f"no launch line: {launch}",),
+        summary={
+            **best.summary,
+            **layouts.summary,
+            "launch": list(launch) if isinstance(launch, tuple) else None,
+            "not_trained": launch if isinstance(launch, str) else None,
+        },
     )
     return _finish(args, best.plan, simulation, found, layouts.asked.request.assumed)
 

@@ -206,7 +206,7 @@ def _mean(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 @memoize  # other ranks may not repeat the layer
 def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    result = x.clone()
+    result: torch.Tensor = x.clone()
     dist.all_reduce(result, group=group)
     return result
 
@@ -244,8 +244,8 @@ def _permuted(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) ->
 class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.ranks = group.size()
-        return _summed(x, group) / ctx.ranks
+        ctx.ranks = ranks = group.size()
+        return _summed(x, group) / ranks
 
     @staticmethod
     @once_differentiable
