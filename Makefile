@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 PEERS_ARGS ?=
 WORKERS ?= 2
 
-.PHONY: demo test test-all test-parallel lint typed typecheck format docs bench peers plots gpu-check gpu-bench gpu-emulated gpu-hour-prepare gpu-rehearsal setup clean integrations
+.PHONY: demo test test-all hunt test-parallel lint typed typecheck format docs bench peers plots gpu-check gpu-bench gpu-emulated gpu-hour-prepare gpu-rehearsal setup clean integrations
 
 setup: $(STAMP)
 
@@ -38,6 +38,11 @@ test-all: setup
 # Every layout over gloo on this machine's processors, up to eight processes; under 15 minutes on two cores.
 test-parallel: setup
 	$(BIN)/pytest tests/parallel --timeout 900 --durations 20 $(PYTEST_ARGS)
+
+# Random programs with and without memo, bit for bit: docs/reliability.md. HUNT_ARGS="--programs 500 --seed 7" for some.
+HUNT_ARGS ?= --programs 20000 --write
+hunt: setup
+	$(BIN)/python -m tests.hunt $(HUNT_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -6,12 +6,14 @@ are parsed, and refused, where they are used. Invariant: nothing has been opened
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from memo.errors import UsageError
 from memo.mip.activation import ActivationPlan
@@ -58,7 +60,7 @@ def require_manageable(model: nn.Module) -> nn.Module:
     """Returns the model.
 
     Raises:
-        UsageError: it is a wrapper whose forward does not run the layers that are given.
+        UsageError: it is a wrapper whose forward does not run the layers that are given, or has lazy parameters.
     """
     if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
         raise UsageError(
@@ -67,6 +69,9 @@ def require_manageable(model: nn.Module) -> nn.Module:
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise UsageError("model: a TorchScript module runs no Python; give the model that it was made from")
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise UsageError(f"model: {name} has no shape before the first forward; run one without memo")
     return model
 
 

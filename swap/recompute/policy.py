@@ -225,6 +225,9 @@ class Tapes:
             self._hearing.__enter__()  # type: ignore[no-untyped-call]
         if _moves_all(setting) and not self._repeats_when_full:
             return
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is None or hooks[1] != self._engine.unpack:
+            return  # a checkpoint around the layer, say, is told of what autograd saves, and the engine is not
         if layer.name in self._ranks.disagreed:
             self._refuse(layer.name, self._ranks.disagreed[layer.name])
             return
@@ -256,7 +259,7 @@ class Tapes:
             layer, group, recorder, setting, kind, hidden, last, copies_input=copies, verify=self._verify
         )
         group.held = True
-        recorder.__enter__()  # type: ignore[no-untyped-call]
+        recorder.__enter__()
 
     def end(self, group: Group, output: Any) -> None:
         """Ends the recording of a layer's forward, and hands its saved tensors to the engine."""

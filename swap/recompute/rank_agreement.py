@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memo.swap.recompute.axis.operators import group_of
+from memo.swap.recompute.axis.operators import call, group_of, operator_of
 from memo.swap.tensor_kinds import are_wrapped
 
 __all__ = ["Hearing", "Ranks", "equal_on_all_ranks", "gather_values"]
@@ -70,7 +70,7 @@ class Hearing(TorchDispatchMode):
         if types and are_wrapped(types):
             return NotImplemented
         self._note(group_of(func, args))
-        return func(*args, **(kwargs or {}))
+        return call(operator_of(func), args, kwargs or {})
 
     def _note(self, group: dist.ProcessGroup | None) -> None:
         if group is not None and group.size() > 1:

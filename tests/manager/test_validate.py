@@ -132,3 +132,13 @@ def test_a_trace_has_a_directory_made_for_it_and_replaces_nothing_but_a_trace(tm
     with pytest.raises(MemoError, match="cannot make the directory"):
         memo.offload(Model(), alpha=1.0, trace=f"{notes}/a/")
     assert notes.read_text() == "mine"
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_a_lazy_parameter_is_refused_by_name() -> None:
+    model = Model()
+    model.layers[1].inner = nn.LazyLinear(8)  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match=r"layers\.1\.inner\.weight has no shape before the first forward"):
+        memo.offload(model, alpha=0.5, host="1MiB")
+    model(torch.ones(2, 8))
+    memo.offload(model, alpha=0.5, host="1MiB").close()

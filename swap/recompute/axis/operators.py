@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from memo.swap.recompute.axis.attention import drops_by, is_attention
 from memo.swap.recompute.axis.operator_rules import COLLECTIVES
 
-__all__ = ["Operator", "group_of", "operator_of"]
+__all__ = ["Operator", "call", "group_of", "operator_of"]
 
 _ATEN = torch.ops.aten
 # These say when a collective's result is there, and change nothing in it.
@@ -34,6 +35,9 @@ _READ_SHAPES = frozenset(
         "resize_", "zeros_like",
     )
 )  # fmt: skip
+# Torch's own whose kernels call operators that autocast casts for, as those of other packages may.
+_CALL_CAST = frozenset({_ATEN._sparse_addmm, _ATEN._trilinear, _ATEN.linalg_pinv})
+_AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
 _OVERWRITE = frozenset({_ATEN.copy_, _ATEN.fill_, _ATEN.zero_})
 
 
@@ -48,7 +52,7 @@ class Operator:
 
     __slots__ = (
         "allocates", "awaits", "func", "group_at", "is_attention", "is_collective", "is_known", "is_overload", "is_random",
-        "overwrites", "reads_shapes", "writes",
+        "overwrites", "reads_shapes", "sees_autocast", "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -71,6 +75,8 @@ class Operator:
         """Its result is memory that nothing was written into."""
         self.reads_shapes = is_overload and func.overloadpacket in _READ_SHAPES
         """It uses no number of what it is given."""
+        self.sees_autocast = is_overload and (not self.is_known or func.overloadpacket in _CALL_CAST)
+        """Its kernel may call operators that autocast casts for."""
         self.overwrites = _overwrites(func, self.writes, is_random=self.is_random) if self.writes else ()
         """Those of `writes` of which it sets every element and reads none."""
 
@@ -84,6 +90,21 @@ def operator_of(func: Any) -> Operator:
     if operator is None:
         operator = _OPERATORS[id(func)] = Operator(func)
     return operator
+
+
+def call(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of an operator, called by a dispatch mode as it is without one.
+
+    Autocast, which torch switches off within a mode, is for a kernel that calls other operators what it is for the program.
+    """
+    if not operator.sees_autocast:
+        return operator.func(*args, **kwargs)
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+        enabled = [key for kind, key in _AUTOCAST.items() if torch.is_autocast_enabled(kind)]
+    with contextlib.ExitStack() as seen:
+        for key in enabled:
+            seen.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+        return operator.func(*args, **kwargs)
 
 
 def _writes(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:

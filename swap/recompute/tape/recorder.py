@@ -6,7 +6,9 @@ autograd does not save, but the layer's arguments, and those that the caller nam
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -15,7 +17,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from memo.kernels import pack_mask
-from memo.swap.recompute.axis.operators import Operator, group_of, operator_of
+from memo.swap.recompute.axis.operators import Operator, call, group_of, operator_of
 from memo.swap.recompute.tape.log import (
     CARRIED,
     FALSE,
@@ -78,6 +80,19 @@ def is_recordable(tensor: torch.Tensor) -> bool:
     )
 
 
+def _keep_from_dynamo() -> None:
+    """Has Dynamo not trace the recorder, where a compiled function of the layer breaks off and runs operators in Python."""
+    if "torch._dynamo" in sys.modules and not _kept_from:
+        dynamo = torch._C._dynamo.eval_frame
+        skip = dynamo._FrameAction.SKIP
+        code = Recorder.__torch_dispatch__.__code__
+        dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(skip, skip))  # with all that it calls
+        _kept_from.add(code)
+
+
+_kept_from: set[CodeType] = set()
+
+
 class Aside:
     """`with Aside(mode):` around the engine's own operators.
 
@@ -132,7 +147,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else every call goes through torch._disable_dynamo
+        return False  # else every call goes through torch._disable_dynamo; `__enter__` does the same at no cost
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -189,6 +204,11 @@ class Recorder(TorchDispatchMode):
         if checksums is not None:
             checksums.note([hidden, *given])
 
+    def __enter__(self) -> Recorder:
+        _keep_from_dynamo()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
     @property
     def key(self) -> Key:
         """The call's log, values and storages."""
@@ -201,9 +221,10 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self.asleep or _get_dispatch_mode(_FAKE) is not None or _get_dispatch_mode(_PROXY) is not None:
-            if self._within is not None and (operator := operator_of(func)).group_at is not None:
+            operator = operator_of(func)
+            if self._within is not None and operator.group_at is not None:
                 self._within += _groups_of(operator, args)
-            return func(*args, **kwargs) if kwargs else func(*args)
+            return call(operator, args, kwargs or {})
         for kind in types:
             if kind not in _PLAIN and _dispatches(kind):
                 self._note_sharded(args)
@@ -216,7 +237,10 @@ class Recorder(TorchDispatchMode):
             if self._checksums is not None:
                 return self._checked(operator, args, kwargs or {})
             self._arguments(operator, args, kwargs)
-            out = func(*args, **kwargs) if kwargs else func(*args)
+            if operator.sees_autocast:
+                out = call(operator, args, kwargs or {})
+            else:
+                out = func(*args, **kwargs) if kwargs else func(*args)
         except BaseException:  # the layer may go on in another way
             del self.log[words:], self.carried[carried:]
             if self.collectives and self.collectives[-1].number == self._count:
@@ -256,7 +280,7 @@ class Recorder(TorchDispatchMode):
         if not operator.reads_shapes and not operator.awaits and not is_view:
             for tensor in given:
                 self._check(tensor)
-        out = operator.func(*args, **kwargs)
+        out = call(operator, args, kwargs)
         if operator.func is _DROPOUT:
             self._dropout(operator, args, out)
         else:

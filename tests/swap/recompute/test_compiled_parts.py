@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -65,3 +66,37 @@ def test_compiled_parts_are_kept_and_the_rest_is_divided(how: str) -> None:
     assert use.refused == {}
     if how == "part":
         assert stats.bytes_recomputed > 0
+
+
+class Broken(nn.Module):
+    """A compiled function that breaks off, so that some of its operators run in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.compiled = torch.compile(self.parts, backend="aot_eager")
+
+    def parts(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x).tanh()
+        torch._dynamo.graph_break()
+        return x * (1 + 0 * float(x.detach().sum()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.compiled(x)
+
+
+def test_dynamo_traces_nothing_of_the_recorder() -> None:
+    def frames(alpha: float | None) -> int:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = nn.Sequential(nn.ModuleList([Broken(), Broken()]))
+        manager = None if alpha is None else memo.offload(model, alpha=alpha, host="1MiB", min_bytes=1)
+        for _ in range(2):
+            x = torch.ones(2, 32, 16, requires_grad=True)
+            with manager or contextlib.nullcontext():
+                for layer in model[0]:  # type: ignore[attr-defined]
+                    x = layer(x)
+            x.sum().backward()
+        return torch._dynamo.utils.counters["frames"]["total"]
+
+    assert frames(0.0) == frames(None) > 2

@@ -1,72 +1,10 @@
-"""Statements of random layers: what a layer's forward may do, one text each, so that a new habit is one more text.
-
-Each has a name, a weight in the draw, and the shape of its result; then the lines. In braces stand
-
-    bsh, bsw, rows, heads, bs1, b1h   a variable of that shape (SHAPES)
-    any                               a variable of any of them; `same` is its shape again
-    o, t:NAME                         the statement's result; a name of its own
-    P:SHAPE, B:SHAPE                  a new parameter, a new buffer of the layer
-    M:MODULE, A:VALUE                 a new module, a new attribute
-    c, k                              a constant, a number of tokens
-    block:NAME                        statements on the variable NAME, of shape (b, s, h), that end with `return`
-
-and the same word with the same letter behind a slash ({bsh/a}) is the same again. Names at hand: x, mask, rotary, B, S, H.
-"""
+"""Statements of layers: what a layer's forward may do (statements.py has the notation)."""
 
 from __future__ import annotations
 
-import dataclasses
+from tests.hunt.statements import parsed
 
-__all__ = ["SHAPES", "STATEMENTS", "Shape", "Statement"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """How a variable of shape (b, s, h), called v, is brought to this shape and back."""
-
-    there: str
-    back: str
-
-
-SHAPES = {
-    "bsh": Shape(there="{v}", back="{v}"),
-    "bsw": Shape(there="torch.cat([{v}, {v}.sin()], -1)", back="{v}[..., :H] * {v}[..., H:].sigmoid()"),
-    "rows": Shape(there="{v}.reshape(B * S, H)", back="{v}.view(B, S, H)"),
-    "heads": Shape(there="{v}.view(B, S, 4, H // 4).transpose(1, 2)", back="{v}.transpose(1, 2).reshape(B, S, H)"),
-    "bs1": Shape(there="{v}.mean(-1, keepdim=True)", back="{v} * x"),
-    "b1h": Shape(there="{v}.mean(1, keepdim=True)", back="{v} + x"),
-}
-"""(b, s, h), (b, s, 2h), (b·s, h), (b, 4, s, h/4), (b, s, 1), (b, 1, h)."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Statement:
-    """One habit of layers."""
-
-    name: str
-    weight: int
-    shape: str
-    """Of its result, or `same`."""
-    text: str
-
-    @property
-    def nests(self) -> bool:
-        """Whether it holds statements."""
-        return "{block:" in self.text
-
-
-def _parsed(catalogue: str) -> dict[str, Statement]:
-    found: dict[str, Statement] = {}
-    for entry in catalogue.split("\n\n"):
-        lines = [line for line in entry.strip("\n").split("\n") if not line.startswith("#")]
-        at = [number for number, line in enumerate(lines) if not line.startswith(" ")]
-        for begin, end in zip(at, [*at[1:], len(lines)], strict=True):
-            name, weight, shape = lines[begin].split(" | ")
-            assert name not in found, name
-            text = "\n".join(line[4:] for line in lines[begin + 1 : end])
-            found[name] = Statement(name=name, weight=int(weight), shape=shape, text=text)
-    return found
-
+__all__ = ["LAYER_STATEMENTS"]
 
 _CATALOGUE = """
 # pointwise
@@ -632,6 +570,16 @@ opaque, over a result | 1 | bsh
     {t:a} = {bsh} * {c}
     fill({t:a}, {bsh/a})
     {o} = {t:a}.sin() + {t:a}
+custom operator that calls others | 1 | bsh
+    {o} = torch.ops.memo_random.projected({bsh}, {P:H, H}).to(x.dtype)
+
+# what is declared to memo
+memoized | 1 | bsh
+    {o} = memoized_noise({bsh}) * {bsh}.sin()
+token-local | 1 | bsh
+    {o} = token_local_gate({bsh}, {P:H})
+kept | 1 | bsh
+    {o} = memo.keep({bsh} * {c}).sin()
 
 # regions
 checkpoint | 1 | bsh
@@ -669,6 +617,64 @@ either | 1 | bsh
 vmap | 1 | bsh
     {t:w} = {P:H, H}
     {o} = torch.vmap(lambda v: torch.tanh(v @ {t:w}))({bsh})
+compiled | 0.1 | bsh
+    def {t:f}({t:v}):
+        {block:{t:v}}
+    {o} = torch.compile({t:f}, backend='aot_eager', dynamic=False)({bsh})
+
+# what a layer is given besides
+more | 2 | bsh
+    {o} = {bsh} if more is None else {bsh} * more['first'].sin() + more['rest'][1][0]
+more, changed | 0.3 | bsh
+    {o} = {bsh/a} * {c}
+    if more is not None:
+        more['rest'].append({o})
+        {o} = {o} + more['rest'][0]
+
+# kinds of tensors
+subclass | 0.5 | bsh
+    {o} = ({bsh}.as_subclass(Tagged).sin() * {c}).as_subclass(torch.Tensor)
+complex | 0.5 | bsh
+    {t:a} = torch.view_as_complex({bsh}.float().reshape(B, S, H // 2, 2).contiguous())
+    {o} = torch.view_as_real({t:a} * {t:a}.conj() + {t:a}.exp().conj()).flatten(-2).tanh().to(x.dtype)
+fft | 0.5 | bsh
+    {o} = torch.fft.irfft(torch.fft.rfft({bsh}.float(), dim=-1), n=H, dim=-1).to(x.dtype)
+jagged | 0.3 | bsh
+    {t:a} = {bsh}.float()
+    {t:n} = torch.nested.nested_tensor([{t:a}[0, :9], {t:a}[1]], layout=torch.jagged)
+    {o} = {bsh} + ({t:n}.sin() * {t:n}).values().mean().to(x.dtype)
+sparse | 0.3 | bsh
+    {t:a} = (torch.eye(S) * {bsh/a}.detach().float().mean()).to_sparse()
+    {o} = torch.stack([torch.sparse.mm({t:a}, {t:v}.float()) for {t:v} in {bsh/a}.unbind(0)]).to(x.dtype)
+saved, then changed | 3 | bsh
+    {t:a} = {bsh} * {c}
+    {t:b} = {t:a}.sin()
+    {t:e} = {bsh}.sigmoid().cos()
+    {t:a}.add_({c})
+    {o} = {t:a}.cos() * {t:e}
+alias | 1 | bsh
+    {t:a} = {bsh} * {c}
+    {t:b} = {t:a}.view(B, S, 2, H // 2)
+    {t:e} = {t:a}.sin()
+    {t:b}[:, :, 0].mul_({c})
+    {o} = {t:a} + {t:e}
+as_strided | 0.5 | bsh
+    {t:a} = {bsh}.contiguous() * {c}
+    {o} = {t:a}.as_strided((B, S, H), {t:a}.stride(), 0).sin()
+unsafe parts | 0.5 | bsh
+    {t:a}, {t:b} = torch.unsafe_chunk({bsh} * {c}, 2, -1)
+    {t:a}.mul_({c})
+    {o} = torch.cat([{t:a}.sin(), {t:b}.cos()], -1)
+swapped data | 0.3 | bsh
+    {t:a} = {bsh/a}.detach() * {c}
+    {t:a}.data = {t:a}.data.clone() * 2
+    {o} = {bsh/a} * {t:a}
+
+# operators of torch's samples
+operator | 25 | bsh
+    {o} = {bsh/a} + {O:}({bsh/a}) / 9
+operator in place | 8 | bsh
+    {o} = {bsh/a} + {O:, in_place=True}({bsh/a}) / 9
 """
 
-STATEMENTS = _parsed(_CATALOGUE)
+LAYER_STATEMENTS = parsed(_CATALOGUE)

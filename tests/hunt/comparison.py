@@ -1,0 +1,209 @@
+"""Compares a program with and without memo, bit for bit: losses, gradients, buffers, random numbers, Python's lists.
+
+Where torch raises memo must raise as well; where torch finds a saved tensor changed in place, memo too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from memo.errors import HostBudgetExceeded, ModifiedAfterSave, ScratchFull
+from tests.hunt.levels import LEVELS, Managed
+from tests.hunt.names import BATCH, HIDDEN
+from tests.hunt.program import Program
+
+__all__ = ["Find", "Outcome", "compare"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Find:
+    """What is wrong at one level."""
+
+    level: str
+    kind: str
+    """`differs in ...`, `does not raise`, `races`, or the error that memo raises and torch does not."""
+    told: str
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Outcome:
+    """A program, compared."""
+
+    discarded: str | None = None
+    """Why nothing was compared: torch alone raises, or does not repeat itself."""
+    finds: list[Find] = dataclasses.field(default_factory=list)
+    compared: dict[str, bool] = dataclasses.field(default_factory=dict)
+    """Level -> whether all steps were run."""
+    moved_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    recomputed_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    refused: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Level -> 1 where a replay refused to read what the program had changed, and torch alone does not read it."""
+    whole: list[str] = dataclasses.field(default_factory=list)
+    """Reasons of layers that moved whole at alpha 0."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Run:
+    results: dict[str, Any] = dataclasses.field(default_factory=dict)
+    raised: BaseException | None = None
+    """Ends the run."""
+    where: str = ""
+
+    @property
+    def kind(self) -> str | None:
+        """The error, where torch's own check of saved tensors is memo's."""
+        error = self.raised
+        if isinstance(error, ModifiedAfterSave) or "modified by an inplace operation" in str(error):
+            return "ModifiedAfterSave"
+        return None if error is None else type(error).__name__
+
+
+def compare(program: Program, levels: Sequence[str]) -> Outcome:
+    """The program's steps without memo and at each level."""
+    found = Outcome()
+    wanted: dict[int, _Run] = {}
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as scratch:
+        warnings.simplefilter("ignore")
+        for name in levels:
+            rounds = LEVELS[name].rounds
+            if rounds not in wanted:
+                wanted[rounds] = _train(program, None, rounds)
+                if (reason := _unfit(wanted[rounds])) is not None:
+                    found.discarded = reason
+                    return found
+            _compare_at(program, name, wanted[rounds], found, scratch)
+        if any(find.kind != "races" for find in found.finds):
+            again = {rounds: _train(program, None, rounds) for rounds in wanted}
+            if any(_unlike(again[rounds], wanted[rounds]) for rounds in wanted):
+                return Outcome(discarded="does not repeat itself")
+    return found
+
+
+def _unfit(run: _Run) -> str | None:
+    if run.kind not in (None, "ModifiedAfterSave") and not any("gradient of" in name for name in run.results):
+        return f"{run.kind}: {str(run.raised).splitlines()[0][:80] if str(run.raised) else ''}"
+    losses = [value for name, value in run.results.items() if "loss" in name]
+    return None if all(torch.isfinite(loss).all() for loss in losses) else "the loss is not finite"
+
+
+def _compare_at(program: Program, name: str, want: _Run, found: Outcome, scratch: str) -> None:
+    way = LEVELS[name]
+    managed: list[Managed] = []
+
+    def manage(model: nn.Module) -> Managed:
+        managed.append(way.make(model, program.seed, scratch))
+        return managed[0]
+
+    got = _train(program, manage, way.rounds)
+    try:
+        if managed:
+            managed[0].manager.close()
+    except Exception as error:
+        got = _Run(results=got.results, raised=error, where=traceback.format_exc(limit=-3))
+    found.compared[name] = got.raised is None
+    if managed:
+        found.moved_bytes[name], found.recomputed_bytes[name] = managed[0].counts
+        if name == "0":
+            found.whole += getattr(managed[0].manager.report().tokenwise, "refused", {}).values()
+    if way.may_be_full and isinstance(got.raised, HostBudgetExceeded | ScratchFull):
+        return
+    if "is recomputed from a tensor that was changed" in str(got.raised) and want.raised is None:
+        found.refused[name] = 1  # docs/recompute.md, "What is seen, and what is not"
+        return
+    if got.kind != want.kind:
+        if got.raised is None:
+            found.finds.append(Find(level=name, kind="does not raise", told=f"{want.kind}: {want.raised}"))
+        else:
+            told = f"{got.raised}\n{got.where}" if want.raised is None else f"{got.raised}; torch: {want.raised}"
+            found.finds.append(Find(level=name, kind=str(got.kind), told=told))
+    elif unlike := _unlike(got, want):
+        found.finds.append(Find(level=name, kind=f"differs in {_part(unlike[0])}", told=", ".join(unlike[:6])))
+    if managed and (races := managed[0].races()):
+        found.finds.append(Find(level=name, kind="races", told="\n".join(races[:2])))
+
+
+def _train(program: Program, manage: Callable[[nn.Module], Managed] | None, rounds: int) -> _Run:
+    """Runs the steps `rounds` times, with a step of gradient descent after each."""
+    run = _Run()
+    try:
+        model, steps = program.made()
+        managed = None if manage is None else manage(model)
+        managing: Callable[[], Any] = contextlib.nullcontext
+        if managed is not None and program.attached:
+            managed.manager.attach()
+        elif managed is not None:
+            managing = lambda: managed.manager  # noqa: E731
+        for number in range(rounds * len(steps)):
+            if managed is not None:
+                managed.before_step(number)
+            at = f"step {number}"
+            step, drawn = steps[number % len(steps)], program.steps[number % len(steps)]
+            draws = torch.Generator().manual_seed(number)
+            given = torch.randn(BATCH, drawn.tokens, HIDDEN, generator=draws).to(program.dtype).requires_grad_()
+            _seed(number)
+
+            def note(name: str, tensor: torch.Tensor, at: str = at) -> None:
+                run.results[f"{name}, {at}"] = tensor.detach().clone()
+
+            step(model, given, managing, note)
+            run.results[f"gradient of the input, {at}"] = given.grad
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    run.results[f"gradient of {name}, {at}"] = parameter.grad
+                    if parameter.grad is not None:
+                        parameter.add_(parameter.grad, alpha=-0.01)
+                    parameter.grad = None
+            run.results[f"random numbers, {at}"] = torch.get_rng_state()
+            run.results[f"Python's and NumPy's, {at}"] = (random.getstate(), str(numpy.random.get_state()))
+    except Exception as error:
+        run.raised, run.where = error.with_traceback(None), traceback.format_exc(limit=-4)
+        return run
+    run.results.update(model.named_buffers())
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if (attribute.startswith("m") and isinstance(value, list | dict)) or attribute == "calls":
+                run.results[f"{name}.{attribute}"] = value
+    return run
+
+
+def _part(name: str) -> str:
+    """What of a program's results one of them belongs to."""
+    head = name.partition(", ")[0]
+    return next((part for part in ("gradient", "loss", "random numbers") if part in head), "buffers")
+
+
+def _seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    numpy.random.seed(number)
+
+
+def _unlike(got: _Run, want: _Run) -> list[str]:
+    names = {**want.results, **got.results}
+    return [name for name in names if not _same(got.results.get(name), want.results.get(name))]
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            return False
+        return torch.equal(ours, theirs) or torch.equal(_bits(ours), _bits(theirs))
+    if isinstance(ours, list) and isinstance(theirs, list):
+        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+    return not isinstance(ours, torch.Tensor) and not isinstance(theirs, torch.Tensor) and bool(ours == theirs)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes: a NaN is equal to the same NaN."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor

@@ -1,0 +1,156 @@
+"""Levels: how memo manages a program's model, each a name and what makes the manager.
+
+Those over the checking backend have copies as late or as early as their order allows, and report races; `automatic` plans
+from its first steps for a device that has room for a part of what is saved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+from race_checker import CheckingBackend, CheckingDisk
+from throttled_backend import PacedBackend
+
+import memo
+from memo.autoplan.actuator import Actuator
+from memo.autoplan.controller import AutoPlan
+from memo.autoplan.device_budget import DeviceBudget
+from memo.manager import Manager
+from memo.manager.plan_source import checked_plan
+from memo.swap import Level
+from memo.swap.engine.engine import Engine
+from memo.swap.layers import find_layers
+from memo.swap.placement import Placement
+from memo.swap.recompute.policy import Tapes
+from memo.swap.tiers.host_and_disk import DiskTier, HostTier
+from memo.swap.token_levels import TokenLevels, setting_of
+from tests.hunt.names import Stack
+
+__all__ = ["LEVELS", "Managed", "Way", "levels_of"]
+
+ROOM = 1 << 26
+SETTINGS: dict[str, Any] = {
+    "1": 1.0,
+    "0.5": 0.5,
+    "0": 0.0,
+    "matmuls": (0.0, 1.0, 0.0),
+    "thirds": (0.25, 0.25, 0.5),
+    "input": Level.SAVE_INPUT,
+}
+"""Name of a setting to its alpha or level."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Managed:
+    """A manager, and what is found out about its run beside its results."""
+
+    manager: Manager
+    before_step: Callable[[int], None] = lambda step: None
+    races: Callable[[], list[str]] = list
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Bytes moved and bytes recomputed so far."""
+        stats = self.manager.stats
+        return stats.bytes_host + stats.bytes_disk, stats.bytes_recomputed
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One level: how a model is managed."""
+
+    make: Callable[[Stack, int, str], Managed]
+    """Of a model, the program's seed and a scratch directory."""
+    rounds: int = 1
+    """How often the program's steps run."""
+    may_be_full: bool = False
+    """Whether tiers may be too small for a program, which is then an error."""
+
+
+def _offloaded(setting: str, *, disk: bool = False, **options: Any) -> Way:
+    def make(model: Stack, seed: int, scratch: str) -> Managed:
+        value = SETTINGS[setting]
+        how: dict[str, Any] = {"levels": _all(model, value)} if isinstance(value, Level) else {"alpha": value}
+        if disk:
+            how |= {"disk": scratch, "disk_budget": ROOM}
+        return Managed(manager=memo.offload(model, layers=[*model.layers], min_bytes=1, **how, **options))
+
+    return Way(make=make, may_be_full=options.get("on_full") == "recompute")
+
+
+def _all(model: Stack, value: Any) -> dict[int | str, Any]:
+    return dict.fromkeys(range(len(find_layers(model, model.layers))), value)
+
+
+def _each_its_own(model: Stack, seed: int, scratch: str) -> Managed:
+    draws = random.Random(seed)
+    number = len(find_layers(model, model.layers))
+
+    def levels() -> dict[int | str, Any]:
+        return {layer: draws.choice([*SETTINGS.values(), 0.25, 0.75]) for layer in range(number)}
+
+    manager = memo.offload(
+        model, layers=[*model.layers], levels=levels(), host="64MiB", min_bytes=draws.choice((1, 1024, 4096))
+    )
+    return Managed(manager=manager, before_step=lambda step: manager.choose_levels(levels()) if step == 1 else None)
+
+
+def _checked(setting: str, policy: Any, *, tier: str = "host", kept: float = 0.0) -> Way:
+    def make(model: Stack, seed: int, scratch: str) -> Managed:
+        backend = CheckingBackend(policy, seed=seed)
+        disk = DiskTier(CheckingDisk(backend, ROOM), ROOM)
+        tiers = [disk] if tier == "disk" else [HostTier(backend, ROOM, segment_bytes=1 << 20), disk]
+        engine = Engine(backend, tiers, min_bytes=512)
+        layers = find_layers(model, model.layers)
+        manager = Manager(model, layers, engine, tokenwise=Tapes(engine, setting_of(SETTINGS[setting]), exact=True))
+        if kept:
+            engine.place({number: Placement(kept=kept, host=1 - kept) for number in range(len(layers))})
+        return Managed(manager=manager, races=lambda: [str(race) for race in backend.races])
+
+    return Way(make=make)
+
+
+def _automatic(model: Stack, seed: int, scratch: str) -> Managed:
+    backend = PacedBackend(d2h_bytes_per_s=200e6, h2d_bytes_per_s=200e6)
+    engine = Engine(backend, [HostTier(backend, ROOM, segment_bytes=1 << 20)], min_bytes=512)
+    tapes = Tapes(engine, TokenLevels(all=1.0), exact=True)
+    manager = Manager(model, find_layers(model, model.layers), engine, tokenwise=tapes)
+    memory = DeviceBudget(
+        total_bytes=int(2 ** random.Random(seed).uniform(15, 20)), peak_bytes=lambda: 0, restart=lambda: None
+    )
+    manager.plan_with(AutoPlan(Actuator(engine, tapes, manager.layers, memory, tracer=None), checked_plan))
+    return Managed(manager=manager)
+
+
+LEVELS: dict[str, Way] = {
+    "1": _offloaded("1", host="64MiB"),
+    "0.5": _offloaded("0.5", host="64MiB"),
+    "0": _offloaded("0", host="64MiB"),
+    "matmuls": _offloaded("matmuls", host="64MiB"),
+    "thirds": _offloaded("thirds", host="64MiB"),
+    "input": _offloaded("input", host="64MiB"),
+    "1, disk": _offloaded("1", host=0, disk=True),
+    "0.5, disk, verified": _offloaded("0.5", host=0, disk=True, verify=True),
+    "0, spilled": _offloaded("0", host="16KiB", disk=True),
+    "1, spilled": _offloaded("1", host="64KiB", disk=True),
+    "1, full": _offloaded("1", host="96KiB", on_full="recompute"),
+    "0.5, ahead": _offloaded("0.5", host="64MiB", device="64GiB"),
+    "each its own": Way(make=_each_its_own),
+    "1, late": _checked("1", "lazy"),
+    "1, at once": _checked("1", "eager"),
+    "0.5, at once": _checked("0.5", "eager"),
+    "0.5, late": _checked("0.5", "lazy", kept=0.5),
+    "0.5, at random": _checked("0.5", "random"),
+    "0, late, disk": _checked("0", "lazy", tier="disk"),
+    "thirds, at random": _checked("thirds", "random", kept=0.3),
+    "automatic": Way(make=_automatic, rounds=3),
+}
+"""By name."""
+
+
+def levels_of(seed: int, number: int) -> list[str]:
+    """The levels that a program of this seed is compared at."""
+    return random.Random(seed + 1).sample([*LEVELS], min(number, len(LEVELS)))
