@@ -7,9 +7,9 @@ or its first tokens, and the place in a tier, which has the size of the coded bl
     back    place --> block --decode, stream that asks--> reload buffer, or the block of first tokens
 
 Backward must not depend on how far a copy out is. So once a storage is coded, whoever reads it from its source gets what
-the reload would have brought (`rounded`). A storage with a NaN or an infinity is exact all the same: that is found while it is
-coded, read by the host when its source is to be released (`needs_exact`), and the moving bytes are then copied once more as
-they are.
+the reload would have brought (`rounded`). A storage with a NaN or an infinity is exact all the same: that is found while it
+is coded, read by the host when its source is to be released (`needs_exact`), and the moving bytes are then copied once more
+as they are.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memo.kernels import Codec, pack_views, unpack_views
-from memo.kernels.codec import GROUP, VALUES
+from memo.kernels import GROUP, VALUES, Codec, pack_views, unpack_views
 
 if TYPE_CHECKING:
     from memo.swap.backends.protocol import Backend, Event
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["CodedCopy", "can_code"]
 
 SMALL = 8
-"""A storage with at most 1/8 of the values of its layer's hidden states is never coded: statistics of norms and log-sum-exp of
-attention have one value for each token, or token and head, and little is won by them."""
+"""A storage with at most 1/8 of the values of its layer's hidden states is never coded: statistics of norms and log-sum-exp
+of attention have one value for each token, or token and head, and little is won by them."""
 
 
 def can_code(tensor: torch.Tensor, nbytes: int, hidden_values: int) -> bool:
@@ -72,7 +71,7 @@ class CodedCopy:
         return self.codec.nbytes(moving_nbytes // self.dtype.itemsize, self.dtype.itemsize)
 
     def encode(self, moving: torch.Tensor, backend: Backend) -> int:
-        """Codes the moving bytes (uint8, one dimension) on the current stream; returns the block's bytes of device memory."""
+        """Codes the moving bytes (uint8, one dimension) on the current stream; returns bytes of device memory taken."""
         if self.block is not None:  # of an earlier copy, which failed
             return 0
         block = self.block = backend.empty(self.nbytes(moving.numel()))
@@ -113,6 +112,7 @@ class CodedCopy:
         Args:
             source: all bytes of the storage.
             head: view of the bytes of `source` that move, in the order in which they move; of any shape.
+            backend: is told that the current stream writes the buffer.
         """
         assert self.block is not None
         assert self._found is not None

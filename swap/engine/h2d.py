@@ -228,7 +228,7 @@ class Reload:
             self._telemetry.trace.used(saved, _LIVE)
 
     def _round_source(self, saved: SavedStorage, coded: CodedCopy) -> None:
-        """Replaces a source by what the reload would have brought, made on its home stream; the caller's is ordered after."""
+        """Replaces a source by what the reload would have brought, made on its home stream; the caller's follows."""
         if not coded.is_rounded:
             source = saved.source
             assert source is not None

@@ -94,7 +94,7 @@ class TierChoice:
         return quota
 
     def claim(self, saved: SavedStorage, nbytes: int) -> Place | None:
-        """Claims room for the `nbytes` of `saved` that move, or for their codes; None for a storage that stays on the device, by plan.
+        """Claims room for the `nbytes` of `saved` that move, or for their codes; None where it stays on the device, by plan.
 
         Raises:
             HostBudgetExceeded, ScratchFull: no tier has room; nothing is claimed.

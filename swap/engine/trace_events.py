@@ -151,9 +151,7 @@ class TraceEvents:
             if interval is not None:
                 start, end = tracer.at(interval[0]), tracer.at(interval[1])
                 took, step = end - start, tracer.step
-                tracer.emit(
-                    Span(t=start, d=took, step=step, lane=lane, id=ident, nbytes=nbytes, decoded_nbytes=values)
-                )
+                tracer.emit(Span(t=start, d=took, step=step, lane=lane, id=ident, nbytes=nbytes, decoded_nbytes=values))
         for _ in range(len(self._layers)):
             module, lane, phase, first, second = self._layers.popleft()
             begin_ns, end_ns = first.ns(), second.ns()
