@@ -229,16 +229,17 @@ class Reload:
 
     def _round_source(self, saved: SavedStorage, coded: CodedCopy) -> None:
         """Replaces a source by what the reload would have brought, made on its home stream; the caller's follows."""
+        source = saved.source
+        assert source is not None
         if not coded.is_rounded:
-            source = saved.source
-            assert source is not None
             with self._backend.stream_context(saved.home):
                 head = source if saved.prefix is None else saved.prefix.head(source)
-                saved.source = coded.rounded(source, head, self._backend)
+                saved.source = rounded = coded.rounded(source, head, self._backend)
             self._backend.compute_uses(source, saved.home, writes=False)
             saved.user = saved.home
+            source = rounded
         self._order.taken_over(saved)
-        self._backend.compute_uses(saved.source, writes=False)
+        self._backend.compute_uses(source, writes=False)
 
     def _fetch_group(self, group: Group, away: Sequence[SavedStorage]) -> bool:
         """Issues the reloads of `away`; False if the device had no room for all of them.
