@@ -66,7 +66,7 @@ IMPORTS = {
     "memo/gpt/arithmetic memo/gpt/model memo/gpt/train memo/record",
     "memo/hugging_face": "memo mip/inputs allocator swap face memo/loss memo/autoplan memo/gpt memo/gpt/arithmetic "
     "memo/record",
-    "memo/search": "memo mip mip/inputs mip/activation memo/gpt memo/gpt/arithmetic memo/hugging_face",
+    "memo/search": "memo mip mip/inputs mip/activation mip/cluster memo/gpt memo/gpt/arithmetic memo/hugging_face",
     "memo/profiling": "memo mip/inputs allocator swap face memo/autoplan memo/manager memo/record",
     "memo face": "memo allocator swap swap/recompute/tape memo/parallel memo/loss memo/manager memo/profiling",
     "memo/integrations": "memo memo face",

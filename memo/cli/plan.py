@@ -33,6 +33,7 @@ from memo.mip.activation import (
 )
 from memo.mip.inputs import PRESETS, PipelineSchedule
 from memo.mip.simulate import prove
+from memo.parallel import ContextAttention
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -144,6 +145,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for name, words in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline")):
         where.add_argument(f"--{name}", type=int, metavar="N", help=f"ranks of {words} parallelism (default 1)")
     where.add_argument(
+        "--cp-attention",
+        choices=[str(kind) for kind in ContextAttention],
+        help="with --cp: ulysses exchanges heads for tokens; ring passes keys and values around, for any number of ranks "
+        "(default: ulysses where heads divide; with --search both are tried)",
+    )
+    where.add_argument(
         "--schedule",
         choices=[str(s) for s in PipelineSchedule],
         help="with --pp: pipeline schedule (default 1f1b)",
@@ -253,9 +260,16 @@ def _search_cluster(args: argparse.Namespace) -> ExitCode:
         layouts = search_cluster(args, say=waiting.say)
         best = layouts.best[0][1]
         simulation = prove(best.plan)
+    launch = layouts.launch(args)
     found = _Found(
         lines=(*layouts.lines, f"best placement: {best.placement.describe()}", *best.lines),
-        summary={**best.summary, **layouts.summary},
+        rows=launch if isinstance(launch, tuple) else (f"no launch line: {launch}",),
+        summary={
+            **best.summary,
+            **layouts.summary,
+            "launch": list(launch) if isinstance(launch, tuple) else None,
+            "not_trained": launch if isinstance(launch, str) else None,
+        },
     )
     return _finish(args, best.plan, simulation, found, layouts.asked.request.assumed)
 

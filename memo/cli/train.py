@@ -129,6 +129,13 @@ def _moe_flags(group: argparse._ArgumentGroup) -> None:
         help="with --experts: inner width of an expert (default: the model's, else the MLP's)",
     )
     group.add_argument(
+        "--expert-bottleneck",
+        type=int,
+        metavar="N",
+        help="with --experts: numbers of a token that experts get and --ep exchanges, with a projection before and one "
+        "behind; 0: the hidden size (default: the model's, else 0)",
+    )
+    group.add_argument(
         "--every",
         type=int,
         metavar="N",

@@ -13,7 +13,7 @@ from memo.errors import PlanError, UsageError
 from memo.gpt import GPTConfig, Precision, preset, preset_name
 from memo.gpt.arithmetic import Layout as PlannedLayout, StepCollectives, derive_profile
 from memo.mip.inputs import Profile, Role, StaticBytes
-from memo.parallel import Layout
+from memo.parallel import ContextAttention, Layout
 
 if TYPE_CHECKING:
     from memo.mip.activation import ActivationPlan
@@ -46,6 +46,7 @@ class PlannedRun:
             gpus=self.layout.ranks,
             tp=self.layout.tp,
             cp=self.layout.cp,
+            ring=self.layout.cp_attention is ContextAttention.RING,
             pp=self.layout.pp,
         )
 
@@ -122,6 +123,7 @@ def planned_run(plan: ActivationPlan, *, config: GPTConfig | None = None) -> Pla
             tp=signature.tp,
             pp=pipeline.stages,
             cp=signature.cp,
+            cp_attention=ContextAttention.RING if signature.ring else ContextAttention.AUTO,
             schedule=pipeline.schedule,
             chunks=pipeline.chunks if pipeline.schedule.default_chunks > 1 else None,
         ),

@@ -114,6 +114,9 @@ class MoeConfig:
     """Experts that all tokens use besides, as one MLP of their widths together."""
     expert_hidden: int
     """Inner width of one expert."""
+    bottleneck: int = 0
+    """Numbers of a token that its routed experts get and return, and their ranks exchange: one projection of the layer
+    descends to them before the exchange, one ascends behind it (Jin et al. 2025, "BigMac"). 0: all of the hidden size."""
     every: int = 1
     """Distance of the layers with experts; the last of each `every` layers has them."""
     balance_coefficient: float = 0.01
@@ -130,8 +133,9 @@ class MoeConfig:
         ):
             if getattr(self, name) < 1:
                 raise UsageError(f"{flag} {getattr(self, name)} is less than 1")
-        if self.shared_experts < 0:
-            raise UsageError(f"--shared-experts {self.shared_experts} is negative")
+        for name, flag in (("shared_experts", "--shared-experts"), ("bottleneck", "--expert-bottleneck")):
+            if getattr(self, name) < 0:
+                raise UsageError(f"{flag} {getattr(self, name)} is negative")
         if self.top_k > self.experts:
             raise UsageError(f"--top-k {self.top_k} is more than the {self.experts} experts there are")
         for name, flag in (("balance_coefficient", "--balance-loss"), ("z_coefficient", "--z-loss")):

@@ -134,6 +134,7 @@ class RunConfig:
     top_k: int | None = None
     shared_experts: int | None = None
     expert_hidden: int | None = None
+    expert_bottleneck: int | None = None
     every: int | None = None
     balance_loss: float | None = None
     z_loss: float | None = None

@@ -206,11 +206,6 @@ class Layout:
             return
         if count % self.ep:
             raise UsageError(f"--ep {self.ep} does not divide the model's {count} experts; a rank needs whole ones")
-        for name in ("tp", "pp"):
-            if getattr(self, name) > 1:
-                raise UsageError(
-                    f"--{name} {getattr(self, name)} is not possible with experts; use --dp, --cp and --ep"
-                )
 
     def _check_microbatches(self, count: int) -> None:
         wrong = self.schedule.reason_unsupported(count, self.pp)

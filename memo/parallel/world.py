@@ -61,6 +61,7 @@ class World:
         divided = None
         if layout.ep > 1:
             divided = mesh._unflatten("dp", (layout.dp // layout.ep, layout.ep), ("dp_outer", "ep"))
+        same = ("dp_outer", "cp", "tp") if layout.shards_tokens else ("dp_outer", "cp")
         place = {name: mesh.get_local_rank(name) for name in get_args(MeshDim)}
         return cls(
             layout=layout,
@@ -69,7 +70,7 @@ class World:
             token_ranks=token_ranks,
             layer_ranks=mesh["cp", "tp"]._flatten("cp_tp"),
             expert_ranks=None if divided is None else divided["ep"],
-            expert_replicas=None if divided is None else divided["dp_outer", "cp"]._flatten("dp_outer_cp"),
+            expert_replicas=None if divided is None else divided[same]._flatten("_".join(same)),
             rank=dist.get_rank(),
             **place,
         )

@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from memo.search.answer import Item as Item, Rival as Rival, rivals as rivals, step_items as step_items
     from memo.search.bounds import Bound as Bound, has_room as has_room
     from memo.search.launch import (
+        PORT as PORT,
         Launch as Launch,
         launch_of as launch_of,
         runs_under_memo_train as runs_under_memo_train,
+        train_arguments as train_arguments,
         why_not_trained as why_not_trained,
     )
     from memo.search.request import Request as Request
@@ -40,7 +42,7 @@ else:
         {
             "answer": "Item Rival rivals step_items",
             "bounds": "Bound has_room",
-            "launch": "Launch launch_of runs_under_memo_train why_not_trained",
+            "launch": "PORT Launch launch_of runs_under_memo_train train_arguments why_not_trained",
             "request": "Request",
             "search": "Closed Found Planned search_layouts",
             "shares": "Shares",

@@ -45,7 +45,7 @@ from memo.mip.inputs import Kind
 
 if TYPE_CHECKING:
     from memo.mip.activation import ActivationProblem, PeakCandidate, StagePrediction
-    from memo.mip.inputs import LayerProfile
+    from memo.mip.inputs import EndProfile, LayerProfile
 
 __all__ = ["Bound", "Ladder", "has_room", "keeps_all", "kept_bounds", "link_bound", "schedule_bounds", "work_bounds"]
 
@@ -92,26 +92,25 @@ class Ladder:
 
 
 def work_bounds(problem: ActivationProblem) -> Ladder:
-    """Bounds by the slowest stage's work, under any schedule and sharding: of a problem in which nothing is sharded.
+    """Bounds by the slowest stage's work, under any schedule, division of the layers and sharding.
 
-    The optimizer's step depends on the sharding and is left out.
+    Of a problem in which nothing is sharded: the optimizer's step depends on the sharding and is left out. A stage has a
+    part of all work at least, and some stage as many layers as an equal division gives one at most.
     """
     profile, pipeline = problem.profile, problem.pipeline
-    known = profile.layer_profiles()
-    share, more = divmod(len(known), pipeline.stages)
-    counts = [share + (stage < more) for stage in range(pipeline.stages)]
-    alone, waiting, first = 0.0, 0.0, 0
-    for stage, count in enumerate(counts):
-        parts: list[tuple[float, float]] = [
-            (layer.forward_s + layer.backward_s, layer.forward_exchange_s + layer.backward_exchange_s)
-            for layer in known[first : first + count]
-        ]
-        ends = [profile.embedding] * (stage == 0) + [profile.head] * (stage == len(counts) - 1)
-        parts += [(end.forward_s + end.backward_s, end.forward_exchange_s + end.backward_exchange_s) for end in ends]
-        work, exchanged = (sum(column) for column in zip(*parts, strict=True))
-        alone, waiting, first = max(alone, work - exchanged), max(waiting, work), first + count
-    times = pipeline.microbatches
+    known, times = profile.layer_profiles(), pipeline.microbatches
+    most = -(-len(known) // pipeline.stages)
+    parts: list[LayerProfile | EndProfile] = [*known, profile.embedding, profile.head]
+    work, exchanged = zip(*map(_work_s, parts), strict=True)
+    layers_s = [work_s - exchanged_s for work_s, exchanged_s in zip(work, exchanged, strict=True)][: len(known)]
+    alone = max((math.fsum(work) - math.fsum(exchanged)) / pipeline.stages, most * min(layers_s))
+    waiting = max(math.fsum(work) / pipeline.stages, most * min(work[: len(known)]))
     return Ladder().raised((Bound.COMPUTE, times * alone), (Bound.COMMUNICATION, times * waiting))
+
+
+def _work_s(part: LayerProfile | EndProfile) -> tuple[float, float]:
+    """Seconds of a microbatch's two passes, and those of them in which it waits for collectives."""
+    return part.forward_s + part.backward_s, part.forward_exchange_s + part.backward_exchange_s
 
 
 def kept_bounds(problem: ActivationProblem) -> tuple[Ladder, ActivationPlan]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from memo.search.request import Request
     from memo.search.space import Candidate
 
-__all__ = ["Launch", "launch_of", "runs_under_memo_train", "why_not_trained"]
+__all__ = ["PORT", "Launch", "launch_of", "runs_under_memo_train", "train_arguments", "why_not_trained"]
 
 PORT = 29500
 """Of the first node, where torchrun's processes meet."""
@@ -68,16 +68,42 @@ def launch_of(
         model_flags: flags of `memo train` that name and shape the model.
         plan_file: where the plan is.
     """
-    shape, setting, budgets = candidate.shape, candidate.setting, plan.problem.budgets
+    train = train_arguments(plan, candidate, model_flags=model_flags, plan_file=plan_file)
+    gpus = candidate.shape.gpus
+    nodes, per_node = max(gpus // gpus_per_node, 1), min(gpus, gpus_per_node)
+    inner = f"-m memo.cli.main train {shlex.join(train)}"
+    one = f"torchrun --nproc-per-node {per_node} {inner}"
+    many = f"torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-endpoint"
+    first = f'"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):{PORT}"'
+    under = one if nodes == 1 else f"srun {many} {first} {inner}"
+    allocated = f"sbatch --nodes {nodes} --ntasks-per-node 1 --gpus-per-node {per_node} --wrap {shlex.quote(under)}"
+    return Launch(torchrun=one if nodes == 1 else f"{many} HOST:{PORT} {inner}", slurm=allocated, train=train)
+
+
+def train_arguments(
+    plan: ActivationPlan, candidate: Candidate, *, model_flags: Sequence[str], plan_file: str, stage: int = 0
+) -> tuple[str, ...]:
+    """Arguments of `memo train` that carry a candidate's plan out.
+
+    Args:
+        plan: its plan.
+        candidate: what is run.
+        model_flags: flags of `memo train` that name and shape the model.
+        plan_file: where the plan is.
+        stage: pipeline stage whose machine's budgets are given.
+    """
+    shape, setting, budgets = candidate.shape, candidate.setting, plan.problem.machine_of(stage).budgets
     signature = plan.problem.profile.signature
     sizes = (("dp", shape.dp), ("tp", shape.tp), ("pp", shape.pp), ("cp", shape.cp))
     train = [*model_flags, "--seq", str(signature.tokens), "--precision", signature.dtype]
     for name, size in sizes:
         train += [f"--{name}", str(size)] if size > 1 else []
     if shape.cp > 1:
-        train += ["--cp-attention", "ulysses"]
+        train += ["--cp-attention", "ring" if shape.ring else "ulysses"]
     if shape.pp > 1:
         train += ["--schedule", str(candidate.schedule)]
+    if candidate.stage_layers:
+        train += ["--stage-layers", ",".join(map(str, candidate.stage_layers))]
     if candidate.chunks > 2:
         train += ["--chunks", str(candidate.chunks)]
     train += ["--batch", str(setting.batch), "--accumulate", str(setting.accumulate)]
@@ -86,11 +112,4 @@ def launch_of(
         train += ["--host-budget", str(budgets.host_bytes)]
     if any(stage.peak_disk_bytes for stage in plan.stages):
         train += ["--disk-dir", "/scratch", "--disk-budget", str(budgets.disk_bytes)]
-    nodes, per_node = max(shape.gpus // gpus_per_node, 1), min(shape.gpus, gpus_per_node)
-    inner = f"-m memo.cli.main train {shlex.join(train)}"
-    one = f"torchrun --nproc-per-node {per_node} {inner}"
-    many = f"torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-endpoint"
-    first = f'"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):{PORT}"'
-    under = one if nodes == 1 else f"srun {many} {first} {inner}"
-    allocated = f"sbatch --nodes {nodes} --ntasks-per-node 1 --gpus-per-node {per_node} --wrap {shlex.quote(under)}"
-    return Launch(torchrun=one if nodes == 1 else f"{many} HOST:{PORT} {inner}", slurm=allocated, train=tuple(train))
+    return tuple(train)

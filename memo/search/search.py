@@ -12,6 +12,7 @@ the same answer whatever the processes' pace.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import contextlib
 import dataclasses
@@ -342,12 +343,14 @@ class _Search:
 
     def _linked(self, node: _Node) -> _Node:
         """Bounded by what must move or be recomputed, for each number of tiles, unless everything fits."""
-        assert node.candidate is not None
+        candidate, numbers = node.candidate, self._space.request.tiles
+        assert candidate is not None
         tiles: list[tuple[int, float]] = []
         least_s = math.inf
-        for number in self._space.request.tiles:
-            problem = self._problem(node.candidate, number)
-            if problem is None or not has_room(problem):
+        fewest = bisect.bisect_left(numbers, True, key=lambda number: self._may_fit(candidate, number))
+        for number in numbers[fewest:]:
+            problem = self._problem(candidate, number)
+            if problem is None:
                 continue
             ladder, plan = kept_bounds(problem)
             bound_s = ladder.seconds
@@ -372,6 +375,11 @@ class _Search:
         with contextlib.suppress(UsageError):
             return self._space.request_of(candidate).problem(tiles)
         return None
+
+    def _may_fit(self, candidate: Candidate, tiles: int) -> bool:
+        """Whether a candidate has room for what every plan of it holds; with more tiles that is less."""
+        problem = self._problem(candidate, tiles)
+        return problem is not None and has_room(problem)
 
     # Planning.
 

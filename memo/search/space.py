@@ -7,8 +7,10 @@ Owns the dimensions and what divides what. Knows no times and no bytes.
     candidate    a shape and a setting, with a schedule and its chunks, what data-parallel ranks shard, and whether they
                  exchange the embedding's gradient as rows, which is tried where that is fewer bytes whatever the tokens are
 
-Tensor parallelism beyond a node takes whole nodes. Context parallelism exchanges heads for tokens (Ulysses): the cost model
-has no ring attention. Schedules, chunks and microbatches are those that `memo train` runs.
+Tensor parallelism beyond a node takes whole nodes. Context parallelism exchanges heads for tokens (Ulysses), or passes keys
+and values around (a ring), which takes any number of ranks. Pipeline stages have equal numbers of layers, or those with
+which the slowest run of layers, embedding and head included, is shortest. Schedules, chunks and microbatches are those that
+`memo train` runs.
 """
 
 from __future__ import annotations
@@ -17,20 +19,22 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memo.errors import UsageError
-from memo.gpt import EmbeddingGradients, GPTConfig
+from memo.gpt import EmbeddingGradients, GPTConfig, Precision
 from memo.gpt.arithmetic import EmbeddingTraffic, reason_not_sparse
+from memo.mip.cluster import StageCosts, divide_equal_layers, divide_layers
 from memo.mip.inputs import PipelineSchedule
 
 if TYPE_CHECKING:
+    from memo.mip.inputs import Profile
     from memo.search.request import Request
 
 __all__ = ["DIMENSIONS", "Candidate", "Setting", "Shape", "Space"]
 
-DIMENSIONS = ("pp", "dp", "cp", "tp", "zero", "schedule", "chunks", "batch", "accumulate")
+DIMENSIONS = ("pp", "dp", "cp", "tp", "ring", "zero", "schedule", "chunks", "batch", "accumulate")
 """Dimensions that may be fixed."""
 MOST_CHUNKS = 4
 """Chunks of a pipeline rank that are tried."""
@@ -46,11 +50,18 @@ class Shape:
     dp: int
     cp: int
     tp: int
+    ring: bool = False
+    """Whether context-parallel ranks attend in a ring, instead of exchanging heads for tokens."""
 
     @property
     def gpus(self) -> int:
         """Number of GPUs."""
         return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def columns(self) -> tuple[str, str, str, str]:
+        """Its numbers of pp, dp, cp and tp as an answer shows them."""
+        return str(self.pp), str(self.dp), f"{self.cp}{' ring' * self.ring}", str(self.tp)
 
     @property
     def family(self) -> str:
@@ -77,6 +88,8 @@ class Candidate:
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
     chunks: int = 1
     """Runs of consecutive layers of each pipeline rank."""
+    stage_layers: tuple[int, ...] = ()
+    """Layers of each run; empty: equal numbers."""
     zero: int = 3
     """0: data-parallel ranks hold everything; 1: the optimizer is sharded; 2: gradients, too; 3: weights, too."""
     sharded_over: int | None = None
@@ -95,7 +108,9 @@ class Candidate:
             shape.pp,
             schedules.index(self.schedule),
             self.chunks,
+            self.stage_layers,
             shape.cp,
+            shape.ring,
             shape.tp,
             -self.setting.batch,
             -self.zero,
@@ -105,8 +120,8 @@ class Candidate:
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """What tells the rows of an answer apart: the shape, the schedule and its chunks."""
-        return (self.shape, self.schedule, self.chunks)
+        """What tells the rows of an answer apart: the ranks, the schedule and its chunks."""
+        return (dataclasses.replace(self.shape, ring=False), self.schedule, self.chunks)
 
     @property
     def is_fully_sharded(self) -> bool:
@@ -167,9 +182,11 @@ class Space:
             for cp in _divisors_of(self.gpus // tp):
                 for pp in _divisors_of(self.gpus // (tp * cp)):
                     shape = Shape(pp, self.gpus // (tp * cp * pp), cp, tp)
-                    why = self._why_not(shape) if self._agrees(shape) else None
-                    if why is not None:
-                        counts[why] += 1
+                    for ring in self._attentions(shape) or (False,):
+                        shape = dataclasses.replace(shape, ring=ring)
+                        why = self._why_not(shape) if self._agrees(shape) else None
+                        if why is not None:
+                            counts[why] += 1
         return dict(counts.most_common())
 
     @property
@@ -179,11 +196,8 @@ class Space:
         tp = fixed.get("tp")
         options: dict[str, tuple[str, Sequence[int]]] = {
             "tp": (model.tensor_words, model.tensor_ranks()),
-            "cp": (
-                f"{model.heads} heads" if tp is None else f"{model.heads} heads on --tp {tp}",
-                model.context_ranks(tp if isinstance(tp, int) and tp in model.tensor_ranks() else 1),
-            ),
-            "pp": (f"{model.layers} layers", _divisors_of(model.layers)),
+            "cp": self._context_options(tp if isinstance(tp, int) and tp in model.tensor_ranks() else None),
+            "pp": (f"the model into stages of at least one of {model.layers} layers", range(1, model.layers + 1)),
             "dp": (f"{self.global_batch} sequences of a step", _divisors_of(self.global_batch)),
         }
         for name, (what, those) in options.items():
@@ -209,8 +223,9 @@ class Space:
     def schedules(self, shape: Shape, setting: Setting) -> list[Candidate]:
         """A candidate of each schedule of a shape and a setting, in which nothing is sharded."""
         return [
-            Candidate(shape=shape, setting=setting, schedule=schedule, chunks=chunks, zero=0)
+            Candidate(shape=shape, setting=setting, schedule=schedule, chunks=chunks, stage_layers=layers, zero=0)
             for schedule, chunks in self._schedules(shape, setting)
+            for layers in self._divisions(shape, setting, chunks)
         ]
 
     def shardings(self, candidate: Candidate) -> list[Candidate]:
@@ -228,13 +243,20 @@ class Space:
     def count(self, shape: Shape, setting: Setting) -> int:
         """Number of its candidates."""
         ways = (self._exchanges(shape, setting, *sharding) for sharding in self._shardings(shape))
-        return len(self._schedules(shape, setting)) * sum(map(len, ways))
+        bare = sum(len(self._divisions(shape, setting, chunks)) for _, chunks in self._schedules(shape, setting))
+        return bare * sum(map(len, ways))
 
     def request_of(self, candidate: Candidate) -> Request:
         """The request for a plan of a candidate."""
         shape, setting, request = candidate.shape, candidate.setting, self.request
         layout = dataclasses.replace(
-            request.layout, gpus=shape.gpus, tp=shape.tp, cp=shape.cp, pp=shape.pp, batch=setting.batch
+            request.layout,
+            gpus=shape.gpus,
+            tp=shape.tp,
+            cp=shape.cp,
+            ring=shape.ring,
+            pp=shape.pp,
+            batch=setting.batch,
         )
         ranks = min(shape.gpus, self.gpus_per_node)
         return dataclasses.replace(
@@ -244,6 +266,7 @@ class Space:
             accumulate=setting.accumulate,
             schedule=candidate.schedule,
             chunks=candidate.chunks if candidate.chunks > 1 else None,
+            stage_layers=candidate.stage_layers,
             zero=candidate.zero,
             sharded_over=candidate.sharded_over,
             embedding=EmbeddingGradients.SPARSE if candidate.sparse_embedding else EmbeddingGradients.DENSE,
@@ -256,12 +279,40 @@ class Space:
         model = _Sizes.of(self.request)
         tps = [tp for tp in model.tensor_ranks() if tp <= self.gpus]
         for tp in tps:
-            for cp in model.context_ranks(tp):
-                for pp in _divisors_of(model.layers):
+            for cp in self._context_options(tp)[1]:
+                for pp in range(1, min(model.layers, self.gpus // (tp * cp)) + 1):
                     for dp in _divisors_of(self.global_batch):
                         shape = Shape(pp, dp, cp, tp)
                         if shape.gpus <= self.gpus and self._agrees(shape):
-                            yield shape
+                            yield from (dataclasses.replace(shape, ring=ring) for ring in self._attentions(shape))
+
+    @property
+    def _may_ring(self) -> bool:
+        """Whether memo train's ring attention takes the model, and `--cp-attention` does not exclude it."""
+        request = self.request
+        config, asked = request.config, self.fixed.get("ring")
+        known = isinstance(config, GPTConfig) and config.head_dim % 8 == 0 and request.precision is not Precision.FP32
+        return known and request.recompute is None and asked in (None, True)
+
+    def _context_options(self, tp: int | None) -> tuple[str, Sequence[int]]:
+        """What ranks of context parallelism divide, in words, and numbers of them that do, ascending."""
+        model, tokens = _Sizes.of(self.request), self.request.layout.tokens
+        heads = f"{model.heads} heads" if tp is None else f"{model.heads} heads on --tp {tp}"
+        if not self._may_ring:
+            return heads, model.context_ranks(tp or 1)
+        parts = [cp for cp in _divisors_of(tokens // 2) if cp <= self.gpus] if tokens % 2 == 0 else []
+        if self.fixed.get("ring"):
+            return f"{tokens} tokens in two parts a rank", sorted({1, *parts})
+        return f"{heads} or {tokens} tokens in two parts a rank", sorted({*model.context_ranks(tp or 1), *parts})
+
+    def _attentions(self, shape: Shape) -> tuple[bool, ...]:
+        """Ways of attention under context parallelism: False exchanges heads for tokens, True is a ring."""
+        model, tokens = _Sizes.of(self.request), self.request.layout.tokens
+        if shape.cp == 1:
+            return (False,)
+        exchanges = shape.tp in model.tensor_ranks() and shape.cp in model.context_ranks(shape.tp)
+        rings = self._may_ring and tokens % (2 * shape.cp) == 0
+        return (False,) * (exchanges and not self.fixed.get("ring")) + (True,) * rings
 
     def _is_whole(self, gpus: int) -> bool:
         """Whether so many GPUs are whole nodes, or a part of one."""
@@ -269,7 +320,7 @@ class Space:
 
     def _agrees(self, part: Shape | Setting) -> bool:
         """Whether it has the fixed values."""
-        names = [field.name for field in dataclasses.fields(part)]
+        names = [field.name for field in dataclasses.fields(part) if field.name != "ring"]  # of shapes with cp alone
         return all(self.fixed.get(name) in (None, getattr(part, name)) for name in names)
 
     def _why_not(self, shape: Shape) -> str | None:
@@ -277,14 +328,14 @@ class Space:
         model, per_node, tokens = _Sizes.of(self.request), self.gpus_per_node, self.request.layout.tokens
         if shape.tp not in model.tensor_ranks():
             return "tp does not divide the heads and the MLP"
-        if shape.cp not in model.context_ranks(shape.tp):
-            return "cp does not divide the heads of a tensor-parallel rank"
+        if shape.ring not in self._attentions(shape):
+            return f"cp does not divide the heads of a tensor-parallel rank{', nor the tokens in two' * self._may_ring}"
         if tokens % (shape.cp * shape.tp):
             return "tp x cp does not divide the tokens"
         if shape.tp > per_node and shape.tp % per_node:
             return "tp is beyond a node and not of whole nodes"
-        if model.layers % shape.pp:
-            return "pp does not divide the layers"
+        if model.layers < shape.pp:
+            return "pp is more than the layers"
         if self.global_batch % shape.dp:
             return "dp does not divide the sequences of a step"
         if shape.gpus > per_node and not self.request.machine.network.nics_per_node:
@@ -306,7 +357,7 @@ class Space:
                 (schedule, chunks)
                 for schedule in PipelineSchedule
                 for chunks in _chunk_counts(schedule)
-                if layers % (shape.pp * chunks) == 0
+                if layers >= shape.pp * chunks
                 and not (needless and schedule is PipelineSchedule.GPIPE)
                 and schedule.reason_unsupported(setting.accumulate, shape.pp) is None
                 and (chunks == 1 or shape.pp * chunks * setting.accumulate <= MOST_TURNS)
@@ -317,6 +368,38 @@ class Space:
             for schedule, chunks in options
             if fixed.get("schedule") in (None, schedule) and fixed.get("chunks") in (None, chunks)
         ]
+
+    def _divisions(self, shape: Shape, setting: Setting, chunks: int) -> tuple[tuple[int, ...], ...]:
+        """Numbers of layers of the runs to try; empty ones are equal."""
+        layers, runs = _Sizes.of(self.request).layers, shape.pp * chunks
+        if shape.pp == 1:
+            return ((),)
+        equal = ((),) if layers % runs == 0 else ()
+        balanced = self._balanced(dataclasses.replace(shape, dp=1), setting.batch, runs)
+        return equal if len(set(balanced)) == 1 else (*equal, balanced)
+
+    @functools.cached_property
+    def _balanced(self) -> Callable[[Shape, int, int], tuple[int, ...]]:
+        """Layers of each run with which the slowest run is shortest: of a shape, a microbatch and a number of runs."""
+        return functools.lru_cache(maxsize=4096)(self._balanced_anew)
+
+    def _balanced_anew(self, shape: Shape, batch: int, runs: int) -> tuple[int, ...]:
+        profile = self._work(shape, batch)
+        whole = [layer.forward_s + layer.backward_s for layer in profile.layer_profiles()]
+        before_s, after_s = (end.forward_s + end.backward_s for end in (profile.embedding, profile.head))
+        if len(profile.classes) == 1:
+            return divide_equal_layers(len(whole), runs, before=before_s / whole[0], after=after_s / whole[0])
+        costs = StageCosts(seconds=whole, nbytes=[0] * len(whole), room_bytes=0, before_s=before_s, after_s=after_s)
+        return divide_layers([costs] * runs)
+
+    @functools.cached_property
+    def _work(self) -> Callable[[Shape, int], Profile]:
+        """Profile of a microbatch on one rank: of a shape without data parallelism, and sequences of the microbatch."""
+        return functools.lru_cache(maxsize=1024)(self._work_anew)
+
+    def _work_anew(self, shape: Shape, batch: int) -> Profile:
+        request = self.request_of(Candidate(shape=shape, setting=Setting(batch, 1), zero=0))
+        return request.profile_on(request.machine, request.layout, tiles=request.tiles[0])
 
     def _shardings(self, shape: Shape) -> list[tuple[int, int | None]]:
         """What is sharded, over how many ranks."""

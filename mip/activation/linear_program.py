@@ -264,6 +264,11 @@ class Model:
                 found.append(Limit(resource=resource, where=where, saving=price * self._second / unit))
         return found
 
+    @property
+    def tiers_bind(self) -> bool:
+        """Whether more host memory or disk would make the step shorter."""
+        return any(limit.resource in (Resource.HOST, Resource.DISK) for limit in self.limits())
+
     # Variables.
 
     def _groups(self, stage: int) -> list[_Group]:

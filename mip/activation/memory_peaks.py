@@ -7,6 +7,7 @@ held. A candidate does not know the plan of a layer, so that the linear program 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 import functools
@@ -139,7 +140,8 @@ class PeakCandidate:
 def stage_static(problem: ActivationProblem, stage: int) -> StaticBytes:
     """Bytes of parameters, gradients and optimizer state of one rank of a stage."""
     layers, own = problem.profile.layer_profiles(), stage_layers(problem, stage)
-    static = sum((layers[index].static for index in own), StaticBytes())
+    statics = collections.Counter(layers[index].static for index in own)
+    static = sum((each * count for each, count in statics.items()), StaticBytes())
     if own[0] == 0:
         static += problem.profile.embedding.static
     if own[-1] == len(layers) - 1:

@@ -225,7 +225,12 @@ def _is_bound(plan: ActivationPlan, pieces: Mapping[str, float]) -> bool:
 
 def _best_model(problem: ActivationProblem, pieces: Mapping[str, float]) -> Model | None:
     """The solved program with the shortest step; one with equal layers treated alike, if that costs next to nothing."""
-    solved = [model for model in _programs(problem, pieces) if model.solve()]
+    solved: list[Model] = []
+    for staying in _staying_options(problem):
+        if solved and staying is not None and not any(model.tiers_bind for model in solved):
+            break  # rounding takes less of the tiers then, and there is enough of them
+        limit_s = min((model.priced_s for model in solved), default=math.inf)
+        solved += [model for model in _models(problem, staying, pieces, limit_s=limit_s) if model.solve()]
     if not solved:
         return None
     exact = min(solved, key=lambda model: model.priced_s * (1 if model.staying is None else 1 + LEAST_SAVING))
@@ -255,24 +260,32 @@ def _programs(problem: ActivationProblem, pieces: Mapping[str, float]) -> list[M
     return [model for staying in _staying_options(problem) for model in _models(problem, staying, pieces)]
 
 
-def _models(problem: ActivationProblem, staying: int | None, pieces: Mapping[str, float]) -> Iterator[Model]:
+def _models(
+    problem: ActivationProblem, staying: int | None, pieces: Mapping[str, float], *, limit_s: float = math.inf
+) -> Iterator[Model]:
     """The program, and a second one with the undivided layers fixed where these are treated as if they were divided.
 
     Only a divided layer has bytes beside it at point `all`, and only its recompute holds a piece: discontinuities that a
-    linear program cannot express. The undivided layers are those that a program without such bytes leaves whole.
+    linear program cannot express. The undivided layers are those that a program without such bytes leaves whole. What
+    that one takes is a bound on both: there are none where it is not below `limit_s`.
     """
-    yield Model(problem, staying=staying, pieces=pieces)
     if not (_has_beside(problem.profile) or pieces):
+        yield Model(problem, staying=staying, pieces=pieces)
         return
     layers = problem.profile.layer_profiles()
     light = [
         _without_held(_without_beside(layer)) if layer.name in pieces else _without_beside(layer) for layer in layers
     ]
     free = Model(_with_layers(problem, light), staying=staying, pieces=pieces)
-    if free.solve():
-        plans = zip(layers, free.layer_plans(), strict=True)
-        known = [_undivided(layer) if plan.fraction(ALL) >= 1 - ALMOST_ALL else layer for layer, plan in plans]
-        yield Model(_with_layers(problem, known), staying=staying, pieces=pieces, kinds=problem.profile.layers)
+    if not free.solve() or free.priced_s >= limit_s:
+        return
+    model = Model(problem, staying=staying, pieces=pieces)
+    yield model
+    if model.solved and model.priced_s <= free.priced_s:
+        return
+    plans = zip(layers, free.layer_plans(), strict=True)
+    known = [_undivided(layer) if plan.fraction(ALL) >= 1 - ALMOST_ALL else layer for layer, plan in plans]
+    yield Model(_with_layers(problem, known), staying=staying, pieces=pieces, kinds=problem.profile.layers)
 
 
 def _divisible(problem: ActivationProblem) -> bool:

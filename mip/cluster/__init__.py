@@ -14,7 +14,11 @@ if TYPE_CHECKING:
         slowest_machine as slowest_machine,
     )
     from memo.mip.cluster.files import cluster_from_json as cluster_from_json, read_cluster as read_cluster
-    from memo.mip.cluster.layer_division import StageCosts as StageCosts, divide_layers as divide_layers
+    from memo.mip.cluster.layer_division import (
+        StageCosts as StageCosts,
+        divide_equal_layers as divide_equal_layers,
+        divide_layers as divide_layers,
+    )
     from memo.mip.cluster.placement import (
         Crossing as Crossing,
         LayoutSizes as LayoutSizes,
@@ -35,7 +39,7 @@ else:
         {
             "cluster": "Cluster Connection NodeGroup slowest_machine",
             "files": "cluster_from_json read_cluster",
-            "layer_division": "StageCosts divide_layers",
+            "layer_division": "StageCosts divide_equal_layers divide_layers",
             "placement": "Crossing LayoutSizes Placement StagePlace placements",
             "stage_problem": "Communication ProfileOf balanced_layers communication problem_inputs",
         },

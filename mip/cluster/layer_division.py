@@ -9,11 +9,12 @@ divisions for which that holds, the one with the shortest sum, and then the most
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import itertools
 import math
 from collections.abc import Callable, Sequence
 
-__all__ = ["StageCosts", "divide_layers"]
+__all__ = ["StageCosts", "divide_equal_layers", "divide_layers"]
 
 EVENNESS = 1e-6
 """Weight of a run's square against its seconds, which chooses the more even of divisions with equal sums."""
@@ -45,6 +46,25 @@ def divide_layers(costs: Sequence[StageCosts]) -> tuple[int, ...]:
     """
     found = _divide(costs, bounded=True)
     return found if found is not None else _divide(costs, bounded=False) or ()
+
+
+def divide_equal_layers(layers: int, runs: int, *, before: float, after: float) -> tuple[int, ...]:
+    """Numbers of layers of each run, at least one, so that the slowest one is shortest, where all layers are alike.
+
+    Args:
+        layers: number of layers, at least as many as runs.
+        runs: number of runs.
+        before: time of the embedding, in units of a layer's.
+        after: time of the head, likewise.
+    """
+    counts = [1] * runs
+    times = [(1.0 + before * (run == 0) + after * (run == runs - 1), -run) for run in range(runs)]
+    heapq.heapify(times)
+    for _ in range(layers - runs):  # to the shortest run, which is no longer then than the slowest must be
+        time, back = times[0]
+        counts[-back] += 1  # of equal ones the last, which holds the fewest microbatches
+        heapq.heapreplace(times, (time + 1.0, back))
+    return tuple(counts)
 
 
 def _divide(costs: Sequence[StageCosts], *, bounded: bool) -> tuple[int, ...] | None:

@@ -139,13 +139,15 @@ class StaticBytes:
         check_amounts(self, "static bytes")
 
     def __add__(self, more: StaticBytes) -> StaticBytes:
-        names = [field.name for field in dataclasses.fields(self)]
-        return StaticBytes(**{name: getattr(self, name) + getattr(more, name) for name in names})
+        return StaticBytes(**{name: getattr(self, name) + getattr(more, name) for name in _field_names(StaticBytes)})
+
+    def __mul__(self, count: int) -> StaticBytes:
+        return StaticBytes(**{name: getattr(self, name) * count for name in _field_names(StaticBytes)})
 
     @property
     def nbytes(self) -> int:
         """Sum of the parts."""
-        return sum(getattr(self, field.name) for field in dataclasses.fields(self))
+        return sum(getattr(self, name) for name in _field_names(StaticBytes))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,6 +345,8 @@ class Signature:
     tp: int = 1
     cp: int = 1
     pp: int = 1
+    ring: bool = False
+    """Whether context-parallel ranks attend in a ring, instead of exchanging heads for tokens."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "tokens", "tp", "cp", "pp"):

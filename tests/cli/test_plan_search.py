@@ -145,7 +145,10 @@ def test_dimensions_that_are_given_are_fixed(capsys: pytest.CaptureFixture[str])
         ([*SMALL, "--nodes", "0"], "--nodes 0 is less than 1"),
         ([*SMALL, "--tp", "0"], "--tp 0 is less than 1"),
         ([*SMALL, "--tp", "5"], "--tp 5 does not divide 12 heads and an MLP of 3072; the nearest that do are 4 and 6"),
-        ([*SMALL, "--pp", "5"], "--pp 5 does not divide 12 layers; the nearest that do are 4 and 6"),
+        (
+            [*SMALL, "--pp", "13"],
+            "--pp 13 does not divide the model into stages of at least one of 12 layers; the nearest that does is 12",
+        ),
         ([*SMALL, "--dp", "3"], "--dp 3 does not divide 8 sequences of a step; the nearest that do are 2 and 4"),
         ([*SMALL, "--heads", "7", "--hidden", "448", "--tp", "4"], "the nearest that do are 1 and 7"),
         ([*SMALL, "--tp", "4", "--pp", "4"], "16 ranks, and the cluster has 4 GPUs"),

@@ -6,12 +6,13 @@ import argparse
 import itertools
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from memo.cli import plan as plan_command
+from memo.cli import plan as plan_command, train as train_command
 from memo.cli.main import main
 from memo.cli.planning.cluster_layouts import search_cluster
 from memo.cli.planning.on_cluster import ClusterRequest
@@ -143,3 +144,26 @@ def test_a_cluster_that_holds_no_layout_says_so(tmp_path: Path, capsys: pytest.C
     flags = ["plan", "--search", "--model", "7b", "--seq", "4k", "--cluster", cluster, "--tp", "2", "--pp", "2"]
     assert main(flags) == ExitCode.INFEASIBLE
     assert "no layout of 7b at 4k tokens fits on the 4 GPUs" in capsys.readouterr().err
+
+
+def test_each_run_of_nodes_has_its_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = cluster_file(tmp_path)
+    flags = ["--search", *SMALL, "--cluster", cluster, "--global-batch", str(SEQUENCES)]
+    stages = [*flags, "--pp", "2", "--tp", "2", "-o", str(tmp_path / "plan.json"), "--json"]
+    assert main(["plan", *stages]) == ExitCode.OK
+    report = json.loads(capsys.readouterr().out)
+    named = [line.partition(": ")[0] for line in report["launch"]]
+    assert sorted(line.rpartition(" ")[2] for line in named) == ["a", "b"]
+    for number, line in enumerate(report["launch"]):
+        assert named[number].startswith(f"node {number}, of ")
+        words = shlex.split(line.partition(": ")[2])
+        inner = words.index("memo.cli.main")
+        given = [words[words.index(flag) + 1] for flag in ("--nnodes", "--nproc-per-node", "--node-rank")]
+        assert given == ["2", "2", str(number)]
+        parser = argparse.ArgumentParser()
+        train_command.configure(parser)
+        train = parser.parse_args([*words[inner + 2 :], "--data", "text.txt"])
+        assert (train.pp, train.tp, train.dp) == (2, 2, 1)
+        assert str(train.plan) == str(tmp_path / "plan.json")
+    assert main(["plan", *flags, "--zero", "1", "--pp", "2"]) == ExitCode.OK
+    assert "no launch line: memo train shards by ZeRO 3 alone" in capsys.readouterr().out

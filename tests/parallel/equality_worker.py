@@ -135,6 +135,8 @@ def layout_of(name: str) -> tuple[Layout, dict[str, Any], torch.dtype]:
             model |= {"mlp_tiles": 2, "ffn": 512}  # of tokens and of columns: a tile has 128 at least
         elif part == "moe":
             model["moe"] = MoeConfig(experts=4, top_k=2, shared_experts=1, expert_hidden=16, every=2)
+        elif part == "dcca":
+            model["moe"] = MoeConfig(experts=4, top_k=2, expert_hidden=48, bottleneck=8, every=2)
         elif part == "float64":
             dtype = torch.float64
         else:

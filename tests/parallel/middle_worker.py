@@ -77,7 +77,15 @@ def check(name: str) -> None:
     precision = Precision.BF16_AUTOCAST if "autocast" in name else Precision.FP32
     layout, model, _ = layout_of(name.replace("_autocast", ""))
     shape = preset("tiny", **(SHAPE | model))
-    block = Block.of(shape, SEQ, ElementSizes.of(precision), batch=ROWS, tp=layout.tp, cp=layout.cp)
+    block = Block.of(
+        shape,
+        SEQ,
+        ElementSizes.of(precision),
+        batch=ROWS,
+        tp=layout.tp,
+        cp=layout.cp,
+        rings=layout.rings(shape),
+    )
     plain, _ = measured(shape, layout, precision, 1.0)
     exchanges = 0 if layout.rings(shape) else 4  # what goes around a ring goes within attention
     at_matmuls = Counts(alltoall_base_=round(exchanges * block.exchanges_again_at_matmuls))

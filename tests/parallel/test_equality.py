@@ -38,6 +38,11 @@ LAYOUTS = {
         "pp2_interleaved-1f1b_documents_float64",
         "dp2_moe_float64",
         "dp2_ep2_moe_float64",
+        "dp2_ep2_dcca_float64",
+        "tp2_moe_float64",
+        "tp2_replicated_moe_float64",
+        "pp2_moe_float64",
+        "pp2_zbv_dcca_float64",
         "cp2_llama_moe_float64",
     ],
     4: [
@@ -53,9 +58,14 @@ LAYOUTS = {
         "dp4_moe_float64",
         "dp4_ep2_moe_float64",
         "dp4_ep4_moe_float64",
+        "dp4_ep2_llama_dcca_float64",
+        "dp2_tp2_ep2_moe_float64",
+        "cp2_tp2_llama_moe_float64",
+        "pp2_dp2_ep2_moe_float64",
+        "pp2_tp2_interleaved-zero-bubble_moe_float64",
         "dp2_ep2_cp2_llama_moe_float64",
     ],
-    8: ["dp2_tp2_pp2", "dp2_cp2_tp2", "cp2_tp4"],
+    8: ["dp2_tp2_pp2", "dp2_cp2_tp2", "cp2_tp4", "dp2_tp2_pp2_ep2_moe_float64"],
 }
 
 

@@ -47,6 +47,8 @@ OTHERS = [
     pytest.param(1, [], id="one process"),
     pytest.param(2, ["--dp", 2, "--ep", 2, "--offload", "disk", "--alpha", 0.5], id="with memo"),
     pytest.param(4, ["--dp", 4, "--ep", 4], id="a quarter each", marks=pytest.mark.parallel),
+    pytest.param(4, ["--dp", 2, "--ep", 2, "--tp", 2], id="tensor parallel", marks=pytest.mark.parallel),
+    pytest.param(4, ["--dp", 2, "--ep", 2, "--pp", 2], id="a pipeline", marks=pytest.mark.parallel),
     pytest.param(
         8, ["--dp", 8, "--ep", 4, "--offload", "disk"], id="eight ranks with memo", marks=pytest.mark.parallel
     ),

@@ -128,8 +128,6 @@ def test_what_all_ranks_find_wrong_is_said_once(flags: list[str]) -> None:
     [
         ({"dp": 4, "ep": 4}, 6, "--ep 4 does not divide the model's 6 experts"),
         ({"dp": 2, "ep": 2}, None, "--ep 2 has no meaning without --experts"),
-        ({"tp": 2}, 4, "--tp 2 is not possible with experts"),
-        ({"pp": 2}, 4, "--pp 2 is not possible with experts"),
     ],
 )
 def test_experts_that_do_not_fit_the_ranks_are_one_line(sizes: dict[str, int], experts: int | None, line: str) -> None:

@@ -17,7 +17,14 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from memo.cli.planning.layouts import refuse_others, space_of, without_layout
+from memo.cli.planning.cluster_launch import cluster_launch
+from memo.cli.planning.layouts import (
+    reason_not_trained,
+    refuse_others,
+    space_of,
+    trained_model_flags,
+    without_layout,
+)
 from memo.cli.planning.on_cluster import MOST_PLACEMENTS, ClusterPlan, ClusterRequest
 from memo.cli.tables.address import table
 from memo.errors import Infeasible, UsageError
@@ -52,7 +59,7 @@ class ClusterLayouts:
         rows = [
             (
                 str(number),
-                *(str(size) for size in dataclasses.astuple(one.shape)),
+                *one.shape.columns,
                 _schedule_words(one),
                 f"{one.setting.batch} x {one.setting.accumulate}",
                 format_duration(found.plan.step_s),
@@ -66,6 +73,21 @@ class ClusterLayouts:
             f"{self.unfit:,} do not fit, {self.without_place:,} have no place on the groups of nodes"
         )
         return (table(header, rows), proof)
+
+    def launch(self, args: argparse.Namespace) -> tuple[str, ...] | str:
+        """Commands that run the first one, for each run of nodes; or the reason why there are none."""
+        reason = reason_not_trained(args, self.asked.request)
+        if reason is None and args.zero not in (None, 3):
+            reason = "memo train shards by ZeRO 3 alone"
+        if reason is not None:
+            return reason
+        candidate, found = self.best[0]
+        lines = cluster_launch(
+            found, candidate, model_flags=trained_model_flags(args), plan_file=args.output or "plan.json"
+        )
+        return (
+            lines or "a node would hold ranks that do not follow one another; give --tp, --cp and --pp of whole nodes"
+        )
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -154,8 +176,8 @@ def _cluster_space(args: argparse.Namespace) -> tuple[ClusterRequest, Space]:
 def _candidates(space: Space, zero: int) -> Iterator[Candidate]:
     for shape in space.shapes:
         for setting in space.settings(shape):
-            for bare in space.schedules(shape, setting):
-                yield dataclasses.replace(bare, zero=zero)
+            bare = (dataclasses.replace(one, zero=zero, stage_layers=()) for one in space.schedules(shape, setting))
+            yield from dict.fromkeys(bare)  # each placement has its own numbers of layers
 
 
 def _asked(cluster_request: ClusterRequest, space: Space, candidate: Candidate) -> ClusterRequest:

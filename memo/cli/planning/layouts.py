@@ -24,6 +24,7 @@ from memo.mip.activation import plan_to_json
 from memo.mip.address import write_file
 from memo.mip.inputs import PipelineSchedule
 from memo.mip.simulate import prove, simulate
+from memo.parallel import ContextAttention
 from memo.search import (
     DIMENSIONS,
     Launch,
@@ -40,7 +41,16 @@ from memo.units import format_tokens, parse_tokens
 if TYPE_CHECKING:
     from memo.search import Found, Planned, Request
 
-__all__ = ["add_search_flags", "refuse_others", "refuse_search_flags", "run_search", "space_of", "without_layout"]
+__all__ = [
+    "add_search_flags",
+    "reason_not_trained",
+    "refuse_others",
+    "refuse_search_flags",
+    "run_search",
+    "space_of",
+    "trained_model_flags",
+    "without_layout",
+]
 
 PROCESSES = 2
 LEAST_STEP_TOKENS = 1 << 20
@@ -97,7 +107,7 @@ def run_search(args: argparse.Namespace) -> ExitCode:
     space = _space(args)
     if former is not None:
         former.require_model(args.model, space.request.config)
-    reason = _why_not_trained(args, space.request)
+    reason = reason_not_trained(args, space.request)
     begin_s = time.monotonic()
     with WaitingLine("memo plan", f"searching layouts of {space.gpus} GPUs", quiet=args.json) as waiting:
         found = search_layouts(space, runs=runs_under_memo_train, workers=PROCESSES, say=waiting.say)
@@ -212,7 +222,9 @@ def space_of(args: argparse.Namespace, request: Request, *, nodes: int) -> Space
     Raises:
         UsageError: no layout divides the model and the step, or flags contradict each other.
     """
-    fixed = {name: getattr(args, name) for name in DIMENSIONS if getattr(args, name) is not None}
+    fixed = {name: getattr(args, name) for name in DIMENSIONS if getattr(args, name, None) is not None}
+    if args.cp_attention not in (None, ContextAttention.AUTO):
+        fixed["ring"] = args.cp_attention == ContextAttention.RING
     if "schedule" in fixed:
         fixed["schedule"] = PipelineSchedule(fixed["schedule"])
     space = Space(request=request, nodes=nodes, global_batch=_global_batch(args, request), fixed=fixed)
@@ -255,7 +267,7 @@ def _assumed(args: argparse.Namespace, space: Space) -> list[str]:
     return found
 
 
-def _why_not_trained(args: argparse.Namespace, request: Request) -> str | None:
+def reason_not_trained(args: argparse.Namespace, request: Request) -> str | None:
     """Reason why memo train does not train what is planned; None where it does."""
     other = next(
         (name for name in SHAPE_FLAGS if getattr(args, name.replace("-", "_")) is not None and name not in _TRAINED),
@@ -264,18 +276,23 @@ def _why_not_trained(args: argparse.Namespace, request: Request) -> str | None:
     return why_not_trained(request) if other is None else f"memo train has no --{other}"
 
 
-def _launch(args: argparse.Namespace, space: Space, written: Planned) -> Launch:
-    """Launch lines of the plan that is written."""
+def trained_model_flags(args: argparse.Namespace) -> list[str]:
+    """Flags of memo train that name and shape the model."""
     flags = ["--model", args.model]
     flags += [] if args.variant is None else ["--variant", args.variant]
     for name in _TRAINED:
         if getattr(args, name) is not None:
             flags += [f"--{name}", str(getattr(args, name))]
+    return flags
+
+
+def _launch(args: argparse.Namespace, space: Space, written: Planned) -> Launch:
+    """Launch lines of the plan that is written."""
     return launch_of(
         written.plan,
         written.candidate,
         gpus_per_node=space.gpus_per_node,
-        model_flags=flags,
+        model_flags=trained_model_flags(args),
         plan_file=args.output or "plan.json",
     )
 

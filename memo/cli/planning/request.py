@@ -15,6 +15,7 @@ from memo.gpt import EmbeddingGradients, GPTConfig, Precision, preset_name
 from memo.gpt.arithmetic import Layout, Optimizer, Recompute
 from memo.mip.activation import MLP_TILE_COUNTS, read_hardware, read_profile
 from memo.mip.inputs import Hardware, PipelineSchedule, hardware_preset, parse_network, with_measured_rates
+from memo.parallel import ContextAttention
 from memo.search import Request
 from memo.units import parse_tokens
 
@@ -74,6 +75,7 @@ def parse_request(
     embedding = _embedding(args)
     config = None if args.model is None else planned_model(args) if model is None else model
     layout, accumulate = _layout(args, profile)
+    _require_attention(args, layout, config)
     return Request(
         config=config,
         model=(args.model or "") + _METHOD_WORDS.get(args.recompute, ""),
@@ -94,6 +96,26 @@ def parse_request(
         stage_layers=_stage_layers(args, layout),
         embedding=embedding,
     )
+
+
+def _require_attention(args: argparse.Namespace, layout: Layout, config: GPTConfig | HuggingFaceModel | None) -> None:
+    """Checks --cp-attention; a layout has `ring` where that is asked for."""
+    asked = ContextAttention(args.cp_attention or ContextAttention.AUTO)
+    if asked is ContextAttention.AUTO:
+        return
+    if not isinstance(config, GPTConfig):
+        raise UsageError(
+            f"--cp-attention {asked} applies to sizes of memo's GPT only; others exchange heads for tokens"
+        )
+    if layout.cp == 1 and not args.search:
+        raise UsageError(f"--cp-attention {asked} has no meaning without --cp")
+    if asked is ContextAttention.ULYSSES and layout.rings(config.heads, config.kv_heads):
+        raise UsageError(
+            f"--tp {layout.tp} times --cp {layout.cp} does not divide {config.heads} heads, {config.kv_heads} key/value "
+            "heads; use --cp-attention ring"
+        )
+    if asked is ContextAttention.RING and args.precision == Precision.FP32:
+        raise UsageError("ring attention needs half precision on a GPU; give --precision bf16 or bf16-autocast")
 
 
 def _stage_layers(args: argparse.Namespace, layout: Layout) -> tuple[int, ...]:
@@ -175,7 +197,8 @@ def _layout(args: argparse.Namespace, profile: Profile | None) -> tuple[Layout, 
         tokens = profile.signature.tokens
     else:
         tokens = TILE_TOKENS * args.cp if args.max_seq else parse_tokens(args.seq, what="--seq")
-    layout = Layout(tokens=tokens, gpus=args.gpus, **sizes)
+    ring = args.cp_attention == ContextAttention.RING and sizes["cp"] > 1
+    layout = Layout(tokens=tokens, gpus=args.gpus, ring=ring, **sizes)
     batch, accumulate = batch_sizes(batch, args.accumulate, args.global_batch, replicas=layout.replicas)
     return dataclasses.replace(layout, batch=batch), accumulate
 

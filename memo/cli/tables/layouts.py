@@ -156,14 +156,14 @@ def _headline(space: Space) -> str:
 
 def _shape_words(shape: Shape) -> str:
     named = [f"{name} {getattr(shape, name)}" for name in ("pp", "dp", "cp", "tp") if getattr(shape, name) > 1]
-    return ", ".join(named) or "one GPU"
+    return (", ".join(named) or "one GPU") + " in a ring" * shape.ring
 
 
 def _schedule_words(candidate: Candidate) -> str:
     if candidate.shape.pp == 1:
         return "-"
     chunks = f" of {candidate.chunks}" if candidate.chunks > 2 else ""
-    return f"{candidate.schedule}{chunks}"
+    return f"{candidate.schedule}{chunks}{', uneven' * bool(candidate.stage_layers)}"
 
 
 def _number(found: Found, planned: Planned) -> str:
@@ -199,7 +199,7 @@ def _best_table(found: Found, simulated_s: Mapping[Candidate, float]) -> str:
         rows.append(
             (
                 f"{number}",
-                *(str(size) for size in (shape.pp, shape.dp, shape.cp, shape.tp)),
+                *shape.columns,
                 _schedule_words(one.candidate),
                 one.candidate.sharding,
                 f"{setting.batch} x {setting.accumulate}",
@@ -345,8 +345,10 @@ def _cluster_summary(space: Space) -> dict[str, Any]:
     }
 
 
-def _shape_summary(shape: Shape) -> dict[str, int]:
-    return {"pp": shape.pp, "dp": shape.dp, "cp": shape.cp, "tp": shape.tp, "gpus": shape.gpus}
+def _shape_summary(shape: Shape) -> dict[str, Any]:
+    attention = None if shape.cp == 1 else "ring" if shape.ring else "ulysses"
+    sizes = {name: getattr(shape, name) for name in ("pp", "dp", "cp", "tp", "gpus")}
+    return {**sizes, "cp_attention": attention}
 
 
 def _candidate_summary(candidate: Candidate) -> dict[str, Any]:
@@ -355,6 +357,7 @@ def _candidate_summary(candidate: Candidate) -> dict[str, Any]:
         "family": candidate.shape.family,
         "schedule": str(candidate.schedule) if candidate.shape.pp > 1 else None,
         "chunks": candidate.chunks,
+        "stage_layers": list(candidate.stage_layers) or None,
         "zero": candidate.zero if candidate.shape.dp * candidate.shape.cp > 1 else None,
         "sharded_over": candidate.sharded_over,
         "sparse_embedding": candidate.sparse_embedding,

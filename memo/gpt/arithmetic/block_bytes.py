@@ -12,6 +12,7 @@ recorded step holds.
     saved, tiled    the same without any f
     and statistics: one float32 per attention head, one (rmsnorm) or two (layernorm, in H's dtype) per norm
     under Ulysses: attention's out once more, in the form that the next projection reads (memo.parallel.Ulysses)
+    in a ring: keys and values of as many heads as queries have (memo.parallel.Ring)
 """
 
 from __future__ import annotations
@@ -24,11 +25,16 @@ from memo.gpt.train_config import Precision
 
 __all__ = ["Block", "ElementSizes"]
 
-STATISTIC = 4  # bytes of a float32
+FLOAT = STATISTIC = 4  # bytes of a float32
 ALIGNED = 128  # tiles are multiples of it: memo.gpt.model.tiled_mlp.ALIGNED
 # Bytes that tiled_mlp holds for a tile of rows in backward, in units of a tile of one wide activation, with those of the
 # tile before it. A tile of columns needs one less.
 PIECES_GELU, PIECES_SWIGLU = 6, 10
+# What torch's ring holds at most beside q, k, v, and reads and writes for each rank whose keys come by, in units of h,
+# forward and backward: keys, values and their float32 gradients, sent and received, and results in float32, merged.
+# Recorded from 2, 3, 4 and 8 ranks by tests/gpt/arithmetic/test_ring_bytes.py; traffic counted from the code.
+RING_HALF, RING_FLOAT = (13.1, 30.1), (12.1, 20.1)
+RING_TRAFFIC = (27.0, 37.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +103,8 @@ class Block:
     """Largest number of bytes that a recompute at level `matmuls` holds at once, of tokens that it computes at once."""
     held_at_attention: float
     """Likewise at level `attention`."""
+    ring_traffic: tuple[float, float]
+    """Bytes that a ring's hop reads and writes beside attention's kernel, forward and backward; 0 without a ring."""
     storages: int
     """Number of saved storages at the level with the most."""
     largest: float
@@ -104,7 +112,15 @@ class Block:
 
     @classmethod
     def of(
-        cls, config: GPTConfig, tokens: int, sizes: ElementSizes, *, batch: int = 1, tp: int = 1, cp: int = 1
+        cls,
+        config: GPTConfig,
+        tokens: int,
+        sizes: ElementSizes,
+        *,
+        batch: int = 1,
+        tp: int = 1,
+        cp: int = 1,
+        rings: bool = False,
     ) -> Block:
         """Figures of a layer, by the letters of the module's docstring.
 
@@ -115,20 +131,23 @@ class Block:
             batch: sequences in a microbatch.
             tp: ranks of tensor parallelism.
             cp: ranks of context parallelism.
+            rings: whether these attend in a ring.
         """
-        return _BlockFigures(config, sizes, tokens, batch, tp, cp).block()
+        return _BlockFigures(config, sizes, tokens, batch, tp, cp, rings=rings).block()
 
 
 class _BlockFigures:
     """Computation of a Block; attributes are the letters of the module's docstring."""
 
-    def __init__(self, config: GPTConfig, sizes: ElementSizes, tokens: int, batch: int, tp: int, cp: int) -> None:
+    def __init__(
+        self, config: GPTConfig, sizes: ElementSizes, tokens: int, batch: int, tp: int, cp: int, *, rings: bool
+    ) -> None:
         self.config, self.sizes, self.tokens, self.batch, self.tp, self.cp = config, sizes, tokens, batch, tp, cp
         self.h, self.f = config.hidden * sizes.product, config.ffn * sizes.product
         self.q, self.stream = config.qkv_width * sizes.product, config.hidden * sizes.stream
         self.cast = self.stream if sizes.casts else 0  # a norm's result, of which a cast copy is saved
-        # The condition of memo.parallel.Layout.rings.
-        self.exchanged = cp > 1 and not (config.heads % (tp * cp) or config.kv_heads % (tp * cp))
+        self.rings, self.exchanged = rings, cp > 1 and not rings
+        self.repeated = 2 * self.h if rings and config.group > 1 else 0  # keys and values of all queries' heads
         self.gated, self.tiled = config.mlp == "swiglu", config.mlp_tiles > 1
 
     def block(self) -> Block:
@@ -160,7 +179,8 @@ class _BlockFigures:
             forward_transient=max(self._behind_mlp(), self._behind_attention() - saved, 0),
             backward_transient=max(self._backward_of_mlp(), self._backward_of_attention() - saved, 0),
             held_at_matmuls=self._held_at_matmuls(),
-            held_at_attention=max(self._inner_at_once(), self.q + (5 if self.exchanged else 4) * h),
+            held_at_attention=max(self._inner_at_once(), self.q + self.repeated + (5 if self.exchanged else 4) * h),
+            ring_traffic=(RING_TRAFFIC[0] * h, RING_TRAFFIC[1] * h) if self.rings else (0.0, 0.0),
             storages=self.storages(),
             largest=self.largest(),
         )
@@ -176,7 +196,8 @@ class _BlockFigures:
         exchanged = self.h if self.exchanged else 0
         # Autocast casts for each product separately; where ranks or tiles share the matrices, one cast is made before.
         twice = self.h if self._casts_twice() else 0
-        attention = self.h + self.q + self._gathered() + exchanged
+        attended = 3 * self.h if self.repeated else self.q + self._gathered()
+        attention = self.h + attended + exchanged
         return attention + self.stream + self.h + twice + self._inner() + self._norms()
 
     def _inner(self) -> float:
@@ -276,7 +297,15 @@ class _BlockFigures:
         projections = (1 + (1 if rotary else 0) + (1 if exchanged else 0)) * self.q
         results = (3 if exchanged else 1) * self.h + self.h
         whole = 2 * self.tp * self.h + 2 * self.h if self.tp > 1 else 0  # and its sum before and after the bias
-        return self.stream + self.cast + self.h + projections + results + whole + STATISTIC * self.config.heads
+        projections += self.repeated
+        # The projection after it starts when the ring has gone.
+        behind = max(results + whole, self._ring[0] * self.h if self.rings else 0)
+        return self.stream + self.cast + self.h + projections + behind + STATISTIC * self.config.heads
+
+    @property
+    def _ring(self) -> tuple[float, float]:
+        """What a ring holds at most, forward and backward, in units of h."""
+        return RING_FLOAT if self.sizes.product == FLOAT else RING_HALF
 
     def _backward_of_mlp(self) -> float:
         """Bytes held in the MLP's backward: gradients of the stream, its cast copy, and those of the wide activations.
@@ -304,7 +333,8 @@ class _BlockFigures:
 
     def _backward_of_attention(self) -> float:
         """Bytes held in attention's backward: input, norm, projection and output, their gradients, and the residual's."""
-        saved = self.stream + self.h + self.q + self.h
+        saved = self.stream + self.h + max(self.q, 3 * self.h if self.repeated else 0) + self.h
         exchanged = self.q + 2 * self.h if self.exchanged else 0
         whole = 2 * self.tp * self.h if self.tp > 1 else 0
-        return saved + 2 * self.stream + self.h + self.q + exchanged + whole
+        gradients = self._ring[1] * self.h + self.repeated if self.rings else self.q
+        return saved + 2 * self.stream + self.h + gradients + exchanged + whole

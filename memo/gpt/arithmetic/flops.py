@@ -137,11 +137,12 @@ def _mlp_weights(config: GPTConfig) -> int:
 
 
 def _moe_weights(config: GPTConfig, experts: int) -> int:
-    """Weights of one layer's router, its shared experts, and `experts` of the others."""
+    """Weights of one layer's router, its shared experts and projections of a bottleneck, and `experts` of the others."""
     moe = config.moe
     assert moe is not None
-    one = (_mlp_matrices_up(config) + 1) * config.hidden * moe.expert_hidden
-    return config.hidden * moe.experts + (experts + moe.shared_experts) * one
+    matrices = (_mlp_matrices_up(config) + 1) * moe.expert_hidden
+    shared = config.hidden * (moe.experts + 2 * moe.bottleneck + moe.shared_experts * matrices)
+    return shared + experts * (moe.bottleneck or config.hidden) * matrices
 
 
 def _moe_weights_of_a_token(config: GPTConfig) -> int:

@@ -29,6 +29,8 @@ class Layout:
     """Ranks of tensor parallelism."""
     cp: int = 1
     """Ranks of context parallelism."""
+    ring: bool = False
+    """Whether they attend in a ring even where their heads divide, and could be exchanged for tokens."""
     pp: int = 1
     """Pipeline stages."""
     islands: tuple[int, ...] = ()
@@ -46,6 +48,8 @@ class Layout:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.gpus % (self.tp * self.cp * self.pp):
             raise UsageError(f"{self.gpus} GPUs are not a multiple of tp {self.tp} x cp {self.cp} x pp {self.pp}")
+        if self.ring and self.cp == 1:
+            raise UsageError("--cp-attention ring has no meaning without --cp")
         if self.islands and (sum(self.islands) != self.replicas or min(self.islands) < 1):
             raise UsageError(f"replicas in groups of nodes, {self.islands}, are not the {self.replicas} of the layout")
 
@@ -58,6 +62,11 @@ class Layout:
     def replicas(self) -> int:
         """Ranks of data parallelism: the GPUs left by tp, cp and pp."""
         return self.gpus // (self.tp * self.cp * self.pp)
+
+    def rings(self, heads: int, kv_heads: int) -> bool:
+        """Whether context-parallel ranks attend in a ring, as memo.parallel.Layout.rings has it."""
+        ranks = self.tp * self.cp
+        return self.cp > 1 and (self.ring or bool(heads % ranks or kv_heads % ranks))
 
     def layers_of_stage(self, layers: int) -> int:
         """Layers of a stage, of `layers` in all."""

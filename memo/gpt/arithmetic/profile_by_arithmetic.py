@@ -132,6 +132,8 @@ def derive_profile(
     )
     if recompute is not None and precision is not Precision.BF16:
         raise UsageError(f"a fixed method of recompute is planned in bf16, not in {precision}")
+    if recompute is not None and layout.ring:
+        raise UsageError("a ring is planned without a fixed method of recompute; leave out --cp-attention ring")
     if recompute is not None and lora:
         raise UsageError("adapters are planned without a fixed method of recompute; leave out one of the two")
     if sparse_embedding and (training is not None or recompute is not None):
@@ -152,6 +154,7 @@ def derive_profile(
         tp=layout.tp,
         cp=layout.cp,
         pp=layout.pp,
+        ring=layout.rings(config.heads, config.kv_heads),
     )
     sizes = ElementSizes.of(precision)
     weights = _Weights(layout, WeightExchange(machine, layout, own))
@@ -206,10 +209,11 @@ def _layer(
     step: StepCollectives,
 ) -> LayerProfile:
     tokens = layout.rank_tokens
-    block = Block.of(config, layout.tokens, sizes, batch=layout.batch, tp=layout.tp, cp=layout.cp)
+    block = Block.of(config, layout.tokens, sizes, batch=layout.batch, tp=layout.tp, cp=layout.cp, rings=step.rings)
     products_s = tokens / (machine.peak_flops * machine.matmul_efficiency)
     attention_s = block.attention * tokens / (machine.peak_flops * machine.attention_efficiency)
     memory_s = tokens / machine.hbm_bytes_per_s
+    ring_s = [layout.cp * nbytes * memory_s for nbytes in block.ring_traffic]
     # A ring's rotations run beside the kernel, but for what lasts longer.
     hidden_s = attention_s * (layout.cp - 1) / layout.cp if step.rings else 0.0
     forward_exchange_s = exchange_s(step.tensor_forward(), machine, layout) + max(
@@ -265,11 +269,13 @@ def _layer(
         forward_s=(block.projections + 2 * adapters) * products_s
         + attention_s
         + block.elementwise * memory_s
+        + ring_s[0]
         + forward_exchange_s
         + _tiling_s(config, block, machine),
         backward_s=((1 if lora else 2) * block.projections + block.retiled + 4 * adapters) * products_s
         + ATTENTION_BACKWARD * attention_s
         + 2 * block.elementwise * memory_s
+        + ring_s[1]
         + backward_exchange_s
         + 2 * _tiling_s(config, block, machine),
         forward_flops=(block.projections + 2 * adapters + block.attention) * tokens,

@@ -78,9 +78,8 @@ class StepCollectives:
 
     @property
     def rings(self) -> bool:
-        """Whether context-parallel ranks attend in a ring, since their heads do not divide."""
-        heads = self.layout.tp * self.layout.cp
-        return self.layout.cp > 1 and bool(self.config.heads % heads or self.config.kv_heads % heads)
+        """Whether context-parallel ranks attend in a ring."""
+        return self.layout.rings(self.config.heads, self.config.kv_heads)
 
     @property
     def replicas(self) -> int:
@@ -331,12 +330,11 @@ class StepCollectives:
         passes = 1 if self.layout.pp > 1 else microbatches
         for chunk in own:
             found += [each.times(passes) for each in self._gathers(chunk, tp_rank)]
-            alone = microbatches if self._positions_alone else 1
-            again = 2 * passes if self.layout.pp == 1 else alone
+            again = 2 * passes if self.layout.pp == 1 else 1
             found += [each.times(again) for each in self._positions(CollectiveKind.ALL_GATHER, chunk)]
             found += [each.times(chunk.layers) for each in self.reduce(self.layer_shapes())]
             found += self.reduce(self.end_shapes(chunk, tp_rank))
-            found += [each.times(alone) for each in self._positions(CollectiveKind.REDUCE_SCATTER, chunk)]
+            found += self._positions(CollectiveKind.REDUCE_SCATTER, chunk)
         if self._has_two_tables(own):
             found += self._tied(tp_rank, replica)
         every = Collective(kind=CollectiveKind.ALL_REDUCE, ranks=Ranks.ALL, nbytes=ID, count=3)
@@ -360,11 +358,6 @@ class StepCollectives:
         gathers = chunk.layers if self.layout.pp > 1 else 2 * chunk.layers - 1
         yield from (each.times(gathers) for each in self.gather(self.layer_shapes()))
         yield from self.gather(self.end_shapes(chunk, tp_rank))
-
-    @property
-    def _positions_alone(self) -> bool:
-        """Whether the position table alone is sharded on a stage. torch's pipelines then treat it as any other module."""
-        return self.layout.pp > 1 and self.replicas == 1
 
     def _has_two_tables(self, own: list[ChunkOfLayers]) -> bool:
         """Whether one of a tied table's two copies is on this rank and the other one on another."""

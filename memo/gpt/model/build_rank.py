@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import cast
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -135,20 +137,22 @@ def _divide_layers(stage: PipelineStage, world: World) -> None:
                 "attention": entry,
                 "attention.qkv": column,
                 "attention.out": row,
-                "mlp": entry,
-                "mlp.up": column,
-                "mlp.down": row,
             }
-            if hasattr(layer.mlp, "gate"):
-                plan["mlp.gate"] = column
+            # Of a mixture the shared experts alone are divided; the others see a rank's own tokens.
+            mlp = "mlp.shared" if isinstance(layer.mlp, MoeMlp) else "mlp"
+            names = {name for name, _ in layer.named_modules()}
+            ways = {mlp: entry, f"{mlp}.gate": column, f"{mlp}.up": column, f"{mlp}.down": row}
+            plan |= {name: way for name, way in ways.items() if name in names}
             parallelize_module(layer, world.mesh["tp"], plan)
 
 
 def _divide_experts(stage: PipelineStage, world: World) -> None:
     """Applies expert parallelism, and lets routers balance over the tokens of all replicas."""
     for mlp in _mixtures(stage):
-        if world.replicas.size() > 1:
-            mlp.router.group = world.replicas.get_group()
+        if world.token_ranks.size() > 1:
+            mlp.router.group = world.token_ranks.get_group()
+        if world.layout.shards_tokens:
+            mlp.router.sharers = world.group("tp")
         if world.expert_ranks is not None:
             divide_experts(mlp.experts, world.expert_ranks)
             mlp.experts.group = world.expert_ranks.get_group()
@@ -181,16 +185,27 @@ def _shard(stage: PipelineStage, world: World) -> None:
     each microbatch would cost more than it saves.
     """
     reshard = world.layout.pp == 1
-    if stage.positions is not None and world.token_ranks.size() > world.replicas.size():
-        fully_shard(stage.positions, mesh=world.token_ranks, reshard_after_forward=reshard)
+
+    def over_token_ranks(module: nn.Module, mesh: DeviceMesh, *, copies: int) -> None:
+        """Shards over ranks that hold different tokens of `copies` batches."""
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+        if mesh.size() == copies:
+            return
         # Tensor-parallel ranks have the same loss but different tokens, so their gradients are added, not averaged. It is a
         # sum divided afterwards, since gloo divides by the number of ranks only.
-        positions = cast("FSDPModule", stage.positions)
-        positions.set_gradient_divide_factor(world.replicas.size())
-        positions.set_force_sum_reduction_for_comms(True)
-    if world.expert_replicas is not None:
-        for mlp in _mixtures(stage):
-            fully_shard(mlp.experts, mesh=world.expert_replicas, reshard_after_forward=reshard)
+        sharded = cast("FSDPModule", module)
+        sharded.set_gradient_divide_factor(copies)
+        sharded.set_force_sum_reduction_for_comms(True)
+
+    divides_tokens, copies = world.token_ranks.size() > world.replicas.size(), world.replicas.size()
+    if stage.positions is not None and divides_tokens:
+        over_token_ranks(stage.positions, world.token_ranks, copies=copies)
+    for mlp in _mixtures(stage):
+        if world.expert_replicas is not None:
+            over_token_ranks(mlp.experts, world.expert_replicas, copies=copies // world.layout.ep)
+        for part in (mlp.router, mlp.experts, mlp.descend, mlp.ascend) if divides_tokens else ():
+            if part is not None and not isinstance(part, FSDPModule):
+                over_token_ranks(part, world.token_ranks, copies=copies)
     if world.replicas.size() > 1:
         for name, layer in stage.layers.items():
             # The last layer's backward comes at once: gathered again, it would wait for the network.
@@ -198,3 +213,10 @@ def _shard(stage: PipelineStage, world: World) -> None:
             fully_shard(layer, mesh=world.replicas, reshard_after_forward=reshard and not last)
         whole = set(stage.tokens.parameters()) if stage.sparse_embedding and stage.tokens is not None else None
         fully_shard(stage, mesh=world.replicas, reshard_after_forward=False, ignored_params=whole)
+    elif world.layout.pp > 1:
+        sharded = {
+            parameter for part in stage.modules() if isinstance(part, FSDPModule) for parameter in part.parameters()
+        }
+        if sharded:  # of a stage that FSDP knows, torch's pipeline reduces gradients after the last microbatch alone
+            others = set(stage.parameters()) - sharded
+            fully_shard(stage, mesh=world.token_ranks, reshard_after_forward=False, ignored_params=others)

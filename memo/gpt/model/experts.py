@@ -3,6 +3,7 @@
     x (T, h) -> Router: experts and weights (T, k)
     row n of (T k): choice n % k of token n // k; sorted by expert, order of tokens kept
         rows (T k, h)  --experts-->  (T k, h)  --unsorted-->  (T, k, h)  --weights, sum over k-->  (T, h)
+    with a bottleneck b: (T, h)  --descend-->  (T, b), all of the above with b for h, (T, b)  --ascend-->  (T, h)
 
 Owns routing, the order of rows, and the router's losses. Every sum has one order: backward gathers by the inverse
 permutation and adds the k rows of a token in the order of its choices, since adding by index has no fixed order on a GPU.
@@ -44,6 +45,8 @@ class Router(nn.Module):
         self.moe = moe
         self.group: dist.ProcessGroup | None = None
         """Ranks whose tokens are one batch, for the load balance; None where this process has the batch."""
+        self.sharers: dist.ProcessGroup | None = None
+        """Ranks that divide the tokens of this one's loss; None where it has all of them."""
         self.weight = nn.Parameter(torch.empty(moe.experts, hidden))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -72,7 +75,8 @@ class Router(nn.Module):
         fractions = (counts / choices).to(shares.dtype)
         balance = self.moe.experts * (fractions * shares.mean(0)).sum()
         z = logits.logsumexp(-1).square().mean()
-        return self.moe.balance_coefficient * balance + self.moe.z_coefficient * z
+        losses = self.moe.balance_coefficient * balance + self.moe.z_coefficient * z
+        return losses if self.sharers is None else _mean(losses, self.sharers)
 
 
 class _ExpertMatrix(nn.Module):
@@ -113,7 +117,7 @@ class Experts(nn.Module):
 
     def __init__(self, config: GPTConfig, moe: MoeConfig) -> None:
         super().__init__()
-        hidden, wide = config.hidden, moe.expert_hidden
+        hidden, wide = moe.bottleneck or config.hidden, moe.expert_hidden
         self.count = moe.experts
         self.group: dist.ProcessGroup | None = None
         """Ranks that the experts are divided over; None where each has all."""
@@ -125,11 +129,11 @@ class Experts(nn.Module):
         """Output of each row's expert.
 
         Args:
-            rows: (n, hidden), sorted by expert.
+            rows: (n, hidden or bottleneck), sorted by expert.
             sorted_experts: (n), int64.
 
         Returns:
-            (n, hidden).
+            Of the shape of `rows`.
         """
         if self.group is not None:
             return self._on_their_ranks(rows, sorted_experts, self.group)
@@ -167,6 +171,9 @@ class MoeMlp(nn.Module):
         self.router = Router(config.hidden, config.moe)
         self.experts = Experts(config, config.moe)
         self.shared = shared
+        hidden, narrow = config.hidden, config.moe.bottleneck
+        self.descend = nn.Linear(hidden, narrow, bias=False) if narrow else None
+        self.ascend = nn.Linear(narrow, hidden, bias=False) if narrow else None
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Output of `x`, both (batch, tokens, hidden), and the router's losses, a scalar."""
@@ -175,9 +182,11 @@ class MoeMlp(nn.Module):
         flat = chosen.flatten()
         sorted_experts, order = flat.sort(stable=True)
         inverse = order.argsort()
-        rows = self.experts(_sorted_rows(tokens, order, inverse), sorted_experts)
+        given = tokens if self.descend is None else self.descend(tokens)
+        rows = self.experts(_sorted_rows(given, order, inverse), sorted_experts)
         per_choice = _permuted(rows, inverse, order).unflatten(0, chosen.shape)
-        out = (per_choice * weights.unsqueeze(-1).to(per_choice.dtype)).sum(1).view_as(x)
+        mixed = (per_choice * weights.unsqueeze(-1).to(per_choice.dtype)).sum(1)
+        out = (mixed if self.ascend is None else self.ascend(mixed)).view_as(x)
         return (out if self.shared is None else out + self.shared(x)), losses
 
 
@@ -188,6 +197,18 @@ def _choices(chosen: torch.Tensor, experts: int, group: dist.ProcessGroup | None
     if group is not None:
         dist.all_reduce(counts, group=group)
     return counts
+
+
+def _mean(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Mean over the group, on every rank; each has its part of the gradient."""
+    return cast("torch.Tensor", _Mean.apply(x, group))  # type: ignore[no-untyped-call]
+
+
+@memoize  # other ranks may not repeat the layer
+def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    result: torch.Tensor = x.clone()
+    dist.all_reduce(result, group=group)
+    return result
 
 
 @memoize  # other ranks may not repeat the layer
@@ -218,6 +239,18 @@ def _sorted_rows(tokens: torch.Tensor, order: torch.Tensor, inverse: torch.Tenso
 
 def _permuted(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     return cast("torch.Tensor", _Permuted.apply(rows, order, inverse))  # type: ignore[no-untyped-call]
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.ranks = ranks = group.size()
+        return _summed(x, group) / ranks
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad / ctx.ranks, None
 
 
 class _SortedRows(torch.autograd.Function):

@@ -17,6 +17,7 @@ from memo.gpt.config import GPTConfig
 __all__ = ["INIT_STD", "initialise", "seed_of"]
 
 INIT_STD = 0.02  # Radford et al. 2019 (GPT-2)
+_RESIDUAL = (".out.weight", ".down.weight", ".ascend.weight")
 
 
 def seed_of(*parts: object) -> int:
@@ -39,9 +40,7 @@ def initialise(model: nn.Module, config: GPTConfig, seed: int) -> None:
     """
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
-            std = (
-                INIT_STD / math.sqrt(2 * config.layers) if name.endswith((".out.weight", ".down.weight")) else INIT_STD
-            )
+            std = INIT_STD / math.sqrt(2 * config.layers) if name.endswith(_RESIDUAL) else INIT_STD
             _copy_own_part(parameter, _draw(parameter, std, seed_of(seed, name)))
         else:
             _copy_own_part(parameter, 0.0 if name.endswith(".bias") else 1.0)

@@ -3,6 +3,7 @@
     first    tokens (b, s) -> embedding -> layers
     others   hidden (b, s, h) -> layers
     last     ... -> norm -> loss, the mean over the tokens of its tensor-parallel group
+    routers' losses of other stages than the last one join the backward with the hidden states that a stage passes on
 
 Owns the choice of a stage's modules and the positions of its tokens. Parameter names are the whole model's, so a checkpoint
 is independent of the number of stages.
@@ -10,8 +11,11 @@ is independent of the number of stages.
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from memo.gpt.model.model import GPT, run_layers
 from memo.gpt.model.packed_documents import DocumentSpans
@@ -58,6 +62,12 @@ class PipelineStage(nn.Module):
         self.layers = nn.ModuleDict({str(index): whole.layers[index] for index in layers})
         self.norm = whole.norm if self.is_last else None
         self.head = whole.head if self.is_last else None
+        self._router_losses: list[torch.Tensor] = []
+
+    def take_router_losses(self) -> list[torch.Tensor]:
+        """Routers' losses of the training forwards since the last call, where the stage's own result does not have them."""
+        taken, self._router_losses = self._router_losses, []
+        return taken
 
     @property
     def repeats_embedding(self) -> bool:
@@ -90,7 +100,10 @@ class PipelineStage(nn.Module):
         rotary = self._rotary(x, spans)
         x, routers = run_layers(self.layers.values(), x, rotary, spans)
         if self.norm is None:
-            return x
+            if not self.training or routers is None:
+                return x
+            self._router_losses.append(routers.detach())
+            return cast("torch.Tensor", _WithLosses.apply(x, routers))  # type: ignore[no-untyped-call]
         assert targets is not None
         weight = own_rows(self._output_weight())
         loss = chunked_linear_cross_entropy(self.norm(x), weight, targets, vocabulary=self.vocabulary)
@@ -139,3 +152,17 @@ class PipelineStage(nn.Module):
             return self.head.weight
         assert self.tokens is not None
         return self.tokens.weight
+
+
+class _WithLosses(torch.autograd.Function):
+    """Hidden states, of which backward gives losses the gradient that they have as terms of the loss: one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = losses.dtype
+        return x.clone()  # a pipeline detaches what it sends in place, which a view does not allow
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grad, torch.ones((), dtype=ctx.dtype, device=grad.device)

@@ -131,7 +131,7 @@ class ParallelTrainer(Trainer):
         return mean, tokens
 
     def _mean(self, losses: Sequence[torch.Tensor], microbatches: int) -> float:
-        """Mean loss over all ranks. Only ranks of the last stage have losses; tensor-parallel ranks have equal ones."""
+        """Mean loss over all ranks: the sum of the stages' terms, which tensor-parallel ranks have alike."""
         layout = self.world.layout
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for loss in losses:
@@ -196,7 +196,7 @@ class ParallelTrainer(Trainer):
         assert self.schedule is not None
         with self.around_forward:
             self.schedule.step(*first, **last, **every, return_outputs=False)
-        return losses
+        return [*losses, *(loss for stage in self.stages for loss in stage.take_router_losses())]
 
     @property
     def _holds_last(self) -> bool:

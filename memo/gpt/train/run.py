@@ -134,7 +134,7 @@ class _Run:
         )
         if self.manager is not None:
             self.manager.step = self.done + 1
-            notes += _plan_differences(config, self.manager.plan)
+            notes += _plan_differences(config, shape, self.manager.plan)
         if start is not None:
             phase(f"loading {start.path}")
             _load(start, self.trainer, world)
@@ -474,6 +474,7 @@ def _moe(config: RunConfig, shape: GPTConfig) -> MoeConfig | None:
         "top_k": config.top_k,
         "shared_experts": config.shared_experts,
         "expert_hidden": config.expert_hidden,
+        "bottleneck": config.expert_bottleneck,
         "every": config.every,
         "balance_coefficient": config.balance_loss,
         "z_coefficient": config.z_loss,
@@ -494,6 +495,7 @@ _MOE_FLAGS = {
     "top_k": "--top-k",
     "shared_experts": "--shared-experts",
     "expert_hidden": "--expert-hidden",
+    "bottleneck": "--expert-bottleneck",
     "every": "--every",
     "balance_coefficient": "--balance-loss",
     "z_coefficient": "--z-loss",
@@ -526,7 +528,7 @@ def _settings(config: RunConfig, shape: GPTConfig, training: TrainConfig) -> dic
     return as_read
 
 
-def _plan_differences(config: RunConfig, plan: ActivationPlan | None) -> list[str]:
+def _plan_differences(config: RunConfig, shape: GPTConfig, plan: ActivationPlan | None) -> list[str]:
     """Warning where the given plan was made for another step: its fractions apply, its prediction does not."""
     if config.offload.plan is None or plan is None:
         return []
@@ -535,6 +537,8 @@ def _plan_differences(config: RunConfig, plan: ActivationPlan | None) -> list[st
     other = [
         f"{name} {getattr(made, name)} and not {value}" for name, value in here.items() if getattr(made, name) != value
     ]
+    if layout.cp > 1 and made.cp > 1 and made.ring != layout.rings(shape):
+        other.append(f"--cp-attention {'ring' if made.ring else 'ulysses'}")
     return [f"warning  {config.offload.plan} was made for {', '.join(other)}"] if other else []
 
 

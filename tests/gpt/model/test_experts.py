@@ -46,15 +46,17 @@ def _token_by_token(mlp: MoeMlp, x: torch.Tensor) -> torch.Tensor:
         shares = (mlp.router.weight @ token).softmax(-1)
         chosen = shares.argsort(descending=True)[: mlp.router.moe.top_k].tolist()
         total = torch.stack([shares[number] for number in chosen]).sum() if len(chosen) > 1 else 1.0
-        row = torch.stack([shares[number] / total * _expert(mlp.experts, number, token) for number in chosen]).sum(0)
+        given = token if mlp.descend is None else mlp.descend.weight @ token
+        row = torch.stack([shares[number] / total * _expert(mlp.experts, number, given) for number in chosen]).sum(0)
+        row = row if mlp.ascend is None else mlp.ascend.weight @ row
         rows.append(row if mlp.shared is None else row + mlp.shared(token))
     return torch.stack(rows).view_as(x)
 
 
 @pytest.mark.parametrize("variant", ["gpt", "llama"])
-@pytest.mark.parametrize(("top_k", "shared"), [(1, 0), (2, 1), (4, 2)])
-def test_output_and_gradients_are_the_definition_s(variant: Variant, top_k: int, shared: int) -> None:
-    mlp = _mixture(variant, top_k=top_k, shared_experts=shared)
+@pytest.mark.parametrize(("top_k", "shared", "bottleneck"), [(1, 0, 0), (2, 1, 0), (4, 2, 0), (2, 1, 8)])
+def test_output_and_gradients_are_the_definition_s(variant: Variant, top_k: int, shared: int, bottleneck: int) -> None:
+    mlp = _mixture(variant, top_k=top_k, shared_experts=shared, bottleneck=bottleneck)
     x = torch.randn(2, 37, HIDDEN, dtype=torch.float64, requires_grad=True)
     upstream = torch.randn_like(x)
     sought = [x, *mlp.parameters()]
@@ -115,9 +117,10 @@ def test_router_losses_train_the_router_and_are_not_in_an_evaluation() -> None:
     assert torch.equal(model(*pair), without(*pair))
 
 
+@pytest.mark.parametrize("bottleneck", [0, 8])
 @pytest.mark.parametrize("variant", ["gpt", "llama"])
-def test_parameters_and_weights_of_a_token_are_counted(variant: Variant) -> None:
-    config = _config(variant)
+def test_parameters_and_weights_of_a_token_are_counted(variant: Variant, bottleneck: int) -> None:
+    config = _config(variant, bottleneck=bottleneck)
     model = GPT(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameter_count(config)
     assert [isinstance(layer.mlp, MoeMlp) for layer in model.layers] == [False, True, False, True]
@@ -169,13 +172,18 @@ def _steps(config: GPTConfig, scratch: Path, alpha: float | None, dtype: torch.d
 @pytest.mark.filterwarnings("ignore:.*whole tensors")
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize(
-    ("variant", "dtype", "autocast"),
-    [("gpt", torch.float32, False), ("llama", torch.float64, False), ("llama", torch.float32, True)],
+    ("variant", "dtype", "autocast", "bottleneck"),
+    [
+        ("gpt", torch.float32, False, 0),
+        ("gpt", torch.float32, False, 16),
+        ("llama", torch.float64, False, 0),
+        ("llama", torch.float32, True, 0),
+    ],
 )
 def test_gradients_are_the_same_bits_with_memo_while_routing_changes(
-    tmp_path: Path, alpha: float, variant: Variant, dtype: torch.dtype, autocast: bool
+    tmp_path: Path, alpha: float, variant: Variant, dtype: torch.dtype, autocast: bool, bottleneck: int
 ) -> None:
-    config = _config(variant)
+    config = _config(variant, bottleneck=bottleneck)
     plain = _steps(config, tmp_path, None, dtype, autocast=autocast)
     managed = _steps(config, tmp_path, alpha, dtype, autocast=autocast)
     assert len(plain) == len(managed)
@@ -190,6 +198,7 @@ def test_gradients_are_the_same_bits_with_memo_while_routing_changes(
         ({"top_k": 0}, "--top-k 0 is less than 1"),
         ({"experts": 0}, "--experts 0 is less than 1"),
         ({"shared_experts": -1}, "--shared-experts -1 is negative"),
+        ({"bottleneck": -1}, "--expert-bottleneck -1 is negative"),
         ({"every": 9}, "--every 9 leaves no layer of 4"),
         ({"z_coefficient": float("nan")}, "--z-loss nan is not zero or a positive number"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from memo.mip.cluster.layer_division import StageCosts, divide_layers
+from memo.mip.cluster.layer_division import StageCosts, divide_equal_layers, divide_layers
 
 
 def slowest(costs: list[StageCosts], sizes: tuple[int, ...]) -> tuple[float, float]:
@@ -83,3 +83,16 @@ def test_the_slowest_run_is_as_short_as_that_of_any_division_and_then_the_sum() 
             slowest(costs, sizes)[1] for sizes in every(layers, runs) if slowest(costs, sizes)[0] <= best * (1 + 1e-9)
         )
         assert total <= least * (1 + 1e-4), seed
+
+
+def test_equal_layers_beside_ends_are_divided_as_well_as_in_any_division() -> None:
+    draw = random.Random(7)
+    for _ in range(100):
+        runs = draw.randint(2, 5)
+        layers, before, after = draw.randint(runs, 10), draw.uniform(0, 2), draw.uniform(0, 4)
+        costs = [alike(1.0, layers, before_s=before, after_s=after)] * runs
+        found = divide_equal_layers(layers, runs, before=before, after=after)
+        assert sum(found) == layers
+        assert min(found) >= 1
+        assert slowest(costs, found)[0] <= min(slowest(costs, sizes)[0] for sizes in every(layers, runs)) + 1e-12
+    assert divide_equal_layers(32, 8, before=0.1, after=2.5) == (4, 4, 4, 4, 4, 5, 5, 2)

@@ -1,0 +1,80 @@
+"""Launch lines of a layout on groups of nodes that are not alike: a torchrun command for each run of nodes, in rank order.
+
+Owns the order of nodes. Ranks are numbered by stage, then replica, so nodes follow the places of the placement; torchrun
+numbers ranks by `--node-rank`, whatever each node's number of processes is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from memo.search import PORT, train_arguments
+
+if TYPE_CHECKING:
+    from memo.cli.planning.on_cluster import ClusterPlan
+    from memo.mip.cluster import Placement
+    from memo.search import Candidate
+
+__all__ = ["cluster_launch"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Nodes:
+    """Nodes of one group whose ranks follow one another."""
+
+    group: int
+    stage: int
+    """Of their first rank."""
+    count: int
+    ranks: int
+    """On each of them."""
+
+
+def cluster_launch(
+    found: ClusterPlan, candidate: Candidate, *, model_flags: Sequence[str], plan_file: str
+) -> tuple[str, ...]:
+    """A line for each run of nodes: which they are, and the command to start on each; none where ranks would be split.
+
+    Args:
+        found: the plan and its placement.
+        candidate: its layout.
+        model_flags: flags of `memo train` that name and shape the model.
+        plan_file: where the plan is.
+    """
+    order = _in_order(found.placement)
+    every = sum(nodes.count for nodes in order)
+    candidate = dataclasses.replace(candidate, stage_layers=found.plan.problem.pipeline.layers)
+    lines, first = [], 0
+    for nodes in order:
+        train = train_arguments(found.plan, candidate, model_flags=model_flags, plan_file=plan_file, stage=nodes.stage)
+        name, last = found.placement.cluster.groups[nodes.group].name, first + nodes.count - 1
+        which = f"node {first}" if first == last else f"nodes {first} to {last}"
+        number = str(first) if first == last else "RANK"
+        command = f"torchrun --nnodes {every} --node-rank {number} --nproc-per-node {nodes.ranks}"
+        command += f" --master-addr HOST --master-port {PORT} -m memo.cli.main train {shlex.join(train)}"
+        lines.append(f"{which}, of {name}: {command}")
+        first = last + 1
+    return tuple(lines)
+
+
+def _in_order(placement: Placement) -> list[_Nodes]:
+    """The nodes by their ranks; none where a node would hold ranks that do not follow one another."""
+    runs: list[list[int]] = []  # group, first stage, ranks
+    for stage, place in enumerate(placement.places):
+        for group, replicas in zip(place.groups, place.replicas, strict=True):
+            ranks = replicas * placement.tp * placement.cp
+            if runs and runs[-1][0] == group:
+                runs[-1][2] += ranks
+            else:
+                runs.append([group, stage, ranks])
+    found = []
+    for group, stage, ranks in runs:
+        per_node = placement.cluster.groups[group].machine.gpus_per_node
+        alone = sum(one[0] == group for one in runs) == 1
+        if ranks % per_node and not (alone and ranks < per_node):
+            return []
+        found.append(_Nodes(group, stage, max(ranks // per_node, 1), min(ranks, per_node)))
+    return found
