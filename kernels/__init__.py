@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
+    from memo.kernels.codec import GROUP as GROUP, VALUES as VALUES, Codec as Codec
     from memo.kernels.masks import pack_mask as pack_mask, unpack_mask as unpack_mask
     from memo.kernels.staging import (
         pack_views as pack_views,
@@ -28,6 +29,7 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
+            "codec": "GROUP VALUES Codec",
             "masks": "pack_mask unpack_mask",
             "staging": "pack_views staging_nbytes staging_offsets unpack_views",
         },

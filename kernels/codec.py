@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from memo.errors import UsageError
 
-__all__ = ["ALIGNMENT", "GROUP", "LARGEST", "SMALLEST", "Codec", "decode", "encode", "error_bound"]
+__all__ = ["ALIGNMENT", "GROUP", "LARGEST", "SMALLEST", "VALUES", "Codec", "decode", "encode", "error_bound"]
 
 GROUP = 128
 ALIGNMENT = 16  # bytes; one vector access of a GPU

@@ -127,7 +127,10 @@ class StateChange:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Time spent in a lane by a copy (`id`, `nbytes`) or by a layer (`module`, `phase`)."""
+    """Time spent in a lane by a copy (`id`, `nbytes`) or by a layer (`module`, `phase`).
+
+    A copy of codes (`codec`) has in `nbytes` what moved, and in `decoded_nbytes` the bytes of the values.
+    """
 
     kind: ClassVar[str] = "span"
     t: int
@@ -138,6 +141,7 @@ class Span:
     nbytes: int | None = None
     module: str | None = None
     phase: str | None = None  # "forward", "backward", "optimizer"
+    decoded_nbytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,14 @@ class Stats:
     """Storages that went to another tier because their first was full."""
     failed_writes: int = 0
     """Disk writes that failed; their bytes went to another tier, or the error was raised."""
+    bytes_coded: int = 0
+    """Bytes of saved values that left the device as codes (`codec`), before they were coded."""
+    bytes_codes: int = 0
+    """Bytes of those codes and their scales, as they moved."""
+    coded_exact: int = 0
+    """Storages that moved as they are although a codec was chosen, since a value was NaN, infinite or too large."""
+    largest_coded_error: float = 0.0
+    """Largest difference of a coded value from what was saved, as a share of the largest magnitude in its group."""
     device_bytes: int = 0
     """Bytes of saved storages on the device now, by the engine's own count, and of their packed token prefixes."""
     peak_device_bytes: int = 0

@@ -50,8 +50,8 @@ IMPORTS = {
     "memo/parallel": "memo mip/inputs mip/activation swap face",
     "memo/loss": "memo memo/parallel",
     "memo/autoplan": "memo mip/inputs mip/activation allocator swap face memo/machine",
-    "memo/manager": "memo mip/activation mip/simulate allocator swap/backends swap/disk swap/tiers swap face memo/trace "
-    "memo/out_of_memory memo/machine memo/parallel memo/autoplan",
+    "memo/manager": "memo kernels mip/activation mip/simulate allocator swap/backends swap/disk swap/tiers swap face "
+    "memo/trace memo/out_of_memory memo/machine memo/parallel memo/autoplan",
     "memo/gpt/optim": "memo",
     "memo/gpt": "memo memo/parallel memo/gpt/optim",
     "memo/gpt/data": "memo",

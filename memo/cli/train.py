@@ -358,6 +358,11 @@ def _offload_flags(group: argparse._ArgumentGroup) -> None:
         "host and disk, planned with auto)",
     )
     group.add_argument(
+        "--codec",
+        choices=("int8", "fp8"),
+        help="move values as one-byte codes with a bounded error (default: bit for bit)",
+    )
+    group.add_argument(
         "--exact",
         action="store_true",
         help="recompute only layers whose results are bit-identical (default: also those that round differently)",
@@ -467,6 +472,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
         "disk_dir",
         "disk_budget",
         "alpha",
+        "codec",
         "exact",
         "trace",
         "trace_stacks",

@@ -67,6 +67,8 @@ class OffloadConfig:
     """Size of the scratch file, in bytes."""
     alpha: float | None = None
     """Fraction of tokens whose activations move; the rest is recomputed."""
+    codec: str | None = None
+    """Format of what moves, "int8" or "fp8"; None: exact."""
     exact: bool = False
     """Move all tensors of layers whose recompute rounds differently."""
     trace: str | Path | None = None
@@ -82,6 +84,7 @@ class OffloadConfig:
             "--disk-dir": self.disk_dir,
             "--disk-budget": self.disk_budget,
             "--alpha": self.alpha,
+            "--codec": self.codec,
             "--exact": self.exact or None,
             "--trace": self.trace,
             "--trace-stacks": self.trace_stacks or None,

@@ -71,6 +71,9 @@ class MemoArguments:
         default=None, metadata={"help": "Disk for activations on this node, such as 1TiB. Default: what is free."}
     )
     memo_min_bytes: str = dataclasses.field(default="64KiB", metadata={"help": "Smallest tensor that is moved."})
+    memo_codec: Literal["int8", "fp8"] | None = dataclasses.field(
+        default=None, metadata={"help": "Format of what moves, with a bounded error. Default: bit for bit."}
+    )
     memo_on_full: Literal["spill", "raise", "recompute"] = dataclasses.field(
         default="spill", metadata={"help": "What happens when a tier is full."}
     )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from memo.errors import UsageError
+from memo.kernels import Codec
 from memo.manager.disabled import DisabledManager, is_disabled
 from memo.manager.layer_choices import LayerLevels, Names, bans_by_layer, settings_by_layer
 from memo.manager.manager import Manager
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["offload"]
 
+CodecName = Literal["int8", "fp8"]
+CODECS = {"int8": Codec.INT8, "fp8": Codec.FP8}
+
 _Path = str | os.PathLike[str]
 
 
@@ -45,6 +49,7 @@ def offload(
     disk_budget: int | str | None = None,
     layers: nn.ModuleList | Sequence[nn.Module] | type[nn.Module] | None = None,
     min_bytes: int | str = "64KiB",
+    codec: CodecName | None = None,
     on_full: OnFull = "spill",
     verify: bool = False,
     trace: _Path | None = None,
@@ -95,6 +100,10 @@ def offload(
             have free, reserved as needed.
         layers: The repeated layers: a ModuleList, a list of modules, or their class. Default None: found automatically.
         min_bytes: Smallest storage that is moved, in bytes; smaller ones stay on the device. Default "64KiB".
+        codec: Format of what moves: "int8" or "fp8", one byte a value and a scale for each 128. Gradients are then those of
+            values with a bounded error, and the report shows the largest. Exact all the same: tensors of other types than
+            float32, bfloat16 and float16, those with at most 1/8 of the values of the layer's hidden states, any
+            with a NaN or an infinity, and those that a recompute reads. Default None: everything moves bit for bit.
         on_full: Response to a full tier. "spill" (default) uses the next tier, and raises where none has room; "raise"
             raises at once; "recompute" uses the next tier, recomputes all of a layer that can be recomputed, attention too,
             where none has room for its tensors, and raises where none has room for its input.
@@ -156,6 +165,8 @@ def offload(
     if fixed is not None and (alpha is not None or levels is not None):
         raise UsageError("plan: it excludes alpha and levels; give one of the three")
     require_choice("on_full", on_full, get_args(OnFull))
+    if codec is not None:
+        require_choice("codec", codec, get_args(CodecName))
     found = find_layers(require_manageable(model), layers)
     order = None if schedule is None else PipelineOrder.of(schedule, [layer.module for layer in found])
     opening = Opening(
@@ -173,6 +184,7 @@ def offload(
         disk=disk,
         disk_budget=disk_budget,
         min_bytes=parse_bytes(min_bytes, what="min_bytes", bare=True),
+        codec=None if codec is None else CODECS[codec],
         on_full=on_full,
         verify=verify,
         trace=trace,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from memo.autoplan import AllGather
+    from memo.kernels import Codec
     from memo.mip.activation import ActivationPlan
     from memo.swap.disk import DiskStore
     from memo.trace import TraceRecorder
@@ -92,6 +93,8 @@ class Opening:
     disk: _Path | Sequence[_Path] | None
     disk_budget: int | str | None
     min_bytes: int
+    codec: Codec | None
+    """Of what moves; None: exact."""
     on_full: OnFull
     verify: bool
     trace: _Path | None
@@ -125,6 +128,7 @@ class Opening:
             tiers,
             min_bytes=self.min_bytes,
             spill=self.on_full != "raise",
+            codec=self.codec,
             tracer=recorder,
         )
         if self.order is not None:

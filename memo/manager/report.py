@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from memo.autoplan import PlanOutcome
     from memo.swap import Engine, Tapes
 
-__all__ = ["DiskUse", "Report", "TierUse", "TokenWiseUse"]
+__all__ = ["CodecUse", "DiskUse", "Report", "TierUse", "TokenWiseUse"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,41 @@ class DiskUse:
     def wear_bytes_per_day(self) -> float:
         """Bytes written in a day at the average rate so far; an SSD's endurance is given in terabytes written."""
         return self.written_bytes / self.elapsed_s * 86400 if self.elapsed_s else 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CodecUse:
+    """Values that moved as codes, by choice (`codec`)."""
+
+    decoded_bytes: int
+    """Bytes of the values."""
+    moved_bytes: int
+    """Bytes of their codes and scales."""
+    exact: int
+    """Storages that moved as they are, since a value was NaN, infinite or too large."""
+    largest_error: float
+    """As a share of the largest magnitude in the group of 128 values."""
+
+    @classmethod
+    def of(cls, engine: Engine) -> CodecUse | None:
+        """Reads the counters; None where no storage was coded."""
+        stats = engine.stats
+        if not stats.bytes_coded and not stats.coded_exact:
+            return None
+        return cls(
+            decoded_bytes=stats.bytes_coded,
+            moved_bytes=stats.bytes_codes,
+            exact=stats.coded_exact,
+            largest_error=stats.largest_coded_error,
+        )
+
+    def line(self) -> str:
+        """Formats one line."""
+        return (
+            f"codec: {format_bytes(self.decoded_bytes)} moved as {format_bytes(self.moved_bytes)}, largest error "
+            f"{100 * self.largest_error:.2g} % of the largest of 128 values; "
+            f"{self.exact} storages exact for a NaN or infinity"
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +194,8 @@ class Report:
     """Storages whose backward is still to come."""
     tokenwise: TokenWiseUse | None = None
     """None: no recompute."""
+    coded: CodecUse | None = None
+    """None: nothing moved as codes."""
     disk: DiskUse | None
     """None: no disk tier, or one whose traffic is not counted."""
     plan: PlanOutcome | None = None
@@ -211,6 +248,7 @@ class Report:
             untimed_waits=stats.untimed_waits,
             live_entries=stats.live_entries,
             tokenwise=None if tokenwise is None else TokenWiseUse.of(engine, tokenwise),
+            coded=CodecUse.of(engine),
             disk=disk,
             plan=plan,
             unseen=dict(unseen or {}),
@@ -323,6 +361,8 @@ class Report:
             f"cancelled, {self.spilled} spilled to a further tier",
             f"stalls: {stalls}",
         ]
+        if self.coded is not None:
+            lines.append(self.coded.line())
         if self.kept_bytes:
             lines.append(f"kept by plan: {format_bytes(self.kept_bytes)} on the device")
         if self.disk is not None and self.disk.written_bytes:

@@ -102,6 +102,8 @@ class _Rank:
             return found | {"cause": span.cause.value}
         if span.nbytes is not None:
             found["nbytes"] = span.nbytes
+            if span.decoded_nbytes is not None:
+                found["decoded_nbytes"] = span.decoded_nbytes
             if span.d:
                 found["bytes_per_s"] = round(span.nbytes / span.d * 1e9)
         return found

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from memo.swap.engine.stream_order import StreamOrder
     from memo.swap.engine.telemetry import Telemetry
     from memo.swap.engine.tier_choice import TierChoice
+    from memo.swap.tiers.protocol import Place
 
 __all__ = ["CopyOut"]
 
@@ -141,17 +142,23 @@ class CopyOut:
         if prefix is not None:
             self._pack_prefixes([saved])
             source = prefix.packed(source)
-        tier = place.tier
+        tier, coded = place.tier, saved.coded
+        if coded is not None:
+            with self._backend.stream_context(saved.home):
+                telemetry.stats.came_to_device(coded.encode(source, self._backend))
+            written = self._order.written(saved.home)
+            assert coded.block is not None
+            source = coded.block
         if telemetry.trace is None:
             saved.out = place.copy_out(source, after=written)
         else:
             with telemetry.trace.range(f"{tier.lane_out} {saved.group.module}"):
                 saved.out = place.copy_out(source, after=written)
-        telemetry.stats.moved(tier.name, nbytes)
+        telemetry.left(saved, tier.name)
         saved.move_to(LEAVING)
         if tier.name is not _DEVICE:
             if telemetry.trace is not None:
-                telemetry.trace.copying(saved.id, nbytes, tier.lane_out, saved.out)
+                telemetry.trace.copying(saved, tier.lane_out, saved.out)
         elif not _is_shared(saved):
             self._drop_source(saved)  # the compute stream made the copy, so its later work is ordered after it
 
@@ -198,14 +205,14 @@ class CopyOut:
 
         A copy that only the host could wait for is late; its source stays while late sources have room.
         """
-        late, would_block = 0, self._backend.would_block
+        late = 0
         for _ in range(len(self._late)):
             group = self._late.popleft()
             before = late
             for home, leaving in by_home([saved for saved in group.living() if saved.state is LEAVING]).items():
                 ready, stops_host = [], False
                 for saved in leaving:
-                    if saved.out is not None and would_block(saved.out):
+                    if saved.out is not None and self._would_block(saved, saved.out):
                         if not _is_shared(saved) and late + saved.nbytes <= self._room_for_late(ended):
                             late += saved.nbytes
                             continue
@@ -216,6 +223,11 @@ class CopyOut:
                 self._late.append(group)
         if self._release.has_limbo:
             self._release.clear_limbo(leave=self._room_for_late(ended) - late)
+
+    def _would_block(self, saved: SavedStorage, out: Event) -> bool:
+        """True if only the host could wait: for the copy, or to know whether all values could be coded."""
+        unchecked = saved.coded is not None and not saved.coded.is_checked
+        return unchecked or self._backend.would_block(out)
 
     def _room_for_late(self, ended: Group) -> int:
         """Returns the bytes of sources that may stay longer than the layer after theirs."""
@@ -235,6 +247,11 @@ class CopyOut:
             self._order.copied_out(saved)
         except StoreWriteError as error:
             self._copy_elsewhere(saved, error)
+        coded = saved.coded
+        if coded is not None:
+            if coded.needs_exact():
+                self._copy_exact(saved)
+            self._telemetry.stats.device_bytes -= coded.drop(self._telemetry.stats)
         saved.source, stats = None, self._telemetry.stats
         if saved.prefix is not None:
             stats.device_bytes -= saved.prefix.drop_packed()
@@ -251,15 +268,36 @@ class CopyOut:
         saved.move_to(LIVE)
         saved.place = saved.out = None
         failed.release()
-        nbytes = saved.moving_nbytes
-        place = self._tier_choice.claim_elsewhere(nbytes, than=failed.tier)
+        place = self._tier_choice.claim_elsewhere(saved.place_nbytes, than=failed.tier)
         if place is None:
             raise error
         self._telemetry.warn("disk-write", f"{error}; the bytes went to the {place.tier.name} tier instead")
+        self._copy_again(saved, place)
+
+    def _copy_exact(self, saved: SavedStorage) -> None:
+        """Copies a storage as it is, in the place of its codes: a value could not be coded."""
+        coded_place = saved.place
+        assert coded_place is not None
+        place = self._tier_choice.claim_exact(saved, like=coded_place.tier)
+        saved.move_to(LIVE)
+        self._telemetry.left(saved, coded_place.tier.name, -1)
+        self._telemetry.stats.coded_exact += 1
+        coded_place.release()
+        saved.coded = None
+        self._copy_again(saved, place)
+
+    def _copy_again(self, saved: SavedStorage, place: Place) -> None:
+        """Copies what moves of a storage, or its codes, to another place, and orders the home stream after that."""
+        source = saved.source
+        assert source is not None
+        if saved.coded is not None:
+            assert saved.coded.block is not None
+            source = saved.coded.block
+        elif saved.prefix is not None:
+            source = saved.prefix.packed(source)
         saved.place = place
-        source = saved.source if saved.prefix is None else saved.prefix.packed(saved.source)
         saved.out = place.copy_out(source, after=self._order.written(saved.home))
-        stats.moved(place.tier.name, nbytes)
+        self._telemetry.left(saved, place.tier.name)
         saved.move_to(LEAVING)
         self._order.copied_out(saved)
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from memo.swap.engine.coded_copy import CodedCopy, can_code
 from memo.swap.engine.d2h import CopyOut
 from memo.swap.engine.eligibility import STAYS, Eligibility
 from memo.swap.engine.h2d import Reload
@@ -32,7 +33,7 @@ from memo.swap.engine.saved_storage import BACK, UNCHANGED, Hold, SavedStorage, 
 from memo.swap.engine.stream_order import StreamOrder
 from memo.swap.engine.telemetry import Telemetry
 from memo.swap.engine.tier_choice import TierChoice
-from memo.swap.tensor_kinds import argument_storages, has_hidden_state, has_storage, is_sharded, local_part
+from memo.swap.tensor_kinds import argument_storages, has_hidden_state, has_storage, is_sharded, layer_input, local_part
 from memo.swap.tiers.device import DeviceTier
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from memo.events import Tracer
+    from memo.kernels import Codec
     from memo.swap.backends.protocol import Backend
     from memo.swap.engine.handles import Packed
     from memo.swap.engine.layer_calls import Call, Group
@@ -70,6 +72,7 @@ class Engine:
         prefetch_bytes: the most bytes reloaded ahead of backward; None: one layer.
         late_bytes: the most bytes of sources that stay on the device because only a host thread can wait for their copies
             out; None: one layer.
+        codec: format of what moves, INT8 or FP8; None: exact.
         placements: fractions of bytes to each tier by layer number; such a layer tries the tier of its placement first.
         tracer: receives events; None: no trace.
     """
@@ -83,6 +86,7 @@ class Engine:
         spill: bool = True,
         prefetch_bytes: int | None = None,
         late_bytes: int | None = None,
+        codec: Codec | None = None,
         placements: Mapping[int, Placement] | None = None,
         tracer: Tracer | None = None,
     ) -> None:
@@ -110,6 +114,7 @@ class Engine:
             lock, backend, order, release, layer_calls=layer_calls, telemetry=telemetry, prefetch_bytes=prefetch_bytes
         )
         self._min_bytes = min_bytes
+        self._codec = codec
         self._device = backend.device
         self._uint8 = torch.empty(0, dtype=torch.uint8, device=backend.device)
         self._empty_tensors: dict[torch.dtype, torch.Tensor] = {}  # an empty tensor of each dtype
@@ -224,6 +229,9 @@ class Engine:
             self._copy_out.layer_begins()
             group = self._layer_calls.begin(layer, module, wait_for_next=last)
             group.external = argument_storages(args, kwargs)
+            if self._codec is not None:
+                hidden = layer_input(args, kwargs)
+                group.hidden_values = 0 if hidden is None else local_part(hidden).numel()
             group.quota = self._tier_choice.quota(layer)
             self._layer_calls.open = group
             if last:
@@ -264,6 +272,8 @@ class Engine:
             group.held = False
             for saved in group.living():
                 saved.prefix = prefixes.get(saved)
+                if prefixes and saved.prefix is None:
+                    saved.coded = None  # replays read it
             group.together = any(prefix.call.together for prefix in prefixes.values())
             if not group.wait_for_next:
                 self._copy_out.send_living(group)
@@ -313,6 +323,8 @@ class Engine:
             if content is None:
                 content = content_of(tensor) if tensor._version else UNCHANGED
             if hold is not None and hold.saved.content == content:
+                if hold.saved.coded is not None and hold.saved.coded.dtype is not tensor.dtype:
+                    return Kept(tensor)  # the codes are of values of another type
                 self._stats.deduplicated += 1
                 if hold.saved.home != self._here():  # its memory must outlive the work of this stream, too
                     self.backend.compute_uses(tensor, writes=False)
@@ -421,6 +433,8 @@ class Engine:
         home = self.backend.saving_stream(source)
         saved = SavedStorage(source, nbytes, content, group, home, self._on_drop, telemetry.changed)
         hold = Hold(saved)
+        if self._codec is not None and can_code(tensor, nbytes, group.hidden_values):
+            saved.coded = CodedCopy(self._codec, tensor.dtype)
         self._eligibility.known[storage] = weak = saved.hold
         group.saved.append(weak)
         group.alive += 1

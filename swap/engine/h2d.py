@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from memo.swap.backends.protocol import Backend, Event
+    from memo.swap.engine.coded_copy import CodedCopy
     from memo.swap.engine.layer_calls import Group, LayerCalls
     from memo.swap.engine.release import Release
     from memo.swap.engine.saved_storage import SavedStorage
@@ -93,9 +94,13 @@ class Reload:
             saved.returned = saved.returning = None
             if saved.prefix is not None:
                 self._telemetry.stats.device_bytes -= saved.prefix.discard()
+            if saved.coded is not None:
+                self._telemetry.stats.device_bytes -= saved.coded.discard()
             self._telemetry.stats.device_bytes -= saved.nbytes
             saved.move_to(AWAY)
             raise
+        if saved.coded is not None:
+            self._telemetry.stats.device_bytes -= saved.coded.finish_reload(self._backend)
         if saved.prefix is not None:
             assert saved.returned is not None
             self._telemetry.stats.device_bytes -= saved.prefix.finish_reload(saved.returned, self._backend)
@@ -116,7 +121,7 @@ class Reload:
                 self._order.copied_back(saved)
             finally:
                 telemetry.waited(began, _RELOAD, saved.group.module, saved.id)
-        if saved.prefix is not None:
+        if saved.prefix is not None or saved.coded is not None:
             self._order.taken_over(saved)
         saved.user = backend.current_stream()
 
@@ -209,16 +214,32 @@ class Reload:
             assert saved.place is not None
             if saved.out.cancel():
                 stats.cancelled += 1
-                stats.moved(saved.place.tier.name, -saved.moving_nbytes)
+                self._telemetry.left(saved, saved.place.tier.name, -1)
                 saved.place.release()
                 saved.place = saved.out = None
                 saved.move_to(LIVE)
+        if saved.coded is not None and saved.coded.block is not None:
+            self._round_source(saved, saved.coded)
         if not saved.is_read:  # other tensors in the same storage are no other uses
             saved.is_read = True
             stats.bytes_forwarded += saved.nbytes
             stats.uses[_LIVE] += 1
         if self._telemetry.trace is not None:
             self._telemetry.trace.used(saved, _LIVE)
+
+    def _round_source(self, saved: SavedStorage, coded: CodedCopy) -> None:
+        """Replaces a source by what the reload would have brought, made on its home stream; the caller's follows."""
+        source = saved.source
+        assert source is not None
+        if not coded.is_rounded:
+            with self._backend.stream_context(saved.home):
+                head = source if saved.prefix is None else saved.prefix.head(source)
+                saved.source = rounded = coded.rounded(source, head, self._backend)
+            self._backend.compute_uses(source, saved.home, writes=False)
+            saved.user = saved.home
+            source = rounded
+        self._order.taken_over(saved)
+        self._backend.compute_uses(source, writes=False)
 
     def _fetch_group(self, group: Group, away: Sequence[SavedStorage]) -> bool:
         """Issues the reloads of `away`; False if the device had no room for all of them.
@@ -266,6 +287,9 @@ class Reload:
                 if prefix is not None:
                     target = prefix.reload_target(buffer, backend)
                     nbytes += prefix.unpacking_nbytes
+                if saved.coded is not None and saved.place is not None:
+                    target = saved.coded.reload_target(target, backend)
+                    nbytes += saved.coded.arriving_nbytes
                 made.append((saved, buffer, target))
                 nbytes += size
         finally:
@@ -278,7 +302,6 @@ class Reload:
     def _issue_reload(self, saved: SavedStorage, buffer: torch.Tensor, target: torch.Tensor, event: Event) -> None:
         place = saved.place
         if place is not None:  # None where all of it is recomputed
-            nbytes = saved.nbytes if saved.prefix is None else saved.prefix.head_nbytes
             tier, trace = place.tier, self._telemetry.trace
             if trace is None:
                 saved.returning = place.copy_in(target, after=event)
@@ -286,9 +309,9 @@ class Reload:
                 with trace.range(f"{tier.lane_in} {saved.group.module}"):
                     saved.returning = place.copy_in(target, after=event)
             if tier.name is not _DEVICE:
-                self._telemetry.stats.bytes_reloaded += nbytes
+                self._telemetry.stats.bytes_reloaded += saved.place_nbytes
                 if trace is not None:
-                    trace.copying(saved.id, nbytes, tier.lane_in, saved.returning)
+                    trace.copying(saved, tier.lane_in, saved.returning)
         saved.returned = buffer
         saved.user = saved.home
         saved.move_to(RETURNING)

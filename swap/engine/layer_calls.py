@@ -41,6 +41,7 @@ class Group:
         "began",
         "external",
         "held",
+        "hidden_values",
         "index",
         "key",
         "module",
@@ -60,6 +61,7 @@ class Group:
         self.saved: list[ref[Hold]] = []
         self.alive = 0  # storages that still have handles
         self.external: set[torch.UntypedStorage] = set()  # of the layer's arguments but its hidden states: these stay
+        self.hidden_values = 0  # of the hidden states that the layer was called with; counted where a codec is chosen
         self.quota: Quota | None = None  # bytes due to each tier; None: the first tier with room
         self.began: Began | None = None  # begin of its forward, where there is a trace
 

@@ -146,7 +146,7 @@ class Release:
         elif saved.state is LEAVING and saved.out is not None and saved.out.cancel():
             assert saved.place is not None
             stats.cancelled += 1
-            stats.moved(saved.place.tier.name, -saved.moving_nbytes)
+            self._telemetry.left(saved, saved.place.tier.name, -1)
             self._free(saved)
         else:
             if saved.prefix is not None:
@@ -160,6 +160,8 @@ class Release:
         saved.source = saved.returned = None
         if saved.prefix is not None:
             stats.device_bytes -= saved.prefix.drop_packed() + saved.prefix.discard()
+        if saved.coded is not None:
+            stats.device_bytes -= saved.coded.drop(stats) + saved.coded.discard()
         if place is not None:
             saved.place = None
             place.release()

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from memo.swap.backends.protocol import Timed
+    from memo.swap.engine.coded_copy import CodedCopy
     from memo.swap.engine.layer_calls import Group
     from memo.swap.engine.token_prefix import TokenPrefix
     from memo.swap.tiers.protocol import Place
@@ -121,6 +122,7 @@ class SavedStorage:
 
     __slots__ = (
         "changed",
+        "coded",
         "content",
         "dropped",
         "group",
@@ -162,6 +164,7 @@ class SavedStorage:
         self.place: Place | None = None
         self.out: Timed | None = None  # end of the copy out
         self.prefix: TokenPrefix | None = None  # set where only the first tokens move and the others are recomputed
+        self.coded: CodedCopy | None = None  # set where what moves is coded
         self.returned: torch.Tensor | None = None  # the reload buffer
         self.returning: Timed | None = None  # end of the reload
         self.dropped = dropped
@@ -190,8 +193,13 @@ class SavedStorage:
 
     @property
     def moving_nbytes(self) -> int:
-        """Bytes that rest in a tier: all, or the first tokens."""
+        """Bytes that move: all, or the first tokens."""
         return self.nbytes if self.prefix is None else self.prefix.head_nbytes
+
+    @property
+    def place_nbytes(self) -> int:
+        """Bytes that rest in a tier: the moving ones, or their codes."""
+        return self.moving_nbytes if self.coded is None else self.coded.nbytes(self.moving_nbytes)
 
     @property
     def on_device(self) -> bool:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from memo.events import StallCause, Tracer
+    from memo.events import StallCause, Tier, Tracer
     from memo.swap.backends.protocol import Backend, Stamp
     from memo.swap.engine.saved_storage import SavedStorage
 
@@ -71,6 +71,14 @@ class Telemetry:
         """Sets the receiver of trace events; None: no trace."""
         self.trace = None if tracer is None else TraceEvents(tracer, self._backend)
         self.changed = None if self.trace is None else self.trace.changed
+
+    def left(self, saved: SavedStorage, tier: Tier, sign: int = 1) -> None:
+        """Counts what moves of a storage as gone to `tier`; with `sign` -1 as not gone."""
+        nbytes = saved.place_nbytes
+        if saved.coded is not None:
+            self.stats.bytes_coded += sign * saved.moving_nbytes
+            self.stats.bytes_codes += sign * nbytes
+        self.stats.moved(tier, sign * nbytes)
 
     def at_layer_boundary(self, entered: str | None) -> None:
         """Notes the layer, and calls the layer-boundary callbacks."""

@@ -94,14 +94,14 @@ class TierChoice:
         return quota
 
     def claim(self, saved: SavedStorage, nbytes: int) -> Place | None:
-        """Claims room for the `nbytes` of `saved` that move; None for a storage that stays on the device, by plan.
+        """Claims room for the `nbytes` of `saved` that move, or for their codes; None where it stays on the device, by plan.
 
         Raises:
             HostBudgetExceeded, ScratchFull: no tier has room; nothing is claimed.
         """
-        quota = saved.group.quota
+        quota, room = saved.group.quota, saved.place_nbytes
         if quota is None:
-            place = self._first.claim(nbytes)
+            place = self._first.claim(room)
             if place is not None:
                 return place
             chosen, tiers = self._first.name, self._tiers
@@ -111,12 +111,13 @@ class TierChoice:
             self._saved_nbytes[saved.group.key[0]] = quota.nbytes
         if chosen is not TierName.DEVICE:
             try:
-                return self._claim(saved, nbytes, tiers)
+                return self._claim(saved, room, tiers)
             except (HostBudgetExceeded, ScratchFull):
                 if not self._may_stay(quota):
                     raise
                 if quota is not None:
                     quota.keeps_instead(chosen, nbytes)
+        saved.coded = None  # what the device keeps is exact
         if saved.prefix is None:
             self._stats.bytes_kept += nbytes
             return None
@@ -131,6 +132,14 @@ class TierChoice:
         """Claims room in another tier than the failed one; None where there is none, or without `spill`."""
         others = [tier for tier in self._tiers if tier is not than] if self._spill else []
         return _first_place(others, nbytes)
+
+    def claim_exact(self, saved: SavedStorage, *, like: Tier) -> Place:
+        """Claims room, beginning with the tier `like`, for a storage that moves again as it is.
+
+        Raises:
+            HostBudgetExceeded, ScratchFull: no tier has room; nothing is claimed.
+        """
+        return self._claim(saved, saved.moving_nbytes, self._beginning_with[like.name])
 
     def fit(self, sizes: Sequence[int], quota: Quota | None, *, besides: Sequence[int]) -> bool:
         """True if storages of `sizes` bytes under `quota`, and blocks of `besides` bytes, have room now.

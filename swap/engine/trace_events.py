@@ -58,7 +58,7 @@ class TraceEvents:
     def __init__(self, tracer: Tracer, backend: Backend) -> None:
         self._backend = backend
         self._tracer = tracer
-        self._copies: collections.deque[tuple[int, int, Lane, Timed]] = collections.deque()
+        self._copies: collections.deque[tuple[int, int, int | None, Lane, Timed]] = collections.deque()
         self._layers: collections.deque[tuple[str, Lane, str, Stamp, Stamp]] = collections.deque()
         self._backward: tuple[str, Began] | None = None  # the layer whose backward is running
 
@@ -81,9 +81,10 @@ class TraceEvents:
             )
         )
 
-    def copying(self, ident: int, nbytes: int, lane: Lane, event: Timed) -> None:
-        """Records an issued copy."""
-        self._copies.append((ident, nbytes, lane, event))
+    def copying(self, saved: SavedStorage, lane: Lane, event: Timed) -> None:
+        """Records an issued copy of a storage."""
+        values = None if saved.coded is None else saved.moving_nbytes
+        self._copies.append((saved.id, saved.place_nbytes, values, lane, event))
 
     def begin(self, name: str) -> Began:
         """Begins a layer's forward or backward."""
@@ -142,14 +143,15 @@ class TraceEvents:
         self.backward_left()
         tracer = self._tracer
         for _ in range(len(self._copies)):
-            ident, nbytes, lane, event = self._copies.popleft()
+            ident, nbytes, values, lane, event = self._copies.popleft()
             if not event.query():
-                self._copies.append((ident, nbytes, lane, event))
+                self._copies.append((ident, nbytes, values, lane, event))
                 continue
             interval = event.interval_ns()
             if interval is not None:
                 start, end = tracer.at(interval[0]), tracer.at(interval[1])
-                tracer.emit(Span(t=start, d=end - start, step=tracer.step, lane=lane, id=ident, nbytes=nbytes))
+                took, step = end - start, tracer.step
+                tracer.emit(Span(t=start, d=took, step=step, lane=lane, id=ident, nbytes=nbytes, decoded_nbytes=values))
         for _ in range(len(self._layers)):
             module, lane, phase, first, second = self._layers.popleft()
             begin_ns, end_ns = first.ns(), second.ns()

@@ -1,0 +1,148 @@
+"""Copies as codes: half or a quarter of the bytes for a bounded error, the same whenever backward asks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from race_checker import CheckingBackend
+from torch import nn
+
+import memo
+from memo.errors import UsageError
+from memo.kernels import Codec
+from memo.kernels.codec import error_bound
+from memo.swap.engine.engine import Engine
+from memo.swap.tiers.host_and_disk import HostTier
+
+VALUES = 4096
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CODECS = [Codec.INT8, Codec.FP8]
+
+
+def engine_of(codec: Codec | None, policy: str = "lazy") -> Engine:
+    backend = CheckingBackend(policy)
+    return Engine(backend, [HostTier(backend, 1 << 20)], min_bytes=1, codec=codec)
+
+
+def around(engine: Engine, tensors: list[torch.Tensor], *, released: bool = True) -> list[torch.Tensor]:
+    """What backward gets of tensors that a layer saves; their sources are released before, or not."""
+    hidden = torch.empty(VALUES)
+    group = engine.begin_layer(0, "first", (hidden,), {}, last=False)
+    handles = [engine.pack(tensor) for tensor in tensors]
+    engine.end_layer(group, between=False)
+    if released:
+        following = engine.begin_layer(1, "second", (hidden,), {}, last=False)
+        engine.end_layer(following, between=False)
+    engine.end_forwards()
+    return [engine.unpack(handle).clone() for handle in handles]
+
+
+@pytest.mark.parametrize("released", [True, False])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_come_back_within_the_bound(dtype: torch.dtype, codec: Codec, released: bool) -> None:
+    torch.manual_seed(0)
+    engine, saved = engine_of(codec), torch.randn(64, 64).to(dtype)
+    (got,) = around(engine, [saved.t()], released=released)
+    off = (got.t().double() - saved.double()).abs().flatten()
+    assert not torch.equal(got, saved.t())
+    assert (off <= error_bound(saved.flatten(), codec)).all()
+    assert engine.stats.bytes_codes == codec.nbytes(VALUES, saved.itemsize) == engine.tiers[0].peak
+    engine.close()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_backward_gets_the_same_whether_or_not_the_source_is_still_there(codec: Codec) -> None:
+    saved = torch.randn(64, 64)
+    results = [around(engine_of(codec), [saved.clone()], released=released)[0] for released in (True, False)]
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("released", [True, False])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_storage_that_is_not_finite_is_exact_and_counted(value: float, released: bool) -> None:
+    engine, saved = engine_of(Codec.INT8), torch.randn(64, 64)
+    saved[3, 5] = value
+    want = saved.clone()
+    (got,) = around(engine, [saved], released=released)
+    assert torch.equal(got.view(torch.int32), want.view(torch.int32))
+    if released:
+        assert engine.stats.coded_exact == 1
+        assert engine.stats.bytes_codes == 0
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        torch.arange(VALUES),
+        torch.rand(VALUES) > 0.5,
+        torch.rand(VALUES, dtype=torch.float64),
+        torch.randn(VALUES // 8),
+        torch.empty(0),
+    ],
+    ids=["indices", "mask", "float64", "statistics", "empty"],
+)
+def test_what_is_never_coded_comes_back_exactly(saved: torch.Tensor) -> None:
+    engine, want = engine_of(Codec.INT8), saved.clone()
+    (got,) = around(engine, [saved])
+    assert torch.equal(got, want)
+    assert engine.stats.bytes_coded == 0
+    engine.close()
+
+
+def test_a_view_of_another_type_is_exact() -> None:
+    engine, saved = engine_of(Codec.INT8), torch.randn(VALUES)
+    want = saved.clone()
+    _, got = around(engine, [saved, saved.view(torch.int32)])
+    assert torch.equal(got, want.view(torch.int32))
+    engine.close()
+
+
+class Layer(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(hidden),
+            nn.Linear(hidden, 4 * hidden),
+            nn.Linear(4 * hidden, hidden),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return out
+
+
+def trained(codec: Any, **options: Any) -> tuple[list[torch.Tensor], memo.manager.Report]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer(64) for _ in range(3)))
+    manager = memo.offload(model, layers=Layer, min_bytes="1KiB", codec=codec, **options)
+    with manager:
+        loss = model(torch.randn(2, 128, 64)).pow(2).mean()
+    loss.backward()
+    report = manager.report()
+    manager.close()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None], report
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.5])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_gradients_are_near_and_the_report_has_the_bytes_and_the_error(tier: str, alpha: float, tmp_path: Any) -> None:
+    room = {"host": "16MiB"} if tier == "host" else {"host": 0, "disk": tmp_path}
+    want, plain = trained(None, alpha=alpha, **room)
+    got, report = trained("int8", alpha=alpha, **room)
+    assert plain.coded is None
+    assert report.coded is not None
+    assert 3.8 < report.coded.decoded_bytes / report.coded.moved_bytes < 4
+    assert 0 < report.coded.largest_error <= 1 / 254 * (1 + 2**-13)
+    assert "codec: " in str(report)
+    for one, other in zip(got, want, strict=True):
+        assert (one - other).norm() < 0.05 * other.norm()
+    assert not torch.equal(got[0], want[0])  # of the first layer, whose tensors move
+
+
+def test_an_unknown_codec_is_one_line() -> None:
+    with pytest.raises(UsageError, match="'int4' is none of 'int8', 'fp8'"):
+        trained("int4", host="1MiB")
