@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -101,6 +102,13 @@ def test_a_plan_says_in_how_many_tiles_the_mlps_are_computed(text: Path, tmp_pat
     refused = memo_train(*run, "--mlp-tiles", "2")
     assert refused.returncode == 1
     assert refused.stderr.splitlines()[-1].endswith("the model computes them in 2; give the model mlp_tiles=4")
+
+
+def test_a_codec_from_the_command_line_is_told_at_the_end(text: Path) -> None:
+    run = ["--model", "tiny", "--seq", "256", "--device", "cpu", "--data", text, "--steps", "2"]
+    done = memo_train(*run, "--offload", "host", "--host-budget", "64MiB", "--alpha", 0.5, "--codec", "fp8")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^codec: .* moved as .*, largest error 3\.\d+ %", done.stdout, re.MULTILINE)
 
 
 def test_tiles_and_masked_documents_from_the_command_line(text: Path, tmp_path: Path) -> None:
@@ -252,6 +260,7 @@ USAGE = [
     (["--offload", "disk", "--host-budget", "8 gigs"], "write for instance 8GiB"),
     (["--offload", "everywhere"], "none, host, disk, auto"),
     (["--host-budget", "8GiB"], "--host-budget has no meaning with --offload none"),
+    (["--codec", "int8"], "--codec has no meaning with --offload none"),
     (["--trace"], "--trace has no meaning with --offload none"),
     (["--offload", "host", "--disk-dir", "/"], "--disk-dir has no meaning with --offload host"),
     (["--seq", "32kk"], "write for instance 4096, 32k or 1m"),

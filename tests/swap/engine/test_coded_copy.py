@@ -143,6 +143,14 @@ def test_gradients_are_near_and_the_report_has_the_bytes_and_the_error(tier: str
     assert not torch.equal(got[0], want[0])  # of the first layer, whose tensors move
 
 
+@pytest.mark.parametrize("alpha", [1.0, 0.5, 0.0])
+def test_checksums_are_of_what_moves(alpha: float) -> None:
+    want, _ = trained("int8", alpha=alpha, host="16MiB")
+    got, _ = trained("int8", alpha=alpha, host="16MiB", verify=True)
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_an_unknown_codec_is_one_line() -> None:
     with pytest.raises(UsageError, match="'int4' is none of 'int8', 'fp8'"):
         trained("int4", host="1MiB")
