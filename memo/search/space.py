@@ -9,8 +9,8 @@ Owns the dimensions and what divides what. Knows no times and no bytes.
 
 Tensor parallelism beyond a node takes whole nodes. Context parallelism exchanges heads for tokens (Ulysses), or passes keys
 and values around (a ring), which takes any number of ranks. Pipeline stages have equal numbers of layers, or those with
-which the slowest run of layers, embedding and head included, is shortest. Schedules, chunks and microbatches are those that
-`memo train` runs.
+which the slowest run of layers, embedding and head included, has least work. Schedules, chunks and microbatches are those
+that `memo train` runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from memo.mip.cluster import StageCosts, divide_equal_layers, divide_layers
 from memo.mip.inputs import PipelineSchedule
 
 if TYPE_CHECKING:
-    from memo.mip.inputs import Profile
     from memo.search.request import Request
 
 __all__ = ["DIMENSIONS", "Candidate", "Setting", "Shape", "Space"]
@@ -227,7 +226,7 @@ class Space:
         return [
             Candidate(shape=shape, setting=setting, schedule=schedule, chunks=chunks, stage_layers=layers, zero=0)
             for schedule, chunks in self._schedules(shape, setting)
-            for layers in self._divisions(shape, setting, chunks)
+            for layers in self._divisions(shape, chunks)
         ]
 
     def shardings(self, candidate: Candidate) -> list[Candidate]:
@@ -245,7 +244,7 @@ class Space:
     def count(self, shape: Shape, setting: Setting) -> int:
         """Number of its candidates."""
         ways = (self._exchanges(shape, setting, *sharding) for sharding in self._shardings(shape))
-        bare = sum(len(self._divisions(shape, setting, chunks)) for _, chunks in self._schedules(shape, setting))
+        bare = sum(len(self._divisions(shape, chunks)) for _, chunks in self._schedules(shape, setting))
         return bare * sum(map(len, ways))
 
     def request_of(self, candidate: Candidate) -> Request:
@@ -371,37 +370,34 @@ class Space:
             if fixed.get("schedule") in (None, schedule) and fixed.get("chunks") in (None, chunks)
         ]
 
-    def _divisions(self, shape: Shape, setting: Setting, chunks: int) -> tuple[tuple[int, ...], ...]:
+    def _divisions(self, shape: Shape, chunks: int) -> tuple[tuple[int, ...], ...]:
         """Numbers of layers of the runs to try; empty ones are equal."""
         layers, runs = _Sizes.of(self.request).layers, shape.pp * chunks
         if shape.pp == 1:
             return ((),)
         equal = ((),) if layers % runs == 0 else ()
-        balanced = self._balanced(dataclasses.replace(shape, dp=1), setting.batch, runs)
+        balanced = self._balanced(runs)
         return equal if len(set(balanced)) == 1 else (*equal, balanced)
 
     @functools.cached_property
-    def _balanced(self) -> Callable[[Shape, int, int], tuple[int, ...]]:
-        """Layers of each run with which the slowest run is shortest: of a shape, a microbatch and a number of runs."""
-        return functools.lru_cache(maxsize=4096)(self._balanced_anew)
-
-    def _balanced_anew(self, shape: Shape, batch: int, runs: int) -> tuple[int, ...]:
-        profile = self._work(shape, batch)
-        whole = [layer.forward_s + layer.backward_s for layer in profile.layer_profiles()]
+    def _balanced(self) -> Callable[[int], tuple[int, ...]]:
+        """Layers of each of so many runs with which the slowest one is shortest, by their work on one GPU."""
+        request = self.request_of(Candidate(shape=Shape(1, 1, 1, 1), setting=Setting(1, 1), zero=0))
+        profile = request.profile_on(request.machine, request.layout, tiles=request.tiles[0])
+        layers = [layer.forward_s + layer.backward_s for layer in profile.layer_profiles()]
         before_s, after_s = (end.forward_s + end.backward_s for end in (profile.embedding, profile.head))
-        if len(profile.classes) == 1:
-            return divide_equal_layers(len(whole), runs, before=before_s / whole[0], after=after_s / whole[0])
-        costs = StageCosts(seconds=whole, nbytes=[0] * len(whole), room_bytes=0, before_s=before_s, after_s=after_s)
-        return divide_layers([costs] * runs)
 
-    @functools.cached_property
-    def _work(self) -> Callable[[Shape, int], Profile]:
-        """Profile of a microbatch on one rank: of a shape without data parallelism, and sequences of the microbatch."""
-        return functools.lru_cache(maxsize=1024)(self._work_anew)
+        @functools.cache
+        def balanced(runs: int) -> tuple[int, ...]:
+            if len(profile.classes) == 1:
+                one_s = layers[0]
+                return divide_equal_layers(len(layers), runs, before=before_s / one_s, after=after_s / one_s)
+            costs = StageCosts(
+                seconds=layers, nbytes=[0] * len(layers), room_bytes=0, before_s=before_s, after_s=after_s
+            )
+            return divide_layers([costs] * runs)
 
-    def _work_anew(self, shape: Shape, batch: int) -> Profile:
-        request = self.request_of(Candidate(shape=shape, setting=Setting(batch, 1), zero=0))
-        return request.profile_on(request.machine, request.layout, tiles=request.tiles[0])
+        return balanced
 
     def _shardings(self, shape: Shape) -> list[tuple[int, int | None]]:
         """What is sharded, over how many ranks."""
