@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,13 +16,7 @@ def test_an_automatic_plan_lasts_where_alpha_0_holds_the_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_budgets, "ALPHAS", [0.0])
-
-    def measured() -> list[dict[str, Any]]:
-        return list(lasting_rows(Shape(), [1024], [0.3, 0.8], steps=12, disk_dir=str(tmp_path)))
-
-    rows = measured()
-    if not all(row["lasts"] and not row["steps_over"] for row in rows):
-        rows = measured()  # plans are of measured times, which other programs beside this one may turn once
+    rows = list(lasting_rows(Shape(), [1024], [0.3, 0.8], steps=12, disk_dir=str(tmp_path)))
     for row in rows:
         assert row["alphas_that_hold"] == [0.0]
         assert row["lasts"], row
