@@ -184,7 +184,7 @@ def _listed(ranks: Sequence[int], most: int = 8) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """How far the bytes of a stage's fullest rank may be from the plan's: a part of these, and a number of bytes."""
+    """Distance that the bytes of a stage's fullest rank may have from the plan's: a part of these, and a number of bytes."""
 
     above: float
     below: float

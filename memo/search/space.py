@@ -119,7 +119,7 @@ class Candidate:
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """What tells the rows of an answer apart: the ranks, the schedule and its chunks."""
+        """Key of a row of an answer: the ranks, the schedule and its chunks."""
         return (dataclasses.replace(self.shape, ring=False), self.schedule, self.chunks)
 
     @property
@@ -296,7 +296,7 @@ class Space:
         return known and request.recompute is None and asked in (None, True)
 
     def _context_options(self, tp: int | None) -> tuple[str, Sequence[int]]:
-        """What ranks of context parallelism divide, in words, and numbers of them that do, ascending."""
+        """Words for what ranks of context parallelism divide, and the numbers of ranks that do, ascending."""
         model, tokens = _Sizes.of(self.request), self.request.layout.tokens
         heads = f"{model.heads} heads" if tp is None else f"{model.heads} heads on --tp {tp}"
         if not self._may_ring:

@@ -236,6 +236,7 @@ class Stack(nn.Module):
         self.beside: list[torch.Tensor] = []
 
     def run(self, x: torch.Tensor, mask: torch.Tensor, rotary: Any) -> torch.Tensor:
+        """Hidden states after all layers; each drawn program's text has its own."""
         raise NotImplementedError
 
     def hidden(self, result: Any) -> torch.Tensor:

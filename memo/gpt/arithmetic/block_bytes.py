@@ -312,7 +312,7 @@ class _BlockFigures:
 
     @property
     def _ring(self) -> tuple[float, float]:
-        """What a ring holds at most, forward and backward, in units of h."""
+        """Most that a ring holds, forward and backward, in units of h."""
         return RING_FLOAT if self.sizes.product == FLOAT else RING_HALF
 
     def _backward_of_mlp(self) -> float:
