@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         train_arguments as train_arguments,
         why_not_trained as why_not_trained,
     )
+    from memo.search.longest import LongestFit as LongestFit, longest_that_fits as longest_that_fits
     from memo.search.request import Request as Request
     from memo.search.search import (
         Closed as Closed,
@@ -43,6 +44,7 @@ else:
             "answer": "Item Rival rivals step_items",
             "bounds": "Bound has_room",
             "launch": "PORT Launch launch_of runs_under_memo_train train_arguments why_not_trained",
+            "longest": "LongestFit longest_that_fits",
             "request": "Request",
             "search": "Closed Found Planned search_layouts",
             "shares": "Shares",

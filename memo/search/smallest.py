@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from memo.errors import UsageError
-from memo.mip.activation import DoesNotFit, device_peak_candidates, fits, misfit_of
-from memo.search.bounds import kept_bounds, link_bound
+from memo.mip.activation import DoesNotFit, device_peak_candidates, misfit_of
+from memo.search.longest import fits_any_plan, leanest
 
 if TYPE_CHECKING:
     from memo.mip.activation import ActivationProblem
@@ -63,11 +62,7 @@ def smallest_that_fits(space: Space) -> Smallest | None:
 
 def _fits(space: Space) -> bool:
     """Whether some layout on all GPUs fits."""
-    for _, _, problem in _by_memory(space):
-        _, kept = kept_bounds(problem)
-        if math.isfinite(link_bound(kept)) and fits(problem):
-            return True
-    return False
+    return any(fits_any_plan(space, candidate) for _, candidate, _ in _by_memory(space))
 
 
 def _by_memory(space: Space) -> list[tuple[int, Candidate, ActivationProblem]]:
@@ -83,8 +78,7 @@ def _by_memory(space: Space) -> list[tuple[int, Candidate, ActivationProblem]]:
 
 
 def _leanest(space: Space) -> Iterator[Candidate]:
-    """Of each shape on all GPUs the candidate with the smallest microbatch and one chunk, and everything sharded."""
+    """Of each shape on all GPUs the simplest of the candidates that hold least."""
     for shape in space.shapes:
         if shape.gpus == space.gpus:
-            options = (one for setting in space.settings(shape) for one in space.candidates(shape, setting))
-            yield min(options, key=lambda one: (one.setting.batch, one.chunks, one.key))
+            yield from leanest(space, shape)[:1]

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import time
 from typing import TYPE_CHECKING
@@ -13,8 +14,8 @@ from typing import TYPE_CHECKING
 from memo.cli.inputs.planned_model import SHAPE_FLAGS
 from memo.cli.planning.former_plan import FormerPlan
 from memo.cli.planning.picture import search_page
-from memo.cli.planning.request import parse_request
-from memo.cli.tables.layouts import search_summary, search_table, smallest_table
+from memo.cli.planning.request import TILE_TOKENS, parse_request
+from memo.cli.tables.layouts import longest_words, search_summary, search_table, smallest_table
 from memo.cli.terminal.output_files import display_name, file_name
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, Infeasible, PlanInvalid, UsageError
@@ -30,6 +31,7 @@ from memo.search import (
     Launch,
     Space,
     launch_of,
+    longest_that_fits,
     runs_under_memo_train,
     search_layouts,
     smallest_that_fits,
@@ -109,7 +111,10 @@ def run_search(args: argparse.Namespace) -> ExitCode:
         former.require_model(args.model, space.request.config)
     reason = reason_not_trained(args, space.request)
     begin_s = time.monotonic()
+    longest = None
     with WaitingLine("memo plan", f"searching layouts of {space.gpus} GPUs", quiet=args.json) as waiting:
+        if args.max_seq and (longest := longest_that_fits(space, tile=TILE_TOKENS, say=waiting.say)) is not None:
+            space = longest.space
         found = search_layouts(space, runs=runs_under_memo_train, workers=PROCESSES, say=waiting.say)
         seconds = time.monotonic() - begin_s
         smallest = None if found.best else smallest_that_fits(space)
@@ -129,6 +134,7 @@ def run_search(args: argparse.Namespace) -> ExitCode:
         "output": args.output,
     }
     summary |= {} if resharding is None else {"resharding": resharding[1]}
+    summary |= {} if longest is None else {"max_seq": longest.tokens, "binds": longest.binds}
     files = {}
     if args.output:
         files[args.output] = plan_to_json(written.plan)
@@ -140,6 +146,8 @@ def run_search(args: argparse.Namespace) -> ExitCode:
     if args.json:
         print(json.dumps(summary))
         return ExitCode.OK
+    if longest is not None:
+        print(f"{longest_words(longest)}\n")
     print(search_table(found, simulated_s=steps, launch=launch, not_trained=reason, written=written, seconds=seconds))
     if resharding is not None:
         print(resharding[0])
@@ -178,7 +186,6 @@ def refuse_others(args: argparse.Namespace) -> None:
     """Refuses flags that do not go with --search."""
     instead = {
         "gpus": "--nodes and --gpus-per-node",
-        "max_seq": "--seq",
         "sweep": "no --sweep",
         "plot": "no --plot",
         "profile": "--model",
@@ -192,6 +199,8 @@ def refuse_others(args: argparse.Namespace) -> None:
         and os.path.realpath(args.html) == os.path.realpath(args.output)
     ):
         raise UsageError(f"-o and --html both name {display_name(args.html)}; the plan and the page are two files")
+    if args.max_seq and args.batch_tokens is not None:
+        raise UsageError("--batch-tokens does not go with --max-seq; give --global-batch (default: one sequence)")
     if args.global_batch is not None and args.batch_tokens is not None:
         raise UsageError("--global-batch and --batch-tokens are the same size; give one of them")
 
@@ -206,6 +215,11 @@ def _space(args: argparse.Namespace) -> Space:
     machine = request.machine
     if args.gpus_per_node is not None:
         machine = dataclasses.replace(machine, gpus_per_node=args.gpus_per_node)
+    if args.max_seq:  # a length that the ranks of every layout divide
+        ranks = math.lcm(nodes * machine.gpus_per_node, getattr(request.config, "heads", 0) or 1, args.cp or 1)
+        request = dataclasses.replace(
+            request, layout=dataclasses.replace(request.layout, tokens=TILE_TOKENS * ranks)
+        )
     return space_of(args, dataclasses.replace(request, machine=machine), nodes=nodes)
 
 
@@ -245,6 +259,8 @@ def _global_batch(args: argparse.Namespace, request: Request) -> int:
         if args.global_batch < 1:
             raise UsageError(f"--global-batch {args.global_batch} is less than 1")
         return int(args.global_batch)
+    if args.max_seq:
+        return 1
     if args.batch_tokens is None:
         return max(-(-LEAST_STEP_TOKENS // tokens), 1)
     step = parse_tokens(args.batch_tokens, what="--batch-tokens")
@@ -263,7 +279,8 @@ def _assumed(args: argparse.Namespace, space: Space) -> list[str]:
     if args.global_batch is None and args.batch_tokens is None:
         tokens = space.global_batch * space.request.layout.tokens
         sequences = f"{space.global_batch} sequence{'s' * (space.global_batch > 1)}"
-        found.append(f"a step of all ranks is of {format_tokens(tokens)} tokens, {sequences} (--batch-tokens)")
+        flag = "--global-batch" if args.max_seq else "--batch-tokens"
+        found.append(f"a step of all ranks is of {format_tokens(tokens)} tokens, {sequences} ({flag})")
     return found
 
 

@@ -19,6 +19,7 @@ from memo.search import (
     Found,
     Item,
     Launch,
+    LongestFit,
     Planned,
     Rival,
     Shape,
@@ -31,7 +32,7 @@ from memo.search import (
 )
 from memo.units import format_bytes, format_duration, format_tokens
 
-__all__ = ["search_summary", "search_table", "smallest_table"]
+__all__ = ["longest_words", "search_summary", "search_table", "smallest_table"]
 
 FORMAT, VERSION = "memo-search", 1
 CLOSE = 1e-3
@@ -108,6 +109,15 @@ def search_summary(
         "not_trained": not_trained,
         "points": _points(found),
     }
+
+
+def longest_words(longest: LongestFit) -> str:
+    """Two sentences: the longest sequence with a layout that holds it, and what binds."""
+    tokens, layout = longest.tokens, _shape_words(longest.candidate.shape)
+    words = f"longest sequence that fits: {format_tokens(tokens)} tokens ({tokens:,}), with {layout}"
+    if longest.binds is None:
+        return f"{words}\nlonger ones were not tried"
+    return f"{words}\n{longest.tile:,} tokens more do not fit it: {longest.binds.replace('no plan fits: ', '')}"
 
 
 def smallest_table(space: Space, smallest: Smallest | None) -> tuple[str, dict[str, Any]]:
