@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from memo.swap.recompute.tape.bans import NO_BANS, Bans, banned
 from memo.swap.recompute.tape.cut import Cut, Problem, cheapest, curve
+from memo.swap.recompute.tape.fitting import fitting_cut
 from memo.swap.recompute.tape.log import Birth
 from memo.swap.recompute.tape.plan import Plan, Sources, keep_bits, plan_of, problem_of
 from memo.swap.token_levels import Level, Mix, Setting, TokenLevels
@@ -98,11 +99,7 @@ class Choice:
         attention, matmuls = self.at(Level.SAVE_ATTENTION), self.at(Level.SAVE_MATMULS)
         target = setting.all * 8 * self.saved_nbytes
         target += setting.matmuls * matmuls.keep_cost + setting.attention * attention.keep_cost
-        problem = self.problem(Level.SAVE_ATTENTION)
-        below = [cut for cut in curve(problem) if cut.keep_cost <= target]
-        if not below:
-            return attention
-        return self._filled(problem, min(below, key=lambda cut: (cut.replay_cost, cut.keep_cost)), target)
+        return fitting_cut(self.tape, self.problem(Level.SAVE_ATTENTION), self.wanted, target)
 
     def _can_keep(self, best: Cut) -> bool:
         """True if all that a cut of `for_next` keeps is there, at the same cost."""
@@ -134,39 +131,6 @@ class Choice:
             for content in cut.kept
             if tape.contents[content].storage not in there and tape.storage(content)[0] is Birth.MADE
         )
-
-    def _filled(self, problem: Problem, cut: Cut, target: float) -> Cut:
-        """A cut between two corners of the curve: more storages are kept, one by one, while the bytes allow it.
-
-        In the order of the seconds that they spare for each byte. It is the better of what this greedy order finds; the
-        best choice of storages is a knapsack.
-        """
-        tape, kept = self.tape, list(self.stuck)
-        while True:
-            best: tuple[float, int, Cut] | None = None
-            for storage in self.wanted:
-                room = target - cut.keep_cost
-                is_kept = storage in kept or tape.last[storage] in cut.kept
-                if is_kept or 8 * tape.storages[storage][1] > room + 8 * 4096:
-                    continue
-                other = cheapest(_keeping(problem, [tape.last[other] for other in (*kept, storage)]), 1, 0)
-                more = other.keep_cost - cut.keep_cost
-                if other.keep_cost <= target and other.replay_cost < cut.replay_cost:
-                    gain = (cut.replay_cost - other.replay_cost) / max(1, more)
-                    if best is None or gain > best[0]:
-                        best = gain, storage, other
-            if best is None:
-                return cut
-            kept.append(best[1])
-            cut = best[2]
-
-
-def _keeping(problem: Problem, contents: Collection[int]) -> Problem:
-    """The problem with some contents kept in any case."""
-    changed = list(problem.contents)
-    for content in contents:
-        changed[content] = dataclasses.replace(changed[content], made_by=None)
-    return dataclasses.replace(problem, contents=changed)
 
 
 def single_level(levels: TokenLevels) -> Level | None:

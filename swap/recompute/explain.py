@@ -7,7 +7,7 @@ Reads the tape, the cut that was chosen and the bans that it kept to; decides no
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from memo.swap.recompute.explanation import Fate, LayerExplanation, Point, Row, TokenRange
@@ -90,18 +90,24 @@ def explain(
         rows=tuple(rows.all()),
         points=tuple(_points(tape, sources, wanted, saved, used, best, named, curve)),
         tokens=None if ranged is None else ranged.rows.tokens,
-        ranges=() if ranged is None else tuple(map(_range, reversed(ranged.spans))),
+        ranges=() if ranged is None else tuple(_ranges(ranged.spans)),
     )
 
 
-def _range(span: Span) -> TokenRange:
-    return TokenRange(
-        first=span.first,
-        stop=span.stop,
-        pieces=len(span.pieces),
-        replay_us=span.cut.replay_cost * (span.stop - span.first) / span.rows.tokens * _US_PER_PS,
-        held_nbytes=span.held_bytes,
-    )
+def _ranges(spans: Iterable[Span]) -> Iterator[TokenRange]:
+    """The ranges of tokens, in their order; several phases replay the same ones."""
+    by_range: dict[tuple[int, int], list[Span]] = {}
+    for span in spans:
+        by_range.setdefault((span.first, span.stop), []).append(span)
+    for (first, stop), alike in sorted(by_range.items()):
+        cost = sum(span.cut.replay_cost for span in alike)
+        yield TokenRange(
+            first=first,
+            stop=stop,
+            pieces=len(alike[0].pieces),
+            replay_us=cost * (stop - first) / alike[0].rows.tokens * _US_PER_PS,
+            held_nbytes=max(span.held_bytes for span in alike),
+        )
 
 
 class _Rows:
@@ -246,7 +252,7 @@ class _RangedRows(_Rows):
     ) -> None:
         super().__init__(tape, sources, wanted, stuck, {**used.rows.mixes, **reasons}, None)
         self._plan, self._division = used, used.rows
-        self._again = frozenset() if used.whole is None else frozenset(used.whole.wanted)
+        self._again = frozenset(storage for plan in used.wholes for storage in plan.wanted)
         self._nbytes: dict[int, int] = dict(used.kept_nbytes)
         self._beside: dict[int, tuple[int, int]] = {}
         for span in used.spans:  # the last tokens first
@@ -283,15 +289,15 @@ class _RangedRows(_Rows):
 
     def _replayed_tokens(self, step: int) -> tuple[int, int] | None:
         spans = [(span.first, span.stop) for span in self._plan.spans if step in span.plan.steps]
-        if self._plan.whole is not None and step in self._plan.whole.steps:
+        if any(step in plan.steps for plan in self._plan.wholes):
             spans.append((0, self._division.tokens))
         return (min(spans)[0], max(stop for _, stop in spans)) if spans else None
 
     def _replay_share(self, step: int) -> float:
         """Of the time for all tokens; more than 1 for a step that runs in ranges and for the keys besides."""
         spans = [span for span in self._plan.spans if step in span.plan.steps]
-        whole = self._plan.whole is not None and step in self._plan.whole.steps
-        if not spans:
+        whole = sum(step in plan.steps for plan in self._plan.wholes)
+        if not spans and not whole:
             return 1.0
         return whole + sum(span.stop - span.first for span in spans) / self._division.tokens
 

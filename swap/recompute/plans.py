@@ -121,7 +121,8 @@ class Plans:
         self._found: LRU[tuple[Any, ...], Found] = LRU(MOST_PLANS)
         self._tapes: LRU[tuple[Any, ...], Tape] = LRU(MOST_PLANS)
         self._opaque: LRU[tuple[Any, ...], frozenset[int]] = LRU(MOST_PLANS)
-        self._shown: LRU[tuple[Any, ...], bool] = LRU(MOST_PLANS)
+        self._shown: LRU[tuple[Any, ...], float] = LRU(MOST_PLANS)
+        """Form of a replay that has passed its trial -> largest difference that this found."""
         self._holds: LRU[tuple[Any, ...], Holds] = LRU(MOST_KINDS)
         self._undivided: LRU[tuple[Any, ...], bool] = LRU(MOST_PLANS)
         """Kinds of calls of which ranges of tokens did no better than whole storages, or failed their trial."""
@@ -306,7 +307,7 @@ class Plans:
                 reason = "there was no device memory to try its replay out"
                 return Refused(reason, wrong, for_now=short < MOST_SHORT)
             if unlike is None:
-                self._shown[form] = True
+                self._shown[form] = 0.0
                 return dataclasses.replace(plan, wrong=wrong) if wrong else plan
             reason = str(unlike)
             if unlike.step is None:
@@ -379,26 +380,35 @@ class Plans:
             tape.readings = list(readings_of(tape, case.call.recorder.carried))
         alone = dataclasses.replace(choice.for_next, always=frozenset())  # not by what this call happens to have
         least = {level: alone.at(level).keep_cost for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION)}
-        for rows in tape.readings:
-            first, second = ends = levels.ends(rows.tokens)
-            is_mixed = 0 < first < rows.tokens or 0 < second < rows.tokens
-            piece = levels.piece_tokens(rows.tokens)
-            if first == rows.tokens or not (is_mixed or piece):
-                continue
-            plan = ranged_plan_of(
-                rows,
-                ends,
-                choice.banned,
-                choice.sources,
-                choice.wanted,
-                choice.stuck,
-                piece=piece,
-                always=choice.always,
-            )
-            bits = first * 8 * choice.saved_nbytes + (second - first) * least[Level.SAVE_MATMULS]
-            bits += (rows.tokens - second) * least[Level.SAVE_ATTENTION]
-            if plan is not None and 8 * plan.nbytes * rows.tokens <= MOST_OVER * bits:
-                return plan
+        for in_phases in (False, True):
+            best: RangedPlan | None = None
+            for rows in tape.readings:
+                first, second = ends = levels.ends(rows.tokens)
+                is_mixed = 0 < first < rows.tokens or 0 < second < rows.tokens
+                piece = levels.piece_tokens(rows.tokens)
+                if first == rows.tokens or not (is_mixed or piece):
+                    continue
+                plan = ranged_plan_of(
+                    rows,
+                    ends,
+                    choice.banned,
+                    choice.sources,
+                    choice.wanted,
+                    choice.stuck,
+                    piece=piece,
+                    always=choice.always,
+                    in_phases=in_phases,
+                )
+                bits = first * 8 * choice.saved_nbytes + (second - first) * least[Level.SAVE_MATMULS]
+                bits += (rows.tokens - second) * least[Level.SAVE_ATTENTION]
+                if plan is None or 8 * plan.nbytes * rows.tokens > MOST_OVER * bits:
+                    continue
+                if not in_phases:
+                    return plan
+                if best is None or plan.divided_nbytes > best.divided_nbytes:
+                    best = plan
+            if best is not None:
+                return best
         return None
 
     def _settled_ranges(self, case: _Case, shared: Shared) -> tuple[RangedPlan, Shared] | None:
@@ -434,13 +444,15 @@ class Plans:
         if self._rates is not None:
             self._unit_s[case.layer] = _S_PER_PS
             return plan
+        # The same operators in the same order have passed a trial for as many tokens: routed rows differ in each call.
+        form = (case.form, plan.form, plan.steps)
+        if not together and (known := self._shown.get(form)) is not None:
+            return dataclasses.replace(plan, deviation=known)
         device = self._engine.backend.device
         try:
             self.trials_run += 1
             began = _now_s(device)
             worst = try_out_ranges(case.recorded.ranges(plan, self._engine), exact=self._exact)
-            if plan.whole is not None:
-                try_out(case.recorded.replay(plan.whole, self._engine))
             seconds = _now_s(device) - began
         except Unlike:
             return None
@@ -450,6 +462,7 @@ class Plans:
             return None
         self.worst_deviation = max(self.worst_deviation, worst)
         self._timed(case.layer, plan.cost, seconds)
+        self._shown[form] = worst
         return dataclasses.replace(plan, deviation=worst)
 
     # -- costs
@@ -468,7 +481,9 @@ class Plans:
         half = self._in_ranges(case, choice, TokenLevels.of_alpha(0.5))
         if half is not None:
             rows = half.rows
-            counts = ranged_costs_of(rows, choice.banned, choice.sources, choice.wanted, choice.stuck)
+            counts = ranged_costs_of(
+                rows, choice.banned, choice.sources, choice.wanted, choice.stuck, in_phases=half.in_phases
+            )
             tokens = rows.tokens
         else:
             size = case.call.recorder.values[0][2]  # of the hidden states; of their memory a view may have been saved

@@ -341,7 +341,7 @@ class Tapes:
         self.deviation[name] = 0.0 if isinstance(found, Plan) else found.deviation
         self.refused.pop(name, None)
         if isinstance(found, RangedPlan):
-            return recorded.parts(found, recorded.ranges(found, self._engine, together=together), self._engine)
+            return recorded.parts(found, recorded.ranges(found, self._engine, together=together))
         replay = recorded.replay(found, self._engine, together=together)
         return {
             saved: TokenPrefix(replay, Rows(rows=1, width=saved.nbytes), tokens=1, first=0)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from memo.swap.engine.handles import Packed
     from memo.swap.engine.layer_calls import Group
     from memo.swap.engine.saved_storage import SavedStorage
-    from memo.swap.recompute.ranges.ranged_plan import RangedPlan
+    from memo.swap.recompute.ranges.ranged_plan import RangedPlan, Span
     from memo.swap.recompute.tape.log import Key
     from memo.swap.recompute.tape.recorder import Recorder
     from memo.swap.token_levels import Setting
@@ -161,7 +161,9 @@ class RecordedCall:
         """Saved storages that move in any case."""
         return self.ended.stuck
 
-    def replay(self, plan: Plan, engine: Engine, *, together: bool = False) -> Replay:
+    def replay(
+        self, plan: Plan, engine: Engine, *, before: Replay | None = None, together: bool = False
+    ) -> Replay:
         """The replay of this call by a plan."""
         recorder = self._call.recorder
         kept = [
@@ -178,55 +180,53 @@ class RecordedCall:
             kept,
             carried=recorder.carried,
             wanted=wanted,
+            before=before,
             together=together,
             verify=self._call.verify,
         )
 
-    def ranges(self, plan: RangedPlan, engine: Engine, *, together: bool = False) -> list[RangedReplay]:
+    def ranges(self, plan: RangedPlan, engine: Engine, *, together: bool = False) -> list[Replay]:
         """The replays of this call by a plan of token ranges, in the order in which they run."""
-        recorder, rows = self._call.recorder, plan.rows
-        whole = self.sources.free | self.sources.saved
-        found: list[RangedReplay] = []
-        for span in plan.spans:
-            slices, kept = slices_of(span, whole), []
-            for item, part in zip(span.plan.kept, slices, strict=True):
-                if item.bits_of >= 0:
-                    kept.append(
-                        self._brought(recorder.bits[item.bits_of], -1 - item.bits_of, engine, part, rows.tokens)
-                    )
-                else:
-                    kept.append(self._brought(recorder.tensors[item.storage], item.storage, engine, part, rows.tokens))
-            wanted = [Wanted(self.saved[storage].hold, self.saved[storage].nbytes) for storage in span.wanted]
-            found.append(
-                RangedReplay(
-                    engine,
-                    self._call.layer.name,
-                    span,
-                    kept,
-                    slices,
-                    carried=recorder.carried,
-                    wanted=wanted,
-                    before=found[-1] if found else None,
-                    together=together,
-                    verify=self._call.verify,
-                )
-            )
+        found: list[Replay] = []
+        for one in plan.replays:
+            before = found[-1] if found else None
+            if isinstance(one, Plan):
+                found.append(self.replay(one, engine, before=before))
+            else:
+                found.append(self._range(one, engine, before, together=together))
         return found
 
-    def parts(self, plan: RangedPlan, replays: Sequence[RangedReplay], engine: Engine) -> Parts:
+    def _range(self, span: Span, engine: Engine, before: Replay | None, *, together: bool) -> RangedReplay:
+        recorder, tokens = self._call.recorder, span.rows.tokens
+        slices, kept = slices_of(span, self.sources.free | self.sources.saved), []
+        for item, part in zip(span.plan.kept, slices, strict=True):
+            if item.bits_of >= 0:
+                kept.append(self._brought(recorder.bits[item.bits_of], -1 - item.bits_of, engine, part, tokens))
+            else:
+                kept.append(self._brought(recorder.tensors[item.storage], item.storage, engine, part, tokens))
+        return RangedReplay(
+            engine,
+            self._call.layer.name,
+            span,
+            kept,
+            slices,
+            carried=recorder.carried,
+            wanted=[Wanted(self.saved[storage].hold, self.saved[storage].nbytes) for storage in span.wanted],
+            before=before,
+            together=together,
+            verify=self._call.verify,
+        )
+
+    def parts(self, plan: RangedPlan, replays: Sequence[Replay]) -> Parts:
         """The storages of which a plan of token ranges moves a part."""
         rows = plan.rows
-        found = {
-            self.saved[storage]: TokenPrefix(
-                replays[at], rows.rows[rows.tape.last[storage]], tokens=rows.tokens, first=first
-            )
-            for storage, (at, first) in plan.heads.items()
-        }
-        if plan.whole is not None:
-            replay = self.replay(plan.whole, engine)
-            for storage in plan.whole.wanted:
-                saved = self.saved[storage]
-                found[saved] = TokenPrefix(replay, Rows(rows=1, width=saved.nbytes), tokens=1, first=0)
+        found: Parts = {}
+        for storage, (at, first) in plan.heads.items():
+            saved = self.saved[storage]
+            lies, tokens = Rows(rows=1, width=saved.nbytes), 1
+            if isinstance(replays[at], RangedReplay):
+                lies, tokens = rows.rows[rows.tape.last[storage]], rows.tokens
+            found[saved] = TokenPrefix(replays[at], lies, tokens=tokens, first=first)
         return found
 
     def _brought(

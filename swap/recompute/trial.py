@@ -14,11 +14,11 @@ import torch
 from memo.errors import MemoError
 from memo.swap.recompute.axis.token_axis import cut
 from memo.swap.recompute.comparison import have_same_bits, relative_difference
+from memo.swap.recompute.ranges.ranged_replay import RangedReplay
 from memo.swap.recompute.tape.replay import ReplayFailed
 
 if TYPE_CHECKING:
     from memo.swap.recompute.ranges.ranged_plan import Piece, Span
-    from memo.swap.recompute.ranges.ranged_replay import RangedReplay
     from memo.swap.recompute.tape.plan import Plan
     from memo.swap.recompute.tape.replay import Replay, Wanted
 
@@ -89,19 +89,21 @@ def _equal(plan: Plan, storage: int, source: torch.Tensor, made: torch.Tensor) -
     return True
 
 
-def try_out_ranges(replays: Sequence[RangedReplay], *, exact: bool) -> float:
-    """Runs the replays of token ranges while all that was saved is still there.
+def try_out_ranges(replays: Sequence[Replay], *, exact: bool) -> float:
+    """Runs the replays of a plan of token ranges while all that was saved is still there.
 
     Returns:
-        Largest difference found, in units of BOUND; 0 for equal bits.
+        Largest difference of a part of the tokens found, in units of BOUND; 0 for equal bits.
 
     Raises:
         Unlike: a step could not run on a part of the tokens, or what it gave differs by more than the bound; or, where it is
-            to be `exact`, by as much as a rounding.
+            to be `exact` or is replayed whole, by as much as a rounding.
         torch.OutOfMemoryError: there was no device memory for it.
     """
     worst = 0.0
     for replay in replays:
+        if not isinstance(replay, RangedReplay):
+            continue
 
         def compare(piece: Piece, want: Wanted, made: torch.Tensor, replay: RangedReplay = replay) -> None:
             nonlocal worst
@@ -120,6 +122,9 @@ def try_out_ranges(replays: Sequence[RangedReplay], *, exact: bool) -> float:
             raise Unlike(None, str(error)) from error
     if not worst <= 1.0 or (exact and worst > 0):  # after all replays, in which other ranks may take part
         raise Unlike(None, f"a part of its tokens differs by {worst:.3g} times the bound")
+    for replay in replays:
+        if not isinstance(replay, RangedReplay):
+            try_out(replay)
     return worst
 
 

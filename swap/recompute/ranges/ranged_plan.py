@@ -5,7 +5,8 @@
     replayed                     |  span of MATMULS | span of ATTENTION |      in pieces of tokens, the last ones first
 
 A span is a cut of its own, in which steps that mix tokens are never repeated (rows.py), and the same generated code as a
-plan's, over the parts of the storages that those tokens have. A plan of ranges holds no tensor.
+plan's, over the parts of the storages that those tokens have. What mixes tokens is kept or, in a phase of its own (phases.py),
+replayed whole: of its storages as many are kept as have the bytes of as many tokens. A plan of ranges holds no tensor.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from typing import Any
 
 import torch
 
+from memo.swap.recompute.ranges.phases import Phase, phases_of
 from memo.swap.recompute.ranges.rows import TokenRows
 from memo.swap.recompute.tape.bans import groups_of
-from memo.swap.recompute.tape.cut import Cut, cheapest
+from memo.swap.recompute.tape.cut import Cut, Problem, cheapest
+from memo.swap.recompute.tape.fitting import fitting_cut
 from memo.swap.recompute.tape.log import Geometry
 from memo.swap.recompute.tape.plan import Plan, Sources, Writer, mask_of, plan_of, problem_of
 from memo.swap.recompute.tape.tape import Step
@@ -141,32 +144,57 @@ class RangedPlan:
 
     Args:
         rows: of the tape.
-        spans: in the order in which they run: the last tokens first.
-        heads: storage -> position of its last span to run, tokens that move.
-        whole: replay of what is the same for all tokens; None if there is nothing of the kind.
+        replays: in the order in which they run: what is the same for all tokens, then phase by phase; of a divided one the
+            last tokens first.
+        heads: storage -> position of its last replay to run, tokens that move.
         kept_nbytes: content, and bytes of it that are kept, for all that moves or stays for backward.
+        in_phases: what mixes tokens may be replayed, too.
         deviation: largest difference that its trial found, in units of its bound.
         wrong: as a Plan's; a plan of ranges of which a trial finds a step wrong is not used.
     """
 
     rows: TokenRows
-    spans: tuple[Span, ...]
+    replays: tuple[Span | Plan, ...]
     heads: Mapping[int, tuple[int, int]]
-    whole: Plan | None
     kept_nbytes: tuple[tuple[int, int], ...]
+    in_phases: bool
     deviation: float = 0.0
     wrong: frozenset[int] = frozenset()
 
     @property
-    def plans(self) -> tuple[Plan, ...]:
-        """One for each replay."""
-        return (*(span.plan for span in self.spans), *(() if self.whole is None else (self.whole,)))
+    def spans(self) -> tuple[Span, ...]:
+        """Replays of ranges of tokens."""
+        return tuple(replay for replay in self.replays if isinstance(replay, Span))
+
+    @property
+    def wholes(self) -> tuple[Plan, ...]:
+        """Replays of what is not divided."""
+        return tuple(replay for replay in self.replays if isinstance(replay, Plan))
+
+    @property
+    def divided(self) -> tuple[int, ...]:
+        """Storages of which the first tokens move and the others are replayed."""
+        return tuple(storage for storage, (at, _) in self.heads.items() if isinstance(self.replays[at], Span))
+
+    @property
+    def divided_nbytes(self) -> int:
+        """Bytes of all tokens of `divided`."""
+        return sum(self.rows.tape.storages[storage][1] for storage in self.divided)
+
+    @property
+    def mixing(self) -> tuple[int, ...]:
+        """Storages that are replayed whole, though they depend on the tokens."""
+        return tuple(
+            storage
+            for storage, (at, _) in self.heads.items()
+            if isinstance(self.replays[at], Plan) and self.rows.tape.last[storage] not in self.rows.same
+        )
 
     @property
     def holds(self) -> Mapping[int, tuple[Any, tuple[int, ...], bool]]:
         """As a Plan's: what the recorder of the next call must hold."""
         found: dict[int, tuple[Any, tuple[int, ...], bool]] = {}
-        for plan in self.plans:
+        for plan in self._plans:
             for maker, (operator, positions, as_bits) in plan.holds.items():
                 others = found[maker][1] if maker in found else ()
                 found[maker] = operator, tuple(dict.fromkeys((*others, *positions))), as_bits
@@ -175,7 +203,7 @@ class RangedPlan:
     @property
     def steps(self) -> frozenset[int]:
         """Numbers of the steps that run again."""
-        return frozenset(number for plan in self.plans for number in plan.steps)
+        return frozenset(number for plan in self._plans for number in plan.steps)
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -192,16 +220,16 @@ class RangedPlan:
         """Derived, in picoseconds."""
         tokens = self.rows.tokens
         spans = sum(span.cut.replay_cost * (span.stop - span.first) // tokens for span in self.spans)
-        return spans + (0 if self.whole is None else self.whole.cost)
+        return spans + sum(plan.cost for plan in self.wholes)
 
     @property
     def held_bytes(self) -> int:
-        """Most bytes that a replay holds at once beside what is kept and what it gives.
+        """Most bytes that a replay holds at once beside what is kept and what it gives."""
+        return max((replay.held_bytes for replay in self.replays), default=0)
 
-        What is not divided is replayed within the first.
-        """
-        spans = max((span.held_bytes for span in self.spans), default=0)
-        return spans + (0 if self.whole is None else self.whole.held_bytes)
+    @property
+    def _plans(self) -> tuple[Plan, ...]:
+        return tuple(replay.plan if isinstance(replay, Span) else replay for replay in self.replays)
 
 
 def ranged_plan_of(
@@ -214,6 +242,7 @@ def ranged_plan_of(
     *,
     piece: int | None = None,
     always: Iterable[int] = (),
+    in_phases: bool = False,
 ) -> RangedPlan | None:
     """The plan of ranges that end at `ends`; None where nothing can be divided.
 
@@ -226,65 +255,143 @@ def ranged_plan_of(
         stuck: storages that autograd saved and that move in any case.
         piece: most tokens that are replayed at once; None: all of a range.
         always: steps that the last tokens repeat, needed or not.
+        in_phases: replays what mixes tokens too, as a whole, but no collective; else it is kept.
     """
-    tape, tokens = rows.tape, rows.tokens
-    divisible = [storage for storage in wanted if tape.last[storage] in rows.rows]
-    same = [storage for storage in wanted if tape.last[storage] in rows.same]
-    moving = [*stuck, *(storage for storage in wanted if storage not in {*divisible, *same})]
-    there = [*moving, *(storage for storage in same if tape.last[storage] in rows.whole)]
-    spans: list[Span] = []
-    heads: dict[int, tuple[int, int]] = {}
-    for level, first, stop in ((Level.SAVE_ATTENTION, ends[1], tokens), (Level.SAVE_MATMULS, ends[0], ends[1])):
-        open_ = [storage for storage in divisible if not spans or storage in heads]
-        if first >= stop:
-            continue
-        closed = [*there, *(storage for storage in divisible if storage not in open_)]
-        banned = {*bans(level), *rows.mixes}
-        repeated = always if level is Level.SAVE_ATTENTION else ()
-        try:
-            cut = cheapest(problem_of(tape, banned, sources, open_, closed, tape.costs, repeated), 1, 0)
-        except ValueError:
-            return None
-        span = Span(rows, cut, sources, open_, first=first, stop=stop, piece=piece)
-        if not span.wanted:
-            break
-        spans.append(span)
-        heads.update((storage, (len(spans) - 1, first)) for storage in span.wanted)
-    if not spans:
+    planner = _Planner(rows, ends, bans, sources, piece, tuple(always), in_phases)
+    try:
+        return planner.plan(wanted, stuck)
+    except ValueError:  # a step that other ranks repeat cannot run
         return None
-    whole = _same(rows, bans(Level.SAVE_ATTENTION), sources, same, moving, divisible) if same else None
-    return RangedPlan(
-        rows=rows,
-        spans=tuple(spans),
-        heads=heads,
-        whole=whole,
-        kept_nbytes=tuple(_kept_nbytes(rows, sources, spans, heads, whole, [*wanted, *stuck])),
-    )
+
+
+class _Planner:
+    """Makes the replays of one plan, phase by phase."""
+
+    def __init__(
+        self,
+        rows: TokenRows,
+        ends: tuple[int, int],
+        bans: Bans,
+        sources: Sources,
+        piece: int | None,
+        always: tuple[int, ...],
+        in_phases: bool,
+    ) -> None:
+        self._rows, self._tape, self._ends, self._bans = rows, rows.tape, ends, bans
+        self._sources, self._piece, self._always, self._in_phases = sources, piece, always, in_phases
+        self._talking = [step.number for step in self._tape.steps if "collective" in groups_of(step.operator)]
+        self._replays: list[Span | Plan] = []
+        self._heads: dict[int, tuple[int, int]] = {}
+
+    def plan(self, wanted: Sequence[int], stuck: Sequence[int]) -> RangedPlan | None:
+        rows, tape = self._rows, self._tape
+        same = [storage for storage in wanted if tape.last[storage] in rows.same]
+        others = [storage for storage in wanted if storage not in same]
+        if self._in_phases:
+            phases = phases_of(rows, self._bans(Level.SAVE_ATTENTION), others)
+        else:
+            phases = [Phase(True, tuple(storage for storage in others if tape.last[storage] in rows.rows))]
+        if self._always and len(phases) > 1:
+            return None  # which ranges repeat in the order of other ranks
+        replayed = {storage for phase in phases for storage in phase.storages}
+        moving = [*stuck, *(storage for storage in others if storage not in replayed)]
+        if same:
+            self._add_same(same, moving, replayed)
+        there = [*moving, *(storage for storage in same if tape.last[storage] in rows.whole)]
+        for phase in phases:
+            if phase.is_divided:
+                self._add_spans(phase.storages, there)
+            else:
+                self._add_whole(phase.storages, there)
+            there += phase.storages
+        if not any(isinstance(replay, Span) for replay in self._replays):
+            return None
+        saved = [*wanted, *stuck]
+        kept = tuple(_kept_nbytes(rows, self._sources, self._replays, self._heads, saved))
+        return RangedPlan(
+            rows=rows,
+            replays=tuple(self._replays),
+            heads=self._heads,
+            kept_nbytes=kept,
+            in_phases=self._in_phases,
+        )
+
+    def _problem(self, bans: Iterable[int], wanted: Iterable[int], there: Iterable[int]) -> Problem:
+        """The cut of a replay of all tokens, which repeats no collective, since only ranges keep the order of other ranks."""
+        tape = self._tape
+        return problem_of(tape, {*bans, *self._talking}, self._sources, wanted, there, tape.costs)
+
+    def _add_same(self, same: Sequence[int], moving: Sequence[int], replayed: Iterable[int]) -> None:
+        """The replay of what is the same for all tokens, a cast weight or the keys; it reads nothing that comes later."""
+        tape = self._tape
+        undivided = dataclasses.replace(self._sources, lent=self._sources.lent.union(replayed))
+        banned = {*self._bans(Level.SAVE_ATTENTION), *self._talking}
+        cut = cheapest(problem_of(tape, banned, undivided, same, moving, tape.costs), 1, 0)
+        self._add(cut, undivided, same)
+
+    def _add_whole(self, storages: Sequence[int], there: Sequence[int]) -> None:
+        """The replay of a phase that mixes tokens; of its storages those are kept that fit the bytes of the tokens kept."""
+        problem = self._problem(self._bans(Level.SAVE_ATTENTION), storages, there)
+        matmuls = self._problem(self._bans(Level.SAVE_MATMULS), storages, there)
+        first, second, tokens = *self._ends, self._rows.tokens
+        bits = first * cheapest(problem, 0, 1).keep_cost + (second - first) * cheapest(matmuls, 1, 0).keep_cost
+        bits += (tokens - second) * cheapest(problem, 1, 0).keep_cost
+        self._add(fitting_cut(self._tape, problem, storages, bits // tokens), self._sources, storages)
+
+    def _add(self, cut: Cut, sources: Sources, storages: Sequence[int]) -> None:
+        plan = plan_of(self._tape, cut, sources, storages)
+        if plan.wanted:
+            self._heads.update((storage, (len(self._replays), 0)) for storage in plan.wanted)
+            self._replays.append(plan)
+
+    def _add_spans(self, storages: Sequence[int], there: Sequence[int]) -> None:
+        """The ranges of a divided phase."""
+        rows, tape, given = self._rows, self._tape, set(storages)
+        talking = self._talking if self._in_phases else ()
+        ranges = (
+            (Level.SAVE_ATTENTION, self._ends[1], rows.tokens),
+            (Level.SAVE_MATMULS, self._ends[0], self._ends[1]),
+        )
+        for level, first, stop in ranges:
+            open_ = [storage for storage in storages if storage in given]
+            if first >= stop:
+                continue
+            closed = [*there, *(storage for storage in storages if storage not in given)]
+            banned = {*self._bans(level), *rows.mixes, *talking}
+            repeated = self._always if level is Level.SAVE_ATTENTION else ()
+            cut = cheapest(problem_of(tape, banned, self._sources, open_, closed, tape.costs, repeated), 1, 0)
+            span = Span(rows, cut, self._sources, open_, first=first, stop=stop, piece=self._piece)
+            if not span.wanted:
+                break
+            self._heads.update((storage, (len(self._replays), first)) for storage in span.wanted)
+            self._replays.append(span)
+            given &= set(span.wanted)
 
 
 def ranged_costs_of(
-    rows: TokenRows, bans: Bans, sources: Sources, wanted: Sequence[int], stuck: Sequence[int]
+    rows: TokenRows, bans: Bans, sources: Sources, wanted: Sequence[int], stuck: Sequence[int], *, in_phases: bool
 ) -> dict[str, Any]:
     """Bytes of each level and seconds of a piece, by the names of LayerCosts."""
     tape, tokens = rows.tape, rows.tokens
-    last = ranged_plan_of(rows, (0, 0), bans, sources, wanted, stuck)
-    middle = ranged_plan_of(rows, (0, tokens), bans, sources, wanted, stuck)
+    last, middle = (
+        ranged_plan_of(rows, (0, end), bans, sources, wanted, stuck, in_phases=in_phases) for end in (0, tokens)
+    )
     assert last is not None
-    divided = {storage: rows.rows[tape.last[storage]] for storage in last.heads}
-    slices = sum(nbytes for content, nbytes in last.spans[0].kept_nbytes() if content in rows.rows)
+    divided = {storage: rows.rows[tape.last[storage]] for storage in last.divided}
+    slices = _sliced(last)
     always = last.nbytes - slices
     each = sum(part.nbytes(1) for part in divided.values())
     gathered = sum(part.nbytes(1) for part in divided.values() if part.rows > 1)
-    kept, held = float(each), 0.0
+    whole = sum(tape.storages[storage][1] for storage in last.mixing) / tokens
+    kept, held = each + whole, 0.0
     if middle is not None:
         kept = (middle.nbytes - always) / tokens
-        besides = sum(nbytes for content, nbytes in middle.spans[0].kept_nbytes() if content in rows.rows)
         moving = [part for storage, part in divided.items() if storage not in middle.heads]
-        held = besides / tokens + sum(part.nbytes(1) for part in moving if part.rows > 1)
+        held = _sliced(middle) / tokens + sum(part.nbytes(1) for part in moving if part.rows > 1)
     return {
         "always_bytes": always,
         "bytes_per_token": {
-            Level.SAVE_ALL: each,
+            Level.SAVE_ALL: each + whole,
             Level.SAVE_MATMULS: kept,
             Level.SAVE_ATTENTION: slices / tokens,
         },
@@ -294,54 +401,37 @@ def ranged_costs_of(
             Level.SAVE_ATTENTION: slices / tokens,
         },
         "held_per_token": {
-            Level.SAVE_MATMULS: 0.0 if middle is None else middle.spans[0].held_bytes / tokens,
-            Level.SAVE_ATTENTION: last.spans[0].held_bytes / tokens,
+            Level.SAVE_MATMULS: 0.0 if middle is None else middle.held_bytes / tokens,
+            Level.SAVE_ATTENTION: last.held_bytes / tokens,
         },
-        "piece_s": STEP_S * len(last.spans[0].plan.steps),
+        "piece_s": STEP_S * sum(len(span.plan.steps) for span in last.spans),
     }
 
 
-def _same(
-    rows: TokenRows,
-    bans: Collection[int],
-    sources: Sources,
-    same: Sequence[int],
-    moving: Sequence[int],
-    divisible: Iterable[int],
-) -> Plan | None:
-    """The replay of what is not divided, a cast weight or the keys.
-
-    It reads nothing that is divided, since ranges wait for it, and repeats no collective, since only these keep the order
-    of other ranks.
-    """
-    tape = rows.tape
-    undivided = dataclasses.replace(sources, lent=sources.lent.union(divisible))
-    talking = [step.number for step in tape.steps if "collective" in groups_of(step.operator)]
-    cut = cheapest(problem_of(tape, {*bans, *talking}, undivided, same, moving, tape.costs), 1, 0)
-    return plan_of(tape, cut, undivided, same) if cut.replayed else None
+def _sliced(plan: RangedPlan) -> int:
+    """Bytes that ranges keep of some tokens besides what autograd saves."""
+    return sum(nbytes for span in plan.spans for content, nbytes in span.kept_nbytes() if content in plan.rows.rows)
 
 
 def _kept_nbytes(
     rows: TokenRows,
     sources: Sources,
-    spans: Sequence[Span],
+    replays: Sequence[Span | Plan],
     heads: Mapping[int, tuple[int, int]],
-    whole: Plan | None,
     saved: Iterable[int],
 ) -> Iterator[tuple[int, int]]:
     tape = rows.tape
-    again = () if whole is None else whole.wanted
     found: dict[int, int] = {}
     for storage in saved:
-        if storage in heads:
-            found[tape.last[storage]] = rows.nbytes(tape.last[storage], heads[storage][1])
-        elif storage not in again:
+        at, first = heads.get(storage, (-1, 0))
+        if at < 0:
             found[tape.last[storage]] = tape.storages[storage][1]
-    besides = [each for span in spans for each in span.kept_nbytes()]
-    if whole is not None:
-        besides += _besides(rows, whole, sources, rows.tokens)
-    for content, nbytes in besides:
-        found[content] = found.get(content, 0) + nbytes
+        elif isinstance(replays[at], Span):
+            found[tape.last[storage]] = rows.nbytes(tape.last[storage], first)
+    for replay in replays:
+        besides = replay.kept_nbytes() if isinstance(replay, Span) else _besides(rows, replay, sources, rows.tokens)
+        for content, nbytes in besides:
+            found[content] = found.get(content, 0) + nbytes
     yield from found.items()
 
 

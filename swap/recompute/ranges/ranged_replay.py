@@ -111,7 +111,7 @@ class RangedReplay(Replay):
         slices: the tokens of each of them that are packed.
         carried: arguments of the call that the plan does not hold.
         wanted: storages that it gives, in the plan's order.
-        before: replay of the tokens behind, which some of what is kept needs to be whole.
+        before: replay that runs first, of the tokens behind or of another phase.
         together: other ranks run it at the same place in their backward.
         verify: sums the bytes of what is kept now, and again when they are read.
     """
@@ -126,15 +126,22 @@ class RangedReplay(Replay):
         *,
         carried: Sequence[Any],
         wanted: Sequence[Wanted],
-        before: RangedReplay | None = None,
+        before: Replay | None = None,
         together: bool = False,
         verify: bool = False,
     ) -> None:
         super().__init__(
-            engine, name, span.plan, kept, carried=carried, wanted=wanted, together=together, verify=verify
+            engine,
+            name,
+            span.plan,
+            kept,
+            carried=carried,
+            wanted=wanted,
+            before=before,
+            together=together,
+            verify=verify,
         )
         self.span = span
-        self.before = before
         self._slices = slices
 
     def recompute(self, take: TakePart) -> None:

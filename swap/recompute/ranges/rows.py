@@ -80,6 +80,10 @@ class TokenRows:
         lies = part_layout(offset, size, stride, step, axis=axis, count=count, tokens=self.tokens)
         return storage, lies.offset, torch.Size(lies.shape), lies.stride, dtype
 
+    def divides(self, content: int) -> bool:
+        """True for a content that is divided, and made by a step that may run on a part of the tokens."""
+        return content in self.rows and self.tape.contents[content].writer not in self.mixes
+
     def nbytes(self, content: int, count: int) -> int:
         """Bytes of a content's storage when `count` tokens are computed."""
         rows = self.rows.get(content)

@@ -112,6 +112,7 @@ class Replay:
         kept: what the plan keeps, in its order.
         carried: arguments of the call that the plan does not hold.
         wanted: storages that it gives, in the plan's order.
+        before: replay that runs first, of something that this one may need to be whole.
         together: other ranks run it at the same place in their backward.
         verify: sums the bytes of what is kept now, and again when they are read.
     """
@@ -125,11 +126,13 @@ class Replay:
         *,
         carried: Sequence[Any],
         wanted: Sequence[Wanted],
+        before: Replay | None = None,
         together: bool = False,
         verify: bool = False,
     ) -> None:
         self.name = name
         self.plan = plan
+        self.before = before
         self.together = together
         self.wanted = wanted
         self._engine = engine
@@ -147,6 +150,8 @@ class Replay:
             ModifiedAfterSave: what is kept was changed in place since the forward.
             SwapError: it could not run.
         """
+        if self.before is not None:
+            self.before.recompute(take)
         with self._lock:
             if self._is_filled():
                 return

@@ -1,0 +1,66 @@
+"""Cut that fits a number of bytes: the nearest corner of the curve below it, and between two corners more storages, one by one.
+
+What is added are the storages that spare the most seconds for each byte. It is the better of what this greedy order finds;
+the best choice of storages is a knapsack.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
+
+from memo.swap.recompute.tape.cut import Cut, Problem, cheapest, curve
+
+if TYPE_CHECKING:
+    from memo.swap.recompute.tape.tape import Tape
+
+__all__ = ["fitting_cut"]
+
+_SMALL = 8 * 4096
+"""Bits of a storage that is tried even where there is no room for it: a cut with it may keep no more."""
+
+
+def fitting_cut(tape: Tape, problem: Problem, wanted: Iterable[int], target: float) -> Cut:
+    """The cut of fewest seconds found that keeps at most `target` bits; that of fewest bits where all keep more.
+
+    Args:
+        tape: of the call.
+        problem: its cuts.
+        wanted: storages that autograd saved, and which may be kept or replayed.
+        target: bits.
+
+    Raises:
+        ValueError: by `cheapest`.
+    """
+    corners = curve(problem)
+    below = [cut for cut in corners if cut.keep_cost <= target]
+    if not below:
+        return corners[-1]
+    cut = min(below, key=lambda cut: (cut.replay_cost, cut.keep_cost))
+    wanted, kept = tuple(wanted), list[int]()
+    while True:
+        best: tuple[float, int, Cut] | None = None
+        for storage in wanted:
+            room = target - cut.keep_cost
+            is_kept = storage in kept or tape.last[storage] in cut.kept
+            if is_kept or 8 * tape.storages[storage][1] > room + _SMALL:
+                continue
+            other = cheapest(_keeping(problem, [tape.last[other] for other in (*kept, storage)]), 1, 0)
+            more = other.keep_cost - cut.keep_cost
+            if other.keep_cost <= target and other.replay_cost < cut.replay_cost:
+                gain = (cut.replay_cost - other.replay_cost) / max(1, more)
+                if best is None or gain > best[0]:
+                    best = gain, storage, other
+        if best is None:
+            return cut
+        kept.append(best[1])
+        cut = best[2]
+
+
+def _keeping(problem: Problem, contents: Collection[int]) -> Problem:
+    """The problem with some contents kept in any case."""
+    changed = list(problem.contents)
+    for content in contents:
+        changed[content] = dataclasses.replace(changed[content], made_by=None)
+    return dataclasses.replace(problem, contents=changed)
