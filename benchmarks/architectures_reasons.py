@@ -63,7 +63,7 @@ def _entry(manager: Manager, layer: Layer) -> dict[str, Any]:
     level = setting if isinstance(setting, Level) else Level.SAVE_ATTENTION
     never = choice.banned(level)
     if isinstance(found, RangedPlan):
-        never = {**found.rows.mixes, **never}
+        never = {**found.never, **never}
     return {
         "module": told.module,
         "experts": any(_EXPERTS.search(type(part).__name__) for part in list(layer.module.modules())[1:]),

@@ -250,7 +250,7 @@ class _RangedRows(_Rows):
         reasons: Mapping[int, str],
         used: RangedPlan,
     ) -> None:
-        super().__init__(tape, sources, wanted, stuck, {**used.rows.mixes, **reasons}, None)
+        super().__init__(tape, sources, wanted, stuck, {**used.never, **reasons}, None)
         self._plan, self._division = used, used.rows
         self._again = frozenset(storage for plan in used.wholes for storage in plan.wanted)
         self._nbytes: dict[int, int] = dict(used.kept_nbytes)

@@ -161,9 +161,7 @@ class RecordedCall:
         """Saved storages that move in any case."""
         return self.ended.stuck
 
-    def replay(
-        self, plan: Plan, engine: Engine, *, before: Replay | None = None, together: bool = False
-    ) -> Replay:
+    def replay(self, plan: Plan, engine: Engine, *, before: Replay | None = None, together: bool = False) -> Replay:
         """The replay of this call by a plan."""
         recorder = self._call.recorder
         kept = [

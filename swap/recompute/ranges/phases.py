@@ -1,4 +1,4 @@
-"""Phases of a replay: what is divided by tokens, then what mixes them and is replayed as a whole, then what follows, by turns.
+"""Phases of a replay: what is divided by tokens, then what mixes them and is replayed whole, then what follows, by turns.
 
 Rows that a router sends to experts lie by expert, so the first tokens are not the first rows, and a product of a part of an
 expert's rows may round in another way, whichever part the routing of a call makes it. So all routed rows of a layer are
@@ -9,8 +9,9 @@ holds for the states of a recurrence, and for whatever else mixes tokens.
     routed rows                                        └─ sort ─ gather ─ experts ─ sum ─┘
     phase                          divided                         whole                divided
 
-A content that is never repeated is kept, so nothing waits for it. What is divided and follows from a whole phase reads what
-autograd has saved of that phase; where it would read something else it belongs to the whole phase too.
+A content that is never repeated is kept, so nothing waits for it. After a whole phase a divided one begins with a matrix
+product, since anything less is not worth a phase: of routed rows none is divided. It reads what autograd has saved of the
+whole phase; where a step would read something else it belongs to the whole phase too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+from memo.swap.recompute.tape.bans import groups_of
 from memo.swap.recompute.tape.plan import mask_of
 
 if TYPE_CHECKING:
@@ -53,7 +55,8 @@ def phases_of(rows: TokenRows, banned: Collection[int], storages: Sequence[int])
             reads = tape.steps[known.writer].reads
             number = max((numbers[read] for read in reads), default=0)
             waits = any(numbers[read] % 2 == 1 and read not in saved for read in reads)
-            is_whole = waits or not rows.divides(content)
+            begins = number % 2 == 0 or "matmul" in groups_of(tape.steps[known.writer].operator)
+            is_whole = waits or not begins or not rows.divides(content)
             number += number % 2 != is_whole
         numbers.append(number)
     by_number: dict[int, list[int]] = {}

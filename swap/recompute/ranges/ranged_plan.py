@@ -5,8 +5,9 @@
     replayed                     |  span of MATMULS | span of ATTENTION |      in pieces of tokens, the last ones first
 
 A span is a cut of its own, in which steps that mix tokens are never repeated (rows.py), and the same generated code as a
-plan's, over the parts of the storages that those tokens have. What mixes tokens is kept or, in a phase of its own (phases.py),
-replayed whole: of its storages as many are kept as have the bytes of as many tokens. A plan of ranges holds no tensor.
+plan's, over the parts of the storages that those tokens have. What mixes tokens is kept or, in a phase of its own
+(phases.py), replayed whole: of its storages as many are kept as have the bytes of as many tokens. A plan of ranges holds no
+tensor.
 """
 
 from __future__ import annotations
@@ -191,6 +192,11 @@ class RangedPlan:
         )
 
     @property
+    def never(self) -> Mapping[int, str]:
+        """Steps that no replay repeats because they mix tokens, and why."""
+        return {} if self.in_phases else self.rows.mixes
+
+    @property
     def holds(self) -> Mapping[int, tuple[Any, tuple[int, ...], bool]]:
         """As a Plan's: what the recorder of the next call must hold."""
         found: dict[int, tuple[Any, tuple[int, ...], bool]] = {}
@@ -287,10 +293,7 @@ class _Planner:
         rows, tape = self._rows, self._tape
         same = [storage for storage in wanted if tape.last[storage] in rows.same]
         others = [storage for storage in wanted if storage not in same]
-        if self._in_phases:
-            phases = phases_of(rows, self._bans(Level.SAVE_ATTENTION), others)
-        else:
-            phases = [Phase(True, tuple(storage for storage in others if tape.last[storage] in rows.rows))]
+        phases = self._phases(others, stuck)
         if self._always and len(phases) > 1:
             return None  # which ranges repeat in the order of other ranks
         replayed = {storage for phase in phases for storage in phase.storages}
@@ -316,8 +319,32 @@ class _Planner:
             in_phases=self._in_phases,
         )
 
+    def _phases(self, storages: Sequence[int], stuck: Sequence[int]) -> list[Phase]:
+        """What is replayed, in order; without what mixes tokens and is kept, which has the bytes of as many tokens."""
+        rows, last = self._rows, self._tape.last
+        if not self._in_phases:
+            return [Phase(True, tuple(storage for storage in storages if last[storage] in rows.rows))]
+        banned = self._bans(Level.SAVE_ATTENTION)
+        phases = phases_of(rows, banned, storages)
+        mixing = [storage for phase in phases if not phase.is_divided for storage in phase.storages]
+        if not mixing:
+            return phases
+        there = [*stuck, *(storage for storage in storages if storage not in mixing)]
+        problem = self._problem(banned, mixing, there)
+        matmuls = self._problem(self._bans(Level.SAVE_MATMULS), mixing, there)
+        first, second = self._ends
+        bits = first * cheapest(problem, 0, 1).keep_cost + (second - first) * cheapest(matmuls, 1, 0).keep_cost
+        bits += (rows.tokens - second) * cheapest(problem, 1, 0).keep_cost
+        cut = fitting_cut(self._tape, problem, mixing, bits // rows.tokens)
+        kept = {storage for storage in mixing if last[storage] in cut.kept and not self._is_mask(storage)}
+        return phases_of(rows, banned, [storage for storage in storages if storage not in kept])
+
+    def _is_mask(self, storage: int) -> bool:
+        """True for zeros and ones, which are kept as bits and given by a replay."""
+        return mask_of(self._tape, self._tape.last[storage]) is not None
+
     def _problem(self, bans: Iterable[int], wanted: Iterable[int], there: Iterable[int]) -> Problem:
-        """The cut of a replay of all tokens, which repeats no collective, since only ranges keep the order of other ranks."""
+        """The cut of a replay of all tokens. It repeats no collective: only ranges keep the order of other ranks."""
         tape = self._tape
         return problem_of(tape, {*bans, *self._talking}, self._sources, wanted, there, tape.costs)
 
@@ -330,13 +357,9 @@ class _Planner:
         self._add(cut, undivided, same)
 
     def _add_whole(self, storages: Sequence[int], there: Sequence[int]) -> None:
-        """The replay of a phase that mixes tokens; of its storages those are kept that fit the bytes of the tokens kept."""
+        """The replay of a phase that mixes tokens."""
         problem = self._problem(self._bans(Level.SAVE_ATTENTION), storages, there)
-        matmuls = self._problem(self._bans(Level.SAVE_MATMULS), storages, there)
-        first, second, tokens = *self._ends, self._rows.tokens
-        bits = first * cheapest(problem, 0, 1).keep_cost + (second - first) * cheapest(matmuls, 1, 0).keep_cost
-        bits += (tokens - second) * cheapest(problem, 1, 0).keep_cost
-        self._add(fitting_cut(self._tape, problem, storages, bits // tokens), self._sources, storages)
+        self._add(cheapest(problem, 1, 0), self._sources, storages)
 
     def _add(self, cut: Cut, sources: Sources, storages: Sequence[int]) -> None:
         plan = plan_of(self._tape, cut, sources, storages)

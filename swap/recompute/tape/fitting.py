@@ -1,12 +1,13 @@
-"""Cut that fits a number of bytes: the nearest corner of the curve below it, and between two corners more storages, one by one.
+"""Cut that fits a number of bytes: the nearest corner of the curve below it, and between two corners more storages.
 
-What is added are the storages that spare the most seconds for each byte. It is the better of what this greedy order finds;
-the best choice of storages is a knapsack.
+What is added, one by one, are the storages that spare the most seconds for each byte. It is the better of what this greedy
+order finds; the best choice of storages is a knapsack.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
@@ -38,24 +39,34 @@ def fitting_cut(tape: Tape, problem: Problem, wanted: Iterable[int], target: flo
     if not below:
         return corners[-1]
     cut = min(below, key=lambda cut: (cut.replay_cost, cut.keep_cost))
-    wanted, kept = tuple(wanted), list[int]()
-    while True:
-        best: tuple[float, int, Cut] | None = None
-        for storage in wanted:
-            room = target - cut.keep_cost
-            is_kept = storage in kept or tape.last[storage] in cut.kept
-            if is_kept or 8 * tape.storages[storage][1] > room + _SMALL:
-                continue
-            other = cheapest(_keeping(problem, [tape.last[other] for other in (*kept, storage)]), 1, 0)
-            more = other.keep_cost - cut.keep_cost
-            if other.keep_cost <= target and other.replay_cost < cut.replay_cost:
-                gain = (cut.replay_cost - other.replay_cost) / max(1, more)
-                if best is None or gain > best[0]:
-                    best = gain, storage, other
-        if best is None:
-            return cut
-        kept.append(best[1])
-        cut = best[2]
+    kept: list[int] = []
+    waiting: list[
+        tuple[float, int]
+    ] = []  # least first: seconds spared for each byte when last tried, negative; a storage
+
+    def tried(storage: int) -> tuple[float, Cut] | None:
+        room = target - cut.keep_cost
+        if tape.last[storage] in cut.kept or 8 * tape.storages[storage][1] > room + _SMALL:
+            return None
+        other = cheapest(_keeping(problem, [tape.last[other] for other in (*kept, storage)]), 1, 0)
+        if other.keep_cost > target or other.replay_cost >= cut.replay_cost:
+            return None
+        more = other.keep_cost - cut.keep_cost
+        return (other.replay_cost - cut.replay_cost) / max(1, more), other
+
+    for storage in wanted:
+        if (found := tried(storage)) is not None:
+            heapq.heappush(waiting, (found[0], storage))
+    while waiting:  # what a storage spares seldom grows while others are added, so only the first is tried again
+        _, storage = heapq.heappop(waiting)
+        if (found := tried(storage)) is None:
+            continue
+        if waiting and found[0] > waiting[0][0]:
+            heapq.heappush(waiting, (found[0], storage))
+        else:
+            kept.append(storage)
+            cut = found[1]
+    return cut
 
 
 def _keeping(problem: Problem, contents: Collection[int]) -> Problem:
