@@ -391,8 +391,9 @@ def _ranges(built: Sequence[Entry]) -> Iterator[str]:
         ratios += [entry["undivided"]["ratio"] for entry in whole if _why_not(entry) == "bytes"]
     yield (
         "At alpha 0.3 a layer's tokens are divided where it is proven, operator by operator, which rows belong to which"
-        " token: the first 30 % move and the others are replayed. A layer of which that is not proven, or not worth it,"
-        " keeps whole storages up to the same bytes, so less than a division by tokens may move of it, or more."
+        " token: the first 30 % move and the others are replayed. What mixes tokens is kept, or replayed as a whole between"
+        " the ranges. A layer of which nothing is proven, or that would keep more so, keeps whole storages up to the same"
+        " bytes; of these less than of tokens may fit."
     )
     text = f"All layers are in ranges in {counts['all']} classes, some in {counts['some']}, none in {counts['none']}."
     text += " Reasons"
@@ -454,20 +455,35 @@ def _experts(built: Sequence[Entry]) -> Iterator[str]:
         " the same path; where each expert's rows are found by their numbers, these are `sized`."
     )
     text = (
-        f"At alpha 0.3 such layers are in ranges of tokens in {divided} of these classes. Elsewhere rows lie by expert,"
-        " so the first tokens are not the first rows, and the results of the experts' products would be kept to their last"
-        " row."
+        f"At alpha 0.3 such layers are in ranges of tokens in {divided} of these classes. Rows of experts lie by expert, so"
+        " the first tokens are not the first rows: all routed rows of a layer are replayed at once, after the ranges of tokens"
+        " that they are taken from, and of their storages whole ones move. `divided` is the share of the bytes of such layers"
+        " in storages that are divided by tokens."
     )
     if ratios:
-        text += f" Ranges would keep {min(ratios):.2f} to {max(ratios):.2f} times the bytes of whole storages."
+        text += (
+            f" Elsewhere ranges would keep {min(ratios):.2f} to {max(ratios):.2f} times the bytes of whole storages."
+        )
     yield text
     yield _table(
-        ("class", "layers with experts", "kept at 0", "ranges at 0.3"),
+        ("class", "layers with experts", "kept at 0", "ranges at 0.3", "divided"),
         (
-            (_class(row), _modules(entries), _cell(_weights(_alike(row, entries, "0"))), _ranges_cell(entries))
+            (
+                _class(row),
+                _modules(entries),
+                _cell(_weights(_alike(row, entries, "0"))),
+                _ranges_cell(entries),
+                _divided_share(entries),
+            )
             for row, entries in found
         ),
     )
+
+
+def _divided_share(entries: Sequence[Entry]) -> str:
+    saved = sum(entry["layers"] * entry.get("saved_nbytes", 0) for entry in entries)
+    divided = sum(entry["layers"] * entry.get("divided_nbytes", 0) for entry in entries)
+    return _percent(divided / saved) if saved else ""
 
 
 def _states(built: Sequence[Entry]) -> Iterator[str]:
@@ -491,8 +507,9 @@ def _states(built: Sequence[Entry]) -> Iterator[str]:
         f"{_counted(len(lines))} with layers in which convolutions over several tokens, running sums or Fourier transforms"
         f" take a share of what is kept; in {hybrid} beside layers without. Their results stay whole at alpha 0, as those of"
         " attention do, and so do the states that products of two activations give: repeating these costs the most time for"
-        " each byte. Projections and all that is element-wise are repeated. A recurrence has no rows of single tokens: in"
-        f" {undivided} of these classes such layers keep whole storages at alpha 0.3; in the others what follows is divided."
+        " each byte. Projections and all that is element-wise are repeated. A recurrence has no rows of single tokens: what"
+        " is repeated of it is replayed as a whole, and what is before and behind it is divided; in"
+        f" {undivided} of these classes such layers keep whole storages at alpha 0.3."
     )
     yield _table(("class", "layers", "kept at 0", "other layers", "kept at 0", "ranges at 0.3"), lines)
 

@@ -42,7 +42,8 @@ def reasons_of(manager: Manager) -> list[dict[str, Any]]:
     Each has the class of its `layers` (how many there are); `whole`, why all of it moves, or `saved_nbytes`,
     `kept_nbytes`, `point` (name of the choice), `experts` (whether it routes tokens to experts) and `kept`: operator,
     reason, bytes and origin of what is kept of whole storages (`_kept`). At a setting that divides tokens `undivided`
-    has what kept a layer from that (`_undivided`); a layer in ranges has none.
+    has what kept a layer from that (`_undivided`); a layer in ranges has `divided_nbytes` instead, of all tokens of the
+    storages that are divided.
     """
     found: dict[str, dict[str, Any]] = {}
     for layer in manager.layers:
@@ -71,7 +72,7 @@ def _entry(manager: Manager, layer: Layer) -> dict[str, Any]:
         "kept_nbytes": told.used.kept_nbytes,
         "point": told.used.name,
         "kept": _kept(told, choice.tape, never),
-        **({} if isinstance(found, RangedPlan) else _undivided(choice, setting)),
+        **({"divided_nbytes": found.divided_nbytes} if isinstance(found, RangedPlan) else _undivided(choice, setting)),
     }
 
 
@@ -117,11 +118,11 @@ def _undivided(choice: Choice, levels: Setting) -> dict[str, Any]:
     for rows in readings_of(choice.tape) if readings is None else readings:
         mixes = mixes or _mixes(choice.tape, rows.mixes)
         first, second = ends = levels.ends(rows.tokens)
-        plan = ranged_plan_of(rows, ends, choice.banned, choice.sources, choice.wanted, choice.stuck)
         bits = first * 8 * choice.saved_nbytes + (second - first) * least[Level.SAVE_MATMULS]
         bits += (rows.tokens - second) * least[Level.SAVE_ATTENTION]
-        if plan is not None and bits:
-            ratios.append(8 * plan.nbytes * rows.tokens / bits)
+        of_call = choice.banned, choice.sources, choice.wanted, choice.stuck
+        plans = (ranged_plan_of(rows, ends, *of_call, in_phases=in_phases) for in_phases in (False, True))
+        ratios += [8 * plan.nbytes * rows.tokens / bits for plan in plans if plan is not None and bits]
     why: dict[str, Any] = {"why": "nothing"}
     if ratios:
         why = {"why": "trial" if min(ratios) <= MOST_OVER else "bytes", "ratio": round(min(ratios), 3)}
