@@ -456,9 +456,9 @@ def _experts(built: Sequence[Entry]) -> Iterator[str]:
     )
     text = (
         f"At alpha 0.3 such layers are in ranges of tokens in {divided} of these classes. Rows of experts lie by expert, so"
-        " the first tokens are not the first rows: all routed rows of a layer are replayed at once, after the ranges of tokens"
-        " that they are taken from, and of their storages whole ones move. `divided` is the share of the bytes of such layers"
-        " in storages that are divided by tokens."
+        " the first tokens are not the first rows: all routed rows of a layer are replayed at once, after the ranges of"
+        " tokens that they are taken from, and of their storages whole ones move. `divided` is the share of the bytes of"
+        " such layers in storages that are divided by tokens."
     )
     if ratios:
         text += (

@@ -479,11 +479,9 @@ class Plans:
         least, saved = at[Level.SAVE_ATTENTION].keep_cost // 8, set(case.recorded.saved)
         points: tuple[PointCost, ...] = ()
         half = self._in_ranges(case, choice, TokenLevels.of_alpha(0.5))
-        if half is not None:
+        if half is not None and not half.in_phases:  # whole phases are not in proportion to the tokens
             rows = half.rows
-            counts = ranged_costs_of(
-                rows, choice.banned, choice.sources, choice.wanted, choice.stuck, in_phases=half.in_phases
-            )
+            counts = ranged_costs_of(rows, choice.banned, choice.sources, choice.wanted, choice.stuck)
             tokens = rows.tokens
         else:
             size = case.call.recorder.values[0][2]  # of the hidden states; of their memory a view may have been saved

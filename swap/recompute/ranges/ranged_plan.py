@@ -183,15 +183,6 @@ class RangedPlan:
         return sum(self.rows.tape.storages[storage][1] for storage in self.divided)
 
     @property
-    def mixing(self) -> tuple[int, ...]:
-        """Storages that are replayed whole, though they depend on the tokens."""
-        return tuple(
-            storage
-            for storage, (at, _) in self.heads.items()
-            if isinstance(self.replays[at], Plan) and self.rows.tape.last[storage] not in self.rows.same
-        )
-
-    @property
     def never(self) -> Mapping[int, str]:
         """Steps that no replay repeats because they mix tokens, and why."""
         return {} if self.in_phases else self.rows.mixes
@@ -392,21 +383,18 @@ class _Planner:
 
 
 def ranged_costs_of(
-    rows: TokenRows, bans: Bans, sources: Sources, wanted: Sequence[int], stuck: Sequence[int], *, in_phases: bool
+    rows: TokenRows, bans: Bans, sources: Sources, wanted: Sequence[int], stuck: Sequence[int]
 ) -> dict[str, Any]:
-    """Bytes of each level and seconds of a piece, by the names of LayerCosts."""
+    """Bytes of each level and seconds of a piece, by the names of LayerCosts, of a layer in one phase."""
     tape, tokens = rows.tape, rows.tokens
-    last, middle = (
-        ranged_plan_of(rows, (0, end), bans, sources, wanted, stuck, in_phases=in_phases) for end in (0, tokens)
-    )
+    last, middle = (ranged_plan_of(rows, (0, end), bans, sources, wanted, stuck) for end in (0, tokens))
     assert last is not None
     divided = {storage: rows.rows[tape.last[storage]] for storage in last.divided}
     slices = _sliced(last)
     always = last.nbytes - slices
     each = sum(part.nbytes(1) for part in divided.values())
     gathered = sum(part.nbytes(1) for part in divided.values() if part.rows > 1)
-    whole = sum(tape.storages[storage][1] for storage in last.mixing) / tokens
-    kept, held = each + whole, 0.0
+    kept, held = float(each), 0.0
     if middle is not None:
         kept = (middle.nbytes - always) / tokens
         moving = [part for storage, part in divided.items() if storage not in middle.heads]
@@ -414,7 +402,7 @@ def ranged_costs_of(
     return {
         "always_bytes": always,
         "bytes_per_token": {
-            Level.SAVE_ALL: each + whole,
+            Level.SAVE_ALL: each,
             Level.SAVE_MATMULS: kept,
             Level.SAVE_ATTENTION: slices / tokens,
         },
@@ -424,10 +412,10 @@ def ranged_costs_of(
             Level.SAVE_ATTENTION: slices / tokens,
         },
         "held_per_token": {
-            Level.SAVE_MATMULS: 0.0 if middle is None else middle.held_bytes / tokens,
-            Level.SAVE_ATTENTION: last.held_bytes / tokens,
+            Level.SAVE_MATMULS: 0.0 if middle is None else middle.spans[0].held_bytes / tokens,
+            Level.SAVE_ATTENTION: last.spans[0].held_bytes / tokens,
         },
-        "piece_s": STEP_S * sum(len(span.plan.steps) for span in last.spans),
+        "piece_s": STEP_S * len(last.spans[0].plan.steps),
     }
 
 

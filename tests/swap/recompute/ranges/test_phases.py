@@ -167,21 +167,17 @@ def test_bytes_follow_alpha_by_tokens_and_by_whole_storages(offload: Callable[..
     assert moved[0.0] < moved[1.0] / 2
 
 
-def test_costs_of_the_levels_are_what_such_a_layer_keeps(offload: Callable[..., memo.Manager]) -> None:
-    """No more than planned, and less by no more than the storages that do not fit."""
-    for alpha in (0.25, 0.5, 0.75):
-        model = routed(behind=True)
-        manager = offload(model, alpha=alpha, min_bytes=1)
-        train(model, lambda step: model(ids(step)), manager)  # noqa: B023
-        assert manager._tokenwise is not None
-        costs = next(costs for costs in manager._tokenwise.costs() if costs.layer == "layers.0")
-        plan = plan_of(manager)
-        largest = max(plan.rows.tape.storages[storage][1] for storage in plan.mixing)
-        planned = costs.nbytes(TokenLevels.of_alpha(alpha))
-        assert planned - largest <= plan.nbytes <= planned
-        assert costs.held_per_token[Level.SAVE_ATTENTION] * SEQ >= plan.held_bytes
-        assert costs.divisible
-        manager.close()
+def test_a_planner_is_told_the_curve_of_such_a_layer(offload: Callable[..., memo.Manager]) -> None:
+    """What is replayed whole is not in proportion to the tokens, neither its bytes nor what its replay holds."""
+    model = routed()
+    manager = offload(model, alpha=0.5, min_bytes=1)
+    train(model, lambda step: model(ids(step)), manager)
+    tapes, told = manager._tokenwise, manager.explain(0)
+    assert tapes is not None
+    assert told.ranges
+    costs = next(costs for costs in tapes.costs() if costs.layer == "layers.0")
+    assert not costs.divisible
+    assert {point.saved_bytes for point in costs.points} <= {point.kept_nbytes for point in told.points}
 
 
 @pytest.mark.parametrize("policy", ["lazy", "eager", "random"])
