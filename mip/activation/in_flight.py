@@ -83,7 +83,14 @@ def moments_of(turns: tuple[Turn, ...], chunks: int) -> tuple[Moment, ...]:
             latest = turn.call
         elif turn.kind is Kind.INPUT:
             between[turn.chunk] += 1
-    return tuple(moment for moment in found if not any(_covers(other, moment) for other in found if other != moment))
+    alike: collections.defaultdict[tuple[object, ...], list[Moment]] = collections.defaultdict(list)
+    for moment in found:
+        alike[_places(moment)].append(moment)
+    return tuple(
+        moment
+        for moment in found
+        if not any(_covers(other, moment) for other in alike[_places(moment)] if other is not moment)
+    )
 
 
 def peak_in_flight(turns: tuple[Turn, ...], chunks: int) -> tuple[tuple[int, ...], ...]:
@@ -98,8 +105,13 @@ def in_flight_within(turns: tuple[Turn, ...], bound: tuple[Turn, ...], *, chunks
     return all(any(other == one or _covers(other, one) for other in others) for one in moments_of(turns, chunks))
 
 
+def _places(moment: Moment) -> tuple[object, ...]:
+    """The chunks whose layers are whole; moments with the same ones are alike but for the calls that are held."""
+    return moment.chunk, moment.whole_chunk, moment.ahead
+
+
 def _covers(other: Moment, one: Moment) -> bool:
-    alike = (other.chunk, other.whole_chunk, other.ahead) == (one.chunk, one.whole_chunk, one.ahead)
+    alike = _places(other) == _places(one)
     # Layers hold the same in a forward, and no recompute runs in it.
     of_kind = other.kind is one.kind or (one.kind is Kind.FORWARD and one.ahead is None and other.kind is Kind.BACKWARD)
     return alike and of_kind and _at_least(other.waiting + other.between, one.waiting + one.between)
