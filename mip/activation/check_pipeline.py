@@ -35,7 +35,7 @@ _Layer = tuple[int, int, int]
 """Chunk, microbatch, index of the layer."""
 
 
-class _State(enum.Enum):
+class _State(enum.IntEnum):
     """Bytes of a call's layer that are on the device."""
 
     WHOLE = enum.auto()

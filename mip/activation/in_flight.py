@@ -20,7 +20,15 @@ from collections.abc import Iterable, Sequence
 
 from memo.mip.inputs.pipeline_schedules import Kind, Turn
 
-__all__ = ["Moment", "TurnCopy", "copies_between_turns", "in_flight_within", "moments_of", "peak_in_flight"]
+__all__ = [
+    "Moment",
+    "TurnCopy",
+    "copies_between_turns",
+    "in_flight_within",
+    "moments_of",
+    "peak_in_flight",
+    "split_chunks",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,10 +101,17 @@ def moments_of(turns: tuple[Turn, ...], chunks: int) -> tuple[Moment, ...]:
     )
 
 
+@functools.lru_cache(maxsize=1024)
 def peak_in_flight(turns: tuple[Turn, ...], chunks: int) -> tuple[tuple[int, ...], ...]:
     """Maximal numbers of microbatches in flight, by chunk; several where no moment has most of every chunk."""
     all_held = dict.fromkeys(moment.held for moment in moments_of(turns, chunks))
     return tuple(one for one in all_held if not any(_at_least(other, one) for other in all_held if other != one))
+
+
+@functools.lru_cache(maxsize=1024)
+def split_chunks(turns: tuple[Turn, ...]) -> frozenset[int]:
+    """The chunks whose backward is split into two halves."""
+    return frozenset(turn.chunk for turn in turns if turn.kind is Kind.WEIGHT)
 
 
 def in_flight_within(turns: tuple[Turn, ...], bound: tuple[Turn, ...], *, chunks: int) -> bool:
@@ -158,7 +173,7 @@ class TurnCopy:
     """Number of such copies in a step."""
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=1024)
 def copies_between_turns(turns: tuple[Turn, ...]) -> tuple[TurnCopy, ...]:
     """Counts the copies between turns.
 

@@ -61,7 +61,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from memo.errors import PlanError
-from memo.mip.activation.in_flight import Moment, moments_of, peak_in_flight
+from memo.mip.activation.in_flight import Moment, moments_of, peak_in_flight, split_chunks
 from memo.mip.activation.pipeline_time import microbatches_s
 from memo.mip.inputs.hardware import Hardware, LaneRates
 from memo.mip.inputs.pipeline_schedules import Kind, PipelineSchedule, Turn, rank_turns
@@ -264,7 +264,7 @@ class Pipeline:
 
     def splits(self, stage: int, chunk: int) -> bool:
         """Whether a chunk's backward is split into two halves."""
-        return self.chunks > 1 and any(turn.kind is Kind.WEIGHT and turn.chunk == chunk for turn in self.turns(stage))
+        return self.chunks > 1 and chunk in split_chunks(self.turns(stage))
 
 
 ONE_STAGE = Pipeline()

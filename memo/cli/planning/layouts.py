@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 PROCESSES = 2
-MOST_CALLS = 50_000
+MOST_CALLS = 20_000
 """Passes of layers in a step that is played whole, for each of the best layouts; of a longer one so many are."""
 LEAST_STEP_TOKENS = 1 << 20
 """Tokens of a step, at least, where its size is not given."""
