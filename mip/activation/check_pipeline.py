@@ -108,7 +108,7 @@ class _Walker:
         self._starts, self._ends = own[0] == 0, own[-1] == len(self._known) - 1
         self._static += self._profile.embedding.static_bytes if self._starts else 0
         self._static += self._profile.head.static_bytes if self._ends else 0
-        self._static += plan.problem.received_bytes(stage)
+        self._static += plan.problem.message_bytes(stage)
 
     def walk(self) -> Walk:
         latest: Turn | None = None  # the latest forward, whose last layer is whole
