@@ -392,7 +392,7 @@ class ActivationProblem:
     def message_bytes(self, stage: int) -> int:
         """Bytes that a stage keeps for messages: all that it receives in a step, and the most results at once.
 
-        A received message's buffer stands all the time: one for each microbatch, from each chunk's neighbours on other ranks.
+        Buffers of received messages stand all the time: of each microbatch, from each chunk's neighbours on other ranks.
         """
         pipeline = self.pipeline
         if pipeline.own is not None or not self.profile.send_bytes:
