@@ -22,6 +22,7 @@ __all__ = [
     "MAX_INTEGER",
     "Refused",
     "Unpacked",
+    "is_file_name",
     "open_file",
     "parse_json",
     "parse_object",
@@ -102,6 +103,11 @@ class Unpacked(io.RawIOBase):
             self._stream.close()
             self._packed.close()
         super().close()
+
+
+def is_file_name(name: str) -> bool:
+    """True for a name within a folder, False for a path that leads elsewhere."""
+    return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
 def read_bytes(path: str | os.PathLike[str], *, most: int = MAX_FILE_NBYTES) -> bytes:

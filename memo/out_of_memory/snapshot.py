@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import os
 import pickle
 import resource
 from collections.abc import Iterable, Mapping, Sequence
@@ -105,6 +106,8 @@ def explain_apart(path: Path, *, device: int | None = None) -> HeldMemory:
 
 def _answer(pipe: Connection, path: Path, device: int | None) -> None:
     try:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 2)  # CPython itself writes there of some damaged pickles
         size = path.stat().st_size
         seconds = max(_LEAST_S, (size * _S_PER_MIB) >> 20)
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))

@@ -17,11 +17,16 @@ import tempfile
 import traceback
 import warnings
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 import atheris
 
-__all__ = ["way_to_fail"]
+if TYPE_CHECKING:
+    from tests.fuzz.readers import Reader
+
+__all__ = ["run", "way_to_fail"]
 
 _ROOT = Path(__file__).parents[2]
 _COMMANDS_OF = 8
@@ -40,21 +45,23 @@ def way_to_fail(error: BaseException) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", f"{type(error).__name__}-{place}-{words}").strip("-")[:120]
 
 
-def main() -> None:
-    """Runs the fuzzer: NAME, the folder for finds, then libFuzzer's own arguments."""
-    name, finds, *flags = sys.argv[1:]
-    sys.path.insert(0, str(_ROOT / "tests" / "support"))
-    with atheris.instrument_imports(include=["memo"], enable_loader_override=False):
-        from tests.fuzz.readers import READERS, Broken, examine
+def run(reader: Reader, finds: Path, flags: Sequence[str]) -> NoReturn:
+    """Runs the fuzzer on one reader, whose code is instrumented; ends the process.
 
-        reader = READERS[name]
-        folder = Path(tempfile.mkdtemp(prefix="memo-fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
-        for seed in reader.seeds():
-            for _ in (reader.read, *reader.commands):
-                with contextlib.suppress(Broken):  # it imports what is imported on first use, which takes time and is told
-                    examine(reader, seed, folder)
-            if not examine(reader, seed, folder):
-                raise SystemExit(f"{name} refuses its own seed")
+    Args:
+        reader: the reader.
+        finds: folder for inputs that fail, each named after its way to fail.
+        flags: libFuzzer's own arguments.
+    """
+    from tests.fuzz.readers import Broken, examine
+
+    folder = Path(tempfile.mkdtemp(prefix="memo-fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    for seed in reader.seeds():
+        for _ in (reader.read, *reader.commands):
+            with contextlib.suppress(Broken):  # it imports what is imported on first use, which takes time and is told
+                examine(reader, seed, folder)
+        if not examine(reader, seed, folder):
+            raise SystemExit(f"{reader.name} refuses its own seed")
     warnings.simplefilter("ignore")
     logging.disable()
     faulthandler.disable()
@@ -69,15 +76,25 @@ def main() -> None:
             way = way_to_fail(error)
             if way not in known:
                 known.add(way)
-                Path(finds, way).write_bytes(data)
-                Path(finds, f"{way}.txt").write_text("".join(traceback.format_exception(error))[-4000:], errors="replace")
-                print(f"\nFOUND {name}: {way}", flush=True)
+                (finds / way).write_bytes(data)
+                (finds / f"{way}.txt").write_text("".join(traceback.format_exception(error))[-4000:], errors="replace")
 
     def mutate(data: bytes, most: int, seed: int) -> bytes:
         return reader.shape(data, most, random.Random(seed), atheris.Mutate)
 
     atheris.Setup([sys.argv[0], *flags], one, custom_mutator=mutate)
     atheris.Fuzz()
+    raise AssertionError("libFuzzer ends the process")
+
+
+def main() -> None:
+    """Fuzzes a reader by its name: NAME, the folder for finds, then libFuzzer's own arguments."""
+    name, finds, *flags = sys.argv[1:]
+    sys.path.insert(0, str(_ROOT / "tests" / "support"))
+    with atheris.instrument_imports(include=["memo"], enable_loader_override=False):
+        from tests.fuzz.readers import READERS
+
+        run(READERS[name], Path(finds), flags)
 
 
 if __name__ == "__main__":

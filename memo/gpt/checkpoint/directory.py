@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from memo.bounded_files import Refused, read_object
+from memo.bounded_files import Refused, is_file_name, read_object
 from memo.errors import CheckpointError
 from memo.gpt.checkpoint.plain_reader import PlainReader
 from memo.gpt.checkpoint.random_state import random_state, set_random_state
@@ -73,7 +73,7 @@ class Checkpoint:
         if type(step) is not int or not isinstance(settings, dict) or not isinstance(files, dict):
             raise CheckpointError(f"{path} is not a checkpoint of memo train: {_META} lacks its step, settings or files")
         for name, nbytes in files.items():
-            if name != Path(name).name or "\0" in name:
+            if not is_file_name(name):
                 raise CheckpointError(f"{path} names the file {name[:80]!r}, which is outside it")
             found = (path / name).stat().st_size if (path / name).is_file() else None
             if found != nbytes:
@@ -175,7 +175,7 @@ class CheckpointDir:
             except (OSError, RuntimeError) as error:
                 failure = _cause(error)
             except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
+                _remove(partial)
                 raise
             self.publish(step, settings, failure)
         return Checkpoint(path=self._target(step), step=step, settings=settings)
@@ -188,9 +188,9 @@ class CheckpointDir:
                 Checkpoint.at(target)  # resumed and stopped again without a step in between
                 return None
             except CheckpointError:
-                shutil.rmtree(target, ignore_errors=True)  # damaged, so it is written again
+                _remove(target)  # damaged, so it is written again
         partial = self._partial(step)
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(partial)
         return partial
 
     def publish(self, step: int, settings: dict[str, Any], failure: str | None = None) -> None:
@@ -212,12 +212,12 @@ class CheckpointDir:
             os.rename(partial, target)
             os.fsync(self._lock)
         except BaseException as error:
-            shutil.rmtree(partial, ignore_errors=True)
+            _remove(partial)
             if isinstance(error, OSError):
                 raise CheckpointError(f"cannot write {target}: {_cause(error)}") from error
             raise
         for old in self._paths()[: -self._keep]:
-            shutil.rmtree(old, ignore_errors=True)
+            _remove(old)
 
     def close(self) -> None:
         """Releases the lock, and removes the directory if this run created it and it is empty. Idempotent."""
@@ -248,7 +248,7 @@ class CheckpointDir:
             # A file system without locks (some network mounts): continue without one.
         for path in self.path.iterdir():
             if _PARTIAL.fullmatch(path.name):  # its writer was killed, since this run has the lock
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
 
     def _target(self, step: int) -> Path:
         return self.path / f"step-{step:08d}"
@@ -258,6 +258,14 @@ class CheckpointDir:
 
     def _paths(self) -> list[Path]:
         return _paths(self.path)
+
+
+def _remove(path: Path) -> None:
+    """Removes a directory with all that is in it, or a link instead of what it leads to; without an error."""
+    if path.is_symlink():
+        with contextlib.suppress(OSError):
+            path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _write(partial: Path, state: dict[str, Any]) -> None:

@@ -20,9 +20,15 @@ from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 
-from memo.bounded_files import Refused
+from memo.bounded_files import Refused, is_file_name
 
 __all__ = ["PlainReader"]
 
@@ -129,21 +135,31 @@ def _check(metadata: object) -> None:
     Raises:
         Refused: a part has another type than torch writes, lies outside the checkpoint, or is no tensor's.
     """
-    if not isinstance(metadata, Metadata):
-        raise Refused(".metadata is damaged: it is no list of tensors")
-    entries, places = metadata.state_dict_metadata, metadata.storage_data
-    if not isinstance(entries, dict) or not isinstance(places, dict):
+    entries, places = (getattr(metadata, name, None) for name in ("state_dict_metadata", "storage_data"))
+    if not isinstance(metadata, Metadata) or not isinstance(entries, dict) or not isinstance(places, dict):
         raise Refused(".metadata is damaged: it is no list of tensors")
     for name, entry in entries.items():
         if isinstance(entry, BytesStorageMetadata):
             raise Refused(f".metadata has {str(name)[:80]!r}, which is no tensor")
-        if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata):
+        if not isinstance(name, str) or not _is_tensor(entry):
             raise Refused(f".metadata is damaged at {str(name)[:80]!r}")
-    for place in places.values():
-        path, numbers = getattr(place, "relative_path", None), (getattr(place, "offset", -1), getattr(place, "length", -1))
-        if not isinstance(path, str) or not all(type(number) is int and number >= 0 for number in numbers):
+    for index, place in places.items():
+        path, offset, length = (getattr(place, name, None) for name in ("relative_path", "offset", "length"))
+        whole = all(type(number) is int and number >= 0 for number in (offset, length))
+        if not isinstance(index, MetadataIndex) or not isinstance(path, str) or not whole:
             raise Refused(".metadata is damaged: a part has no place")
-        if path != Path(path).name:
+        if not is_file_name(path):
             raise Refused(f".metadata names {path[:80]!r}, which is outside the checkpoint")
         if getattr(place, "transform_descriptors", None):
             raise Refused(".metadata asks for transforms, which memo does not write")
+
+
+def _is_tensor(entry: object) -> bool:
+    chunks, properties = getattr(entry, "chunks", None), getattr(entry, "properties", None)
+    return (
+        isinstance(entry, TensorStorageMetadata)
+        and isinstance(getattr(entry, "size", None), torch.Size)
+        and isinstance(getattr(properties, "dtype", None), torch.dtype)
+        and isinstance(chunks, list)
+        and all(isinstance(getattr(chunk, name, None), torch.Size) for chunk in chunks for name in ("offsets", "sizes"))
+    )
