@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 PEERS_ARGS ?=
 WORKERS ?= 2
 
-.PHONY: demo test test-all hunt test-parallel lint typed typecheck format docs bench peers plots gpu-check gpu-bench gpu-emulated gpu-hour-prepare gpu-rehearsal setup clean integrations
+.PHONY: demo test test-all hunt fuzz test-parallel lint typed typecheck format docs bench peers plots gpu-check gpu-bench gpu-emulated gpu-hour-prepare gpu-rehearsal setup clean integrations
 
 setup: $(STAMP)
 
@@ -43,6 +43,11 @@ test-parallel: setup
 HUNT_ARGS ?= --programs 20000 --write
 hunt: setup
 	$(BIN)/python -m tests.hunt $(HUNT_ARGS)
+
+# Every reader of files under a coverage-guided fuzzer: docs/reliability.md. FUZZ_ARGS="--minutes 1 --readers trace" for some.
+FUZZ_ARGS ?= --inputs 1000000 --write
+fuzz: setup
+	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

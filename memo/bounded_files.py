@@ -54,15 +54,15 @@ def open_file(path: str | os.PathLike[str], *, pipes: bool = False) -> BinaryIO:
         OSError: it cannot be opened.
     """
     try:
-        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC))
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError:  # a null character
         raise Refused("no name of a file") from None
-    kind = os.fstat(file.fileno()).st_mode
+    kind = os.fstat(descriptor).st_mode
     if not (stat.S_ISREG(kind) or (pipes and stat.S_ISFIFO(kind))):
-        file.close()
+        os.close(descriptor)
         raise Refused("not a regular file")
-    os.set_blocking(file.fileno(), True)
-    return file
+    os.set_blocking(descriptor, True)
+    return os.fdopen(descriptor, "rb")
 
 
 class Unpacked(io.RawIOBase):
@@ -209,7 +209,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         ((twice, _),) = collections.Counter(key for key, _ in pairs).most_common(1)
-        raise Refused(f"key {ascii(twice[:40])} stands twice")
+        raise Refused(f"key {twice[:40]!a} stands twice")
     return found
 
 

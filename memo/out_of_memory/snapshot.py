@@ -30,7 +30,10 @@ __all__ = ["explain_apart", "held_in_snapshot", "read_snapshot"]
 
 _FORK = multiprocessing.get_context("fork")
 _LEAST_S, _S_PER_MIB = 2, 2  # processor seconds that a file may take
-_LEAST_NBYTES, _NBYTES_PER_BYTE = 512 << 20, 64  # memory likewise, beside what the process has; plain data takes 20 a byte
+_LEAST_NBYTES, _NBYTES_PER_BYTE = (
+    512 << 20,
+    64,
+)  # memory likewise, beside what the process has; plain data takes 20 a byte
 
 MOST_BYTES = 4 << 30
 _MOST_HOLDERS = 10

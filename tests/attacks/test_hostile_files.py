@@ -10,15 +10,12 @@ import contextlib
 import io
 import json
 import os
-import pickle
 import resource
 import struct
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -126,7 +123,7 @@ def refused(command: str, path: Path, *, room: int = 1 << 30, seconds: int = 2) 
             os.close(read)
             for number in (1, 2):
                 os.dup2(write, number)
-            sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", closefd=False) for number in (1, 2))
+            sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", closefd=False) for number in (1, 2))  # noqa: SIM115
             spent = sum(os.times()[:2])
             resource.setrlimit(resource.RLIMIT_CPU, (int(spent) + seconds + 1, int(spent) + seconds + 1))
             size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -152,7 +149,7 @@ def refused(command: str, path: Path, *, room: int = 1 << 30, seconds: int = 2) 
 def _imported(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What commands import on first use is no part of what a file costs."""
     here = tmp_path_factory.mktemp("imports")
-    import memo.cli.train  # noqa: F401
+    import memo.cli.train
     import memo.gpt.train.run  # noqa: F401
 
     (here / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64}')

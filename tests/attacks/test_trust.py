@@ -51,7 +51,10 @@ def executing(source: str) -> list[str]:
         f"line {call.lineno}: {_called(call)}"
         for call in _calls(tree)
         if _called(call) in ("eval", "exec", "os.system", "os.popen", "marshal.loads", "marshal.load")
-        or any(key.arg == "shell" and not (isinstance(key.value, ast.Constant) and not key.value.value) for key in call.keywords)
+        or any(
+            key.arg == "shell" and not (isinstance(key.value, ast.Constant) and not key.value.value)
+            for key in call.keywords
+        )
     ]
     names = ("pickle", "dill", "cloudpickle", "shelve", "yaml", "marshal", "joblib")
     for node in ast.walk(tree):

@@ -2,8 +2,8 @@
 
     python -m tests.fuzz [--inputs 1000000] [--minutes M] [--readers "trace cluster"] [--write]
 
-Each reader has a process of its own, for `--inputs` inputs or `--minutes` minutes, and a corpus under build/fuzz that the next
-run begins with. Finds go to build/fuzz/NAME/finds; kept in tests/fuzz/found/NAME they are inputs of every run, and of the
+Each reader has a process of its own, for `--inputs` inputs or `--minutes` minutes, and a corpus under build/fuzz that the
+next run begins with. Finds go to build/fuzz/NAME/finds; kept in tests/fuzz/found/NAME they are inputs of every run, and of the
 tests. Exit 1 where anything was found.
 """
 
@@ -108,7 +108,9 @@ def main() -> int:
     for name in args.readers:
         runs[name] = run = fuzz(READERS[name], inputs=args.inputs, minutes=args.minutes, seed=args.seed)
         each = f"{run.inputs:,} inputs in {run.seconds:.0f} s, {run.edges:,} branches, {run.corpus:,} in the corpus"
-        print(f"{name}: {each}", *(f"  FOUND {WORK / name / 'finds' / find}" for find in run.finds), sep="\n", flush=True)
+        print(
+            f"{name}: {each}", *(f"  FOUND {WORK / name / 'finds' / find}" for find in run.finds), sep="\n", flush=True
+        )
         if args.write:
             path = write_result("fuzz", {"readers": {name: dataclasses.asdict(run) for name, run in runs.items()}})
     finds = sum(len(run.finds) for run in runs.values())

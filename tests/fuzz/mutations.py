@@ -18,7 +18,25 @@ __all__ = ["BYTES", "CANARY", "GZIPPED_LINES", "JSON", "LINES", "WORDS", "Shape"
 
 CANARY = "<script>canary()</script>"
 """HTML that must never reach a page as such."""
-_NUMBERS = (0, -1, 1, 2, 7, 255, 10_000, 2**31, 2**32, 2**53 + 1, 2**62, 2**62 + 1, 2**63, 2**64, -(2**63), 10**30, 10**400)
+_NUMBERS = (
+    0,
+    -1,
+    1,
+    2,
+    7,
+    255,
+    10_000,
+    2**31,
+    2**32,
+    2**53 + 1,
+    2**62,
+    2**62 + 1,
+    2**63,
+    2**64,
+    -(2**63),
+    10**30,
+    10**400,
+)
 _FLOATS = (0.0, -0.0, 0.5, 1.0, -1.5, 1e-320, 1e-9, 1e15, 1e18, 1e30, 1e300, 1.7e308, -1e308)
 _TEXTS = (
     "",
@@ -39,7 +57,17 @@ _TEXTS = (
     "nan",
     "9" * 40,
 )
-_RAW = ("1e400", "-1e400", "NaN", "Infinity", "-Infinity", "1" * 5000, '"' + "\\u0000" * 9 + '"', "[" * 1200 + "]" * 1200, "1.0")
+_RAW = (
+    "1e400",
+    "-1e400",
+    "NaN",
+    "Infinity",
+    "-Infinity",
+    "1" * 5000,
+    '"' + "\\u0000" * 9 + '"',
+    "[" * 1200 + "]" * 1200,
+    "1.0",
+)
 """JSON texts that Python's writer does not write."""
 
 Mutate = Callable[[bytes, int], bytes]
@@ -87,7 +115,9 @@ def _other(value: Any, draw: random.Random, places: Sequence[tuple[Any, Any]]) -
     what = draw.randrange(8)
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if number and what < 3:
-        return draw.choice((value + 1, value - 1, -value, value * 2, value // 2, value * 1000, value / 3 if value else 1))
+        return draw.choice(
+            (value + 1, value - 1, -value, value * 2, value // 2, value * 1000, value / 3 if value else 1)
+        )
     if what < 4:
         return draw.choice(_NUMBERS)
     if what == 4:
@@ -168,7 +198,14 @@ def _words(data: bytes, draw: random.Random) -> bytes:
     if number > 1 << 1000:
         number = int("9" * draw.choice((20, 400, 4000)))
     parts[at] = draw.choice(
-        (str(number), *_TEXTS[:12], draw.choice(string.printable), parts[draw.randrange(len(parts))], parts[at] * 2, "1.5")
+        (
+            str(number),
+            *_TEXTS[:12],
+            draw.choice(string.printable),
+            parts[draw.randrange(len(parts))],
+            parts[at] * 2,
+            "1.5",
+        )
     )
     return "".join(parts).encode(errors="surrogatepass")
 

@@ -15,7 +15,6 @@ import io
 import json
 import pickle
 import resource
-import sys
 import time
 import unicodedata
 from collections.abc import Callable, Sequence
@@ -111,7 +110,10 @@ def _reads(read: Callable[[Path], object], path: Path) -> bool:
 def _run(command: str, path: Path, page: Path) -> None:
     page.unlink(missing_ok=True)
     out, errors = io.StringIO(), io.StringIO()
-    arguments = [word.replace("{page}", str(page)).replace("{beside}", str(path.parent)).replace("{}", str(path)) for word in command.split()]
+    arguments = [
+        word.replace("{page}", str(page)).replace("{beside}", str(path.parent)).replace("{}", str(path))
+        for word in command.split()
+    ]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
         code = main(arguments)
     said = errors.getvalue()
@@ -122,7 +124,7 @@ def _run(command: str, path: Path, page: Path) -> None:
     for text in (out.getvalue(), said):
         acting = [char for char in set(text) - {"\n"} if unicodedata.category(char) in ("Cc", "Cf", "Cs")]
         if acting:
-            raise Broken(f"memo {command}: {ascii(acting[0])} reached the terminal")
+            raise Broken(f"memo {command}: {acting[0]!a} reached the terminal")
     if page.exists() and CANARY in page.read_text(encoding="utf-8"):
         raise Broken(f"memo {command}: HTML of the input is in the page")
 
@@ -359,7 +361,14 @@ _EXPLAINED = {
             "saved_storages": 2,
             "saved_nbytes": 3072,
             "rows": [
-                {"step": 0, "operator": "aten.mm", "shape": [4, 16], "dtype": "float32", "nbytes": 2048, "is_saved": True}
+                {
+                    "step": 0,
+                    "operator": "aten.mm",
+                    "shape": [4, 16],
+                    "dtype": "float32",
+                    "nbytes": 2048,
+                    "is_saved": True,
+                }
                 | {"fate": "replayed", "why": "backward needs it", "replay_us": 1500.0}
             ],
             "points": [
@@ -379,8 +388,16 @@ def _configuration(path: Path) -> object:
 
 _CONFIGURATIONS: tuple[dict[str, Any], ...] = (
     {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
-    | {"num_key_value_heads": 2, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "architectures": ["LlamaForCausalLM"]},
-    {"model_type": "gemma3", "text_config": {"num_hidden_layers": 4, "hidden_size": 32}, "vision_config": {"hidden_size": 16}},
+    | {
+        "num_key_value_heads": 2,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        "architectures": ["LlamaForCausalLM"],
+    },
+    {
+        "model_type": "gemma3",
+        "text_config": {"num_hidden_layers": 4, "hidden_size": 32},
+        "vision_config": {"hidden_size": 16},
+    },
     {"model_type": "gpt_neo", "num_layers": 2, "attention_types": [[["global", "local"], 1]], "num_labels": 3},
     {"model_type": "gemma2", "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "id2label": {"0": "a"}},
     {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2, "hidden_size": 64},
@@ -429,7 +446,12 @@ _SNAPSHOT = {
         [
             {"action": "segment_alloc", "addr": 0, "size": 4096, "stream": 0, "frames": []},
             {"action": "alloc", "addr": 0, "size": 1024, "stream": 0, "frames": []},
-            {"action": "alloc", "addr": 2048, "size": 512, "frames": [{"name": "backward", "filename": "g.py", "line": 1}]},
+            {
+                "action": "alloc",
+                "addr": 2048,
+                "size": 512,
+                "frames": [{"name": "backward", "filename": "g.py", "line": 1}],
+            },
             {"action": "free_completed", "addr": 2048, "size": 512, "frames": []},
             {"action": "oom", "size": 9999, "device_free": 100, "frames": []},
         ]
@@ -512,7 +534,13 @@ def _texts(path: Path) -> object:
     from memo.units import parse_bytes, parse_duration_s, parse_tokens
 
     text = path.read_bytes().decode(errors="surrogateescape")
-    for parse in (parse_bytes, parse_tokens, parse_duration_s, hardware_preset, lambda word: parse_network(word, Network())):
+    for parse in (
+        parse_bytes,
+        parse_tokens,
+        parse_duration_s,
+        hardware_preset,
+        lambda word: parse_network(word, Network()),
+    ):
         with contextlib.suppress(UsageError):
             parse(text)
     return text

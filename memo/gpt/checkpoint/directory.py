@@ -71,7 +71,9 @@ class Checkpoint:
             raise CheckpointError(f"{path} has {given}, not {_VERSION}")
         step, settings, files = meta.get("step"), meta.get("settings"), meta.get("files")
         if type(step) is not int or not isinstance(settings, dict) or not isinstance(files, dict):
-            raise CheckpointError(f"{path} is not a checkpoint of memo train: {_META} lacks its step, settings or files")
+            raise CheckpointError(
+                f"{path} is not a checkpoint of memo train: {_META} lacks its step, settings or files"
+            )
         for name, nbytes in files.items():
             if not is_file_name(name):
                 raise CheckpointError(f"{path} names the file {name[:80]!r}, which is outside it")

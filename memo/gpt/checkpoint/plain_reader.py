@@ -125,7 +125,9 @@ class _Unpickler(pickle._Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         known = (module_name, global_name) in _CLASSES
         if not known and not (module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)):
-            raise Refused(f".metadata names {f'{module_name}.{global_name}'[:80]!r}, which no checkpoint of tensors does")
+            raise Refused(
+                f".metadata names {f'{module_name}.{global_name}'[:80]!r}, which no checkpoint of tensors does"
+            )
         return super().find_class(module_name, global_name)
 
 

@@ -87,7 +87,12 @@ def read_documents(files: Iterable[Path], *, field: str = "text") -> Iterator[st
                     text = stream.read().decode("utf-8", errors="replace")
                 if text:
                     yield text
-        except (OSError, EOFError, zlib.error, Refused) as error:  # the second and third: a truncated or damaged gzip file
+        except (
+            OSError,
+            EOFError,
+            zlib.error,
+            Refused,
+        ) as error:  # the second and third: a truncated or damaged gzip file
             raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 

@@ -177,7 +177,9 @@ class MetricsFile:
                     end += len(line)
             os.truncate(self.path, end)
         except (Refused, OSError) as error:
-            raise DataError(f"{self.path} is not a metrics file of memo train ({error}); choose another name") from error
+            raise DataError(
+                f"{self.path} is not a metrics file of memo train ({error}); choose another name"
+            ) from error
 
 
 def _step_of(line: bytes) -> int:

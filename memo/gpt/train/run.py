@@ -510,8 +510,6 @@ def _training(config: RunConfig, device: torch.device) -> TrainConfig:
     return dataclasses.replace(config.training, precision=config.precision or default)
 
 
-
-
 def _settings(config: RunConfig, shape: GPTConfig, training: TrainConfig) -> dict[str, Any]:
     """Settings stored in a checkpoint: the model, and everything else that decides the next loss."""
     numbers = dataclasses.asdict(training)

@@ -156,7 +156,7 @@ def test_unreadable_file_is_a_data_error(tmp_path: Path, monkeypatch: pytest.Mon
     def denied(*args: Any, **kwargs: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(documents, "open_file", denied)
+    monkeypatch.setattr("memo.gpt.data.documents.open_file", denied)
     _refused("cannot read .*a.txt: Permission denied", tmp_path)
 
 
