@@ -3,8 +3,8 @@
     python -m tests.fuzz [--inputs 1000000] [--minutes M] [--readers "trace cluster"] [--write]
 
 Each reader has a process of its own, for `--inputs` inputs or `--minutes` minutes, and a corpus under build/fuzz that the
-next run begins with. Finds go to build/fuzz/NAME/finds; kept in tests/fuzz/found/NAME they are inputs of every run, and of the
-tests. Exit 1 where anything was found.
+next run begins with. Finds go to build/fuzz/NAME/finds; kept in tests/fuzz/found/NAME they are inputs of every run, and
+of the tests. Exit 1 where anything was found.
 """
 
 from __future__ import annotations

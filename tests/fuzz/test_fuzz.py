@@ -122,7 +122,7 @@ def test_the_fuzzer_finds_a_fault_that_only_coverage_leads_to(tmp_path: Path) ->
         os.dup2(null, 1)
         os.dup2(null, 2)
         try:
-            run(reader, tmp_path, ["-runs=20000", "-seed=1"])
+            run(reader, tmp_path, ["-runs=60000", "-seed=1"])
         finally:
             os._exit(1)
     os.waitpid(pid, 0)
