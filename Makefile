@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 PEERS_ARGS ?=
 WORKERS ?= 2
 
-.PHONY: demo test test-all hunt fuzz test-parallel lint typed typecheck format docs bench peers plots gpu-check gpu-bench gpu-emulated gpu-hour-prepare gpu-rehearsal setup clean integrations
+.PHONY: demo test test-all hunt fuzz test-parallel lint typed typecheck format docs bench peers plots gpu-check gpu-bench gpu-emulated gpu-hour-prepare gpu-rehearsal setup clean release integrations
 
 setup: $(STAMP)
 
@@ -130,5 +130,9 @@ build/integrations/%/.installed: tests/integrations/%/requirements.txt
 	build/integrations/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
+# A wheel and an sdist in dist/, built twice and equal byte for byte, with their dependencies' list and checksums.
+release:
+	$(PY) .ci/release.py
+
 clean:
-	rm -rf build .mypy_cache .ruff_cache .pytest_cache *.egg-info
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache *.egg-info
