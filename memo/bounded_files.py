@@ -34,6 +34,7 @@ __all__ = [
 
 MAX_FILE_NBYTES = 32 << 20
 MAX_INTEGER = 2**63 - 1
+_LONGEST_NAME = 255  # bytes, of Linux
 MAX_DEPTH = 32
 """Nesting of a free-form value; Python's own parser fails near 1000."""
 
@@ -107,7 +108,8 @@ class Unpacked(io.RawIOBase):
 
 def is_file_name(name: str) -> bool:
     """True for a name within a folder, False for a path that leads elsewhere."""
-    return name not in ("", ".", "..") and "/" not in name and "\0" not in name
+    nbytes = len(name.encode(errors="surrogatepass"))
+    return name not in (".", "..") and 0 < nbytes <= _LONGEST_NAME and not {"/", "\0"} & set(name)
 
 
 def read_bytes(path: str | os.PathLike[str], *, most: int = MAX_FILE_NBYTES) -> bytes:

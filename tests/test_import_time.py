@@ -8,7 +8,18 @@ import sys
 
 MOST = 0.08
 """Of torch's own import, which takes some two seconds on an idle core: 150 ms."""
-LATER = ("triton", "transformers", "pulp", "highspy", "rich", "matplotlib", "pyarrow", "tokenizers", "tensorboard", "pynvml")
+LATER = (
+    "triton",
+    "transformers",
+    "pulp",
+    "highspy",
+    "rich",
+    "matplotlib",
+    "pyarrow",
+    "tokenizers",
+    "tensorboard",
+    "pynvml",
+)
 
 
 def _told(code: str) -> dict[str, object]:

@@ -192,7 +192,10 @@ def _flops(
     if packet in _FACTORS:
         left, right = (args[at] for at in _FACTORS[packet])
         return _product_flops(left, right, columns_first=packet is _ATEN.linear)
-    from torch.utils.flop_counter import conv_flop_count, flop_registry  # imports triton: a third of `memo.offload`'s import
+    from torch.utils.flop_counter import (  # imports triton: a third of `memo.offload`'s import
+        conv_flop_count,
+        flop_registry,
+    )
 
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=out))
