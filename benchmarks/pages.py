@@ -436,33 +436,72 @@ def figures() -> list[str]:
 
 
 def searched() -> list[str]:
-    """docs/search.md's published layouts beside those that were found."""
+    """docs/search.md's published layouts beside those that were found: of steps, and of longest sequences."""
     result = newest("searched")
     if result is None:
         return []
-    rows, failed = [], []
-    for row in result.body["rows"]:
-        fixed, free = row["fixed"], row["free"]
-        if "failed" in free or "failed" in fixed:
-            failed.append((row["name"], free.get("failed") or fixed["failed"]))
-            continue
-        published = "" if row["published_s"] is None else f"{row['published_s']:.2f} s"
-        off = "" if row["published_s"] is None else f"{fixed['step_s'] / row['published_s'] - 1:+.0%}"
-        ratio_s = f"{free['step_s']:.2f} s, {free['step_s'] / fixed['step_s']:.3f} of it"
-        rows.append([row["name"], published, _layout(fixed), f"{fixed['step_s']:.2f} s", off, _layout(free), ratio_s])
+    rows, failed = result.body["rows"], []
+    steps, lengths = [], []
+    for row in rows:
+        if "failed" in row["free"]:
+            failed.append((row["name"], row["free"]["failed"]))
+        elif row.get("published_tokens") is None:
+            steps.append(_compared(row, key="step_s", published=row.get("published_s")))
+        else:
+            lengths.append(_compared(row, key="tokens", published=row["published_tokens"]))
     heads = ["", "published", "published layout", "predicted", "off by", "found", "predicted"]
     reasons = [f"- {what}: {why}." for what, why in [*failed, *MISSING]]
     told = [line for reason in reasons for line in textwrap.wrap(reason, 125, subsequent_indent="  ")]
-    return ["", *table(heads, rows), "", f"Source: {result.source}.", "", "Not here:", "", *told, ""]
+    scaling = textwrap.wrap(_strong_scaling(rows), 125)
+    body = ["", *table(heads, steps), "", *scaling, *([""] if scaling else [])]
+    body += ["Longest sequences, in tokens:", "", *table(heads, lengths), ""] if lengths else []
+    return [*body, f"Source: {result.source}.", "", "Not here:", "", *told, ""]
+
+
+def _compared(row: dict[str, Any], *, key: str, published: float | None) -> list[str]:
+    """Cells of a row: what was published, the published layout's prediction, and what was found."""
+    fixed, free = row["fixed"], row["free"]
+
+    def told(number: float) -> str:
+        return f"{number:,.2f} s" if key == "step_s" else f"{round(number):,}"
+
+    found = told(free[key])
+    layout = predicted = off = ""
+    if fixed is not None and "failed" in fixed:
+        layout = fixed["failed"].removeprefix("memo plan: ")
+    elif fixed is not None:
+        layout, predicted = _layout(fixed), told(fixed[key])
+        off = "" if published is None else f"{fixed[key] / published - 1:+.0%}"
+        found += f", {free[key] / fixed[key]:.3f} of it"
+    return [row["name"], "" if published is None else told(published), layout, predicted, off, _layout(free), found]
+
+
+def _strong_scaling(rows: Sequence[dict[str, Any]]) -> str:
+    """MT-NLG's step on more and more GPUs over that on the fewest; empty where a row lacks."""
+    own = [row for row in rows if row["name"].startswith("MT-NLG")]
+    if len(own) < 2 or any("failed" in side for row in own for side in (row["fixed"], row["free"])):
+        return ""
+
+    def ratios(seconds: Sequence[float]) -> str:
+        return " : ".join(f"{one / seconds[0]:.3f}" for one in seconds)
+
+    return (
+        f"Strong scaling of MT-NLG, the step on each number of GPUs over that on the fewest: published "
+        f"{ratios([row['published_s'] for row in own])}; predicted at its layout "
+        f"{ratios([row['fixed']['step_s'] for row in own])}; at what is found "
+        f"{ratios([row['free']['step_s'] for row in own])}."
+    )
 
 
 def _layout(one: dict[str, Any]) -> str:
     sizes = [f"{name} {one[name]}" for name in ("pp", "dp", "cp", "tp") if one[name] > 1] or ["one GPU"]
+    ring = ["ring"] if one.get("cp_attention") == "ring" else []
     schedule = (
         [f"{one['schedule']} of {one['chunks']}" if one["chunks"] > 1 else one["schedule"]] if one["schedule"] else []
     )
     sharding = [f"ZeRO {one['zero']}"] if one["zero"] else []
-    return ", ".join([*sizes, *schedule, *sharding, f"{one['batch']} x {one['accumulate']}"])
+    does = [one["does"]] if "does" in one else []
+    return ", ".join([*sizes, *ring, *schedule, *sharding, f"{one['batch']} x {one['accumulate']}", *does])
 
 
 def with_block(text: str, lines: Sequence[str]) -> str:

@@ -22,11 +22,12 @@ from benchmarks.results import write_result
 ALL = (*megatron_papers.TABLES, *fully_sharded.TABLES, *megatron_ci.TABLES, *lengths.TABLES)
 # Tables without a run to predict.
 ELSEWHERE = {
+    "alcf_longest_lengths.csv": "longest sequences without machine and layout; held by benchmarks.searched",
     "korthikanti_table2_formulas.csv": "formulas of bytes: held by tests/gpt/arithmetic/test_framework_layer.py",
-    "galvatron_hardware_profile.csv": "collectives on a machine that the file does not name",
-    "galvatron_llama2_7b_compute_profile.csv": "forwards on a GPU that the file does not name",
-    "galvatron_llama2_7b_memory_profile.csv": "models of one and two layers on a framework whose options are not stated",
-    "galvatron_searched_plan_llama2_7b_8gpu_36GB.csv": "a plan that was searched, without a measurement",
+    "galvatron_hardware_profile.csv": "collectives on a machine that the file does not name; held by benchmarks.searched",
+    "galvatron_llama2_7b_compute_profile.csv": "forwards on a GPU that the file does not name; held by benchmarks.searched",
+    "galvatron_llama2_7b_memory_profile.csv": "models of one and two layers, options not stated; benchmarks.searched",
+    "galvatron_searched_plan_llama2_7b_8gpu_36GB.csv": "a plan without a measurement; held by benchmarks.searched",
     "memo_facts.csv": "MEMO's own results: what memo's presets were taken from is no test of them",
     "memo_models.csv": "shapes of models, without a measurement",
 }

@@ -52,6 +52,7 @@ examples:
   memo plan --model llama3-70b --seq 128k --gpu h100 --gpus auto
   memo plan --model 7b --seq 8k --cluster cluster.json --tp 2 --pp 4 --accumulate 8
   memo plan --search --model 65b --seq 128k --gpu a800 --nodes 8 --batch-tokens 4m -o plan.json
+  memo plan --search --model 7b --max-seq --gpu a800 --host 2TiB
 """
 
 _DEFAULTS = {"gpus": 1, "tp": 1, "cp": 1, "pp": 1, "zero": 3, "schedule": str(PipelineSchedule.ONE_F_ONE_B)}
@@ -69,7 +70,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     length.add_argument(
         "--max-seq",
         action="store_true",
-        help=f"find the longest sequence that fits, in steps of {TILE_TOKENS:,} tokens for each rank of --cp, and plan it",
+        help=f"find the longest sequence that fits, in steps of {TILE_TOKENS:,} tokens for each rank of --cp, and plan it; "
+        "with --search the longest that any layout fits, and the fastest layouts for it",
     )
     what.add_argument(
         "--mlp-tiles",
@@ -283,7 +285,7 @@ def _finish(
 
         write_file(args.output, plan_to_json(plan), overwrite=args.force)
     if args.json:
-        printed = {"simulated_step_s": simulation.step_s, "output": args.output, "assumed": list(assumed)}
+        printed = {"simulated_step_s": simulation.whole_step_s, "output": args.output, "assumed": list(assumed)}
         print(json.dumps({**activation_summary(plan), **found.summary, **printed}))
         return ExitCode.OK
     for line in found.lines:
@@ -293,7 +295,7 @@ def _finish(
         print(row)
     for sentence in assumed:
         print(f"assumed: {sentence}")
-    off = abs(simulation.step_s / plan.step_s - 1) if plan.step_s else 0.0
+    off = abs(simulation.whole_step_s / plan.step_s - 1) if plan.step_s else 0.0
     print(f"checked, and simulated event by event: {off:.2%} off the prediction")
     if args.output:
         print(f"Wrote {display_name(args.output)}")

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = [
     "GROUPS",
     "PEAK",
-    "SPLIT_PEAK",
     "STATES",
     "against_plan",
     "among_ranks",
@@ -197,9 +196,6 @@ STATES = Tolerance(above=0.01, below=0.01, nbytes=1 << 20)
 PEAK = Tolerance(above=0.02, below=0.2, nbytes=32 << 20)
 """Of the peak. Measured: 1.2 % more. As much as 16 % less where sequences are short, since the plan adds the most of each
 transient, and those of different layers and of the ends do not all come at once; 5 % less from 64k tokens on."""
-SPLIT_PEAK = dataclasses.replace(PEAK, above=0.08)
-"""Where backward is split, torch keeps a chunk's result from the first half to the second. Measured: 2.2 % more from two
-layers a chunk on, 7.4 % with one."""
 
 
 def memory(

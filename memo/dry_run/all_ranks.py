@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from memo.dry_run.agreement import (
     GROUPS,
     PEAK,
-    SPLIT_PEAK,
     STATES,
     against_plan,
     among_ranks,
@@ -114,9 +113,8 @@ def _memory(run: PlannedRun, plan: ActivationPlan, kinds: Sequence[RankKind]) ->
         states = {kind.ranks[0]: kind.step.states_bytes for kind in own}
         of_states = static.weights + static.optimizer
         yield from memory(states, of_states, STATES, stage=stage, what="its weights and optimizer state are")
-        splits = any(chunk.splits for chunk in run.chunks_of(stage))
         peaks = {kind.ranks[0]: kind.step.peak_bytes for kind in own}
-        yield from memory(peaks, planned.peak_device_bytes, SPLIT_PEAK if splits else PEAK, stage=stage)
+        yield from memory(peaks, planned.peak_device_bytes, PEAK, stage=stage)
 
 
 def recomputed(run: PlannedRun, stage: int) -> list[Collective]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,17 +92,35 @@ def _gathered_all_step(stages: int) -> Iterator[None]:
 
 
 class _Stage(PipelineStage):
-    """torch's stage, which keeps no gradient of an input once that is on its way to the stage before.
+    """torch's stage, which frees in time what torch keeps until the next step or beyond.
 
-    torch frees these gradients where backward runs whole; where it is split they would stay until the next step.
+    Gradients of inputs where backward is split; there also the result, which only the pipeline's first stage needs in the
+    second half; and what chunks of one rank pass on to one another, for which torch has a buffer for each microbatch.
     """
 
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, *arguments, **options)
+        if bwd_chunk_id in self.backward_state and not self.is_first:
+            inputs, groups, *_ = self.backward_state[bwd_chunk_id]
+            self.backward_state[bwd_chunk_id] = inputs, groups, None, None
         for received in self.args_recv_info[bwd_chunk_id]:
             buffer = getattr(received, "buffer", None)  # none for the first stage's tokens
             if buffer is not None:
                 buffer.grad = None
+        self._drop_buffers_of_own_rank(self.args_recv_info[bwd_chunk_id], self.grad_recv_info.get(bwd_chunk_id, ()))
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(num_microbatches, has_backward)
+        self._drop_buffers_of_own_rank(*self.args_recv_info.values())
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        super()._setup_backward_recv_info(num_microbatches)
+        self._drop_buffers_of_own_rank(*self.grad_recv_info.values())
+
+    def _drop_buffers_of_own_rank(self, *received: Sequence[Any]) -> None:
+        for one in itertools.chain.from_iterable(received):
+            if one.source is not None and self.stage_index_to_group_rank.get(one.source) == self.group_rank:
+                one.buffer = None
 
 
 def check_torch(schedule: PipelineSchedule) -> None:

@@ -40,9 +40,7 @@ class LongestFit:
         return self.space.request.layout.tokens
 
 
-def longest_that_fits(
-    space: Space, *, tile: int, say: Callable[[str], None] = lambda text: None
-) -> LongestFit | None:
+def longest_that_fits(space: Space, *, tile: int, say: Callable[[str], None] = lambda text: None) -> LongestFit | None:
     """Finds the longest sequence that some layout fits; None where the shortest one fits none.
 
     Args:

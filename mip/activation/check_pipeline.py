@@ -1,13 +1,14 @@
 """Checker's arithmetic for a stage of several chunks: a whole step turn by turn, layer by layer.
 
-Keeps the state of every call's layers and sums them up at each layer, so that it needs no theory of which moments are
-fullest. Shares no code with the planner.
+Keeps the state of every call's layers, counts the equal ones, and sums them up at each layer, so that it needs no theory of
+which moments are fullest. Shares no code with the planner.
 """
 
 from __future__ import annotations
 
+import collections
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from memo.mip.activation.check_step import (
@@ -34,7 +35,7 @@ _Layer = tuple[int, int, int]
 """Chunk, microbatch, index of the layer."""
 
 
-class _State(enum.Enum):
+class _State(enum.IntEnum):
     """Bytes of a call's layer that are on the device."""
 
     WHOLE = enum.auto()
@@ -90,16 +91,24 @@ class _Walker:
         self._split = {turn.chunk for turn in self._turns if turn.kind is Kind.WEIGHT}
         self._following = _next_backwards(self._turns)
         self._holds: dict[_Layer, _State] = {}
+        self._counts: collections.Counter[tuple[int, _State]] = collections.Counter()  # of `_holds`, by index and state
         self._heads = self._embeddings = 0  # microbatches in flight at the ends
         self._gradients = 0  # bytes that wait for a second half
         self._walk = Walk()
         self._last_pass: list[tuple[float, float]] = []  # work, and the reduction of its gradients once a step
         own = [index for chunk in self._chunks for index in chunk]
+        self._bytes = {(index, state): self._nbytes(index, state) for index in own for state in _State}
+        self._moved = {index: moved(self._known[index], plan.layers[index]) for index in own}
+        divided = is_divided([plan.layers[index] for index in own[:-1]])
+        self._rounding = [
+            rounding_bytes([self._known[index] for index in chunk if index != own[-1]], divided=divided)
+            for chunk in self._chunks
+        ]
         self._static = sum(self._known[index].static_bytes for index in own)
         self._starts, self._ends = own[0] == 0, own[-1] == len(self._known) - 1
         self._static += self._profile.embedding.static_bytes if self._starts else 0
         self._static += self._profile.head.static_bytes if self._ends else 0
-        self._static += plan.problem.received_bytes(stage)
+        self._static += plan.problem.message_bytes(stage)
 
     def walk(self) -> Walk:
         latest: Turn | None = None  # the latest forward, whose last layer is whole
@@ -115,9 +124,7 @@ class _Walker:
         self._walk.recompute_s /= microbatches
         self._walk.communication_s /= microbatches
         self._walk.sync_s = sync_s(self._last_pass)
-        self._walk.written = sum(
-            moved(self._known[i], self._plan.layers[i])[1] for chunk in self._chunks for i in chunk
-        )
+        self._walk.written = sum(disk for _, disk in self._moved.values())
         return self._walk
 
     def _forward(self, turn: Turn, latest: Turn | None) -> None:
@@ -132,16 +139,16 @@ class _Walker:
             self._walk.runs(embedding.forward_s, exchange_s=embedding.forward_exchange_s)
         self._walk.runs(0.0, network_s=self._known[chunk[0]].gather_s)
         for index in chunk:
-            self._holds[turn.chunk, turn.microbatch, index] = _State.WHOLE
+            self._hold((turn.chunk, turn.microbatch, index), _State.WHOLE)
             self._stands(self._transient(index), index)
             layer = self._known[index]
             gather_s = self._known[index + 1].gather_s if index < chunk[-1] else 0.0
             self._walk.runs(layer.forward_s, exchange_s=layer.forward_exchange_s, network_s=gather_s, copy_s=out_s)
             out_s = self._out_s(index)
             if index > chunk[0]:
-                self._holds[turn.chunk, turn.microbatch, index - 1] = _State.KEPT
+                self._hold((turn.chunk, turn.microbatch, index - 1), _State.KEPT)
             elif latest is not None:  # copied out beside this first layer
-                self._holds[latest.chunk, latest.microbatch, self._chunks[latest.chunk][-1]] = _State.KEPT
+                self._hold((latest.chunk, latest.microbatch, self._chunks[latest.chunk][-1]), _State.KEPT)
         if chunk[-1] == len(self._known) - 1:
             self._heads += 1
             self._stands(self._profile.head.transient_bytes, None)
@@ -187,9 +194,9 @@ class _Walker:
                 self._gradients -= self._known[index].between_bytes
             key = turn.chunk, turn.microbatch, index
             if turn.kind is not Kind.INPUT:
-                del self._holds[key]
+                self._hold(key, None)
             elif index != order[-1] or not self._goes_on(at):
-                self._holds[key] = _State.STILL
+                self._hold(key, _State.STILL)
         self._walk.runs(0.0, network_s=reduce_s)
         if second_half and has_head:
             self._stands(self._profile.head.transient_bytes, None)
@@ -226,7 +233,7 @@ class _Walker:
         key = turn.chunk, turn.microbatch, index
         if self._holds.get(key) in (None, _State.WHOLE):
             return 0.0
-        self._holds[key] = _State.WHOLE
+        self._hold(key, _State.WHOLE)
         in_s = self._in_s(index)
         if exposed:
             self._walk.clock_s += in_s
@@ -234,8 +241,17 @@ class _Walker:
 
     # Bytes.
 
+    def _hold(self, key: _Layer, state: _State | None) -> None:
+        """Changes the state of a call's layer; None: it is gone."""
+        before = self._holds.pop(key, None)
+        if before is not None:
+            self._counts[key[2], before] -= 1
+        if state is not None:
+            self._holds[key] = state
+            self._counts[key[2], state] += 1
+
     def _stands(self, besides: float, layer: int | None) -> None:
-        held = self._static + sum(self._nbytes(key[2], state) for key, state in self._holds.items())
+        held = self._static + sum(count * self._bytes[which] for which, count in self._counts.items())
         held += self._heads * self._profile.head.saved_bytes + self._embeddings * self._profile.embedding.saved_bytes
         self._walk.stands(held + besides + self._gradients, layer)
 
@@ -251,25 +267,21 @@ class _Walker:
 
     def _lower_tiers(self) -> None:
         """Records the peaks of host and disk, which are after a forward."""
-        layers = [key[2] for key in self._holds]
-        moving = [moved(self._known[index], self._plan.layers[index]) for index in layers]
-        self._walk.host = max(self._walk.host, sum(host for host, _ in moving))
-        self._walk.disk = max(self._walk.disk, sum(disk for _, disk in moving))
-        own = [index for chunk in self._chunks for index in chunk][:-1]
-        divided = is_divided([self._plan.layers[index] for index in own])
-        of_chunk: Mapping[int, float] = {
-            number: rounding_bytes([self._known[i] for i in chunk if i in own], divided=divided)
-            for number, chunk in enumerate(self._chunks)
-        }
-        calls: Sequence[tuple[int, int]] = list(dict.fromkeys(key[:2] for key in self._holds))
-        self._walk.rounding = max(self._walk.rounding, sum(of_chunk[chunk] for chunk, _ in calls))
+        held = [(index, count) for (index, _), count in self._counts.items()]
+        self._walk.host = max(self._walk.host, sum(count * self._moved[index][0] for index, count in held))
+        self._walk.disk = max(self._walk.disk, sum(count * self._moved[index][1] for index, count in held))
+        calls = collections.Counter({chunk[0]: 0 for chunk in self._chunks})  # no backward has begun and not ended
+        for index, count in held:
+            calls[index] += count
+        rounding = sum(calls[chunk[0]] * nbytes for chunk, nbytes in zip(self._chunks, self._rounding, strict=True))
+        self._walk.rounding = max(self._walk.rounding, rounding)
 
     # Time.
 
     def _out_s(self, index: int) -> float:
-        host, disk = moved(self._known[index], self._plan.layers[index])
+        host, disk = self._moved[index]
         return copy_s(host, disk, self._rates.d2h_bytes_per_s, self._rates.disk_write_bytes_per_s)
 
     def _in_s(self, index: int) -> float:
-        host, disk = moved(self._known[index], self._plan.layers[index])
+        host, disk = self._moved[index]
         return copy_s(host, disk, self._rates.h2d_bytes_per_s, self._rates.disk_read_bytes_per_s)

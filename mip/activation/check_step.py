@@ -74,11 +74,11 @@ class Walk:
 
 
 def walk_microbatch(
-    plan: ActivationPlan, first: int, last: int, *, flight: int, rates: LaneRates, received_bytes: int = 0
+    plan: ActivationPlan, first: int, last: int, *, flight: int, rates: LaneRates, message_bytes: int = 0
 ) -> Walk:
     """Walks forward and backward through layers `first` to `last`, with `flight` microbatches in flight.
 
-    `received_bytes` stand all the time.
+    `message_bytes` stand all the time.
     """
     profile = plan.problem.profile
     known, starts, ends = profile.layer_profiles(), first == 0, last == len(plan.layers) - 1
@@ -91,7 +91,7 @@ def walk_microbatch(
             whole_bytes(known[last], plan.layers[last])
             - saved_bytes(known[last], plan.layers[last]) * plan.layers[last].kept
         )
-    held = received_bytes + others + sum(known[index].static_bytes for index in range(first, last + 1))
+    held = message_bytes + others + sum(known[index].static_bytes for index in range(first, last + 1))
     if starts:
         held += profile.embedding.static_bytes + flight * profile.embedding.saved_bytes
     if ends:

@@ -85,7 +85,7 @@ def check_plan(plan: ActivationPlan) -> Violation | None:
                 *bounds,
                 flight=_flight(plan, stage),
                 rates=plan.problem.machine_of(stage).lanes,
-                received_bytes=plan.problem.received_bytes(stage),
+                message_bytes=plan.problem.message_bytes(stage),
             )
             for stage, bounds in enumerate(_bounds(plan))
         ]

@@ -20,7 +20,15 @@ from collections.abc import Iterable, Sequence
 
 from memo.mip.inputs.pipeline_schedules import Kind, Turn
 
-__all__ = ["Moment", "TurnCopy", "copies_between_turns", "in_flight_within", "moments_of", "peak_in_flight"]
+__all__ = [
+    "Moment",
+    "TurnCopy",
+    "copies_between_turns",
+    "in_flight_within",
+    "moments_of",
+    "peak_in_flight",
+    "split_chunks",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +91,27 @@ def moments_of(turns: tuple[Turn, ...], chunks: int) -> tuple[Moment, ...]:
             latest = turn.call
         elif turn.kind is Kind.INPUT:
             between[turn.chunk] += 1
-    return tuple(moment for moment in found if not any(_covers(other, moment) for other in found if other != moment))
+    alike: collections.defaultdict[tuple[object, ...], list[Moment]] = collections.defaultdict(list)
+    for moment in found:
+        alike[_places(moment)].append(moment)
+    return tuple(
+        moment
+        for moment in found
+        if not any(_covers(other, moment) for other in alike[_places(moment)] if other is not moment)
+    )
 
 
+@functools.lru_cache(maxsize=1024)
 def peak_in_flight(turns: tuple[Turn, ...], chunks: int) -> tuple[tuple[int, ...], ...]:
     """Maximal numbers of microbatches in flight, by chunk; several where no moment has most of every chunk."""
     all_held = dict.fromkeys(moment.held for moment in moments_of(turns, chunks))
     return tuple(one for one in all_held if not any(_at_least(other, one) for other in all_held if other != one))
+
+
+@functools.lru_cache(maxsize=1024)
+def split_chunks(turns: tuple[Turn, ...]) -> frozenset[int]:
+    """The chunks whose backward is split into two halves."""
+    return frozenset(turn.chunk for turn in turns if turn.kind is Kind.WEIGHT)
 
 
 def in_flight_within(turns: tuple[Turn, ...], bound: tuple[Turn, ...], *, chunks: int) -> bool:
@@ -98,8 +120,13 @@ def in_flight_within(turns: tuple[Turn, ...], bound: tuple[Turn, ...], *, chunks
     return all(any(other == one or _covers(other, one) for other in others) for one in moments_of(turns, chunks))
 
 
+def _places(moment: Moment) -> tuple[object, ...]:
+    """The chunks whose layers are whole; moments with the same ones are alike but for the calls that are held."""
+    return moment.chunk, moment.whole_chunk, moment.ahead
+
+
 def _covers(other: Moment, one: Moment) -> bool:
-    alike = (other.chunk, other.whole_chunk, other.ahead) == (one.chunk, one.whole_chunk, one.ahead)
+    alike = _places(other) == _places(one)
     # Layers hold the same in a forward, and no recompute runs in it.
     of_kind = other.kind is one.kind or (one.kind is Kind.FORWARD and one.ahead is None and other.kind is Kind.BACKWARD)
     return alike and of_kind and _at_least(other.waiting + other.between, one.waiting + one.between)
@@ -146,7 +173,7 @@ class TurnCopy:
     """Number of such copies in a step."""
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=1024)
 def copies_between_turns(turns: tuple[Turn, ...]) -> tuple[TurnCopy, ...]:
     """Counts the copies between turns.
 

@@ -146,7 +146,7 @@ def stage_static(problem: ActivationProblem, stage: int) -> StaticBytes:
         static += problem.profile.embedding.static
     if own[-1] == len(layers) - 1:
         static += problem.profile.head.static
-    return static + StaticBytes(other=problem.received_bytes(stage))
+    return static + StaticBytes(other=problem.message_bytes(stage))
 
 
 @functools.lru_cache(maxsize=96)

@@ -78,28 +78,38 @@ def _in_turns(pipeline: Pipeline, stages: Sequence[StagePrediction], send_s: Sen
     orders = [pipeline.turns(stage) for stage in range(count)]
     places = [pipeline.chunk_positions(stage) for stage in range(count)]
     rank_of = {place: rank for rank, own in enumerate(places) for place in own}
+    turns_s = [
+        {(chunk, kind): stage.turn_s(chunk, kind) for chunk in range(pipeline.chunks) for kind in Kind}
+        for stage in stages
+    ]
     # By place, forward or the backward others wait for, and microbatch: when what it sends has arrived.
     ready: dict[tuple[int, bool, int], float] = {}
     free: dict[tuple[int, int], float] = {}  # by giving and taking stage: when their link is
+    sends_s: dict[tuple[int, int], float] = {}
     while any(done < len(order) for done, order in zip(at, orders, strict=True)):
-        for number, stage in enumerate(stages):
-            while at[number] < len(orders[number]):
-                turn = orders[number][at[number]]
-                place, forward = places[number][turn.chunk], turn.kind is Kind.FORWARD
+        for number, (order, own, own_s) in enumerate(zip(orders, places, turns_s, strict=True)):
+            now_s, done = clock[number], at[number]
+            while done < len(order):
+                turn = order[done]
+                kind = turn.kind
+                place, forward = own[turn.chunk], kind is Kind.FORWARD
                 giver = place - 1 if forward else place + 1
-                if turn.kind is not Kind.WEIGHT and 0 <= giver <= last and pipeline.own is None:
+                if kind is not Kind.WEIGHT and 0 <= giver <= last and pipeline.own is None:
                     given = ready.get((giver, forward, turn.microbatch))
                     if given is None:
                         break
-                    clock[number] = max(clock[number], given)
-                clock[number] += stage.turn_s(turn.chunk, turn.kind)
-                if turn.kind is not Kind.WEIGHT:
-                    taker, arrived_s = rank_of.get(place + 1 if forward else place - 1, number), clock[number]
+                    now_s = max(now_s, given)
+                now_s += own_s[turn.chunk, kind]
+                if kind is not Kind.WEIGHT:
+                    taker, arrived_s = rank_of.get(place + 1 if forward else place - 1, number), now_s
                     if taker != number:
-                        arrived_s = max(arrived_s, free.get((number, taker), 0.0)) + send_s(number, taker)
-                        free[number, taker] = arrived_s
+                        link = number, taker
+                        if link not in sends_s:
+                            sends_s[link] = send_s(number, taker)
+                        arrived_s = free[link] = max(arrived_s, free.get(link, 0.0)) + sends_s[link]
                     ready[place, forward, turn.microbatch] = arrived_s
-                at[number] += 1
+                done += 1
+            clock[number], at[number] = now_s, done
     return _end_s(clock, stages)
 
 

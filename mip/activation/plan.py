@@ -61,7 +61,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from memo.errors import PlanError
-from memo.mip.activation.in_flight import Moment, moments_of, peak_in_flight
+from memo.mip.activation.in_flight import Moment, moments_of, peak_in_flight, split_chunks
 from memo.mip.activation.pipeline_time import microbatches_s
 from memo.mip.inputs.hardware import Hardware, LaneRates
 from memo.mip.inputs.pipeline_schedules import Kind, PipelineSchedule, Turn, rank_turns
@@ -262,9 +262,22 @@ class Pipeline:
         """Maximal numbers of microbatches in flight, by chunk; several where no moment has most of every chunk."""
         return peak_in_flight(self.turns(stage), self.chunks) if self.chunks > 1 else ((self.in_flight(stage),),)
 
+    def results_held(self, stage: int) -> int:
+        """The most results that a stage holds at once: each from its forward to its backward, or the first half of that.
+
+        The last chunk of the pipeline has none: the loss is one number.
+        """
+        last = self.stages * self.chunks - 1
+        sends = [place < last for place in self.chunk_positions(stage)]
+        return max(
+            sum(count for count, one in zip(moment.waiting, sends, strict=True) if one)
+            + (moment.kind is not Kind.WEIGHT and sends[moment.chunk])
+            for moment in self.moments(stage)
+        )
+
     def splits(self, stage: int, chunk: int) -> bool:
         """Whether a chunk's backward is split into two halves."""
-        return self.chunks > 1 and any(turn.kind is Kind.WEIGHT and turn.chunk == chunk for turn in self.turns(stage))
+        return self.chunks > 1 and chunk in split_chunks(self.turns(stage))
 
 
 ONE_STAGE = Pipeline()
@@ -376,15 +389,19 @@ class ActivationProblem:
         if ranks > MAX_RANKS:
             raise PlanError(f"machines of {ranks} ranks are out of range; at most {MAX_RANKS} are possible")
 
-    def received_bytes(self, stage: int) -> int:
-        """Bytes that a stage keeps for the messages it receives: each microbatch's, from each other rank's neighbour."""
+    def message_bytes(self, stage: int) -> int:
+        """Bytes that a stage keeps for messages: all that it receives in a step, and the most results at once.
+
+        Buffers of received messages stand all the time: of each microbatch, from each chunk's neighbours on other ranks.
+        """
         pipeline = self.pipeline
         if pipeline.own is not None or not self.profile.send_bytes:
             return 0
         rank_of = {place: rank for rank in range(pipeline.stages) for place in pipeline.chunk_positions(rank)}
         beside = [place + step for place in pipeline.chunk_positions(stage) for step in (-1, 1)]
         senders = sum(rank_of.get(place, stage) != stage for place in beside)
-        return senders * pipeline.microbatches * round(self.profile.send_bytes)
+        messages = senders * pipeline.microbatches + pipeline.results_held(stage)
+        return messages * round(self.profile.send_bytes)
 
     @property
     def nodes(self) -> tuple[Mapping[int, int], ...]:

@@ -43,7 +43,7 @@ def extract_stage_plan(plan: ActivationPlan, stage: int) -> ActivationPlan:
     ranks = machine.budgets.ranks_per_node
     host, disk = lower_tier_nbytes(plan, stage)
     embedding = profile.embedding if own[0] == 0 else EndProfile()
-    received = problem.received_bytes(stage)  # it stands all the time, and the stage alone has no neighbours
+    messages = problem.message_bytes(stage)  # they stand all the time, and the stage alone has no neighbours
     return dataclasses.replace(
         plan,
         problem=dataclasses.replace(
@@ -51,7 +51,7 @@ def extract_stage_plan(plan: ActivationPlan, stage: int) -> ActivationPlan:
             profile=dataclasses.replace(
                 profile,
                 layers=tuple(profile.layers[index] for index in own),
-                embedding=dataclasses.replace(embedding, static=embedding.static + StaticBytes(other=received)),
+                embedding=dataclasses.replace(embedding, static=embedding.static + StaticBytes(other=messages)),
                 head=profile.head if own[-1] == len(profile.layers) - 1 else EndProfile(),
                 optimizer_s=machine.optimizer_s,
                 optimizer_exchange_s=machine.optimizer_exchange_s,

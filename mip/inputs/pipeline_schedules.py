@@ -86,7 +86,24 @@ class Turn:
         return self.chunk, self.microbatch
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache
+def _turn(chunk: int, kind: Kind, microbatch: int) -> Turn:
+    """The one turn of these values: orders of all ranks and schedules share them."""
+    return Turn(chunk=chunk, kind=kind, microbatch=microbatch)
+
+
+class _Order(tuple[Turn, ...]):
+    """An order of turns that is hashed once; it is the key of what is known about it."""
+
+    _hash: int | None = None
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = super().__hash__()
+        return self._hash
+
+
+@functools.lru_cache(maxsize=1024)
 def rank_turns(
     schedule: PipelineSchedule, *, ranks: int, rank: int, microbatches: int, chunks: int | None = None
 ) -> tuple[Turn, ...]:
@@ -101,22 +118,24 @@ def rank_turns(
         case _:
             split = schedule is PipelineSchedule.ZERO_BUBBLE
             turns = _interleaved(ranks, rank, microbatches, chunks or schedule.default_chunks, split=split)
-    return tuple(turn for one in turns if (turn := _undivided(one) if rank == 0 and one.chunk == 0 else one))
+    if rank == 0:
+        return _Order(turn for one in turns if (turn := _undivided(one) if one.chunk == 0 else one))
+    return _Order(turns)
 
 
 def _undivided(turn: Turn) -> Turn | None:
     """Turn of the pipeline's first stage: no first half of backward, and the second half is all of it."""
     if turn.kind is Kind.INPUT:
         return None
-    return dataclasses.replace(turn, kind=Kind.BACKWARD) if turn.kind is Kind.WEIGHT else turn
+    return _turn(0, Kind.BACKWARD, turn.microbatch) if turn.kind is Kind.WEIGHT else turn
 
 
 def _one_chunk(microbatches: int, *, ahead: int) -> Iterator[Turn]:
     for forward in range(microbatches + ahead):
         if forward < microbatches:
-            yield Turn(chunk=0, kind=Kind.FORWARD, microbatch=forward)
+            yield _turn(0, Kind.FORWARD, forward)
         if forward >= ahead - 1 and forward - ahead + 1 < microbatches:
-            yield Turn(chunk=0, kind=Kind.BACKWARD, microbatch=forward - ahead + 1)
+            yield _turn(0, Kind.BACKWARD, forward - ahead + 1)
 
 
 def _interleaved(ranks: int, rank: int, microbatches: int, chunks: int, *, split: bool) -> Iterator[Turn]:
@@ -128,10 +147,10 @@ def _interleaved(ranks: int, rank: int, microbatches: int, chunks: int, *, split
     a_round = microbatches // max(1, microbatches // ranks)
     ahead = min((chunks - 1) * a_round + (1 if split else 2) * (ranks - 1 - rank), total)
     order = [(step // a_round % chunks, step // (a_round * chunks) * a_round + step % a_round) for step in range(total)]
-    forwards = [Turn(chunk=chunk, kind=Kind.FORWARD, microbatch=which) for chunk, which in order]
+    forwards = [_turn(chunk, Kind.FORWARD, which) for chunk, which in order]
     first_half = Kind.INPUT if split else Kind.BACKWARD
-    backwards = [Turn(chunk=chunks - 1 - chunk, kind=first_half, microbatch=which) for chunk, which in order]
-    weights = [dataclasses.replace(turn, kind=Kind.WEIGHT) for turn in backwards] if split else []
+    backwards = [_turn(chunks - 1 - chunk, first_half, which) for chunk, which in order]
+    weights = [_turn(turn.chunk, Kind.WEIGHT, turn.microbatch) for turn in backwards] if split else []
     yield from forwards[:ahead]
     for step, backward in enumerate(backwards):
         yield from forwards[ahead + step : ahead + step + 1]
@@ -148,7 +167,7 @@ def _in_a_v(ranks: int, rank: int, microbatches: int) -> Iterator[Turn]:
 
     def run(chunk: int, *kinds: Kind) -> Iterator[Turn]:
         for kind in kinds:
-            yield Turn(chunk=chunk, kind=kind, microbatch=done[chunk, kind])
+            yield _turn(chunk, kind, done[chunk, kind])
             done[chunk, kind] += 1
 
     both = (Kind.INPUT, Kind.WEIGHT)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
-    from memo.mip.simulate.proof import agrees as agrees, prove as prove
+    from memo.mip.simulate.proof import agrees as agrees, play as play, prove as prove
     from memo.mip.simulate.result import (
         Peak as Peak,
         Simulation as Simulation,
@@ -20,7 +20,7 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "proof": "agrees prove",
+            "proof": "agrees play prove",
             "result": "Peak Simulation StageSimulation Wait",
             "simulator": "simulate",
             "trace_events": "stage_events",

@@ -1,14 +1,21 @@
-"""Last check before a plan is used: a simulated step must stay within the budgets and take the predicted time."""
+"""Last check before a plan is used: a simulated step must stay within the budgets and take the predicted time.
+
+Of a step that is too long to be played whole, its first microbatches are: all that follow are like them, and no moment of
+theirs holds more.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+
 from memo.errors import PlanInvalid
-from memo.mip.activation.plan import ActivationPlan, chunk_layers
+from memo.mip.activation.in_flight import in_flight_within
+from memo.mip.activation.plan import ActivationPlan, Pipeline, chunk_layers
 from memo.mip.inputs.pipeline_schedules import Kind
 from memo.mip.simulate.result import Simulation
-from memo.mip.simulate.simulator import require_within_budgets, simulate
+from memo.mip.simulate.simulator import MAX_CALLS, require_within_budgets, simulate
 
-__all__ = ["AGREEMENT", "AGREEMENT_IN_TURNS", "agrees", "most_early_s", "prove"]
+__all__ = ["AGREEMENT", "AGREEMENT_IN_TURNS", "agrees", "most_early_s", "play", "prove"]
 
 AGREEMENT = 0.02
 """Largest deviation of the predicted step time from the simulated one, as a fraction of it."""
@@ -22,13 +29,46 @@ def prove(plan: ActivationPlan) -> Simulation:
     Raises:
         PlanInvalid: the step breaks a budget, or its time is not the predicted one.
     """
-    simulation = simulate(plan)
+    played, simulation = play(plan)
     require_within_budgets(simulation)
-    if not agrees(plan, simulation):
+    if not agrees(played, simulation):
         raise PlanInvalid(
-            f"the plan predicts a step of {plan.step_s:.4g} s, but played event by event it takes {simulation.step_s:.4g} s"
+            f"the plan predicts a step of {played.step_s:.4g} s, but played event by event it takes "
+            f"{simulation.step_s:.4g} s"
         )
     return simulation
+
+
+def play(plan: ActivationPlan, *, most: int = MAX_CALLS) -> tuple[ActivationPlan, Simulation]:
+    """Simulates one step of a plan, of a long one its first microbatches; with the plan of so many.
+
+    Args:
+        plan: the plan of the step.
+        most: product of layers and microbatches up to which all of them are played; two of each stage always are.
+    """
+    played = _playable(plan, most)
+    return played, dataclasses.replace(simulate(played), rest_s=plan.step_s - played.step_s)
+
+
+def _playable(plan: ActivationPlan, most: int) -> ActivationPlan:
+    """The plan, or the same one for a step of fewer microbatches, if that holds as much."""
+    problem, pipeline = plan.problem, plan.problem.pipeline
+    if pipeline.microbatches * len(plan.layers) <= most or pipeline.own is not None:
+        return plan
+    rounds = max(most // (len(plan.layers) * pipeline.stages), 2)  # as many for each stage, for schedules in turns
+    microbatches = max(rounds * pipeline.stages, pipeline.held or 0)
+    if microbatches >= pipeline.microbatches:
+        return plan
+    fewer = dataclasses.replace(pipeline, microbatches=microbatches)
+    if not all(_holds_as_much(fewer, pipeline, stage) for stage in range(pipeline.stages)):
+        return plan
+    return dataclasses.replace(plan, problem=dataclasses.replace(problem, pipeline=fewer))
+
+
+def _holds_as_much(fewer: Pipeline, pipeline: Pipeline, stage: int) -> bool:
+    if pipeline.chunks == 1:
+        return fewer.in_flight(stage) == pipeline.in_flight(stage)
+    return in_flight_within(pipeline.turns(stage), fewer.turns(stage), chunks=pipeline.chunks)
 
 
 def agrees(plan: ActivationPlan, simulation: Simulation) -> bool:

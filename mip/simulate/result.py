@@ -261,6 +261,13 @@ class Simulation:
 
     step_s: float
     stages: tuple[StageSimulation, ...]
+    rest_s: float = 0.0
+    """Predicted seconds of a longer step's further microbatches, which were not played."""
+
+    @property
+    def whole_step_s(self) -> float:
+        """Seconds of the step, with the microbatches that were not played."""
+        return self.step_s + self.rest_s
 
     @property
     def overflows(self) -> tuple[tuple[int, Peak], ...]:

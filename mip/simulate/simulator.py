@@ -124,7 +124,7 @@ def _stage(plans: Sequence[LayerPlan], problem: ActivationProblem, number: int) 
     first, last = mine[0] == 0, mine[-1] == len(known) - 1
     static = sum(known[layer].static_bytes for layer in mine)
     static += profile.embedding.static_bytes * first + profile.head.static_bytes * last
-    static += problem.received_bytes(number)
+    static += problem.message_bytes(number)
     return Stage(
         *(
             [layer_work(f"layers.{layer}", known[layer], plans[layer]) for layer in chunk]

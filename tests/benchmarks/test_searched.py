@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.published.galvatron import galvatron_rows
 from benchmarks.searched import cases, search, told
 
 
@@ -23,8 +24,28 @@ def test_the_search_beats_galvatrons_layout_or_finds_it_and_says_why_it_cannot()
     free = search(*case.flags, *layers, seconds=300)
     assert free["step_s"] <= fixed["step_s"] * (1 + 1e-9)
     assert (fixed["pp"], fixed["dp"], fixed["tp"]) == (1, 8, 1)
-    row = {"name": case.name, "published_s": None, "fixed": fixed, "free": free}
+    row = {"name": case.name, "fixed": fixed, "free": free}
     assert f"{free['step_s'] / fixed['step_s']:.3f} of it" in told(row)
     lacking = search(*case.flags, "--device", "1GiB", seconds=300)
     assert "failed" in lacking
     assert lacking["failed"] in told(row | {"free": lacking})
+
+
+def test_by_galvatrons_own_costs_its_plan_fits_and_swap_makes_the_step_shorter_still() -> None:
+    alone, with_swap = galvatron_rows()
+    assert alone["fixed"] == with_swap["fixed"]
+    assert alone["fixed"]["does"] == "20 of 32 layers checkpointed"  # as its file says
+    assert alone["fixed"]["peak_device_bytes"] < 36 << 30
+    assert with_swap["free"]["step_s"] < alone["free"]["step_s"] < alone["fixed"]["step_s"]
+    assert "in host memory" in with_swap["free"]["does"]
+    assert "in host memory" not in alone["free"]["does"]
+    for row in (alone, with_swap):
+        assert row["free"]["simulated_step_s"] == pytest.approx(row["free"]["step_s"], rel=0.02)
+
+
+def test_every_row_names_its_source_of_comparison_once() -> None:
+    known = list(cases())
+    assert len({case.name for case in known}) == len(known)
+    for case in known:
+        assert (case.published_tokens is None) == ("--max-seq" not in case.flags)
+        assert case.published_s is not None or case.published_tokens is not None or "Galvatron" in case.name

@@ -127,6 +127,42 @@ def test_memo_train_takes_the_printed_line(more: list[str], capsys: pytest.Captu
     assert under[under.index("--nodes") + 1] == str(nodes)
 
 
+def test_the_longest_sequence_of_any_layout_is_planned_and_no_shorter_than_one_layouts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    asked = ["--gpu", "a800", "--model", "125m", "--host", "0", "--max-seq"]
+    report = of_json(capsys, ["plan", "--search", *asked, "--gpus-per-node", "4", "-o", str(path)])
+    assert report["tokens"] == report["max_seq"] == read_activation_plan(path).problem.profile.signature.tokens
+    assert report["global_batch"] == 1
+    assert report["best"][0]["gpus"] == 4
+    assert "the device lacks" in report["binds"]
+    alone = of_json(capsys, ["plan", *asked])
+    one_gpu = ["--dp", "1", "--cp", "1", "--pp", "1", "--tp", "1"]
+    fixed = of_json(capsys, ["plan", "--search", *asked, "--gpus-per-node", "4", *one_gpu])
+    assert fixed["max_seq"] == alone["max_seq"] < report["max_seq"]
+    assert main(["plan", "--search", *asked, "--gpus-per-node", "4"]) == ExitCode.OK
+    words = f"longest sequence that fits: {report['max_seq'] // 1024}k tokens ({report['max_seq']:,}), with "
+    assert capsys.readouterr().out.startswith(words)
+
+
+def test_where_no_sequence_fits_the_search_for_the_longest_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [
+        "plan",
+        "--search",
+        "--gpu",
+        "a800",
+        "--model",
+        "7b",
+        "--gpus-per-node",
+        "1",
+        "--device",
+        "2GiB",
+        "--max-seq",
+    ]
+    assert "no layout of 7b at" in error_of(capsys, asked, ExitCode.INFEASIBLE)
+
+
 def test_dimensions_that_are_given_are_fixed(capsys: pytest.CaptureFixture[str]) -> None:
     report = of_json(capsys, [*SMALL, "--tp", "2", "--zero", "1"])
     assert {entry["tp"] for entry in report["best"]} == {2}
@@ -139,6 +175,10 @@ def test_dimensions_that_are_given_are_fixed(capsys: pytest.CaptureFixture[str])
     [
         ([*SMALL, "--gpus", "8"], "--gpus does not go with --search; give --nodes and --gpus-per-node"),
         ([*SMALL, "--max-seq"], "not allowed with"),
+        (
+            [*SEARCH, "--model", "125m", "--max-seq", "--batch-tokens", "1m"],
+            "--batch-tokens does not go with --max-seq",
+        ),
         ([*SMALL, "--sweep", "host"], "--sweep does not go with --search"),
         ([*SMALL, "--plot", "x.png"], "--plot does not go with --search"),
         ([*SMALL, "--global-batch", "8"], "--global-batch and --batch-tokens are the same size"),

@@ -43,7 +43,7 @@ def test_the_page_has_the_answer_and_a_drawing_of_each_layout_it_shows(one: Sear
     assert written is (one.found.runnable or one.found.best[0])
     others = [planned for planned in one.found.planned if planned not in [shown for shown, _ in one.shown]]
     for other in others[:1]:  # the simulator agrees with none that is shown
-        page = picture.search_page(one.answer, one.shown, space=one.found.space, written=other)
+        page = picture.search_page(one.answer, one.shown, space=one.found.space, written=other.candidate)
         assert page["written"] is None
 
 

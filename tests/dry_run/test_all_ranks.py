@@ -187,6 +187,22 @@ def test_every_plan_that_memo_plan_writes_by_default_is_run(
     assert main(["dry-run", str(path)]) == ExitCode.OK
 
 
+@pytest.mark.parametrize("schedule", [each for each in PipelineSchedule if each is not PipelineSchedule.GPIPE])
+def test_a_stage_of_few_layers_holds_no_more_than_the_plan_says(
+    schedule: PipelineSchedule, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Results until their backward, and what chunks of one rank pass on, are a large part of what it holds then."""
+    pytest.importorskip("torch", minversion="2.13")
+    chunks = schedule.default_chunks
+    shape = ("--layers", str(4 * chunks), "--hidden", "512", "--heads", "8")
+    ranks = ("--gpus", "4", "--pp", "4", "--accumulate", "16", "--schedule", str(schedule))
+    path = plan_file(tmp_path, *shape, "--seq", "32k", "--device", "16GiB", *ranks)
+    assert main(["dry-run", str(path), *shape, "--json"]) == ExitCode.OK
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for kind in found["kinds"]:
+        assert 0.8 * kind["planned_peak_nbytes"] < kind["peak_nbytes"] < 1.002 * kind["planned_peak_nbytes"], kind
+
+
 def test_stages_on_different_machines_are_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cluster = tmp_path / "cluster.json"
     groups = [

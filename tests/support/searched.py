@@ -38,5 +38,5 @@ def searched(space: Space, *, model: str = "small") -> Searched:
         "seconds": 1.5,
         "output": None,
     }
-    page = search_page(answer, shown, space=space, written=written)
+    page = search_page(answer, shown, space=space, written=written.candidate)
     return Searched(found=found, shown=shown, answer=json.loads(json.dumps(answer)), page=json.loads(json.dumps(page)))

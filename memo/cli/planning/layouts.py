@@ -24,7 +24,7 @@ from memo.gpt.arithmetic import reason_not_sparse
 from memo.mip.activation import plan_to_json
 from memo.mip.address import write_file
 from memo.mip.inputs import PipelineSchedule
-from memo.mip.simulate import prove, simulate
+from memo.mip.simulate import play, prove
 from memo.parallel import ContextAttention
 from memo.search import (
     DIMENSIONS,
@@ -55,6 +55,8 @@ __all__ = [
 ]
 
 PROCESSES = 2
+MOST_CALLS = 20_000
+"""Passes of layers in a step that is played whole, for each of the best layouts; of a longer one so many are."""
 LEAST_STEP_TOKENS = 1 << 20
 """Tokens of a step, at least, where its size is not given."""
 _OWN = ("nodes", "gpus_per_node", "dp", "batch_tokens", "html")
@@ -119,14 +121,17 @@ def run_search(args: argparse.Namespace) -> ExitCode:
         seconds = time.monotonic() - begin_s
         smallest = None if found.best else smallest_that_fits(space)
         waiting.say("simulating the best plans")
-        shown = [(one, simulate(one.plan)) for one in _shown(found)]
+        shown = []
+        for one in _shown(found):
+            played, simulation = play(one.plan, most=MOST_CALLS)
+            shown.append((dataclasses.replace(one, plan=played), simulation))
         written = _proven(found, runnable=reason is None)
     if written is None:
         raise _does_not_fit(space, smallest_table(space, smallest), as_json=args.json)
     runs = reason is None and runs_under_memo_train(written.candidate)
     launch = _launch(args, space, written) if runs else None
     resharding = None if former is None else former.resharding_row(space.request.config, written.plan.problem)
-    steps = {one.candidate: simulation.step_s for one, simulation in shown}
+    steps = {one.candidate: simulation.whole_step_s for one, simulation in shown}
     summary = {
         **search_summary(found, simulated_s=steps, launch=launch, not_trained=reason, written=written),
         "assumed": _assumed(args, space),
@@ -139,7 +144,7 @@ def run_search(args: argparse.Namespace) -> ExitCode:
     if args.output:
         files[args.output] = plan_to_json(written.plan)
     if args.html:
-        page = search_page(summary, shown, space=space, written=written)
+        page = search_page(summary, shown, space=space, written=written.candidate)
         files[args.html] = render_page(page, title=f"memo plan --search: {space.request.model}", assets="search")
     for path, text in files.items():
         write_file(path, text, overwrite=args.force)
@@ -217,9 +222,7 @@ def _space(args: argparse.Namespace) -> Space:
         machine = dataclasses.replace(machine, gpus_per_node=args.gpus_per_node)
     if args.max_seq:  # a length that the ranks of every layout divide
         ranks = math.lcm(nodes * machine.gpus_per_node, getattr(request.config, "heads", 0) or 1, args.cp or 1)
-        request = dataclasses.replace(
-            request, layout=dataclasses.replace(request.layout, tokens=TILE_TOKENS * ranks)
-        )
+        request = dataclasses.replace(request, layout=dataclasses.replace(request.layout, tokens=TILE_TOKENS * ranks))
     return space_of(args, dataclasses.replace(request, machine=machine), nodes=nodes)
 
 

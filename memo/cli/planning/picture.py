@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from memo.mip.activation import ActivationProblem
     from memo.mip.inputs import Group
     from memo.mip.simulate import Simulation, StageSimulation
-    from memo.search import Planned, Space
+    from memo.search import Candidate, Planned, Space
 
 __all__ = ["search_page"]
 
@@ -34,19 +34,21 @@ _WORK, _RECOMPUTE, _STALL, _NETWORK = range(4)
 
 
 def search_page(
-    answer: Mapping[str, Any], shown: Sequence[tuple[Planned, Simulation]], *, space: Space, written: Planned
+    answer: Mapping[str, Any], shown: Sequence[tuple[Planned, Simulation]], *, space: Space, written: Candidate
 ) -> dict[str, Any]:
     """Builds the data of the page.
 
     Args:
         answer: object of `memo plan --search --json`.
-        shown: the best layouts, the one that memo train runs behind them if it is not among them; each with its step.
+        shown: the best layouts, the one that memo train runs behind them if it is not among them; each with
+            what was played of its step.
         space: what was searched.
-        written: the plan that -o writes; by its number in the page, where it is shown.
+        written: the layout whose plan -o writes; by its number in the page, where it is shown.
     """
     drawn = [_drawing(planned, simulation, space) for planned, simulation in shown]
     room = MOST_SPANS
-    order = sorted(range(len(shown)), key=lambda number: (number > 0 and shown[number][0] is not written, number))
+    of_written = next((number for number, (planned, _) in enumerate(shown) if planned.candidate == written), None)
+    order = sorted(range(len(shown)), key=lambda number: (number not in (0, of_written), number))
     for place, number in enumerate(order):
         timelines = _timelines(*shown[number], most=max(room // 2, room // (len(order) - place)))
         count = sum(len(one["spans"]) for one in timelines)
@@ -58,7 +60,7 @@ def search_page(
     return {
         "search": dict(answer),
         "uses": {str(use): use_name(use) for use in Use},
-        "written": next((number for number, (planned, _) in enumerate(shown) if planned is written), None),
+        "written": of_written,
         "drawn": drawn,
     }
 
@@ -70,6 +72,7 @@ def _drawing(planned: Planned, simulation: Simulation, space: Space) -> dict[str
     problem, layers = planned.plan.problem, planned.plan.layers
     return {
         "simulated_step_s": simulation.step_s,
+        "microbatches": problem.pipeline.microbatches,
         "groups": _groups(planned, simulation, space),
         "stages": [
             {

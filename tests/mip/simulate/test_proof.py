@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 from activation_problems import layer, machine, profile_of, random_problem
 
-from memo.errors import PlanInvalid
+from memo.errors import Infeasible, PlanInvalid
 from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
 from memo.mip.activation.solver import solve_problem
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
 from memo.mip.inputs.profile import ATTENTION
-from memo.mip.simulate.proof import most_early_s, prove
+from memo.mip.simulate import proof, simulate
+from memo.mip.simulate.proof import most_early_s, play, prove
 
 PLAN = solve_problem(random_problem(2, layers=8))
 
@@ -58,3 +60,44 @@ def test_a_step_is_shorter_by_the_recomputes_that_it_is_spared(pipeline: Pipelin
     plan = ActivationPlan(problem=problem, layers=layers, stages=predict_stages(problem, layers))
     assert most_early_s(plan) == pytest.approx(spared)
     assert plan.step_s - spared <= prove(plan).step_s < plan.step_s
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages"), [(PipelineSchedule.ONE_F_ONE_B, 1), *((schedule, 3) for schedule in PipelineSchedule)]
+)
+def test_of_a_long_step_the_first_microbatches_are_played(schedule: PipelineSchedule, stages: int) -> None:
+    """They hold what the whole step holds, and the rest is as long as predicted."""
+    pipeline = Pipeline(stages=stages, microbatches=24, schedule=schedule)
+    for seed in range(8):
+        try:
+            plan = solve_problem(random_problem(seed, layers=9, classes=2, pipeline=pipeline))
+        except Infeasible:
+            continue
+        whole = simulate(plan)
+        played, beginning = play(plan, most=9 * 12)
+        if schedule is PipelineSchedule.GPIPE:  # all are held at once
+            assert played is plan
+            assert beginning == whole
+            continue
+        assert played.problem.pipeline.microbatches == 12
+        assert len(beginning.stages[0].spans) < 0.6 * len(whole.stages[0].spans)
+        assert [[peak.nbytes for peak in stage.peaks] for stage in beginning.stages] == [
+            [peak.nbytes for peak in stage.peaks] for stage in whole.stages
+        ]
+        late = 2 * proof.AGREEMENT if pipeline.chunks == 1 else 2 * proof.AGREEMENT_IN_TURNS
+        assert abs(beginning.whole_step_s - whole.step_s) <= late * whole.step_s + most_early_s(plan)
+
+
+def test_a_step_that_is_too_long_to_play_is_proven_by_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = dataclasses.replace(random_problem(2, layers=8), pipeline=Pipeline(microbatches=4_000))
+    plan = solve_problem(problem)
+    monkeypatch.setattr(proof, "play", functools.partial(play, most=800))
+    assert len(prove(plan).stages[0].spans) < 8 * 4_000
+    assert prove(plan).whole_step_s == pytest.approx(plan.step_s, rel=0.02)
+    (stage,) = plan.stages
+    sooner = dataclasses.replace(plan, stages=(dataclasses.replace(stage, compute_s=0.9 * stage.compute_s),))
+    budgets = dataclasses.replace(problem.budgets, device_bytes=stage.peak_device_bytes - (1 << 20))
+    with pytest.raises(PlanInvalid, match="device holds"):
+        prove(dataclasses.replace(plan, problem=dataclasses.replace(problem, budgets=budgets)))
+    with pytest.raises(PlanInvalid, match="played event by event"):
+        prove(sooner)

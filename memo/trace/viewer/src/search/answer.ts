@@ -91,7 +91,8 @@ export interface Stage {
 }
 
 export interface Drawing {
-  simulated_step_s: number;
+  simulated_step_s: number; // of so many microbatches
+  microbatches: number;
   groups: { kind: Kind; ranks: number; nodes: number; seconds: number | null }[];
   stages: Stage[];
 }

@@ -42,7 +42,7 @@ function start(): void {
     chart.select(number);
     cluster.show(entries[number], data.drawn[number]);
     memory.replaceChildren(memoryOf(data, data.drawn[number].stages));
-    steps.show(data.drawn[number]);
+    steps.show(data.drawn[number], entries[number].accumulate);
   }
 
   root.append(

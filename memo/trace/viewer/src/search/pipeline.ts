@@ -71,12 +71,13 @@ export class Steps {
     this.canvas.addEventListener("pointerleave", () => this.tip.hide());
   }
 
-  show(drawing: Drawing): void {
+  show(drawing: Drawing, microbatches: number): void {
     this.drawing = drawing;
     const there = drawing.stages.every((stage) => stage.spans);
     for (const part of [this.figure, this.buttons, this.keys]) part.hidden = !there;
+    const first = drawing.microbatches < microbatches ? `The first ${drawing.microbatches} of ${microbatches} microbatches. ` : "";
     this.note.textContent = there
-      ? "From the simulator. A block is a pass of one microbatch, with its number; blank is waiting for other stages. Drag moves, Ctrl and the wheel zoom."
+      ? first + "From the simulator. A block is a pass of one microbatch, with its number; blank is waiting for other stages. Drag moves, Ctrl and the wheel zoom."
       : "The page has no room for this timeline; write the plan (-o) and look at it with memo simulate and memo trace html.";
     this.rest.replaceChildren(this.table());
     if (!there) return;
