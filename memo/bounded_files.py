@@ -66,6 +66,19 @@ def open_file(path: str | os.PathLike[str], *, pipes: bool = False) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
+class _Counted:
+    """A file whose bytes are counted as they are read, since a pipe does not tell where it is."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.read_nbytes = 0
+
+    def read(self, size: int = -1, /) -> bytes:
+        content = self._file.read(size)
+        self.read_nbytes += len(content)
+        return content
+
+
 class Unpacked(io.RawIOBase):
     """Unpacked bytes of a .gz file, refused where they exceed a multiple of the packed ones. Owns the file.
 
@@ -76,7 +89,8 @@ class Unpacked(io.RawIOBase):
 
     def __init__(self, packed: BinaryIO, *, most_ratio: int) -> None:
         self._packed = packed
-        self._stream = gzip.GzipFile(fileobj=packed)
+        self._counted = _Counted(packed)
+        self._stream = gzip.GzipFile(fileobj=self._counted, mode="rb")
         self._most_ratio = most_ratio
         self._total = 0
 
@@ -94,7 +108,7 @@ class Unpacked(io.RawIOBase):
         content = self._stream.read(len(buffer))
         buffer[: len(content)] = content
         self._total += len(content)
-        if self._total > max(1 << 20, self._packed.tell() * self._most_ratio):
+        if self._total > max(1 << 20, self._counted.read_nbytes * self._most_ratio):
             raise Refused(f"unpacks to over {self._most_ratio} times its size")
         return len(content)
 
