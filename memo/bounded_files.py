@@ -90,7 +90,8 @@ class Unpacked(io.RawIOBase):
     def __init__(self, packed: BinaryIO, *, most_ratio: int) -> None:
         self._packed = packed
         self._counted = _Counted(packed)
-        self._stream = gzip.GzipFile(fileobj=self._counted, mode="rb")
+        readable: Any = self._counted  # reads alone, which is all that GzipFile does here
+        self._stream = gzip.GzipFile(fileobj=readable, mode="rb")
         self._most_ratio = most_ratio
         self._total = 0
 
