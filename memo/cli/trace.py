@@ -214,7 +214,7 @@ def _explained(path: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise TraceError(f"{display_name(path)}: cannot read: {error.strerror}") from None
     except Refused as error:
-        raise TraceError(f"{display_name(path)}: {error}") from None
+        raise TraceError(f"{display_name(path)} is not what memo explain --json prints: {error}") from None
     if not isinstance(kinds, list) or not all(isinstance(kind, dict) and kind.keys() >= _KIND_KEYS for kind in kinds):
         raise TraceError(f"{display_name(path)} is not what memo explain --json prints")
     return kinds
