@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 PEERS_ARGS ?=
 WORKERS ?= 2
 
-.PHONY: demo test test-all hunt test-parallel lint typed typecheck format docs bench peers plots gpu-check gpu-bench gpu-emulated gpu-hour-prepare gpu-rehearsal setup clean integrations
+.PHONY: demo test test-all hunt fuzz test-parallel lint typed typecheck format docs bench peers plots gpu-check gpu-bench gpu-emulated gpu-hour-prepare gpu-rehearsal setup clean release integrations
 
 setup: $(STAMP)
 
@@ -43,6 +43,11 @@ test-parallel: setup
 HUNT_ARGS ?= --programs 20000 --write
 hunt: setup
 	$(BIN)/python -m tests.hunt $(HUNT_ARGS)
+
+# Every reader of files under a coverage-guided fuzzer: docs/reliability.md. FUZZ_ARGS="--minutes 1 --readers trace" for some.
+FUZZ_ARGS ?= --inputs 1000000 --write
+fuzz: setup
+	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -125,5 +130,9 @@ build/integrations/%/.installed: tests/integrations/%/requirements.txt
 	build/integrations/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
+# A wheel and an sdist in dist/, built twice and equal byte for byte, with their dependencies' list and checksums.
+release:
+	$(PY) .ci/release.py
+
 clean:
-	rm -rf build .mypy_cache .ruff_cache .pytest_cache *.egg-info
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache *.egg-info

@@ -11,9 +11,7 @@ import dataclasses
 import enum
 import functools
 import json
-import math
 import os
-import stat
 import sys
 import types
 import typing
@@ -21,10 +19,10 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from memo.bounded_files import MAX_FILE_NBYTES, Refused, parse_object, read_bytes, text_of
 from memo.errors import PlanError
 
 __all__ = [
-    "MAX_FILE_NBYTES",
     "MAX_TEXT",
     "STDIN",
     "decode",
@@ -37,7 +35,6 @@ __all__ = [
     "write_json",
 ]
 
-MAX_FILE_NBYTES = 32 << 20
 STDIN = "-"
 """The path that stands for standard input."""
 MAX_TEXT = 1000
@@ -63,7 +60,7 @@ def read_as(path: str | os.PathLike[str], parse: Callable[[str], T]) -> T:
     shown = "standard input" if name == STDIN else repr(name)
     try:
         return parse(read_text(Path(path)))
-    except PlanError as error:
+    except (PlanError, Refused) as error:
         raise PlanError(f"{shown}: {error}") from None
     except OSError as error:
         raise PlanError(f"{shown}: cannot read: {error.strerror}") from None
@@ -87,27 +84,15 @@ def read_text(path: Path) -> str:
     """Reads the text of a regular file of at most 32 MiB, or of standard input for `-`.
 
     Raises:
-        PlanError: not a regular file, empty, too large, or not UTF-8.
+        Refused: not a regular file, empty, too large, or not UTF-8.
         OSError: it cannot be read.
     """
-    raw = _read_bytes(path)
-    if not raw.strip():
-        raise PlanError("is empty")
-    if len(raw) > MAX_FILE_NBYTES:
-        raise PlanError(f"larger than {MAX_FILE_NBYTES >> 20} MiB")
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise PlanError(f"not UTF-8 text (byte {error.start})") from None
-
-
-def _read_bytes(path: Path) -> bytes:
-    if str(path) == STDIN:
-        return sys.stdin.buffer.read(MAX_FILE_NBYTES + 1)
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise PlanError("not a regular file")
-        return file.read(MAX_FILE_NBYTES + 1)
+    if str(path) != STDIN:
+        return text_of(read_bytes(path))
+    content = sys.stdin.buffer.read(MAX_FILE_NBYTES + 1)
+    if len(content) > MAX_FILE_NBYTES:
+        raise Refused(f"larger than {MAX_FILE_NBYTES >> 20} MiB")
+    return text_of(content)
 
 
 def parse_json(text: str) -> dict[str, Any]:
@@ -116,32 +101,10 @@ def parse_json(text: str) -> dict[str, Any]:
     Raises:
         PlanError: not JSON, not an object, a repeated key, an infinite number or NaN, or nested too deeply.
     """
-
-    def refuse(word: str) -> None:
-        raise PlanError(f"{word[:80]} is not a number of this format")
-
-    def finite(word: str) -> float:
-        if not math.isfinite(float(word)):
-            refuse(word)
-        return float(word)
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        entry = dict(pairs)
-        if len(entry) != len(pairs):
-            raise PlanError("a key appears twice in one object")
-        return entry
-
     try:
-        value = json.loads(text, parse_constant=refuse, parse_float=finite, object_pairs_hook=unique)
-    except RecursionError:
-        raise PlanError("nested too deeply") from None
-    except PlanError:
-        raise
-    except ValueError as error:
-        raise PlanError(f"not JSON: {str(error)[:120]}") from None
-    if not isinstance(value, dict):
-        raise PlanError("not a JSON object")
-    return value
+        return parse_object(text)
+    except Refused as error:
+        raise PlanError(str(error)) from None
 
 
 def write_json(name: str, version: int, entries: Mapping[str, Any]) -> str:

@@ -86,3 +86,18 @@ def test_citations_and_links_are_told_from_what_looks_like_them() -> None:
     assert anchors("# Two `words`, one & none\n## Same\n## Same\n") == {"two-words-one--none", "same", "same-1"}
     text = "[a](design.md#rules) [b](none.md) [c](design.md#none) [d](#none) `[e](none.md)` [f](https://x.org/none)"
     assert broken(DESIGN, text) == ["none.md", "design.md#none", "#none"]
+
+
+TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
+
+
+def test_tests_that_are_named_in_full_are_there() -> None:
+    """Names that end in an ellipsis, or have no path, are for readers alone."""
+    named = TEST.findall((ROOT / "docs" / "faults.md").read_text(encoding="utf-8"))
+    assert len(named) > 30
+    missing = [
+        f"{path}::{name}"
+        for path, name in named
+        if not (ROOT / path).exists() or f"def {name}(" not in (ROOT / path).read_text(encoding="utf-8")
+    ]
+    assert not missing

@@ -43,6 +43,8 @@ COMMANDS = {
 WITH_SUBCOMMANDS = ("trace",)
 _ABOUT = "Activation memory manager for training transformers: keeps, moves or recomputes activations by a plan."
 
+_LONGEST_MESSAGE = 2000
+"""Characters of a message; it names files, and words of theirs."""
 # A later rank waits so long for the first rank of its node to report an error that both found.
 _FIRST_RANK_S = 20.0
 
@@ -63,7 +65,14 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         _wait_for_first_rank()
-        self.exit(ExitCode.USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        self.exit(ExitCode.USAGE, f"{self.prog}: {_inert(message)} (see {self.prog} --help)\n")
+
+
+def _inert(message: object) -> str:
+    """A message in one line of bounded length, in which a file's words cannot act on a terminal."""
+    from memo.trace import printable
+
+    return printable(" ".join(str(message).split()), limit=_LONGEST_MESSAGE)
 
 
 def _overview() -> str:
@@ -102,8 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoError as error:
         if isinstance(error, UsageError):
             _wait_for_first_rank()
-        message = " ".join(str(error).split())
-        print(f"{who}: {message}", file=sys.stderr)
+        print(f"{who}: {_inert(error)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print(f"{who}: interrupted", file=sys.stderr)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from memo.bounded_files import Refused, read_object
 from memo.cli.tables.trace import print_diff, print_stats
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.terminal.output_files import (
@@ -209,15 +210,14 @@ def _explained(path: Path) -> list[dict[str, Any]]:
         TraceError: it is no such file.
     """
     try:
-        kinds = json.loads(path.read_text(encoding="utf-8"))["kinds"]
-        fitting = all(kind.keys() >= _KIND_KEYS for kind in kinds)
+        kinds = read_object(path).get("kinds")
     except OSError as error:
         raise TraceError(f"{display_name(path)}: cannot read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        fitting = False
-    if not fitting:
+    except Refused as error:
+        raise TraceError(f"{display_name(path)} is not what memo explain --json prints: {error}") from None
+    if not isinstance(kinds, list) or not all(isinstance(kind, dict) and kind.keys() >= _KIND_KEYS for kind in kinds):
         raise TraceError(f"{display_name(path)} is not what memo explain --json prints")
-    return list(kinds)
+    return kinds
 
 
 _KIND_KEYS = {"layer", "layers", "module", "setting", "refused", "saved_storages", "saved_nbytes", "rows", "points"}

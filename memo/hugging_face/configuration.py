@@ -7,17 +7,19 @@ a configuration is read.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from memo.bounded_files import Refused, read_object
 from memo.errors import UsageError
 
 __all__ = ["configuration_from", "language_part", "model_class", "names_configuration", "one_line", "quiet"]
 
-MOST_LAYERS = 10_000
+_COUNTS = {r"(layers?|blocks?|depths?|attention_types)$": 10_000, r"num_labels$": 1_000_000}
+"""Largest numbers in fields, by the ends of their names, of which transformers makes lists of that length."""
 _FILE = "config.json"
 _MODELS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING",
@@ -61,9 +63,10 @@ def configuration_from(source: str | Mapping[str, Any], *, name: str | None = No
             f"{called}: transformers {transformers.__version__} has no architecture {kind!r}; a newer one may, and code "
             "that comes with a model is not run: give memo profile its module:function"
         )
-    for field, value in fields.items():
-        if field.endswith("layers") and isinstance(value, int) and value > MOST_LAYERS:
-            raise UsageError(f"{called}: {field} is {value}; a model has at most {MOST_LAYERS:,}")
+    for field, number in _numbers("", fields):
+        most = next((most for names, most in _COUNTS.items() if re.search(names, field)), number)
+        if number > most:
+            raise UsageError(f"{called}: {field} is {str(number)[:40]}; a model has at most {most:,}")
     try:
         with quiet():
             return transformers.CONFIG_MAPPING[kind].from_dict(fields)
@@ -114,6 +117,18 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
+def _numbers(field: str, value: object) -> Iterator[tuple[str, int]]:
+    """Integers of a configuration, at any depth, with the names of their fields."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _numbers(str(name)[:80], inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _numbers(field, inner)
+    elif isinstance(value, int):
+        yield field, value
+
+
 def _read(path: str) -> dict[str, Any]:
     file = Path(path)
     if file.is_dir():
@@ -123,9 +138,6 @@ def _read(path: str) -> dict[str, Any]:
     if not file.is_file():
         raise UsageError(f"{path}: no such file")
     try:
-        fields = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: {one_line(error)}") from None
-    if not isinstance(fields, dict):
-        raise UsageError(f"{path}: no configuration of transformers: it is no JSON object")
-    return fields
+        return read_object(file)
+    except (OSError, Refused) as error:
+        raise UsageError(f"{path}: no configuration of transformers: {one_line(error)}") from None

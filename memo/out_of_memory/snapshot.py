@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import os
 import pickle
 import resource
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from memo.bounded_files import Refused, open_file
 from memo.errors import TraceError
 from memo.events import Owner
 from memo.out_of_memory.explanation import SAVED, HeldMemory
@@ -27,7 +29,11 @@ if TYPE_CHECKING:
 __all__ = ["explain_apart", "held_in_snapshot", "read_snapshot"]
 
 _FORK = multiprocessing.get_context("fork")
-_LEAST_S, _S_PER_MIB = 10, 2  # processor seconds that a file may take
+_LEAST_S, _S_PER_MIB = 2, 2  # processor seconds that a file may take
+_LEAST_NBYTES, _NBYTES_PER_BYTE = (
+    512 << 20,
+    64,
+)  # memory likewise, beside what the process has; plain data takes 20 a byte
 
 MOST_BYTES = 4 << 30
 _MOST_HOLDERS = 10
@@ -57,10 +63,12 @@ def read_snapshot(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MOST_BYTES:
             raise TraceError(f"{name!r} has more than {MOST_BYTES >> 30} GiB")
-        with path.open("rb") as file:
+        with open_file(path) as file:
             found = _Plain(file).load()
     except OSError as error:
         raise TraceError(f"cannot read {name!r}: {error.strerror}") from error
+    except Refused as error:
+        raise TraceError(f"cannot read {name!r}: {error}") from error
     except TraceError:
         raise
     except Exception as error:  # pickle raises errors of many types on damaged files
@@ -101,14 +109,26 @@ def explain_apart(path: Path, *, device: int | None = None) -> HeldMemory:
 
 def _answer(pipe: Connection, path: Path, device: int | None) -> None:
     try:
-        limit = _LEAST_S + (path.stat().st_size >> 20) * _S_PER_MIB
-        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 2)  # CPython itself writes there of some damaged pickles
+        size = path.stat().st_size
+        seconds = max(_LEAST_S, (size * _S_PER_MIB) >> 20)
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+        room = _address_space() + max(_LEAST_NBYTES, size * _NBYTES_PER_BYTE)
+        resource.setrlimit(resource.RLIMIT_AS, (room, room))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         pipe.send(held_in_snapshot(read_snapshot(path), device=device))
     except OSError as error:
         pipe.send(TraceError(f"cannot read {str(path)!r}: {error.strerror}"))
     except TraceError as error:
         pipe.send(error)
+    except MemoryError:
+        pipe.send(TraceError(f"{str(path)!r} is no snapshot of torch's memory: reading it takes too much memory"))
+
+
+def _address_space() -> int:
+    """Bytes of addresses that this process has."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
 
 
 def held_in_snapshot(snapshot: Mapping[str, Any], *, device: int | None = None) -> HeldMemory:
@@ -143,7 +163,9 @@ def _held(snapshot: Mapping[str, Any], device: int) -> HeldMemory:
     segments = [one for one in snapshot["segments"] if one.get("device", 0) == device]
     traces = snapshot.get("device_traces") or []
     events = traces[device] if device < len(traces) else []
-    blocks, reserved = _blocks(segments), sum(one["total_size"] for one in segments)
+    for event in events:
+        _nbytes(event["size"])
+    blocks, reserved = _blocks(segments), sum(_nbytes(one["total_size"]) for one in segments)
     errors = [number for number, event in enumerate(events) if event["action"] == "oom"]
     error = events[errors[-1]] if errors else None
     blocks, reserved = _replayed(events, blocks, reserved, until=errors[-1] if errors else None)
@@ -154,7 +176,7 @@ def _held(snapshot: Mapping[str, Any], device: int) -> HeldMemory:
         band = _band(block.frames)
         bands[band] = bands.get(band, 0) + block.nbytes
     largest = sorted(blocks.values(), key=lambda block: -block.nbytes)[:_MOST_HOLDERS]
-    free = None if error is None else error.get("device_free")
+    free = None if error is None or error.get("device_free") is None else _nbytes(error["device_free"])
     return HeldMemory(
         where="When memory ran out" if errors else "At the peak of the snapshot",
         ran_out=bool(errors),

@@ -9,47 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
-import math
 import types
 import typing
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
+from memo.bounded_files import MAX_INTEGER, Refused, parse_object
 from memo.errors import TraceError
 from memo.events import CounterEvent, Event, Note, Owned, Span, Stall, StateChange, StepMark, Use
 
-__all__ = ["MAX_DEPTH", "MAX_INTEGER", "decode_event", "decode_object"]
-
-MAX_INTEGER = 2**63 - 1
-MAX_DEPTH = 32
-"""Nesting of the header's `meta`; Python's own parser fails near 1000."""
+__all__ = ["decode_event", "decode_object", "natural"]
 
 _EVENT_TYPES = (StateChange, Span, Stall, Use, CounterEvent, Owned, StepMark, Note)
 _Check = Callable[[object], Any]
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise TraceError(f"{name} is not a JSON number")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise TraceError(f"the number {text[:40]} is too large")
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise TraceError(f"key {twice[:40]!r} stands twice")
-    return found
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
 
 
 def decode_object(text: str) -> dict[str, Any]:
@@ -59,33 +31,9 @@ def decode_object(text: str) -> dict[str, Any]:
         TraceError: not JSON, not an object, a duplicate key, or a number that is not finite.
     """
     try:
-        value = _DECODER.decode(text)
-    except RecursionError:
-        raise TraceError("nested too deeply") from None
-    except ValueError as error:  # JSONDecodeError, and integers of over 4300 digits
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else "a number is too long"
-        raise TraceError(f"not JSON ({reason})") from None
-    if not isinstance(value, dict):
-        raise TraceError("not a JSON object")
-    return value
-
-
-def check_depth(value: object, *, depth: int = 0) -> None:
-    """Checks a free-form value.
-
-    Raises:
-        TraceError: it nests deeper than MAX_DEPTH, or holds an integer outside 64 bits.
-    """
-    if depth > MAX_DEPTH:
-        raise TraceError("nested too deeply")
-    if isinstance(value, dict):
-        for item in value.values():
-            check_depth(item, depth=depth + 1)
-    elif isinstance(value, list):
-        for item in value:
-            check_depth(item, depth=depth + 1)
-    elif isinstance(value, int) and not -MAX_INTEGER - 1 <= value <= MAX_INTEGER:
-        raise TraceError("an integer does not fit 64 bits")
+        return parse_object(text)
+    except Refused as error:
+        raise TraceError(str(error)) from None
 
 
 def natural(value: object) -> int:

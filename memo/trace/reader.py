@@ -11,7 +11,7 @@ read too; their unpacked text is held to the same limits.
 from __future__ import annotations
 
 import dataclasses
-import gzip
+import io
 import itertools
 import operator
 import os
@@ -21,13 +21,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from memo.bounded_files import Refused, Unpacked, open_file, require_plain
 from memo.errors import TraceError
 from memo.events import FORMAT, VERSION, Event
-from memo.trace.decode_event import check_depth, decode_event, decode_object, natural
+from memo.trace.decode_event import decode_event, decode_object, natural
 
 __all__ = ["Limits", "Trace", "read_header", "read_trace", "read_traces"]
 
 _GZIP_NAME = re.compile(r"\.gz$", re.IGNORECASE)
+_BLOCK = 1 << 17  # bytes unpacked at once
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +105,7 @@ def read_trace(path: str | os.PathLike[str], *, steps: range | None = None, limi
             for line, whole in lines:
                 reading.take(line, whole=whole)
         return reading.finish()
-    except TraceError as error:
+    except (TraceError, Refused) as error:
         place = f"{shown}, line {reading.line}" if reading.line else shown
         raise TraceError(f"{place}: {error}") from None
     except (OSError, EOFError, zlib.error) as error:
@@ -115,18 +117,17 @@ class _Lines:
     """Lines of a file within the limits, as (text, ended with a newline)."""
 
     def __init__(self, path: Path, limits: Limits) -> None:
-        self._raw: IO[bytes] = path.open("rb")
-        packed = _GZIP_NAME.search(path.name) is not None
-        self._stream: IO[bytes] | gzip.GzipFile = gzip.GzipFile(fileobj=self._raw) if packed else self._raw
+        file = open_file(path, pipes=True)
+        self._stream: IO[bytes] | io.BufferedReader = file
+        if _GZIP_NAME.search(path.name) is not None:
+            self._stream = io.BufferedReader(Unpacked(file, most_ratio=limits.unpack_ratio), _BLOCK)
         self._limits = limits
-        self._packed = packed
 
     def __enter__(self) -> Iterator[tuple[str, bool]]:
         return self._lines()
 
     def __exit__(self, *_: object) -> None:
         self._stream.close()
-        self._raw.close()
 
     def _lines(self) -> Iterator[tuple[str, bool]]:
         limit = self._limits.header_nbytes
@@ -137,8 +138,6 @@ class _Lines:
             total += len(line)
             if total > self._limits.total_nbytes:
                 raise TraceError(f"holds more than {self._limits.total_nbytes} bytes")
-            if self._packed and total > max(1 << 20, self._raw.tell() * self._limits.unpack_ratio):
-                raise TraceError(f"unpacks to over {self._limits.unpack_ratio} times its size")
             whole = line.endswith(b"\n")
             try:
                 yield line.decode("utf-8"), whole
@@ -231,7 +230,10 @@ def read_header(line: str) -> dict[str, Any]:
     meta = fields.get("meta", {})
     if not isinstance(meta, dict):
         raise TraceError("`meta` is not an object")
-    check_depth(meta)
+    try:
+        require_plain(meta)
+    except Refused as error:
+        raise TraceError(f"`meta`: {error}") from None
     rank, world_size = natural(fields.get("rank")), natural(fields.get("world_size"))
     if rank >= world_size:
         raise TraceError(f"rank {rank} is outside a world of {world_size}")

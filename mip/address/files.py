@@ -209,7 +209,8 @@ def address_plan_of(root: dict[str, Any]) -> Plan:
         if placed.offset is None:
             raise PlanError(f"{where} has no offset")
         offsets.append(placed.offset)
-    return Plan(problem=_problem_of(root), offsets=tuple(offsets), arenas=head.arenas, seed=head.seed)
+    arenas = tuple(sorted(head.arenas, key=lambda arena: arena.name))
+    return Plan(problem=_problem_of(root), offsets=tuple(offsets), arenas=arenas, seed=head.seed)
 
 
 def _problem_of(root: dict[str, Any]) -> Problem:

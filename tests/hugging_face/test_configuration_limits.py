@@ -17,10 +17,16 @@ from memo.errors import ExitCode
             '{"model_type": "llama", "num_hidden_layers": 1000000000}',
             "num_hidden_layers is 1000000000; a model has at most",
         ),
-        ("[" * 100_000, "maximum recursion depth"),
-        ("", "Expecting value"),
+        (
+            '{"model_type": "gemma3", "text_config": {"num_hidden_layers": 1000000000}}',
+            "num_hidden_layers is 1000000000; a model has at most",
+        ),
+        ('{"model_type": "llama", "num_labels": 1000000000}', "num_labels is 1000000000; a model has at most"),
+        ('{"model_type": "llama", "rope_theta": 1e400}', "the number 1e400 is too large"),
+        ("[" * 100_000, "nested too deeply"),
+        ("", "is empty"),
     ],
-    ids=["layers", "nested", "empty"],
+    ids=["layers", "inner layers", "labels", "infinite", "nested", "empty"],
 )
 def test_what_is_no_configuration_is_one_line(
     text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -34,6 +34,7 @@ __all__ = [
     "utilisation",
 ]
 
+_REASON = 300  # characters of a reason, which a plan's file has in words
 USES = {
     Use.GRADIENTS: "gradients of the weights",
     Use.OPTIMIZER: "optimizer state",
@@ -304,7 +305,7 @@ def _is_fixed(plan: ActivationPlan) -> bool:
 def _layers(plan: ActivationPlan) -> str:
     if plan.declined:
         kept = "every layer keeps what its fixed method saves" if _is_fixed(plan) else "every layer keeps everything"
-        return f"nothing to move: {plan.declined}; {kept}"
+        return f"nothing to move: {printable(plan.declined, width=_REASON)}; {kept}"
     rows, points = [], _points(plan)
     cut = any(layer.piece < 1 for layer in plan.layers)
     for first, last, layer in _runs(plan):
@@ -340,7 +341,7 @@ def _points(plan: ActivationPlan) -> list[str]:
 
 def _reasons(plan: ActivationPlan) -> str:
     problem = plan.problem
-    lines = [f"why not faster: {reason}" for reason in plan.binding]
+    lines = [f"why not faster: {printable(reason, width=_REASON)}" for reason in plan.binding]
     lines += [f"warning: {words}" for words in _beyond_nodes(plan)]
     length = _free_swap_tokens(problem)
     if length is not None and not _is_fixed(plan):

@@ -9,7 +9,7 @@ Invariant: a name without a leading dot is a complete checkpoint, whatever kille
 partial name, synced to disk, and only then renamed. The directory is locked while a run writes to it; the lock is the
 kernel's, on the directory itself, and ends with the process.
 
-torch.distributed.checkpoint pickles its own metadata, so load checkpoints only from sources that are trusted like programs.
+Nothing that is read from a checkpoint is executed: memo.gpt.checkpoint.plain_reader.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from memo.bounded_files import Refused, is_file_name, read_object
 from memo.errors import CheckpointError
+from memo.gpt.checkpoint.plain_reader import PlainReader
 from memo.gpt.checkpoint.random_state import random_state, set_random_state
 
 __all__ = ["Checkpoint", "CheckpointDir", "cause_of", "newest"]
@@ -61,17 +63,23 @@ class Checkpoint:
             CheckpointError: not a checkpoint, of another version, or files missing or truncated.
         """
         try:
-            meta = json.loads((path / _META).read_text(encoding="utf-8"))
-            known = (meta["format"], meta["version"]) == (_FORMAT, _VERSION)
-            step, settings, files = int(meta["step"]), dict(meta["settings"]), dict(meta["files"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            meta = read_object(path / _META)
+        except (OSError, Refused) as error:
             raise CheckpointError(f"{path} is not a checkpoint of memo train: {_cause(error)}") from error
-        if not known:
-            raise CheckpointError(f"{path} has format {meta['format']} version {meta['version']}, not {_VERSION}")
+        if (meta.get("format"), meta.get("version")) != (_FORMAT, _VERSION):
+            given = f"format {str(meta.get('format'))[:80]} version {str(meta.get('version'))[:80]}"
+            raise CheckpointError(f"{path} has {given}, not {_VERSION}")
+        step, settings, files = meta.get("step"), meta.get("settings"), meta.get("files")
+        if type(step) is not int or not isinstance(settings, dict) or not isinstance(files, dict):
+            raise CheckpointError(
+                f"{path} is not a checkpoint of memo train: {_META} lacks its step, settings or files"
+            )
         for name, nbytes in files.items():
+            if not is_file_name(name):
+                raise CheckpointError(f"{path} names the file {name[:80]!r}, which is outside it")
             found = (path / name).stat().st_size if (path / name).is_file() else None
             if found != nbytes:
-                raise CheckpointError(f"{path} is damaged: {name} has {found or 0} of {nbytes} bytes")
+                raise CheckpointError(f"{path} is damaged: {name[:80]} has {found or 0} of {str(nbytes)[:40]} bytes")
         return cls(path=path, step=step, settings=settings)
 
     def load(self, state: dict[str, Any]) -> None:
@@ -83,7 +91,7 @@ class Checkpoint:
         random = random_state()
         _single_process()
         try:
-            reader = FileSystemReader(self.path)
+            reader = PlainReader(self.path)
             saved = reader.read_metadata().state_dict_metadata
             known = {name: value for name, value in random.items() if f"random.{name}" in saved}
             dcp_load({**state, "random": known} if known else state, storage_reader=reader, no_dist=True)
@@ -169,7 +177,7 @@ class CheckpointDir:
             except (OSError, RuntimeError) as error:
                 failure = _cause(error)
             except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
+                _remove(partial)
                 raise
             self.publish(step, settings, failure)
         return Checkpoint(path=self._target(step), step=step, settings=settings)
@@ -182,9 +190,9 @@ class CheckpointDir:
                 Checkpoint.at(target)  # resumed and stopped again without a step in between
                 return None
             except CheckpointError:
-                shutil.rmtree(target, ignore_errors=True)  # damaged, so it is written again
+                _remove(target)  # damaged, so it is written again
         partial = self._partial(step)
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(partial)
         return partial
 
     def publish(self, step: int, settings: dict[str, Any], failure: str | None = None) -> None:
@@ -206,12 +214,12 @@ class CheckpointDir:
             os.rename(partial, target)
             os.fsync(self._lock)
         except BaseException as error:
-            shutil.rmtree(partial, ignore_errors=True)
+            _remove(partial)
             if isinstance(error, OSError):
                 raise CheckpointError(f"cannot write {target}: {_cause(error)}") from error
             raise
         for old in self._paths()[: -self._keep]:
-            shutil.rmtree(old, ignore_errors=True)
+            _remove(old)
 
     def close(self) -> None:
         """Releases the lock, and removes the directory if this run created it and it is empty. Idempotent."""
@@ -242,7 +250,7 @@ class CheckpointDir:
             # A file system without locks (some network mounts): continue without one.
         for path in self.path.iterdir():
             if _PARTIAL.fullmatch(path.name):  # its writer was killed, since this run has the lock
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
 
     def _target(self, step: int) -> Path:
         return self.path / f"step-{step:08d}"
@@ -252,6 +260,14 @@ class CheckpointDir:
 
     def _paths(self) -> list[Path]:
         return _paths(self.path)
+
+
+def _remove(path: Path) -> None:
+    """Removes a directory with all that is in it, or a link instead of what it leads to; without an error."""
+    if path.is_symlink():
+        with contextlib.suppress(OSError):
+            path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _write(partial: Path, state: dict[str, Any]) -> None:
@@ -305,4 +321,4 @@ def _cause(error: BaseException) -> str:
         if isinstance(origin, OSError) and origin.errno is not None:
             return f"{errno.errorcode.get(origin.errno, origin.errno)} {os.strerror(origin.errno)}"
         origin = origin.__cause__ or origin.__context__
-    return f"{type(error).__name__} {error}".splitlines()[0]
+    return str(error) if isinstance(error, Refused) else f"{type(error).__name__} {error}".splitlines()[0]

@@ -18,12 +18,13 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from memo.errors import CheckpointError, MemoError
 from memo.gpt.checkpoint.directory import Checkpoint, CheckpointDir, cause_of
+from memo.gpt.checkpoint.plain_reader import PlainReader
 
 __all__ = ["DistributedCheckpointDir", "load_distributed"]
 
@@ -39,7 +40,7 @@ def load_distributed(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
         CheckpointError: a tensor is missing or has another shape; `state` may then be partly filled.
     """
     try:
-        dcp_load(state, storage_reader=FileSystemReader(checkpoint.path))
+        dcp_load(state, storage_reader=PlainReader(checkpoint.path))
     except (CheckpointException, OSError, ValueError, KeyError, EOFError) as error:
         raise CheckpointError(f"cannot load {checkpoint.path}: {cause_of(error)}") from None
 

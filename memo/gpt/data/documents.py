@@ -8,7 +8,6 @@ to do. Nothing read here is executed or unpickled.
 from __future__ import annotations
 
 import glob
-import gzip
 import io
 import itertools
 import json
@@ -17,7 +16,9 @@ import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
+from memo.bounded_files import Refused, Unpacked, open_file
 from memo.errors import DataError
 
 __all__ = ["find_files", "read_documents", "read_packages", "standard_library"]
@@ -33,6 +34,9 @@ PARQUET_SUFFIXES = frozenset({".parquet", ".pq"})
 NOT_STANDARD = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 ROWS_PER_READ = 256
+MOST_RATIO = 100
+"""Largest ratio of unpacked to packed bytes of a .gz; text reaches 20."""
+_BLOCK = 1 << 17  # bytes unpacked at once
 
 
 def find_files(data: Sequence[str] | None) -> list[Path]:
@@ -83,7 +87,12 @@ def read_documents(files: Iterable[Path], *, field: str = "text") -> Iterator[st
                     text = stream.read().decode("utf-8", errors="replace")
                 if text:
                     yield text
-        except (OSError, EOFError, zlib.error) as error:  # the last two: a truncated or damaged gzip file
+        except (
+            OSError,
+            EOFError,
+            zlib.error,
+            Refused,
+        ) as error:  # the second and third: a truncated or damaged gzip file
             raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
@@ -129,8 +138,11 @@ def _format_suffix(path: Path) -> str:
     return Path(name).suffix
 
 
-def _open(path: Path) -> gzip.GzipFile | io.BufferedReader:
-    return gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb")
+def _open(path: Path) -> io.BufferedReader | BinaryIO:
+    file = open_file(path, pipes=True)
+    if not path.name.lower().endswith(".gz"):
+        return file
+    return io.BufferedReader(Unpacked(file, most_ratio=MOST_RATIO), _BLOCK)
 
 
 def _json_lines(path: Path, field: str) -> Iterator[str]:
@@ -173,7 +185,7 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
                     if text is not None and not isinstance(text, str):
                         raise DataError(f"{path}: column {field!r} is not text but {type(text).__name__}")
                     yield text or ""
-    except ArrowException as error:
+    except (ArrowException, UnicodeDecodeError) as error:  # the second: of a text, or of a name
         raise DataError(f"{path}: not a readable Parquet file ({error})") from error
 
 

@@ -6,18 +6,22 @@ default, since they need no file, no download and no training, and lose nothing.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from memo.bounded_files import Refused, read_bytes
 from memo.errors import DataError
 
 __all__ = ["ByteTokenizer", "FileTokenizer", "Tokenizer", "load_tokenizer"]
 
+MOST_NBYTES = 256 << 20
+"""Size of a file; the largest published ones have 35 MB."""
 # Names of the end-of-document token in published tokenizers, most specific first.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
@@ -67,9 +71,10 @@ class FileTokenizer:
 
     def __init__(self, path: Path) -> None:
         try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise DataError(f"tokenizer {path}: {error.strerror or error}") from error
+            content = read_bytes(path, most=MOST_NBYTES)
+        except (OSError, Refused) as error:
+            raise DataError(f"tokenizer {path}: {getattr(error, 'strerror', None) or error}") from error
+        self._path = path
         self._tokenizer = _parsed(path, content)
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         known = [vocabulary[name] for name in END_NAMES if name in vocabulary]
@@ -80,8 +85,13 @@ class FileTokenizer:
         self.identity = f"tokenizer.json {hashlib.sha256(content).hexdigest()}"
 
     def encode(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
-        """Tokens of each text, without special tokens."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        """Tokens of each text, without special tokens.
+
+        Raises:
+            DataError: the tokenizer lacks what it needs for them, such as its unknown token.
+        """
+        with _refusing(f"tokenizer {self._path}: cannot encode"):
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
 
@@ -99,7 +109,16 @@ def _parsed(path: Path, content: bytes) -> Any:
         import tokenizers
     except ImportError as error:
         raise DataError(f'tokenizer {path}: needs the tokenizers library; pip install "memo-train[data]"') from error
-    try:
+    with _refusing(f"tokenizer {path}: not a tokenizer.json"):
         return tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises bare Exception and ValueError when it cannot parse
-        raise DataError(f"tokenizer {path}: not a tokenizer.json ({error})") from error
+
+
+@contextlib.contextmanager
+def _refusing(words: str) -> Iterator[None]:
+    """Turns what the tokenizers library raises into a DataError that begins with `words`."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # bare Exceptions, and panics of Rust, which are not even that
+        raise DataError(f"{words} ({' '.join(str(error).split())[:200]})") from error

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from memo.bounded_files import Refused, open_file, parse_object, text_of
 from memo.errors import DataError, UsageError
 
 __all__ = ["MetricsFile", "StepMetrics", "StepUsage"]
@@ -166,14 +167,28 @@ class MetricsFile:
 
     def _cut_after(self, step: int) -> None:
         end = 0
-        with open(self.path, "r+b") as file:
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break  # torn: the writer was killed
-                try:
-                    if int(json.loads(line)["step"]) > step:
+        try:
+            with open_file(self.path) as file:
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break  # torn: the writer was killed
+                    if _step_of(line) > step:
                         break
-                except (ValueError, KeyError, TypeError, RecursionError) as error:
-                    raise DataError(f"{self.path} is not a metrics file of memo train; choose another name") from error
-                end += len(line)
-            file.truncate(end)
+                    end += len(line)
+            os.truncate(self.path, end)
+        except (Refused, OSError) as error:
+            raise DataError(
+                f"{self.path} is not a metrics file of memo train ({error}); choose another name"
+            ) from error
+
+
+def _step_of(line: bytes) -> int:
+    """The step of a line.
+
+    Raises:
+        Refused: it is no step of memo train.
+    """
+    step = parse_object(text_of(line)).get("step")
+    if type(step) is not int:
+        raise Refused("a line has no step")
+    return step

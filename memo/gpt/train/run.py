@@ -31,6 +31,7 @@ from memo.gpt.run_config import Documents, RunConfig
 from memo.gpt.train.checkpoint_cadence import CheckpointCadence
 from memo.gpt.train.embedding_choice import choose_exchange, require_possible
 from memo.gpt.train.former_batch import batch_lines, batch_settings, drawn_rows, with_former_batch
+from memo.gpt.train.former_settings import GUARD, require_settings
 from memo.gpt.train.interrupt import StopRequest
 from memo.gpt.train.metrics import MetricsFile
 from memo.gpt.train.offload_arguments import open_manager
@@ -141,7 +142,7 @@ class _Run:
             if _positions(start.settings) == _positions(
                 self.settings
             ):  # else losses of before say nothing of those now
-                self.trainer.loss_guard.restore(start.settings.get(_GUARD, {}))
+                self.trainer.loss_guard.restore(start.settings.get(GUARD, {}))
         self.meter = StepMeter(
             shape,
             seq=config.seq,
@@ -155,7 +156,7 @@ class _Run:
         steps = config.training.schedule.steps
         self.progress = stack.enter_context(ProgressBar(done=self.done, steps=steps, quiet=not leads))
         phase(None if self.progress.has_bar else "running the first step")
-        for line in (*notes, *self._banner(shape, device, tokens, batches.description)):
+        for line in (*map(_inert, notes), *self._banner(shape, device, tokens, batches.description)):
             self.progress.line(line)
 
     def go(self) -> ExitCode:
@@ -225,7 +226,7 @@ class _Run:
         if self.checkpoints is None:
             return
         self.cadence.begun(self.done)
-        settings = {**self.settings, _GUARD: self.trainer.loss_guard.state()}
+        settings = {**self.settings, GUARD: self.trainer.loss_guard.state()}
         self.checkpoints.save(self.done, self.trainer.state(), settings, wait=wait)
         if wait:
             self._report_failure(self.checkpoints)
@@ -417,6 +418,7 @@ def _starting_point(
         newest = checkpoints.latest()[0] if checkpoints is not None else None
         if newest is not None and newest.step > start.step:
             raise UsageError(f"{newest.path} is newer than {start.path}; choose another --checkpoint-dir")
+        require_settings(start)
         return start, [f"resume   {start.path}"]
     assert checkpoints is not None  # checked by RunConfig
     newest, skipped = checkpoints.latest()
@@ -425,6 +427,7 @@ def _starting_point(
         raise CheckpointError(f"no checkpoint in {checkpoints.path} is complete: {skipped[0]}")
     if newest is None:
         return None, [f"resume   no checkpoint in {checkpoints.path} yet; starting at step 1"]
+    require_settings(newest)
     return newest, [*notes, f"resume   {newest.path}"]
 
 
@@ -507,13 +510,10 @@ def _training(config: RunConfig, device: torch.device) -> TrainConfig:
     return dataclasses.replace(config.training, precision=config.precision or default)
 
 
-_GUARD = "health"  # the loss guard's key in checkpoints
-
-
 def _settings(config: RunConfig, shape: GPTConfig, training: TrainConfig) -> dict[str, Any]:
     """Settings stored in a checkpoint: the model, and everything else that decides the next loss."""
     numbers = dataclasses.asdict(training)
-    numbers[_GUARD] = numbers.pop("loss_guard")
+    numbers[GUARD] = numbers.pop("loss_guard")
     settings = {
         # A run may resume with another number of tiles.
         "model": {key: value for key, value in dataclasses.asdict(shape).items() if key != "mlp_tiles"},
@@ -570,6 +570,7 @@ def _differences(start: Checkpoint | None, settings: dict[str, Any]) -> list[str
     ]
 
 
+_LONGEST_NOTE = 2000  # characters
 _OF_BATCH = ("batch", "accumulate", "replicas", "drawn")  # batch_lines tells of them
 _OF_POSITIONS = frozenset({"max_seq", "rope_theta", "rope_scaling"})  # rotary models may resume with others
 
@@ -595,7 +596,13 @@ def _other_positions(former: dict[str, Any], settings: dict[str, Any]) -> list[s
 
 def _described(seq: int | None, theta: float | None, scaling: dict[str, Any] | None) -> str:
     scaled = "" if scaling is None else f", {scaling['kind']}:{scaling['factor']:g}"
-    return f"{'?' if seq is None else format_tokens(seq)} tokens (rope theta {theta:g}{scaled})"
+    base = "?" if theta is None else f"{theta:g}"
+    return f"{'?' if seq is None else format_tokens(seq)} tokens (rope theta {base}{scaled})"
+
+
+def _inert(line: str) -> str:
+    """A line in which words of a checkpoint or a plan cannot act on a terminal."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line[:_LONGEST_NOTE])
 
 
 def _unequal(

@@ -10,6 +10,7 @@ import collections
 import os
 from typing import TYPE_CHECKING
 
+from memo.bounded_files import Refused, open_file
 from memo.errors import TraceError
 from memo.events import Event, StepMark
 from memo.trace.decode_event import decode_event, decode_object
@@ -62,7 +63,7 @@ class Follower:
                 file is in its place.
         """
         try:
-            with open(self.path, "rb") as file:
+            with open_file(self.path) as file:
                 start = file.read(_START)
                 if not start.startswith(self._start) or os.fstat(file.fileno()).st_size < self._offset:
                     self._begin()
@@ -75,6 +76,8 @@ class Follower:
                     self._take(block)
         except FileNotFoundError:
             self._begin()
+        except Refused as error:
+            raise TraceError(f"{self.path}: {error}") from None
         except OSError as error:
             raise TraceError(f"{self.path}: cannot read: {error.strerror}") from None
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from memo.swap.recompute.axis.attention import is_attention
 
@@ -193,6 +192,11 @@ def _flops(
     if packet in _FACTORS:
         left, right = (args[at] for at in _FACTORS[packet])
         return _product_flops(left, right, columns_first=packet is _ATEN.linear)
+    from torch.utils.flop_counter import (  # imports triton: a third of `memo.offload`'s import
+        conv_flop_count,
+        flop_registry,
+    )
+
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=out))
     if packet in _CONVOLUTIONS:  # the CPU's, which is never transposed and for which torch has no formula

@@ -153,10 +153,10 @@ def test_what_is_not_there_is_a_data_error(tmp_path: Path) -> None:
 def test_unreadable_file_is_a_data_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("a")
 
-    def denied(self: Path, *args: Any, **kwargs: Any) -> Any:
+    def denied(*args: Any, **kwargs: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "open", denied)
+    monkeypatch.setattr("memo.gpt.data.documents.open_file", denied)
     _refused("cannot read .*a.txt: Permission denied", tmp_path)
 
 

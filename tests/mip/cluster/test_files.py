@@ -158,5 +158,5 @@ def test_what_is_not_in_the_format_is_one_line_that_names_the_key(name: str) -> 
 @pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_rates_that_are_no_numbers_are_refused(word: str) -> None:
     text = json.dumps(link(latency_s=0.125)).replace("0.125", word)
-    with pytest.raises(PlanError, match="is not a number of this format"):
+    with pytest.raises(PlanError, match=r"is not a JSON number|is too large"):
         cluster_from_json(text)
