@@ -254,7 +254,7 @@ def test_each_row_is_written_while_the_sweep_runs(out: Path, monkeypatch: pytest
 
 
 def test_two_classes_end_to_end(tmp_path: Path) -> None:
-    """A dense one, whose tokens are divided, and one with experts, which keeps whole storages and says why."""
+    """A dense one, all of whose saved tensors are divided by tokens, and one with experts, where it is a part of them."""
     command = [sys.executable, "-m", "benchmarks.architectures", "--only", "LlamaForCausalLM", "MixtralForCausalLM"]
     environment = {**os.environ, "OUT": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -278,9 +278,9 @@ def test_two_classes_end_to_end(tmp_path: Path) -> None:
     assert entry["layers"] * entry["kept_nbytes"] == dense["settings"]["0"]["moved_bytes"]
     (entry,) = routed["settings"]["0.3"]["reasons"]
     assert entry["experts"]
-    assert entry["undivided"]["why"] == "bytes"
-    assert entry["undivided"]["ratio"] > 1
-    assert "aten._grouped_mm is not known to work token by token" in entry["undivided"]["mixes"]
+    assert (entry["layers"], entry["point"]) == (2, "ranges")
+    assert "undivided" not in entry
+    assert 0 < entry["divided_nbytes"] < dense["settings"]["0.3"]["reasons"][0]["divided_nbytes"]
     text = page(result, path.name)
     assert line(text[text.index("## Experts") :], "| MixtralForCausalLM | 2 Mixtral")
     assert line(text[text.index("## Every") :], "| LlamaForCausalLM").endswith("| attention 52 %, input 48 % | all |")
