@@ -1,6 +1,6 @@
 """Budgets of a CPU run: is there a lasting automatic plan wherever some alpha holds the budget?
 
-    python -m benchmarks.device_budgets [--lengths 1k 1280 1536] [--shares 0.25 0.5 0.75] [--steps 14] [--disk-dir DIR]
+    python -m benchmarks.device_budgets [--lengths 1k 1280 1536] [--shares 0.25 0.5 0.75] [--steps 20] [--disk-dir DIR]
 
 Nine runs by default: three lengths by three device budgets. For each length a run without memo and one for each alpha of 0,
 1/8 ... 1 show what they are resident with; a budget of share 0 is the least of these, one of share 1 what the run without
@@ -212,7 +212,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--lengths", nargs="+", type=parse_tokens, default=[1024, 1280, 1536])
     parser.add_argument("--shares", nargs="+", type=float, default=[0.25, 0.5, 0.75])
-    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--disk-dir")
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -154,7 +154,7 @@ class Actuator:
         budgets = {tier.name: tier.budget for tier in self._engine.tiers}
         disk = budgets.get(Tier.DISK, 0)
         return Limits(
-            device_bytes=max(0, self._budget.total_bytes - others),
+            device_bytes=max(0, self._budget.total_bytes - self._budget.noise_bytes - others),
             others_bytes=others,
             around_bytes=around,
             beside_layers=layers,
