@@ -111,7 +111,7 @@ def test_a_file_that_is_none_is_refused_in_one_line(tmp_path: Path, capsys: pyte
     for wrong, words in (
         (text.replace('"nodes": 2, "disk"', '"nodes": 2, "disks"'), "groups 0 has the unknown key 'disks'"),
         (text.replace('"1x100Gb"', '"1x-100Gb"'), "link between 'ib' and 'roce': net: '1x-100Gb'"),
-        (text.replace('"oversubscription": 2.0', '"oversubscription": NaN'), "NaN is not a number"),
+        (text.replace('"oversubscription": 2.0', '"oversubscription": NaN'), "NaN is not a JSON number"),
         ("", "is empty"),
     ):
         path.write_text(wrong)
