@@ -119,7 +119,8 @@ class _Stage(PipelineStage):
 
     def _drop_buffers_of_own_rank(self, *received: Sequence[Any]) -> None:
         for one in itertools.chain.from_iterable(received):
-            if one.source is not None and self.stage_index_to_group_rank.get(one.source) == self.group_rank:
+            source = getattr(one, "source", None)  # older torch has placeholders for the first stage's tokens
+            if source is not None and self.stage_index_to_group_rank.get(source) == self.group_rank:
                 one.buffer = None
 
 

@@ -112,7 +112,7 @@ def _of_length(space: Space, tokens: int) -> Space:
 
 
 def _lacks(space: Space, shape: Shape) -> str:
-    """What the shape's first leanest candidate lacks."""
+    """Words for the bytes that the shape's first leanest candidate lacks."""
     try:
         return str(misfit_of(space.request_of(leanest(space, shape)[0]).problem(space.request.tiles[-1])))
     except (Infeasible, UsageError) as error:

@@ -55,7 +55,7 @@ _CLASSES = frozenset(
         ("pathlib._local", "PosixPath"),  # of Python 3.13
     }
 )
-"""What torch writes to `.metadata`, beside dtypes; each makes a value and has no other effect."""
+"""Classes that torch writes to `.metadata`, beside dtypes; each makes a value and has no other effect."""
 
 
 class PlainReader(FileSystemReader):
