@@ -311,7 +311,7 @@ class _Planner:
         )
 
     def _phases(self, storages: Sequence[int], stuck: Sequence[int]) -> list[Phase]:
-        """Phases that are replayed, in order; of what mixes tokens and is kept none, which has the bytes of as many tokens."""
+        """Phases that are replayed, in order; of what mixes tokens and is kept none, since as many tokens have its bytes."""
         rows, last = self._rows, self._tape.last
         if not self._in_phases:
             return [Phase(True, tuple(storage for storage in storages if last[storage] in rows.rows))]
