@@ -63,6 +63,7 @@ class Undisturbed:
 def undisturbed(folder: Path) -> Undisturbed:
     """Runs a line without a kill, in a folder that does not exist yet."""
     line = _Line(folder)
+    ready_python.run("-c", "")  # the first one waits for the interpreter's imports
     begin = time.monotonic()
     run = line.start()
     line.wait(run, lambda: line.steps() >= 1)
