@@ -7,6 +7,7 @@ test_promises_of_peers_life.py; docs/promises.md lists both.
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -306,18 +307,23 @@ def test_a_marked_tensor_stays_and_others_move(marked: bool, promised_by: str) -
 
 @suite(TRL)
 def test_memory_that_is_used_again_is_not_taken_for_what_it_held(promised_by: str) -> None:
-    """A layer's tensor takes the address of one that an earlier layer has saved and the engine has dropped."""
-    before: list[int] = []  # of the layers of this forward
+    """A layer's tensor takes the address of one that an earlier layer has saved and the engine has dropped.
+
+    Tensors lie in buffers of the test's own, since malloc promises nobody the same address: a tensor holds its buffer.
+    """
+    buffers = [bytearray(BYTES) for _ in range(3 * LAYERS)]
+    before: set[int] = set()  # numbers of the buffers of this forward
     again = []
 
     def make(x: torch.Tensor) -> torch.Tensor:
-        if len(before) == LAYERS:
+        if len(again) % LAYERS == 0:
             before.clear()
-        tries = [torch.empty_like(x) for _ in range(50)]
-        made = next((one for one in tries if one.data_ptr() in before), tries[0])
-        again.append(made.data_ptr() in before)
-        before.append(made.data_ptr())
-        return made.copy_(x * 7)
+        time.sleep(0.1 if before else 0)  # for the copies of earlier layers
+        free = [number for number in range(len(buffers)) if sys.getrefcount(buffers[number]) == 2]
+        number = min(free, key=lambda number: number not in before)
+        again.append(number in before)
+        before.add(number)
+        return torch.frombuffer(buffers[number], dtype=x.dtype).view(x.shape).copy_(x * 7)
 
     saved, stats = same(lambda: Saving(make, lambda back: back))
     assert any(again)
