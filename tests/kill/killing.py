@@ -28,7 +28,8 @@ PHASES = ("start", "steps", "checkpoint", "exit")
 STEPS = 40
 _LONGEST_S = 300.0
 _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-_MODEL = "--model tiny --layers 2 --hidden 64 --heads 1 --seq 128 --dropout 0.1 --device cpu --offload disk".split()
+_MODEL = ["--model", "tiny", "--layers", 2, "--hidden", 64, "--heads", 1, "--seq", 128, "--dropout", 0.1]
+_WHERE = ["--device", "cpu", "--offload", "disk"]
 
 
 class Find(AssertionError):
@@ -123,7 +124,7 @@ class _Line:
         files = ["--data", self.text, "--metrics", self.metrics, "--disk-dir", self.scratch]
         saving = ["--checkpoint-dir", self.saved, "--checkpoint-every", 1, "--checkpoint-keep", 3, "--resume"]
         return ready_python.start(
-            "-m", "memo.cli.main", "train", *_MODEL, "--steps", STEPS, *files, *saving, env=_ENVIRONMENT
+            "-m", "memo.cli.main", "train", *_MODEL, *_WHERE, "--steps", STEPS, *files, *saving, env=_ENVIRONMENT
         )
 
     def finish(self, run: ready_python.Program) -> None:
