@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import random
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from memo.errors import CorruptBlock, MemoError, StoreReadError, StoreWriteError
 __all__ = ["KINDS", "Fault", "Injector", "Kind"]
 
 _SLOW_S = 0.02
+_SOON_S = 0.03
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,7 @@ class Injector:
         self._stop = stop
         self._round: list[str] = []
         self._armed: str | None = None
+        self._killer: threading.Thread | None = None
 
     def inject(self) -> None:
         """Injects the next fault; one that nothing has met yet is waited for instead."""
@@ -96,11 +99,15 @@ class Injector:
             self._stop()
             self.script.hits = 1
         else:
-            self.script.hits = _kill_one(self._draw)
+            self._killer = threading.Thread(target=self._kill_one, args=(self._draw.uniform(0, _SOON_S),))
+            self._killer.start()
 
     def outcome(self, error: MemoError | None) -> str | None:
         """Notes how a step ended; returns why it should not have ended so, or None."""
         name = self._armed
+        if self._killer is not None:
+            self._killer.join()
+            self._killer = None
         if self.script.hits and name is not None:
             self.told[name].met += 1
             self.script.clear()
@@ -113,11 +120,9 @@ class Injector:
         raised[error_name] = raised.get(error_name, 0) + 1
         return None if type(error) in KINDS[name].errors else f"{name}: {error_name}: {error}"
 
-
-def _kill_one(draw: random.Random) -> int:
-    """Raises SystemExit in one of the disk tier's threads, wherever it is; returns how many were hit."""
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith("memo-disk")]
-    if not threads:
-        return 0
-    ident = ctypes.c_ulong(draw.choice(threads).ident or 0)
-    return int(ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit)))
+    def _kill_one(self, after_s: float) -> None:
+        """Raises SystemExit in one of the disk tier's threads, wherever it then is."""
+        time.sleep(after_s)
+        threads = [thread for thread in threading.enumerate() if thread.name.startswith("memo-disk")]
+        ident = ctypes.c_ulong(self._draw.choice(threads).ident or 0)
+        self.script.hits = int(ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit)))

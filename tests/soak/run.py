@@ -6,6 +6,7 @@ import dataclasses
 import faulthandler
 import tempfile
 import time
+import traceback
 import warnings
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
@@ -135,7 +136,10 @@ class _Run:
             got = step_of(self._trainer, step, self.settings.seed)
         except MemoError as error:
             self._been_stopped()
-            return self._injector.outcome(error) or self._resume()
+            why = self._injector.outcome(error)
+            if why is not None:
+                traceback.print_exception(error)
+            return why or self._resume()
         self._been_stopped()
         if self._manager.plan is not None:
             self.soaked.planned_steps += 1

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import gc
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from faulty_file import Faults, ManualEvent
 from faulty_store import BLOCK, SIZE, make, python, random_bytes, round_trip
 
 from memo.errors import CorruptBlock, ScratchFull, StoreReadError, StoreWriteError, SwapError
+from memo.swap.disk.io_threads import IoPool
 from memo.swap.disk.store import DiskStore
 from memo.swap.memory.page_aligned import aligned_empty
 
@@ -311,4 +315,57 @@ def test_a_slow_disk_changes_no_byte_and_shows_in_the_busy_time(tmp_path: Path) 
     store = make(tmp_path, Faults().fail("write", 1, delay=0.01, sticky=True), threads=1)
     round_trip(store)
     assert store.stats.write_busy_s >= 5 * 0.01
+    store.close()
+
+
+# A thread that ends
+
+
+def _kill(thread: threading.Thread) -> None:
+    assert thread.ident is not None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+
+
+def test_killed_threads_go_on(tmp_path: Path) -> None:
+    store = make(tmp_path, Faults(), threads=2)
+    threads = [thread for thread in store._pool._threads if thread.is_alive()]
+    for _ in range(3):
+        for thread in threads:
+            _kill(thread)
+        round_trip(store)
+    assert len(threads) == 2
+    assert all(thread.is_alive() for thread in threads)
+    store.close()
+
+
+def test_a_thread_killed_with_a_piece_fails_its_operation_and_no_other(tmp_path: Path) -> None:
+    faults = Faults()
+    store = make(tmp_path, faults, threads=1)
+    real = IoPool._piece_done
+
+    def die(pool: IoPool, *arguments: object) -> None:
+        pool._piece_done = real.__get__(pool)  # type: ignore[method-assign]
+        raise SystemExit
+
+    store._pool._piece_done = die.__get__(store._pool)  # type: ignore[method-assign]
+    with pytest.raises(StoreWriteError, match="SystemExit"):
+        round_trip(store)
+    round_trip(store)
+    assert store.stats.used_bytes == 0
+    store.close()
+
+
+def test_a_gate_thread_that_is_killed_goes_on(tmp_path: Path) -> None:
+    store = make(tmp_path, Faults(), threads=1)
+    for _ in range(2):
+        copy = ManualEvent()
+        write = store.write(extent := store.reserve(SIZE), source := random_bytes(SIZE), after=[copy])
+        _kill(store._pool._gate_threads[0])
+        copy.fire()
+        with contextlib.suppress(StoreWriteError):  # killed while it waited for the copy, or before
+            write.synchronize()
+            store.read(extent, target := aligned_empty(SIZE)).synchronize()
+            assert torch.equal(source, target)
+        store.release(extent)
+    round_trip(store)
     store.close()
