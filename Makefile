@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 PEERS_ARGS ?=
 WORKERS ?= 2
 
-.PHONY: demo test test-all hunt fuzz test-parallel lint typed typecheck format docs bench peers plots gpu-check gpu-bench gpu-emulated gpu-hour-prepare gpu-rehearsal setup clean release integrations
+.PHONY: demo test test-all hunt fuzz kill test-parallel lint typed typecheck format docs bench peers plots gpu-check gpu-bench gpu-emulated gpu-hour-prepare gpu-rehearsal setup clean release integrations
 
 setup: $(STAMP)
 
@@ -48,6 +48,11 @@ hunt: setup
 FUZZ_ARGS ?= --inputs 1000000 --write
 fuzz: setup
 	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
+
+# Runs killed at random instants go on to the same bits: docs/reliability.md. KILL_ARGS="--kills 20 --seed 7" for some.
+KILL_ARGS ?= --kills 200 --write
+kill: setup
+	$(BIN)/python -m tests.kill $(KILL_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

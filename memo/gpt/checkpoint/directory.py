@@ -82,6 +82,17 @@ class Checkpoint:
                 raise CheckpointError(f"{path} is damaged: {name[:80]} has {found or 0} of {str(nbytes)[:40]} bytes")
         return cls(path=path, step=step, settings=settings)
 
+    def verify(self) -> None:
+        """Reads all tensors and compares their checksums.
+
+        Raises:
+            CheckpointError: a file has its size and is damaged.
+        """
+        try:
+            PlainReader(self.path).verify()
+        except (OSError, Refused) as error:
+            raise CheckpointError(f"{self.path} is damaged: {_cause(error)}") from None
+
     def load(self, state: dict[str, Any]) -> None:
         """Loads the tensors of `state` in place, and the RNG state where the checkpoint has it; many ranks save none.
 
@@ -102,15 +113,18 @@ class Checkpoint:
         set_random_state(random)
 
 
-def newest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
+def newest(directory: Path, *, verify: bool = False) -> tuple[Checkpoint | None, list[str]]:
     """Newest complete checkpoint of a directory that exists, and the reasons why newer ones were skipped.
 
-    Takes no lock; a run may be writing others.
+    Takes no lock; a run may be writing others. With `verify` it is read as a whole, else its files have their sizes.
     """
     skipped: list[str] = []
     for path in reversed(_paths(directory)):
         try:
-            return Checkpoint.at(path), skipped
+            found = Checkpoint.at(path)
+            if verify:
+                found.verify()
+            return found, skipped
         except CheckpointError as error:
             skipped.append(str(error))
     return None, skipped
@@ -150,7 +164,7 @@ class CheckpointDir:
 
     def latest(self) -> tuple[Checkpoint | None, list[str]]:
         """Newest complete checkpoint, and the reasons why newer ones were skipped."""
-        return newest(self.path)
+        return newest(self.path, verify=True)
 
     def is_empty(self) -> bool:
         """True when there is no checkpoint, complete or damaged."""
@@ -187,7 +201,7 @@ class CheckpointDir:
         target = self._target(step)
         if target.exists():
             try:
-                Checkpoint.at(target)  # resumed and stopped again without a step in between
+                Checkpoint.at(target).verify()  # resumed and stopped again without a step in between
                 return None
             except CheckpointError:
                 _remove(target)  # damaged, so it is written again
@@ -218,7 +232,8 @@ class CheckpointDir:
             if isinstance(error, OSError):
                 raise CheckpointError(f"cannot write {target}: {_cause(error)}") from error
             raise
-        for old in self._paths()[: -self._keep]:
+        former = [path for path in self._paths() if path.name <= target.name]  # later ones are damaged
+        for old in former[: -self._keep]:
             _remove(old)
 
     def close(self) -> None:

@@ -2,7 +2,8 @@
 
 torch's own reader unpickles `.metadata` as it stands, loads values that are no tensors as pickles of any kind, and unpacks
 compressed archives of any size. This one names the few classes that torch writes to `.metadata`, refuses other values, and
-refuses archives whose records are packed. It is torch's otherwise.
+refuses archives whose records are packed. It compares the checksums that torch only writes: blocks that a power loss left
+zeroed would be weights. It is torch's otherwise.
 
     .metadata     which tensors there are, and where their parts lie      names of classes: `_CLASSES`, and dtypes
     __0_0.distcp  one archive after the other, each with a tensor's part  torch.load(weights_only=True), records as they are
@@ -81,15 +82,37 @@ class PlainReader(FileSystemReader):
         metadata.storage_meta.load_id = self.load_id
         return cast("Metadata", metadata)
 
+    def verify(self) -> None:
+        """Reads all parts and compares their checksums.
+
+        Raises:
+            Refused: a part is damaged, or is not as torch writes it.
+            OSError: a file cannot be read.
+        """
+        for place in self.read_metadata().storage_data.values():
+            with open(Path(self.path) / place.relative_path, "rb") as file:
+                _verify_part(file, place)
+
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
-        try:
-            records = zipfile.ZipFile(io.BufferedReader(_Part(file, sinfo.offset, sinfo.length))).infolist()
-        except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError):
-            raise Refused(f"{sinfo.relative_path} is damaged at byte {sinfo.offset}") from None
-        packed = [record for record in records if record.compress_type != zipfile.ZIP_STORED]
-        if packed or sum(record.file_size for record in records) > sinfo.length:
-            raise Refused(f"{sinfo.relative_path} has packed records, which torch does not write")
+        _verify_part(file, sinfo)
         return super()._slice_file(file, sinfo)
+
+
+def _verify_part(file: Any, place: Any) -> None:
+    """Compares a part's records with their CRC-32, which torch writes and does not read; no record may be packed."""
+    damaged = Refused(f"{place.relative_path} is damaged within bytes {place.offset} to {place.offset + place.length}")
+    try:
+        archive = zipfile.ZipFile(io.BufferedReader(_Part(file, place.offset, place.length)))
+        records = archive.infolist()
+        packed = any(record.compress_type != zipfile.ZIP_STORED for record in records)
+        if packed or sum(record.file_size for record in records) > place.length:
+            raise Refused(f"{place.relative_path} has packed records, which torch does not write")
+        if archive.testzip() is not None:
+            raise damaged
+    except Refused:
+        raise
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError):
+        raise damaged from None
 
 
 class _Part(io.RawIOBase):

@@ -207,3 +207,11 @@ def test_the_random_generator_comes_back(tmp_path: Path, tiny_state: dict[str, A
     torch.manual_seed(4)
     saved.load({"model": {"weight": torch.zeros(6)}})
     assert torch.equal(torch.rand(4), expected)
+
+
+def test_a_damaged_newer_checkpoint_does_not_count_as_kept(tmp_path: Path, tiny_state: dict[str, Any]) -> None:
+    for step in (10, 12):
+        save(tmp_path, step, tiny_state)
+    os.truncate(tmp_path / "step-00000012" / "__0_0.distcp", 5)
+    save(tmp_path, 11, tiny_state, keep=1)
+    assert Checkpoint.at(tmp_path / "step-00000011").step == 11
