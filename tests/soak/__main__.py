@@ -132,7 +132,8 @@ def table(body: dict[str, Any]) -> str:
     """The figures as text."""
     lines = [
         f"{body['steps']:,} steps ({body['steps_run']:,} with those repeated) in {body['seconds'] / 60:.1f} min, "
-        f"{body['planned_steps']:,} by plans, {body['bytes_disk'] / 2**30:.2f} GiB to disk, {body['evaluations']} "
+        f"{body['planned_steps']:,} by plans, {body['moving_steps']:,} that wrote "
+        f"{body['bytes_disk'] / 2**30:.2f} GiB to disk, {body['evaluations']} "
         f"evaluations, {body['checkpoints']} checkpoints, {body['resumes']} resumes, {body['managers']} managers"
     ]
     for name, fault in body["faults"].items():

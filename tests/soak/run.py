@@ -29,7 +29,7 @@ from tests.soak.training import packed, step_of, trainer_of, unpacked
 
 __all__ = ["Settings", "Soaked", "soak"]
 
-ROOM = 30 << 20
+ROOM = 28 << 20
 """Bytes of device memory above what the process has when a manager is opened; a step of the longest sequence needs more."""
 
 
@@ -62,6 +62,8 @@ class Soaked:
     managers: int = 0
     planned_steps: int = 0
     """Steps by a plan that was made while training."""
+    moving_steps: int = 0
+    """Steps that wrote to disk."""
     bytes_disk: int = 0
     faults: dict[str, Fault] = dataclasses.field(default_factory=dict)
     samples: list[Sample] = dataclasses.field(default_factory=list)
@@ -105,7 +107,9 @@ class _Run:
         self._expected: list[bytes] = []  # from the step after the oldest checkpoint on
         self._first_expected = 1
         self._trainer = trainer_of(settings.seed)
-        self._checkpoints = stack.enter_context(BackgroundCheckpointDir(folder / "checkpoints", keep=2))
+        self._kept = folder / "checkpoints"
+        self._checkpoints = BackgroundCheckpointDir(self._kept, keep=2)
+        stack.callback(lambda: self._checkpoints.close())
         self._cadence = CheckpointCadence(steps=0, minutes=settings.checkpoint_minutes, done=0)
         self._save(wait=True)
         self._manager = self._opened()
@@ -122,8 +126,8 @@ class _Run:
             soaked.find = self._step()
             soaked.steps_run += 1
             if soaked.steps_run % settings.sample_every == 0:
-                soaked.samples.append(sample(soaked.steps_run, self._checkpoints.path))
-            if soaked.steps_run % settings.reopen_every == 0:
+                soaked.samples.append(sample(soaked.steps_run, self._kept))
+            if soaked.steps_run % settings.reopen_every == 0 and soaked.find is None:
                 self._reopen()
             soaked.seconds = time.monotonic() - begun
         soaked.faults = self._injector.told
@@ -131,7 +135,7 @@ class _Run:
 
     def _step(self) -> str | None:
         """Runs one step; returns what should not have been."""
-        step = self.soaked.steps + 1
+        step, before = self.soaked.steps + 1, self._manager.stats.bytes_disk
         try:
             got = step_of(self._trainer, step, self.settings.seed)
         except MemoError as error:
@@ -141,8 +145,8 @@ class _Run:
                 traceback.print_exception(error)
             return why or self._resume()
         self._been_stopped()
-        if self._manager.plan is not None:
-            self.soaked.planned_steps += 1
+        self.soaked.planned_steps += self._manager.plan is not None
+        self.soaked.moving_steps += self._manager.stats.bytes_disk > before
         if packed(got) != (want := self._record(step)):
             return f"step {step}: {got}, and undisturbed {unpacked(want)}"
         self.soaked.steps = step
@@ -173,6 +177,8 @@ class _Run:
         self._trainer.optimizer.zero_grad(set_to_none=True)
         if self.soaked.resumes % 2:
             self._reopen()
+        self._checkpoints.close()  # as a run does that ends: what is being written is completed
+        self._checkpoints = BackgroundCheckpointDir(self._kept, keep=2)
         newest, skipped = self._checkpoints.latest()
         if newest is None or skipped:
             return f"no whole checkpoint after step {self.soaked.steps}: {skipped}"
