@@ -8,6 +8,8 @@ order cannot deadlock.
 
 No error ends a thread before the pool closes, or what it had in hand would never be done. One that is met outside a
 transfer (memory that runs out, an exception that another thread raises in it) fails the operation in hand, if there is one.
+Such an exception comes where a function is entered and where a call returns; so a change of two fields has no call within,
+and the lock itself is the context manager, since a condition's is a function.
 
     submit ──▶ gate (only if `after` is not done) ──▶ queue of reads / of writes ──▶ I/O threads, piece by piece
 """
@@ -47,8 +49,9 @@ class IoPool:
         self.busy_ns = dict.fromkeys(Kind, 0)
         self._transfer = transfer
         self._bounce_bytes = bounce_bytes
-        lock = threading.RLock()
-        self._changed, self._gated = threading.Condition(lock), threading.Condition(lock)  # of the queues; of the gates
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # of the queues
+        self._gated = threading.Condition(self._lock)  # of the gates
         self._queues: dict[Kind, deque[DiskOperation]] = {Kind.READ: deque(), Kind.WRITE: deque()}
         self._open: set[DiskOperation] = set()
         self._held: dict[int, DiskOperation] = {}  # thread -> operation of its piece
@@ -67,7 +70,7 @@ class IoPool:
     def submit(self, operation: DiskOperation) -> None:
         """Queues the operation; it runs once its `after` events are done. The caller has checked `alive`."""
         ready = all(event.query() for event in operation.after)
-        with self._changed:
+        with self._lock:
             self._open.add(operation)
             operation.extent.pending += 1
             if self._closing:  # closed by another thread after the caller's check
@@ -80,7 +83,7 @@ class IoPool:
 
     def cancel(self, operation: DiskOperation) -> bool:
         """Cancels an operation of which no piece has started; False if one has."""
-        with self._changed:
+        with self._lock:
             if operation.stage not in (Stage.WAITING, Stage.QUEUED):
                 return False
             self._finish(operation)
@@ -90,7 +93,7 @@ class IoPool:
         """Completes running operations, fails the others and joins the threads; True when all I/O threads ended."""
         if os.getpid() != self._pid:
             return True
-        with self._changed:
+        with self._lock:
             self._closing = True
             for operation in list(self._open):
                 if operation.stage in (Stage.WAITING, Stage.QUEUED):
@@ -122,10 +125,16 @@ class IoPool:
             try:
                 return work(*args)
             except BaseException as error:
-                _log.warning("%s met %r and goes on", threading.current_thread().name, error)
-                held = self._held.get(threading.get_ident())
-                if held is not None:
-                    self._piece_done(held, error)
+                self._met(error)
+
+    def _met(self, error: BaseException) -> None:
+        """Fails the operation in hand, and wakes all threads: this one may have had a notification to give or to take."""
+        with self._lock:
+            held = self._held.get(threading.get_ident())
+            if held is not None:
+                self._piece_done(held, error)
+            self._changed.notify_all()
+        _log.warning("%s met %r and goes on", threading.current_thread().name, error)
 
     # Gates
 
@@ -138,7 +147,7 @@ class IoPool:
     def _run_gate(self, gate: deque[DiskOperation]) -> None:
         while (operation := self._first(gate)) is not None:
             failure = _wait_for(operation)
-            with self._changed:
+            with self._lock:
                 if operation.stage is Stage.WAITING:  # else cancelled, or the pool is closing
                     if failure is None:
                         operation.after = ()
@@ -149,14 +158,15 @@ class IoPool:
 
     def _first(self, gate: deque[DiskOperation]) -> DiskOperation | None:
         """The gate's first operation, which stays there; None once the pool is closing."""
-        with self._changed:
+        with self._lock:
             while not gate and not self._closing:
                 self._gated.wait()
             return None if self._closing else gate[0]
 
     def _enqueue(self, operation: DiskOperation) -> None:
+        queue = self._queues[operation.kind]
         operation.stage = Stage.QUEUED
-        self._queues[operation.kind].append(operation)
+        queue.append(operation)
         self._changed.notify(len(operation.pieces))
 
     # I/O threads
@@ -176,7 +186,7 @@ class IoPool:
             self._piece_done(operation, failure)
 
     def _take(self) -> tuple[DiskOperation, Piece] | None:
-        with self._changed:
+        with self._lock:
             while True:
                 for kind in (Kind.READ, Kind.WRITE):
                     task = self._next_piece(self._queues[kind])
@@ -210,7 +220,7 @@ class IoPool:
         return any(operation.kind is kind for operation in self._held.values())
 
     def _piece_done(self, operation: DiskOperation, failure: BaseException | None) -> None:
-        with self._changed:
+        with self._lock:
             me, now = threading.get_ident(), time.monotonic_ns()
             if failure is not None:
                 self._fail(operation, failure)
@@ -231,8 +241,9 @@ class IoPool:
                 operation.failure = (type(failure), str(failure), failure.__cause__)
             else:
                 operation.failure = (operation.kind.error, f"{operation.describe()} failed: {failure!r}", failure)
-        operation.unfinished -= len(operation.pieces) - operation.next_piece
-        operation.next_piece = len(operation.pieces)
+        end = len(operation.pieces)
+        operation.unfinished -= end - operation.next_piece
+        operation.next_piece = end
         if operation.stage is Stage.WAITING:
             self._finish(operation)
 
@@ -244,7 +255,6 @@ class IoPool:
     def _finish(self, operation: DiskOperation) -> None:
         if operation.stage is Stage.DONE:
             return
-        operation.extent.pending -= 1
         self._open.discard(operation)
         operation.finish()
 

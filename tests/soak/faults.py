@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import errno
+import mmap
 import random
 import threading
 import time
@@ -19,6 +20,8 @@ __all__ = ["KINDS", "Fault", "Injector", "Kind"]
 
 _SLOW_S = 0.02
 _SOON_S = 0.03
+_TAKEN_BYTES = 16 << 20
+_TAKEN_STEPS = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +42,7 @@ def _of_file(operation: Operation, *errors: type[MemoError], **given: Any) -> Ki
 
 STOPPED = "process stopped for a second"
 KILLED = "I/O thread killed"
+TAKEN = f"{_TAKEN_BYTES >> 20} MiB of the budget taken"
 KINDS: dict[str, Kind] = {
     "one write failed (EIO)": _of_file("write", StoreWriteError, errno=errno.EIO),
     "all writes failed (ENOSPC)": _of_file("write", StoreWriteError, errno=errno.ENOSPC, sticky=True),
@@ -52,6 +56,7 @@ KINDS: dict[str, Kind] = {
     "bit flipped in one read": _of_file("read", flip=True),
     KILLED: Kind(errors=(StoreWriteError, StoreReadError)),
     STOPPED: Kind(),
+    TAKEN: Kind(),
 }
 
 
@@ -82,6 +87,8 @@ class Injector:
         self._round: list[str] = []
         self._armed: str | None = None
         self._killer: threading.Thread | None = None
+        self._taken: mmap.mmap | None = None
+        self._taken_steps = 0
 
     def inject(self) -> None:
         """Injects the next fault; one that nothing has met yet is waited for instead."""
@@ -98,6 +105,9 @@ class Injector:
         elif name == STOPPED:
             self._stop()
             self.script.hits = 1
+        elif name == TAKEN:
+            self._taken, self._taken_steps = mmap.mmap(-1, _TAKEN_BYTES), _TAKEN_STEPS
+            self._taken.write(b"\1" * _TAKEN_BYTES)
         else:
             self._killer = threading.Thread(target=self._kill_one, args=(self._draw.uniform(0, _SOON_S),))
             self._killer.start()
@@ -108,6 +118,12 @@ class Injector:
         if self._killer is not None:
             self._killer.join()
             self._killer = None
+        if self._taken is not None:
+            self._taken_steps -= 1
+            if not self._taken_steps:
+                self._taken.close()
+                self._taken = None
+                self.script.hits = 1
         if self.script.hits and name is not None:
             self.told[name].met += 1
             self.script.clear()

@@ -16,10 +16,10 @@ from memo.machine import rss_bytes, trim_heap
 __all__ = ["LIMITS", "Sample", "Trend", "sample", "trends"]
 
 LIMITS: dict[str, Callable[[float], float]] = {
-    "rss_bytes": lambda mean: 0.03 * mean,
+    "rss_bytes": lambda mean: 0.02 * mean,
     "descriptors": lambda mean: 1.0,
     "threads": lambda mean: 1.0,
-    "disk_bytes": lambda mean: 0.03 * mean,
+    "disk_bytes": lambda mean: 0.02 * mean,
 }
 """The most that each may rise over the second half of a run, by its mean there."""
 

@@ -29,7 +29,7 @@ from tests.soak.training import packed, step_of, trainer_of, unpacked
 
 __all__ = ["Settings", "Soaked", "soak"]
 
-ROOM = 28 << 20
+ROOM = 24 << 20
 """Bytes of device memory above what the process has when a manager is opened; a step of the longest sequence needs more."""
 
 
@@ -40,9 +40,9 @@ class Settings:
     steps: int
     minutes: float
     fault_every: int
+    """Steps from one fault to the next; half of them from one sample to the next."""
     seed: int
     checkpoint_minutes: float = 0.05
-    sample_every: int = 25
     reopen_every: int = 1000
     """Steps of one manager, at most."""
 
@@ -125,7 +125,7 @@ class _Run:
             self._control.send(soaked.steps + 1)
             soaked.find = self._step()
             soaked.steps_run += 1
-            if soaked.steps_run % settings.sample_every == 0:
+            if soaked.steps_run % (settings.fault_every // 2) == 0:
                 soaked.samples.append(sample(soaked.steps_run, self._kept))
             if soaked.steps_run % settings.reopen_every == 0 and soaked.find is None:
                 self._reopen()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from memo.gpt.optim.lr_schedule import LrSchedule
 from memo.gpt.train.step import Trainer
 from memo.gpt.train_config import TrainConfig
 
-__all__ = ["EVAL_EVERY", "LONGEST", "Record", "records", "step_of", "tell_records", "trainer_of"]
+__all__ = ["EVAL_EVERY", "LONGEST", "Record", "step_of", "tell_records", "trainer_of"]
 
 LONGEST, SHORTEST = 448, 64
 """Tokens in a sequence."""
@@ -85,12 +84,6 @@ def tell_records(sender: Connection, seed: int, steps: int) -> None:
             sender.send_bytes(_RECORD.pack(*step_of(trainer, step, seed)))
     except BrokenPipeError:  # the disturbed run has ended by the clock
         pass
-
-
-def records(receiver: Connection) -> Iterator[bytes]:
-    """The records that `tell_records` sends, packed."""
-    while True:
-        yield receiver.recv_bytes()
 
 
 def packed(record: Record) -> bytes:
