@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.results import ROOT, write_result
 
@@ -39,8 +40,8 @@ NOT_RUN = [
 SILENT_S = 180.0
 """A step that takes so long hangs."""
 STOPPED_S = 1.0
-_KERNELS = "64"
-"""Kernels that oneDNN keeps, each for one shape: its cache of 1024 would grow for all of a run of ever new lengths."""
+_ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "OMP_NUM_THREADS": "1"}
+"""oneDNN keeps a kernel for each shape: its cache of 1024 would grow for all of a run of ever new lengths."""
 
 
 def main() -> int:
@@ -67,8 +68,6 @@ def main() -> int:
 
 def supervised(settings: Settings, disturbed: Callable[[Settings, Connection, Connection], None] = soak) -> Soaked:
     """Runs the disturbed and the undisturbed training in two processes, and stops the first one when it asks for that."""
-    os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = _KERNELS
-    os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     ours, theirs = context.Pipe()
@@ -77,8 +76,9 @@ def supervised(settings: Settings, disturbed: Callable[[Settings, Connection, Co
         context.Process(target=disturbed, args=(settings, receiver, theirs), name="disturbed"),
     ]
     try:
-        for process in processes:
-            process.start()
+        with mock.patch.dict(os.environ, _ENVIRONMENT):
+            for process in processes:
+                process.start()
         for end in (receiver, sender, theirs):
             end.close()
         return _watched(processes[1], ours, random.Random(settings.seed))
