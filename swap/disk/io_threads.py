@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable
 
 from memo.errors import MemoError
+from memo.swap.backends.protocol import drop_frames
 from memo.swap.disk.operation import DiskOperation, Kind, Piece, Stage
 from memo.swap.memory.page_aligned import Bounce
 
@@ -236,7 +237,7 @@ class IoPool:
     def _fail(self, operation: DiskOperation, failure: BaseException) -> None:
         """Keeps the first failure and skips the pieces that have not started."""
         if operation.failure is None:
-            _drop_frames(failure)
+            drop_frames(failure)
             if isinstance(failure, MemoError):
                 operation.failure = (type(failure), str(failure), failure.__cause__)
             else:
@@ -269,10 +270,3 @@ def _wait_for(operation: DiskOperation) -> BaseException | None:
         except BaseException as error:
             return error
     return None
-
-
-def _drop_frames(error: BaseException | None) -> None:
-    """Drops the tracebacks: their frames keep the tensor alive."""
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
