@@ -2,35 +2,30 @@
 
 Owns the order of work. Open are numbers of GPUs, then shapes with a setting, then candidates; the one with the lowest bound
 is taken first and either divided, bounded more tightly, or planned. What is open when the lowest bound exceeds the steps
-that were found is proven slower, or not to fit. Planning is the expensive part, so it comes last and in rounds: a round's
-candidates are planned side by side, and the next round is chosen when all of them are done, so that the same space gives
-the same answer whatever the processes' pace.
-
-    GPUs ──▶ shape and setting ──▶ schedule ──▶ candidate ──▶ everything kept ──▶ links and memory ──▶ planned
-             work bounds           schedule     kept bounds   fits: planned       link bound
+that were found is proven slower, or not to fit. Both is done in rounds: of those with the lowest bounds several are bounded
+side by side, and several planned, and the next round is chosen when all of them are done, so that the same space gives the
+same answer whatever the number and the pace of the processes. Planning is the expensive part, so it comes last.
 """
 
 from __future__ import annotations
 
-import bisect
 import collections
-import contextlib
 import dataclasses
-import enum
 import heapq
 import itertools
 import math
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING
 
-from memo.errors import SolverFailed, UsageError
+from memo.errors import SolverFailed
 from memo.gpt import GPTConfig
 from memo.mip.activation import find_plan
-from memo.search.bounds import Bound, Ladder, has_room, keeps_all, kept_bounds, link_bound, schedule_bounds, work_bounds
+from memo.search.bounds import Bound, Ladder
+from memo.search.nodes import Node, Stage, problem_of, refine
 from memo.search.space import Candidate
 
 if TYPE_CHECKING:
@@ -43,40 +38,14 @@ WANTED = 10
 """Best layouts that are found and proven."""
 A_ROUND = 4
 """Candidates that are planned side by side."""
+BOUNDED = 64
+"""Parts of the space that are bounded side by side."""
+NEAR = 1.02
+"""Multiple of the lowest bound beyond which no part is bounded beside the one with it: it may never be needed."""
+FEW = 32
+"""Parts that are bounded before processes are started for the further ones."""
 ROUNDING = 1e-9
 """Fraction by which two sums of the same seconds may differ."""
-
-
-class _Stage(enum.IntEnum):
-    """How far an open node has come."""
-
-    GPUS = 0
-    SETTING = 1
-    SCHEDULE = 2
-    BARE = 3
-    """Bounded by its schedule, under any sharding."""
-    CANDIDATE = 4
-    KEPT = 5
-    """Bounded by keeping everything."""
-    FITS = 6
-    """Everything fits, so that this bound is its plan's step."""
-    LINKED = 7
-    """Bounded by its links and memory."""
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class _Node:
-    """A part of the space that is open."""
-
-    stage: _Stage
-    ladder: Ladder
-    shapes: Sequence[Shape]
-    setting: Setting | None = None
-    schedule: Candidate | None = None
-    """The candidate of a schedule in which nothing is sharded; it stands for all shardings until `candidate` is given."""
-    candidate: Candidate | None = None
-    tiles: tuple[tuple[int, float], ...] = ()
-    """Numbers of MLP tiles that may fit, with a bound on the step of each."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,12 +154,14 @@ class _Search:
         self._space, self._wanted, self._workers = space, wanted, workers
         self._runs = runs or (lambda candidate: True)
         self._say = say or (lambda text: None)
-        self._open: list[tuple[float, int, _Node]] = []
+        self._open: list[tuple[float, int, Node]] = []
         self._numbers = itertools.count()
         self._planned: list[Planned] = []
         self._without_plan: list[Candidate] = []
-        self._closed: list[_Node] = []
+        self._closed: list[Node] = []
         self._pool: ProcessPoolExecutor | None = None
+        self._bounded = 0
+        self._started: Future[None] | None = None
         self._best_s: dict[tuple[object, ...], float] = {}  # by layout
         self._worst_s = math.inf  # of the best layouts that are wanted
         self._runnable_s = math.inf
@@ -204,6 +175,8 @@ class _Search:
                 if not round_:
                     break
                 self._plan(round_)
+        except BrokenProcessPool:
+            raise SolverFailed("a process of the search ended; the machine may be out of memory") from None
         finally:
             if self._pool is not None:
                 self._pool.shutdown(cancel_futures=True)
@@ -211,7 +184,7 @@ class _Search:
 
     # What is open.
 
-    def _push(self, node: _Node) -> None:
+    def _push(self, node: Node) -> None:
         if math.isinf(node.ladder.seconds):
             self._closed.append(node)
         else:
@@ -223,7 +196,7 @@ class _Search:
         tokens = space.global_batch * space.request.layout.tokens
         for gpus, shapes in itertools.groupby(space.shapes, key=lambda shape: shape.gpus):
             least_s = 0.0 if rate is None else rate[0] * tokens / (gpus * rate[1])
-            self._push(_Node(stage=_Stage.GPUS, ladder=Ladder(((Bound.COMPUTE, least_s),)), shapes=tuple(shapes)))
+            self._push(Node(stage=Stage.GPUS, ladder=Ladder(((Bound.COMPUTE, least_s),)), shapes=tuple(shapes)))
 
     def _highest_flops(self) -> tuple[float, float] | None:
         """FLOPs of a token, and FLOP/s that no GPU exceeds; None for an empty space."""
@@ -238,7 +211,7 @@ class _Search:
                 return profile.model_flops_causal_per_token, machine.peak_flops * efficiency
         return None
 
-    def _cutoff_s(self, node: _Node) -> float:
+    def _cutoff_s(self, node: Node) -> float:
         """Seconds above which a node is closed, since the answer has something better in its place."""
         one = node.candidate or node.schedule
         own_s = self._worst_s if one is None else min(self._worst_s, self._best_s.get(one.layout, math.inf))
@@ -256,9 +229,9 @@ class _Search:
         if self._runs(planned.candidate):
             self._runnable_s = min(step_s, self._runnable_s)
 
-    def _round(self) -> list[_Node]:
+    def _round(self) -> list[Node]:
         """The next nodes to plan, each of another layout; of one layout the others wait for the first one's plan."""
-        chosen: dict[tuple[object, ...], _Node] = {}
+        chosen: dict[tuple[object, ...], Node] = {}
         waiting = []
         for node in self._to_plan():
             assert node.candidate is not None
@@ -270,120 +243,71 @@ class _Search:
             self._push(node)
         return list(chosen.values())
 
-    def _to_plan(self) -> Iterator[_Node]:
+    def _to_plan(self) -> Iterator[Node]:
         """Nodes to plan, by ascending bounds, all others on the way divided or bounded more tightly."""
-        while self._open:
-            bound_s, _, node = self._open[0]
-            if bound_s * (1 - ROUNDING) > max(self._worst_s, self._runnable_s):
-                return
-            heapq.heappop(self._open)
-            if bound_s * (1 - ROUNDING) > self._cutoff_s(node):
+        while self._open and self._is_needed(self._open[0][0]):
+            node = self._open[0][-1]
+            if self._is_useless(node):
                 self._closed.append(node)
-            elif node.stage >= _Stage.FITS:
+                heapq.heappop(self._open)
+            elif node.stage >= Stage.FITS:
+                heapq.heappop(self._open)
                 yield node
             else:
-                self._say(self._progress(bound_s))
-                for part in self._refined(node):
-                    self._push(part)
+                self._refine(self._to_refine())
 
-    # Division and bounds.
+    def _to_refine(self) -> list[Node]:
+        """Takes the node with the lowest bound, and the next ones near it that are to be divided or bounded, too."""
+        bound_s, _, node = heapq.heappop(self._open)
+        found = [node]
+        while self._open and len(found) < BOUNDED:
+            next_s, _, node = self._open[0]
+            if next_s > NEAR * bound_s or not self._is_needed(next_s) or node.stage >= Stage.FITS:
+                break
+            heapq.heappop(self._open)
+            (self._closed if self._is_useless(node) else found).append(node)
+        return found
 
-    def _refined(self, node: _Node) -> list[_Node]:
-        match node.stage:
-            case _Stage.GPUS:
-                return [
-                    self._setting(node, shape, setting)
-                    for shape in node.shapes
-                    for setting in self._space.settings(shape)
-                    if self._space.count(shape, setting)
-                ]
-            case _Stage.SETTING:
-                assert node.setting is not None
-                return [
-                    dataclasses.replace(node, stage=_Stage.SCHEDULE, schedule=bare)
-                    for bare in self._space.schedules(node.shapes[0], node.setting)
-                ]
-            case _Stage.SCHEDULE:
-                return [self._bare(node)]
-            case _Stage.BARE:
-                assert node.schedule is not None
-                return [
-                    dataclasses.replace(node, stage=_Stage.CANDIDATE, candidate=candidate)
-                    for candidate in self._space.shardings(node.schedule)
-                ]
-            case _Stage.CANDIDATE:
-                return [self._kept(node)]
-            case _:
-                return [self._linked(node)]
+    def _is_needed(self, bound_s: float) -> bool:
+        """Whether the answer may lack something with this bound."""
+        return bound_s * (1 - ROUNDING) <= max(self._worst_s, self._runnable_s)
 
-    def _setting(self, node: _Node, shape: Shape, setting: Setting) -> _Node:
-        candidate = Candidate(shape=shape, setting=setting, zero=0)
-        problem = self._problem(candidate, self._space.request.tiles[0])
-        ladder = node.ladder
-        if problem is not None:
-            ladder = ladder.raised(*work_bounds(problem).steps)
-        return _Node(stage=_Stage.SETTING, ladder=ladder, shapes=(shape,), setting=setting)
+    def _is_useless(self, node: Node) -> bool:
+        """Whether the answer has something better in a node's place."""
+        return node.ladder.seconds * (1 - ROUNDING) > self._cutoff_s(node)
 
-    def _bare(self, node: _Node) -> _Node:
-        """Bounded by its schedule."""
-        assert node.schedule is not None
-        problem = self._problem(node.schedule, self._space.request.tiles[0])
-        ladder = node.ladder if problem is None else node.ladder.raised(*schedule_bounds(problem).steps)
-        return dataclasses.replace(node, stage=_Stage.BARE, ladder=ladder)
+    def _refine(self, nodes: Sequence[Node]) -> None:
+        """Divides these nodes, or bounds them more tightly."""
+        self._say(self._progress(nodes[0].ladder.seconds))
+        tasks = [(node, self._cutoff_s(node)) for node in nodes]
+        self._bounded += len(tasks)
+        if not self._has_processes():
+            parts = [refine(self._space, node, cutoff_s=cutoff_s) for node, cutoff_s in tasks]
+        else:
+            parts = list(self._processes().map(_refined, tasks, chunksize=-(-len(tasks) // (4 * self._workers))))
+        for part in itertools.chain.from_iterable(parts):
+            self._push(part)
 
-    def _kept(self, node: _Node) -> _Node:
-        """Bounded by the step that keeps everything; with the fewest tiles, since tiles only add work."""
-        assert node.candidate is not None
-        tiles = self._space.request.tiles[0]
-        problem = self._problem(node.candidate, tiles)
-        if problem is None:
-            return self._unfit(node)
-        ladder, _ = kept_bounds(problem)
-        return dataclasses.replace(node, stage=_Stage.KEPT, ladder=node.ladder.raised(*ladder.steps))
+    def _has_processes(self) -> bool:
+        """Whether processes are there to share the work; they start while this one goes on."""
+        if self._workers > 1 and self._bounded > FEW and self._started is None:
+            self._started = self._processes().submit(_answer)
+        return self._started is not None and self._started.done()
 
-    def _linked(self, node: _Node) -> _Node:
-        """Bounded by what must move or be recomputed, for each number of tiles, unless everything fits."""
-        candidate, numbers = node.candidate, self._space.request.tiles
-        assert candidate is not None
-        tiles: list[tuple[int, float]] = []
-        least_s = math.inf
-        fewest = bisect.bisect_left(numbers, True, key=lambda number: self._may_fit(candidate, number))
-        for number in numbers[fewest:]:
-            problem = self._problem(candidate, number)
-            if problem is None:
-                continue
-            ladder, plan = kept_bounds(problem)
-            bound_s = ladder.seconds
-            if number == self._space.request.tiles[0] and keeps_all(plan):
-                return dataclasses.replace(node, stage=_Stage.FITS, tiles=((number, bound_s),))
-            if bound_s < min(least_s, self._cutoff_s(node)):  # else it is looked at only if fewer tiles have no plan
-                bound_s = max(bound_s, link_bound(plan))
-            if math.isfinite(bound_s):
-                tiles.append((number, bound_s))
-            least_s = min(least_s, bound_s)
-        if not tiles:
-            return self._unfit(node)
-        tiles.sort(key=lambda pair: pair[1])
-        raised = node.ladder.raised((Bound.LINK, least_s))
-        return dataclasses.replace(node, stage=_Stage.LINKED, ladder=raised, tiles=tuple(tiles))
-
-    def _unfit(self, node: _Node) -> _Node:
-        return dataclasses.replace(node, ladder=node.ladder.raised((Bound.MEMORY, math.inf)))
-
-    def _problem(self, candidate: Candidate, tiles: int) -> ActivationProblem | None:
-        """The candidate's problem; None where the host has no room for what is to be there in any case."""
-        with contextlib.suppress(UsageError):
-            return self._space.request_of(candidate).problem(tiles)
-        return None
-
-    def _may_fit(self, candidate: Candidate, tiles: int) -> bool:
-        """Whether a candidate has room for what every plan of it holds; with more tiles that is less."""
-        problem = self._problem(candidate, tiles)
-        return problem is not None and has_room(problem)
+    def _processes(self) -> ProcessPoolExecutor:
+        """Processes that work beside this one."""
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(
+                self._workers,
+                mp_context=multiprocessing.get_context("spawn"),
+                initializer=_begin_process,
+                initargs=(self._space,),
+            )
+        return self._pool
 
     # Planning.
 
-    def _plan(self, nodes: Sequence[_Node]) -> None:
+    def _plan(self, nodes: Sequence[Node]) -> None:
         """Plans a round of candidates."""
         self._say(self._progress(nodes[0].ladder.seconds))
         tasks = []
@@ -393,7 +317,7 @@ class _Search:
             problems = [
                 (problem, bound_s)
                 for number, bound_s in node.tiles
-                if (problem := self._problem(node.candidate, number)) is not None
+                if (problem := problem_of(self._space, node.candidate, number)) is not None
             ]
             tasks.append((tuple(problems), limit_s))
         for node, (plan, rest_s) in zip(nodes, self._plans(nodes, tasks), strict=True):
@@ -406,16 +330,10 @@ class _Search:
             else:
                 self._without_plan.append(node.candidate)
 
-    def _plans(self, nodes: Sequence[_Node], tasks: Sequence[_Task]) -> list[tuple[ActivationPlan | None, float]]:
-        if self._workers == 1 or all(node.stage is _Stage.FITS for node in nodes) or len(tasks) == 1:
+    def _plans(self, nodes: Sequence[Node], tasks: Sequence[_Task]) -> list[tuple[ActivationPlan | None, float]]:
+        if self._workers == 1 or all(node.stage is Stage.FITS for node in nodes) or len(tasks) == 1:
             return [_best_plan(task) for task in tasks]
-        if self._pool is None:
-            context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self._workers, mp_context=context, initializer=_leave_interrupts)
-        try:
-            return list(self._pool.map(_best_plan, tasks))
-        except BrokenProcessPool:
-            raise SolverFailed("a process that planned layouts ended; the machine may be out of memory") from None
+        return list(self._processes().map(_best_plan, tasks))
 
     def _progress(self, bound_s: float) -> str:
         best = min(self._best_s.values(), default=None)
@@ -443,7 +361,7 @@ class _Search:
             closed=tuple(self._closed_node(node) for node in nodes),
         )
 
-    def _closed_node(self, node: _Node) -> Closed:
+    def _closed_node(self, node: Node) -> Closed:
         count = 1
         if node.candidate is None and node.schedule is not None:
             count = len(self._space.shardings(node.schedule))
@@ -465,9 +383,23 @@ class _Search:
         )
 
 
-def _leave_interrupts() -> None:
-    """Leaves Ctrl-C to the process that waits for this one."""
+_spaces: list[Space] = []
+"""The space that a process of a search works on."""
+
+
+def _begin_process(space: Space) -> None:
+    """Takes the space, and leaves Ctrl-C to the process that waits for this one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _spaces.append(space)
+
+
+def _answer() -> None:
+    """Shows that a process is there."""
+
+
+def _refined(task: tuple[Node, float]) -> list[Node]:
+    node, cutoff_s = task
+    return refine(_spaces[0], node, cutoff_s=cutoff_s)
 
 
 _Task = tuple[tuple[tuple["ActivationProblem", float], ...], float]

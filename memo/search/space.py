@@ -19,7 +19,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memo.errors import UsageError
@@ -376,28 +376,17 @@ class Space:
         if shape.pp == 1:
             return ((),)
         equal = ((),) if layers % runs == 0 else ()
-        balanced = self._balanced(runs)
+        balanced = _balanced(self._work, runs)
         return equal if len(set(balanced)) == 1 else (*equal, balanced)
 
     @functools.cached_property
-    def _balanced(self) -> Callable[[int], tuple[int, ...]]:
-        """Layers of each of so many runs with which the slowest one is shortest, by their work on one GPU."""
+    def _work(self) -> _Work:
+        """Work of the layers and of the ends on one GPU."""
         request = self.request_of(Candidate(shape=Shape(1, 1, 1, 1), setting=Setting(1, 1), zero=0))
         profile = request.profile_on(request.machine, request.layout, tiles=request.tiles[0])
-        layers = [layer.forward_s + layer.backward_s for layer in profile.layer_profiles()]
+        layers = tuple(layer.forward_s + layer.backward_s for layer in profile.layer_profiles())
         before_s, after_s = (end.forward_s + end.backward_s for end in (profile.embedding, profile.head))
-
-        @functools.cache
-        def balanced(runs: int) -> tuple[int, ...]:
-            if len(profile.classes) == 1:
-                one_s = layers[0]
-                return divide_equal_layers(len(layers), runs, before=before_s / one_s, after=after_s / one_s)
-            costs = StageCosts(
-                seconds=layers, nbytes=[0] * len(layers), room_bytes=0, before_s=before_s, after_s=after_s
-            )
-            return divide_layers([costs] * runs)
-
-        return balanced
+        return _Work(layers, before_s=before_s, after_s=after_s, alike=len(profile.classes) == 1)
 
     def _shardings(self, shape: Shape) -> list[tuple[int, int | None]]:
         """What is sharded, over how many ranks."""
@@ -481,6 +470,31 @@ class _Sizes:
 def _chunk_counts(schedule: PipelineSchedule) -> list[int]:
     """Numbers of chunks of a rank that are tried."""
     return [chunks for chunks in range(1, MOST_CHUNKS + 1) if schedule.reason_not_chunks(chunks) is None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Work:
+    """Seconds of both passes of each layer, and of the embedding and the head."""
+
+    layers_s: tuple[float, ...]
+    _: dataclasses.KW_ONLY
+    before_s: float
+    after_s: float
+    alike: bool
+    """Whether all layers are of one class."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _balanced(work: _Work, runs: int) -> tuple[int, ...]:
+    """Layers of each of so many runs with which the slowest one is shortest."""
+    count = len(work.layers_s)
+    if work.alike:
+        one_s = work.layers_s[0]
+        return divide_equal_layers(count, runs, before=work.before_s / one_s, after=work.after_s / one_s)
+    costs = StageCosts(
+        seconds=work.layers_s, nbytes=[0] * count, room_bytes=0, before_s=work.before_s, after_s=work.after_s
+    )
+    return divide_layers([costs] * runs)
 
 
 @functools.lru_cache(maxsize=1024)

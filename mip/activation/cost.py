@@ -201,6 +201,8 @@ class _Stalls:
         """Computes the stalls of these layers of a stage."""
         rates = problem.machine_of(stage).lanes
         found = cls()
+        if not any(moved.host_bytes or moved.disk_bytes for moved in traffic):
+            return found
         for window in copies_out(problem, stage):
             late_s, by_link = _late(window, traffic[window.moving].out_s(rates), layers, plans, network)
             found._wait(window, late_s, "d2h_s" if by_link else "disk_write_s")

@@ -47,8 +47,9 @@ import enum
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
 
 from memo.errors import SolverFailed
 from memo.mip.activation.cost import disk_delay, rounding_bytes, stage_compute_s
@@ -673,14 +674,17 @@ def _grouped(
     Returns:
         For each its name, the bytes that do not depend on the plan, and its counts of each group.
     """
-    ends = list(itertools.accumulate(sizes))
-    ranges = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-    found: list[tuple[str, tuple[int, ...], tuple[_GroupCounts, ...]]] = []
     candidates = device_peak_candidates(problem, stage)
-    for candidate in sorted(candidates, key=lambda p: (-sum(p.kept) - sum(p.unmoved), -p.resident_bytes)):
-        held, whole, unmoved, again = candidate.kept, candidate.whole, candidate.unmoved, candidate.recomputing
-        counts = tuple((sum(held[own]), sum(whole[own]), sum(unmoved[own]), sum(again[own])) for own in ranges)
-        amounts = (candidate.resident_bytes, *itertools.chain.from_iterable(counts))
-        if not any(all(map(operator.ge, other, amounts)) for _, other, _ in found):
-            found.append((candidate.name, amounts, counts))
-    return tuple((name, amounts[0], counts) for name, amounts, counts in found)
+    starts = [0, *itertools.accumulate(sizes[:-1])]
+    held = np.stack([one.counts for one in candidates])
+    counts = np.add.reduceat(held, starts, axis=2).swapaxes(1, 2)  # of each candidate, group and form
+    resident = np.array([one.resident_bytes for one in candidates])
+    amounts = np.column_stack((resident, counts.reshape(len(candidates), -1)))
+    kept = held[:, 0].sum(axis=1) + held[:, 2].sum(axis=1)
+    found: list[int] = []
+    for number in np.lexsort((-resident, -kept)).tolist():
+        if not (amounts[found] >= amounts[number]).all(axis=1).any():
+            found.append(number)
+    return tuple(
+        (candidates[at].name, candidates[at].resident_bytes, tuple(map(tuple, counts[at].tolist()))) for at in found
+    )

@@ -14,6 +14,8 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from memo.mip.activation.plan import chunk_layers, stage_layers
 from memo.mip.inputs.pipeline_schedules import Kind
 from memo.mip.inputs.profile import StaticBytes
@@ -106,6 +108,8 @@ class PeakCandidate:
     """By layer: number whose recompute runs."""
     running: tuple[int, ...]
     """By layer: number that hold it whole, whose bytes that autograd saves are in `resident` as rounding buffers."""
+    counts: np.ndarray = dataclasses.field(compare=False, repr=False)
+    """`kept`, `whole`, `unmoved` and `recomputing` as one array, [4, layers]."""
 
     @property
     def resident_bytes(self) -> int:
@@ -130,11 +134,6 @@ class PeakCandidate:
 
     def _recompute(self, layers: _LayerBytes) -> float:
         return _sum((self.whole, layers.recompute_extra), (self.recomputing, layers.held))
-
-    @property
-    def amounts(self) -> tuple[int, ...]:
-        """All that it holds; one that holds at least as much of everything as another dominates it."""
-        return (self.resident_bytes, *self.kept, *self.whole, *self.unmoved, *self.recomputing)
 
 
 def stage_static(problem: ActivationProblem, stage: int) -> StaticBytes:
@@ -235,13 +234,13 @@ def _sum(*counted: tuple[Sequence[int], Sequence[float]]) -> float:
     return sum(count * nbytes for counts, each in counted for count, nbytes in zip(counts, each, strict=True) if count)
 
 
-class _Residence(enum.Enum):
+class _Residence(enum.IntEnum):
     """Form in which one microbatch's layer is on the device."""
 
-    KEPT = enum.auto()
-    WHOLE = enum.auto()
-    UNMOVED = enum.auto()
-    RECOMPUTING = enum.auto()
+    KEPT = 0
+    WHOLE = 1
+    UNMOVED = 2
+    RECOMPUTING = 3
     """Beside being whole: what the recompute holds."""
 
 
@@ -251,18 +250,21 @@ class _Tally:
     def __init__(self, layers: Sequence[LayerProfile], resident: Mapping[Use, int]) -> None:
         self._resident = dict(resident)
         self._layers = layers
-        self._running = [0] * len(layers)
-        self._counts = {how: [0] * len(layers) for how in _Residence}
+        self._running = np.zeros(len(layers), np.int64)
+        self._counts = np.zeros((len(_Residence), len(layers)), np.int64)
 
-    def add(self, number: int, how: _Residence, times: int = 1) -> None:
-        """Adds a layer `times` times; negative removes it."""
-        layer = self._layers[number]
-        if how is _Residence.WHOLE:
+    def add(self, numbers: int | range, how: _Residence, times: int = 1) -> None:
+        """Adds layers `times` times; negative removes them."""
+        numbers = range(numbers, numbers + 1) if isinstance(numbers, int) else numbers
+        if how is not _Residence.WHOLE:
+            self._counts[how, numbers.start : numbers.stop] += times
+            return
+        for number in numbers:
+            layer = self._layers[number]
             self.hold({Use.ROUNDING: times * layer.full_bytes})
             self._running[number] += times
-            if not any(point.beside_bytes for point in layer.points):
-                return
-        self._counts[how][number] += times
+            if any(point.beside_bytes for point in layer.points):
+                self._counts[how, number] += times
 
     def hold(self, nbytes: Mapping[Use, int]) -> None:
         """Adds bytes that do not depend on the plan."""
@@ -276,13 +278,23 @@ class _Tally:
 
     def copy(self) -> _Tally:
         twin = _Tally(self._layers, self._resident)
-        twin._running = list(self._running)
-        twin._counts = {how: list(counts) for how, counts in self._counts.items()}
+        twin._running[:] = self._running
+        twin._counts[:] = self._counts
         return twin
 
     def candidate(self, name: str, phase: str) -> PeakCandidate:
-        counts = {how.name.lower(): tuple(counts) for how, counts in self._counts.items()}
-        return PeakCandidate(name=name, phase=phase, resident=self._resident, running=tuple(self._running), **counts)
+        kept, whole, unmoved, recomputing = map(tuple, self._counts.tolist())
+        return PeakCandidate(
+            name=name,
+            phase=phase,
+            resident=self._resident,
+            kept=kept,
+            whole=whole,
+            unmoved=unmoved,
+            recomputing=recomputing,
+            running=tuple(self._running.tolist()),
+            counts=self._counts,
+        )
 
 
 class _MomentPeaks:
@@ -319,10 +331,10 @@ class _MomentPeaks:
         """Sum of all calls but the running one, where none of their layers is whole."""
         tally, moment = _Tally(self._layers, resident), self._moment
         for waiting, between, chunk in zip(moment.waiting, moment.between, self._chunks, strict=True):
-            for number in chunk:
-                tally.add(number, _Residence.KEPT, waiting)
-                tally.add(number, _Residence.UNMOVED, between)
-                tally.hold({Use.TRANSIENT: between * self._layers[number].between_bytes})
+            tally.add(chunk, _Residence.KEPT, waiting)
+            tally.add(chunk, _Residence.UNMOVED, between)
+            if between:
+                tally.hold({Use.TRANSIENT: between * sum(self._layers[number].between_bytes for number in chunk)})
         return tally
 
     def candidates(self, *, turn_ends_only: bool) -> Iterator[PeakCandidate]:
@@ -365,23 +377,21 @@ class _MomentPeaks:
             resident[Use.HEAD] += self._head.saved_bytes
             yield self._at("the head", resident, running, ends_turn=second_half, latest_left=forward)
 
-    def _running(self, whole: range) -> Mapping[int, _Residence]:
-        """Form of each of the running call's layers while `whole` are its rounding buffers."""
-        found = {}
-        for number in self._own:
-            if number in whole:
-                found[number] = _Residence.WHOLE
-            elif number < whole.start and self._moment.kind is not Kind.WEIGHT:
-                found[number] = _Residence.KEPT
-            elif number >= whole.stop and self._moment.kind in (Kind.INPUT, Kind.WEIGHT):
-                found[number] = _Residence.UNMOVED
+    def _running(self, whole: range) -> Mapping[_Residence, range]:
+        """Layers of the running call by their form while `whole` are its rounding buffers."""
+        own, kind = self._own, self._moment.kind
+        found = {_Residence.WHOLE: range(max(own.start, whole.start), min(whole.stop, own.stop))}
+        if kind is not Kind.WEIGHT:
+            found[_Residence.KEPT] = range(own.start, max(own.start, whole.start))
+        if kind in (Kind.INPUT, Kind.WEIGHT):
+            found[_Residence.UNMOVED] = range(max(own.start, whole.stop), own.stop)
         return found
 
     def _at(
         self,
         name: str,
         resident: Mapping[Use, int],
-        running: Mapping[int, _Residence],
+        running: Mapping[_Residence, range],
         *,
         phase: str = "",
         ends_turn: bool = False,
@@ -393,8 +403,8 @@ class _MomentPeaks:
         tally.hold(resident)
         if self._moment.whole_chunk is not None and not latest_left:
             tally.turn(self._chunks[self._moment.whole_chunk][-1], _Residence.KEPT)
-        for number, how in running.items():
-            tally.add(number, how)
+        for how, numbers in running.items():
+            tally.add(numbers, how)
         if recomputing is not None:
             tally.add(recomputing, _Residence.RECOMPUTING)
         if self._moment.ahead is not None and (ends_turn or self._moment.kind is Kind.FORWARD):

@@ -92,11 +92,16 @@ def find_plan(problem: ActivationProblem) -> ActivationPlan | None:
         return kept
     if not _has_room(problem):
         return None
-    best, in_vain = _solve(problem, {}), 0
-    for pieces in piece_candidates(problem):
+    smaller = list(piece_candidates(problem))
+    model = _best_model(problem, {})
+    if model is None and not (smaller and _best_model(problem, smaller[-1])):
+        return None  # the smallest hold least
+    best, in_vain = _rounded(problem, model), 0
+    for pieces in smaller:
         if best is not None and not _is_bound(best, pieces):
             continue
-        plan = _solve(problem, pieces)
+        further = _best_model(problem, pieces, limit_s=_limit_s(best, model))
+        plan, model = _rounded(problem, further), further or model
         if best is None or (plan is not None and plan.step_s < best.step_s * (1 - LEAST_SAVING)):
             best, in_vain = plan, 0
             continue
@@ -193,14 +198,13 @@ def _has_room(problem: ActivationProblem) -> bool:
 
 def _has_plan(problem: ActivationProblem, pieces: Mapping[str, float]) -> bool:
     if not _divisible(problem):
-        return _solve(problem, pieces) is not None
+        return _rounded(problem, _best_model(problem, pieces)) is not None
     options = _staying_options(problem)
     return any(model.solve() for staying in options for model in _models(problem, staying, pieces))
 
 
-def _solve(problem: ActivationProblem, pieces: Mapping[str, float]) -> ActivationPlan | None:
-    """The plan with recomputes in these pieces; None if none fits."""
-    model = _best_model(problem, pieces)
+def _rounded(problem: ActivationProblem, model: Model | None) -> ActivationPlan | None:
+    """The plan of a solved program; None if no layer's point can be chosen, or there is no program."""
     if model is not None:
         model = _with_whole_points(problem, model)
     if model is None:
@@ -223,13 +227,29 @@ def _is_bound(plan: ActivationPlan, pieces: Mapping[str, float]) -> bool:
     return any(share > pieces.get(name, 1.0) for name, share in ranges)
 
 
-def _best_model(problem: ActivationProblem, pieces: Mapping[str, float]) -> Model | None:
-    """The solved program with the shortest step; one with equal layers treated alike, if that costs next to nothing."""
+def _limit_s(best: ActivationPlan | None, model: Model | None) -> float:
+    """What a program with smaller pieces has to undercut to gain anything over the best plan, and over its program.
+
+    A pipeline's program is no bound on the predicted step, so that it is compared with programs alone.
+    """
+    if best is None or model is None:
+        return math.inf
+    profile, pipeline = best.problem.profile, best.problem.pipeline
+    if pipeline.stages > 1:
+        return model.priced_s if _divisible(best.problem) else math.inf
+    return best.step_s * (1 - LEAST_SAVING) - profile.optimizer_s - profile.optimizer_exchange_s
+
+
+def _best_model(problem: ActivationProblem, pieces: Mapping[str, float], *, limit_s: float = math.inf) -> Model | None:
+    """The solved program with the shortest step; one with equal layers treated alike, if that costs next to nothing.
+
+    None where none has a solution, or a bound on all of them is not below `limit_s`.
+    """
     solved: list[Model] = []
     for staying in _staying_options(problem):
         if solved and staying is not None and not any(model.tiers_bind for model in solved):
             break  # rounding takes less of the tiers then, and there is enough of them
-        limit_s = min((model.priced_s for model in solved), default=math.inf)
+        limit_s = min((model.priced_s for model in solved), default=limit_s)
         solved += [model for model in _models(problem, staying, pieces, limit_s=limit_s) if model.solve()]
     if not solved:
         return None

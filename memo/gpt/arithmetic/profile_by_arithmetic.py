@@ -11,6 +11,7 @@ blocks of rows leave a GPU partly idle, and the time of its kernel launches.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from memo.errors import UsageError
 from memo.gpt.arithmetic.block_bytes import Block, ElementSizes
@@ -63,6 +64,7 @@ MOST_LINK_SHARE = 0.5  # of a link that both use, each gets half
 LAUNCHES, LAUNCH_S = 8, 5e-6  # kernels of one tile in one pass, and the launch time of one
 
 
+@functools.lru_cache(maxsize=4096)
 def derive_profile(
     config: GPTConfig,
     machine: Hardware,

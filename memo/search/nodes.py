@@ -1,0 +1,168 @@
+"""Parts of a space that are open in a search: how each is divided, or bounded more tightly.
+
+Owns what one step of a search does to one part, knowing nothing of the others; the search decides which comes next.
+
+    GPUs ──▶ shape and setting ──▶ schedule ──▶ candidate ──▶ everything kept ──▶ links and memory ──▶ planned
+             work bounds           schedule     kept bounds   fits: planned       link bound
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import enum
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from memo.errors import UsageError
+from memo.search.bounds import Bound, Ladder, has_room, keeps_all, kept_bounds, link_bound, schedule_bounds, work_bounds
+from memo.search.space import Candidate
+
+if TYPE_CHECKING:
+    from memo.mip.activation import ActivationProblem
+    from memo.search.space import Setting, Shape, Space
+
+__all__ = ["Node", "Stage", "problem_of", "refine"]
+
+
+class Stage(enum.IntEnum):
+    """How far an open node has come."""
+
+    GPUS = 0
+    SETTING = 1
+    SCHEDULE = 2
+    BARE = 3
+    """Bounded by its schedule, under any sharding."""
+    CANDIDATE = 4
+    KEPT = 5
+    """Bounded by keeping everything."""
+    FITS = 6
+    """Everything fits, so that this bound is its plan's step."""
+    LINKED = 7
+    """Bounded by its links and memory."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Node:
+    """A part of the space that is open."""
+
+    stage: Stage
+    ladder: Ladder
+    shapes: Sequence[Shape]
+    setting: Setting | None = None
+    schedule: Candidate | None = None
+    """The candidate of a schedule in which nothing is sharded; it stands for all shardings until `candidate` is given."""
+    candidate: Candidate | None = None
+    tiles: tuple[tuple[int, float], ...] = ()
+    """Numbers of MLP tiles that may fit, with a bound on the step of each."""
+
+
+def refine(space: Space, node: Node, *, cutoff_s: float) -> list[Node]:
+    """Divides a node, or bounds it more tightly; what has a plan only above `cutoff_s` may be bounded less tightly."""
+    match node.stage:
+        case Stage.GPUS:
+            return [
+                _setting(space, node, shape, setting)
+                for shape in node.shapes
+                for setting in space.settings(shape)
+                if space.count(shape, setting)
+            ]
+        case Stage.SETTING:
+            assert node.setting is not None
+            return [
+                dataclasses.replace(node, stage=Stage.SCHEDULE, schedule=bare)
+                for bare in space.schedules(node.shapes[0], node.setting)
+            ]
+        case Stage.SCHEDULE:
+            return [_bare(space, node)]
+        case Stage.BARE:
+            assert node.schedule is not None
+            return [
+                dataclasses.replace(node, stage=Stage.CANDIDATE, candidate=candidate)
+                for candidate in space.shardings(node.schedule)
+            ]
+        case Stage.CANDIDATE:
+            return [_kept(space, node)]
+        case _:
+            return [_linked(space, node, cutoff_s)]
+
+
+def _setting(space: Space, node: Node, shape: Shape, setting: Setting) -> Node:
+    candidate = Candidate(shape=shape, setting=setting, zero=0)
+    problem = problem_of(space, candidate, space.request.tiles[0])
+    ladder = node.ladder
+    if problem is not None:
+        ladder = ladder.raised(*work_bounds(problem).steps)
+    return Node(stage=Stage.SETTING, ladder=ladder, shapes=(shape,), setting=setting)
+
+
+def _bare(space: Space, node: Node) -> Node:
+    """Bounded by its schedule."""
+    assert node.schedule is not None
+    problem = problem_of(space, node.schedule, space.request.tiles[0])
+    ladder = node.ladder if problem is None else node.ladder.raised(*schedule_bounds(problem).steps)
+    return dataclasses.replace(node, stage=Stage.BARE, ladder=ladder)
+
+
+def _kept(space: Space, node: Node) -> Node:
+    """Bounded by what every plan holds, with the most tiles, and by the step that keeps everything.
+
+    The step is that with the fewest tiles, since tiles only add work.
+    """
+    assert node.candidate is not None
+    tiles = space.request.tiles
+    if not _may_fit(space, node.candidate, tiles[-1]):
+        return _unfit(node)
+    problem = problem_of(space, node.candidate, tiles[0])
+    if problem is None:
+        return _unfit(node)
+    ladder, _ = kept_bounds(problem)
+    return dataclasses.replace(node, stage=Stage.KEPT, ladder=node.ladder.raised(*ladder.steps))
+
+
+def _linked(space: Space, node: Node, cutoff_s: float) -> Node:
+    """Bounded by what must move or be recomputed, for each number of tiles, unless everything fits."""
+    candidate, numbers = node.candidate, space.request.tiles
+    assert candidate is not None
+    tiles: list[tuple[int, float]] = []
+    least_s = math.inf
+    fewest = 0
+    if not _may_fit(space, candidate, numbers[0]):  # with the most it may, or the node would be closed
+        fewest = bisect.bisect_left(numbers, True, lo=1, key=lambda number: _may_fit(space, candidate, number))
+    for number in numbers[fewest:]:
+        problem = problem_of(space, candidate, number)
+        if problem is None:
+            continue
+        ladder, plan = kept_bounds(problem)
+        bound_s = ladder.seconds
+        if number == space.request.tiles[0] and keeps_all(plan):
+            return dataclasses.replace(node, stage=Stage.FITS, tiles=((number, bound_s),))
+        if bound_s < min(least_s, cutoff_s):  # else it is looked at only if fewer tiles have no plan
+            bound_s = max(bound_s, link_bound(plan))
+        if math.isfinite(bound_s):
+            tiles.append((number, bound_s))
+        least_s = min(least_s, bound_s)
+    if not tiles:
+        return _unfit(node)
+    tiles.sort(key=lambda pair: pair[1])
+    raised = node.ladder.raised((Bound.LINK, least_s))
+    return dataclasses.replace(node, stage=Stage.LINKED, ladder=raised, tiles=tuple(tiles))
+
+
+def _unfit(node: Node) -> Node:
+    return dataclasses.replace(node, ladder=node.ladder.raised((Bound.MEMORY, math.inf)))
+
+
+def problem_of(space: Space, candidate: Candidate, tiles: int) -> ActivationProblem | None:
+    """The candidate's problem; None where the host has no room for what is to be there in any case."""
+    with contextlib.suppress(UsageError):
+        return space.request_of(candidate).problem(tiles)
+    return None
+
+
+def _may_fit(space: Space, candidate: Candidate, tiles: int) -> bool:
+    """Whether a candidate has room for what every plan of it holds; with more tiles that is less."""
+    problem = problem_of(space, candidate, tiles)
+    return problem is not None and has_room(problem)
