@@ -6,6 +6,7 @@ host. Used for training on a CPU, where the disk is the tier that matters.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import queue
 import threading
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memo.swap.backends.protocol import HostStamp, OneComputeStream
+from memo.swap.backends.protocol import HostStamp, OneComputeStream, drop_frames
 from memo.swap.memory.page_aligned import aligned_empty
 from memo.swap.memory.slab import PageableSlab
 
@@ -63,10 +64,10 @@ class HostEvent:
         return self._done.is_set()
 
     def synchronize(self) -> None:
-        """Blocks until the operation is done; raises its failure."""
+        """Blocks until the operation is done; raises its failure, anew each time: else it would keep those who waited."""
         self._done.wait()
         if self._error is not None:
-            raise self._error
+            raise copy.copy(self._error) from self._error.__cause__
 
     def wait(self) -> None:
         """Blocks until the operation is done; raises nothing."""
@@ -96,6 +97,7 @@ class HostEvent:
     def finish(self, begin_ns: int, error: BaseException | None = None) -> None:
         """Marks the operation as done or failed; called once, on the worker."""
         self._interval = (begin_ns, time.monotonic_ns())
+        drop_frames(error)
         self._error = error
         self._done.set()
 

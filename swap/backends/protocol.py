@@ -31,6 +31,7 @@ __all__ = [
     "OneComputeStream",
     "Stamp",
     "Timed",
+    "drop_frames",
 ]
 
 
@@ -283,6 +284,13 @@ class OneComputeStream:
 
     def end_range(self, number: int) -> None:
         """Does nothing."""
+
+
+def drop_frames(error: BaseException | None) -> None:
+    """Drops the tracebacks of an error and of its causes, whose frames keep tensors alive."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 _NO_CONTEXT = contextlib.nullcontext()

@@ -6,24 +6,31 @@ another operation could run. Operations whose events are still pending at submit
 and one for writes that waits for them in submission order. An event depends only on work issued before it, so this
 order cannot deadlock.
 
+No error ends a thread before the pool closes, or what it had in hand would never be done. One that is met outside a
+transfer (memory that runs out, an exception that another thread raises in it) fails the operation in hand, if there is one.
+Such an exception comes where a function is entered and where a call returns; so a change of two fields has no call within,
+and the lock itself is the context manager, since a condition's is a function.
+
     submit ──▶ gate (only if `after` is not done) ──▶ queue of reads / of writes ──▶ I/O threads, piece by piece
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
 
 from memo.errors import MemoError
+from memo.swap.backends.protocol import drop_frames
 from memo.swap.disk.operation import DiskOperation, Kind, Piece, Stage
 from memo.swap.memory.page_aligned import Bounce
 
 __all__ = ["IoPool"]
 
+_log = logging.getLogger("memo")
 _STACK_BYTES = 1 << 20  # the system's 8 MiB count against a limit of the process's data (RLIMIT_DATA), touched or not
 _GATE_JOIN_S = 1.0  # a gate thread may wait for an event that never fires; as a daemon it can be abandoned
 
@@ -43,14 +50,16 @@ class IoPool:
         self.busy_ns = dict.fromkeys(Kind, 0)
         self._transfer = transfer
         self._bounce_bytes = bounce_bytes
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # of the queues
+        self._gated = threading.Condition(self._lock)  # of the gates
         self._queues: dict[Kind, deque[DiskOperation]] = {Kind.READ: deque(), Kind.WRITE: deque()}
         self._open: set[DiskOperation] = set()
-        self._active = dict.fromkeys(Kind, 0)
+        self._held: dict[int, DiskOperation] = {}  # thread -> operation of its piece
         self._active_since_ns = dict.fromkeys(Kind, 0)
         self._closing = False
         self._pid = os.getpid()
-        self._gates: dict[Kind, SimpleQueue[DiskOperation | None]] = {}
+        self._gates: dict[Kind, deque[DiskOperation]] = {}
         self._gate_threads: list[threading.Thread] = []
         self._threads = [self._start(self._work, f"memo-disk-{index}") for index in range(threads)]
 
@@ -62,7 +71,7 @@ class IoPool:
     def submit(self, operation: DiskOperation) -> None:
         """Queues the operation; it runs once its `after` events are done. The caller has checked `alive`."""
         ready = all(event.query() for event in operation.after)
-        with self._changed:
+        with self._lock:
             self._open.add(operation)
             operation.extent.pending += 1
             if self._closing:  # closed by another thread after the caller's check
@@ -70,11 +79,12 @@ class IoPool:
             elif ready:
                 self._enqueue(operation)
             else:
-                self._gate(operation.kind).put(operation)
+                self._gate(operation.kind).append(operation)
+                self._gated.notify_all()
 
     def cancel(self, operation: DiskOperation) -> bool:
         """Cancels an operation of which no piece has started; False if one has."""
-        with self._changed:
+        with self._lock:
             if operation.stage not in (Stage.WAITING, Stage.QUEUED):
                 return False
             self._finish(operation)
@@ -84,14 +94,13 @@ class IoPool:
         """Completes running operations, fails the others and joins the threads; True when all I/O threads ended."""
         if os.getpid() != self._pid:
             return True
-        with self._changed:
+        with self._lock:
             self._closing = True
             for operation in list(self._open):
                 if operation.stage in (Stage.WAITING, Stage.QUEUED):
                     self._refuse(operation)
-            for gate in self._gates.values():
-                gate.put(None)
             self._changed.notify_all()
+            self._gated.notify_all()
         me = threading.current_thread()
         if me in self._threads:  # the store is closed by a garbage collection on an I/O thread
             return False
@@ -103,7 +112,7 @@ class IoPool:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _start(self, target: Callable[..., None], name: str, *args: object) -> threading.Thread:
-        thread = threading.Thread(target=target, name=name, args=args, daemon=True)
+        thread = threading.Thread(target=self._go_on, name=name, args=(target, *args), daemon=True)
         before = threading.stack_size(_STACK_BYTES)
         try:
             thread.start()
@@ -111,29 +120,54 @@ class IoPool:
             threading.stack_size(before)
         return thread
 
+    def _go_on(self, work: Callable[..., None], *args: object) -> None:
+        """Runs `work` until it returns, anew after each error that it raises."""
+        while True:
+            try:
+                return work(*args)
+            except BaseException as error:
+                self._met(error)
+
+    def _met(self, error: BaseException) -> None:
+        """Fails the operation in hand, and wakes all threads: this one may have had a notification to give or to take."""
+        with self._lock:
+            held = self._held.get(threading.get_ident())
+            if held is not None:
+                self._piece_done(held, error)
+            self._changed.notify_all()
+        _log.warning("%s met %r and goes on", threading.current_thread().name, error)
+
     # Gates
 
-    def _gate(self, kind: Kind) -> SimpleQueue[DiskOperation | None]:
+    def _gate(self, kind: Kind) -> deque[DiskOperation]:
         if kind not in self._gates:
-            self._gates[kind] = SimpleQueue()
+            self._gates[kind] = deque()
             self._gate_threads.append(self._start(self._run_gate, f"memo-disk-gate-{kind.value}", self._gates[kind]))
         return self._gates[kind]
 
-    def _run_gate(self, gate: SimpleQueue[DiskOperation | None]) -> None:
-        while (operation := gate.get()) is not None:
+    def _run_gate(self, gate: deque[DiskOperation]) -> None:
+        while (operation := self._first(gate)) is not None:
             failure = _wait_for(operation)
-            with self._changed:
-                if operation.stage is not Stage.WAITING:  # cancelled, or the pool is closing
-                    continue
-                if failure is None:
-                    operation.after = ()
-                    self._enqueue(operation)
-                else:
-                    self._fail(operation, failure)
+            with self._lock:
+                if operation.stage is Stage.WAITING:  # else cancelled, or the pool is closing
+                    if failure is None:
+                        operation.after = ()
+                        self._enqueue(operation)
+                    else:
+                        self._fail(operation, failure)
+                gate.popleft()
+
+    def _first(self, gate: deque[DiskOperation]) -> DiskOperation | None:
+        """The gate's first operation, which stays there; None once the pool is closing."""
+        with self._lock:
+            while not gate and not self._closing:
+                self._gated.wait()
+            return None if self._closing else gate[0]
 
     def _enqueue(self, operation: DiskOperation) -> None:
+        queue = self._queues[operation.kind]
         operation.stage = Stage.QUEUED
-        self._queues[operation.kind].append(operation)
+        queue.append(operation)
         self._changed.notify(len(operation.pieces))
 
     # I/O threads
@@ -153,7 +187,7 @@ class IoPool:
             self._piece_done(operation, failure)
 
     def _take(self) -> tuple[DiskOperation, Piece] | None:
-        with self._changed:
+        with self._lock:
             while True:
                 for kind in (Kind.READ, Kind.WRITE):
                     task = self._next_piece(self._queues[kind])
@@ -170,40 +204,47 @@ class IoPool:
                 queue.popleft()
                 continue
             piece = operation.pieces[operation.next_piece]
-            operation.next_piece += 1
-            now = time.monotonic_ns()
+            me, now = threading.get_ident(), time.monotonic_ns()
             if operation.stage is Stage.QUEUED:
                 operation.stage = Stage.RUNNING
                 operation.start_ns = now
-            if not self._active[operation.kind]:
+            if not self._runs(operation.kind):
                 self._active_since_ns[operation.kind] = now
-            self._active[operation.kind] += 1
+            # Nothing is called between these two, so that no exception of another thread comes between them.
+            self._held[me] = operation
+            operation.next_piece += 1
             return operation, piece
         return None
 
+    def _runs(self, kind: Kind) -> bool:
+        """True while a piece of this kind is in hand."""
+        return any(operation.kind is kind for operation in self._held.values())
+
     def _piece_done(self, operation: DiskOperation, failure: BaseException | None) -> None:
-        with self._changed:
-            now = time.monotonic_ns()
-            self._active[operation.kind] -= 1
-            if not self._active[operation.kind]:
-                self.busy_ns[operation.kind] += now - self._active_since_ns[operation.kind]
-            operation.unfinished -= 1
+        with self._lock:
+            me, now = threading.get_ident(), time.monotonic_ns()
             if failure is not None:
                 self._fail(operation, failure)
-            if not operation.unfinished:
+            if operation.unfinished == 1:
                 operation.end_ns = now
                 self._finish(operation)
+            # Last, and without a call between them: a thread that is ended before has the piece in hand.
+            del self._held[me]
+            operation.unfinished -= 1
+            if not self._runs(operation.kind):
+                self.busy_ns[operation.kind] += now - self._active_since_ns[operation.kind]
 
     def _fail(self, operation: DiskOperation, failure: BaseException) -> None:
         """Keeps the first failure and skips the pieces that have not started."""
         if operation.failure is None:
-            _drop_frames(failure)
+            drop_frames(failure)
             if isinstance(failure, MemoError):
                 operation.failure = (type(failure), str(failure), failure.__cause__)
             else:
                 operation.failure = (operation.kind.error, f"{operation.describe()} failed: {failure!r}", failure)
-        operation.unfinished -= len(operation.pieces) - operation.next_piece
-        operation.next_piece = len(operation.pieces)
+        end = len(operation.pieces)
+        operation.unfinished -= end - operation.next_piece
+        operation.next_piece = end
         if operation.stage is Stage.WAITING:
             self._finish(operation)
 
@@ -215,7 +256,6 @@ class IoPool:
     def _finish(self, operation: DiskOperation) -> None:
         if operation.stage is Stage.DONE:
             return
-        operation.extent.pending -= 1
         self._open.discard(operation)
         operation.finish()
 
@@ -227,13 +267,6 @@ def _wait_for(operation: DiskOperation) -> BaseException | None:
             return None
         try:
             event.synchronize()
-        except Exception as error:
+        except BaseException as error:
             return error
     return None
-
-
-def _drop_frames(error: BaseException | None) -> None:
-    """Drops the tracebacks: their frames keep the tensor alive."""
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__

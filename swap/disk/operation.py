@@ -130,6 +130,7 @@ class DiskOperation:
 
     def finish(self) -> None:
         """Enters DONE and wakes the waiters. Called once, by the I/O pool."""
+        self.extent.pending -= 1
         self.tensor = None
         self.after = ()
         self.stage = Stage.DONE

@@ -246,7 +246,8 @@ class CopyOut:
         try:
             self._order.copied_out(saved)
         except StoreWriteError as error:
-            self._copy_elsewhere(saved, error)
+            if not self._copy_elsewhere(saved, str(error)):
+                raise  # the error in no other frame: a cycle with it would keep this forward's graph, and its failed copies
         coded = saved.coded
         if coded is not None:
             if coded.needs_exact():
@@ -258,8 +259,8 @@ class CopyOut:
         stats.device_bytes -= saved.nbytes
         saved.move_to(AWAY)
 
-    def _copy_elsewhere(self, saved: SavedStorage, error: StoreWriteError) -> None:
-        """Copies a storage whose write failed to another tier; without one, raises the error with the source still held."""
+    def _copy_elsewhere(self, saved: SavedStorage, error: str) -> bool:
+        """Copies a storage whose write failed to another tier; False where none has room, with the source still held."""
         stats = self._telemetry.stats
         stats.failed_writes += 1
         failed = saved.place
@@ -270,9 +271,10 @@ class CopyOut:
         failed.release()
         place = self._tier_choice.claim_elsewhere(saved.place_nbytes, than=failed.tier)
         if place is None:
-            raise error
+            return False
         self._telemetry.warn("disk-write", f"{error}; the bytes went to the {place.tier.name} tier instead")
         self._copy_again(saved, place)
+        return True
 
     def _copy_exact(self, saved: SavedStorage) -> None:
         """Copies a storage as it is, in the place of its codes: a value could not be coded."""

@@ -154,7 +154,10 @@ class PinnedSlab:
             if nbytes <= self._ready:
                 return
             error, self._error = self._error, None
-            raise error or SwapError("host memory was requested after the manager was closed")
+            try:
+                raise error or SwapError("host memory was requested after the manager was closed")
+            finally:
+                del error  # a cycle with this frame would keep the callers' tensors
 
     def shrink(self, nbytes: int) -> None:
         """Unlocks and gives back whole registrations beyond the first `nbytes`, once the locking thread is idle."""

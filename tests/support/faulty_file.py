@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from memo.swap.disk.raw_file import RawFile
 from memo.swap.disk.store import DiskStore
@@ -26,6 +27,7 @@ class _Fault:
     sticky: bool
     short: int | None
     delay: float
+    flip: bool
 
 
 class Faults:
@@ -47,10 +49,20 @@ class Faults:
         sticky: bool = False,
         short: int | None = None,
         delay: float = 0.0,
+        flip: bool = False,
     ) -> Faults:
-        """An errno, or a transfer cut to `short` bytes, or a delay; `sticky` repeats it for every later call."""
-        self._faults.append(_Fault(op=op, nth=nth, errno=errno, sticky=sticky, short=short, delay=delay))
+        """An errno, a transfer cut to `short` bytes, a delay or a flipped bit; `sticky` repeats it for every later call."""
+        self._faults.append(_Fault(op=op, nth=nth, errno=errno, sticky=sticky, short=short, delay=delay, flip=flip))
         return self
+
+    def next(self, op: Operation, **fault: Any) -> Faults:
+        """As `fail`, for the next call."""
+        return self.fail(op, self.calls[op] + 1, **fault)
+
+    def clear(self) -> None:
+        """Ends all faults, and forgets closed files."""
+        self._faults.clear()
+        self.files = [file for file in self.files if file.fd >= 0]
 
     def open(self, directory: Path) -> FaultyFile:
         """For DiskStore's `open_file`."""
@@ -61,8 +73,8 @@ class Faults:
         """Puts faulty files under every store made during the test, also those that memo.offload makes."""
         monkeypatch.setitem(DiskStore.__init__.__kwdefaults__, "open_file", self.open)
 
-    def meet(self, op: Operation, nbytes: int) -> int:
-        """How many of `nbytes` this call may move; raises or sleeps where the script says so."""
+    def meet(self, op: Operation, nbytes: int) -> tuple[int, bool]:
+        """How many of `nbytes` this call may move, and whether a bit flips; raises or sleeps where the script says so."""
         with self._lock:
             self.calls[op] += 1
             count = self.calls[op]
@@ -78,7 +90,7 @@ class Faults:
                 raise OSError(fault.errno, os.strerror(fault.errno))
             if fault.short is not None:
                 nbytes = min(nbytes, fault.short)
-        return nbytes
+        return nbytes, any(fault.flip for fault in faults)
 
 
 class FaultyFile(RawFile):
@@ -89,7 +101,12 @@ class FaultyFile(RawFile):
         self._faults = faults
 
     def pwrite(self, data: memoryview, offset: int) -> int:
-        allowed = self._faults.meet("write", len(data))
+        allowed, flips = self._faults.meet("write", len(data))
+        if flips:
+            with mmap.mmap(-1, len(data)) as copy, memoryview(copy) as view:  # O_DIRECT takes aligned memory only
+                view[:] = data
+                view[0] ^= 1
+                return super().pwrite(view, offset)
         if allowed == len(data):
             return super().pwrite(data, offset)
         # The device itself takes whole blocks only; a kernel may still report fewer bytes than it moved.
@@ -97,9 +114,11 @@ class FaultyFile(RawFile):
         return allowed
 
     def pread(self, data: memoryview, offset: int) -> int:
-        allowed = self._faults.meet("read", len(data))
+        allowed, flips = self._faults.meet("read", len(data))
         if allowed == len(data):
-            return super().pread(data, offset)
+            count = super().pread(data, offset)
+            data[0] ^= flips
+            return count
         whole = allowed - allowed % 4096
         if whole:
             super().pread(data[:whole], offset)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import gc
+import itertools
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -13,6 +19,8 @@ from faulty_file import Faults, ManualEvent
 from faulty_store import BLOCK, SIZE, make, python, random_bytes, round_trip
 
 from memo.errors import CorruptBlock, ScratchFull, StoreReadError, StoreWriteError, SwapError
+from memo.swap.disk import io_threads, operation
+from memo.swap.disk.io_threads import IoPool
 from memo.swap.disk.store import DiskStore
 from memo.swap.memory.page_aligned import aligned_empty
 
@@ -312,3 +320,110 @@ def test_a_slow_disk_changes_no_byte_and_shows_in_the_busy_time(tmp_path: Path) 
     round_trip(store)
     assert store.stats.write_busy_s >= 5 * 0.01
     store.close()
+
+
+# A thread that ends
+
+
+def _kill(thread: threading.Thread) -> None:
+    assert thread.ident is not None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+
+
+def test_killed_threads_go_on(tmp_path: Path) -> None:
+    store = make(tmp_path, Faults(), threads=2)
+    threads = [thread for thread in store._pool._threads if thread.is_alive()]
+    for _ in range(3):
+        for thread in threads:
+            _kill(thread)
+        round_trip(store)
+    assert len(threads) == 2
+    assert all(thread.is_alive() for thread in threads)
+    store.close()
+
+
+def test_a_thread_killed_with_a_piece_fails_its_operation_and_no_other(tmp_path: Path) -> None:
+    faults = Faults()
+    store = make(tmp_path, faults, threads=1)
+    real = IoPool._piece_done
+
+    def die(pool: IoPool, *arguments: object) -> None:
+        pool._piece_done = real.__get__(pool)  # type: ignore[method-assign]
+        raise SystemExit
+
+    store._pool._piece_done = die.__get__(store._pool)  # type: ignore[method-assign]
+    with pytest.raises(StoreWriteError, match="SystemExit"):
+        round_trip(store)
+    round_trip(store)
+    assert store.stats.used_bytes == 0
+    store.close()
+
+
+def test_a_gate_thread_that_is_killed_goes_on(tmp_path: Path) -> None:
+    store = make(tmp_path, Faults(), threads=1)
+    for _ in range(2):
+        copy = ManualEvent()
+        write = store.write(extent := store.reserve(SIZE), source := random_bytes(SIZE), after=[copy])
+        _kill(store._pool._gate_threads[0])
+        copy.fire()
+        with contextlib.suppress(StoreWriteError):  # killed while it waited for the copy, or before
+            write.synchronize()
+            store.read(extent, target := aligned_empty(SIZE)).synchronize()
+            assert torch.equal(source, target)
+        store.release(extent)
+    round_trip(store)
+    store.close()
+
+
+def _killer(thread: str, nth: int) -> tuple[Callable[..., None], threading.Event]:
+    """A profile function that raises, in threads of that name, at the nth place where an exception from outside may come."""
+    places, died = itertools.count(1), threading.Event()
+    ours = (io_threads.__file__, operation.__file__, threading.__file__)
+    outside = ("_bootstrap_inner", "run", "_go_on")
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        if event not in ("call", "c_return") or died.is_set() or not threading.current_thread().name.startswith(thread):
+            return
+        code = frame.f_code
+        if code.co_filename in ours and code.co_name not in outside and next(places) == nth:
+            died.set()
+            raise SystemExit
+
+    return profile, died
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("thread", ["memo-disk-0", "memo-disk-gate"])
+def test_a_thread_killed_at_any_of_its_calls_leaves_no_operation_undone(
+    thread: str, fails: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for nth in itertools.count(1):
+        faults, copy = Faults(), ManualEvent()
+        profile, died = _killer(thread, nth)
+        threading.setprofile(profile)
+        try:
+            store = make(tmp_path, faults, threads=1)
+            extent = store.reserve(SIZE)
+            assert extent is not None
+            if fails:  # where the thread isn't killed before
+                faults.fail("write", 2, errno=errno.EIO)
+            write = store.write(extent, random_bytes(SIZE), after=[copy])
+            copy.fire()
+            assert write._wait(20), f"killed at call {nth}, and the write is {write.stage.value}"
+        finally:
+            threading.setprofile(None)
+        killed = died.is_set()
+        died.set()  # a thread whose nth call is still to come goes free
+        faults.clear()
+        assert extent.pending == 0, nth
+        assert write.failure is not None or not fails, nth
+        if write.failure is None:
+            store.read(extent, target := aligned_empty(SIZE)).synchronize()
+            assert torch.equal(target, random_bytes(SIZE)), nth
+        store.release(extent)
+        round_trip(store)
+        store.close()
+        assert not any(one.is_alive() for one in store._pool._threads + store._pool._gate_threads), nth
+        if not killed:
+            break
+    assert nth > 20

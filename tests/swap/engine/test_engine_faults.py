@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import mmap
@@ -59,7 +60,7 @@ def three_steps(module: Stack, manager: Manager | None = None) -> Any:
     return train(module, lambda step: module(ids(step)), manager)
 
 
-def one_step(module: Stack, manager: Manager) -> Any:
+def one_step(module: Stack, manager: Manager | None) -> Any:
     return train(module, lambda step: module(ids(step)), manager, steps=1)
 
 
@@ -195,4 +196,29 @@ def test_a_stalled_disk_is_waited_for_and_counted(tmp_path: Path) -> None:
     manager = manage(module, tmp_path, Faults().fail("write", 1, delay=0.05, sticky=True))
     assert_equal(three_steps(module, manager), three_steps(model()))
     assert manager.stats.stall_s > 0.1
+    manager.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing was lost:RuntimeWarning")
+@pytest.mark.parametrize("operation", ["write", "read"])
+def test_a_step_that_ended_in_an_error_leaves_nothing_to_the_next_one(operation: Any, tmp_path: Path) -> None:
+    """Without a garbage collection: else failed copies of the dead step would be raised in the next one."""
+    want = one_step(model(), None)
+    named_error = StoreWriteError if operation == "write" else StoreReadError
+    module, faults = model(), Faults()
+    manager = manage(module, tmp_path, faults)
+    gc.collect()
+    gc.disable()
+    try:
+        for nth in range(1, 7):
+            faults.fail(operation, faults.calls[operation] + nth, errno=errno.EIO, sticky=True)
+            with contextlib.suppress(named_error):
+                one_step(module, manager)
+            faults.clear()
+            module.load_state_dict(model().state_dict())
+            module.zero_grad()
+            assert_equal(one_step(module, manager), want)
+            assert manager.stats.live_entries == 0
+    finally:
+        gc.enable()
     manager.close()

@@ -125,7 +125,6 @@ def test_an_arena_that_cannot_be_locked_is_counted_nowhere_and_the_next_step_wor
     cuda.lock_limit = 0
     with pytest.raises(SwapError, match="page-lock"), manager:
         model(ids())
-    gc.collect()
     assert (tier.used, tier.reserved, manager.stats.live_entries) == (0, 0, 0)
     assert tier._space.used == 0
     cuda.lock_limit = None
