@@ -45,6 +45,25 @@ _ATEN = torch.ops.aten
 # These move no data, though their schemas do not say so.
 _UNCHANGED = frozenset({_ATEN._unsafe_view.default, _ATEN.lift_fresh.default, _ATEN._fused_sdp_choice.default})
 
+
+def _grouped_product(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    ends: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Result of a grouped matrix product: one matrix for all groups, or one for each where both or neither is divided."""
+    rows, columns = left.shape[-2], right.shape[-1]
+    if left.dim() != right.dim():
+        return left.new_empty(rows, columns, dtype=out_dtype)
+    groups = left.shape[0] if ends is None else ends.shape[0]
+    return left.new_empty(groups, rows, columns, dtype=out_dtype)
+
+
+# torch's own shape function refuses all types but bfloat16, which kernels do not.
+_SHAPES: dict[Any, Callable[..., Any]] = {_ATEN._grouped_mm.default: _grouped_product}
+
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
 
@@ -243,7 +262,7 @@ class BytelessMode(LocalTensorMode):
         args, kwargs = tree_map_only(torch.Tensor, lambda _: next(order), (args, kwargs))
         try:
             with self._fake:
-                out = func(*args, **kwargs)
+                out = _SHAPES.get(func, func)(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             raise _NeedsContents(str(func)) from None
         except (UnsupportedOperatorException, RuntimeError) as error:
