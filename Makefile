@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 PEERS_ARGS ?=
 WORKERS ?= 2
 
-.PHONY: demo test test-all hunt fuzz kill soak test-parallel lint typed typecheck format docs bench peers plots gpu-check gpu-bench gpu-emulated gpu-hour-prepare gpu-rehearsal setup clean release integrations
+.PHONY: demo test test-all hunt fuzz kill soak matrix test-parallel lint typed typecheck format docs bench peers plots gpu-check gpu-bench gpu-emulated gpu-hour-prepare gpu-rehearsal setup clean release integrations
 
 setup: $(STAMP)
 
@@ -58,6 +58,11 @@ kill: setup
 SOAK_ARGS ?= --steps 10000 --minutes 60 --write
 soak: setup
 	$(BIN)/python -m tests.soak $(SOAK_ARGS)
+
+# Versions of Python, torch and transformers, each in an environment of its own: docs/versions.md. MATRIX_ARGS="--only 3.12" for some.
+MATRIX_ARGS ?= --write
+matrix: setup
+	$(BIN)/python -m tests.matrix $(MATRIX_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memo.lazy import attach
+from memo.manager.torch_version import require_torch
+
+require_torch()
 
 if TYPE_CHECKING:
     from memo.manager.manager import Manager as Manager
