@@ -105,7 +105,7 @@ def _row(cell: Cell, *, pip: list[str], workers: int) -> dict[str, object]:
             return {**row, "outcome": f"not tried: no python{cell.python} on this machine"}
         shutil.rmtree(folder, ignore_errors=True)
         install = [str(python), "-m", "pip", "install", "-q", *pip, *_wanted(cell)]
-        why = _run([interpreter, "-m", "venv", str(folder)]) or _run(install)
+        why = _run([interpreter, "-m", "venv", "--upgrade-deps", str(folder)]) or _run(install)
         if why:
             return {**row, "outcome": f"not installed: {why}"}
         (folder / "complete").touch()

@@ -139,6 +139,7 @@ def test_a_disk_that_is_behind_is_named_as_the_cause(tmp_path: Path, late: int) 
     manager.close()
 
 
+@pytest.mark.filterwarnings("ignore:.*nothing was lost.*:RuntimeWarning")  # of other writes, which fail as it ends
 def test_a_late_write_that_fails_is_raised_when_it_is_known(tmp_path: Path) -> None:
     faults = Faults().fail("write", 1, errno=5, sticky=True)
     manager = behind_a_slow_disk(tmp_path, faults, ENOUGH)
