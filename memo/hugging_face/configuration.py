@@ -16,7 +16,23 @@ from typing import Any
 from memo.bounded_files import Refused, read_object
 from memo.errors import UsageError
 
-__all__ = ["configuration_from", "language_part", "model_class", "names_configuration", "one_line", "quiet"]
+__all__ = [
+    "configuration_from",
+    "language_part",
+    "model_class",
+    "names_configuration",
+    "one_line",
+    "quiet",
+    "transformers_version",
+]
+    "configuration_from",
+    "language_part",
+    "model_class",
+    "names_configuration",
+    "one_line",
+    "quiet",
+    "transformers_version",
+]
 
 _COUNTS = {r"(layers?|blocks?|depths?|attention_types)$": 10_000, r"num_labels$": 1_000_000}
 """Largest numbers in fields, by the ends of their names, of which transformers makes lists of that length."""
@@ -97,6 +113,13 @@ def language_part(config: Any) -> Any:
 
     text = config.get_text_config()
     return text if type(text) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING else config
+
+
+def transformers_version() -> str:
+    """Version of transformers."""
+    import transformers
+
+    return str(transformers.__version__)
 
 
 @contextlib.contextmanager

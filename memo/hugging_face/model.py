@@ -28,7 +28,7 @@ from memo.gpt.arithmetic import (
     layer_states,
     orthogonalisation_flops,
 )
-from memo.hugging_face.configuration import language_part
+from memo.hugging_face.configuration import language_part, transformers_version
 from memo.hugging_face.fused_attention import NAME as FUSED
 from memo.hugging_face.layer_kinds import LayerKind, ShortModel, short_model
 from memo.hugging_face.recorded_step import RecordedEnd, RecordedLayer, RecordedStep, recorded_step
@@ -49,6 +49,8 @@ from memo.swap import comparing_nbytes
 
 __all__ = ["HuggingFaceModel"]
 
+LEAST_TRANSFORMERS = 5
+"""Version from which models save the bytes that are predicted; in older ones experts loop in Python (docs/versions.md)."""
 _DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
 _STATES = {Precision.BF16: ADAM_PURE, Precision.FP32: ADAM_FP32}
 # Attention's backward makes five products of the scores' size where forward makes two (Dao et al. 2022).
@@ -67,7 +69,7 @@ class HuggingFaceModel:
         lora: rank of adapters on every linear map of the layers, which alone are trained; 0: everything is.
 
     Raises:
-        UsageError: transformers cannot build it without memory, or it has another precision.
+        UsageError: transformers cannot build it without memory or is too old, or it has another precision.
     """
 
     def __init__(
@@ -81,6 +83,12 @@ class HuggingFaceModel:
     ) -> None:
         if precision not in _DTYPES:
             raise UsageError(f"{name}: a configuration is planned in bf16 or fp32, not in {precision}")
+        version = transformers_version()
+        if int(version.partition(".")[0]) < LEAST_TRANSFORMERS:
+            raise UsageError(
+                f"{name}: models of transformers {LEAST_TRANSFORMERS} and newer are planned, and this is {version}; install "
+                "a newer one, or give memo profile the model's module:function"
+            )
         self.name = name
         self._precision = precision
         self._without_logits = without_logits

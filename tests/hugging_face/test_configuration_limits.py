@@ -37,3 +37,17 @@ def test_what_is_no_configuration_is_one_line(
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert says in said
+
+
+def test_an_older_transformers_is_not_planned_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its models save other bytes than those that are predicted; measured ones are right."""
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    monkeypatch.setattr(transformers, "__version__", "4.57.6")
+    assert main(["plan", "--model", str(tmp_path), "--seq", "4k", "--gpu", "h100"]) == ExitCode.USAGE
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "models of transformers 5 and newer are planned, and this is 4.57.6" in said
+    assert "memo profile" in said

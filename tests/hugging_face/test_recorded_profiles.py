@@ -14,7 +14,7 @@ from memo.hugging_face import PUBLISHED, HuggingFaceModel, configuration_from, m
 from memo.mip.inputs import ALL, ATTENTION, Profile, hardware_preset
 from memo.record import Role, Step, record_step
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5")
 
 MACHINE = hardware_preset("h100")
 TOKENS = 256
