@@ -25,14 +25,6 @@ __all__ = [
     "quiet",
     "transformers_version",
 ]
-    "configuration_from",
-    "language_part",
-    "model_class",
-    "names_configuration",
-    "one_line",
-    "quiet",
-    "transformers_version",
-]
 
 _COUNTS = {r"(layers?|blocks?|depths?|attention_types)$": 10_000, r"num_labels$": 1_000_000}
 """Largest numbers in fields, by the ends of their names, of which transformers makes lists of that length."""
