@@ -6,7 +6,6 @@ host. Used for training on a CPU, where the disk is the tier that matters.
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import queue
 import threading
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memo.swap.backends.protocol import HostStamp, OneComputeStream, drop_frames
+from memo.swap.backends.protocol import HostStamp, OneComputeStream, drop_frames, renewed
 from memo.swap.memory.page_aligned import aligned_empty
 from memo.swap.memory.slab import PageableSlab
 
@@ -67,7 +66,7 @@ class HostEvent:
         """Blocks until the operation is done; raises its failure, anew each time: else it would keep those who waited."""
         self._done.wait()
         if self._error is not None:
-            raise copy.copy(self._error) from self._error.__cause__
+            raise renewed(self._error) from self._error.__cause__
 
     def wait(self) -> None:
         """Blocks until the operation is done; raises nothing."""

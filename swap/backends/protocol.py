@@ -11,6 +11,7 @@ order. Different streams are ordered only by events: `CopyStream.wait` and `Back
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from typing import TYPE_CHECKING, Protocol
 
@@ -32,6 +33,7 @@ __all__ = [
     "Stamp",
     "Timed",
     "drop_frames",
+    "renewed",
 ]
 
 
@@ -291,6 +293,16 @@ def drop_frames(error: BaseException | None) -> None:
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
+
+
+def renewed(error: BaseException) -> BaseException:
+    """Returns an equal error without frames, whatever arguments its class is made with."""
+    try:
+        return copy.copy(error)
+    except Exception:
+        twin = type(error).__new__(type(error), *error.args)
+        vars(twin).update(vars(error))
+        return twin
 
 
 _NO_CONTEXT = contextlib.nullcontext()

@@ -54,3 +54,19 @@ def test_a_copy_that_fails_keeps_neither_source_nor_target(
     assert isinstance(raised.value.__cause__, OSError)
     stream.close()
     assert [tensor() for tensor in kept] == [None, None]
+
+
+class _Refusal(Exception):
+    """An error that is not made of its arguments."""
+
+    def __init__(self, *, device: str) -> None:
+        super().__init__(f"no copy to {device}")
+        self.device = device
+
+
+def test_an_error_of_any_class_is_raised_as_itself() -> None:
+    event = HostEvent()
+    event.finish(0, _Refusal(device="nowhere"))
+    with pytest.raises(_Refusal, match="no copy to nowhere") as raised:
+        event.synchronize()
+    assert raised.value.device == "nowhere"
