@@ -52,8 +52,10 @@ def _grouped_product(
     ends: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+) -> Any:
     """Result of a grouped matrix product: one matrix for all groups, or one for each where both or neither is divided."""
+    if left.dtype == torch.bfloat16:
+        return torch.ops.aten._grouped_mm(left, right, ends, bias, out_dtype)
     rows, columns = left.shape[-2], right.shape[-1]
     if left.dim() != right.dim():
         return left.new_empty(rows, columns, dtype=out_dtype)
