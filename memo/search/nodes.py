@@ -28,7 +28,7 @@ __all__ = ["Node", "Stage", "problem_of", "refine"]
 
 
 class Stage(enum.IntEnum):
-    """How far an open node has come."""
+    """Progress of an open node: the division or the bound that comes last."""
 
     GPUS = 0
     SETTING = 1

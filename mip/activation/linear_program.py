@@ -44,16 +44,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import numpy as np
-
 from memo.errors import SolverFailed
 from memo.mip.activation.cost import disk_delay, rounding_bytes, stage_compute_s
-from memo.mip.activation.memory_peaks import device_peak_candidates
+from memo.mip.activation.memory_peaks import grouped_peak_candidates
 from memo.mip.activation.network_load import pass_loads, sync_load
 from memo.mip.activation.overlap_windows import Window, copies_in, copies_out
 from memo.mip.activation.plan import ActivationProblem, LayerPlan, chunk_layers, stage_layers
@@ -528,7 +524,9 @@ class Model:
     def _device_rows(self, stage: int) -> None:
         device, groups = self.problem.machine_of(stage).budgets.device_bytes, self._stages[stage]
         kept = [group.kept for group in groups]
-        for name, resident, counts in _grouped(self.problem, stage, tuple(len(group.members) for group in groups)):
+        for name, resident, counts in grouped_peak_candidates(
+            self.problem, stage, tuple(len(group.members) for group in groups)
+        ):
             used = _WeightedSum()
             for group, its_kept, (of_kept, of_whole, of_unmoved, of_recomputing) in zip(
                 groups, kept, counts, strict=True
@@ -659,32 +657,3 @@ class _WeightedSum:
 
     def expression(self) -> pulp.LpAffineExpression:
         return pulp.LpAffineExpression(self._terms, self._constant)
-
-
-_GroupCounts = tuple[int, ...]
-"""Layers of a group that a candidate holds kept, whole, unmoved and recomputing, times microbatches."""
-
-
-@functools.lru_cache(maxsize=96)
-def _grouped(
-    problem: ActivationProblem, stage: int, sizes: tuple[int, ...]
-) -> tuple[tuple[str, int, tuple[_GroupCounts, ...]], ...]:
-    """Candidates of a stage's peak that no other one dominates, where layers in groups of these sizes share a plan.
-
-    Returns:
-        For each its name, the bytes that do not depend on the plan, and its counts of each group.
-    """
-    candidates = device_peak_candidates(problem, stage)
-    starts = [0, *itertools.accumulate(sizes[:-1])]
-    held = np.stack([one.counts for one in candidates])
-    counts = np.add.reduceat(held, starts, axis=2).swapaxes(1, 2)  # of each candidate, group and form
-    resident = np.array([one.resident_bytes for one in candidates])
-    amounts = np.column_stack((resident, counts.reshape(len(candidates), -1)))
-    kept = held[:, 0].sum(axis=1) + held[:, 2].sum(axis=1)
-    found: list[int] = []
-    for number in np.lexsort((-resident, -kept)).tolist():
-        if not (amounts[found] >= amounts[number]).all(axis=1).any():
-            found.append(number)
-    return tuple(
-        (candidates[at].name, candidates[at].resident_bytes, tuple(map(tuple, counts[at].tolist()))) for at in found
-    )

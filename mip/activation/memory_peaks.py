@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import enum
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ __all__ = [
     "PeakCandidate",
     "Use",
     "device_peak_candidates",
+    "grouped_peak_candidates",
     "highest_memory",
     "stage_memory",
     "stage_static",
@@ -168,6 +170,35 @@ def device_peak_candidates(
         candidate
         for moment in moments
         for candidate in _MomentPeaks(problem, stage, moment, static).candidates(turn_ends_only=likely_only)
+    )
+
+
+_GroupCounts = tuple[int, ...]
+"""Layers of a group that a candidate holds kept, whole, unmoved and recomputing, times microbatches."""
+
+
+@functools.lru_cache(maxsize=96)
+def grouped_peak_candidates(
+    problem: ActivationProblem, stage: int, sizes: tuple[int, ...]
+) -> tuple[tuple[str, int, tuple[_GroupCounts, ...]], ...]:
+    """Candidates of a stage's peak that no other one dominates, where layers in groups of these sizes share a plan.
+
+    Returns:
+        For each its name, the bytes that do not depend on the plan, and its counts of each group.
+    """
+    candidates = device_peak_candidates(problem, stage)
+    starts = [0, *itertools.accumulate(sizes[:-1])]
+    held = np.stack([one.counts for one in candidates])
+    counts = np.add.reduceat(held, starts, axis=2).swapaxes(1, 2)  # of each candidate, group and form
+    resident = np.array([one.resident_bytes for one in candidates])
+    amounts = np.column_stack((resident, counts.reshape(len(candidates), -1)))
+    kept = held[:, 0].sum(axis=1) + held[:, 2].sum(axis=1)
+    found: list[int] = []
+    for number in np.lexsort((-resident, -kept)).tolist():
+        if not (amounts[found] >= amounts[number]).all(axis=1).any():
+            found.append(number)
+    return tuple(
+        (candidates[at].name, candidates[at].resident_bytes, tuple(map(tuple, counts[at].tolist()))) for at in found
     )
 
 

@@ -228,7 +228,7 @@ def _is_bound(plan: ActivationPlan, pieces: Mapping[str, float]) -> bool:
 
 
 def _limit_s(best: ActivationPlan | None, model: Model | None) -> float:
-    """What a program with smaller pieces has to undercut to gain anything over the best plan, and over its program.
+    """Seconds that a program with smaller pieces has to undercut: those of the best plan, or of its program.
 
     A pipeline's program is no bound on the predicted step, so that it is compared with programs alone.
     """
