@@ -25,6 +25,7 @@ __all__ = [
     "RopeScaling",
     "RopeScalingKind",
     "Variant",
+    "expert_shard_dimension",
     "preset",
     "preset_key",
     "preset_name",
@@ -306,6 +307,14 @@ PRESETS: dict[str, GPTConfig] = {
     "530b": _paper(layers=105, hidden=20480, heads=128),
     **_LLAMA3,
 }
+
+
+def expert_shard_dimension(experts: int, inputs: int, *, shards: int) -> int:
+    """Dimension by which matrices (experts, inputs, outputs) are sharded: whole experts where each rank gets as many.
+
+    Else their inputs, where these divide: shards of whole experts would be filled up with zeros, and some ranks empty.
+    """
+    return 1 if experts % shards and not inputs % shards else 0
 
 
 def preset_key(name: str) -> str:
