@@ -163,7 +163,7 @@ def expert_layer_weights(config: GPTConfig, *, of_a_token: bool) -> int:
 def _moe_parameters(config: GPTConfig) -> int:
     moe = config.moe
     assert moe is not None
-    biases = _mlp_matrices_up(config) * moe.shared_experts * moe.expert_hidden + config.hidden
+    biases = _mlp_matrices_up(config) * moe.shared_hidden + config.hidden
     return _moe_weights(config, moe.experts) + (biases if config.bias and moe.shared_experts else 0)
 
 

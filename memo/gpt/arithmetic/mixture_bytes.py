@@ -25,8 +25,8 @@ __all__ = ["SKEW", "mixture_block"]
 
 ID = 8
 SKEW = 1.25
-"""Rows that a rank's experts get, as a multiple of the mean of all ranks, for which memory is planned. Routers are trained to
-balance; what a step has beyond it moves, as everything that does not fit."""
+"""Rows that a rank's experts get, as a multiple of the mean of all ranks, for which memory is planned. Routers are trained
+to balance; what a step has beyond it moves, as everything that does not fit."""
 
 
 def mixture_block(
@@ -67,7 +67,7 @@ class _MixtureFigures(BlockFigures):
         assert config.moe is not None
         super().__init__(config, sizes, tokens, batch, tp, cp, rings=rings)
         self.moe = moe = config.moe
-        self.tiled, self.f = False, moe.shared_experts * moe.expert_hidden * sizes.product
+        self.tiled, self.f = False, moe.shared_hidden * sizes.product
         self.narrow = (moe.bottleneck or config.hidden) * sizes.product
         self.parted, self.arrive = ep > 1, skew if ep > 1 else 1.0
 
@@ -76,7 +76,7 @@ class _MixtureFigures(BlockFigures):
         config, moe = self.config, self.moe
         weights = expert_layer_weights(config, of_a_token=True)
         # A recompute stops at the last saved tensor: of the shared experts or the bottleneck it is the last product's input.
-        last = moe.shared_experts * moe.expert_hidden + moe.bottleneck
+        last = moe.shared_hidden + moe.bottleneck
         saved = self.always() + self.rest()
         ups = 2 if self.gated else 1
         return dataclasses.replace(

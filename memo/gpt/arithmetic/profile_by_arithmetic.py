@@ -121,7 +121,6 @@ def derive_profile(
         {
             "--recompute": recompute is not None,
             "--lora": lora > 0,
-            "--zero": zero != 3,
             "--optimizer muon": optimizer is Optimizer.MUON,
             "--mlp-tiles": config.mlp_tiles > 1,
         },
@@ -237,6 +236,8 @@ def _check_experts(config: GPTConfig, layout: Layout, given: dict[str, bool]) ->
         raise UsageError(
             f"--ep {layout.ep} does not divide the model's {config.moe.experts} experts; a rank needs whole ones"
         )
+    if config.moe.shared_hidden % layout.tp:
+        raise UsageError(f"tp {layout.tp} does not divide {config.moe.shared_hidden} columns of the shared experts")
     flag = next((flag for flag, is_given in given.items() if is_given), None)
     if flag is not None:
         raise UsageError(f"a mixture of experts is not planned with {flag}; leave it out")

@@ -301,7 +301,7 @@ class StepCollectives:
         """Those of norms, attention and an MLP, which may be shared experts."""
         config, tp = self.config, self.layout.tp
         h, qkv = config.hidden, config.qkv_width // tp
-        ffn = (self._moe.shared_experts * self._moe.expert_hidden if experts else config.ffn) // tp
+        ffn = (self._moe.shared_hidden if experts else config.ffn) // tp
         up = [(ffn, h)] * (2 if config.mlp == "swiglu" else 1)
         shapes = [(h, 1)] * (2 * self._norms) + [(qkv, h), (h, h // tp)]
         shapes += [*up, (h, ffn)] if ffn else []
