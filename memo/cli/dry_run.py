@@ -139,4 +139,5 @@ def _table(result: DryRun) -> str:
         for kind in result.kinds
     ]
     head = f"{layout.ranks:,} ranks: dp {layout.dp}, tp {layout.tp}, pp {layout.pp}, cp {layout.cp}"
+    head += f", ep {layout.ep}" * (layout.ep > 1)
     return table((head, "collectives", "bytes in them", "peak of the step", "by the plan"), rows)

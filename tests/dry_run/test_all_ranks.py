@@ -14,6 +14,7 @@ from memo.dry_run.simulated_step import RankStep, step_of_rank
 from memo.errors import ExitCode, PlanError, UsageError
 from memo.gpt import Precision, preset
 from memo.gpt.arithmetic import Collective, StepCollectives
+from memo.gpt.config import MoeConfig
 from memo.mip.activation.files import plan_from_json, plan_to_json
 from memo.mip.inputs import PipelineSchedule, Role
 from memo.parallel import Layout
@@ -29,11 +30,14 @@ def made(
     layers: int = 4,
     kv_heads: int | None = None,
     sparse_embedding: bool = False,
+    moe: dict[str, int] | None = None,
     **sizes: int | PipelineSchedule | tuple[int, ...],
 ) -> PlannedRun:
     shape = {"vocab_size": vocab, "max_seq": tokens, "layers": layers, "heads": 4} | (
         {"kv_heads": kv_heads} if kv_heads else {}
     )
+    if moe is not None:
+        shape["moe"] = MoeConfig(**{"experts": 8, "shared_experts": 1, "expert_hidden": 64, "every": 2} | moe)
     config = preset("tiny", variant=variant, **shape)  # type: ignore[arg-type]
     layout = Layout(**sizes)  # type: ignore[arg-type]
     return PlannedRun(
@@ -75,6 +79,32 @@ def test_what_ranks_issue_is_what_the_plan_counts(run: PlannedRun) -> None:
     assert sorted(rank for kind in found.kinds for rank in kind.ranks) == list(range(run.layout.ranks))
 
 
+@pytest.mark.parametrize(
+    "run",
+    [
+        made(tp=2, moe={"shared_experts": 0}),
+        made(dp=4, ep=4, moe={}),
+        made(dp=4, cp=2, ep=2, moe={"shared_experts": 0}, precision=Precision.BF16_AUTOCAST),
+        made(dp=2, cp=2, tp=2, ep=2, moe={"bottleneck": 32}),
+        made(dp=2, pp=2, ep=2, moe={}),
+        made(tp=2, pp=2, microbatches=4, moe={}),
+        made(dp=16, moe={"every": 1}),  # twice as many ranks as experts, whose matrices are sharded by inputs
+        made(dp=3, moe={"every": 3}, precision=Precision.FP32),
+    ],
+    ids=lambda run: f"dp{run.layout.dp}-cp{run.layout.cp}-tp{run.layout.tp}-pp{run.layout.pp}-ep{run.layout.ep}",
+)
+def test_ranks_with_experts_issue_what_the_plan_counts(run: PlannedRun) -> None:
+    assert dry_run(run).disagreements == ()
+
+
+def test_an_exchange_of_experts_that_the_plan_does_not_count_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepCollectives, "expert_backward", lambda step: ())
+    found = dry_run(made(dp=2, ep=2, moe={}))
+    assert (
+        "all-to-all of 393,216 bytes over ep (2 ranks): the step issues 16, the plan counts 8" in found.disagreements[0]
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", [PipelineSchedule.ZERO_BUBBLE, PipelineSchedule.ZERO_BUBBLE_V])
 def test_split_backwards_are_counted(schedule: PipelineSchedule) -> None:
@@ -85,8 +115,8 @@ def test_split_backwards_are_counted(schedule: PipelineSchedule) -> None:
 def test_a_plan_that_counts_a_gather_too_few_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = StepCollectives.tensor_backward
 
-    def fewer(self: StepCollectives, *, splits: bool = False) -> tuple[Collective, ...]:
-        first, *others = whole(self, splits=splits)
+    def fewer(self: StepCollectives, *, splits: bool = False, experts: bool = False) -> tuple[Collective, ...]:
+        first, *others = whole(self, splits=splits, experts=experts)
         return (dataclasses.replace(first, count=first.count - 1), *others)
 
     monkeypatch.setattr(StepCollectives, "tensor_backward", fewer)
@@ -152,6 +182,40 @@ def plan_file(folder: Path, *flags: str) -> Path:
     given = ["plan", "--model", "7b", "--layers", "2", "--seq", "4k", "--gpu", "h100", *flags, "-f", "-o", str(path)]
     assert main(given) == ExitCode.OK
     return path
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--gpus", "4", "--ep", "4", "--device", "800MiB"),
+        ("--gpus", "4", "--ep", "2", "--tp", "2", "--device", "600MiB"),
+        ("--gpus", "4", "--ep", "2", "--pp", "2", "--accumulate", "2", "--device", "700MiB"),
+        ("--gpus", "2", "--cp", "2", "--device", "400MiB", "--expert-bottleneck", "128"),
+        ("--gpus", "2", "--ep", "2", "--precision", "bf16-autocast", "--device", "1200MiB", "--shared-experts", "0"),
+    ],
+    ids=["ep", "ep and tp", "ep and pp", "cp and a bottleneck", "autocast"],
+)
+def test_plans_with_experts_hold_what_they_say(
+    flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fewer rows come to a rank's experts than the plan has room for, and whole storages move."""
+    shape = ("--layers", "6", "--hidden", "512", "--heads", "8")
+    path = plan_file(tmp_path, "--model", "moe-tiny", *shape, "--seq", "16k", "--host", "4GiB", *flags)
+    plan = plan_from_json(path.read_text())
+    assert any(layer.host or layer.recomputes for layer in plan.layers)
+    capsys.readouterr()
+    shaped = [
+        part for name in ("--expert-bottleneck", "--shared-experts") if name in flags for part in _with(flags, name)
+    ]
+    assert main(["dry-run", str(path), *shape, *shaped, "--json"]) == ExitCode.OK
+    said = json.loads(capsys.readouterr().out)
+    for kind in said["kinds"]:
+        assert 0.8 < kind["peak_nbytes"] / kind["planned_peak_nbytes"] <= 1.02
+
+
+def _with(flags: tuple[str, ...], name: str) -> tuple[str, str]:
+    at = flags.index(name)
+    return flags[at], flags[at + 1]
 
 
 def test_a_plan_that_moves_and_recomputes_agrees_and_holds_what_it_says(

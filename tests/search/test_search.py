@@ -39,10 +39,12 @@ def best_of_layouts(steps: dict[Candidate, float]) -> list[float]:
     return sorted(best.values())
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", range(12))
 def test_a_search_finds_what_planning_everything_does(block: int) -> None:
     for seed in range(20 * block, 20 * block + 20):
-        space = random_space(seed, most_gpus=8 if seed % 100 == 0 else 4 if seed % 5 == 0 else 2)
+        experts = block >= 10
+        most = 8 if seed % 100 == 0 else 4 if seed % 5 == 0 or experts else 2
+        space = random_space(seed, most_gpus=most, experts=experts)
         found = search_layouts(space, wanted=3, runs=runs_under_memo_train)
         steps, simulated = exhaustive(space)
         wanted = best_of_layouts(steps)[:3]

@@ -7,7 +7,7 @@ import random
 
 from memo.gpt import Precision
 from memo.gpt.arithmetic import Layout, Optimizer
-from memo.gpt.config import GPTConfig
+from memo.gpt.config import GPTConfig, MoeConfig
 from memo.mip.activation import Budgets, LayerPlan, device_peak_candidates, predict_stages
 from memo.mip.inputs import Hardware, PipelineSchedule
 from memo.mip.inputs.network import Network
@@ -16,8 +16,8 @@ from memo.search import Candidate, Request, Setting, Shape, Space
 MIB = 1 << 20
 
 
-def random_space(seed: int, *, most_gpus: int = 8) -> Space:
-    """A space of up to `most_gpus` GPUs and 4 layers."""
+def random_space(seed: int, *, most_gpus: int = 8, experts: bool = False) -> Space:
+    """A space of up to `most_gpus` GPUs and 4 layers, of which some have `experts` where that is asked for."""
     chance = random.Random(seed)
     nodes = chance.choice([1, 1, 2])
     gpus = chance.choice([size for size in (1, 2, 4, 8) if size * nodes <= most_gpus])
@@ -33,13 +33,26 @@ def random_space(seed: int, *, most_gpus: int = 8) -> Space:
         mlp=chance.choice(["gelu", "swiglu"]),
     )
     tokens = chance.choice([1024, 4096])
-    layout = Layout(tokens=tokens)
+    precision, tiles = (
+        chance.choice([Precision.BF16, Precision.BF16, Precision.FP32]),
+        chance.choice([(1,), (1, 2), (1, 4)]),
+    )
+    if experts:
+        moe = MoeConfig(
+            experts=chance.choice([2, 4]),
+            top_k=chance.choice([1, 2]),
+            shared_experts=chance.choice([0, 1]),
+            expert_hidden=chance.choice([64, 256]),
+            bottleneck=chance.choice([0, 0, 32]),
+            every=chance.randint(1, config.layers),
+        )
+        config, tiles = dataclasses.replace(config, moe=moe), (1,)
     request = Request(
         config=config,
         model="small",
-        precision=chance.choice([Precision.BF16, Precision.BF16, Precision.FP32]),
-        tiles=chance.choice([(1,), (1, 2), (1, 4)]),
-        layout=layout,
+        precision=precision,
+        tiles=tiles,
+        layout=Layout(tokens=tokens),
         profile=None,
         machine=_machine(chance, gpus),
         budgets=Budgets(device_bytes=1 << 40),

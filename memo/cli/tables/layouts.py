@@ -165,7 +165,7 @@ def _headline(space: Space) -> str:
 
 
 def _shape_words(shape: Shape) -> str:
-    named = [f"{name} {getattr(shape, name)}" for name in ("pp", "dp", "cp", "tp") if getattr(shape, name) > 1]
+    named = [f"{name} {getattr(shape, name)}" for name in ("pp", "dp", "cp", "tp", "ep") if getattr(shape, name) > 1]
     return (", ".join(named) or "one GPU") + " in a ring" * shape.ring
 
 

@@ -189,8 +189,8 @@ class _MixtureFigures(BlockFigures):
 
     @property
     def _small(self) -> float:
-        """Tensors of the router, forward and backward, which are of the experts and choices of a token."""
-        return FLOAT * (self.moe.experts + self.moe.top_k)
+        """Sorted choices, weights before they are cast, and gradients of the logits."""
+        return (ID + FLOAT) * self.moe.top_k + FLOAT * self.moe.experts
 
     def _behind_experts(self) -> float:
         """Bytes held behind the experts, saved or not: on their way home, or weighed and summed, beside the shared ones'."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from memo.errors import UsageError
-from memo.gpt.arithmetic.block_bytes import Block, ElementSizes
+from memo.gpt.arithmetic.block_bytes import FLOAT, Block, ElementSizes
 from memo.gpt.arithmetic.collectives import Ranks, exchange_s
 from memo.gpt.arithmetic.embedding_exchange import RowExchange
 from memo.gpt.arithmetic.flops import (
@@ -226,6 +226,15 @@ def derive_profile(
     )
 
 
+def _fewer(points: Sequence[PointProfile]) -> tuple[PointProfile, ...]:
+    """Those that save fewer bytes than all before them."""
+    found: list[PointProfile] = []
+    for point in points:
+        if not found or point.saved_bytes < found[-1].saved_bytes:
+            found.append(point)
+    return tuple(found)
+
+
 def _check_experts(config: GPTConfig, layout: Layout, given: dict[str, bool]) -> None:
     """Raises UsageError where experts do not divide, or are trained in a way that memo train does not have for them."""
     if config.moe is None:
@@ -290,35 +299,38 @@ def _layer(
     # Autocast's copies of the weights live from their first use until backward has used them.
     on_rank = parameters / layout.tp + sum(unit.elements for unit in apart)
     copied_weights = sizes.product * on_rank if sizes.casts else 0.0
+    if experts and sizes.stream != FLOAT:  # a router's is copied to float32
+        copied_weights += FLOAT * config.expert_count * config.hidden
+    points = (
+        PointProfile(
+            name=ALL,
+            saved_bytes=round(block.all * tokens + between_adapters),
+            beside_bytes=round(block.in_pieces * tokens),
+        ),
+        # Sums over ranks are saved; gathered tensors are read by products only, whose results are saved.
+        PointProfile(
+            name=MATMULS,
+            saved_bytes=round(block.matmuls * tokens + between_adapters),
+            beside_bytes=round((block.beside + block.products_in_pieces) * tokens),
+            recompute_s=block.elementwise_again * memory_s + block.exchanges_again_at_matmuls * context_s,
+            held_bytes=round(block.held_at_matmuls * tokens),
+        ),
+        PointProfile(
+            name=ATTENTION,
+            saved_bytes=round(block.at_attention * tokens),
+            recompute_s=block.projections_again * products_s
+            + block.elementwise_again * memory_s
+            + exchange_s(step.tensor_again(experts=experts), machine, layout)
+            + block.exchanges_again * context_s,
+            recompute_flops=block.projections_again * tokens,
+            held_bytes=round(block.held_at_attention * tokens),
+        ),
+    )
     return LayerProfile(
         name="experts" if experts else "block",
         divisible=not experts,  # a part of the routed rows is not repeated
         always_bytes=round(block.always * tokens),
-        points=(
-            PointProfile(
-                name=ALL,
-                saved_bytes=round(block.all * tokens + between_adapters),
-                beside_bytes=round(block.in_pieces * tokens),
-            ),
-            # Sums over ranks are saved; gathered tensors are read by products only, whose results are saved.
-            PointProfile(
-                name=MATMULS,
-                saved_bytes=round(block.matmuls * tokens + between_adapters),
-                beside_bytes=round((block.beside + block.products_in_pieces) * tokens),
-                recompute_s=block.elementwise_again * memory_s + block.exchanges_again_at_matmuls * context_s,
-                held_bytes=round(block.held_at_matmuls * tokens),
-            ),
-            PointProfile(
-                name=ATTENTION,
-                saved_bytes=round(block.at_attention * tokens),
-                recompute_s=block.projections_again * products_s
-                + block.elementwise_again * memory_s
-                + exchange_s(step.tensor_again(experts=experts), machine, layout)
-                + block.exchanges_again * context_s,
-                recompute_flops=block.projections_again * tokens,
-                held_bytes=round(block.held_at_attention * tokens),
-            ),
-        ),
+        points=_fewer(points),
         # A piece costs its launches, and what the last blocks of rows of its products leave idle, as a tile does.
         piece_s=REPLAYED * LAUNCH_S + TILE_ROWS / tokens * block.projections_again * products_s,
         forward_s=(block.projections + 2 * adapters) * products_s

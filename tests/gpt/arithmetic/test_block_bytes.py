@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import functools
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
+from recorded_layers import (
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    ONE_RANK,
+    TOKENS,
+    costs_of,
+    recorded,
+    shape,
+    written_out_norms,
+)
 from torch.distributed.pipelining._backward import stage_backward_input
 
-from memo.allocator.byteless_tensors import BytelessMode
-from memo.allocator.trace import Allocation, AllocationTrace
 from memo.gpt.arithmetic.block_bytes import ALIGNED, Block, ElementSizes
-from memo.gpt.config import GPTConfig, preset
+from memo.gpt.config import GPTConfig
 from memo.gpt.model import tiled_mlp
 from memo.gpt.model.model import GPT
 from memo.gpt.train_config import Precision
 from memo.parallel.layout import Layout
-from memo.parallel.solo_rank import simulated_rank
-from memo.record.offload_without_bytes import OffloadWithoutBytes
-from memo.record.record_rank import rank_step
-from memo.record.recording import Recording, Role, record_step
-from memo.record.step import gpt_step
-from memo.swap.layers import find_layers
-from memo.swap.token_levels import LayerCosts, Level
+from memo.swap.token_levels import Level
 
-TOKENS, HIDDEN, HEADS, LAYERS = 1152, 128, 8, 3
-MIDDLE = "layers.1"
-
-ONE_RANK = Layout()
 LAYOUTS = [ONE_RANK, Layout(tp=4), Layout(cp=2), Layout(tp=2, cp=2)]
 SHAPES: list[dict[str, Any]] = [
     {"positions": "rotary"},
@@ -42,46 +37,6 @@ SHAPES: list[dict[str, Any]] = [
     {"variant": "llama", "kv_heads": 4},
     {"variant": "llama", "mlp_tiles": 8, "kv_heads": 4},
 ]
-
-
-def shape(**others: Any) -> GPTConfig:
-    sizes = {"vocab_size": 64, "max_seq": TOKENS, "layers": LAYERS, "hidden": HIDDEN, "heads": HEADS}
-    return preset("tiny", **(sizes | others))
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
-    """Saved bytes and peak bytes of the middle layer, without its input and autocast's copies of weights."""
-
-    saved: float
-    forward: int
-    backward: int
-
-
-@functools.cache
-def recorded(config: GPTConfig, precision: Precision, layout: Layout, batch: int = 1) -> Recorded:
-    if layout == ONE_RANK:
-        step = functools.partial(gpt_step, config, batch=batch, tokens=TOKENS, precision=precision)
-        return measured(record_step(step, exact=True), precision)
-    with simulated_rank(layout) as world:
-        one = rank_step(config, world, batch=batch, tokens=TOKENS, precision=precision)
-        return measured(record_step(one, exact=True), precision)
-
-
-def measured(recording: Recording, precision: Precision) -> Recorded:
-    trace = recording.trace
-    own = [a for a in trace.allocations if a.phase == "forward" and in_middle(a) and not is_weight(a, precision)]
-    end = max(a.lower for a in own) + 1
-    back = [a for a in trace.allocations if a.group == f"{MIDDLE}.backward"]
-    first, last = min(a.lower for a in back), max(a.upper for a in back)
-    # What lives on until the step's end is a parameter's gradient.
-    made = [a for a in trace.allocations if a.phase == "backward" and a.upper < trace.end]
-    of_layers = [role for role in Role if role not in (Role.OUTSIDE, Role.WEIGHTS)]
-    return Recorded(
-        saved=sum(recording.saved_nbytes[role] for role in of_layers) / LAYERS,
-        forward=peak(clipped(own, 0, end)),
-        backward=peak(clipped([*own, *made], first, last)),
-    )
 
 
 def block_of(config: GPTConfig, precision: Precision, layout: Layout, batch: int = 1) -> Block:
@@ -135,32 +90,6 @@ def test_so_it_does_on_eight_ranks(sizes: dict[str, Any], precision: Precision) 
     assert cost.beside_per_token[Level.SAVE_MATMULS] <= block.beside + block.products_in_pieces
 
 
-def costs_of(config: GPTConfig, precision: Precision, layout: Layout) -> LayerCosts:
-    """Costs of one layer, as counted by the offloaded step of a rank."""
-    with contextlib.ExitStack() as stack:
-        if layout == ONE_RANK:
-            build = functools.partial(gpt_step, config, batch=1, tokens=TOKENS, precision=precision)
-        else:
-            world = stack.enter_context(simulated_rank(layout))
-            build = rank_step(config, world, batch=1, tokens=TOKENS, precision=precision)
-        stack.enter_context(BytelessMode())
-        step = build()
-        manager = OffloadWithoutBytes(step.model, find_layers(step.model, step.layers), alpha=0.5).manager
-        with manager:
-            step.loss()
-        first, *others = manager.levels_profile()
-    assert all(cost.bytes_per_token == first.bytes_per_token for cost in others)
-    return first
-
-
-def written_out_norms(config: GPTConfig, precision: Precision) -> int:
-    """A CPU has no fused rmsnorm: of each it saves the result in float32 as well, and in bfloat16 the input in float32
-    instead of the input."""
-    if config.norm != "rmsnorm":
-        return 0
-    return 2 * HIDDEN * (4 + (4 - 2 if precision is Precision.BF16 else 0))
-
-
 @pytest.mark.parametrize(("config", "layout", "precision"), cases())
 def test_the_device_holds_what_is_saved_and_the_transients(
     config: GPTConfig, layout: Layout, precision: Precision
@@ -194,29 +123,6 @@ def within(config: GPTConfig, layout: Layout, precision: Precision, *, batch: in
 
 def test_tiles_are_cut_as_the_mlp_cuts_them() -> None:
     assert ALIGNED == tiled_mlp.ALIGNED
-
-
-def in_middle(allocation: Allocation) -> bool:
-    return f"{allocation.tag.split(' ')[0]}.".startswith(f"{MIDDLE}.")
-
-
-def is_weight(allocation: Allocation, precision: Precision) -> bool:
-    """Autocast's copy of one: its size is no multiple of the tokens."""
-    return (
-        precision is Precision.BF16_AUTOCAST and allocation.size % (TOKENS // 4) != 0 and "_to_copy" in allocation.tag
-    )
-
-
-def clipped(allocations: Iterable[Allocation], first: int, last: int) -> list[Allocation]:
-    return [
-        dataclasses.replace(a, lower=max(a.lower, first), upper=min(a.upper, last))
-        for a in allocations
-        if a.lower < last and a.upper > first
-    ]
-
-
-def peak(allocations: Iterable[Allocation]) -> int:
-    return AllocationTrace(allocations=tuple(allocations)).peak_nbytes
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16_AUTOCAST])

@@ -10,6 +10,7 @@ import pytest
 from memo.gpt import Precision, preset
 from memo.gpt.arithmetic import Collective, CollectiveKind, Layout, Ranks, StepCollectives, derive_profile, exchange_s
 from memo.gpt.arithmetic.step_collectives import WeightUnit
+from memo.gpt.config import MoeConfig
 from memo.mip.inputs import hardware_preset, parse_network
 
 MACHINE = hardware_preset("h100")
@@ -67,16 +68,49 @@ def test_a_pipeline_sends_each_microbatch_and_gathers_once() -> None:
     assert [counts[CollectiveKind.RECEIVE] for counts in sums] == [8, 16, 16, 8]
 
 
+MOE = MoeConfig(experts=8, top_k=2, shared_experts=1, expert_hidden=4096, every=2)
+
+
+def test_experts_exchange_the_rows_of_a_ranks_tokens() -> None:
+    step = of(Layout(tokens=8192, gpus=8, tp=2, ep=4), moe=MOE)
+    rows = 8192 // 2 * 2 * 4096 * 2
+    assert step.expert_forward() == (
+        Collective(kind=CollectiveKind.ALL_REDUCE, ranks=Ranks.TOKENS, nbytes=8 * 8),
+        Collective(kind=CollectiveKind.ALL_REDUCE, ranks=Ranks.TENSOR, nbytes=4),
+        Collective(kind=CollectiveKind.ALL_TO_ALL, ranks=Ranks.EXPERTS, nbytes=8 * 8),
+        Collective(kind=CollectiveKind.ALL_TO_ALL, ranks=Ranks.EXPERTS, nbytes=rows, count=2),
+    )
+    narrow = of(Layout(tokens=8192, gpus=8, tp=2, ep=4), moe=dataclasses.replace(MOE, bottleneck=1024))
+    assert narrow.expert_backward()[0].nbytes == rows / 4
+
+
+def test_experts_are_sharded_over_the_ranks_with_the_same_ones() -> None:
+    own, router, experts = of(Layout(tokens=8192, gpus=16, tp=2, ep=2), moe=MOE).layer_units(experts=True)
+    assert (own.ranks, own.shards) == (Ranks.REPLICAS, 8)
+    assert (router.ranks, router.shards, router.shapes) == (Ranks.TOKENS, 16, ((8, 4096),))
+    # Four experts on a rank for eight ranks with the same ones: sharded by their inputs.
+    assert (experts.ranks, experts.shards) == (Ranks.EXPERT_COPIES, 8)
+    assert experts.shapes == ((4096, 4 * 4096), (4096, 4 * 4096))
+
+
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.BF16_AUTOCAST])
-@pytest.mark.parametrize("sizes", [{"tp": 8}, {"tp": 4, "cp": 2}, {"cp": 8}, {}])
+@pytest.mark.parametrize(
+    "sizes",
+    [{"tp": 8}, {"tp": 4, "cp": 2}, {"cp": 8}, {}, {"ep": 8}, {"ep": 4, "tp": 2, "cp": 2}],
+    ids=lambda sizes: "-".join(f"{name}{size}" for name, size in sizes.items()),
+)
 def test_predicted_seconds_are_those_of_the_list(sizes: dict[str, int], precision: Precision) -> None:
     """The profile's seconds of one microbatch's collectives, put together, are the price of the whole list."""
     layout = Layout(tokens=65536, gpus=16, **sizes)
-    config = preset("7b", layers=4)
+    config = preset("7b", layers=4, moe=MOE if layout.ep > 1 else None)
     profile = derive_profile(config, MACHINE, layout, precision=precision)
-    layer, ends = profile.classes[0], (profile.embedding, profile.head)
-    seconds = 4 * (layer.forward_exchange_s + layer.backward_exchange_s + layer.sync_s) + 7 * layer.gather_s
+    layers, ends = profile.layer_profiles(), (profile.embedding, profile.head)
+    step = StepCollectives(config=config, layout=layout, precision=precision)
+    seconds = sum(2 * layer.gather_s + layer.forward_exchange_s + layer.backward_exchange_s for layer in layers)
+    seconds += sum(layer.sync_s for layer in layers)
+    seconds -= exchange_s(
+        step.gather(step.layer_units(experts=layout.ep > 1)[0]), MACHINE, layout
+    )  # the last one stays
     seconds += sum(end.forward_exchange_s + end.backward_exchange_s + end.sync_s for end in ends)
-    listed = StepCollectives(config=config, layout=layout, precision=precision).step()
-    listed = [each for each in listed if each.ranks is not Ranks.ALL]  # three numbers, once a step
+    listed = [each for each in step.step() if each.ranks is not Ranks.ALL]  # three numbers, once a step
     assert seconds == pytest.approx(exchange_s(listed, MACHINE, layout), rel=1e-12)

@@ -1,0 +1,124 @@
+"""A layer with experts by arithmetic: what it says is saved and held is what a recorded step saves and holds."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from recorded_layers import TOKENS, costs_of, recorded, shape, written_out_norms
+
+from memo.gpt.arithmetic.block_bytes import Block, ElementSizes
+from memo.gpt.arithmetic.mixture_bytes import SKEW, mixture_block
+from memo.gpt.config import GPTConfig, MoeConfig
+from memo.gpt.model import experts
+from memo.gpt.train_config import Precision
+from memo.parallel.layout import Layout
+from memo.swap.token_levels import Level
+
+MIXTURES: list[dict[str, int]] = [
+    {},
+    {"shared_experts": 1},
+    {"bottleneck": 32},
+    {"bottleneck": 32, "shared_experts": 2},
+    {"top_k": 1},
+    {"top_k": 3, "experts": 5, "expert_hidden": 96},
+]
+LAYOUTS = [Layout(), Layout(tp=2), Layout(cp=2), Layout(dp=2, ep=2), Layout(dp=2, tp=2, ep=2)]
+CONSTANT = 10 * 8 * 8
+"""Bytes that do not grow with the tokens, at most: counts of the experts' rows."""
+
+
+def mixed(moe: dict[str, int], **others: Any) -> GPTConfig:
+    return shape(moe=MoeConfig(**{"experts": 8, "top_k": 2, "expert_hidden": 64} | moe), **others)
+
+
+def block_of(config: GPTConfig, precision: Precision, layout: Layout, *, skew: float = 1.0) -> Block:
+    sizes = ElementSizes.of(precision)
+    return mixture_block(config, TOKENS, sizes, tp=layout.tp, cp=layout.cp, ep=layout.ep, skew=skew)
+
+
+@pytest.fixture(autouse=True)
+def _chosen_equally_often() -> Iterator[None]:
+    """Experts of a recorded step are, whose ranks are simulated."""
+    with chosen_equally_often():
+        yield
+
+
+@contextlib.contextmanager
+def chosen_equally_often() -> Iterator[None]:
+    counted = experts.exchanged_counts
+
+    def equal(rows: torch.Tensor, count: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        counted(rows, count, group)
+        counts = torch.full((count,), len(rows) // count)
+        return counts, counts.clone()
+
+    experts.exchanged_counts = equal
+    try:
+        yield
+    finally:
+        experts.exchanged_counts = counted
+
+
+def cases() -> list[Any]:
+    found = []
+    for layout in LAYOUTS:
+        for precision in Precision:
+            for variant in ("gpt", "llama"):
+                for moe in MIXTURES if layout == Layout() else MIXTURES[1:4]:
+                    given = {"positions": "rotary"} if variant == "gpt" else {"variant": "llama", "kv_heads": 8}
+                    name = f"{variant}-tp{layout.tp}cp{layout.cp}ep{layout.ep}-{precision}-{moe}"
+                    if precision is not Precision.FP32 or layout == Layout():
+                        found.append(pytest.param(mixed(moe, **given), layout, precision, id=name))
+    return found
+
+
+@pytest.mark.parametrize(("config", "layout", "precision"), cases())
+def test_saved_and_held_bytes_are_those_of_a_recorded_step(
+    config: GPTConfig, layout: Layout, precision: Precision
+) -> None:
+    block, found = block_of(config, precision, layout), recorded(config, precision, layout)
+    rank_tokens = TOKENS / (layout.tp * layout.cp)
+    norms = written_out_norms(config, precision)
+    saved = block.always + block.all + norms
+    assert 0 <= found.saved / rank_tokens - saved < CONSTANT / rank_tokens
+    # Written out, an rmsnorm holds two more results in float32 than it saves.
+    held = saved + (2 * 4 * config.hidden if config.norm == "rmsnorm" else 0)
+    its_input = config.hidden * ElementSizes.of(precision).stream
+    # Neither do the router's float32 weights, and the gradients of two matrices of all experts.
+    assert config.moe is not None
+    router = CONSTANT + 4 * config.expert_count * config.hidden
+    matrices = 2 * 4 * config.hidden * (config.ffn + config.expert_count * config.moe.expert_hidden)
+    assert found.forward / rank_tokens + its_input <= held + block.forward_transient + router / rank_tokens
+    assert found.backward / rank_tokens + its_input <= held + block.backward_transient + matrices / rank_tokens
+    if layout.cp == 1 and config.norm == "layernorm":
+        assert found.forward / rank_tokens + its_input >= 0.85 * (held + block.forward_transient)
+        assert found.backward / rank_tokens + its_input >= 0.85 * (held + block.backward_transient)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"tp{layout.tp}cp{layout.cp}ep{layout.ep}")
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.BF16_AUTOCAST])
+@pytest.mark.parametrize("moe", MIXTURES[1:4], ids=str)
+def test_levels_save_at_most_what_they_say(moe: dict[str, int], precision: Precision, layout: Layout) -> None:
+    """Also where a layer is divided by tokens, which keeps what experts exchange or a bottleneck gives them."""
+    config = mixed(moe, positions="rotary")
+    block, cost = block_of(config, precision, layout), costs_of(config, precision, layout)
+    always = cost.always_bytes / cost.tokens
+    assert always <= block.always + block.at_attention
+    assert always + cost.bytes_per_token[Level.SAVE_MATMULS] <= block.always + block.matmuls
+    held = [point.held_bytes / cost.tokens for point in cost.points]
+    assert max(held, default=0) <= block.held_at_attention
+
+
+def test_experts_on_other_ranks_have_room_for_more_rows_than_the_mean() -> None:
+    config, layout = mixed({}), Layout(dp=2, ep=2)
+    balanced, skewed = (block_of(config, Precision.BF16, layout, skew=skew) for skew in (1.0, SKEW))
+    rows, inner, numbers = 2 * 128 * 2, 2 * 64 * 2, 2 * 2 * 8
+    assert skewed.all - balanced.all == (SKEW - 1) * (rows + 2 * inner + numbers)
+    alone = functools.partial(block_of, config, Precision.BF16, Layout())
+    assert alone(skew=SKEW) == alone(skew=1.0)
