@@ -323,12 +323,13 @@ def _request(args: argparse.Namespace) -> tuple[Request, _Found]:
         return longest.request, _Found(lines=(describe_longest(longest),), summary=summary)
     if args.gpus != AUTO:
         return parse_request(args), _Found()
-    first = parse_request(argparse.Namespace(**{**vars(args), "gpus": args.tp * args.cp * args.pp}))
+    step = args.tp * args.cp * args.pp * args.ep
+    first = parse_request(argparse.Namespace(**{**vars(args), "gpus": step}))
 
     def with_gpus(gpus: int) -> Request:
         return parse_request(argparse.Namespace(**{**vars(args), "gpus": gpus}), model=first.config)
 
-    step, node = args.tp * args.cp * args.pp, first.machine.gpus_per_node
+    node = first.machine.gpus_per_node
     request, tried = fewest_gpus(with_gpus, step=step, gpus_per_node=node)
     gpus = request.layout.gpus
     too_few = f"; {', '.join(map(str, tried))} {'is' if len(tried) == 1 else 'are'} too few" if tried else ""

@@ -22,7 +22,7 @@ from memo.autoplan import settings_of
 from memo.dry_run.recorded_collectives import CollectiveCall, CollectiveRecorder
 from memo.gpt import Precision, TrainConfig
 from memo.gpt.arithmetic import Ranks
-from memo.gpt.model import experts, sharded_stages
+from memo.gpt.model import Experts, sharded_stages
 from memo.gpt.optim import LrSchedule, empty_state
 from memo.gpt.train import ParallelTrainer, rows_seen, weight_dtype
 from memo.mip.activation import extract_stage_plan
@@ -195,7 +195,7 @@ def _norms_of_a_gpu() -> Iterator[None]:
 @contextlib.contextmanager
 def _equal_arrivals() -> Iterator[None]:
     """Has experts be chosen equally often: tokens without contents choose none."""
-    counted = experts.exchanged_counts
+    counted = Experts.exchanged_counts
 
     def equal(sorted_experts: torch.Tensor, count: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
         counted(sorted_experts, count, group)
@@ -203,11 +203,11 @@ def _equal_arrivals() -> Iterator[None]:
         counts = torch.tensor([each + (expert < more) for expert in range(count)])
         return counts, counts.clone()
 
-    experts.exchanged_counts = equal
+    Experts.exchanged_counts = equal  # type: ignore[method-assign]
     try:
         yield
     finally:
-        experts.exchanged_counts = counted
+        Experts.exchanged_counts = counted  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

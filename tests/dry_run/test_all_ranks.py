@@ -190,7 +190,7 @@ def plan_file(folder: Path, *flags: str) -> Path:
         ("--gpus", "4", "--ep", "4", "--device", "800MiB"),
         ("--gpus", "4", "--ep", "2", "--tp", "2", "--device", "600MiB"),
         ("--gpus", "4", "--ep", "2", "--pp", "2", "--accumulate", "2", "--device", "700MiB"),
-        ("--gpus", "2", "--cp", "2", "--device", "400MiB", "--expert-bottleneck", "128"),
+        ("--gpus", "2", "--cp", "2", "--device", "450MiB", "--expert-bottleneck", "128"),
         ("--gpus", "2", "--ep", "2", "--precision", "bf16-autocast", "--device", "1200MiB", "--shared-experts", "0"),
     ],
     ids=["ep", "ep and tp", "ep and pp", "cp and a bottleneck", "autocast"],

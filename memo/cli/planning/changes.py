@@ -92,7 +92,7 @@ def _changes(request: Request) -> Iterator[Iterator[tuple[str, Request]]]:
 def _more_gpus(request: Request) -> Iterator[tuple[str, Request]]:
     zero = "" if request.zero == 3 else " --zero 3"
     layout = request.layout
-    for gpus in gpu_counts(layout.tp * layout.cp * layout.pp, request.machine.gpus_per_node):
+    for gpus in gpu_counts(layout.tp * layout.cp * layout.pp * layout.ep, request.machine.gpus_per_node):
         if not layout.gpus < gpus <= MOST_TIMES * layout.gpus:
             continue
         more = _on(request, gpus=gpus)
@@ -103,7 +103,7 @@ def _more_ranks(request: Request, name: str) -> Iterator[tuple[str, Request]]:
     """More ranks of tensor or context parallelism within a node, on as many more GPUs as that takes."""
     ranks, layout = getattr(request.layout, name), request.layout
     for times in _powers(request.machine.gpus_per_node // (layout.tp * layout.cp)):
-        gpus = layout.gpus if layout.replicas % times == 0 else times * layout.gpus
+        gpus = layout.gpus if layout.replicas % (times * layout.ep) == 0 else times * layout.gpus
         flag = f"--{name} {times * ranks}" if gpus == layout.gpus else f"--gpus {gpus} --{name} {times * ranks}"
         yield flag, _on(request, gpus=gpus, **{name: times * ranks})
 

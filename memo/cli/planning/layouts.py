@@ -251,6 +251,9 @@ def space_of(args: argparse.Namespace, request: Request, *, nodes: int) -> Space
         reason = reason_not_sparse(tied=config.tie_embeddings, ranks=space.gpus, lora=request.lora)
         if reason is not None:
             raise UsageError(f"--embedding-exchange sparse: {reason}; use --embedding-exchange auto")
+    ep = fixed.get("ep", 1)
+    if ep != 1 and not (isinstance(config, GPTConfig) and config.moe is not None):
+        raise UsageError(f"--ep {ep} has no meaning without --experts")
     if not space.shapes:
         raise UsageError(space.why_empty)
     return space

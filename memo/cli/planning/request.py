@@ -75,6 +75,8 @@ def parse_request(
         raise UsageError("--model needs --seq, such as 128k, or --max-seq")
     embedding = _embedding(args)
     config = None if args.model is None else planned_model(args) if model is None else model
+    if isinstance(config, GPTConfig) and config.moe is not None and args.zero not in (None, 3):
+        raise UsageError(f"a mixture of experts is sharded as memo train does; leave out --zero {args.zero}")
     layout, accumulate = _layout(args, profile)
     _require_attention(args, layout, config)
     return Request(

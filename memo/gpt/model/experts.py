@@ -27,7 +27,7 @@ from memo.gpt.config import GPTConfig, MoeConfig
 from memo.parallel import exchange_rows, own_experts
 from memo.swap import memoize
 
-__all__ = ["Experts", "MoeMlp", "Router", "exchanged_counts"]
+__all__ = ["Experts", "MoeMlp", "Router"]
 
 _GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNED_BYTES = 16
@@ -140,6 +140,16 @@ class Experts(nn.Module):
             return self._on_their_ranks(rows, sorted_experts, self.group)
         return self._computed(rows, sorted_experts, self.count)
 
+    @staticmethod
+    def exchanged_counts(
+        sorted_experts: torch.Tensor, count: int, group: dist.ProcessGroup
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of this rank for each expert, and those from each rank for each expert of this one, both (count), int64."""
+        counts = F.one_hot(sorted_experts, count).sum(0)
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=group)
+        return counts, theirs
+
     def _on_their_ranks(
         self, rows: torch.Tensor, sorted_experts: torch.Tensor, group: dist.ProcessGroup
     ) -> torch.Tensor:
@@ -227,21 +237,11 @@ def _arrivals(sorted_experts: torch.Tensor, count: int, group: dist.ProcessGroup
         Rows of this rank for each expert, (count); rows from each rank for each expert of this one, (count); the arriving
         rows' experts sorted, counted from this rank's first, the order that sorts them, and its inverse.
     """
-    counts, theirs = exchanged_counts(sorted_experts, count, group)
+    counts, theirs = Experts.exchanged_counts(sorted_experts, count, group)
     ranks = group.size()
     numbers = torch.arange(count // ranks, device=counts.device).repeat(ranks).repeat_interleave(theirs)
     sorted_numbers, order = numbers.sort(stable=True)
     return counts, theirs, sorted_numbers, order, order.argsort()
-
-
-def exchanged_counts(
-    sorted_experts: torch.Tensor, count: int, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of this rank for each expert, and those from each rank for each expert of this one, both (count), int64."""
-    counts = F.one_hot(sorted_experts, count).sum(0)
-    theirs = torch.empty_like(counts)
-    dist.all_to_all_single(theirs, counts, group=group)
-    return counts, theirs
 
 
 def _sorted_rows(tokens: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from recorded_layers import TOKENS, costs_of, recorded, shape, written_out_norms
 from memo.gpt.arithmetic.block_bytes import Block, ElementSizes
 from memo.gpt.arithmetic.mixture_bytes import SKEW, mixture_block
 from memo.gpt.config import GPTConfig, MoeConfig
-from memo.gpt.model import experts
+from memo.gpt.model.experts import Experts
 from memo.gpt.train_config import Precision
 from memo.parallel.layout import Layout
 from memo.swap.token_levels import Level
@@ -43,26 +41,16 @@ def block_of(config: GPTConfig, precision: Precision, layout: Layout, *, skew: f
 
 
 @pytest.fixture(autouse=True)
-def _chosen_equally_often() -> Iterator[None]:
+def _chosen_equally_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts of a recorded step are, whose ranks are simulated."""
-    with chosen_equally_often():
-        yield
-
-
-@contextlib.contextmanager
-def chosen_equally_often() -> Iterator[None]:
-    counted = experts.exchanged_counts
+    counted = Experts.exchanged_counts
 
     def equal(rows: torch.Tensor, count: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
         counted(rows, count, group)
         counts = torch.full((count,), len(rows) // count)
         return counts, counts.clone()
 
-    experts.exchanged_counts = equal
-    try:
-        yield
-    finally:
-        experts.exchanged_counts = counted
+    monkeypatch.setattr(Experts, "exchanged_counts", staticmethod(equal))
 
 
 def cases() -> list[Any]:
