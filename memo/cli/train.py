@@ -16,6 +16,7 @@ from memo.cli.inputs.batch_sizes import add_batch_flags, batch_sizes
 from memo.cli.inputs.stage_layers import add_stage_layers_flag
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.terminal.progress import WaitingLine
+from memo.compression import GradientCompression
 from memo.errors import ExitCode, UsageError
 from memo.gpt import (
     PRESETS,
@@ -298,6 +299,13 @@ def _layout_flags(group: argparse._ArgumentGroup) -> None:
         help="with --tp: keep all tokens on every rank between the matrix products (default: divide them)",
     )
     _add_embedding_flag(group)
+    group.add_argument(
+        "--compress-gradients",
+        type=_argument(GradientCompression.parse),
+        metavar="{int8,powersgd[:RANK]}",
+        help="with --dp or --cp: exchange gradients with an error: int8 sends codes of one byte; powersgd two factors of "
+        "each matrix, of rank 4 or RANK, and feeds the error back (default: exact)",
+    )
 
 
 def _add_embedding_flag(group: argparse._ArgumentGroup) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from memo.compression import GradientCompression
 from memo.errors import UsageError
 from memo.gpt.config import PRESETS, RopeScaling, Variant
 from memo.gpt.train_config import Precision, TrainConfig
@@ -177,6 +178,8 @@ class RunConfig:
     layout: Layout = dataclasses.field(default_factory=Layout)
     """Ranks of data, tensor, pipeline and context parallelism."""
     embedding_gradients: EmbeddingGradients = EmbeddingGradients.DENSE
+    compress_gradients: GradientCompression | None = None
+    """Exchange of gradients between data-parallel ranks; None is exact."""
 
     def __post_init__(self) -> None:
         if self.model not in PRESETS:

@@ -63,7 +63,16 @@ def open_trainer(
         autocast=torch.bfloat16 if training.precision is Precision.BF16_AUTOCAST else None,
         sparse_embedding=sparse_embedding,
     )
-    trainer = ParallelTrainer(stages, world, batches, training, device=device, rows=config.batch, seed=config.seed)
+    trainer = ParallelTrainer(
+        stages,
+        world,
+        batches,
+        training,
+        device=device,
+        rows=config.batch,
+        seed=config.seed,
+        compression=config.compress_gradients,
+    )
     manager = open_manager(
         config.offload,
         nn.ModuleList(stages),
