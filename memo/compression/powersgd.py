@@ -137,7 +137,7 @@ class PowerSgdReduceScatter:
     def _reduce_matrices(self, parts: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
         former = self._next or self._state
         matrices = [
-            (part.of(parts) + error.view(-1, part.rows, part.columns)).view(error.shape)
+            error.clone().view(-1, part.rows, part.columns).add_(part.of(parts)).view(error.shape)
             for part, error in zip(self._matrices, former.errors, strict=True)
         ]
         norms = [torch.linalg.vector_norm(matrix) for matrix in matrices]
