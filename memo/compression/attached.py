@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from memo.compression.int8_sum import Int8ReduceScatter, int8_mean_hook
+from memo.compression.ddp_hook import int8_mean_hook
+from memo.compression.int8_sum import Int8ReduceScatter
 from memo.compression.method import GradientCompression, Method
 from memo.compression.powersgd import PowerSgdReduceScatter
 from memo.compression.traffic import ExchangeFigures, GradientTraffic

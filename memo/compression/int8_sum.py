@@ -18,11 +18,10 @@ import torch.distributed as dist
 
 from memo.compression.traffic import GradientTraffic
 from memo.kernels import ALIGNMENT, VALUES, Codec, coded_error, pack_views, unpack_views
-from memo.parallel import all_gathered
 
-__all__ = ["Int8ReduceScatter", "int8_mean_hook", "summed_shard"]
+__all__ = ["CODEC", "Int8ReduceScatter", "block_bytes", "summed_shard"]
 
-_CODEC = Codec.INT8
+CODEC = Codec.INT8
 
 
 class Int8ReduceScatter:
@@ -62,49 +61,22 @@ def summed_shard(parts: torch.Tensor, group: dist.ProcessGroup, traffic: Gradien
     """
     ranks, count = parts.shape
     values = parts if parts.dtype in VALUES else parts.float()
-    block = _block_bytes(count)
+    block = block_bytes(count)
     sent = torch.empty(ranks * block, dtype=torch.uint8, device=parts.device)
-    pack_views(list(values), sent, codec=_CODEC)
+    pack_views(list(values), sent, codec=CODEC)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     traffic.sent((ranks - 1) * block, exact=(ranks - 1) * count * parts.itemsize)
     for row, codes in zip(values, sent.view(ranks, block), strict=True):
-        traffic.saw(coded_error(row.float(), codes, _CODEC)[1])
+        traffic.saw(coded_error(row.float(), codes, CODEC)[1])
     total = torch.zeros(count, device=parts.device)
     decoded = torch.empty_like(total)
     for codes in received.view(ranks, block):
-        unpack_views(codes, [decoded], codec=_CODEC)
+        unpack_views(codes, [decoded], codec=CODEC)
         total += decoded
     return total
 
 
-def _block_bytes(count: int) -> int:
+def block_bytes(count: int) -> int:
     """Bytes of the codes and scales of a shard; the next shard's begin at a multiple of ALIGNMENT."""
-    return -(-_CODEC.nbytes(count, 1) // ALIGNMENT) * ALIGNMENT
-
-
-def int8_mean_hook(
-    state: tuple[dist.ProcessGroup, GradientTraffic], bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """Communication hook of DistributedDataParallel: the mean of a bucket, summed and then gathered as int8 codes.
-
-    Args:
-        state: the ranks, and counters.
-        bucket: gradients of some parameters.
-    """
-    group, traffic = state
-    buffer, ranks = bucket.buffer(), group.size()
-    count = -(-buffer.numel() // ranks)
-    parts = torch.nn.functional.pad(buffer, (0, ranks * count - buffer.numel())).view(ranks, count)
-    own = summed_shard(parts, group, traffic) / ranks
-    codes = torch.empty(_block_bytes(count), dtype=torch.uint8, device=buffer.device)
-    pack_views([own], codes, codec=_CODEC)
-    traffic.saw(coded_error(own, codes, _CODEC)[1])
-    traffic.sent((ranks - 1) * codes.numel(), exact=(ranks - 1) * count * buffer.itemsize)
-    decoded = torch.empty(ranks, count, device=buffer.device)
-    for row, theirs in zip(decoded, all_gathered(codes, group, 0).view(ranks, -1), strict=True):
-        unpack_views(theirs, [row], codec=_CODEC)
-    buffer.copy_(decoded.view(-1)[: buffer.numel()])
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(buffer)
-    return done
+    return -(-CODEC.nbytes(count, 1) // ALIGNMENT) * ALIGNMENT
