@@ -48,7 +48,9 @@ def compared(curves: dict[str, list[list[float]]], *, last: int) -> list[dict[st
     for name, of_seeds in ends.items():
         above = [end - exact for end, exact in zip(of_seeds, ends["exact"], strict=True)]
         harmless = max(map(abs, above)) <= MARGINS[name]
-        rows.append({"exchange": name, "margin": MARGINS[name], "losses": of_seeds, "above": above, "harmless": harmless})
+        rows.append(
+            {"exchange": name, "margin": MARGINS[name], "losses": of_seeds, "above": above, "harmless": harmless}
+        )
     return rows
 
 
@@ -72,7 +74,9 @@ def main(arguments: Sequence[str]) -> int:
                 curves.setdefault(exchange, []).append(curve)
                 share[exchange] = lines[-1].get("gradient_sent_bytes", 1) / lines[-1].get("gradient_bytes", 1)
                 print(f"  {exchange:10} seed {seed}: {curve[0]:.3f} to {curve[-1]:.3f}", flush=True)
-    rows = [{**row, "share_of_bytes": share[row["exchange"]]} for row in compared(curves, last=max(args.steps // 10, 1))]
+    rows = [
+        {**row, "share_of_bytes": share[row["exchange"]]} for row in compared(curves, last=max(args.steps // 10, 1))
+    ]
     for row in rows:
         print(f"  {row['exchange']:10} {row['share_of_bytes']:6.1%} of the bytes, above exact {row['above']}")
     body = {"steps": args.steps, "margins": MARGINS, "flags": RUN, "rows": rows, "curves": curves}

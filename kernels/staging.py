@@ -20,7 +20,15 @@ from memo.errors import UsageError
 from memo.kernels.codec import ALIGNMENT, GROUP, Codec, decode, encode
 from memo.kernels.dispatch import current, on_triton
 
-__all__ = ["coded_error", "pack_reference", "pack_views", "staging_nbytes", "staging_offsets", "unpack_reference", "unpack_views"]
+__all__ = [
+    "coded_error",
+    "pack_reference",
+    "pack_views",
+    "staging_nbytes",
+    "staging_offsets",
+    "unpack_reference",
+    "unpack_views",
+]
 
 
 def staging_offsets(views: Sequence[torch.Tensor], codec: Codec = Codec.EXACT) -> list[tuple[int, int]]:

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
-    from memo.compression.attached import CompressedGradients as CompressedGradients, compress_gradients as compress_gradients
+    from memo.compression.attached import (
+        CompressedGradients as CompressedGradients,
+        compress_gradients as compress_gradients,
+    )
     from memo.compression.method import GradientCompression as GradientCompression, Method as Method
     from memo.compression.traffic import ExchangeFigures as ExchangeFigures
 else:

@@ -45,7 +45,7 @@ def compress_gradients(model: nn.Module, compression: GradientCompression | str)
     if isinstance(model, DistributedDataParallel):
         if compression.method is not Method.INT8:
             raise UsageError(f"{compression}: DistributedDataParallel has torch's own powerSGD_hook; use that, or int8")
-        model.register_comm_hook((cast("dist.ProcessGroup", model.process_group), traffic), int8_mean_hook)
+        model.register_comm_hook((model.process_group, traffic), int8_mean_hook)
         return CompressedGradients(compression, traffic, {})
     if not sharded:
         raise UsageError(f"{compression}: the model has no module of fully_shard and is no DistributedDataParallel")
@@ -123,7 +123,9 @@ class CompressedGradients:
     def __str__(self) -> str:
         if self.compression.method is Method.INT8:
             return "int8, 128 values a scale, summed in float32, no error feedback"
-        compressed, exact = (sum(column) for column in zip(*(one.counts for one in self._exchanges.values()), strict=True))
+        compressed, exact = (
+            sum(column) for column in zip(*(one.counts for one in self._exchanges.values()), strict=True)
+        )
         return (
             f"powersgd of rank {self.compression.rank} for {compressed} parameters of this rank, {exact} exact; "
             f"error feedback {format_bytes(self.state_nbytes)}, twice that in a step"

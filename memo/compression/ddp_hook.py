@@ -15,7 +15,8 @@ __all__ = ["int8_mean_hook"]
 
 
 def int8_mean_hook(
-    state: tuple[dist.ProcessGroup, GradientTraffic], bucket: dist.GradBucket
+    state: tuple[dist.ProcessGroup, GradientTraffic],
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
     """Communication hook of DistributedDataParallel: the mean of a bucket, summed and then gathered as int8 codes.
 

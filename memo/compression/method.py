@@ -55,18 +55,20 @@ class GradientCompression:
     def __str__(self) -> str:
         return self.method if self.rank is None else f"{self.method}:{self.rank}"
 
-    def device_bytes(self, *, parameters: int, largest: int) -> int:
+    def device_bytes(self, *, parameters: int, largest: int, ranks: int) -> int:
         """Bytes of device memory that the compression takes at most beside an exact reduce-scatter's.
 
         Args:
             parameters: of a rank, before they are sharded over data-parallel ranks.
             largest: those of the module with the most, of the modules that are sharded one by one.
+            ranks: data-parallel ranks.
         """
+        shard = -(-largest // ranks)
         if self.method is Method.POWERSGD:
-            # Error feedback in float32: that of the step before, and beside it that of the step under way. The factors of
-            # a matrix are smaller than a quarter of it, and are there three times while its module is exchanged.
-            return 2 * 4 * parameters + 3 * largest
+            # Error feedback in float32, that of the step before and that of the step under way; a shard of the result. The
+            # factors are less than a byte for each value of matrices with 40 times as many rows and columns as `rank`.
+            return 2 * 4 * parameters + 4 * shard + largest
         codes = largest + _SCALE_BYTES * -(-largest // _SCALE_GROUP)
-        # Codes that are sent and received; and the float32 values of a shard, half of all with the fewest ranks: their sum,
-        # those that are added, and those that are compared with what was sent.
-        return 2 * codes + 4 * 4 * -(-largest // 2)
+        # Codes that are sent and received. Of one shard in float32: its sum, and what coding it and measuring its error
+        # take; the codec's reference for CPUs takes more of that than its kernels for GPUs.
+        return 2 * codes + 6 * 4 * shard

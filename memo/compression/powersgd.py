@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from memo.compression.traffic import GradientTraffic
+from memo.errors import UsageError
 from memo.parallel import reduce_scattered
 
 __all__ = ["PowerSgdReduceScatter"]
@@ -114,7 +115,7 @@ class PowerSgdReduceScatter:
         assert op == dist.ReduceOp.SUM, "compress_gradients has FSDP sum, and divide afterwards"
         parts, own = input_tensor.view(group.size(), -1), output_tensor.view(1, -1)
         if parts.shape[1] != self._values:
-            raise RuntimeError(
+            raise UsageError(
                 f"{self._name}: gradients of {parts.numel()} values, and its parameters are of "
                 f"{group.size() * self._values}; powersgd needs a gradient of each parameter, use int8"
             )
@@ -150,7 +151,7 @@ class PowerSgdReduceScatter:
         for index, part in enumerate(self._matrices):
             begin = group.rank() * part.rows
             rows = left[index][begin : begin + part.rows] @ total[index].T
-            part.of(own).copy_(torch.where(finite[index], rows, torch.nan).view(1, part.rows, part.columns))
+            part.of(own).copy_(rows.masked_fill_(~finite[index], torch.nan).view(1, part.rows, part.columns))
             matrices[index].addmm_(left[index], right[index].T, alpha=-1)
             self._traffic.saw(torch.linalg.vector_norm(matrices[index]) / norms[index])
         self._next = _State(errors=matrices, factors=total)

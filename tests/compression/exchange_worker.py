@@ -6,8 +6,10 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,13 +17,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from memo.compression import compress_gradients
+from memo.compression import GradientCompression, compress_gradients
+from memo.compression.int8_sum import Int8ReduceScatter
 from memo.compression.powersgd import PowerSgdReduceScatter
 from memo.compression.traffic import GradientTraffic
 from memo.errors import UsageError
 from memo.kernels import Codec
 from memo.kernels.codec import error_bound
 from memo.parallel.world import join
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
+from live_bytes import LiveBytes
 
 CPU = torch.device("cpu")
 SUM = dist.ReduceOp.SUM
@@ -115,18 +121,10 @@ def hook_of_ddp_gives_all_ranks_the_same_bits() -> None:
     off = max(float((found[name].double() - mean).abs().max()) for name, mean in means.items())
     assert 0 < off <= 2.01 * largest / 254, "rounded twice: before the sum and behind it"
     assert compressed.take_figures(CPU).largest_error <= 1 / 254 * (1 + 2**-13)
-    try:
+    with pytest.raises(UsageError, match="torch's own powerSGD_hook"):
         compress_gradients(model, "powersgd")
-    except UsageError as error:
-        assert "torch's own powerSGD_hook" in str(error)
-    else:
-        raise AssertionError
-    try:
+    with pytest.raises(UsageError, match="no module of fully_shard"):
         compress_gradients(model_of(), "int8")
-    except UsageError as error:
-        assert "no module of fully_shard" in str(error)
-    else:
-        raise AssertionError
 
 
 @contextmanager
@@ -206,6 +204,26 @@ def values_that_are_not_finite_stay_visible() -> None:
     assert not any(torch.isfinite(grad).all() for grad in gradients(ddp, 2, poison=float("nan")).values())
 
 
+def memory_is_that_of_the_formula() -> None:
+    """What an exchange holds at most beside FSDP's own buffers."""
+    ranks, group = dist.get_world_size(), dist.group.WORLD
+    assert group is not None
+    shape = torch.Size([256, 512])
+    parameters = ranks * shape.numel()
+    grads, own = torch.randn(parameters), torch.empty(shape.numel())
+    for method in ("int8", "powersgd:4"):
+        formula = GradientCompression.parse(method).device_bytes(parameters=parameters, largest=parameters, ranks=ranks)
+        traffic = GradientTraffic()
+        with LiveBytes() as counted_bytes:
+            if method == "int8":
+                exchange: Any = Int8ReduceScatter(traffic)
+            else:
+                sizes: Any = {"ranks": ranks, "rank": 4, "itemsize": 4, "device": CPU, "traffic": traffic}
+                exchange = PowerSgdReduceScatter("test", [shape], **sizes)
+            exchange(own, grads, group, SUM)
+        assert 0.8 * formula < counted_bytes.peak <= formula, (method, counted_bytes.peak, formula)
+
+
 def low_rank_is_kept_and_errors_are_fed_back() -> None:
     """A sum of rank r is kept; what steps leave out is in the errors, to the rounding of float32."""
     ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
@@ -253,12 +271,8 @@ def low_rank_is_kept_and_errors_are_fed_back() -> None:
         dist.all_reduce(errors)
         assert float((given - sent).norm()) > 1, step
         torch.testing.assert_close(sent + errors, given, rtol=0, atol=1e-4)
-    try:
+    with pytest.raises(UsageError, match="powersgd needs a gradient of each parameter"):
         exchange(torch.empty(7), torch.empty(7 * ranks), group, SUM)
-    except RuntimeError as error:
-        assert "powersgd needs a gradient of each parameter" in str(error)
-    else:
-        raise AssertionError
 
 
 CHECKS = {
@@ -269,6 +283,7 @@ CHECKS = {
         hook_of_ddp_gives_all_ranks_the_same_bits,
         bytes_are_those_counted,
         values_that_are_not_finite_stay_visible,
+        memory_is_that_of_the_formula,
         low_rank_is_kept_and_errors_are_fed_back,
     )
 }

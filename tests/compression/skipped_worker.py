@@ -33,7 +33,9 @@ class Drawn:
 
 def trainer_of(method: str, world: World) -> ParallelTrainer:
     sizes = {"vocab_size": 61, "max_seq": SEQ, "layers": 2, "hidden": 64, "heads": 4, "ffn": 128, "kv_heads": 4}
-    stages = build_stages(preset("tiny", variant="llama", **sizes), world, seq=SEQ, device=CPU, dtype=torch.float32, seed=7)
+    stages = build_stages(
+        preset("tiny", variant="llama", **sizes), world, seq=SEQ, device=CPU, dtype=torch.float32, seed=7
+    )
     config = TrainConfig(
         schedule=LrSchedule(peak=1e-3, floor=1e-4, warmup=0, steps=10), loss_guard=LossGuardConfig(on_nan=OnNan.SKIP)
     )
