@@ -271,6 +271,14 @@ def low_rank_is_kept_and_errors_are_fed_back() -> None:
         dist.all_reduce(errors)
         assert float((given - sent).norm()) > 1, step
         torch.testing.assert_close(sent + errors, given, rtol=0, atol=1e-4)
+    # One value of one rank is the whole matrix's; so is a product that overflows, whose values are all finite.
+    for bad in (torch.nan, torch.inf, 3e38):
+        matrix = torch.randn(ranks * rows, columns, generator=generator)
+        matrix[-1, :3] = bad if rank == ranks - 1 else 0
+        found, vectors = exchanged(matrix, vector)
+        exchange.drop()
+        assert bool(torch.isnan(found).all()), bad
+        assert bool(torch.isfinite(vectors).all())
     with pytest.raises(UsageError, match="powersgd needs a gradient of each parameter"):
         exchange(torch.empty(7), torch.empty(7 * ranks), group, SUM)
 

@@ -60,6 +60,8 @@ def check(method: str, world: World) -> None:
     plain, other = trainer_of(method, world), trainer_of(method, world)
     for step in (1, 2):
         assert stepped(plain, step).loss == stepped(other, step).loss
+    for name, tensor in plain.compressed.state().items():  # type: ignore[union-attr]
+        assert tensor.any(), f"{name}: steps that are applied leave something"
     bad = stepped(other, 3, poisoned=True)
     assert bad.skipped
     assert bad.alarm == "the gradient norm is nan", bad.alarm
