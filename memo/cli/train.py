@@ -306,6 +306,12 @@ def _layout_flags(group: argparse._ArgumentGroup) -> None:
         help="with --dp or --cp: exchange gradients with an error: int8 sends codes of one byte; powersgd two factors of "
         "each matrix, of rank 4 or RANK, and feeds the error back (default: exact)",
     )
+    group.add_argument(
+        "--pipeline-dtype",
+        choices=("bf16",),
+        help="with --pp: pass hidden states and their gradients between stages as bfloat16, half of float32's bytes "
+        "(default: the weights' number format)",
+    )
 
 
 def _add_embedding_flag(group: argparse._ArgumentGroup) -> None:

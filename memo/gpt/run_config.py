@@ -180,6 +180,8 @@ class RunConfig:
     embedding_gradients: EmbeddingGradients = EmbeddingGradients.DENSE
     compress_gradients: GradientCompression | None = None
     """Exchange of gradients between data-parallel ranks; None is exact."""
+    pipeline_dtype: Literal["bf16"] | None = None
+    """Number format of hidden states and their gradients between pipeline stages; None is that of the weights."""
 
     def __post_init__(self) -> None:
         if self.model not in PRESETS:
@@ -201,6 +203,12 @@ class RunConfig:
             raise UsageError("--resume needs --checkpoint-dir, or the path of a checkpoint")
         if self.planned_allocator and self.device == "cpu":
             raise UsageError("--planned-allocator needs a GPU; leave it out with --device cpu")
+        if self.pipeline_dtype is not None and self.layout.pp == 1:
+            raise UsageError(f"--pipeline-dtype {self.pipeline_dtype} has no meaning without --pp")
+        if self.pipeline_dtype is not None and self.precision is Precision.BF16:
+            raise UsageError(
+                "--pipeline-dtype bf16: with --precision bf16 stages pass on bfloat16 already; leave it out"
+            )
         if self.documents is Documents.WHOLE and self.mask_documents:
             raise UsageError("--mask-documents: with --documents whole a row is of one document; leave one of them out")
         if self.rope_theta is not None and not 0 < self.rope_theta < math.inf:

@@ -63,6 +63,9 @@ def open_trainer(
         autocast=torch.bfloat16 if training.precision is Precision.BF16_AUTOCAST else None,
         sparse_embedding=sparse_embedding,
     )
+    if config.pipeline_dtype is not None:
+        for stage in stages:
+            stage.passed_dtype = torch.bfloat16
     trainer = ParallelTrainer(
         stages,
         world,

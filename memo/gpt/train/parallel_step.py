@@ -218,8 +218,8 @@ class ParallelTrainer(Trainer):
     def _hidden(self) -> torch.Tensor:
         """Hidden states that pass between stages, (rows, tokens, hidden), on the meta device."""
         stage = self.stages[0]
-        shape, dtype = (self._rows, len(stage.own), stage.config.hidden), next(stage.parameters()).dtype
-        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        shape = (self._rows, len(stage.own), stage.config.hidden)
+        return torch.empty(shape, dtype=stage.passed_dtype, device="meta", requires_grad=True)
 
     def _make_schedule(self) -> Any:
         return make_schedule(

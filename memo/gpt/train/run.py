@@ -530,6 +530,7 @@ def _settings(config: RunConfig, shape: GPTConfig, training: TrainConfig) -> dic
         "seq": config.seq,
         "batch": config.batch,
         "seed": config.seed,
+        "pipeline_dtype": config.pipeline_dtype,
         **compression_settings(config),
     }
     as_read: dict[str, Any] = json.loads(json.dumps(settings))  # as a checkpoint returns them: tuples as lists
