@@ -85,8 +85,9 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(data: Path, tmp_path: Pa
     assert losses(resumed) == losses(whole)[3:]
     assert "error feedback for these ranks" not in said
     # With other ranks the error feedback begins at zero, which is said; exactly it goes on, too, also in one process.
-    _, said = trained(2, tmp_path / "other", *flags[:2], "--cp", 2, "--batch", 2, *flags[4:], "--resume", kept)
+    other, said = trained(2, tmp_path / "other", *flags[:2], "--cp", 2, "--batch", 2, *flags[4:], "--resume", kept)
     assert ("the checkpoint has no error feedback for these ranks" in said) == (method != "int8")
+    assert losses(other)[0] == pytest.approx(losses(whole)[3], rel=1e-5)
     alone, said = trained(1, tmp_path / "alone", "--data", data, "--steps", 6, "--resume", kept)
     assert f"compress_gradients was {method} in the checkpoint and is None now" in said
     assert losses(alone)[0] == pytest.approx(losses(whole)[3], rel=1e-5)
@@ -144,3 +145,13 @@ def test_four_ranks_of_any_layout_learn_as_fast(
     assert losses(found)[0] - losses(found)[-1] > FALL * (losses(exact)[0] - losses(exact)[-1])
     share = found[-1]["gradient_sent_bytes"] / found[-1]["gradient_bytes"]
     assert share < (0.53 if "bf16" in layout else 0.27) if method == "int8" else share < 0.7
+
+
+def test_the_pipeline_dtype_rounds_what_stages_pass_on_and_memo_keeps_the_bits(data: Path, tmp_path: Path) -> None:
+    flags = ("--data", data, "--pp", 2, "--batch", 2, "--accumulate", 2, "--steps", 4)
+    exact, _ = trained(2, tmp_path / "exact", *flags)
+    found, _ = trained(2, tmp_path / "found", *flags, "--pipeline-dtype", "bf16")
+    assert losses(found)[0] != losses(exact)[0]
+    assert losses(found) == pytest.approx(losses(exact), abs=0.02)
+    moved = (*flags, "--pipeline-dtype", "bf16", "--offload", "disk", "--alpha", 0.5, "--exact")
+    assert losses(trained(2, tmp_path / "moved", *moved)[0]) == losses(found)
