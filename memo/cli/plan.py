@@ -55,7 +55,7 @@ examples:
   memo plan --search --model 7b --max-seq --gpu a800 --host 2TiB
 """
 
-_DEFAULTS = {"gpus": 1, "tp": 1, "cp": 1, "pp": 1, "zero": 3, "schedule": str(PipelineSchedule.ONE_F_ONE_B)}
+_DEFAULTS = {"gpus": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "zero": 3, "schedule": str(PipelineSchedule.ONE_F_ONE_B)}
 """Values of what is searched under --search and is not given otherwise."""
 
 
@@ -146,6 +146,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     for name, words in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline")):
         where.add_argument(f"--{name}", type=int, metavar="N", help=f"ranks of {words} parallelism (default 1)")
+    where.add_argument(
+        "--ep", type=int, metavar="N", help="with experts: ranks of data parallelism that divide them (default 1)"
+    )
     where.add_argument(
         "--cp-attention",
         choices=[str(kind) for kind in ContextAttention],

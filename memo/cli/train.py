@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from memo.cli.inputs.batch_sizes import add_batch_flags, batch_sizes
+from memo.cli.inputs.expert_flags import add_expert_flags
 from memo.cli.inputs.stage_layers import add_stage_layers_flag
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.terminal.progress import WaitingLine
@@ -60,7 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     _model_flags(parser.add_argument_group("model"))
-    _moe_flags(parser.add_argument_group("mixture of experts"))
+    add_expert_flags(parser.add_argument_group("mixture of experts"), losses=True)
     _data_flags(parser.add_argument_group("data"))
     _training_flags(parser.add_argument_group("training"))
     _layout_flags(parser.add_argument_group("parallelism, one process per rank (start them with torchrun)"))
@@ -107,52 +108,6 @@ def _model_flags(group: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="N",
         help="compute each MLP in N tiles and save only its input (default: the plan's number with --plan, else 1)",
-    )
-
-
-def _moe_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--experts", type=int, metavar="N", help="experts of a layer that has them (default: the model's, none)"
-    )
-    group.add_argument(
-        "--top-k", type=int, metavar="K", help="with --experts: experts of each token (default: the model's, else 2)"
-    )
-    group.add_argument(
-        "--shared-experts",
-        type=int,
-        metavar="N",
-        help="with --experts: experts that all tokens use besides (default: the model's, else 0)",
-    )
-    group.add_argument(
-        "--expert-hidden",
-        type=int,
-        metavar="N",
-        help="with --experts: inner width of an expert (default: the model's, else the MLP's)",
-    )
-    group.add_argument(
-        "--expert-bottleneck",
-        type=int,
-        metavar="N",
-        help="with --experts: numbers of a token that experts get and --ep exchanges, with a projection before and one "
-        "behind; 0: the hidden size (default: the model's, else 0)",
-    )
-    group.add_argument(
-        "--every",
-        type=int,
-        metavar="N",
-        help="with --experts: every N-th layer has them (default: the model's, else 1)",
-    )
-    group.add_argument(
-        "--balance-loss",
-        type=float,
-        metavar="F",
-        help="with --experts: factor of the load-balancing loss (default: the model's, else 0.01)",
-    )
-    group.add_argument(
-        "--z-loss",
-        type=float,
-        metavar="F",
-        help="with --experts: factor of the router z-loss (default: the model's, else 0.001)",
     )
 
 

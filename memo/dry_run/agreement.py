@@ -31,7 +31,17 @@ __all__ = [
     "moved_to",
 ]
 
-GROUPS = (Ranks.TENSOR, Ranks.CONTEXT, Ranks.REPLICAS, Ranks.TOKENS, Ranks.STAGES, Ranks.ENDS, Ranks.ALL)
+GROUPS = (
+    Ranks.TENSOR,
+    Ranks.CONTEXT,
+    Ranks.REPLICAS,
+    Ranks.TOKENS,
+    Ranks.EXPERTS,
+    Ranks.EXPERT_COPIES,
+    Ranks.STAGES,
+    Ranks.ENDS,
+    Ranks.ALL,
+)
 """Groups that a rank of `memo train` has."""
 
 _MESSAGES = (CollectiveKind.SEND, CollectiveKind.RECEIVE)

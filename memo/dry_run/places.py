@@ -66,4 +66,12 @@ class Place:
         if ranks is Ranks.TOKENS:
             size = layout.dp * layout.cp * layout.tp
             return tuple(range(self.pp * size, (self.pp + 1) * size))
+        outer, inner = divmod(self.dp, layout.ep)
+        if ranks is Ranks.EXPERTS:
+            return tuple(self.at(dp=outer * layout.ep + other) for other in range(layout.ep))
+        if ranks is Ranks.EXPERT_COPIES:
+            same = range(inner, layout.dp, layout.ep)
+            return tuple(
+                self.at(dp=dp, cp=cp, tp=tp) for dp in same for cp in range(layout.cp) for tp in range(layout.tp)
+            )
         return tuple(self.at(dp=dp, cp=cp) for dp in range(layout.dp) for cp in range(layout.cp))

@@ -52,6 +52,7 @@ class PlannedRun:
             cp=self.layout.cp,
             ring=self.layout.cp_attention is ContextAttention.RING,
             pp=self.layout.pp,
+            ep=self.layout.ep,
         )
 
     @property
@@ -142,6 +143,7 @@ def planned_run(plan: ActivationPlan, *, config: GPTConfig | None = None) -> Pla
             tp=signature.tp,
             pp=pipeline.stages,
             cp=signature.cp,
+            ep=signature.ep,
             cp_attention=ContextAttention.RING if signature.ring else ContextAttention.AUTO,
             schedule=pipeline.schedule,
             chunks=pipeline.chunks if pipeline.schedule.default_chunks > 1 else None,

@@ -22,7 +22,7 @@ from memo.autoplan import settings_of
 from memo.dry_run.recorded_collectives import CollectiveCall, CollectiveRecorder
 from memo.gpt import Precision, TrainConfig
 from memo.gpt.arithmetic import Ranks
-from memo.gpt.model import sharded_stages
+from memo.gpt.model import experts, sharded_stages
 from memo.gpt.optim import LrSchedule, empty_state
 from memo.gpt.train import ParallelTrainer, rows_seen, weight_dtype
 from memo.mip.activation import extract_stage_plan
@@ -73,7 +73,13 @@ def step_of_rank(run: PlannedRun, rank: int) -> RankStep:
             sparse_embedding=run.sparse_embedding,
         )
         recorder = Recorder()
-        with BytelessMode(assume=1.0), recorder, _storages_without_memory(recorder), _norms_of_a_gpu():
+        with (
+            BytelessMode(assume=1.0),
+            recorder,
+            _storages_without_memory(recorder),
+            _norms_of_a_gpu(),
+            _equal_arrivals(),
+        ):
             for stage in stages:
                 stage.to_empty(device=_CPU)
             trainer = ParallelTrainer(
@@ -134,6 +140,9 @@ def groups_of_rank(layout: Layout, rank: int) -> dict[Ranks, list[int]]:
             Ranks.REPLICAS: world.replicas.get_group(),
             Ranks.ALL: dist.group.WORLD,
         }
+        if world.expert_ranks is not None and world.expert_replicas is not None:
+            groups[Ranks.EXPERTS] = world.expert_ranks.get_group()
+            groups[Ranks.EXPERT_COPIES] = world.expert_replicas.get_group()
         if layout.shards_tokens:
             groups[Ranks.TOKENS] = world.token_ranks.get_group()
         return {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
@@ -181,6 +190,24 @@ def _norms_of_a_gpu() -> Iterator[None]:
         yield
     finally:
         F.rms_norm = on_cpu
+
+
+@contextlib.contextmanager
+def _equal_arrivals() -> Iterator[None]:
+    """Has experts be chosen equally often: tokens without contents choose none."""
+    counted = experts.exchanged_counts
+
+    def equal(sorted_experts: torch.Tensor, count: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        counted(sorted_experts, count, group)
+        each, more = divmod(len(sorted_experts), count)
+        counts = torch.tensor([each + (expert < more) for expert in range(count)])
+        return counts, counts.clone()
+
+    experts.exchanged_counts = equal
+    try:
+        yield
+    finally:
+        experts.exchanged_counts = counted
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         preset_key as preset_key,
         preset_name as preset_name,
         variant_of as variant_of,
+        with_experts as with_experts,
     )
     from memo.gpt.run_config import (
         Documents as Documents,
@@ -29,7 +30,7 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "config": "GPTConfig MoeConfig PRESETS Variant preset preset_key preset_name variant_of",
+            "config": "GPTConfig MoeConfig PRESETS Variant preset preset_key preset_name variant_of with_experts",
             "run_config": "Documents EmbeddingGradients OffloadConfig OffloadMode RunConfig",
             "train_config": "Precision TrainConfig",
         },

@@ -25,10 +25,12 @@ __all__ = [
     "RopeScaling",
     "RopeScalingKind",
     "Variant",
+    "expert_shard_dimension",
     "preset",
     "preset_key",
     "preset_name",
     "variant_of",
+    "with_experts",
 ]
 
 Norm = Literal["layernorm", "rmsnorm"]
@@ -141,6 +143,11 @@ class MoeConfig:
         for name, flag in (("balance_coefficient", "--balance-loss"), ("z_coefficient", "--z-loss")):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UsageError(f"{flag} {getattr(self, name)} is not zero or a positive number")
+
+    @property
+    def shared_hidden(self) -> int:
+        """Inner width of the shared experts together; 0 without."""
+        return self.shared_experts * self.expert_hidden
 
     def is_in(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts."""
@@ -306,6 +313,41 @@ PRESETS: dict[str, GPTConfig] = {
     "530b": _paper(layers=105, hidden=20480, heads=128),
     **_LLAMA3,
 }
+
+
+_OF_MOE = {"expert_bottleneck": "bottleneck", "balance_loss": "balance_coefficient", "z_loss": "z_coefficient"}
+"""Fields of MoeConfig by the names of their flags, where these are others."""
+
+
+def with_experts(shape: GPTConfig, *, experts: int | None = None, **numbers: float | None) -> GPTConfig:
+    """The shape with its mixture of experts changed, or with one.
+
+    Args:
+        shape: the model.
+        experts: number of experts; None is the model's.
+        **numbers: the other numbers of a mixture by the names of their flags, such as `top_k`; None is the model's.
+
+    Raises:
+        UsageError: a number is out of range, or there are no experts.
+    """
+    given: dict[str, Any] = {name: value for name, value in numbers.items() if value is not None}
+    if shape.moe is None and experts is None:
+        if given:
+            raise UsageError(f"--{next(iter(given)).replace('_', '-')} has no meaning without --experts")
+        return shape
+    fields = {_OF_MOE.get(name, name): value for name, value in given.items()}
+    fields |= {} if experts is None else {"experts": experts}
+    if shape.moe is not None:
+        return dataclasses.replace(shape, moe=dataclasses.replace(shape.moe, **fields))
+    return dataclasses.replace(shape, moe=MoeConfig(**{"expert_hidden": shape.ffn} | fields))
+
+
+def expert_shard_dimension(experts: int, inputs: int, *, shards: int) -> int:
+    """Dimension by which matrices (experts, inputs, outputs) are sharded: whole experts where each rank gets as many.
+
+    Else their inputs, where these divide: shards of whole experts would be filled up with zeros, and some ranks empty.
+    """
+    return 1 if experts % shards and not inputs % shards else 0
 
 
 def preset_key(name: str) -> str:

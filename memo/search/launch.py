@@ -94,7 +94,7 @@ def train_arguments(
     """
     shape, setting, budgets = candidate.shape, candidate.setting, plan.problem.machine_of(stage).budgets
     signature = plan.problem.profile.signature
-    sizes = (("dp", shape.dp), ("tp", shape.tp), ("pp", shape.pp), ("cp", shape.cp))
+    sizes = (("dp", shape.dp), ("tp", shape.tp), ("pp", shape.pp), ("cp", shape.cp), ("ep", shape.ep))
     train = [*model_flags, "--seq", str(signature.tokens), "--precision", signature.dtype]
     for name, size in sizes:
         train += [f"--{name}", str(size)] if size > 1 else []

@@ -2,7 +2,8 @@
 
 Owns the dimensions and what divides what. Knows no times and no bytes.
 
-    shape        pp x dp x cp x tp ranks, on all GPUs of the cluster or on fewer: whole nodes, or a part of one
+    shape        pp x dp x cp x tp ranks, on all GPUs of the cluster or on fewer: whole nodes, or a part of one; with
+                 experts, how many of the dp ranks divide them
     setting      sequences of a microbatch, and microbatches of a step, which follow from the shape's dp
     candidate    a shape and a setting, with a schedule and its chunks, what data-parallel ranks shard, and whether they
                  exchange the embedding's gradient as rows, which is tried where that is fewer bytes whatever the tokens are
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DIMENSIONS", "Candidate", "Setting", "Shape", "Space"]
 
-DIMENSIONS = ("pp", "dp", "cp", "tp", "ring", "zero", "schedule", "chunks", "batch", "accumulate")
+DIMENSIONS = ("pp", "dp", "cp", "tp", "ep", "ring", "zero", "schedule", "chunks", "batch", "accumulate")
 """Dimensions that may be fixed."""
 MOST_CHUNKS = 4
 """Chunks of a pipeline rank that are tried."""
@@ -51,6 +52,8 @@ class Shape:
     tp: int
     ring: bool = False
     """Whether context-parallel ranks attend in a ring, instead of exchanging heads for tokens."""
+    ep: int = 1
+    """Ranks of data parallelism that divide the experts."""
 
     @property
     def gpus(self) -> int:
@@ -60,12 +63,17 @@ class Shape:
     @property
     def columns(self) -> tuple[str, str, str, str]:
         """Its numbers of pp, dp, cp and tp as an answer shows them."""
-        return str(self.pp), str(self.dp), f"{self.cp}{' ring' * self.ring}", str(self.tp)
+        return (
+            str(self.pp),
+            f"{self.dp}{f' ep {self.ep}' * (self.ep > 1)}",
+            f"{self.cp}{' ring' * self.ring}",
+            str(self.tp),
+        )
 
     @property
     def family(self) -> str:
         """The kinds of parallelism that it has, such as `pp+tp`."""
-        return "+".join(name for name in ("pp", "dp", "cp", "tp") if getattr(self, name) > 1) or "one GPU"
+        return "+".join(name for name in ("pp", "dp", "cp", "tp", "ep") if getattr(self, name) > 1) or "one GPU"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -111,6 +119,7 @@ class Candidate:
             shape.cp,
             shape.ring,
             shape.tp,
+            shape.ep,
             -self.setting.batch,
             -self.zero,
             self.sharded_over or 0,
@@ -181,6 +190,8 @@ class Space:
             for cp in _divisors_of(self.gpus // tp):
                 for pp in _divisors_of(self.gpus // (tp * cp)):
                     shape = Shape(pp, self.gpus // (tp * cp * pp), cp, tp)
+                    asked = self.fixed.get("ep", 1)
+                    shape = dataclasses.replace(shape, ep=asked if isinstance(asked, int) else 1)
                     for ring in self._attentions(shape) or (False,):
                         shape = dataclasses.replace(shape, ring=ring)
                         why = self._why_not(shape) if self._agrees(shape) else None
@@ -198,6 +209,7 @@ class Space:
             "cp": self._context_options(tp if isinstance(tp, int) and tp in model.tensor_ranks() else None),
             "pp": (f"the model into stages of at least one of {model.layers} layers", range(1, model.layers + 1)),
             "dp": (f"{self.global_batch} sequences of a step", _divisors_of(self.global_batch)),
+            "ep": (f"the model's {model.experts} experts", _divisors_of(model.experts)),
         }
         for name, (what, those) in options.items():
             value = fixed.get(name)
@@ -210,7 +222,7 @@ class Space:
         given = [f"--{name} {value}" for name, value in fixed.items() if name != "ring"]
         if "ring" in fixed:
             given.append(f"--cp-attention {'ring' if fixed['ring'] else 'ulysses'}")
-        ranks = math.prod(size for name in options if isinstance(size := fixed.get(name, 1), int))
+        ranks = math.prod(size for name in options if name != "ep" and isinstance(size := fixed.get(name, 1), int))
         if ranks > self.gpus:
             return f"{' x '.join(given)} are {ranks} ranks, and the cluster has {self.gpus} GPUs; give more --nodes"
         return f"no layout of up to {self.gpus} GPUs has {', '.join(given)}; leave one of them out"
@@ -257,6 +269,7 @@ class Space:
             cp=shape.cp,
             ring=shape.ring,
             pp=shape.pp,
+            ep=shape.ep,
             batch=setting.batch,
         )
         ranks = min(shape.gpus, self.gpus_per_node)
@@ -284,8 +297,14 @@ class Space:
                 for pp in range(1, min(model.layers, self.gpus // (tp * cp)) + 1):
                     for dp in _divisors_of(self.global_batch):
                         shape = Shape(pp, dp, cp, tp)
-                        if shape.gpus <= self.gpus and self._agrees(shape):
-                            yield from (dataclasses.replace(shape, ring=ring) for ring in self._attentions(shape))
+                        if shape.gpus <= self.gpus:
+                            yield from self._ways(shape)
+
+    def _ways(self, shape: Shape) -> Iterator[Shape]:
+        """Shapes of the same ranks, by attention and by the ranks that divide the experts."""
+        for ep in _divisors_of(math.gcd(shape.dp, _Sizes.of(self.request).experts)):
+            if self._agrees(dataclasses.replace(shape, ep=ep)):
+                yield from (dataclasses.replace(shape, ep=ep, ring=ring) for ring in self._attentions(shape))
 
     @property
     def _may_ring(self) -> bool:
@@ -339,6 +358,8 @@ class Space:
             return "pp is more than the layers"
         if self.global_batch % shape.dp:
             return "dp does not divide the sequences of a step"
+        if math.gcd(shape.dp, model.experts) % shape.ep:
+            return "ep does not divide dp and the experts"
         if shape.gpus > per_node and not self.request.machine.network.nics_per_node:
             return "no network connects the nodes"
         if not any(self._schedules(shape, setting) for setting in self.settings(shape)):
@@ -391,7 +412,7 @@ class Space:
     def _shardings(self, shape: Shape) -> list[tuple[int, int | None]]:
         """What is sharded, over how many ranks."""
         ranks, fixed = shape.dp * shape.cp, self.fixed.get("zero")
-        if ranks == 1:
+        if ranks == 1 or _Sizes.of(self.request).experts > 1:  # which are planned as memo train shards them
             return [(3, None)]
         found: list[tuple[int, int | None]] = [(zero, None) for zero in (3, 2, 1, 0) if fixed in (None, zero)]
         within = self.gpus_per_node // shape.tp if shape.tp <= self.gpus_per_node else 1
@@ -430,18 +451,22 @@ class _Sizes:
     kv_heads: int
     ffn: int
     has_tensor_parallelism: bool
+    experts: int = 1
+    """That ranks of data parallelism may divide; 1 without."""
 
     @classmethod
     def of(cls, request: Request) -> _Sizes:
         """Sizes of a request's model."""
         config = request.config
         if isinstance(config, GPTConfig):
+            moe = config.moe
             return cls(
                 layers=config.layers,
                 heads=config.heads,
                 kv_heads=config.kv_heads,
-                ffn=config.ffn,
+                ffn=config.ffn if moe is None else math.gcd(config.ffn, moe.shared_hidden or config.ffn),
                 has_tensor_parallelism=True,
+                experts=config.expert_count or 1,
             )
         assert config is not None
         return cls(layers=config.layers, heads=config.heads, kv_heads=config.heads, ffn=1, has_tensor_parallelism=False)

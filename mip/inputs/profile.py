@@ -347,9 +347,11 @@ class Signature:
     pp: int = 1
     ring: bool = False
     """Whether context-parallel ranks attend in a ring, instead of exchanging heads for tokens."""
+    ep: int = 1
+    """Ranks of data parallelism that divide the experts."""
 
     def __post_init__(self) -> None:
-        for name in ("batch", "tokens", "tp", "cp", "pp"):
+        for name in ("batch", "tokens", "tp", "cp", "pp", "ep"):
             if not 1 <= getattr(self, name) <= 1 << 40:
                 raise PlanError(f"signature: {name} is {getattr(self, name)}, not a count of 1 or more")
 

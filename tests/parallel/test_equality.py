@@ -65,7 +65,14 @@ LAYOUTS = {
         "pp2_tp2_interleaved-zero-bubble_moe_float64",
         "dp2_ep2_cp2_llama_moe_float64",
     ],
-    8: ["dp2_tp2_pp2", "dp2_cp2_tp2", "cp2_tp4", "dp2_tp2_pp2_ep2_moe_float64"],
+    8: [
+        "dp2_tp2_pp2",
+        "dp2_cp2_tp2",
+        "cp2_tp4",
+        "dp2_tp2_pp2_ep2_moe_float64",
+        "dp4_tp2_moe_float64",
+        "dp4_tp2_ep2_moe_float64",
+    ],
 }
 
 

@@ -16,7 +16,23 @@ from launching import run_ranks
 # As in test_elastic.py; a choice between two almost equal experts, which rounding may turn, takes more.
 BOUND = 1e-4
 STEPS, KEPT = 6, 3
-RUN = ["--model", "moe-tiny", "--seq", 64, "--device", "cpu", "--warmup", 2, "--global-batch", 8, "--steps", STEPS]
+# Four experts: on eight ranks, their matrices are sharded by inputs.
+RUN = [
+    "--model",
+    "moe-tiny",
+    "--experts",
+    4,
+    "--seq",
+    64,
+    "--device",
+    "cpu",
+    "--warmup",
+    2,
+    "--global-batch",
+    8,
+    "--steps",
+    STEPS,
+]
 
 
 def trained(ranks: int, metrics: Path, *flags: object) -> list[float]:

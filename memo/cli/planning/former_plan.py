@@ -107,6 +107,7 @@ def layout_of(problem: ActivationProblem) -> Layout:
         dp=problem.replicas,
         tp=signature.tp,
         cp=signature.cp,
+        ep=signature.ep,
         pp=pipeline.stages,
         schedule=pipeline.schedule,
         chunks=pipeline.chunks if pipeline.chunks != pipeline.schedule.default_chunks else None,

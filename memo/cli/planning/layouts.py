@@ -11,6 +11,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from memo.cli.inputs.expert_flags import EXPERT_FLAGS
 from memo.cli.inputs.planned_model import SHAPE_FLAGS
 from memo.cli.planning.former_plan import FormerPlan
 from memo.cli.planning.picture import search_page
@@ -61,7 +62,7 @@ LEAST_STEP_TOKENS = 1 << 20
 """Tokens of a step, at least, where its size is not given."""
 _OWN = ("nodes", "gpus_per_node", "dp", "batch_tokens", "html")
 """Flags that go with --search only."""
-_TRAINED = ("layers", "hidden", "heads")
+_TRAINED = ("layers", "hidden", "heads", *EXPERT_FLAGS)
 """Flags of a model's shape that memo train has, too."""
 
 
@@ -228,7 +229,7 @@ def _space(args: argparse.Namespace) -> Space:
 
 def without_layout(args: argparse.Namespace) -> argparse.Namespace:
     """The flags with a layout of one GPU, as the search replaces it."""
-    ones = {"gpus": 1, "tp": 1, "cp": 1, "pp": 1, "batch": None, "accumulate": None, "global_batch": None}
+    ones = {"gpus": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "batch": None, "accumulate": None, "global_batch": None}
     later = {"schedule": str(PipelineSchedule.ONE_F_ONE_B), "chunks": None, "zero": 3}
     return argparse.Namespace(**{**vars(args), **ones, **later})
 
@@ -301,8 +302,8 @@ def trained_model_flags(args: argparse.Namespace) -> list[str]:
     flags = ["--model", args.model]
     flags += [] if args.variant is None else ["--variant", args.variant]
     for name in _TRAINED:
-        if getattr(args, name) is not None:
-            flags += [f"--{name}", str(getattr(args, name))]
+        number = getattr(args, name.replace("-", "_"))
+        flags += [] if number is None else [f"--{name}", str(number)]
     return flags
 
 

@@ -102,12 +102,12 @@ def _seconds(stage: StageSimulation, step_s: float) -> dict[str, float]:
 def _groups(planned: Planned, simulation: Simulation, space: Space) -> list[dict[str, Any]]:
     """Kinds of groups that communicate, with the seconds of a step that the busiest rank is on the network.
 
-    Exchanges of tensor and context parallelism are known as one sum, which the first of them has; with them go the gathers
-    of the embedding's and the head's weights.
+    Exchanges of tensor, context and expert parallelism are known as one sum, which the first of them has; with them go the
+    gathers of the embedding's and the head's weights.
     """
     problem, shape, per_node = planned.plan.problem, planned.candidate.shape, space.gpus_per_node
     layout = space.request_of(planned.candidate).layout
-    divided = shape.tp * shape.cp > 1
+    divided = shape.tp * shape.cp * shape.ep > 1
     exchanges = [_exchange_s(problem, stage) if divided else 0.0 for stage in range(problem.pipeline.stages)]
     weights = [
         sum(span.seconds for span in stage.spans if span.lane is Lane.NETWORK) - exchange_s
@@ -118,6 +118,9 @@ def _groups(planned: Planned, simulation: Simulation, space: Space) -> list[dict
         found.append(_group("tp", layout.tensor_group(per_node), max(exchanges)))
     if shape.cp > 1:
         found.append(_group("cp", layout.context_group(per_node), None if shape.tp > 1 else max(exchanges)))
+    if shape.ep > 1:
+        alone = shape.tp * shape.cp == 1
+        found.append(_group("ep", layout.expert_group(per_node), max(exchanges) if alone else None))
     if shape.dp * shape.cp > 1:
         found.append(_group("dp", layout.data_group(per_node), max(*weights, 0.0)))
     if shape.pp > 1:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from memo.cli.inputs.batch_sizes import batch_sizes
 from memo.cli.inputs.budgets import budgets_of
+from memo.cli.inputs.expert_flags import EXPERT_FLAGS
 from memo.cli.inputs.planned_model import SHAPE_FLAGS, planned_model
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.errors import UsageError
@@ -131,7 +132,8 @@ def _stage_layers(args: argparse.Namespace, layout: Layout) -> tuple[int, ...]:
 
 def _require_named_model(args: argparse.Namespace) -> None:
     """Refuses flags that describe a named model where a profile is given."""
-    given = [f"--{name}" for name in SHAPE_FLAGS if getattr(args, name.replace("-", "_")) is not None]
+    shape = (*SHAPE_FLAGS, *EXPERT_FLAGS)
+    given = [f"--{name}" for name in shape if getattr(args, name.replace("-", "_")) is not None]
     given += ["--recompute"] * (args.recompute != "plan") + ["--zero"] * (args.zero != 3)
     given += ["--optimizer-offload"] * args.optimizer_offload + ["--loss"] * (args.loss is not None)
     given += ["--optimizer"] * (args.optimizer != Optimizer.ADAMW) + ["--lora"] * (args.lora != 0)
@@ -177,6 +179,8 @@ def _tiles(
         if text not in ("auto", "1"):
             raise UsageError(f"--mlp-tiles {text} has no meaning with --recompute {args.recompute}")
         return (1,)
+    if text == "auto" and isinstance(config, GPTConfig) and config.moe is not None:
+        return (1,)  # experts are not computed in tiles
     if text == "auto":
         return MLP_TILE_COUNTS if profile is None else (profile.mlp_tiles,)
     if profile is not None:
@@ -188,7 +192,7 @@ def _tiles(
 
 def _layout(args: argparse.Namespace, profile: Profile | None) -> tuple[Layout, int]:
     """The layout, and the number of microbatches in a step."""
-    batch, sizes = args.batch, {"tp": args.tp, "cp": args.cp, "pp": args.pp}
+    batch, sizes = args.batch, {"tp": args.tp, "cp": args.cp, "pp": args.pp, "ep": args.ep}
     if profile is not None:
         known = profile.signature
         _require_agreement(args, known)
@@ -205,7 +209,7 @@ def _layout(args: argparse.Namespace, profile: Profile | None) -> tuple[Layout, 
 
 def _require_agreement(args: argparse.Namespace, known: Signature) -> None:
     """Refuses flags that contradict the measured step, which would have no effect."""
-    asked = {name: getattr(args, name) for name in ("tp", "cp", "pp") if getattr(args, name) != 1}
+    asked = {name: getattr(args, name) for name in ("tp", "cp", "pp", "ep") if getattr(args, name) != 1}
     if args.batch is not None:
         asked["batch"] = args.batch
     if args.seq is not None:

@@ -173,6 +173,7 @@ def _headline(plan: ActivationPlan) -> str:
         ("dp", plan.problem.replicas),
         ("tp", signature.tp),
         ("cp", signature.cp),
+        ("ep", signature.ep),
         ("pp", pipeline.stages),
         ("microbatches", pipeline.microbatches),
     ]

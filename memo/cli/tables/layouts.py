@@ -357,7 +357,7 @@ def _cluster_summary(space: Space) -> dict[str, Any]:
 
 def _shape_summary(shape: Shape) -> dict[str, Any]:
     attention = None if shape.cp == 1 else "ring" if shape.ring else "ulysses"
-    sizes = {name: getattr(shape, name) for name in ("pp", "dp", "cp", "tp", "gpus")}
+    sizes = {name: getattr(shape, name) for name in ("pp", "dp", "cp", "tp", "ep", "gpus")}
     return {**sizes, "cp_attention": attention}
 
 

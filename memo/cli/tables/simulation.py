@@ -65,6 +65,7 @@ def _sizes(problem: ActivationProblem) -> list[tuple[str, int]]:
         ("dp", problem.replicas),
         ("tp", signature.tp),
         ("cp", signature.cp),
+        ("ep", signature.ep),
         ("stages", pipeline.stages),
         ("microbatches", pipeline.microbatches),
     ]

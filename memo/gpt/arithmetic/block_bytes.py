@@ -75,6 +75,8 @@ class Block:
     """Part of `all` that moves through a contiguous copy, since its first tokens are those of several sequences or ranks."""
     products_in_pieces: float
     """Part of `matmuls` that moves through a contiguous copy."""
+    at_attention: float = 0.0
+    """Bytes that level `attention` saves of `all`, and `matmuls` has in it, too: of experts what ranks have exchanged."""
     between: float
     """Bytes of the gradients that the input half of a split backward keeps for the weights' half."""
     elementwise: float
@@ -133,10 +135,10 @@ class Block:
             cp: ranks of context parallelism.
             rings: whether these attend in a ring.
         """
-        return _BlockFigures(config, sizes, tokens, batch, tp, cp, rings=rings).block()
+        return BlockFigures(config, sizes, tokens, batch, tp, cp, rings=rings).block()
 
 
-class _BlockFigures:
+class BlockFigures:
     """Computation of a Block; attributes are the letters of the module's docstring."""
 
     def __init__(

@@ -43,7 +43,11 @@ class Ranks(enum.StrEnum):
     COPIES = "copies"
     """Ranks with the same shard, where parameters are sharded over some of the replicas only."""
     TOKENS = "dp x cp x tp"
-    """Ranks with different tokens, over which a learned position table is sharded."""
+    """Ranks with different tokens, over which a learned position table and routers are sharded."""
+    EXPERTS = "ep"
+    """Ranks that divide the experts."""
+    EXPERT_COPIES = "dp / ep x cp x tp"
+    """Ranks with the same experts, over which these are sharded."""
     STAGES = "pp"
     ENDS = "ends of pp"
     """The first and the last stage."""
@@ -87,6 +91,10 @@ def group_of(ranks: Ranks, layout: Layout, gpus_per_node: int, *, shards: int | 
         return Group.of(every // shards, stride=layout.tp * shards, gpus_per_node=gpus_per_node, gpus=layout.gpus)
     if ranks is Ranks.TOKENS:
         return Group.of(layout.stage_gpus, stride=1, gpus_per_node=gpus_per_node, gpus=layout.gpus)
+    if ranks is Ranks.EXPERTS:
+        return layout.expert_group(gpus_per_node)
+    if ranks is Ranks.EXPERT_COPIES:
+        return layout.expert_copies_group(gpus_per_node)
     if ranks is Ranks.ALL:
         return Group.of(layout.gpus, stride=1, gpus_per_node=gpus_per_node)
     return Group(size=min(2, layout.pp), per_node=1 if layout.leaves_node(gpus_per_node) else min(2, layout.pp))

@@ -19,6 +19,8 @@ from memo.gpt.config import GPTConfig
 
 __all__ = [
     "adapter_parameter_count",
+    "expert_layer_parameter_count",
+    "expert_layer_weights",
     "flops_per_token",
     "hfu",
     "layer_matrices",
@@ -37,15 +39,20 @@ def parameter_count(config: GPTConfig) -> int:
     embedding = config.vocab_size * config.hidden
     positions = config.max_seq * config.hidden if config.positions == "learned" else 0
     head = 0 if config.tie_embeddings else embedding
-    dense = config.layers * layer_parameter_count(config) + _norm_parameters(config)
-    in_experts = config.moe_layers * (_moe_parameters(config) - mlp_parameter_count(config)) if config.moe_layers else 0
-    return embedding + positions + head + dense + in_experts
+    dense = (config.layers - config.moe_layers) * layer_parameter_count(config) + _norm_parameters(config)
+    routed = config.moe_layers * expert_layer_parameter_count(config) if config.moe_layers else 0
+    return embedding + positions + head + dense + routed
 
 
 def layer_parameter_count(config: GPTConfig) -> int:
     """Number of parameters of one layer without experts."""
     biases = config.qkv_width + config.hidden + _mlp_matrices_up(config) * config.ffn + config.hidden
     return _layer_weights(config) + (biases if config.bias else 0) + 2 * _norm_parameters(config)
+
+
+def expert_layer_parameter_count(config: GPTConfig) -> int:
+    """Number of parameters of one layer with experts."""
+    return layer_parameter_count(config) - mlp_parameter_count(config) + _moe_parameters(config)
 
 
 def layer_matrices(config: GPTConfig) -> list[tuple[int, int]]:
@@ -71,8 +78,9 @@ def matmul_parameter_count(config: GPTConfig) -> int:
 
     Embeddings are not counted, since they are looked up, nor are norms and biases, which are below a thousandth.
     """
-    routed = config.moe_layers * (_moe_weights_of_a_token(config) - _mlp_weights(config)) if config.moe_layers else 0
-    return config.layers * _layer_weights(config) + routed + config.vocab_size * config.hidden
+    dense = (config.layers - config.moe_layers) * _layer_weights(config)
+    routed = config.moe_layers * expert_layer_weights(config, of_a_token=True) if config.moe_layers else 0
+    return dense + routed + config.vocab_size * config.hidden
 
 
 def flops_per_token(config: GPTConfig, seq: int, *, causal: bool = True, lora: int = 0) -> float:
@@ -145,15 +153,17 @@ def _moe_weights(config: GPTConfig, experts: int) -> int:
     return shared + experts * (moe.bottleneck or config.hidden) * matrices
 
 
-def _moe_weights_of_a_token(config: GPTConfig) -> int:
+def expert_layer_weights(config: GPTConfig, *, of_a_token: bool) -> int:
+    """Weights of the matrices of one layer with experts: of all of them, or of those that a token uses."""
     assert config.moe is not None
-    return _moe_weights(config, config.moe.top_k)
+    count = config.moe.top_k if of_a_token else config.moe.experts
+    return _layer_weights(config) - _mlp_weights(config) + _moe_weights(config, count)
 
 
 def _moe_parameters(config: GPTConfig) -> int:
     moe = config.moe
     assert moe is not None
-    biases = _mlp_matrices_up(config) * moe.shared_experts * moe.expert_hidden + config.hidden
+    biases = _mlp_matrices_up(config) * moe.shared_hidden + config.hidden
     return _moe_weights(config, moe.experts) + (biases if config.bias and moe.shared_experts else 0)
 
 

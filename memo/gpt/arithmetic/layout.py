@@ -33,6 +33,8 @@ class Layout:
     """Whether they attend in a ring even where their heads divide, and could be exchanged for tokens."""
     pp: int = 1
     """Pipeline stages."""
+    ep: int = 1
+    """Ranks that experts are divided over: data-parallel ones that are neighbours, a divisor of the replicas."""
     islands: tuple[int, ...] = ()
     """Replicas in each group of nodes that a stage's are divided over; without them a stage is within one such group."""
     stage_layers: int = 0
@@ -43,11 +45,15 @@ class Layout:
     """Whether the first and the last stage are in different groups of nodes."""
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "batch", "gpus", "tp", "cp", "pp"):
+        for name in ("tokens", "batch", "gpus", "tp", "cp", "pp", "ep"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.gpus % (self.tp * self.cp * self.pp):
             raise UsageError(f"{self.gpus} GPUs are not a multiple of tp {self.tp} x cp {self.cp} x pp {self.pp}")
+        if self.replicas % self.ep:
+            raise UsageError(f"--ep {self.ep} does not divide the {self.replicas} data-parallel ranks")
+        if self.ep > 1 and self.islands:
+            raise UsageError("--ep is not planned on groups of nodes that are not alike; leave it out")
         if self.ring and self.cp == 1:
             raise UsageError("--cp-attention ring has no meaning without --cp")
         if self.islands and (sum(self.islands) != self.replicas or min(self.islands) < 1):
@@ -84,6 +90,16 @@ class Layout:
     def context_group(self, gpus_per_node: int) -> Group:
         """Ranks of context parallelism."""
         return self._slowest(self.cp, stride=self.tp, gpus_per_node=gpus_per_node)
+
+    def expert_group(self, gpus_per_node: int) -> Group:
+        """Ranks that divide the experts."""
+        return self._slowest(self.ep, stride=self.cp * self.tp, gpus_per_node=gpus_per_node)
+
+    def expert_copies_group(self, gpus_per_node: int) -> Group:
+        """Ranks with the same experts: blocks of cp x tp neighbours, ep blocks apart."""
+        block, count = self.cp * self.tp, self.replicas // self.ep
+        within = max(gpus_per_node // (block * self.ep), 1) if count > 1 else 1
+        return Group(size=block * count, per_node=min(block * min(within, count), gpus_per_node))
 
     def data_group(self, gpus_per_node: int, *, size: int | None = None) -> Group:
         """Ranks with the same weights: those of data and context parallelism, or `size` of them that are neighbours."""

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from memo.errors import UsageError
 from memo.gpt.arithmetic.block_bytes import Block, ElementSizes
-from memo.gpt.arithmetic.collectives import exchange_s
+from memo.gpt.arithmetic.collectives import Ranks, exchange_s
 from memo.gpt.arithmetic.embedding_exchange import RowExchange
 from memo.gpt.arithmetic.flops import (
     adapter_parameter_count,
+    expert_layer_parameter_count,
     flops_per_token,
     layer_matrices,
     layer_parameter_count,
@@ -27,6 +30,7 @@ from memo.gpt.arithmetic.flops import (
 from memo.gpt.arithmetic.framework_profile import profile_of_training
 from memo.gpt.arithmetic.kernel_times import KernelRates
 from memo.gpt.arithmetic.layout import Layout
+from memo.gpt.arithmetic.mixture_bytes import mixture_block
 from memo.gpt.arithmetic.optimizers import Optimizer, end_states, layer_states, orthogonalisation_flops
 from memo.gpt.arithmetic.step_collectives import ChunkOfLayers, StepCollectives, padded_elements
 from memo.gpt.arithmetic.training import ADAM_FP32, ADAM_PURE, Loss, Recompute, Training
@@ -49,6 +53,10 @@ from memo.mip.inputs import (
     StaticBytes,
 )
 from memo.swap import comparing_nbytes
+
+if TYPE_CHECKING:
+    from memo.gpt.arithmetic.collectives import Collective
+    from memo.gpt.arithmetic.step_collectives import WeightUnit
 
 __all__ = ["Layout", "derive_profile"]
 
@@ -107,10 +115,16 @@ def derive_profile(
         UsageError: the layout does not divide the model, or the choices contradict one another; the sparse exchange is
             not possible.
     """
-    if config.moe is not None:
-        raise UsageError(
-            f"{name} has a mixture of experts, which is not planned by arithmetic; train with --offload auto without a plan"
-        )
+    _check_experts(
+        config,
+        layout,
+        {
+            "--recompute": recompute is not None,
+            "--lora": lora > 0,
+            "--optimizer muon": optimizer is Optimizer.MUON,
+            "--mlp-tiles": config.mlp_tiles > 1,
+        },
+    )
     if config.heads % layout.tp or config.kv_heads % layout.tp or config.ffn % layout.tp:
         raise UsageError(f"tp {layout.tp} does not divide {config.heads} heads, {config.kv_heads} key/value heads")
     if config.layers < layout.pp:
@@ -157,6 +171,7 @@ def derive_profile(
         cp=layout.cp,
         pp=layout.pp,
         ring=layout.rings(config.heads, config.kv_heads),
+        ep=layout.ep,
     )
     sizes = ElementSizes.of(precision)
     weights = _Weights(layout, WeightExchange(machine, layout, own))
@@ -167,15 +182,22 @@ def derive_profile(
     sparse = rows if sparse_embedding and isinstance(rows, RowExchange) else None
     step = StepCollectives(config=config, layout=layout, precision=precision, sparse_embedding=sparse is not None)
     ends = _Ends(config, machine, layout, sizes, weights, step, sparse)
-    layer = _layer(config, machine, layout, sizes, weights, step)
+    mixed = [config.moe is not None and config.moe.is_in(layer) for layer in range(config.layers)]
+    classes = {
+        experts: _layer(config, machine, layout, sizes, weights, step, experts=experts) for experts in set(mixed)
+    }
     # Of the largest stage.
     stage_layers = layout.layers_of_stage(config.layers)
-    stage_parameters = parameter_count(config)
-    if layout.pp > 1:
-        stage_parameters = stage_layers * layer_parameter_count(config) + config.vocab_size * config.hidden
-    trained = stage_layers * adapter_parameter_count(config, lora) if lora else stage_parameters / layout.tp
-    optimizer_s = weights.update_bytes(trained) / machine.hbm_bytes_per_s
+    with_experts = min(-(-stage_layers // config.moe.every), config.moe_layers) if config.moe is not None else 0
+    trained = weights.trained(config, step, layers=stage_layers - with_experts, with_experts=with_experts)
+    apart = step.layer_units(experts=True)[1:] if with_experts else []
+    shares = sum(unit.elements / unit.shards for unit in apart)
+    optimizer_s = (
+        weights.update_bytes(trained + with_experts * shares * weights.update_shards) / machine.hbm_bytes_per_s
+    )
     exchanged_s = weights.exchange.update_s(trained) + ends.tied_s()
+    if not weights.exchange.gathers_each_pass:
+        exchanged_s += with_experts * weights.apart_s(step.gather, apart)
     if sparse is not None:
         optimizer_s += sparse.whole_update_s
         exchanged_s += weights.exchange.update_s(trained - table / layout.tp) - weights.exchange.update_s(trained)
@@ -186,8 +208,8 @@ def derive_profile(
     return Profile(
         signature=signature,
         role=Role.DERIVED,
-        classes=(layer,),
-        layers=("block",) * config.layers,
+        classes=tuple(classes.values()),
+        layers=tuple(classes[experts].name for experts in mixed),
         mlp_tiles=config.mlp_tiles,
         embedding=ends.embedding(),
         head=ends.head(),
@@ -196,10 +218,29 @@ def derive_profile(
         embedding_exchange=None if isinstance(rows, str) else rows.figures(sparse=sparse_embedding),
         send_s=exchange_s([step.send()], machine, layout),
         send_bytes=step.send().nbytes if layout.pp > 1 else 0.0,
-        link_share=_link_share(layer, machine, layout, step, accumulate),
+        link_share=max(
+            _link_share(layer, machine, layout, step, accumulate, experts=experts) for experts, layer in classes.items()
+        ),
         model_flops_causal_per_token=flops_per_token(config, layout.tokens, lora=lora),
         model_flops_full_per_token=flops_per_token(config, layout.tokens, causal=False, lora=lora),
     )
+
+
+def _check_experts(config: GPTConfig, layout: Layout, given: dict[str, bool]) -> None:
+    """Raises UsageError where experts do not divide, or are trained in a way that memo train does not have for them."""
+    if config.moe is None:
+        if layout.ep > 1:
+            raise UsageError(f"--ep {layout.ep} has no meaning without --experts")
+        return
+    if config.moe.experts % layout.ep:
+        raise UsageError(
+            f"--ep {layout.ep} does not divide the model's {config.moe.experts} experts; a rank needs whole ones"
+        )
+    if config.moe.shared_hidden % layout.tp:
+        raise UsageError(f"tp {layout.tp} does not divide {config.moe.shared_hidden} columns of the shared experts")
+    flag = next((flag for flag, is_given in given.items() if is_given), None)
+    if flag is not None:
+        raise UsageError(f"a mixture of experts is not planned with {flag}; leave it out")
 
 
 def _layer(
@@ -209,24 +250,35 @@ def _layer(
     sizes: ElementSizes,
     weights: _Weights,
     step: StepCollectives,
+    *,
+    experts: bool,
 ) -> LayerProfile:
+    """Profile of a layer, with `experts` in the place of its MLP or without."""
     tokens = layout.rank_tokens
-    block = Block.of(config, layout.tokens, sizes, batch=layout.batch, tp=layout.tp, cp=layout.cp, rings=step.rings)
+    tp, cp, rings = layout.tp, layout.cp, step.rings
+    if experts:
+        block = mixture_block(config, layout.tokens, sizes, batch=layout.batch, tp=tp, cp=cp, ep=layout.ep, rings=rings)
+    else:
+        block = Block.of(config, layout.tokens, sizes, batch=layout.batch, tp=tp, cp=cp, rings=rings)
     products_s = tokens / (machine.peak_flops * machine.matmul_efficiency)
     attention_s = block.attention * tokens / (machine.peak_flops * machine.attention_efficiency)
     memory_s = tokens / machine.hbm_bytes_per_s
     ring_s = [layout.cp * nbytes * memory_s for nbytes in block.ring_traffic]
     # A ring's rotations run beside the kernel, but for what lasts longer.
     hidden_s = attention_s * (layout.cp - 1) / layout.cp if step.rings else 0.0
-    forward_exchange_s = exchange_s(step.tensor_forward(), machine, layout) + max(
+    there, back = step.tensor_forward(experts=experts), step.tensor_backward(experts=experts)
+    if experts:
+        there, back = (*there, *step.expert_forward()), (*back, *step.expert_backward())
+    forward_exchange_s = exchange_s(there, machine, layout) + max(
         exchange_s(step.context_forward(), machine, layout) - hidden_s, 0.0
     )
-    backward_exchange_s = exchange_s(step.tensor_backward(), machine, layout) + max(
+    backward_exchange_s = exchange_s(back, machine, layout) + max(
         exchange_s(step.context_backward(), machine, layout) - ATTENTION_BACKWARD * hidden_s, 0.0
     )
     context_s = 0.0 if step.rings else exchange_s(step.context_forward(), machine, layout)
-    parameters = layer_parameter_count(config)
-    gathered_weights = weights.gathered_bytes(parameters)
+    own, *apart = step.layer_units(experts=experts)
+    parameters = _own_parameter_count(config, layout, apart, experts=experts)
+    gathered_weights = weights.gathered_bytes(parameters, apart)
     # Adapters are whole on every tensor-parallel rank. They read what the frozen maps read, which autograd saves for their
     # gradients, and save what is between their two products; a frozen weight has no gradient.
     lora = weights.exchange.training.lora
@@ -234,12 +286,13 @@ def _layer(
     between_adapters = len(layer_matrices(config)) * lora * sizes.product * tokens
     beside_adapters = max(max(shape) for shape in layer_matrices(config)) / layout.tp * sizes.product * tokens
     beside_adapters = beside_adapters if lora else 0.0
-    trained = adapters if lora else parameters / layout.tp
     gathered_gradients = 0.0 if lora else gathered_weights
     # Autocast's copies of the weights live from their first use until backward has used them.
-    copied_weights = sizes.product * parameters / layout.tp if sizes.casts else 0.0
+    on_rank = parameters / layout.tp + sum(unit.elements for unit in apart)
+    copied_weights = sizes.product * on_rank if sizes.casts else 0.0
     return LayerProfile(
-        name="block",
+        name="experts" if experts else "block",
+        divisible=not experts,  # a part of the routed rows is not repeated
         always_bytes=round(block.always * tokens),
         points=(
             PointProfile(
@@ -257,10 +310,10 @@ def _layer(
             ),
             PointProfile(
                 name=ATTENTION,
-                saved_bytes=0,
+                saved_bytes=round(block.at_attention * tokens),
                 recompute_s=block.projections_again * products_s
                 + block.elementwise_again * memory_s
-                + exchange_s(step.tensor_again(), machine, layout)
+                + exchange_s(step.tensor_again(experts=experts), machine, layout)
                 + block.exchanges_again * context_s,
                 recompute_flops=block.projections_again * tokens,
                 held_bytes=round(block.held_at_attention * tokens),
@@ -287,10 +340,8 @@ def _layer(
         attention_s=attention_s,
         forward_exchange_s=forward_exchange_s,
         backward_exchange_s=backward_exchange_s,
-        gather_s=weights.exchange.gather_s(padded_elements(step.layer_shapes(), weights.exchange.shards)),
-        sync_s=weights.exchange.sync_s(
-            trained if lora else padded_elements(step.layer_shapes(), weights.exchange.shards)
-        ),
+        gather_s=weights.gather_s(own, apart, step),
+        sync_s=weights.exchange.sync_s(adapters) if lora else weights.sync_s(own, apart, step),
         # The layer that runs and the next one, which is gathered meanwhile.
         forward_transient_bytes=round(2 * gathered_weights + block.forward_transient * tokens + beside_adapters)
         + comparing_nbytes(round(block.largest * tokens)),
@@ -305,10 +356,18 @@ def _layer(
         forward_gathered_bytes=round(2 * gathered_weights),
         backward_gathered_bytes=round(2 * gathered_weights + 2 * gathered_gradients),
         between_bytes=round(block.between * tokens),
-        static=weights.static(parameters, adapters=adapters) + StaticBytes(cast=round(copied_weights)),
+        static=weights.static(parameters, apart, adapters=adapters) + StaticBytes(cast=round(copied_weights)),
         storages=block.storages,
         largest_storage_bytes=round(block.largest * tokens),
     )
+
+
+def _own_parameter_count(config: GPTConfig, layout: Layout, apart: Sequence[WeightUnit], *, experts: bool) -> int:
+    """Parameters of a layer that the ranks with the same parameters share: all but those that other ranks do."""
+    if not experts:
+        return layer_parameter_count(config)
+    others = (unit.elements * (layout.ep if unit.ranks is Ranks.EXPERT_COPIES else 1) for unit in apart)
+    return expert_layer_parameter_count(config) - sum(others)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -322,10 +381,52 @@ class _Weights:
     def _training(self) -> Training:
         return self.exchange.training
 
-    def gathered_bytes(self, parameters: float) -> float:
-        """Bytes of a layer's gathered weights, where they are not on the device all the time."""
-        gathers = self.exchange.gathers_each_pass and self.exchange.shards > 1
-        return self._training.gathered_bytes * parameters / self.layout.tp if gathers else 0.0
+    def gathered_bytes(self, parameters: float, apart: Sequence[WeightUnit] = ()) -> float:
+        """Bytes of a layer's gathered weights, where they are not on the device all the time.
+
+        Args:
+            parameters: those that the ranks with the same parameters share, before division by tensor parallelism.
+            apart: those that other ranks share.
+        """
+        if not self.exchange.gathers_each_pass:
+            return 0.0
+        own = parameters / self.layout.tp if self.exchange.shards > 1 else 0.0
+        return self._training.gathered_bytes * (own + sum(unit.elements for unit in apart if unit.shards > 1))
+
+    def gather_s(self, own: WeightUnit, apart: Sequence[WeightUnit], step: StepCollectives) -> float:
+        """Seconds to gather a layer's weights once; 0 where a rank has them."""
+        if not self.exchange.gathers_each_pass:
+            return 0.0
+        return self.exchange.gather_s(padded_elements(own.shapes, self.exchange.shards)) + self.apart_s(
+            step.gather, apart
+        )
+
+    def sync_s(self, own: WeightUnit, apart: Sequence[WeightUnit], step: StepCollectives) -> float:
+        """Seconds to reduce a layer's gradients once a step."""
+        elements = padded_elements(own.shapes, self.exchange.shards)
+        return self.exchange.sync_s(elements) + self.apart_s(step.reduce, apart)
+
+    def apart_s(self, collective: Callable[[WeightUnit], Iterable[Collective]], apart: Sequence[WeightUnit]) -> float:
+        """Seconds of a collective over each of some units apart."""
+        return sum(exchange_s(collective(unit), self.exchange.machine, self.layout) for unit in apart)
+
+    def trained(self, config: GPTConfig, step: StepCollectives, *, layers: int, with_experts: int) -> float:
+        """Trained parameters of the ends and of so many layers of both kinds, on a rank before sharding.
+
+        Those of units apart are not among them.
+        """
+        lora, tp = self._training.lora, self.layout.tp
+        if lora:
+            return layers * adapter_parameter_count(config, lora)
+        dense = dataclasses.replace(config, moe=None)
+        ends = config.vocab_size * config.hidden
+        if self.layout.pp == 1:
+            ends = parameter_count(dense) - config.layers * layer_parameter_count(config)
+        mixed = 0
+        if with_experts:
+            apart = step.layer_units(experts=True)[1:]
+            mixed = with_experts * _own_parameter_count(config, self.layout, apart, experts=True)
+        return (layers * layer_parameter_count(config) + mixed + ends) / tp
 
     def end_static(self, parameters: float) -> StaticBytes:
         """Bytes of an end's parameters on the device all the time.
@@ -340,10 +441,11 @@ class _Weights:
         static = training.static_bytes(own, self.exchange.shards, trained=0 if training.lora else own, of_end=True)
         return static + StaticBytes(gathered=round(gathered), gradients=round(gradients))
 
-    def static(self, parameters: float, *, adapters: float) -> StaticBytes:
-        """Bytes of a layer's parameters that are on the device all the time."""
+    def static(self, parameters: float, apart: Sequence[WeightUnit], *, adapters: float) -> StaticBytes:
+        """Bytes of a layer's parameters that are on the device all the time; as `gathered_bytes`."""
         own, training = parameters / self.layout.tp + adapters, self._training
-        return training.static_bytes(own, self.exchange.shards, trained=adapters if training.lora else own)
+        found = training.static_bytes(own, self.exchange.shards, trained=adapters if training.lora else own)
+        return sum((training.static_bytes(unit.elements, unit.shards) for unit in apart), start=found)
 
     @property
     def update_shards(self) -> int:
@@ -365,14 +467,18 @@ def _tiling_s(config: GPTConfig, block: Block, machine: Hardware) -> float:
 
 
 def _link_share(
-    layer: LayerProfile, machine: Hardware, layout: Layout, step: StepCollectives, accumulate: int
+    layer: LayerProfile, machine: Hardware, layout: Layout, step: StepCollectives, accumulate: int, *, experts: bool
 ) -> float:
     """Fraction of a GPU's link to the host that collectives of a layer's two passes take, in one direction."""
     rate_of, nodes = Collectives(machine).host_link_bytes_per_s, machine.gpus_per_node
     weights_s = 2 * layer.gather_s + layer.reduce_s + layer.sync_s / accumulate
-    tensor_s = exchange_s((*step.tensor_forward(), *step.tensor_backward()), machine, layout)
+    there, back = step.tensor_forward(experts=experts), step.tensor_backward(experts=experts)
+    tensor_s = exchange_s((*there, *back), machine, layout)
     context_s = exchange_s((*step.context_forward(), *step.context_backward()), machine, layout)
     nbytes = tensor_s * rate_of(layout.tensor_group(nodes)) + context_s * rate_of(layout.context_group(nodes))
+    if experts:
+        routed_s = exchange_s((*step.expert_forward(), *step.expert_backward()), machine, layout)
+        nbytes += routed_s * rate_of(layout.expert_group(nodes))
     nbytes += weights_s * rate_of(layout.data_group(nodes))
     seconds = max(layer.forward_s + layer.backward_s, weights_s)
     link = min(machine.d2h_bytes_per_s, machine.h2d_bytes_per_s)
@@ -477,7 +583,10 @@ class _Ends:
         # Gradient of the projection's weight in float32, and its copy in the dtype of products, which backward reads.
         matrix = config.vocab_size * config.hidden / self.layout.tp
         products = 3
-        stays = round(self.weights.gathered_bytes(layer_parameter_count(config)))  # the last layer's weights
+        mixed = config.moe is not None and config.moe.is_in(config.layers - 1)
+        apart = self.step.layer_units(experts=mixed)[1:]
+        # The last layer's weights, but for those that are gathered apart.
+        stays = round(self.weights.gathered_bytes(_own_parameter_count(config, self.layout, apart, experts=mixed)))
         if exchange.training.lora:  # a frozen projection
             matrix, products = 0.0, 2
         return EndProfile(

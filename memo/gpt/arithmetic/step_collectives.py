@@ -15,6 +15,10 @@ what a rank issues. Needs no torch. t is the tokens of a microbatch after contex
     weights  dp x cp gather of each layer before each of its passes (the last one stays), of the ends before forward;
                      reduction once a step. In a pipeline all are gathered once a step. An embedding whose gradient is
                 exchanged as rows: counts, numbers and rows once a step, of at most a rank's tokens
+    experts     all  choices of each expert, over all ranks with different tokens; where tp divides these, each rank's loss
+                ep   rows for each expert; their vectors there, and the results back; backward the same
+                     experts are sharded over the ranks with the same ones; where tp divides tokens, what each rank has
+                     whole (routers, experts, projections of a bottleneck) over all with different tokens, each by itself
     stages      pp   a microbatch's hidden states to the next stage, their gradient to the one before
     step        all  whether to stop, the mean loss, the gradients' norm
 """
@@ -29,14 +33,15 @@ from typing import TYPE_CHECKING
 from memo.gpt.arithmetic.block_bytes import ElementSizes
 from memo.gpt.arithmetic.collectives import Collective, CollectiveKind, Ranks
 from memo.gpt.arithmetic.embedding_traffic import EmbeddingTraffic
+from memo.gpt.config import expert_shard_dimension
 from memo.gpt.train_config import Precision
 from memo.mip.inputs import PipelineSchedule
 
 if TYPE_CHECKING:
     from memo.gpt.arithmetic.layout import Layout
-    from memo.gpt.config import GPTConfig
+    from memo.gpt.config import GPTConfig, MoeConfig
 
-__all__ = ["ChunkOfLayers", "StepCollectives", "padded_elements"]
+__all__ = ["ChunkOfLayers", "StepCollectives", "WeightUnit", "padded_elements"]
 
 ID = 8  # bytes of a token's number, and of the step's three sums
 WIDE = 4  # bytes of a float32, in which the loss computes
@@ -53,10 +58,28 @@ def padded_elements(shapes: Iterable[Shape], shards: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WeightUnit:
+    """Parameters that are gathered and reduced together."""
+
+    shapes: tuple[Shape, ...]
+    """The rows are what is divided."""
+    ranks: Ranks = Ranks.REPLICAS
+    shards: int
+    """Number of these ranks."""
+
+    @property
+    def elements(self) -> int:
+        """Elements before sharding."""
+        return sum(rows * columns for rows, columns in self.shapes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkOfLayers:
     """Consecutive layers that a rank runs for each microbatch, and their place in the pipeline."""
 
     layers: int
+    experts: int = 0
+    """How many of them have experts."""
     is_first: bool = True
     """It has the embedding."""
     is_last: bool = True
@@ -102,27 +125,75 @@ class StepCollectives:
         """Parameters of h numbers in one norm."""
         return 2 if self.config.norm == "layernorm" and self.config.bias else 1
 
-    def layer_forward(self) -> tuple[Collective, ...]:
-        """Collectives of a microbatch's forward through one layer."""
-        return (*self.tensor_forward(), *self.context_forward())
+    def layer_forward(self, *, experts: bool = False) -> tuple[Collective, ...]:
+        """Collectives of a microbatch's forward through one layer; `experts`: one that has them."""
+        routed = self.expert_forward() if experts else ()
+        return (*self.tensor_forward(experts=experts), *self.context_forward(), *routed)
 
-    def layer_backward(self, *, splits: bool = False) -> tuple[Collective, ...]:
+    def layer_backward(self, *, splits: bool = False, experts: bool = False) -> tuple[Collective, ...]:
         """Collectives of its backward, without any recompute; `splits`: in two halves."""
-        return (*self.tensor_backward(splits=splits), *self.context_backward())
+        routed = self.expert_backward() if experts else ()
+        return (*self.tensor_backward(splits=splits, experts=experts), *self.context_backward(), *routed)
 
-    def tensor_forward(self) -> tuple[Collective, ...]:
+    def _divided(self, *, experts: bool) -> int:
+        """Parts of a layer that tensor-parallel ranks divide: attention and MLP; of a mixture its shared experts alone."""
+        moe = self.config.moe
+        return 1 if experts and moe is not None and not moe.shared_experts else 2
+
+    def tensor_forward(self, *, experts: bool = False) -> tuple[Collective, ...]:
         """Tensor parallelism's part of `layer_forward`."""
-        return self._tensor(gathers=2, sums=2)
+        parts = self._divided(experts=experts)
+        return self._tensor(gathers=parts, sums=parts)
 
-    def tensor_again(self) -> tuple[Collective, ...]:
+    def tensor_again(self, *, experts: bool = False) -> tuple[Collective, ...]:
         """What a replay of a whole layer repeats of it: all but the sum after the last projection."""
-        return self._tensor(gathers=2, sums=1)
+        return self._tensor(gathers=self._divided(experts=experts), sums=1)
 
-    def tensor_backward(self, *, splits: bool = False) -> tuple[Collective, ...]:
+    def tensor_backward(self, *, splits: bool = False, experts: bool = False) -> tuple[Collective, ...]:
         """Tensor parallelism's part of `layer_backward`."""
-        shared = 2 * self._norms + (2 if self.config.bias else 0)
+        parts = self._divided(experts=experts)
+        shared = 2 * self._norms + (parts if self.config.bias else 0)
         # A function written in Python is not told which half runs, so each half gathers what the products read.
-        return (*self._tensor(gathers=6 if splits else 4, sums=2), *self._sums_of_shared(shared))
+        return (*self._tensor(gathers=(3 if splits else 2) * parts, sums=parts), *self._sums_of_shared(shared))
+
+    @property
+    def _moe(self) -> MoeConfig:
+        moe = self.config.moe
+        assert moe is not None
+        return moe
+
+    def expert_forward(self) -> tuple[Collective, ...]:
+        """Collectives of a microbatch's forward through one mixture of experts, its shared ones' excepted."""
+        found = []
+        if self._token_ranks > 1:
+            found += [self._one(CollectiveKind.ALL_REDUCE, Ranks.TOKENS, self._moe.experts * ID)]
+        if self.layout.tp > 1:
+            found += [self._one(CollectiveKind.ALL_REDUCE, Ranks.TENSOR, WIDE)]
+        if self.layout.ep > 1:
+            found += [self._one(CollectiveKind.ALL_TO_ALL, Ranks.EXPERTS, self._moe.experts * ID)]
+        return (*found, *self._exchanged_rows())
+
+    def expert_backward(self) -> tuple[Collective, ...]:
+        """Collectives of its backward."""
+        return self._exchanged_rows()
+
+    def _exchanged_rows(self) -> tuple[Collective, ...]:
+        """Routed rows to the ranks of their experts and back, of ranks that are chosen equally often."""
+        if self.layout.ep == 1:
+            return ()
+        moe = self._moe
+        rows = self._tokens // self.layout.tp * moe.top_k
+        nbytes = rows * (moe.bottleneck or self.config.hidden) * self._sizes.product
+        return (self._one(CollectiveKind.ALL_TO_ALL, Ranks.EXPERTS, nbytes).times(2),)
+
+    @staticmethod
+    def _one(kind: CollectiveKind, ranks: Ranks, nbytes: int) -> Collective:
+        return Collective(kind=kind, ranks=ranks, nbytes=nbytes)
+
+    @property
+    def _token_ranks(self) -> int:
+        """Ranks with different tokens."""
+        return self.replicas * self.layout.tp
 
     def _tensor(self, *, gathers: int, sums: int) -> tuple[Collective, ...]:
         nbytes = self._tokens * self.config.hidden * self._sizes.product
@@ -217,15 +288,44 @@ class StepCollectives:
 
     # Parameters.
 
-    def layer_shapes(self) -> list[Shape]:
-        """A rank's parts of the parameters of one layer."""
+    def layer_units(self, *, experts: bool = False) -> list[WeightUnit]:
+        """A rank's parts of the parameters of one layer; the first unit is the layer's own."""
+        own, apart = self._layer_shapes(experts=experts), []
+        if experts:
+            parts = self._expert_units()
+            apart = [unit for unit in parts if unit.ranks is not Ranks.REPLICAS]
+            own += [shape for unit in parts if unit.ranks is Ranks.REPLICAS for shape in unit.shapes]
+        return [WeightUnit(shapes=tuple(own), shards=self.replicas), *apart]
+
+    def _layer_shapes(self, *, experts: bool) -> list[Shape]:
+        """Those of norms, attention and an MLP, which may be shared experts."""
         config, tp = self.config, self.layout.tp
-        h, qkv, ffn = config.hidden, config.qkv_width // tp, config.ffn // tp
+        h, qkv = config.hidden, config.qkv_width // tp
+        ffn = (self._moe.shared_hidden if experts else config.ffn) // tp
         up = [(ffn, h)] * (2 if config.mlp == "swiglu" else 1)
-        shapes = [(h, 1)] * (2 * self._norms) + [(qkv, h), (h, h // tp), *up, (h, ffn)]
+        shapes = [(h, 1)] * (2 * self._norms) + [(qkv, h), (h, h // tp)]
+        shapes += [*up, (h, ffn)] if ffn else []
         if config.bias:
-            shapes += [(qkv, 1), (h, 1), *((ffn, 1) for _ in up), (h, 1)]
+            shapes += [(qkv, 1), (h, 1), *([*((ffn, 1) for _ in up), (h, 1)] if ffn else [])]
         return shapes
+
+    def _expert_units(self) -> list[WeightUnit]:
+        """Router, experts and projections of a bottleneck, which are whole on each rank that has them."""
+        config, moe, layout = self.config, self._moe, self.layout
+        ranks, shards = Ranks.REPLICAS, self.replicas
+        if layout.tp > 1:
+            ranks, shards = Ranks.TOKENS, self._token_ranks
+        h, narrow, own = config.hidden, moe.bottleneck or config.hidden, moe.experts // layout.ep
+        whole = [((moe.experts, h),)] + ([((narrow, h),), ((h, narrow),)] if moe.bottleneck else [])
+        units = [WeightUnit(shapes=shapes, ranks=ranks, shards=shards) for shapes in whole]
+        if layout.ep > 1:
+            ranks, shards = Ranks.EXPERT_COPIES, self._token_ranks // layout.ep
+        ups = [(narrow, moe.expert_hidden)] * (2 if config.mlp == "swiglu" else 1)
+        matrices = []
+        for inputs, outputs in (*ups, (moe.expert_hidden, narrow)):
+            by_inputs = expert_shard_dimension(own, inputs, shards=shards)
+            matrices.append((inputs, own * outputs) if by_inputs else (own, inputs * outputs))
+        return [*units, WeightUnit(shapes=tuple(matrices), ranks=ranks, shards=shards)]
 
     def table_rows(self, tp_rank: int = 0) -> int:
         """Rows of the vocabulary on a rank of tensor parallelism; the last ranks may have fewer than the first."""
@@ -249,32 +349,34 @@ class StepCollectives:
         """Rows of a learned position table, which memo train makes as long as a sequence."""
         return self.layout.tokens
 
-    def gather(self, shapes: Iterable[Shape]) -> tuple[Collective, ...]:
+    def end_unit(self, chunk: ChunkOfLayers, tp_rank: int = 0) -> WeightUnit:
+        """Parameters of the ends that are gathered together."""
+        return WeightUnit(shapes=tuple(self.end_shapes(chunk, tp_rank)), shards=self.replicas)
+
+    def gather(self, unit: WeightUnit) -> tuple[Collective, ...]:
         """Gather of some parameters together."""
-        return self._sharded(CollectiveKind.ALL_GATHER, shapes, Ranks.REPLICAS, self.replicas)
+        return self._sharded(CollectiveKind.ALL_GATHER, unit)
 
-    def reduce(self, shapes: Iterable[Shape]) -> tuple[Collective, ...]:
+    def reduce(self, unit: WeightUnit) -> tuple[Collective, ...]:
         """Reduction of their gradients, which are in the weights' format."""
-        return self._sharded(CollectiveKind.REDUCE_SCATTER, shapes, Ranks.REPLICAS, self.replicas)
+        return self._sharded(CollectiveKind.REDUCE_SCATTER, unit)
 
-    def _sharded(
-        self, kind: CollectiveKind, shapes: Iterable[Shape], ranks: Ranks, shards: int
-    ) -> tuple[Collective, ...]:
-        elements = padded_elements(shapes, shards)
-        if shards == 1 or not elements:
+    def _sharded(self, kind: CollectiveKind, unit: WeightUnit) -> tuple[Collective, ...]:
+        elements = padded_elements(unit.shapes, unit.shards)
+        if unit.shards == 1 or not elements:
             return ()
-        return (Collective(kind=kind, ranks=ranks, nbytes=elements * self._sizes.stream),)
+        return (Collective(kind=kind, ranks=unit.ranks, nbytes=elements * self._sizes.stream),)
 
-    def _positions(self, kind: CollectiveKind, chunk: ChunkOfLayers) -> tuple[Collective, ...]:
-        """Those of a learned position table under tensor parallelism, whose ranks read different rows of it."""
+    def _positions(self, chunk: ChunkOfLayers) -> list[WeightUnit]:
+        """A learned position table under tensor parallelism, whose ranks read different rows of it."""
         if not (chunk.is_first and self.config.positions == "learned" and self.layout.tp > 1):
-            return ()
+            return []
         shape = (self._position_rows, self.config.hidden)
-        return self._sharded(kind, [shape], Ranks.TOKENS, self.replicas * self.layout.tp)
+        return [WeightUnit(shapes=(shape,), ranks=Ranks.TOKENS, shards=self._token_ranks)]
 
     def _tied(self, tp_rank: int, replica: int) -> tuple[Collective, ...]:
         """The sum of a tied table's two gradients, each rank's shard of them."""
-        nbytes = self._own_rows(self.table_rows(tp_rank), replica) * self.config.hidden * self._sizes.stream
+        nbytes = _own_rows(self.table_rows(tp_rank), replica, self.replicas) * self.config.hidden * self._sizes.stream
         return (Collective(kind=CollectiveKind.ALL_REDUCE, ranks=Ranks.ENDS, nbytes=nbytes),)
 
     def embedding_rows(self, *, microbatches: int, tp_rank: int = 0) -> tuple[Collective, ...]:
@@ -290,14 +392,23 @@ class StepCollectives:
 
     def shard_rows(self, chunks: Iterable[ChunkOfLayers], *, tp_rank: int, replica: int) -> tuple[Shape, ...]:
         """Of each parameter of chunks of layers and their ends, the rows before sharding and those of one replica."""
-        chunks = list(chunks)
-        shapes = [shape for chunk in chunks for shape in (*self.layer_shapes(), *self.end_shapes(chunk, tp_rank))]
-        whole = [(self.table_rows(tp_rank),) * 2 for chunk in chunks if chunk.is_first and self.sparse_embedding]
-        return (*((rows, self._own_rows(rows, replica)) for rows, _ in shapes), *whole)
+        found: list[Shape] = []
+        for chunk in chunks:
+            units = [unit for _, experts in _kinds(chunk) for unit in self.layer_units(experts=experts)]
+            for unit in (*units, self.end_unit(chunk, tp_rank)):
+                index = self._index(unit.ranks, tp_rank, replica)
+                found += [(rows, _own_rows(rows, index, unit.shards)) for rows, _ in unit.shapes]
+            if chunk.is_first and self.sparse_embedding:
+                found.append((self.table_rows(tp_rank),) * 2)
+        return tuple(found)
 
-    def _own_rows(self, rows: int, replica: int) -> int:
-        each = math.ceil(rows / self.replicas)
-        return min(each, max(0, rows - replica * each))
+    def _index(self, ranks: Ranks, tp_rank: int, replica: int) -> int:
+        """Number of a rank among those that share a unit."""
+        if ranks is Ranks.REPLICAS:
+            return replica
+        dp, cp = divmod(replica, self.layout.cp)
+        dp = dp // self.layout.ep if ranks is Ranks.EXPERT_COPIES else dp
+        return (dp * self.layout.cp + cp) * self.layout.tp + tp_rank
 
     # The step.
 
@@ -313,9 +424,11 @@ class StepCollectives:
         pp = self.layout.pp
         rank_of = {place: rank for rank in range(pp) for place in schedule.stages_of(rank, pp, chunks=chunks)}
         last = len(rank_of) - 1
+        counts = layers or [self.config.layers // len(rank_of)] * len(rank_of)
         return [
             ChunkOfLayers(
-                layers=layers[place] if layers else self.config.layers // len(rank_of),
+                layers=counts[place],
+                experts=self._with_experts(sum(counts[:place]), counts[place]),
                 is_first=place == 0,
                 is_last=place == last,
                 splits=place > 0 and schedule in (PipelineSchedule.ZERO_BUBBLE, PipelineSchedule.ZERO_BUBBLE_V),
@@ -324,6 +437,10 @@ class StepCollectives:
             )
             for place in schedule.stages_of(stage, pp, chunks=chunks)
         ]
+
+    def _with_experts(self, first: int, count: int) -> int:
+        moe = self.config.moe
+        return 0 if moe is None else sum(moe.is_in(layer) for layer in range(first, first + count))
 
     def step(
         self,
@@ -352,11 +469,11 @@ class StepCollectives:
         passes = 1 if self.layout.pp > 1 else microbatches
         for chunk in own:
             found += [each.times(passes) for each in self._gathers(chunk, tp_rank)]
-            again = 2 * passes if self.layout.pp == 1 else 1
-            found += [each.times(again) for each in self._positions(CollectiveKind.ALL_GATHER, chunk)]
-            found += [each.times(chunk.layers) for each in self.reduce(self.layer_shapes())]
-            found += self.reduce(self.end_shapes(chunk, tp_rank))
-            found += self._positions(CollectiveKind.REDUCE_SCATTER, chunk)
+            for count, experts in _kinds(chunk):
+                units = self.layer_units(experts=experts)
+                found += [each.times(count) for unit in units for each in self.reduce(unit)]
+            for unit in (self.end_unit(chunk, tp_rank), *self._positions(chunk)):
+                found += self.reduce(unit)
             if chunk.is_first and self.sparse_embedding:
                 found += self.embedding_rows(microbatches=microbatches, tp_rank=tp_rank)
         if self._has_two_tables(own):
@@ -365,8 +482,9 @@ class StepCollectives:
         return [*found, every] if self.layout.gpus > 1 else found
 
     def _microbatch(self, chunk: ChunkOfLayers) -> Iterator[Collective]:
-        for each in (*self.layer_forward(), *self.layer_backward(splits=chunk.splits)):
-            yield each.times(chunk.layers)
+        for count, experts in _kinds(chunk):
+            both = *self.layer_forward(experts=experts), *self.layer_backward(splits=chunk.splits, experts=experts)
+            yield from (each.times(count) for each in both)
         if chunk.is_first:
             yield from (*self.embedding_forward(), *self.embedding_backward())
         if chunk.is_last:
@@ -378,12 +496,31 @@ class StepCollectives:
 
     def _gathers(self, chunk: ChunkOfLayers, tp_rank: int) -> Iterator[Collective]:
         """Gathers of a chunk's weights, for one microbatch or in a pipeline for the step."""
-        # Before both passes, but for the last layer, which stays gathered between them.
-        gathers = chunk.layers if self.layout.pp > 1 else 2 * chunk.layers - 1
-        yield from (each.times(gathers) for each in self.gather(self.layer_shapes()))
-        yield from self.gather(self.end_shapes(chunk, tp_rank))
+        # Before both passes, but for the last layer's own, which stays gathered between them.
+        passes = 1 if self.layout.pp > 1 else 2
+        last = self.config.moe is not None and self.config.moe.is_in(self.config.layers - 1)
+        for count, experts in _kinds(chunk):
+            own, *apart = self.layer_units(experts=experts)
+            stays = passes == 2 and experts == last
+            yield from (each.times(passes * count - stays) for each in self.gather(own))
+            yield from (each.times(passes * count) for unit in apart for each in self.gather(unit))
+        yield from self.gather(self.end_unit(chunk, tp_rank))
+        yield from (each.times(passes) for unit in self._positions(chunk) for each in self.gather(unit))
 
     def _has_two_tables(self, own: list[ChunkOfLayers]) -> bool:
         """Whether one of a tied table's two copies is on this rank and the other one on another."""
         tied = self.config.tie_embeddings and self.layout.pp > 1
         return tied and any(chunk.is_first for chunk in own) != any(chunk.is_last for chunk in own)
+
+
+def _kinds(chunk: ChunkOfLayers) -> list[tuple[int, bool]]:
+    """Numbers of a chunk's layers without experts and with, of those that there are."""
+    return [
+        (count, experts) for count, experts in ((chunk.layers - chunk.experts, False), (chunk.experts, True)) if count
+    ]
+
+
+def _own_rows(rows: int, index: int, shards: int) -> int:
+    """Rows of one of a parameter's shards."""
+    each = math.ceil(rows / shards)
+    return min(each, max(0, rows - index * each))

@@ -7,15 +7,17 @@ Invariant: a rank never holds more than its part, and one whole parameter at a t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from memo.gpt.config import GPTConfig
+from memo.gpt.config import GPTConfig, expert_shard_dimension
 from memo.gpt.model.experts import MoeMlp
 from memo.gpt.model.init_weights import initialise
 from memo.gpt.model.model import GPT, Attention
@@ -162,6 +164,18 @@ def _mixtures(stage: PipelineStage) -> list[MoeMlp]:
     return [layer.mlp for layer in stage.layers.values() if isinstance(layer.mlp, MoeMlp)]
 
 
+def _divided_dimension(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:
+    """Dimension by which parameters are sharded: rows, but of experts that are not whole ones for each rank their inputs."""
+
+    def dimension(parameter: nn.Parameter) -> Shard:
+        if parameter.dim() < 3:  # not of experts: (experts, inputs, outputs)
+            return Shard(0)
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return Shard(expert_shard_dimension(*local.shape[:2], shards=mesh.size()))
+
+    return dimension
+
+
 def _divide_ends(stage: PipelineStage, world: World) -> None:
     """Applies tensor parallelism to embedding, last norm and output projection; each rank has a part of the vocabulary."""
     layout = world.layout
@@ -188,7 +202,7 @@ def _shard(stage: PipelineStage, world: World) -> None:
 
     def over_token_ranks(module: nn.Module, mesh: DeviceMesh, *, copies: int) -> None:
         """Shards over ranks that hold different tokens of `copies` batches."""
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, shard_placement_fn=_divided_dimension(mesh))
         if mesh.size() == copies:
             return
         # Tensor-parallel ranks have the same loss but different tokens, so their gradients are added, not averaged. It is a
@@ -207,10 +221,14 @@ def _shard(stage: PipelineStage, world: World) -> None:
             if part is not None and not isinstance(part, FSDPModule):
                 over_token_ranks(part, world.token_ranks, copies=copies)
     if world.replicas.size() > 1:
+        divided = _divided_dimension(world.replicas)
         for name, layer in stage.layers.items():
-            # The last layer's backward comes at once: gathered again, it would wait for the network.
+            # The last layer's backward comes at once: gathered again, it would wait for the network. Its experts are
+            # gathered again where they are sharded apart: a recorded layer must gather within itself in each call.
             last = int(name) == stage.config.layers - 1
-            fully_shard(layer, mesh=world.replicas, reshard_after_forward=reshard and not last)
+            fully_shard(
+                layer, mesh=world.replicas, reshard_after_forward=reshard and not last, shard_placement_fn=divided
+            )
         whole = set(stage.tokens.parameters()) if stage.sparse_embedding and stage.tokens is not None else None
         fully_shard(stage, mesh=world.replicas, reshard_after_forward=False, ignored_params=whole)
     elif world.layout.pp > 1:

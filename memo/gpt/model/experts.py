@@ -27,7 +27,7 @@ from memo.gpt.config import GPTConfig, MoeConfig
 from memo.parallel import exchange_rows, own_experts
 from memo.swap import memoize
 
-__all__ = ["Experts", "MoeMlp", "Router"]
+__all__ = ["Experts", "MoeMlp", "Router", "exchanged_counts"]
 
 _GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNED_BYTES = 16
@@ -90,7 +90,7 @@ class _ExpertMatrix(nn.Module):
         """Product of rows (n, inputs), sorted by expert, with their experts' matrices.
 
         Args:
-            rows: (n, inputs).
+            rows: (n, inputs), in the type of products.
             ends: row after the last one of each expert, (experts), int32.
 
         Returns:
@@ -98,8 +98,7 @@ class _ExpertMatrix(nn.Module):
         """
         weight = own_experts(self.weight)
         if torch.is_autocast_enabled(rows.device.type):
-            dtype = torch.get_autocast_dtype(rows.device.type)
-            rows, weight = rows.to(dtype), weight.to(dtype)
+            weight = weight.to(rows.dtype)
         return _grouped_product(rows, weight, ends)
 
 
@@ -135,6 +134,8 @@ class Experts(nn.Module):
         Returns:
             Of the shape of `rows`.
         """
+        if torch.is_autocast_enabled(rows.device.type):  # once for all products, and before the exchange
+            rows = rows.to(torch.get_autocast_dtype(rows.device.type))
         if self.group is not None:
             return self._on_their_ranks(rows, sorted_experts, self.group)
         return self._computed(rows, sorted_experts, self.count)
@@ -183,8 +184,10 @@ class MoeMlp(nn.Module):
         sorted_experts, order = flat.sort(stable=True)
         inverse = order.argsort()
         given = tokens if self.descend is None else self.descend(tokens)
-        rows = self.experts(_sorted_rows(given, order, inverse), sorted_experts)
-        per_choice = _permuted(rows, inverse, order).unflatten(0, chosen.shape)
+        # Nested, since a name would hold each of these to the end.
+        per_choice = _permuted(
+            self.experts(_sorted_rows(given, order, inverse), sorted_experts), inverse, order
+        ).unflatten(0, chosen.shape)
         mixed = (per_choice * weights.unsqueeze(-1).to(per_choice.dtype)).sum(1)
         out = (mixed if self.ascend is None else self.ascend(mixed)).view_as(x)
         return (out if self.shared is None else out + self.shared(x)), losses
@@ -224,13 +227,21 @@ def _arrivals(sorted_experts: torch.Tensor, count: int, group: dist.ProcessGroup
         Rows of this rank for each expert, (count); rows from each rank for each expert of this one, (count); the arriving
         rows' experts sorted, counted from this rank's first, the order that sorts them, and its inverse.
     """
-    counts = F.one_hot(sorted_experts, count).sum(0)
-    theirs = torch.empty_like(counts)
-    dist.all_to_all_single(theirs, counts, group=group)
+    counts, theirs = exchanged_counts(sorted_experts, count, group)
     ranks = group.size()
     numbers = torch.arange(count // ranks, device=counts.device).repeat(ranks).repeat_interleave(theirs)
     sorted_numbers, order = numbers.sort(stable=True)
     return counts, theirs, sorted_numbers, order, order.argsort()
+
+
+def exchanged_counts(
+    sorted_experts: torch.Tensor, count: int, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of this rank for each expert, and those from each rank for each expert of this one, both (count), int64."""
+    counts = F.one_hot(sorted_experts, count).sum(0)
+    theirs = torch.empty_like(counts)
+    dist.all_to_all_single(theirs, counts, group=group)
+    return counts, theirs
 
 
 def _sorted_rows(tokens: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:

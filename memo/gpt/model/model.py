@@ -140,7 +140,7 @@ def _mlp(config: GPTConfig) -> nn.Module:
 
 
 def _moe_mlp(config: GPTConfig, moe: MoeConfig) -> MoeMlp:
-    shared = dataclasses.replace(config, ffn=moe.shared_experts * moe.expert_hidden) if moe.shared_experts else None
+    shared = dataclasses.replace(config, ffn=moe.shared_hidden) if moe.shared_experts else None
     return MoeMlp(config, None if shared is None else _mlp(shared))
 
 

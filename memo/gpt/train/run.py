@@ -20,7 +20,7 @@ from memo.errors import CheckpointError, DeviceOutOfMemory, ExitCode, TrainingDi
 from memo.gpt.arithmetic.flops import parameter_count
 from memo.gpt.checkpoint.background import BackgroundCheckpointDir
 from memo.gpt.checkpoint.directory import Checkpoint
-from memo.gpt.config import GPTConfig, MoeConfig, RopeScaling, RopeScalingKind, preset
+from memo.gpt.config import GPTConfig, RopeScaling, RopeScalingKind, preset, with_experts
 from memo.gpt.data.batches import Batches, Split
 from memo.gpt.data.document_batches import DocumentBatches
 from memo.gpt.data.regrouped_batches import RegroupedBatches
@@ -462,7 +462,17 @@ def _shape(config: RunConfig, tokens: TokenFile | None = None, start: Checkpoint
         mlp_tiles=config.mlp_tiles,
         end_of_document=tokens.end_of_document if config.mask_documents and tokens is not None else None,
     )
-    shape = dataclasses.replace(shape, moe=_moe(config, shape))
+    shape = with_experts(
+        shape,
+        experts=config.experts,
+        top_k=config.top_k,
+        shared_experts=config.shared_experts,
+        expert_hidden=config.expert_hidden,
+        expert_bottleneck=config.expert_bottleneck,
+        every=config.every,
+        balance_loss=config.balance_loss,
+        z_loss=config.z_loss,
+    )
     if shape.positions == "rotary":
         theta = config.rope_theta or former.get("rope_theta") or shape.rope_theta
         return dataclasses.replace(shape, rope_theta=theta, rope_scaling=scaled)
@@ -472,44 +482,6 @@ def _shape(config: RunConfig, tokens: TokenFile | None = None, start: Checkpoint
                 f"{flag} is for rotary positions, and those of {config.model} are learned; add --variant llama"
             )
     return shape
-
-
-def _moe(config: RunConfig, shape: GPTConfig) -> MoeConfig | None:
-    """Mixture of experts of the run: the model's, with what the flags change.
-
-    Raises:
-        UsageError: a number is out of range, or there are no experts.
-    """
-    flags = {
-        "top_k": config.top_k,
-        "shared_experts": config.shared_experts,
-        "expert_hidden": config.expert_hidden,
-        "bottleneck": config.expert_bottleneck,
-        "every": config.every,
-        "balance_coefficient": config.balance_loss,
-        "z_coefficient": config.z_loss,
-    }
-    given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
-    if shape.moe is None and config.experts is None:
-        if given:
-            raise UsageError(f"{_MOE_FLAGS[next(iter(given))]} has no meaning without --experts")
-        return None
-    if config.experts is not None:
-        given["experts"] = config.experts
-    if shape.moe is None:
-        return MoeConfig(**{"expert_hidden": shape.ffn} | given)
-    return dataclasses.replace(shape.moe, **given)
-
-
-_MOE_FLAGS = {
-    "top_k": "--top-k",
-    "shared_experts": "--shared-experts",
-    "expert_hidden": "--expert-hidden",
-    "bottleneck": "--expert-bottleneck",
-    "every": "--every",
-    "balance_coefficient": "--balance-loss",
-    "z_coefficient": "--z-loss",
-}
 
 
 def _training(config: RunConfig, device: torch.device) -> TrainConfig:
@@ -542,7 +514,8 @@ def _plan_differences(config: RunConfig, shape: GPTConfig, plan: ActivationPlan 
     if config.offload.plan is None or plan is None:
         return []
     made, layout = plan.problem.profile.signature, config.layout
-    here = {"tokens": config.seq, "batch": config.batch // layout.dp, "tp": layout.tp, "cp": layout.cp, "pp": layout.pp}
+    here = {"tokens": config.seq, "batch": config.batch // layout.dp}
+    here |= {name: getattr(layout, name) for name in ("tp", "cp", "pp", "ep")}
     other = [
         f"{name} {getattr(made, name)} and not {value}" for name, value in here.items() if getattr(made, name) != value
     ]

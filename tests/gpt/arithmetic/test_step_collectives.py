@@ -9,6 +9,7 @@ import pytest
 
 from memo.gpt import Precision, preset
 from memo.gpt.arithmetic import Collective, CollectiveKind, Layout, Ranks, StepCollectives, derive_profile, exchange_s
+from memo.gpt.arithmetic.step_collectives import WeightUnit
 from memo.mip.inputs import hardware_preset, parse_network
 
 MACHINE = hardware_preset("h100")
@@ -52,7 +53,7 @@ def test_weights_are_gathered_before_each_pass_and_the_last_layers_once() -> Non
 
 def test_rows_that_do_not_divide_are_padded() -> None:
     step = of(Layout(tokens=8192, gpus=4), vocab_size=50257)
-    (gathered,) = step.gather([(50257, 4096)])
+    (gathered,) = step.gather(WeightUnit(shapes=((50257, 4096),), shards=4))
     assert gathered.nbytes == 50260 * 4096 * 2
 
 
