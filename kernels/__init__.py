@@ -17,9 +17,15 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
-    from memo.kernels.codec import GROUP as GROUP, VALUES as VALUES, Codec as Codec
+    from memo.kernels.codec import (
+        ALIGNMENT as ALIGNMENT,
+        GROUP as GROUP,
+        VALUES as VALUES,
+        Codec as Codec,
+    )
     from memo.kernels.masks import pack_mask as pack_mask, unpack_mask as unpack_mask
     from memo.kernels.staging import (
+        coded_error as coded_error,
         pack_views as pack_views,
         staging_nbytes as staging_nbytes,
         staging_offsets as staging_offsets,
@@ -29,8 +35,8 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "codec": "GROUP VALUES Codec",
+            "codec": "ALIGNMENT GROUP VALUES Codec",
             "masks": "pack_mask unpack_mask",
-            "staging": "pack_views staging_nbytes staging_offsets unpack_views",
+            "staging": "coded_error pack_views staging_nbytes staging_offsets unpack_views",
         },
     )

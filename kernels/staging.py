@@ -17,10 +17,18 @@ from collections.abc import Sequence
 import torch
 
 from memo.errors import UsageError
-from memo.kernels.codec import ALIGNMENT, Codec, decode, encode
+from memo.kernels.codec import ALIGNMENT, GROUP, Codec, decode, encode
 from memo.kernels.dispatch import current, on_triton
 
-__all__ = ["pack_reference", "pack_views", "staging_nbytes", "staging_offsets", "unpack_reference", "unpack_views"]
+__all__ = [
+    "coded_error",
+    "pack_reference",
+    "pack_views",
+    "staging_nbytes",
+    "staging_offsets",
+    "unpack_reference",
+    "unpack_views",
+]
 
 
 def staging_offsets(views: Sequence[torch.Tensor], codec: Codec = Codec.EXACT) -> list[tuple[int, int]]:
@@ -84,6 +92,26 @@ def unpack_views(staging: torch.Tensor, views: Sequence[torch.Tensor], *, codec:
             staging_triton.unpack(staging, views, codec)
     else:
         unpack_reference(staging, views, codec)
+
+
+def coded_error(values: torch.Tensor, block: torch.Tensor, codec: Codec) -> torch.Tensor:
+    """Returns what coding did to a tensor, float32 of shape (2,), without waiting for the device.
+
+    Args:
+        values: one-dimensional, as it was packed alone.
+        block: begins with the codes and scales of `values`.
+        codec: INT8 or FP8.
+
+    Returns:
+        Number of groups that are not finite, and largest |x' - x| as a share of the largest magnitude of its group.
+    """
+    scales = block[codec.scales_offset(values.numel()) :][: 4 * -(-values.numel() // GROUP)].clone().view(torch.float32)
+    decoded = torch.empty_like(values)
+    unpack_views(block, [decoded], codec=codec)
+    off = (decoded.float() - values.float()).abs_()
+    off = torch.nn.functional.pad(off, (0, -off.numel() % GROUP)).view(-1, GROUP).amax(dim=1)
+    relative = torch.nan_to_num(off / (scales * codec.top), nan=0.0, posinf=0.0)
+    return torch.stack([torch.isnan(scales).sum().float(), relative.amax()])
 
 
 def pack_reference(views: Sequence[torch.Tensor], staging: torch.Tensor, codec: Codec) -> None:

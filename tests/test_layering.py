@@ -48,18 +48,19 @@ IMPORTS = {
     "memo/out_of_memory": "memo memo/trace",
     "memo/machine": "memo swap/backends swap/disk swap face",
     "memo/parallel": "memo mip/inputs mip/activation swap face",
+    "memo/compression": "memo kernels memo/parallel",
     "memo/loss": "memo memo/parallel",
     "memo/autoplan": "memo mip/inputs mip/activation allocator swap face memo/machine",
     "memo/manager": "memo kernels mip/activation mip/simulate allocator swap/backends swap/disk swap/tiers swap face "
     "memo/trace memo/out_of_memory memo/machine memo/parallel memo/autoplan",
     "memo/gpt/optim": "memo",
-    "memo/gpt": "memo memo/parallel memo/gpt/optim",
+    "memo/gpt": "memo memo/parallel memo/compression memo/gpt/optim",
     "memo/gpt/data": "memo",
     "memo/gpt/checkpoint": "memo memo/parallel memo/gpt",
     "memo/gpt/arithmetic": "memo mip/inputs swap face memo/gpt",
     "memo/gpt/model": "memo allocator swap face memo/machine memo/parallel memo/loss memo/gpt",
-    "memo/gpt/train": "memo mip/activation allocator swap face memo/machine memo/parallel memo/manager memo/gpt/optim "
-    "memo/gpt memo/gpt/data memo/gpt/checkpoint memo/gpt/arithmetic memo/gpt/model",
+    "memo/gpt/train": "memo mip/activation allocator swap face memo/machine memo/parallel memo/compression memo/manager "
+    "memo/gpt/optim memo/gpt memo/gpt/data memo/gpt/checkpoint memo/gpt/arithmetic memo/gpt/model",
     "memo/record": "memo allocator swap/backends swap face memo/parallel memo/manager memo/gpt/optim memo/gpt "
     "memo/gpt/model memo/gpt/train",
     "memo/dry_run": "memo mip/inputs mip/activation allocator swap face memo/parallel memo/autoplan memo/gpt/optim memo/gpt "
@@ -77,8 +78,8 @@ IMPORTS = {
     "mip/address mip/activation mip/cluster mip/inputs mip/simulate memo/trace memo/search "
     "memo/cli/tables memo/cli/inputs memo/cli/terminal",
     "memo/cli": "memo allocator mip mip/address mip/inputs mip/activation mip/simulate swap face memo/trace "
-    "memo/trace/live memo/out_of_memory memo/machine memo/parallel memo/gpt/optim memo/gpt memo/gpt/arithmetic "
-    "memo/gpt/train memo/record memo/dry_run memo/hugging_face memo/search "
+    "memo/trace/live memo/out_of_memory memo/machine memo/parallel memo/compression memo/gpt/optim memo/gpt "
+    "memo/gpt/arithmetic memo/gpt/train memo/record memo/dry_run memo/hugging_face memo/search "
     "memo face memo/cli/tables memo/cli/inputs memo/cli/terminal memo/cli/planning",
 }
 # Package boundaries: within a package modules are imported directly, from elsewhere by its face.

@@ -17,6 +17,7 @@ from memo.cli.inputs.expert_flags import add_expert_flags
 from memo.cli.inputs.stage_layers import add_stage_layers_flag
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.terminal.progress import WaitingLine
+from memo.compression import GradientCompression
 from memo.errors import ExitCode, UsageError
 from memo.gpt import (
     PRESETS,
@@ -253,6 +254,19 @@ def _layout_flags(group: argparse._ArgumentGroup) -> None:
         help="with --tp: keep all tokens on every rank between the matrix products (default: divide them)",
     )
     _add_embedding_flag(group)
+    group.add_argument(
+        "--compress-gradients",
+        type=_argument(GradientCompression.parse),
+        metavar="{int8,powersgd[:RANK]}",
+        help="with --dp or --cp: exchange gradients with an error: int8 sends codes of one byte; powersgd two factors of "
+        "each matrix, of rank 4 or RANK, and feeds the error back (default: exact)",
+    )
+    group.add_argument(
+        "--pipeline-dtype",
+        choices=("bf16",),
+        help="with --pp: pass hidden states and their gradients between stages as bfloat16, half of float32's bytes "
+        "(default: the weights' number format)",
+    )
 
 
 def _add_embedding_flag(group: argparse._ArgumentGroup) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from memo.compression import GradientCompression
 from memo.errors import UsageError
 from memo.gpt.config import PRESETS, RopeScaling, Variant
 from memo.gpt.train_config import Precision, TrainConfig
@@ -177,6 +178,10 @@ class RunConfig:
     layout: Layout = dataclasses.field(default_factory=Layout)
     """Ranks of data, tensor, pipeline and context parallelism."""
     embedding_gradients: EmbeddingGradients = EmbeddingGradients.DENSE
+    compress_gradients: GradientCompression | None = None
+    """Exchange of gradients between data-parallel ranks; None is exact."""
+    pipeline_dtype: Literal["bf16"] | None = None
+    """Number format of hidden states and their gradients between pipeline stages; None is that of the weights."""
 
     def __post_init__(self) -> None:
         if self.model not in PRESETS:
@@ -198,6 +203,12 @@ class RunConfig:
             raise UsageError("--resume needs --checkpoint-dir, or the path of a checkpoint")
         if self.planned_allocator and self.device == "cpu":
             raise UsageError("--planned-allocator needs a GPU; leave it out with --device cpu")
+        if self.pipeline_dtype is not None and self.layout.pp == 1:
+            raise UsageError(f"--pipeline-dtype {self.pipeline_dtype} has no meaning without --pp")
+        if self.pipeline_dtype is not None and self.precision is Precision.BF16:
+            raise UsageError(
+                "--pipeline-dtype bf16: with --precision bf16 stages pass on bfloat16 already; leave it out"
+            )
         if self.documents is Documents.WHOLE and self.mask_documents:
             raise UsageError("--mask-documents: with --documents whole a row is of one document; leave one of them out")
         if self.rope_theta is not None and not 0 < self.rope_theta < math.inf:

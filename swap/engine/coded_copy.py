@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memo.kernels import GROUP, VALUES, Codec, pack_views, unpack_views
+from memo.kernels import VALUES, Codec, coded_error, pack_views, unpack_views
 
 if TYPE_CHECKING:
     from memo.swap.backends.protocol import Backend, Event
@@ -78,21 +78,11 @@ class CodedCopy:
         values = moving.view(self.dtype)
         pack_views([values], block, codec=self.codec)
         backend.compute_uses(block)
-        self._found = found = self._measure(values, block)
+        self._found = found = coded_error(values, block, self.codec)
         self._on_host = found if found.device.type == "cpu" else torch.empty(2, pin_memory=True)
         self._on_host.copy_(found, non_blocking=True)
         self._checked = backend.compute_event()
         return block.numel()
-
-    def _measure(self, values: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-        """Number of groups that are not finite, and largest |x' - x| as a share of the largest magnitude of its group."""
-        scales = block[self.codec.scales_offset(values.numel()) :].clone().view(torch.float32)
-        decoded = torch.empty_like(values)
-        unpack_views(block, [decoded], codec=self.codec)
-        off = (decoded.float() - values.float()).abs_()
-        off = torch.nn.functional.pad(off, (0, -off.numel() % GROUP)).view(-1, GROUP).amax(dim=1)
-        relative = torch.nan_to_num(off / (scales * self.codec.top), nan=0.0, posinf=0.0)
-        return torch.stack([torch.isnan(scales).sum().float(), relative.amax()])
 
     @property
     def is_checked(self) -> bool:

@@ -62,6 +62,10 @@ class PipelineStage(nn.Module):
         self.layers = nn.ModuleDict({str(index): whole.layers[index] for index in layers})
         self.norm = whole.norm if self.is_last else None
         self.head = whole.head if self.is_last else None
+        self.dtype = whole.tokens.weight.dtype
+        """Data type of hidden states within the stage."""
+        self.passed_dtype = self.dtype
+        """Data type in which stages pass on hidden states and their gradients."""
         self._router_losses: list[torch.Tensor] = []
 
     def take_router_losses(self) -> list[torch.Tensor]:
@@ -85,7 +89,8 @@ class PipelineStage(nn.Module):
             rows: all tokens of the rows of `x`, (batch, seq), for a model with document boundaries.
 
         Returns:
-            Hidden states (batch, tokens, hidden), or on the last stage the mean loss over its tensor-parallel group.
+            Hidden states (batch, tokens, hidden) as `passed_dtype`, or on the last stage the mean loss over its
+            tensor-parallel group.
         """
         if self.autocast is None:
             return self._forward(x, targets, rows)
@@ -96,10 +101,13 @@ class PipelineStage(nn.Module):
         spans = self._spans(rows)
         if self.is_first:
             x = self._embed(x, spans)
+        else:
+            x = x.to(self.dtype)
         require_within_norm_limit(x, "a rank")
         rotary = self._rotary(x, spans)
         x, routers = run_layers(self.layers.values(), x, rotary, spans)
         if self.norm is None:
+            x = x.to(self.passed_dtype)
             if not self.training or routers is None:
                 return x
             self._router_losses.append(routers.detach())

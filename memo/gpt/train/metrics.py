@@ -22,7 +22,7 @@ __all__ = ["MetricsFile", "StepMetrics", "StepUsage"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """Metrics of one step. The fields are the keys of the JSON object; the last three are there only when they are set."""
+    """Metrics of one step. The fields are the keys of the JSON object; the last six are there only when they are set."""
 
     step: int
     loss: float
@@ -56,6 +56,12 @@ class StepMetrics:
     """Reason why the step is not normal."""
     skipped_steps: int = 0
     """Updates skipped in the run so far."""
+    gradient_bytes: int | None = None
+    """Bytes that a rank sends in an exact exchange of gradients; set where it is compressed, likewise the two below."""
+    gradient_sent_bytes: int | None = None
+    """Bytes that the first rank sent instead."""
+    gradient_error: float | None = None
+    """Largest relative error of what ranks sent, as docs/parallel.md defines it."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON object of the step, without fields that are not set."""
@@ -63,7 +69,8 @@ class StepMetrics:
         for name in ("loss", "grad_norm"):
             if not math.isfinite(line[name]):
                 line[name] = None  # JSON has no NaN
-        for name, silent in (("eval_loss", None), ("alarm", None), ("skipped_steps", 0)):
+        exchange = dict.fromkeys(("gradient_bytes", "gradient_sent_bytes", "gradient_error"))
+        for name, silent in {"eval_loss": None, "alarm": None, "skipped_steps": 0, **exchange}.items():
             if line[name] == silent:
                 del line[name]
         return line
@@ -85,6 +92,8 @@ class StepMetrics:
                 f"stall {_milliseconds(self.stall_s)}",
                 f"recompute {_milliseconds(self.recompute_s)}",
             ]
+        if self.gradient_bytes:
+            parts.append(f"gradients {(self.gradient_sent_bytes or 0) / self.gradient_bytes:.1%}")
         parts.append(f"tps {self.tokens_per_s:,.0f}")
         if self.mfu_causal is not None:
             parts.append(f"mfu_causal {self.mfu_causal:.1%}")

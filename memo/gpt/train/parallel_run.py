@@ -63,7 +63,19 @@ def open_trainer(
         autocast=torch.bfloat16 if training.precision is Precision.BF16_AUTOCAST else None,
         sparse_embedding=sparse_embedding,
     )
-    trainer = ParallelTrainer(stages, world, batches, training, device=device, rows=config.batch, seed=config.seed)
+    if config.pipeline_dtype is not None:
+        for stage in stages:
+            stage.passed_dtype = torch.bfloat16
+    trainer = ParallelTrainer(
+        stages,
+        world,
+        batches,
+        training,
+        device=device,
+        rows=config.batch,
+        seed=config.seed,
+        compression=config.compress_gradients,
+    )
     manager = open_manager(
         config.offload,
         nn.ModuleList(stages),

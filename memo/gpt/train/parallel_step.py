@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from memo.compression import GradientCompression, compress_gradients
 from memo.gpt.model.init_weights import seed_of
 from memo.gpt.model.pipeline_stage import PipelineStage
 from memo.gpt.optim.optimizer import empty_state
 from memo.gpt.train.embedding_gradients import SparseEmbeddingGradient
+from memo.gpt.train.gradient_compression import STATE
 from memo.gpt.train.step import BatchSource, Trainer
 from memo.gpt.train_config import TrainConfig
 from memo.parallel import World, clip_gradients, gradient_norm, make_schedule, pass_through
@@ -83,6 +85,7 @@ class ParallelTrainer(Trainer):
         rows: sequences in a microbatch of all ranks together.
         seed: seed of dropout.
         around_forward: context manager of every forward pass, such as memo's manager; None is none.
+        compression: exchange of the gradients that FSDP reduces; None is exact.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class ParallelTrainer(Trainer):
         rows: int,
         seed: int = 0,
         around_forward: AbstractContextManager[Any] | None = None,
+        compression: GradientCompression | None = None,
     ) -> None:
         self.stages = stages
         self.world = world
@@ -108,6 +112,8 @@ class ParallelTrainer(Trainer):
         self._tied = _TiedEmbedding(stages, world)
         self.sparse_embedding = SparseEmbeddingGradient(stages, world)
         """Exchange of the embedding's gradient as rows; does nothing where FSDP reduces it."""
+        if compression is not None:
+            self.compressed = compress_gradients(self.model, compression)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of all stages under the whole model's names, each name once."""
@@ -121,6 +127,8 @@ class ParallelTrainer(Trainer):
     def _gradients(self, step: int, stop: Callable[[], bool]) -> tuple[float, int] | None:
         if self._agree(stop()):
             return None
+        if self.compressed is not None:
+            self.compressed.drop()  # of a step that was skipped or undone
         torch.manual_seed(seed_of(self.seed, step, self.world.pp, self.world.dp, self.world.token_shard))
         losses = self._sequential(step) if self.schedule is None else self._pipelined(step)
         self._tied.add_gradients()
@@ -210,8 +218,8 @@ class ParallelTrainer(Trainer):
     def _hidden(self) -> torch.Tensor:
         """Hidden states that pass between stages, (rows, tokens, hidden), on the meta device."""
         stage = self.stages[0]
-        shape, dtype = (self._rows, len(stage.own), stage.config.hidden), next(stage.parameters()).dtype
-        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        shape = (self._rows, len(stage.own), stage.config.hidden)
+        return torch.empty(shape, dtype=stage.passed_dtype, device="meta", requires_grad=True)
 
     def _make_schedule(self) -> Any:
         return make_schedule(
@@ -242,13 +250,22 @@ class ParallelTrainer(Trainer):
         return bool(asked)
 
     def state(self) -> dict[str, Any]:
-        """State of this rank's part of model and optimizer, as the Trainer's."""
-        return self._state_of(dict(self.named_parameters()))
+        """State of this rank's part of model and optimizer, as the Trainer's, and of its compressed exchanges."""
+        return self._state_of(dict(self.named_parameters())) | self._compression_state()
 
-    def states(self) -> list[dict[str, Any]]:
-        """States to load a checkpoint into: `state`, and the second copy of a tied embedding on this rank."""
+    def states(self, *, with_compression: bool = False) -> list[dict[str, Any]]:
+        """States to load a checkpoint into: `state`, and the second copy of a tied embedding on this rank.
+
+        Args:
+            with_compression: the checkpoint has this layout's state of compressed exchanges.
+        """
+        first = self._state_of(dict(self.named_parameters())) | (self._compression_state() if with_compression else {})
         seconds = dict(pair for stage in self.stages for pair in stage.named_parameters())  # the last of each name
-        return [self.state(), self._state_of(seconds)] if self._tied.twice_on_a_rank else [self.state()]
+        return [first, self._state_of(seconds)] if self._tied.twice_on_a_rank else [first]
+
+    def _compression_state(self) -> dict[str, Any]:
+        state = {} if self.compressed is None else self.compressed.state()
+        return {STATE: state} if state else {}
 
     def _state_of(self, parameters: dict[str, nn.Parameter]) -> dict[str, Any]:
         if not self.optimizer.state:

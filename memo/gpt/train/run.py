@@ -32,6 +32,7 @@ from memo.gpt.train.checkpoint_cadence import CheckpointCadence
 from memo.gpt.train.embedding_choice import choose_exchange, require_possible
 from memo.gpt.train.former_batch import batch_lines, batch_settings, drawn_rows, with_former_batch
 from memo.gpt.train.former_settings import GUARD, require_settings
+from memo.gpt.train.gradient_compression import compression_settings, require_replicas, resumed_state
 from memo.gpt.train.interrupt import StopRequest
 from memo.gpt.train.metrics import MetricsFile
 from memo.gpt.train.offload_arguments import open_manager
@@ -138,7 +139,9 @@ class _Run:
             notes += _plan_differences(config, shape, self.manager.plan)
         if start is not None:
             phase(f"loading {start.path}")
-            _load(start, self.trainer, world)
+            has_state, lines = resumed_state(config, start)
+            notes += lines
+            _load(start, self.trainer, world, with_compression=has_state)
             if _positions(start.settings) == _positions(
                 self.settings
             ):  # else losses of before say nothing of those now
@@ -175,6 +178,8 @@ class _Run:
                 self._save(wait=True)
         if self.manager is not None:
             self.progress.line(str(self.manager.report()))
+        if self.trainer.compressed is not None:
+            self.progress.line(f"gradients: {self.trainer.compressed.total}")
         if stopped:
             kept = "" if self.checkpoints is not None else "; without --checkpoint-dir nothing was saved"
             self.progress.line(f"stopped after step {self.done}{kept}")
@@ -248,6 +253,7 @@ class _Run:
             f"{format_tokens(config.seq)}",
             f"rows     {rows}",
             f"attention {self._attention(shape, device)}",
+            *([] if self.trainer.compressed is None else [f"gradients {self.trainer.compressed}"]),
             f"run      steps {self.done + 1} to {config.training.schedule.steps}, offload {config.offload.mode}",
         ]
 
@@ -305,6 +311,7 @@ def _check_layout(config: RunConfig) -> int:
             within_documents=config.mask_documents,
         )
     require_possible(config, _shape(config))
+    require_replicas(config)
     if layout.pp > 1:
         from memo.parallel import check_torch
 
@@ -377,13 +384,13 @@ def _open_trainer(
     return Trainer(model, batches, training, device=device, around_forward=manager), manager
 
 
-def _load(start: Checkpoint, trainer: Trainer, world: World | None) -> None:
+def _load(start: Checkpoint, trainer: Trainer, world: World | None, *, with_compression: bool) -> None:
     if world is None:
         start.load(trainer.state())
         return
     from memo.gpt.checkpoint.distributed import load_distributed
 
-    for state in trainer.states():  # type: ignore[attr-defined]
+    for state in trainer.states(with_compression=with_compression):  # type: ignore[attr-defined]
         load_distributed(start, state)
 
 
@@ -495,6 +502,8 @@ def _settings(config: RunConfig, shape: GPTConfig, training: TrainConfig) -> dic
         "seq": config.seq,
         "batch": config.batch,
         "seed": config.seed,
+        "pipeline_dtype": config.pipeline_dtype,
+        **compression_settings(config),
     }
     as_read: dict[str, Any] = json.loads(json.dumps(settings))  # as a checkpoint returns them: tuples as lists
     return as_read
@@ -536,7 +545,7 @@ def _differences(start: Checkpoint | None, settings: dict[str, Any]) -> list[str
     if changed:
         listed = ", ".join(f"{key} {was.get(key)} there, {now[key]} here" for key in now if key in changed)
         raise CheckpointError(f"{start.path} is of another model: {listed}; give the same model options")
-    others = (("seq", "model", *_OF_BATCH), former, settings)
+    others = (("seq", "model", "compressed_at", *_OF_BATCH), former, settings)
     return [
         *_other_positions(former, settings),
         *(f"warning  {key} was {then} in the checkpoint and is {value} now" for key, then, value in _unequal(*others)),

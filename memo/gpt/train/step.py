@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from memo.compression import CompressedGradients, ExchangeFigures
 from memo.errors import TrainingDiverged
 from memo.gpt.checkpoint.random_state import random_state, set_random_state
 from memo.gpt.optim.loss_guard import LossGuard
@@ -49,6 +50,8 @@ class StepResult:
     """Reason why the step is not normal."""
     skipped: bool = False
     """The update was skipped because of the alarm."""
+    exchange: ExchangeFigures | None = None
+    """Figures of the step's compressed exchange of gradients; None where it is exact."""
 
 
 def weight_dtype(precision: Precision) -> torch.dtype:
@@ -82,6 +85,8 @@ class Trainer:
         self.optimizer = adamw(model, lr=config.schedule.peak, betas=config.betas, weight_decay=config.weight_decay)
         self.loss_guard = LossGuard(config.loss_guard)
         self._batches = batches
+        self.compressed: CompressedGradients | None = None
+        """Counters and state of compressed exchanges of gradients; None where they are exact."""
         self.around_forward = around_forward if around_forward is not None else nullcontext()
         """Context manager of every forward pass."""
 
@@ -127,6 +132,7 @@ class Trainer:
             tokens=tokens,
             alarm=verdict.alarm,
             skipped=verdict.skip,
+            exchange=None if self.compressed is None else self.compressed.take_figures(self.device),
         )
 
     def evaluate(self, batches: BatchSource) -> float:
@@ -177,6 +183,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
+        if self.compressed is not None:
+            self.compressed.commit()
 
     def _undo(self, random: dict[str, torch.Tensor]) -> None:
         """Drops the gradients and restores the RNG state, so a checkpoint is bit-identical to the step before."""

@@ -66,6 +66,7 @@ class StepMeter:
         moved, self._last = now - self._last, now
         rate = result.tokens / result.duration_s
         model_full, model_causal, hardware = self._utilisation(rate, recomputed=moved.recomputed > 0)
+        exchange = result.exchange
         rss, device_peak = peak_rss_bytes(), self._device_peak()
         metrics = StepMetrics(
             step=result.step,
@@ -87,6 +88,9 @@ class StepMeter:
             eval_loss=eval_loss,
             alarm=result.alarm,
             skipped_steps=skipped_steps,
+            gradient_bytes=None if exchange is None else exchange.exact_bytes,
+            gradient_sent_bytes=None if exchange is None else exchange.sent_bytes,
+            gradient_error=None if exchange is None else exchange.largest_error,
         )
         usage = StepUsage(
             memory_bytes=rss if device_peak is None else device_peak,

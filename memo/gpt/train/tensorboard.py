@@ -27,6 +27,9 @@ GROUPS = {
     "h2d_bytes_per_s": "links",
     "disk_bytes_per_s": "links",
     "stall_s": "links",
+    "gradient_bytes": "links",
+    "gradient_sent_bytes": "links",
+    "gradient_error": "training",
 }
 
 

@@ -1,0 +1,24 @@
+"""Compressed exchange of gradients between data-parallel ranks, by choice: int8 codes or low-rank factors (PowerSGD)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memo.lazy import attach
+
+if TYPE_CHECKING:
+    from memo.compression.attached import (
+        CompressedGradients as CompressedGradients,
+        compress_gradients as compress_gradients,
+    )
+    from memo.compression.method import GradientCompression as GradientCompression, Method as Method
+    from memo.compression.traffic import ExchangeFigures as ExchangeFigures
+else:
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "attached": "CompressedGradients compress_gradients",
+            "method": "GradientCompression Method",
+            "traffic": "ExchangeFigures",
+        },
+    )
