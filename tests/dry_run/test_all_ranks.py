@@ -101,7 +101,8 @@ def test_an_exchange_of_experts_that_the_plan_does_not_count_is_named(monkeypatc
     monkeypatch.setattr(StepCollectives, "expert_backward", lambda step: ())
     found = dry_run(made(dp=2, ep=2, moe={}))
     assert (
-        "all-to-all of 393,216 bytes over ep (2 ranks): the step issues 16, the plan counts 8" in found.disagreements[0]
+        "all-to-all of 393,216 bytes over dp x cp (2 ranks): the step issues 16, the plan counts 8"
+        in found.disagreements[0]
     )
 
 
@@ -189,8 +190,8 @@ def plan_file(folder: Path, *flags: str) -> Path:
     [
         ("--gpus", "4", "--ep", "4", "--device", "800MiB"),
         ("--gpus", "4", "--ep", "2", "--tp", "2", "--device", "600MiB"),
-        ("--gpus", "4", "--ep", "2", "--pp", "2", "--accumulate", "2", "--device", "700MiB"),
-        ("--gpus", "2", "--cp", "2", "--device", "450MiB", "--expert-bottleneck", "128"),
+        ("--gpus", "4", "--ep", "2", "--pp", "2", "--accumulate", "2", "--device", "1200MiB"),
+        ("--gpus", "2", "--cp", "2", "--device", "460MiB", "--expert-bottleneck", "128"),
         ("--gpus", "2", "--ep", "2", "--precision", "bf16-autocast", "--device", "1200MiB", "--shared-experts", "0"),
     ],
     ids=["ep", "ep and tp", "ep and pp", "cp and a bottleneck", "autocast"],

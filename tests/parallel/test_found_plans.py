@@ -49,12 +49,18 @@ def losses(metrics: Path, ranks: int, *flags: str) -> list[float]:
 
 
 def carried_out(
-    folder: Path, capsys: pytest.CaptureFixture[str], searches: dict[str, list[str]], *, gpus: int
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    searches: dict[str, list[str]],
+    *,
+    gpus: int,
+    experts: tuple[str, ...] = (),
 ) -> list[ActivationPlan]:
     """The plans found, each of which a dry run agrees with, and real ranks carry out to the losses of one process."""
+    shape = [*SHAPE, *experts]
     machine = folder / "machine.json"
     machine.write_text(hardware_to_json(dataclasses.replace(MACHINE, gpus_per_node=gpus)))
-    asked = ["plan", "--search", *SHAPE, "--precision", "fp32", "--gpu", str(machine), "--mlp-tiles", "1", "--json"]
+    asked = ["plan", "--search", *shape, "--precision", "fp32", "--gpu", str(machine), "--mlp-tiles", "1", "--json"]
     asked += ["--global-batch", str(SEQUENCES)]
     plans = []
     for name, flags in searches.items():
@@ -67,9 +73,9 @@ def carried_out(
         assert problem.gpus == gpus
         # Sequences are drawn by microbatch.
         step = ["--batch", SEQUENCES // problem.pipeline.microbatches, "--accumulate", problem.pipeline.microbatches]
-        alone = losses(folder / f"{name}-alone", 1, *SHAPE, "--precision", "fp32", *map(str, step))
+        alone = losses(folder / f"{name}-alone", 1, *shape, "--precision", "fp32", *map(str, step))
         assert len(set(alone)) == STEPS
-        assert main(["dry-run", path, *SHAPE[2:8]]) == 0, capsys.readouterr().err
+        assert main(["dry-run", path, *SHAPE[2:8], *experts]) == 0, capsys.readouterr().err
         assert losses(folder / name, gpus, *found["launch"]["train"]) == pytest.approx(alone, rel=1e-5), name
     return plans
 
@@ -80,6 +86,14 @@ def moves(plan: ActivationPlan) -> bool:
 
 def test_a_found_plan_is_carried_out_by_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (plan,) = carried_out(tmp_path, capsys, {"tight": ["--device", "6MiB"]}, gpus=2)
+    assert moves(plan)
+
+
+def test_a_found_plan_divides_experts_over_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    experts = ("--experts", "4", "--expert-hidden", "64", "--every", "2")
+    searches = {"experts": ["--ep", "2", "--device", "10MiB"]}
+    (plan,) = carried_out(tmp_path, capsys, searches, gpus=2, experts=experts)
+    assert plan.problem.profile.signature.ep == 2
     assert moves(plan)
 
 
