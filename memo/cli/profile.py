@@ -100,9 +100,6 @@ def _require_room(args: argparse.Namespace, config: GPTConfig, tokens: int) -> N
     """
     from memo.swap import available_host_bytes
 
-    if config.moe is not None:  # not known by arithmetic
-        return
-
     precision = Precision(args.precision)
     # The machine decides times only.
     derived = derive_profile(

@@ -175,9 +175,9 @@ class _MixtureFigures(BlockFigures):
     # Read and written.
 
     def _activation(self) -> float:
-        """Bytes that router, gathers, activations and sums read and write."""
+        """Bytes that router, gathers, activations and sums read and write, of as many rows as come to a rank on average."""
         gathers = (6 if self.parted else 2) * self._results + 2 * self._results
-        inner = (5 if self.gated else 2) * (self.f + self._wide)
+        inner = (5 if self.gated else 2) * (self.f + self._wide / self.arrive)
         return self.h + 2 * self._router + gathers + inner + 3 * self._results + self.narrow
 
     # Transient.
