@@ -46,7 +46,7 @@ def step_s(cluster: str, sizes: tuple[int, int, int, int], schedule: PipelineSch
     """The step of `memo plan --cluster` with a layout; infinite where it has no plan, or is none of this model."""
     pp, dp, cp, tp = sizes
     flags = [*SMALL, "--cluster", cluster, "--gpus", str(pp * dp * cp * tp), "--zero", "3", *rest]
-    flags += ["--tp", str(tp), "--cp", str(cp), "--pp", str(pp), "--schedule", str(schedule)]
+    flags += ["--tp", str(tp), "--cp", str(cp), "--pp", str(pp), "--ep", "1", "--schedule", str(schedule)]
     try:
         return ClusterRequest.of(parsed(*flags)).plan().plan.step_s
     except (UsageError, DoesNotFit):

@@ -101,7 +101,7 @@ def test_the_spans_are_the_simulation_s(one: Searched) -> None:
 def test_groups_are_told_for_each_kind_of_parallelism(one: Searched) -> None:
     for (planned, simulation), drawing in zip(one.shown, one.page["drawn"], strict=True):
         shape = planned.candidate.shape
-        sizes = {"tp": shape.tp, "cp": shape.cp, "dp": shape.dp * shape.cp, "pp": shape.pp}
+        sizes = {"tp": shape.tp, "cp": shape.cp, "ep": shape.ep, "dp": shape.dp * shape.cp, "pp": shape.pp}
         assert {group["kind"]: group["ranks"] for group in drawing["groups"]} == {
             kind: size for kind, size in sizes.items() if size > 1
         }

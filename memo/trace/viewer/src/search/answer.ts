@@ -7,6 +7,7 @@ export interface Shape {
   dp: number;
   cp: number;
   tp: number;
+  ep: number; // of dp, which divide the experts
   gpus: number;
   family: string;
 }
@@ -80,7 +81,7 @@ export interface Answer {
   seconds: number;
 }
 
-export type Kind = "tp" | "cp" | "dp" | "pp";
+export type Kind = "tp" | "cp" | "ep" | "dp" | "pp";
 
 export interface Stage {
   layers: [number, number][];
@@ -107,6 +108,7 @@ export interface Data {
 export const KINDS: Record<Kind, string> = {
   tp: "tensor parallelism",
   cp: "context parallelism",
+  ep: "expert parallelism",
   dp: "same weights",
   pp: "pipeline",
 };
@@ -123,7 +125,9 @@ export function seconds(value: number): string {
 }
 
 export function shapeWords(shape: Shape): string {
-  const sizes = (["pp", "dp", "cp", "tp"] as const).filter((name) => shape[name] > 1).map((name) => `${name} ${shape[name]}`);
+  const experts = shape.ep > 1 ? ` (ep ${shape.ep})` : "";
+  const named = (["pp", "dp", "cp", "tp"] as const).filter((name) => shape[name] > 1);
+  const sizes = named.map((name) => `${name} ${shape[name]}${name === "dp" ? experts : ""}`);
   return sizes.join(" × ") || "one GPU";
 }
 

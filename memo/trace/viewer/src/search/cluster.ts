@@ -14,7 +14,9 @@ interface Card {
 }
 
 // Ranks are numbered as memo train does: stages, then data, context and tensor parallelism, nodes filled in order.
-function place(entry: Entry, rank: number): Record<Kind, number> {
+type Place = Record<Exclude<Kind, "ep">, number>;
+
+function place(entry: Entry, rank: number): Place {
   const { tp, cp, dp } = entry;
   return { tp: rank % tp, cp: Math.floor(rank / tp) % cp, dp: Math.floor(rank / (tp * cp)) % dp, pp: Math.floor(rank / (tp * cp * dp)) };
 }
@@ -22,12 +24,13 @@ function place(entry: Entry, rank: number): Record<Kind, number> {
 // Ranks of a rank's group. Those with the same weights differ in data and context parallelism, beside the context's own.
 export function group(entry: Entry, rank: number, kind: Kind): number[] {
   const at = place(entry, rank);
-  const { tp, cp, dp, pp } = entry;
-  const number = (of: Record<Kind, number>): number => ((of.pp * dp + of.dp) * cp + of.cp) * tp + of.tp;
-  const sizes = { tp, cp, dp: dp * cp, pp };
-  return Array.from({ length: sizes[kind] }, (_, i) =>
-    number(kind === "dp" ? { ...at, dp: Math.floor(i / cp), cp: i % cp } : { ...at, [kind]: i }),
-  );
+  const { tp, cp, dp, pp, ep } = entry;
+  const number = (of: Place): number => ((of.pp * dp + of.dp) * cp + of.cp) * tp + of.tp;
+  const sizes = { tp, cp, ep, dp: dp * cp, pp };
+  return Array.from({ length: sizes[kind] }, (_, i) => {
+    if (kind === "dp") return number({ ...at, dp: Math.floor(i / cp), cp: i % cp });
+    return number(kind === "ep" ? { ...at, dp: at.dp - (at.dp % ep) + i } : { ...at, [kind]: i });
+  });
 }
 
 function cards(answer: Answer, entry: Entry): Card[] {
@@ -130,7 +133,7 @@ export class Cluster {
     const { entry } = this;
     if (!Number.isInteger(rank) || rank < 0 || rank >= entry.gpus) return;
     this.rank.value = String(rank);
-    const kinds = (["tp", "cp", "dp", "pp"] as const).filter((kind) => group(entry, rank, kind).length > 1);
+    const kinds = (["tp", "cp", "ep", "dp", "pp"] as const).filter((kind) => group(entry, rank, kind).length > 1);
     const groups = kinds.map((kind) => [kind, new Set(group(entry, rank, kind))] as const);
     for (const { button, ranks } of this.cells) {
       const own = groups.find(([, members]) => ranks.some((one) => members.has(one)));
@@ -150,6 +153,7 @@ export class Cluster {
 function what(kind: Kind, entry: Entry): string {
   if (kind === "tp") return "activations of every layer";
   if (kind === "cp") return "heads for tokens around attention";
+  if (kind === "ep") return "routed rows to their experts and back";
   if (kind === "pp") return "activations and their gradients, to the next stage and back";
   const sharding = shardingWords(entry);
   return entry.zero === 0 ? "gradients summed" : `weights gathered, gradients reduced (${sharding})`;
