@@ -86,6 +86,9 @@ def solve_model(model: pulp.LpProblem, *, backend: Backend, time_limit_s: float,
         solver = pulp.PULP_CBC_CMD(msg=False, timeLimit=limit, threads=1, warmStart=True, gapRel=gap)
     else:
         solver = _WarmHiGHS(msg=False, timeLimit=limit, threads=1, gapRel=gap)
+    # PuLP goes through all rows each time that it asks for them; these do not change while it solves.
+    listed = model.variables()
+    model.variables = lambda: listed
     try:
         model.solve(solver)
         if backend is Backend.HIGHS and model.solverModel.getModelStatus() == highspy.HighsModelStatus.kUnknown:
@@ -94,6 +97,8 @@ def solve_model(model: pulp.LpProblem, *, backend: Backend, time_limit_s: float,
             model.solve(solver)
     except Exception as error:  # PuLP lets whatever its backends raise through
         raise SolverFailed(f"{backend.value} failed: {type(error).__name__}: {str(error)[:200]}") from error
+    finally:
+        del model.variables
     if model.status == pulp.LpStatusUndefined:
         raise SolverFailed(f"{backend.value} failed: it ended without a status")
     infeasible = model.status == pulp.LpStatusInfeasible

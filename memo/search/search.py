@@ -42,7 +42,7 @@ BOUNDED = 64
 """Parts of the space that are bounded side by side."""
 NEAR = 1.02
 """Multiple of the lowest bound beyond which no part is bounded beside the one with it: it may never be needed."""
-FEW = 32
+FEW = 20
 """Parts that are bounded before processes are started for the further ones."""
 ROUNDING = 1e-9
 """Fraction by which two sums of the same seconds may differ."""

@@ -187,6 +187,7 @@ class Model:
         self._stall_within: dict[tuple[int, int, Kind], pulp.LpVariable] = {}
         self._unmoved_bytes: dict[tuple[int, int], pulp.LpVariable] = {}
         self._most_held: dict[tuple[Resource, int], pulp.LpVariable] = {}
+        self._works: dict[tuple[int, int, Kind], pulp.LpAffineExpression] = {}
         self._exposed_s: dict[tuple[int, int, Kind, float], pulp.LpVariable | float] = {}
         self._stages = [self._groups(stage) for stage in stages]
         for stage in stages:
@@ -408,11 +409,16 @@ class Model:
         return loads, fixed
 
     def _work(self, group: _Group, kind: Kind) -> pulp.LpAffineExpression:
-        """Time of one layer's work in a pass, recompute included."""
-        if kind is Kind.FORWARD:
-            return pulp.lpSum([group.layer.forward_s / self._second])
-        work = pulp.lpSum([(1.0 if kind is Kind.BACKWARD else 0.5) * group.layer.backward_s / self._second])
-        return work if kind is Kind.WEIGHT else work + group.recompute
+        """Time of one layer's work in a pass, recompute included; the same object for each layer of the group."""
+        key = (group.stage, group.members[0], kind)
+        if key not in self._works:
+            if kind is Kind.FORWARD:
+                work = pulp.lpSum([group.layer.forward_s / self._second])
+            else:
+                share = 1.0 if kind is Kind.BACKWARD else 0.5
+                work = pulp.lpSum([share * group.layer.backward_s / self._second])
+            self._works[key] = work + group.recompute if kind in (Kind.BACKWARD, Kind.INPUT) else work
+        return self._works[key]
 
     def _exposed(self, group: _Group, kind: Kind, load_s: float) -> pulp.LpVariable | float:
         """Time that collectives of `load_s` last beyond one layer's work in a pass; its constraint is made once."""
@@ -439,13 +445,16 @@ class Model:
         loads, _ = self._loads(0)
         late: pulp.LpVariable | float = 0.0
         for number, step in enumerate(load.steps):
-            work = pulp.lpSum([(step.end_s - step.network_s) / self._second])
+            least = _WeightedSum((step.sync_s - step.end_s + step.network_s) / self._second)
+            least.add(1.0, late)
             if step.layer is not None:
                 group, at = group_of[step.layer], (step.layer, load.kind)
-                work += self._work(group, load.kind) + self._exposed(group, load.kind, loads[at])
-                work += self._stall_within.get((0, *at), 0.0)
-            before, late = late, self._program.add_variable(f"late_{number}", step.sync_s / self._second, None)
-            self._program += late >= before - work + step.sync_s / self._second
+                least.add(-1.0, self._work(group, load.kind))
+                least.add(-1.0, self._exposed(group, load.kind, loads[at]))
+                least.add(-1.0, self._stall_within.get((0, *at), 0.0))
+            late = self._program.add_variable(f"late_{number}", step.sync_s / self._second, None)
+            least.add(-1.0, late)
+            self._program += least.expression() <= 0
         self._total += late
 
     def _hidden(
@@ -531,9 +540,12 @@ class Model:
             for group, its_kept, (of_kept, of_whole, of_unmoved, of_recomputing) in zip(
                 groups, kept, counts, strict=True
             ):
-                used.add(of_kept, its_kept)
-                used.add(of_whole, group.recompute_extra_bytes)
-                used.add(of_recomputing, group.held)
+                if of_kept:
+                    used.add(of_kept, its_kept)
+                if of_whole:
+                    used.add(of_whole, group.recompute_extra_bytes)
+                if of_recomputing:
+                    used.add(of_recomputing, group.held)
                 if of_unmoved:
                     used.add(of_unmoved, self._unmoved(group))
             room = (device - resident) / self._byte
@@ -612,7 +624,7 @@ class Model:
         else:
             room = max(room - MARGIN, min(room, 0.0))
         if used or room < 0:
-            self._add(pulp.lpSum([used]) <= room, resource, where, unit=self._byte)
+            self._add(used <= room, resource, where, unit=self._byte)
 
     def _add(self, row: pulp.LpConstraint, resource: Resource, where: str, *, unit: float) -> None:
         self._program += row
@@ -644,16 +656,19 @@ class Model:
 class _WeightedSum:
     """Sum of expressions with weights; PuLP's own sums copy what they have at each addition."""
 
-    def __init__(self) -> None:
+    def __init__(self, constant: float = 0.0) -> None:
         self._terms: dict[pulp.LpVariable, float] = {}
-        self._constant = 0.0
+        self._constant = constant
 
-    def add(self, weight: float, expression: pulp.LpAffineExpression) -> None:
-        if not weight:
-            return
-        self._constant += weight * expression.constant
-        for variable, value in expression.items():
-            self._terms[variable] = self._terms.get(variable, 0.0) + weight * value
+    def add(self, weight: float, part: pulp.LpAffineExpression | pulp.LpVariable | float) -> None:
+        if isinstance(part, pulp.LpAffineExpression):
+            self._constant += weight * part.constant
+            for variable, value in part.items():
+                self._terms[variable] = self._terms.get(variable, 0.0) + weight * value
+        elif isinstance(part, (int, float)):
+            self._constant += weight * part
+        else:
+            self._terms[part] = self._terms.get(part, 0.0) + weight
 
     def expression(self) -> pulp.LpAffineExpression:
         return pulp.LpAffineExpression(self._terms, self._constant)

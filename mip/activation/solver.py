@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from memo.errors import Infeasible
 from memo.mip.activation.checker import check_plan, require_valid
@@ -126,8 +126,8 @@ def _whole_layers(best: ActivationPlan) -> Iterator[ActivationPlan]:
     known = problem.profile.layer_profiles()
     if not any(layer.divided_s and len(plan.points) > 1 for layer, plan in zip(known, best.layers, strict=True)):
         return
-    undivided = _with_layers(
-        problem, [dataclasses.replace(layer, divisible=False) if layer.divided_s else layer for layer in known]
+    undivided = _with_classes(
+        problem, lambda layer: dataclasses.replace(layer, divisible=False) if layer.divided_s else layer
     )
     for hides in (True, False):
         solved = [
@@ -164,11 +164,11 @@ def relaxed_step_s(problem: ActivationProblem) -> float | None:
     Raises:
         SolverFailed: the solver crashed.
     """
-    free = [
-        dataclasses.replace(_without_held(_without_beside(layer)), divisible=False, piece_s=0.0)
-        for layer in problem.profile.layer_profiles()
-    ]
-    model = Model(_with_layers(problem, free), sharing=Sharing.NONE)
+    free = _with_classes(
+        problem,
+        lambda layer: dataclasses.replace(_without_held(_without_beside(layer)), divisible=False, piece_s=0.0),
+    )
+    model = Model(free, sharing=Sharing.NONE)
     if not model.solve():
         return None
     return model.step_s + problem.profile.optimizer_s + problem.profile.optimizer_exchange_s
@@ -293,10 +293,11 @@ def _models(
         yield Model(problem, staying=staying, pieces=pieces)
         return
     layers = problem.profile.layer_profiles()
-    light = [
-        _without_held(_without_beside(layer)) if layer.name in pieces else _without_beside(layer) for layer in layers
-    ]
-    free = Model(_with_layers(problem, light), staying=staying, pieces=pieces)
+    light = _with_classes(
+        problem,
+        lambda layer: _without_held(_without_beside(layer)) if layer.name in pieces else _without_beside(layer),
+    )
+    free = Model(light, staying=staying, pieces=pieces)
     if not free.solve() or free.priced_s >= limit_s:
         return
     model = Model(problem, staying=staying, pieces=pieces)
@@ -328,6 +329,13 @@ def _undivided(layer: LayerProfile) -> LayerProfile:
     """The class with point `all` alone."""
     whole = _without_beside(layer)
     return dataclasses.replace(whole, name=f"{layer.name}, whole", points=whole.points[:1])
+
+
+def _with_classes(problem: ActivationProblem, changed: Callable[[LayerProfile], LayerProfile]) -> ActivationProblem:
+    """The problem with each class changed, under its own name."""
+    profile = problem.profile
+    profile = dataclasses.replace(profile, classes=tuple(changed(layer) for layer in profile.classes))
+    return dataclasses.replace(problem, profile=profile)
 
 
 def _with_layers(problem: ActivationProblem, layers: Sequence[LayerProfile]) -> ActivationProblem:

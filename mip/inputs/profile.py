@@ -21,7 +21,6 @@ import dataclasses
 import enum
 import functools
 import itertools
-import math
 from typing import Any
 
 from memo.errors import PlanError
@@ -71,10 +70,13 @@ def check_amounts(noun: object, where: str) -> None:
     assert dataclasses.is_dataclass(noun)
     for name in _field_names(noun.__class__):
         value = getattr(noun, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, float):
+            amount = 0 <= value <= MAX_AMOUNT  # not so of one that is not a number
+        elif isinstance(value, int):
+            amount = 0 <= value <= MAX_NBYTES
+        else:
             continue
-        limit = MAX_NBYTES if isinstance(value, int) else MAX_AMOUNT
-        if not (math.isfinite(value) and 0 <= value <= limit):
+        if not amount:
             raise PlanError(f"{where}: {name} is {value}, not a finite amount of 0 or more")
 
 
