@@ -40,7 +40,7 @@ test-parallel: setup
 	$(BIN)/pytest tests/parallel --timeout 900 --durations 20 $(PYTEST_ARGS)
 
 # Random programs with and without memo, bit for bit: docs/reliability.md. HUNT_ARGS="--programs 500 --seed 7" for some.
-HUNT_ARGS ?= --programs 20000 --write
+HUNT_ARGS ?= --programs 20000 --write --continue
 hunt: setup
 	$(BIN)/python -m tests.hunt $(HUNT_ARGS)
 
