@@ -116,7 +116,7 @@ def test_a_replay_that_is_refused_before_torch_itself_raises_is_no_find_and_what
     program = with_only("conv of one")
     turned = "v5 = v4.view(B, S, 4, H // 4).transpose(1, 2)\nv5 = v5 * rotary[0] + v5.flip(-1)[..., : H // 4] * rotary[1]"
     lines = (Line(name="input", text="v1 = x"), program.kinds[0].lines[1], Line(name="rotary", text=turned))
-    layer = Body(lines=lines, results=("x",), ending="return <R>, v5")
+    layer = Body(lines=lines, results=("x",), ending="return x + 0.5 * F.layer_norm(<R>, (H,)), v5")
     changed = "v = x * 0.5\nv += self.hidden(self.layers[1](v, mask, rotary))"
     model = Body(lines=(Line(name="in place", text=changed),), results=("x",), ending="return <R>")
     steps = tuple(Step(name=name, text=STEPS[name].text, tokens=TOKENS) for name in ("under autocast", "plain"))
