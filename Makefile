@@ -45,7 +45,7 @@ hunt: setup
 	$(BIN)/python -m tests.hunt $(HUNT_ARGS)
 
 # Every reader of files under a coverage-guided fuzzer: docs/reliability.md. FUZZ_ARGS="--minutes 1 --readers trace" for some.
-FUZZ_ARGS ?= --inputs 1000000 --write
+FUZZ_ARGS ?= --inputs 1000000 --write --continue
 fuzz: setup
 	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 

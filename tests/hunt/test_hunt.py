@@ -114,7 +114,9 @@ def test_a_hunt_goes_on_behind_the_last_seed_and_adds_to_its_figures(
 def test_a_replay_that_is_refused_before_torch_itself_raises_is_no_find_and_what_came_before_is_compared() -> None:
     """The hunt once took the gradients of the step in which memo refused for wrong ones."""
     program = with_only("conv of one")
-    turned = "v5 = v4.view(B, S, 4, H // 4).transpose(1, 2)\nv5 = v5 * rotary[0] + v5.flip(-1)[..., : H // 4] * rotary[1]"
+    turned = (
+        "v5 = v4.view(B, S, 4, H // 4).transpose(1, 2)\nv5 = v5 * rotary[0] + v5.flip(-1)[..., : H // 4] * rotary[1]"
+    )
     lines = (Line(name="input", text="v1 = x"), program.kinds[0].lines[1], Line(name="rotary", text=turned))
     layer = Body(lines=lines, results=("x",), ending="return x + 0.5 * F.layer_norm(<R>, (H,)), v5")
     changed = "v = x * 0.5\nv += self.hidden(self.layers[1](v, mask, rotary))"
