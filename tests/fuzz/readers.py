@@ -498,7 +498,7 @@ def _held(path: Path) -> object:
 
 
 def _held_apart(path: Path) -> object:
-    """In a process of its own, as `memo explain-oom` does, what may end or stop the interpreter; else here, in 0.3 ms for 10.
+    """In a process of its own, as `memo explain-oom` does, what may end or stop the interpreter; else here: 0.3 ms for 10.
 
     The reader runs nothing that a snapshot names, and the limit of memory is the other process's.
     """

@@ -168,7 +168,7 @@ def _operators() -> set[str]:
 
 def _foremost(counts: collections.Counter[str]) -> dict[str, int]:
     """The most frequent, and the sum of the others."""
-    found = dict(counts.most_common(_MOST_REASONS))
-    if rest := counts.total() - sum(found.values()):
-        found[_OTHERS] = found.get(_OTHERS, 0) + rest
-    return found
+    named = collections.Counter({name: count for name, count in counts.items() if name != _OTHERS})
+    found = dict(named.most_common(_MOST_REASONS))
+    rest = counts.total() - sum(found.values())
+    return found | ({_OTHERS: rest} if rest else {})
