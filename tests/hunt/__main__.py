@@ -1,7 +1,7 @@
 """Hunts silent wrong gradients: random programs with and without memo, bit for bit, each find shrunk to a small program.
 
     python -m tests.hunt [--programs 20000] [--seed 0] [--levels 2 | --at "1;0.5, late"] [--statements 9] [--shrink 60]
-                         [--minutes M] [--write] [--continue]
+                         [--ranks 50] [--minutes M] [--write] [--continue]
     python -m tests.hunt --show SEED [--at LEVEL]
 
 A seed gives a program (drawing.py): layers, a model that calls them, three steps. Each is run without memo and at `--levels`
@@ -9,7 +9,7 @@ levels that its seed draws (levels.py). Losses, gradients, buffers, what layers 
 compared. Programs that torch alone does not run, or not twice the same, are discarded; where torch raises, memo must raise
 as well. A process that dies is a find of the seed that it was at. With `--write` a result file is written each minute;
 with `--continue` a run goes on from the latest one's figures, behind its last seed, so that programs are examined in pieces.
-Exit 1 where anything was found.
+One program in `--ranks` runs on two ranks as well (ranks.py). Exit 1 where anything was found.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from tests.hunt.drawing import MOST_STATEMENTS, drawn
 from tests.hunt.levels import LEVELS, levels_of
 from tests.hunt.operators import sampled_names
 from tests.hunt.program import Program
+from tests.hunt.ranks import compare_on_ranks, drawn_placement
 from tests.hunt.shrinking import shrink
 from tests.hunt.totals import Found, Piece, Totals
 
@@ -116,6 +117,8 @@ def hunt(args: argparse.Namespace, totals: Totals) -> Totals:
     totals.pieces.append(piece)
     for seed, outcome, finds in _outcomes(range(first, first + left), args):
         totals.add(drawn(seed, statements=args.statements), outcome)
+        if args.ranks and seed % args.ranks == 0:
+            finds = [*finds, *_on_ranks(seed, args, totals)]
         for find, program in finds:
             found = Found(seed=seed, find=find, program=program)
             totals.found(found)
@@ -130,6 +133,20 @@ def hunt(args: argparse.Namespace, totals: Totals) -> Totals:
         if args.minutes and now - begun > 60 * args.minutes:
             break
     return totals
+
+
+def _on_ranks(seed: int, args: argparse.Namespace, totals: Totals) -> Iterator[tuple[Find, Program]]:
+    """What the program of this seed shows on two ranks, shrunk there."""
+    program = drawn(seed, statements=args.statements)
+    placement, level = drawn_placement(seed)
+    outcome = compare_on_ranks(program, placement, level)
+    totals.add_on_ranks(placement, outcome)
+    for kind, find in {find.kind: find for find in outcome.finds}.items():
+
+        def fails(smaller: Program, kind: str = kind) -> bool:
+            return any(other.kind == kind for other in compare_on_ranks(smaller, placement, level).finds)
+
+        yield find, shrink(program, fails, limit_s=args.shrink)
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -153,6 +170,9 @@ def main() -> int:
     parser.add_argument("--levels", type=int, default=2, help="drawn for each program")
     parser.add_argument("--at", type=lambda text: text.split(";"), help="these levels for all, or `all`")
     parser.add_argument("--statements", type=int, default=MOST_STATEMENTS, help="the most of a layer")
+    parser.add_argument(
+        "--ranks", type=int, default=50, metavar="N", help="one program in N runs on two ranks, too; 0: none"
+    )
     parser.add_argument("--shrink", type=float, default=60.0, metavar="SECONDS", help="the most for each find")
     parser.add_argument("--minutes", type=float, help="stop after so many")
     parser.add_argument("--write", action="store_true", help="write a result file")

@@ -64,6 +64,8 @@ class Totals:
     recomputed: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     refused: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     whole: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    on_ranks: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    """Programs that ran on two ranks as well, by placement and level, and those discarded there."""
     statements: set[str] = dataclasses.field(default_factory=set)
     operators: set[str] = dataclasses.field(default_factory=set)
     finds: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -85,6 +87,7 @@ class Totals:
             recomputed=counted("recomputed_bytes"),
             refused=collections.Counter(body["refused_loudly"]),
             whole=collections.Counter(body["whole_at_0"]),
+            on_ranks=collections.Counter(body["on_ranks"]),
             statements=set(catalogued()) - set(body["never_drawn"]),
             operators=_operators() - set(body["operators_never_drawn"]),
             finds=list(body["finds"]),
@@ -122,6 +125,12 @@ class Totals:
         self.statements |= program.statements
         self.operators |= program.operators
 
+    def add_on_ranks(self, placement: str, outcome: Outcome) -> None:
+        """Counts a program that ran on ranks as well."""
+        if outcome.discarded is not None:
+            self.on_ranks["discarded"] += 1
+        self.on_ranks.update(f"{placement}, {name}" for name in outcome.compared)
+
     def found(self, found: Found) -> None:
         """Keeps a find of the last piece."""
         self.pieces[-1].finds += 1
@@ -149,6 +158,7 @@ class Totals:
             },
             "refused_loudly": dict(self.refused),
             "whole_at_0": _foremost(self.whole),
+            "on_ranks": dict(self.on_ranks),
             "pieces": [dataclasses.asdict(piece) for piece in self.pieces],
             "finds": self.finds,
         }
