@@ -104,6 +104,17 @@ def test_grouped_queries_and_heads_of_another_size_change_the_projection() -> No
     assert whole.saved_bytes == pytest.approx(grouped * S * B)
 
 
+def test_ranks_that_share_key_value_heads_exchange_a_copy_for_each() -> None:
+    config = dataclasses.replace(MODEL, kv_heads=8)
+    saved, waited = zip(
+        *((one.saved_bytes, one.forward.exchange) for one in (layer(Training(), config=config, gpus=cp, cp=cp) for cp in (8, 16))),
+        strict=True,
+    )
+    of_head = 2 * H // A * S * B
+    projected = saved[0] * 8
+    assert saved[1] * 16 - projected == pytest.approx(2 * 8 * of_head)
+
+
 def test_experts_get_each_tokens_copies() -> None:
     dense = Transformer(vocab_size=1000, hidden=512, layers=2, heads=8, kv_heads=8, ffn=2048, max_seq=S)
     routed = dataclasses.replace(dense, experts=Experts(count=8, per_token=2, ffn=2048, ranks=8))
