@@ -76,7 +76,18 @@ def test_more_context_ranks_than_heads_attend_around_a_ring() -> None:
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "ranks"),
-    [(8, 8, 4), (8, 2, 2), (8, 2, 4), (8, 2, 8), (8, 1, 8), (12, 4, 3), (12, 2, 3), (12, 6, 4), (28, 4, 7), (28, 4, 14)],
+    [
+        (8, 8, 4),
+        (8, 2, 2),
+        (8, 2, 4),
+        (8, 2, 8),
+        (8, 1, 8),
+        (12, 4, 3),
+        (12, 2, 3),
+        (12, 6, 4),
+        (28, 4, 7),
+        (28, 4, 14),
+    ],
 )
 def test_the_copies_of_key_value_heads_are_those_of_each_ranks_queries(heads: int, kv_heads: int, ranks: int) -> None:
     copies = key_copies(heads, kv_heads, ranks)

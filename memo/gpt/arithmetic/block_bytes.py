@@ -152,8 +152,9 @@ class BlockFigures:
         self.cast = self.stream if sizes.casts else 0  # a norm's result, of which a cast copy is saved
         self.rings, self.exchanged = rings, cp > 1 and not rings
         copies = config.group if rings else key_copies(config.heads, config.kv_heads, tp * cp)
-        self.repeated = copies * (self.q - self.h) if copies > 1 else 0  # keys and values as attention reads them, copied
-        self.attended = self.h + self.repeated if self.repeated else self.q  # these and the queries
+        # Keys and values as attention reads them, where they are copied; all that it reads.
+        self.repeated = copies * (self.q - self.h) if copies > 1 else 0
+        self.attended = self.h + self.repeated if self.repeated else self.q
         self.gated, self.tiled = config.mlp == "swiglu", config.mlp_tiles > 1
 
     def block(self) -> Block:

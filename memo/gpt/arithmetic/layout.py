@@ -70,7 +70,7 @@ class Layout:
         return self.gpus // (self.tp * self.cp * self.pp)
 
     def rings(self, heads: int) -> bool:
-        """Whether context-parallel ranks attend in a ring, of a model with so many query heads, as memo.parallel.Layout does."""
+        """Whether ranks attend in a ring to a model of so many query heads, as memo.parallel.Layout.rings has it."""
         return self.cp > 1 and (self.ring or bool(heads % (self.tp * self.cp)))
 
     def layers_of_stage(self, layers: int) -> int:
