@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from benchmarks.published.galvatron import galvatron_rows
-from benchmarks.searched import cases, search, told
+from benchmarks.searched import cases, kept_rows, search, told
 
 
 def test_megatrons_step_time_is_that_of_its_own_formula() -> None:
@@ -41,6 +44,13 @@ def test_by_galvatrons_own_costs_its_plan_fits_and_swap_makes_the_step_shorter_s
     assert "in host memory" not in alone["free"]["does"]
     for row in (alone, with_swap):
         assert row["free"]["simulated_step_s"] == pytest.approx(row["free"]["step_s"], rel=0.02)
+
+
+def test_kept_rows_say_the_commit_that_they_are_of(tmp_path: Path) -> None:
+    former = tmp_path / "former.json"
+    former.write_text(json.dumps({"commit": "new", "rows": [{"name": "a"}, {"name": "b", "commit": "old"}]}))
+    assert {name: row["commit"] for name, row in kept_rows(former).items()} == {"a": "new", "b": "old"}
+    assert kept_rows(None) == {}
 
 
 def test_every_row_names_its_source_of_comparison_once() -> None:
