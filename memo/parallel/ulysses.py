@@ -44,7 +44,11 @@ class Ulysses:
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> torch.Tensor:
         """Attends to the tokens of all ranks."""
         copies = key_copies(query.shape[_HEADS], key.shape[_HEADS], self._group.size())
-        if copies > 1:
-            key, value = (x.repeat_interleave(copies, dim=_HEADS) for x in (key, value))
-        whole = [exchange(x, self._group, scatter=_HEADS, gather=_TOKENS) for x in (query, key, value)]
+        whole = [self._of_all_tokens(query), *(self._of_all_tokens(x, copies=copies) for x in (key, value))]
         return exchange(self._attend(*whole, *others), self._group, scatter=_TOKENS, gather=_HEADS)
+
+    def _of_all_tokens(self, x: torch.Tensor, *, copies: int = 1) -> torch.Tensor:
+        """This rank's heads, of all tokens, where `copies` of each head are divided among the ranks."""
+        if copies > 1:
+            x = x.repeat_interleave(copies, dim=_HEADS)
+        return exchange(x, self._group, scatter=_HEADS, gather=_TOKENS)
