@@ -93,6 +93,17 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(data: Path, tmp_path: Pa
     assert losses(alone)[0] == pytest.approx(losses(whole)[3], rel=1e-5)
 
 
+def test_error_feedback_of_other_parameters_is_not_read(data: Path, tmp_path: Path) -> None:
+    """Ranks are the same: sparse rows leave the table out, and in bfloat16 fewer matrices are worth their factors."""
+    flags = ("--data", data, "--dp", 2, "--variant", "llama", "--compress-gradients", "powersgd:8")
+    done = train(2, *flags, "--steps", 1, "--checkpoint-dir", tmp_path / "kept")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for other in (("--embedding-exchange", "sparse"), ("--precision", "bf16")):
+        done = train(2, *flags, *other, "--steps", 2, "--resume", tmp_path / "kept" / "step-00000001")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "the checkpoint has no error feedback for these" in done.stdout + done.stderr
+
+
 def test_a_skipped_step_leaves_no_error_feedback(data: Path, tmp_path: Path) -> None:
     """A gradient that is not finite on one rank is seen by the guard; the next step has the bits of a run without it."""
     worker = Path(__file__).parent / "skipped_worker.py"
