@@ -108,10 +108,10 @@ def _powersgd(
     return PowerSgdReduceScatter(
         name,
         {parameter: one.padded_sharded_param_size for parameter, one in parameters.items()},
-        ranks=group.mesh_info.shard_mesh_size,
+        members=dist.get_process_group_ranks(group.mesh_info.shard_process_group),
         rank=compression.rank,
         itemsize=4 if first is None else first.itemsize,
-        device=torch.device("cpu") if first is None else first.device,
+        device=group.device,  # FSDP reduces there, also what it keeps on the CPU
         traffic=traffic,
         trained=trained,
     )
@@ -155,8 +155,12 @@ class CompressedGradients:
         }
 
     def state_digest(self) -> str:
-        """Digest of the names and shapes of all ranks' states: a state of other ranks has another. A collective call."""
-        own = sorted((name, tuple(tensor.shape)) for name, tensor in self.state().items())
+        """Digest of all ranks' states, of their names, shapes and the ranks that sum them. A collective call."""
+        own = [
+            (name, tuple(tensor.shape), exchange.members)
+            for exchange in self._exchanges.values()
+            for name, tensor in exchange.state().items()
+        ]
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, own)
         return hashlib.sha256(repr(every).encode()).hexdigest()[:16]

@@ -61,7 +61,7 @@ class PowerSgdReduceScatter:
     Args:
         name: of the module; Q is drawn by it at first, alike on all ranks.
         shards: shape of a rank's shard of each parameter by its name, padding included, in FSDP's order.
-        ranks: of the reduce-scatter.
+        members: ranks of the reduce-scatter.
         rank: columns of the factors.
         itemsize: bytes of a value of the gradients.
         device: of the state.
@@ -74,7 +74,7 @@ class PowerSgdReduceScatter:
         name: str,
         shards: Mapping[str, torch.Size],
         *,
-        ranks: int,
+        members: Sequence[int],
         rank: int,
         itemsize: int,
         device: torch.device,
@@ -82,6 +82,8 @@ class PowerSgdReduceScatter:
         trained: Callable[[], Iterable[str]] | None = None,
     ) -> None:
         self._name = name
+        self.members, ranks = tuple(members), len(members)
+        """Ranks of the reduce-scatter."""
         self._traffic = traffic
         self._names, self._trained = list(shards), trained
         self._values = sum(shape.numel() for shape in shards.values())

@@ -218,7 +218,7 @@ def memory_is_that_of_the_formula() -> None:
             if method == "int8":
                 exchange: Any = Int8ReduceScatter(traffic)
             else:
-                sizes: Any = {"ranks": ranks, "rank": 4, "itemsize": 4, "device": CPU, "traffic": traffic}
+                sizes: Any = {"members": range(ranks), "rank": 4, "itemsize": 4, "device": CPU, "traffic": traffic}
                 exchange = PowerSgdReduceScatter("test", {"matrix": shape}, **sizes)
             exchange(own, grads, group, SUM)
         assert 0.8 * formula < counted_bytes.peak <= formula, (method, counted_bytes.peak, formula)
@@ -232,7 +232,7 @@ def low_rank_is_kept_and_errors_are_fed_back() -> None:
     exchange = PowerSgdReduceScatter(
         "test",
         {"matrix": torch.Size([rows, columns]), "vector": torch.Size([5])},
-        ranks=ranks,
+        members=range(ranks),
         rank=2,
         itemsize=4,
         device=CPU,
@@ -323,6 +323,23 @@ def hybrid_shards_are_compressed_and_replicas_summed_exactly() -> None:
     assert equal_on_all_ranks(found)
 
 
+def states_of_other_sums_have_other_digests() -> None:
+    """A checkpoint's error feedback is read by its digest: same shapes are not enough."""
+    ranks = dist.get_world_size()
+    if ranks % 2:
+        return
+    digests = []
+    for dims in ((2, ranks // 2), (ranks // 2, 2)):
+        mesh = init_device_mesh("cpu", dims, mesh_dim_names=("outer", "inner"))
+        for name, size in zip(("outer", "inner"), dims, strict=True):
+            if size == 2:
+                model = fully_shard(model_of(), mesh=mesh[name])
+                digests.append(compress_gradients(model, "powersgd:1").state_digest())
+    same = compress_gradients(fully_shard(model_of(), mesh=mesh["inner"]), "powersgd:1").state_digest()
+    assert same == digests[-1]
+    assert len(set(digests)) == (2 if ranks == 4 else 1), digests
+
+
 def other_trained_parameters_than_at_first_are_refused() -> None:
     """Two matrices of one shape, of which one trains at first and then the other: its error is not the other's."""
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False), nn.Linear(64, 33))
@@ -363,6 +380,7 @@ CHECKS = {
         ranks_that_exchange_nothing_are_left_alone,
         hybrid_shards_are_compressed_and_replicas_summed_exactly,
         replicas_of_torch_are_refused,
+        states_of_other_sums_have_other_digests,
         other_trained_parameters_than_at_first_are_refused,  # last: its backward ends in the middle
     )
 }
