@@ -136,7 +136,7 @@ class PowerSgdReduceScatter:
         if self._matrices:
             with torch.autocast(parts.device.type, enabled=False):
                 self._reduce_matrices(parts, own, group)
-        self._traffic.sent(0, exact=(group.size() - 1) * self._values * parts.itemsize)
+        self._traffic.add_bytes(0, exact=(group.size() - 1) * self._values * parts.itemsize)
 
     def _reduce_exactly(self, parts: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
         if not self._exact:
@@ -146,7 +146,7 @@ class PowerSgdReduceScatter:
         shard = reduce_scattered(whole, group, 0)
         for part, values in zip(self._exact, shard.split(sizes, dim=1), strict=True):
             part.of(own).copy_(values.view(1, part.rows, part.columns))
-        self._traffic.sent((group.size() - 1) * sum(sizes) * parts.itemsize, exact=0)
+        self._traffic.add_bytes((group.size() - 1) * sum(sizes) * parts.itemsize, exact=0)
 
     def _reduce_matrices(self, parts: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
         former = self._next or self._state
@@ -166,14 +166,14 @@ class PowerSgdReduceScatter:
             rows = left[index][begin : begin + part.rows] @ total[index].T
             part.of(own).copy_(rows.masked_fill_(~finite[index], torch.nan).view(1, part.rows, part.columns))
             matrices[index].addmm_(left[index], right[index].T, alpha=-1)
-            self._traffic.saw(torch.linalg.vector_norm(matrices[index]) / norms[index])
+            self._traffic.note_error(torch.linalg.vector_norm(matrices[index]) / norms[index])
         self._next = _State(errors=matrices, factors=total)
 
     def _summed(self, products: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
         """Sum of each product over the ranks, by one all-reduce."""
         flat = torch.cat([product.flatten() for product in products])
         dist.all_reduce(flat, group=group)
-        self._traffic.sent(2 * (group.size() - 1) * flat.numel() * flat.itemsize // group.size(), exact=0)
+        self._traffic.add_bytes(2 * (group.size() - 1) * flat.numel() * flat.itemsize // group.size(), exact=0)
         sizes = [product.numel() for product in products]
         return [values.view_as(product) for values, product in zip(flat.split(sizes), products, strict=True)]
 

@@ -38,11 +38,12 @@ def state_settings(config: RunConfig, compressed: CompressedGradients | None) ->
     return {COMPRESSED_AT: f"{method}, {sizes}, state {compressed.state_digest()}"}
 
 
-def resumed_state(here: dict[str, str | None], start: Checkpoint) -> tuple[bool, list[str]]:
+def resumed_state(config: RunConfig, here: dict[str, str | None], start: Checkpoint) -> tuple[bool, list[str]]:
     """Whether a checkpoint has this run's error feedback, and a line where it has another's or none.
 
     Args:
-        here: the run's `state_settings`.
+        config: the run.
+        here: its `state_settings`.
         start: the checkpoint.
     """
     if here[COMPRESSED_AT] is None:
@@ -50,5 +51,6 @@ def resumed_state(here: dict[str, str | None], start: Checkpoint) -> tuple[bool,
     if start.settings.get(COMPRESSED_AT) == here[COMPRESSED_AT]:
         return True, []
     return False, [
-        "warning  the checkpoint has no error feedback for these ranks and this rank of powersgd; it begins at zero"
+        f"warning  the checkpoint has no error feedback of {config.compress_gradients} in this layout for these parameters; "
+        "it begins at zero"
     ]

@@ -141,7 +141,7 @@ class _Run:
         self.settings |= of_state
         if start is not None:
             phase(f"loading {start.path}")
-            has_state, lines = resumed_state(of_state, start)
+            has_state, lines = resumed_state(config, of_state, start)
             notes += lines
             _load(start, self.trainer, world, with_compression=has_state)
             if _positions(start.settings) == _positions(
