@@ -16,8 +16,8 @@ from memo.gpt.arithmetic import Optimizer
 
 if TYPE_CHECKING:
     from memo.mip.activation import ActivationPlan
+    from memo.search.candidates import Candidate
     from memo.search.request import Request
-    from memo.search.space import Candidate
 
 __all__ = ["PORT", "Launch", "launch_of", "runs_under_memo_train", "train_arguments", "why_not_trained"]
 

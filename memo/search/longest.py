@@ -14,7 +14,8 @@ from collections.abc import Callable
 from memo.errors import Infeasible, UsageError
 from memo.mip.activation import fits, misfit_of
 from memo.search.bounds import has_room, kept_bounds, link_bound
-from memo.search.space import Candidate, Shape, Space
+from memo.search.candidates import Candidate, Shape
+from memo.search.space import Space
 
 __all__ = ["LongestFit", "fits_any_plan", "leanest", "longest_that_fits"]
 

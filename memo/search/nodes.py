@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING
 
 from memo.errors import UsageError
 from memo.search.bounds import Bound, Ladder, has_room, keeps_all, kept_bounds, link_bound, schedule_bounds, work_bounds
-from memo.search.space import Candidate
+from memo.search.candidates import Candidate
 
 if TYPE_CHECKING:
     from memo.mip.activation import ActivationProblem
-    from memo.search.space import Setting, Shape, Space
+    from memo.search.candidates import Setting, Shape
+    from memo.search.space import Space
 
 __all__ = ["Node", "Stage", "problem_of", "refine"]
 

@@ -25,12 +25,13 @@ from memo.errors import SolverFailed
 from memo.gpt import GPTConfig
 from memo.mip.activation import find_plan
 from memo.search.bounds import Bound, Ladder
+from memo.search.candidates import Candidate
 from memo.search.nodes import Node, Stage, problem_of, refine
-from memo.search.space import Candidate
 
 if TYPE_CHECKING:
     from memo.mip.activation import ActivationPlan, ActivationProblem
-    from memo.search.space import Setting, Shape, Space
+    from memo.search.candidates import Setting, Shape
+    from memo.search.space import Space
 
 __all__ = ["Closed", "Found", "Planned", "search_layouts"]
 

@@ -17,7 +17,8 @@ from memo.search.longest import fits_any_plan, leanest
 
 if TYPE_CHECKING:
     from memo.mip.activation import ActivationProblem
-    from memo.search.space import Candidate, Space
+    from memo.search.candidates import Candidate
+    from memo.search.space import Space
 
 __all__ = ["Smallest", "smallest_that_fits"]
 
