@@ -4,6 +4,8 @@ Owns what one step of a search does to one part, knowing nothing of the others; 
 
     GPUs ──▶ shape and setting ──▶ schedule ──▶ candidate ──▶ everything kept ──▶ links and memory ──▶ planned
              work bounds           schedule     kept bounds   fits: planned       link bound
+                                                    ▲         does not fit             ╎ a layer on another stage
+                                                    └╌╌╌╌╌╌╌╌╌╌╌╌╌╌┴╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌┘
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ from typing import TYPE_CHECKING
 from memo.errors import UsageError
 from memo.search.bounds import Bound, Ladder, has_room, keeps_all, kept_bounds, link_bound, schedule_bounds, work_bounds
 from memo.search.candidates import Candidate
+from memo.search.divisions import moved_layers, roomier_layers
 
 if TYPE_CHECKING:
-    from memo.mip.activation import ActivationProblem
+    from memo.mip.activation import ActivationPlan, ActivationProblem
     from memo.search.candidates import Setting, Shape
     from memo.search.space import Space
 
-__all__ = ["Node", "Stage", "problem_of", "refine"]
+__all__ = ["Node", "Stage", "moved", "problem_of", "refine", "roomier"]
 
 
 class Stage(enum.IntEnum):
@@ -58,6 +61,8 @@ class Node:
     candidate: Candidate | None = None
     tiles: tuple[tuple[int, float], ...] = ()
     """Numbers of MLP tiles that may fit, with a bound on the step of each."""
+    moved: bool = False
+    """Whether it is a candidate beside those of the space: with single layers on other stages."""
 
 
 def refine(space: Space, node: Node, *, cutoff_s: float) -> list[Node]:
@@ -85,9 +90,45 @@ def refine(space: Space, node: Node, *, cutoff_s: float) -> list[Node]:
                 for candidate in space.shardings(node.schedule)
             ]
         case Stage.CANDIDATE:
-            return [_kept(space, node)]
+            return _with_roomier(space, _kept(space, node))
         case _:
-            return [_linked(space, node, cutoff_s)]
+            return _with_roomier(space, _linked(space, node, cutoff_s))
+
+
+def moved(plan: ActivationPlan, candidate: Candidate) -> list[Node]:
+    """The nodes of a planned candidate with one layer on another stage."""
+    return [_of_division(candidate, layers) for layers in moved_layers(plan)]
+
+
+def roomier(space: Space, candidate: Candidate) -> list[Node]:
+    """A candidate that no plan fits with fewer layers on its fullest stages, where that may help."""
+    if candidate.shape.pp == 1:
+        return []
+    tiles = space.request.tiles[-1]
+
+    def of_layers(layers: tuple[int, ...]) -> ActivationProblem | None:
+        return problem_of(space, dataclasses.replace(candidate, stage_layers=layers), tiles)
+
+    problem = problem_of(space, candidate, tiles)
+    layers = None if problem is None else roomier_layers(problem, of_layers)
+    return [] if layers is None else [_of_division(candidate, layers)]
+
+
+def _of_division(candidate: Candidate, layers: tuple[int, ...]) -> Node:
+    return Node(
+        stage=Stage.CANDIDATE,
+        ladder=Ladder(((Bound.COMPUTE, 0.0),)),
+        shapes=(candidate.shape,),
+        setting=candidate.setting,
+        candidate=dataclasses.replace(candidate, stage_layers=layers),
+        moved=True,
+    )
+
+
+def _with_roomier(space: Space, node: Node) -> list[Node]:
+    """A node, and where nothing of it fits the same with other numbers of layers."""
+    assert node.candidate is not None
+    return [node, *(roomier(space, node.candidate) if math.isinf(node.ladder.seconds) and not node.moved else ())]
 
 
 def _setting(space: Space, node: Node, shape: Shape, setting: Setting) -> Node:
