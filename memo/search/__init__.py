@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from memo.search.answer import Item as Item, Rival as Rival, rivals as rivals, step_items as step_items
     from memo.search.bounds import Bound as Bound, has_room as has_room
     from memo.search.candidates import Candidate as Candidate, Setting as Setting, Shape as Shape
+    from memo.search.cluster_space import MOST_PLACEMENTS as MOST_PLACEMENTS, ClusterSpace as ClusterSpace
     from memo.search.launch import (
         PORT as PORT,
         Launch as Launch,
@@ -39,6 +40,7 @@ else:
             "answer": "Item Rival rivals step_items",
             "bounds": "Bound has_room",
             "candidates": "Candidate Setting Shape",
+            "cluster_space": "MOST_PLACEMENTS ClusterSpace",
             "launch": "PORT Launch launch_of runs_under_memo_train train_arguments why_not_trained",
             "longest": "LongestFit longest_that_fits",
             "request": "Request",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from memo.mip.cluster import StagePlace
 from memo.mip.inputs import PipelineSchedule
 
 __all__ = ["Candidate", "Setting", "Shape"]
@@ -70,6 +71,8 @@ class Candidate:
     """Ranks that share one copy of what is sharded; None: all data-parallel ranks."""
     sparse_embedding: bool = False
     """Whether the embedding's gradient is exchanged as rows."""
+    places: tuple[StagePlace, ...] = ()
+    """Groups of nodes of each stage, where nodes are not alike."""
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -91,6 +94,7 @@ class Candidate:
             -self.zero,
             self.sharded_over or 0,
             self.sparse_embedding,
+            tuple((place.groups, place.replicas) for place in self.places),
         )
 
     @property

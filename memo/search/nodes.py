@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from memo.errors import UsageError
-from memo.search.bounds import Bound, Ladder, has_room, keeps_all, kept_bounds, link_bound, schedule_bounds, work_bounds
+from memo.search.bounds import Bound, Ladder, has_room, keeps_all, kept_bounds, link_bound, schedule_bounds
 from memo.search.candidates import Candidate
 from memo.search.divisions import moved_layers, roomier_layers
 
@@ -77,9 +77,11 @@ def refine(space: Space, node: Node, *, cutoff_s: float) -> list[Node]:
             ]
         case Stage.SETTING:
             assert node.setting is not None
+            bare = space.schedules(node.shapes[0], node.setting)
+            further = [(other, True) for one in bare for other in space.further(one)]
             return [
-                dataclasses.replace(node, stage=Stage.SCHEDULE, schedule=bare)
-                for bare in space.schedules(node.shapes[0], node.setting)
+                dataclasses.replace(node, stage=Stage.SCHEDULE, schedule=one, moved=beside)
+                for one, beside in ([(one, False) for one in bare] + further)
             ]
         case Stage.SCHEDULE:
             return [_bare(space, node)]
@@ -95,9 +97,10 @@ def refine(space: Space, node: Node, *, cutoff_s: float) -> list[Node]:
             return _with_roomier(space, _linked(space, node, cutoff_s))
 
 
-def moved(plan: ActivationPlan, candidate: Candidate) -> list[Node]:
+def moved(space: Space, plan: ActivationPlan, candidate: Candidate) -> list[Node]:
     """The nodes of a planned candidate with one layer on another stage."""
-    return [_of_division(candidate, layers) for layers in moved_layers(plan)]
+    others = [dataclasses.replace(candidate, stage_layers=layers) for layers in moved_layers(plan)]
+    return [_beside(other) for other in others if not space.owns(other)]
 
 
 def roomier(space: Space, candidate: Candidate) -> list[Node]:
@@ -111,16 +114,18 @@ def roomier(space: Space, candidate: Candidate) -> list[Node]:
 
     problem = problem_of(space, candidate, tiles)
     layers = None if problem is None else roomier_layers(problem, of_layers)
-    return [] if layers is None else [_of_division(candidate, layers)]
+    other = None if layers is None else dataclasses.replace(candidate, stage_layers=layers)
+    return [] if other is None or space.owns(other) else [_beside(other)]
 
 
-def _of_division(candidate: Candidate, layers: tuple[int, ...]) -> Node:
+def _beside(candidate: Candidate) -> Node:
+    """The node of a candidate beside the space, whose bounds are still to come."""
     return Node(
         stage=Stage.CANDIDATE,
         ladder=Ladder(((Bound.COMPUTE, 0.0),)),
         shapes=(candidate.shape,),
         setting=candidate.setting,
-        candidate=dataclasses.replace(candidate, stage_layers=layers),
+        candidate=candidate,
         moved=True,
     )
 
@@ -132,11 +137,7 @@ def _with_roomier(space: Space, node: Node) -> list[Node]:
 
 
 def _setting(space: Space, node: Node, shape: Shape, setting: Setting) -> Node:
-    candidate = Candidate(shape=shape, setting=setting, zero=0)
-    problem = problem_of(space, candidate, space.request.tiles[0])
-    ladder = node.ladder
-    if problem is not None:
-        ladder = ladder.raised(*work_bounds(problem).steps)
+    ladder = node.ladder.raised(*space.least_work(shape, setting).steps)
     return Node(stage=Stage.SETTING, ladder=ladder, shapes=(shape,), setting=setting)
 
 
@@ -200,7 +201,7 @@ def _unfit(node: Node) -> Node:
 def problem_of(space: Space, candidate: Candidate, tiles: int) -> ActivationProblem | None:
     """The candidate's problem; None where the host has no room for what is to be there in any case."""
     with contextlib.suppress(UsageError):
-        return space.request_of(candidate).problem(tiles)
+        return space.problem(candidate, tiles)
     return None
 
 

@@ -211,14 +211,15 @@ class _Search:
     def _highest_flops(self) -> tuple[float, float] | None:
         """FLOPs of a token, and FLOP/s that no GPU exceeds; None for an empty space."""
         space = self._space
-        machine = space.request.machine
+        own = isinstance(space.request.config, GPTConfig)
+        rates = [
+            machine.peak_flops * (max(machine.matmul_efficiency, machine.attention_efficiency) if own else 1.0)
+            for machine in space.machines
+        ]
         for shape in space.shapes:
             for setting in space.settings(shape):
                 profile = space.request_of(Candidate(shape=shape, setting=setting)).problem().profile
-                efficiency = 1.0
-                if isinstance(space.request.config, GPTConfig):
-                    efficiency = max(machine.matmul_efficiency, machine.attention_efficiency)
-                return profile.model_flops_causal_per_token, machine.peak_flops * efficiency
+                return profile.model_flops_causal_per_token, max(rates)
         return None
 
     def _cutoff_s(self, node: Node) -> float:
@@ -241,7 +242,7 @@ class _Search:
             better = better or step_s < self._runnable_s
             self._runnable_s = min(step_s, self._runnable_s)
         if better and candidate.shape.pp > 1 and self._is_needed(step_s):
-            for node in moved(planned.plan, candidate):
+            for node in moved(self._space, planned.plan, candidate):
                 self._push(node)
 
     def _round(self) -> list[Node]:
@@ -376,7 +377,8 @@ class _Search:
             planned=tuple(planned),
             without_plan=tuple(self._without_plan),
             closed=tuple(self._closed_node(node) for node in nodes),
-            moved=len(self._known),
+            moved=len(self._known)
+            + sum(self._closed_node(node).count for node in nodes if node.moved and node.candidate is None),
         )
 
     def _closed_node(self, node: Node) -> Closed:

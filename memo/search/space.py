@@ -17,6 +17,7 @@ that `memo train` runs.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import math
@@ -28,10 +29,14 @@ from memo.gpt import EmbeddingGradients, GPTConfig, Precision
 from memo.gpt.arithmetic import EmbeddingTraffic, reason_not_sparse
 from memo.mip.cluster import StageCosts, divide_equal_layers, divide_layers
 from memo.mip.inputs import PipelineSchedule
+from memo.search.bounds import Ladder, work_bounds
 from memo.search.candidates import Candidate, Setting, Shape
 from memo.search.sizes import ModelSizes, divisors_of
 
 if TYPE_CHECKING:
+    from memo.mip.activation import ActivationProblem
+    from memo.mip.cluster import Placement
+    from memo.mip.inputs import Hardware
     from memo.search.request import Request
 
 __all__ = ["DIMENSIONS", "Space"]
@@ -145,7 +150,7 @@ class Space:
         """The candidate under every sharding and exchange of the embedding's gradient."""
         return [
             dataclasses.replace(candidate, zero=zero, sharded_over=ranks, sparse_embedding=sparse)
-            for zero, ranks in self._shardings(candidate.shape)
+            for zero, ranks in self._shardings(candidate)
             for sparse in self._exchanges(candidate.shape, candidate.setting, zero, ranks)
         ]
 
@@ -155,7 +160,10 @@ class Space:
 
     def count(self, shape: Shape, setting: Setting) -> int:
         """Number of its candidates."""
-        ways = (self._exchanges(shape, setting, *sharding) for sharding in self._shardings(shape))
+        ways = (
+            self._exchanges(shape, setting, *sharding)
+            for sharding in self._shardings(Candidate(shape=shape, setting=setting))
+        )
         bare = sum(len(self._divisions(shape, chunks)) for _, chunks in self._schedules(shape, setting))
         return bare * sum(map(len, ways))
 
@@ -185,6 +193,39 @@ class Space:
             sharded_over=candidate.sharded_over,
             embedding=EmbeddingGradients.SPARSE if candidate.sparse_embedding else EmbeddingGradients.DENSE,
         )
+
+    def problem(self, candidate: Candidate, tiles: int = 1) -> ActivationProblem:
+        """The planning problem of a candidate with so many MLP tiles.
+
+        Raises:
+            UsageError: the host has no room for what is to be there in any case.
+        """
+        return self.request_of(candidate).problem(tiles)
+
+    def further(self, candidate: Candidate) -> list[Candidate]:
+        """Candidates beside the space that are tried with one in which nothing is sharded: other numbers of layers."""
+        return []
+
+    def owns(self, candidate: Candidate) -> bool:
+        """Whether the candidate's numbers of layers are those of a candidate of the space."""
+        layers, own = candidate.stage_layers, self._divisions(candidate.shape, candidate.chunks)
+        return layers in own or (() in own and len(set(layers)) == 1)
+
+    def placement(self, candidate: Candidate) -> Placement | None:
+        """Where the candidate's stages are, if nodes are not alike."""
+        return None
+
+    def least_work(self, shape: Shape, setting: Setting) -> Ladder:
+        """Bounds by the work of a shape and a setting, whatever the rest of a candidate is."""
+        with contextlib.suppress(UsageError):
+            candidate = Candidate(shape=shape, setting=setting, zero=0)
+            return work_bounds(self.request_of(candidate).problem(self.request.tiles[0]))
+        return Ladder()
+
+    @property
+    def machines(self) -> tuple[Hardware, ...]:
+        """The machines of its nodes."""
+        return (self.request.machine,)
 
     # What divides what.
 
@@ -309,9 +350,10 @@ class Space:
         before_s, after_s = (end.forward_s + end.backward_s for end in (profile.embedding, profile.head))
         return _Work(layers, before_s=before_s, after_s=after_s, alike=len(profile.classes) == 1)
 
-    def _shardings(self, shape: Shape) -> list[tuple[int, int | None]]:
+    def _shardings(self, candidate: Candidate) -> list[tuple[int, int | None]]:
         """What is sharded, over how many ranks."""
-        ranks, fixed = shape.dp * shape.cp, self.fixed.get("zero")
+        shape, fixed = candidate.shape, self.fixed.get("zero")
+        ranks = shape.dp * shape.cp
         if ranks == 1 or ModelSizes.of(self.request).experts > 1:  # which are planned as memo train shards them
             return [(3, None)]
         found: list[tuple[int, int | None]] = [(zero, None) for zero in (3, 2, 1, 0) if fixed in (None, zero)]
