@@ -30,8 +30,10 @@ class Launch:
     """Commands that run one layout."""
 
     torchrun: str
-    """To be started on every node; on several, HOST is the first one's name."""
-    slurm: str
+    """To be started on every node; on several, HOST is the first one's name. Where nodes are not alike, a line for each
+    run of equal ones."""
+    slurm: str | None
+    """None where nodes are not alike."""
     train: tuple[str, ...]
     """Arguments of `memo train`."""
 
