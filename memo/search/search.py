@@ -190,15 +190,15 @@ class _Search:
     # What is open.
 
     def _push(self, node: Node) -> None:
+        if math.isinf(node.ladder.seconds):
+            self._closed.append(node)
+            return
         if node.moved and node.stage is Stage.CANDIDATE:
             assert node.candidate is not None
             if node.candidate in self._known:
                 return
             self._known.add(node.candidate)
-        if math.isinf(node.ladder.seconds):
-            self._closed.append(node)
-        else:
-            heapq.heappush(self._open, (node.ladder.seconds, next(self._numbers), node))
+        heapq.heappush(self._open, (node.ladder.seconds, next(self._numbers), node))
 
     def _begin(self) -> None:
         space = self._space
