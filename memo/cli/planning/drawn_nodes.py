@@ -1,7 +1,7 @@
 """Nodes and links of a layout that the page of a search draws: which ranks stand where, and what each group crosses.
 
-Owns the order of ranks on groups of nodes that are not alike: within a group they fill its nodes, stage after stage. On equal
-nodes the page counts them itself.
+Owns the order of ranks on groups of nodes that are not alike: within a group they fill its nodes, stage after stage. On
+equal nodes the page counts them itself.
 """
 
 from __future__ import annotations

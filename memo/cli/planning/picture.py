@@ -1,7 +1,8 @@
 """Data of the page of a search, ready for `memo.trace.render_page`: the answer, and a drawing of each layout that it shows.
 
-Owns what the answer lacks and a drawing needs: each stage's memory by use, and the simulated step as spans. A page stays small whatever the number of microbatches: spans that are too short to
-see are joined to their neighbours, with the shares of what they were, and only within one pass of one microbatch.
+Owns what the answer lacks and a drawing needs: each stage's memory by use, and the simulated step as spans. A page stays
+small whatever the number of microbatches: spans that are too short to see are joined to their neighbours, with the shares
+of what they were, and only within one pass of one microbatch.
 """
 
 from __future__ import annotations
