@@ -94,7 +94,7 @@ def _lacking_bytes(problem: ActivationProblem, stage: int, *, fewest: bool = Fal
     Args:
         problem: the problem.
         stage: number of the stage.
-        fewest: as if each of its runs had one layer.
+        fewest: as if each of its runs had one layer, or fewer bytes than that.
     """
     known, budgets = problem.profile.layer_profiles(), problem.machine_of(stage).budgets
     moves = budgets.host_bytes > 0 or budgets.disk_bytes > 0
@@ -106,7 +106,9 @@ def _lacking_bytes(problem: ActivationProblem, stage: int, *, fewest: bool = Fal
         + sum((kept + rest) * nbytes for kept, rest, nbytes in zip(place.kept, place.unmoved, least, strict=True))
         for place in device_peak_candidates(problem, stage, likely_only=True)
     )
-    return float(held - sum(layer.static_bytes for layer in own[counted:]) - budgets.device_bytes)
+    freed = sum(layer.static_bytes for layer in own[counted:])
+    freed += max((layer.full_bytes for layer in own[counted:]), default=0)  # of one layer there is one rounding buffer
+    return float(held - freed - budgets.device_bytes)
 
 
 def _least_bytes(layer: LayerProfile) -> int:
