@@ -11,9 +11,10 @@ from memo.lazy import attach
 
 if TYPE_CHECKING:
     from memo.search.answer import Item as Item, Rival as Rival, rivals as rivals, step_items as step_items
-    from memo.search.bounds import Bound as Bound, has_room as has_room
+    from memo.search.bounds import Bound as Bound
     from memo.search.candidates import Candidate as Candidate, Setting as Setting, Shape as Shape
     from memo.search.cluster_space import MOST_PLACEMENTS as MOST_PLACEMENTS, ClusterSpace as ClusterSpace
+    from memo.search.divisions import roomier_layers as roomier_layers
     from memo.search.launch import (
         PORT as PORT,
         Launch as Launch,
@@ -38,7 +39,8 @@ else:
         __name__,
         {
             "answer": "Item Rival rivals step_items",
-            "bounds": "Bound has_room",
+            "bounds": "Bound",
+            "divisions": "roomier_layers",
             "candidates": "Candidate Setting Shape",
             "cluster_space": "MOST_PLACEMENTS ClusterSpace",
             "launch": "PORT Launch launch_of runs_under_memo_train train_arguments why_not_trained",

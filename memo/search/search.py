@@ -2,9 +2,12 @@
 
 Owns the order of work. Open are numbers of GPUs, then shapes with a setting, then candidates; the one with the lowest bound
 is taken first and either divided, bounded more tightly, or planned. What is open when the lowest bound exceeds the steps
-that were found is proven slower, or not to fit. Both is done in rounds: of those with the lowest bounds several are bounded
-side by side, and several planned, and the next round is chosen when all of them are done, so that the same space gives the
-same answer whatever the number and the pace of the processes. Planning is the expensive part, so it comes last.
+that were found is proven slower, or not to fit. A plan that is better than all others of its layout opens candidates beside
+the space, with single layers on other stages, and so does a candidate that no plan fits.
+
+Bounding and planning are done in rounds: of those with the lowest bounds several are bounded side by side, and several
+planned, and the next round is chosen when all of them are done, so that the same space gives the same answer whatever the
+number and the pace of the processes. Planning is the expensive part, so it comes last.
 """
 
 from __future__ import annotations
