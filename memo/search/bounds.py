@@ -132,9 +132,10 @@ def schedule_bounds(problem: ActivationProblem) -> Ladder:
     Reductions of gradients and the optimizer's step depend on the sharding and are left out.
     """
     stages = [dataclasses.replace(stage, sync_s=0.0) for stage in predict_kept_times(problem)]
-    without = {"optimizer_s": 0.0, "optimizer_exchange_s": 0.0}
-    bare = dataclasses.replace(problem.profile, **without)
-    machines = tuple(dataclasses.replace(machine, **without) for machine in problem.machines)
+    bare = dataclasses.replace(problem.profile, optimizer_s=0.0, optimizer_exchange_s=0.0)
+    machines = tuple(
+        dataclasses.replace(machine, optimizer_s=0.0, optimizer_exchange_s=0.0) for machine in problem.machines
+    )
     plan = ActivationPlan(
         problem=dataclasses.replace(problem, profile=bare, machines=machines),
         layers=(LayerPlan(),) * len(problem.profile.layers),

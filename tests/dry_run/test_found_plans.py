@@ -15,12 +15,12 @@ SMALL = ["--model", "125m", "--layers", "4", "--seq", "4k"]
 
 
 def cluster_file(folder: Path) -> str:
-    """Two GPUs of one kind, and a node with another one, over Ethernet."""
+    """Two GPUs of one kind in a node, and two of another kind in a node each."""
     groups = [
         {"name": "fast", "gpu": "h100", "nodes": 1, "gpus_per_node": 2},
         {"name": "slow", "gpu": "a800", "nodes": 2, "gpus_per_node": 1},
     ]
-    links = [{"between": ["fast", "slow"], "net": "1x25Gb"}]
+    links = [{"between": ["fast", "slow"], "net": "8x400Gb"}]
     path = folder / "cluster.json"
     path.write_text(json.dumps({"format": "memo-cluster", "version": 1, "groups": groups, "links": links}))
     return str(path)
@@ -39,7 +39,7 @@ def dry_run_of(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) ->
     ("layout", "placement"),
     [
         (["--pp", "2", "--dp", "2", "--schedule", "1f1b", "--global-batch", "4"], "stages"),
-        (["--pp", "1", "--dp", "3", "--global-batch", "3"], "replicas: 2 on fast, 1 on slow"),
+        (["--pp", "1", "--dp", "3", "--global-batch", "6", "--batch", "1"], "replicas: 1 on fast, 2 on slow"),
     ],
     ids=["a pipeline across groups", "replicas across groups"],
 )

@@ -37,9 +37,9 @@ def nodes_of(candidate: Candidate, space: Space) -> list[dict[str, Any]] | None:
             own.setdefault(group, []).extend(range(rank, rank + count))
             rank += count
     found: list[dict[str, Any]] = []
-    for number, group in enumerate(placement.cluster.groups):
-        size, ranks = group.machine.gpus_per_node, own.get(number, [])
-        for node in range(group.nodes):
+    for number, kind in enumerate(placement.cluster.groups):
+        size, ranks = kind.machine.gpus_per_node, own.get(number, [])
+        for node in range(kind.nodes):
             here: list[int | None] = [*ranks[node * size : (node + 1) * size]]
             found.append({"group": number, "ranks": here + [None] * (size - len(here))})
     return found
