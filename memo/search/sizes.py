@@ -59,10 +59,8 @@ class ModelSizes:
         return [tp for tp in divisors_of(self.kv_heads) if self.heads % tp == 0 and self.ffn % tp == 0]
 
     def context_ranks(self, tp: int) -> list[int]:
-        """Numbers of ranks that divide the heads of a tensor-parallel rank."""
-        if not self.heads:
-            return [1]
-        return [cp for cp in divisors_of(self.kv_heads // tp) if self.heads % (tp * cp) == 0]
+        """Numbers of ranks that divide the query heads of a tensor-parallel rank."""
+        return list(divisors_of(self.heads // tp)) if self.heads else [1]
 
 
 @functools.lru_cache(maxsize=1024)

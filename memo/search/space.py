@@ -8,10 +8,10 @@ Owns the dimensions and what divides what. Knows no times and no bytes.
     candidate    a shape and a setting, with a schedule and its chunks, what data-parallel ranks shard, and whether they
                  exchange the embedding's gradient as rows, which is tried where that is fewer bytes whatever the tokens are
 
-Tensor parallelism beyond a node takes whole nodes. Context parallelism exchanges heads for tokens (Ulysses), or passes keys
-and values around (a ring), which takes any number of ranks. Pipeline stages have equal numbers of layers, or those with
-which the slowest run of layers, embedding and head included, has least work; divisions.py has others, which a search tries
-beside the space. Schedules, chunks and microbatches are those that `memo train` runs.
+Tensor parallelism beyond a node takes whole nodes. Context parallelism exchanges heads for tokens (Ulysses), whose ranks
+divide the query heads and may share key/value heads, or passes keys and values around (a ring), which takes any number of
+ranks. Pipeline stages have equal numbers of layers, or those with which the slowest run of layers, embedding and
+head included, has least work; divisions.py has others, which a search tries beside the space. Schedules, chunks and microbatches are those that `memo train` runs.
 """
 
 from __future__ import annotations
