@@ -10,8 +10,9 @@ Owns the dimensions and what divides what. Knows no times and no bytes.
 
 Tensor parallelism beyond a node takes whole nodes. Context parallelism exchanges heads for tokens (Ulysses), whose ranks
 divide the query heads and may share key/value heads, or passes keys and values around (a ring), which takes any number of
-ranks. Pipeline stages have equal numbers of layers, or those with which the slowest run of layers, embedding and
-head included, has least work; divisions.py has others, which a search tries beside the space. Schedules, chunks and microbatches are those that `memo train` runs.
+ranks. Pipeline stages have equal numbers of layers, or those with which the slowest run of layers, embedding and head
+included, has least work; divisions.py has others, which a search tries beside the space. Schedules, chunks and
+microbatches are those that `memo train` runs.
 """
 
 from __future__ import annotations
