@@ -27,6 +27,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -35,6 +36,9 @@ from memo.errors import SwapError
 from memo.swap.memory.numa import prefer_node
 from memo.swap.memory.page_aligned import PAGE_BYTES, private_pages, whole_pages
 from memo.units import format_bytes, format_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["PinnedSlab", "copy_pieces", "page_locked"]
 
@@ -166,6 +170,10 @@ class PinnedSlab:
             self._changed.wait_for(lambda: not self._locking)
             self.nbytes = self._ready = self._pages.unlock_beyond(nbytes)
 
+    def when_freed(self, call: Callable[[], None]) -> None:
+        """Has `call` called once the pages are unlocked and the mapping is gone."""
+        self._pages.when_freed(call)
+
     def close(self) -> None:
         """Ends the locking thread; locked memory is unlocked when its storage dies. Idempotent."""
         with self._changed:
@@ -240,6 +248,10 @@ class _Pages:
         pages = cls(mapping, address)
         weakref.finalize(memory.untyped_storage(), pages.unlock_beyond, 0).atexit = False
         return pages, memory
+
+    def when_freed(self, call: Callable[[], None]) -> None:
+        """Has `call` called once the mapping is gone, which its locked ranges outlive in no case."""
+        weakref.finalize(self._mapping, call).atexit = False
 
     def fault_in(self, start: int, stop: int) -> None:
         """Faults in the pages of a range that is not locked yet.

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from typing import TYPE_CHECKING
 
 import torch
 
 from memo.swap.memory.page_aligned import private_pages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["PageableSlab", "touched_slab_bytes"]
 
@@ -45,6 +49,10 @@ class PageableSlab:
             self._mapping.madvise(mmap.MADV_DONTNEED, nbytes, self.nbytes - nbytes)
             self.nbytes = nbytes
             self.touched_bytes = min(self.touched_bytes, nbytes)
+
+    def when_freed(self, call: Callable[[], None]) -> None:
+        """Has `call` called once the mapping is gone."""
+        weakref.finalize(self._mapping, call).atexit = False
 
     def close(self) -> None:
         """Ends the count of its bytes; the mapping goes with its last view."""
