@@ -99,9 +99,10 @@ def copy_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
 def _borders(block: torch.Tensor) -> list[int]:
     """Offsets within a block of bytes at which another registration begins."""
     address = block.data_ptr()
-    first = bisect.bisect_right(_starts, address)
-    last = bisect.bisect_left(_starts, address + block.numel())
-    return [start - address for start in _starts[first:last]]
+    starts = _starts.copy()  # locking threads, and whoever frees locked memory, change it meanwhile
+    first = bisect.bisect_right(starts, address)
+    last = bisect.bisect_left(starts, address + block.numel())
+    return [start - address for start in starts[first:last]]
 
 
 class PinnedSlab:

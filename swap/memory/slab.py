@@ -33,7 +33,7 @@ class PageableSlab:
         self.nbytes = 0
         self.touched_bytes = 0
         """End of the range that has been claimed since the slab was last shrunk; its pages are resident."""
-        _slabs.add(self)
+        _slabs[self] = None
 
     def grow(self, nbytes: int) -> None:
         """Counts the first `nbytes` as taken."""
@@ -56,12 +56,13 @@ class PageableSlab:
 
     def close(self) -> None:
         """Ends the count of its bytes; the mapping goes with its last view."""
-        _slabs.discard(self)
+        _slabs.pop(self, None)
 
 
-_slabs: weakref.WeakSet[PageableSlab] = weakref.WeakSet()
+_slabs: weakref.WeakKeyDictionary[PageableSlab, None] = weakref.WeakKeyDictionary()
+"""Iterated by `keyrefs`, which makes a list at once; a WeakSet cannot be iterated while other threads add to it."""
 
 
 def touched_slab_bytes() -> int:
     """Bytes of this process's resident memory that pageable slabs take."""
-    return sum(slab.touched_bytes for slab in _slabs)
+    return sum(slab.touched_bytes for known in _slabs.keyrefs() if (slab := known()) is not None)
