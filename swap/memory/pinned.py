@@ -64,6 +64,7 @@ class _LockingThreads(threading.local):
 _locking_threads = _LockingThreads()
 _log = logging.getLogger("memo")
 _starts: list[int] = []  # addresses at which registrations begin, sorted
+_starts_lock = threading.RLock()  # of changes; a garbage collection may unlock pages meanwhile
 
 
 def page_locked(nbytes: int, *, node: int | None = None) -> torch.Tensor:
@@ -286,13 +287,15 @@ class _Pages:
                 f"lower the host budget (containers and WSL limit it; ulimit -l does not)"
             )
         self._locked.append((start, stop))
-        bisect.insort(_starts, address)
+        with _starts_lock:
+            bisect.insort(_starts, address)
 
     def unlock_beyond(self, nbytes: int) -> int:
         """Unlocks and gives back the ranges that begin at `nbytes` or later; returns the end of those that stay."""
         while self._locked and self._locked[-1][0] >= nbytes:
             start, stop = self._locked.pop()
-            _starts.remove(self._address + start)
+            with _starts_lock:
+                _starts.remove(self._address + start)
             torch.cuda.cudart().cudaHostUnregister(self._address + start)
             self._mapping.madvise(mmap.MADV_DONTNEED, start, whole_pages(stop - start))
         return self._locked[-1][1] if self._locked else 0
