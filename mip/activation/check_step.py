@@ -208,12 +208,14 @@ def moved(layer: LayerProfile, plan: LayerPlan) -> tuple[float, float]:
 
 
 def spared_bytes(layer: LayerProfile, plan: LayerPlan) -> float:
-    """Bytes by which codes are fewer than what a layer saves; what every point saves is coded if nothing is repeated."""
+    """Bytes by which codes are fewer than what a layer saves; if a part is repeated, what all tokens have is no codes."""
     if layer.coding is None:
         return 0.0
-    repeated = any(share > 0 for name, share in plan.points.items() if name != "all")
     at = {point.name: point.spared_bytes or 0 for point in layer.points}
-    return (not repeated) * layer.coding.spared_bytes + sum(at[name] * share for name, share in plan.points.items())
+    there = [name for name in at if plan.points.get(name, 0) > 0]
+    if there == ["all"]:
+        return layer.coding.spared_bytes + at["all"]
+    return sum(plan.points[name] * max(at[name] - at[there[-1]], 0) for name in there[:-1])
 
 
 def coding_s(layer: LayerProfile, plan: LayerPlan) -> tuple[float, float]:

@@ -24,8 +24,9 @@ runtime alike. One rank, one microbatch, layers 0 to n-1; F, B, R are a layer's 
                tokens. The recompute of a layer that can be divided holds what its largest piece does, which is in
                proportion to the piece's tokens; each piece of a range but the first one takes a little time besides
     codec      of a layer that moves, so many bytes less than it saves are on links and in tiers as its class says: at point
-               all those saved at every point and the point's, else the points' alone. Coding takes its time in forward,
-               decoding in backward, and in both halves of a split one, in proportion to what is coded
+               all those saved at every point and the point's; where tokens are divided each point's, less the last one's,
+               which moves whole. Coding takes its time in forward, decoding in backward, and in both halves of a split
+               one, in proportion to what is coded
     rounding   a storage goes to one place whole, kept ones within the planned bytes, and a place in a tier is of whole
                pages. So a stage that moves leaves free, of each tier's budget and for each microbatch in flight, a page
                for each storage of layers that can move; and where it divides a layer, its largest storage

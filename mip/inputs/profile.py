@@ -281,11 +281,18 @@ class LayerProfile:
         return self.forward_gathered_bytes if self.peaks_in_forward else self.backward_gathered_bytes
 
     def spared_bytes(self, points: Mapping[str, float]) -> float:
-        """Bytes by which what is saved is fewer as codes, with these fractions of the layer at its points."""
+        """Bytes by which what is saved is fewer as codes, with these fractions of the layer at its points.
+
+        Where a part is recomputed, what is saved of all tokens moves whole, since the recompute reads it: what every point
+        saves, and what the last of these points does.
+        """
         if self.coding is None:
             return 0.0
-        spared = sum((known.spared_bytes or 0) * points.get(known.name, 0.0) for known in self.points)
-        return spared + (self.coding.spared_bytes if points.keys() <= {ALL} else 0)
+        used = [known for known in self.points if points.get(known.name)]
+        if len(used) == 1 and used[0].name == ALL:
+            return self.coding.spared_bytes + (used[0].spared_bytes or 0)
+        whole = (used[-1].spared_bytes or 0) if used else 0
+        return sum(max((known.spared_bytes or 0) - whole, 0) * points[known.name] for known in used)
 
     def point(self, name: str) -> PointProfile | None:
         """The point of this name; None where the layer does not have it."""
