@@ -5,7 +5,7 @@ it moves whole. A row that multiplies the moved fraction by that is not linear. 
 class: exactly that of a class with one point, and else the least of any point, so that what it finds fits. The solver
 then solves variants of the problem, whose answers are predicted by the rules and the shortest taken:
 
-    as it is               each layer free; recomputed ones are thought to move whole
+    as it is               each layer free; recomputed ones are thought to move whole, and to take the time of coding
     whole                  no layer recomputes, so that every share is exact
     as found               layers that the best answer left whole are left whole, the others take the share found there
 """
@@ -22,6 +22,7 @@ __all__ = [
     "is_coded",
     "least_spared_share",
     "most_spared",
+    "most_spared_share",
     "taken_as_found",
     "undivided",
     "with_classes",
@@ -50,6 +51,11 @@ def least_spared_share(layer: LayerProfile) -> float:
     return 0.0 if layer.coding is None else min(_shares(layer))
 
 
+def most_spared_share(layer: LayerProfile) -> float:
+    """The share of the saved bytes that codes spare at most, whichever points a layer is at."""
+    return 0.0 if layer.coding is None else max(_shares(layer))
+
+
 def _shares(layer: LayerProfile) -> list[float]:
     saved = ((point.name, layer.fixed_bytes + point.saved_bytes) for point in layer.points)
     return [layer.spared_bytes({name: 1.0}) / nbytes if nbytes else 0.0 for name, nbytes in saved]
@@ -63,7 +69,7 @@ def undivided(layer: LayerProfile) -> LayerProfile:
 
 def most_spared(layer: LayerProfile) -> LayerProfile:
     """The class with the largest share of any point at all of them: no plan moves fewer bytes."""
-    return layer if layer.coding is None else _taken_as(layer, layer.name, max(_shares(layer)))
+    return layer if layer.coding is None else _taken_as(layer, layer.name, most_spared_share(layer))
 
 
 def taken_as_found(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> ActivationProblem:

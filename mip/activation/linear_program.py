@@ -50,7 +50,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from memo.errors import SolverFailed
-from memo.mip.activation.coded_classes import least_spared_share
+from memo.mip.activation.coded_classes import least_spared_share, most_spared_share
 from memo.mip.activation.cost import disk_delay, rounding_bytes, stage_compute_s
 from memo.mip.activation.memory_peaks import grouped_peak_candidates
 from memo.mip.activation.network_load import pass_loads, sync_load
@@ -362,7 +362,7 @@ class Model:
     def _coding_s(self, layer: LayerProfile, whole_s: float) -> float:
         """Time units of coding for each byte unit that moves; `whole_s` is that of all that can be coded."""
         whole = layer.spared_bytes({ALL: 1.0})
-        return whole_s * least_spared_share(layer) / whole * self._byte / self._second if whole else 0.0
+        return whole_s * most_spared_share(layer) / whole * self._byte / self._second if whole else 0.0
 
     def _hide_storages(self, group: _Group, mine: Sequence[LayerProfile]) -> None:
         """Constraint (12)."""
@@ -404,7 +404,7 @@ class Model:
         loads, fixed = self._loads(stage)
         total = pulp.lpSum(len(group.members) * group.recompute for group in groups)
         total += (self._compute[stage] + fixed) / self._second
-        total += pulp.lpSum(len(group.members) * self._coding(group) for group in groups if group.codes < 1)
+        total += pulp.lpSum(len(group.members) * self._coding(group) for group in groups if group.layer.coding)
         counts = collections.Counter(
             (group_of[number].members[0], kind, load) for (number, kind), load in loads.items() if load
         )
@@ -448,7 +448,7 @@ class Model:
             else:
                 share = 1.0 if kind is Kind.BACKWARD else 0.5
                 work = pulp.lpSum([share * group.layer.backward_s / self._second])
-            if group.codes < 1:
+            if group.layer.coding:
                 work = work + (group.encode_s if kind is Kind.FORWARD else group.decode_s) * (group.host + group.disk)
             self._works[key] = work + group.recompute if kind in (Kind.BACKWARD, Kind.INPUT) else work
         return self._works[key]
