@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -659,8 +660,11 @@ def test_a_search_from_a_plan_says_what_its_layout_reads_of_the_checkpoint(
 
 
 def test_a_codec_is_planned_shown_checked_and_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    request = ["plan", "--model", "7b", "--seq", "128k", "--gpu", "a800", "--gpus", "8", "--tp", "8"]
-    request += ["--host", "2TiB", "--device", "30GiB"]
+    # A host that has no room for what products give, on a GPU whose own memory costs next to nothing.
+    machine = dataclasses.replace(PRESETS["a800"], hbm_bytes_per_s=1e15)
+    (tmp_path / "machine.json").write_text(hardware_to_json(machine))
+    request = ["plan", "--model", "7b", "--seq", "64k", "--gpu", str(tmp_path / "machine.json"), "--gpus", "8"]
+    request += ["--tp", "8", "--host", "100GiB", "--device", "14GiB"]
     exact, path, trace = of_json(capsys, request), tmp_path / "plan.json", tmp_path / "trace.jsonl"
     assert main([*request, "--codec", "int8", "-o", str(path)]) == ExitCode.OK
     shown = capsys.readouterr().out
@@ -670,7 +674,7 @@ def test_a_codec_is_planned_shown_checked_and_simulated(tmp_path: Path, capsys: 
     report = of_json(capsys, ["show", str(path)])
     assert exact["codec"] is None
     assert report["codec"] == "int8"
-    assert 0 < report["stages"][0]["peak_host_bytes"] < 0.7 * exact["stages"][0]["peak_host_bytes"]
+    assert report["stages"][0]["coding_s"] > 0
     assert main(["check", str(path)]) == ExitCode.OK
     assert main(["simulate", str(path), "-o", str(trace)]) == ExitCode.OK
     copies = [json.loads(line) for line in trace.read_text().splitlines() if '"decoded_nbytes"' in line]
