@@ -178,8 +178,7 @@ class Opening:
                 model=type(self.model).__name__,
             )
         if self.plan is not None:
-            codec = None if self.codec is None else self.codec.name.lower()
-            return FixedPlan(actuator, self.plan, codec=codec, name=self.plan_name)
+            return FixedPlan(actuator, self.plan, name=self.plan_name)
         return None if self.device_bytes is None else FixedSetting(actuator)
 
 

@@ -134,7 +134,6 @@ class FixedPlan:
     Args:
         actuator: applies the plan to the model's layers.
         plan: the plan.
-        codec: what moves is coded so; None: it moves as it is.
         name: name of the plan for the error message, such as its file's.
 
     Raises:
@@ -142,12 +141,10 @@ class FixedPlan:
             was made for another codec.
     """
 
-    def __init__(
-        self, actuator: Actuator, plan: ActivationPlan, *, codec: str | None = None, name: str = "the plan"
-    ) -> None:
+    def __init__(self, actuator: Actuator, plan: ActivationPlan, *, name: str = "the plan") -> None:
         planned = plan.problem.profile.codec
-        if planned != codec:
-            made, runs = (f"codec {one}" if one else "no codec" for one in (planned, codec))
+        if planned != actuator.codec:
+            made, runs = (f"codec {one}" if one else "no codec" for one in (planned, actuator.codec))
             do = f'give codec="{planned}" (memo train --codec {planned})' if planned else "leave the codec out"
             raise PlanError(f"plan: it is for {made}, and the run has {runs}; {do}, or make another plan")
         if len(plan.layers) != actuator.n_layers:

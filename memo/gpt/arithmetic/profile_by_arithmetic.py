@@ -386,7 +386,7 @@ def _layer(
     return _coded(layer, block.coded, machine, sizes, tokens) if coded else layer
 
 
-def _coded(layer: LayerProfile, values: Coded, machine: Hardware, sizes: ElementSizes, tokens: int) -> LayerProfile:
+def _coded(layer: LayerProfile, values: Coded, machine: Hardware, sizes: ElementSizes, tokens: float) -> LayerProfile:
     """A layer of which codes move. Two layers' codes are on the device at once, coming or going, and what a check takes."""
     spared = {ALL: values.all, MATMULS: values.matmuls if layer.divisible else 0.0}
     points = (
