@@ -8,8 +8,8 @@ dropout; then all that a step saves is packed, storage by storage, in float32 an
 the bytes:
 
     zeros      one bit for each value, and the values that are not zero: what a kernel packs in one pass
-    planes     the bytes of all values by their place in the value, with the sign last, so that an exponent is one byte; of 128
-               of one plane their least and, in as few bits as the largest needs, what each is above it
+    planes     the bytes of all values by their place in the value, with the sign last, so that an exponent is one byte; of
+               128 of one plane their least and, in as few bits as the largest needs, what each is above it
     entropy    of each plane's bytes by how often they occur: no coder that looks at one byte at a time packs further
     zlib       level 1 on the planes, as a library would
 

@@ -5,30 +5,21 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-import random
 
 import pytest
-from activation_problems import layer, machine, plan_activations, profile_of
+from activation_problems import coded, layer, machine, plan_activations, profile_of, with_codes
 from step_problems import random_step
 
 from memo.errors import Infeasible, PlanError
 from memo.mip.activation.checker import Rule, check_plan
 from memo.mip.activation.coded_classes import least_spared_share
 from memo.mip.activation.files import plan_from_json, plan_to_json
-from memo.mip.activation.plan import ActivationProblem, Budgets, LayerPlan
+from memo.mip.activation.plan import Budgets, LayerPlan
 from memo.mip.activation.solver import fits, relaxed_step_s, solve_problem
-from memo.mip.inputs.coding import Coding
 from memo.mip.inputs.profile import LayerProfile, Profile
 from memo.mip.simulate.proof import prove
 
 TIGHT = Budgets(device_bytes=340, host_bytes=10_000)
-
-
-def coded(known: LayerProfile, *, of_always: int, of_points: tuple[int, ...], **seconds: float) -> LayerProfile:
-    points = (
-        dataclasses.replace(point, spared_bytes=spared) for point, spared in zip(known.points, of_points, strict=True)
-    )
-    return dataclasses.replace(known, points=tuple(points), coding=Coding(spared_bytes=of_always, **seconds))
 
 
 BLOCK = layer()
@@ -107,24 +98,8 @@ def test_the_checker_counts_codes() -> None:
     assert violation.rule is Rule.PREDICTION
 
 
-def randomly_coded(problem: ActivationProblem, seed: int) -> ActivationProblem:
-    """The problem with classes of which codes spare random parts, of the first points the most."""
-    draw = random.Random(seed)
-
-    def one(known: LayerProfile) -> LayerProfile:
-        share, seconds = draw.uniform(0.2, 0.75), draw.choice([0.0, 0.3 * known.forward_s])
-        parts = [int(share * draw.uniform(0.5, 1.0) * point.saved_bytes) for point in known.points]
-        parts = [part if known.divisible or not number else 0 for number, part in enumerate(parts)]
-        spared = int(share * known.fixed_bytes)
-        return coded(known, of_always=spared, of_points=tuple(parts), encode_s=seconds, decode_s=seconds / 2)
-
-    profile = problem.profile
-    profile = dataclasses.replace(profile, classes=tuple(one(known) for known in profile.classes), codec="fp8")
-    return dataclasses.replace(problem, profile=profile)
-
-
 def tried(seed: int) -> str:
-    problem = randomly_coded(random_step(seed), seed)
+    problem = with_codes(random_step(seed), seed)
     for known in problem.profile.classes:
         assert 0 <= least_spared_share(known) < 1
     try:
