@@ -11,7 +11,7 @@ Bytes are in units of the largest layer's, times in units of the mean layer's, t
                                                              as long as the slowest, stage or message
     (4)  out_i >= (h + d) / d2h - W(i+1),  d / write + h w - W(i+1); with a codec h and d are here, and in (7) and (8),
          bytes of codes: a fixed share of those in (2), since no row can say what mixed points spare
-         (memo.mip.activation.coded_classes), and W and T have the seconds of coding them
+         (memo.mip.inputs.coded_classes), and W and T have the seconds of coding them
     (5)  in_i  >= (h + d) / h2d - W'(i+1),  d / read + h w' - W'(i+1)
          with the windows W = F + e and W' = B + R + e': a layer's work and what collectives last beyond it
          (memo.mip.activation.network_load), e >= load - F, e' >= load' - B - R; these e are part of T_s, too
@@ -50,13 +50,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from memo.errors import SolverFailed
-from memo.mip.activation.coded_classes import least_spared_share, most_spared_share
 from memo.mip.activation.cost import disk_delay, rounding_bytes, stage_compute_s
 from memo.mip.activation.memory_peaks import grouped_peak_candidates
 from memo.mip.activation.network_load import pass_loads, sync_load
 from memo.mip.activation.overlap_windows import Window, copies_in, copies_out
 from memo.mip.activation.plan import ActivationProblem, LayerPlan, chunk_layers, stage_layers
 from memo.mip.activation.rounding import most_gained_bytes, most_lost_bytes, storage_bytes
+from memo.mip.inputs.coded_classes import least_spared_share, most_spared_share
 from memo.mip.inputs.pipeline_schedules import Kind
 from memo.mip.inputs.profile import ALL, LayerProfile
 from memo.mip.solvers import Backend, pulp, solve_model

@@ -9,18 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from memo.errors import Infeasible
 from memo.mip.activation.checker import check_plan, require_valid
-from memo.mip.activation.coded_classes import (
-    is_coded,
-    most_spared,
-    taken_as_found,
-    undivided,
-    with_classes,
-    with_layers,
-)
 from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.linear_program import Limit, Model, Resource, Sharing
 from memo.mip.activation.memory_peaks import DeviceMemory, Use, device_peak_candidates, highest_memory
@@ -31,6 +23,7 @@ from memo.mip.activation.plan import (
 )
 from memo.mip.activation.rounding import in_storages, in_tiles, piece_candidates
 from memo.mip.activation.whole_points import at_points, round_points
+from memo.mip.inputs.coded_classes import most_spared, taken_as, undivided
 from memo.mip.inputs.coding import Coding
 from memo.mip.inputs.profile import ALL, LayerProfile, Profile
 from memo.units import format_bytes, format_duration
@@ -103,16 +96,21 @@ def find_plan(problem: ActivationProblem) -> ActivationPlan | None:
         return kept
     if not _has_room(problem):
         return None
-    best = _coded(problem) if is_coded(problem) else _found(problem)
+    best = _coded(problem) if _is_coded(problem) else _found(problem)
     if best is not None:
         require_valid(best)
     return best
 
 
 def _coded(problem: ActivationProblem) -> ActivationPlan | None:
-    """The shortest plan of the variants of a problem with a codec (memo.mip.activation.coded_classes)."""
+    """The shortest plan of some variants of a problem with a codec (memo.mip.inputs.coded_classes).
+
+    First each layer is free, and a recomputed one thought to move whole and to take the time of coding; then none
+    recomputes, so that every share is exact; then what the best answer left whole is left whole, and others take the share
+    found there.
+    """
     best: ActivationPlan | None = None
-    variants = [problem, with_classes(problem, undivided)]
+    variants = [problem, _with_classes(problem, undivided)]
     for tried in range(MOST_VARIANTS):
         if tried >= len(variants):
             break
@@ -124,7 +122,7 @@ def _coded(problem: ActivationProblem) -> ActivationPlan | None:
         if check_plan(plan) is None and (best is None or plan.step_s < best.step_s * (1 - LEAST_SAVING)):
             best = plan
             if tried or plan.layers != (LayerPlan(),) * len(plan.layers):
-                variants.append(taken_as_found(problem, plan.layers))
+                variants.append(_as_found(problem, plan.layers))
     return best
 
 
@@ -163,7 +161,7 @@ def _whole_layers(best: ActivationPlan) -> Iterator[ActivationPlan]:
     known = problem.profile.layer_profiles()
     if not any(layer.divided_s and len(plan.points) > 1 for layer, plan in zip(known, best.layers, strict=True)):
         return
-    undivided = with_classes(
+    undivided = _with_classes(
         problem, lambda layer: dataclasses.replace(layer, divisible=False) if layer.divided_s else layer
     )
     for hides in (True, False):
@@ -201,7 +199,7 @@ def relaxed_step_s(problem: ActivationProblem) -> float | None:
     Raises:
         SolverFailed: the solver crashed.
     """
-    free = with_classes(
+    free = _with_classes(
         problem,
         lambda layer: dataclasses.replace(
             most_spared(_without_held(_without_beside(layer))), divisible=False, piece_s=0.0, coding=_free(layer.coding)
@@ -225,7 +223,7 @@ def fits(problem: ActivationProblem) -> bool:
     smallest = list(piece_candidates(problem))[-1:]
     if any(_has_plan(problem, pieces) for pieces in (*smallest, {})):
         return True
-    return is_coded(problem) and _has_plan(with_classes(problem, undivided), {})
+    return _is_coded(problem) and _has_plan(_with_classes(problem, undivided), {})
 
 
 def _has_room(problem: ActivationProblem) -> bool:
@@ -334,7 +332,7 @@ def _models(
         yield Model(problem, staying=staying, pieces=pieces)
         return
     layers = problem.profile.layer_profiles()
-    light = with_classes(
+    light = _with_classes(
         problem,
         lambda layer: _without_held(_without_beside(layer)) if layer.name in pieces else _without_beside(layer),
     )
@@ -347,7 +345,7 @@ def _models(
         return
     plans = zip(layers, free.layer_plans(), strict=True)
     known = [undivided(layer) if plan.fraction(ALL) >= 1 - ALMOST_ALL else layer for layer, plan in plans]
-    yield Model(with_layers(problem, known), staying=staying, pieces=pieces, kinds=problem.profile.layers)
+    yield Model(_with_layers(problem, known), staying=staying, pieces=pieces, kinds=problem.profile.layers)
 
 
 def _free(coding: Coding | None) -> Coding | None:
@@ -369,6 +367,45 @@ def _without_beside(layer: LayerProfile) -> LayerProfile:
 
 def _without_held(layer: LayerProfile) -> LayerProfile:
     return dataclasses.replace(layer, points=tuple(dataclasses.replace(point, held_bytes=0) for point in layer.points))
+
+
+def _is_coded(problem: ActivationProblem) -> bool:
+    """Whether codes spare bytes of any layer."""
+    return any(layer.spared_bytes({ALL: 1.0}) for layer in problem.profile.classes)
+
+
+def _as_found(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> ActivationProblem:
+    """The problem with whole classes for layers that these plans leave whole, and with the least share found for others."""
+    known = problem.profile.layer_profiles()
+    shares: dict[str, float] = {}
+    for layer, plan in zip(known, plans, strict=True):
+        if plan.recomputes:
+            shares[layer.name] = min(shares.get(layer.name, 1.0), plan.coded_share(layer))
+    return _with_layers(
+        problem,
+        [
+            taken_as(layer, shares[layer.name]) if plan.recomputes else undivided(layer)
+            for layer, plan in zip(known, plans, strict=True)
+        ],
+    )
+
+
+def _with_classes(problem: ActivationProblem, changed: Callable[[LayerProfile], LayerProfile]) -> ActivationProblem:
+    """The problem with each class changed."""
+    profile = problem.profile
+    classes = {layer.name: changed(layer) for layer in profile.classes}
+    profile = dataclasses.replace(
+        profile, classes=tuple(classes.values()), layers=tuple(classes[name].name for name in profile.layers)
+    )
+    return dataclasses.replace(problem, profile=profile)
+
+
+def _with_layers(problem: ActivationProblem, layers: Sequence[LayerProfile]) -> ActivationProblem:
+    """The problem with these classes of its layers; of one name are equal ones."""
+    classes = {layer.name: layer for layer in layers}
+    names = tuple(layer.name for layer in layers)
+    profile = dataclasses.replace(problem.profile, classes=tuple(classes.values()), layers=names)
+    return dataclasses.replace(problem, profile=profile)
 
 
 def _staying_options(problem: ActivationProblem, relaxed: Resource | None = None) -> list[int | None]:
@@ -477,8 +514,8 @@ def _least_excess(problem: ActivationProblem, tier: Resource) -> Model | None:
     """The solved program with the least excess over one tier's budget; None where a larger budget would not help."""
     *_, pieces = {}, *piece_candidates(problem)
     variants = [problem]
-    if _has_beside(problem.profile) or pieces or is_coded(problem):
-        variants.append(with_layers(problem, [undivided(layer) for layer in problem.profile.layer_profiles()]))
+    if _has_beside(problem.profile) or pieces or _is_coded(problem):
+        variants.append(_with_layers(problem, [undivided(layer) for layer in problem.profile.layer_profiles()]))
 
     def solved_programs(*, whole: bool = False) -> list[Model]:
         options = _staying_options(problem, tier)
