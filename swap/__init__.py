@@ -9,6 +9,7 @@ from memo.lazy import attach
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine as Engine
     from memo.swap.engine.layer_calls import Group as Group
+    from memo.swap.engine.spills import SpillFigures as SpillFigures
     from memo.swap.layers import (
         Layer as Layer,
         LayerHook as LayerHook,
@@ -60,6 +61,7 @@ else:
         {
             "engine.engine": "Engine",
             "engine.layer_calls": "Group",
+            "engine.spills": "SpillFigures",
             "layers": "LayerHook Layer find_layers hook_forward",
             "memory.host_memory": "available_host_bytes total_host_bytes",
             "memory.numa": "node_of_pci_device",

@@ -104,6 +104,7 @@ class HostTier(_Ledger):
         except BaseException:
             self._space.free(offset)
             raise
+        self._recorder.placed(number, offset)
         self.take(nbytes)
         return _HostPlace(self, slab.memory[offset : offset + nbytes], offset, number)
 

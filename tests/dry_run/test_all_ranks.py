@@ -196,11 +196,12 @@ def plan_file(folder: Path, *flags: str) -> Path:
     [
         ("--gpus", "4", "--ep", "4", "--device", "800MiB"),
         ("--gpus", "4", "--ep", "2", "--tp", "2", "--device", "600MiB"),
+        ("--gpus", "2", "--tp", "2", "--host", "0", "--device", "523MiB"),
         ("--gpus", "4", "--ep", "2", "--pp", "2", "--accumulate", "2", "--device", "1200MiB"),
         ("--gpus", "2", "--cp", "2", "--device", "460MiB", "--expert-bottleneck", "128"),
         ("--gpus", "2", "--ep", "2", "--precision", "bf16-autocast", "--device", "1200MiB", "--shared-experts", "0"),
     ],
-    ids=["ep", "ep and tp", "ep and pp", "cp and a bottleneck", "autocast"],
+    ids=["ep", "ep and tp", "tp, recomputed", "ep and pp", "cp and a bottleneck", "autocast"],
 )
 def test_plans_with_experts_hold_what_they_say(
     flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]

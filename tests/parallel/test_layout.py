@@ -165,6 +165,7 @@ def test_experts_that_do_not_fit_the_ranks_are_one_line(sizes: dict[str, int], e
         Layout(**sizes).check(preset("tiny", moe=moe), seq=64, batch=4, microbatches=2)
 
 
-def test_expert_parallel_ranks_divide_the_data_parallel_ones() -> None:
-    with pytest.raises(UsageError, match="--ep 2 does not divide --dp 3"):
-        Layout(dp=3, ep=2)
+@pytest.mark.parametrize(("dp", "ep"), [(3, 2), (2, 4), (1, 2)])
+def test_expert_parallel_ranks_divide_the_data_parallel_ones(dp: int, ep: int) -> None:
+    with pytest.raises(UsageError, match=f"--ep {ep} does not divide --dp {dp}"):
+        Layout(dp=dp, ep=ep)

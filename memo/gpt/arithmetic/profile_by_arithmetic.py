@@ -277,7 +277,11 @@ def _layer(
     tokens = layout.rank_tokens
     tp, cp, rings = layout.tp, layout.cp, step.rings
     if experts:
-        block = mixture_block(config, layout.tokens, sizes, batch=layout.batch, tp=tp, cp=cp, ep=layout.ep, rings=rings)
+        # As memo train shards them: over ranks with the same experts, and all that have different tokens.
+        ep, apart = layout.ep, tp > 1 or layout.ep > 1
+        block = mixture_block(
+            config, layout.tokens, sizes, batch=layout.batch, tp=tp, cp=cp, ep=ep, rings=rings, apart=apart
+        )
     else:
         block = Block.of(config, layout.tokens, sizes, batch=layout.batch, tp=tp, cp=cp, rings=rings)
     products_s = tokens / (machine.peak_flops * machine.matmul_efficiency)

@@ -86,6 +86,8 @@ def train(config: RunConfig, *, phase: Callable[[str | None], None] = lambda _: 
         raise DeviceOutOfMemory(f"the machine's memory is full; {_TO_FIT}") from None
 
 
+TELL_AGAIN = 1.1
+"""More rows on one rank's experts than plans have room for are told again once they are so many times the most told."""
 _TO_FIT = "use --offload disk or auto, a shorter --seq, a smaller --batch, or a smaller model"
 
 
@@ -104,6 +106,7 @@ class _Run:
         self.phase = phase
         self.world = world
         leads = world is None or world.rank == 0
+        self._told_rows = 0.0
         self.stop = StopRequest(forwarded=world is not None)
         self.checkpoints = _open_checkpoints(config, stack, world)
         start, notes = _starting_point(config, self.checkpoints)
@@ -215,6 +218,10 @@ class _Run:
         if result.alarm is not None:
             done = "skipped" if result.skipped else "applied"
             self.progress.line(f"warning  step {result.step}: {result.alarm}; its update was {done}")
+        rows = result.expert_rows
+        if rows is not None and self.manager is not None and not rows.is_planned and rows.times > self._told_rows:
+            self._told_rows = TELL_AGAIN * rows.times
+            self.progress.line(f"note  step {result.step}: {rows}")
         self.progress.advance()
 
     def _due(self, every: int) -> bool:
