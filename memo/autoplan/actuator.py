@@ -118,6 +118,12 @@ class Actuator:
         """Number of tiles in which the layers compute their MLP."""
         return mlp_tiles_of(layer.module for layer in self._layers)
 
+    @property
+    def codec(self) -> str | None:
+        """Codec of what moves; None: it moves as it is."""
+        codec = self._engine.codec
+        return None if codec is None else codec.name.lower()
+
     def reload_ahead(self) -> None:
         """Lets reloads run ahead within what the last step left free; by one layer before the first step."""
         peak = self.take_peak()

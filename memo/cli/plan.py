@@ -31,7 +31,7 @@ from memo.mip.activation import (
     DoesNotFit,
     plan_to_json,
 )
-from memo.mip.inputs import PRESETS, PipelineSchedule
+from memo.mip.inputs import CODECS, PRESETS, PipelineSchedule
 from memo.mip.simulate import prove
 from memo.parallel import ContextAttention
 
@@ -124,6 +124,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="how data-parallel ranks exchange the embedding's gradient: dense, as a whole table, or sparse, as the rows of "
         "the tokens that a rank has seen; auto is the one with the shorter step that fits (default auto)",
     )
+    how.add_argument(
+        "--codec",
+        choices=CODECS,
+        help="move values as one-byte codes with a bounded error, as memo train --codec does (default: bit for bit)",
+    )
     how.add_argument("--optimizer-offload", action="store_true", help="optimizer state and its step are on the host")
     where = parser.add_argument_group("machine")
     where.add_argument(
@@ -196,6 +201,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Plans or searches, checks and simulates, writes the plan and prints it."""
+    if args.codec is not None and (args.search or args.cluster is not None):
+        flag = "--search" if args.search else "--cluster"
+        raise UsageError(f"--codec does not go with {flag}; give one layout on one kind of machine")
     if args.search:
         refuse_existing(args.output, args.html, force=args.force)
         return run_search(args)

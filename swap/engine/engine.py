@@ -121,7 +121,7 @@ class Engine:
             lock, backend, order, release, layer_calls=layer_calls, telemetry=telemetry, prefetch_bytes=prefetch_bytes
         )
         self._min_bytes = min_bytes
-        self._codec = codec
+        self.codec = codec
         self._device = backend.device
         self._uint8 = torch.empty(0, dtype=torch.uint8, device=backend.device)
         self._empty_tensors: dict[torch.dtype, torch.Tensor] = {}  # an empty tensor of each dtype
@@ -236,7 +236,7 @@ class Engine:
             self._copy_out.layer_begins()
             group = self._layer_calls.begin(layer, module, wait_for_next=last)
             group.external = argument_storages(args, kwargs)
-            if self._codec is not None:
+            if self.codec is not None:
                 hidden = layer_input(args, kwargs)
                 group.hidden_values = 0 if hidden is None else local_part(hidden).numel()
             group.quota = self._tier_choice.quota(layer)
@@ -441,8 +441,8 @@ class Engine:
         home = self.backend.saving_stream(source)
         saved = SavedStorage(source, nbytes, content, group, home, self._on_drop, telemetry.changed)
         hold = Hold(saved)
-        if self._codec is not None and can_code(tensor, nbytes, group.hidden_values):
-            saved.coded = CodedCopy(self._codec, tensor.dtype)
+        if self.codec is not None and can_code(tensor, nbytes, group.hidden_values):
+            saved.coded = CodedCopy(self.codec, tensor.dtype)
         self._eligibility.known[storage] = weak = saved.hold
         group.saved.append(weak)
         group.alive += 1

@@ -78,6 +78,7 @@ class TraceEvents:
                 dtype=str(first.dtype).removeprefix("torch.") if first is not None else None,
                 op=None if first is None else _operation(first),
                 line=python_lines() if first is not None and tracer.stacks else None,
+                coded_nbytes=saved.place_nbytes if first is not None and saved.coded is not None else None,
             )
         )
 

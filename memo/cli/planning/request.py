@@ -98,7 +98,25 @@ def parse_request(
         chunks=args.chunks,
         stage_layers=_stage_layers(args, layout),
         embedding=embedding,
+        codec=_codec(args, profile, config),
     )
+
+
+def _codec(
+    args: argparse.Namespace, profile: Profile | None, config: GPTConfig | HuggingFaceModel | None
+) -> str | None:
+    """The codec of the flag; a measured profile has its own."""
+    asked: str | None = args.codec
+    if profile is not None:
+        if asked not in (None, profile.codec):
+            measured = "without a codec" if profile.codec is None else f"with --codec {profile.codec}"
+            raise UsageError(f"--codec {asked}: the profile is of steps {measured}; give --model instead")
+        return profile.codec
+    if asked is not None and not isinstance(config, GPTConfig):
+        raise UsageError(f"--codec {asked} applies to sizes of memo's GPT only; {args.model} is planned without it")
+    if asked is not None and args.recompute != "plan":
+        raise UsageError(f"--codec {asked} has no meaning with --recompute {args.recompute}")
+    return asked
 
 
 def _require_attention(args: argparse.Namespace, layout: Layout, config: GPTConfig | HuggingFaceModel | None) -> None:

@@ -23,9 +23,10 @@ import dataclasses
 from memo.gpt.arithmetic.flops import layer_parameter_count
 from memo.gpt.config import GPTConfig
 from memo.gpt.train_config import Precision
+from memo.mip.inputs import CODE_BYTES
 from memo.parallel import key_copies
 
-__all__ = ["Block", "ElementSizes"]
+__all__ = ["Block", "Coded", "ElementSizes"]
 
 FLOAT = STATISTIC = 4  # bytes of a float32
 ALIGNED = 128  # tiles are multiples of it: memo.gpt.model.tiled_mlp.ALIGNED
@@ -58,6 +59,20 @@ class ElementSizes:
     def casts(self) -> bool:
         """True if norm results and weights are copied to the dtype of the matrix product that reads them."""
         return self.stream != self.product
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Coded:
+    """Values of a token that a codec may code: floats, but for statistics (memo.swap.engine.coded_copy)."""
+
+    values: float
+    """Of all that is saved."""
+    always: float
+    """Bytes by which codes make those fewer that are saved at every level."""
+    all: float
+    """Likewise of all others."""
+    matmuls: float
+    """Likewise of those at level `matmuls`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +128,8 @@ class Block:
     """Number of saved storages at the level with the most."""
     largest: float
     """Bytes of the largest saved storage."""
+    coded: Coded
+    """What a codec may code of it."""
 
     @classmethod
     def of(
@@ -138,6 +155,11 @@ class Block:
             rings: whether these attend in a ring.
         """
         return BlockFigures(config, sizes, tokens, batch, tp, cp, rings=rings).block()
+
+
+def _spared(nbytes: float, itemsize: int) -> float:
+    """Bytes by which values of this size are fewer as codes."""
+    return nbytes * (1 - CODE_BYTES / itemsize)
 
 
 class BlockFigures:
@@ -190,9 +212,26 @@ class BlockFigures:
             ring_traffic=(RING_TRAFFIC[0] * h, RING_TRAFFIC[1] * h) if self.rings else (0.0, 0.0),
             storages=self.storages(),
             largest=self.largest(),
+            coded=self.coded(),
         )
 
     # Saved.
+
+    def coded(self) -> Coded:
+        """What a codec may code. At level `matmuls` what autograd does not save is kept for a recompute, and coded too."""
+        stream, product = self.sizes.stream, self.sizes.product
+        wide, narrow = self._coded_in_rest()
+        products = self.q + self.h + (0 if self.tiled else (2 if self.gated else 1) * self.f)
+        return Coded(
+            values=(self.stream + wide) / stream + (self.h + narrow) / product,
+            always=_spared(self.stream, stream) + _spared(self.h, product),
+            all=_spared(wide, stream) + _spared(narrow, product),
+            matmuls=_spared(products, product),
+        )
+
+    def _coded_in_rest(self) -> tuple[float, float]:
+        """Bytes of `rest` that can be coded: in the residual stream's dtype, and in that of products."""
+        return self.stream, self.rest() - self.stream - self._norms()
 
     def always(self) -> float:
         """Bytes saved at every level."""

@@ -178,6 +178,12 @@ class _MixtureFigures(BlockFigures):
         routed = self._arriving + self._results + self._descended + (4 if self.gated else 2) * (self._wide + self.f)
         return attention + self.stream + self._norm_results() + self._router + self._orders + routed + self._norms()
 
+    def _coded_in_rest(self) -> tuple[float, float]:
+        """Without choices, orders and the router's probabilities; its float32 input counts with the residual stream."""
+        wide = FLOAT * self.config.hidden if self.sizes.stream != FLOAT else 0
+        stream = self.stream + (self.stream if self.sizes.casts else 0)
+        return stream, self.rest() - stream - self._norms() - self._orders - self._router + wide
+
     def storages(self) -> int:
         """Number of saved storages."""
         router, routed = 8, 2 + 2 + (4 if self.gated else 2) + (2 if self.parted else 0)

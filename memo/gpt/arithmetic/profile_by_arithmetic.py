@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from memo.errors import UsageError
-from memo.gpt.arithmetic.block_bytes import FLOAT, Block, ElementSizes
+from memo.gpt.arithmetic.block_bytes import FLOAT, Block, Coded, ElementSizes
 from memo.gpt.arithmetic.collectives import Ranks, exchange_s
 from memo.gpt.arithmetic.embedding_exchange import RowExchange
 from memo.gpt.arithmetic.flops import (
@@ -40,7 +41,9 @@ from memo.gpt.train_config import Precision
 from memo.mip.inputs import (
     ALL,
     ATTENTION,
+    CODE_BYTES,
     MATMULS,
+    Coding,
     Collectives,
     EndProfile,
     Group,
@@ -51,6 +54,7 @@ from memo.mip.inputs import (
     Role,
     Signature,
     StaticBytes,
+    checking_nbytes,
 )
 from memo.swap import comparing_nbytes
 
@@ -89,6 +93,7 @@ def derive_profile(
     training: Training | None = None,
     rates: KernelRates | None = None,
     sparse_embedding: bool = False,
+    codec: str | None = None,
     name: str = "gpt",
 ) -> Profile:
     """Derives the profile of one rank's microbatch.
@@ -109,12 +114,15 @@ def derive_profile(
         rates: what kernels reach on the machine, for `training`; None is what the machine's description says.
         sparse_embedding: exchange the embedding's gradient as rows; of memo's own engine without a fixed method of
             recompute. The profile's `embedding_exchange` has the times of both ways.
+        codec: what moves is coded, `int8` or `fp8`; of memo's own engine without a fixed method of recompute.
         name: name of the model in the profile.
 
     Raises:
         UsageError: the layout does not divide the model, or the choices contradict one another; the sparse exchange is
             not possible.
     """
+    if codec is not None and (training is not None or recompute is not None):
+        raise UsageError(f"a codec is planned without a fixed method of recompute; leave out --codec {codec}")
     _check_experts(
         config,
         layout,
@@ -184,7 +192,8 @@ def derive_profile(
     ends = _Ends(config, machine, layout, sizes, weights, step, sparse)
     mixed = [config.moe is not None and config.moe.is_in(layer) for layer in range(config.layers)]
     classes = {
-        experts: _layer(config, machine, layout, sizes, weights, step, experts=experts) for experts in set(mixed)
+        experts: _layer(config, machine, layout, sizes, weights, step, experts=experts, coded=codec is not None)
+        for experts in set(mixed)
     }
     # Of the largest stage.
     stage_layers = layout.layers_of_stage(config.layers)
@@ -223,6 +232,7 @@ def derive_profile(
         ),
         model_flops_causal_per_token=flops_per_token(config, layout.tokens, lora=lora),
         model_flops_full_per_token=flops_per_token(config, layout.tokens, causal=False, lora=lora),
+        codec=codec,
     )
 
 
@@ -261,8 +271,9 @@ def _layer(
     step: StepCollectives,
     *,
     experts: bool,
+    coded: bool,
 ) -> LayerProfile:
-    """Profile of a layer, with `experts` in the place of its MLP or without."""
+    """Profile of a layer, with `experts` in the place of its MLP or without; `coded`: what moves are codes."""
     tokens = layout.rank_tokens
     tp, cp, rings = layout.tp, layout.cp, step.rings
     if experts:
@@ -330,7 +341,7 @@ def _layer(
             held_bytes=round(block.held_at_attention * tokens),
         ),
     )
-    return LayerProfile(
+    layer = LayerProfile(
         name="experts" if experts else "block",
         divisible=not experts,  # a part of the routed rows is not repeated
         always_bytes=round(block.always * tokens),
@@ -375,6 +386,29 @@ def _layer(
         static=weights.static(parameters, apart, adapters=adapters) + StaticBytes(cast=round(copied_weights)),
         storages=block.storages,
         largest_storage_bytes=round(block.largest * tokens),
+    )
+    return _coded(layer, block.coded, machine, sizes, tokens) if coded else layer
+
+
+def _coded(layer: LayerProfile, values: Coded, machine: Hardware, sizes: ElementSizes, tokens: float) -> LayerProfile:
+    """A layer of which codes move. Two layers' codes are on the device at once, coming or going, and what a check takes."""
+    spared = {ALL: values.all, MATMULS: values.matmuls if layer.divisible else 0.0}
+    points = (
+        dataclasses.replace(point, spared_bytes=math.floor(spared.get(point.name, 0.0) * tokens))
+        for point in layer.points
+    )
+    codes = math.ceil(2 * CODE_BYTES * values.values * tokens)
+    checked = checking_nbytes(layer.largest_storage_bytes / min(sizes.product, sizes.stream))
+    return dataclasses.replace(
+        layer,
+        points=tuple(points),
+        forward_transient_bytes=layer.forward_transient_bytes + codes + checked,
+        backward_transient_bytes=layer.backward_transient_bytes + codes,
+        coding=Coding.at_rate(
+            machine.hbm_bytes_per_s,
+            values=values.values * tokens,
+            spared_bytes=math.floor(values.always * tokens),
+        ),
     )
 
 
