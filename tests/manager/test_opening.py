@@ -146,7 +146,7 @@ def test_data_parallel_over_several_gpus_is_refused_and_on_one_device_is_managed
         memo.offload(model)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_a_scripted_model_is_refused() -> None:
     scripted = torch.jit.trace(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.zeros(1, 4))
     with pytest.raises(UsageError, match="give the model that it was made from"):
