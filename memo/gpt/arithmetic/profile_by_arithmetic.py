@@ -595,7 +595,7 @@ class _Ends:
         # Gradient of the projection's weight in float32, and its copy in the dtype of products, which backward reads.
         matrix = config.vocab_size * config.hidden / self.layout.tp
         products = 3
-        mixed = config.moe is not None and config.moe.is_in(config.layers - 1)
+        mixed = config.has_experts(config.layers - 1)
         apart = self.step.layer_units(experts=mixed)[1:]
         # The last layer's weights, but for those that are gathered apart.
         stays = round(self.weights.gathered_bytes(_own_parameter_count(config, self.layout, apart, experts=mixed)))
