@@ -192,6 +192,11 @@ class GPTConfig:
         return pattern.window if pattern is not None and pattern.is_local(layer) and pattern.window < tokens else None
 
     @property
+    def local_window(self) -> int | None:
+        """Tokens of the window of layers with local attention; None where none has it."""
+        return next(filter(None, map(self.window_of, range(self.layers))), None)
+
+    @property
     def head_dim(self) -> int:
         """Width of one attention head."""
         return self.hidden // self.heads

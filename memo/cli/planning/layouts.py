@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from memo.cli.inputs.expert_flags import EXPERT_FLAGS
+from memo.cli.inputs.pattern_flags import PATTERN_FLAGS
 from memo.cli.inputs.planned_model import SHAPE_FLAGS
 from memo.cli.planning.former_plan import FormerPlan
 from memo.cli.planning.picture import search_page
@@ -62,7 +63,7 @@ LEAST_STEP_TOKENS = 1 << 20
 """Tokens of a step, at least, where its size is not given."""
 _OWN = ("nodes", "gpus_per_node", "dp", "batch_tokens", "html")
 """Flags that go with --search only."""
-_TRAINED = ("layers", "hidden", "heads", *EXPERT_FLAGS)
+_TRAINED = ("layers", "hidden", "heads", *EXPERT_FLAGS, *PATTERN_FLAGS)
 """Flags of a model's shape that memo train has, too."""
 
 

@@ -40,12 +40,13 @@ def mixture_block(
     ep: int = 1,
     rings: bool = False,
     skew: float = SKEW,
+    window: int | None = None,
 ) -> Block:
     """Figures of a layer with experts.
 
     Args as for `Block.of`; `skew` has no meaning with one expert-parallel rank, which gets its own rows.
     """
-    return _MixtureFigures(config, sizes, tokens, batch, tp, cp, rings=rings, ep=ep, skew=skew).block()
+    return _MixtureFigures(config, sizes, tokens, batch, tp, cp, rings=rings, window=window, ep=ep, skew=skew).block()
 
 
 class _MixtureFigures(BlockFigures):
@@ -61,11 +62,12 @@ class _MixtureFigures(BlockFigures):
         cp: int,
         *,
         rings: bool,
+        window: int | None,
         ep: int,
         skew: float,
     ) -> None:
         assert config.moe is not None
-        super().__init__(config, sizes, tokens, batch, tp, cp, rings=rings)
+        super().__init__(config, sizes, tokens, batch, tp, cp, rings=rings, window=window)
         self.moe = moe = config.moe
         self.tiled, self.f = False, moe.shared_hidden * sizes.product
         self.narrow = (moe.bottleneck or config.hidden) * sizes.product

@@ -125,6 +125,7 @@ def derive_profile(
             "--mlp-tiles": config.mlp_tiles > 1,
         },
     )
+    _check_pattern(config, layout, recompute=recompute is not None or training is not None)
     if config.heads % layout.tp or config.kv_heads % layout.tp or config.ffn % layout.tp:
         raise UsageError(f"tp {layout.tp} does not divide {config.heads} heads, {config.kv_heads} key/value heads")
     if config.layers < layout.pp:
@@ -182,10 +183,8 @@ def derive_profile(
     sparse = rows if sparse_embedding and isinstance(rows, RowExchange) else None
     step = StepCollectives(config=config, layout=layout, precision=precision, sparse_embedding=sparse is not None)
     ends = _Ends(config, machine, layout, sizes, weights, step, sparse)
-    mixed = [config.moe is not None and config.moe.is_in(layer) for layer in range(config.layers)]
-    classes = {
-        experts: _layer(config, machine, layout, sizes, weights, step, experts=experts) for experts in set(mixed)
-    }
+    kinds = [_LayerKind.of(config, layer, layout.tokens) for layer in range(config.layers)]
+    classes = {kind: _layer(config, machine, layout, sizes, weights, step, kind) for kind in dict.fromkeys(kinds)}
     # Of the largest stage.
     stage_layers = layout.layers_of_stage(config.layers)
     with_experts = min(-(-stage_layers // config.moe.every), config.moe_layers) if config.moe is not None else 0
@@ -209,7 +208,7 @@ def derive_profile(
         signature=signature,
         role=Role.DERIVED,
         classes=tuple(classes.values()),
-        layers=tuple(classes[experts].name for experts in mixed),
+        layers=tuple(classes[kind].name for kind in kinds),
         mlp_tiles=config.mlp_tiles,
         embedding=ends.embedding(),
         head=ends.head(),
@@ -219,7 +218,8 @@ def derive_profile(
         send_s=exchange_s([step.send()], machine, layout),
         send_bytes=step.send().nbytes if layout.pp > 1 else 0.0,
         link_share=max(
-            _link_share(layer, machine, layout, step, accumulate, experts=experts) for experts, layer in classes.items()
+            _link_share(layer, machine, layout, step, accumulate, experts=kind.experts)
+            for kind, layer in classes.items()
         ),
         model_flops_causal_per_token=flops_per_token(config, layout.tokens, lora=lora),
         model_flops_full_per_token=flops_per_token(config, layout.tokens, causal=False, lora=lora),
@@ -252,6 +252,36 @@ def _check_experts(config: GPTConfig, layout: Layout, given: dict[str, bool]) ->
         raise UsageError(f"a mixture of experts is not planned with {flag}; leave it out")
 
 
+def _check_pattern(config: GPTConfig, layout: Layout, *, recompute: bool) -> None:
+    """Raises UsageError where layers with local attention are trained in a way that is not planned for them."""
+    if config.local_window is None or config.local_window >= layout.tokens:
+        return
+    if recompute:
+        raise UsageError("local attention is planned without a fixed method of recompute; leave out --recompute")
+    if layout.rings(config.heads, config.kv_heads):
+        raise UsageError(
+            "local attention is not possible with ring attention; choose --cp so that it divides the heads, or 1"
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _LayerKind:
+    """What tells classes of layers apart."""
+
+    experts: bool
+    """Experts are in the place of the MLP."""
+    window: int | None
+    """Of local attention; None is full attention."""
+
+    @classmethod
+    def of(cls, config: GPTConfig, layer: int, tokens: int) -> _LayerKind:
+        return cls(experts=config.has_experts(layer), window=config.window_of(layer, tokens))
+
+    def __str__(self) -> str:
+        words = ["local"] * (self.window is not None) + ["experts"] * self.experts
+        return " ".join(words) or "block"
+
+
 def _layer(
     config: GPTConfig,
     machine: Hardware,
@@ -259,19 +289,19 @@ def _layer(
     sizes: ElementSizes,
     weights: _Weights,
     step: StepCollectives,
-    *,
-    experts: bool,
+    kind: _LayerKind,
 ) -> LayerProfile:
-    """Profile of a layer, with `experts` in the place of its MLP or without."""
-    tokens = layout.rank_tokens
+    """Profile of a layer of a kind."""
+    tokens, experts, window = layout.rank_tokens, kind.experts, kind.window
     tp, cp, rings = layout.tp, layout.cp, step.rings
-    if experts:
-        block = mixture_block(config, layout.tokens, sizes, batch=layout.batch, tp=tp, cp=cp, ep=layout.ep, rings=rings)
-    else:
-        block = Block.of(config, layout.tokens, sizes, batch=layout.batch, tp=tp, cp=cp, rings=rings)
+    block_of = functools.partial(mixture_block, ep=layout.ep) if experts else Block.of
+    block = block_of(config, layout.tokens, sizes, batch=layout.batch, tp=tp, cp=cp, rings=rings, window=window)
     products_s = tokens / (machine.peak_flops * machine.matmul_efficiency)
-    attention_s = block.attention * tokens / (machine.peak_flops * machine.attention_efficiency)
     memory_s = tokens / machine.hbm_bytes_per_s
+    attention_s = max(
+        block.attention_computed * tokens / (machine.peak_flops * machine.attention_efficiency),
+        block.attention_traffic * memory_s,
+    )
     ring_s = [layout.cp * nbytes * memory_s for nbytes in block.ring_traffic]
     # A ring's rotations run beside the kernel, but for what lasts longer.
     hidden_s = attention_s * (layout.cp - 1) / layout.cp if step.rings else 0.0
@@ -327,7 +357,7 @@ def _layer(
         ),
     )
     return LayerProfile(
-        name="experts" if experts else "block",
+        name=str(kind),
         divisible=not experts,  # a part of the routed rows is not repeated
         always_bytes=round(block.always * tokens),
         points=_fewer(points),
@@ -349,7 +379,7 @@ def _layer(
         backward_flops=((1 if lora else 2) * block.projections + block.retiled + 4 * adapters + 2 * block.attention)
         * tokens,
         attention_flops=block.attention * tokens,
-        attention_s=attention_s,
+        attention_s=attention_s if window is None else 0.0,
         forward_exchange_s=forward_exchange_s,
         backward_exchange_s=backward_exchange_s,
         gather_s=weights.gather_s(own, apart, step),

@@ -267,13 +267,13 @@ class _Run:
         dtype = torch.float32 if self.trainer.config.precision is Precision.FP32 else torch.bfloat16
         kind = Kind.of(device=device, dtype=dtype, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
         documents = "" if shape.end_of_document is None else ", within documents"
-        pattern = shape.pattern
-        if pattern is None or pattern.window >= self.config.seq:
+        window = shape.local_window
+        if window is None or window >= self.config.seq:
             return f"{choose(kind)}{documents}"
         local = choose(dataclasses.replace(kind, local=True))
-        window = f"local ones of {format_tokens(pattern.window)}, {local}"
-        full = f"full ones {choose(kind)}, " if pattern.full_every else ""
-        return f"{full}{window}{documents}"
+        are_all = all(map(shape.window_of, range(shape.layers)))
+        others = "" if are_all else f"; of other layers {choose(kind)}"
+        return f"within {format_tokens(window)} tokens {local}{others}{documents}"
 
 
 def _prepare(config: RunConfig) -> torch.device:
