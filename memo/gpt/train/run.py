@@ -272,8 +272,8 @@ class _Run:
             return f"{choose(kind)}{documents}"
         local = choose(dataclasses.replace(kind, local=True))
         are_all = all(map(shape.window_of, range(shape.layers)))
-        others = "" if are_all else f"; of other layers {choose(kind)}"
-        return f"within {format_tokens(window)} tokens {local}{others}{documents}"
+        others = "" if are_all else f"; in other layers {choose(kind)}"
+        return f"{local}, within {format_tokens(window)} tokens{others}{documents}"
 
 
 def _prepare(config: RunConfig) -> torch.device:
