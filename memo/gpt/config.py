@@ -191,6 +191,10 @@ class GPTConfig:
         pattern = self.pattern
         return pattern.window if pattern is not None and pattern.is_local(layer) and pattern.window < tokens else None
 
+    def is_local_within(self, tokens: int) -> bool:
+        """Whether any layer's attention in a sequence of `tokens` tokens is local."""
+        return self.local_window is not None and self.local_window < tokens
+
     @property
     def local_window(self) -> int | None:
         """Tokens of the window of layers with local attention; None where none has it."""

@@ -118,6 +118,8 @@ def _require_attention(args: argparse.Namespace, layout: Layout, config: GPTConf
             f"--tp {layout.tp} times --cp {layout.cp} does not divide {config.heads} heads, {config.kv_heads} key/value "
             "heads; use --cp-attention ring"
         )
+    if asked is ContextAttention.RING and config.is_local_within(layout.tokens):
+        raise UsageError("local attention is not possible with --cp-attention ring; use ulysses")
     if asked is ContextAttention.RING and args.precision == Precision.FP32:
         raise UsageError("ring attention needs half precision on a GPU; give --precision bf16 or bf16-autocast")
 

@@ -254,7 +254,7 @@ def _check_experts(config: GPTConfig, layout: Layout, given: dict[str, bool]) ->
 
 def _check_pattern(config: GPTConfig, layout: Layout, *, recompute: bool) -> None:
     """Raises UsageError where layers with local attention are trained in a way that is not planned for them."""
-    if config.local_window is None or config.local_window >= layout.tokens:
+    if not config.is_local_within(layout.tokens):
         return
     if recompute:
         raise UsageError("local attention is planned without a fixed method of recompute; leave out --recompute")

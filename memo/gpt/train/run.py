@@ -268,7 +268,7 @@ class _Run:
         kind = Kind.of(device=device, dtype=dtype, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
         documents = "" if shape.end_of_document is None else ", within documents"
         window = shape.local_window
-        if window is None or window >= self.config.seq:
+        if window is None or not shape.is_local_within(self.config.seq):
             return f"{choose(kind)}{documents}"
         local = choose(dataclasses.replace(kind, local=True))
         are_all = all(map(shape.window_of, range(shape.layers)))
