@@ -198,7 +198,7 @@ _FUSED = _Kernel(forward=_fused_forward, backward=_fused_backward)
 
 def _scores(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     products = (query @ key.transpose(-1, -2)).to(_wide(query))
-    return products * query.shape[-1] ** -0.5 + mask
+    return products / math.sqrt(query.shape[-1]) + mask
 
 
 def _products_forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> _Tensors:
@@ -223,7 +223,7 @@ def _products_backward(
     probabilities = (_scores(query, key, mask) - lse.unsqueeze(-1)).exp()
     grad_value = probabilities.to(grad.dtype).transpose(-1, -2) @ grad
     rows = (grad.to(lse.dtype) * out).sum(-1, keepdim=True)
-    grad_scores = probabilities * ((grad @ value.transpose(-1, -2)) - rows) * query.shape[-1] ** -0.5
+    grad_scores = probabilities * ((grad @ value.transpose(-1, -2)) - rows) / math.sqrt(query.shape[-1])
     narrow = grad_scores.to(query.dtype)
     grad_key = narrow.transpose(-1, -2) @ query
     return narrow @ key, _summed(grad_key, groups), _summed(grad_value, groups)

@@ -126,6 +126,9 @@ def test_a_short_window_takes_no_less_than_its_tiles_and_its_traffic() -> None:
     tile = 4 * config.hidden * 128 * tokens / (H100.peak_flops * H100.attention_efficiency)
     traffic = 2 * (config.qkv_width + config.hidden) * tokens / H100.hbm_bytes_per_s
     without = derive_profile(config, H100, ArithmeticLayout(tokens=tokens)).classes[0]
+    keys = 8192 - 8192**2 / (2 * tokens) + 128
+    wide = without.forward_s - without.attention_s * (1 - keys / (tokens / 2))
+    assert seconds(8192) == pytest.approx(wide, rel=1e-12)
     assert times[0] - (without.forward_s - without.attention_s) == pytest.approx(max(tile, traffic), rel=0.01)
 
 

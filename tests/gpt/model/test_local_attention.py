@@ -72,9 +72,9 @@ def test_half_precision_is_as_near_as_its_roundings(kernel: Any, monkeypatch: py
 
 
 def test_a_window_of_the_sequence_has_the_bits_of_full_attention() -> None:
-    tensors = _qkv(48, 2, torch.float32)
+    tensors = _qkv(300, 2, torch.float32)
     full = _with_gradients(attend(*tensors), tensors)
-    for window in (48, 49, 1 << 40):
+    for window in (300, 301, 1 << 40):
         wide = _with_gradients(attend(*tensors, window=window), tensors)
         assert all(map(torch.equal, full, wide))
 
@@ -91,6 +91,23 @@ def test_documents_have_their_own_windows() -> None:
         begin += length
     plain = _with_gradients(torch.cat(parts).view(tensors[0].shape), tensors)
     torch.testing.assert_close(found, plain, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_local_layer_sees_its_window_and_nothing_before(documents: bool) -> None:
+    shape = preset("local-tiny", max_seq=160, pattern=AttentionPattern(window=24, full_every=2))
+    model, x = GPT(shape), torch.randn(1, 160, shape.hidden)
+    spans = DocumentSpans.of(torch.zeros(1, 160, dtype=torch.int64), 1) if documents else None
+
+    def last(layer: int, change: slice) -> torch.Tensor:
+        other = x.clone()
+        other[:, change] *= -1.0
+        out: torch.Tensor = model.layers[layer](other, None, spans)
+        return out[0, -1]
+
+    assert torch.equal(last(0, slice(0, 136)), last(0, slice(0, 0)))
+    assert not torch.equal(last(0, slice(136, 137)), last(0, slice(0, 0)))
+    assert not torch.equal(last(1, slice(0, 1)), last(1, slice(0, 0)))  # full
 
 
 class _Largest(TorchDispatchMode):
