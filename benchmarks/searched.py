@@ -51,6 +51,12 @@ MISSING = (
 )
 MEMO_MFU = (("7b", 8, 1024, 0.5230), ("65b", 64, 1408, 0.5145))
 """Zhao et al.: model, GPUs, thousands of tokens, utilisation of one sequence a step. memo_facts.csv has their sources."""
+MEMO_GRID = (("7b", 8), ("13b", 16), ("30b", 32), ("65b", 64))
+"""Zhao et al.: models, and the GPUs of each."""
+MEMO_LENGTHS = (64, 128, 256, 512, 1024, 1408)
+"""Thousands of tokens of one sequence; Zhao et al. reach the last one with 65B alone."""
+MEMO_MEAN_MFU = 0.5133
+"""Zhao et al.: mean utilisation of MEMO's runs. memo_facts.csv has the source."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +72,8 @@ class Case:
     """Step time that was published."""
     published_tokens: int | None = None
     """Longest sequence that was published; the row is of lengths then."""
+    cell: tuple[str, int] | None = None
+    """Model and thousands of tokens of a row that stands in MEMO's grid, of which no layout was published."""
 
 
 def cases() -> Iterator[Case]:
@@ -73,6 +81,7 @@ def cases() -> Iterator[Case]:
     yield from map(_megatron, read_rows(TABLES, "megatron_ptdp_table1.csv"))
     yield from map(_megatron_turing, read_rows(TABLES, "mtnlg_530b.csv"))
     yield from _memo()
+    yield from _memo_grid()
     yield from _galvatron()
     yield from map(_argonne, read_rows(TABLES, "alcf_longest_lengths.csv"))
     for row in read_rows(TABLES, "alst_recipes_maxlen.csv"):
@@ -122,15 +131,30 @@ def _memo() -> Iterator[Case]:
     for model, gpus, thousands, mfu in MEMO_MFU:
         tokens = thousands * K
         flops = flops_per_token(preset(model, max_seq=tokens), tokens) * tokens
-        step = {"model": model, "gpu": "a800", "nodes": gpus // GPUS_PER_NODE, "host": "2TiB", "global-batch": 1}
         yield Case(
             name=f"MEMO {model.upper()} at {thousands}k tokens on {gpus} A800",
-            flags=_flags(**step, seq=f"{thousands}k"),
+            flags=_memo_flags(model, gpus, thousands),
             layout=of_7b if model == "7b" else None,
             published_s=flops / (mfu * gpus * hardware_preset("a800").peak_flops),
         )
     flags = (*_flags(model="7b", gpu="a800", nodes=1, host="2TiB"), "--max-seq")
     yield Case(name="MEMO 7B on 8 A800", flags=flags, layout=of_7b, published_tokens=1024 * K)
+
+
+def _memo_grid() -> Iterator[Case]:
+    """MEMO's models at its lengths, one sequence a step."""
+    for model, gpus in MEMO_GRID:
+        for thousands in MEMO_LENGTHS:
+            yield Case(
+                name=f"MEMO's grid: {model.upper()} at {thousands}k tokens on {gpus} A800",
+                flags=_memo_flags(model, gpus, thousands),
+                cell=(f"{model.upper()} on {gpus} A800", thousands),
+            )
+
+
+def _memo_flags(model: str, gpus: int, thousands: int) -> tuple[str, ...]:
+    step = {"model": model, "gpu": "a800", "nodes": gpus // GPUS_PER_NODE, "host": "2TiB", "global-batch": 1}
+    return _flags(**step, seq=f"{thousands}k")
 
 
 def _galvatron() -> Iterator[Case]:
@@ -194,7 +218,7 @@ def search(*flags: str, seconds: float) -> dict[str, Any]:
         return {"failed": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]}
     body = json.loads(done.stdout)
     names = ("pp", "dp", "cp", "cp_attention", "tp", "schedule", "chunks", "zero", "batch", "accumulate")
-    best = {name: body["best"][0][name] for name in (*names, "step_s", "simulated_step_s")}
+    best = {name: body["best"][0][name] for name in (*names, "step_s", "simulated_step_s", "mfu_causal")}
     return best | {"tokens": body["tokens"], "seconds": body["seconds"], "proof": body["proof"]}
 
 

@@ -33,6 +33,7 @@ def made(
     sparse_embedding: bool = False,
     moe: dict[str, int] | None = None,
     pattern: AttentionPattern | None = None,
+    rows: int | None = None,
     **sizes: int | PipelineSchedule | tuple[int, ...],
 ) -> PlannedRun:
     shape = {"vocab_size": vocab, "max_seq": tokens, "layers": layers, "heads": 4} | (
@@ -48,7 +49,7 @@ def made(
         precision=precision,
         layout=layout,
         tokens=tokens,
-        rows=layout.dp,
+        rows=rows or layout.dp,
         microbatches=microbatches,
         sparse_embedding=sparse_embedding,
     )
@@ -95,6 +96,8 @@ def test_what_ranks_issue_is_what_the_plan_counts(run: PlannedRun) -> None:
         made(tp=2, pp=2, microbatches=4, moe={}),
         made(dp=16, moe={"every": 1}),  # twice as many ranks as experts, whose matrices are sharded by inputs
         made(dp=3, moe={"every": 3}, precision=Precision.FP32),
+        made(dp=2, ep=2, moe={"experts": 6, "top_k": 1}, tokens=128),  # rows that ranks divide and experts do not
+        made(dp=3, ep=3, moe={"experts": 6, "top_k": 1}, tokens=128, rows=6),  # nor do ranks
     ],
     ids=lambda run: f"dp{run.layout.dp}-cp{run.layout.cp}-tp{run.layout.tp}-pp{run.layout.pp}-ep{run.layout.ep}",
 )

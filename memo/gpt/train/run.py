@@ -34,7 +34,7 @@ from memo.gpt.train.checkpoint_cadence import CheckpointCadence
 from memo.gpt.train.embedding_choice import choose_exchange, require_possible
 from memo.gpt.train.former_batch import batch_lines, batch_settings, drawn_rows, with_former_batch
 from memo.gpt.train.former_settings import GUARD, require_settings
-from memo.gpt.train.gradient_compression import compression_settings, require_replicas, resumed_state
+from memo.gpt.train.gradient_compression import COMPRESSED_AT, require_replicas, resumed_state, state_settings
 from memo.gpt.train.interrupt import StopRequest
 from memo.gpt.train.metrics import MetricsFile
 from memo.gpt.train.offload_arguments import open_manager
@@ -139,9 +139,11 @@ class _Run:
         if self.manager is not None:
             self.manager.step = self.done + 1
             notes += _plan_differences(config, shape, self.manager.plan)
+        of_state = state_settings(config, self.trainer.compressed)
+        self.settings |= of_state
         if start is not None:
             phase(f"loading {start.path}")
-            has_state, lines = resumed_state(config, start)
+            has_state, lines = resumed_state(config, of_state, start)
             notes += lines
             _load(start, self.trainer, world, with_compression=has_state)
             if _positions(start.settings) == _positions(
@@ -512,7 +514,7 @@ def _settings(config: RunConfig, shape: GPTConfig, training: TrainConfig) -> dic
         "batch": config.batch,
         "seed": config.seed,
         "pipeline_dtype": config.pipeline_dtype,
-        **compression_settings(config),
+        "compress_gradients": config.compress_gradients and str(config.compress_gradients),
     }
     as_read: dict[str, Any] = json.loads(json.dumps(settings))  # as a checkpoint returns them: tuples as lists
     return as_read
@@ -554,7 +556,7 @@ def _differences(start: Checkpoint | None, settings: dict[str, Any]) -> list[str
     if changed:
         listed = ", ".join(f"{key} {was.get(key)} there, {now[key]} here" for key in now if key in changed)
         raise CheckpointError(f"{start.path} is of another model: {listed}; give the same model options")
-    others = (("seq", "model", "compressed_at", *_OF_BATCH), former, settings)
+    others = (("seq", "model", COMPRESSED_AT, *_OF_BATCH), former, settings)
     return [
         *_other_positions(former, settings),
         *(f"warning  {key} was {then} in the checkpoint and is {value} now" for key, then, value in _unequal(*others)),
