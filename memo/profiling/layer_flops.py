@@ -51,10 +51,13 @@ def _cpu_attention_flop(query: Any, key: Any, value: Any, *_: object, **__: obje
 
 
 def _flash_flop(query: torch.Tensor, key: torch.Tensor, *others: Any, out_val: object = None, **sides: Any) -> int:
+    if query.dim() != 4:  # sequences in a row
+        return int(
+            flop_registry[torch.ops.aten._flash_attention_forward](query, key, *others, out_val=out_val, **sides)
+        )
     before = sides.get("window_size_left")
-    if query.dim() == 4 and before is not None and before >= 0:
-        return _local_flop(query.shape, key.shape, None, before + 1)
-    return int(flop_registry[torch.ops.aten._flash_attention_forward](query, key, *others, out_val=out_val, **sides))
+    window = key.shape[1] if before is None or before < 0 else before + 1
+    return _local_flop(query.shape, key.shape, None, window)  # torch's formula takes tokens for heads
 
 
 _flash_flop._get_raw = True  # type: ignore[attr-defined]  # torch then gives tensors, not their shapes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ import ready_python
 
 from memo.errors import ExitCode
 from memo.mip.activation.files import hardware_to_json, read_activation_plan
-from memo.mip.inputs import Hardware
+from memo.mip.inputs.hardware import hardware_preset
 
 SHAPE = [
     "--model",
@@ -29,23 +30,10 @@ SHAPE = [
 ]
 RUN = ["--seq", "512", "--steps", "2", "--warmup", "1", "--device", "cpu", "--precision", "fp32"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-# Links at which all of the three ways are worth something.
-MACHINE = Hardware(
-    name="slow",
-    peak_flops=1e10,
-    matmul_efficiency=0.8,
-    attention_efficiency=0.6,
-    device_bytes=1 << 34,
-    hbm_bytes_per_s=1e9,
-    d2h_bytes_per_s=3e7,
-    h2d_bytes_per_s=3e7,
-    duplex_bytes_per_s=6e7,
-    node_d2h_bytes_per_s=3e7,
-    node_h2d_bytes_per_s=3e7,
-    nvlink_bytes_per_s=1e9,
-    gpus_per_node=1,
-    host_bytes=1 << 34,
-)
+# So slow that moving, keeping and repeating are all worth something.
+SLOW = {"peak_flops": 1e10, "hbm_bytes_per_s": 1e9, "duplex_bytes_per_s": 6e7, "gpus_per_node": 1, "network": None}
+LINKS = ("d2h_bytes_per_s", "h2d_bytes_per_s", "node_d2h_bytes_per_s", "node_h2d_bytes_per_s")
+MACHINE = dataclasses.replace(hardware_preset("h100"), **SLOW, **dict.fromkeys(LINKS, 3e7))
 
 
 def memo(*flags: object) -> subprocess.CompletedProcess[str]:
