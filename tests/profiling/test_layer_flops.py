@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import memo
 from memo.gpt.arithmetic.layout import Layout
 from memo.gpt.arithmetic.profile_by_arithmetic import derive_profile
 from memo.gpt.attention_pattern import AttentionPattern
@@ -31,6 +33,16 @@ def test_each_kind_of_layer_counts_its_own_pairs() -> None:
     assert [one.attention for one in found] == [one.attention_flops for one in derived]
     assert [one.whole for one in found] == [one.forward_flops for one in derived]
     assert whole.attention == sum(one.attention for one in found)
+
+
+def test_a_measured_profile_has_a_class_for_each_kind(tmp_path: Path) -> None:
+    config = preset("tiny", layers=4, hidden=32, heads=2, max_seq=64, pattern=AttentionPattern(window=16, full_every=2))
+    build = functools.partial(gpt_step, config, batch=1, tokens=64, precision=Precision.FP32)
+    profile = memo.profile(build, name="pattern", batch=1, tokens=64, repeats=1, disk=tmp_path)
+    assert profile.layers == ("Block", "Block#2") * 2
+    local, full = profile.classes
+    assert local.attention_flops < full.attention_flops
+    assert local.full_bytes == full.full_bytes
 
 
 @pytest.mark.parametrize("before", [None, -1, 0, WINDOW - 1, TOKENS])
