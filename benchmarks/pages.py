@@ -9,6 +9,7 @@ Nothing here measures. A number on these pages is a value of the file that stand
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import json
 import re
@@ -459,7 +460,18 @@ def searched() -> list[str]:
     body = ["", *table(heads, steps), "", *scaling, *([""] if scaling else [])]
     body += _memo_grid(grid) if grid else []
     body += ["Longest sequences, in tokens:", "", *table(heads, lengths), ""] if lengths else []
-    return [*body, f"Source: {result.source}.", "", "Not here:", "", *told, ""]
+    source = [f"Source: {result.source}.", *_kept(rows)]
+    return [*body, *source, "", "Not here:", "", *told, ""]
+
+
+def _kept(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Which rows are of a former result."""
+    counts = collections.Counter(row["commit"] for row in rows if "commit" in row)
+    if not counts:
+        return []
+    told = " and ".join(f"{count} rows are of commit {commit}" for commit, count in counts.items())
+    again = ", ".join(row["name"] for row in rows if "commit" not in row)
+    return textwrap.wrap(f"{told}; searched again were {again}.", 125)
 
 
 def _compared(row: dict[str, Any], *, key: str, published: float | None) -> list[str]:

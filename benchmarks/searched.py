@@ -1,7 +1,7 @@
 """The layouts that others published beside those that `memo plan --search` finds for the same model, cluster and step.
 
     make bench ARMS=searched
-    python -m benchmarks.searched [--only TEXT] [--seconds 600]
+    python -m benchmarks.searched [--only TEXT [--keep RESULT ...]] [--seconds 600]
 
 Every row is two searches as a user runs them: one with the published dimensions fixed and the rest free, one with everything
 free. Rows of steps compare their seconds, rows of lengths the longest sequence that fits (`--max-seq`). Both are predictions
@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
+import functools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.published.galvatron import galvatron_rows
@@ -244,21 +245,41 @@ def searched_row(case: Case, *, seconds: float) -> dict[str, Any]:
     return row | {"free": search(*case.flags, seconds=seconds)}
 
 
+def kept_rows(results: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """The rows of former results by name, each with the commit that it is of."""
+    bodies = [json.loads(path.read_text()) for path in results]
+    return {row["name"]: {"commit": body["commit"], **row} for body in bodies for row in body["rows"]}
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="searched", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="rows whose names have this in them")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="RESULT",
+        help="former results, whose rows are kept that --only leaves out; of a row in several the last one's",
+    )
     parser.add_argument("--seconds", type=float, default=600.0, help="a search is ended after so long")
     args = parser.parse_args(arguments)
-    chosen = [case for case in cases() if args.only in case.name]
-    by_own_costs = [row for row in galvatron_rows() if args.only in row["name"]]
-    if not chosen and not by_own_costs:
-        parser.error(f"--only {args.only!r}: no row has it; rows: {', '.join(case.name for case in cases())}")
+    makers: dict[str, Callable[[], dict[str, Any]]] = {
+        case.name: functools.partial(searched_row, case, seconds=args.seconds) for case in cases()
+    }
+    makers |= {row["name"]: functools.partial(dict, row) for row in galvatron_rows()}
+    if not any(args.only in name for name in makers):
+        parser.error(f"--only {args.only!r}: no row has it; rows: {', '.join(makers)}")
+    former = kept_rows(args.keep)
     rows: list[dict[str, Any]] = []
-    for row in itertools.chain((searched_row(case, seconds=args.seconds) for case in chosen), by_own_costs):
-        rows.append(row)
-        print(told(row), flush=True)
+    for name, make in makers.items():
+        if args.only in name:
+            rows.append(make())
+            print(told(rows[-1]), flush=True)
+        elif name in former:
+            rows.append(former[name])
         path = write_result("searched", {"rows": rows})
     print(f"\nWrote {path}")
     return 0 if all("failed" not in row["free"] for row in rows) else 1

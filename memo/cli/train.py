@@ -233,8 +233,8 @@ def _layout_flags(group: argparse._ArgumentGroup) -> None:
         type=_argument(_one_of(ContextAttention)),
         default=ContextAttention.AUTO,
         metavar="{auto,ulysses,ring}",
-        help="with --cp: ulysses exchanges heads for tokens and needs heads that divide by tp x cp; ring passes keys and "
-        "values around; auto is ulysses where heads divide, else ring (default auto)",
+        help="with --cp: ulysses exchanges heads for tokens and needs query heads that divide by tp x cp; ring passes keys "
+        "and values around; auto is ulysses where heads divide, else ring (default auto)",
     )
     group.add_argument(
         "--schedule",

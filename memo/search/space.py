@@ -8,8 +8,9 @@ Owns the dimensions and what divides what. Knows no times and no bytes.
     candidate    a shape and a setting, with a schedule and its chunks, what data-parallel ranks shard, and whether they
                  exchange the embedding's gradient as rows, which is tried where that is fewer bytes whatever the tokens are
 
-Tensor parallelism beyond a node takes whole nodes. Context parallelism exchanges heads for tokens (Ulysses), or passes keys
-and values around (a ring), which takes any number of ranks. Pipeline stages have equal numbers of layers, or those with
+Tensor parallelism beyond a node takes whole nodes. Context parallelism exchanges heads for tokens (Ulysses), whose ranks
+divide the query heads and may share key/value heads, or passes keys and values around (a ring), which takes any number of
+ranks. Pipeline stages have equal numbers of layers, or those with
 which the slowest run of layers, embedding and head included, has least work. Schedules, chunks and microbatches are those
 that `memo train` runs.
 """
@@ -488,10 +489,8 @@ class _Sizes:
         return [tp for tp in _divisors_of(self.kv_heads) if self.heads % tp == 0 and self.ffn % tp == 0]
 
     def context_ranks(self, tp: int) -> list[int]:
-        """Numbers of ranks that divide the heads of a tensor-parallel rank."""
-        if not self.heads:
-            return [1]
-        return [cp for cp in _divisors_of(self.kv_heads // tp) if self.heads % (tp * cp) == 0]
+        """Numbers of ranks that divide the query heads of a tensor-parallel rank."""
+        return list(_divisors_of(self.heads // tp)) if self.heads else [1]
 
 
 def _chunk_counts(schedule: PipelineSchedule) -> list[int]:

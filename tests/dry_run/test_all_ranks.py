@@ -71,12 +71,15 @@ def made(
         made(dp=2, pp=2, variant="llama", sparse_embedding=True, microbatches=3, tokens=128),
         made(cp=2, dp=2, tp=2, variant="llama", kv_heads=4, sparse_embedding=True),
         made(cp=2, tp=2, pp=2, pattern=AttentionPattern(window=100)),
+        made(cp=4, variant="llama", kv_heads=2),
+        made(cp=2, tp=2, variant="llama", kv_heads=2, precision=Precision.BF16_AUTOCAST),
     ],
     ids=lambda run: (
         f"dp{run.layout.dp}-cp{run.layout.cp}-tp{run.layout.tp}-pp{run.layout.pp}-{run.precision}"
         f"-chunks{run.layout.stages_per_rank}"
         f"{'-uneven' * bool(run.layout.stage_layers)}{'-sparse' * run.sparse_embedding}"
         f"{'-local' * (run.config.pattern is not None)}"
+        f"{'-shared' * (run.config.kv_heads % (run.layout.cp * run.layout.tp) > 0)}"
     ),
 )
 def test_what_ranks_issue_is_what_the_plan_counts(run: PlannedRun) -> None:
@@ -254,6 +257,21 @@ def test_a_plan_that_moves_and_recomputes_agrees_and_holds_what_it_says(
     said = json.loads(capsys.readouterr().out)
     assert said["agrees"]
     for kind in said["kinds"]:
+        assert 0.9 < kind["peak_nbytes"] / kind["planned_peak_nbytes"] <= 1.02
+
+
+def test_a_plan_whose_ranks_share_key_value_heads_holds_what_it_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = ("--hidden", "512", "--heads", "8", "--variant", "llama")  # two key/value heads for eight ranks
+    size = ("--model", "tiny", *shape, "--layers", "6", "--seq", "128k")
+    path = plan_file(tmp_path, *size, "--gpus", "8", "--cp", "8", "--device", "610MiB", "--host", "16GiB")
+    plan = plan_from_json(path.read_text())
+    assert not plan.problem.profile.signature.ring
+    assert any(layer.host or layer.recomputes for layer in plan.layers)
+    capsys.readouterr()
+    assert main(["dry-run", str(path), *shape, "--json"]) == ExitCode.OK
+    for kind in json.loads(capsys.readouterr().out)["kinds"]:
         assert 0.9 < kind["peak_nbytes"] / kind["planned_peak_nbytes"] <= 1.02
 
 

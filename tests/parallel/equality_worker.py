@@ -134,6 +134,10 @@ def layout_of(name: str) -> tuple[Layout, dict[str, Any], torch.dtype]:
             values["cp_attention"] = ContextAttention.RING
         elif part == "grouped":
             model["kv_heads"] = 2
+        elif part == "shared":
+            model["kv_heads"] = 1
+        elif part == "astride":  # some ranks' queries are of two key/value heads, not equally many of each
+            model |= {"heads": 6, "kv_heads": 3, "hidden": 48}
         elif part == "tiles":
             model |= {"mlp_tiles": 2, "ffn": 512}  # of tokens and of columns: a tile has 128 at least
         elif part == "moe":

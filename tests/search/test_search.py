@@ -81,6 +81,13 @@ def assert_all_closed_for_a_reason(found: Found, steps: dict[Candidate, float], 
     assert not any(candidate in steps for candidate in found.without_plan)
 
 
+def test_context_parallel_ranks_that_share_key_value_heads_are_searched() -> None:
+    spaces = [random_space(seed) for seed in range(0, 80, 4)]
+    exchanged = [(space.request.config, shape) for space in spaces for shape in space.shapes if not shape.ring]
+    assert any(shape.cp > config.kv_heads // shape.tp for config, shape in exchanged)
+    assert all(config.heads % (shape.cp * shape.tp) == 0 for config, shape in exchanged)
+
+
 def test_the_same_space_gives_the_same_answer() -> None:
     space = random_space(301, most_gpus=4)
     first, second = (search_layouts(space, runs=runs_under_memo_train) for _ in range(2))

@@ -27,7 +27,7 @@ def random_space(seed: int, *, most_gpus: int = 8, experts: bool = False, patter
         layers=chance.choice([1, 2, 3, 4]),
         hidden=128,
         heads=heads,
-        kv_heads=heads,
+        kv_heads=heads if seed % 4 else max(1, heads // 4),  # which more context-parallel ranks share
         ffn=512,
         max_seq=4096,
         vocab_size=chance.choice([64, 512, 8192]),

@@ -113,10 +113,9 @@ def _require_attention(args: argparse.Namespace, layout: Layout, config: GPTConf
         )
     if layout.cp == 1 and not args.search:
         raise UsageError(f"--cp-attention {asked} has no meaning without --cp")
-    if asked is ContextAttention.ULYSSES and layout.rings(config.heads, config.kv_heads):
+    if asked is ContextAttention.ULYSSES and layout.rings(config.heads):
         raise UsageError(
-            f"--tp {layout.tp} times --cp {layout.cp} does not divide {config.heads} heads, {config.kv_heads} key/value "
-            "heads; use --cp-attention ring"
+            f"--tp {layout.tp} times --cp {layout.cp} does not divide {config.heads} heads; use --cp-attention ring"
         )
     if asked is ContextAttention.RING and config.is_local_within(layout.tokens):
         raise UsageError("local attention is not possible with --cp-attention ring; use ulysses")

@@ -11,7 +11,8 @@ recorded step holds.
     saved, swiglu   the same with gate f | up f | silu f | product f; under autocast norm h is cast for each of the two
     saved, tiled    the same without any f
     and statistics: one float32 per attention head, one (rmsnorm) or two (layernorm, in H's dtype) per norm
-    under Ulysses: attention's out once more, in the form that the next projection reads (memo.parallel.Ulysses)
+    under Ulysses: attention's out once more, in the form that the next projection reads; keys and values with the copies
+    of ranks that share them (memo.parallel.Ulysses)
     in a ring: keys and values of as many heads as queries have (memo.parallel.Ring)
 """
 
@@ -22,6 +23,7 @@ import dataclasses
 from memo.gpt.arithmetic.flops import causal_keys, layer_parameter_count
 from memo.gpt.config import GPTConfig
 from memo.gpt.train_config import Precision
+from memo.parallel import key_copies
 
 __all__ = ["Block", "ElementSizes"]
 
@@ -167,7 +169,10 @@ class BlockFigures:
         self.q, self.stream = config.qkv_width * sizes.product, config.hidden * sizes.stream
         self.cast = self.stream if sizes.casts else 0  # a norm's result, of which a cast copy is saved
         self.rings, self.exchanged, self.window = rings, cp > 1 and not rings, window
-        self.repeated = 2 * self.h if rings and config.group > 1 else 0  # keys and values of all queries' heads
+        copies = config.group if rings else key_copies(config.heads, config.kv_heads, tp * cp)
+        # Keys and values as attention reads them, where they are copied; all that it reads.
+        self.repeated = copies * (self.q - self.h) if copies > 1 else 0
+        self.attended = self.h + self.repeated if self.repeated else self.q
         self.gated, self.tiled = config.mlp == "swiglu", config.mlp_tiles > 1
 
     def block(self) -> Block:
@@ -195,13 +200,13 @@ class BlockFigures:
             mlp=mlp,
             attention=4.0 * config.hidden * causal_keys(self.tokens, self.window),
             attention_computed=4.0 * config.hidden * self._computed_keys(),
-            attention_traffic=0.0 if self.window is None else self.q + self.h,
+            attention_traffic=0.0 if self.window is None else self.attended + self.h,
             exchanges_again=1.0 if self.exchanged else 0.0,
             exchanges_again_at_matmuls=self._exchanges_at_matmuls(),
             forward_transient=max(self._behind_mlp(), self._behind_attention() - saved, 0),
             backward_transient=max(self._backward_of_mlp(), self._backward_of_attention() - saved, 0),
             held_at_matmuls=self._held_at_matmuls(),
-            held_at_attention=max(self._inner_at_once(), self.q + self.repeated + (5 if self.exchanged else 4) * h),
+            held_at_attention=max(self._inner_at_once(), self.q + (5 * h if self.exchanged else self.repeated + 4 * h)),
             ring_traffic=(RING_TRAFFIC[0] * h, RING_TRAFFIC[1] * h) if self.rings else (0.0, 0.0),
             storages=self.storages(),
             largest=self.largest(),
@@ -223,8 +228,7 @@ class BlockFigures:
         exchanged = self.h if self.exchanged else 0
         # Autocast casts for each product separately; where ranks or tiles share the matrices, one cast is made before.
         twice = self.h if self._casts_twice() else 0
-        attended = 3 * self.h if self.repeated else self.q + self._gathered()
-        attention = self.h + attended + exchanged
+        attention = self.h + self.attended + self._gathered() + exchanged
         return attention + self.stream + self.h + twice + self._inner() + self._norms()
 
     def _inner(self) -> float:
@@ -244,8 +248,8 @@ class BlockFigures:
         if self.batch > 1:
             return self.rest()
         if self.tp > 1:
-            return self.q + self._gathered() + (self.h if self.exchanged else 0) + self._inner()
-        return self.q if self.exchanged else 0
+            return self.attended + self._gathered() + (self.h if self.exchanged else 0) + self._inner()
+        return self.attended if self.exchanged else 0
 
     def _products_in_pieces(self) -> float:
         queries = 0 if self._queries_are_made_anew() else self.q
@@ -263,7 +267,8 @@ class BlockFigures:
     def storages(self) -> int:
         """Number of saved storages: the letters of the module's docstring, and the products that a recompute reads."""
         config, always, norms = self.config, 3, 2 * (2 if self.config.norm == "layernorm" else 1)
-        attention = 2 + (3 if config.positions == "rotary" else 1) + (self._gathered() > 0) + self.exchanged
+        apart = config.positions == "rotary" or self.repeated > 0
+        attention = 2 + (3 if apart else 1) + (self._gathered() > 0) + self.exchanged
         inner = 0 if self.tiled else 4 if self.gated else 2
         return always + attention + 3 + self._casts_twice() + inner + norms
 
@@ -275,10 +280,10 @@ class BlockFigures:
         """Bytes of the queries that grouped-query attention copies out of the projection, and saves in addition to it.
 
         There is no copy where rotation or an exchange makes new queries, nor on a rank with one key/value head, whose
-        queries are contiguous.
+        queries are contiguous; and where keys and values are copied, too, nothing reads the projection.
         """
-        config = self.config
-        copied = config.positions == "learned" and config.group > 1 and config.kv_heads > self.tp and not self.exchanged
+        config, made_anew = self.config, self.exchanged or self.repeated
+        copied = config.positions == "learned" and config.group > 1 and config.kv_heads > self.tp and not made_anew
         return self.h if copied else 0
 
     def _norms(self) -> float:
@@ -329,7 +334,7 @@ class BlockFigures:
     def _behind_attention(self) -> float:
         """Bytes held after attention, saved or not, with the projection's output and its rotated copy."""
         rotary, exchanged = self.config.positions == "rotary", self.exchanged
-        projections = (1 + (1 if rotary else 0) + (1 if exchanged else 0)) * self.q
+        projections = (1 + (1 if rotary else 0)) * self.q + (self.attended if exchanged else 0)
         results = (3 if exchanged else 1) * self.h + self.h
         whole = 2 * self.tp * self.h + 2 * self.h if self.tp > 1 else 0  # and its sum before and after the bias
         projections += self.repeated
@@ -375,8 +380,8 @@ class BlockFigures:
 
     def _backward_of_attention(self) -> float:
         """Bytes held in attention's backward: input, norm, projection and output, their gradients, and the residual's."""
-        saved = self.stream + self.h + max(self.q, 3 * self.h if self.repeated else 0) + self.h
-        exchanged = self.q + 2 * self.h if self.exchanged else 0
+        saved = self.stream + self.h + self.attended + self.h
+        exchanged = self.attended + 2 * self.h if self.exchanged else 0
         whole = 2 * self.tp * self.h if self.tp > 1 else 0
-        gradients = self._ring[1] * self.h + self.repeated if self.rings else self.q + self._scores()
+        gradients = self._ring[1] * self.h + self.repeated if self.rings else self.attended + self._scores()
         return saved + 2 * self.stream + self.h + gradients + exchanged + whole

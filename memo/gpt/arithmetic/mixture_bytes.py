@@ -154,8 +154,7 @@ class _MixtureFigures(BlockFigures):
     def rest(self) -> float:
         """Bytes of all saved tensors that are not saved at every level."""
         exchanged = self.h if self.exchanged else 0
-        attended = 3 * self.h if self.repeated else self.q + self._gathered()
-        attention = self.h + attended + exchanged
+        attention = self.h + self.attended + self._gathered() + exchanged
         routed = self._arriving + self._results + self._descended + (4 if self.gated else 2) * (self._wide + self.f)
         return attention + self.stream + self._norm_results() + self._router + self._orders + routed + self._norms()
 

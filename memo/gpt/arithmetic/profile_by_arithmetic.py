@@ -171,7 +171,7 @@ def derive_profile(
         tp=layout.tp,
         cp=layout.cp,
         pp=layout.pp,
-        ring=layout.rings(config.heads, config.kv_heads),
+        ring=layout.rings(config.heads),
         ep=layout.ep,
     )
     sizes = ElementSizes.of(precision)
