@@ -258,7 +258,7 @@ def _check_pattern(config: GPTConfig, layout: Layout, *, recompute: bool) -> Non
         return
     if recompute:
         raise UsageError("local attention is planned without a fixed method of recompute; leave out --recompute")
-    if layout.rings(config.heads, config.kv_heads):
+    if layout.rings(config.heads):
         raise UsageError(
             "local attention is not possible with ring attention; choose --cp so that it divides the heads, or 1"
         )
