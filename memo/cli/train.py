@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from memo.cli.inputs.batch_sizes import add_batch_flags, batch_sizes
 from memo.cli.inputs.expert_flags import add_expert_flags
+from memo.cli.inputs.pattern_flags import add_pattern_flags
 from memo.cli.inputs.stage_layers import add_stage_layers_flag
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.terminal.progress import WaitingLine
@@ -60,7 +61,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `memo train`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
-    _model_flags(parser.add_argument_group("model"))
+    model = parser.add_argument_group("model")
+    _model_flags(model)
+    add_pattern_flags(model)
     add_expert_flags(parser.add_argument_group("mixture of experts"), losses=True)
     _data_flags(parser.add_argument_group("data"))
     _training_flags(parser.add_argument_group("training"))

@@ -11,7 +11,8 @@ from typing import Literal
 
 from memo.compression import GradientCompression
 from memo.errors import UsageError
-from memo.gpt.config import PRESETS, RopeScaling, Variant
+from memo.gpt.config import PRESETS, Variant
+from memo.gpt.rope_scaling import RopeScaling
 from memo.gpt.train_config import Precision, TrainConfig
 from memo.parallel import Layout
 
@@ -144,6 +145,10 @@ class RunConfig:
     every: int | None = None
     balance_loss: float | None = None
     z_loss: float | None = None
+    sliding_window: int | None = None
+    """Tokens of the window of local attention; None is the preset's."""
+    full_every: int | None = None
+    """Distance of the layers with full attention; None is the preset's, else 2."""
     rope_theta: float | None = None
     """Base of the rotary frequencies; None is the checkpoint's, else the model's."""
     rope_scaling: str | None = None

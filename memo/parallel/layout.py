@@ -64,6 +64,10 @@ class ModelShape(Protocol):
     def end_of_document(self) -> int | None:
         """Token that ends a document; None where attention is not limited to documents."""
 
+    @property
+    def local_window(self) -> int | None:
+        """Tokens of the window of layers with local attention; None where none has it."""
+
 
 class ContextAttention(enum.StrEnum):
     """Context parallelism: how ranks that share a sequence compute attention."""
@@ -183,6 +187,10 @@ class Layout:
         if self.rings(shape) and (within_documents or shape.end_of_document is not None):
             raise UsageError(
                 "attention within documents is not possible with ring attention; use --cp-attention ulysses, or no --cp"
+            )
+        if self.rings(shape) and shape.local_window is not None and shape.local_window < seq:
+            raise UsageError(
+                "local attention is not possible with ring attention; use --cp-attention ulysses, or no --cp"
             )
         if shape.ffn % self.tp:
             raise UsageError(f"--tp {self.tp} does not divide the MLP's width of {shape.ffn}")

@@ -253,7 +253,9 @@ class Space:
         """Whether memo train's ring attention takes the model, and `--cp-attention` does not exclude it."""
         request = self.request
         config, asked = request.config, self.fixed.get("ring")
-        known = isinstance(config, GPTConfig) and config.head_dim % 8 == 0 and request.precision is not Precision.FP32
+        if not isinstance(config, GPTConfig) or config.is_local_within(request.layout.tokens):
+            return False
+        known = config.head_dim % 8 == 0 and request.precision is not Precision.FP32
         return known and request.recompute is None and asked in (None, True)
 
     def _context_options(self, tp: int | None) -> tuple[str, Sequence[int]]:

@@ -185,9 +185,9 @@ class LayerProfile:
     """Floating-point operations that are executed; of causal attention, half the square."""
     backward_flops: float = 0.0
     attention_flops: float = 0.0
-    """The part of `forward_flops` in attention scores, which alone grows with the square of the length."""
+    """The part of `forward_flops` in attention scores."""
     attention_s: float = 0.0
-    """The part of `forward_s` in attention scores."""
+    """The part of `forward_s` in scores of full attention, which alone grows with the square of the length."""
     forward_exchange_s: float = 0.0
     """The part of `forward_s` in which compute waits for collectives of tensor and context parallelism."""
     backward_exchange_s: float = 0.0

@@ -14,6 +14,7 @@ from memo.dry_run.simulated_step import RankStep, step_of_rank
 from memo.errors import ExitCode, PlanError, UsageError
 from memo.gpt import Precision, preset
 from memo.gpt.arithmetic import Collective, StepCollectives
+from memo.gpt.attention_pattern import AttentionPattern
 from memo.gpt.config import MoeConfig
 from memo.mip.activation.files import plan_from_json, plan_to_json
 from memo.mip.inputs import PipelineSchedule, Role
@@ -31,6 +32,7 @@ def made(
     kv_heads: int | None = None,
     sparse_embedding: bool = False,
     moe: dict[str, int] | None = None,
+    pattern: AttentionPattern | None = None,
     rows: int | None = None,
     **sizes: int | PipelineSchedule | tuple[int, ...],
 ) -> PlannedRun:
@@ -39,6 +41,7 @@ def made(
     )
     if moe is not None:
         shape["moe"] = MoeConfig(**{"experts": 8, "shared_experts": 1, "expert_hidden": 64, "every": 2} | moe)
+    shape |= {} if pattern is None else {"pattern": pattern}
     config = preset("tiny", variant=variant, **shape)  # type: ignore[arg-type]
     layout = Layout(**sizes)  # type: ignore[arg-type]
     return PlannedRun(
@@ -67,6 +70,7 @@ def made(
         made(dp=2, tp=2, variant="llama", kv_heads=4, sparse_embedding=True, vocab=2001),
         made(dp=2, pp=2, variant="llama", sparse_embedding=True, microbatches=3, tokens=128),
         made(cp=2, dp=2, tp=2, variant="llama", kv_heads=4, sparse_embedding=True),
+        made(cp=2, tp=2, pp=2, pattern=AttentionPattern(window=100)),
         made(cp=4, variant="llama", kv_heads=2),
         made(cp=2, tp=2, variant="llama", kv_heads=2, precision=Precision.BF16_AUTOCAST),
     ],
@@ -74,6 +78,7 @@ def made(
         f"dp{run.layout.dp}-cp{run.layout.cp}-tp{run.layout.tp}-pp{run.layout.pp}-{run.precision}"
         f"-chunks{run.layout.stages_per_rank}"
         f"{'-uneven' * bool(run.layout.stage_layers)}{'-sparse' * run.sparse_embedding}"
+        f"{'-local' * (run.config.pattern is not None)}"
         f"{'-shared' * (run.config.kv_heads % (run.layout.cp * run.layout.tp) > 0)}"
     ),
 )
@@ -224,6 +229,20 @@ def test_plans_with_experts_hold_what_they_say(
 def _with(flags: tuple[str, ...], name: str) -> tuple[str, str]:
     at = flags.index(name)
     return flags[at], flags[at + 1]
+
+
+def test_a_plan_of_a_pattern_moves_and_holds_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pattern = ("--sliding-window", "512", "--full-every", "3")
+    shape = ("--hidden", "512", "--heads", "8", "--kv-heads", "4", "--variant", "llama", *pattern)
+    size = ("--model", "tiny", *shape, "--layers", "6", "--seq", "32k")
+    path = plan_file(tmp_path, *size, "--gpus", "4", "--tp", "2", "--cp", "2", "--device", "360MiB", "--host", "1GiB")
+    plan = plan_from_json(path.read_text())
+    assert plan.problem.profile.layers == ("local", "local", "block") * 2
+    assert any(layer.host or layer.recomputes for layer in plan.layers)
+    capsys.readouterr()
+    assert main(["dry-run", str(path), *shape, "--json"]) == ExitCode.OK
+    for kind in json.loads(capsys.readouterr().out)["kinds"]:
+        assert 0.8 < kind["peak_nbytes"] / kind["planned_peak_nbytes"] <= 1.02
 
 
 def test_a_plan_that_moves_and_recomputes_agrees_and_holds_what_it_says(

@@ -44,6 +44,11 @@ LAYOUTS = {
         "pp2_moe_float64",
         "pp2_zbv_dcca_float64",
         "cp2_llama_moe_float64",
+        "tp2_local_float64",
+        "cp2_llama_local_float64",
+        "cp2_documents_local_float64",
+        "pp2_1f1b_local_float64",
+        "pp2_zbv_local_moe_float64",
     ],
     4: [
         "dp4",
@@ -64,6 +69,7 @@ LAYOUTS = {
         "pp2_dp2_ep2_moe_float64",
         "pp2_tp2_interleaved-zero-bubble_moe_float64",
         "dp2_ep2_cp2_llama_moe_float64",
+        "cp2_tp2_local_float64",
     ],
     8: [
         "dp2_tp2_pp2",
@@ -122,3 +128,8 @@ def test_the_gradient_of_a_key_value_head_is_the_sum_of_those_of_all_ranks_that_
 def test_tensor_sequence_and_data_parallel_training_is_equal_to_one_process() -> None:
     """The part of the above that runs with every change."""
     assert "equal dp2_tp2 within" in launch(4, "equality_worker.py", "1", "dp2_tp2")
+
+
+def test_local_attention_over_exchanged_heads_is_equal_to_one_process() -> None:
+    """Likewise."""
+    assert "equal cp2_local_float64 within" in launch(2, "equality_worker.py", "0.5", "cp2_local_float64")

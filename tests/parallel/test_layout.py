@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from launching import torchrun
 
 from memo.errors import ExitCode, UsageError
+from memo.gpt.attention_pattern import AttentionPattern
 from memo.gpt.config import MoeConfig, preset
 from memo.parallel.layout import ContextAttention, Layout, PipelineSchedule, key_copies
 from memo.parallel.pipeline import make_schedule
@@ -42,6 +43,11 @@ V = PipelineSchedule.ZERO_BUBBLE_V
             "attention within documents is not possible with ring attention",
         ),
         ({"tp": 16, "cp": 2}, {"end_of_document": 0, "heads": 16}, "not possible with ring attention"),
+        (
+            {"cp": 2, "cp_attention": RING},
+            {"pattern": AttentionPattern(window=16)},
+            "local attention is not possible with ring attention; use --cp-attention ulysses, or no --cp",
+        ),
         ({"tp": 4}, {"kv_heads": 2}, "does not divide the model's 2 key/value heads"),
         ({"tp": 4, "cp": 2}, {"kv_heads": 2}, "^--tp 4 does not divide the model's 2 key/value heads"),
         ({"cp": 3, "cp_attention": ULYSSES}, {"kv_heads": 2}, "^--cp 3 does not divide the model's 8 heads"),
@@ -57,10 +63,15 @@ V = PipelineSchedule.ZERO_BUBBLE_V
 )
 def test_what_does_not_divide_is_refused(sizes: dict[str, Any], changes: dict[str, Any], reason: str) -> None:
     run = {"seq": 64, "batch": 4, "microbatches": 4} | changes
-    model = {name: run.pop(name) for name in ("heads", "kv_heads", "ffn", "end_of_document") if name in run}
+    model = {name: run.pop(name) for name in ("heads", "kv_heads", "ffn", "end_of_document", "pattern") if name in run}
     shape = preset("tiny", **({"layers": 8, "hidden": 64, "heads": 8} | model))
     with pytest.raises(UsageError, match=reason):
         Layout(**sizes).check(shape, **run)
+
+
+def test_a_window_of_the_sequence_goes_around_a_ring() -> None:
+    shape = preset("tiny", layers=8, pattern=AttentionPattern(window=64))
+    Layout(cp=2, cp_attention=RING).check(shape, seq=64, batch=4, microbatches=4)
 
 
 def test_more_context_ranks_than_heads_attend_around_a_ring() -> None:

@@ -42,12 +42,12 @@ def best_of_layouts(steps: dict[Candidate, float]) -> list[float]:
     return sorted(best.values())
 
 
-@pytest.mark.parametrize("block", range(12))
+@pytest.mark.parametrize("block", range(13))
 def test_a_search_finds_what_planning_everything_does(block: int) -> None:
     for seed in range(20 * block, 20 * block + 20):
-        experts = block >= 10
+        experts, pattern = block in (10, 11), block == 12
         most = 8 if seed % 100 == 0 else 4 if seed % 5 == 0 or experts else 2
-        space = random_space(seed, most_gpus=most, experts=experts)
+        space = random_space(seed, most_gpus=most, experts=experts, pattern=pattern)
         found = search_layouts(space, wanted=3, runs=runs_under_memo_train)
         steps, simulated = exhaustive(space)
         wanted, own = best_of_layouts(steps)[:3], set(all_candidates(space))

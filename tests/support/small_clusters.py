@@ -8,6 +8,7 @@ import random
 
 from memo.gpt import Precision
 from memo.gpt.arithmetic import Layout, Optimizer
+from memo.gpt.attention_pattern import AttentionPattern
 from memo.gpt.config import GPTConfig, MoeConfig
 from memo.mip.activation import Budgets, LayerPlan, device_peak_candidates, predict_stages
 from memo.mip.cluster import Cluster, Connection, NodeGroup
@@ -18,8 +19,8 @@ from memo.search import Candidate, ClusterSpace, Request, Setting, Shape, Space
 MIB = 1 << 20
 
 
-def random_space(seed: int, *, most_gpus: int = 8, experts: bool = False) -> Space:
-    """A space of up to `most_gpus` GPUs and 4 layers, of which some have `experts` where that is asked for."""
+def random_space(seed: int, *, most_gpus: int = 8, experts: bool = False, pattern: bool = False) -> Space:
+    """A space of up to `most_gpus` GPUs and 4 layers, of which some have experts or local attention where that is asked."""
     chance = random.Random(seed)
     nodes = chance.choice([1, 1, 2])
     gpus = chance.choice([size for size in (1, 2, 4, 8) if size * nodes <= most_gpus])
@@ -49,6 +50,9 @@ def random_space(seed: int, *, most_gpus: int = 8, experts: bool = False) -> Spa
             every=chance.randint(1, config.layers),
         )
         config, tiles = dataclasses.replace(config, moe=moe), (1,)
+    if pattern:
+        window, every = chance.choice([1, 64, 512]), chance.randint(0, config.layers)
+        config = dataclasses.replace(config, pattern=AttentionPattern(window=window, full_every=every))
     request = Request(
         config=config,
         model="small",

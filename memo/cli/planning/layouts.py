@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from memo.cli.inputs.expert_flags import EXPERT_FLAGS
+from memo.cli.inputs.pattern_flags import PATTERN_FLAGS
 from memo.cli.inputs.planned_model import SHAPE_FLAGS
 from memo.cli.planning.cluster_launch import cluster_launch
 from memo.cli.planning.cluster_layouts import cluster_of
@@ -67,7 +68,7 @@ LEAST_STEP_TOKENS = 1 << 20
 _SPLIT = "a node would hold ranks that do not follow one another; give --tp, --cp and --pp of whole nodes"
 _OWN = ("nodes", "gpus_per_node", "dp", "batch_tokens", "html")
 """Flags that go with --search only."""
-_TRAINED = ("layers", "hidden", "heads", *EXPERT_FLAGS)
+_TRAINED = ("layers", "hidden", "heads", *EXPERT_FLAGS, *PATTERN_FLAGS)
 """Flags of a model's shape that memo train has, too."""
 
 

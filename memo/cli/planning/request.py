@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from memo.cli.inputs.batch_sizes import batch_sizes
 from memo.cli.inputs.budgets import budgets_of
 from memo.cli.inputs.expert_flags import EXPERT_FLAGS
+from memo.cli.inputs.pattern_flags import PATTERN_FLAGS
 from memo.cli.inputs.planned_model import SHAPE_FLAGS, planned_model
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.errors import UsageError
@@ -134,6 +135,8 @@ def _require_attention(args: argparse.Namespace, layout: Layout, config: GPTConf
         raise UsageError(
             f"--tp {layout.tp} times --cp {layout.cp} does not divide {config.heads} heads; use --cp-attention ring"
         )
+    if asked is ContextAttention.RING and config.is_local_within(layout.tokens):
+        raise UsageError("local attention is not possible with --cp-attention ring; use ulysses")
     if asked is ContextAttention.RING and args.precision == Precision.FP32:
         raise UsageError("ring attention needs half precision on a GPU; give --precision bf16 or bf16-autocast")
 
@@ -151,7 +154,7 @@ def _stage_layers(args: argparse.Namespace, layout: Layout) -> tuple[int, ...]:
 
 def _require_named_model(args: argparse.Namespace) -> None:
     """Refuses flags that describe a named model where a profile is given."""
-    shape = (*SHAPE_FLAGS, *EXPERT_FLAGS)
+    shape = (*SHAPE_FLAGS, *EXPERT_FLAGS, *PATTERN_FLAGS)
     given = [f"--{name}" for name in shape if getattr(args, name.replace("-", "_")) is not None]
     given += ["--recompute"] * (args.recompute != "plan") + ["--zero"] * (args.zero != 3)
     given += ["--optimizer-offload"] * args.optimizer_offload + ["--loss"] * (args.loss is not None)

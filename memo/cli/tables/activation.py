@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from memo.cli.tables.address import printable, table
+from memo.cli.tables.layer_classes import classes_table
 from memo.mip.activation import (
     ActivationPlan,
     ActivationProblem,
@@ -55,7 +56,8 @@ _CAUSE_WORDS = ("copy to host", "disk write", "copy from host", "disk read")
 def activation_table(plan: ActivationPlan) -> str:
     """Tables of the tiers, a GPU's memory, the step's time and the treatment of the layers, and what binds."""
     memory = memory_table(plan.problem, highest_memory(plan.problem, plan.layers))
-    parts = [_headline(plan), _tiers(plan), _stages(plan), memory, _times(plan), _layers(plan), _reasons(plan)]
+    parts = [_headline(plan), _tiers(plan), _stages(plan), memory, _times(plan)]
+    parts += [_layers(plan), classes_table(plan), _reasons(plan)]
     return "\n\n".join(part for part in parts if part)
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from memo.gpt.arithmetic.flops import layer_parameter_count
+from memo.gpt.arithmetic.flops import causal_keys, layer_parameter_count
 from memo.gpt.config import GPTConfig
 from memo.gpt.train_config import Precision
 from memo.mip.inputs import CODE_BYTES
@@ -33,6 +33,9 @@ ALIGNED = 128  # tiles are multiples of it: memo.gpt.model.tiled_mlp.ALIGNED
 # Bytes that tiled_mlp holds for a tile of rows in backward, in units of a tile of one wide activation, with those of the
 # tile before it. A tile of columns needs one less.
 PIECES_GELU, PIECES_SWIGLU = 6, 10
+# Scores of a block of queries that memo.gpt.model.local_attention holds at once in float32, where no kernel has a window.
+SCORES, QUERIES = 4, 128
+TILE = 128  # queries, or keys, of a tile of scores in a flash kernel
 # What torch's ring holds at most beside q, k, v, and reads and writes for each rank whose keys come by, in units of h,
 # forward and backward: keys, values and their float32 gradients, sent and received, and results in float32, merged.
 # Recorded from 2, 3, 4 and 8 ranks by tests/gpt/arithmetic/test_ring_bytes.py; traffic counted from the code.
@@ -109,7 +112,11 @@ class Block:
     mlp: float
     """FLOPs of the MLP's matrix products, forward."""
     attention: float
-    """FLOPs of the causal scores, forward."""
+    """FLOPs of the causal scores, forward; of local attention those within the window."""
+    attention_computed: float
+    """FLOPs that the kernel does for them; of local attention also the rest of the tiles at the window's edges."""
+    attention_traffic: float = 0.0
+    """Bytes that local attention reads and writes, forward; of full attention few for its FLOPs, and not counted."""
     exchanges_again: float
     """Fraction of Ulysses' four exchanges that level `attention` repeats; 0 without Ulysses."""
     exchanges_again_at_matmuls: float
@@ -142,6 +149,7 @@ class Block:
         tp: int = 1,
         cp: int = 1,
         rings: bool = False,
+        window: int | None = None,
     ) -> Block:
         """Figures of a layer, by the letters of the module's docstring.
 
@@ -153,8 +161,9 @@ class Block:
             tp: ranks of tensor parallelism.
             cp: ranks of context parallelism.
             rings: whether these attend in a ring.
+            window: tokens that each one attends to, fewer than `tokens`; None is all of them.
         """
-        return BlockFigures(config, sizes, tokens, batch, tp, cp, rings=rings).block()
+        return BlockFigures(config, sizes, tokens, batch, tp, cp, rings=rings, window=window).block()
 
 
 def _spared(nbytes: float, itemsize: int) -> float:
@@ -166,13 +175,22 @@ class BlockFigures:
     """Computation of a Block; attributes are the letters of the module's docstring."""
 
     def __init__(
-        self, config: GPTConfig, sizes: ElementSizes, tokens: int, batch: int, tp: int, cp: int, *, rings: bool
+        self,
+        config: GPTConfig,
+        sizes: ElementSizes,
+        tokens: int,
+        batch: int,
+        tp: int,
+        cp: int,
+        *,
+        rings: bool,
+        window: int | None,
     ) -> None:
         self.config, self.sizes, self.tokens, self.batch, self.tp, self.cp = config, sizes, tokens, batch, tp, cp
         self.h, self.f = config.hidden * sizes.product, config.ffn * sizes.product
         self.q, self.stream = config.qkv_width * sizes.product, config.hidden * sizes.stream
         self.cast = self.stream if sizes.casts else 0  # a norm's result, of which a cast copy is saved
-        self.rings, self.exchanged = rings, cp > 1 and not rings
+        self.rings, self.exchanged, self.window = rings, cp > 1 and not rings, window
         copies = config.group if rings else key_copies(config.heads, config.kv_heads, tp * cp)
         # Keys and values as attention reads them, where they are copied; all that it reads.
         self.repeated = copies * (self.q - self.h) if copies > 1 else 0
@@ -202,7 +220,9 @@ class BlockFigures:
             # Twice everything up to the activation, and the gradient of its output once more than without tiles.
             retiled=2.0 * (2 * ups + 1) * width if self.tiled else 0.0,
             mlp=mlp,
-            attention=2.0 * config.hidden * self.tokens,
+            attention=4.0 * config.hidden * causal_keys(self.tokens, self.window),
+            attention_computed=4.0 * config.hidden * self._computed_keys(),
+            attention_traffic=0.0 if self.window is None else self.attended + self.h,
             exchanges_again=1.0 if self.exchanged else 0.0,
             exchanges_again_at_matmuls=self._exchanges_at_matmuls(),
             forward_transient=max(self._behind_mlp(), self._behind_attention() - saved, 0),
@@ -214,6 +234,11 @@ class BlockFigures:
             largest=self.largest(),
             coded=self.coded(),
         )
+
+    def _computed_keys(self) -> float:
+        """Keys for each query in the tiles that a kernel computes: of a window one more tile, half at each edge."""
+        full = causal_keys(self.tokens)
+        return full if self.window is None else min(full, causal_keys(self.tokens, self.window) + TILE)
 
     # Saved.
 
@@ -353,8 +378,15 @@ class BlockFigures:
         whole = 2 * self.tp * self.h + 2 * self.h if self.tp > 1 else 0  # and its sum before and after the bias
         projections += self.repeated
         # The projection after it starts when the ring has gone.
-        behind = max(results + whole, self._ring[0] * self.h if self.rings else 0)
+        behind = max(results + whole, self._ring[0] * self.h if self.rings else 0, self.h + self._scores())
         return self.stream + self.cast + self.h + projections + behind + STATISTIC * self.config.heads
+
+    def _scores(self) -> float:
+        """Bytes of the scores that local attention in blocks of queries holds at once, of all heads and sequences."""
+        if self.window is None or self.sizes.product != FLOAT:
+            return 0.0
+        columns = min(self.window + QUERIES, self.tokens)
+        return SCORES * FLOAT * self.config.heads * min(QUERIES, self.tokens) * columns / self.tokens
 
     @property
     def _ring(self) -> tuple[float, float]:
@@ -390,5 +422,5 @@ class BlockFigures:
         saved = self.stream + self.h + self.attended + self.h
         exchanged = self.attended + 2 * self.h if self.exchanged else 0
         whole = 2 * self.tp * self.h if self.tp > 1 else 0
-        gradients = self._ring[1] * self.h + self.repeated if self.rings else self.attended
+        gradients = self._ring[1] * self.h + self.repeated if self.rings else self.attended + self._scores()
         return saved + 2 * self.stream + self.h + gradients + exchanged + whole

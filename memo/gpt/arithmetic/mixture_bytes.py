@@ -41,13 +41,16 @@ def mixture_block(
     rings: bool = False,
     apart: bool = False,
     skew: float = SKEW,
+    window: int | None = None,
 ) -> Block:
     """Figures of a layer with experts.
 
     Args as for `Block.of`; `apart`: weights of router and experts are sharded apart from the layer's, so that they are
     gathered within it. `skew` has no meaning with one expert-parallel rank, which gets its own rows.
     """
-    return _MixtureFigures(config, sizes, tokens, batch, tp, cp, rings=rings, ep=ep, apart=apart, skew=skew).block()
+    return _MixtureFigures(
+        config, sizes, tokens, batch, tp, cp, rings=rings, window=window, ep=ep, apart=apart, skew=skew
+    ).block()
 
 
 class _MixtureFigures(BlockFigures):
@@ -63,12 +66,13 @@ class _MixtureFigures(BlockFigures):
         cp: int,
         *,
         rings: bool,
+        window: int | None,
         ep: int,
         apart: bool,
         skew: float,
     ) -> None:
         assert config.moe is not None
-        super().__init__(config, sizes, tokens, batch, tp, cp, rings=rings)
+        super().__init__(config, sizes, tokens, batch, tp, cp, rings=rings, window=window)
         self.moe = moe = config.moe
         self.tiled, self.f = False, moe.shared_hidden * sizes.product
         self.narrow = (moe.bottleneck or config.hidden) * sizes.product

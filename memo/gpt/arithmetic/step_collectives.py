@@ -442,8 +442,7 @@ class StepCollectives:
         ]
 
     def _with_experts(self, first: int, count: int) -> int:
-        moe = self.config.moe
-        return 0 if moe is None else sum(moe.is_in(layer) for layer in range(first, first + count))
+        return sum(self.config.has_experts(layer) for layer in range(first, first + count))
 
     def step(
         self,
@@ -501,7 +500,7 @@ class StepCollectives:
         """Gathers of a chunk's weights, for one microbatch or in a pipeline for the step."""
         # Before both passes, but for the last layer's own, which stays gathered between them.
         passes = 1 if self.layout.pp > 1 else 2
-        last = self.config.moe is not None and self.config.moe.is_in(self.config.layers - 1)
+        last = self.config.has_experts(self.config.layers - 1)
         for count, experts in _kinds(chunk):
             own, *apart = self.layer_units(experts=experts)
             stays = passes == 2 and experts == last

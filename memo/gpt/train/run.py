@@ -18,15 +18,17 @@ import torch
 from memo.allocator import active_allocator, use_planned_allocator
 from memo.errors import CheckpointError, DeviceOutOfMemory, ExitCode, TrainingDiverged, UsageError
 from memo.gpt.arithmetic.flops import parameter_count
+from memo.gpt.attention_pattern import with_pattern
 from memo.gpt.checkpoint.background import BackgroundCheckpointDir
 from memo.gpt.checkpoint.directory import Checkpoint
-from memo.gpt.config import GPTConfig, RopeScaling, RopeScalingKind, preset, with_experts
+from memo.gpt.config import GPTConfig, preset, with_experts
 from memo.gpt.data.batches import Batches, Split
 from memo.gpt.data.document_batches import DocumentBatches
 from memo.gpt.data.regrouped_batches import RegroupedBatches
 from memo.gpt.data.token_file import TokenFile, open_tokens
 from memo.gpt.model.attention_kernel import Kernel, Kind, choose
 from memo.gpt.model.model import GPT
+from memo.gpt.rope_scaling import RopeScaling, RopeScalingKind
 from memo.gpt.run_config import Documents, RunConfig
 from memo.gpt.train.checkpoint_cadence import CheckpointCadence
 from memo.gpt.train.embedding_choice import choose_exchange, require_possible
@@ -274,7 +276,13 @@ class _Run:
         dtype = torch.float32 if self.trainer.config.precision is Precision.FP32 else torch.bfloat16
         kind = Kind.of(device=device, dtype=dtype, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
         documents = "" if shape.end_of_document is None else ", within documents"
-        return f"{choose(kind)}{documents}"
+        window = shape.local_window
+        if window is None or not shape.is_local_within(self.config.seq):
+            return f"{choose(kind)}{documents}"
+        local = choose(dataclasses.replace(kind, local=True))
+        are_all = all(map(shape.window_of, range(shape.layers)))
+        others = "" if are_all else f"; in other layers {choose(kind)}"
+        return f"{local}, within {format_tokens(window)} tokens{others}{documents}"
 
 
 def _prepare(config: RunConfig) -> torch.device:
@@ -482,6 +490,7 @@ def _shape(config: RunConfig, tokens: TokenFile | None = None, start: Checkpoint
         balance_loss=config.balance_loss,
         z_loss=config.z_loss,
     )
+    shape = with_pattern(shape, sliding_window=config.sliding_window, full_every=config.full_every)
     if shape.positions == "rotary":
         theta = config.rope_theta or former.get("rope_theta") or shape.rope_theta
         return dataclasses.replace(shape, rope_theta=theta, rope_scaling=scaled)
