@@ -278,9 +278,9 @@ def _layer(
     tp, cp, rings = layout.tp, layout.cp, step.rings
     if experts:
         # As memo train shards them: over ranks with the same experts, and all that have different tokens.
-        ep, apart = layout.ep, tp > 1 or layout.ep > 1
+        ep, shards = layout.ep, tp > 1 or layout.ep > 1
         block = mixture_block(
-            config, layout.tokens, sizes, batch=layout.batch, tp=tp, cp=cp, ep=ep, rings=rings, apart=apart
+            config, layout.tokens, sizes, batch=layout.batch, tp=tp, cp=cp, ep=ep, rings=rings, apart=shards
         )
     else:
         block = Block.of(config, layout.tokens, sizes, batch=layout.batch, tp=tp, cp=cp, rings=rings)
