@@ -40,12 +40,12 @@ test-parallel: setup
 	$(BIN)/pytest tests/parallel --timeout 900 --durations 20 $(PYTEST_ARGS)
 
 # Random programs with and without memo, bit for bit: docs/reliability.md. HUNT_ARGS="--programs 500 --seed 7" for some.
-HUNT_ARGS ?= --programs 20000 --write
+HUNT_ARGS ?= --programs 20000 --write --continue
 hunt: setup
 	$(BIN)/python -m tests.hunt $(HUNT_ARGS)
 
 # Every reader of files under a coverage-guided fuzzer: docs/reliability.md. FUZZ_ARGS="--minutes 1 --readers trace" for some.
-FUZZ_ARGS ?= --inputs 1000000 --write
+FUZZ_ARGS ?= --inputs 1000000 --write --continue
 fuzz: setup
 	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
@@ -145,9 +145,10 @@ build/integrations/%/.installed: tests/integrations/%/requirements.txt
 	build/integrations/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
-# A wheel and an sdist in dist/, built twice and equal byte for byte, with their dependencies' list and checksums.
+# A wheel and an sdist in dist/, built twice and equal byte for byte, with their dependencies' list and checksums, which
+# OpenSSH signs with SIGN_KEY=~/.ssh/id_ed25519: SECURITY.md.
 release:
-	$(PY) .ci/release.py
+	$(PY) .ci/release.py $(if $(SIGN_KEY),--sign-key $(SIGN_KEY))
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache *.egg-info

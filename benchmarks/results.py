@@ -21,7 +21,7 @@ from typing import Any
 
 from memo.swap import total_host_bytes
 
-__all__ = ["ROOT", "hardware", "quartiles", "results_folder", "write_result"]
+__all__ = ["ROOT", "commit", "hardware", "newest_result", "quartiles", "results_folder", "write_result"]
 
 ROOT = Path(__file__).parent.parent
 """The tree that runs."""
@@ -88,6 +88,13 @@ def write_result(name: str, body: dict[str, Any]) -> Path:
     unfinished.write_text(json.dumps({**head, **body}, indent=2) + "\n")
     unfinished.replace(path)
     return path
+
+
+def newest_result(name: str) -> dict[str, Any] | None:
+    """What the latest file of the results called `name` holds; None where there is none."""
+    bodies = [json.loads(path.read_text() or "{}") for path in results_folder().glob(f"*-{name}.json")]
+    written = [body for body in bodies if body.get("benchmark") == name]
+    return max(written, key=lambda body: (body["date"], body["written"]), default=None)
 
 
 @functools.cache

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         available_host_bytes as available_host_bytes,
         total_host_bytes as total_host_bytes,
     )
+    from memo.swap.memory.host_pool import HostPool as HostPool
     from memo.swap.memory.numa import node_of_pci_device as node_of_pci_device
     from memo.swap.memory.page_aligned import aligned_empty as aligned_empty
     from memo.swap.memory.pinned import page_locked as page_locked
@@ -64,6 +65,7 @@ else:
             "engine.spills": "SpillFigures",
             "layers": "LayerHook Layer find_layers hook_forward",
             "memory.host_memory": "available_host_bytes total_host_bytes",
+            "memory.host_pool": "HostPool",
             "memory.numa": "node_of_pci_device",
             "memory.page_aligned": "aligned_empty",
             "memory.pinned": "page_locked",

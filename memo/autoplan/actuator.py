@@ -141,7 +141,7 @@ class Actuator:
         if room < max(repeated, default=0.0):
             return 0.0
         for tier in self._engine.tiers:
-            room += UNBOUNDED_DISK if tier.budget is None else max(0, tier.budget - tier.peak)
+            room += UNBOUNDED_DISK if tier.obtainable is None else max(0, tier.obtainable - tier.peak)
         return min(MOST_MIXED, SPARED * room / wanted) if wanted else MOST_MIXED
 
     def costs(self) -> Mapping[str, LayerCosts]:
@@ -157,7 +157,7 @@ class Actuator:
         around = self._grown(Outside.LAYERS, growth)
         layers = tuple(self._grown(layer.name, growth) for layer in self._layers)
         others = max(around, *layers)
-        budgets = {tier.name: tier.budget for tier in self._engine.tiers}
+        budgets = {tier.name: tier.obtainable for tier in self._engine.tiers}
         disk = budgets.get(Tier.DISK, 0)
         return Limits(
             device_bytes=max(0, self._budget.total_bytes - self._budget.noise_bytes - others),

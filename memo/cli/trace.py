@@ -190,7 +190,7 @@ def _html(args: argparse.Namespace) -> int:
     if args.plan is not None:
         require_kind(args.plan, FileKind.ADDRESS_PLAN)
     report = _report(args)
-    explained = _explained(args.explain) if args.explain else []
+    explained = explained_layers(args.explain) if args.explain else []
     data = page_data(report, packing=_packing(args.plan) if args.plan else [], explained=explained)
     model = report.of_rank(report.rank).trace.meta.get("model")
     title = f"memo trace: {printable(model)}" if isinstance(model, str) else "memo trace"
@@ -203,7 +203,7 @@ def _html(args: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
-def _explained(path: Path) -> list[dict[str, Any]]:
+def explained_layers(path: Path) -> list[dict[str, Any]]:
     """Kinds of layers in a file of `memo explain --json`.
 
     Raises:

@@ -308,6 +308,12 @@ def _offload_flags(group: argparse._ArgumentGroup) -> None:
         "none; none with --offload disk)",
     )
     group.add_argument(
+        "--host-pool",
+        type=Path,
+        metavar="FILE",
+        help="share --host-budget with all jobs of this node that name the same file, such as /dev/shm/memo-host",
+    )
+    group.add_argument(
         "--disk-dir",
         type=Path,
         metavar="DIR",
@@ -438,6 +444,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
         "plan",
         "device_budget",
         "host_budget",
+        "host_pool",
         "disk_dir",
         "disk_budget",
         "alpha",

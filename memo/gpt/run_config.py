@@ -62,6 +62,8 @@ class OffloadConfig:
     """Device memory for the whole training, in bytes; None is all there is."""
     host_budget: int | None = None
     """Host memory for activations, in bytes; with mode disk, it is filled before the disk."""
+    host_pool: Path | None = None
+    """File by which jobs of a node share `host_budget`."""
     disk_dir: Path | None = None
     """Directory of the scratch file; None is the system's temporary directory."""
     disk_budget: int | None = None
@@ -82,6 +84,7 @@ class OffloadConfig:
             "--plan": self.plan,
             "--device-budget": self.device_budget,
             "--host-budget": self.host_budget,
+            "--host-pool": self.host_pool,
             "--disk-dir": self.disk_dir,
             "--disk-budget": self.disk_budget,
             "--alpha": self.alpha,
@@ -104,6 +107,8 @@ class OffloadConfig:
             raise UsageError("--trace-stacks needs --trace; it adds Python lines to the trace")
         if self.mode is OffloadMode.HOST and self.host_budget == 0:
             raise UsageError("--host-budget 0 leaves --offload host no memory; give some, or use --offload disk")
+        if self.host_pool is not None and not self.host_budget:
+            raise UsageError("--host-pool needs --host-budget SIZE: the budget of all jobs that share the file")
         if self.plan is not None and self.alpha is not None:
             raise UsageError("--plan and --alpha both set the fraction of tokens that move; give one of them")
         if self.alpha is not None and not 0 <= self.alpha <= 1:

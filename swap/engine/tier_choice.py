@@ -178,13 +178,18 @@ def _first_place(tiers: Sequence[Tier], nbytes: int) -> Place | None:
     return next((place for tier in tiers if (place := tier.claim(nbytes)) is not None), None)
 
 
+def _state(tier: Tier) -> str:
+    words = f"{tier.name} {format_bytes(tier.used)} used"
+    if tier.budget is not None and tier.obtainable is not None:
+        words += f" of {format_bytes(tier.budget)}"
+        if tier.obtainable < tier.budget:
+            words += f", of which other jobs leave {format_bytes(tier.obtainable)}"
+    return words
+
+
 def _no_room(saved: SavedStorage, nbytes: int, tiers: Sequence[Tier], *, present: Sequence[TierName]) -> SwapError:
     """The error for bytes that none of `tiers` has room for, with the engine's tiers `present` to choose advice by."""
-    state = ", ".join(
-        f"{tier.name} {format_bytes(tier.used)} used"
-        + (f" of {format_bytes(tier.budget)}" if tier.budget is not None else "")
-        for tier in tiers
-    )
+    state = ", ".join(map(_state, tiers))
     kind = ScratchFull if tiers[-1].name is TierName.DISK else HostBudgetExceeded
     budgets = " or ".join(tier.name for tier in tiers if tier.name is not TierName.DEVICE)
     absent = next((name for name in (TierName.DISK, TierName.HOST) if name not in present), None)

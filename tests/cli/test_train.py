@@ -116,7 +116,8 @@ def test_tiles_and_masked_documents_from_the_command_line(text: Path, tmp_path: 
     documents = tmp_path / "documents.jsonl"
     documents.write_text("".join(json.dumps({"text": f"line {i}, {i * i}"}) + "\n" for i in range(2000)))
     found = {}
-    split = ("--offload", "host", "--host-budget", "64MiB", "--alpha", 0.25, "--exact")
+    pool = tmp_path / "pool"
+    split = ("--offload", "host", "--host-budget", "64MiB", "--host-pool", pool, "--alpha", 0.25, "--exact")
     runs: dict[str, tuple[object, ...]] = {
         "plain": (),
         "masked": ("--mask-documents",),
@@ -259,6 +260,7 @@ USAGE = [
     (["--model", "9b"], "one of tiny, moe-tiny, 125m"),
     (["--offload", "disk", "--host-budget", "8 gigs"], "write for instance 8GiB"),
     (["--offload", "everywhere"], "none, host, disk, auto"),
+    (["--offload", "host", "--host-pool", "pool"], "--host-pool needs --host-budget SIZE"),
     (["--host-budget", "8GiB"], "--host-budget has no meaning with --offload none"),
     (["--codec", "int8"], "--codec has no meaning with --offload none"),
     (["--trace"], "--trace has no meaning with --offload none"),

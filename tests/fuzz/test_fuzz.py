@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import random
 import resource
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from benchmarks.results import newest_result
 from memo.errors import PlanError
-from tests.fuzz import readers
+from tests.fuzz import __main__ as command, readers
 from tests.fuzz.mutations import BYTES, JSON
 from tests.fuzz.readers import READERS, Broken, Reader, examine
 
@@ -97,6 +100,67 @@ def test_time_and_memory_beyond_the_limits_are_told(
     reader = Reader(name="x", seeds=lambda: [b"1"], shape=JSON, file="x.json", read=read)
     with pytest.raises(Broken, match=words):
         examine(reader, b"1", tmp_path)
+
+
+def test_a_run_adds_to_the_inputs_of_the_latest_result_file_and_takes_the_fastest_reader_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: list[tuple[str, int]] = []
+
+    def fuzz(reader: Reader, *, inputs: int, minutes: float, seed: int) -> command.Run:
+        given.append((reader.name, inputs))
+        finds = ["a-find"] if reader.name == "trace" else []
+        return command.Run(
+            inputs=min(inputs, 60), seconds={"trace": 6.0}.get(reader.name, 3.0), edges=5, corpus=2, finds=finds
+        )
+
+    monkeypatch.setattr(command, "fuzz", fuzz)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    arguments = ["fuzz", "--write", "--continue", "--readers", "trace cluster"]
+    for inputs in ("100", "150"):
+        monkeypatch.setattr(sys, "argv", [*arguments, "--inputs", inputs])
+        assert command.main() == 1
+    assert given == [("trace", 100), ("trace", 40), ("cluster", 100), ("cluster", 40), ("cluster", 50), ("trace", 50)]
+    body = newest_result("fuzz")
+    assert body is not None
+    assert {name: (run["inputs"], run["seconds"]) for name, run in body["readers"].items()} == {
+        "cluster": (150, 9.0),
+        "trace": (150, 18.0),
+    }
+    assert body["readers"]["trace"]["finds"] == ["a-find"] * 3
+    assert [piece["inputs"] for piece in body["pieces"]] == [
+        {"trace": 100, "cluster": 100},
+        {"cluster": 50, "trace": 50},
+    ]
+
+
+def _shared(levels: int) -> bytes:
+    """A pickle of a tuple that holds another one twice, and so on: hashing it takes 2 to the power of levels."""
+    pairs = b"".join(
+        b"h" + bytes([level]) + b"h" + bytes([level]) + b"\x86q" + bytes([level + 1]) for level in range(levels)
+    )
+    return b"\x80\x04)q\x00" + pairs + b"}h" + bytes([levels]) + b"Ns."
+
+
+@pytest.mark.parametrize(
+    ("data", "is_apart"),
+    [
+        (pickle.dumps({"segments": []}), False),
+        (_shared(40), True),
+        (b"\x80\x04" + b")" + b"\x85" * 40_000 + b".", True),
+        (b"\x80\x04}r\xff\xff\xff\x7f.", False),  # a table of 2^31 entries
+        (b"\x80\x04B\xff\xff\xff\xff", False),  # 4 GiB of bytes
+        (b"\x80\x04cos\nsystem\n.", False),
+    ],
+)
+def test_a_pickle_is_read_in_a_process_of_its_own_if_it_could_stop_this_one(
+    data: bytes, is_apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    monkeypatch.setattr(readers, "APART_OF", 1 << 40)
+    assert readers._nests(data) == is_apart
+    examine(READERS["snapshot-bytes"], data, tmp_path)
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
 
 
 def _faulty(path: Path) -> object:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from memo.errors import HostBudgetExceeded, ModifiedAfterSave, ScratchFull
+from memo.swap import local_part
 from tests.hunt.levels import LEVELS, Managed
 from tests.hunt.names import BATCH, HIDDEN
 from tests.hunt.program import Program
@@ -69,35 +70,62 @@ class _Run:
         return None if error is None else type(error).__name__
 
 
-def compare(program: Program, levels: Sequence[str]) -> Outcome:
-    """The program's steps without memo and at each level."""
+_Manage = Callable[[nn.Module], Managed]
+
+
+def compare(
+    program: Program,
+    levels: Sequence[str],
+    *,
+    place: Callable[[nn.Module], nn.Module] | None = None,
+    rank: int = 0,
+    any_rank: Callable[[bool], bool] = bool,
+) -> Outcome:
+    """The program's steps without memo and at each level.
+
+    Args:
+        program: the program.
+        levels: names of levels.
+        place: lays a model over the ranks of a job; None: this process is alone.
+        rank: of this process.
+        any_rank: whether any rank says yes, each being asked.
+    """
     found = Outcome()
     wanted: dict[int, _Run] = {}
+
+    def train(rounds: int, manage: _Manage | None = None) -> _Run:
+        return _train(program, manage, rounds, place, rank)
+
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as scratch:
         warnings.simplefilter("ignore")
         for name in levels:
             rounds = LEVELS[name].rounds
             if rounds not in wanted:
-                wanted[rounds] = _train(program, None, rounds)
-                if (reason := _unfit(wanted[rounds])) is not None:
-                    found.discarded = reason
+                wanted[rounds] = train(rounds)
+                reason = _unfit(wanted[rounds], alone=place is None)
+                if any_rank(reason is not None):
+                    found.discarded = reason or "another rank raises"
                     return found
-            _compare_at(program, name, wanted[rounds], found, scratch)
-        if any(find.kind != "races" for find in found.finds):
-            again = {rounds: _train(program, None, rounds) for rounds in wanted}
+            _compare_at(program, name, wanted[rounds], train, found, scratch)
+        if any_rank(any(find.kind != "races" for find in found.finds)):
+            again = {rounds: train(rounds) for rounds in wanted}
             if any(_unlike(again[rounds], wanted[rounds]) for rounds in wanted):
                 return Outcome(discarded="does not repeat itself")
     return found
 
 
-def _unfit(run: _Run) -> str | None:
+def _unfit(run: _Run, *, alone: bool) -> str | None:
+    if run.kind and not alone:  # another rank may wait for this one
+        return f"{run.kind} on ranks"
     if run.kind not in (None, "ModifiedAfterSave") and not any("gradient of" in name for name in run.results):
         return f"{run.kind}: {str(run.raised).splitlines()[0][:80] if str(run.raised) else ''}"
     losses = [value for name, value in run.results.items() if "loss" in name]
     return None if all(torch.isfinite(loss).all() for loss in losses) else "the loss is not finite"
 
 
-def _compare_at(program: Program, name: str, want: _Run, found: Outcome, scratch: str) -> None:
+def _compare_at(
+    program: Program, name: str, want: _Run, train: Callable[[int, _Manage], _Run], found: Outcome, scratch: str
+) -> None:
     way = LEVELS[name]
     managed: list[Managed] = []
 
@@ -105,7 +133,7 @@ def _compare_at(program: Program, name: str, want: _Run, found: Outcome, scratch
         managed.append(way.make(model, program.seed, scratch))
         return managed[0]
 
-    got = _train(program, manage, way.rounds)
+    got = train(way.rounds, manage)
     try:
         if managed:
             managed[0].manager.close()
@@ -118,9 +146,10 @@ def _compare_at(program: Program, name: str, want: _Run, found: Outcome, scratch
             found.whole += getattr(managed[0].manager.report().tokenwise, "refused", {}).values()
     if way.may_be_full and isinstance(got.raised, HostBudgetExceeded | ScratchFull):
         return
-    if "is recomputed from a tensor that was changed" in str(got.raised) and want.raised is None:
+    refused = "is recomputed from a tensor that was changed" in str(got.raised)
+    if refused and (want.raised is None or len(got.results) < len(want.results)):
         found.refused[name] = 1  # docs/recompute.md, "What is seen, and what is not"
-        return
+        want = _Run(results={key: want.results.get(key) for key in got.results}, raised=got.raised)
     if got.kind != want.kind:
         if got.raised is None:
             found.finds.append(Find(level=name, kind="does not raise", told=f"{want.kind}: {want.raised}"))
@@ -133,12 +162,19 @@ def _compare_at(program: Program, name: str, want: _Run, found: Outcome, scratch
         found.finds.append(Find(level=name, kind="races", told="\n".join(races[:2])))
 
 
-def _train(program: Program, manage: Callable[[nn.Module], Managed] | None, rounds: int) -> _Run:
+def _train(
+    program: Program,
+    manage: _Manage | None,
+    rounds: int,
+    place: Callable[[nn.Module], nn.Module] | None,
+    rank: int,
+) -> _Run:
     """Runs the steps `rounds` times, with a step of gradient descent after each."""
     run = _Run()
     try:
         model, steps = program.made()
-        managed = None if manage is None else manage(model)
+        inner, model = model, model if place is None else place(model)
+        managed = None if manage is None else manage(inner)
         managing: Callable[[], Any] = contextlib.nullcontext
         if managed is not None and program.attached:
             managed.manager.attach()
@@ -149,27 +185,29 @@ def _train(program: Program, manage: Callable[[nn.Module], Managed] | None, roun
                 managed.before_step(number)
             at = f"step {number}"
             step, drawn = steps[number % len(steps)], program.steps[number % len(steps)]
-            draws = torch.Generator().manual_seed(number)
+            draws = torch.Generator().manual_seed(number + 1000 * rank)
             given = torch.randn(BATCH, drawn.tokens, HIDDEN, generator=draws).to(program.dtype).requires_grad_()
             _seed(number)
 
             def note(name: str, tensor: torch.Tensor, at: str = at) -> None:
-                run.results[f"{name}, {at}"] = tensor.detach().clone()
+                run.results[f"{name}, {at}"] = local_part(tensor.detach()).clone()
 
             step(model, given, managing, note)
             run.results[f"gradient of the input, {at}"] = given.grad
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
-                    run.results[f"gradient of {name}, {at}"] = parameter.grad
+                    run.results[f"gradient of {name}, {at}"] = (
+                        None if parameter.grad is None else local_part(parameter.grad)
+                    )
                     if parameter.grad is not None:
                         parameter.add_(parameter.grad, alpha=-0.01)
                     parameter.grad = None
             run.results[f"random numbers, {at}"] = torch.get_rng_state()
-            run.results[f"Python's and NumPy's, {at}"] = (random.getstate(), str(numpy.random.get_state()))
+            run.results[f"Python's and NumPy's, {at}"] = _states()
     except Exception as error:
         run.raised, run.where = error.with_traceback(None), traceback.format_exc(limit=-4)
         return run
-    run.results.update(model.named_buffers())
+    run.results.update({name: local_part(buffer) for name, buffer in model.named_buffers()})
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
             if (attribute.startswith("m") and isinstance(value, list | dict)) or attribute == "calls":
@@ -187,6 +225,12 @@ def _seed(number: int) -> None:
     torch.manual_seed(number)
     random.seed(number)
     numpy.random.seed(number)
+
+
+def _states() -> Any:
+    """Of Python's random numbers and of NumPy's."""
+    kind, key, *rest = numpy.random.get_state(legacy=True)
+    return random.getstate(), kind, bytes(key), rest
 
 
 def _unlike(got: _Run, want: _Run) -> list[str]:

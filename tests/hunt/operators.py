@@ -6,7 +6,6 @@ Names are those of torch.testing's `op_db`, a database that needs the package ex
 from __future__ import annotations
 
 import functools
-import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -46,12 +45,22 @@ def sampled_names() -> list[tuple[str, str]]:
 
 @functools.cache
 def _samples(name: str, variant: str) -> list[Any]:
+    """The first samples, as `OpInfo.sample_inputs` gives them, which looks for the test it is called by: 0.1 s each."""
+    from torch.testing._internal.common_utils import SEED, set_rng_seed
+
     info = _database()[name, variant]
+    found: list[Any] = []
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        samples = info.sample_inputs("cpu", torch.float32, requires_grad=False)
-        return list(itertools.islice(samples, MOST_SAMPLES))
+        samples = iter(info.sample_inputs_func(info, "cpu", torch.float32, False))
+        while len(found) < MOST_SAMPLES:
+            set_rng_seed(SEED)
+            sample = next(samples, None)
+            if sample is None:
+                break
+            found.append(sample)
+    return found
 
 
 class _Finite(torch.autograd.Function):

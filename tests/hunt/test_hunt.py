@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.results import newest_result
 from memo.swap.backends.cpu import ThreadStream
 from memo.swap.engine.handles import Handle
 from memo.swap.recompute.tape.tape import Tape
-from tests.hunt.comparison import Outcome, compare
+from tests.hunt import __main__ as command
+from tests.hunt.comparison import Find, Outcome, compare
 from tests.hunt.drawing import catalogued, drawn, with_only
 from tests.hunt.levels import LEVELS, levels_of
-from tests.hunt.program import Program
+from tests.hunt.names import TOKENS
+from tests.hunt.program import Body, Line, Program, Step
 from tests.hunt.shrinking import shrink
+from tests.hunt.step_statements import STEPS
+from tests.hunt.totals import Totals
 
 SOME = ("1", "0.5", "0")
 
@@ -71,6 +78,56 @@ def test_a_program_that_differs_by_one_bit_is_reported_and_shrunk_to_what_differ
     assert compare(small, ["1"]).finds
     assert [line.name for line in small.kinds[0].lines] == ["watched"]
     assert (len(small.model.lines), len(small.steps)) == (1, 1)
+
+
+def test_a_hunt_goes_on_behind_the_last_seed_and_adds_to_its_figures(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A program fails and another is discarded in each of two pieces; the second reads the first's result file."""
+
+    def outcomes(seeds: range, args: object) -> Iterator[tuple[int, Outcome, list[tuple[Find, Program]]]]:
+        find = Find(level="0", kind="differs in loss", told="loss")
+        for seed in seeds:
+            found = Outcome(
+                compared={"0": True, "1": False}, moved_bytes={"0": 8}, refused={"1": 1}, whole=["a reason"]
+            )
+            yield seed, Outcome(discarded="no") if seed % 4 == 1 else found, [(find, drawn(0))] if seed % 4 == 3 else []
+
+    monkeypatch.setattr(command, "_outcomes", outcomes)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    for programs, seeds in (("4", {3}), ("8", {3, 7})):
+        monkeypatch.setattr(sys, "argv", ["hunt", "--programs", programs, "--write", "--continue"])
+        assert command.main() == 1
+        body = newest_result("hunt")
+        assert body is not None
+        assert {find["seed"] for find in body["finds"]} == seeds
+    assert [(piece["seed"], piece["programs"], piece["comparisons"]) for piece in body["pieces"]] == [
+        (0, 4, 6),
+        (4, 4, 6),
+    ]
+    assert (body["programs"], body["comparisons"], body["discarded"], body["refused_loudly"]) == (8, 12, 2, {"1": 6})
+    assert body["levels"]["0"] == {"compared": 6, "to_the_end": 6, "moved_bytes": 48, "recomputed_bytes": 0}
+    whole = {"benchmark", "date", "begun", "written", "commit", "hardware"}
+    assert Totals.of(body).body() == {name: value for name, value in body.items() if name not in whole}
+
+
+def test_a_replay_that_is_refused_before_torch_itself_raises_is_no_find_and_what_came_before_is_compared() -> None:
+    """The hunt once took the gradients of the step in which memo refused for wrong ones."""
+    program = with_only("conv of one")
+    turned = (
+        "v5 = v4.view(B, S, 4, H // 4).transpose(1, 2)\nv5 = v5 * rotary[0] + v5.flip(-1)[..., : H // 4] * rotary[1]"
+    )
+    lines = (Line(name="input", text="v1 = x"), program.kinds[0].lines[1], Line(name="rotary", text=turned))
+    layer = Body(lines=lines, results=("x",), ending="return x + 0.5 * F.layer_norm(<R>, (H,)), v5")
+    changed = "v = x * 0.5\nv += self.hidden(self.layers[1](v, mask, rotary))"
+    model = Body(lines=(Line(name="in place", text=changed),), results=("x",), ending="return <R>")
+    steps = tuple(Step(name=name, text=STEPS[name].text, tokens=TOKENS) for name in ("under autocast", "plain"))
+    program = dataclasses.replace(program, kinds=(layer,), model=model, steps=steps)
+    outcome = compare(program, ["0"])
+    assert (outcome.finds, outcome.refused, outcome.discarded) == ([], {"0": 1}, None)
+    told = f"note('before', torch.tensor(isinstance(managed, type)))\n{steps[0].text}"
+    program = dataclasses.replace(program, steps=(dataclasses.replace(steps[0], text=told), steps[1]))
+    assert [find.told for find in compare(program, ["0"]).finds] == ["before, step 0"]
 
 
 def _no_version_check(patch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 from benchmarks.results import ROOT, write_result
 
@@ -87,15 +88,15 @@ def main() -> int:
     return 1 if any(row["failed"] for row in rows) else 0
 
 
-def _row(cell: Cell, *, pip: list[str], workers: int) -> dict[str, object]:
+def _row(cell: Cell, *, pip: list[str], workers: int) -> dict[str, Any]:
     """Makes a combination's environment, tests in it, and says what was found."""
-    row: dict[str, object] = {
+    row: dict[str, Any] = {
         **dataclasses.asdict(cell),
         "outcome": "",
         "passed": 0,
         "failed": 0,
         "skipped": 0,
-        "first": "",
+        "failures": [],
     }
     folder = WORK / cell.name
     python = folder / "bin" / "python"
@@ -163,21 +164,22 @@ def _run(command: list[str]) -> str:
     return "" if done.returncode == 0 else (lines[-1] if lines else f"exit code {done.returncode}")[:LAST_LINES]
 
 
-def _counts(report: Path) -> dict[str, object]:
-    """Numbers of tests by outcome, and the first that failed."""
+def _counts(report: Path) -> dict[str, Any]:
+    """Numbers of tests by outcome, and the names of those that failed."""
     cases = list(ElementTree.parse(report).iter("testcase"))
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = sum(case.find("skipped") is not None for case in cases)
-    first = "" if not failed else f"{failed[0].get('classname')}.{failed[0].get('name')}"
-    return {"passed": len(cases) - len(failed) - skipped, "failed": len(failed), "skipped": skipped, "first": first}
+    names = [f"{case.get('classname')}.{case.get('name')}" for case in failed]
+    passed = len(cases) - len(failed) - skipped
+    return {"passed": passed, "failed": len(failed), "skipped": skipped, "failures": names}
 
 
-def _line(row: dict[str, object]) -> str:
+def _line(row: dict[str, Any]) -> str:
     versions = f"Python {row['python']}, torch {row['torch']}, transformers {row['transformers']}"
     if row["outcome"] != "tested":
         return f"{versions}: {row['outcome']}"
-    first = f", first {row['first']}" if row["failed"] else ""
-    return f"{versions}: {row['passed']} passed, {row['failed']} failed, {row['skipped']} skipped{first}"
+    counts = f"{versions}: {row['passed']} passed, {row['failed']} failed, {row['skipped']} skipped"
+    return "\n  ".join([counts, *row["failures"]])
 
 
 if __name__ == "__main__":

@@ -17,10 +17,11 @@ REPORT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_tests_are_counted_and_the_first_failure_is_named(tmp_path: Path) -> None:
+def test_tests_are_counted_and_failures_are_named(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text(REPORT)
-    assert matrix._counts(report) == {"passed": 2, "failed": 2, "skipped": 1, "first": "tests.two.test_bad"}
+    names = ["tests.two.test_bad", "tests.two.test_broken"]
+    assert matrix._counts(report) == {"passed": 2, "failed": 2, "skipped": 1, "failures": names}
 
 
 def test_a_missing_interpreter_is_a_row_and_no_failure(
