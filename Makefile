@@ -145,9 +145,10 @@ build/integrations/%/.installed: tests/integrations/%/requirements.txt
 	build/integrations/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
-# A wheel and an sdist in dist/, built twice and equal byte for byte, with their dependencies' list and checksums.
+# A wheel and an sdist in dist/, built twice and equal byte for byte, with their dependencies' list and checksums, which
+# OpenSSH signs with SIGN_KEY=~/.ssh/id_ed25519: SECURITY.md.
 release:
-	$(PY) .ci/release.py
+	$(PY) .ci/release.py $(if $(SIGN_KEY),--sign-key $(SIGN_KEY))
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache *.egg-info

@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
 """Builds what is released, twice, and compares: a wheel, an sdist, a list of what they depend on, and checksums, in dist/.
 
-    make release
+    make release [SIGN_KEY=~/.ssh/id_ed25519]
 
 Both builds begin with the commit's files in folders of different names and environments of their own, with the versions of
 constraints.txt and the commit's time as SOURCE_DATE_EPOCH. The wheel is built from the sdist, so that the sdist is whole.
-Exit 1 where a byte differs, twine finds fault, or the wheel does not run in an environment without this tree.
+The checksums are signed by OpenSSH, with a private key, or a public one whose private key an agent or a token has.
+Exit 1 where a byte differs, twine finds fault, the wheel does not run in an environment without this tree, or the key
+does not sign.
 """
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import hashlib
 import io
@@ -25,12 +28,19 @@ ROOT = Path(__file__).parent.parent
 WORK, DIST = ROOT / "build" / "release", ROOT / "dist"
 TOOLS = ("build==1.6.1", "twine==7.0.0", "cyclonedx-bom==7.5.0")
 BACKEND = ("setuptools==84.2.1", "wheel==0.48.0")
+NAMESPACE = "memo-release"
+"""Of the signature: none that the same key made for another purpose passes for it (ssh-keygen(1), -Y sign)."""
 
 
-def run(*command: object, cwd: Path = ROOT, **environment: str) -> str:
+def run(*command: object, cwd: Path = ROOT, stdin: str = "", **environment: str) -> str:
     """Standard output of a command; what fails is shown, and ends this."""
     done = subprocess.run(
-        [str(word) for word in command], cwd=cwd, capture_output=True, text=True, env={**os.environ, **environment}
+        [str(word) for word in command],
+        cwd=cwd,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
     )
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
@@ -89,8 +99,22 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def sign(sums: Path, key: Path) -> str:
+    """Writes the signature beside the checksums; returns what OpenSSH says of it when it reads it back."""
+    signature = sums.with_name(f"{sums.name}.sig")
+    signature.unlink(missing_ok=True)
+    run("ssh-keygen", "-Y", "sign", "-f", key, "-n", NAMESPACE, sums)
+    check = ("ssh-keygen", "-Y", "check-novalidate", "-n", NAMESPACE, "-s", signature)
+    return run(*check, stdin=sums.read_text()).strip()
+
+
 def main() -> int:
-    """Builds, compares, checks and tells."""
+    """Builds, compares, checks, signs and tells."""
+    parser = argparse.ArgumentParser(description="Builds what is released; see the top of this file.")
+    parser.add_argument("--sign-key", type=Path, metavar="FILE", help="key of OpenSSH that signs the checksums")
+    key = parser.parse_args().sign_key
+    if key is not None and not key.is_file():
+        sys.exit(f"no key to sign with: {key}")
     shutil.rmtree(WORK, ignore_errors=True)
     shutil.rmtree(DIST, ignore_errors=True)
     WORK.mkdir(parents=True)
@@ -123,9 +147,11 @@ def main() -> int:
     run(tools, "-m", "cyclonedx_py", *arguments)
     parts = json.loads(bom.read_text())["components"]
     sums = "".join(f"{digest(path)}  {path.name}\n" for path in sorted(DIST.iterdir()))
-    (DIST / "SHA256SUMS").write_text(sums)
+    written = DIST / "SHA256SUMS"
+    written.write_text(sums)
     print(f"{bom.name}: {len(parts)} packages that memo-train depends on\n{sums}", end="")
     print("two builds are equal, byte for byte")
+    print("SHA256SUMS is not signed: give SIGN_KEY=FILE" if key is None else f"SHA256SUMS.sig: {sign(written, key)}")
     return 0
 
 

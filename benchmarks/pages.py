@@ -9,6 +9,7 @@ Nothing here measures. A number on these pages is a value of the file that stand
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import json
 import re
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import ROOT
-from benchmarks.searched import MISSING
+from benchmarks.searched import MEMO_MEAN_MFU, MISSING
 from memo.units import format_bytes
 
 __all__ = ["Result", "newest", "readme", "results_page"]
@@ -442,7 +443,10 @@ def searched() -> list[str]:
         return []
     rows, failed = result.body["rows"], []
     steps, lengths = [], []
+    grid = [row for row in rows if row.get("cell")]
     for row in rows:
+        if row in grid:
+            continue
         if "failed" in row["free"]:
             failed.append((row["name"], row["free"]["failed"]))
         elif row.get("published_tokens") is None:
@@ -454,8 +458,20 @@ def searched() -> list[str]:
     told = [line for reason in reasons for line in textwrap.wrap(reason, 125, subsequent_indent="  ")]
     scaling = textwrap.wrap(_strong_scaling(rows), 125)
     body = ["", *table(heads, steps), "", *scaling, *([""] if scaling else [])]
+    body += _memo_grid(grid) if grid else []
     body += ["Longest sequences, in tokens:", "", *table(heads, lengths), ""] if lengths else []
-    return [*body, f"Source: {result.source}.", "", "Not here:", "", *told, ""]
+    source = [f"Source: {result.source}.", *_kept(rows)]
+    return [*body, *source, "", "Not here:", "", *told, ""]
+
+
+def _kept(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Which rows are of a former result."""
+    counts = collections.Counter(row["commit"] for row in rows if "commit" in row)
+    if not counts:
+        return []
+    told = " and ".join(f"{count} rows are of commit {commit}" for commit, count in counts.items())
+    again = ", ".join(row["name"] for row in rows if "commit" not in row)
+    return textwrap.wrap(f"{told}; searched again were {again}.", 125)
 
 
 def _compared(row: dict[str, Any], *, key: str, published: float | None) -> list[str]:
@@ -474,6 +490,28 @@ def _compared(row: dict[str, Any], *, key: str, published: float | None) -> list
         off = "" if published is None else f"{fixed[key] / published - 1:+.0%}"
         found += f", {free[key] / fixed[key]:.3f} of it"
     return [row["name"], "" if published is None else told(published), layout, predicted, off, _layout(free), found]
+
+
+def _memo_grid(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What is found for MEMO's models at its lengths: a row of each model, a column of each length."""
+    lengths = sorted({row["cell"][1] for row in rows})
+    found: dict[str, dict[int, str]] = {}
+    utilisation = []
+    for row in rows:
+        (model, thousands), free = row["cell"], row["free"]
+        if "failed" in free:
+            cell = "does not fit"
+        else:
+            utilisation.append(free["mfu_causal"])
+            cell = f"{_layout(free)}: {free['step_s']:,.1f} s, {free['mfu_causal']:.1%}"
+        found.setdefault(model, {})[thousands] = cell
+    mean = sum(utilisation) / len(utilisation)
+    told = (
+        "MEMO's models at its lengths, one sequence a step, of which no layout was published: what is found, its predicted "
+        f"step and MFU (causal). Their mean is {mean:.1%}; published for MEMO's own runs: {MEMO_MEAN_MFU:.1%}."
+    )
+    cells = [[model, *(of_length.get(length, "") for length in lengths)] for model, of_length in found.items()]
+    return [*textwrap.wrap(told, 125), "", *table(["", *(f"{length}k" for length in lengths)], cells), ""]
 
 
 def _strong_scaling(rows: Sequence[dict[str, Any]]) -> str:

@@ -1,7 +1,7 @@
 """The layouts that others published beside those that `memo plan --search` finds for the same model, cluster and step.
 
     make bench ARMS=searched
-    python -m benchmarks.searched [--only TEXT] [--seconds 600]
+    python -m benchmarks.searched [--only TEXT [--keep RESULT ...]] [--seconds 600]
 
 Every row is two searches as a user runs them: one with the published dimensions fixed and the rest free, one with everything
 free. Rows of steps compare their seconds, rows of lengths the longest sequence that fits (`--max-seq`). Both are predictions
@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
+import functools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.published.galvatron import galvatron_rows
@@ -51,6 +52,12 @@ MISSING = (
 )
 MEMO_MFU = (("7b", 8, 1024, 0.5230), ("65b", 64, 1408, 0.5145))
 """Zhao et al.: model, GPUs, thousands of tokens, utilisation of one sequence a step. memo_facts.csv has their sources."""
+MEMO_GRID = (("7b", 8), ("13b", 16), ("30b", 32), ("65b", 64))
+"""Zhao et al.: models, and the GPUs of each."""
+MEMO_LENGTHS = (64, 128, 256, 512, 1024, 1408)
+"""Thousands of tokens of one sequence; Zhao et al. reach the last one with 65B alone."""
+MEMO_MEAN_MFU = 0.5133
+"""Zhao et al.: mean utilisation of MEMO's runs. memo_facts.csv has the source."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +73,8 @@ class Case:
     """Step time that was published."""
     published_tokens: int | None = None
     """Longest sequence that was published; the row is of lengths then."""
+    cell: tuple[str, int] | None = None
+    """Model and thousands of tokens of a row that stands in MEMO's grid, of which no layout was published."""
 
 
 def cases() -> Iterator[Case]:
@@ -73,6 +82,7 @@ def cases() -> Iterator[Case]:
     yield from map(_megatron, read_rows(TABLES, "megatron_ptdp_table1.csv"))
     yield from map(_megatron_turing, read_rows(TABLES, "mtnlg_530b.csv"))
     yield from _memo()
+    yield from _memo_grid()
     yield from _galvatron()
     yield from map(_argonne, read_rows(TABLES, "alcf_longest_lengths.csv"))
     for row in read_rows(TABLES, "alst_recipes_maxlen.csv"):
@@ -122,15 +132,30 @@ def _memo() -> Iterator[Case]:
     for model, gpus, thousands, mfu in MEMO_MFU:
         tokens = thousands * K
         flops = flops_per_token(preset(model, max_seq=tokens), tokens) * tokens
-        step = {"model": model, "gpu": "a800", "nodes": gpus // GPUS_PER_NODE, "host": "2TiB", "global-batch": 1}
         yield Case(
             name=f"MEMO {model.upper()} at {thousands}k tokens on {gpus} A800",
-            flags=_flags(**step, seq=f"{thousands}k"),
+            flags=_memo_flags(model, gpus, thousands),
             layout=of_7b if model == "7b" else None,
             published_s=flops / (mfu * gpus * hardware_preset("a800").peak_flops),
         )
     flags = (*_flags(model="7b", gpu="a800", nodes=1, host="2TiB"), "--max-seq")
     yield Case(name="MEMO 7B on 8 A800", flags=flags, layout=of_7b, published_tokens=1024 * K)
+
+
+def _memo_grid() -> Iterator[Case]:
+    """MEMO's models at its lengths, one sequence a step."""
+    for model, gpus in MEMO_GRID:
+        for thousands in MEMO_LENGTHS:
+            yield Case(
+                name=f"MEMO's grid: {model.upper()} at {thousands}k tokens on {gpus} A800",
+                flags=_memo_flags(model, gpus, thousands),
+                cell=(f"{model.upper()} on {gpus} A800", thousands),
+            )
+
+
+def _memo_flags(model: str, gpus: int, thousands: int) -> tuple[str, ...]:
+    step = {"model": model, "gpu": "a800", "nodes": gpus // GPUS_PER_NODE, "host": "2TiB", "global-batch": 1}
+    return _flags(**step, seq=f"{thousands}k")
 
 
 def _galvatron() -> Iterator[Case]:
@@ -194,7 +219,7 @@ def search(*flags: str, seconds: float) -> dict[str, Any]:
         return {"failed": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]}
     body = json.loads(done.stdout)
     names = ("pp", "dp", "cp", "cp_attention", "tp", "schedule", "chunks", "zero", "batch", "accumulate")
-    best = {name: body["best"][0][name] for name in (*names, "step_s", "simulated_step_s")}
+    best = {name: body["best"][0][name] for name in (*names, "step_s", "simulated_step_s", "mfu_causal")}
     return best | {"tokens": body["tokens"], "seconds": body["seconds"], "proof": body["proof"]}
 
 
@@ -220,21 +245,41 @@ def searched_row(case: Case, *, seconds: float) -> dict[str, Any]:
     return row | {"free": search(*case.flags, seconds=seconds)}
 
 
+def kept_rows(results: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """The rows of former results by name, each with the commit that it is of."""
+    bodies = [json.loads(path.read_text()) for path in results]
+    return {row["name"]: {"commit": body["commit"], **row} for body in bodies for row in body["rows"]}
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="searched", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="rows whose names have this in them")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="RESULT",
+        help="former results, whose rows are kept that --only leaves out; of a row in several the last one's",
+    )
     parser.add_argument("--seconds", type=float, default=600.0, help="a search is ended after so long")
     args = parser.parse_args(arguments)
-    chosen = [case for case in cases() if args.only in case.name]
-    by_own_costs = [row for row in galvatron_rows() if args.only in row["name"]]
-    if not chosen and not by_own_costs:
-        parser.error(f"--only {args.only!r}: no row has it; rows: {', '.join(case.name for case in cases())}")
+    makers: dict[str, Callable[[], dict[str, Any]]] = {
+        case.name: functools.partial(searched_row, case, seconds=args.seconds) for case in cases()
+    }
+    makers |= {row["name"]: functools.partial(dict, row) for row in galvatron_rows()}
+    if not any(args.only in name for name in makers):
+        parser.error(f"--only {args.only!r}: no row has it; rows: {', '.join(makers)}")
+    former = kept_rows(args.keep)
     rows: list[dict[str, Any]] = []
-    for row in itertools.chain((searched_row(case, seconds=args.seconds) for case in chosen), by_own_costs):
-        rows.append(row)
-        print(told(row), flush=True)
+    for name, make in makers.items():
+        if args.only in name:
+            rows.append(make())
+            print(told(rows[-1]), flush=True)
+        elif name in former:
+            rows.append(former[name])
         path = write_result("searched", {"rows": rows})
     print(f"\nWrote {path}")
     return 0 if all("failed" not in row["free"] for row in rows) else 1

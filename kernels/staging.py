@@ -21,6 +21,7 @@ from memo.kernels.codec import ALIGNMENT, GROUP, Codec, decode, encode
 from memo.kernels.dispatch import current, on_triton
 
 __all__ = [
+    "CHECKED",
     "coded_error",
     "pack_reference",
     "pack_views",
@@ -29,6 +30,9 @@ __all__ = [
     "unpack_reference",
     "unpack_views",
 ]
+
+CHECKED = 1 << 24
+"""Values whose error is found at once: a multiple of GROUP that bounds the memory that it takes."""
 
 
 def staging_offsets(views: Sequence[torch.Tensor], codec: Codec = Codec.EXACT) -> list[tuple[int, int]]:
@@ -105,13 +109,17 @@ def coded_error(values: torch.Tensor, block: torch.Tensor, codec: Codec) -> torc
     Returns:
         Number of groups that are not finite, and largest |x' - x| as a share of the largest magnitude of its group.
     """
-    scales = block[codec.scales_offset(values.numel()) :][: 4 * -(-values.numel() // GROUP)].clone().view(torch.float32)
-    decoded = torch.empty_like(values)
-    unpack_views(block, [decoded], codec=codec)
-    off = (decoded.float() - values.float()).abs_()
-    off = torch.nn.functional.pad(off, (0, -off.numel() % GROUP)).view(-1, GROUP).amax(dim=1)
-    relative = torch.nan_to_num(off / (scales * codec.top), nan=0.0, posinf=0.0)
-    return torch.stack([torch.isnan(scales).sum().float(), relative.amax()])
+    count = values.numel()
+    scales = block[codec.scales_offset(count) :][: 4 * -(-count // GROUP)].clone().view(torch.float32)
+    largest = torch.zeros((), device=values.device)
+    for begin in range(0, count, CHECKED):
+        part, of_part = values[begin : begin + CHECKED], scales[begin // GROUP : (begin + CHECKED) // GROUP]
+        decoded = decode(block[begin : begin + part.numel()], of_part, codec).to(values.dtype)
+        off = (decoded.float() - part.float()).abs_()
+        off = torch.nn.functional.pad(off, (0, -off.numel() % GROUP)).view(-1, GROUP).amax(dim=1)
+        relative = torch.nan_to_num(off / (of_part * codec.top), nan=0.0, posinf=0.0)
+        largest = torch.maximum(largest, relative.amax())
+    return torch.stack([torch.isnan(scales).sum().float(), largest])
 
 
 def pack_reference(views: Sequence[torch.Tensor], staging: torch.Tensor, codec: Codec) -> None:

@@ -16,6 +16,7 @@ __all__ = [
     "DeviceOutOfMemory",
     "ExitCode",
     "HostBudgetExceeded",
+    "HostPoolUnusable",
     "Infeasible",
     "MemoError",
     "ModifiedAfterSave",
@@ -149,6 +150,10 @@ class ModifiedAfterSave(SwapError):
 
 class HostBudgetExceeded(SwapError):
     """The host tier is full, and no other tier may take the bytes."""
+
+
+class HostPoolUnusable(SwapError):
+    """The file of a shared host budget cannot be opened for writing or locked."""
 
 
 class ScratchUnusable(SwapError):

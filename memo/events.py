@@ -123,6 +123,7 @@ class StateChange:
     dtype: str | None = None
     op: str | None = None  # the operation whose result it is, by the name of its node in autograd's graph
     line: str | None = None  # Python lines that saved it, innermost first; with stacks only
+    coded_nbytes: int | None = None  # bytes of its codes, where it is one that a codec may code
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from memo.lazy import attach
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine as Engine
     from memo.swap.engine.layer_calls import Group as Group
+    from memo.swap.engine.spills import SpillFigures as SpillFigures
     from memo.swap.layers import (
         Layer as Layer,
         LayerHook as LayerHook,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
         available_host_bytes as available_host_bytes,
         total_host_bytes as total_host_bytes,
     )
+    from memo.swap.memory.host_pool import HostPool as HostPool
     from memo.swap.memory.numa import node_of_pci_device as node_of_pci_device
     from memo.swap.memory.page_aligned import aligned_empty as aligned_empty
     from memo.swap.memory.pinned import page_locked as page_locked
@@ -60,8 +62,10 @@ else:
         {
             "engine.engine": "Engine",
             "engine.layer_calls": "Group",
+            "engine.spills": "SpillFigures",
             "layers": "LayerHook Layer find_layers hook_forward",
             "memory.host_memory": "available_host_bytes total_host_bytes",
+            "memory.host_pool": "HostPool",
             "memory.numa": "node_of_pci_device",
             "memory.page_aligned": "aligned_empty",
             "memory.pinned": "page_locked",

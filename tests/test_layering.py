@@ -57,7 +57,7 @@ IMPORTS = {
     "memo/gpt": "memo memo/parallel memo/compression memo/gpt/optim",
     "memo/gpt/data": "memo",
     "memo/gpt/checkpoint": "memo memo/parallel memo/gpt",
-    "memo/gpt/arithmetic": "memo mip/inputs swap face memo/gpt",
+    "memo/gpt/arithmetic": "memo mip/inputs swap face memo/parallel memo/gpt",
     "memo/gpt/model": "memo allocator swap face memo/machine memo/parallel memo/loss memo/gpt",
     "memo/gpt/train": "memo mip/activation allocator swap face memo/machine memo/parallel memo/compression memo/manager "
     "memo/gpt/optim memo/gpt memo/gpt/data memo/gpt/checkpoint memo/gpt/arithmetic memo/gpt/model",
@@ -71,7 +71,7 @@ IMPORTS = {
     "memo/profiling": "memo mip/inputs allocator swap face memo/autoplan memo/manager memo/record",
     "memo face": "memo allocator swap swap/recompute/tape memo/parallel memo/loss memo/manager memo/profiling",
     "memo/integrations": "memo memo face",
-    "memo/cli/tables": "memo mip/address mip/inputs mip/activation mip/simulate memo/trace memo/search",
+    "memo/cli/tables": "memo mip/address mip/inputs mip/activation mip/cluster mip/simulate memo/trace memo/search",
     "memo/cli/inputs": "memo memo/gpt memo/record memo/hugging_face mip/activation mip/inputs",
     "memo/cli/terminal": "memo mip memo/trace",
     "memo/cli/planning": "memo memo/parallel memo/gpt memo/gpt/arithmetic memo/gpt/checkpoint memo/hugging_face "

@@ -118,6 +118,12 @@ class Actuator:
         """Number of tiles in which the layers compute their MLP."""
         return mlp_tiles_of(layer.module for layer in self._layers)
 
+    @property
+    def codec(self) -> str | None:
+        """Codec of what moves; None: it moves as it is."""
+        codec = self._engine.codec
+        return None if codec is None else codec.name.lower()
+
     def reload_ahead(self) -> None:
         """Lets reloads run ahead within what the last step left free; by one layer before the first step."""
         peak = self.take_peak()
@@ -135,7 +141,7 @@ class Actuator:
         if room < max(repeated, default=0.0):
             return 0.0
         for tier in self._engine.tiers:
-            room += UNBOUNDED_DISK if tier.budget is None else max(0, tier.budget - tier.peak)
+            room += UNBOUNDED_DISK if tier.obtainable is None else max(0, tier.obtainable - tier.peak)
         return min(MOST_MIXED, SPARED * room / wanted) if wanted else MOST_MIXED
 
     def costs(self) -> Mapping[str, LayerCosts]:
@@ -151,7 +157,7 @@ class Actuator:
         around = self._grown(Outside.LAYERS, growth)
         layers = tuple(self._grown(layer.name, growth) for layer in self._layers)
         others = max(around, *layers)
-        budgets = {tier.name: tier.budget for tier in self._engine.tiers}
+        budgets = {tier.name: tier.obtainable for tier in self._engine.tiers}
         disk = budgets.get(Tier.DISK, 0)
         return Limits(
             device_bytes=max(0, self._budget.total_bytes - self._budget.noise_bytes - others),

@@ -72,6 +72,10 @@ class ActuatorProtocol(Protocol):
     def mlp_tiles(self) -> int:
         """Number of tiles in which the layers compute their MLP."""
 
+    @property
+    def codec(self) -> str | None:
+        """Codec of what moves; None: it moves as it is."""
+
     def listen(self, tracer: Tracer | None) -> None:
         """Sends events to `tracer` from now on; None restores the run's own trace, if there is one."""
 

@@ -290,6 +290,7 @@ class AutoPlan:
                 self._actuator.costs(),
                 self._shape,
                 mlp_tiles=self._actuator.mlp_tiles,
+                codec=self._actuator.codec,
                 setting=cached.setting if isinstance(cached.setting, Setting) and not trials else None,
                 dividing_s=_dividing_s(cached, self._shape),
             )

@@ -98,7 +98,8 @@ def classes_of(layers: Sequence[LayerProfile]) -> tuple[tuple[LayerProfile, ...]
 
 def _class_key(layer: LayerProfile) -> tuple[object, ...]:
     points = ((point.name, point.saved_bytes, point.beside_bytes, point.held_bytes) for point in layer.points)
-    return layer.name, layer.always_bytes, layer.other_bytes, layer.divisible, *points
+    # Local and full attention save the same bytes and take different times; FLOPs are known of a measured profile alone.
+    return layer.name, layer.always_bytes, layer.other_bytes, layer.divisible, layer.attention_flops, *points
 
 
 def _merged(name: str, alike: Sequence[LayerProfile]) -> LayerProfile:

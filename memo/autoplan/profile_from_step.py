@@ -16,7 +16,9 @@ from memo.events import Lane
 from memo.mip.inputs import (
     ALL,
     ATTENTION,
+    CODE_BYTES,
     MATMULS,
+    Coding,
     EndProfile,
     Hardware,
     LayerProfile,
@@ -49,6 +51,7 @@ def measured_profile(
     signature: Signature,
     *,
     mlp_tiles: int = 1,
+    codec: str | None = None,
     setting: Setting | None = None,
     dividing_s: Sequence[float] = (),
 ) -> Profile:
@@ -59,6 +62,7 @@ def measured_profile(
         costs: costs by point, for layers that can be recomputed; the other layers have point `all` only.
         signature: batch shape of the step.
         mlp_tiles: tiles in which the layers compute their MLP.
+        codec: codec of what moves; its time in the step is a part of the layers' own.
         setting: treatment of the layers, if it was no plan's: then the recomputes are taken as they ran, not as tried
             out, and layers that were divided are compared with those that were not.
         dividing_s: seconds of each layer that its plan's division is known to take, and which are no part of its own.
@@ -67,6 +71,8 @@ def measured_profile(
         PlanError: a layer ran forward without backward.
     """
     layers = [_layer(name, layer, costs.get(name)) for name, layer in times.layers.items()]
+    if codec is not None:
+        layers = [_coded(layer, own) for layer, own in zip(layers, times.layers.values(), strict=True)]
     if setting is not None:
         levels = [setting.levels(number) for number in range(len(layers))]
         layers = _divided(_recomputed(layers, times, levels), levels)
@@ -82,7 +88,24 @@ def measured_profile(
         embedding=EndProfile(forward_s=max(0, times.first_layer_ns - times.begin_ns) / 1e9),
         head=EndProfile(forward_s=max(0, head_ns) / 1e9),
         mlp_tiles=mlp_tiles,
+        codec=codec,
     )
+
+
+def _coded(layer: LayerProfile, times: LayerTimes) -> LayerProfile:
+    """The layer with what codes spare of it: the share that they spare of all its storages, of each part.
+
+    Of a layer that cannot be divided, what moves at another point than `all` is read by the recompute, and moves whole.
+    """
+    share = times.spared_bytes / times.saved_bytes if times.saved_bytes else 0.0
+    points = (
+        dataclasses.replace(
+            point, spared_bytes=int(share * point.saved_bytes) if layer.divisible or point.name == ALL else 0
+        )
+        for point in layer.points
+    )
+    coding = Coding(spared_bytes=int(share * layer.fixed_bytes))
+    return dataclasses.replace(layer, points=tuple(points), coding=coding)
 
 
 def _layer(name: str, times: LayerTimes, costs: LayerCosts | None) -> LayerProfile:
@@ -192,8 +215,8 @@ def beside_layers(profile: Profile, limits: Limits) -> tuple[Profile, int]:
         (layer.name, nbytes): dataclasses.replace(
             layer,
             name=f"{layer.name}+{nbytes - always}",
-            forward_transient_bytes=nbytes - always,
-            backward_transient_bytes=max(0, nbytes - always - _replayed_bytes(layer)),
+            forward_transient_bytes=nbytes - always + _codes_bytes(layer),
+            backward_transient_bytes=max(0, nbytes - always - _replayed_bytes(layer)) + _codes_bytes(layer),
         )
         for layer, nbytes in zip(known, beside, strict=True)
     }
@@ -205,6 +228,11 @@ def beside_layers(profile: Profile, limits: Limits) -> tuple[Profile, int]:
         embedding=dataclasses.replace(profile.embedding, transient_bytes=around),
         head=dataclasses.replace(profile.head, transient_bytes=around),
     ), always
+
+
+def _codes_bytes(layer: LayerProfile) -> int:
+    """Most bytes of the codes of two layers, which are on the device on their way; of 16-bit values no fewer are codes."""
+    return int(2 * layer.spared_bytes({ALL: 1.0}) * CODE_BYTES / (2 - CODE_BYTES))
 
 
 def _replayed_bytes(layer: LayerProfile) -> int:
@@ -237,6 +265,7 @@ def scaled_profile(profile: Profile, signature: Signature) -> Profile:
             forward_s=known.forward_s * factor,
             backward_s=known.backward_s * factor,
             divided_s=known.divided_s * linear,
+            coding=None if known.coding is None else Coding(spared_bytes=int(known.coding.spared_bytes * linear)),
             largest_storage_bytes=round(known.largest_storage_bytes * linear),
         )
 
@@ -269,6 +298,7 @@ def _scaled_points(layer: LayerProfile, factor: float) -> tuple[PointProfile, ..
                     recompute_s=point.recompute_s * factor,
                     recompute_flops=point.recompute_flops * factor,
                     held_bytes=round(point.held_bytes * factor),
+                    spared_bytes=None if point.spared_bytes is None else int(point.spared_bytes * factor),
                 )
             )
     return tuple(found)

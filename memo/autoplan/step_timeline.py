@@ -35,6 +35,8 @@ class LayerTimes:
     storages: int = 0
     """Number of these storages."""
     largest_storage_bytes: int = 0
+    spared_bytes: int = 0
+    """Bytes by which codes are fewer, where a codec may code a storage."""
 
     @property
     def own_backward_ns(self) -> int:
@@ -46,9 +48,10 @@ class LayerTimes:
         """Time of the recomputes without their waits."""
         return _covered_ns(self.recomputes + self.waits) - _covered_ns(self.waits)
 
-    def saved(self, nbytes: int) -> None:
-        """Counts one saved storage."""
+    def saved(self, nbytes: int, coded_nbytes: int | None = None) -> None:
+        """Counts one saved storage; `coded_nbytes`: as codes, where it may be coded."""
         self.saved_bytes += nbytes
+        self.spared_bytes += 0 if coded_nbytes is None else nbytes - coded_nbytes
         self.storages += 1
         self.largest_storage_bytes = max(self.largest_storage_bytes, nbytes)
 
@@ -137,7 +140,7 @@ class StepTimeline:
                 self._copies.setdefault(event.lane, []).append((event.t, event.t + event.d, event.nbytes))
         elif isinstance(event, StateChange):
             if event.module is not None:  # on a storage's first state only
-                self._layer(event.module).saved(event.nbytes)
+                self._layer(event.module).saved(event.nbytes, event.coded_nbytes)
         elif isinstance(event, Stall):
             self._stalls[event.cause] = self._stalls.get(event.cause, 0) + event.d
             if event.cause is StallCause.RELOAD and event.module is not None:

@@ -12,12 +12,13 @@ import json
 from typing import TYPE_CHECKING, Any, get_args
 
 from memo.cli.inputs.expert_flags import add_expert_flags, expert_numbers
+from memo.cli.inputs.pattern_flags import add_pattern_flags, pattern_numbers
 from memo.cli.inputs.planned_model import SHAPE_FLAGS
 from memo.cli.tables.address import table
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, PlanInvalid
-from memo.gpt import GPTConfig, Variant, preset, with_experts
+from memo.gpt import GPTConfig, Variant, preset, with_experts, with_pattern
 from memo.mip.activation import read_activation_plan
 from memo.units import format_bytes
 
@@ -48,6 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for name in SHAPE_FLAGS:
         shape.add_argument(f"--{name}", type=int, metavar="N", help="as for memo plan (default: the plan's)")
     add_expert_flags(shape)
+    add_pattern_flags(shape)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
@@ -82,15 +84,15 @@ def run(args: argparse.Namespace) -> ExitCode:
 def _config(args: argparse.Namespace, plan: ActivationPlan) -> GPTConfig | None:
     """The model of the flags; None where there are none."""
     shape = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in SHAPE_FLAGS}
-    experts = expert_numbers(args)
-    if args.variant is None and all(size is None for size in (*shape.values(), *experts.values())):
+    experts, pattern = expert_numbers(args), pattern_numbers(args)
+    if args.variant is None and all(size is None for size in (*shape.values(), *experts.values(), *pattern.values())):
         return None
     signature = plan.problem.profile.signature
     vocabulary = shape.pop("vocab")
     if shape["layers"] is None:
         shape["layers"] = len(plan.problem.profile.layers)
     config = with_experts(preset(signature.model, variant=args.variant, vocab_size=vocabulary, **shape), **experts)
-    return dataclasses.replace(config, max_seq=signature.tokens)
+    return dataclasses.replace(with_pattern(config, **pattern), max_seq=signature.tokens)
 
 
 def _summary(result: DryRun) -> dict[str, Any]:

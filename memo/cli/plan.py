@@ -31,7 +31,7 @@ from memo.mip.activation import (
     DoesNotFit,
     plan_to_json,
 )
-from memo.mip.inputs import PRESETS, PipelineSchedule
+from memo.mip.inputs import CODECS, PRESETS, PipelineSchedule
 from memo.mip.simulate import prove
 from memo.parallel import ContextAttention
 
@@ -124,6 +124,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="how data-parallel ranks exchange the embedding's gradient: dense, as a whole table, or sparse, as the rows of "
         "the tokens that a rank has seen; auto is the one with the shorter step that fits (default auto)",
     )
+    how.add_argument(
+        "--codec",
+        choices=CODECS,
+        help="move values as one-byte codes with a bounded error, as memo train --codec does (default: bit for bit)",
+    )
     how.add_argument("--optimizer-offload", action="store_true", help="optimizer state and its step are on the host")
     where = parser.add_argument_group("machine")
     where.add_argument(
@@ -196,9 +201,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Plans or searches, checks and simulates, writes the plan and prints it."""
+    if args.codec is not None and (args.search or args.cluster is not None):
+        flag = "--search" if args.search else "--cluster"
+        raise UsageError(f"--codec does not go with {flag}; give one layout on one kind of machine")
     if args.search:
         refuse_existing(args.output, args.html, force=args.force)
-        return run_search(args) if args.cluster is None else _search_cluster(args)
+        return run_search(args)
     refuse_search_flags(args)
     defaults = {name: value for name, value in _DEFAULTS.items() if getattr(args, name) is None}
     if args.cluster is not None:
@@ -255,28 +263,6 @@ def _run_on_cluster(args: argparse.Namespace) -> ExitCode:
         simulation = prove(best.plan)
     found = _Found(lines=(f"best placement: {best.placement.describe()}", *best.lines), summary=best.summary)
     return _finish(args, best.plan, simulation, found, asked.request.assumed)
-
-
-def _search_cluster(args: argparse.Namespace) -> ExitCode:
-    """The best layout of groups of nodes that are not alike."""
-    from memo.cli.planning.cluster_layouts import search_cluster
-
-    with WaitingLine("memo plan", f"searching layouts on {args.cluster}", quiet=args.json) as waiting:
-        layouts = search_cluster(args, say=waiting.say)
-        best = layouts.best[0][1]
-        simulation = prove(best.plan)
-    launch = layouts.launch(args)
-    found = _Found(
-        lines=(*layouts.lines, f"best placement: {best.placement.describe()}", *best.lines),
-        rows=launch if isinstance(launch, tuple) else (f"no launch line: {launch}",),
-        summary={
-            **best.summary,
-            **layouts.summary,
-            "launch": list(launch) if isinstance(launch, tuple) else None,
-            "not_trained": launch if isinstance(launch, str) else None,
-        },
-    )
-    return _finish(args, best.plan, simulation, found, layouts.asked.request.assumed)
 
 
 def _finish(

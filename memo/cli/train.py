@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from memo.cli.inputs.batch_sizes import add_batch_flags, batch_sizes
 from memo.cli.inputs.expert_flags import add_expert_flags
+from memo.cli.inputs.pattern_flags import add_pattern_flags
 from memo.cli.inputs.stage_layers import add_stage_layers_flag
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.terminal.progress import WaitingLine
@@ -60,7 +61,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `memo train`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
-    _model_flags(parser.add_argument_group("model"))
+    model = parser.add_argument_group("model")
+    _model_flags(model)
+    add_pattern_flags(model)
     add_expert_flags(parser.add_argument_group("mixture of experts"), losses=True)
     _data_flags(parser.add_argument_group("data"))
     _training_flags(parser.add_argument_group("training"))
@@ -230,8 +233,8 @@ def _layout_flags(group: argparse._ArgumentGroup) -> None:
         type=_argument(_one_of(ContextAttention)),
         default=ContextAttention.AUTO,
         metavar="{auto,ulysses,ring}",
-        help="with --cp: ulysses exchanges heads for tokens and needs heads that divide by tp x cp; ring passes keys and "
-        "values around; auto is ulysses where heads divide, else ring (default auto)",
+        help="with --cp: ulysses exchanges heads for tokens and needs query heads that divide by tp x cp; ring passes keys "
+        "and values around; auto is ulysses where heads divide, else ring (default auto)",
     )
     group.add_argument(
         "--schedule",
@@ -306,6 +309,12 @@ def _offload_flags(group: argparse._ArgumentGroup) -> None:
         metavar="SIZE",
         help="limit of host memory for activations, such as 8GiB (default: a share of the free memory on a GPU, else "
         "none; none with --offload disk)",
+    )
+    group.add_argument(
+        "--host-pool",
+        type=Path,
+        metavar="FILE",
+        help="share --host-budget with all jobs of this node that name the same file, such as /dev/shm/memo-host",
     )
     group.add_argument(
         "--disk-dir",
@@ -438,6 +447,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
         "plan",
         "device_budget",
         "host_budget",
+        "host_pool",
         "disk_dir",
         "disk_budget",
         "alpha",

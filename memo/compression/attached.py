@@ -5,6 +5,7 @@ FSDP then sums and divides afterwards, so that an exchange is always a sum. Para
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, cast
 
 import torch
@@ -45,36 +46,74 @@ def compress_gradients(model: nn.Module, compression: GradientCompression | str)
     if isinstance(model, DistributedDataParallel):
         if compression.method is not Method.INT8:
             raise UsageError(f"{compression}: DistributedDataParallel has torch's own powerSGD_hook; use that, or int8")
-        model.register_comm_hook((model.process_group, traffic), int8_mean_hook)
+        if model.process_group.size() > 1:
+            model.register_comm_hook((model.process_group, traffic), int8_mean_hook)
         return CompressedGradients(compression, traffic, {})
+    sharded = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     if not sharded:
         raise UsageError(f"{compression}: the model has no module of fully_shard and is no DistributedDataParallel")
+    groups = {name: _reduced_group(name, module, compression) for name, module in sharded.items()}
+    names = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
     exchanges: dict[str, PowerSgdReduceScatter] = {}
-    for name, module in sharded.items():
+    for name, group in groups.items():
+        if group is None:
+            continue
         if compression.method is Method.INT8:
             comm: Any = Int8ReduceScatter(traffic)
         else:
-            comm = _powersgd(name, module, compression, traffic)
-            exchanges[name] = comm
-        module.set_custom_reduce_scatter(comm)
-        module.set_force_sum_reduction_for_comms(True)
+            comm = exchanges[name] = _powersgd(name, group, names, compression, traffic)
+        sharded[name].set_custom_reduce_scatter(comm)
+        sharded[name].set_force_sum_reduction_for_comms(True)
     return CompressedGradients(compression, traffic, exchanges)
 
 
+def _reduced_group(name: str, module: FSDPModule, compression: GradientCompression) -> Any:
+    """FSDP's group of the parameters of a module; None where no rank reduces their gradients with another.
+
+    There FSDP must stay as it is: made to sum, it divides by a divide factor of the user's twice.
+    """
+    state = cast("Any", module)._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch before 2.12 has one at most
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    where = f"{compression}: {name or 'the model'}"
+    if len(groups) > 1:
+        raise UsageError(f"{where} has parameters on several meshes; shard those of each mesh as a module of their own")
+    if not groups:
+        return None
+    shards = getattr(groups[0].mesh_info, "shard_mesh_size", None)
+    if shards is None:
+        raise UsageError(
+            f"{where} is of replicate, which sums whole gradients; use DistributedDataParallel or fully_shard"
+        )
+    return groups[0] if shards > 1 else None
+
+
 def _powersgd(
-    name: str, module: FSDPModule, compression: GradientCompression, traffic: GradientTraffic
+    name: str, group: Any, names: dict[int, str], compression: GradientCompression, traffic: GradientTraffic
 ) -> PowerSgdReduceScatter:
-    group = cast("Any", module)._get_fsdp_state()._fsdp_param_group
-    parameters = [] if group is None else [one for one in group.fsdp_params if one.sharded_param.requires_grad]
+    """Exchange of a module's group of parameters; `names` are prefixes of modules by their id."""
+
+    def trained() -> dict[str, Any]:
+        found = {}
+        for one in group.fsdp_params:
+            if one.sharded_param.requires_grad:
+                info = one._module_info
+                found[names[id(info.module)] + info.param_name] = one
+        return found
+
+    parameters = trained()
+    first = next((one.sharded_param for one in parameters.values()), None)
     assert compression.rank is not None
     return PowerSgdReduceScatter(
         name,
-        [one.padded_sharded_param_size for one in parameters],
-        ranks=1 if group is None else group.mesh_info.shard_mesh_size,
+        {parameter: one.padded_sharded_param_size for parameter, one in parameters.items()},
+        members=dist.get_process_group_ranks(group.mesh_info.shard_process_group),
         rank=compression.rank,
-        itemsize=parameters[0].sharded_param.itemsize if parameters else 4,
-        device=parameters[0].sharded_param.device if parameters else torch.device("cpu"),
+        itemsize=4 if first is None else first.itemsize,
+        device=group.device,  # FSDP reduces there, also what it keeps on the CPU
         traffic=traffic,
+        trained=trained,
     )
 
 
@@ -110,10 +149,21 @@ class CompressedGradients:
         """State of this rank under names that no other rank has; a checkpoint is read into the same tensors."""
         rank = dist.get_rank()
         return {
-            f"rank{rank}.{module}.{name}": tensor
-            for module, exchange in self._exchanges.items()
+            f"rank{rank}.{name}": tensor
+            for exchange in self._exchanges.values()
             for name, tensor in exchange.state().items()
         }
+
+    def state_digest(self) -> str:
+        """Digest of all ranks' states, of their names, shapes and the ranks that sum them. A collective call."""
+        own = [
+            (name, tuple(tensor.shape), exchange.members)
+            for exchange in self._exchanges.values()
+            for name, tensor in exchange.state().items()
+        ]
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, own)
+        return hashlib.sha256(repr(every).encode()).hexdigest()[:16]
 
     @property
     def state_nbytes(self) -> int:
@@ -123,9 +173,8 @@ class CompressedGradients:
     def __str__(self) -> str:
         if self.compression.method is Method.INT8:
             return "int8, 128 values a scale, summed in float32, no error feedback"
-        compressed, exact = (
-            sum(column) for column in zip(*(one.counts for one in self._exchanges.values()), strict=True)
-        )
+        counts = [one.counts for one in self._exchanges.values()]
+        compressed, exact = sum(count for count, _ in counts), sum(count for _, count in counts)
         return (
             f"powersgd of rank {self.compression.rank} for {compressed} parameters of this rank, {exact} exact; "
             f"error feedback {format_bytes(self.state_nbytes)}, twice that in a step"

@@ -31,8 +31,8 @@ def int8_mean_hook(
     own = summed_shard(parts, group, traffic) / ranks
     codes = torch.empty(block_bytes(count), dtype=torch.uint8, device=buffer.device)
     pack_views([own], codes, codec=CODEC)
-    traffic.saw(coded_error(own, codes, CODEC)[1])
-    traffic.sent((ranks - 1) * codes.numel(), exact=(ranks - 1) * count * buffer.itemsize)
+    traffic.note_error(coded_error(own, codes, CODEC)[1])
+    traffic.add_bytes((ranks - 1) * codes.numel(), exact=(ranks - 1) * count * buffer.itemsize)
     decoded = torch.empty(ranks, count, device=buffer.device)
     for row, theirs in zip(decoded, all_gathered(codes, group, 0).view(ranks, -1), strict=True):
         unpack_views(theirs, [row], codec=CODEC)

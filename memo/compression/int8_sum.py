@@ -66,9 +66,9 @@ def summed_shard(parts: torch.Tensor, group: dist.ProcessGroup, traffic: Gradien
     pack_views(list(values), sent, codec=CODEC)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
-    traffic.sent((ranks - 1) * block, exact=(ranks - 1) * count * parts.itemsize)
+    traffic.add_bytes((ranks - 1) * block, exact=(ranks - 1) * count * parts.itemsize)
     for row, codes in zip(values, sent.view(ranks, block), strict=True):
-        traffic.saw(coded_error(row.float(), codes, CODEC)[1])
+        traffic.note_error(coded_error(row.float(), codes, CODEC)[1])
     total = torch.zeros(count, device=parts.device)
     decoded = torch.empty_like(total)
     for codes in received.view(ranks, block):

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ __all__ = ["PowerSgdReduceScatter"]
 class _Part:
     """A parameter in the buffer that FSDP reduces: each rank's shard is a row of it."""
 
+    name: str
     offset: int
     """Values before it in a shard."""
     rows: int
@@ -59,34 +60,41 @@ class PowerSgdReduceScatter:
 
     Args:
         name: of the module; Q is drawn by it at first, alike on all ranks.
-        shards: shape of a rank's shard of each parameter, padding included, in FSDP's order.
-        ranks: of the reduce-scatter.
+        shards: shape of a rank's shard of each parameter by its name, padding included, in FSDP's order.
+        members: ranks of the reduce-scatter.
         rank: columns of the factors.
         itemsize: bytes of a value of the gradients.
         device: of the state.
         traffic: counts.
+        trained: names of the parameters that require a gradient now; None where these never change.
     """
 
     def __init__(
         self,
         name: str,
-        shards: Sequence[torch.Size],
+        shards: Mapping[str, torch.Size],
         *,
-        ranks: int,
+        members: Sequence[int],
         rank: int,
         itemsize: int,
         device: torch.device,
         traffic: GradientTraffic,
+        trained: Callable[[], Iterable[str]] | None = None,
     ) -> None:
         self._name = name
+        self.members, ranks = tuple(members), len(members)
+        """Ranks of the reduce-scatter."""
         self._traffic = traffic
-        self._values = sum(shape.numel() for shape in shards)
+        self._names, self._trained = list(shards), trained
+        self._values = sum(shape.numel() for shape in shards.values())
         self._matrices: list[_Part] = []
         self._exact: list[_Part] = []
         offset = 0
-        for shape in shards:
+        for parameter, shape in shards.items():
             columns = shape[-1] if len(shape) > 1 else 1
-            part = _Part(offset=offset, rows=shape.numel() // columns if columns else 0, columns=columns)
+            part = _Part(
+                name=parameter, offset=offset, rows=shape.numel() // columns if columns else 0, columns=columns
+            )
             offset += shape.numel()
             rows = ranks * part.rows
             # An all-reduce sends a byte twice as often as a reduce-scatter does.
@@ -114,16 +122,21 @@ class PowerSgdReduceScatter:
         """Writes this rank's shard of the sum. A collective call."""
         assert op == dist.ReduceOp.SUM, "compress_gradients has FSDP sum, and divide afterwards"
         parts, own = input_tensor.view(group.size(), -1), output_tensor.view(1, -1)
+        if self._trained is not None and list(self._trained()) != self._names:
+            raise UsageError(
+                f"{self._name or 'the model'}: other parameters require a gradient than when powersgd began; call "
+                "compress_gradients again after changing them"
+            )
         if parts.shape[1] != self._values:
             raise UsageError(
-                f"{self._name}: gradients of {parts.numel()} values, and its parameters are of "
+                f"{self._name or 'the model'}: gradients of {parts.numel()} values, and its parameters are of "
                 f"{group.size() * self._values}; powersgd needs a gradient of each parameter, use int8"
             )
         self._reduce_exactly(parts, own, group)
         if self._matrices:
             with torch.autocast(parts.device.type, enabled=False):
                 self._reduce_matrices(parts, own, group)
-        self._traffic.sent(0, exact=(group.size() - 1) * self._values * parts.itemsize)
+        self._traffic.add_bytes(0, exact=(group.size() - 1) * self._values * parts.itemsize)
 
     def _reduce_exactly(self, parts: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
         if not self._exact:
@@ -133,7 +146,7 @@ class PowerSgdReduceScatter:
         shard = reduce_scattered(whole, group, 0)
         for part, values in zip(self._exact, shard.split(sizes, dim=1), strict=True):
             part.of(own).copy_(values.view(1, part.rows, part.columns))
-        self._traffic.sent((group.size() - 1) * sum(sizes) * parts.itemsize, exact=0)
+        self._traffic.add_bytes((group.size() - 1) * sum(sizes) * parts.itemsize, exact=0)
 
     def _reduce_matrices(self, parts: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
         former = self._next or self._state
@@ -153,14 +166,14 @@ class PowerSgdReduceScatter:
             rows = left[index][begin : begin + part.rows] @ total[index].T
             part.of(own).copy_(rows.masked_fill_(~finite[index], torch.nan).view(1, part.rows, part.columns))
             matrices[index].addmm_(left[index], right[index].T, alpha=-1)
-            self._traffic.saw(torch.linalg.vector_norm(matrices[index]) / norms[index])
+            self._traffic.note_error(torch.linalg.vector_norm(matrices[index]) / norms[index])
         self._next = _State(errors=matrices, factors=total)
 
     def _summed(self, products: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
         """Sum of each product over the ranks, by one all-reduce."""
         flat = torch.cat([product.flatten() for product in products])
         dist.all_reduce(flat, group=group)
-        self._traffic.sent(2 * (group.size() - 1) * flat.numel() * flat.itemsize // group.size(), exact=0)
+        self._traffic.add_bytes(2 * (group.size() - 1) * flat.numel() * flat.itemsize // group.size(), exact=0)
         sizes = [product.numel() for product in products]
         return [values.view_as(product) for values, product in zip(flat.split(sizes), products, strict=True)]
 
@@ -174,8 +187,9 @@ class PowerSgdReduceScatter:
 
     def state(self) -> dict[str, torch.Tensor]:
         """State of the last step applied; a checkpoint is read into the same tensors."""
-        errors = {f"error{index}": error for index, error in enumerate(self._state.errors)}
-        return errors | {f"factor{index}": factor for index, factor in enumerate(self._state.factors)}
+        names = [part.name for part in self._matrices]
+        errors = {f"{name}.error": error for name, error in zip(names, self._state.errors, strict=True)}
+        return errors | {f"{name}.factor": factor for name, factor in zip(names, self._state.factors, strict=True)}
 
     @property
     def counts(self) -> tuple[int, int]:

@@ -54,12 +54,12 @@ class GradientTraffic:
         self._sent_bytes = 0
         self._error: torch.Tensor | None = None
 
-    def sent(self, nbytes: int, *, exact: int) -> None:
+    def add_bytes(self, nbytes: int, *, exact: int) -> None:
         """Counts bytes of this rank, and those of an exact exchange."""
         self._sent_bytes += nbytes
         self._exact_bytes += exact
 
-    def saw(self, error: torch.Tensor) -> None:
+    def note_error(self, error: torch.Tensor) -> None:
         """Notes a relative error, a tensor of no dimensions; one that is not finite is none."""
         error = torch.nan_to_num(error, nan=0.0, posinf=0.0)
         self._error = error if self._error is None else torch.maximum(self._error, error)

@@ -101,14 +101,13 @@ def _message(kind: CollectiveKind, args: tuple[Any, ...]) -> CollectiveCall:
 
 
 def _all_to_all(tensor: torch.Tensor, group: Any, sent: list[int]) -> CollectiveCall:
-    """An all-to-all of equal parts, or of one part that is the whole: a rotation."""
-    parts = [part for part in sent if part]
-    if not sent or (len(set(parts)) == 1 and len(parts) == len(_group(group))):
-        return _call(CollectiveKind.ALL_TO_ALL, tensor, tensor, group)
-    if len(parts) == 1:
-        ranks = _group(group)
+    """An all-to-all of equal parts, as far as their rows divide, or of one part that is the whole: a rotation."""
+    ranks, parts = _group(group), [part for part in sent if part]
+    if len(parts) == 1 < len(ranks):
         peer = ranks[next(place for place, part in enumerate(sent) if part)]
         return dataclasses.replace(_call(CollectiveKind.ROTATE, tensor, tensor, group), peer=peer)
+    if not sent or max(sent) - min(sent) <= 1:
+        return _call(CollectiveKind.ALL_TO_ALL, tensor, tensor, group)
     raise RecordError(f"the step issues an all-to-all of unequal parts {sent}, which a dry run does not know")
 
 

@@ -194,13 +194,15 @@ def _norms_of_a_gpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _equal_arrivals() -> Iterator[None]:
-    """Has experts be chosen equally often: tokens without contents choose none."""
+    """Has ranks get equally many rows, and each of their experts: tokens without contents choose none."""
     counted = Experts.exchanged_counts
 
     def equal(sorted_experts: torch.Tensor, count: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
         counted(sorted_experts, count, group)
-        each, more = divmod(len(sorted_experts), count)
-        counts = torch.tensor([each + (expert < more) for expert in range(count)])
+        own = count // group.size()
+        counts = torch.tensor(
+            [each for rows in _shares(len(sorted_experts), group.size()) for each in _shares(rows, own)]
+        )
         return counts, counts.clone()
 
     Experts.exchanged_counts = equal  # type: ignore[method-assign]
@@ -208,6 +210,11 @@ def _equal_arrivals() -> Iterator[None]:
         yield
     finally:
         Experts.exchanged_counts = counted  # type: ignore[method-assign]
+
+
+def _shares(total: int, parts: int) -> list[int]:
+    each, more = divmod(total, parts)
+    return [each + (part < more) for part in range(parts)]
 
 
 @contextlib.contextmanager

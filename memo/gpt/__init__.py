@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
+    from memo.gpt.attention_pattern import AttentionPattern as AttentionPattern, with_pattern as with_pattern
     from memo.gpt.config import (
         PRESETS as PRESETS,
         GPTConfig as GPTConfig,
@@ -30,6 +31,7 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
+            "attention_pattern": "AttentionPattern with_pattern",
             "config": "GPTConfig MoeConfig PRESETS Variant preset preset_key preset_name variant_of with_experts",
             "run_config": "Documents EmbeddingGradients OffloadConfig OffloadMode RunConfig",
             "train_config": "Precision TrainConfig",

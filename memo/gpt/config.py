@@ -7,13 +7,13 @@ can use it alone. Invariant: a GPTConfig is consistent; heads divide the width, 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import math
 import re
 from typing import Any, Literal, get_args
 
 from memo.errors import UsageError
-from memo.units import format_tokens
+from memo.gpt.attention_pattern import AttentionPattern
+from memo.gpt.rope_scaling import RopeScaling
 
 __all__ = [
     "PRESETS",
@@ -22,8 +22,6 @@ __all__ = [
     "MoeConfig",
     "Norm",
     "Positions",
-    "RopeScaling",
-    "RopeScalingKind",
     "Variant",
     "expert_shard_dimension",
     "preset",
@@ -42,63 +40,6 @@ GPT2_VOCAB = 50257
 # A SwiGLU has three matrices where a GELU MLP has two: 2/3 of its width keeps the parameter count (Shazeer 2020,
 # "GLU Variants Improve Transformer"); the multiple of 256 is Llama's.
 SWIGLU_MULTIPLE = 256
-
-
-class RopeScalingKind(enum.StrEnum):
-    """How rotary frequencies are changed for sequences longer than those a model was first trained on."""
-
-    LINEAR = "linear"
-    """All positions divided by the factor (Chen et al. 2023, "Positional Interpolation")."""
-    NTK = "ntk"
-    """The base raised so that the lowest frequency is divided by the factor and the highest kept: theta s^(d/(d-2))
-    ("NTK-aware scaled RoPE", bloc97 2023; Peng et al. 2023, section 3.1)."""
-    YARN = "yarn"
-    """Frequencies of many turns within the original length kept, those of few divided, a ramp between, and queries and
-    keys scaled by 0.1 ln s + 1 (Peng et al. 2023, "YaRN", sections 3.2 to 3.4)."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RopeScaling:
-    """Rotary positions of a model that was first trained on shorter sequences.
-
-    Raises:
-        UsageError: the factor is below 1, or the original length is not positive.
-    """
-
-    kind: RopeScalingKind
-    factor: float
-    """Longest sequence now over the original one."""
-    original_seq: int
-    """Tokens of the sequences that the model was first trained on."""
-
-    def __post_init__(self) -> None:
-        if not (1.0 <= self.factor < math.inf):
-            raise UsageError(f"rope scaling: the factor is {self.factor:g}; it must be a number of at least 1")
-        if self.original_seq < 1:
-            raise UsageError(f"rope scaling: an original length of {self.original_seq} tokens; give at least 1")
-
-    @classmethod
-    def parse(cls, text: str, *, seq: int) -> RopeScaling | None:
-        """Reads `linear:8`, `ntk:8` or `yarn:8`, where `seq` is 8 times the original length; None for `none`.
-
-        Raises:
-            UsageError: another text, or a factor that leaves no original length.
-        """
-        if text == "none":
-            return None
-        kind, _, factor = text.partition(":")
-        try:
-            found, number = RopeScalingKind(kind), float(factor)
-        except ValueError:
-            raise UsageError(
-                f"rope scaling {text!r}: give one of {', '.join(RopeScalingKind)} with a factor, such as yarn:8, or none"
-            ) from None
-        if not 1.0 <= number <= seq:
-            raise UsageError(f"rope scaling {text!r}: the factor must be from 1 to the length of a sequence")
-        return cls(kind=found, factor=number, original_seq=round(seq / number))
-
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.factor:g} of {format_tokens(self.original_seq)} tokens"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +134,8 @@ class GPTConfig:
     """Tiles of each MLP; above 1 it saves only its input and recomputes its wide activations in backward."""
     moe: MoeConfig | None = None
     """Mixture of experts; None has none."""
+    pattern: AttentionPattern | None = None
+    """Layers with local attention; None has none."""
     end_of_document: int | None = None
     """Token that ends a document; attention does not cross it and positions restart after it. None for no boundaries."""
 
@@ -221,6 +164,11 @@ class GPTConfig:
             raise UsageError("model: rope_theta and norm_eps must be positive")
         if self.moe is not None and self.moe.every > self.layers:
             raise UsageError(f"--every {self.moe.every} leaves no layer of {self.layers} with experts")
+        if self.pattern is not None and self.pattern.full_every > self.layers:
+            raise UsageError(
+                f"--full-every {self.pattern.full_every} leaves no layer of {self.layers} with full attention; give 0 if "
+                "none is to have it"
+            )
         if self.positions != "rotary" and self.rope_scaling is not None:
             raise UsageError("model: rope_scaling is for rotary positions, and these are learned")
 
@@ -233,6 +181,24 @@ class GPTConfig:
     def expert_count(self) -> int:
         """Experts of a layer that has them; 0 without."""
         return 0 if self.moe is None else self.moe.experts
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts."""
+        return self.moe is not None and self.moe.is_in(layer)
+
+    def window_of(self, layer: int, tokens: float = math.inf) -> int | None:
+        """Window of a layer, counted from 0; None where attention in a sequence of `tokens` tokens is full."""
+        pattern = self.pattern
+        return pattern.window if pattern is not None and pattern.is_local(layer) and pattern.window < tokens else None
+
+    def is_local_within(self, tokens: int) -> bool:
+        """Whether any layer's attention in a sequence of `tokens` tokens is local."""
+        return self.local_window is not None and self.local_window < tokens
+
+    @property
+    def local_window(self) -> int | None:
+        """Tokens of the window of layers with local attention; None where none has it."""
+        return next(filter(None, map(self.window_of, range(self.layers))), None)
 
     @property
     def head_dim(self) -> int:
@@ -260,6 +226,15 @@ def _paper(*, layers: int, hidden: int, heads: int) -> GPTConfig:
     # rotary here, since a learned table for a million tokens would add four billion parameters to the 7B model; nor is
     # tying, and untied keeps the first and the last pipeline stage apart.
     return _gpt(layers=layers, hidden=hidden, heads=heads, positions="rotary", tie_embeddings=False)
+
+
+def _mgpt(*, layers: int, hidden: int, heads: int) -> GPTConfig:
+    # Shapes, vocabulary and context: Shliazhko et al. 2022 (mGPT) and the configurations published with its weights; GPT-3's
+    # alternation of dense and locally banded layers. Its window is not published: 128 tokens are the 8 local blocks of 16
+    # that the same authors' ruGPT-3 XL and 13B have, with the first layer sparse; the blocks there that all tokens see are
+    # left out.
+    pattern = AttentionPattern(window=128, full_every=2)
+    return _gpt(layers=layers, hidden=hidden, heads=heads, vocab_size=100_000, pattern=pattern)
 
 
 def _llama3(*, layers: int, hidden: int, heads: int, ffn: int) -> GPTConfig:
@@ -298,6 +273,9 @@ PRESETS: dict[str, GPTConfig] = {
         vocab_size=257,
         moe=MoeConfig(experts=8, top_k=2, shared_experts=1, expert_hidden=128, every=2),
     ),
+    "local-tiny": _gpt(
+        layers=4, hidden=128, heads=2, max_seq=1024, vocab_size=257, pattern=AttentionPattern(window=64, full_every=2)
+    ),
     # 125m and 350m: Radford et al. 2019 (GPT-2) and Brown et al. 2020 (GPT-3), Table 2.1.
     "125m": _gpt(layers=12, hidden=768, heads=12, max_seq=1024),
     "350m": _gpt(layers=24, hidden=1024, heads=16, max_seq=1024),
@@ -311,6 +289,8 @@ PRESETS: dict[str, GPTConfig] = {
     # tying as above.
     "175b": _paper(layers=96, hidden=12288, heads=96),
     "530b": _paper(layers=105, hidden=20480, heads=128),
+    "mgpt-1.3b": _mgpt(layers=24, hidden=2048, heads=16),
+    "mgpt-13b": _mgpt(layers=40, hidden=5120, heads=40),
     **_LLAMA3,
 }
 

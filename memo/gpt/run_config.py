@@ -11,7 +11,8 @@ from typing import Literal
 
 from memo.compression import GradientCompression
 from memo.errors import UsageError
-from memo.gpt.config import PRESETS, RopeScaling, Variant
+from memo.gpt.config import PRESETS, Variant
+from memo.gpt.rope_scaling import RopeScaling
 from memo.gpt.train_config import Precision, TrainConfig
 from memo.parallel import Layout
 
@@ -62,6 +63,8 @@ class OffloadConfig:
     """Device memory for the whole training, in bytes; None is all there is."""
     host_budget: int | None = None
     """Host memory for activations, in bytes; with mode disk, it is filled before the disk."""
+    host_pool: Path | None = None
+    """File by which jobs of a node share `host_budget`."""
     disk_dir: Path | None = None
     """Directory of the scratch file; None is the system's temporary directory."""
     disk_budget: int | None = None
@@ -82,6 +85,7 @@ class OffloadConfig:
             "--plan": self.plan,
             "--device-budget": self.device_budget,
             "--host-budget": self.host_budget,
+            "--host-pool": self.host_pool,
             "--disk-dir": self.disk_dir,
             "--disk-budget": self.disk_budget,
             "--alpha": self.alpha,
@@ -104,6 +108,8 @@ class OffloadConfig:
             raise UsageError("--trace-stacks needs --trace; it adds Python lines to the trace")
         if self.mode is OffloadMode.HOST and self.host_budget == 0:
             raise UsageError("--host-budget 0 leaves --offload host no memory; give some, or use --offload disk")
+        if self.host_pool is not None and not self.host_budget:
+            raise UsageError("--host-pool needs --host-budget SIZE: the budget of all jobs that share the file")
         if self.plan is not None and self.alpha is not None:
             raise UsageError("--plan and --alpha both set the fraction of tokens that move; give one of them")
         if self.alpha is not None and not 0 <= self.alpha <= 1:
@@ -139,6 +145,10 @@ class RunConfig:
     every: int | None = None
     balance_loss: float | None = None
     z_loss: float | None = None
+    sliding_window: int | None = None
+    """Tokens of the window of local attention; None is the preset's."""
+    full_every: int | None = None
+    """Distance of the layers with full attention; None is the preset's, else 2."""
     rope_theta: float | None = None
     """Base of the rotary frequencies; None is the checkpoint's, else the model's."""
     rope_scaling: str | None = None

@@ -64,6 +64,9 @@ class MemoArguments:
     memo_host: str = dataclasses.field(
         default="auto", metadata={"help": "Host memory for activations on this node, such as 64GiB."}
     )
+    memo_host_pool: str | None = dataclasses.field(
+        default=None, metadata={"help": "File by which jobs of a node share memo_host, such as /dev/shm/memo-host."}
+    )
     memo_disk: str | None = dataclasses.field(
         default=None, metadata={"help": "Directory for the scratch file. Default: no disk on a GPU."}
     )

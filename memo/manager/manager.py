@@ -431,7 +431,7 @@ class Manager:
 
     def _end_step(self) -> None:
         if self._parts is not None:
-            self._engine.end_step()
+            self._engine.end_step(self.step)
             if self._steps is not None:
                 self._steps.done()
             if self._recorder is not None and self._in_step:
@@ -463,6 +463,7 @@ class Manager:
             tokenwise=self._tokenwise,
             plan=None if self._plan_source is None else self._plan_source.outcome(),
             unseen=self._unseen.reasons,
+            spills=self._engine.spills(self.step),
         )
 
     def __repr__(self) -> str:

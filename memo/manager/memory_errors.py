@@ -9,6 +9,7 @@ does nothing but look at the errors that pass.
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -55,13 +56,13 @@ class MemoryWatch:
         self._owned = owned
         self._recorder = recorder
         self._sampler = sampler
-        _open.add(self)
+        _open[self] = None
         weakref.finalize(self, _unwrap).atexit = False  # of a manager that is collected without being closed
         _wrap()
 
     def close(self) -> None:
         """Ends the watch. Idempotent."""
-        _open.discard(self)
+        _open.pop(self, None)
         _unwrap()
 
     def explain(self, error: Exception, *, where: str | None = None) -> None:
@@ -142,17 +143,20 @@ def _is_for_memory(error: BaseException) -> bool:
     )
 
 
-_open: weakref.WeakSet[MemoryWatch] = weakref.WeakSet()
+_open: weakref.WeakKeyDictionary[MemoryWatch, None] = weakref.WeakKeyDictionary()
+"""Iterated by `keyrefs`, which makes a list at once; a WeakSet cannot be iterated while other threads add to it."""
+_wrapping = threading.RLock()  # a garbage collection may close another watch meanwhile
 _original: Callable[..., Any] | None = None
 _is_wrapped = False
 
 
 def _wrap() -> None:
     global _original, _is_wrapped
-    found = getattr(torch.autograd, _ENTRY, None)
-    if not _is_wrapped and found is not None:
-        _original, _is_wrapped = found, True
-        setattr(torch.autograd, _ENTRY, _run_backward)
+    with _wrapping:
+        found = getattr(torch.autograd, _ENTRY, None)
+        if not _is_wrapped and found is not None:
+            _original, _is_wrapped = found, True
+            setattr(torch.autograd, _ENTRY, _run_backward)
 
 
 def _unwrap() -> None:
@@ -161,9 +165,10 @@ def _unwrap() -> None:
     `_original` stays, for a thread that has got hold of the wrapper and not called it yet.
     """
     global _is_wrapped
-    if not _open and _is_wrapped and getattr(torch.autograd, _ENTRY) is _run_backward:
-        setattr(torch.autograd, _ENTRY, _original)
-        _is_wrapped = False
+    with _wrapping:
+        if not _open and _is_wrapped and getattr(torch.autograd, _ENTRY) is _run_backward:
+            setattr(torch.autograd, _ENTRY, _original)
+            _is_wrapped = False
 
 
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
@@ -171,6 +176,7 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
     try:
         return _original(*args, **kwargs)
     except Exception as error:
-        for watch in list(_open):
-            watch.explain_backward(error)
+        for known in _open.keyrefs():
+            if (watch := known()) is not None:
+                watch.explain_backward(error)
         raise

@@ -45,6 +45,7 @@ def offload(
     repeat: Names | None = None,
     device: int | str | None = None,
     host: int | str = "auto",
+    host_pool: _Path | None = None,
     disk: _Path | Sequence[_Path] | None = None,
     disk_budget: int | str | None = None,
     layers: nn.ModuleList | Sequence[nn.Module] | type[nn.Module] | None = None,
@@ -94,6 +95,9 @@ def offload(
         host: Bytes of host memory for activations on this node, shared by its ranks: an int, text such as "64GiB", or
             "auto". Default "auto": 70 % of the free memory for a model on a GPU, 0 for one on the CPU, where host
             memory is the device. 0 turns the tier off. With a process group this is a collective call of all ranks.
+        host_pool: File on this node, such as "/dev/shm/memo-host". `host` is then the budget of all jobs that name the same
+            file, together: each takes host memory as it needs it, finds the tier full where the others leave none, and
+            frees its part when it ends, killed or not. Default None: jobs know nothing of each other.
         disk: Directory for an anonymous scratch file, or a list of directories that share the load. Default None: the
             system's temporary directory for a model on the CPU without `host`, no disk otherwise.
         disk_budget: Bytes of disk on this node, shared by its ranks, as `host`. Default None: what the file systems
@@ -128,6 +132,7 @@ def offload(
         UsageError: An argument is invalid, or arguments exclude each other.
         NoRepeatedLayers: The model has no repeated layers, and `layers` names none.
         PlanError: `plan` cannot be read, breaks a rule, or does not fit the model or the schedule.
+        HostPoolUnusable: The file of `host_pool` cannot be opened for writing or locked.
         ScratchUnusable, ScratchFull: The scratch directory cannot be used, or has no room for `disk_budget`.
         TraceError: The trace cannot be written.
 
@@ -157,7 +162,15 @@ def offload(
         trainer.train()
     """
     require_kinds(
-        model, plan=plan, levels=levels, layers=layers, disk=disk, trace=trace, group=group, schedule=schedule
+        model,
+        plan=plan,
+        levels=levels,
+        layers=layers,
+        host_pool=host_pool,
+        disk=disk,
+        trace=trace,
+        group=group,
+        schedule=schedule,
     )
     if is_disabled():
         return DisabledManager(model)
@@ -181,6 +194,7 @@ def offload(
         bans=bans_by_layer(found, keep, repeat),
         device_bytes=None if device is None else parse_bytes(device, what="device"),
         host=host,
+        host_pool=host_pool,
         disk=disk,
         disk_budget=disk_budget,
         min_bytes=parse_bytes(min_bytes, what="min_bytes", bare=True),

@@ -90,6 +90,7 @@ class Opening:
     bans: Mapping[str, Bans]
     device_bytes: int | None
     host: int | str
+    host_pool: _Path | None
     disk: _Path | Sequence[_Path] | None
     disk_budget: int | str | None
     min_bytes: int
@@ -116,6 +117,7 @@ class Opening:
         room = Room.of(
             device,
             host=self.host,
+            host_pool=self.host_pool,
             disk=self.disk,
             disk_budget=self.disk_budget,
             weights=_weights(self.plan, self.order),

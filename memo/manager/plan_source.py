@@ -137,10 +137,16 @@ class FixedPlan:
         name: name of the plan for the error message, such as its file's.
 
     Raises:
-        PlanError: the plan has another number of layers than the model, or its layers another number of MLP tiles.
+        PlanError: the plan has another number of layers than the model, its layers another number of MLP tiles, or it
+            was made for another codec.
     """
 
     def __init__(self, actuator: Actuator, plan: ActivationPlan, *, name: str = "the plan") -> None:
+        planned = plan.problem.profile.codec
+        if planned != actuator.codec:
+            made, runs = (f"codec {one}" if one else "no codec" for one in (planned, actuator.codec))
+            do = f'give codec="{planned}" (memo train --codec {planned})' if planned else "leave the codec out"
+            raise PlanError(f"plan: it is for {made}, and the run has {runs}; {do}, or make another plan")
         if len(plan.layers) != actuator.n_layers:
             raise PlanError(f"{name} is for {len(plan.layers)} layers; the model has {actuator.n_layers}")
         tiles = plan.problem.profile.mlp_tiles

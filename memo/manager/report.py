@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from memo.autoplan import PlanOutcome
-    from memo.swap import Engine, Tapes
+    from memo.swap import Engine, SpillFigures, Tapes
 
 __all__ = ["CodecUse", "DiskUse", "Report", "TierUse", "TokenWiseUse"]
 
@@ -192,6 +192,8 @@ class Report:
     """Waits of unknown duration: a device's times are measured only for a trace or a plan."""
     live_entries: int
     """Storages whose backward is still to come."""
+    spills: SpillFigures | None = None
+    """Bytes that went to a further tier, the step with the most of them and its layer; None: none did."""
     tokenwise: TokenWiseUse | None = None
     """None: no recompute."""
     coded: CodecUse | None = None
@@ -215,6 +217,7 @@ class Report:
         tokenwise: Tapes | None = None,
         plan: PlanOutcome | None = None,
         unseen: Mapping[str, str] | None = None,
+        spills: SpillFigures | None = None,
     ) -> Report:
         """Reads the counters of `engine`."""
         stats = engine.stats
@@ -252,6 +255,7 @@ class Report:
             disk=disk,
             plan=plan,
             unseen=dict(unseen or {}),
+            spills=spills,
         )
 
     @classmethod
@@ -361,6 +365,12 @@ class Report:
             f"cancelled, {self.spilled} spilled to a further tier",
             f"stalls: {stalls}",
         ]
+        if self.spills is not None:
+            worst = self.spills.worst
+            lines.append(
+                f"spilled: {format_bytes(self.spills.nbytes)} in {self.spills.steps} steps, most in step {worst.step}, "
+                f"{format_bytes(worst.nbytes)}: {worst.layer}"
+            )
         if self.coded is not None:
             lines.append(self.coded.line())
         if self.kept_bytes:

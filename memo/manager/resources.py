@@ -5,6 +5,7 @@ Owns the meaning of budgets and directories, and the order in which resources ar
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -20,7 +21,7 @@ import torch
 from memo.allocator import memory_share
 from memo.errors import TraceError, UsageError
 from memo.machine import measure_lanes, measure_link, share_of_node
-from memo.swap import available_host_bytes
+from memo.swap import HostPool, available_host_bytes
 from memo.swap.backends import CpuBackend
 from memo.swap.disk import DiskStore
 from memo.swap.tiers import DiskTier, HostTier
@@ -55,6 +56,8 @@ class Room:
     """None: what the file systems have free, reserved as needed."""
     directories: Sequence[Path]
     """Empty: the disk tier is off."""
+    pool: tuple[str, int] | None = None
+    """File of the host budget that all jobs of the node share, and that budget; None: it is this job's alone."""
 
     @classmethod
     def of(
@@ -62,6 +65,7 @@ class Room:
         device: torch.device,
         *,
         host: int | str,
+        host_pool: _Path | None,
         disk: _Path | Sequence[_Path] | None,
         disk_budget: int | str | None,
         weights: tuple[int, int] = (1, 1),
@@ -71,12 +75,13 @@ class Room:
         Args:
             device: the model's device.
             host: as of `memo.offload`.
+            host_pool: as of `memo.offload`.
             disk: as of `memo.offload`.
             disk_budget: as of `memo.offload`.
             weights: this rank's weight, relative to the node's other ranks, in sharing host and disk.
 
         Raises:
-            UsageError: both tiers are off, or a budget cannot be parsed.
+            UsageError: both tiers are off, a budget cannot be parsed, or a shared one has no size.
         """
         disk_bytes = None
         if disk_budget is not None:
@@ -85,7 +90,13 @@ class Room:
         directories = _directories(disk, device, host_bytes)
         if host_bytes == 0 and not directories:
             raise UsageError("host=0 and no disk: there is nowhere to move activations to; give host=... or disk=...")
-        return cls(device=device, host_bytes=host_bytes, disk_bytes=disk_bytes, directories=directories)
+        return cls(
+            device=device,
+            host_bytes=host_bytes,
+            disk_bytes=disk_bytes,
+            directories=directories,
+            pool=_pool(host_pool, host),
+        )
 
 
 def device_of(model: nn.Module) -> torch.device | None:
@@ -116,6 +127,15 @@ def _host_bytes(host: int | str, device: torch.device, weight: int) -> int:
     return share_of_node(nbytes, weight=weight) if nbytes else 0
 
 
+def _pool(path: _Path | None, host: int | str) -> tuple[str, int] | None:
+    """The shared budget; the node's, of which this rank has its share in any case."""
+    if path is None:
+        return None
+    if host == "auto":
+        raise UsageError("host_pool needs host=SIZE, such as host='64GiB': the budget of all jobs that share the file")
+    return os.fspath(path), parse_bytes(host, what="host")
+
+
 def _directories(disk: _Path | Sequence[_Path] | None, device: torch.device, host_bytes: int) -> list[Path]:
     if disk is None:
         return [Path(tempfile.gettempdir())] if device.type == "cpu" and host_bytes == 0 else []
@@ -142,11 +162,15 @@ def open_tiers(room: Room, backend: Backend, *, verify: bool) -> tuple[list[Tier
     """Opens the host tier, then the disk tier; also returns the disk tier's store, whose counters the report shows."""
     tiers: list[Tier] = []
     store = None
-    if room.host_bytes > 0:
-        tiers.append(HostTier(backend, room.host_bytes))
-    if room.directories:
-        disk, store = _open_disk(room, verify=verify)
-        tiers.append(DiskTier(disk, room.disk_bytes))
+    with contextlib.ExitStack() as undo:
+        if room.host_bytes > 0:
+            pool = None if room.pool is None else HostPool(*room.pool)
+            tiers.append(HostTier(backend, room.host_bytes, pool=pool))
+            undo.callback(tiers[0].close)
+        if room.directories:
+            disk, store = _open_disk(room, verify=verify)
+            tiers.append(DiskTier(disk, room.disk_bytes))
+        undo.pop_all()
     return tiers, store
 
 

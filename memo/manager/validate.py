@@ -29,6 +29,7 @@ def require_kinds(
     plan: object,
     levels: object,
     layers: object,
+    host_pool: object,
     disk: object,
     trace: object,
     group: object,
@@ -40,6 +41,7 @@ def require_kinds(
     _require("plan", plan, (ActivationPlan, *_PATH), "an activation plan or the name of its file")
     _require("levels", levels, (Mapping,), "a dict from layers to levels, such as {0: 0.5}")
     _require("layers", layers, (Iterable, type), "a ModuleList, a list of modules, or a class")
+    _require("host_pool", host_pool, _PATH, "the name of a file")
     _require("trace", trace, _PATH, "the name of a file or a directory")
     if isinstance(disk, Iterable) and not isinstance(disk, str):
         for directory in disk:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         ContextAttention as ContextAttention,
         Layout as Layout,
         PipelineSchedule as PipelineSchedule,
+        key_copies as key_copies,
     )
     from memo.parallel.pipeline import (
         check_torch as check_torch,
@@ -56,7 +57,7 @@ else:
             "failure": "ended_by_signal first_cause",
             "gathered_input": "kept_for",
             "grad_norm": "clip_gradients gradient_norm",
-            "layout": "ContextAttention Layout PipelineSchedule",
+            "layout": "ContextAttention Layout PipelineSchedule key_copies",
             "pipeline": "check_torch make_schedule pass_through",
             "pipeline_order": "PipelineOrder",
             "rank_agreement": "gather_values",

@@ -9,12 +9,32 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from typing import Protocol
 
 from memo.errors import UsageError
 from memo.mip.inputs import PipelineSchedule
 
-__all__ = ["ContextAttention", "Layout", "ModelShape", "PipelineSchedule"]
+__all__ = ["ContextAttention", "Layout", "ModelShape", "PipelineSchedule", "key_copies"]
+
+
+def key_copies(heads: int, kv_heads: int, ranks: int) -> int:
+    """Copies of each key/value head that ranks need to attend with an equal part of the query heads each.
+
+        8 query heads, 2 key/value heads A B, 4 ranks    queries 01 23 45 67, keys A A B B: 2 copies
+        12 query heads, 4 key/value heads, 3 ranks       queries 0123 4567 .., keys AAAB BBCC CDDD: 3 copies, since a
+                                                         kernel takes as many queries for each key/value head
+
+    Args:
+        heads: query heads, a multiple of the ranks.
+        kv_heads: key/value heads.
+        ranks: among which the query heads are divided in order.
+
+    Returns:
+        1 where the ranks divide the key/value heads.
+    """
+    group = heads // kv_heads
+    return group // math.gcd(group, heads // ranks)
 
 
 class ModelShape(Protocol):
@@ -43,6 +63,10 @@ class ModelShape(Protocol):
     @property
     def end_of_document(self) -> int | None:
         """Token that ends a document; None where attention is not limited to documents."""
+
+    @property
+    def local_window(self) -> int | None:
+        """Tokens of the window of layers with local attention; None where none has it."""
 
 
 class ContextAttention(enum.StrEnum):
@@ -129,8 +153,7 @@ class Layout:
         """True for ring attention, whose ranks hold an early and a late part of the sequence each."""
         if self.cp == 1 or self.cp_attention is ContextAttention.ULYSSES:
             return False
-        heads = self.tp * self.cp
-        return self.cp_attention is ContextAttention.RING or bool(shape.heads % heads or shape.kv_heads % heads)
+        return self.cp_attention is ContextAttention.RING or bool(shape.heads % (self.tp * self.cp))
 
     def stages_of(self, pp_rank: int) -> list[int]:
         """Stages of one pipeline rank, in the order of the layers."""
@@ -165,6 +188,10 @@ class Layout:
             raise UsageError(
                 "attention within documents is not possible with ring attention; use --cp-attention ulysses, or no --cp"
             )
+        if self.rings(shape) and shape.local_window is not None and shape.local_window < seq:
+            raise UsageError(
+                "local attention is not possible with ring attention; use --cp-attention ulysses, or no --cp"
+            )
         if shape.ffn % self.tp:
             raise UsageError(f"--tp {self.tp} does not divide the MLP's width of {shape.ffn}")
         if seq % self.token_shards:
@@ -190,14 +217,15 @@ class Layout:
             self._check_microbatches(microbatches)
 
     def _check_heads(self, shape: ModelShape) -> None:
-        if self.rings(shape):
-            heads, flags = self.tp, f"--tp {self.tp}"
-        else:
-            heads = self.tp * self.cp
-            flags = " times ".join(f"--{name} {size}" for name, size in (("tp", self.tp), ("cp", self.cp)) if size > 1)
-        for count, what in ((shape.heads, "heads"), (shape.kv_heads, "key/value heads")):
-            if count % heads:
-                raise UsageError(f"{flags} does not divide the model's {count} {what}; a rank needs whole ones")
+        flags, queried = f"--tp {self.tp}", self.tp
+        if self.cp > 1 and not self.rings(shape):  # its ranks share key/value heads where these are fewer
+            flags, queried = f"{flags} times --cp {self.cp}" if self.tp > 1 else f"--cp {self.cp}", self.tp * self.cp
+        for what, count, given, ranks in (
+            ("heads", shape.heads, flags, queried),
+            ("key/value heads", shape.kv_heads, f"--tp {self.tp}", self.tp),
+        ):
+            if count % ranks:
+                raise UsageError(f"{given} does not divide the model's {count} {what}; a rank needs whole ones")
 
     def _check_experts(self, count: int) -> None:
         if not count:

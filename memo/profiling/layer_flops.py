@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop
 
 from memo.manager import offload
 from memo.record import Step
@@ -30,9 +30,15 @@ class Flops:
 
 def forward_flops(step: Step, layers: Sequence[Layer]) -> tuple[list[Flops], Flops]:
     """Counts the operations of each layer's forward, and of the model's."""
-    flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    # torch has no formula for the CPU's fused attention.
-    counter = FlopCounterMode(display=False, custom_mapping={flash: _cpu_attention_flop})
+    aten, own = torch.ops.aten, torch.ops.memo
+    # torch has no formula for the CPU's fused attention, and none that heeds a window.
+    formulas: dict[Any, Any] = {
+        aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention_flop,
+        aten._flash_attention_forward: _flash_flop,
+    }
+    if hasattr(own, "local_attention"):  # registered with the GPT
+        formulas[own.local_attention] = _local_flop
+    counter = FlopCounterMode(display=False, custom_mapping=formulas)
     with counter:
         step.loss()
     counts = counter.get_flop_counts()
@@ -42,6 +48,26 @@ def forward_flops(step: Step, layers: Sequence[Layer]) -> tuple[list[Flops], Flo
 
 def _cpu_attention_flop(query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
     return int(sdpa_flop(query, key, value))
+
+
+def _flash_flop(query: torch.Tensor, key: torch.Tensor, *others: Any, out_val: object = None, **sides: Any) -> int:
+    if query.dim() != 4:  # sequences in a row
+        return int(
+            flop_registry[torch.ops.aten._flash_attention_forward](query, key, *others, out_val=out_val, **sides)
+        )
+    before = sides.get("window_size_left")
+    window = key.shape[1] if before is None or before < 0 else before + 1
+    return _local_flop(query.shape, key.shape, None, window)  # torch's formula takes tokens for heads
+
+
+_flash_flop._get_raw = True  # type: ignore[attr-defined]  # torch then gives tensors, not their shapes
+
+
+def _local_flop(query: Any, key: Any, _: object, window: int, **__: object) -> int:
+    """Of local attention, twice, since half of it is taken; (batch, tokens, heads, head size) each."""
+    batch, queries, heads, width = query
+    seen = min(window, key[1])  # by all but the first tokens
+    return int(4 * batch * queries * heads * width * (2 * seen - seen * seen / key[1]))
 
 
 def _of(counts: dict[Any, int]) -> Flops:

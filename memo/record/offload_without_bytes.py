@@ -101,6 +101,7 @@ class _UnboundedTier:
     lane_out = Lane.D2H
     lane_in = Lane.H2D
     budget: int | None = None
+    obtainable: int | None = None
 
     def __init__(self) -> None:
         self.used = 0

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from memo.mip.activation import ActivationPlan
     from memo.search.bounds import Bound
+    from memo.search.candidates import Shape
     from memo.search.search import Found, Planned
-    from memo.search.space import Shape
 
 __all__ = ["Item", "Rival", "rivals", "step_items"]
 

@@ -44,7 +44,7 @@ from memo.mip.activation import (
 from memo.mip.inputs import Kind
 
 if TYPE_CHECKING:
-    from memo.mip.activation import ActivationProblem, PeakCandidate, StagePrediction
+    from memo.mip.activation import ActivationProblem, PeakCandidate, StageMachine, StagePrediction
     from memo.mip.inputs import EndProfile, LayerProfile
 
 __all__ = ["Bound", "Ladder", "has_room", "keeps_all", "kept_bounds", "link_bound", "schedule_bounds", "work_bounds"]
@@ -95,7 +95,8 @@ def work_bounds(problem: ActivationProblem) -> Ladder:
     """Bounds by the slowest stage's work, under any schedule, division of the layers and sharding.
 
     Of a problem in which nothing is sharded: the optimizer's step depends on the sharding and is left out. A stage has a
-    part of all work at least, and some stage as many layers as an equal division gives one at most.
+    part of all work at least, and some stage as many layers as an equal division gives one at most. Where stages have
+    machines of their own, of this division of the layers alone.
     """
     profile, pipeline = problem.profile, problem.pipeline
     known, times = profile.layer_profiles(), pipeline.microbatches
@@ -117,10 +118,10 @@ def kept_bounds(problem: ActivationProblem) -> tuple[Ladder, ActivationPlan]:
     """Bounds by the step that keeps everything, and that plan, whether or not it fits, without its peaks."""
     layers = (LayerPlan(),) * len(problem.profile.layers)
     plan = ActivationPlan(problem=problem, layers=layers, stages=predict_kept_times(problem))
-    profile, times = problem.profile, problem.pipeline.microbatches
-    alone = times * max(stage.compute_s for stage in plan.stages) + profile.optimizer_s
+    last, times = problem.update, problem.pipeline.microbatches
+    alone = times * max(stage.compute_s for stage in plan.stages) + last.optimizer_s
     waiting = max(times * stage.microbatch_s + stage.sync_s for stage in plan.stages)
-    waiting += profile.optimizer_s + profile.optimizer_exchange_s
+    waiting += last.optimizer_s + last.optimizer_exchange_s
     found = Ladder().raised((Bound.COMPUTE, alone), (Bound.COMMUNICATION, waiting), (Bound.BUBBLE, plan.step_s))
     return found, plan
 
@@ -132,8 +133,11 @@ def schedule_bounds(problem: ActivationProblem) -> Ladder:
     """
     stages = [dataclasses.replace(stage, sync_s=0.0) for stage in predict_kept_times(problem)]
     bare = dataclasses.replace(problem.profile, optimizer_s=0.0, optimizer_exchange_s=0.0)
+    machines = tuple(
+        dataclasses.replace(machine, optimizer_s=0.0, optimizer_exchange_s=0.0) for machine in problem.machines
+    )
     plan = ActivationPlan(
-        problem=dataclasses.replace(problem, profile=bare),
+        problem=dataclasses.replace(problem, profile=bare, machines=machines),
         layers=(LayerPlan(),) * len(problem.profile.layers),
         stages=tuple(stages),
     )
@@ -160,10 +164,11 @@ def has_room(problem: ActivationProblem) -> bool:
 def keeps_all(kept: ActivationPlan) -> bool:
     """Whether the plan that keeps everything fits the device."""
     problem = kept.problem
-    budget, stages = problem.budgets.device_bytes, range(problem.pipeline.stages)
-    if any(_kept_bytes(problem, stage) > budget for stage in stages):
+    budgets = [problem.machine_of(stage).budgets.device_bytes for stage in range(problem.pipeline.stages)]
+    if any(_kept_bytes(problem, stage) > budget for stage, budget in enumerate(budgets)):
         return False
-    return all(stage.peak_device_bytes <= budget for stage in predict_stages(problem, kept.layers))
+    predictions = predict_stages(problem, kept.layers)
+    return all(stage.peak_device_bytes <= budget for stage, budget in zip(predictions, budgets, strict=True))
 
 
 def link_bound(kept: ActivationPlan) -> float:
@@ -176,8 +181,8 @@ def link_bound(kept: ActivationPlan) -> float:
     least = program.solve()
     if least is None:
         return math.inf
-    profile = kept.problem.profile
-    return max(least * (1 - SAFETY), 0.0) + profile.optimizer_s + profile.optimizer_exchange_s
+    last = kept.problem.update
+    return max(least * (1 - SAFETY), 0.0) + last.optimizer_s + last.optimizer_exchange_s
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -208,11 +213,6 @@ class _Program:
         self._fits = True
         self._forward: list[int] = []
         self._backward: list[int] = []
-        rates = self._problem.machine_of(0).lanes
-        budgets = self._problem.budgets
-        link = rates.d2h_bytes_per_s > 0 and rates.h2d_bytes_per_s > 0
-        drive = link and rates.disk_write_bytes_per_s > 0 and rates.disk_read_bytes_per_s > 0
-        self._to_host, self._to_disk = link and budgets.host_bytes > 0, drive and budgets.disk_bytes > 0
         self._stages = [self._stage(stage, prediction) for stage, prediction in enumerate(kept.stages)]
         self._node_rows()
         self._step = self._program.variable()
@@ -228,10 +228,10 @@ class _Program:
         problem, program = self._problem, self._program
         count = problem.pipeline.stages
         moments = _fullest(problem, stage) if stage in _counted_stages(count) else []
-        groups = self._groups(stage, moments)
+        groups, machine = self._groups(stage, moments), problem.machine_of(stage)
         for group in groups:
-            self._variables(group)
-        budget = problem.budgets.device_bytes * (1 + SAFETY)
+            self._variables(group, machine)
+        budget = machine.budgets.device_bytes * (1 + SAFETY)
         for number, (resident, *_) in enumerate(moments):
             terms: collections.defaultdict[int, float] = collections.defaultdict(float)
             held = 0.0
@@ -260,17 +260,19 @@ class _Program:
                 number += 1
         return list(found.values())
 
-    def _variables(self, group: _Group) -> None:
-        program, layer = self._program, group.layer
+    def _variables(self, group: _Group, machine: StageMachine) -> None:
+        program, layer, rates, budgets = self._program, group.layer, machine.lanes, machine.budgets
+        link = rates.d2h_bytes_per_s > 0 and rates.h2d_bytes_per_s > 0
+        drive = link and rates.disk_write_bytes_per_s > 0 and rates.disk_read_bytes_per_s > 0
         for point in layer.points[1:]:
             group.points[point.name] = program.variable(0.0, group.count)
         if len(group.points) > 1:
             program.row(dict.fromkeys(group.points.values(), 1.0), upper=group.count)
-        if self._to_host:
+        if link and budgets.host_bytes > 0:
             group.host = program.variable()
-        if self._to_disk:
+        if drive and budgets.disk_bytes > 0:
             group.disk = program.variable()
-        if self._to_host or self._to_disk:
+        if group.host is not None or group.disk is not None:
             terms: collections.defaultdict[int, float] = collections.defaultdict(float)
             fixed = self._add_kept(terms, group, 1)
             program.row(terms, lower=-fixed)
@@ -342,8 +344,9 @@ class _Program:
     def _node_rows(self) -> None:
         """What a node's ranks move together."""
         problem = self._problem
-        for budget, tier in ((problem.budgets.host_bytes, "host"), (problem.budgets.disk_bytes, "disk")):
-            for node in problem.nodes:
+        for node in problem.nodes:
+            budgets = problem.machine_of(min(node)).budgets
+            for budget, tier in ((budgets.host_bytes, "host"), (budgets.disk_bytes, "disk")):
                 terms: dict[int, float] = {}
                 for stage, ranks in node.items():
                     held = _least_held(problem.pipeline.peak_in_flight(stage))
@@ -357,8 +360,8 @@ class _Program:
     def _step_rows(self) -> None:
         """The step, from below."""
         problem, count = self._problem, len(self._stages)
-        pipeline, send = problem.pipeline, problem.profile.send_s / self._second
-        times = pipeline.microbatches
+        pipeline, times = problem.pipeline, problem.pipeline.microbatches
+        sends = [problem.send_s(stage, stage + 1) / self._second for stage in range(count - 1)]
         if pipeline.chunks > 1:
             for stage in range(count):
                 fill = self._chunked_fill(stage)
@@ -368,7 +371,7 @@ class _Program:
             before = dict.fromkeys(range(stage), (1, 1))
             after = dict.fromkeys(range(stage + 1, count), (1, 1))
             ahead = min(pipeline.in_flight(stage), times)
-            there, back = 2 * stage * send, 2 * (count - 1 - stage) * send
+            there, back = 2 * sum(sends[:stage]), 2 * sum(sends[stage:])
             self._path({**before, stage: (times, times)}, there)
             if after:
                 self._path({**before, stage: (1 + times - ahead, times), **after}, there + back)
@@ -397,8 +400,8 @@ class _Program:
     def _chunked_fill(self, stage: int) -> float:
         """Seconds before the first turn of a rank with several chunks: the first chunks of the ranks before it."""
         fill = 0.0
-        for other in self._kept.stages[:stage]:
-            fill += other.turn_s(0, Kind.FORWARD) + self._problem.profile.send_s
+        for number, other in enumerate(self._kept.stages[:stage]):
+            fill += other.turn_s(0, Kind.FORWARD) + self._problem.send_s(number, number + 1)
         return fill
 
 

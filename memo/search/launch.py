@@ -16,8 +16,8 @@ from memo.gpt.arithmetic import Optimizer
 
 if TYPE_CHECKING:
     from memo.mip.activation import ActivationPlan
+    from memo.search.candidates import Candidate
     from memo.search.request import Request
-    from memo.search.space import Candidate
 
 __all__ = ["PORT", "Launch", "launch_of", "runs_under_memo_train", "train_arguments", "why_not_trained"]
 
@@ -30,8 +30,10 @@ class Launch:
     """Commands that run one layout."""
 
     torchrun: str
-    """To be started on every node; on several, HOST is the first one's name."""
-    slurm: str
+    """To be started on every node; on several, HOST is the first one's name. Where nodes are not alike, a line for each
+    run of equal ones."""
+    slurm: str | None
+    """None where nodes are not alike."""
     train: tuple[str, ...]
     """Arguments of `memo train`."""
 

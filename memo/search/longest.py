@@ -14,7 +14,8 @@ from collections.abc import Callable
 from memo.errors import Infeasible, UsageError
 from memo.mip.activation import fits, misfit_of
 from memo.search.bounds import has_room, kept_bounds, link_bound
-from memo.search.space import Candidate, Shape, Space
+from memo.search.candidates import Candidate, Shape
+from memo.search.space import Space
 
 __all__ = ["LongestFit", "fits_any_plan", "leanest", "longest_that_fits"]
 
@@ -73,7 +74,7 @@ def leanest(space: Space, shape: Shape) -> list[Candidate]:
 def fits_any_plan(space: Space, candidate: Candidate) -> bool:
     """Whether the candidate has a plan. The most MLP tiles need least memory."""
     try:
-        problem = space.request_of(candidate).problem(space.request.tiles[-1])
+        problem = space.problem(candidate, space.request.tiles[-1])
     except UsageError:  # the host has no room for what is to be there in any case
         return False
     return has_room(problem) and math.isfinite(link_bound(kept_bounds(problem)[1])) and fits(problem)
@@ -114,6 +115,6 @@ def _of_length(space: Space, tokens: int) -> Space:
 def _lacks(space: Space, shape: Shape) -> str:
     """Words for the bytes that the shape's first leanest candidate lacks."""
     try:
-        return str(misfit_of(space.request_of(leanest(space, shape)[0]).problem(space.request.tiles[-1])))
+        return str(misfit_of(space.problem(leanest(space, shape)[0], space.request.tiles[-1])))
     except (Infeasible, UsageError) as error:
         return str(error)

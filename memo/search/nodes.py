@@ -4,6 +4,8 @@ Owns what one step of a search does to one part, knowing nothing of the others; 
 
     GPUs ──▶ shape and setting ──▶ schedule ──▶ candidate ──▶ everything kept ──▶ links and memory ──▶ planned
              work bounds           schedule     kept bounds   fits: planned       link bound
+                                                    ▲         does not fit             ╎ a layer on another stage
+                                                    └╌╌╌╌╌╌╌╌╌╌╌╌╌╌┴╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌┘
 """
 
 from __future__ import annotations
@@ -17,14 +19,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from memo.errors import UsageError
-from memo.search.bounds import Bound, Ladder, has_room, keeps_all, kept_bounds, link_bound, schedule_bounds, work_bounds
-from memo.search.space import Candidate
+from memo.search.bounds import Bound, Ladder, has_room, keeps_all, kept_bounds, link_bound, schedule_bounds
+from memo.search.candidates import Candidate
+from memo.search.divisions import moved_layers, roomier_layers
 
 if TYPE_CHECKING:
-    from memo.mip.activation import ActivationProblem
-    from memo.search.space import Setting, Shape, Space
+    from memo.mip.activation import ActivationPlan, ActivationProblem
+    from memo.search.candidates import Setting, Shape
+    from memo.search.space import Space
 
-__all__ = ["Node", "Stage", "problem_of", "refine"]
+__all__ = ["Node", "Stage", "moved", "problem_of", "refine", "roomier"]
 
 
 class Stage(enum.IntEnum):
@@ -57,6 +61,8 @@ class Node:
     candidate: Candidate | None = None
     tiles: tuple[tuple[int, float], ...] = ()
     """Numbers of MLP tiles that may fit, with a bound on the step of each."""
+    moved: bool = False
+    """Whether it is a candidate beside those of the space: with single layers on other stages."""
 
 
 def refine(space: Space, node: Node, *, cutoff_s: float) -> list[Node]:
@@ -71,9 +77,11 @@ def refine(space: Space, node: Node, *, cutoff_s: float) -> list[Node]:
             ]
         case Stage.SETTING:
             assert node.setting is not None
+            bare = space.schedules(node.shapes[0], node.setting)
+            further = [(other, True) for one in bare for other in space.further(one)]
             return [
-                dataclasses.replace(node, stage=Stage.SCHEDULE, schedule=bare)
-                for bare in space.schedules(node.shapes[0], node.setting)
+                dataclasses.replace(node, stage=Stage.SCHEDULE, schedule=one, moved=beside)
+                for one, beside in ([(one, False) for one in bare] + further)
             ]
         case Stage.SCHEDULE:
             return [_bare(space, node)]
@@ -84,17 +92,52 @@ def refine(space: Space, node: Node, *, cutoff_s: float) -> list[Node]:
                 for candidate in space.shardings(node.schedule)
             ]
         case Stage.CANDIDATE:
-            return [_kept(space, node)]
+            return _with_roomier(space, _kept(space, node))
         case _:
-            return [_linked(space, node, cutoff_s)]
+            return _with_roomier(space, _linked(space, node, cutoff_s))
+
+
+def moved(space: Space, plan: ActivationPlan, candidate: Candidate) -> list[Node]:
+    """The nodes of a planned candidate with one layer on another stage."""
+    others = [dataclasses.replace(candidate, stage_layers=layers) for layers in moved_layers(plan)]
+    return [_beside(other) for other in others if not space.owns(other)]
+
+
+def roomier(space: Space, candidate: Candidate) -> list[Node]:
+    """A candidate that no plan fits with fewer layers on its fullest stages, where that may help."""
+    if candidate.shape.pp == 1:
+        return []
+    tiles = space.request.tiles[-1]
+
+    def of_layers(layers: tuple[int, ...]) -> ActivationProblem | None:
+        return problem_of(space, dataclasses.replace(candidate, stage_layers=layers), tiles)
+
+    problem = problem_of(space, candidate, tiles)
+    layers = None if problem is None else roomier_layers(problem, of_layers)
+    other = None if layers is None else dataclasses.replace(candidate, stage_layers=layers)
+    return [] if other is None or space.owns(other) else [_beside(other)]
+
+
+def _beside(candidate: Candidate) -> Node:
+    """The node of a candidate beside the space, whose bounds are still to come."""
+    return Node(
+        stage=Stage.CANDIDATE,
+        ladder=Ladder(((Bound.COMPUTE, 0.0),)),
+        shapes=(candidate.shape,),
+        setting=candidate.setting,
+        candidate=candidate,
+        moved=True,
+    )
+
+
+def _with_roomier(space: Space, node: Node) -> list[Node]:
+    """A node, and where nothing of it fits the same with other numbers of layers."""
+    assert node.candidate is not None
+    return [node, *(roomier(space, node.candidate) if math.isinf(node.ladder.seconds) and not node.moved else ())]
 
 
 def _setting(space: Space, node: Node, shape: Shape, setting: Setting) -> Node:
-    candidate = Candidate(shape=shape, setting=setting, zero=0)
-    problem = problem_of(space, candidate, space.request.tiles[0])
-    ladder = node.ladder
-    if problem is not None:
-        ladder = ladder.raised(*work_bounds(problem).steps)
+    ladder = node.ladder.raised(*space.least_work(shape, setting).steps)
     return Node(stage=Stage.SETTING, ladder=ladder, shapes=(shape,), setting=setting)
 
 
@@ -158,7 +201,7 @@ def _unfit(node: Node) -> Node:
 def problem_of(space: Space, candidate: Candidate, tiles: int) -> ActivationProblem | None:
     """The candidate's problem; None where the host has no room for what is to be there in any case."""
     with contextlib.suppress(UsageError):
-        return space.request_of(candidate).problem(tiles)
+        return space.problem(candidate, tiles)
     return None
 
 

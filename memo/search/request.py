@@ -57,6 +57,8 @@ class Request:
     """Numbers of layers of the runs of consecutive layers; without them equal ones."""
     embedding: EmbeddingGradients = EmbeddingGradients.DENSE
     """How the embedding's gradient is exchanged."""
+    codec: str | None = None
+    """What moves is coded, `int8` or `fp8`."""
 
     def plan(self) -> ActivationPlan:
         """Plan with the shortest step.
@@ -136,6 +138,7 @@ class Request:
                 optimizer=self.optimizer,
                 lora=self.lora,
                 sparse_embedding=self.embedding is EmbeddingGradients.SPARSE,
+                codec=self.codec,
                 name=self.model,
             )
         elif config is not None:
@@ -159,6 +162,7 @@ class Request:
         found = [f"the optimizer is {self.optimizer}"] if self.optimizer is not Optimizer.ADAMW else []
         found += [f"adapters of rank {self.lora} alone are trained"] if self.lora else []
         found += ["optimizer state and its step are on the host"] if self.optimizer_offload else []
+        found += [f"what moves is coded as {self.codec}: gradients are near, not bit-identical"] if self.codec else []
         found += (
             [f"data-parallel ranks share by ZeRO {self.zero}"] if self.zero < 3 and self.layout.replicas > 1 else []
         )

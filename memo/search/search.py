@@ -2,9 +2,12 @@
 
 Owns the order of work. Open are numbers of GPUs, then shapes with a setting, then candidates; the one with the lowest bound
 is taken first and either divided, bounded more tightly, or planned. What is open when the lowest bound exceeds the steps
-that were found is proven slower, or not to fit. Both is done in rounds: of those with the lowest bounds several are bounded
-side by side, and several planned, and the next round is chosen when all of them are done, so that the same space gives the
-same answer whatever the number and the pace of the processes. Planning is the expensive part, so it comes last.
+that were found is proven slower, or not to fit. A plan that is better than all others of its layout opens candidates beside
+the space, with single layers on other stages, and so does a candidate that no plan fits.
+
+Bounding and planning are done in rounds: of those with the lowest bounds several are bounded side by side, and several
+planned, and the next round is chosen when all of them are done, so that the same space gives the same answer whatever the
+number and the pace of the processes. Planning is the expensive part, so it comes last.
 """
 
 from __future__ import annotations
@@ -25,12 +28,13 @@ from memo.errors import SolverFailed
 from memo.gpt import GPTConfig
 from memo.mip.activation import find_plan
 from memo.search.bounds import Bound, Ladder
-from memo.search.nodes import Node, Stage, problem_of, refine
-from memo.search.space import Candidate
+from memo.search.candidates import Candidate
+from memo.search.nodes import Node, Stage, moved, problem_of, refine, roomier
 
 if TYPE_CHECKING:
     from memo.mip.activation import ActivationPlan, ActivationProblem
-    from memo.search.space import Setting, Shape, Space
+    from memo.search.candidates import Setting, Shape
+    from memo.search.space import Space
 
 __all__ = ["Closed", "Found", "Planned", "search_layouts"]
 
@@ -95,11 +99,13 @@ class Found:
     without_plan: tuple[Candidate, ...]
     """Those for which the planner found that no plan fits."""
     closed: tuple[Closed, ...]
+    moved: int = 0
+    """How many of these are beside the space: candidates with single layers on other stages."""
 
     @property
     def candidates(self) -> int:
         """Number of candidates in the space."""
-        return len(self.planned) + len(self.without_plan) + sum(one.count for one in self.closed)
+        return len(self.planned) + len(self.without_plan) + sum(one.count for one in self.closed) - self.moved
 
     @property
     def pruned(self) -> dict[Bound, int]:
@@ -161,6 +167,8 @@ class _Search:
         self._closed: list[Node] = []
         self._pool: ProcessPoolExecutor | None = None
         self._bounded = 0
+        self._known: set[Candidate] = set()  # those that were opened beside the space
+        self._progress_s = 0.0
         self._started: Future[None] | None = None
         self._best_s: dict[tuple[object, ...], float] = {}  # by layout
         self._worst_s = math.inf  # of the best layouts that are wanted
@@ -187,8 +195,13 @@ class _Search:
     def _push(self, node: Node) -> None:
         if math.isinf(node.ladder.seconds):
             self._closed.append(node)
-        else:
-            heapq.heappush(self._open, (node.ladder.seconds, next(self._numbers), node))
+            return
+        if node.moved and node.stage is Stage.CANDIDATE:
+            assert node.candidate is not None
+            if node.candidate in self._known:
+                return
+            self._known.add(node.candidate)
+        heapq.heappush(self._open, (node.ladder.seconds, next(self._numbers), node))
 
     def _begin(self) -> None:
         space = self._space
@@ -201,14 +214,15 @@ class _Search:
     def _highest_flops(self) -> tuple[float, float] | None:
         """FLOPs of a token, and FLOP/s that no GPU exceeds; None for an empty space."""
         space = self._space
-        machine = space.request.machine
+        own = isinstance(space.request.config, GPTConfig)
+        rates = [
+            machine.peak_flops * (max(machine.matmul_efficiency, machine.attention_efficiency) if own else 1.0)
+            for machine in space.machines
+        ]
         for shape in space.shapes:
             for setting in space.settings(shape):
                 profile = space.request_of(Candidate(shape=shape, setting=setting)).problem().profile
-                efficiency = 1.0
-                if isinstance(space.request.config, GPTConfig):
-                    efficiency = max(machine.matmul_efficiency, machine.attention_efficiency)
-                return profile.model_flops_causal_per_token, machine.peak_flops * efficiency
+                return profile.model_flops_causal_per_token, max(rates)
         return None
 
     def _cutoff_s(self, node: Node) -> float:
@@ -220,14 +234,19 @@ class _Search:
         return max(own_s, self._runnable_s)
 
     def _keep(self, planned: Planned) -> None:
-        """Adds a plan, and updates what the answer would be now."""
+        """Adds a plan, updates what the answer would be now, and opens other divisions of the layers where it is better."""
         self._planned.append(planned)
-        layout, step_s = planned.candidate.layout, planned.step_s
-        self._best_s[layout] = min(step_s, self._best_s.get(layout, math.inf))
+        candidate, step_s = planned.candidate, planned.step_s
+        better = step_s < self._best_s.get(candidate.layout, math.inf)
+        self._best_s[candidate.layout] = min(step_s, self._best_s.get(candidate.layout, math.inf))
         if len(self._best_s) >= self._wanted:
             self._worst_s = sorted(self._best_s.values())[self._wanted - 1]
-        if self._runs(planned.candidate):
+        if self._runs(candidate):
+            better = better or step_s < self._runnable_s
             self._runnable_s = min(step_s, self._runnable_s)
+        if better and candidate.shape.pp > 1 and self._is_needed(step_s):
+            for node in moved(self._space, planned.plan, candidate):
+                self._push(node)
 
     def _round(self) -> list[Node]:
         """The next nodes to plan, each of another layout; of one layout the others wait for the first one's plan."""
@@ -273,8 +292,8 @@ class _Search:
         return bound_s * (1 - ROUNDING) <= max(self._worst_s, self._runnable_s)
 
     def _is_useless(self, node: Node) -> bool:
-        """Whether the answer has something better in a node's place."""
-        return node.ladder.seconds * (1 - ROUNDING) > self._cutoff_s(node)
+        """Whether the answer has something better in a node's place; of other divisions, or something as good."""
+        return node.ladder.seconds * (1 - ROUNDING) > self._cutoff_s(node) * (1 - 2 * ROUNDING * node.moved)
 
     def _refine(self, nodes: Sequence[Node]) -> None:
         """Divides these nodes, or bounds them more tightly."""
@@ -329,6 +348,8 @@ class _Search:
                 self._closed.append(node)
             else:
                 self._without_plan.append(node.candidate)
+                for other in roomier(self._space, node.candidate) if not node.moved else ():
+                    self._push(other)
 
     def _plans(self, nodes: Sequence[Node], tasks: Sequence[_Task]) -> list[tuple[ActivationPlan | None, float]]:
         if self._workers == 1 or all(node.stage is Stage.FITS for node in nodes) or len(tasks) == 1:
@@ -338,9 +359,9 @@ class _Search:
     def _progress(self, bound_s: float) -> str:
         best = min(self._best_s.values(), default=None)
         found = "" if best is None else f"best step {best:,.3g} s, "
-        return (
-            f"searching layouts, {len(self._planned)} planned, {len(self._open):,} open, {found}bound {bound_s:,.3g} s"
-        )
+        self._progress_s = max(bound_s, self._progress_s)  # other divisions are open without a bound at first
+        counts = f"{len(self._planned)} planned, {len(self._open):,} open"
+        return f"searching layouts, {counts}, {found}bound {self._progress_s:,.3g} s"
 
     # Answer.
 
@@ -359,6 +380,8 @@ class _Search:
             planned=tuple(planned),
             without_plan=tuple(self._without_plan),
             closed=tuple(self._closed_node(node) for node in nodes),
+            moved=len(self._known)
+            + sum(self._closed_node(node).count for node in nodes if node.moved and node.candidate is None),
         )
 
     def _closed_node(self, node: Node) -> Closed:

@@ -17,7 +17,8 @@ from memo.search.longest import fits_any_plan, leanest
 
 if TYPE_CHECKING:
     from memo.mip.activation import ActivationProblem
-    from memo.search.space import Candidate, Space
+    from memo.search.candidates import Candidate
+    from memo.search.space import Space
 
 __all__ = ["Smallest", "smallest_that_fits"]
 
@@ -70,7 +71,7 @@ def _by_memory(space: Space) -> list[tuple[int, Candidate, ActivationProblem]]:
     found = []
     for candidate in _leanest(space):
         with contextlib.suppress(UsageError):
-            problem = space.request_of(candidate).problem(space.request.tiles[-1])
+            problem = space.problem(candidate, space.request.tiles[-1])
             stages = range(problem.pipeline.stages)
             places = (place for stage in stages for place in device_peak_candidates(problem, stage))
             found.append((max(place.resident_bytes for place in places), candidate, problem))

@@ -8,15 +8,17 @@ Owns the dimensions and what divides what. Knows no times and no bytes.
     candidate    a shape and a setting, with a schedule and its chunks, what data-parallel ranks shard, and whether they
                  exchange the embedding's gradient as rows, which is tried where that is fewer bytes whatever the tokens are
 
-Tensor parallelism beyond a node takes whole nodes. Context parallelism exchanges heads for tokens (Ulysses), or passes keys
-and values around (a ring), which takes any number of ranks. Pipeline stages have equal numbers of layers, or those with
-which the slowest run of layers, embedding and head included, has least work. Schedules, chunks and microbatches are those
-that `memo train` runs.
+Tensor parallelism beyond a node takes whole nodes. Context parallelism exchanges heads for tokens (Ulysses), whose ranks
+divide the query heads and may share key/value heads, or passes keys and values around (a ring), which takes any number of
+ranks. Pipeline stages have equal numbers of layers, or those with which the slowest run of layers, embedding and head
+included, has least work; divisions.py has others, which a search tries beside the space. Schedules, chunks and
+microbatches are those that `memo train` runs.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import math
@@ -28,11 +30,17 @@ from memo.gpt import EmbeddingGradients, GPTConfig, Precision
 from memo.gpt.arithmetic import EmbeddingTraffic, reason_not_sparse
 from memo.mip.cluster import StageCosts, divide_equal_layers, divide_layers
 from memo.mip.inputs import PipelineSchedule
+from memo.search.bounds import Ladder, work_bounds
+from memo.search.candidates import Candidate, Setting, Shape
+from memo.search.sizes import ModelSizes, divisors_of
 
 if TYPE_CHECKING:
+    from memo.mip.activation import ActivationProblem
+    from memo.mip.cluster import Placement
+    from memo.mip.inputs import Hardware
     from memo.search.request import Request
 
-__all__ = ["DIMENSIONS", "Candidate", "Setting", "Shape", "Space"]
+__all__ = ["DIMENSIONS", "Space"]
 
 DIMENSIONS = ("pp", "dp", "cp", "tp", "ep", "ring", "zero", "schedule", "chunks", "batch", "accumulate")
 """Dimensions that may be fixed."""
@@ -40,108 +48,6 @@ MOST_CHUNKS = 4
 """Chunks of a pipeline rank that are tried."""
 MOST_TURNS = 1 << 17
 """Of all ranks of a pipeline with several chunks, which the planner follows turn by turn."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, order=True)
-class Shape:
-    """Ranks of each kind of parallelism."""
-
-    pp: int
-    dp: int
-    cp: int
-    tp: int
-    ring: bool = False
-    """Whether context-parallel ranks attend in a ring, instead of exchanging heads for tokens."""
-    ep: int = 1
-    """Ranks of data parallelism that divide the experts."""
-
-    @property
-    def gpus(self) -> int:
-        """Number of GPUs."""
-        return self.pp * self.dp * self.cp * self.tp
-
-    @property
-    def columns(self) -> tuple[str, str, str, str]:
-        """Its numbers of pp, dp, cp and tp as an answer shows them."""
-        return (
-            str(self.pp),
-            f"{self.dp}{f' ep {self.ep}' * (self.ep > 1)}",
-            f"{self.cp}{' ring' * self.ring}",
-            str(self.tp),
-        )
-
-    @property
-    def family(self) -> str:
-        """The kinds of parallelism that it has, such as `pp+tp`."""
-        return "+".join(name for name in ("pp", "dp", "cp", "tp", "ep") if getattr(self, name) > 1) or "one GPU"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, order=True)
-class Setting:
-    """Division of a step into microbatches."""
-
-    batch: int
-    """Sequences in a microbatch of each data-parallel rank."""
-    accumulate: int
-    """Microbatches in a step."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """One way to run a step."""
-
-    shape: Shape
-    setting: Setting
-    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
-    chunks: int = 1
-    """Runs of consecutive layers of each pipeline rank."""
-    stage_layers: tuple[int, ...] = ()
-    """Layers of each run; empty: equal numbers."""
-    zero: int = 3
-    """0: data-parallel ranks hold everything; 1: the optimizer is sharded; 2: gradients, too; 3: weights, too."""
-    sharded_over: int | None = None
-    """Ranks that share one copy of what is sharded; None: all data-parallel ranks."""
-    sparse_embedding: bool = False
-    """Whether the embedding's gradient is exchanged as rows."""
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Order among candidates that take equally long: as memo train runs it, and the simpler one first."""
-        shape = self.shape
-        schedules = (PipelineSchedule.ONE_F_ONE_B, *PipelineSchedule)
-        return (
-            not self.is_fully_sharded,
-            shape.gpus,
-            shape.pp,
-            schedules.index(self.schedule),
-            self.chunks,
-            self.stage_layers,
-            shape.cp,
-            shape.ring,
-            shape.tp,
-            shape.ep,
-            -self.setting.batch,
-            -self.zero,
-            self.sharded_over or 0,
-            self.sparse_embedding,
-        )
-
-    @property
-    def layout(self) -> tuple[object, ...]:
-        """Key of a row of an answer: the ranks, the schedule and its chunks."""
-        return (dataclasses.replace(self.shape, ring=False), self.schedule, self.chunks)
-
-    @property
-    def is_fully_sharded(self) -> bool:
-        """Whether it shards as memo train does: everything over all data-parallel ranks."""
-        return self.zero == 3 and self.sharded_over is None
-
-    @property
-    def sharding(self) -> str:
-        """What is sharded, in a word or two."""
-        if self.shape.dp * self.shape.cp == 1:
-            return "-"
-        return f"ZeRO {self.zero}" if self.sharded_over is None else f"ZeRO {self.zero} by {self.sharded_over}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,9 +92,9 @@ class Space:
     def left_out(self) -> dict[str, int]:
         """Reasons for which shapes on all GPUs of the cluster are left out, with their numbers."""
         counts: collections.Counter[str] = collections.Counter()
-        for tp in _divisors_of(self.gpus):
-            for cp in _divisors_of(self.gpus // tp):
-                for pp in _divisors_of(self.gpus // (tp * cp)):
+        for tp in divisors_of(self.gpus):
+            for cp in divisors_of(self.gpus // tp):
+                for pp in divisors_of(self.gpus // (tp * cp)):
                     shape = Shape(pp, self.gpus // (tp * cp * pp), cp, tp)
                     asked = self.fixed.get("ep", 1)
                     shape = dataclasses.replace(shape, ep=asked if isinstance(asked, int) else 1)
@@ -202,14 +108,14 @@ class Space:
     @property
     def why_empty(self) -> str:
         """Why no shape has the fixed values, with the nearest that would do."""
-        model, fixed = _Sizes.of(self.request), self.fixed
+        model, fixed = ModelSizes.of(self.request), self.fixed
         tp = fixed.get("tp")
         options: dict[str, tuple[str, Sequence[int]]] = {
             "tp": (model.tensor_words, model.tensor_ranks()),
             "cp": self._context_options(tp if isinstance(tp, int) and tp in model.tensor_ranks() else None),
             "pp": (f"the model into stages of at least one of {model.layers} layers", range(1, model.layers + 1)),
-            "dp": (f"{self.global_batch} sequences of a step", _divisors_of(self.global_batch)),
-            "ep": (f"the model's {model.experts} experts", _divisors_of(model.experts)),
+            "dp": (f"{self.global_batch} sequences of a step", divisors_of(self.global_batch)),
+            "ep": (f"the model's {model.experts} experts", divisors_of(model.experts)),
         }
         for name, (what, those) in options.items():
             value = fixed.get(name)
@@ -230,7 +136,7 @@ class Space:
     def settings(self, shape: Shape) -> list[Setting]:
         """Divisions of the step into microbatches."""
         own = self.global_batch // shape.dp
-        found = [Setting(batch, own // batch) for batch in _divisors_of(own)]
+        found = [Setting(batch, own // batch) for batch in divisors_of(own)]
         return [one for one in found if self._agrees(one)]
 
     def schedules(self, shape: Shape, setting: Setting) -> list[Candidate]:
@@ -245,7 +151,7 @@ class Space:
         """The candidate under every sharding and exchange of the embedding's gradient."""
         return [
             dataclasses.replace(candidate, zero=zero, sharded_over=ranks, sparse_embedding=sparse)
-            for zero, ranks in self._shardings(candidate.shape)
+            for zero, ranks in self._shardings(candidate)
             for sparse in self._exchanges(candidate.shape, candidate.setting, zero, ranks)
         ]
 
@@ -255,7 +161,10 @@ class Space:
 
     def count(self, shape: Shape, setting: Setting) -> int:
         """Number of its candidates."""
-        ways = (self._exchanges(shape, setting, *sharding) for sharding in self._shardings(shape))
+        ways = (
+            self._exchanges(shape, setting, *sharding)
+            for sharding in self._shardings(Candidate(shape=shape, setting=setting))
+        )
         bare = sum(len(self._divisions(shape, chunks)) for _, chunks in self._schedules(shape, setting))
         return bare * sum(map(len, ways))
 
@@ -286,23 +195,56 @@ class Space:
             embedding=EmbeddingGradients.SPARSE if candidate.sparse_embedding else EmbeddingGradients.DENSE,
         )
 
+    def problem(self, candidate: Candidate, tiles: int = 1) -> ActivationProblem:
+        """The planning problem of a candidate with so many MLP tiles.
+
+        Raises:
+            UsageError: the host has no room for what is to be there in any case.
+        """
+        return self.request_of(candidate).problem(tiles)
+
+    def further(self, candidate: Candidate) -> list[Candidate]:
+        """Candidates beside the space that are tried with one in which nothing is sharded: other numbers of layers."""
+        return []
+
+    def owns(self, candidate: Candidate) -> bool:
+        """Whether the candidate's numbers of layers are those of a candidate of the space."""
+        layers, own = candidate.stage_layers, self._divisions(candidate.shape, candidate.chunks)
+        return layers in own or (() in own and len(set(layers)) == 1)
+
+    def placement(self, candidate: Candidate) -> Placement | None:
+        """Where the candidate's stages are, if nodes are not alike."""
+        return None
+
+    def least_work(self, shape: Shape, setting: Setting) -> Ladder:
+        """Bounds by the work of a shape and a setting, whatever the rest of a candidate is."""
+        with contextlib.suppress(UsageError):
+            candidate = Candidate(shape=shape, setting=setting, zero=0)
+            return work_bounds(self.request_of(candidate).problem(self.request.tiles[0]))
+        return Ladder()
+
+    @property
+    def machines(self) -> tuple[Hardware, ...]:
+        """The machines of its nodes."""
+        return (self.request.machine,)
+
     # What divides what.
 
     def _divisors(self) -> Iterator[Shape]:
         """Shapes whose numbers divide the model's and the step's, on up to all GPUs."""
-        model = _Sizes.of(self.request)
+        model = ModelSizes.of(self.request)
         tps = [tp for tp in model.tensor_ranks() if tp <= self.gpus]
         for tp in tps:
             for cp in self._context_options(tp)[1]:
                 for pp in range(1, min(model.layers, self.gpus // (tp * cp)) + 1):
-                    for dp in _divisors_of(self.global_batch):
+                    for dp in divisors_of(self.global_batch):
                         shape = Shape(pp, dp, cp, tp)
                         if shape.gpus <= self.gpus:
                             yield from self._ways(shape)
 
     def _ways(self, shape: Shape) -> Iterator[Shape]:
         """Shapes of the same ranks, by attention and by the ranks that divide the experts."""
-        for ep in _divisors_of(math.gcd(shape.dp, _Sizes.of(self.request).experts)):
+        for ep in divisors_of(math.gcd(shape.dp, ModelSizes.of(self.request).experts)):
             if self._agrees(dataclasses.replace(shape, ep=ep)):
                 yield from (dataclasses.replace(shape, ep=ep, ring=ring) for ring in self._attentions(shape))
 
@@ -311,23 +253,25 @@ class Space:
         """Whether memo train's ring attention takes the model, and `--cp-attention` does not exclude it."""
         request = self.request
         config, asked = request.config, self.fixed.get("ring")
-        known = isinstance(config, GPTConfig) and config.head_dim % 8 == 0 and request.precision is not Precision.FP32
+        if not isinstance(config, GPTConfig) or config.is_local_within(request.layout.tokens):
+            return False
+        known = config.head_dim % 8 == 0 and request.precision is not Precision.FP32
         return known and request.recompute is None and asked in (None, True)
 
     def _context_options(self, tp: int | None) -> tuple[str, Sequence[int]]:
         """Words for what ranks of context parallelism divide, and the numbers of ranks that do, ascending."""
-        model, tokens = _Sizes.of(self.request), self.request.layout.tokens
+        model, tokens = ModelSizes.of(self.request), self.request.layout.tokens
         heads = f"{model.heads} heads" if tp is None else f"{model.heads} heads on --tp {tp}"
         if not self._may_ring:
             return heads, model.context_ranks(tp or 1)
-        parts = [cp for cp in _divisors_of(tokens // 2) if cp <= self.gpus] if tokens % 2 == 0 else []
+        parts = [cp for cp in divisors_of(tokens // 2) if cp <= self.gpus] if tokens % 2 == 0 else []
         if self.fixed.get("ring"):
             return f"{tokens} tokens in two parts a rank", sorted({1, *parts})
         return f"{heads} or {tokens} tokens in two parts a rank", sorted({*model.context_ranks(tp or 1), *parts})
 
     def _attentions(self, shape: Shape) -> tuple[bool, ...]:
         """Ways of attention under context parallelism: False exchanges heads for tokens, True is a ring."""
-        model, tokens = _Sizes.of(self.request), self.request.layout.tokens
+        model, tokens = ModelSizes.of(self.request), self.request.layout.tokens
         if shape.cp == 1:
             return (False,)
         exchanges = shape.tp in model.tensor_ranks() and shape.cp in model.context_ranks(shape.tp)
@@ -345,7 +289,7 @@ class Space:
 
     def _why_not(self, shape: Shape) -> str | None:
         """Reason why a shape is left out; None where it is not."""
-        model, per_node, tokens = _Sizes.of(self.request), self.gpus_per_node, self.request.layout.tokens
+        model, per_node, tokens = ModelSizes.of(self.request), self.gpus_per_node, self.request.layout.tokens
         if shape.tp not in model.tensor_ranks():
             return "tp does not divide the heads and the MLP"
         if shape.ring not in self._attentions(shape):
@@ -371,7 +315,7 @@ class Space:
         if shape.pp == 1:
             options = [(PipelineSchedule.ONE_F_ONE_B, 1)]
         else:
-            layers = _Sizes.of(self.request).layers
+            layers = ModelSizes.of(self.request).layers
             # GPipe holds more than 1F1B in the same time.
             needless = PipelineSchedule.ONE_F_ONE_B.reason_unsupported(setting.accumulate, shape.pp) is None
             needless = needless and self.fixed.get("schedule") is not PipelineSchedule.GPIPE
@@ -393,7 +337,7 @@ class Space:
 
     def _divisions(self, shape: Shape, chunks: int) -> tuple[tuple[int, ...], ...]:
         """Numbers of layers of the runs to try; empty ones are equal."""
-        layers, runs = _Sizes.of(self.request).layers, shape.pp * chunks
+        layers, runs = ModelSizes.of(self.request).layers, shape.pp * chunks
         if shape.pp == 1:
             return ((),)
         equal = ((),) if layers % runs == 0 else ()
@@ -409,10 +353,11 @@ class Space:
         before_s, after_s = (end.forward_s + end.backward_s for end in (profile.embedding, profile.head))
         return _Work(layers, before_s=before_s, after_s=after_s, alike=len(profile.classes) == 1)
 
-    def _shardings(self, shape: Shape) -> list[tuple[int, int | None]]:
+    def _shardings(self, candidate: Candidate) -> list[tuple[int, int | None]]:
         """What is sharded, over how many ranks."""
-        ranks, fixed = shape.dp * shape.cp, self.fixed.get("zero")
-        if ranks == 1 or _Sizes.of(self.request).experts > 1:  # which are planned as memo train shards them
+        shape, fixed = candidate.shape, self.fixed.get("zero")
+        ranks = shape.dp * shape.cp
+        if ranks == 1 or ModelSizes.of(self.request).experts > 1:  # which are planned as memo train shards them
             return [(3, None)]
         found: list[tuple[int, int | None]] = [(zero, None) for zero in (3, 2, 1, 0) if fixed in (None, zero)]
         within = self.gpus_per_node // shape.tp if shape.tp <= self.gpus_per_node else 1
@@ -440,56 +385,6 @@ class Space:
             gathered_element=1 if zero else 0,
         )
         return (False, True) if traffic.sparse_is_less else (False,)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Sizes:
-    """Sizes of a model that ranks divide."""
-
-    layers: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    has_tensor_parallelism: bool
-    experts: int = 1
-    """That ranks of data parallelism may divide; 1 without."""
-
-    @classmethod
-    def of(cls, request: Request) -> _Sizes:
-        """Sizes of a request's model."""
-        config = request.config
-        if isinstance(config, GPTConfig):
-            moe = config.moe
-            return cls(
-                layers=config.layers,
-                heads=config.heads,
-                kv_heads=config.kv_heads,
-                ffn=config.ffn if moe is None else math.gcd(config.ffn, moe.shared_hidden or config.ffn),
-                has_tensor_parallelism=True,
-                experts=config.expert_count or 1,
-            )
-        assert config is not None
-        return cls(layers=config.layers, heads=config.heads, kv_heads=config.heads, ffn=1, has_tensor_parallelism=False)
-
-    @property
-    def tensor_words(self) -> str:
-        """What ranks of tensor parallelism divide."""
-        if not self.has_tensor_parallelism:
-            return "a model of transformers, whose matrices stay whole"
-        kv = "" if self.kv_heads == self.heads else f", {self.kv_heads} key/value heads"
-        return f"{self.heads} heads{kv} and an MLP of {self.ffn}"
-
-    def tensor_ranks(self) -> list[int]:
-        """Numbers of ranks that divide the heads and the MLP."""
-        if not self.has_tensor_parallelism:
-            return [1]
-        return [tp for tp in _divisors_of(self.kv_heads) if self.heads % tp == 0 and self.ffn % tp == 0]
-
-    def context_ranks(self, tp: int) -> list[int]:
-        """Numbers of ranks that divide the heads of a tensor-parallel rank."""
-        if not self.heads:
-            return [1]
-        return [cp for cp in _divisors_of(self.kv_heads // tp) if self.heads % (tp * cp) == 0]
 
 
 def _chunk_counts(schedule: PipelineSchedule) -> list[int]:
@@ -520,10 +415,3 @@ def _balanced(work: _Work, runs: int) -> tuple[int, ...]:
         seconds=work.layers_s, nbytes=[0] * count, room_bytes=0, before_s=work.before_s, after_s=work.after_s
     )
     return divide_layers([costs] * runs)
-
-
-@functools.lru_cache(maxsize=1024)
-def _divisors_of(number: int) -> tuple[int, ...]:
-    """Divisors, ascending."""
-    small = [part for part in range(1, int(number**0.5) + 1) if number % part == 0]
-    return tuple(sorted({*small, *(number // part for part in small)}))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from memo.mip.activation.check_step import (
     Walk,
     backward_transient_bytes,
+    coding_s,
     copy_s,
     is_divided,
     moved,
@@ -143,7 +144,8 @@ class _Walker:
             self._stands(self._transient(index), index)
             layer = self._known[index]
             gather_s = self._known[index + 1].gather_s if index < chunk[-1] else 0.0
-            self._walk.runs(layer.forward_s, exchange_s=layer.forward_exchange_s, network_s=gather_s, copy_s=out_s)
+            work_s = layer.forward_s + coding_s(layer, self._plan.layers[index])[0]
+            self._walk.runs(work_s, exchange_s=layer.forward_exchange_s, network_s=gather_s, copy_s=out_s)
             out_s = self._out_s(index)
             if index > chunk[0]:
                 self._hold((turn.chunk, turn.microbatch, index - 1), _State.KEPT)
@@ -170,7 +172,7 @@ class _Walker:
             self._heads -= turn.kind is Kind.BACKWARD
         reduce_s = 0.0
         for index, following in zip(order, [*order[1:], None], strict=True):
-            work_s = share * self._known[index].backward_s
+            work_s = share * self._known[index].backward_s + coding_s(self._known[index], self._plan.layers[index])[1]
             if not second_half:
                 again_s = recompute_s(self._known[index], self._plan.layers[index])
                 self._walk.recompute_s += again_s

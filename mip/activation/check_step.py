@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Walk",
     "backward_transient_bytes",
+    "coding_s",
     "copy_s",
     "is_divided",
     "moved",
@@ -110,7 +111,8 @@ def walk_microbatch(
         if index > first:  # from here on the layer before has only its kept bytes
             held += saved_bytes(known[index - 1], plan.layers[index - 1]) * plan.layers[index - 1].kept
         gather_s = known[index + 1].gather_s if index < last else 0.0
-        walk.runs(layer.forward_s, exchange_s=layer.forward_exchange_s, network_s=gather_s, copy_s=out_s)
+        work_s = layer.forward_s + coding_s(layer, plan.layers[index])[0]
+        walk.runs(work_s, exchange_s=layer.forward_exchange_s, network_s=gather_s, copy_s=out_s)
         host, disk = moved(layer, plan.layers[index])
         out_s = copy_s(host, disk, rates.d2h_bytes_per_s, rates.disk_write_bytes_per_s)
         walk.host += host
@@ -130,7 +132,8 @@ def walk_microbatch(
             in_s = copy_s(host, disk, rates.h2d_bytes_per_s, rates.disk_read_bytes_per_s)
         network_s = (known[index - 1].gather_s if index > first else 0.0) + reduce_s
         exchange_s, reduce_s = known[index].backward_exchange_s, known[index].reduce_s
-        seconds = walk.runs(known[index].backward_s + again_s, exchange_s=exchange_s, network_s=network_s, copy_s=in_s)
+        work_s = known[index].backward_s + again_s + coding_s(known[index], plan.layers[index])[1]
+        seconds = walk.runs(work_s, exchange_s=exchange_s, network_s=network_s, copy_s=in_s)
         last_pass.append((seconds - network_s, known[index].sync_s))
         walk.recompute_s += again_s
     walk.runs(0.0, network_s=reduce_s)
@@ -200,8 +203,28 @@ def recompute_s(layer: LayerProfile, plan: LayerPlan) -> float:
 
 def moved(layer: LayerProfile, plan: LayerPlan) -> tuple[float, float]:
     """Bytes that a layer moves: (to the host, to the disk)."""
-    saved = saved_bytes(layer, plan)
-    return saved * plan.host, saved * plan.disk
+    moving = saved_bytes(layer, plan) - spared_bytes(layer, plan)
+    return moving * plan.host, moving * plan.disk
+
+
+def spared_bytes(layer: LayerProfile, plan: LayerPlan) -> float:
+    """Bytes by which codes are fewer than what a layer saves; if a part is repeated, what all tokens have is no codes."""
+    if layer.coding is None:
+        return 0.0
+    at = {point.name: point.spared_bytes or 0 for point in layer.points}
+    there = [name for name in at if plan.points.get(name, 0) > 0]
+    if there == ["all"]:
+        return layer.coding.spared_bytes + at["all"]
+    return sum(plan.points[name] * max(at[name] - at[there[-1]], 0) for name in there[:-1])
+
+
+def coding_s(layer: LayerProfile, plan: LayerPlan) -> tuple[float, float]:
+    """Seconds of coding and of decoding what a layer moves."""
+    if layer.coding is None:
+        return 0.0, 0.0
+    most = layer.coding.spared_bytes + sum(point.spared_bytes or 0 for point in layer.points if point.name == "all")
+    part = (plan.host + plan.disk) * spared_bytes(layer, plan) / most if most else 0.0
+    return layer.coding.encode_s * part, layer.coding.decode_s * part
 
 
 def copy_s(host: float, disk: float, link_rate: float, disk_rate: float) -> float:

@@ -47,8 +47,8 @@ class Traffic:
     @classmethod
     def of(cls, layer: LayerProfile, plan: LayerPlan) -> Traffic:
         """Traffic of a layer under its plan."""
-        saved = plan.saved_bytes(layer)
-        return cls(host_bytes=saved * plan.host, disk_bytes=saved * plan.disk)
+        host, disk = plan.moved_bytes(layer)
+        return cls(host_bytes=host, disk_bytes=disk)
 
     def out_s(self, rates: LaneRates) -> tuple[float, float]:
         """Seconds of the copy out: (by the link, by the disk). The larger one counts."""
@@ -151,6 +151,7 @@ def _predict_stage(
         communication_s=exchanging_s + sum(network.of_turns.values()),
         sync_s=exposed_sync_s(problem, stage, layers=layers, plans=mine, waits=[network.of_layers, stalls.within]),
         recompute_s=sum(plan.recompute_s(layer) for plan, layer in zip(mine, layers, strict=True)),
+        coding_s=_coding_s(problem, stage, layers=layers, plans=mine),
         forward_s=sum(chunk.forward_s for chunk in chunks),
         stall_d2h_s=stalls.d2h_s,
         stall_disk_write_s=stalls.disk_write_s,
@@ -162,6 +163,22 @@ def _predict_stage(
         disk_written_bytes=round(problem.pipeline.microbatches * sum(disk)),
         chunks=tuple(chunks) if len(chunks) > 1 else None,
     )
+
+
+def _coding_s(
+    problem: ActivationProblem, stage: int, *, layers: Sequence[LayerProfile], plans: Sequence[LayerPlan]
+) -> float | None:
+    """Seconds of coding and decoding in a microbatch; None without a codec."""
+    if problem.profile.codec is None:
+        return None
+    own, seconds = iter(zip(layers, plans, strict=True)), 0.0
+    for chunk, indices in enumerate(chunk_layers(problem, stage)):
+        times = 2 if problem.pipeline.splits(stage, chunk) else 1
+        for _ in indices:
+            layer, plan = next(own)
+            encode_s, decode_s = plan.coding_s(layer)
+            seconds += encode_s + times * decode_s
+    return seconds
 
 
 def _most(problem: ActivationProblem, stage: int, nbytes: Sequence[float]) -> float:
@@ -246,12 +263,14 @@ def _predict_chunks(
 ) -> list[ChunkPrediction]:
     found, number = [], 0
     for chunk, indices in enumerate(chunk_layers(problem, stage)):
-        forward_s = backward_s = recompute_s = 0.0
+        forward_s = backward_s = recompute_s = decode_s = 0.0
         for index in indices:
             ends_s = _ends_s(problem, index)
             forward_s += layers[number].forward_s + ends_s[0]
             backward_s += layers[number].backward_s + ends_s[1]
             recompute_s += plans[number].recompute_s(layers[number])
+            coding_s = plans[number].coding_s(layers[number])
+            forward_s, decode_s = forward_s + coding_s[0], decode_s + coding_s[1]
             number += 1
         half = 0.5 if problem.pipeline.splits(stage, chunk) else 1.0
         waits = {
@@ -260,8 +279,8 @@ def _predict_chunks(
         found.append(
             ChunkPrediction(
                 forward_s=forward_s + waits[Kind.FORWARD],
-                backward_s=half * backward_s + recompute_s + waits[Kind.BACKWARD] + waits[Kind.INPUT],
-                weight_s=(1 - half) * backward_s + waits[Kind.WEIGHT],
+                backward_s=half * backward_s + recompute_s + decode_s + waits[Kind.BACKWARD] + waits[Kind.INPUT],
+                weight_s=(1 - half) * backward_s + (decode_s if half < 1 else 0.0) + waits[Kind.WEIGHT],
             )
         )
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from memo.mip.inputs.hardware import Hardware
-from memo.mip.inputs.profile import Profile
+from memo.mip.inputs.profile import ALL, Profile
 
 __all__ = ["free_swap_tokens"]
 
@@ -26,13 +26,15 @@ def free_swap_tokens(profile: Profile, machine: Hardware, *, ranks_per_node: int
     rates = machine.lanes(ranks_per_node)
     longest = 0.0
     for layer in profile.classes:
-        forward = _multiple(layer.full_bytes, rates.d2h_bytes_per_s, layer.forward_s, layer.attention_s)
-        backward = _multiple(layer.full_bytes, rates.h2d_bytes_per_s, layer.backward_s, 2 * layer.attention_s)
+        moved = layer.full_bytes - layer.spared_bytes({ALL: 1.0})
+        encode_s, decode_s = (layer.coding.encode_s, layer.coding.decode_s) if layer.coding else (0.0, 0.0)
+        forward = _multiple(moved, rates.d2h_bytes_per_s, layer.forward_s + encode_s, layer.attention_s)
+        backward = _multiple(moved, rates.h2d_bytes_per_s, layer.backward_s + decode_s, 2 * layer.attention_s)
         longest = max(longest, forward, backward)
     return None if math.isinf(longest) else math.ceil(longest * profile.signature.tokens)
 
 
-def _multiple(nbytes: int, bytes_per_s: float, seconds: float, attention_s: float) -> float:
+def _multiple(nbytes: float, bytes_per_s: float, seconds: float, attention_s: float) -> float:
     """The t > 0 with copy t = linear t + attention t^2: the length as a multiple of the profile's."""
     linear_s = seconds - attention_s
     copy_s = nbytes / bytes_per_s if bytes_per_s else math.inf

@@ -9,7 +9,9 @@ Bytes are in units of the largest layer's, times in units of the mean layer's, t
     (2)  S = fixed + sum_p x_p saved_p;  K = S - h - d >= 0  what is saved, what of it is kept
     (3)  T >= T_s = C + sum R + sum stalls                   the first microbatch visits all, each further one takes
                                                              as long as the slowest, stage or message
-    (4)  out_i >= (h + d) / d2h - W(i+1),  d / write + h w - W(i+1)
+    (4)  out_i >= (h + d) / d2h - W(i+1),  d / write + h w - W(i+1); with a codec h and d are here, and in (7) and (8),
+         bytes of codes: a fixed share of those in (2), since no row can say what mixed points spare
+         (memo.mip.inputs.coded_classes), and W and T have the seconds of coding them
     (5)  in_i  >= (h + d) / h2d - W'(i+1),  d / read + h w' - W'(i+1)
          with the windows W = F + e and W' = B + R + e': a layer's work and what collectives last beyond it
          (memo.mip.activation.network_load), e >= load - F, e' >= load' - B - R; these e are part of T_s, too
@@ -54,6 +56,7 @@ from memo.mip.activation.network_load import pass_loads, sync_load
 from memo.mip.activation.overlap_windows import Window, copies_in, copies_out
 from memo.mip.activation.plan import ActivationProblem, LayerPlan, chunk_layers, stage_layers
 from memo.mip.activation.rounding import most_gained_bytes, most_lost_bytes, storage_bytes
+from memo.mip.inputs.coded_classes import least_spared_share, most_spared_share
 from memo.mip.inputs.pipeline_schedules import Kind
 from memo.mip.inputs.profile import ALL, LayerProfile
 from memo.mip.solvers import Backend, pulp, solve_model
@@ -126,10 +129,24 @@ class _Group:
     """Of `recompute`, what pieces add."""
     held: pulp.LpAffineExpression
     """H: bytes that its recompute holds at once."""
+    codes: float = 1.0
+    """Bytes of codes as a share of the moved bytes that they stand for."""
+    encode_s: float = 0.0
+    """Time of coding for each byte that moves."""
+    decode_s: float = 0.0
 
     @property
     def kept(self) -> pulp.LpAffineExpression:
         return self.saved - self.host - self.disk
+
+    @property
+    def host_codes(self) -> pulp.LpAffineExpression | float:
+        """Bytes in the host tier and on the link."""
+        return self.codes * self.host
+
+    @property
+    def disk_codes(self) -> pulp.LpAffineExpression | float:
+        return self.codes * self.disk
 
 
 class Model:
@@ -325,6 +342,9 @@ class Model:
             pieces=pieces,
             recompute_extra_bytes=pulp.lpSum(x[known.name] * (known.beside_bytes / self._byte) for known in given),
             held=self._held_at_once(layer, x, name),
+            codes=1 - least_spared_share(layer),
+            encode_s=self._coding_s(layer, layer.coding.encode_s if layer.coding else 0.0),
+            decode_s=self._coding_s(layer, layer.coding.decode_s if layer.coding else 0.0),
         )
         if layer.divisible:
             beside, _ = most_gained_bytes(layer, self.problem.profile.signature.rank_tokens)
@@ -339,11 +359,16 @@ class Model:
             self._program += group.kept == 0
         return group
 
+    def _coding_s(self, layer: LayerProfile, whole_s: float) -> float:
+        """Time units of coding for each byte unit that moves; `whole_s` is that of all that can be coded."""
+        whole = layer.spared_bytes({ALL: 1.0})
+        return whole_s * most_spared_share(layer) / whole * self._byte / self._second if whole else 0.0
+
     def _hide_storages(self, group: _Group, mine: Sequence[LayerProfile]) -> None:
         """Constraint (12)."""
         size = storage_bytes(group.layer)
         if size:
-            room = mine[group.members[-1] + 1].forward_s * self._rates[group.stage].d2h_bytes_per_s
+            room = mine[group.members[-1] + 1].forward_s * self._rates[group.stage].d2h_bytes_per_s / group.codes
             self._program += group.host + group.disk <= math.floor(room / size) * size / self._byte
 
     def _point_variables(self, layer: LayerProfile, stage: int, member: int, name: str) -> dict[str, pulp.LpVariable]:
@@ -379,6 +404,7 @@ class Model:
         loads, fixed = self._loads(stage)
         total = pulp.lpSum(len(group.members) * group.recompute for group in groups)
         total += (self._compute[stage] + fixed) / self._second
+        total += pulp.lpSum(len(group.members) * self._coding(group) for group in groups if group.layer.coding)
         counts = collections.Counter(
             (group_of[number].members[0], kind, load) for (number, kind), load in loads.items() if load
         )
@@ -390,6 +416,11 @@ class Model:
         if self.problem.pipeline.microbatches > 1:
             # (3)
             self._program += self._slowest_stage >= total
+
+    def _coding(self, group: _Group) -> pulp.LpAffineExpression:
+        """Time of coding and decoding one layer of a group."""
+        times = 2 if self.problem.pipeline.splits(group.stage, group.chunk) else 1
+        return (group.encode_s + times * group.decode_s) * (group.host + group.disk)
 
     def _message_row(self) -> None:
         """Constraint (3) of the links: each carries one message a microbatch in each direction."""
@@ -409,7 +440,7 @@ class Model:
         return loads, fixed
 
     def _work(self, group: _Group, kind: Kind) -> pulp.LpAffineExpression:
-        """Time of one layer's work in a pass, recompute included; the same object for each layer of the group."""
+        """Time of one layer's work in a pass, with recompute and coding; the same object for each layer of the group."""
         key = (group.stage, group.members[0], kind)
         if key not in self._works:
             if kind is Kind.FORWARD:
@@ -417,6 +448,8 @@ class Model:
             else:
                 share = 1.0 if kind is Kind.BACKWARD else 0.5
                 work = pulp.lpSum([share * group.layer.backward_s / self._second])
+            if group.layer.coding:
+                work = work + (group.encode_s if kind is Kind.FORWARD else group.decode_s) * (group.host + group.disk)
             self._works[key] = work + group.recompute if kind in (Kind.BACKWARD, Kind.INPUT) else work
         return self._works[key]
 
@@ -431,7 +464,7 @@ class Model:
                 self._exposed_s[key] = beyond.constant
             else:
                 exposed = self._program.add_variable(f"network_{len(self._exposed_s)}", 0, None)
-                where = "the network's window in backward"
+                where = f"the network's window in {'forward' if kind is Kind.FORWARD else 'backward'}"
                 self._add(exposed >= beyond, Resource.NETWORK, where, unit=self._second)
                 self._exposed_s[key] = exposed
         return self._exposed_s[key]
@@ -492,7 +525,9 @@ class Model:
         """Constraint (4): stall of a copy out."""
         rates = self._rates[moving.stage]
         moved = self._seconds(rates.d2h_bytes_per_s)
-        self._prices += len(moving.members) * moved * (MOVING_PRICE * moving.host + DISK_PRICE * moving.disk)
+        self._prices += (
+            len(moving.members) * moved * (MOVING_PRICE * moving.host_codes + DISK_PRICE * moving.disk_codes)
+        )
         lane = (rates.d2h_bytes_per_s, rates.disk_write_bytes_per_s)
         return self._copy(moving, *lane, self._room(hiding, window, load_s), Resource.COPY_OUT, window)
 
@@ -521,11 +556,11 @@ class Model:
         way = "forward" if resource is Resource.COPY_OUT else "backward"
         self._stalls += 1
         stall = self._program.add_variable(f"{way}_{moving.stage}_{window.moving}_{self._stalls}", 0, None)
-        row = stall >= (moving.host + moving.disk) * self._seconds(link) - room
+        row = stall >= (moving.host_codes + moving.disk_codes) * self._seconds(link) - room
         self._add(row, resource, f"the link's window in {way}", unit=self._second)
         if not isinstance(moving.disk, int):
-            by_disk = moving.disk * self._seconds(min(link, disk))
-            held_up = moving.host * (disk_delay(link, disk) * self._byte / self._second)
+            by_disk = moving.disk_codes * self._seconds(min(link, disk))
+            held_up = moving.host_codes * (disk_delay(link, disk) * self._byte / self._second)
             row = stall >= by_disk + held_up - room
             self._add(row, resource, f"the disk's window in {way}", unit=self._second)
         return stall
@@ -573,7 +608,9 @@ class Model:
         counts = self.problem.pipeline.peak_in_flight(stage)
         sums = [
             pulp.lpSum(
-                held[group.chunk] * len(group.members) * (group.host if tier is Resource.HOST else group.disk)
+                held[group.chunk]
+                * len(group.members)
+                * (group.host_codes if tier is Resource.HOST else group.disk_codes)
                 for group in self._stages[stage]
             )
             for held in counts
@@ -592,7 +629,7 @@ class Model:
         host = pulp.lpSum(ranks * self._held(stage, Resource.HOST) for stage, ranks in stages.items())
         disk = pulp.lpSum(ranks * self._held(stage, Resource.DISK) for stage, ranks in stages.items())
         written = pulp.lpSum(
-            ranks * len(group.members) * problem.pipeline.microbatches * group.disk
+            ranks * len(group.members) * problem.pipeline.microbatches * group.disk_codes
             for stage, ranks in stages.items()
             for group in self._stages[stage]
         )

@@ -160,11 +160,12 @@ class ExposedCommunication:
 
 
 def work_s(layer: LayerProfile, plan: LayerPlan, kind: Kind) -> float:
-    """Seconds of a layer's work in one pass, recompute included."""
+    """Seconds of a layer's work in one pass, recompute and coding included."""
+    encode_s, decode_s = plan.coding_s(layer)
     if kind is Kind.FORWARD:
-        return layer.forward_s
+        return layer.forward_s + encode_s
     share = 1.0 if kind is Kind.BACKWARD else 0.5
-    return share * layer.backward_s + (0.0 if kind is Kind.WEIGHT else plan.recompute_s(layer))
+    return share * layer.backward_s + decode_s + (0.0 if kind is Kind.WEIGHT else plan.recompute_s(layer))
 
 
 def exposed_sync_s(

@@ -23,6 +23,10 @@ runtime alike. One rank, one microbatch, layers 0 to n-1; F, B, R are a layer's 
     pieces     a range of tokens is recomputed in pieces, one after another, of at most the plan's fraction of the layer's
                tokens. The recompute of a layer that can be divided holds what its largest piece does, which is in
                proportion to the piece's tokens; each piece of a range but the first one takes a little time besides
+    codec      of a layer that moves, so many bytes less than it saves are on links and in tiers as its class says: at point
+               all those saved at every point and the point's; where tokens are divided each point's, less the last one's,
+               which moves whole. Coding takes its time in forward, decoding in backward, and in both halves of a split
+               one, in proportion to what is coded
     rounding   a storage goes to one place whole, kept ones within the planned bytes, and a place in a tier is of whole
                pages. So a stage that moves leaves free, of each tier's budget and for each microbatch in flight, a page
                for each storage of layers that can move; and where it divides a layer, its largest storage
@@ -503,6 +507,25 @@ class LayerPlan:
         """Bytes that the layer saves at these points, in all tiers together."""
         return layer.fixed_bytes + sum(known.saved_bytes * self.fraction(known.name) for known in layer.points)
 
+    def coded_share(self, layer: LayerProfile) -> float:
+        """Fraction by which codes make what moves fewer bytes than it saves; 0 without a codec."""
+        saved = self.saved_bytes(layer)
+        return layer.spared_bytes(self.points) / saved if layer.coding is not None and saved else 0.0
+
+    def moved_bytes(self, layer: LayerProfile) -> tuple[float, float]:
+        """Bytes that the layer moves, as they are in the tier: (to the host, to the disk)."""
+        moving = self.saved_bytes(layer) * (1 - self.coded_share(layer))
+        return moving * self.host, moving * self.disk
+
+    def coding_s(self, layer: LayerProfile) -> tuple[float, float]:
+        """Seconds of coding what moves: (in forward, in each backward that it comes back for)."""
+        coding, moving = layer.coding, self.host + self.disk
+        whole = layer.spared_bytes({ALL: 1.0}) if coding is not None and moving else 0.0
+        if coding is None or not whole:
+            return 0.0, 0.0
+        share = moving * layer.spared_bytes(self.points) / whole
+        return coding.encode_s * share, coding.decode_s * share
+
     def beside_bytes(self, layer: LayerProfile) -> float:
         """Bytes on the device beside all that autograd saves, while the layer is whole there.
 
@@ -554,6 +577,8 @@ class StagePrediction:
     recompute_s: float
     forward_s: float
     """Time of the forward, stalls and exposed communication included."""
+    coding_s: float | None = None
+    """Coding and decoding what moves; None is 0."""
     communication_s: float = 0.0
     """Exposed communication: compute waiting for collectives."""
     sync_s: float = 0.0
@@ -593,7 +618,7 @@ class StagePrediction:
     @property
     def microbatch_s(self) -> float:
         """Time from one microbatch to the next while the pipeline is full."""
-        return self.compute_s + self.communication_s + self.recompute_s + self.stall_s
+        return self.compute_s + self.communication_s + self.recompute_s + (self.coding_s or 0.0) + self.stall_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,8 @@ from memo.mip.activation.plan import (
 )
 from memo.mip.activation.rounding import in_storages, in_tiles, piece_candidates
 from memo.mip.activation.whole_points import at_points, round_points
+from memo.mip.inputs.coded_classes import most_spared, taken_as, undivided
+from memo.mip.inputs.coding import Coding
 from memo.mip.inputs.profile import ALL, LayerProfile, Profile
 from memo.units import format_bytes, format_duration
 
@@ -38,6 +40,8 @@ MOST_LAYERS = 16
 _AT_LAYER = "at layer "
 ALMOST_ALL = 1e-6
 """Fraction of a layer above which all of it is taken to be saved."""
+MOST_VARIANTS = 4
+"""Variants of a problem with a codec that are solved."""
 MOST_IN_VAIN = 2
 """Sizes of pieces in a row that gain nothing until no smaller one is tried."""
 WORDS = {use: str(use).replace("_", " ") for use in Use}
@@ -92,6 +96,38 @@ def find_plan(problem: ActivationProblem) -> ActivationPlan | None:
         return kept
     if not _has_room(problem):
         return None
+    best = _coded(problem) if _is_coded(problem) else _found(problem)
+    if best is not None:
+        require_valid(best)
+    return best
+
+
+def _coded(problem: ActivationProblem) -> ActivationPlan | None:
+    """The shortest plan of some variants of a problem with a codec (memo.mip.inputs.coded_classes).
+
+    First each layer is free, and a recomputed one thought to move whole and to take the time of coding; then none
+    recomputes, so that every share is exact; then what the best answer left whole is left whole, and others take the share
+    found there.
+    """
+    best: ActivationPlan | None = None
+    variants = [problem, _with_classes(problem, undivided)]
+    for tried in range(MOST_VARIANTS):
+        if tried >= len(variants):
+            break
+        found = _found(variants[tried])
+        if found is None:
+            continue
+        stages = predict_stages(problem, found.layers)
+        plan = dataclasses.replace(found, problem=problem, stages=stages)
+        if check_plan(plan) is None and (best is None or plan.step_s < best.step_s * (1 - LEAST_SAVING)):
+            best = plan
+            if tried or plan.layers != (LayerPlan(),) * len(plan.layers):
+                variants.append(_as_found(problem, plan.layers))
+    return best
+
+
+def _found(problem: ActivationProblem) -> ActivationPlan | None:
+    """The plan of one program after another, before it is checked; None where none fits."""
     smaller = list(piece_candidates(problem))
     model = _best_model(problem, {})
     if model is None and not (smaller and _best_model(problem, smaller[-1])):
@@ -113,7 +149,6 @@ def find_plan(problem: ActivationProblem) -> ActivationPlan | None:
     for whole in _whole_layers(best):
         if whole.step_s < best.step_s * (1 - LEAST_SAVING):
             best = whole
-    require_valid(best)
     return best
 
 
@@ -166,7 +201,9 @@ def relaxed_step_s(problem: ActivationProblem) -> float | None:
     """
     free = _with_classes(
         problem,
-        lambda layer: dataclasses.replace(_without_held(_without_beside(layer)), divisible=False, piece_s=0.0),
+        lambda layer: dataclasses.replace(
+            most_spared(_without_held(_without_beside(layer))), divisible=False, piece_s=0.0, coding=_free(layer.coding)
+        ),
     )
     model = Model(free, sharing=Sharing.NONE)
     if not model.solve():
@@ -184,7 +221,9 @@ def fits(problem: ActivationProblem) -> bool:
     if _keep_all(problem) is not None:
         return True
     smallest = list(piece_candidates(problem))[-1:]
-    return any(_has_plan(problem, pieces) for pieces in (*smallest, {}))
+    if any(_has_plan(problem, pieces) for pieces in (*smallest, {})):
+        return True
+    return _is_coded(problem) and _has_plan(_with_classes(problem, undivided), {})
 
 
 def _has_room(problem: ActivationProblem) -> bool:
@@ -305,8 +344,13 @@ def _models(
     if model.solved and model.priced_s <= free.priced_s:
         return
     plans = zip(layers, free.layer_plans(), strict=True)
-    known = [_undivided(layer) if plan.fraction(ALL) >= 1 - ALMOST_ALL else layer for layer, plan in plans]
+    known = [undivided(layer) if plan.fraction(ALL) >= 1 - ALMOST_ALL else layer for layer, plan in plans]
     yield Model(_with_layers(problem, known), staying=staying, pieces=pieces, kinds=problem.profile.layers)
+
+
+def _free(coding: Coding | None) -> Coding | None:
+    """Coding that takes no time."""
+    return None if coding is None else dataclasses.replace(coding, encode_s=0.0, decode_s=0.0)
 
 
 def _divisible(problem: ActivationProblem) -> bool:
@@ -325,20 +369,39 @@ def _without_held(layer: LayerProfile) -> LayerProfile:
     return dataclasses.replace(layer, points=tuple(dataclasses.replace(point, held_bytes=0) for point in layer.points))
 
 
-def _undivided(layer: LayerProfile) -> LayerProfile:
-    """The class with point `all` alone."""
-    whole = _without_beside(layer)
-    return dataclasses.replace(whole, name=f"{layer.name}, whole", points=whole.points[:1])
+def _is_coded(problem: ActivationProblem) -> bool:
+    """Whether codes spare bytes of any layer."""
+    return any(layer.spared_bytes({ALL: 1.0}) for layer in problem.profile.classes)
+
+
+def _as_found(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> ActivationProblem:
+    """The problem with whole classes for layers that these plans leave whole, and with the least share found for others."""
+    known = problem.profile.layer_profiles()
+    shares: dict[str, float] = {}
+    for layer, plan in zip(known, plans, strict=True):
+        if plan.recomputes:
+            shares[layer.name] = min(shares.get(layer.name, 1.0), plan.coded_share(layer))
+    return _with_layers(
+        problem,
+        [
+            taken_as(layer, shares[layer.name]) if plan.recomputes else undivided(layer)
+            for layer, plan in zip(known, plans, strict=True)
+        ],
+    )
 
 
 def _with_classes(problem: ActivationProblem, changed: Callable[[LayerProfile], LayerProfile]) -> ActivationProblem:
-    """The problem with each class changed, under its own name."""
+    """The problem with each class changed."""
     profile = problem.profile
-    profile = dataclasses.replace(profile, classes=tuple(changed(layer) for layer in profile.classes))
+    classes = {layer.name: changed(layer) for layer in profile.classes}
+    profile = dataclasses.replace(
+        profile, classes=tuple(classes.values()), layers=tuple(classes[name].name for name in profile.layers)
+    )
     return dataclasses.replace(problem, profile=profile)
 
 
 def _with_layers(problem: ActivationProblem, layers: Sequence[LayerProfile]) -> ActivationProblem:
+    """The problem with these classes of its layers; of one name are equal ones."""
     classes = {layer.name: layer for layer in layers}
     names = tuple(layer.name for layer in layers)
     profile = dataclasses.replace(problem.profile, classes=tuple(classes.values()), layers=names)
@@ -451,8 +514,8 @@ def _least_excess(problem: ActivationProblem, tier: Resource) -> Model | None:
     """The solved program with the least excess over one tier's budget; None where a larger budget would not help."""
     *_, pieces = {}, *piece_candidates(problem)
     variants = [problem]
-    if _has_beside(problem.profile) or pieces:
-        variants.append(_with_layers(problem, [_undivided(layer) for layer in problem.profile.layer_profiles()]))
+    if _has_beside(problem.profile) or pieces or _is_coded(problem):
+        variants.append(_with_layers(problem, [undivided(layer) for layer in problem.profile.layer_profiles()]))
 
     def solved_programs(*, whole: bool = False) -> list[Model]:
         options = _staying_options(problem, tier)

@@ -7,6 +7,12 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
+    from memo.mip.inputs.coding import (
+        CODE_BYTES as CODE_BYTES,
+        CODECS as CODECS,
+        Coding as Coding,
+        checking_nbytes as checking_nbytes,
+    )
     from memo.mip.inputs.doctor_rates import with_measured_rates as with_measured_rates
     from memo.mip.inputs.hardware import (
         PRESETS as PRESETS,
@@ -40,6 +46,7 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
+            "coding": "CODECS CODE_BYTES Coding checking_nbytes",
             "doctor_rates": "with_measured_rates",
             "hardware": "Hardware PRESETS hardware_of hardware_preset",
             "network": "Collectives Group Level Network parse_network",

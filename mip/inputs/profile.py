@@ -21,9 +21,11 @@ import dataclasses
 import enum
 import functools
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 from memo.errors import PlanError
+from memo.mip.inputs.coding import CODECS, Coding
 
 __all__ = [
     "ALL",
@@ -111,6 +113,8 @@ class PointProfile:
     """Peak bytes of the recompute beside the layer's saved tensors, on top of its backward's transient. 0: a
     recompute holds what a forward holds. Of a layer that can be divided, the bytes grow with the tokens that are computed
     at once."""
+    spared_bytes: int | None = None
+    """Bytes by which `saved_bytes` are fewer as codes; None is 0."""
 
     def __post_init__(self) -> None:
         if not (self.name.isascii() and self.name.isidentifier() and len(self.name) <= MAX_NAME):
@@ -118,6 +122,8 @@ class PointProfile:
         check_amounts(self, f"point {self.name}")
         if self.beside_bytes > self.saved_bytes:
             raise PlanError(f"point {self.name}: of {self.saved_bytes} bytes saved {self.beside_bytes} stand beside")
+        if (self.spared_bytes or 0) > self.saved_bytes:
+            raise PlanError(f"point {self.name}: of {self.saved_bytes} bytes saved a codec spares {self.spared_bytes}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,9 +185,9 @@ class LayerProfile:
     """Floating-point operations that are executed; of causal attention, half the square."""
     backward_flops: float = 0.0
     attention_flops: float = 0.0
-    """The part of `forward_flops` in attention scores, which alone grows with the square of the length."""
+    """The part of `forward_flops` in attention scores."""
     attention_s: float = 0.0
-    """The part of `forward_s` in attention scores."""
+    """The part of `forward_s` in scores of full attention, which alone grows with the square of the length."""
     forward_exchange_s: float = 0.0
     """The part of `forward_s` in which compute waits for collectives of tensor and context parallelism."""
     backward_exchange_s: float = 0.0
@@ -208,6 +214,8 @@ class LayerProfile:
     """Number of storages that a tier must place, at the point with the most; 0 where unknown."""
     largest_storage_bytes: int = 0
     """Bytes of the largest storage at any point, which goes to one tier whole; 0 where unknown."""
+    coding: Coding | None = None
+    """Where the profile is of training with a codec."""
 
     def __post_init__(self) -> None:
         check_amounts(self, f"layer class {self.name[:80]!r}")
@@ -219,6 +227,10 @@ class LayerProfile:
         )
         if any(gathered > transient for gathered, transient in passes):
             raise PlanError(f"layer class {self.name[:80]!r}: gathered weights are a part of its transient bytes")
+        if self.coding is not None and self.coding.spared_bytes > self.fixed_bytes:
+            raise PlanError(
+                f"layer class {self.name[:80]!r}: a codec spares {self.coding.spared_bytes} of {self.fixed_bytes} bytes"
+            )
         self._check_points()
 
     def _check_points(self) -> None:
@@ -267,6 +279,20 @@ class LayerProfile:
     def gathered_bytes(self) -> int:
         """The part of `transient_bytes` in gathered weights and their gradients."""
         return self.forward_gathered_bytes if self.peaks_in_forward else self.backward_gathered_bytes
+
+    def spared_bytes(self, points: Mapping[str, float]) -> float:
+        """Bytes by which what is saved is fewer as codes, with these fractions of the layer at its points.
+
+        Where a part is recomputed, what is saved of all tokens moves whole, since the recompute reads it: what every point
+        saves, and what the last of these points does.
+        """
+        if self.coding is None:
+            return 0.0
+        used = [known for known in self.points if points.get(known.name)]
+        if len(used) == 1 and used[0].name == ALL:
+            return self.coding.spared_bytes + (used[0].spared_bytes or 0)
+        whole = (used[-1].spared_bytes or 0) if used else 0
+        return sum(max((known.spared_bytes or 0) - whole, 0) * points[known.name] for known in used)
 
     def point(self, name: str) -> PointProfile | None:
         """The point of this name; None where the layer does not have it."""
@@ -393,9 +419,15 @@ class Profile:
     """6N + 6Lhs: FLOPs of the model per token, over all ranks, forward and backward; for mfu_causal."""
     model_flops_full_per_token: float = 0.0
     """6N + 12Lhs, likewise; for mfu_full."""
+    codec: str | None = None
+    """Codec of what moves (memo.kernels.codec), by choice; None: bytes move as they are."""
 
     def __post_init__(self) -> None:
         check_amounts(self, "profile")
+        if self.codec is not None and self.codec not in CODECS:
+            raise PlanError(f"profile: the codec is {self.codec[:80]!r}, none of {', '.join(CODECS)}")
+        if self.codec is None and any(layer.coding is not None for layer in self.classes):
+            raise PlanError("profile: a layer class says what is coded, and the profile is of no codec")
         if self.link_share >= 1:
             raise PlanError(
                 f"profile: collectives take {self.link_share:g} of the link to the host, and copies need some"

@@ -72,6 +72,8 @@ class Copy:
     """Number of the layer's call that the bytes belong to."""
     module: str
     nbytes: int
+    decoded_nbytes: int = 0
+    """Bytes of the values, where codes are copied."""
     issued_s: float
     left_nbytes: float = 0.0
     start_s: float = math.nan
@@ -140,7 +142,7 @@ class Links:
         }
         self._shares: dict[tuple[frozenset[Queue], frozenset[Queue]], dict[Queue, float]] = {}
 
-    def put(self, queue: Queue, *, call: int, module: str, nbytes: int) -> Copy:
+    def put(self, queue: Queue, *, call: int, module: str, nbytes: int, decoded_nbytes: int = 0) -> Copy:
         """Issues a copy at the current time."""
         copy = Copy(
             queue=queue,
@@ -148,6 +150,7 @@ class Links:
             call=call,
             module=module,
             nbytes=nbytes,
+            decoded_nbytes=decoded_nbytes,
             issued_s=self.now_s,
             left_nbytes=float(nbytes),
         )

@@ -54,6 +54,8 @@ class LayerWork:
     backward_s: float
     """Without recompute."""
     recompute_s: float = 0.0
+    decode_s: float = 0.0
+    """Decoding of what has come back, before each backward that reads it."""
     forward_exchange_s: float = 0.0
     """The part of `forward_s` in collectives that compute waits for."""
     backward_exchange_s: float = 0.0
@@ -65,6 +67,8 @@ class LayerWork:
     """Collective that follows its last backward of a step."""
     nbytes: Mapping[Part, int]
     """By part: all that autograd saves and a recompute is given, as present while the layer's forward runs."""
+    tier_nbytes: Mapping[Part, int] = dataclasses.field(default_factory=dict)
+    """Of parts that move, their bytes as codes; of others, those of `nbytes`."""
     forward_transient_nbytes: int = 0
     """Peak bytes of its forward beside what it saves."""
     backward_transient_nbytes: int = 0
@@ -77,6 +81,10 @@ class LayerWork:
     def of(self, part: Part) -> int:
         """Bytes of one part."""
         return self.nbytes.get(part, 0)
+
+    def in_tier(self, part: Part) -> int:
+        """Bytes of one part on links and in its tier."""
+        return self.tier_nbytes.get(part, self.of(part))
 
     @property
     def saved_nbytes(self) -> int:

@@ -93,13 +93,16 @@ def layer_work(name: str, layer: LayerProfile, plan: LayerPlan) -> LayerWork:
     kept, host, disk = (math.floor(saved * share + _ALMOST) for share in (plan.kept, plan.host, plan.disk))
     whole = layer.full_bytes + math.floor(plan.beside_bytes(layer) + _ALMOST)
     recompute_s = plan.recompute_s(layer)
+    encode_s, decode_s = plan.coding_s(layer)
+    in_host, on_disk = (math.floor(nbytes + _ALMOST) for nbytes in plan.moved_bytes(layer))
     backward = layer.transient_bytes if recompute_s else layer.backward_transient_bytes
     recomputing = layer.backward_transient_bytes + math.floor(plan.held_bytes(layer) + _ALMOST)
     return LayerWork(
         name=name,
-        forward_s=layer.forward_s,
+        forward_s=layer.forward_s + encode_s,
         backward_s=layer.backward_s,
         recompute_s=recompute_s,
+        decode_s=decode_s,
         forward_exchange_s=layer.forward_exchange_s,
         backward_exchange_s=layer.backward_exchange_s,
         gather_s=layer.gather_s,
@@ -111,6 +114,7 @@ def layer_work(name: str, layer: LayerProfile, plan: LayerPlan) -> LayerWork:
             Part.DISK: disk,
             Part.RECOMPUTED: whole - kept - host - disk,
         },
+        tier_nbytes={Part.HOST: in_host, Part.DISK: on_disk},
         between_nbytes=layer.between_bytes,
         forward_transient_nbytes=layer.forward_transient_bytes,
         backward_transient_nbytes=backward,

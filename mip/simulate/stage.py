@@ -245,10 +245,9 @@ class Stage:
         call.state = _State.LEAVING
         copies = []
         for part, tier, queue, _ in _MOVED:
-            nbytes = call.work.of(part)
-            if nbytes:
-                self._hold(tier, nbytes)
-                copies.append(self._links.put(queue, call=call.number, module=call.work.name, nbytes=nbytes))
+            if call.work.of(part):
+                self._hold(tier, call.work.in_tier(part))
+                copies.append(self._copy(call, part, queue))
         call.out = copies
         self._change(call, TensorState.LEAVING, Part.HOST, Part.DISK)
 
@@ -279,7 +278,8 @@ class Stage:
         self._use(call)
         if returning and not call.computed_again:
             self._work(Lane.RECOMPUTE, work.name, "backward", work.recompute_s)
-        self._run(work.name, "backward", work.backward_s * _share(kind), work.backward_exchange_s * _share(kind))
+        seconds = work.backward_s * _share(kind) + (work.decode_s if returning else 0.0)
+        self._run(work.name, "backward", seconds, work.backward_exchange_s * _share(kind))
         self._hold(Tier.DEVICE, -transient)
         if kind is Kind.WEIGHT:
             self._hold(Tier.DEVICE, -work.between_nbytes)
@@ -315,14 +315,16 @@ class Stage:
         """Takes the buffer and issues the reloads into it."""
         call.state, call.how = _State.RETURNING, how
         self._hold(Tier.DEVICE, call.away_nbytes)
-        call.back = [
-            self._links.put(queue, call=call.number, module=call.work.name, nbytes=call.work.of(part))
-            for part, _, _, queue in _MOVED
-            if call.work.of(part)
-        ]
+        call.back = [self._copy(call, part, queue) for part, _, _, queue in _MOVED if call.work.of(part)]
         self._change(call, TensorState.RETURNING, Part.HOST, Part.DISK)
         if not call.computed_again:
             self._change(call, TensorState.LIVE, Part.RECOMPUTED)
+
+    def _copy(self, call: _Call, part: Part, queue: Queue) -> Copy:
+        work = call.work
+        return self._links.put(
+            queue, call=call.number, module=work.name, nbytes=work.in_tier(part), decoded_nbytes=work.of(part)
+        )
 
     def _use(self, call: _Call) -> None:
         for part in (Part.KEPT, Part.HOST, Part.DISK):
@@ -336,7 +338,7 @@ class Stage:
         self._hold(Tier.DEVICE, -work.saved_nbytes)
         if call.out:
             for part, tier, _, _ in _MOVED:
-                self._hold(tier, -work.of(part))
+                self._hold(tier, -work.in_tier(part))
         self._change(call, TensorState.GONE, *Part)
 
     # The ends, whose saved bytes stay on the device.

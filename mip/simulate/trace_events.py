@@ -86,8 +86,17 @@ def _spans(stage: StageSimulation, step: int) -> Iterator[Span]:
 def _copy_spans(copy: Copy, step: int) -> Iterator[Span]:
     start, end = _ns(copy.start_s), _ns(copy.end_s)
     part = Part.DISK if copy.queue.disk else Part.HOST
+    decoded = copy.decoded_nbytes if copy.decoded_nbytes > copy.nbytes else None
     for lane in copy.queue.lanes:
-        yield Span(t=start, d=end - start, step=step, lane=lane, id=_ident(copy.call, part), nbytes=copy.nbytes)
+        yield Span(
+            t=start,
+            d=end - start,
+            step=step,
+            lane=lane,
+            id=_ident(copy.call, part),
+            nbytes=copy.nbytes,
+            decoded_nbytes=decoded,
+        )
 
 
 def _stall(wait: Wait, step: int) -> Stall:

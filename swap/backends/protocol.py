@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -154,6 +154,9 @@ class HostSlab(Protocol):
 
     def shrink(self, nbytes: int) -> None:
         """Frees whole pieces beyond the first `nbytes`; nothing there may be in use."""
+
+    def when_freed(self, call: Callable[[], None]) -> None:
+        """Has `call` called, by any thread, once all of the memory is freed; not where the process ends."""
 
     def close(self) -> None:
         """Ends growth. The memory is freed with the last view of it. Idempotent."""

@@ -30,6 +30,7 @@ from memo.swap.engine.handles import Handle, Kept, Sharded
 from memo.swap.engine.layer_calls import LayerCalls
 from memo.swap.engine.release import Release
 from memo.swap.engine.saved_storage import BACK, UNCHANGED, Hold, SavedStorage, content_of
+from memo.swap.engine.spills import SpillFigures, Spills
 from memo.swap.engine.stream_order import StreamOrder
 from memo.swap.engine.telemetry import Telemetry
 from memo.swap.engine.tier_choice import TierChoice
@@ -106,15 +107,21 @@ class Engine:
         self._dropped = release.dropped
         self._here = backend.current_stream
         self._is_capturing = backend.is_capturing
+        self._spills = Spills()
         self._tier_choice = TierChoice(
-            tiers, DeviceTier(backend, self._stats), spill=spill, stats=self._stats, make_room=release.clear_limbo
+            tiers,
+            DeviceTier(backend, self._stats),
+            spill=spill,
+            stats=self._stats,
+            spills=self._spills,
+            make_room=release.clear_limbo,
         )
         self._copy_out = CopyOut(backend, order, self._tier_choice, release, telemetry=telemetry, late_bytes=late_bytes)
         self._reload = Reload(
             lock, backend, order, release, layer_calls=layer_calls, telemetry=telemetry, prefetch_bytes=prefetch_bytes
         )
         self._min_bytes = min_bytes
-        self._codec = codec
+        self.codec = codec
         self._device = backend.device
         self._uint8 = torch.empty(0, dtype=torch.uint8, device=backend.device)
         self._empty_tensors: dict[torch.dtype, torch.Tensor] = {}  # an empty tensor of each dtype
@@ -229,7 +236,7 @@ class Engine:
             self._copy_out.layer_begins()
             group = self._layer_calls.begin(layer, module, wait_for_next=last)
             group.external = argument_storages(args, kwargs)
-            if self._codec is not None:
+            if self.codec is not None:
                 hidden = layer_input(args, kwargs)
                 group.hidden_values = 0 if hidden is None else local_part(hidden).numel()
             group.quota = self._tier_choice.quota(layer)
@@ -252,6 +259,7 @@ class Engine:
         with self._lock:
             group.external = set()
             self._layer_calls.open = group if between else None
+            self._spills.layer_ended(group)
             if self._telemetry.trace is not None and group.began is not None:
                 self._telemetry.trace.forward_ended(group.module, group.began)
             self._copy_out.layer_ended(group)
@@ -433,11 +441,12 @@ class Engine:
         home = self.backend.saving_stream(source)
         saved = SavedStorage(source, nbytes, content, group, home, self._on_drop, telemetry.changed)
         hold = Hold(saved)
-        if self._codec is not None and can_code(tensor, nbytes, group.hidden_values):
-            saved.coded = CodedCopy(self._codec, tensor.dtype)
+        if self.codec is not None and can_code(tensor, nbytes, group.hidden_values):
+            saved.coded = CodedCopy(self.codec, tensor.dtype)
         self._eligibility.known[storage] = weak = saved.hold
         group.saved.append(weak)
         group.alive += 1
+        group.nbytes += nbytes
         stats.began(nbytes)
         stats.came_to_device(nbytes)
         if telemetry.trace is not None:
@@ -448,9 +457,20 @@ class Engine:
 
     # Ends.
 
-    def end_step(self) -> None:
-        """Call at the end of a training step; emits the spans of the trace."""
+    def spills(self, step: int) -> SpillFigures | None:
+        """What tiers had no room for so far; None where there was nothing. `step` is that under way."""
+        with self._lock:
+            return self._spills.figures(step)
+
+    def end_step(self, step: int | None = None) -> None:
+        """Call at the end of a training step, with its number, or without one to emit the trace's spans in between."""
         self._release.end_dropped()
+        if step is not None and self._spills.is_spilling:
+            with self._lock:
+                spilled, trace = self._spills.end_step(step), self._telemetry.trace
+            if trace is not None:
+                for layer in spilled:
+                    trace.noted("spill", str(layer), layer.module)
         self._telemetry.settle_times()
         if self._telemetry.trace is not None:
             self._telemetry.trace.end_step()

@@ -40,11 +40,13 @@ class Group:
         "alive",
         "began",
         "external",
+        "has_ended",
         "held",
         "hidden_values",
         "index",
         "key",
         "module",
+        "nbytes",
         "quota",
         "saved",
         "together",
@@ -60,6 +62,8 @@ class Group:
         self.together = False  # other ranks recompute it at the same place in their backward
         self.saved: list[ref[Hold]] = []
         self.alive = 0  # storages that still have handles
+        self.nbytes = 0  # of all storages so far
+        self.has_ended = False  # the layer's forward
         self.external: set[torch.UntypedStorage] = set()  # of the layer's arguments but its hidden states: these stay
         self.hidden_values = 0  # of the hidden states that the layer was called with; counted where a codec is chosen
         self.quota: Quota | None = None  # bytes due to each tier; None: the first tier with room

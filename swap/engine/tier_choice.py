@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from memo.swap.engine.saved_storage import SavedStorage
+    from memo.swap.engine.spills import Spills
     from memo.swap.placement import Placement
     from memo.swap.stats import Stats
     from memo.swap.tiers.device import DeviceTier
@@ -33,6 +34,7 @@ class TierChoice:
         on_device: takes the kept prefixes of storages whose other tokens are recomputed; whole storages just stay.
         spill: a full tier passes storages on to the next; otherwise it is an error.
         stats: counters to update.
+        spills: what found no room in its tier and went to another.
         make_room: called before a tier is taken for full, since copies of dropped storages may still hold some of it.
     """
 
@@ -43,12 +45,14 @@ class TierChoice:
         *,
         spill: bool,
         stats: Stats,
+        spills: Spills,
         make_room: Callable[[], None],
     ) -> None:
         self._tiers = tiers
         self._first = tiers[0]
         self._spill = spill
         self._stats = stats
+        self._spills = spills
         self._make_room = make_room
         # For each tier: that tier, then the others in order, for when it is full.
         self._beginning_with: dict[TierName, list[Tier]] = {
@@ -164,7 +168,9 @@ class TierChoice:
             place = _first_place(tiers, nbytes)
             if place is None:
                 raise _no_room(saved, nbytes, tiers, present=[tier.name for tier in self._tiers])
-            self._stats.spilled += place.tier is not tiers[0]
+            if place.tier is not tiers[0]:
+                self._stats.spilled += 1
+                self._spills.add(saved.group, nbytes, tiers[0].name, place.tier.name)
         return place
 
 
@@ -172,13 +178,18 @@ def _first_place(tiers: Sequence[Tier], nbytes: int) -> Place | None:
     return next((place for tier in tiers if (place := tier.claim(nbytes)) is not None), None)
 
 
+def _state(tier: Tier) -> str:
+    words = f"{tier.name} {format_bytes(tier.used)} used"
+    if tier.budget is not None and tier.obtainable is not None:
+        words += f" of {format_bytes(tier.budget)}"
+        if tier.obtainable < tier.budget:
+            words += f", of which other jobs leave {format_bytes(tier.obtainable)}"
+    return words
+
+
 def _no_room(saved: SavedStorage, nbytes: int, tiers: Sequence[Tier], *, present: Sequence[TierName]) -> SwapError:
     """The error for bytes that none of `tiers` has room for, with the engine's tiers `present` to choose advice by."""
-    state = ", ".join(
-        f"{tier.name} {format_bytes(tier.used)} used"
-        + (f" of {format_bytes(tier.budget)}" if tier.budget is not None else "")
-        for tier in tiers
-    )
+    state = ", ".join(map(_state, tiers))
     kind = ScratchFull if tiers[-1].name is TierName.DISK else HostBudgetExceeded
     budgets = " or ".join(tier.name for tier in tiers if tier.name is not TierName.DEVICE)
     absent = next((name for name in (TierName.DISK, TierName.HOST) if name not in present), None)

@@ -78,6 +78,7 @@ class TraceEvents:
                 dtype=str(first.dtype).removeprefix("torch.") if first is not None else None,
                 op=None if first is None else _operation(first),
                 line=python_lines() if first is not None and tracer.stacks else None,
+                coded_nbytes=saved.place_nbytes if first is not None and saved.coded is not None else None,
             )
         )
 
@@ -134,9 +135,10 @@ class TraceEvents:
         """Emits the first read of a storage by backward."""
         self._tracer.emit(Use(t=self._tracer.now(), step=self._tracer.step, id=saved.id, how=how))
 
-    def noted(self, cause: str, message: str) -> None:
-        """Emits a warning or a fallback."""
-        self._tracer.emit(Note(t=self._tracer.now(), step=self._tracer.step, cause=cause, message=message))
+    def noted(self, cause: str, message: str, module: str | None = None) -> None:
+        """Emits a warning or a fallback, of a layer where one is named."""
+        t, step = self._tracer.now(), self._tracer.step
+        self._tracer.emit(Note(t=t, step=step, cause=cause, message=message, module=module))
 
     def end_step(self) -> None:
         """Emits the spans that have ended since the last call; keeps those still running."""

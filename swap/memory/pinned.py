@@ -27,6 +27,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -35,6 +36,9 @@ from memo.errors import SwapError
 from memo.swap.memory.numa import prefer_node
 from memo.swap.memory.page_aligned import PAGE_BYTES, private_pages, whole_pages
 from memo.units import format_bytes, format_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["PinnedSlab", "copy_pieces", "page_locked"]
 
@@ -60,6 +64,7 @@ class _LockingThreads(threading.local):
 _locking_threads = _LockingThreads()
 _log = logging.getLogger("memo")
 _starts: list[int] = []  # addresses at which registrations begin, sorted
+_starts_lock = threading.RLock()  # of changes; a garbage collection may unlock pages meanwhile
 
 
 def page_locked(nbytes: int, *, node: int | None = None) -> torch.Tensor:
@@ -95,9 +100,10 @@ def copy_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
 def _borders(block: torch.Tensor) -> list[int]:
     """Offsets within a block of bytes at which another registration begins."""
     address = block.data_ptr()
-    first = bisect.bisect_right(_starts, address)
-    last = bisect.bisect_left(_starts, address + block.numel())
-    return [start - address for start in _starts[first:last]]
+    starts = _starts.copy()  # locking threads, and whoever frees locked memory, change it meanwhile
+    first = bisect.bisect_right(starts, address)
+    last = bisect.bisect_left(starts, address + block.numel())
+    return [start - address for start in starts[first:last]]
 
 
 class PinnedSlab:
@@ -165,6 +171,10 @@ class PinnedSlab:
             self.nbytes = min(self.nbytes, max(nbytes, self._ready))  # the thread finishes its current piece
             self._changed.wait_for(lambda: not self._locking)
             self.nbytes = self._ready = self._pages.unlock_beyond(nbytes)
+
+    def when_freed(self, call: Callable[[], None]) -> None:
+        """Has `call` called once the pages are unlocked and the mapping is gone."""
+        self._pages.when_freed(call)
 
     def close(self) -> None:
         """Ends the locking thread; locked memory is unlocked when its storage dies. Idempotent."""
@@ -241,6 +251,10 @@ class _Pages:
         weakref.finalize(memory.untyped_storage(), pages.unlock_beyond, 0).atexit = False
         return pages, memory
 
+    def when_freed(self, call: Callable[[], None]) -> None:
+        """Has `call` called once the mapping is gone, which its locked ranges outlive in no case."""
+        weakref.finalize(self._mapping, call).atexit = False
+
     def fault_in(self, start: int, stop: int) -> None:
         """Faults in the pages of a range that is not locked yet.
 
@@ -273,13 +287,15 @@ class _Pages:
                 f"lower the host budget (containers and WSL limit it; ulimit -l does not)"
             )
         self._locked.append((start, stop))
-        bisect.insort(_starts, address)
+        with _starts_lock:
+            bisect.insort(_starts, address)
 
     def unlock_beyond(self, nbytes: int) -> int:
         """Unlocks and gives back the ranges that begin at `nbytes` or later; returns the end of those that stay."""
         while self._locked and self._locked[-1][0] >= nbytes:
             start, stop = self._locked.pop()
-            _starts.remove(self._address + start)
+            with _starts_lock:
+                _starts.remove(self._address + start)
             torch.cuda.cudart().cudaHostUnregister(self._address + start)
             self._mapping.madvise(mmap.MADV_DONTNEED, start, whole_pages(stop - start))
         return self._locked[-1][1] if self._locked else 0

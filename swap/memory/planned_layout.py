@@ -3,6 +3,10 @@
 First fit leaves holes. A plan avoids them, since a training step claims the same bytes in the same order again. The plan is
 advice: a claim that does not match it, or whose planned place is still taken by a late copy, is served by first fit and
 counted as a miss, and a step with misses is planned again. So a wrong plan costs room and never correctness.
+
+Where sizes differ from step to step, as of rows that are routed to experts, the plan of another step leaves more holes than
+none. So steps are left to first fit where it needed no more than the bytes held, as where what was claimed last is released
+first, and where many claims miss.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from memo.errors import Infeasible, SolverTimeout
+from memo.lru import LRU
 from memo.mip.address import DEVICE, Buffer, Method, Problem, solve
 
 if TYPE_CHECKING:
@@ -21,12 +26,15 @@ __all__ = ["Layout", "StepRecorder", "plan_layout"]
 
 PLAN_SECONDS = 1.0  # time limit of one plan; a step of 1,000 storages takes a few milliseconds
 KEPT_LAYOUTS = 8  # as many sequence lengths may alternate without planning again
-PLANS_EACH = 3  # plans of steps with one first size; irregular claims are then left to first fit
+PLANS_EACH = 3  # plans of steps with one first size
+IRREGULAR = 1 / 16  # share of misses; after two such steps those of that first size are left to first fit
+IRREGULAR_STEPS = 2
+KEPT_SIZES = 64  # first sizes of which it is remembered
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The planned offsets of one step's claims, in order; None for a claim that the arena refused."""
+    """Offsets of one step's claims, in order; None for a claim that the arena refused or that first fit serves."""
 
     sizes: tuple[int, ...]
     offsets: tuple[int | None, ...]
@@ -43,6 +51,17 @@ class _Life:
     start: int
     end: int = 0
     """Time of the release; 0 for a claim that was refused."""
+    offset: int | None = None
+    """Where it was placed; None for a claim that was refused."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Known:
+    """What is known of the steps with one first size."""
+
+    plans: int = 0
+    irregular: int = 0
+    """Steps with too many misses."""
 
 
 class StepRecorder:
@@ -56,7 +75,7 @@ class StepRecorder:
         self._clock = 0
         self._lives: list[_Life] = []
         self._layouts: collections.OrderedDict[int, Layout] = collections.OrderedDict()
-        self._planned: collections.Counter[int] = collections.Counter()
+        self._known: LRU[int, _Known] = LRU(KEPT_SIZES)
         self._following: Layout | None = None
 
     @property
@@ -78,6 +97,10 @@ class StepRecorder:
             self.misses += 1
             return number, None
         return number, layout.offsets[number]
+
+    def placed(self, number: int, offset: int) -> None:
+        """Records the place that claim `number` was given."""
+        self._lives[number].offset = offset
 
     def missed(self) -> None:
         """Counts a planned place that was still taken."""
@@ -102,9 +125,8 @@ class StepRecorder:
         if not any(life.end for life in lives) or (following is not None and not misses):
             return False
         first = lives[0].nbytes
-        if self._planned[first] == PLANS_EACH:
+        if not self._is_worth_a_plan(first, misses / len(lives)):
             return False
-        self._planned[first] += 1
         layout = plan_layout(lives, alignment, capacity)
         if layout is None:
             return False
@@ -114,10 +136,27 @@ class StepRecorder:
             self._layouts.popitem(last=False)
         return True
 
+    def _is_worth_a_plan(self, first: int, missed: float) -> bool:
+        """True for a step with that first size and share of misses, unless such steps are irregular, or ever others."""
+        known = self._known.get(first)
+        if known is None:
+            known = self._known[first] = _Known()
+            if len(self._layouts) == KEPT_LAYOUTS:
+                return False  # it may never come again
+        known.irregular += missed > IRREGULAR
+        if known.irregular >= IRREGULAR_STEPS:
+            self._layouts.pop(first, None)
+            return False
+        known.plans += 1
+        return known.plans <= PLANS_EACH
+
 
 def plan_layout(lives: Sequence[_Life], alignment: int, capacity: int) -> Layout | None:
     """Plans the offsets of one step's claims within `capacity` bytes; None when the solver finds none in time."""
     held = [number for number, life in enumerate(lives) if life.end]
+    if (nbytes := _first_fit_nbytes(lives, held, alignment)) is not None:
+        sizes = tuple(life.nbytes for life in lives)
+        return Layout(sizes=sizes, offsets=(None,) * len(lives), nbytes=nbytes, lower_bound_nbytes=nbytes)
     buffers = [
         Buffer(id=str(number), start=lives[number].start, end=lives[number].end, nbytes=lives[number].nbytes)
         for number in held
@@ -137,3 +176,20 @@ def plan_layout(lives: Sequence[_Life], alignment: int, capacity: int) -> Layout
         nbytes=arena.nbytes,
         lower_bound_nbytes=arena.lower_bound_nbytes,
     )
+
+
+def _first_fit_nbytes(lives: Sequence[_Life], held: Sequence[int], alignment: int) -> int | None:
+    """Bytes of the arena as the step's claims were placed; None where they might do with fewer, or were not all placed."""
+    end = most = now = 0
+    changes = []
+    for number in held:
+        life = lives[number]
+        if life.offset is None:
+            return None
+        nbytes = -(-life.nbytes // alignment) * alignment
+        end = max(end, life.offset + nbytes)
+        changes += [(life.start, nbytes), (life.end, -nbytes)]
+    for _, nbytes in sorted(changes):
+        now += nbytes
+        most = max(most, now)
+    return end if end == most else None

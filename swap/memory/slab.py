@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from typing import TYPE_CHECKING
 
 import torch
 
 from memo.swap.memory.page_aligned import private_pages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["PageableSlab", "touched_slab_bytes"]
 
@@ -29,7 +33,7 @@ class PageableSlab:
         self.nbytes = 0
         self.touched_bytes = 0
         """End of the range that has been claimed since the slab was last shrunk; its pages are resident."""
-        _slabs.add(self)
+        _slabs[self] = None
 
     def grow(self, nbytes: int) -> None:
         """Counts the first `nbytes` as taken."""
@@ -46,14 +50,19 @@ class PageableSlab:
             self.nbytes = nbytes
             self.touched_bytes = min(self.touched_bytes, nbytes)
 
+    def when_freed(self, call: Callable[[], None]) -> None:
+        """Has `call` called once the mapping is gone."""
+        weakref.finalize(self._mapping, call).atexit = False
+
     def close(self) -> None:
         """Ends the count of its bytes; the mapping goes with its last view."""
-        _slabs.discard(self)
+        _slabs.pop(self, None)
 
 
-_slabs: weakref.WeakSet[PageableSlab] = weakref.WeakSet()
+_slabs: weakref.WeakKeyDictionary[PageableSlab, None] = weakref.WeakKeyDictionary()
+"""Iterated by `keyrefs`, which makes a list at once; a WeakSet cannot be iterated while other threads add to it."""
 
 
 def touched_slab_bytes() -> int:
     """Bytes of this process's resident memory that pageable slabs take."""
-    return sum(slab.touched_bytes for slab in _slabs)
+    return sum(slab.touched_bytes for known in _slabs.keyrefs() if (slab := known()) is not None)

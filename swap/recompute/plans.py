@@ -16,9 +16,10 @@ import torch
 from memo.errors import SwapError
 from memo.lru import LRU
 from memo.swap.recompute.agreement import Agreed, Agreements, Shared
+from memo.swap.recompute.alike import AlikeCalls
 from memo.swap.recompute.choice import Choice, single_level
 from memo.swap.recompute.ranges.ranged_plan import RangedPlan, ranged_costs_of, ranged_plan_of
-from memo.swap.recompute.ranges.rows import readings_of
+from memo.swap.recompute.ranges.rows import TokenRows, Way, reading_in, readings_of
 from memo.swap.recompute.tape.bans import NO_BANS, Bans
 from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.tape.step_costs import step_costs
@@ -80,8 +81,8 @@ class _Case:
 
     @property
     def operators(self) -> Iterator[Any]:
-        """The log without its sizes, which differ from call to call where rows are routed to experts."""
-        return (word for word in self.recorded.key.log if type(word) is not int)
+        """The log without its sizes."""
+        return self.recorded.operators
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -123,10 +124,15 @@ class Plans:
         self._opaque: LRU[tuple[Any, ...], frozenset[int]] = LRU(MOST_PLANS)
         self._shown: LRU[tuple[Any, ...], float] = LRU(MOST_PLANS)
         """Form of a replay that has passed its trial -> largest difference that this found."""
+        self._ways: LRU[tuple[Any, ...], tuple[Way, bool]] = LRU(MOST_PLANS)
+        """Form of calls, setting, and what can be kept -> how ranges of tokens divided them, and whether in phases."""
         self._holds: LRU[tuple[Any, ...], Holds] = LRU(MOST_KINDS)
         self._undivided: LRU[tuple[Any, ...], bool] = LRU(MOST_PLANS)
         """Kinds of calls of which ranges of tokens did no better than whole storages, or failed their trial."""
+        self._alike_calls = AlikeCalls()
         self._last: dict[str, tuple[str, Ended, frozenset[int], Setting]] = {}  # layer -> key of its last call's plan
+        self._latest: dict[str, Found] = {}
+        """Layer -> plan of its last call."""
         self._short: dict[str, int] = {}
         """Layer -> trials that found no memory."""
         self._written_unseen: set[str] = set()
@@ -160,7 +166,7 @@ class Plans:
             return None
         _, (log, sources, wanted, stuck), opaque, setting = key
         choice = Choice(self._tape_of(log, opaque), sources, wanted, stuck, self._bans.get(layer, NO_BANS))
-        found = self._found.get(key)
+        found = self._latest.get(layer)
         if isinstance(found, (Plan, Refused)):
             choice = dataclasses.replace(choice, never=found.wrong)
         return choice, setting, found
@@ -181,6 +187,9 @@ class Plans:
         self._last[layer] = key
         found, counted = self._found.get(key), self._counted.get(key)
         if found is None or not _is_allowed(found, shared):
+            alike = self._alike_calls.plan_of(call, recorded, opaque)
+            found, counted = (None, None) if alike is None else alike
+        if found is None or not _is_allowed(found, shared):
             case = self._case(call, recorded, setting, opaque)
             known = self.trials_run, case.form in self._undivided
             found, shared = self._made(case, shared)
@@ -195,6 +204,9 @@ class Plans:
                 if counted is None:
                     counted = self._alike[alike] = self._counts(case)
                 self._counted[key] = counted
+            if not (isinstance(found, Refused) and found.for_now):
+                self._alike_calls.add(call, recorded, opaque, case.tape, found, counted)
+        self._latest[layer] = found
         if counted is not None:
             self._costs[layer] = counted
         return found, any(shared.repeated_by(_steps_of(found)))
@@ -213,11 +225,10 @@ class Plans:
     def _opaque_in(self, call: OpenCall, recorded: RecordedCall) -> frozenset[int]:
         """Storages that something unseen writes into, as a call of this log showed that was recorded with checksums."""
         key = (call.layer.name, recorded.key)
-        known, seen = self._opaque.get(key), call.recorder.changed_unseen()
-        if known is None or not seen <= known:
-            known = self._opaque[key] = seen.union(known or ())
-            if known:
-                self._written_unseen.add(call.layer.name)
+        known, seen = self._opaque.get(key) or frozenset(), call.recorder.changed_unseen()
+        if not seen <= known:
+            known = self._opaque[key] = known.union(seen)
+            self._written_unseen.add(call.layer.name)
         return known
 
     def _made(self, case: _Case, shared: Shared) -> tuple[Found, Shared]:
@@ -242,12 +253,15 @@ class Plans:
                 self._undivided[case.form] = True
         elif shared.agreed is not None and shared.agreed.ranges is not None:
             ranged = self._in_ranges(case, case.choice.under(shared))
-            if ranged is None or ranged.form != shared.agreed.ranges:
-                raise SwapError(
-                    f"{case.layer} was to be recomputed together with other ranks in ranges of tokens, and cannot be"
-                    " divided alike in this call; exclude it with alpha=1"
-                )
-            return ranged, shared
+            if any(shared.agreed.repeats):
+                if ranged is None or ranged.form != shared.agreed.ranges:
+                    raise SwapError(
+                        f"{case.layer} was to be recomputed together with other ranks in ranges of tokens, and cannot be"
+                        " divided alike in this call; exclude it with alpha=1"
+                    )
+                return ranged, shared
+            if ranged is not None and (shown := self._shown_ranges(case, ranged)) is not None:
+                return shown, shared
         if not shared.always:
             return self._tried(case, shared), shared
         assert shared.agreed is not None
@@ -376,38 +390,26 @@ class Plans:
         if single_level(levels) is not None and levels.piece >= 1:
             return None
         tape = choice.tape
-        if tape.readings is None:
-            tape.readings = list(readings_of(tape, case.call.recorder.carried))
         alone = dataclasses.replace(choice.for_next, always=frozenset())  # not by what this call happens to have
         least = {level: alone.at(level).keep_cost for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION)}
+        form = (case.form, setting, choice.sources, choice.always)  # what can be kept decides, too
+        if (known := self._ways.get(form)) is not None:
+            way, in_phases = known
+            rows = reading_in(tape, way, case.call.recorder.carried)
+            if (plan := _divided(rows, levels, choice, least, in_phases=in_phases)) is not None:
+                return plan
+        if tape.readings is None:
+            tape.readings = list(readings_of(tape, case.call.recorder.carried))
         for in_phases in (False, True):
             best: RangedPlan | None = None
             for rows in tape.readings:
-                first, second = ends = levels.ends(rows.tokens)
-                is_mixed = 0 < first < rows.tokens or 0 < second < rows.tokens
-                piece = levels.piece_tokens(rows.tokens)
-                if first == rows.tokens or not (is_mixed or piece):
-                    continue
-                plan = ranged_plan_of(
-                    rows,
-                    ends,
-                    choice.banned,
-                    choice.sources,
-                    choice.wanted,
-                    choice.stuck,
-                    piece=piece,
-                    always=choice.always,
-                    in_phases=in_phases,
-                )
-                bits = first * 8 * choice.saved_nbytes + (second - first) * least[Level.SAVE_MATMULS]
-                bits += (rows.tokens - second) * least[Level.SAVE_ATTENTION]
-                if plan is None or 8 * plan.nbytes * rows.tokens > MOST_OVER * bits:
-                    continue
-                if not in_phases:
-                    return plan
-                if best is None or plan.divided_nbytes > best.divided_nbytes:
+                plan = _divided(rows, levels, choice, least, in_phases=in_phases)
+                if plan is not None and (best is None or plan.divided_nbytes > best.divided_nbytes):
                     best = plan
+                if best is not None and not in_phases:
+                    break
             if best is not None:
+                self._ways[form] = best.rows.way, in_phases
                 return best
         return None
 
@@ -519,6 +521,31 @@ class Plans:
         )
 
 
+def _divided(
+    rows: TokenRows, levels: TokenLevels, choice: Choice, least: Mapping[Level, int], *, in_phases: bool
+) -> RangedPlan | None:
+    """Token ranges by one reading; None where they would keep more than whole storages, of `least` bits at each level."""
+    first, second = ends = levels.ends(rows.tokens)
+    is_mixed = 0 < first < rows.tokens or 0 < second < rows.tokens
+    piece = levels.piece_tokens(rows.tokens)
+    if first == rows.tokens or not (is_mixed or piece):
+        return None
+    plan = ranged_plan_of(
+        rows,
+        ends,
+        choice.banned,
+        choice.sources,
+        choice.wanted,
+        choice.stuck,
+        piece=piece,
+        always=choice.always,
+        in_phases=in_phases,
+    )
+    bits = first * 8 * choice.saved_nbytes + (second - first) * least[Level.SAVE_MATMULS]
+    bits += (rows.tokens - second) * least[Level.SAVE_ATTENTION]
+    return None if plan is None or 8 * plan.nbytes * rows.tokens > MOST_OVER * bits else plan
+
+
 def _now_s(device: torch.device) -> float:
     """Host clock in seconds, after synchronising the device."""
     if device.type == "cuda":
@@ -530,7 +557,9 @@ def _is_allowed(found: Found, shared: Shared) -> bool:
     """True if a plan that was found is as other ranks have agreed."""
     if not shared.allow(_steps_of(found)):
         return False
-    return shared.agreed is None or shared.agreed.ranges == (found.form if isinstance(found, RangedPlan) else None)
+    if shared.agreed is None or not any(shared.agreed.repeats):
+        return True
+    return shared.agreed.ranges == (found.form if isinstance(found, RangedPlan) else None)
 
 
 def _steps_of(found: Found) -> Sequence[int] | frozenset[int]:

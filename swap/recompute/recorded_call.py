@@ -147,6 +147,16 @@ class RecordedCall:
         return self.ended.key
 
     @property
+    def operators(self) -> Iterator[Any]:
+        """Its log without sizes, which differ from call to call where rows are routed to experts."""
+        return (word for word in self.key.log if type(word) is not int)
+
+    @property
+    def saved_nbytes(self) -> int:
+        """Bytes of all storages that autograd saved."""
+        return sum(saved.nbytes for saved in self.saved.values())
+
+    @property
     def sources(self) -> Sources:
         """What of it can be kept."""
         return self.ended.sources

@@ -27,6 +27,7 @@ class DeviceTier:
     name = TierName.DEVICE
     lane_out = lane_in = Lane.COMPUTE
     budget: int | None = None
+    obtainable: int | None = None
 
     def __init__(self, backend: Backend, stats: Stats) -> None:
         self.backend = backend

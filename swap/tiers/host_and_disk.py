@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from memo.swap.backends.protocol import Backend, Disk, Event, Extent, HostSlab, Timed
+    from memo.swap.memory.host_pool import HostPool
     from memo.swap.tiers.protocol import Place
 
 __all__ = ["DiskTier", "HostTier"]
@@ -32,6 +33,11 @@ class _Ledger:
         self.budget = budget
         self.used = 0
         self.peak = 0
+
+    @property
+    def obtainable(self) -> int | None:
+        """The budget."""
+        return self.budget
 
     def take(self, nbytes: int) -> None:
         """Counts claimed bytes."""
@@ -53,15 +59,19 @@ class HostTier(_Ledger):
         backend: gives the slab and the two copy lanes.
         budget: the most bytes, rounded down to whole pages.
         segment_bytes: the slab grows by multiples of this.
+        pool: budget that this tier shares with those of other jobs, and closes; None: it is this tier's alone.
     """
 
     name = TierName.HOST
     lane_out = Lane.D2H
     lane_in = Lane.H2D
 
-    def __init__(self, backend: Backend, budget: int, *, segment_bytes: int = 64 << 20) -> None:
+    def __init__(
+        self, backend: Backend, budget: int, *, segment_bytes: int = 64 << 20, pool: HostPool | None = None
+    ) -> None:
         super().__init__(budget)
         self._backend = backend
+        self._pool = pool
         self._segment_bytes = segment_bytes
         self._capacity = budget // PAGE * PAGE
         self._space = FreeList(self._capacity, align=PAGE)
@@ -78,12 +88,19 @@ class HostTier(_Ledger):
         """Bytes taken from the system, or being taken."""
         return 0 if self._slab is None else self._slab.nbytes
 
+    @property
+    def obtainable(self) -> int | None:
+        """The budget, or what this tier has of a pool and what is free there."""
+        if self._pool is None or self.budget is None:
+            return self.budget
+        return min(self.budget, self._pool.held + self._pool.free)
+
     def expect(self, nbytes: int) -> None:
         """Grows the slab in the background; earlier steps no longer serve as the record for a layout."""
         self._forgets_steps |= bool(nbytes) or self._has_forecast
         if nbytes and self._capacity:
             self._has_forecast = True
-            self._open().grow(min(whole_pages(nbytes), self._capacity))
+            self._take(self._open(), min(whole_pages(nbytes), self._capacity))
 
     def claim(self, nbytes: int) -> Place | None:
         """Returns a block of the slab; None when the budget is used up.
@@ -104,6 +121,11 @@ class HostTier(_Ledger):
         except BaseException:
             self._space.free(offset)
             raise
+        if slab is None:
+            self._space.free(offset)
+            self._was_full = True
+            return None
+        self._recorder.placed(number, offset)
         self.take(nbytes)
         return _HostPlace(self, slab.memory[offset : offset + nbytes], offset, number)
 
@@ -114,21 +136,42 @@ class HostTier(_Ledger):
             self._recorder.missed()
         return self._space.allocate(nbytes)
 
-    def _grow_to(self, end: int) -> HostSlab:
-        """Grows the slab so that its first `end` bytes may be used, and returns it.
+    def _grow_to(self, end: int) -> HostSlab | None:
+        """Grows the slab so that its first `end` bytes may be used, and returns it; None where the pool has too few.
 
         It grows by a twentieth at least: copies are divided at the borders that each growth adds.
         """
         slab = self._open()
         if end > slab.nbytes:
             most = max(end, slab.nbytes + slab.nbytes // SURPLUS)
-            slab.grow(min(-(-most // self._segment_bytes) * self._segment_bytes, self._capacity))
-        slab.wait(end)
+            segments = min(-(-most // self._segment_bytes) * self._segment_bytes, self._capacity)
+            if not (self._take(slab, segments) or self._take(slab, end)):
+                return None
+        try:
+            slab.wait(end)
+        except BaseException:
+            self._give_back_to_pool(slab)
+            raise
         return slab
+
+    def _take(self, slab: HostSlab, nbytes: int) -> bool:
+        """Grows the slab, first of all in the pool; False where the pool has too few, and nothing changes."""
+        if nbytes > slab.nbytes:
+            if self._pool is not None and not self._pool.resize(nbytes):
+                return False
+            slab.grow(nbytes)
+        return True
+
+    def _give_back_to_pool(self, slab: HostSlab) -> None:
+        """Leaves to others what the slab does not have."""
+        if self._pool is not None:
+            self._pool.resize(slab.nbytes)
 
     def _open(self) -> HostSlab:
         if self._slab is None:
             self._slab = self._backend.host_slab(self._capacity)
+            if self._pool is not None:
+                self._slab.when_freed(self._pool.close)
         return self._slab
 
     def end_step(self) -> None:
@@ -145,6 +188,7 @@ class HostTier(_Ledger):
         if slab.nbytes > nbytes + nbytes // SURPLUS:
             self._backend.synchronize()  # a copy that only the device has ordered may still use it
             slab.shrink(nbytes)
+            self._give_back_to_pool(slab)
 
     def give_back(self, offset: int, nbytes: int, number: int, step: int, reload: tuple[int, Event] | None) -> None:
         """Frees a place.
@@ -193,6 +237,8 @@ class HostTier(_Ledger):
         if self._slab is not None:
             self._backend.synchronize()  # a copy that only the device has ordered may still use it
             self._slab.close()
+        elif self._pool is not None:
+            self._pool.close()
         self._slab = None
 
 

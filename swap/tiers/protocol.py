@@ -51,6 +51,10 @@ class Tier(Protocol):
     used: int
     peak: int
 
+    @property
+    def obtainable(self) -> int | None:
+        """The budget, without what other jobs hold of it now; None: unlimited."""
+
     def claim(self, nbytes: int) -> Place | None:
         """Returns room for `nbytes`; None when the tier is full."""
 

@@ -26,6 +26,7 @@ from memo.errors import PlanError, UsageError
 from memo.events import Tier
 from memo.gpt.config import preset
 from memo.gpt.model.model import GPT
+from memo.kernels import Codec
 from memo.manager.manager import Manager
 from memo.manager.plan_source import checked_plan, own_part
 from memo.mip.activation.cost import predict_stages
@@ -56,10 +57,12 @@ def checked_manager(model: torch.nn.Module, *, policy: Any = "lazy") -> tuple[Ma
     return Manager(model, find_layers(model), engine, tokenwise=tokenwise), engine, tokenwise
 
 
-def paced_manager(model: torch.nn.Module, *, host: int = ROOM) -> tuple[Manager, Engine, Tapes]:
+def paced_manager(
+    model: torch.nn.Module, *, host: int = ROOM, codec: Codec | None = None
+) -> tuple[Manager, Engine, Tapes]:
     """In real time, over a link of 20 MB/s."""
     backend = PacedBackend(d2h_bytes_per_s=20e6, h2d_bytes_per_s=20e6)
-    engine = Engine(backend, [HostTier(backend, host, segment_bytes=1 << 20)], min_bytes=1024)
+    engine = Engine(backend, [HostTier(backend, host, segment_bytes=1 << 20)], min_bytes=1024, codec=codec)
     tokenwise = Tapes(engine, TokenLevels(all=1.0))
     return Manager(model, find_layers(model), engine, tokenwise=tokenwise), engine, tokenwise
 
@@ -180,6 +183,23 @@ def test_a_run_that_plans_itself_is_equal_in_every_phase_and_stays_in_its_budget
         "whole storages are kept where fractions were planned"
     )
     assert "plan: forward and backward" in str(manager.report())
+    manager.close()
+
+
+def test_a_run_with_a_codec_plans_with_codes() -> None:
+    model = fresh(8)
+    manager, engine, tokenwise = paced_manager(model, codec=Codec.FP8)
+    memory = DeviceBudget(total_bytes=int(5 * _whole_bytes()), peak_bytes=lambda: 0, restart=lambda: None)
+    manager.plan_with(AutoPlan(Actuator(engine, tokenwise, manager.layers, memory, tracer=None), checked_plan))
+    train(model, lambda step: forward(model, step), manager, steps=6)
+    plan = manager.plan
+    assert plan is not None
+    profile = plan.problem.profile
+    assert profile.codec == "fp8"
+    saved = sum(layer.full_bytes for layer in profile.layer_profiles())
+    spared = sum(layer.spared_bytes({ALL: 1.0}) for layer in profile.layer_profiles())
+    assert 0.6 * saved < spared < 0.75 * saved, "nearly all is float32"
+    assert engine.stats.peak_device_bytes <= 1.1 * memory.total_bytes
     manager.close()
 
 

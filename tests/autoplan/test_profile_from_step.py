@@ -298,3 +298,25 @@ def test_gradients_that_come_layer_by_layer_stand_beside_the_layers_that_run_the
     assert found.head.transient_bytes == 900
 
     assert beside_layers(profile, Limits(device_bytes=0, others_bytes=7, host_bytes=0, disk_bytes=0)) == (profile, 7)
+
+
+def test_codes_spare_the_share_that_they_spare_of_what_was_saved() -> None:
+    own = layer(10, 30)
+    own.saved_bytes = 0
+    own.saved(3000, 900)
+    own.saved(1000)
+    exact = measured_profile(times({"a": own}), {"a": costs("a")}, SIGNATURE)
+    (known,) = measured_profile(times({"a": own}), {"a": costs("a")}, SIGNATURE, codec="int8").classes
+    assert exact.codec is None
+    assert exact.classes[0].coding is None
+    assert known.coding is not None
+    assert known.coding.spared_bytes == int(0.525 * 1000)
+    assert [point.spared_bytes for point in known.points] == [int(0.525 * 3000), int(0.525 * 1200), 0]
+    whole = dataclasses.replace(costs("a"), divisible=False)
+    (known,) = measured_profile(times({"a": own}), {"a": whole}, SIGNATURE, codec="int8").classes
+    assert [point.spared_bytes for point in known.points] == [int(0.525 * 3000), 0, 0]
+    longer = scaled_profile(
+        measured_profile(times({"a": own}), {"a": costs("a")}, SIGNATURE, codec="int8"),
+        dataclasses.replace(SIGNATURE, tokens=200),
+    )
+    assert longer.classes[0].spared_bytes({"all": 1.0}) == pytest.approx(2 * 0.525 * 4000, abs=4)

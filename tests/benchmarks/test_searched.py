@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from benchmarks.published.galvatron import galvatron_rows
-from benchmarks.searched import cases, search, told
+from benchmarks.searched import cases, kept_rows, search, told
 
 
 def test_megatrons_step_time_is_that_of_its_own_formula() -> None:
@@ -43,9 +46,18 @@ def test_by_galvatrons_own_costs_its_plan_fits_and_swap_makes_the_step_shorter_s
         assert row["free"]["simulated_step_s"] == pytest.approx(row["free"]["step_s"], rel=0.02)
 
 
+def test_kept_rows_say_the_commit_that_they_are_of(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    first.write_text(json.dumps({"commit": "old", "rows": [{"name": "a"}, {"name": "b"}]}))
+    second.write_text(json.dumps({"commit": "new", "rows": [{"name": "b"}, {"name": "c", "commit": "older"}]}))
+    commits = {name: row["commit"] for name, row in kept_rows([first, second]).items()}
+    assert commits == {"a": "old", "b": "new", "c": "older"}
+
+
 def test_every_row_names_its_source_of_comparison_once() -> None:
     known = list(cases())
     assert len({case.name for case in known}) == len(known)
     for case in known:
         assert (case.published_tokens is None) == ("--max-seq" not in case.flags)
-        assert case.published_s is not None or case.published_tokens is not None or "Galvatron" in case.name
+        published = case.published_s is not None or case.published_tokens is not None
+        assert published or case.cell is not None or "Galvatron" in case.name

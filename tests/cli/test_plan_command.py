@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -656,3 +657,47 @@ def test_a_search_from_a_plan_says_what_its_layout_reads_of_the_checkpoint(
     assert "its checkpoint cannot go on as 125m with 6" in assert_one_line(capsys)
     assert main([*search, "--variant", "gpt", "--embedding-exchange", "sparse"]) == ExitCode.USAGE
     assert "the embedding is the output projection, too" in assert_one_line(capsys)
+
+
+def test_a_codec_is_planned_shown_checked_and_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # A host that has no room for what products give, on a GPU whose own memory costs next to nothing.
+    machine = dataclasses.replace(PRESETS["a800"], hbm_bytes_per_s=1e15)
+    (tmp_path / "machine.json").write_text(hardware_to_json(machine))
+    request = ["plan", "--model", "7b", "--seq", "64k", "--gpu", str(tmp_path / "machine.json"), "--gpus", "8"]
+    request += ["--tp", "8", "--host", "100GiB", "--device", "14GiB"]
+    exact, path, trace = of_json(capsys, request), tmp_path / "plan.json", tmp_path / "trace.jsonl"
+    assert main([*request, "--codec", "int8", "-o", str(path)]) == ExitCode.OK
+    shown = capsys.readouterr().out
+    assert ", what moves as int8 codes" in shown
+    assert re.search(r"^coding and decoding +", shown, re.MULTILINE)
+    assert "gradients are near, not bit-identical" in shown
+    report = of_json(capsys, ["show", str(path)])
+    assert exact["codec"] is None
+    assert report["codec"] == "int8"
+    assert report["stages"][0]["coding_s"] > 0
+    assert main(["check", str(path)]) == ExitCode.OK
+    assert main(["simulate", str(path), "-o", str(trace)]) == ExitCode.OK
+    copies = [json.loads(line) for line in trace.read_text().splitlines() if '"decoded_nbytes"' in line]
+    assert all(copy["decoded_nbytes"] > copy["nbytes"] > 0 for copy in copies)
+    assert copies
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model", "7b", "--seq", "8k", "--search"], "--codec does not go with --search"),
+        (["--model", "7b", "--seq", "8k", "--recompute", "full"], "--codec int8 has no meaning with --recompute full"),
+    ],
+)
+def test_a_codec_that_is_not_planned_is_one_line(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *flags, "--gpu", "a800", "--codec", "int8"]) == ExitCode.USAGE
+    assert words in assert_one_line(capsys)
+
+
+def test_a_measured_profile_has_the_codec_of_its_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(profile_to_json(random_problem(0, layers=2).profile))
+    assert main(["plan", "--profile", str(path), "--gpu", "a800", "--codec", "fp8"]) == ExitCode.USAGE
+    assert "--codec fp8: the profile is of steps without a codec" in assert_one_line(capsys)

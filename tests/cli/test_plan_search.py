@@ -83,7 +83,7 @@ def test_the_object_has_what_the_page_says(capsys: pytest.CaptureFixture[str]) -
         assert entry["batch"] * entry["accumulate"] * entry["dp"] == report["global_batch"] == 8
     proof = report["proof"]
     counted = proof["planned"] + proof["without_plan"] + sum(proof["pruned"].values())
-    assert counted == report["space"]["candidates"]
+    assert counted == report["space"]["candidates"] + report["space"]["moved"]
     assert len(report["points"]) == report["space"]["layouts"]
     assert all(point["status"] in ("planned", "slower", "does not fit") for point in report["points"])
     for rival in report["why"]:

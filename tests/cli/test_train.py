@@ -116,7 +116,8 @@ def test_tiles_and_masked_documents_from_the_command_line(text: Path, tmp_path: 
     documents = tmp_path / "documents.jsonl"
     documents.write_text("".join(json.dumps({"text": f"line {i}, {i * i}"}) + "\n" for i in range(2000)))
     found = {}
-    split = ("--offload", "host", "--host-budget", "64MiB", "--alpha", 0.25, "--exact")
+    pool = tmp_path / "pool"
+    split = ("--offload", "host", "--host-budget", "64MiB", "--host-pool", pool, "--alpha", 0.25, "--exact")
     runs: dict[str, tuple[object, ...]] = {
         "plain": (),
         "masked": ("--mask-documents",),
@@ -256,9 +257,11 @@ USAGE = [
     (["--seed", "9" * 30], "--seed is above"),
     (["--clip", "-1"], "0 is no clipping"),
     (["--offload", "host", "--host-budget", "0"], "--host-budget 0 leaves --offload host no memory"),
-    (["--model", "9b"], "one of tiny, moe-tiny, 125m"),
+    (["--model", "9b"], "one of tiny, moe-tiny, local-tiny, 125m"),
+    (["--sliding-window", "0"], "is not a whole number of tokens from 1"),
     (["--offload", "disk", "--host-budget", "8 gigs"], "write for instance 8GiB"),
     (["--offload", "everywhere"], "none, host, disk, auto"),
+    (["--offload", "host", "--host-pool", "pool"], "--host-pool needs --host-budget SIZE"),
     (["--host-budget", "8GiB"], "--host-budget has no meaning with --offload none"),
     (["--codec", "int8"], "--codec has no meaning with --offload none"),
     (["--trace"], "--trace has no meaning with --offload none"),

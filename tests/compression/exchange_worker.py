@@ -218,8 +218,8 @@ def memory_is_that_of_the_formula() -> None:
             if method == "int8":
                 exchange: Any = Int8ReduceScatter(traffic)
             else:
-                sizes: Any = {"ranks": ranks, "rank": 4, "itemsize": 4, "device": CPU, "traffic": traffic}
-                exchange = PowerSgdReduceScatter("test", [shape], **sizes)
+                sizes: Any = {"members": range(ranks), "rank": 4, "itemsize": 4, "device": CPU, "traffic": traffic}
+                exchange = PowerSgdReduceScatter("test", {"matrix": shape}, **sizes)
             exchange(own, grads, group, SUM)
         assert 0.8 * formula < counted_bytes.peak <= formula, (method, counted_bytes.peak, formula)
 
@@ -231,8 +231,8 @@ def low_rank_is_kept_and_errors_are_fed_back() -> None:
     rows, columns = 12, 40
     exchange = PowerSgdReduceScatter(
         "test",
-        [torch.Size([rows, columns]), torch.Size([5])],
-        ranks=ranks,
+        {"matrix": torch.Size([rows, columns]), "vector": torch.Size([5])},
+        members=range(ranks),
         rank=2,
         itemsize=4,
         device=CPU,
@@ -267,7 +267,7 @@ def low_rank_is_kept_and_errors_are_fed_back() -> None:
         exchange.commit()
         dist.all_reduce(matrix)
         given += matrix.double()
-        errors = exchange.state()["error0"].double()
+        errors = exchange.state()["matrix.error"].double()
         dist.all_reduce(errors)
         assert float((given - sent).norm()) > 1, step
         torch.testing.assert_close(sent + errors, given, rtol=0, atol=1e-4)
@@ -283,6 +283,90 @@ def low_rank_is_kept_and_errors_are_fed_back() -> None:
         exchange(torch.empty(7), torch.empty(7 * ranks), group, SUM)
 
 
+def ranks_that_exchange_nothing_are_left_alone() -> None:
+    """FSDP over one rank with a divide factor, which it would apply twice in a sum, and DistributedDataParallel of one."""
+    ranks = dist.get_world_size()
+    alone = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("all", "one"))["one"]
+    found = {}
+    for method in (None, "int8", "powersgd:1"):
+        model: Any = fully_shard(model_of(), mesh=alone)
+        model.set_gradient_divide_factor(2.0)
+        compressed = None if method is None else compress_gradients(model, method)
+        found[method] = gradients(model, 1)
+        if compressed is not None:
+            assert compressed.state() == {}
+            assert compressed.take_figures(CPU).exact_bytes == 0
+            assert str(compressed)
+    ddp = DistributedDataParallel(model_of(), process_group=alone.get_group())
+    compress_gradients(ddp, "int8")
+    plain, exact = gradients(model_of(), 1), gradients(ddp, 1)
+    for name, grad in plain.items():
+        assert torch.equal(grad, exact[name]), name
+        for halved in found.values():
+            assert torch.equal(halved[name], grad / 2), name
+
+
+def hybrid_shards_are_compressed_and_replicas_summed_exactly() -> None:
+    ranks = dist.get_world_size()
+    if ranks % 2:
+        return
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("copies", "shards"))
+    means, largest = exact_and_largest(1, torch.float32)
+    model: Any = fully_shard(model_of(), mesh=mesh)
+    compressed = compress_gradients(model, "int8")
+    found = gradients(model, 1)
+    off = max(float((found[name].double() - mean).abs().max()) for name, mean in means.items())
+    rounding = 2 * torch.finfo(torch.float32).eps * largest
+    bound = error_bound(torch.tensor([largest]), Codec.INT8).item() if ranks > 2 else 0.0
+    assert off <= bound + rounding, (off, bound)
+    assert (compressed.take_figures(CPU).sent_bytes > 0) == (ranks > 2)
+    assert equal_on_all_ranks(found)
+
+
+def states_of_other_sums_have_other_digests() -> None:
+    """A checkpoint's error feedback is read by its digest: same shapes are not enough."""
+    ranks = dist.get_world_size()
+    if ranks % 2:
+        return
+    digests = []
+    for dims in ((2, ranks // 2), (ranks // 2, 2)):
+        mesh = init_device_mesh("cpu", dims, mesh_dim_names=("outer", "inner"))
+        for name, size in zip(("outer", "inner"), dims, strict=True):
+            if size == 2:
+                model = fully_shard(model_of(), mesh=mesh[name])
+                digests.append(compress_gradients(model, "powersgd:1").state_digest())
+    same = compress_gradients(fully_shard(model_of(), mesh=mesh["inner"]), "powersgd:1").state_digest()
+    assert same == digests[-1]
+    assert len(set(digests)) == (2 if ranks == 4 else 1), digests
+
+
+def other_trained_parameters_than_at_first_are_refused() -> None:
+    """Two matrices of one shape, of which one trains at first and then the other: its error is not the other's."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False), nn.Linear(64, 33))
+    model[1].requires_grad_(False)
+    sharded_model: Any = fully_shard(model)
+    compressed = compress_gradients(sharded_model, "powersgd:1")
+    assert [name.partition(".")[2] for name in compressed.state()] == [
+        f"{matrix}.weight.{tensor}" for tensor in ("error", "factor") for matrix in (0, 2)
+    ]
+    x = torch.randn(8, 64)
+    sharded_model(x).square().mean().backward()
+    model[0].requires_grad_(False)
+    model[1].requires_grad_(True)
+    with pytest.raises(UsageError, match="call compress_gradients again after changing them"):
+        sharded_model(x).square().mean().backward()
+
+
+def replicas_of_torch_are_refused() -> None:
+    """`replicate` of FSDP2's kind, whose gradients no reduce-scatter sees."""
+    module = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("copies",))
+    for method in ("int8", "powersgd"):
+        model = module.replicate(model_of(), mesh=mesh)
+        with pytest.raises(UsageError, match="is of replicate, which sums whole gradients"):
+            compress_gradients(model, method)
+
+
 CHECKS = {
     check.__name__: check
     for check in (
@@ -293,6 +377,11 @@ CHECKS = {
         values_that_are_not_finite_stay_visible,
         memory_is_that_of_the_formula,
         low_rank_is_kept_and_errors_are_fed_back,
+        ranks_that_exchange_nothing_are_left_alone,
+        hybrid_shards_are_compressed_and_replicas_summed_exactly,
+        replicas_of_torch_are_refused,
+        states_of_other_sums_have_other_digests,
+        other_trained_parameters_than_at_first_are_refused,  # last: its backward ends in the middle
     )
 }
 

@@ -17,7 +17,7 @@ WORKER = Path(__file__).parent / "exchange_worker.py"
 def test_exchanges_hold_what_their_modules_promise(ranks: int) -> None:
     done = run_ranks(ranks, WORKER, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(": held") == 7
+    assert done.stdout.count(": held") == 12
 
 
 @pytest.mark.parametrize(

@@ -83,14 +83,28 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(data: Path, tmp_path: Pa
     kept = tmp_path / "kept" / "step-00000003"
     resumed, said = trained(2, tmp_path / "resumed", *flags, "--resume", kept)
     assert losses(resumed) == losses(whole)[3:]
-    assert "error feedback for these ranks" not in said
+    assert "no error feedback of" not in said
     # With other ranks the error feedback begins at zero, which is said; exactly it goes on, too, also in one process.
     other, said = trained(2, tmp_path / "other", *flags[:2], "--cp", 2, "--batch", 2, *flags[4:], "--resume", kept)
-    assert ("the checkpoint has no error feedback for these ranks" in said) == (method != "int8")
+    assert ("the checkpoint has no error feedback of powersgd:2 in this layout" in said) == (method != "int8")
     assert losses(other)[0] == pytest.approx(losses(whole)[3], rel=1e-5)
     alone, said = trained(1, tmp_path / "alone", "--data", data, "--steps", 6, "--resume", kept)
     assert f"compress_gradients was {method} in the checkpoint and is None now" in said
     assert losses(alone)[0] == pytest.approx(losses(whole)[3], rel=1e-5)
+
+
+def test_error_feedback_of_other_parameters_is_not_read(data: Path, tmp_path: Path) -> None:
+    """Ranks are the same: sparse rows leave the table out, and in bfloat16 fewer matrices are worth their factors."""
+    flags = ("--data", data, "--dp", 2, "--variant", "llama", "--compress-gradients", "powersgd:8")
+    done = train(2, *flags, "--steps", 1, "--checkpoint-dir", tmp_path / "kept")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for other in (("--embedding-exchange", "sparse"), ("--precision", "bf16")):
+        done = train(2, *flags, *other, "--steps", 2, "--resume", tmp_path / "kept" / "step-00000001")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert (
+            "the checkpoint has no error feedback of powersgd:8 in this layout for these parameters"
+            in done.stdout + done.stderr
+        )
 
 
 def test_a_skipped_step_leaves_no_error_feedback(data: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ import ready_python
 from small_models import Stack, assert_equal, ids, plain, stack, train
 
 import memo
+from memo.swap.memory.host_pool import HostPool
+from memo.swap.recompute.axis import operators
+from memo.swap.recompute.tape import log
 
 SUPPORT = Path(__file__).parent.parent / "support"
 
@@ -132,8 +136,117 @@ print("equal")
     assert list(scratch.iterdir()) == []
 
 
-@pytest.mark.parametrize("alpha", [1.0, 0.0])
-def test_threads_that_train_two_models_with_two_managers_change_nothing(alpha: float, tmp_path: Path) -> None:
+# Two jobs with one host budget; slabs grow page by page, so that neither takes all of a small one at once.
+SHARING = """
+import itertools
+from memo.swap.tiers.host_and_disk import HostTier
+HostTier.__init__.__kwdefaults__["segment_bytes"] = 4096
+def meet(name):
+    open(f"{sys.argv[2]}.{name}", "w").close()
+    end = time.monotonic() + 60
+    while not os.path.exists(f"{sys.argv[3]}.{name}"):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+model = stack()
+manager = open_manager(model, host=int(sys.argv[5]), host_pool=sys.argv[4])
+host, disk = manager._engine.tiers
+meetings = itertools.count()
+def tell(*_):  # both have taken what they tell, and neither takes more or gives back until the other has told
+    print(host.reserved, disk.used, flush=True)
+    meet(next(meetings))
+def forward(step):
+    loss = model(ids(step))
+    tell()
+    return loss
+"""
+
+
+def _free(path: Path, budget: int) -> int:
+    """Bytes of a shared budget that nobody holds."""
+    pool = HostPool(path, budget)
+    try:
+        return pool.free
+    finally:
+        pool.close()
+
+
+def test_jobs_with_one_host_pool_never_hold_more_than_its_budget(tmp_path: Path) -> None:
+    """Each needs 392 KiB of 512; together they take all of these, spill the rest, and compute what they do alone."""
+    scratch, pool, budget = tmp_path / "scratch", tmp_path / "pool", 512 << 10
+    scratch.mkdir()
+    program = """
+for layer in model.layers:
+    layer.register_forward_hook(tell)
+assert_equal(train(model, forward, manager), plain())
+meet("end")
+manager.close()
+print("equal")
+"""
+    names = [str(tmp_path / name) for name in ("one", "two")]
+    jobs = [
+        ready_python.start("-c", SLOW + SHARING + program, scratch, *order, pool, budget)
+        for order in (names, names[::-1])
+    ]
+    said = [job.communicate(120) for job in jobs]
+    for job, (out, errors) in zip(jobs, said, strict=True):
+        assert job.returncode == 0, errors
+        assert out.endswith("\nequal\n")
+    told = [[tuple(map(int, line.split())) for line in out.splitlines()[:-1]] for out, _ in said]
+    sums = [one[0] + other[0] for one, other in zip(*told, strict=True)]
+    assert max(sums) == budget
+    assert all(max(host for host, _ in job) > 0 for job in told)
+    assert any(disk > 0 for job in told for _, disk in job)
+    assert _free(pool, budget) == budget
+    assert list(scratch.iterdir()) == []
+
+
+def test_a_killed_job_leaves_its_share_of_the_pool_to_the_others(tmp_path: Path) -> None:
+    scratch, pool, budget = tmp_path / "scratch", tmp_path / "pool", 64 << 10
+    scratch.mkdir()
+    first = """
+with manager:
+    model(ids(0))
+print("took", host.reserved, flush=True)
+time.sleep(600)
+"""
+    names = [str(tmp_path / name) for name in ("one", "two")]
+    killed = ready_python.start("-c", SLOW + SHARING + first, scratch, *names, pool, budget)
+    end = time.monotonic() + 120
+    while _free(pool, budget):
+        assert time.monotonic() < end
+        assert killed.poll() is None, killed.communicate(1)
+        time.sleep(0.01)
+    second = """
+with manager:
+    model(ids(0))
+print(host.reserved, flush=True)
+meet("killed")
+assert_equal(train(model, lambda step: model(ids(step)), manager), plain())
+print(host.reserved)
+manager.close()
+"""
+    other = ready_python.start("-c", SLOW + SHARING + second, scratch, *names[::-1], pool, budget)
+    while not Path(f"{names[1]}.killed").exists():
+        assert time.monotonic() < end
+        assert other.poll() is None, other.communicate(1)
+        time.sleep(0.01)
+    killed.kill()
+    killed.communicate(30)
+    Path(f"{names[0]}.killed").touch()
+    out, errors = other.communicate(120)
+    assert (other.returncode, out) == (0, f"0\n{budget}\n"), errors
+    assert _free(pool, budget) == budget
+    assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.usefixtures("switching")
+@pytest.mark.parametrize("alpha", [1.0, 0.5, 0.0])
+def test_threads_that_train_two_models_with_two_managers_change_nothing(
+    alpha: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They switch after a microsecond each, as do those of the disk tier, and neither finds what another has looked up."""
+    monkeypatch.setattr(log, "_REFS", {})
+    monkeypatch.setattr(operators, "_OPERATORS", {})
     models = [stack(), stack()]
     managers = [memo.offload(model, alpha=alpha, disk=tmp_path, min_bytes=512) for model in models]
     forwarded, steps = threading.Barrier(2, timeout=60), [[], []]  # type: ignore[var-annotated]

@@ -14,6 +14,7 @@ from memo.dry_run.simulated_step import RankStep, step_of_rank
 from memo.errors import ExitCode, PlanError, UsageError
 from memo.gpt import Precision, preset
 from memo.gpt.arithmetic import Collective, StepCollectives
+from memo.gpt.attention_pattern import AttentionPattern
 from memo.gpt.config import MoeConfig
 from memo.mip.activation.files import plan_from_json, plan_to_json
 from memo.mip.inputs import PipelineSchedule, Role
@@ -31,6 +32,8 @@ def made(
     kv_heads: int | None = None,
     sparse_embedding: bool = False,
     moe: dict[str, int] | None = None,
+    pattern: AttentionPattern | None = None,
+    rows: int | None = None,
     **sizes: int | PipelineSchedule | tuple[int, ...],
 ) -> PlannedRun:
     shape = {"vocab_size": vocab, "max_seq": tokens, "layers": layers, "heads": 4} | (
@@ -38,6 +41,7 @@ def made(
     )
     if moe is not None:
         shape["moe"] = MoeConfig(**{"experts": 8, "shared_experts": 1, "expert_hidden": 64, "every": 2} | moe)
+    shape |= {} if pattern is None else {"pattern": pattern}
     config = preset("tiny", variant=variant, **shape)  # type: ignore[arg-type]
     layout = Layout(**sizes)  # type: ignore[arg-type]
     return PlannedRun(
@@ -45,7 +49,7 @@ def made(
         precision=precision,
         layout=layout,
         tokens=tokens,
-        rows=layout.dp,
+        rows=rows or layout.dp,
         microbatches=microbatches,
         sparse_embedding=sparse_embedding,
     )
@@ -66,11 +70,16 @@ def made(
         made(dp=2, tp=2, variant="llama", kv_heads=4, sparse_embedding=True, vocab=2001),
         made(dp=2, pp=2, variant="llama", sparse_embedding=True, microbatches=3, tokens=128),
         made(cp=2, dp=2, tp=2, variant="llama", kv_heads=4, sparse_embedding=True),
+        made(cp=2, tp=2, pp=2, pattern=AttentionPattern(window=100)),
+        made(cp=4, variant="llama", kv_heads=2),
+        made(cp=2, tp=2, variant="llama", kv_heads=2, precision=Precision.BF16_AUTOCAST),
     ],
     ids=lambda run: (
         f"dp{run.layout.dp}-cp{run.layout.cp}-tp{run.layout.tp}-pp{run.layout.pp}-{run.precision}"
         f"-chunks{run.layout.stages_per_rank}"
         f"{'-uneven' * bool(run.layout.stage_layers)}{'-sparse' * run.sparse_embedding}"
+        f"{'-local' * (run.config.pattern is not None)}"
+        f"{'-shared' * (run.config.kv_heads % (run.layout.cp * run.layout.tp) > 0)}"
     ),
 )
 def test_what_ranks_issue_is_what_the_plan_counts(run: PlannedRun) -> None:
@@ -90,6 +99,8 @@ def test_what_ranks_issue_is_what_the_plan_counts(run: PlannedRun) -> None:
         made(tp=2, pp=2, microbatches=4, moe={}),
         made(dp=16, moe={"every": 1}),  # twice as many ranks as experts, whose matrices are sharded by inputs
         made(dp=3, moe={"every": 3}, precision=Precision.FP32),
+        made(dp=2, ep=2, moe={"experts": 6, "top_k": 1}, tokens=128),  # rows that ranks divide and experts do not
+        made(dp=3, ep=3, moe={"experts": 6, "top_k": 1}, tokens=128, rows=6),  # nor do ranks
     ],
     ids=lambda run: f"dp{run.layout.dp}-cp{run.layout.cp}-tp{run.layout.tp}-pp{run.layout.pp}-ep{run.layout.ep}",
 )
@@ -190,11 +201,12 @@ def plan_file(folder: Path, *flags: str) -> Path:
     [
         ("--gpus", "4", "--ep", "4", "--device", "800MiB"),
         ("--gpus", "4", "--ep", "2", "--tp", "2", "--device", "600MiB"),
+        ("--gpus", "2", "--tp", "2", "--host", "0", "--device", "523MiB"),
         ("--gpus", "4", "--ep", "2", "--pp", "2", "--accumulate", "2", "--device", "1200MiB"),
         ("--gpus", "2", "--cp", "2", "--device", "460MiB", "--expert-bottleneck", "128"),
         ("--gpus", "2", "--ep", "2", "--precision", "bf16-autocast", "--device", "1200MiB", "--shared-experts", "0"),
     ],
-    ids=["ep", "ep and tp", "ep and pp", "cp and a bottleneck", "autocast"],
+    ids=["ep", "ep and tp", "tp, recomputed", "ep and pp", "cp and a bottleneck", "autocast"],
 )
 def test_plans_with_experts_hold_what_they_say(
     flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -219,6 +231,20 @@ def _with(flags: tuple[str, ...], name: str) -> tuple[str, str]:
     return flags[at], flags[at + 1]
 
 
+def test_a_plan_of_a_pattern_moves_and_holds_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pattern = ("--sliding-window", "512", "--full-every", "3")
+    shape = ("--hidden", "512", "--heads", "8", "--kv-heads", "4", "--variant", "llama", *pattern)
+    size = ("--model", "tiny", *shape, "--layers", "6", "--seq", "32k")
+    path = plan_file(tmp_path, *size, "--gpus", "4", "--tp", "2", "--cp", "2", "--device", "360MiB", "--host", "1GiB")
+    plan = plan_from_json(path.read_text())
+    assert plan.problem.profile.layers == ("local", "local", "block") * 2
+    assert any(layer.host or layer.recomputes for layer in plan.layers)
+    capsys.readouterr()
+    assert main(["dry-run", str(path), *shape, "--json"]) == ExitCode.OK
+    for kind in json.loads(capsys.readouterr().out)["kinds"]:
+        assert 0.8 < kind["peak_nbytes"] / kind["planned_peak_nbytes"] <= 1.02
+
+
 def test_a_plan_that_moves_and_recomputes_agrees_and_holds_what_it_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -232,6 +258,21 @@ def test_a_plan_that_moves_and_recomputes_agrees_and_holds_what_it_says(
     said = json.loads(capsys.readouterr().out)
     assert said["agrees"]
     for kind in said["kinds"]:
+        assert 0.9 < kind["peak_nbytes"] / kind["planned_peak_nbytes"] <= 1.02
+
+
+def test_a_plan_whose_ranks_share_key_value_heads_holds_what_it_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = ("--hidden", "512", "--heads", "8", "--variant", "llama")  # two key/value heads for eight ranks
+    size = ("--model", "tiny", *shape, "--layers", "6", "--seq", "128k")
+    path = plan_file(tmp_path, *size, "--gpus", "8", "--cp", "8", "--device", "610MiB", "--host", "16GiB")
+    plan = plan_from_json(path.read_text())
+    assert not plan.problem.profile.signature.ring
+    assert any(layer.host or layer.recomputes for layer in plan.layers)
+    capsys.readouterr()
+    assert main(["dry-run", str(path), *shape, "--json"]) == ExitCode.OK
+    for kind in json.loads(capsys.readouterr().out)["kinds"]:
         assert 0.9 < kind["peak_nbytes"] / kind["planned_peak_nbytes"] <= 1.02
 
 

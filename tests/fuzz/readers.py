@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from activation_problems import random_problem
+from activation_problems import random_problem, with_codes
 
 from memo.cli.main import main
 from memo.errors import ExitCode, MemoError
@@ -146,16 +146,23 @@ def _activation_plan() -> Any:
     return solve_problem(random_problem(2, layers=4, classes=2, pipeline=Pipeline(stages=2, microbatches=3)))
 
 
+@functools.cache
+def _coded_plan() -> Any:
+    from memo.mip.activation import solve_problem
+
+    return solve_problem(with_codes(random_problem(2, layers=3, classes=2), 2))
+
+
 def _activation_plans() -> list[bytes]:
     from memo.mip.activation.files import plan_to_json
 
-    return [plan_to_json(_activation_plan()).encode()]
+    return [plan_to_json(plan).encode() for plan in (_activation_plan(), _coded_plan())]
 
 
 def _profiles() -> list[bytes]:
     from memo.mip.activation.files import profile_to_json
 
-    return [profile_to_json(_activation_plan().problem.profile).encode()]
+    return [profile_to_json(plan.problem.profile).encode() for plan in (_activation_plan(), _coded_plan())]
 
 
 def _machines() -> list[bytes]:

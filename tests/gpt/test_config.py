@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 
 from memo.errors import UsageError
 from memo.gpt.arithmetic.flops import parameter_count
+from memo.gpt.attention_pattern import with_pattern
 from memo.gpt.config import PRESETS, GPTConfig, preset, preset_name
 
 
@@ -109,6 +111,39 @@ def test_numbers_that_do_not_fit_are_one_line(overrides: dict[str, object], says
     with pytest.raises(UsageError, match=says) as caught:
         preset("tiny", **overrides)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "numbers", "says"),
+    [
+        ("tiny", {"sliding_window": 0}, "less than 1 token"),
+        ("tiny", {"sliding_window": -3}, "less than 1 token"),
+        ("tiny", {"full_every": 2}, "no meaning without --sliding-window"),
+        ("local-tiny", {"full_every": -1}, "negative"),
+        ("local-tiny", {"full_every": 5}, "leaves no layer of 4 with full attention; give 0"),
+    ],
+)
+def test_a_pattern_that_cannot_be_is_one_line(model: str, numbers: dict[str, int], says: str) -> None:
+    with pytest.raises(UsageError, match=says) as caught:
+        with_pattern(preset(model), **numbers)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_last_of_each_few_layers_has_full_attention() -> None:
+    def windows(full_every: int | None = None, tokens: float = math.inf) -> list[int | None]:
+        shape = with_pattern(preset("tiny", layers=5), sliding_window=9, full_every=full_every)
+        return [shape.window_of(layer, tokens) for layer in range(5)]
+
+    assert windows() == [9, None, 9, None, 9]
+    assert windows(3) == [9, 9, None, 9, 9]
+    assert windows(0) == [9] * 5
+    assert windows(1) == [None] * 5
+    assert windows(3, tokens=10) == [9, 9, None, 9, 9]
+    assert windows(3, tokens=9) == [None] * 5
+    changed = with_pattern(preset("mgpt-13b"), sliding_window=256)
+    assert (changed.window_of(0), changed.window_of(1)) == (256, None)
+    assert with_pattern(preset("tiny")) == preset("tiny")
+    assert not with_pattern(preset("tiny"), sliding_window=9, full_every=1).is_local_within(1024)
 
 
 def test_unknown_variant_is_a_usage_error() -> None:

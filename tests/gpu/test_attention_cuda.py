@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 import memo
+from memo.gpt.model.attention import attend
 
 pytestmark = [
     pytest.mark.gpu,
@@ -100,3 +101,21 @@ def test_layers_are_divided_around_their_attention(
         assert use.refused == {}
         assert use.accepted == 3
         assert use.recomputed_bytes > 0
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 0.05), (torch.float32, 1e-4)])
+def test_local_attention_is_attention_with_a_mask(dtype: torch.dtype, bound: float, device: torch.device) -> None:
+    """Roundings of bfloat16 and of float32 with reduced products, of results and gradients of order one."""
+    torch.manual_seed(0)
+    window, shape = 40, (2, SEQ, HEADS, 64)
+    tensors = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+    wide = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    ahead = torch.arange(SEQ, device=device)[:, None] - torch.arange(SEQ, device=device)
+    scores = torch.einsum("bqnd,bknd->bnqk", *wide[:2]) / 8.0
+    scores = scores.masked_fill((ahead < 0) | (ahead >= window), -torch.inf)
+    plain = torch.einsum("bnqk,bknd->bqnd", scores.softmax(-1), wide[2])
+    found, upstream = attend(*tensors, window=window), torch.randn(shape, device=device)
+    results = (found, *torch.autograd.grad(found, tensors, upstream.to(dtype)))
+    exact = (plain, *torch.autograd.grad(plain, wide, upstream.to(dtype).double()))
+    for one, other in zip(results, exact, strict=True):
+        assert (one - other).abs().max() <= bound * other.abs().max()

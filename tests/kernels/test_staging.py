@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from memo.errors import UsageError
+from memo.kernels import staging
 from memo.kernels.codec import GROUP, LARGEST, SMALLEST, Codec, error_bound
 from memo.kernels.staging import (
+    coded_error,
     pack_reference,
     pack_views,
     staging_nbytes,
@@ -18,6 +20,7 @@ from memo.kernels.staging import (
     unpack_reference,
     unpack_views,
 )
+from memo.mip.inputs.coding import CHECKED_VALUES, CODE_BYTES, CODECS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CODES = (Codec.INT8, Codec.FP8)
@@ -131,6 +134,38 @@ def test_a_group_that_cannot_be_coded_is_nan_and_its_neighbours_are_not(codec: C
     assert copy[GROUP : 2 * GROUP].isnan().all()
     assert torch.equal(copy[:GROUP], view[:GROUP])
     assert torch.equal(copy[2 * GROUP :], view[2 * GROUP :])
+
+
+@pytest.mark.parametrize("codec", CODES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_error_is_the_same_found_piece_by_piece(
+    dtype: torch.dtype, codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = torch.randn(9 * GROUP + 5).to(dtype)
+    values[3 * GROUP] = float("nan")
+    block = _filled([values], codec, 0)
+    pack_views([values], block, codec=codec)
+    whole = coded_error(values, block, codec)
+    monkeypatch.setattr(staging, "CHECKED", 2 * GROUP)
+    assert torch.equal(coded_error(values, block, codec), whole)
+    assert whole[0] == 1
+    off = (values.float() - decoded(values, block, codec)).abs().nan_to_num(0.0)
+    groups = torch.nn.functional.pad(torch.stack([off, values.float().abs()]), (0, -len(values) % GROUP))
+    largest = groups.view(2, -1, GROUP).amax(dim=2)[0] / groups.view(2, -1, GROUP).nan_to_num(0.0).amax(dim=2)[1]
+    assert whole[1].item() == pytest.approx(largest.nan_to_num(0.0).amax().item(), rel=1e-5)
+
+
+def decoded(values: torch.Tensor, block: torch.Tensor, codec: Codec) -> torch.Tensor:
+    copy = torch.empty_like(values)
+    unpack_views(block, [copy], codec=codec)
+    return copy.float()
+
+
+def test_plans_count_the_bytes_of_codes() -> None:
+    for codec in CODES:
+        assert codec.nbytes(8 * GROUP, 4) == CODE_BYTES * 8 * GROUP
+        assert codec.name.lower() in CODECS
+    assert staging.CHECKED == CHECKED_VALUES
 
 
 @pytest.mark.parametrize("codec", CODES)

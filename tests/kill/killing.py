@@ -136,14 +136,20 @@ class _Line:
             raise Find(f"left after the last run: {[path.name for path in left]}")
 
     def wait(self, run: ready_python.Program, condition: Callable[[], bool]) -> bool:
-        """Waits for the condition; False where the run has ended before it."""
-        end = time.monotonic() + _LONGEST_S
+        """Waits for the condition; False where the run has ended before it.
+
+        Raises:
+            Find: no step has ended for so long that the run hangs.
+        """
+        end, steps = time.monotonic() + _LONGEST_S, self.steps()
         while not condition():
             if run.poll() is not None:
                 return condition()
             if time.monotonic() > end:
-                run.kill()
-                raise Find(f"a run hangs after {self.steps()} steps")
+                if self.steps() == steps:
+                    run.kill()
+                    raise Find(f"a run hangs after {steps} steps")
+                end, steps = time.monotonic() + _LONGEST_S, self.steps()
             time.sleep(0.001)
         return True
 

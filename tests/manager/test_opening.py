@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from small_models import Stack, assert_equal, ids, plain, stack, train
 from torch import nn
 
 import memo
-from memo.errors import PlanError, UsageError
+from memo.autoplan import Actuator, device_budget_of
+from memo.errors import HostBudgetExceeded, HostPoolUnusable, PlanError, ScratchUnusable, UsageError
+from memo.manager.resources import Room
+from memo.swap import HostPool
 
 
 def on_meta() -> Stack:
@@ -147,3 +151,37 @@ def test_a_scripted_model_is_refused() -> None:
     scripted = torch.jit.trace(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.zeros(1, 4))
     with pytest.raises(UsageError, match="give the model that it was made from"):
         memo.offload(scripted)
+
+
+def test_a_host_pool_that_others_have_is_a_full_tier(tmp_path: Path) -> None:
+    """The error says what others leave; a plan is made for that; what they free is taken."""
+    pool, model, need = tmp_path / "pool", stack(), 4 << 20
+    other = HostPool(pool, need)
+    assert other.resize(need - (64 << 10))
+    manager = memo.offload(model, alpha=1.0, host=need, host_pool=pool, min_bytes=512)
+    says = r"\(host .* used of 4 MiB, of which other jobs leave 64 KiB\); raise the host budget, or give memo.offload disk="
+    with pytest.raises(HostBudgetExceeded, match=says), manager:
+        model(ids())
+    budget = device_budget_of(torch.device("cpu"), None)
+    actuator = Actuator(manager._engine, manager._tokenwise, manager.layers, budget, tracer=None, link=lambda: None)
+    assert actuator.limits().host_bytes == 64 << 10
+    other.close()
+    assert actuator.limits().host_bytes == need
+    assert_equal(train(model, lambda step: model(ids(step)), manager), plain())
+    manager.close()
+
+
+def test_a_pool_that_cannot_be_used_leaves_nothing_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(HostPoolUnusable):
+        memo.offload(stack(), alpha=1.0, host="1MiB", host_pool=tmp_path)
+    with pytest.raises(ScratchUnusable):
+        memo.offload(stack(), alpha=1.0, host="1MiB", host_pool=tmp_path / "pool", disk=tmp_path / "none")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_rank_has_its_share_of_what_all_jobs_have_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memo.manager.resources.share_of_node", lambda nbytes, *, weight: nbytes // 4)
+    room = Room.of(torch.device("cpu"), host="8GiB", host_pool="pool", disk=None, disk_budget=None)
+    assert room.host_bytes == 2 << 30
+    assert room.pool == ("pool", 8 << 30)

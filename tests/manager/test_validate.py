@@ -72,6 +72,8 @@ def open_files() -> int:
         ({"group": 5}, "group: 5 is not a torch.distributed process group"),
         ({"schedule": "1f1b"}, "schedule: '1f1b' is not one of"),
         ({"host": 1.5}, "host: 1.5 is not a size"),
+        ({"host": "1GiB", "host_pool": 5}, "host_pool: 5 is not the name of a file"),
+        ({"host_pool": "/dev/shm/memo-host"}, "host_pool needs host=SIZE, such as host='64GiB'"),
         ({"device": "80 gigs"}, "device: cannot read '80 gigs'"),
         ({"min_bytes": None}, "min_bytes: None is not a size"),
         ({"on_full": None}, "on_full: None is none of 'spill', 'raise', 'recompute'"),

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import memo
+from memo.gpt.attention_pattern import AttentionPattern
 from memo.gpt.config import GPTConfig, MoeConfig, preset
 from memo.gpt.model.build_rank import build_stages
 from memo.gpt.model.init_weights import initialise
@@ -127,10 +128,16 @@ def layout_of(name: str) -> tuple[Layout, dict[str, Any], torch.dtype]:
             model["variant"] = part
         elif part == "documents":
             model["end_of_document"] = 5  # one token of 61
+        elif part == "local":
+            model["pattern"] = AttentionPattern(window=SEQ // 5, full_every=2)
         elif part == "ring":
             values["cp_attention"] = ContextAttention.RING
         elif part == "grouped":
             model["kv_heads"] = 2
+        elif part == "shared":
+            model["kv_heads"] = 1
+        elif part == "astride":  # some ranks' queries are of two key/value heads, not equally many of each
+            model |= {"heads": 6, "kv_heads": 3, "hidden": 48}
         elif part == "tiles":
             model |= {"mlp_tiles": 2, "ffn": 512}  # of tokens and of columns: a tile has 128 at least
         elif part == "moe":

@@ -44,6 +44,11 @@ LAYOUTS = {
         "pp2_moe_float64",
         "pp2_zbv_dcca_float64",
         "cp2_llama_moe_float64",
+        "tp2_local_float64",
+        "cp2_llama_local_float64",
+        "cp2_documents_local_float64",
+        "pp2_1f1b_local_float64",
+        "pp2_zbv_local_moe_float64",
     ],
     4: [
         "dp4",
@@ -64,6 +69,7 @@ LAYOUTS = {
         "pp2_dp2_ep2_moe_float64",
         "pp2_tp2_interleaved-zero-bubble_moe_float64",
         "dp2_ep2_cp2_llama_moe_float64",
+        "cp2_tp2_local_float64",
     ],
     8: [
         "dp2_tp2_pp2",
@@ -102,6 +108,28 @@ def test_a_layout_is_equal_to_one_process_and_to_itself_with_memo(ranks: int, na
     assert f"equal {name} within" in told, told
 
 
+SHARED = {
+    2: ["cp2_astride_float64"],
+    4: ["cp4_grouped_llama_float64", "cp4_shared_documents_float64", "cp2_tp2_grouped_llama_float64", "cp4_grouped"],
+    8: ["dp2_cp2_tp2_grouped_float64", "dp2_cp4_shared_llama_float64", "cp4_pp2_grouped_float64"],
+}
+"""Context-parallel ranks of which several attend with the same key/value head."""
+
+
+@pytest.mark.parametrize(
+    "ranks", [ranks if ranks == 2 else pytest.param(ranks, marks=pytest.mark.parallel) for ranks in SHARED]
+)
+def test_the_gradient_of_a_key_value_head_is_the_sum_of_those_of_all_ranks_that_use_it(ranks: int) -> None:
+    told = launch(ranks, "equality_worker.py", "1,0.5,0", *SHARED[ranks])
+    for name in SHARED[ranks]:
+        assert f"equal {name} within" in told, told
+
+
 def test_tensor_sequence_and_data_parallel_training_is_equal_to_one_process() -> None:
     """The part of the above that runs with every change."""
     assert "equal dp2_tp2 within" in launch(4, "equality_worker.py", "1", "dp2_tp2")
+
+
+def test_local_attention_over_exchanged_heads_is_equal_to_one_process() -> None:
+    """Likewise."""
+    assert "equal cp2_local_float64 within" in launch(2, "equality_worker.py", "0.5", "cp2_local_float64")

@@ -54,10 +54,10 @@ def carried_out(
     searches: dict[str, list[str]],
     *,
     gpus: int,
-    experts: tuple[str, ...] = (),
+    others: tuple[str, ...] = (),
 ) -> list[ActivationPlan]:
     """The plans found, each of which a dry run agrees with, and real ranks carry out to the losses of one process."""
-    shape = [*SHAPE, *experts]
+    shape = [*SHAPE, *others]
     machine = folder / "machine.json"
     machine.write_text(hardware_to_json(dataclasses.replace(MACHINE, gpus_per_node=gpus)))
     asked = ["plan", "--search", *shape, "--precision", "fp32", "--gpu", str(machine), "--mlp-tiles", "1", "--json"]
@@ -75,7 +75,7 @@ def carried_out(
         step = ["--batch", SEQUENCES // problem.pipeline.microbatches, "--accumulate", problem.pipeline.microbatches]
         alone = losses(folder / f"{name}-alone", 1, *shape, "--precision", "fp32", *map(str, step))
         assert len(set(alone)) == STEPS
-        assert main(["dry-run", path, *SHAPE[2:8], *experts]) == 0, capsys.readouterr().err
+        assert main(["dry-run", path, *SHAPE[2:8], *others]) == 0, capsys.readouterr().err
         assert losses(folder / name, gpus, *found["launch"]["train"]) == pytest.approx(alone, rel=1e-5), name
     return plans
 
@@ -92,8 +92,19 @@ def test_a_found_plan_is_carried_out_by_two_ranks(tmp_path: Path, capsys: pytest
 def test_a_found_plan_divides_experts_over_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     experts = ("--experts", "4", "--expert-hidden", "64", "--every", "2")
     searches = {"experts": ["--ep", "2", "--device", "10MiB"]}
-    (plan,) = carried_out(tmp_path, capsys, searches, gpus=2, experts=experts)
+    (plan,) = carried_out(tmp_path, capsys, searches, gpus=2, others=experts)
     assert plan.problem.profile.signature.ep == 2
+    assert moves(plan)
+
+
+@pytest.mark.parallel
+def test_a_found_plan_shares_a_key_value_head_among_four_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    searches = {"shared": ["--cp", "4", "--device", "6MiB"]}
+    (plan,) = carried_out(tmp_path, capsys, searches, gpus=4, others=("--variant", "llama"))
+    assert plan.problem.profile.signature.cp == 4
+    assert not plan.problem.profile.signature.ring
     assert moves(plan)
 
 

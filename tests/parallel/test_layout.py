@@ -17,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from launching import torchrun
 
 from memo.errors import ExitCode, UsageError
+from memo.gpt.attention_pattern import AttentionPattern
 from memo.gpt.config import MoeConfig, preset
-from memo.parallel.layout import ContextAttention, Layout, PipelineSchedule
+from memo.parallel.layout import ContextAttention, Layout, PipelineSchedule, key_copies
 from memo.parallel.pipeline import make_schedule
 
 ULYSSES, RING = ContextAttention.ULYSSES, ContextAttention.RING
@@ -42,7 +43,14 @@ V = PipelineSchedule.ZERO_BUBBLE_V
             "attention within documents is not possible with ring attention",
         ),
         ({"tp": 16, "cp": 2}, {"end_of_document": 0, "heads": 16}, "not possible with ring attention"),
+        (
+            {"cp": 2, "cp_attention": RING},
+            {"pattern": AttentionPattern(window=16)},
+            "local attention is not possible with ring attention; use --cp-attention ulysses, or no --cp",
+        ),
         ({"tp": 4}, {"kv_heads": 2}, "does not divide the model's 2 key/value heads"),
+        ({"tp": 4, "cp": 2}, {"kv_heads": 2}, "^--tp 4 does not divide the model's 2 key/value heads"),
+        ({"cp": 3, "cp_attention": ULYSSES}, {"kv_heads": 2}, "^--cp 3 does not divide the model's 8 heads"),
         ({"tp": 4}, {"ffn": 130}, "--tp 4 does not divide the MLP's width of 130"),
         ({"cp": 8}, {"seq": 60}, "--seq 60 does not divide over 8 ranks"),
         ({"tp": 8, "sequence_parallel": True}, {"seq": 60}, "--seq 60 does not divide over 8 ranks"),
@@ -55,10 +63,15 @@ V = PipelineSchedule.ZERO_BUBBLE_V
 )
 def test_what_does_not_divide_is_refused(sizes: dict[str, Any], changes: dict[str, Any], reason: str) -> None:
     run = {"seq": 64, "batch": 4, "microbatches": 4} | changes
-    model = {name: run.pop(name) for name in ("heads", "kv_heads", "ffn", "end_of_document") if name in run}
+    model = {name: run.pop(name) for name in ("heads", "kv_heads", "ffn", "end_of_document", "pattern") if name in run}
     shape = preset("tiny", **({"layers": 8, "hidden": 64, "heads": 8} | model))
     with pytest.raises(UsageError, match=reason):
         Layout(**sizes).check(shape, **run)
+
+
+def test_a_window_of_the_sequence_goes_around_a_ring() -> None:
+    shape = preset("tiny", layers=8, pattern=AttentionPattern(window=64))
+    Layout(cp=2, cp_attention=RING).check(shape, seq=64, batch=4, microbatches=4)
 
 
 def test_more_context_ranks_than_heads_attend_around_a_ring() -> None:
@@ -66,9 +79,36 @@ def test_more_context_ranks_than_heads_attend_around_a_ring() -> None:
     assert not Layout(cp=4, tp=2).rings(shape)
     assert Layout(cp=8, tp=2).rings(shape)
     assert Layout(cp=2, cp_attention=RING).rings(shape)
+    assert not Layout(cp=8).rings(preset("tiny", hidden=64, heads=8, kv_heads=2)), "ranks share key/value heads"
     with pytest.raises(UsageError, match="--cp-attention ring has no meaning without --cp"):
         Layout(cp_attention=RING)
     Layout(cp=8, tp=2).check(shape, seq=64, batch=1, microbatches=1)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks"),
+    [
+        (8, 8, 4),
+        (8, 2, 2),
+        (8, 2, 4),
+        (8, 2, 8),
+        (8, 1, 8),
+        (12, 4, 3),
+        (12, 2, 3),
+        (12, 6, 4),
+        (28, 4, 7),
+        (28, 4, 14),
+    ],
+)
+def test_the_copies_of_key_value_heads_are_those_of_each_ranks_queries(heads: int, kv_heads: int, ranks: int) -> None:
+    copies = key_copies(heads, kv_heads, ranks)
+    assert (copies == 1) == (kv_heads % ranks == 0)
+    copied = [head for head in range(kv_heads) for _ in range(copies)]
+    queries, keys = heads // ranks, len(copied) // ranks
+    for rank in range(ranks):
+        own = copied[rank * keys : (rank + 1) * keys]
+        used = [own[query // (queries // keys)] for query in range(queries)]  # as kernels group them
+        assert used == [query // (heads // kv_heads) for query in range(rank * queries, (rank + 1) * queries)]
 
 
 def test_a_schedule_without_a_pipeline_is_refused() -> None:
@@ -136,6 +176,7 @@ def test_experts_that_do_not_fit_the_ranks_are_one_line(sizes: dict[str, int], e
         Layout(**sizes).check(preset("tiny", moe=moe), seq=64, batch=4, microbatches=2)
 
 
-def test_expert_parallel_ranks_divide_the_data_parallel_ones() -> None:
-    with pytest.raises(UsageError, match="--ep 2 does not divide --dp 3"):
-        Layout(dp=3, ep=2)
+@pytest.mark.parametrize(("dp", "ep"), [(3, 2), (2, 4), (1, 2)])
+def test_expert_parallel_ranks_divide_the_data_parallel_ones(dp: int, ep: int) -> None:
+    with pytest.raises(UsageError, match=f"--ep {ep} does not divide --dp {dp}"):
+        Layout(dp=dp, ep=ep)

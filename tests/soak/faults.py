@@ -15,13 +15,15 @@ from typing import Any
 from faulty_file import Faults, Operation
 
 from memo.errors import CorruptBlock, MemoError, StoreReadError, StoreWriteError
+from tests.soak.pressure import Pressure
 
 __all__ = ["KINDS", "Fault", "Injector", "Kind"]
 
 _SLOW_S = 0.02
 _SOON_S = 0.03
 _TAKEN_BYTES = 16 << 20
-_TAKEN_STEPS = 5
+_HELD_STEPS = 5
+"""Steps that memory is taken or limited for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,7 @@ def _of_file(operation: Operation, *errors: type[MemoError], **given: Any) -> Ki
 STOPPED = "process stopped for a second"
 KILLED = "I/O thread killed"
 TAKEN = f"{_TAKEN_BYTES >> 20} MiB of the budget taken"
+PRESSED = "memory limited by a cgroup"
 KINDS: dict[str, Kind] = {
     "one write failed (EIO)": _of_file("write", StoreWriteError, errno=errno.EIO),
     "all writes failed (ENOSPC)": _of_file("write", StoreWriteError, errno=errno.ENOSPC, sticky=True),
@@ -57,6 +60,7 @@ KINDS: dict[str, Kind] = {
     KILLED: Kind(errors=(StoreWriteError, StoreReadError)),
     STOPPED: Kind(),
     TAKEN: Kind(),
+    PRESSED: Kind(),
 }
 
 
@@ -77,25 +81,27 @@ class Injector:
     Args:
         seed: of the order.
         stop: has another process stop this one for a second, soon; returns at once.
+        pressure: limits this process's memory; None: that kind does not come.
     """
 
-    def __init__(self, seed: int, stop: Callable[[], None]) -> None:
+    def __init__(self, seed: int, stop: Callable[[], None], pressure: Pressure | None = None) -> None:
         self.script = Faults()
-        self.told = {name: Fault() for name in KINDS}
+        self.told = {name: Fault() for name in KINDS if name != PRESSED or pressure is not None}
         self._draw = random.Random(seed)
         self._stop = stop
         self._round: list[str] = []
         self._armed: str | None = None
         self._killer: threading.Thread | None = None
         self._taken: mmap.mmap | None = None
-        self._taken_steps = 0
+        self._pressure = pressure
+        self._held_steps = 0
 
     def inject(self) -> None:
         """Injects the next fault; one that nothing has met yet is waited for instead."""
         if self._armed is not None:
             return
         if not self._round:
-            self._round = self._draw.sample(list(KINDS), len(KINDS))
+            self._round = self._draw.sample(list(self.told), len(self.told))
         self._armed = name = self._round.pop()
         self.told[name].injected += 1
         kind = KINDS[name]
@@ -106,8 +112,12 @@ class Injector:
             self._stop()
             self.script.hits = 1
         elif name == TAKEN:
-            self._taken, self._taken_steps = mmap.mmap(-1, _TAKEN_BYTES), _TAKEN_STEPS
+            self._taken, self._held_steps = mmap.mmap(-1, _TAKEN_BYTES), _HELD_STEPS
             self._taken.write(b"\1" * _TAKEN_BYTES)
+        elif name == PRESSED:
+            assert self._pressure is not None
+            self._pressure.begin()
+            self._held_steps = _HELD_STEPS
         else:
             self._killer = threading.Thread(target=self._kill_one, args=(self._draw.uniform(0, _SOON_S),))
             self._killer.start()
@@ -118,12 +128,9 @@ class Injector:
         if self._killer is not None:
             self._killer.join()
             self._killer = None
-        if self._taken is not None:
-            self._taken_steps -= 1
-            if not self._taken_steps:
-                self._taken.close()
-                self._taken = None
-                self.script.hits = 1
+        if self._held_steps:
+            self._held_steps -= 1
+            self._hold_or_give_back()
         if self.script.hits and name is not None:
             self.told[name].met += 1
             self.script.clear()
@@ -135,6 +142,20 @@ class Injector:
         raised, error_name = self.told[name].raised, type(error).__name__
         raised[error_name] = raised.get(error_name, 0) + 1
         return None if type(error) in KINDS[name].errors else f"{name}: {error_name}: {error}"
+
+    def _hold_or_give_back(self) -> None:
+        """Goes on with what lasts for some steps, or ends it after the last of them."""
+        if self._taken is not None:
+            if not self._held_steps:
+                self._taken.close()
+                self._taken = None
+                self.script.hits = 1
+        else:
+            assert self._pressure is not None
+            if self._held_steps:
+                self._pressure.press()
+            else:
+                self.script.hits = int(self._pressure.end())
 
     def _kill_one(self, after_s: float) -> None:
         """Raises SystemExit in one of the disk tier's threads, wherever it then is."""

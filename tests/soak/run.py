@@ -24,6 +24,8 @@ from memo.machine import return_freed_memory, rss_bytes
 from memo.manager import Manager
 from memo.swap.disk.store import DiskStore
 from tests.soak.faults import Fault, Injector
+from tests.soak.memory_group import MemoryGroup
+from tests.soak.pressure import Pressure
 from tests.soak.resources import Sample, sample
 from tests.soak.training import packed, step_of, trainer_of, unpacked
 
@@ -66,6 +68,8 @@ class Soaked:
     """Steps that wrote to disk."""
     bytes_disk: int = 0
     faults: dict[str, Fault] = dataclasses.field(default_factory=dict)
+    not_run: list[str] = dataclasses.field(default_factory=list)
+    """Kinds of faults that cannot be had here, each with the reason."""
     samples: list[Sample] = dataclasses.field(default_factory=list)
     find: str | None = None
     """What should not have been; it ends the soak."""
@@ -100,7 +104,8 @@ class _Run:
         self.soaked = Soaked()
         self._undisturbed, self._control = undisturbed, control
         self._stopping = False
-        self._injector = Injector(settings.seed, self._be_stopped)
+        self._budget = 0
+        self._injector = Injector(settings.seed, self._be_stopped, self._pressure(folder))
         self._put_under_stores(self._injector.script)
         self._scratch = folder / "scratch"
         self._scratch.mkdir()
@@ -192,9 +197,10 @@ class _Run:
         self._manager = self._opened()
 
     def _opened(self) -> Manager:
+        self._budget = rss_bytes() + ROOM
         manager = memo.offload(
             self._trainer.model,
-            device=rss_bytes() + ROOM,
+            device=self._budget,
             disk=self._scratch,
             disk_budget="128MiB",
             min_bytes="4KiB",
@@ -203,6 +209,14 @@ class _Run:
         self._trainer.around_forward = manager
         self.soaked.managers += 1
         return manager
+
+    def _pressure(self, folder: Path) -> Pressure | None:
+        try:
+            group = MemoryGroup()
+        except OSError as error:
+            self.soaked.not_run.append(f"memory pressure by cgroup, which needs a group of the run's own: {error}")
+            return None
+        return Pressure(group, folder, lambda: self._budget - rss_bytes())
 
     @staticmethod
     def _put_under_stores(script: Faults) -> None:

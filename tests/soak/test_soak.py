@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +17,8 @@ import pytest
 import memo
 from memo.gpt.train.step import Trainer
 from tests.soak.__main__ import figures, supervised, table
-from tests.soak.faults import KINDS
+from tests.soak.faults import KINDS, PRESSED, Injector
+from tests.soak.memory_group import MemoryGroup, remove_group_of
 from tests.soak.resources import LIMITS, Sample, sample, trends
 from tests.soak.run import Settings, soak
 
@@ -66,6 +69,44 @@ def test_a_flipped_bit_that_memo_does_not_see_is_a_find() -> None:
     soaked = supervised(_settings(steps=60), _soak_unverified)
     assert soaked.find is not None
     assert "and undisturbed" in soaked.find
+
+
+def _soak_greedy(settings: Settings, undisturbed: Connection, control: Connection) -> None:
+    """A soak of which each step takes 24 MiB more than its budget counts."""
+    _only(PRESSED)
+    step_of, held = Trainer.step, list[Any]()
+
+    def step(self: Trainer, *args: Any) -> Any:
+        held.append(b"\1" * (24 << 20))
+        return step_of(self, *args)
+
+    Trainer.step = step  # type: ignore[method-assign]
+    soak(settings, undisturbed, control)
+
+
+def _groups_can_be_made() -> bool:
+    """In a process of its own, since it stays in the group."""
+    code = "from tests.soak.memory_group import MemoryGroup; MemoryGroup()"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2], stderr=subprocess.DEVNULL)
+    made = process.wait() == 0
+    remove_group_of(process.pid)
+    return made
+
+
+@pytest.mark.slow
+def test_a_run_that_takes_more_than_its_budget_under_pressure_is_killed_and_a_find() -> None:
+    if not _groups_can_be_made():
+        pytest.skip("no memory cgroup can be made here")
+    soaked = supervised(_settings(steps=60), _soak_greedy)
+    assert soaked.find is not None
+    assert soaked.find.endswith("the process ended with -9")
+
+
+def test_where_no_group_can_be_made_that_fault_does_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.soak.memory_group._MOUNTS", tmp_path)
+    with pytest.raises(OSError, match="there is no memory controller"):
+        MemoryGroup()
+    assert PRESSED not in Injector(0, lambda: None).told
 
 
 def _leak_memory(held: list[Any], folder: Path) -> None:

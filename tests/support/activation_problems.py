@@ -9,6 +9,7 @@ from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.memory_peaks import device_peak_candidates
 from memo.mip.activation.plan import ONE_STAGE, ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
 from memo.mip.activation.solver import solve_problem
+from memo.mip.inputs.coding import Coding
 from memo.mip.inputs.hardware import Hardware
 from memo.mip.inputs.profile import (
     ALL,
@@ -96,6 +97,30 @@ def with_curves(
     most = max(point.held_bytes for known in classes for point in known.points)
     budgets = dataclasses.replace(problem.budgets, device_bytes=problem.budgets.device_bytes + int(room * most))
     return dataclasses.replace(problem, profile=dataclasses.replace(problem.profile, classes=classes), budgets=budgets)
+
+
+def coded(known: LayerProfile, *, of_always: int, of_points: tuple[int, ...], **seconds: float) -> LayerProfile:
+    """The class with the bytes that codes spare of what is always saved and of each point, and seconds of coding."""
+    points = (
+        dataclasses.replace(point, spared_bytes=spared) for point, spared in zip(known.points, of_points, strict=True)
+    )
+    return dataclasses.replace(known, points=tuple(points), coding=Coding(spared_bytes=of_always, **seconds))  # type: ignore[arg-type]
+
+
+def with_codes(problem: ActivationProblem, seed: int) -> ActivationProblem:
+    """The problem with a codec, of which codes spare random parts; of what cannot be divided at point `all` alone."""
+    draw = random.Random(seed)
+
+    def one(known: LayerProfile) -> LayerProfile:
+        share, seconds = draw.uniform(0.2, 0.75), draw.choice([0.0, 0.3 * known.forward_s])
+        parts = [int(share * draw.uniform(0.5, 1.0) * point.saved_bytes) for point in known.points]
+        parts = [part if known.divisible or not number else 0 for number, part in enumerate(parts)]
+        spared = int(share * known.fixed_bytes)
+        return coded(known, of_always=spared, of_points=tuple(parts), encode_s=seconds, decode_s=seconds / 2)
+
+    profile = problem.profile
+    profile = dataclasses.replace(profile, classes=tuple(one(known) for known in profile.classes), codec="fp8")
+    return dataclasses.replace(problem, profile=profile)
 
 
 def _curve(draw: random.Random, count: int, nbytes: int, *, held: bool) -> tuple[PointProfile, ...]:

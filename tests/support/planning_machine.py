@@ -26,6 +26,7 @@ class Machine:
     """Satisfies `ActuatorProtocol`: remembers what came into force, and tells a step as its layers would."""
 
     mlp_tiles = 2
+    codec = None
     n_layers = len(LAYERS)
 
     def __init__(self, *, device_bytes: int, host_bytes: int = 1 << 40) -> None:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 
 from memo.gpt import Precision
 from memo.gpt.arithmetic import Layout, Optimizer
+from memo.gpt.attention_pattern import AttentionPattern
 from memo.gpt.config import GPTConfig, MoeConfig
 from memo.mip.activation import Budgets, LayerPlan, device_peak_candidates, predict_stages
-from memo.mip.inputs import Hardware, PipelineSchedule
+from memo.mip.cluster import Cluster, Connection, NodeGroup
+from memo.mip.inputs import Hardware, Level, PipelineSchedule
 from memo.mip.inputs.network import Network
-from memo.search import Candidate, Request, Setting, Shape, Space
+from memo.search import Candidate, ClusterSpace, Request, Setting, Shape, Space
 
 MIB = 1 << 20
 
 
-def random_space(seed: int, *, most_gpus: int = 8, experts: bool = False) -> Space:
-    """A space of up to `most_gpus` GPUs and 4 layers, of which some have `experts` where that is asked for."""
+def random_space(seed: int, *, most_gpus: int = 8, experts: bool = False, pattern: bool = False) -> Space:
+    """A space of up to `most_gpus` GPUs and 4 layers, of which some have experts or local attention where that is asked."""
     chance = random.Random(seed)
     nodes = chance.choice([1, 1, 2])
     gpus = chance.choice([size for size in (1, 2, 4, 8) if size * nodes <= most_gpus])
@@ -26,7 +29,7 @@ def random_space(seed: int, *, most_gpus: int = 8, experts: bool = False) -> Spa
         layers=chance.choice([1, 2, 3, 4]),
         hidden=128,
         heads=heads,
-        kv_heads=heads,
+        kv_heads=heads if seed % 4 else max(1, heads // 4),  # which more context-parallel ranks share
         ffn=512,
         max_seq=4096,
         vocab_size=chance.choice([64, 512, 8192]),
@@ -47,6 +50,9 @@ def random_space(seed: int, *, most_gpus: int = 8, experts: bool = False) -> Spa
             every=chance.randint(1, config.layers),
         )
         config, tiles = dataclasses.replace(config, moe=moe), (1,)
+    if pattern:
+        window, every = chance.choice([1, 64, 512]), chance.randint(0, config.layers)
+        config = dataclasses.replace(config, pattern=AttentionPattern(window=window, full_every=every))
     request = Request(
         config=config,
         model="small",
@@ -67,6 +73,61 @@ def random_space(seed: int, *, most_gpus: int = 8, experts: bool = False) -> Spa
     )
     space = Space(request=request, nodes=nodes, global_batch=chance.choice([1, 2, 4]))
     return dataclasses.replace(space, request=dataclasses.replace(request, budgets=_budgets(chance, space)))
+
+
+def random_cluster_space(seed: int, *, most_gpus: int = 4) -> ClusterSpace:
+    """The same on two groups of nodes of other machines, with a slow or a fast connection between them."""
+    chance = random.Random(f"cluster {seed}")
+    space = random_space(seed, most_gpus=2)
+    config = space.request.config
+    assert isinstance(config, GPTConfig)
+    config = dataclasses.replace(config, layers=chance.choice([2, 3, 4]))
+    tokens, per_node = space.request.layout.tokens, max(most_gpus // 2, 1)
+    groups, base = [], _machine(chance, 1)
+    for name in ("a", "b"):
+        gpus, faster = chance.choice([1, per_node]), chance.uniform(1, 3)
+        own = _machine(chance, gpus) if chance.random() < 0.5 else dataclasses.replace(base, gpus_per_node=gpus)
+        own = dataclasses.replace(own, name=name, peak_flops=faster * own.peak_flops)
+        groups.append(NodeGroup(name=name, machine=own, nodes=1 if gpus > 1 else chance.choice([1, 1, 2])))
+    links = Level(name="ethernet", nics_per_node=1, nic_bytes_per_s=10 ** chance.uniform(7, 10), efficiency=0.8)
+    cluster = Cluster(groups=tuple(groups), connections=(Connection(between=("a", "b"), links=links),))
+    each = math.gcd(*(group.machine.gpus_per_node for group in groups))
+    request = dataclasses.replace(
+        space.request,
+        config=config,
+        layout=Layout(tokens=tokens),
+        machine=dataclasses.replace(groups[0].machine, gpus_per_node=each),
+    )
+    wide = Budgets(device_bytes=1 << 40)
+    found = ClusterSpace(
+        request=request,
+        nodes=cluster.gpus // each,
+        global_batch=chance.choice([2, 4]),
+        cluster=cluster,
+        budgets={group.name: dataclasses.replace(wide, ranks_per_node=group.machine.gpus_per_node) for group in groups},
+    )
+    return dataclasses.replace(found, budgets=_budgets_of_groups(chance, found))
+
+
+def _budgets_of_groups(chance: random.Random, space: ClusterSpace) -> dict[str, Budgets]:
+    """Budgets of each group around what some candidate needs."""
+    candidates = all_candidates(space)
+    found = {}
+    for group in space.cluster.groups:
+        problem = space.problem(chance.choice(candidates))
+        kept = predict_stages(problem, [LayerPlan()] * len(problem.profile.layers))
+        most = max(stage.peak_device_bytes for stage in kept)
+        stages = range(problem.pipeline.stages)
+        least = max(place.resident_bytes for stage in stages for place in device_peak_candidates(problem, stage))
+        saved = sum(layer.full_bytes for layer in problem.profile.layer_profiles())
+        ranks = group.machine.gpus_per_node
+        found[group.name] = Budgets(
+            device_bytes=round(least + (most - least) * chance.uniform(0.0, 1.2)) + chance.choice([0, MIB]),
+            host_bytes=chance.choice([0, round(saved * ranks * 10 ** chance.uniform(-1, 1))]),
+            disk_bytes=chance.choice([0, 0, round(saved * ranks * 10 ** chance.uniform(-1, 1))]),
+            ranks_per_node=ranks,
+        )
+    return found
 
 
 def _machine(chance: random.Random, gpus: int) -> Hardware:
@@ -110,6 +171,23 @@ def _budgets(chance: random.Random, space: Space) -> Budgets:
     )
 
 
+def every_division(space: Space) -> list[Candidate]:
+    """Every candidate of a space under every numbers of layers of its stages."""
+    layers = len(space.problem(all_candidates(space)[0]).profile.layers)
+    found: dict[Candidate, None] = {}
+    for one in all_candidates(space):
+        runs = one.shape.pp * one.chunks
+        divisions = _divisions(layers, runs) if one.shape.pp > 1 else [()]
+        found.update(dict.fromkeys(dataclasses.replace(one, stage_layers=division) for division in divisions))
+    return list(found)
+
+
+def _divisions(layers: int, runs: int) -> list[tuple[int, ...]]:
+    if runs == 1:
+        return [(layers,)]
+    return [(first, *rest) for first in range(1, layers - runs + 2) for rest in _divisions(layers - first, runs - 1)]
+
+
 def all_candidates(space: Space) -> list[Candidate]:
     """Every candidate of a space."""
     return [
@@ -120,4 +198,4 @@ def all_candidates(space: Space) -> list[Candidate]:
     ]
 
 
-__all__ = ["Setting", "Shape", "all_candidates", "random_space"]
+__all__ = ["Setting", "Shape", "all_candidates", "every_division", "random_cluster_space", "random_space"]

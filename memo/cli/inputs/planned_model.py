@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from memo.cli.inputs.expert_flags import add_expert_flags, expert_numbers
+from memo.cli.inputs.pattern_flags import add_pattern_flags, pattern_numbers
 from memo.errors import UsageError
-from memo.gpt import PRESETS, GPTConfig, Precision, Variant, preset, preset_name, with_experts
+from memo.gpt import PRESETS, GPTConfig, Precision, Variant, preset, preset_name, with_experts, with_pattern
 from memo.hugging_face import PUBLISHED, names_configuration, published_name
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def add_model_flags(group: argparse._ArgumentGroup) -> None:
     for name, words in _SHAPE.items():
         group.add_argument(f"--{name}", type=int, metavar="N", help=f"{words} of a named model (default: the model's)")
     add_expert_flags(group)
+    add_pattern_flags(group)
 
 
 def planned_model(args: argparse.Namespace) -> GPTConfig | HuggingFaceModel:
@@ -85,10 +87,10 @@ def planned_model(args: argparse.Namespace) -> GPTConfig | HuggingFaceModel:
         if args.loss == "model":
             raise UsageError(f"--loss model: {name} is memo's GPT, whose loss has no logits in memory")
         sizes = {flag.replace("-", "_"): size for flag, size in shape.items() if flag != "vocab"}
-        return with_experts(
-            preset(known, variant=args.variant, vocab_size=shape["vocab"], **sizes), **expert_numbers(args)
-        )
-    given = next((flag for flag, number in expert_numbers(args).items() if number is not None), None)
+        config = preset(known, variant=args.variant, vocab_size=shape["vocab"], **sizes)
+        return with_pattern(with_experts(config, **expert_numbers(args)), **pattern_numbers(args))
+    numbers = expert_numbers(args) | pattern_numbers(args)
+    given = next((flag for flag, number in numbers.items() if number is not None), None)
     if given is not None:
         raise UsageError(f"--{given.replace('_', '-')} applies to sizes of memo's GPT only; leave it out")
     if args.variant is not None:

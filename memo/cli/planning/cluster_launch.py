@@ -11,10 +11,10 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from memo.search import PORT, train_arguments
+from memo.search import PORT, Launch, train_arguments
 
 if TYPE_CHECKING:
-    from memo.cli.planning.on_cluster import ClusterPlan
+    from memo.mip.activation import ActivationPlan
     from memo.mip.cluster import Placement
     from memo.search import Candidate
 
@@ -34,30 +34,33 @@ class _Nodes:
 
 
 def cluster_launch(
-    found: ClusterPlan, candidate: Candidate, *, model_flags: Sequence[str], plan_file: str
-) -> tuple[str, ...]:
-    """A line for each run of nodes: which they are, and the command to start on each; none where ranks would be split.
+    plan: ActivationPlan, placement: Placement, candidate: Candidate, *, model_flags: Sequence[str], plan_file: str
+) -> Launch | None:
+    """A line for each run of nodes: which they are, and the command to start on each; None where ranks would be split.
 
     Args:
-        found: the plan and its placement.
+        plan: what is run.
+        placement: its placement.
         candidate: its layout.
         model_flags: flags of `memo train` that name and shape the model.
         plan_file: where the plan is.
     """
-    order = _in_order(found.placement)
+    order = _in_order(placement)
+    if not order:
+        return None
     every = sum(nodes.count for nodes in order)
-    candidate = dataclasses.replace(candidate, stage_layers=found.plan.problem.pipeline.layers)
-    lines, first = [], 0
+    lines, first, trains = [], 0, []
     for nodes in order:
-        train = train_arguments(found.plan, candidate, model_flags=model_flags, plan_file=plan_file, stage=nodes.stage)
-        name, last = found.placement.cluster.groups[nodes.group].name, first + nodes.count - 1
+        train = train_arguments(plan, candidate, model_flags=model_flags, plan_file=plan_file, stage=nodes.stage)
+        trains.append(train)
+        name, last = placement.cluster.groups[nodes.group].name, first + nodes.count - 1
         which = f"node {first}" if first == last else f"nodes {first} to {last}"
         number = str(first) if first == last else "RANK"
         command = f"torchrun --nnodes {every} --node-rank {number} --nproc-per-node {nodes.ranks}"
         command += f" --master-addr HOST --master-port {PORT} -m memo.cli.main train {shlex.join(train)}"
         lines.append(f"{which}, of {name}: {command}")
         first = last + 1
-    return tuple(lines)
+    return Launch(torchrun="\n".join(lines), slurm=None, train=trains[0])
 
 
 def _in_order(placement: Placement) -> list[_Nodes]:

@@ -59,6 +59,8 @@ class FormerPlan:
     def resharding_row(self, config: object, problem: ActivationProblem) -> tuple[str, dict[str, object]]:
         """The line of the tables, and the object of --json, in which seconds are None where no rate is known.
 
+        Where nodes are not alike, all have the largest one's ranks and read as slowly as the slowest one.
+
         Args:
             config: the model, as `require_model` has it.
             problem: of the plan to go on with.
@@ -67,8 +69,10 @@ class FormerPlan:
             UsageError: as `resharding`.
         """
         assert isinstance(config, GPTConfig)
-        found, machine = self.resharding(config, problem), problem.hardware
-        ranks, rate = machine.gpus_per_node, checkpoint_bytes_per_s(machine, problem.gpus)
+        found = self.resharding(config, problem)
+        machines = [problem.machine_of(stage).hardware for stage in range(problem.pipeline.stages)]
+        ranks = max(machine.gpus_per_node for machine in machines)
+        rate = min(checkpoint_bytes_per_s(machine, problem.gpus) for machine in machines)
         summary: dict[str, object] = {
             "most_read_bytes": max(found.read_bytes),
             "total_read_bytes": found.total_bytes,

@@ -12,7 +12,10 @@ import time
 from typing import TYPE_CHECKING
 
 from memo.cli.inputs.expert_flags import EXPERT_FLAGS
+from memo.cli.inputs.pattern_flags import PATTERN_FLAGS
 from memo.cli.inputs.planned_model import SHAPE_FLAGS
+from memo.cli.planning.cluster_launch import cluster_launch
+from memo.cli.planning.cluster_layouts import cluster_of
 from memo.cli.planning.former_plan import FormerPlan
 from memo.cli.planning.picture import search_page
 from memo.cli.planning.request import TILE_TOKENS, parse_request
@@ -29,6 +32,7 @@ from memo.mip.simulate import play, prove
 from memo.parallel import ContextAttention
 from memo.search import (
     DIMENSIONS,
+    ClusterSpace,
     Launch,
     Space,
     launch_of,
@@ -42,6 +46,7 @@ from memo.trace import render_page
 from memo.units import format_tokens, parse_tokens
 
 if TYPE_CHECKING:
+    from memo.cli.planning.on_cluster import ClusterRequest
     from memo.search import Found, Planned, Request
 
 __all__ = [
@@ -60,9 +65,10 @@ MOST_CALLS = 20_000
 """Passes of layers in a step that is played whole, for each of the best layouts; of a longer one so many are."""
 LEAST_STEP_TOKENS = 1 << 20
 """Tokens of a step, at least, where its size is not given."""
+_SPLIT = "a node would hold ranks that do not follow one another; give --tp, --cp and --pp of whole nodes"
 _OWN = ("nodes", "gpus_per_node", "dp", "batch_tokens", "html")
 """Flags that go with --search only."""
-_TRAINED = ("layers", "hidden", "heads", *EXPERT_FLAGS)
+_TRAINED = ("layers", "hidden", "heads", *EXPERT_FLAGS, *PATTERN_FLAGS)
 """Flags of a model's shape that memo train has, too."""
 
 
@@ -109,7 +115,7 @@ def run_search(args: argparse.Namespace) -> ExitCode:
     """
     refuse_others(args)
     former = None if args.former is None else FormerPlan.read(args.former, model=args.model)
-    space = _space(args)
+    space = _space(args) if args.cluster is None else _space_on_cluster(args)
     if former is not None:
         former.require_model(args.model, space.request.config)
     reason = reason_not_trained(args, space.request)
@@ -120,17 +126,24 @@ def run_search(args: argparse.Namespace) -> ExitCode:
             space = longest.space
         found = search_layouts(space, runs=runs_under_memo_train, workers=PROCESSES, say=waiting.say)
         seconds = time.monotonic() - begin_s
-        smallest = None if found.best else smallest_that_fits(space)
+        smallest = None if found.best or isinstance(space, ClusterSpace) else smallest_that_fits(space)
         waiting.say("simulating the best plans")
         shown = []
         for one in _shown(found):
             played, simulation = play(one.plan, most=MOST_CALLS)
             shown.append((dataclasses.replace(one, plan=played), simulation))
         written = _proven(found, runnable=reason is None)
+    if written is None and isinstance(space, ClusterSpace):
+        raise Infeasible(
+            f"no layout of {space.request.model} at {format_tokens(space.request.layout.tokens)} tokens fits on the "
+            f"{space.gpus} GPUs of {args.cluster}; give more --host or --nvme, or a shorter --seq"
+        )
     if written is None:
         raise _does_not_fit(space, smallest_table(space, smallest), as_json=args.json)
     runs = reason is None and runs_under_memo_train(written.candidate)
     launch = _launch(args, space, written) if runs else None
+    if runs and launch is None:
+        reason = _SPLIT
     resharding = None if former is None else former.resharding_row(space.request.config, written.plan.problem)
     steps = {one.candidate: simulation.whole_step_s for one, simulation in shown}
     summary = {
@@ -227,6 +240,12 @@ def _space(args: argparse.Namespace) -> Space:
     return space_of(args, dataclasses.replace(request, machine=machine), nodes=nodes)
 
 
+def _space_on_cluster(args: argparse.Namespace) -> Space:
+    """The same for groups of nodes that are not alike."""
+    asked, request, nodes = cluster_of(without_layout(args))
+    return space_of(args, request, nodes=nodes, cluster=asked)
+
+
 def without_layout(args: argparse.Namespace) -> argparse.Namespace:
     """The flags with a layout of one GPU, as the search replaces it."""
     ones = {"gpus": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "batch": None, "accumulate": None, "global_batch": None}
@@ -234,8 +253,14 @@ def without_layout(args: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**{**vars(args), **ones, **later})
 
 
-def space_of(args: argparse.Namespace, request: Request, *, nodes: int) -> Space:
+def space_of(args: argparse.Namespace, request: Request, *, nodes: int, cluster: ClusterRequest | None = None) -> Space:
     """The space of a request on so many nodes of its machine, with the dimensions fixed that are given.
+
+    Args:
+        args: the flags.
+        request: the model and the machine.
+        nodes: number of nodes.
+        cluster: groups of nodes that are not alike, which `request` describes as equal ones.
 
     Raises:
         UsageError: no layout divides the model and the step, or flags contradict each other.
@@ -245,7 +270,18 @@ def space_of(args: argparse.Namespace, request: Request, *, nodes: int) -> Space
         fixed["ring"] = args.cp_attention == ContextAttention.RING
     if "schedule" in fixed:
         fixed["schedule"] = PipelineSchedule(fixed["schedule"])
-    space = Space(request=request, nodes=nodes, global_batch=_global_batch(args, request), fixed=fixed)
+    batch = _global_batch(args, request)
+    if cluster is None:
+        space = Space(request=request, nodes=nodes, global_batch=batch, fixed=fixed)
+    else:
+        space = ClusterSpace(
+            request=request,
+            nodes=nodes,
+            global_batch=batch,
+            fixed=fixed,
+            cluster=cluster.cluster,
+            budgets=cluster.budgets,
+        )
     config = request.config
     if request.embedding is EmbeddingGradients.SPARSE and isinstance(config, GPTConfig):
         reason = reason_not_sparse(tied=config.tie_embeddings, ranks=space.gpus, lora=request.lora)
@@ -310,15 +346,15 @@ def trained_model_flags(args: argparse.Namespace) -> list[str]:
     return flags
 
 
-def _launch(args: argparse.Namespace, space: Space, written: Planned) -> Launch:
-    """Launch lines of the plan that is written."""
-    return launch_of(
-        written.plan,
-        written.candidate,
-        gpus_per_node=space.gpus_per_node,
-        model_flags=trained_model_flags(args),
-        plan_file=args.output or "plan.json",
-    )
+def _launch(args: argparse.Namespace, space: Space, written: Planned) -> Launch | None:
+    """Launch lines of the plan that is written; None where a node would hold ranks that do not follow one another."""
+    flags, plan_file = trained_model_flags(args), args.output or "plan.json"
+    candidate = written.candidate
+    placement = space.placement(candidate)
+    if placement is not None:
+        candidate = dataclasses.replace(candidate, stage_layers=written.plan.problem.pipeline.layers)
+        return cluster_launch(written.plan, placement, candidate, model_flags=flags, plan_file=plan_file)
+    return launch_of(written.plan, candidate, gpus_per_node=space.gpus_per_node, model_flags=flags, plan_file=plan_file)
 
 
 def _does_not_fit(space: Space, smallest: tuple[str, dict[str, object]], *, as_json: bool) -> Infeasible:

@@ -1,12 +1,14 @@
 """`memo plan --cluster`: a layout on groups of nodes that are not alike, each of its placements planned.
 
 Owns the choice: of every placement with equal stages and with stages of their group's speed, the one with the shortest
-predicted step; from there single layers move between stages as long as that makes the step shorter.
+predicted step; where none fits, with fewer layers on the fullest stages. From there single layers move between stages as
+long as that makes the step shorter.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -32,7 +34,7 @@ from memo.mip.activation import (
     solve_mlp_tiles,
 )
 from memo.mip.cluster import Cluster, NodeGroup, Placement, ProfileOf, balanced_layers, communication, read_cluster
-from memo.search import has_room
+from memo.search import MOST_PLACEMENTS, roomier_layers
 from memo.units import format_duration
 
 if TYPE_CHECKING:
@@ -41,8 +43,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ClusterPlan", "ClusterRequest"]
 
-MOST_PLACEMENTS = 256
-"""Placements that are looked at, in their order."""
 MOST_ROWS = 10
 MOST_MOVES = 32
 """Layers that are moved between stages of the best one."""
@@ -123,18 +123,6 @@ class ClusterRequest:
         budgets = {group.name: _budgets(args, group) for group in cluster.groups}
         return cls(request=request, cluster=cluster, budgets=budgets)
 
-    def may_fit(self) -> bool:
-        """Whether some placement has room for what every plan holds; in a fraction of the time that a plan takes.
-
-        Raises:
-            UsageError: the layout has no place on the cluster.
-        """
-        return any(
-            has_room(self._problems(candidate.placement, candidate.layers)(tiles))
-            for candidate in self._candidates()[0]
-            for tiles in reversed(self.request.tiles)
-        )
-
     def plan(self) -> ClusterPlan:
         """The plan with the shortest step of all placements.
 
@@ -157,6 +145,7 @@ class ClusterRequest:
                 continue
             found.append(candidate)
             best = candidate if best is None or candidate.step_s < best.step_s else best
+        best = best or self._roomier(looked_at)
         if best is None:
             raise min(refused, key=_lacking)
         moved = best if self.request.stage_layers else self._moved(best)
@@ -204,6 +193,23 @@ class ClusterRequest:
         )
         if sizes != layers_of_runs(self._problems(placement, None)(self.request.tiles[0])):
             yield sizes
+
+    def _roomier(self, candidates: list[_Candidate]) -> _Candidate | None:
+        """The best of candidates that do not fit with fewer layers on their fullest stages; None where none fits so."""
+        found: list[_Candidate] = []
+        for candidate in candidates if not self.request.stage_layers else ():
+            fullest = self._problems(candidate.placement, candidate.layers)(self.request.tiles[-1])
+            layers = roomier_layers(
+                fullest,
+                lambda layers, at=candidate.placement: self._problems(at, layers)(self.request.tiles[-1]),  # type: ignore[misc]
+            )
+            if layers is None:
+                continue
+            other = self._candidate(candidate.placement, layers)
+            with contextlib.suppress(DoesNotFit):
+                plan = solve_mlp_tiles(self._problems(other.placement, layers), self.request.tiles)
+                found.append(dataclasses.replace(other, plan=plan))
+        return min(found, key=lambda one: one.step_s, default=None)
 
     def _moved(self, best: _Candidate) -> _Candidate:
         """The candidate after moves of single layers from the slowest stage to others, while they shorten the step."""

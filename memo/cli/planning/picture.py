@@ -1,8 +1,8 @@
 """Data of the page of a search, ready for `memo.trace.render_page`: the answer, and a drawing of each layout that it shows.
 
-Owns what the answer lacks and a drawing needs: each stage's memory by use, the groups of ranks with the links that they
-cross, and the simulated step as spans. A page stays small whatever the number of microbatches: spans that are too short to
-see are joined to their neighbours, with the shares of what they were, and only within one pass of one microbatch.
+Owns what the answer lacks and a drawing needs: each stage's memory by use, and the simulated step as spans. A page stays
+small whatever the number of microbatches: spans that are too short to see are joined to their neighbours, with the shares
+of what they were, and only within one pass of one microbatch.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from memo.cli.planning.drawn_nodes import groups_of, nodes_of
 from memo.cli.tables.activation import memory_summary, use_name
 from memo.events import Lane, StallCause
 from memo.mip.activation import Use, chunk_layers, stage_memory
 
 if TYPE_CHECKING:
     from memo.mip.activation import ActivationProblem
-    from memo.mip.inputs import Group
     from memo.mip.simulate import Simulation, StageSimulation
     from memo.search import Candidate, Planned, Space
 
@@ -73,7 +73,8 @@ def _drawing(planned: Planned, simulation: Simulation, space: Space) -> dict[str
     return {
         "simulated_step_s": simulation.step_s,
         "microbatches": problem.pipeline.microbatches,
-        "groups": _groups(planned, simulation, space),
+        "groups": groups_of(planned, simulation, space),
+        "nodes": nodes_of(planned.candidate, space),
         "stages": [
             {
                 "layers": [[chunk[0], chunk[-1]] for chunk in chunk_layers(problem, number)],
@@ -97,50 +98,6 @@ def _seconds(stage: StageSimulation, step_s: float) -> dict[str, float]:
         "communication": stage.communication_s,
     }
     return found | {"idle": max(step_s - sum(found.values()), 0.0)}
-
-
-def _groups(planned: Planned, simulation: Simulation, space: Space) -> list[dict[str, Any]]:
-    """Kinds of groups that communicate, with the seconds of a step that the busiest rank is on the network.
-
-    Exchanges of tensor, context and expert parallelism are known as one sum, which the first of them has; with them go the
-    gathers of the embedding's and the head's weights.
-    """
-    problem, shape, per_node = planned.plan.problem, planned.candidate.shape, space.gpus_per_node
-    layout = space.request_of(planned.candidate).layout
-    divided = shape.tp * shape.cp * shape.ep > 1
-    exchanges = [_exchange_s(problem, stage) if divided else 0.0 for stage in range(problem.pipeline.stages)]
-    weights = [
-        sum(span.seconds for span in stage.spans if span.lane is Lane.NETWORK) - exchange_s
-        for stage, exchange_s in zip(simulation.stages, exchanges, strict=True)
-    ]
-    found = []
-    if shape.tp > 1:
-        found.append(_group("tp", layout.tensor_group(per_node), max(exchanges)))
-    if shape.cp > 1:
-        found.append(_group("cp", layout.context_group(per_node), None if shape.tp > 1 else max(exchanges)))
-    if shape.ep > 1:
-        alone = shape.tp * shape.cp == 1
-        found.append(_group("ep", layout.expert_group(per_node), max(exchanges) if alone else None))
-    if shape.dp * shape.cp > 1:
-        found.append(_group("dp", layout.data_group(per_node), max(*weights, 0.0)))
-    if shape.pp > 1:
-        nodes = 2 if layout.leaves_node(per_node) else 1
-        found.append({"kind": "pp", "ranks": shape.pp, "nodes": nodes, "seconds": problem.profile.send_s})
-    return found
-
-
-def _group(kind: str, group: Group, seconds: float | None) -> dict[str, Any]:
-    return {"kind": kind, "ranks": group.size, "nodes": group.nodes, "seconds": seconds}
-
-
-def _exchange_s(problem: ActivationProblem, stage: int) -> float:
-    """Seconds of a step that a stage's rank exchanges activations."""
-    known = problem.profile.layer_profiles()
-    own = [index for chunk in chunk_layers(problem, stage) for index in chunk]
-    parts = [known[index].forward_exchange_s + known[index].backward_exchange_s for index in own]
-    ends = [problem.profile.embedding] * (0 in own) + [problem.profile.head] * (len(known) - 1 in own)
-    parts += [end.forward_exchange_s + end.backward_exchange_s for end in ends]
-    return problem.pipeline.microbatches * sum(parts)
 
 
 # The simulated step.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from memo.cli.inputs.batch_sizes import batch_sizes
 from memo.cli.inputs.budgets import budgets_of
 from memo.cli.inputs.expert_flags import EXPERT_FLAGS
+from memo.cli.inputs.pattern_flags import PATTERN_FLAGS
 from memo.cli.inputs.planned_model import SHAPE_FLAGS, planned_model
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.errors import UsageError
@@ -98,7 +99,25 @@ def parse_request(
         chunks=args.chunks,
         stage_layers=_stage_layers(args, layout),
         embedding=embedding,
+        codec=_codec(args, profile, config),
     )
+
+
+def _codec(
+    args: argparse.Namespace, profile: Profile | None, config: GPTConfig | HuggingFaceModel | None
+) -> str | None:
+    """The codec of the flag; a measured profile has its own."""
+    asked: str | None = args.codec
+    if profile is not None:
+        if asked not in (None, profile.codec):
+            measured = "without a codec" if profile.codec is None else f"with --codec {profile.codec}"
+            raise UsageError(f"--codec {asked}: the profile is of steps {measured}; give --model instead")
+        return profile.codec
+    if asked is not None and not isinstance(config, GPTConfig):
+        raise UsageError(f"--codec {asked} applies to sizes of memo's GPT only; {args.model} is planned without it")
+    if asked is not None and args.recompute != "plan":
+        raise UsageError(f"--codec {asked} has no meaning with --recompute {args.recompute}")
+    return asked
 
 
 def _require_attention(args: argparse.Namespace, layout: Layout, config: GPTConfig | HuggingFaceModel | None) -> None:
@@ -112,11 +131,12 @@ def _require_attention(args: argparse.Namespace, layout: Layout, config: GPTConf
         )
     if layout.cp == 1 and not args.search:
         raise UsageError(f"--cp-attention {asked} has no meaning without --cp")
-    if asked is ContextAttention.ULYSSES and layout.rings(config.heads, config.kv_heads):
+    if asked is ContextAttention.ULYSSES and layout.rings(config.heads):
         raise UsageError(
-            f"--tp {layout.tp} times --cp {layout.cp} does not divide {config.heads} heads, {config.kv_heads} key/value "
-            "heads; use --cp-attention ring"
+            f"--tp {layout.tp} times --cp {layout.cp} does not divide {config.heads} heads; use --cp-attention ring"
         )
+    if asked is ContextAttention.RING and config.is_local_within(layout.tokens):
+        raise UsageError("local attention is not possible with --cp-attention ring; use ulysses")
     if asked is ContextAttention.RING and args.precision == Precision.FP32:
         raise UsageError("ring attention needs half precision on a GPU; give --precision bf16 or bf16-autocast")
 
@@ -134,7 +154,7 @@ def _stage_layers(args: argparse.Namespace, layout: Layout) -> tuple[int, ...]:
 
 def _require_named_model(args: argparse.Namespace) -> None:
     """Refuses flags that describe a named model where a profile is given."""
-    shape = (*SHAPE_FLAGS, *EXPERT_FLAGS)
+    shape = (*SHAPE_FLAGS, *EXPERT_FLAGS, *PATTERN_FLAGS)
     given = [f"--{name}" for name in shape if getattr(args, name.replace("-", "_")) is not None]
     given += ["--recompute"] * (args.recompute != "plan") + ["--zero"] * (args.zero != 3)
     given += ["--optimizer-offload"] * args.optimizer_offload + ["--loss"] * (args.loss is not None)

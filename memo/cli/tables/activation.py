@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from memo.cli.tables.address import printable, table
+from memo.cli.tables.layer_classes import classes_table
 from memo.mip.activation import (
     ActivationPlan,
     ActivationProblem,
@@ -55,7 +56,8 @@ _CAUSE_WORDS = ("copy to host", "disk write", "copy from host", "disk read")
 def activation_table(plan: ActivationPlan) -> str:
     """Tables of the tiers, a GPU's memory, the step's time and the treatment of the layers, and what binds."""
     memory = memory_table(plan.problem, highest_memory(plan.problem, plan.layers))
-    parts = [_headline(plan), _tiers(plan), _stages(plan), memory, _times(plan), _layers(plan), _reasons(plan)]
+    parts = [_headline(plan), _tiers(plan), _stages(plan), memory, _times(plan)]
+    parts += [_layers(plan), classes_table(plan), _reasons(plan)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -68,6 +70,7 @@ def activation_summary(plan: ActivationPlan) -> dict[str, Any]:
         "tokens": problem.profile.signature.tokens,
         "layers": len(plan.layers),
         "mlp_tiles": problem.profile.mlp_tiles,
+        "codec": problem.profile.codec,
         "status": "declined" if plan.declined else "optimal",
         "declined": plan.declined,
         "step_s": plan.step_s,
@@ -182,6 +185,8 @@ def _headline(plan: ActivationPlan) -> str:
     chunks = f" of {pipeline.chunks} chunks" if pipeline.chunks > 2 else ""
     named += f" ({pipeline.schedule}{chunks})" if pipeline.chunks > 1 else ""
     named += f", MLPs in {tiles} tiles" if tiles > 1 else ""
+    codec = plan.problem.profile.codec
+    named += f", what moves as {codec} codes" if codec else ""
     return (
         f"{printable(signature.model)}, {len(plan.layers)} layers, {signature.batch} x "
         f"{format_tokens(signature.tokens)} tokens in {signature.dtype} on {printable(plan.problem.hardware.name)}{named} "
@@ -257,6 +262,7 @@ def _times(plan: ActivationPlan) -> str:
         for cause, word in zip(_CAUSES, _CAUSE_WORDS, strict=True)
     ]
     causes.insert(0, ("exposed communication", stage.communication_s))
+    causes.insert(0, ("coding and decoding", stage.coding_s or 0.0))
     rows = [("compute", stage.compute_s), ("recompute", stage.recompute_s), *((n, s) for n, s in causes if s > 0)]
     rows = [(name, seconds * microbatches) for name, seconds in rows]
     rows.append(("optimizer", plan.problem.update.optimizer_s))
@@ -385,7 +391,7 @@ def _runs(plan: ActivationPlan) -> list[tuple[int, int, LayerPlan]]:
 
 
 def _added(stage: StagePrediction) -> float:
-    return (stage.recompute_s + stage.stall_s) / stage.compute_s if stage.compute_s else 0.0
+    return (stage.recompute_s + (stage.coding_s or 0.0) + stage.stall_s) / stage.compute_s if stage.compute_s else 0.0
 
 
 def _time(seconds: float) -> str:

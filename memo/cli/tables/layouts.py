@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memo.cli.tables.activation import activation_summary, activation_table, memory_summary, use_name, utilisation
 from memo.cli.tables.address import table
+from memo.cli.tables.searched_cluster import cluster_summary, cluster_words, used_share
 from memo.mip.activation import highest_memory
 from memo.search import (
     Bound,
@@ -31,6 +32,9 @@ from memo.search import (
     step_items,
 )
 from memo.units import format_bytes, format_duration, format_tokens
+
+if TYPE_CHECKING:
+    from memo.mip.cluster import Placement
 
 __all__ = ["longest_words", "search_summary", "search_table", "smallest_table"]
 
@@ -85,10 +89,11 @@ def search_summary(
         "format": FORMAT,
         "version": VERSION,
         "status": "optimal",
-        **_cluster_summary(space),
+        **cluster_summary(space),
         "space": {
             "layouts": len(space.shapes),
             "candidates": found.candidates,
+            "moved": found.moved,
             "left_out": space.left_out,
             "fixed": {name: value if isinstance(value, int) else str(value) for name, value in space.fixed.items()},
         },
@@ -100,9 +105,9 @@ def search_summary(
         },
         "best": [_entry(found, one, simulated_s) for one in found.best],
         "runs": None if found.runnable is None else _entry(found, found.runnable, simulated_s),
-        "written": _candidate_summary(written.candidate),
+        "written": _candidate_summary(written.candidate, space),
         "plan": activation_summary(written.plan),
-        "why": [_rival_summary(rival) for rival in rivals(found)],
+        "why": [_rival_summary(rival, space) for rival in rivals(found)],
         "launch": None
         if launch is None
         else {"torchrun": launch.torchrun, "slurm": launch.slurm, "train": list(launch.train)},
@@ -123,8 +128,8 @@ def longest_words(longest: LongestFit) -> str:
 def smallest_table(space: Space, smallest: Smallest | None) -> tuple[str, dict[str, Any]]:
     """Message for a cluster that holds none of its layouts, and what `--json` adds to it."""
     tokens = format_tokens(space.request.layout.tokens)
-    words = f"no layout of {space.request.model} at {tokens} tokens fits on {_cluster_words(space)}"
-    summary: dict[str, Any] = _cluster_summary(space)
+    words = f"no layout of {space.request.model} at {tokens} tokens fits on {cluster_words(space)}"
+    summary: dict[str, Any] = cluster_summary(space)
     if smallest is None:
         return f"{words}: the host has no room for the optimizer's state", summary
     memory = smallest.misfit.memory
@@ -146,22 +151,16 @@ def smallest_table(space: Space, smallest: Smallest | None) -> tuple[str, dict[s
     words += f"; it fits with {' or '.join(options)}" if options else "; no number of nodes that was tried fits"
     least = {"nodes": smallest.nodes, "least_budgets_bytes": dict(smallest.least_bytes)}
     binding = {"use": str(use), "bytes": memory.uses[use], "where": memory.where}
-    return words, {**summary, **least, "binds": binding, "layout": _candidate_summary(smallest.candidate)}
+    return words, {**summary, **least, "binds": binding, "layout": _candidate_summary(smallest.candidate, space)}
 
 
 # The cluster and its layouts in words.
 
 
-def _cluster_words(space: Space) -> str:
-    nodes, per_node = space.nodes, space.gpus_per_node
-    of = f"{nodes} nodes of {per_node} GPUs" if nodes > 1 else f"one node of {per_node} GPU{'s' * (per_node > 1)}"
-    return f"{of}, {space.request.machine.name}"
-
-
 def _headline(space: Space) -> str:
     request = space.request
     step = f"{space.global_batch} x {format_tokens(request.layout.tokens)} tokens a step"
-    return f"{request.model}, {step} in {request.precision} on {_cluster_words(space)}"
+    return f"{request.model}, {step} in {request.precision} on {cluster_words(space)}"
 
 
 def _shape_words(shape: Shape) -> str:
@@ -185,6 +184,7 @@ def _number(found: Found, planned: Planned) -> str:
 
 
 def _best_table(found: Found, simulated_s: Mapping[Candidate, float]) -> str:
+    placed = [found.space.placement(one.candidate) for one in found.best]
     header = (
         "layout",
         "pp",
@@ -201,9 +201,10 @@ def _best_table(found: Found, simulated_s: Mapping[Candidate, float]) -> str:
         "bubble",
         "communication",
         "does",
+        *(["placement"] if placed[0] else []),
     )
     rows = []
-    for number, one in enumerate(found.best, 1):
+    for number, (one, placement) in enumerate(zip(found.best, placed, strict=True), 1):
         shape, setting, items = one.candidate.shape, one.candidate.setting, step_items(one.plan)
         figures = utilisation(one.plan)
         rows.append(
@@ -216,10 +217,11 @@ def _best_table(found: Found, simulated_s: Mapping[Candidate, float]) -> str:
                 _time(one.step_s),
                 _time(simulated_s[one.candidate]),
                 f"{figures['tokens_per_s']:,.0f}",
-                f"{figures['mfu_causal'] * one.candidate.shape.gpus / found.space.gpus:.1%}",
+                f"{figures['mfu_causal'] * used_share(found.space, one):.1%}",
                 _share(items[Item.BUBBLE], one.step_s),
                 _share(items[Item.COMMUNICATION] + items[Item.REDUCTION], one.step_s),
                 _does(one),
+                *([placement.describe()] if placement else []),
             )
         )
     return table(header, rows)
@@ -249,7 +251,7 @@ def _memory_table(found: Found) -> str:
     rows = []
     for number, (one, memory) in enumerate(zip(found.best, memories, strict=True), 1):
         gib = [f"{memory.uses.get(use, 0) / (1 << 30):,.1f}" for use in uses]
-        budget = one.plan.problem.budgets.device_bytes
+        budget = one.plan.problem.machine_of(memory.stage).budgets.device_bytes
         sizes = [f"{nbytes / (1 << 30):,.1f}" for nbytes in (memory.nbytes, budget)]
         rows.append((str(number), *gib, *sizes, *map(format_bytes, _of_node(one))))
     return table(header, rows)
@@ -290,9 +292,10 @@ def _difference(seconds: float, step_s: float) -> str:
 def _proof(found: Found, seconds: float) -> str:
     space = found.space
     lines = [
-        f"{found.candidates:,} ways to run the step in {len(space.shapes):,} layouts: {len(found.planned):,} planned in "
-        f"{seconds:,.1f} s, {len(found.without_plan):,} planned in vain, all others proven by bounds to be slower than "
-        "those above, or not to fit:"
+        f"{found.candidates:,} ways to run the step in {len(space.shapes):,} layouts"
+        + f", and {found.moved:,} with other numbers of layers" * bool(found.moved)
+        + f": {len(found.planned):,} planned in {seconds:,.1f} s, {len(found.without_plan):,} planned in vain, all others "
+        "proven by bounds to be slower than those above, or not to fit:"
     ]
     rows = [(f"{kind}: {_WORDS[kind]}", f"{count:,}") for kind, count in found.pruned.items()]
     if rows:
@@ -314,7 +317,10 @@ def _launch_words(found: Found, launch: Launch | None, not_trained: str | None, 
             f"number 1 shards by {found.best[0].candidate.sharding}, and memo train by ZeRO 3 alone: the fastest that it "
             f"runs is {_shape_words(written.candidate.shape)}, in {_time(written.step_s)}"
         )
-    lines += [f"run it: {launch.torchrun}", f"by Slurm: {launch.slurm}"]
+    if launch.slurm is None:
+        lines += ["run it:", launch.torchrun]
+    else:
+        lines += [f"run it: {launch.torchrun}", f"by Slurm: {launch.slurm}"]
     return "\n".join(lines)
 
 
@@ -329,39 +335,15 @@ def _share(part: float, whole: float) -> str:
 # The object.
 
 
-def _cluster_summary(space: Space) -> dict[str, Any]:
-    request, machine = space.request, space.request.machine
-    budgets = request.budgets
-    return {
-        "model": request.model,
-        "tokens": request.layout.tokens,
-        "precision": str(request.precision),
-        "global_batch": space.global_batch,
-        "hardware": machine.name,
-        "nodes": space.nodes,
-        "gpus_per_node": space.gpus_per_node,
-        "budgets": {
-            "device_bytes": budgets.device_bytes,
-            "host_bytes": budgets.host_bytes,
-            "disk_bytes": budgets.disk_bytes,
-        },
-        "links": {
-            "nvlink_bytes_per_s": machine.nvlink_bytes_per_s,
-            "nics_per_node": machine.network.nics_per_node,
-            "nic_bytes_per_s": machine.network.nic_bytes_per_s,
-            "node_d2h_bytes_per_s": machine.node_d2h_bytes_per_s,
-            "node_h2d_bytes_per_s": machine.node_h2d_bytes_per_s,
-        },
-    }
-
-
 def _shape_summary(shape: Shape) -> dict[str, Any]:
     attention = None if shape.cp == 1 else "ring" if shape.ring else "ulysses"
     sizes = {name: getattr(shape, name) for name in ("pp", "dp", "cp", "tp", "ep", "gpus")}
     return {**sizes, "cp_attention": attention}
 
 
-def _candidate_summary(candidate: Candidate) -> dict[str, Any]:
+def _candidate_summary(candidate: Candidate, space: Space) -> dict[str, Any]:
+    placement = space.placement(candidate)
+    placed = {} if placement is None else {"placement": placement.describe(), "places": _places(placement)}
     return {
         **_shape_summary(candidate.shape),
         "family": candidate.shape.family,
@@ -374,23 +356,33 @@ def _candidate_summary(candidate: Candidate) -> dict[str, Any]:
         "batch": candidate.setting.batch,
         "accumulate": candidate.setting.accumulate,
         "memo_train": runs_under_memo_train(candidate),
+        **placed,
     }
+
+
+def _places(placement: Placement) -> list[list[dict[str, Any]]]:
+    """Groups of nodes of each stage, with their numbers of replicas."""
+    names = [group.name for group in placement.cluster.groups]
+    return [
+        [{"group": names[group], "replicas": count} for group, count in zip(place.groups, place.replicas, strict=True)]
+        for place in placement.places
+    ]
 
 
 def _entry(found: Found, one: Planned, simulated_s: Mapping[Candidate, float]) -> dict[str, Any]:
     plan = one.plan
     figures = utilisation(plan)
     host, disk = _of_node(one)
-    idle = one.candidate.shape.gpus / found.space.gpus
+    used = used_share(found.space, one)
     shares = Shares.of(plan)
     return {
-        **_candidate_summary(one.candidate),
+        **_candidate_summary(one.candidate, found.space),
         "mlp_tiles": plan.problem.profile.mlp_tiles,
         "step_s": one.step_s,
         "simulated_step_s": simulated_s[one.candidate],
         "bound_s": one.bound_s,
         "tokens_per_s": figures["tokens_per_s"],
-        **{name: figures[name] * idle for name in ("mfu_causal", "mfu_full", "hfu")},
+        **{name: figures[name] * used for name in ("mfu_causal", "mfu_full", "hfu")},
         "time_s": {str(item): seconds for item, seconds in step_items(plan).items()},
         "memory": memory_summary(plan.problem, highest_memory(plan.problem, plan.layers)),
         "host_bytes": host,
@@ -415,8 +407,8 @@ def _entry(found: Found, one: Planned, simulated_s: Mapping[Candidate, float]) -
     }
 
 
-def _rival_summary(rival: Rival) -> dict[str, Any]:
-    of = _shape_summary(rival.shape) if rival.planned is None else _candidate_summary(rival.planned.candidate)
+def _rival_summary(rival: Rival, space: Space) -> dict[str, Any]:
+    of = _shape_summary(rival.shape) if rival.planned is None else _candidate_summary(rival.planned.candidate, space)
     return {
         **of,
         "family": rival.family,
@@ -428,10 +420,10 @@ def _rival_summary(rival: Rival) -> dict[str, Any]:
 
 
 def _points(found: Found) -> list[dict[str, Any]]:
-    """One point for every layout: its best plan, or the lowest bound that closed it."""
-    planned: dict[Shape, Planned] = {}
+    """One point for every layout, or for each of its placements: its best plan, or the lowest bound that closed it."""
+    planned: dict[Shape, dict[object, Planned]] = {}
     for one in found.planned:
-        planned.setdefault(one.candidate.shape, one)
+        planned.setdefault(one.candidate.shape, {}).setdefault(one.candidate.places, one)
     closed: dict[Shape, Closed] = {}
     for part in found.closed:
         for shape in part.shapes:
@@ -442,13 +434,19 @@ def _points(found: Found) -> list[dict[str, Any]]:
     for shape in found.space.shapes:
         point: dict[str, Any] = {**_shape_summary(shape), "family": shape.family}
         if shape in planned:
-            one = planned[shape]
-            peak = max(stage.peak_device_bytes for stage in one.plan.stages)
-            point |= {"status": "planned", "step_s": one.step_s, "peak_device_bytes": peak, "bound": None}
-        elif shape in closed and math.isfinite(closed[shape].bound_s):
+            points += [_planned_point(point, one, found.space) for one in planned[shape].values()]
+            continue
+        if shape in closed and math.isfinite(closed[shape].bound_s):
             part = closed[shape]
             point |= {"status": "slower", "bound_s": part.bound_s, "bound": str(part.kind)}
         elif shape in closed or shape in vain:
             point |= {"status": "does not fit", "bound": str(Bound.MEMORY)}
         points.append(point)
     return points
+
+
+def _planned_point(shape: dict[str, Any], one: Planned, space: Space) -> dict[str, Any]:
+    placement = space.placement(one.candidate)
+    placed = {} if placement is None else {"placement": placement.describe()}
+    peak = max(stage.peak_device_bytes for stage in one.plan.stages)
+    return {**shape, "status": "planned", "step_s": one.step_s, "peak_device_bytes": peak, "bound": None, **placed}

@@ -11,7 +11,8 @@ recorded step holds.
     saved, swiglu   the same with gate f | up f | silu f | product f; under autocast norm h is cast for each of the two
     saved, tiled    the same without any f
     and statistics: one float32 per attention head, one (rmsnorm) or two (layernorm, in H's dtype) per norm
-    under Ulysses: attention's out once more, in the form that the next projection reads (memo.parallel.Ulysses)
+    under Ulysses: attention's out once more, in the form that the next projection reads; keys and values with the copies
+    of ranks that share them (memo.parallel.Ulysses)
     in a ring: keys and values of as many heads as queries have (memo.parallel.Ring)
 """
 
@@ -19,17 +20,22 @@ from __future__ import annotations
 
 import dataclasses
 
-from memo.gpt.arithmetic.flops import layer_parameter_count
+from memo.gpt.arithmetic.flops import causal_keys, layer_parameter_count
 from memo.gpt.config import GPTConfig
 from memo.gpt.train_config import Precision
+from memo.mip.inputs import CODE_BYTES
+from memo.parallel import key_copies
 
-__all__ = ["Block", "ElementSizes"]
+__all__ = ["Block", "Coded", "ElementSizes"]
 
 FLOAT = STATISTIC = 4  # bytes of a float32
 ALIGNED = 128  # tiles are multiples of it: memo.gpt.model.tiled_mlp.ALIGNED
 # Bytes that tiled_mlp holds for a tile of rows in backward, in units of a tile of one wide activation, with those of the
 # tile before it. A tile of columns needs one less.
 PIECES_GELU, PIECES_SWIGLU = 6, 10
+# Scores of a block of queries that memo.gpt.model.local_attention holds at once in float32, where no kernel has a window.
+SCORES, QUERIES = 4, 128
+TILE = 128  # queries, or keys, of a tile of scores in a flash kernel
 # What torch's ring holds at most beside q, k, v, and reads and writes for each rank whose keys come by, in units of h,
 # forward and backward: keys, values and their float32 gradients, sent and received, and results in float32, merged.
 # Recorded from 2, 3, 4 and 8 ranks by tests/gpt/arithmetic/test_ring_bytes.py; traffic counted from the code.
@@ -56,6 +62,20 @@ class ElementSizes:
     def casts(self) -> bool:
         """True if norm results and weights are copied to the dtype of the matrix product that reads them."""
         return self.stream != self.product
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Coded:
+    """Values of a token that a codec may code: floats, but for statistics (memo.swap.engine.coded_copy)."""
+
+    values: float
+    """Of all that is saved."""
+    always: float
+    """Bytes by which codes make those fewer that are saved at every level."""
+    all: float
+    """Likewise of all others."""
+    matmuls: float
+    """Likewise of those at level `matmuls`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +112,11 @@ class Block:
     mlp: float
     """FLOPs of the MLP's matrix products, forward."""
     attention: float
-    """FLOPs of the causal scores, forward."""
+    """FLOPs of the causal scores, forward; of local attention those within the window."""
+    attention_computed: float
+    """FLOPs that the kernel does for them; of local attention also the rest of the tiles at the window's edges."""
+    attention_traffic: float = 0.0
+    """Bytes that local attention reads and writes, forward; of full attention few for its FLOPs, and not counted."""
     exchanges_again: float
     """Fraction of Ulysses' four exchanges that level `attention` repeats; 0 without Ulysses."""
     exchanges_again_at_matmuls: float
@@ -111,6 +135,8 @@ class Block:
     """Number of saved storages at the level with the most."""
     largest: float
     """Bytes of the largest saved storage."""
+    coded: Coded
+    """What a codec may code of it."""
 
     @classmethod
     def of(
@@ -123,6 +149,7 @@ class Block:
         tp: int = 1,
         cp: int = 1,
         rings: bool = False,
+        window: int | None = None,
     ) -> Block:
         """Figures of a layer, by the letters of the module's docstring.
 
@@ -134,22 +161,40 @@ class Block:
             tp: ranks of tensor parallelism.
             cp: ranks of context parallelism.
             rings: whether these attend in a ring.
+            window: tokens that each one attends to, fewer than `tokens`; None is all of them.
         """
-        return BlockFigures(config, sizes, tokens, batch, tp, cp, rings=rings).block()
+        return BlockFigures(config, sizes, tokens, batch, tp, cp, rings=rings, window=window).block()
+
+
+def _spared(nbytes: float, itemsize: int) -> float:
+    """Bytes by which values of this size are fewer as codes."""
+    return nbytes * (1 - CODE_BYTES / itemsize)
 
 
 class BlockFigures:
     """Computation of a Block; attributes are the letters of the module's docstring."""
 
     def __init__(
-        self, config: GPTConfig, sizes: ElementSizes, tokens: int, batch: int, tp: int, cp: int, *, rings: bool
+        self,
+        config: GPTConfig,
+        sizes: ElementSizes,
+        tokens: int,
+        batch: int,
+        tp: int,
+        cp: int,
+        *,
+        rings: bool,
+        window: int | None,
     ) -> None:
         self.config, self.sizes, self.tokens, self.batch, self.tp, self.cp = config, sizes, tokens, batch, tp, cp
         self.h, self.f = config.hidden * sizes.product, config.ffn * sizes.product
         self.q, self.stream = config.qkv_width * sizes.product, config.hidden * sizes.stream
         self.cast = self.stream if sizes.casts else 0  # a norm's result, of which a cast copy is saved
-        self.rings, self.exchanged = rings, cp > 1 and not rings
-        self.repeated = 2 * self.h if rings and config.group > 1 else 0  # keys and values of all queries' heads
+        self.rings, self.exchanged, self.window = rings, cp > 1 and not rings, window
+        copies = config.group if rings else key_copies(config.heads, config.kv_heads, tp * cp)
+        # Keys and values as attention reads them, where they are copied; all that it reads.
+        self.repeated = copies * (self.q - self.h) if copies > 1 else 0
+        self.attended = self.h + self.repeated if self.repeated else self.q
         self.gated, self.tiled = config.mlp == "swiglu", config.mlp_tiles > 1
 
     def block(self) -> Block:
@@ -175,19 +220,43 @@ class BlockFigures:
             # Twice everything up to the activation, and the gradient of its output once more than without tiles.
             retiled=2.0 * (2 * ups + 1) * width if self.tiled else 0.0,
             mlp=mlp,
-            attention=2.0 * config.hidden * self.tokens,
+            attention=4.0 * config.hidden * causal_keys(self.tokens, self.window),
+            attention_computed=4.0 * config.hidden * self._computed_keys(),
+            attention_traffic=0.0 if self.window is None else self.attended + self.h,
             exchanges_again=1.0 if self.exchanged else 0.0,
             exchanges_again_at_matmuls=self._exchanges_at_matmuls(),
             forward_transient=max(self._behind_mlp(), self._behind_attention() - saved, 0),
             backward_transient=max(self._backward_of_mlp(), self._backward_of_attention() - saved, 0),
             held_at_matmuls=self._held_at_matmuls(),
-            held_at_attention=max(self._inner_at_once(), self.q + self.repeated + (5 if self.exchanged else 4) * h),
+            held_at_attention=max(self._inner_at_once(), self.q + (5 * h if self.exchanged else self.repeated + 4 * h)),
             ring_traffic=(RING_TRAFFIC[0] * h, RING_TRAFFIC[1] * h) if self.rings else (0.0, 0.0),
             storages=self.storages(),
             largest=self.largest(),
+            coded=self.coded(),
         )
 
+    def _computed_keys(self) -> float:
+        """Keys for each query in the tiles that a kernel computes: of a window one more tile, half at each edge."""
+        full = causal_keys(self.tokens)
+        return full if self.window is None else min(full, causal_keys(self.tokens, self.window) + TILE)
+
     # Saved.
+
+    def coded(self) -> Coded:
+        """What a codec may code. At level `matmuls` what autograd does not save is kept for a recompute, and coded too."""
+        stream, product = self.sizes.stream, self.sizes.product
+        wide, narrow = self._coded_in_rest()
+        products = self.q + self.h + (0 if self.tiled else (2 if self.gated else 1) * self.f)
+        return Coded(
+            values=(self.stream + wide) / stream + (self.h + narrow) / product,
+            always=_spared(self.stream, stream) + _spared(self.h, product),
+            all=_spared(wide, stream) + _spared(narrow, product),
+            matmuls=_spared(products, product),
+        )
+
+    def _coded_in_rest(self) -> tuple[float, float]:
+        """Bytes of `rest` that can be coded: in the residual stream's dtype, and in that of products."""
+        return self.stream, self.rest() - self.stream - self._norms()
 
     def always(self) -> float:
         """Bytes saved at every level."""
@@ -198,8 +267,7 @@ class BlockFigures:
         exchanged = self.h if self.exchanged else 0
         # Autocast casts for each product separately; where ranks or tiles share the matrices, one cast is made before.
         twice = self.h if self._casts_twice() else 0
-        attended = 3 * self.h if self.repeated else self.q + self._gathered()
-        attention = self.h + attended + exchanged
+        attention = self.h + self.attended + self._gathered() + exchanged
         return attention + self.stream + self.h + twice + self._inner() + self._norms()
 
     def _inner(self) -> float:
@@ -219,8 +287,8 @@ class BlockFigures:
         if self.batch > 1:
             return self.rest()
         if self.tp > 1:
-            return self.q + self._gathered() + (self.h if self.exchanged else 0) + self._inner()
-        return self.q if self.exchanged else 0
+            return self.attended + self._gathered() + (self.h if self.exchanged else 0) + self._inner()
+        return self.attended if self.exchanged else 0
 
     def _products_in_pieces(self) -> float:
         queries = 0 if self._queries_are_made_anew() else self.q
@@ -238,7 +306,8 @@ class BlockFigures:
     def storages(self) -> int:
         """Number of saved storages: the letters of the module's docstring, and the products that a recompute reads."""
         config, always, norms = self.config, 3, 2 * (2 if self.config.norm == "layernorm" else 1)
-        attention = 2 + (3 if config.positions == "rotary" else 1) + (self._gathered() > 0) + self.exchanged
+        apart = config.positions == "rotary" or self.repeated > 0
+        attention = 2 + (3 if apart else 1) + (self._gathered() > 0) + self.exchanged
         inner = 0 if self.tiled else 4 if self.gated else 2
         return always + attention + 3 + self._casts_twice() + inner + norms
 
@@ -250,10 +319,10 @@ class BlockFigures:
         """Bytes of the queries that grouped-query attention copies out of the projection, and saves in addition to it.
 
         There is no copy where rotation or an exchange makes new queries, nor on a rank with one key/value head, whose
-        queries are contiguous.
+        queries are contiguous; and where keys and values are copied, too, nothing reads the projection.
         """
-        config = self.config
-        copied = config.positions == "learned" and config.group > 1 and config.kv_heads > self.tp and not self.exchanged
+        config, made_anew = self.config, self.exchanged or self.repeated
+        copied = config.positions == "learned" and config.group > 1 and config.kv_heads > self.tp and not made_anew
         return self.h if copied else 0
 
     def _norms(self) -> float:
@@ -304,13 +373,20 @@ class BlockFigures:
     def _behind_attention(self) -> float:
         """Bytes held after attention, saved or not, with the projection's output and its rotated copy."""
         rotary, exchanged = self.config.positions == "rotary", self.exchanged
-        projections = (1 + (1 if rotary else 0) + (1 if exchanged else 0)) * self.q
+        projections = (1 + (1 if rotary else 0)) * self.q + (self.attended if exchanged else 0)
         results = (3 if exchanged else 1) * self.h + self.h
         whole = 2 * self.tp * self.h + 2 * self.h if self.tp > 1 else 0  # and its sum before and after the bias
         projections += self.repeated
         # The projection after it starts when the ring has gone.
-        behind = max(results + whole, self._ring[0] * self.h if self.rings else 0)
+        behind = max(results + whole, self._ring[0] * self.h if self.rings else 0, self.h + self._scores())
         return self.stream + self.cast + self.h + projections + behind + STATISTIC * self.config.heads
+
+    def _scores(self) -> float:
+        """Bytes of the scores that local attention in blocks of queries holds at once, of all heads and sequences."""
+        if self.window is None or self.sizes.product != FLOAT:
+            return 0.0
+        columns = min(self.window + QUERIES, self.tokens)
+        return SCORES * FLOAT * self.config.heads * min(QUERIES, self.tokens) * columns / self.tokens
 
     @property
     def _ring(self) -> tuple[float, float]:
@@ -343,8 +419,8 @@ class BlockFigures:
 
     def _backward_of_attention(self) -> float:
         """Bytes held in attention's backward: input, norm, projection and output, their gradients, and the residual's."""
-        saved = self.stream + self.h + max(self.q, 3 * self.h if self.repeated else 0) + self.h
-        exchanged = self.q + 2 * self.h if self.exchanged else 0
+        saved = self.stream + self.h + self.attended + self.h
+        exchanged = self.attended + 2 * self.h if self.exchanged else 0
         whole = 2 * self.tp * self.h if self.tp > 1 else 0
-        gradients = self._ring[1] * self.h + self.repeated if self.rings else self.q
+        gradients = self._ring[1] * self.h + self.repeated if self.rings else self.attended + self._scores()
         return saved + 2 * self.stream + self.h + gradients + exchanged + whole

@@ -11,6 +11,9 @@ Needs no torch.
 Models", section 2.1). 12 L h s: the two products with the s x s scores, 4 h s forward and twice that backward
 (Chowdhery et al. 2022, "PaLM", appendix B); a causal mask leaves half of them. The distinction between model and
 hardware utilisation: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
+
+A layer with a window of w tokens counts in the place of s the scores within it: in mfu_causal 2 w - w^2 / s, since the
+first w tokens see fewer, and in mfu_full w, the whole window of each token.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from memo.gpt.config import GPTConfig
 
 __all__ = [
     "adapter_parameter_count",
+    "causal_keys",
     "expert_layer_parameter_count",
     "expert_layer_weights",
     "flops_per_token",
@@ -83,8 +87,15 @@ def matmul_parameter_count(config: GPTConfig) -> int:
     return dense + routed + config.vocab_size * config.hidden
 
 
+def causal_keys(tokens: int, window: int | None = None) -> float:
+    """Keys that a token attends to, on average over a sequence, of its window or of all before it."""
+    return tokens / 2 if window is None else window - window * window / (2 * tokens)
+
+
 def flops_per_token(config: GPTConfig, seq: int, *, causal: bool = True, lora: int = 0) -> float:
     """Model FLOPs per token, forward and backward, in a sequence of `seq` tokens: 6N + 6 L h s, or 6N + 12 L h s.
+
+    Layers with local attention count what is in their windows.
 
     Where only adapters are trained, 4N, since frozen weights need no gradients, and 6 for each weight of an adapter.
 
@@ -94,7 +105,9 @@ def flops_per_token(config: GPTConfig, seq: int, *, causal: bool = True, lora: i
         causal: count the causal half of attention (6 L h s), or the full square (12 L h s).
         lora: rank of the adapters that alone are trained; 0: everything is.
     """
-    attention = (6 if causal else 12) * config.layers * config.hidden * seq
+    windows = [config.window_of(layer, seq) for layer in range(config.layers)]
+    keys = sum(causal_keys(seq, window) if causal else (window or seq) for window in windows)
+    attention = 12 * config.hidden * keys
     trained = 6 * config.layers * adapter_parameter_count(config, lora)
     return float((4 if lora else 6) * matmul_parameter_count(config) + trained + attention)
 

@@ -22,6 +22,7 @@ from memo.gpt.arithmetic.kernel_times import KernelTimes
 from memo.gpt.arithmetic.training import AttentionKernel, ContextExchange, Kernels, Recompute
 from memo.gpt.arithmetic.transformer import Transformer
 from memo.mip.inputs import Collectives
+from memo.parallel import key_copies
 
 if TYPE_CHECKING:
     from memo.gpt.arithmetic.layout import Layout
@@ -90,6 +91,12 @@ class FrameworkLayer:
     @property
     def _qkv(self) -> int:
         return (self.config.heads + 2 * self.config.kv_heads) * self.config.head_dim
+
+    @property
+    def _exchanged(self) -> float:
+        """Elements of queries, keys and values that exchange heads for tokens, with the copies of ranks that share heads."""
+        config, ranks = self.config, self.layout.tp * self.layout.cp
+        return (config.heads + 2 * config.kv_heads * key_copies(config.heads, config.kv_heads, ranks)) * config.head_dim
 
     @property
     def _ups(self) -> int:
@@ -164,7 +171,7 @@ class FrameworkLayer:
         config, training = self.config, self.training
         rotated = E * (self._qkv - config.kv_heads * config.head_dim) if config.positions == "rotary" else 0
         heads = self.layout.cp > 1 and training.context is ContextExchange.HEADS
-        exchanged = E * (self._qkv + self._queries) if heads else 0
+        exchanged = E * (self._exchanged + self._queries) if heads else 0
         normalised = isinstance(config, Transformer) and config.head_norms
         keys = E * (self._qkv - config.kv_heads * config.head_dim) if normalised else 0
         within = E * (self._qkv + self._queries) + rotated + keys + exchanged
@@ -213,7 +220,7 @@ class FrameworkLayer:
         stream = 2 * E * config.hidden / self._outside
         gathered = 2 * E * config.hidden if tp > 1 and self.training.sequence_parallel else 0
         if self.training.tiled_mlp:
-            exchanged = 2 * E * (self._qkv + self._queries) if self.layout.cp > 1 else 0
+            exchanged = 2 * E * (self._exchanged + self._queries) if self.layout.cp > 1 else 0
             inner = E * (self._qkv + 2 * self._queries) / tp + exchanged / tp
         else:
             inner = max(self._ups * E * width * rows for width, rows in self._mlps) / self.tokens
@@ -370,7 +377,7 @@ class FrameworkLayer:
         group = layout.context_group(self.times.machine.gpus_per_node)
         collectives = Collectives(self.times.machine)
         if self.training.context is ContextExchange.HEADS:
-            there = E * self._qkv * self.tokens / layout.tp
+            there = E * self._exchanged * self.tokens / layout.tp
             back = E * self._queries * self.tokens / layout.tp
             return collectives.all_to_all_s(there, group) + collectives.all_to_all_s(back, group)
         keys = 2 * config.kv_heads * config.head_dim

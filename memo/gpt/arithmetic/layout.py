@@ -30,7 +30,7 @@ class Layout:
     cp: int = 1
     """Ranks of context parallelism."""
     ring: bool = False
-    """Whether they attend in a ring even where their heads divide, and could be exchanged for tokens."""
+    """Whether they attend in a ring even where query heads divide, and could be exchanged for tokens."""
     pp: int = 1
     """Pipeline stages."""
     ep: int = 1
@@ -69,10 +69,9 @@ class Layout:
         """Ranks of data parallelism: the GPUs left by tp, cp and pp."""
         return self.gpus // (self.tp * self.cp * self.pp)
 
-    def rings(self, heads: int, kv_heads: int) -> bool:
-        """Whether context-parallel ranks attend in a ring, as memo.parallel.Layout.rings has it."""
-        ranks = self.tp * self.cp
-        return self.cp > 1 and (self.ring or bool(heads % ranks or kv_heads % ranks))
+    def rings(self, heads: int) -> bool:
+        """Whether ranks attend in a ring to a model of so many query heads, as memo.parallel.Layout.rings has it."""
+        return self.cp > 1 and (self.ring or bool(heads % (self.tp * self.cp)))
 
     def layers_of_stage(self, layers: int) -> int:
         """Layers of a stage, of `layers` in all."""

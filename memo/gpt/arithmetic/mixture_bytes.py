@@ -39,13 +39,18 @@ def mixture_block(
     cp: int = 1,
     ep: int = 1,
     rings: bool = False,
+    apart: bool = False,
     skew: float = SKEW,
+    window: int | None = None,
 ) -> Block:
     """Figures of a layer with experts.
 
-    Args as for `Block.of`; `skew` has no meaning with one expert-parallel rank, which gets its own rows.
+    Args as for `Block.of`; `apart`: weights of router and experts are sharded apart from the layer's, so that they are
+    gathered within it. `skew` has no meaning with one expert-parallel rank, which gets its own rows.
     """
-    return _MixtureFigures(config, sizes, tokens, batch, tp, cp, rings=rings, ep=ep, skew=skew).block()
+    return _MixtureFigures(
+        config, sizes, tokens, batch, tp, cp, rings=rings, window=window, ep=ep, apart=apart, skew=skew
+    ).block()
 
 
 class _MixtureFigures(BlockFigures):
@@ -61,15 +66,18 @@ class _MixtureFigures(BlockFigures):
         cp: int,
         *,
         rings: bool,
+        window: int | None,
         ep: int,
+        apart: bool,
         skew: float,
     ) -> None:
         assert config.moe is not None
-        super().__init__(config, sizes, tokens, batch, tp, cp, rings=rings)
+        super().__init__(config, sizes, tokens, batch, tp, cp, rings=rings, window=window)
         self.moe = moe = config.moe
         self.tiled, self.f = False, moe.shared_hidden * sizes.product
         self.narrow = (moe.bottleneck or config.hidden) * sizes.product
         self.parted, self.arrive = ep > 1, skew if ep > 1 else 1.0
+        self.apart = apart
 
     def block(self) -> Block:
         """The figures. A router's tokens are a token's own; experts compute as many rows as a rank's tokens choose."""
@@ -78,13 +86,18 @@ class _MixtureFigures(BlockFigures):
         # A recompute stops at the last saved tensor: of the shared experts or the bottleneck it is the last product's input.
         last = moe.shared_hidden + moe.bottleneck
         saved = self.always() + self.rest()
-        ups = 2 if self.gated else 1
+        of_experts = moe.top_k * (self._ups + 1) * (moe.bottleneck or config.hidden) * moe.expert_hidden
         return dataclasses.replace(
             super().block(),
-            matmuls=self.kept + self.q + self.h + ups * (self.f + self._wide) + self._results + self._descended,
+            matmuls=self._exchanged
+            + self.q
+            + self.h
+            + self._ups * (self.f + self._wide)
+            + self._results
+            + self._descended,
             projections=2.0 * weights,
-            projections_again=2.0 * (weights - config.hidden * last),
-            at_attention=self.kept,
+            projections_again=2.0 * (weights - config.hidden * last - of_experts * self.apart),
+            at_attention=self._exchanged + self._of_weights_apart,
             retiled=0.0,
             mlp=0.0,
             forward_transient=max(self._behind_experts(), self._behind_attention() - saved, 0),
@@ -96,8 +109,13 @@ class _MixtureFigures(BlockFigures):
     # Saved.
 
     @property
-    def kept(self) -> float:
-        """Bytes that level `attention` saves beside what every level does.
+    def _ups(self) -> int:
+        """Products of an expert before its last one."""
+        return 2 if self.gated else 1
+
+    @property
+    def _exchanged(self) -> float:
+        """Bytes that level `attention` saves beside what every level does, since ranks have exchanged them.
 
         Exchanged rows are not repeated, nor is what a bottleneck gives to the experts where tokens are divided, nor then the
         norm's result.
@@ -105,6 +123,14 @@ class _MixtureFigures(BlockFigures):
         if not (self.parted or self.moe.bottleneck):
             return 0.0
         return self._arriving + self._results + self.h + (self.stream if self.sizes.casts else 0)
+
+    @property
+    def _of_weights_apart(self) -> float:
+        """Bytes that level `attention` saves besides: products of weights gathered within the layer are not repeated."""
+        if not self.apart:
+            return 0.0
+        results = 0.0 if self.parted or self.moe.bottleneck else self._results
+        return self._ups * self._wide + results + self._descended + FLOAT * self.moe.experts
 
     @property
     def _arriving(self) -> float:
@@ -152,10 +178,15 @@ class _MixtureFigures(BlockFigures):
     def rest(self) -> float:
         """Bytes of all saved tensors that are not saved at every level."""
         exchanged = self.h if self.exchanged else 0
-        attended = 3 * self.h if self.repeated else self.q + self._gathered()
-        attention = self.h + attended + exchanged
+        attention = self.h + self.attended + self._gathered() + exchanged
         routed = self._arriving + self._results + self._descended + (4 if self.gated else 2) * (self._wide + self.f)
         return attention + self.stream + self._norm_results() + self._router + self._orders + routed + self._norms()
+
+    def _coded_in_rest(self) -> tuple[float, float]:
+        """Without choices, orders and the router's probabilities; its float32 input counts with the residual stream."""
+        wide = FLOAT * self.config.hidden if self.sizes.stream != FLOAT else 0
+        stream = self.stream + (self.stream if self.sizes.casts else 0)
+        return stream, self.rest() - stream - self._norms() - self._orders - self._router + wide
 
     def storages(self) -> int:
         """Number of saved storages."""

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from memo.errors import UsageError
-from memo.gpt.arithmetic.block_bytes import FLOAT, Block, ElementSizes
+from memo.gpt.arithmetic.block_bytes import FLOAT, Block, Coded, ElementSizes
 from memo.gpt.arithmetic.collectives import Ranks, exchange_s
 from memo.gpt.arithmetic.embedding_exchange import RowExchange
 from memo.gpt.arithmetic.flops import (
@@ -40,7 +41,9 @@ from memo.gpt.train_config import Precision
 from memo.mip.inputs import (
     ALL,
     ATTENTION,
+    CODE_BYTES,
     MATMULS,
+    Coding,
     Collectives,
     EndProfile,
     Group,
@@ -51,6 +54,7 @@ from memo.mip.inputs import (
     Role,
     Signature,
     StaticBytes,
+    checking_nbytes,
 )
 from memo.swap import comparing_nbytes
 
@@ -89,6 +93,7 @@ def derive_profile(
     training: Training | None = None,
     rates: KernelRates | None = None,
     sparse_embedding: bool = False,
+    codec: str | None = None,
     name: str = "gpt",
 ) -> Profile:
     """Derives the profile of one rank's microbatch.
@@ -109,12 +114,15 @@ def derive_profile(
         rates: what kernels reach on the machine, for `training`; None is what the machine's description says.
         sparse_embedding: exchange the embedding's gradient as rows; of memo's own engine without a fixed method of
             recompute. The profile's `embedding_exchange` has the times of both ways.
+        codec: what moves is coded, `int8` or `fp8`; of memo's own engine without a fixed method of recompute.
         name: name of the model in the profile.
 
     Raises:
         UsageError: the layout does not divide the model, or the choices contradict one another; the sparse exchange is
             not possible.
     """
+    if codec is not None and (training is not None or recompute is not None):
+        raise UsageError(f"a codec is planned without a fixed method of recompute; leave out --codec {codec}")
     _check_experts(
         config,
         layout,
@@ -125,6 +133,7 @@ def derive_profile(
             "--mlp-tiles": config.mlp_tiles > 1,
         },
     )
+    _check_pattern(config, layout, recompute=recompute is not None or training is not None)
     if config.heads % layout.tp or config.kv_heads % layout.tp or config.ffn % layout.tp:
         raise UsageError(f"tp {layout.tp} does not divide {config.heads} heads, {config.kv_heads} key/value heads")
     if config.layers < layout.pp:
@@ -170,7 +179,7 @@ def derive_profile(
         tp=layout.tp,
         cp=layout.cp,
         pp=layout.pp,
-        ring=layout.rings(config.heads, config.kv_heads),
+        ring=layout.rings(config.heads),
         ep=layout.ep,
     )
     sizes = ElementSizes.of(precision)
@@ -182,9 +191,10 @@ def derive_profile(
     sparse = rows if sparse_embedding and isinstance(rows, RowExchange) else None
     step = StepCollectives(config=config, layout=layout, precision=precision, sparse_embedding=sparse is not None)
     ends = _Ends(config, machine, layout, sizes, weights, step, sparse)
-    mixed = [config.moe is not None and config.moe.is_in(layer) for layer in range(config.layers)]
+    kinds = [_LayerKind.of(config, layer, layout.tokens) for layer in range(config.layers)]
     classes = {
-        experts: _layer(config, machine, layout, sizes, weights, step, experts=experts) for experts in set(mixed)
+        kind: _layer(config, machine, layout, sizes, weights, step, kind, coded=codec is not None)
+        for kind in dict.fromkeys(kinds)
     }
     # Of the largest stage.
     stage_layers = layout.layers_of_stage(config.layers)
@@ -209,7 +219,7 @@ def derive_profile(
         signature=signature,
         role=Role.DERIVED,
         classes=tuple(classes.values()),
-        layers=tuple(classes[experts].name for experts in mixed),
+        layers=tuple(classes[kind].name for kind in kinds),
         mlp_tiles=config.mlp_tiles,
         embedding=ends.embedding(),
         head=ends.head(),
@@ -219,10 +229,12 @@ def derive_profile(
         send_s=exchange_s([step.send()], machine, layout),
         send_bytes=step.send().nbytes if layout.pp > 1 else 0.0,
         link_share=max(
-            _link_share(layer, machine, layout, step, accumulate, experts=experts) for experts, layer in classes.items()
+            _link_share(layer, machine, layout, step, accumulate, experts=kind.experts)
+            for kind, layer in classes.items()
         ),
         model_flops_causal_per_token=flops_per_token(config, layout.tokens, lora=lora),
         model_flops_full_per_token=flops_per_token(config, layout.tokens, causal=False, lora=lora),
+        codec=codec,
     )
 
 
@@ -252,6 +264,36 @@ def _check_experts(config: GPTConfig, layout: Layout, given: dict[str, bool]) ->
         raise UsageError(f"a mixture of experts is not planned with {flag}; leave it out")
 
 
+def _check_pattern(config: GPTConfig, layout: Layout, *, recompute: bool) -> None:
+    """Raises UsageError where layers with local attention are trained in a way that is not planned for them."""
+    if not config.is_local_within(layout.tokens):
+        return
+    if recompute:
+        raise UsageError("local attention is planned without a fixed method of recompute; leave out --recompute")
+    if layout.rings(config.heads):
+        raise UsageError(
+            "local attention is not possible with ring attention; choose --cp so that it divides the heads, or 1"
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _LayerKind:
+    """What tells classes of layers apart."""
+
+    experts: bool
+    """Experts are in the place of the MLP."""
+    window: int | None
+    """Of local attention; None is full attention."""
+
+    @classmethod
+    def of(cls, config: GPTConfig, layer: int, tokens: int) -> _LayerKind:
+        return cls(experts=config.has_experts(layer), window=config.window_of(layer, tokens))
+
+    def __str__(self) -> str:
+        words = ["local"] * (self.window is not None) + ["experts"] * self.experts
+        return " ".join(words) or "block"
+
+
 def _layer(
     config: GPTConfig,
     machine: Hardware,
@@ -259,19 +301,23 @@ def _layer(
     sizes: ElementSizes,
     weights: _Weights,
     step: StepCollectives,
+    kind: _LayerKind,
     *,
-    experts: bool,
+    coded: bool,
 ) -> LayerProfile:
-    """Profile of a layer, with `experts` in the place of its MLP or without."""
-    tokens = layout.rank_tokens
+    """Profile of a layer of a kind; `coded`: what moves are codes."""
+    tokens, experts, window = layout.rank_tokens, kind.experts, kind.window
     tp, cp, rings = layout.tp, layout.cp, step.rings
-    if experts:
-        block = mixture_block(config, layout.tokens, sizes, batch=layout.batch, tp=tp, cp=cp, ep=layout.ep, rings=rings)
-    else:
-        block = Block.of(config, layout.tokens, sizes, batch=layout.batch, tp=tp, cp=cp, rings=rings)
+    # As memo train shards experts: over ranks with the same ones, and all that have different tokens.
+    gathered_within = tp > 1 or layout.ep > 1
+    block_of = functools.partial(mixture_block, ep=layout.ep, apart=gathered_within) if experts else Block.of
+    block = block_of(config, layout.tokens, sizes, batch=layout.batch, tp=tp, cp=cp, rings=rings, window=window)
     products_s = tokens / (machine.peak_flops * machine.matmul_efficiency)
-    attention_s = block.attention * tokens / (machine.peak_flops * machine.attention_efficiency)
     memory_s = tokens / machine.hbm_bytes_per_s
+    attention_s = max(
+        block.attention_computed * tokens / (machine.peak_flops * machine.attention_efficiency),
+        block.attention_traffic * memory_s,
+    )
     ring_s = [layout.cp * nbytes * memory_s for nbytes in block.ring_traffic]
     # A ring's rotations run beside the kernel, but for what lasts longer.
     hidden_s = attention_s * (layout.cp - 1) / layout.cp if step.rings else 0.0
@@ -326,8 +372,8 @@ def _layer(
             held_bytes=round(block.held_at_attention * tokens),
         ),
     )
-    return LayerProfile(
-        name="experts" if experts else "block",
+    layer = LayerProfile(
+        name=str(kind),
         divisible=not experts,  # a part of the routed rows is not repeated
         always_bytes=round(block.always * tokens),
         points=_fewer(points),
@@ -349,7 +395,7 @@ def _layer(
         backward_flops=((1 if lora else 2) * block.projections + block.retiled + 4 * adapters + 2 * block.attention)
         * tokens,
         attention_flops=block.attention * tokens,
-        attention_s=attention_s,
+        attention_s=attention_s if window is None else 0.0,
         forward_exchange_s=forward_exchange_s,
         backward_exchange_s=backward_exchange_s,
         gather_s=weights.gather_s(own, apart, step),
@@ -371,6 +417,29 @@ def _layer(
         static=weights.static(parameters, apart, adapters=adapters) + StaticBytes(cast=round(copied_weights)),
         storages=block.storages,
         largest_storage_bytes=round(block.largest * tokens),
+    )
+    return _coded(layer, block.coded, machine, sizes, tokens) if coded else layer
+
+
+def _coded(layer: LayerProfile, values: Coded, machine: Hardware, sizes: ElementSizes, tokens: float) -> LayerProfile:
+    """A layer of which codes move. Two layers' codes are on the device at once, coming or going, and what a check takes."""
+    spared = {ALL: values.all, MATMULS: values.matmuls if layer.divisible else 0.0}
+    points = (
+        dataclasses.replace(point, spared_bytes=math.floor(spared.get(point.name, 0.0) * tokens))
+        for point in layer.points
+    )
+    codes = math.ceil(2 * CODE_BYTES * values.values * tokens)
+    checked = checking_nbytes(layer.largest_storage_bytes / min(sizes.product, sizes.stream))
+    return dataclasses.replace(
+        layer,
+        points=tuple(points),
+        forward_transient_bytes=layer.forward_transient_bytes + codes + checked,
+        backward_transient_bytes=layer.backward_transient_bytes + codes,
+        coding=Coding.at_rate(
+            machine.hbm_bytes_per_s,
+            values=values.values * tokens,
+            spared_bytes=math.floor(values.always * tokens),
+        ),
     )
 
 
@@ -595,7 +664,7 @@ class _Ends:
         # Gradient of the projection's weight in float32, and its copy in the dtype of products, which backward reads.
         matrix = config.vocab_size * config.hidden / self.layout.tp
         products = 3
-        mixed = config.moe is not None and config.moe.is_in(config.layers - 1)
+        mixed = config.has_experts(config.layers - 1)
         apart = self.step.layer_units(experts=mixed)[1:]
         # The last layer's weights, but for those that are gathered apart.
         stays = round(self.weights.gathered_bytes(_own_parameter_count(config, self.layout, apart, experts=mixed)))

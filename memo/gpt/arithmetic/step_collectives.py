@@ -7,7 +7,8 @@ what a rank issues. Needs no torch. t is the tokens of a microbatch after contex
     layer       tp   forward    gather (t, h), sum to shards (t, h), for attention and again for the MLP
                      backward   the transposed ones; both gathers again for the weights' gradients; and one sum of h numbers
                                 for each parameter that every rank has: norms, biases of the second projections
-                cp   Ulysses    heads for tokens: q, k, v, attention's result; backward the same
+                cp   Ulysses    heads for tokens: q, k, v, attention's result; backward the same. Of k and v a copy for
+                                each rank that shares a head
                      ring       keys and values go around, in backward their gradients, too
     embedding   tp   gather of token ids, sum to shards (t, h); backward gathers (t, h)
     head        tp   number of counted tokens; for each chunk of tokens: gather (chunk, h) and its targets, maximum, sums,
@@ -36,6 +37,7 @@ from memo.gpt.arithmetic.embedding_traffic import EmbeddingTraffic
 from memo.gpt.config import expert_shard_dimension
 from memo.gpt.train_config import Precision
 from memo.mip.inputs import PipelineSchedule
+from memo.parallel import key_copies
 
 if TYPE_CHECKING:
     from memo.gpt.arithmetic.layout import Layout
@@ -104,7 +106,7 @@ class StepCollectives:
     @property
     def rings(self) -> bool:
         """Whether context-parallel ranks attend in a ring."""
-        return self.layout.rings(self.config.heads, self.config.kv_heads)
+        return self.layout.rings(self.config.heads)
 
     @property
     def replicas(self) -> int:
@@ -235,10 +237,11 @@ class StepCollectives:
 
     def _heads_for_tokens(self) -> tuple[Collective, ...]:
         config, tp = self.config, self.layout.tp
+        copied = config.kv_heads * key_copies(config.heads, config.kv_heads, tp * self.layout.cp)
         each = self._tokens * config.head_dim * self._sizes.product // tp
         return tuple(
             Collective(kind=CollectiveKind.ALL_TO_ALL, ranks=Ranks.CONTEXT, nbytes=heads * each, count=2)
-            for heads in (config.heads, config.kv_heads)  # q and the result; k and v
+            for heads in (config.heads, copied)  # q and the result; k and v
         )
 
     def _rotation(self, element: int, count: int) -> Collective:
@@ -439,8 +442,7 @@ class StepCollectives:
         ]
 
     def _with_experts(self, first: int, count: int) -> int:
-        moe = self.config.moe
-        return 0 if moe is None else sum(moe.is_in(layer) for layer in range(first, first + count))
+        return sum(self.config.has_experts(layer) for layer in range(first, first + count))
 
     def step(
         self,
@@ -498,7 +500,7 @@ class StepCollectives:
         """Gathers of a chunk's weights, for one microbatch or in a pipeline for the step."""
         # Before both passes, but for the last layer's own, which stays gathered between them.
         passes = 1 if self.layout.pp > 1 else 2
-        last = self.config.moe is not None and self.config.moe.is_in(self.config.layers - 1)
+        last = self.config.has_experts(self.config.layers - 1)
         for count, experts in _kinds(chunk):
             own, *apart = self.layer_units(experts=experts)
             stays = passes == 2 and experts == last

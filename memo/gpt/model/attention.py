@@ -1,8 +1,8 @@
 """Causal attention by a fused kernel, with fallback to the next kernel when one refuses in forward.
 
 attention_kernel.py chooses the kernel; this module calls it. Invariant: attention is quadratic in memory only where every
-fused kernel refused and the scores fit. Tensors are (batch, tokens, heads, head size); keys and values have their own number
-of heads.
+fused kernel refused and the scores fit; local attention never is. Tensors are (batch, tokens, heads, head size); keys and
+values have their own number of heads.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel
 
 from memo.gpt.model.attention_kernel import Choice, Kernel, Kind, choose, is_refusal, refuse, require_scores_fit
+from memo.gpt.model.local_attention import local_attention
 from memo.gpt.model.packed_documents import DocumentSpans
 from memo.swap import memoize
 
 __all__ = ["attend", "attend_within"]
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, window: int | None = None) -> torch.Tensor:
     """Causal attention, softmax(q k^T / sqrt(d)) v.
 
     Args:
         query: (batch, tokens, heads, head size).
         key: (batch, tokens, key/value heads, head size).
         value: as `key`.
+        window: tokens that each one attends to, itself and those before it; None is all of them. A window of at least
+            `tokens` has the bits of None.
 
     Returns:
         The attention output, of the shape of `query`.
@@ -36,18 +39,22 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
     Raises:
         DeviceOutOfMemory: only the quadratic kernel takes these tensors, and their scores do not fit.
     """
+    window = _within(window, query.shape[1])
 
     def run(choice: Choice) -> torch.Tensor:
         if choice.kernel is Kernel.FLASH_ATTN:
-            result: torch.Tensor = importlib.import_module("flash_attn").flash_attn_func(query, key, value, causal=True)
+            function = importlib.import_module("flash_attn").flash_attn_func
+            result: torch.Tensor = function(query, key, value, causal=True, **_flash_window(window))
             return result
-        return _sdpa(query, key, value, choice)
+        return _by_torch(query, key, value, choice, window)
 
-    return _with_fallback(run, query, key, batch=query.shape[0], seq=query.shape[1])
+    return _with_fallback(run, query, key, batch=query.shape[0], seq=query.shape[1], local=window is not None)
 
 
 @memoize
-def attend_within(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: DocumentSpans) -> torch.Tensor:
+def attend_within(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: DocumentSpans, *, window: int | None = None
+) -> torch.Tensor:
     """Causal attention within each document; tensors and errors as for `attend`.
 
     The kernel is called once per document; the flash_attn package takes all documents in one call. Token-wise recompute
@@ -58,30 +65,46 @@ def attend_within(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
         key: (batch, tokens, key/value heads, head size).
         value: as `key`.
         spans: the documents of the batch.
+        window: as for `attend`; shorter documents have full attention.
     """
     flat = [tensor.flatten(0, 1) for tensor in (query, key, value)]
+    window = _within(window, spans.longest)
 
     def run(choice: Choice) -> torch.Tensor:
         if choice.kernel is Kernel.FLASH_ATTN:
             function = importlib.import_module("flash_attn").flash_attn_varlen_func
-            packed = function(*flat, spans.starts, spans.starts, spans.longest, spans.longest, causal=True)
+            ends, longest = spans.starts, spans.longest
+            packed = function(*flat, ends, ends, longest, longest, causal=True, **_flash_window(window))
         else:
             documents = zip(*(tensor.split(spans.lengths) for tensor in flat), strict=True)
-            packed = torch.cat([_sdpa(q[None], k[None], v[None], choice)[0] for q, k, v in documents])
+            packed = torch.cat([_by_torch(q[None], k[None], v[None], choice, window)[0] for q, k, v in documents])
         result: torch.Tensor = packed.view(query.shape)
         return result
 
-    return _with_fallback(run, query, key, batch=1, seq=spans.longest)
+    return _with_fallback(run, query, key, batch=1, seq=spans.longest, local=window is not None)
+
+
+def _within(window: int | None, tokens: int) -> int | None:
+    """The window, or None where it reaches all tokens."""
+    return None if window is None or window >= tokens else window
+
+
+def _flash_window(window: int | None) -> dict[str, tuple[int, int]]:
+    """Argument of the flash_attn package: tokens before and behind each one that it attends to besides."""
+    return {} if window is None else {"window_size": (window - 1, 0)}
 
 
 def _with_fallback(
-    run: Callable[[Choice], torch.Tensor], query: torch.Tensor, key: torch.Tensor, *, batch: int, seq: int
+    run: Callable[[Choice], torch.Tensor], query: torch.Tensor, key: torch.Tensor, *, batch: int, seq: int, local: bool
 ) -> torch.Tensor:
     """Result of the first kernel that does not refuse. Raises DeviceOutOfMemory; see `attend`."""
     heads, head_dim = query.shape[2:]
     if torch.compiler.is_compiling():  # a graph has the kernel that it was compiled with
-        return run(_choice_of(query.device, query.dtype, heads, key.shape[2], head_dim))
-    kind = Kind.of(device=query.device, dtype=query.dtype, heads=heads, kv_heads=key.shape[2], head_dim=head_dim)
+        kernel, repeats = _choice_of(query.device, query.dtype, heads, key.shape[2], head_dim, local)
+        return run(Choice(kernel=Kernel(kernel), repeats=repeats))
+    kind = Kind.of(
+        device=query.device, dtype=query.dtype, heads=heads, kv_heads=key.shape[2], head_dim=head_dim, local=local
+    )
     while True:
         choice = choose(kind)
         if choice.kernel is Kernel.MATH:
@@ -91,17 +114,27 @@ def _with_fallback(
         except (RuntimeError, ImportError) as error:
             # In backward this is a recompute, which must use the kernel of its forward.
             in_backward = torch._C._current_graph_task_id() >= 0
-            if choice.kernel is Kernel.MATH or in_backward or not is_refusal(error):
+            is_last = choice.kernel in (Kernel.MATH, Kernel.BLOCKS)
+            if is_last or in_backward or not is_refusal(error):
                 raise
             refuse(kind, choice.kernel, error)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _choice_of(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> Choice:
-    return choose(Kind.of(device=device, dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim))
+def _choice_of(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, local: bool
+) -> tuple[str, bool]:
+    """Name of the chosen kernel and whether it repeats heads: of a constant's members a graph cannot be sure."""
+    kind = Kind.of(device=device, dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, local=local)
+    choice = choose(kind)
+    return choice.kernel.value, choice.repeats
 
 
-def _sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, choice: Choice) -> torch.Tensor:
+def _by_torch(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, choice: Choice, window: int | None
+) -> torch.Tensor:
+    if window is not None:
+        return _local(query, key, value, choice, window)
     groups = query.shape[2] // key.shape[2]
     if choice.repeats and groups > 1:
         key, value = key.repeat_interleave(groups, dim=2), value.repeat_interleave(groups, dim=2)
@@ -116,3 +149,13 @@ def _restricted_to(kernel: Kernel, device: torch.device) -> AbstractContextManag
     if kernel.backend is None or (device.type != "cuda" and kernel is not Kernel.MATH):
         return nullcontext()
     return sdpa_kernel(kernel.backend)
+
+
+def _local(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, choice: Choice, window: int) -> torch.Tensor:
+    if choice.kernel is Kernel.BLOCKS:
+        return local_attention(query, key, value, window)
+    tokens, nothing_dropped, sides = query.shape[1], 0.0, {"window_size_left": window - 1, "window_size_right": 0}
+    result: torch.Tensor = torch.ops.aten._flash_attention_forward(
+        query, key, value, None, None, tokens, tokens, nothing_dropped, False, False, **sides
+    )[0]
+    return result

@@ -9,6 +9,9 @@ refusal comes in the first forward at a length, before anything of that forward 
     cudnn, flash  torch's, the faster one on this GPU first
     efficient     torch's, in every precision
     math          holds the scores of all pairs of tokens; only where they fit
+
+Local attention, to a window, is by flash_attn or torch's flash, else in blocks of queries (local_attention.py), which take
+every precision.
 """
 
 from __future__ import annotations
@@ -40,10 +43,11 @@ class Kernel(enum.Enum):
     FLASH = "flash, in torch"
     EFFICIENT = "memory-efficient, in torch"
     MATH = "torch's own of all pairs of tokens, quadratic in memory"
+    BLOCKS = "blocks of queries, by torch"
 
     @property
     def backend(self) -> SDPBackend | None:
-        """Backend of the kernel in torch; None for the flash_attn package."""
+        """Backend of the kernel in torch; None for the flash_attn package and for blocks."""
         return _BACKENDS.get(self)
 
 
@@ -64,11 +68,15 @@ class Kind:
     heads: int
     kv_heads: int
     head_dim: int
+    local: bool = False
+    """To a window, shorter than the sequence."""
     deterministic: bool
     enabled: tuple[Kernel, ...]
 
     @classmethod
-    def of(cls, *, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> Kind:
+    def of(
+        cls, *, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, local: bool = False
+    ) -> Kind:
         """Kind of these tensors under torch's current settings."""
         cuda = torch.backends.cuda  # these settings apply to the CPU, too
         allowed = {
@@ -82,6 +90,7 @@ class Kind:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
+            local=local,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             enabled=tuple(kernel for kernel, yes in allowed.items() if yes),
         )
@@ -115,6 +124,8 @@ def choose(kind: Kind) -> Choice:
         and Kernel.FLASH_ATTN not in refused
     ):
         return Choice(kernel=Kernel.FLASH_ATTN)
+    if kind.local:
+        return Choice(kernel=Kernel.FLASH if _has_window(kind) and Kernel.FLASH not in refused else Kernel.BLOCKS)
     grouped = kind.heads != kind.kv_heads
     if kind.device.type == "cuda" and not torch.cuda.is_available():
         # torch cannot be asked without a GPU: plans use the kernels that it documents.
@@ -158,6 +169,16 @@ def _fastest_first(kind: Kind) -> Sequence[Kernel]:
     if kind.device.type == "cuda" and torch.cuda.get_device_capability(kind.device) >= (9, 0):
         order = [Kernel.CUDNN, Kernel.FLASH, Kernel.EFFICIENT]
     return [kernel for kernel in order if kernel in kind.enabled]
+
+
+def _has_window(kind: Kind) -> bool:
+    """True if torch's flash kernel, which alone has a window, takes tensors of this kind."""
+    if kind.device.type != "cuda" or kind.dtype not in (torch.float16, torch.bfloat16) or kind.head_dim % 8:
+        return False
+    # torch cannot be asked without a GPU: plans use the kernel that it documents. Key/value heads may be fewer.
+    return not torch.cuda.is_available() or (
+        Kernel.FLASH in kind.enabled and _is_supported(Kernel.FLASH, kind, repeats=True)
+    )
 
 
 def _is_supported(kernel: Kernel, kind: Kind, repeats: bool) -> bool:

@@ -120,6 +120,8 @@ class Experts(nn.Module):
         self.count = moe.experts
         self.group: dist.ProcessGroup | None = None
         """Ranks that the experts are divided over; None where each has all."""
+        self.most_rows = 0.0
+        """Most rows of a call that came to this rank's experts, as a multiple of the mean of these ranks."""
         self.gate = _ExpertMatrix(moe.experts, hidden, wide) if config.mlp == "swiglu" else None
         self.up = _ExpertMatrix(moe.experts, hidden, wide)
         self.down = _ExpertMatrix(moe.experts, wide, hidden)
@@ -156,6 +158,7 @@ class Experts(nn.Module):
         ranks, own = group.size(), self.count // group.size()
         counts, theirs, sorted_numbers, order, inverse = _arrivals(sorted_experts, self.count, group)
         sent, received = (part.view(ranks, own).sum(1).tolist() for part in (counts, theirs))
+        self.most_rows = max(self.most_rows, sum(received) / sum(sent))  # each rank sends as many
         arrived = _permuted(exchange_rows(rows, group, sent, received), order, inverse)
         done = _permuted(self._computed(arrived, sorted_numbers, own), inverse, order)
         return exchange_rows(done, group, received, sent)

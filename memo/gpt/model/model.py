@@ -8,6 +8,7 @@ layers share are arguments, so a layer is a function of (x, rotary tables, spans
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -43,15 +44,20 @@ class Attention(nn.Module):
 
     The projection's columns are grouped by key/value head, [its query heads, key, value]. A column-parallel shard of it is
     thus a smaller attention of the same form.
+
+    Args:
+        config: the model.
+        window: tokens that each one attends to; None is all of them.
     """
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, window: int | None = None) -> None:
         super().__init__()
         self.head_dim, self.group = config.head_dim, config.group
         self.qkv = _linear(config.hidden, config.qkv_width, config.bias)
         self.out = _linear(config.hidden, config.hidden, config.bias)
-        self.attend = attend  # both are replaced under context parallelism
-        self.attend_within: Callable[..., torch.Tensor] = attend_within
+        # Both are replaced under context parallelism.
+        self.attend: Callable[..., torch.Tensor] = functools.partial(attend, window=window)
+        self.attend_within: Callable[..., torch.Tensor] = functools.partial(attend_within, window=window)
 
     def forward(
         self, x: torch.Tensor, rotary: RotaryTables | None = None, spans: DocumentSpans | None = None
@@ -112,13 +118,13 @@ class Block(nn.Module):
 
     Args:
         config: the model.
-        layer: number of the layer, which decides whether its MLP is a mixture of experts.
+        layer: number of the layer, which decides whether its attention is local and its MLP a mixture of experts.
     """
 
     def __init__(self, config: GPTConfig, layer: int = 0) -> None:
         super().__init__()
         self.norm1 = _norm(config)
-        self.attention = Attention(config)
+        self.attention = Attention(config, config.window_of(layer))
         self.norm2 = _norm(config)
         moe = config.moe
         self.mlp = _mlp(config) if moe is None or not moe.is_in(layer) else _moe_mlp(config, moe)

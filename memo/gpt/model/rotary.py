@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memo.gpt.config import RopeScalingKind
+from memo.gpt.rope_scaling import RopeScalingKind
 
 if TYPE_CHECKING:
-    from memo.gpt.config import RopeScaling
+    from memo.gpt.rope_scaling import RopeScaling
 
 __all__ = ["RotaryTables", "rotary_tables", "rotate", "tables_at"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from memo.errors import CheckpointError, UsageError
 from memo.gpt.checkpoint.directory import Checkpoint
-from memo.gpt.config import RopeScaling, RopeScalingKind
+from memo.gpt.rope_scaling import RopeScaling, RopeScalingKind
 
 __all__ = ["GUARD", "require_settings"]
 

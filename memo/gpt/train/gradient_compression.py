@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from memo.compression import Method
 from memo.errors import UsageError
 
 if TYPE_CHECKING:
+    from memo.compression import CompressedGradients
     from memo.gpt.checkpoint.directory import Checkpoint
     from memo.gpt.run_config import RunConfig
 
-__all__ = ["STATE", "compression_settings", "require_replicas", "resumed_state"]
+__all__ = ["COMPRESSED_AT", "STATE", "require_replicas", "resumed_state", "state_settings"]
 
 STATE = "compressed_gradients"
 """Name of the state in a checkpoint."""
+COMPRESSED_AT = "compressed_at"
+"""Name of the setting that tells whose state it is; None without one."""
 
 
 def require_replicas(config: RunConfig) -> None:
@@ -26,24 +29,28 @@ def require_replicas(config: RunConfig) -> None:
         )
 
 
-def compression_settings(config: RunConfig) -> dict[str, Any]:
-    """Setting of a checkpoint: the method, and where it has a state the layout, whose ranks have one each."""
+def state_settings(config: RunConfig, compressed: CompressedGradients | None) -> dict[str, str | None]:
+    """Setting of a checkpoint: where the compression has a state, the layout and what each rank's has. A collective call."""
     method, layout = config.compress_gradients, config.layout
-    if method is None or method.method is not Method.POWERSGD:
-        return {"compress_gradients": method and str(method), "compressed_at": None}
-    ranks = f"dp {layout.dp}, cp {layout.cp}, tp {layout.tp}, pp {layout.pp}, ep {layout.ep}, stages {layout.stages}"
-    if layout.stage_layers:
-        ranks += f" of {','.join(map(str, layout.stage_layers))} layers"
-    return {"compress_gradients": str(method), "compressed_at": ranks}
+    if compressed is None or method is None or method.method is not Method.POWERSGD:
+        return {COMPRESSED_AT: None}
+    sizes = ", ".join(f"{name} {getattr(layout, name)}" for name in ("dp", "cp", "tp", "pp", "ep"))
+    return {COMPRESSED_AT: f"{method}, {sizes}, state {compressed.state_digest()}"}
 
 
-def resumed_state(config: RunConfig, start: Checkpoint | None) -> tuple[bool, list[str]]:
-    """Whether a checkpoint has this run's error feedback, and a line where it has another's or none."""
-    here = compression_settings(config)
-    if start is None or here["compressed_at"] is None:
+def resumed_state(config: RunConfig, here: dict[str, str | None], start: Checkpoint) -> tuple[bool, list[str]]:
+    """Whether a checkpoint has this run's error feedback, and a line where it has another's or none.
+
+    Args:
+        config: the run.
+        here: its `state_settings`.
+        start: the checkpoint.
+    """
+    if here[COMPRESSED_AT] is None:
         return False, []
-    if all(start.settings.get(name) == value for name, value in here.items()):
+    if start.settings.get(COMPRESSED_AT) == here[COMPRESSED_AT]:
         return True, []
     return False, [
-        "warning  the checkpoint has no error feedback for these ranks and this rank of powersgd; it begins at zero"
+        f"warning  the checkpoint has no error feedback of {config.compress_gradients} in this layout for these parameters; "
+        "it begins at zero"
     ]

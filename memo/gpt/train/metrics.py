@@ -22,7 +22,7 @@ __all__ = ["MetricsFile", "StepMetrics", "StepUsage"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """Metrics of one step. The fields are the keys of the JSON object; the last six are there only when they are set."""
+    """Metrics of one step. The fields are the keys of the JSON object; the last seven are there only when set."""
 
     step: int
     loss: float
@@ -62,6 +62,8 @@ class StepMetrics:
     """Bytes that the first rank sent instead."""
     gradient_error: float | None = None
     """Largest relative error of what ranks sent, as docs/parallel.md defines it."""
+    expert_rows: float | None = None
+    """Most rows that a rank's experts got, as a multiple of the mean of ranks; set where experts are on other ranks."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON object of the step, without fields that are not set."""
@@ -69,7 +71,7 @@ class StepMetrics:
         for name in ("loss", "grad_norm"):
             if not math.isfinite(line[name]):
                 line[name] = None  # JSON has no NaN
-        exchange = dict.fromkeys(("gradient_bytes", "gradient_sent_bytes", "gradient_error"))
+        exchange = dict.fromkeys(("gradient_bytes", "gradient_sent_bytes", "gradient_error", "expert_rows"))
         for name, silent in {"eval_loss": None, "alarm": None, "skipped_steps": 0, **exchange}.items():
             if line[name] == silent:
                 del line[name]
@@ -94,6 +96,8 @@ class StepMetrics:
             ]
         if self.gradient_bytes:
             parts.append(f"gradients {(self.gradient_sent_bytes or 0) / self.gradient_bytes:.1%}")
+        if self.expert_rows is not None:
+            parts.append(f"expert_rows {self.expert_rows:.2f}x")
         parts.append(f"tps {self.tokens_per_s:,.0f}")
         if self.mfu_causal is not None:
             parts.append(f"mfu_causal {self.mfu_causal:.1%}")

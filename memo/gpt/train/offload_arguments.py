@@ -53,6 +53,7 @@ def open_manager(
         alpha=1.0 if config.alpha is None and config.mode is not OffloadMode.AUTO else config.alpha,
         codec=config.codec,  # type: ignore[arg-type]  # the manager checks it
         exact=config.exact,
+        host_pool=config.host_pool,
         disk_budget=config.disk_budget,
         layers=layers,
         trace=config.trace,

@@ -21,6 +21,7 @@ from memo.gpt.model.init_weights import seed_of
 from memo.gpt.model.pipeline_stage import PipelineStage
 from memo.gpt.optim.optimizer import empty_state
 from memo.gpt.train.embedding_gradients import SparseEmbeddingGradient
+from memo.gpt.train.expert_rows import ExpertRows, ExpertRowsMeter
 from memo.gpt.train.gradient_compression import STATE
 from memo.gpt.train.step import BatchSource, Trainer
 from memo.gpt.train_config import TrainConfig
@@ -110,6 +111,7 @@ class ParallelTrainer(Trainer):
         self.schedule = self._make_schedule() if world.layout.pp > 1 else None
         """torch's pipeline schedule; None without pipeline parallelism."""
         self._tied = _TiedEmbedding(stages, world)
+        self._rows_of_experts = ExpertRowsMeter(stages, device, world.layout.ranks)
         self.sparse_embedding = SparseEmbeddingGradient(stages, world)
         """Exchange of the embedding's gradient as rows; does nothing where FSDP reduces it."""
         if compression is not None:
@@ -127,6 +129,7 @@ class ParallelTrainer(Trainer):
     def _gradients(self, step: int, stop: Callable[[], bool]) -> tuple[float, int] | None:
         if self._agree(stop()):
             return None
+        self._rows_of_experts.restart()  # evaluations count, too
         if self.compressed is not None:
             self.compressed.drop()  # of a step that was skipped or undone
         torch.manual_seed(seed_of(self.seed, step, self.world.pp, self.world.dp, self.world.token_shard))
@@ -138,6 +141,9 @@ class ParallelTrainer(Trainer):
         own = self._rows * len(self.stages[0].own)
         tokens = self.config.accumulate * own * layout.dp * layout.token_shards
         return mean, tokens
+
+    def _expert_rows(self) -> ExpertRows | None:
+        return self._rows_of_experts.take()
 
     def _mean(self, losses: Sequence[torch.Tensor], microbatches: int) -> float:
         """Mean loss over all ranks: the sum of the stages' terms, which tensor-parallel ranks have alike."""

@@ -18,21 +18,23 @@ import torch
 from memo.allocator import active_allocator, use_planned_allocator
 from memo.errors import CheckpointError, DeviceOutOfMemory, ExitCode, TrainingDiverged, UsageError
 from memo.gpt.arithmetic.flops import parameter_count
+from memo.gpt.attention_pattern import with_pattern
 from memo.gpt.checkpoint.background import BackgroundCheckpointDir
 from memo.gpt.checkpoint.directory import Checkpoint
-from memo.gpt.config import GPTConfig, RopeScaling, RopeScalingKind, preset, with_experts
+from memo.gpt.config import GPTConfig, preset, with_experts
 from memo.gpt.data.batches import Batches, Split
 from memo.gpt.data.document_batches import DocumentBatches
 from memo.gpt.data.regrouped_batches import RegroupedBatches
 from memo.gpt.data.token_file import TokenFile, open_tokens
 from memo.gpt.model.attention_kernel import Kernel, Kind, choose
 from memo.gpt.model.model import GPT
+from memo.gpt.rope_scaling import RopeScaling, RopeScalingKind
 from memo.gpt.run_config import Documents, RunConfig
 from memo.gpt.train.checkpoint_cadence import CheckpointCadence
 from memo.gpt.train.embedding_choice import choose_exchange, require_possible
 from memo.gpt.train.former_batch import batch_lines, batch_settings, drawn_rows, with_former_batch
 from memo.gpt.train.former_settings import GUARD, require_settings
-from memo.gpt.train.gradient_compression import compression_settings, require_replicas, resumed_state
+from memo.gpt.train.gradient_compression import COMPRESSED_AT, require_replicas, resumed_state, state_settings
 from memo.gpt.train.interrupt import StopRequest
 from memo.gpt.train.metrics import MetricsFile
 from memo.gpt.train.offload_arguments import open_manager
@@ -86,6 +88,8 @@ def train(config: RunConfig, *, phase: Callable[[str | None], None] = lambda _: 
         raise DeviceOutOfMemory(f"the machine's memory is full; {_TO_FIT}") from None
 
 
+TELL_AGAIN = 1.1
+"""More rows on one rank's experts than plans have room for are told again once they are so many times the most told."""
 _TO_FIT = "use --offload disk or auto, a shorter --seq, a smaller --batch, or a smaller model"
 
 
@@ -104,6 +108,7 @@ class _Run:
         self.phase = phase
         self.world = world
         leads = world is None or world.rank == 0
+        self._told_rows = 0.0
         self.stop = StopRequest(forwarded=world is not None)
         self.checkpoints = _open_checkpoints(config, stack, world)
         start, notes = _starting_point(config, self.checkpoints)
@@ -137,9 +142,11 @@ class _Run:
         if self.manager is not None:
             self.manager.step = self.done + 1
             notes += _plan_differences(config, shape, self.manager.plan)
+        of_state = state_settings(config, self.trainer.compressed)
+        self.settings |= of_state
         if start is not None:
             phase(f"loading {start.path}")
-            has_state, lines = resumed_state(config, start)
+            has_state, lines = resumed_state(config, of_state, start)
             notes += lines
             _load(start, self.trainer, world, with_compression=has_state)
             if _positions(start.settings) == _positions(
@@ -213,6 +220,10 @@ class _Run:
         if result.alarm is not None:
             done = "skipped" if result.skipped else "applied"
             self.progress.line(f"warning  step {result.step}: {result.alarm}; its update was {done}")
+        rows = result.expert_rows
+        if rows is not None and self.manager is not None and not rows.is_planned and rows.times > self._told_rows:
+            self._told_rows = TELL_AGAIN * rows.times
+            self.progress.line(f"note  step {result.step}: {rows}")
         self.progress.advance()
 
     def _due(self, every: int) -> bool:
@@ -265,7 +276,13 @@ class _Run:
         dtype = torch.float32 if self.trainer.config.precision is Precision.FP32 else torch.bfloat16
         kind = Kind.of(device=device, dtype=dtype, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
         documents = "" if shape.end_of_document is None else ", within documents"
-        return f"{choose(kind)}{documents}"
+        window = shape.local_window
+        if window is None or not shape.is_local_within(self.config.seq):
+            return f"{choose(kind)}{documents}"
+        local = choose(dataclasses.replace(kind, local=True))
+        are_all = all(map(shape.window_of, range(shape.layers)))
+        others = "" if are_all else f"; in other layers {choose(kind)}"
+        return f"{local}, within {format_tokens(window)} tokens{others}{documents}"
 
 
 def _prepare(config: RunConfig) -> torch.device:
@@ -473,6 +490,7 @@ def _shape(config: RunConfig, tokens: TokenFile | None = None, start: Checkpoint
         balance_loss=config.balance_loss,
         z_loss=config.z_loss,
     )
+    shape = with_pattern(shape, sliding_window=config.sliding_window, full_every=config.full_every)
     if shape.positions == "rotary":
         theta = config.rope_theta or former.get("rope_theta") or shape.rope_theta
         return dataclasses.replace(shape, rope_theta=theta, rope_scaling=scaled)
@@ -503,7 +521,7 @@ def _settings(config: RunConfig, shape: GPTConfig, training: TrainConfig) -> dic
         "batch": config.batch,
         "seed": config.seed,
         "pipeline_dtype": config.pipeline_dtype,
-        **compression_settings(config),
+        "compress_gradients": config.compress_gradients and str(config.compress_gradients),
     }
     as_read: dict[str, Any] = json.loads(json.dumps(settings))  # as a checkpoint returns them: tuples as lists
     return as_read
@@ -545,7 +563,7 @@ def _differences(start: Checkpoint | None, settings: dict[str, Any]) -> list[str
     if changed:
         listed = ", ".join(f"{key} {was.get(key)} there, {now[key]} here" for key in now if key in changed)
         raise CheckpointError(f"{start.path} is of another model: {listed}; give the same model options")
-    others = (("seq", "model", "compressed_at", *_OF_BATCH), former, settings)
+    others = (("seq", "model", COMPRESSED_AT, *_OF_BATCH), former, settings)
     return [
         *_other_positions(former, settings),
         *(f"warning  {key} was {then} in the checkpoint and is {value} now" for key, then, value in _unequal(*others)),

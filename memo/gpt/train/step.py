@@ -22,6 +22,7 @@ from memo.errors import TrainingDiverged
 from memo.gpt.checkpoint.random_state import random_state, set_random_state
 from memo.gpt.optim.loss_guard import LossGuard
 from memo.gpt.optim.optimizer import adamw, empty_state
+from memo.gpt.train.expert_rows import ExpertRows
 from memo.gpt.train_config import Precision, TrainConfig
 
 __all__ = ["BatchSource", "StepResult", "Trainer", "weight_dtype"]
@@ -52,6 +53,8 @@ class StepResult:
     """The update was skipped because of the alarm."""
     exchange: ExchangeFigures | None = None
     """Figures of the step's compressed exchange of gradients; None where it is exact."""
+    expert_rows: ExpertRows | None = None
+    """Rank whose experts got most rows; None without experts on other ranks."""
 
 
 def weight_dtype(precision: Precision) -> torch.dtype:
@@ -133,7 +136,12 @@ class Trainer:
             alarm=verdict.alarm,
             skipped=verdict.skip,
             exchange=None if self.compressed is None else self.compressed.take_figures(self.device),
+            expert_rows=self._expert_rows(),
         )
+
+    def _expert_rows(self) -> ExpertRows | None:
+        """Rank whose experts got most rows in the step; None without experts on other ranks."""
+        return None
 
     def evaluate(self, batches: BatchSource) -> float:
         """Mean loss of `config.eval_steps` batches, without gradients, dropout or offloading."""

@@ -91,6 +91,7 @@ class StepMeter:
             gradient_bytes=None if exchange is None else exchange.exact_bytes,
             gradient_sent_bytes=None if exchange is None else exchange.sent_bytes,
             gradient_error=None if exchange is None else exchange.largest_error,
+            expert_rows=None if result.expert_rows is None else result.expert_rows.times,
         )
         usage = StepUsage(
             memory_bytes=rss if device_peak is None else device_peak,

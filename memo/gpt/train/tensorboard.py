@@ -30,6 +30,7 @@ GROUPS = {
     "gradient_bytes": "links",
     "gradient_sent_bytes": "links",
     "gradient_error": "training",
+    "expert_rows": "training",
 }
 
 

@@ -88,7 +88,7 @@ def operator_of(func: Any) -> Operator:
     """The facts of an operator, looked up once."""
     operator = _OPERATORS.get(id(func))
     if operator is None:
-        operator = _OPERATORS[id(func)] = Operator(func)
+        operator = _OPERATORS.setdefault(id(func), Operator(func))  # one for all threads: it is compared by identity
     return operator
 
 

@@ -28,7 +28,7 @@ from memo.swap.recompute.tape.plan import Plan, Sources, Writer, mask_of, plan_o
 from memo.swap.recompute.tape.tape import Step
 from memo.swap.token_levels import LEAST_TOKENS, Level, tile_of
 
-__all__ = ["Piece", "RangedPlan", "Span", "ranged_costs_of", "ranged_plan_of"]
+__all__ = ["Piece", "RangedPlan", "Span", "kept_nbytes_of", "ranged_costs_of", "ranged_plan_of"]
 
 STEP_S = 2e-5
 """Seconds that a step takes which has next to nothing to do; each piece runs all steps."""
@@ -73,7 +73,7 @@ class Span:
         self.cut = cut
         self.first = first
         self.stop = stop
-        self._sources = sources
+        self.sources = sources
         self._candidates = tuple(wanted)
         self._plans: dict[tuple[int, int], Plan] = {}
         self._is_shifted = not rows.shifted.isdisjoint(cut.replayed)
@@ -115,12 +115,12 @@ class Span:
         key = count, first if self._is_shifted else 0
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = _RangedWriter(self.rows, self.cut, self._sources, self._candidates, *key).plan()
+            plan = self._plans[key] = _RangedWriter(self.rows, self.cut, self.sources, self._candidates, *key).plan()
         return plan
 
     def kept_nbytes(self) -> Iterator[tuple[int, int]]:
         """Content and bytes of each thing that is kept for the span besides what autograd saves, as it is packed."""
-        return _besides(self.rows, self.plan, self._sources, self.stop - self.first)
+        return _besides(self.rows, self.plan, self.sources, self.stop - self.first)
 
 
 def _besides(rows: TokenRows, plan: Plan, sources: Sources, count: int) -> Iterator[tuple[int, int]]:
@@ -301,7 +301,7 @@ class _Planner:
         if not any(isinstance(replay, Span) for replay in self._replays):
             return None
         saved = [*wanted, *stuck]
-        kept = tuple(_kept_nbytes(rows, self._sources, self._replays, self._heads, saved))
+        kept = tuple(kept_nbytes_of(rows, self._sources, self._replays, self._heads, saved))
         return RangedPlan(
             rows=rows,
             replays=tuple(self._replays),
@@ -424,13 +424,14 @@ def _sliced(plan: RangedPlan) -> int:
     return sum(nbytes for span in plan.spans for content, nbytes in span.kept_nbytes() if content in plan.rows.rows)
 
 
-def _kept_nbytes(
+def kept_nbytes_of(
     rows: TokenRows,
     sources: Sources,
     replays: Sequence[Span | Plan],
     heads: Mapping[int, tuple[int, int]],
     saved: Iterable[int],
 ) -> Iterator[tuple[int, int]]:
+    """Content and bytes of each thing that moves or stays for backward, where autograd saved storages `saved`."""
     tape = rows.tape
     found: dict[int, int] = {}
     for storage in saved:

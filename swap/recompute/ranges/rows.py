@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,7 +31,7 @@ from memo.swap.recompute.tape.log import Birth, Function, Geometry
 from memo.swap.recompute.tape.tape import Carried, Hidden, Step, Tape, Use, uses_in
 from memo.swap.token_levels import LEAST_TOKENS, tile_of
 
-__all__ = ["TokenRows", "readings_of"]
+__all__ = ["TokenRows", "Way", "reading_in", "readings_of"]
 
 _SIZES_AT = {"empty": 0, "full": 0, "ones": 0, "zeros": 0, "new_empty": 1, "new_full": 1, "new_ones": 1, "new_zeros": 1}
 """Operators that make a tensor of a size and of no number of another one, and the position of that size."""
@@ -42,6 +42,17 @@ _SELECTIONS = frozenset({torch.ops.aten.index_select})
 """Of which the first operand may run over tokens, while the second one counts others: keys by their numbers."""
 _ELEMENTWISE = frozenset({torch.ops.aten.masked_fill, torch.ops.aten.masked_fill_})
 """Pointwise, though not tagged so."""
+
+
+class Way(NamedTuple):
+    """A way to read a tape's tokens."""
+
+    dim: int
+    """Dimension of the layer's input."""
+    found_runs: bool
+    """Memory that nothing seen has made runs over tokens, as what a compiled function made; else it is the same for all."""
+    whole: frozenset[int] = frozenset()
+    """Contents that are not divided."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +68,7 @@ class TokenRows:
         whole: contents that are not divided, though they run over tokens: some step needs all of them.
         mixes: step -> why it never runs on a part of the tokens.
         sized: step -> position of a size among its arguments, of a tensor with that axis.
+        way: how it was read.
     """
 
     tape: Tape
@@ -67,6 +79,7 @@ class TokenRows:
     axes: Mapping[tuple[int, int], Axis]
     mixes: Mapping[int, str]
     sized: Mapping[int, tuple[int, Axis]]
+    way: Way
     shifted: frozenset[int] = frozenset()
     """Steps that depend on the number of a token, as `tril`: their second argument is counted from the first token."""
 
@@ -106,8 +119,7 @@ class TokenRows:
 def readings_of(tape: Tape, carried: Sequence[Any] = ()) -> Iterable[TokenRows]:
     """Ways to read a tape's tokens, the usual one first; each is right, and they differ in what they can divide.
 
-    Batch first and sequence first, and of more dimensions than three each but the features; memory that nothing seen has
-    made is the same for all tokens, as a buffer is, or runs over them, as what a compiled function made.
+    Batch first and sequence first, and of more dimensions than three each but the features.
     """
     if not tape.storages or tape.storages[0][0] is not Birth.INPUT:
         return
@@ -117,29 +129,28 @@ def readings_of(tape: Tape, carried: Sequence[Any] = ()) -> Iterable[TokenRows]:
         if size[dim] < LEAST_TOKENS + tile_of(0):
             continue
         for found_runs in (False, True) if any(birth is Birth.FOUND for birth, _, _ in tape.storages) else (False,):
-            reader = _Reader(tape, dim, carried, found_runs=found_runs)
+            reader = _Reader(tape, Way(dim, found_runs), carried)
             yield reader.read()
             whole: frozenset[int] = frozenset()
             while reader.needed > whole:
                 whole = frozenset(reader.needed)
-                reader = _Reader(tape, dim, carried, found_runs=found_runs, whole=whole)
+                reader = _Reader(tape, Way(dim, found_runs, whole), carried)
                 rows = reader.read()
             if whole:
                 yield rows
 
 
-class _Reader:
-    """Reads a tape once, in order; `of` is what the rules ask of a stand-in. `whole` are contents that are not divided."""
+def reading_in(tape: Tape, way: Way, carried: Sequence[Any] = ()) -> TokenRows:
+    """The reading of a tape in one way, which was found for another of its form."""
+    return _Reader(tape, way, carried).read()
 
-    def __init__(
-        self,
-        tape: Tape,
-        dim: int,
-        carried: Sequence[Any],
-        *,
-        found_runs: bool,
-        whole: frozenset[int] = frozenset(),
-    ) -> None:
+
+class _Reader:
+    """Reads a tape once, in order; `of` is what the rules ask of a stand-in."""
+
+    def __init__(self, tape: Tape, way: Way, carried: Sequence[Any]) -> None:
+        dim, whole = way.dim, way.whole
+        self._way = way
         size = tape.geometry(0)[2]
         self.tokens = size[dim]
         self._tape = tape
@@ -160,7 +171,7 @@ class _Reader:
         self._mixes: dict[int, str] = {}
         self._sized: dict[int, tuple[int, Axis]] = {}
         self._shifted: set[int] = set()
-        self._begin(dim, found_runs=found_runs)
+        self._begin(dim, found_runs=way.found_runs)
 
     def read(self) -> TokenRows:
         for step in self._tape.steps:
@@ -176,6 +187,7 @@ class _Reader:
             axes=self._axes,
             mixes=self._mixes,
             sized=self._sized,
+            way=self._way,
             shifted=frozenset(self._shifted),
         )
 

@@ -94,14 +94,13 @@ class Ref:
         return f"v{self.value}"
 
 
-_REFS: list[Ref] = [Ref(number) for number in range(256)]
+_REFS: dict[int, Ref] = {}
 
 
 def word_of(value: int) -> Ref:
     """The word of a value: one object for each number, so that words are compared by identity."""
-    while value >= len(_REFS):
-        _REFS.append(Ref(len(_REFS)))
-    return _REFS[value]
+    known = _REFS.get(value)
+    return _REFS.setdefault(value, Ref(value)) if known is None else known  # at once, whichever threads ask
 
 
 Storage = tuple[Birth, int, int]

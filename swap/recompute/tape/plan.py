@@ -13,7 +13,9 @@ view where a step reads one, a `del` after a content's last use.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,10 +29,11 @@ if TYPE_CHECKING:
     from memo.swap.recompute.tape.cut import Cut, Problem
     from memo.swap.recompute.tape.tape import Step, Tape
 
-__all__ = ["Kept", "Plan", "Sources", "Writer", "keep_bits", "mask_of", "plan_of", "problem_of"]
+__all__ = ["Kept", "Plan", "Sources", "Writer", "keep_bits", "mask_of", "plan_of", "plan_on", "problem_of"]
 
 _MASKS = frozenset({"bernoulli_", "bernoulli", "native_dropout"})
 """Random operators of zeros and ones."""
+MOST_COMPILED = 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,10 @@ class Plan:
     """Most bytes that the replay has made and holds at once, what it has given by then included, above all that it gives."""
     line_steps: Mapping[int, int]
     """Line of the code -> number of the step that it runs."""
+    cut: Cut
+    sources: Sources
+    candidates: tuple[int, ...]
+    """Storages that the replay could have given."""
     wrong: frozenset[int] = frozenset()
     """Steps that a trial found to give something else, and that are not repeated."""
 
@@ -196,6 +203,18 @@ def plan_of(tape: Tape, cut: Cut, sources: Sources, wanted: Iterable[int]) -> Pl
     return Writer(tape, cut, sources, wanted).plan()
 
 
+def plan_on(tape: Tape, plan: Plan) -> Plan | None:
+    """A plan's cut of another tape of the same form; None where something that it keeps cannot be kept there."""
+    bits = [keep_bits(tape, content, plan.sources) for content in plan.cut.kept]
+    if None in bits:
+        return None
+    cut = dataclasses.replace(plan.cut, keep_cost=sum(filter(None, bits)))
+    other = plan_of(tape, cut, plan.sources, plan.candidates)
+    if (other.kept, other.wanted, other.steps) != (plan.kept, plan.wanted, plan.steps):
+        return None
+    return dataclasses.replace(other, wrong=plan.wrong)
+
+
 class Writer:
     """Writes the replay of a cut, of all tokens; a subclass writes that of a part of them."""
 
@@ -206,9 +225,10 @@ class Writer:
         self._tape = tape
         self._cut = cut
         self._sources = sources
+        self._candidates = tuple(wanted)
         self._wanted = [
             storage
-            for storage in wanted
+            for storage in self._candidates
             if tape.last[storage] not in cut.kept or _is_mask(tape, tape.last[storage], sources)
         ]
         self._finals = {tape.last[storage]: at for at, storage in enumerate(self._wanted)}
@@ -251,7 +271,7 @@ class Writer:
         self._note_peak()
         body = "".join(f"    {line}\n" for line in self._lines) or "    pass\n"
         code = f"def replay(kept, carried, give, device):\n{body}"
-        exec(compile(code, "<replay>", "exec"), self.env)
+        exec(_compiled(code), self.env)
         return Plan(
             tape=tape,
             kept=tuple(self._kept),
@@ -263,6 +283,9 @@ class Writer:
             cost=self._cut.replay_cost,
             held_bytes=self._peak - self._given,
             line_steps=line_steps,
+            cut=self._cut,
+            sources=self._sources,
+            candidates=self._candidates,
         )
 
     def _note_peak(self) -> None:
@@ -309,7 +332,7 @@ class Writer:
             else:  # all of it is overwritten
                 nbytes = self._nbytes(content)
                 made[content] = f"c{content}"
-                self._line(f"c{content} = fresh({nbytes}, device)")
+                self._line(f"c{content} = fresh({self._object(nbytes)}, device)")
                 self._shown[f"c{content}"] = None
                 self._held[f"c{content}"] = nbytes
         self._names.update(made)
@@ -343,16 +366,19 @@ class Writer:
             content = changes.get(self._tape.geometry(value.value)[0], value.content)
             _, offset, size, stride, dtype = self._geometry(value.value, content)
             if content not in step.reads and content not in step.makes:  # its shape is read, and no number of it
-                return f"blank({tuple(size)}, {stride}, {self._object(dtype)}, device)"
+                return f"blank({self._object(size)}, {self._object(stride)}, {self._object(dtype)}, device)"
             name = self._variable(content)
             shown = self._shown[name]
             if shown == (offset, size, stride, dtype):
                 return name
             is_made = shown is not None and name.startswith("c")
             if is_made and shown[3] is dtype and not isinstance(step.operator, Function):
-                return f"{name}.as_strided({tuple(size)}, {stride}, {offset})"  # in half the time of `view`
+                return f"{name}.as_strided({self._object(size)}, {self._object(stride)}, {offset})"  # in half the time
             view = "within" if name.startswith("k") else "view"
-            return f"{view}({name}, {offset}, {tuple(size)}, {stride}, {self._object(dtype)})"
+            lies = ", ".join(self._object(part) for part in (size, stride, dtype))
+            return f"{view}({name}, {offset}, {lies})"
+        if isinstance(value, list) and value and all(type(item) is int for item in value):
+            return self._object(value)
         if isinstance(value, list):
             return f"[{', '.join(self._argument(item, step, changes) for item in value)}]"
         if isinstance(value, Carried):
@@ -378,7 +404,8 @@ class Writer:
         else:
             self._kept.append(Kept(storage, writer))
             _, offset, size, stride, dtype = self._geometry(use.value, content)
-            self._line(f"{name} = mask(kept({at}), {tuple(size)}, {stride}, {self._object(dtype)}, device)")
+            lies = ", ".join(self._object(part) for part in (size, stride, dtype))
+            self._line(f"{name} = mask(kept({at}), {lies}, device)")
             self._shown[name] = (offset, size, stride, dtype)
             is_final = content in self._finals
             if is_final:  # autograd saved it, and it moves as bits alone
@@ -395,6 +422,12 @@ class Writer:
             name = self._objects[id(value)] = f"x{len(self._objects)}"
             self.env[name] = value
         return name
+
+
+@functools.lru_cache(maxsize=MOST_COMPILED)
+def _compiled(code: str) -> CodeType:
+    """Sizes are not in the text, so that calls which differ in them alone share it."""
+    return compile(code, "<replay>", "exec")
 
 
 def _callable_of(operator: Any) -> Any:

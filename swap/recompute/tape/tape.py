@@ -311,15 +311,21 @@ def _drops_nothing(step: Step) -> bool:
     return (default if given is None else given) == nothing
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _leaves(value: Any) -> list[Any]:
+    found: list[Any] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Any]) -> None:
     if isinstance(value, (list, tuple)):
         for item in value:
-            yield from _leaves(item)
+            _collect(item, found)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _leaves(item)
+            _collect(item, found)
     else:
-        yield value
+        found.append(value)
 
 
 def uses_in(value: Any) -> list[Use]:
@@ -339,9 +345,9 @@ def _written_by(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> l
     if isinstance(operator, Function):
         return []
     if operator.awaits:
-        return list(_leaves(args[0]))  # what a collective gives is there only now
+        return _leaves(args[0])  # what a collective gives is there only now
     if operator.is_overload and operator.func.namespace == "c10d":
-        return list(_leaves(args))  # its schema does not say which; none is repeated
+        return _leaves(args)  # its schema does not say which; none is repeated
     return _named(operator.writes, args, kwargs)
 
 

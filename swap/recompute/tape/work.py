@@ -92,6 +92,8 @@ _ATTENTION = _packets(
 # Their queries are tokens, heads, width: with a batch dimension, or several sequences in a row.
 _ATTENTION_TOKENS_FIRST = _packets("_flash_attention_forward", "_efficient_attention_forward")
 _LONGEST = ("max_seqlen_k", "max_seqlen_kv", "max_k")
+# How many keys before its own a query attends to, at most; -1 and None: all of them. `window` has its own in it.
+_WINDOWS = ("window_size_left", "window")
 # These move no byte; views besides, which their schema shows.
 _MOVES_NOTHING = _packets(
     "_unsafe_view", "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"
@@ -188,6 +190,9 @@ def _flops(
         # Lengths of packed sequences are numbers in a tensor: each is taken to be as long as the longest.
         longest = args[6] if packet is _ATEN._flash_attention_forward else args[7]
         keys = int(args[1].shape[1] if longest is None else longest)
+        window = _window(kwargs, keys)
+        if window is not None:
+            return _local_flops(*args[:3], keys=keys, window=window)
         return _attention_flops(*args[:3], keys=keys, causal=_is_causal(packet, args, kwargs))
     if packet in _FACTORS:
         left, right = (args[at] for at in _FACTORS[packet])
@@ -219,6 +224,22 @@ def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     return 2 * rows * keys * (width + int(value.shape[-1])) // (2 if causal else 1)
 
 
+def _local_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, keys: int, window: int) -> int:
+    """Of causal attention in which each query has `window` keys, the first ones fewer."""
+    seen = 2 * window * keys - window * window  # twice the keys of all queries of a sequence
+    return _attention_flops(query, key, value, keys=seen, causal=True) // keys
+
+
+def _window(given: Mapping[str, Any], keys: int) -> int | None:
+    """Keys that a query attends to, where these are fewer than all."""
+    for name in _WINDOWS:
+        before = given.get(name)
+        if isinstance(before, int) and before >= 0:
+            window = before + (name != "window")
+            return window if window < keys else None
+    return None
+
+
 def _named_attention_flops(
     args: Sequence[Any], kwargs: Mapping[str, Any], schema: Any, written: Sequence[torch.Tensor]
 ) -> int:
@@ -234,6 +255,9 @@ def _named_attention_flops(
     longest = next((value for name, value in {**given, **kwargs}.items() if name in _LONGEST and value), None)
     keys = first[1].shape[-2] if schema is None else longest or first[1].shape[-3]
     query, key, value = first
+    window = _window({**given, **kwargs}, int(keys))
+    if window is not None:
+        return _local_flops(query, key, value, keys=int(keys), window=window)
     return _attention_flops(query, key, value, keys=int(keys), causal=True)
 
 

@@ -28,6 +28,7 @@ from memo.parallel.layout import Layout
 from memo.swap.token_levels import Level
 
 LAYOUTS = [ONE_RANK, Layout(tp=4), Layout(cp=2), Layout(tp=2, cp=2)]
+SHARED = [Layout(cp=8), Layout(tp=2, cp=4)]  # context-parallel ranks share the 4 key/value heads, two and two
 SHAPES: list[dict[str, Any]] = [
     {"positions": "rotary"},
     {"positions": "rotary", "kv_heads": 4, "bias": False},
@@ -48,10 +49,14 @@ def cases() -> list[Any]:
     return [
         pytest.param(shape(**sizes), layout, precision, id=f"{named(sizes)}-tp{layout.tp}cp{layout.cp}-{precision}")
         for sizes in SHAPES
-        for layout in LAYOUTS
+        for layout in layouts_of(sizes)
         for precision in Precision
         if precision is not Precision.FP32 or sizes is SHAPES[0]
     ]
+
+
+def layouts_of(sizes: dict[str, Any]) -> list[Layout]:
+    return LAYOUTS + SHARED if "kv_heads" in sizes else LAYOUTS
 
 
 def named(sizes: dict[str, Any]) -> str:
@@ -66,8 +71,14 @@ def test_saved_bytes_are_those_of_a_recorded_step(config: GPTConfig, layout: Lay
     assert saved == recorded(config, precision, layout).saved
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"tp{layout.tp}cp{layout.cp}")
-@pytest.mark.parametrize("sizes", SHAPES, ids=named)
+@pytest.mark.parametrize(
+    ("sizes", "layout"),
+    [
+        pytest.param(sizes, layout, id=f"{named(sizes)}-tp{layout.tp}cp{layout.cp}")
+        for sizes in SHAPES
+        for layout in layouts_of(sizes)
+    ],
+)
 def test_the_middle_level_moves_at_most_what_it_says(sizes: dict[str, Any], layout: Layout) -> None:
     config, precision = shape(**sizes), Precision.BF16_AUTOCAST
     block = block_of(config, precision, layout)

@@ -104,6 +104,13 @@ def test_grouped_queries_and_heads_of_another_size_change_the_projection() -> No
     assert whole.saved_bytes == pytest.approx(grouped * S * B)
 
 
+def test_ranks_that_share_key_value_heads_exchange_a_copy_for_each() -> None:
+    config = dataclasses.replace(MODEL, kv_heads=8)
+    whole, shared = (cp * layer(Training(), config=config, gpus=cp, cp=cp).saved_bytes for cp in (8, 16))
+    of_head = 2 * H // A * S * B
+    assert shared - whole == pytest.approx(2 * 8 * of_head), "eight more heads each of keys and values"
+
+
 def test_experts_get_each_tokens_copies() -> None:
     dense = Transformer(vocab_size=1000, hidden=512, layers=2, heads=8, kv_heads=8, ffn=2048, max_seq=S)
     routed = dataclasses.replace(dense, experts=Experts(count=8, per_token=2, ffn=2048, ranks=8))

@@ -63,7 +63,8 @@ def cases() -> list[Any]:
                     name = f"{variant}-tp{layout.tp}cp{layout.cp}ep{layout.ep}-{precision}-{moe}"
                     if precision is not Precision.FP32 or layout == Layout():
                         found.append(pytest.param(mixed(moe, **given), layout, precision, id=name))
-    return found
+    shared = mixed(MIXTURES[1], variant="llama", kv_heads=2)
+    return [*found, pytest.param(shared, Layout(cp=4), Precision.BF16, id="llama-cp4, which share key/value heads")]
 
 
 @pytest.mark.parametrize(("config", "layout", "precision"), cases())

@@ -43,6 +43,15 @@ def test_ulysses_exchanges_heads_and_a_ring_passes_keys_on() -> None:
     )
 
 
+def test_ranks_that_share_a_key_value_head_get_a_copy_each() -> None:
+    queries, keys = of(Layout(tokens=8192, gpus=32, tp=2, cp=16), kv_heads=8).context_forward()
+    each = 8192 // 16 * 128 * 2  # of a head, on a rank
+    assert (queries.nbytes, keys.nbytes) == (16 * each, 16 * each)
+    # Three query heads a rank, of groups of two.
+    astride = of(Layout(tokens=8192, gpus=4, cp=4), hidden=1536, heads=12, kv_heads=6).context_forward()
+    assert [one.nbytes for one in astride] == [12 * 4 * each] * 2
+
+
 def test_weights_are_gathered_before_each_pass_and_the_last_layers_once() -> None:
     step = of(Layout(tokens=8192, gpus=4))
     weights = collections.Counter[str]()

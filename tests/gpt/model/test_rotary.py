@@ -10,9 +10,9 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from memo.errors import UsageError
-from memo.gpt.config import RopeScaling, RopeScalingKind
 from memo.gpt.model import rotary
 from memo.gpt.model.rotary import rotary_tables, rotate
+from memo.gpt.rope_scaling import RopeScaling, RopeScalingKind
 
 CPU = torch.device("cpu")
 

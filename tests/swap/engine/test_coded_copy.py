@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from race_checker import CheckingBackend
+from race_checker import CheckingBackend, CheckingDisk
 from torch import nn
 
 import memo
 from memo.errors import UsageError
 from memo.kernels import Codec
-from memo.kernels.codec import error_bound
+from memo.kernels.codec import LARGEST, error_bound
 from memo.swap.engine.engine import Engine
-from memo.swap.tiers.host_and_disk import HostTier
+from memo.swap.tiers.host_and_disk import DiskTier, HostTier
 
 VALUES = 4096
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -71,6 +71,22 @@ def test_a_storage_that_is_not_finite_is_exact_and_counted(value: float, release
     if released:
         assert engine.stats.coded_exact == 1
         assert engine.stats.bytes_codes == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("value", [float("nan"), -float("inf"), 1.9 * LARGEST])
+def test_on_disk_it_is_exact_too_and_what_is_saved_beside_it_is_coded(value: float, codec: Codec) -> None:
+    backend = CheckingBackend("lazy")
+    engine = Engine(backend, [DiskTier(CheckingDisk(backend, 1 << 20), 1 << 20)], min_bytes=1, codec=codec)
+    broken, beside = torch.randn(64, 64), torch.randn(64, 64)
+    broken[63, 63] = value
+    want, others = broken.clone(), beside.clone()
+    got, coded = around(engine, [broken, beside])
+    assert torch.equal(got.view(torch.int32), want.view(torch.int32))
+    assert not torch.equal(coded, others)
+    assert engine.stats.coded_exact == 1
+    assert engine.stats.bytes_disk == 4 * VALUES + codec.nbytes(VALUES, 4)
     engine.close()
 
 

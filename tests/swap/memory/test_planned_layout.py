@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +13,9 @@ from small_models import assert_equal, ids, stack, train
 
 import memo
 from memo.swap.backends.cpu import CpuBackend
+from memo.swap.memory import planned_layout
 from memo.swap.memory.free_list import FreeList
+from memo.swap.memory.planned_layout import KEPT_LAYOUTS, KEPT_SIZES
 from memo.swap.tiers.host_and_disk import PAGE, HostTier
 
 if TYPE_CHECKING:
@@ -191,3 +194,57 @@ def test_allocate_at_agrees_with_an_interval_oracle(requests: list[tuple[int, in
     for offset in list(taken):
         space.free(offset)
     assert space.largest_free == 32 * 16
+
+
+def pushed_and_popped(pages: list[int]) -> list[tuple[str, int]]:
+    """Claims in forward, released in the opposite order in backward."""
+    return [*(("claim", each) for each in pages), *(("release", at) for at in reversed(range(len(pages))))]
+
+
+def test_steps_of_ever_other_sizes_find_room_for_all_that_fits() -> None:
+    """As rows that are routed to experts: the plan of one step must leave no holes in another."""
+    draw, held = random.Random(0), 40
+    tier = HostTier(CpuBackend(), held * PAGE, segment_bytes=PAGE)
+    for _ in range(50):
+        routed = draw.randrange(1, 12)
+        pages = [2, 1, routed, 1, 2, 12 - routed, 1, 2, 3]
+        pages.append(held - 3 - sum(pages))
+        draw.shuffle(pages)
+        assert None not in run(tier, pushed_and_popped([3, *pages]))
+        assert tier.used == 0
+        assert tier.reserved <= held * PAGE
+
+
+def test_steps_with_many_misses_are_left_to_first_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = counted_plans(monkeypatch)
+    tier = HostTier(CpuBackend(), 1 << 30, segment_bytes=64 * PAGE)
+    for step in range(20):
+        run(tier, pushed_and_popped([2, 3 + step, 1, 4 + step]))
+    assert len(made) == 2, "after the first step, and after one that missed"
+    assert tier._recorder.nbytes == 0
+
+
+def test_first_sizes_that_never_come_again_are_planned_as_many_times_as_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = counted_plans(monkeypatch)
+    tier = HostTier(CpuBackend(), 1 << 30, segment_bytes=64 * PAGE)
+    for step in range(200):
+        run(tier, pushed_and_popped([1 + step, 3]))
+    assert len(made) == KEPT_LAYOUTS
+    assert len(tier._recorder._known) == KEPT_SIZES
+    run(tier, pushed_and_popped([200, 3]))
+    assert len(made) == KEPT_LAYOUTS + 1, "one that has come again"
+
+
+def counted_plans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each plan that is made."""
+    made: list[int] = []
+    plan = planned_layout.plan_layout
+
+    def noted(lives: Any, *others: int) -> Any:
+        made.append(len(lives))
+        return plan(lives, *others)
+
+    monkeypatch.setattr(planned_layout, "plan_layout", noted)
+    return made

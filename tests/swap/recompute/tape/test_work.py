@@ -124,6 +124,26 @@ def test_attention_counts_scores_and_values_and_half_of_them_if_causal(causal: b
     assert work_of(ATEN._efficient_attention_forward.default, batch, {}, (*outs[:4], 10, 30)).flops == dense
 
 
+@pytest.mark.parametrize("window", [1, 7, 30, 31])
+def test_attention_to_a_window_counts_what_is_in_it(window: int) -> None:
+    tensors = (t(2, 30, 4, 8), t(2, 30, 2, 8), t(2, 30, 2, 8))
+    ahead = torch.arange(30)[:, None] - torch.arange(30)
+    pairs = int(((ahead >= 0) & (ahead < window)).sum()) - min(window, 30) / 2  # a corner is a triangle
+    flops = 2 * 2 * 4 * pairs * (8 + 8)
+    flash, outs = ATEN._flash_attention_forward, (tensors[0], t(2, 4, 30), at(2), at(2), t(0))
+    dense = (*tensors, None, None, 30, 30, 0.0, False, False)
+    sides = {"window_size_left": window - 1, "window_size_right": 0}
+    if window < 30:  # else it is full, and not said to be causal
+        assert work_of(flash.default, dense, sides, outs).flops == flops
+    whole = {"window_size_left": -1, "window_size_right": -1}
+    assert work_of(flash.default, dense, whole, outs).flops == 2 * 2 * 2 * 4 * 30 * 30 * 8
+    from memo.gpt.model import local_attention
+
+    assert local_attention.local_attention is not None  # registers the operator
+    own = torch.ops.memo.local_attention
+    assert work_of(own.default, (*tensors, window), {}, (tensors[0], t(2, 30, 4))).flops == flops
+
+
 def test_lengths_of_packed_sequences_are_not_read() -> None:
     """On a device that would wait for it."""
 

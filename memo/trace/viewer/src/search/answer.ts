@@ -12,6 +12,28 @@ export interface Shape {
   family: string;
 }
 
+export interface Links {
+  nvlink_bytes_per_s: number;
+  nics_per_node: number;
+  nic_bytes_per_s: number;
+}
+
+// Nodes that are alike, of a cluster whose nodes are not all.
+export interface NodeGroup {
+  name: string;
+  hardware: string;
+  nodes: number;
+  gpus_per_node: number;
+  links: Links;
+}
+
+export interface Connection {
+  between: [string, string];
+  nics_per_node: number;
+  nic_bytes_per_s: number;
+  trunk_bytes_per_s: number;
+}
+
 export interface Layout extends Shape {
   schedule: string | null;
   chunks: number;
@@ -19,6 +41,7 @@ export interface Layout extends Shape {
   sharded_over: number | null;
   batch: number;
   accumulate: number;
+  placement?: string; // on groups of nodes
 }
 
 export interface Entry extends Layout {
@@ -49,6 +72,7 @@ export interface Point extends Shape {
   peak_device_bytes?: number;
   bound_s?: number;
   bound: string | null;
+  placement?: string;
 }
 
 export interface Rival extends Shape, Partial<Omit<Layout, keyof Shape>> {
@@ -67,14 +91,16 @@ export interface Answer {
   nodes: number;
   gpus_per_node: number;
   budgets: { device_bytes: number; host_bytes: number; disk_bytes: number };
-  links: { nvlink_bytes_per_s: number; nics_per_node: number; nic_bytes_per_s: number };
+  links: Links | null; // null where there are groups
+  groups?: NodeGroup[];
+  connections?: Connection[];
   space: { layouts: number; candidates: number; left_out: Record<string, number> };
   proof: { planned: number; without_plan: number; pruned: Record<string, number>; smallest_bound_s: number | null };
   best: Entry[];
   runs: Entry | null;
   written: Layout;
   why: Rival[];
-  launch: { torchrun: string; slurm: string } | null;
+  launch: { torchrun: string; slurm: string | null } | null;
   not_trained: string | null;
   points: Point[];
   assumed: string[];
@@ -91,10 +117,20 @@ export interface Stage {
   spans?: number[][]; // start, end (in millionths of the step), turn, and thousandths of recompute, stalls, collectives
 }
 
+// Groups of ranks of one kind that communicate; `link` where nodes are not alike.
+export interface GroupOf {
+  kind: Kind;
+  ranks: number;
+  nodes: number;
+  seconds: number | null;
+  link?: { between: [string, string] | null; of: "node" | "GPU"; bytes_per_s: number };
+}
+
 export interface Drawing {
   simulated_step_s: number; // of so many microbatches
   microbatches: number;
-  groups: { kind: Kind; ranks: number; nodes: number; seconds: number | null }[];
+  groups: GroupOf[];
+  nodes: { group: number; ranks: (number | null)[] }[] | null; // null where they are alike
   stages: Stage[];
 }
 
@@ -161,13 +197,18 @@ export function entryFigures(entry: Entry): [string, string][] {
     ["memory of a GPU", `${bytes(entry.memory.peak_bytes)} of ${bytes(entry.memory.budget_bytes)}`],
     ["of a node", `host ${bytes(entry.host_bytes)}, disk ${bytes(entry.disk_bytes)}`],
     ["activations", doesWords(entry)],
+    ...placed(entry),
   ];
+}
+
+function placed(of: { placement?: string }): [string, string][] {
+  return of.placement ? [["placement", printable(of.placement, 300)]] : [];
 }
 
 export function pointFigures(point: Point): [string, string][] {
   const found: [string, string][] = [["layout", `${shapeWords(point)}, on ${point.gpus} ${point.gpus > 1 ? "GPUs" : "GPU"}`]];
   if (point.status === "planned") {
-    found.push(["step", seconds(point.step_s!)], ["memory of a GPU", bytes(point.peak_device_bytes!)]);
+    found.push(["step", seconds(point.step_s!)], ["memory of a GPU", bytes(point.peak_device_bytes!)], ...placed(point));
   } else if (point.status === "slower") {
     found.push(["step", `at least ${seconds(point.bound_s!)}, by the ${point.bound} bound; never planned`]);
   } else found.push(["memory", "no plan fits"]);
@@ -175,7 +216,10 @@ export function pointFigures(point: Point): [string, string][] {
 }
 
 export function clusterWords(answer: Answer): string {
-  const { nodes, gpus_per_node: gpus } = answer;
-  const each = `${gpus} ${printable(answer.hardware)}`;
-  return nodes > 1 ? `${count(nodes)} nodes of ${each}` : each;
+  const words = (nodes: number, gpus: number, hardware: string): string => {
+    const each = `${gpus} ${printable(hardware)}`;
+    return nodes > 1 ? `${count(nodes)} nodes of ${each}` : each;
+  };
+  if (answer.groups) return answer.groups.map((one) => words(one.nodes, one.gpus_per_node, one.hardware)).join(" and ");
+  return words(answer.nodes, answer.gpus_per_node, answer.hardware);
 }

@@ -74,13 +74,14 @@ function headline(answer: Answer, best: Entry): HTMLElement[] {
   const { budgets, proof, space } = answer;
   const tiers = [`${bytes(budgets.device_bytes)} of a GPU`, `${bytes(budgets.host_bytes)} host`, `${bytes(budgets.disk_bytes)} disk of a node`];
   const lead = `${shapeWords(best)}${best.schedule ? `, ${scheduleWords(best)}${best.chunks > 1 ? " chunks" : ""}` : ""}: ${seconds(best.step_s)} a step of ${count(answer.global_batch)} sequences, ${count(Math.round(best.tokens_per_s))} tokens a second.`;
-  const searched = `${count(space.candidates)} ways in ${count(space.layouts)} layouts, ${count(proof.planned)} planned in ${seconds(answer.seconds)}; all others are proven slower or do not fit. ${answer.precision}; budgets: ${tiers.join(", ")}.`;
+  const searched = `${count(space.candidates)} ways in ${count(space.layouts)} layouts, ${count(proof.planned)} planned in ${seconds(answer.seconds)}; all others are proven slower or do not fit. ${answer.precision}; budgets${answer.groups ? " of the largest" : ""}: ${tiers.join(", ")}.`;
   const assumed = answer.assumed.map((sentence) => h("p", { class: "note" }, `Assumed: ${printable(sentence, 300)}.`));
   return [h("h1", {}, title), h("p", { class: "lead" }, lead), h("p", { class: "note" }, searched), ...assumed];
 }
 
 function bestTable(entries: Entry[], answer: Answer, choose: (number: number) => void): HTMLElement {
   const head = ["", "layout", "GPUs", "schedule", "sharding", "microbatch", "step", "simulated", "tokens/s", "mfu_causal", "bubble", "exchange", "memory", "activations"];
+  if (answer.groups) head.push("placement");
   const rows = entries.map((one, number): Cell[] => {
     const exchange = one.time_s["communication"] + one.time_s["reduction"];
     return [
@@ -98,6 +99,7 @@ function bestTable(entries: Entry[], answer: Answer, choose: (number: number) =>
       [percent((100 * exchange) / one.step_s), exchange],
       [bytes(one.memory.peak_bytes), one.memory.peak_bytes],
       doesWords(one),
+      ...(answer.groups ? [printable(one.placement ?? "", 300)] : []),
     ];
   });
   return table("", head, rows, choose);
@@ -143,7 +145,7 @@ function launch(answer: Answer, data: Data, entries: Entry[]): HTMLElement[] {
   return [
     ...(data.written === 0 ? [] : [h("p", {}, written)]),
     h("pre", { id: "torchrun" }, answer.launch.torchrun),
-    h("pre", { id: "slurm" }, answer.launch.slurm),
+    ...(answer.launch.slurm === null ? [] : [h("pre", { id: "slurm" }, answer.launch.slurm)]),
   ];
 }
 

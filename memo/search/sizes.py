@@ -1,0 +1,70 @@
+"""Sizes of a model that ranks divide, and the numbers of ranks that do."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import TYPE_CHECKING
+
+from memo.gpt import GPTConfig
+
+if TYPE_CHECKING:
+    from memo.search.request import Request
+
+__all__ = ["ModelSizes", "divisors_of"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """Sizes of a model that ranks divide."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    has_tensor_parallelism: bool
+    experts: int = 1
+    """That ranks of data parallelism may divide; 1 without."""
+
+    @classmethod
+    def of(cls, request: Request) -> ModelSizes:
+        """Sizes of a request's model."""
+        config = request.config
+        if isinstance(config, GPTConfig):
+            moe = config.moe
+            return cls(
+                layers=config.layers,
+                heads=config.heads,
+                kv_heads=config.kv_heads,
+                ffn=config.ffn if moe is None else math.gcd(config.ffn, moe.shared_hidden or config.ffn),
+                has_tensor_parallelism=True,
+                experts=config.expert_count or 1,
+            )
+        assert config is not None
+        return cls(layers=config.layers, heads=config.heads, kv_heads=config.heads, ffn=1, has_tensor_parallelism=False)
+
+    @property
+    def tensor_words(self) -> str:
+        """What ranks of tensor parallelism divide."""
+        if not self.has_tensor_parallelism:
+            return "a model of transformers, whose matrices stay whole"
+        kv = "" if self.kv_heads == self.heads else f", {self.kv_heads} key/value heads"
+        return f"{self.heads} heads{kv} and an MLP of {self.ffn}"
+
+    def tensor_ranks(self) -> list[int]:
+        """Numbers of ranks that divide the heads and the MLP."""
+        if not self.has_tensor_parallelism:
+            return [1]
+        return [tp for tp in divisors_of(self.kv_heads) if self.heads % tp == 0 and self.ffn % tp == 0]
+
+    def context_ranks(self, tp: int) -> list[int]:
+        """Numbers of ranks that divide the query heads of a tensor-parallel rank."""
+        return list(divisors_of(self.heads // tp)) if self.heads else [1]
+
+
+@functools.lru_cache(maxsize=1024)
+def divisors_of(number: int) -> tuple[int, ...]:
+    """Divisors, ascending."""
+    small = [part for part in range(1, int(number**0.5) + 1) if number % part == 0]
+    return tuple(sorted({*small, *(number // part for part in small)}))

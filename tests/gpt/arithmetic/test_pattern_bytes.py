@@ -1,0 +1,152 @@
+"""Layers with local attention by arithmetic: bytes of a recorded step, and FLOPs of the pairs that are attended."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from recorded_layers import TOKENS, costs_of, recorded, shape, written_out_norms
+
+from memo.errors import UsageError
+from memo.gpt.arithmetic.block_bytes import Block, ElementSizes
+from memo.gpt.arithmetic.flops import flops_per_token, mfu_causal
+from memo.gpt.arithmetic.layout import Layout as ArithmeticLayout
+from memo.gpt.arithmetic.profile_by_arithmetic import derive_profile
+from memo.gpt.arithmetic.training import Recompute
+from memo.gpt.attention_pattern import AttentionPattern
+from memo.gpt.config import GPTConfig, MoeConfig, preset
+from memo.gpt.train_config import Precision
+from memo.mip.inputs.hardware import hardware_preset
+from memo.parallel.layout import Layout
+
+WINDOW = 160
+LAYOUTS = [Layout(), Layout(tp=2), Layout(cp=2), Layout(cp=2, tp=2)]
+H100 = hardware_preset("h100")
+
+
+def local(**others: Any) -> GPTConfig:
+    """All layers, as a recorded one is the middle of three that are alike."""
+    return shape(pattern=AttentionPattern(window=WINDOW, full_every=0), **others)
+
+
+def block_of(config: GPTConfig, precision: Precision, layout: Layout) -> Block:
+    return Block.of(config, TOKENS, ElementSizes.of(precision), tp=layout.tp, cp=layout.cp, window=WINDOW)
+
+
+CASES = [
+    pytest.param(given, layout, precision, id=f"{variant}-tp{layout.tp}cp{layout.cp}-{precision}")
+    for layout in LAYOUTS
+    for precision in Precision
+    for variant, given in (("gpt", {}), ("llama", {"variant": "llama", "kv_heads": 4}))
+    if precision is not Precision.BF16 or layout == Layout() or variant == "llama"
+]
+
+
+@pytest.mark.parametrize(("given", "layout", "precision"), CASES)
+def test_saved_and_held_bytes_are_those_of_a_recorded_step(
+    given: dict[str, Any], layout: Layout, precision: Precision
+) -> None:
+    config = local(**given)
+    block, found = block_of(config, precision, layout), recorded(config, precision, layout)
+    rank_tokens = TOKENS / (layout.tp * layout.cp)
+    saved = block.always + block.all + written_out_norms(config, precision)
+    assert found.saved == saved * rank_tokens
+    # Written out, an rmsnorm holds two more results in float32 than it saves.
+    held = saved + (2 * 4 * config.hidden if config.norm == "rmsnorm" else 0)
+    its_input = config.hidden * ElementSizes.of(precision).stream
+    matrices = 2 * 4 * config.hidden * config.ffn  # gradients of two of them
+    assert found.forward / rank_tokens + its_input <= held + block.forward_transient
+    assert found.backward / rank_tokens + its_input <= held + block.backward_transient + matrices / rank_tokens
+    if layout.cp == 1 and config.norm == "layernorm":
+        assert found.forward / rank_tokens + its_input >= 0.85 * (held + block.forward_transient)
+        assert found.backward / rank_tokens + its_input >= 0.85 * (held + block.backward_transient)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=["tp1", "tp2"])
+@pytest.mark.parametrize("precision", Precision)
+def test_levels_keep_what_they_do_of_a_layer_with_full_attention(precision: Precision, layout: Layout) -> None:
+    config = local(positions="rotary")
+    near, far = (costs_of(one, precision, layout) for one in (config, dataclasses.replace(config, pattern=None)))
+    assert (near.always_bytes, near.bytes_per_token) == (far.always_bytes, far.bytes_per_token)
+    assert near.held_per_token == far.held_per_token
+
+
+def _pairs(tokens: int, window: int) -> int:
+    """Pairs of a token and one that it attends to, counted."""
+    ahead = torch.arange(tokens)[:, None] - torch.arange(tokens)
+    return int(((ahead >= 0) & (ahead < window)).sum())
+
+
+def test_flops_are_those_of_the_pairs_in_the_windows() -> None:
+    tokens, window = 512, 96
+    config = preset("tiny", layers=6, max_seq=tokens, pattern=AttentionPattern(window=window, full_every=3))
+    full = dataclasses.replace(config, pattern=None)
+    saved = (flops_per_token(full, tokens) - flops_per_token(config, tokens)) * tokens
+    # Of the four local layers. The corner of the scores is a triangle, of which the s x s causal one has s / 2 pairs more.
+    counted = [_pairs(tokens, seen) - seen / 2 for seen in (tokens, window)]
+    assert saved == 4 * 12 * config.hidden * (counted[0] - counted[1])
+    whole = flops_per_token(full, tokens, causal=False) - flops_per_token(config, tokens, causal=False)
+    assert whole == 4 * 12 * config.hidden * (tokens - window)
+    assert flops_per_token(config, window) == flops_per_token(full, window)  # the window is the sequence
+    rate = {"seq": tokens, "tokens_per_s": 1e6, "peak_flops": 1e15}
+    assert mfu_causal(config, **rate) / mfu_causal(full, **rate) == pytest.approx(
+        flops_per_token(config, tokens) / flops_per_token(full, tokens), rel=1e-15
+    )
+
+
+def test_each_kind_of_layer_is_a_class_with_its_own_time() -> None:
+    moe = MoeConfig(experts=4, expert_hidden=256, every=3)
+    config = preset("125m", positions="rotary", moe=moe, pattern=AttentionPattern(window=1024, full_every=2))
+    profile = derive_profile(config, H100, ArithmeticLayout(tokens=1 << 15))
+    assert profile.layers == ("local", "block", "local experts", "block", "local", "experts") * 2
+    classes = {one.name: one for one in profile.classes}
+    for near, far in (("local", "block"), ("local experts", "experts")):
+        one, other = classes[near], classes[far]
+        assert one.forward_flops - one.attention_flops == other.forward_flops - other.attention_flops
+        assert one.attention_flops == other.attention_flops * (2 * 1024 - 1024**2 / 2**15) / 2**15
+        assert one.forward_s < other.forward_s
+        assert one.backward_s < other.backward_s
+        assert [point.saved_bytes for point in one.points] == [point.saved_bytes for point in other.points]
+        assert one.attention_s == 0 < other.attention_s  # it does not grow with the square of the length
+
+
+def test_a_short_window_takes_no_less_than_its_tiles_and_its_traffic() -> None:
+    def seconds(window: int | None) -> float:
+        pattern = None if window is None else AttentionPattern(window=window, full_every=0)
+        config = preset("7b", layers=1, pattern=pattern)
+        (layer,) = derive_profile(config, H100, ArithmeticLayout(tokens=1 << 15)).classes
+        return layer.forward_s
+
+    times = [seconds(window) for window in (1, 16, 128, 1024, 8192, None)]
+    assert times == sorted(times)
+    assert seconds(1 << 15) == seconds(None)
+    config, tokens = preset("7b", layers=1), 1 << 15
+    tile = 4 * config.hidden * 128 * tokens / (H100.peak_flops * H100.attention_efficiency)
+    traffic = 2 * (config.qkv_width + config.hidden) * tokens / H100.hbm_bytes_per_s
+    without = derive_profile(config, H100, ArithmeticLayout(tokens=tokens)).classes[0]
+    keys = 8192 - 8192**2 / (2 * tokens) + 128
+    wide = without.forward_s - without.attention_s * (1 - keys / (tokens / 2))
+    assert seconds(8192) == pytest.approx(wide, rel=1e-12)
+    assert times[0] - (without.forward_s - without.attention_s) == pytest.approx(max(tile, traffic), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute", "words"),
+    [
+        (ArithmeticLayout(tokens=4096, cp=2, gpus=2, ring=True), None, "not possible with ring attention"),
+        (ArithmeticLayout(tokens=4096), Recompute.FULL, "leave out --recompute"),
+    ],
+)
+def test_what_is_not_planned_is_refused_in_one_line(
+    layout: ArithmeticLayout, recompute: Recompute | None, words: str
+) -> None:
+    config = preset("tiny", positions="rotary", pattern=AttentionPattern(window=64))
+    with pytest.raises(UsageError, match=words) as raised:
+        derive_profile(config, H100, layout, recompute=recompute)
+    assert "\n" not in str(raised.value)
+    # A window of the sequence is full attention.
+    derive_profile(
+        dataclasses.replace(config, pattern=AttentionPattern(window=4096)), H100, layout, recompute=recompute
+    )
