@@ -159,14 +159,14 @@ def _lane(store: DiskStore, direction: str, seconds: float) -> Callable[[int], T
 
 
 def _sustain(lanes: Sequence[Callable[[int], Timed]], seconds: float) -> list[float]:
-    """Bytes per second of each lane while all run for `seconds`."""
+    """Bytes per second of each lane while all run for `seconds`, and until each has done something."""
     deadline = time.perf_counter() + seconds
 
     def run(start: Callable[[int], Timed]) -> float:
         begin, issued, done = time.perf_counter(), 0, 0
         flying: collections.deque[Timed] = collections.deque()
-        while time.perf_counter() < deadline or flying:
-            while len(flying) < _OUTSTANDING and time.perf_counter() < deadline:
+        while time.perf_counter() < deadline or flying or not issued:
+            while len(flying) < _OUTSTANDING and (time.perf_counter() < deadline or not issued):
                 flying.append(start(issued))
                 issued += 1
             if flying:
@@ -219,10 +219,10 @@ def measure_link(device: torch.device, *, seconds: float) -> LinkRates:
 
 
 def _copy_rates(lanes: Sequence[tuple[CopyStream, torch.Tensor, torch.Tensor]], seconds: float) -> list[float]:
-    """Bytes per second of each (stream, target, source); all are kept busy until the time is over."""
+    """Bytes per second of each (stream, target, source); all are kept busy for `seconds`, and until each has copied once."""
     begin, done = time.perf_counter(), [0] * len(lanes)
     flying: list[collections.deque[Timed]] = [collections.deque() for _ in lanes]
-    while time.perf_counter() - begin < seconds:
+    while time.perf_counter() - begin < seconds or 0 in done:
         for (stream, target, source), queue in zip(lanes, flying, strict=True):
             while len(queue) < _OUTSTANDING:
                 queue.append(stream.copy(target, source))
