@@ -125,7 +125,8 @@ def test_a_replay_that_is_refused_before_torch_itself_raises_is_no_find_and_what
     program = dataclasses.replace(program, kinds=(layer,), model=model, steps=steps)
     outcome = compare(program, ["0"])
     assert (outcome.finds, outcome.refused, outcome.discarded) == ([], {"0": 1}, None)
-    told = f"note('before', torch.tensor(isinstance(managed, type)))\n{steps[0].text}"
+    noted = ("isinstance(managed, type)", "True")  # what a step notes twice is compared twice
+    told = "\n".join([*(f"note('before', torch.tensor({value}))" for value in noted), steps[0].text])
     program = dataclasses.replace(program, steps=(dataclasses.replace(steps[0], text=told), steps[1]))
     assert [find.told for find in compare(program, ["0"]).finds] == ["before, step 0"]
 
