@@ -96,13 +96,17 @@ def test_what_ranks_issue_is_what_the_plan_counts(run: PlannedRun) -> None:
         made(dp=4, cp=2, ep=2, moe={"shared_experts": 0}, precision=Precision.BF16_AUTOCAST),
         made(dp=2, cp=2, tp=2, ep=2, moe={"bottleneck": 32}),
         made(dp=2, pp=2, ep=2, moe={}),
+        made(dp=2, pp=2, ep=2, moe={"every": 4}),  # the first stage has no experts
         made(tp=2, pp=2, microbatches=4, moe={}),
         made(dp=16, moe={"every": 1}),  # twice as many ranks as experts, whose matrices are sharded by inputs
         made(dp=3, moe={"every": 3}, precision=Precision.FP32),
         made(dp=2, ep=2, moe={"experts": 6, "top_k": 1}, tokens=128),  # rows that ranks divide and experts do not
         made(dp=3, ep=3, moe={"experts": 6, "top_k": 1}, tokens=128, rows=6),  # nor do ranks
     ],
-    ids=lambda run: f"dp{run.layout.dp}-cp{run.layout.cp}-tp{run.layout.tp}-pp{run.layout.pp}-ep{run.layout.ep}",
+    ids=lambda run: (
+        f"dp{run.layout.dp}-cp{run.layout.cp}-tp{run.layout.tp}-pp{run.layout.pp}-ep{run.layout.ep}"
+        f"-every{run.config.moe.every}"
+    ),
 )
 def test_ranks_with_experts_issue_what_the_plan_counts(run: PlannedRun) -> None:
     assert dry_run(run).disagreements == ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memo.cli.tables.address import table
+from memo.cli.tables.address import printable, table
 from memo.mip.activation import ActivationPlan, LayerPlan
 from memo.mip.inputs import LayerProfile
 from memo.units import format_bytes
@@ -46,13 +46,13 @@ def _row(known: LayerProfile, layers: list[LayerPlan]) -> tuple[str, ...]:
     def mean(figure: Callable[[LayerPlan], float]) -> float:
         return sum(map(figure, layers)) / len(layers)
 
-    whole = known.full_bytes
+    whole = known.full_bytes or 1
     tiers = [
         mean(lambda layer, tier=tier: getattr(layer, tier) * layer.saved_bytes(known) / whole)  # type: ignore[misc]
         for tier in ("kept", "host", "disk")
     ]
     return (
-        known.name,
+        printable(known.name),
         f"{len(layers)}",
         f"{1e3 * known.forward_s:.3g} ms",
         format_bytes(whole),

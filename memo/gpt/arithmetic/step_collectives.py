@@ -480,8 +480,11 @@ class StepCollectives:
                 found += self.embedding_rows(microbatches=microbatches, tp_rank=tp_rank)
         if self._has_two_tables(own):
             found += self._tied(tp_rank, replica)
-        every = Collective(kind=CollectiveKind.ALL_REDUCE, ranks=Ranks.ALL, nbytes=ID, count=3)
-        return [*found, every] if self.layout.gpus > 1 else found
+        if self.layout.gpus > 1:
+            found.append(Collective(kind=CollectiveKind.ALL_REDUCE, ranks=Ranks.ALL, nbytes=ID, count=3))
+        if self.layout.ep > 1:  # the rows of each rank's experts, and the layer with most
+            found.append(self._one(CollectiveKind.ALL_REDUCE, Ranks.ALL, 2 * self.layout.gpus * ID))
+        return found
 
     def _microbatch(self, chunk: ChunkOfLayers) -> Iterator[Collective]:
         for count, experts in _kinds(chunk):

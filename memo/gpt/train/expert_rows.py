@@ -11,6 +11,7 @@ import torch.distributed as dist
 from memo.gpt.arithmetic.mixture_bytes import SKEW
 from memo.gpt.model.experts import MoeMlp
 from memo.gpt.model.pipeline_stage import PipelineStage
+from memo.parallel import Layout
 
 __all__ = ["ExpertRows", "ExpertRowsMeter"]
 
@@ -40,12 +41,12 @@ class ExpertRowsMeter:
     """Compares the rows of all ranks, once a step.
 
     Args:
-        stages: of this rank.
+        stages: of this rank; those of some ranks of a pipeline may have no experts.
         device: of its tensors.
-        ranks: of the run.
+        layout: of the run.
     """
 
-    def __init__(self, stages: Sequence[PipelineStage], device: torch.device, ranks: int) -> None:
+    def __init__(self, stages: Sequence[PipelineStage], device: torch.device, layout: Layout) -> None:
         self._experts = {
             int(number): layer.mlp.experts
             for stage in stages
@@ -53,7 +54,8 @@ class ExpertRowsMeter:
             if isinstance(layer.mlp, MoeMlp) and layer.mlp.experts.group is not None
         }
         self._device = device
-        self._ranks = ranks
+        self._ranks = layout.ranks
+        self._parted = layout.ep > 1
 
     def restart(self) -> None:
         """Forgets the rows so far."""
@@ -61,12 +63,16 @@ class ExpertRowsMeter:
             experts.most_rows = 0.0
 
     def take(self) -> ExpertRows | None:
-        """Rows since `restart`; None without experts on other ranks. A collective call of all ranks."""
-        if not self._experts:
+        """Rows since `restart`; None without expert parallelism. A collective call of all ranks."""
+        if not self._parted:
             return None
-        layer, experts = max(self._experts.items(), key=lambda item: item[1].most_rows)
+        own = max(
+            ((experts.most_rows, layer) for layer, experts in self._experts.items()),
+            key=lambda each: each[0],
+            default=(0.0, 0),
+        )
         told = torch.zeros(2, self._ranks, dtype=torch.float64, device=self._device)
-        told[:, dist.get_rank()] = torch.tensor([experts.most_rows, layer], dtype=torch.float64)
+        told[:, dist.get_rank()] = torch.tensor(own, dtype=torch.float64)
         dist.all_reduce(told)
         times, layers = told.tolist()
         rank = max(range(self._ranks), key=times.__getitem__)

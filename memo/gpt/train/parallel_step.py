@@ -111,7 +111,7 @@ class ParallelTrainer(Trainer):
         self.schedule = self._make_schedule() if world.layout.pp > 1 else None
         """torch's pipeline schedule; None without pipeline parallelism."""
         self._tied = _TiedEmbedding(stages, world)
-        self._rows_of_experts = ExpertRowsMeter(stages, device, world.layout.ranks)
+        self._rows_of_experts = ExpertRowsMeter(stages, device, world.layout)
         self.sparse_embedding = SparseEmbeddingGradient(stages, world)
         """Exchange of the embedding's gradient as rows; does nothing where FSDP reduces it."""
         if compression is not None:
