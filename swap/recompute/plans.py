@@ -220,7 +220,8 @@ class Plans:
         tape = self._tapes.get((log, opaque))
         if tape is None:
             tape = self._tapes[log, opaque] = Tape(log, opaque)
-            tape.costs = step_costs(tape, self._rates or self._engine.backend.device.type)
+            device = self._rates or self._engine.backend.device.type
+            tape.costs, tape.is_by_vectors = step_costs(tape, device), self._exact and device == "cpu"
         return tape
 
     def _opaque_in(self, call: OpenCall, recorded: RecordedCall) -> frozenset[int]:
