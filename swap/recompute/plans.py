@@ -21,6 +21,7 @@ from memo.swap.recompute.choice import Choice, single_level
 from memo.swap.recompute.ranges.ranged_plan import RangedPlan, ranged_costs_of, ranged_plan_of
 from memo.swap.recompute.ranges.rows import TokenRows, Way, reading_in, readings_of
 from memo.swap.recompute.tape.bans import NO_BANS, Bans
+from memo.swap.recompute.tape.form import sizes_of
 from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.tape.step_costs import step_costs
 from memo.swap.recompute.tape.tape import Tape
@@ -219,7 +220,8 @@ class Plans:
         tape = self._tapes.get((log, opaque))
         if tape is None:
             tape = self._tapes[log, opaque] = Tape(log, opaque)
-            tape.costs = step_costs(tape, self._rates or self._engine.backend.device.type)
+            device = self._rates or self._engine.backend.device.type
+            tape.costs, tape.is_by_vectors = step_costs(tape, device), self._exact and device == "cpu"
         return tape
 
     def _opaque_in(self, call: OpenCall, recorded: RecordedCall) -> frozenset[int]:
@@ -446,8 +448,9 @@ class Plans:
         if self._rates is not None:
             self._unit_s[case.layer] = _S_PER_PS
             return plan
-        # The same operators in the same order have passed a trial for as many tokens: routed rows differ in each call.
-        form = (case.form, plan.form, plan.steps)
+        # The same operators in the same order have passed a trial for as many tokens: routed rows differ in each call. But a
+        # part of the tokens rounds as all of them do at one size, and not at another: what runs on a part has the same ones.
+        form = (case.form, plan.form, plan.steps, sizes_of(plan.rows.tape, plan.divided_steps))
         if not together and (known := self._shown.get(form)) is not None:
             return dataclasses.replace(plan, deviation=known)
         device = self._engine.backend.device

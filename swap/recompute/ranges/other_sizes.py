@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from memo.swap.recompute.ranges.ranged_plan import RangedPlan, Span, kept_nbytes_of
 from memo.swap.recompute.ranges.rows import TokenRows
-from memo.swap.recompute.tape.form import have_one_size
+from memo.swap.recompute.tape.form import sizes_of
 from memo.swap.recompute.tape.plan import Plan, plan_on
 from memo.swap.recompute.tape.tape import Tape
 
@@ -20,9 +20,8 @@ def ranged_plan_on(tape: Tape, plan: RangedPlan, saved: Sequence[int]) -> Ranged
     What mixes tokens is replayed whole, with the sizes that it has here. Spans stay as they are: the rules that proved their
     steps to run on a part of the tokens have seen the same arguments and the same sizes, and read the rest as it is.
     """
-    before = plan.rows.tape
-    spans = frozenset(number for span in plan.spans for number in span.cut.replayed)
-    if not (_is_divided_alike(plan.rows, tape) and have_one_size(before, tape, spans)):
+    divided = plan.divided_steps
+    if not _is_divided_alike(plan.rows, tape) or sizes_of(plan.rows.tape, divided) != sizes_of(tape, divided):
         return None
     replays: list[Span | Plan] = []
     for replay in plan.replays:

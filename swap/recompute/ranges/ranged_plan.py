@@ -203,6 +203,11 @@ class RangedPlan:
         return frozenset(number for plan in self._plans for number in plan.steps)
 
     @property
+    def divided_steps(self) -> frozenset[int]:
+        """Those that run again on a part of the tokens."""
+        return frozenset(number for span in self.spans for number in span.cut.replayed)
+
+    @property
     def form(self) -> tuple[Any, ...]:
         """What must be equal on all ranks that take part in the replays."""
         return self.rows.tokens, *((piece.first, piece.stop) for span in self.spans for piece in span.pieces)

@@ -26,6 +26,7 @@ from memo.swap.engine.token_prefix import Rows
 from memo.swap.recompute.axis.argument_axes import token_axes
 from memo.swap.recompute.axis.operator_rules import TRIANGLES, Call, Unproven, meaning_of, tensors_in
 from memo.swap.recompute.axis.token_axis import MIXED, SAME, Axis, Meaning, part_layout, rows_by_strides
+from memo.swap.recompute.ranges.places import rounds_by_place
 from memo.swap.recompute.tape.bans import is_cheap
 from memo.swap.recompute.tape.log import Birth, Function, Geometry
 from memo.swap.recompute.tape.tape import Carried, Hidden, Step, Tape, Use, uses_in
@@ -316,6 +317,9 @@ class _Reader:
             elif isinstance(meaning, Axis):
                 self._put(use.value, use.content, meaning)
             self._is_known(use)
+        made = [self._rows[content] for content in step.makes if content in self._rows]
+        if isinstance(meaning, Axis) and any(rounds_by_place(self._tape, step, rows, self.tokens) for rows in made):
+            self._mixes.setdefault(step.number, "it rounds by place, and a part of its tokens has other ends")
 
     def _find_needed(self, step: Step) -> None:
         """Adds the operands that run over other tokens than the result of a step: over keys where it runs over queries."""

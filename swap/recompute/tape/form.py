@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from memo.swap.recompute.tape.plan import mask_of
 from memo.swap.recompute.tape.tape import Hidden, Step, Tape, uses_in
 
-__all__ = ["have_one_form", "have_one_size"]
+__all__ = ["have_one_form", "sizes_of"]
 
 
 def have_one_form(one: Tape, other: Tape) -> bool:
@@ -25,18 +25,26 @@ def have_one_form(one: Tape, other: Tape) -> bool:
     )
 
 
-def have_one_size(one: Tape, other: Tape, steps: Collection[int]) -> bool:
-    """True where these steps of two tapes of one form have the same arguments, and results of the same size."""
-    return all(
-        one.steps[number].args == other.steps[number].args
-        and one.steps[number].kwargs == other.steps[number].kwargs
-        and all(
-            one.geometry(use.value) == other.geometry(use.value)
-            and one.storage(use.content)[1] == other.storage(use.content)[1]
-            for use in uses_in((one.steps[number].args, one.steps[number].kwargs, one.steps[number].out))
+def sizes_of(tape: Tape, steps: Iterable[int]) -> tuple[Any, ...]:
+    """Arguments of these steps, and sizes of all that they read and make; where they are equal, the steps round alike."""
+    return tuple(
+        (
+            _hashable((step.args, step.kwargs)),
+            *(
+                (tape.geometry(use.value), tape.storage(use.content)[1])
+                for use in uses_in((step.args, step.kwargs, step.out))
+            ),
         )
-        for number in steps
+        for step in (tape.steps[number] for number in sorted(steps))
     )
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple((name, _hashable(item)) for name, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_hashable, value))
+    return Hidden if isinstance(value, Hidden) else value
 
 
 def _without_bytes(storage: Sequence[Any]) -> Any:

@@ -115,6 +115,8 @@ class Tape:
         self.opaque = set(opaque)
         self.costs: list[int] = []
         """Of repeating each step, in picoseconds (step_costs.py)."""
+        self.is_by_vectors = False
+        """Its replays are to be exact on a CPU, whose kernels compute what stands at an end one by one (places.py)."""
         self.readings: list[Any] | None = None
         """Ways to divide it by tokens (rows.py); None: not read yet."""
         self._now: list[int] = []

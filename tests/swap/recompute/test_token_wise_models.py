@@ -173,3 +173,25 @@ def test_another_rounding_of_a_part_is_within_the_stated_bound_or_not_taken(exac
         assert theirs is not None
         assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
     manager.close()
+
+
+class Gated(nn.Module):
+    """A gate of one number for each token, as that of a shared expert: a few numbers, of which some stand at an end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.gate = nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.sigmoid(self.gate(x)) * self.down(self.up(x).relu())
+
+
+def test_a_trial_that_is_equal_by_chance_decides_nothing(tmp_path: Path) -> None:
+    """Of a sigmoid on a CPU one number in thirty is rounded by its place: it is no part of the tokens that is computed."""
+    model, reference = stack(make=Gated), stack(make=Gated)
+    manager = memo.offload(model, alpha=0.5, disk=tmp_path, min_bytes=256)
+    got = train(model, lambda step: model(ids(step)), manager, steps=16)
+    assert_equal(got, train(reference, lambda step: reference(ids(step)), steps=16))
+    told = manager.explain("layers.0")
+    assert told.ranges, "what it multiplies is divided all the same"
+    manager.close()
