@@ -1,4 +1,4 @@
-"""Form of a tape: all of it but sizes. Where two tapes have one form, both may keep and repeat the same."""
+"""Form of a tape: everything in it except sizes. A decision what to keep and repeat is valid for all tapes of one form."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from memo.swap.recompute.tape.plan import mask_of
 from memo.swap.recompute.tape.tape import Hidden, Step, Tape, uses_in
 
-__all__ = ["have_one_form", "have_one_size"]
+__all__ = ["have_same_form", "have_same_sizes"]
 
 
-def have_one_form(one: Tape, other: Tape) -> bool:
-    """True where steps, contents and storages differ in numbers among arguments, and in sizes, alone."""
+def have_same_form(one: Tape, other: Tape) -> bool:
+    """True where two tapes differ only in sizes, and in integers among the arguments of their steps."""
     return (
         len(one.steps) == len(other.steps)
         and one.contents == other.contents
@@ -25,8 +25,8 @@ def have_one_form(one: Tape, other: Tape) -> bool:
     )
 
 
-def have_one_size(one: Tape, other: Tape, steps: Collection[int]) -> bool:
-    """True where these steps of two tapes of one form have the same arguments, and results of the same size."""
+def have_same_sizes(one: Tape, other: Tape, steps: Collection[int]) -> bool:
+    """True where these steps of two tapes of one form have equal arguments, and operands and results of equal sizes."""
     return all(
         one.steps[number].args == other.steps[number].args
         and one.steps[number].kwargs == other.steps[number].kwargs
