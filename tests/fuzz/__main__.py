@@ -42,10 +42,10 @@ SLICE_M = 3.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What the runs of one reader came to."""
+    """Result of the runs of one reader."""
 
     inputs: int
-    """Those of its corpus are not counted again."""
+    """Number of inputs run; those of its corpus at the start are not counted again."""
     seconds: float
     edges: int
     """Branches of memo's code that the last one reached."""
@@ -54,7 +54,7 @@ class Run:
     finds: list[str]
 
     def after(self, before: Run | None) -> Run:
-        """This run with those before it."""
+        """The sums of this run and the one before it."""
         if before is None:
             return self
         seconds = round(before.seconds + self.seconds, 1)
@@ -126,7 +126,7 @@ def main() -> int:
     args = parser.parse_args()
     if unknown := set(args.readers) - READERS.keys():
         parser.error(f"--readers: no {', '.join(sorted(unknown))}; there are {' '.join(READERS)}")
-    earlier = newest_result("fuzz") if args.go_on else None
+    earlier = newest_result("fuzz", key="pieces") if args.go_on else None
     runs = {name: Run(**run) for name, run in earlier["readers"].items()} if earlier else {}
     pieces: list[dict[str, Any]] = list(earlier["pieces"]) if earlier else []
     pieces.append({"commit": commit(), "inputs": {}})

@@ -30,14 +30,14 @@ __all__ = ["LEVELS_ON_RANKS", "PLACEMENTS", "compare_on_ranks", "drawn_placement
 RANKS = 2
 WAITS_S = 60.0
 ENDS_S = 300.0
-"""After so long without a word the ranks are ended."""
+"""Ranks that have sent nothing for this long are killed."""
 LEVELS_ON_RANKS = ("1", "0.5", "0", "thirds", "1, disk", "0, spilled", "0.5, ahead")
-"""Those that jobs run with."""
+"""Levels that are compared on two ranks."""
 _CONTEXT = multiprocessing.get_context("forkserver")  # a process that has run backward can't be forked
 
 
 class _Replicated(DistributedDataParallel):
-    """Has the model's own attributes, which programs use."""
+    """DistributedDataParallel that also has the model's own attributes, which programs use."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, find_unused_parameters=True)
@@ -66,7 +66,7 @@ def drawn_placement(seed: int) -> tuple[str, str]:
 
 
 def compare_on_ranks(program: Program, placement: str, level: str) -> Outcome:
-    """What both ranks found, each find with its rank; what is moved and recomputed is the first rank's."""
+    """Outcome of both ranks: each find names its rank; bytes moved and recomputed are those of the first rank."""
     _CONTEXT.set_forkserver_preload([__name__, "torch.testing._internal.common_methods_invocations"])
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ended:
         pipes: list[Connection] = []
@@ -92,7 +92,7 @@ def compare_on_ranks(program: Program, placement: str, level: str) -> Outcome:
 
 
 def _answered(pipes: list[Connection]) -> list[Outcome] | str:
-    """The outcome of each rank; questions between are answered with whether any rank says yes."""
+    """Outcome of each rank, or a sentence why there is none. Until then each rank is told whether any rank answered yes."""
     while True:
         said: list[Any] = []
         for rank, pipe in enumerate(pipes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.results import newest_result
+from benchmarks.results import newest_result, results_folder
 from memo.swap.backends.cpu import ThreadStream
 from memo.swap.engine.handles import Handle
 from memo.swap.recompute.tape.tape import Tape
@@ -83,7 +84,10 @@ def test_a_program_that_differs_by_one_bit_is_reported_and_shrunk_to_what_differ
 def test_a_hunt_goes_on_behind_the_last_seed_and_adds_to_its_figures(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A program fails and another is discarded in each of two pieces; the second reads the first's result file."""
+    """A program fails and another is discarded in each of two pieces; the second reads the first's result file.
+
+    A result file of a format without pieces is passed over.
+    """
 
     def outcomes(seeds: range, args: object) -> Iterator[tuple[int, Outcome, list[tuple[Find, Program]]]]:
         find = Find(level="0", kind="differs in loss", told="loss")
@@ -95,6 +99,9 @@ def test_a_hunt_goes_on_behind_the_last_seed_and_adds_to_its_figures(
 
     monkeypatch.setattr(command, "_outcomes", outcomes)
     monkeypatch.setenv("OUT", str(tmp_path))
+    (results_folder() / "2026-01-01-hunt.json").write_text(
+        json.dumps({"benchmark": "hunt", "date": "2026-01-01", "written": "2026-01-01T00:00:00", "programs": 681})
+    )
     for programs, seeds in (("4", {3}), ("8", {3, 7})):
         monkeypatch.setattr(sys, "argv", ["hunt", "--programs", programs, "--write", "--continue"])
         assert command.main() == 1
