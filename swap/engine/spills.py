@@ -27,7 +27,7 @@ class LayerSpill:
     full: Tier
     """The tier that had no room."""
     tier: Tier
-    """The one that took the bytes last."""
+    """The tier that took the bytes; of several the last one."""
     saved_nbytes: int
     """Bytes that its call saved, spilled or not."""
     usual_nbytes: float
