@@ -90,11 +90,16 @@ def write_result(name: str, body: dict[str, Any]) -> Path:
     return path
 
 
-def newest_result(name: str, *, key: str = "benchmark") -> dict[str, Any] | None:
-    """Body of the latest result called `name` that has the key, which older formats may lack; None where there is none."""
+def newest_result(name: str) -> dict[str, Any] | None:
+    """What the latest file of the results called `name` holds; None where there is none."""
     bodies = [json.loads(path.read_text() or "{}") for path in results_folder().glob(f"*-{name}.json")]
-    written = [body for body in bodies if body.get("benchmark") == name and key in body]
-    return max(written, key=lambda body: (body["date"], body["written"]), default=None)
+    written = [body for body in bodies if body.get("benchmark") == name]
+    return max(written, key=_last_written, default=None)
+
+
+def _last_written(body: dict[str, Any]) -> tuple[str, bool, str]:
+    """When a file was written last, which may be on the day after its date."""
+    return body["date"], body["written"] < body["begun"], body["written"]
 
 
 @functools.cache

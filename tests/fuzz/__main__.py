@@ -126,7 +126,7 @@ def main() -> int:
     args = parser.parse_args()
     if unknown := set(args.readers) - READERS.keys():
         parser.error(f"--readers: no {', '.join(sorted(unknown))}; there are {' '.join(READERS)}")
-    earlier = newest_result("fuzz", key="pieces") if args.go_on else None
+    earlier = newest_result("fuzz") if args.go_on else None
     runs = {name: Run(**run) for name, run in earlier["readers"].items()} if earlier else {}
     pieces: list[dict[str, Any]] = list(earlier["pieces"]) if earlier else []
     pieces.append({"commit": commit(), "inputs": {}})

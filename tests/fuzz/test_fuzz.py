@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pickle
 import random
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.results import newest_result, results_folder
+from benchmarks.results import newest_result
 from memo.errors import PlanError
 from tests.fuzz import __main__ as command, readers
 from tests.fuzz.mutations import BYTES, JSON
@@ -117,10 +116,6 @@ def test_a_run_adds_to_the_inputs_of_the_latest_result_file_and_takes_the_fastes
 
     monkeypatch.setattr(command, "fuzz", fuzz)
     monkeypatch.setenv("OUT", str(tmp_path))
-    # Of a format without pieces: passed over.
-    (results_folder() / "2026-01-01-fuzz.json").write_text(
-        json.dumps({"benchmark": "fuzz", "date": "2026-01-01", "written": "2026-01-01T00:00:00", "readers": {}})
-    )
     arguments = ["fuzz", "--write", "--continue", "--readers", "trace cluster"]
     for inputs in ("100", "150"):
         monkeypatch.setattr(sys, "argv", [*arguments, "--inputs", inputs])

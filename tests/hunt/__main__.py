@@ -184,7 +184,7 @@ def main() -> int:
     torch.set_num_threads(1)
     if args.show is not None:
         return _show(args)
-    before = newest_result("hunt", key="pieces") if args.go_on else None
+    before = newest_result("hunt") if args.go_on else None
     totals = hunt(args, Totals() if before is None else Totals.of(before))
     print(totals.told())
     if args.write:

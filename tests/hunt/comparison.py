@@ -190,7 +190,10 @@ def _train(
             _seed(number)
 
             def note(name: str, tensor: torch.Tensor, at: str = at) -> None:
-                run.results[f"{name}, {at}"] = local_part(tensor.detach()).clone()
+                told = f"{name}, {at}"
+                while told in run.results:
+                    told += ", again"
+                run.results[told] = local_part(tensor.detach()).clone()
 
             step(model, given, managing, note)
             run.results[f"gradient of the input, {at}"] = given.grad

@@ -8,6 +8,7 @@ A rank that waits for the other longer than `WAITS_S` ends in gloo's error, whic
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import multiprocessing
 import random
@@ -79,8 +80,9 @@ def compare_on_ranks(program: Program, placement: str, level: str) -> Outcome:
             ended.callback(process.kill)
             pipes.append(here)
         outcomes = _answered(pipes)
-    if isinstance(outcomes, str):
-        return Outcome(finds=[Find(level=f"{level}, {placement}", kind="dies", told=outcomes)])
+    if isinstance(outcomes, Find):
+        find = dataclasses.replace(outcomes, level=f"{level}, {placement}")
+        return Outcome(finds=[find]) if find.kind == "dies" else Outcome(discarded=f"{find.told} {find.kind}")
     discarded = next((outcome.discarded for outcome in outcomes if outcome.discarded is not None), None)
     if discarded is not None:
         return Outcome(discarded=discarded)
@@ -91,21 +93,23 @@ def compare_on_ranks(program: Program, placement: str, level: str) -> Outcome:
     return outcomes[0]
 
 
-def _answered(pipes: list[Connection]) -> list[Outcome] | str:
-    """Outcome of each rank, or a sentence why there is none. Until then each rank is told whether any rank answered yes."""
+def _answered(pipes: list[Connection]) -> list[Outcome] | Find:
+    """The outcome of each rank, or how one ended; questions between are answered with whether any rank says yes."""
+    kind = "without memo"  # until the first question, which comes behind the steps that torch does alone
     while True:
         said: list[Any] = []
         for rank, pipe in enumerate(pipes):
             if not pipe.poll(ENDS_S):
-                return f"rank {rank} does not end"
+                return Find(level="", kind=kind, told=f"rank {rank} does not end")
             try:
                 said.append(pipe.recv())
             except EOFError:
-                return f"rank {rank} ended"
+                return Find(level="", kind=kind, told=f"rank {rank} ended")
         if isinstance(said[0], Outcome):
             return said
         for pipe in pipes:
             pipe.send(any(said))
+        kind = "dies"
 
 
 def _run(rank: int, pipe: Connection, folder: str, program: Program, placement: str, level: str) -> None:

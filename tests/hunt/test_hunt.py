@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.results import newest_result, results_folder
+from benchmarks.results import newest_result
 from memo.swap.backends.cpu import ThreadStream
 from memo.swap.engine.handles import Handle
 from memo.swap.recompute.tape.tape import Tape
@@ -84,10 +83,7 @@ def test_a_program_that_differs_by_one_bit_is_reported_and_shrunk_to_what_differ
 def test_a_hunt_goes_on_behind_the_last_seed_and_adds_to_its_figures(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A program fails and another is discarded in each of two pieces; the second reads the first's result file.
-
-    A result file of a format without pieces is passed over.
-    """
+    """A program fails and another is discarded in each of two pieces; the second reads the first's result file."""
 
     def outcomes(seeds: range, args: object) -> Iterator[tuple[int, Outcome, list[tuple[Find, Program]]]]:
         find = Find(level="0", kind="differs in loss", told="loss")
@@ -99,9 +95,6 @@ def test_a_hunt_goes_on_behind_the_last_seed_and_adds_to_its_figures(
 
     monkeypatch.setattr(command, "_outcomes", outcomes)
     monkeypatch.setenv("OUT", str(tmp_path))
-    (results_folder() / "2026-01-01-hunt.json").write_text(
-        json.dumps({"benchmark": "hunt", "date": "2026-01-01", "written": "2026-01-01T00:00:00", "programs": 681})
-    )
     for programs, seeds in (("4", {3}), ("8", {3, 7})):
         monkeypatch.setattr(sys, "argv", ["hunt", "--programs", programs, "--write", "--continue"])
         assert command.main() == 1
@@ -132,7 +125,8 @@ def test_a_replay_that_is_refused_before_torch_itself_raises_is_no_find_and_what
     program = dataclasses.replace(program, kinds=(layer,), model=model, steps=steps)
     outcome = compare(program, ["0"])
     assert (outcome.finds, outcome.refused, outcome.discarded) == ([], {"0": 1}, None)
-    told = f"note('before', torch.tensor(isinstance(managed, type)))\n{steps[0].text}"
+    noted = ("isinstance(managed, type)", "True")  # what a step notes twice is compared twice
+    told = "\n".join([*(f"note('before', torch.tensor({value}))" for value in noted), steps[0].text])
     program = dataclasses.replace(program, steps=(dataclasses.replace(steps[0], text=told), steps[1]))
     assert [find.told for find in compare(program, ["0"]).finds] == ["before, step 0"]
 
