@@ -54,5 +54,7 @@ def _check_activations(plan: ActivationPlan, args: argparse.Namespace) -> ExitCo
         return ExitCode.OK if rule is None else ExitCode.PLAN_INVALID
     if rule is not None:
         raise PlanInvalid(f"rule {rule}: {message}")
-    print(f"{printable(args.plan)}: valid, {len(plan.layers):,} layers; a simulated step keeps every budget")
+    codec = plan.problem.profile.codec
+    coded = f", what moves as {codec} codes" if codec else ""
+    print(f"{printable(args.plan)}: valid, {len(plan.layers):,} layers{coded}; a simulated step keeps every budget")
     return ExitCode.OK

@@ -101,8 +101,10 @@ class OffloadConfig:
         }.get(self.mode, [])
         for flag in useless:
             if given[flag] is not None:
-                planned = flag in ("--plan", "--device-budget")
-                fitting = "auto" if planned else "disk or auto"
+                if flag in ("--plan", "--device-budget"):
+                    fitting = "auto"
+                else:
+                    fitting = "disk or auto" if flag.startswith("--disk") else "host, disk or auto"
                 raise UsageError(f"{flag} has no meaning with --offload {self.mode}; use --offload {fitting}")
         if self.trace_stacks and self.trace is None:
             raise UsageError("--trace-stacks needs --trace; it adds Python lines to the trace")

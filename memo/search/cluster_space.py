@@ -34,20 +34,20 @@ if TYPE_CHECKING:
 __all__ = ["MOST_PLACEMENTS", "ClusterSpace"]
 
 MOST_PLACEMENTS = 256
-"""Placements of a shape that are looked at, in their order."""
+"""Most placements of a shape that are searched, in the order of `Cluster.placements`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusterSpace(Space):
     """Candidates for a step on a cluster.
 
-    Its machine and nodes are those of equal nodes with as many GPUs as divide every node of the cluster, by which shapes
-    are enumerated.
+    Shapes are enumerated as on equal nodes, by the machine and the nodes of the request: these have a number of GPUs that
+    divides every node of the cluster.
     """
 
     cluster: Cluster
     budgets: Mapping[str, Budgets]
-    """Of a node, by the name of its group."""
+    """Budgets of a node, by the name of its group."""
     _known: dict[Shape, tuple[tuple[StagePlace, ...], ...]] = dataclasses.field(default_factory=dict, compare=False)
     """Placements of shapes that were asked for."""
 
@@ -66,7 +66,7 @@ class ClusterSpace(Space):
         return [dataclasses.replace(one, places=places) for one in bare for places in self._placements(shape)]
 
     def further(self, candidate: Candidate) -> list[Candidate]:
-        """The same with the numbers of layers with which the slowest stage is shortest."""
+        """The candidate with layers divided by its stages' speed and memory; none where that fails or is equal."""
         if candidate.shape.pp == 1:
             return []
         try:
@@ -89,7 +89,7 @@ class ClusterSpace(Space):
         return candidate.stage_layers == tuple(share + (run < more) for run in range(runs))
 
     def count(self, shape: Shape, setting: Setting) -> int:
-        """Number of its candidates."""
+        """Number of candidates of a shape and a setting."""
         bare = super().schedules(shape, setting)
         if not bare:
             return 0

@@ -1,7 +1,7 @@
 """Other numbers of layers of a pipeline's stages: single layers that move from one stage to another.
 
-Owns which moves are tried, by memory and by time; the search plans what they lead to. Both are heuristics: a move is taken
-only where a plan shows that it helps, and no more than single moves are ever tried.
+Owns the choice of moves, by memory and by time; the search plans the results. Both are heuristics: a move is taken only
+where a plan shows that it helps, and one layer moves at a time.
 
     moved      of a plan: one layer of the slowest stage goes to one of the fastest, which keeps more or computes less
     roomier    of a problem that does not fit: layers go from the fullest stage to the emptiest, until every stage fits
@@ -23,9 +23,9 @@ __all__ = ["moved_layers", "roomier_layers"]
 MOST_TAKERS = 3
 """Fastest stages that a layer of the slowest one is tried on."""
 MOST_STEPS = 32
-"""Layers that are moved until a stage has room."""
+"""Most layers that are moved until every stage has room."""
 MOST_TURNS = 1 << 12
-"""Of all ranks of a pipeline whose memory is looked at again after each layer that is moved."""
+"""Turns of all ranks of the longest pipeline of which layers are moved for memory, as each move examines all of them."""
 
 
 def moved_layers(plan: ActivationPlan) -> list[tuple[int, ...]]:
@@ -39,11 +39,11 @@ def moved_layers(plan: ActivationPlan) -> list[tuple[int, ...]]:
 def roomier_layers(
     problem: ActivationProblem, problem_of: Callable[[tuple[int, ...]], ActivationProblem | None]
 ) -> tuple[int, ...] | None:
-    """Numbers of layers with which the fullest stage lacks less memory; None where no single layers help.
+    """Numbers of layers with which the fullest stage lacks less memory; None where no move helps.
 
     Args:
         problem: of equal or other numbers of layers.
-        problem_of: returns the same with these numbers.
+        problem_of: returns the same problem with these numbers of layers; None where it cannot be.
     """
     pipeline = problem.pipeline
     if pipeline.stages == 1 or pipeline.stages * pipeline.chunks * pipeline.microbatches > MOST_TURNS:
@@ -80,7 +80,7 @@ def _moved(problem: ActivationProblem, giver: int, taker: int) -> tuple[int, ...
 
 
 def _is_hopeless(problem: ActivationProblem) -> bool:
-    """Whether all stages together lack memory, or one lacks it however few layers it has; the cheapest looks come first."""
+    """Whether all stages together lack memory, or the first or the last lacks it with one layer in each run."""
     stages = range(problem.pipeline.stages)
     budgets = [problem.machine_of(stage).budgets.device_bytes for stage in stages]
     if sum(stage_static(problem, stage).nbytes for stage in stages) > sum(budgets):
@@ -94,7 +94,7 @@ def _lacking_bytes(problem: ActivationProblem, stage: int, *, fewest: bool = Fal
     Args:
         problem: the problem.
         stage: number of the stage.
-        fewest: as if each of its runs had one layer, or fewer bytes than that.
+        fewest: a lower bound of these bytes with one layer in each of the stage's runs.
     """
     known, budgets = problem.profile.layer_profiles(), problem.machine_of(stage).budgets
     moves = budgets.host_bytes > 0 or budgets.disk_bytes > 0

@@ -23,7 +23,7 @@ from memo.mip.activation.plan import (
 )
 from memo.mip.activation.rounding import in_storages, in_tiles, piece_candidates
 from memo.mip.activation.whole_points import at_points, round_points
-from memo.mip.inputs.coded_classes import most_spared, taken_as, undivided
+from memo.mip.inputs.coded_classes import undivided, with_most_spared, with_share
 from memo.mip.inputs.coding import Coding
 from memo.mip.inputs.profile import ALL, LayerProfile, Profile
 from memo.units import format_bytes, format_duration
@@ -202,7 +202,10 @@ def relaxed_step_s(problem: ActivationProblem) -> float | None:
     free = _with_classes(
         problem,
         lambda layer: dataclasses.replace(
-            most_spared(_without_held(_without_beside(layer))), divisible=False, piece_s=0.0, coding=_free(layer.coding)
+            with_most_spared(_without_held(_without_beside(layer))),
+            divisible=False,
+            piece_s=0.0,
+            coding=_free(layer.coding),
         ),
     )
     model = Model(free, sharing=Sharing.NONE)
@@ -384,7 +387,7 @@ def _as_found(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> Activat
     return _with_layers(
         problem,
         [
-            taken_as(layer, shares[layer.name]) if plan.recomputes else undivided(layer)
+            with_share(layer, shares[layer.name]) if plan.recomputes else undivided(layer)
             for layer, plan in zip(known, plans, strict=True)
         ],
     )

@@ -1,8 +1,8 @@
-"""Classes of layers as a linear program takes them where a codec is chosen.
+"""Classes of layers for the linear program of a plan with a codec: codes spare the same share at each of a layer's points.
 
-How many bytes codes spare depends on a layer's points: at point `all` what is saved at every point is coded, too, and else
-it moves whole. A row that multiplies the moved fraction by that is not linear. So a program takes one fixed share for each
-class: exactly that of a class with one point, and else the least of any point, so that what it finds fits.
+The bytes that codes spare depend on a layer's points: at point `all` the bytes that every point saves are coded too, at any
+other point they move whole. The product of moved fraction and spared share is not linear. So a program has one fixed share
+for each class: the exact one of a class with one point, and the least of any point of other classes, so that its plan fits.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from collections.abc import Mapping
 
 from memo.mip.inputs.profile import LayerProfile
 
-__all__ = ["least_spared_share", "most_spared", "most_spared_share", "taken_as", "undivided"]
+__all__ = ["least_spared_share", "most_spared_share", "undivided", "with_most_spared", "with_share"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _TakenAs(LayerProfile):
-    """A class of which codes are taken to spare one share, whatever its points."""
+class _WithShare(LayerProfile):
+    """A class of which codes spare the same share at every point."""
 
     share: float
 
     def spared_bytes(self, points: Mapping[str, float]) -> float:
-        """Bytes by which what is saved is taken to be fewer."""
+        """Bytes that codes spare of the saved bytes, by the fixed share."""
         return self.share * (self.fixed_bytes + sum(p.saved_bytes * points.get(p.name, 0.0) for p in self.points))
 
 
 def least_spared_share(layer: LayerProfile) -> float:
-    """The share of the saved bytes that codes spare at least, whichever points a layer is at."""
+    """Least share, over the points, of the saved bytes that codes spare."""
     return 0.0 if layer.coding is None else min(_shares(layer))
 
 
 def most_spared_share(layer: LayerProfile) -> float:
-    """The share of the saved bytes that codes spare at most, whichever points a layer is at."""
+    """Largest share, over the points, of the saved bytes that codes spare."""
     return 0.0 if layer.coding is None else max(_shares(layer))
 
 
@@ -42,17 +42,17 @@ def _shares(layer: LayerProfile) -> list[float]:
 
 
 def undivided(layer: LayerProfile) -> LayerProfile:
-    """The class with point `all` alone, where nothing is recomputed and nothing stands beside a layer."""
+    """The class with point `all` alone: nothing is recomputed, and no bytes are held beside a layer."""
     whole = dataclasses.replace(layer.points[0], beside_bytes=0)
     return dataclasses.replace(layer, name=f"{layer.name}, whole", points=(whole,))
 
 
-def most_spared(layer: LayerProfile) -> LayerProfile:
-    """The class with the largest share of any point at all of them: no plan moves fewer bytes."""
-    return layer if layer.coding is None else taken_as(layer, most_spared_share(layer))
+def with_most_spared(layer: LayerProfile) -> LayerProfile:
+    """The class with its largest share at every point: a lower bound of the bytes that a plan moves."""
+    return layer if layer.coding is None else with_share(layer, most_spared_share(layer))
 
 
-def taken_as(layer: LayerProfile, share: float) -> LayerProfile:
-    """The class with this share at each of its points."""
+def with_share(layer: LayerProfile, share: float) -> LayerProfile:
+    """The class of which codes spare this share at every point."""
     fields = {field.name: getattr(layer, field.name) for field in dataclasses.fields(LayerProfile)}
-    return _TakenAs(**fields, share=share)
+    return _WithShare(**fields, share=share)

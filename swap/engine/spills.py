@@ -1,7 +1,7 @@
-"""Spills: what a tier had no room for and another one took, by step and layer, beside what each layer usually saves.
+"""Spills: bytes that one tier had no room for and another one took, by step and layer, and the mean that each layer saves.
 
-A layer that is given more rows than others, as the experts of one rank may be, saves more than there is room for. Owns the
-figures that say so: where bytes went, and how many times its mean the layer saved.
+A layer that gets more rows than usual, as the experts of one rank may, saves more than there is room for. Owns the figures
+of it: which tier was full, which one took the bytes, and how many times its mean the layer saved.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class LayerSpill:
     full: Tier
     """The tier that had no room."""
     tier: Tier
-    """The one that took the bytes last."""
+    """The tier that took the bytes; of several the last one."""
     saved_nbytes: int
-    """Of all that its call saved."""
+    """Bytes that its call saved, spilled or not."""
     usual_nbytes: float
-    """Mean of its earlier calls; 0: there was none."""
+    """Mean bytes that its earlier calls saved; 0: there was none."""
 
     def __str__(self) -> str:
         usual = f", {self.saved_nbytes / self.usual_nbytes:.2g} times its mean" if self.usual_nbytes else ""
@@ -43,7 +43,7 @@ class LayerSpill:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepSpill:
-    """What one step spilled."""
+    """Spill of one step."""
 
     step: int
     nbytes: int
@@ -53,13 +53,13 @@ class StepSpill:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpillFigures:
-    """What was spilled so far."""
+    """Spills of an engine so far."""
 
     nbytes: int
     steps: int
-    """That spilled."""
+    """Number of steps that spilled."""
     worst: StepSpill
-    """That spilled most."""
+    """The step that spilled most."""
 
 
 class Spills:
@@ -77,7 +77,7 @@ class Spills:
         self._nbytes += nbytes
         before = self._now.get(group.module)
         calls, total = self._usual.get(group.module, (0, 0))
-        if group.has_ended:  # it is one of them
+        if group.has_ended:  # its own bytes are in the mean already
             calls, total = calls - 1, total - group.nbytes
         self._now[group.module] = LayerSpill(
             module=group.module,
@@ -104,7 +104,7 @@ class Spills:
         return ended
 
     def figures(self, step: int) -> SpillFigures | None:
-        """What was spilled so far, in the step under way, `step`, too; None where nothing was."""
+        """Spills so far, those of the step under way, `step`, among them; None where there were none."""
         worst = self._worst_with(step)
         if worst is None:
             return None

@@ -33,10 +33,10 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence,
 
 
 class HostPool:
-    """This manager's part of a budget that all jobs which name the same file share. Not thread-safe, but for `close`.
+    """One manager's part of a host budget that all jobs which name one file share. Not thread-safe, except `close`.
 
     Args:
-        path: file on this node, made if it is missing; whoever shares the budget needs to be allowed to write it.
+        path: file on this node, made if it is missing; each job needs permission to write it.
         nbytes: the budget of all jobs together. Where jobs name different ones, each keeps within its own.
 
     Raises:
@@ -63,12 +63,12 @@ class HostPool:
 
     @property
     def held(self) -> int:
-        """Bytes of this manager."""
+        """Bytes of the budget that this manager holds."""
         return sum(stop - start for start, stop in self._held)
 
     @property
     def free(self) -> int:
-        """Bytes of nobody, now."""
+        """Bytes of the budget that no manager holds now."""
         return sum(stop - start for start, stop in self._gaps())
 
     def resize(self, nbytes: int) -> bool:
@@ -77,7 +77,7 @@ class HostPool:
         if missing <= 0:
             self._give_back(-missing)
             return True
-        if not self._is_seen():
+        if not self._file_exists():
             return False
         taken = 0
         while taken < missing:
@@ -98,7 +98,7 @@ class HostPool:
             os.close(fd)
         self._held = []
 
-    def _is_seen(self) -> bool:
+    def _file_exists(self) -> bool:
         """False where the file has been removed: a job that makes it anew would not see what is held here."""
         if self._fd < 0 or os.fstat(self._fd).st_nlink:
             return self._fd >= 0

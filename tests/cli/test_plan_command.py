@@ -675,8 +675,9 @@ def test_a_codec_is_planned_shown_checked_and_simulated(tmp_path: Path, capsys: 
     assert exact["codec"] is None
     assert report["codec"] == "int8"
     assert report["stages"][0]["coding_s"] > 0
-    assert main(["check", str(path)]) == ExitCode.OK
-    assert main(["simulate", str(path), "-o", str(trace)]) == ExitCode.OK
+    for command in (["check", str(path)], ["simulate", str(path), "-o", str(trace)]):
+        assert main(command) == ExitCode.OK
+        assert ", what moves as int8 codes" in capsys.readouterr().out
     copies = [json.loads(line) for line in trace.read_text().splitlines() if '"decoded_nbytes"' in line]
     assert all(copy["decoded_nbytes"] > copy["nbytes"] > 0 for copy in copies)
     assert copies

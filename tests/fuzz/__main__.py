@@ -42,10 +42,10 @@ SLICE_M = 3.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What the runs of one reader came to."""
+    """Result of the runs of one reader."""
 
     inputs: int
-    """Those of its corpus are not counted again."""
+    """Number of inputs run; those of its corpus at the start are not counted again."""
     seconds: float
     edges: int
     """Branches of memo's code that the last one reached."""
@@ -54,7 +54,7 @@ class Run:
     finds: list[str]
 
     def after(self, before: Run | None) -> Run:
-        """This run with those before it."""
+        """The sums of this run and the one before it."""
         if before is None:
             return self
         seconds = round(before.seconds + self.seconds, 1)

@@ -31,14 +31,14 @@ __all__ = ["LEVELS_ON_RANKS", "PLACEMENTS", "compare_on_ranks", "drawn_placement
 RANKS = 2
 WAITS_S = 60.0
 ENDS_S = 300.0
-"""After so long without a word the ranks are ended."""
+"""Ranks that have sent nothing for this long are killed."""
 LEVELS_ON_RANKS = ("1", "0.5", "0", "thirds", "1, disk", "0, spilled", "0.5, ahead")
-"""Those that jobs run with."""
+"""Levels that are compared on two ranks."""
 _CONTEXT = multiprocessing.get_context("forkserver")  # a process that has run backward can't be forked
 
 
 class _Replicated(DistributedDataParallel):
-    """Has the model's own attributes, which programs use."""
+    """DistributedDataParallel that also has the model's own attributes, which programs use."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, find_unused_parameters=True)
@@ -67,7 +67,7 @@ def drawn_placement(seed: int) -> tuple[str, str]:
 
 
 def compare_on_ranks(program: Program, placement: str, level: str) -> Outcome:
-    """What both ranks found, each find with its rank; what is moved and recomputed is the first rank's."""
+    """Outcome of both ranks: each find names its rank; bytes moved and recomputed are those of the first rank."""
     _CONTEXT.set_forkserver_preload([__name__, "torch.testing._internal.common_methods_invocations"])
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ended:
         pipes: list[Connection] = []

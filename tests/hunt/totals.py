@@ -1,4 +1,4 @@
-"""What hunts have seen, added up over the pieces that they ran in; the next piece goes on from a result file."""
+"""Counts of a hunt, added up over the pieces that it ran in; the next piece goes on from the result file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Found:
         return "\n".join(lines)
 
     def body(self) -> dict[str, Any]:
-        """For the result file."""
+        """Entry of the result file."""
         return {"seed": self.seed, **dataclasses.asdict(self.find), "text": self.program.text}
 
 
@@ -54,7 +54,7 @@ class Piece:
 
 @dataclasses.dataclass(slots=True)
 class Totals:
-    """What hunts have seen."""
+    """Counts of a hunt over all its pieces; those by level have the level's name as key."""
 
     pieces: list[Piece] = dataclasses.field(default_factory=list)
     discarded: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -72,7 +72,7 @@ class Totals:
 
     @classmethod
     def of(cls, body: Mapping[str, Any]) -> Totals:
-        """As `body` wrote them."""
+        """Totals that `body` wrote."""
         levels: Mapping[str, Mapping[str, int]] = body["levels"]
 
         def counted(what: str) -> collections.Counter[str]:
@@ -95,17 +95,17 @@ class Totals:
 
     @property
     def examined(self) -> int:
-        """Programs."""
+        """Number of programs."""
         return sum(piece.programs for piece in self.pieces)
 
     @property
     def comparisons(self) -> int:
-        """Of a program with and without memo at one level."""
+        """Number of comparisons of a program with and without memo at one level."""
         return sum(piece.comparisons for piece in self.pieces)
 
     @property
     def next_seed(self) -> int:
-        """The first seed behind all that were examined."""
+        """The seed after the last one that was examined."""
         return max((piece.seed + piece.programs for piece in self.pieces), default=0)
 
     def add(self, program: Program, outcome: Outcome) -> None:
@@ -137,7 +137,7 @@ class Totals:
         self.finds.append(found.body() | {"commit": self.pieces[-1].commit})
 
     def body(self) -> dict[str, Any]:
-        """For the result file; `of` reads it."""
+        """Object of the result file, which `of` reads."""
         return {
             "programs": self.examined,
             "discarded": self.discarded.total(),

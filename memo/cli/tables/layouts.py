@@ -70,7 +70,7 @@ def search_table(
         seconds: of the search.
     """
     parts = [_headline(found.space), _best_table(found, simulated_s), _memory_table(found), _why_table(found)]
-    parts += [_proof(found, seconds), f"plan of number {_number(found, written)}:\n\n{activation_table(written.plan)}"]
+    parts += [_proof(found, seconds), f"plan of {_name(found, written)}:\n\n{activation_table(written.plan)}"]
     parts.append(_launch_words(found, launch, not_trained, written))
     return "\n\n".join(parts)
 
@@ -175,9 +175,14 @@ def _schedule_words(candidate: Candidate) -> str:
     return f"{candidate.schedule}{chunks}{', uneven' * bool(candidate.stage_layers)}"
 
 
-def _number(found: Found, planned: Planned) -> str:
-    places = [one.candidate for one in found.best]
-    return str(places.index(planned.candidate) + 1) if planned.candidate in places else "-"
+def _name(found: Found, planned: Planned) -> str:
+    """Place among the best, such as `number 1`; of a plan that is not among them its ranks and sharding."""
+    best = [one.candidate for one in found.best]
+    if planned.candidate in best:
+        return f"number {best.index(planned.candidate) + 1}"
+    return (
+        f"{_shape_words(planned.candidate.shape)} with {planned.candidate.sharding}, which is not among the best above"
+    )
 
 
 # Tables.
@@ -294,8 +299,8 @@ def _proof(found: Found, seconds: float) -> str:
     lines = [
         f"{found.candidates:,} ways to run the step in {len(space.shapes):,} layouts"
         + f", and {found.moved:,} with other numbers of layers" * bool(found.moved)
-        + f": {len(found.planned):,} planned in {seconds:,.1f} s, {len(found.without_plan):,} planned in vain, all others "
-        "proven by bounds to be slower than those above, or not to fit:"
+        + f": {len(found.planned):,} planned in {seconds:,.1f} s, {len(found.without_plan):,} found to have no plan, all "
+        "others proven by bounds to be slower than those above, or not to fit:"
     ]
     rows = [(f"{kind}: {_WORDS[kind]}", f"{count:,}") for kind, count in found.pruned.items()]
     if rows:

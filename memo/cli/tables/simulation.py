@@ -52,6 +52,7 @@ def simulation_summary(plan: ActivationPlan, problem: ActivationProblem, simulat
 def _headline(problem: ActivationProblem, simulation: Simulation, number: int) -> str:
     signature = problem.profile.signature
     ways = "".join(f", {name} {size}" for name, size in _sizes(problem) if size > 1)
+    ways += f", what moves as {problem.profile.codec} codes" if problem.profile.codec else ""
     stage = f"; stage {number}, the slowest, is shown" if len(simulation.stages) > 1 else ""
     return (
         f"{printable(signature.model)}, {signature.batch} x {format_tokens(signature.tokens)} tokens on "

@@ -1,4 +1,4 @@
-"""Rows that each rank's experts get in a step: which rank got most, and how many times the mean of the ranks."""
+"""Largest number of rows that one rank's experts get in a step, as a multiple of the mean of the ranks, and which rank's."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class ExpertRows:
     """The layer and rank whose experts got most rows in a step."""
 
     times: float
-    """Rows of one microbatch, as a multiple of the mean of the ranks that divide the experts."""
+    """Rows of one microbatch, as a multiple of the mean over the ranks that divide the experts."""
     rank: int
     layer: int
 
     @property
     def is_planned(self) -> bool:
-        """True where a plan's memory has room for as many."""
+        """True where a plan's memory has room for this many rows."""
         return self.times <= SKEW
 
     def __str__(self) -> str:

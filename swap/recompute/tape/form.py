@@ -8,10 +8,10 @@ from typing import Any
 from memo.swap.recompute.tape.plan import mask_of
 from memo.swap.recompute.tape.tape import Hidden, Step, Tape, uses_in
 
-__all__ = ["have_one_form", "sizes_of"]
+__all__ = ["have_same_form", "sizes_of"]
 
 
-def have_one_form(one: Tape, other: Tape) -> bool:
+def have_same_form(one: Tape, other: Tape) -> bool:
     """True where steps, contents and storages differ in numbers among arguments, and in sizes, alone."""
     return (
         len(one.steps) == len(other.steps)
