@@ -1,4 +1,4 @@
-"""How far saved activations can be packed bit for bit: zeros left out, byte planes apart, and what entropy allows.
+"""Lossless packing of saved activations: ratio and time of leaving zeros out, of byte planes, and the bound by entropy.
 
     make bench ARMS=lossless
     python -m benchmarks.lossless [--steps 100]
@@ -67,7 +67,7 @@ def batches(text: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def saved_storages(model: Model, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """What the layers save in a forward, storage by storage, without parameters."""
+    """Storages that the layers save in a forward, without parameters."""
     kept = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     found: dict[int, torch.Tensor] = {}
 

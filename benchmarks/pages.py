@@ -465,7 +465,7 @@ def searched() -> list[str]:
 
 
 def _kept(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Which rows are of a former result."""
+    """Sentence that names the rows of a former result."""
     counts = collections.Counter(row["commit"] for row in rows if "commit" in row)
     if not counts:
         return []
@@ -493,7 +493,7 @@ def _compared(row: dict[str, Any], *, key: str, published: float | None) -> list
 
 
 def _memo_grid(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What is found for MEMO's models at its lengths: a row of each model, a column of each length."""
+    """Table of the layouts found for MEMO's models at its lengths: a row of each model, a column of each length."""
     lengths = sorted({row["cell"][1] for row in rows})
     found: dict[str, dict[int, str]] = {}
     utilisation = []

@@ -91,7 +91,7 @@ def write_result(name: str, body: dict[str, Any]) -> Path:
 
 
 def newest_result(name: str) -> dict[str, Any] | None:
-    """What the latest file of the results called `name` holds; None where there is none."""
+    """Content of the latest file of the results called `name`; None where there is none."""
     bodies = [json.loads(path.read_text() or "{}") for path in results_folder().glob(f"*-{name}.json")]
     written = [body for body in bodies if body.get("benchmark") == name]
     return max(written, key=_last_written, default=None)

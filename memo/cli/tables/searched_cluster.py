@@ -22,7 +22,7 @@ def cluster_words(space: Space) -> str:
 
 
 def cluster_summary(space: Space) -> dict[str, Any]:
-    """What was asked for, and the machines."""
+    """The request, and the machines."""
     request = space.request
     return {
         "model": request.model,

@@ -136,7 +136,7 @@ class Block:
     largest: float
     """Bytes of the largest saved storage."""
     coded: Coded
-    """What a codec may code of it."""
+    """Values of it that a codec may code."""
 
     @classmethod
     def of(
@@ -243,7 +243,7 @@ class BlockFigures:
     # Saved.
 
     def coded(self) -> Coded:
-        """What a codec may code. At level `matmuls` what autograd does not save is kept for a recompute, and coded too."""
+        """Values that a codec may code; at level `matmuls` also those that are kept for a recompute alone."""
         stream, product = self.sizes.stream, self.sizes.product
         wide, narrow = self._coded_in_rest()
         products = self.q + self.h + (0 if self.tiled else (2 if self.gated else 1) * self.f)
