@@ -25,7 +25,7 @@ from memo.swap.recompute.tape.tape import Tape
 if TYPE_CHECKING:
     from memo.swap.recompute.plans import Found
     from memo.swap.recompute.recorded_call import OpenCall, RecordedCall
-    from memo.swap.token_levels import LayerCosts
+    from memo.swap.token_levels import LayerCosts, Setting
 
 __all__ = ["AlikeCalls"]
 
@@ -55,20 +55,21 @@ class AlikeCalls:
         self,
         call: OpenCall,
         recorded: RecordedCall,
+        setting: Setting,
         opaque: frozenset[int],
         tape: Tape,
         found: Found,
         costs: LayerCosts | None,
     ) -> None:
         """Keeps the plan found for a call with this tape, in which something unseen writes into storages `opaque`."""
-        key = _key(call, recorded, opaque)
+        key = _key(call, recorded, setting, opaque)
         self._planned[key] = _Planned(tape, recorded.saved_nbytes, found, costs)
 
     def plan_of(
-        self, call: OpenCall, recorded: RecordedCall, opaque: frozenset[int]
+        self, call: OpenCall, recorded: RecordedCall, setting: Setting, opaque: frozenset[int]
     ) -> tuple[Found, LayerCosts | None] | None:
         """Plan of an earlier call of the same form, with this call's sizes; None where there is none that fits."""
-        before = self._planned.get(_key(call, recorded, opaque))
+        before = self._planned.get(_key(call, recorded, setting, opaque))
         if before is None:
             return None
         tape = Tape(recorded.key, opaque)
@@ -88,7 +89,8 @@ class AlikeCalls:
         return None if found is None else (found, before.costs)
 
 
-def _key(call: OpenCall, recorded: RecordedCall, opaque: frozenset[int]) -> tuple[Any, ...]:
+def _key(call: OpenCall, recorded: RecordedCall, setting: Setting, opaque: frozenset[int]) -> tuple[Any, ...]:
+    # The setting that the call has is not always the one that is planned: a layer may keep less for lack of room.
     ended = recorded.ended
     size = round(CLASSES_A_DOUBLING * math.log2(max(1, recorded.saved_nbytes)))
-    return (call.kind, opaque, size, ended.sources, ended.wanted, ended.stuck, *recorded.operators)
+    return (call.kind, setting, opaque, size, ended.sources, ended.wanted, ended.stuck, *recorded.operators)

@@ -188,7 +188,7 @@ class Plans:
         self._last[layer] = key
         found, counted = self._found.get(key), self._counted.get(key)
         if found is None or not _is_allowed(found, shared):
-            alike = self._alike_calls.plan_of(call, recorded, opaque)
+            alike = self._alike_calls.plan_of(call, recorded, setting, opaque)
             found, counted = (None, None) if alike is None else alike
         if found is None or not _is_allowed(found, shared):
             case = self._case(call, recorded, setting, opaque)
@@ -206,7 +206,7 @@ class Plans:
                     counted = self._alike[alike] = self._counts(case)
                 self._counted[key] = counted
             if not (isinstance(found, Refused) and found.for_now):
-                self._alike_calls.add(call, recorded, opaque, case.tape, found, counted)
+                self._alike_calls.add(call, recorded, setting, opaque, case.tape, found, counted)
         self._latest[layer] = found
         if counted is not None:
             self._costs[layer] = counted
