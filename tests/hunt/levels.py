@@ -31,7 +31,7 @@ from tests.hunt.names import Stack
 
 __all__ = ["LEVELS", "Managed", "Way", "levels_of"]
 
-ROOM = 1 << 23
+ROOM = 1 << 25
 SETTINGS: dict[str, Any] = {
     "1": 1.0,
     "0.5": 0.5,
