@@ -13,7 +13,7 @@ __all__ = ["RopeScaling", "RopeScalingKind"]
 
 
 class RopeScalingKind(enum.StrEnum):
-    """How rotary frequencies are changed for sequences longer than those a model was first trained on."""
+    """Changes of rotary frequencies for sequences longer than those a model was first trained on."""
 
     LINEAR = "linear"
     """All positions divided by the factor (Chen et al. 2023, "Positional Interpolation")."""

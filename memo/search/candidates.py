@@ -109,7 +109,7 @@ class Candidate:
 
     @property
     def sharding(self) -> str:
-        """What is sharded, in a word or two."""
+        """Sharding, in a word or two."""
         if self.shape.dp * self.shape.cp == 1:
             return "-"
         return f"ZeRO {self.zero}" if self.sharded_over is None else f"ZeRO {self.zero} by {self.sharded_over}"

@@ -58,7 +58,7 @@ class Request:
     embedding: EmbeddingGradients = EmbeddingGradients.DENSE
     """How the embedding's gradient is exchanged."""
     codec: str | None = None
-    """What moves is coded, `int8` or `fp8`."""
+    """Codec of what moves, `int8` or `fp8`."""
 
     def plan(self) -> ActivationPlan:
         """Plan with the shortest step.

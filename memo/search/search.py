@@ -100,7 +100,7 @@ class Found:
     """Those for which the planner found that no plan fits."""
     closed: tuple[Closed, ...]
     moved: int = 0
-    """How many of these are beside the space: candidates with single layers on other stages."""
+    """Number of these that are beside the space: candidates with single layers on other stages."""
 
     @property
     def candidates(self) -> int:

@@ -46,7 +46,7 @@ class ModelSizes:
 
     @property
     def tensor_words(self) -> str:
-        """What ranks of tensor parallelism divide."""
+        """Sizes that ranks of tensor parallelism divide."""
         if not self.has_tensor_parallelism:
             return "a model of transformers, whose matrices stay whole"
         kv = "" if self.kv_heads == self.heads else f", {self.kv_heads} key/value heads"

@@ -278,7 +278,7 @@ def _check_pattern(config: GPTConfig, layout: Layout, *, recompute: bool) -> Non
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _LayerKind:
-    """What tells classes of layers apart."""
+    """Properties that tell classes of layers apart."""
 
     experts: bool
     """Experts are in the place of the MLP."""

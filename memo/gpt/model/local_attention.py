@@ -133,7 +133,7 @@ class _Block:
     queries: slice
     keys: slice
     mask: torch.Tensor
-    """What is added to the scores, (queries, keys): 0 within the window, else minus infinity."""
+    """Mask added to the scores, (queries, keys): 0 within the window, else minus infinity."""
 
     def of_tensors(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> _Tensors:
         return tuple(
