@@ -152,7 +152,7 @@ class ClusterSpace(Space):
         return ((),)
 
     def _shardings(self, candidate: Candidate) -> list[tuple[int, int | None]]:
-        """Kinds of sharding, with their numbers of ranks: also within each group of nodes that has a part of the replicas."""
+        """Kinds of sharding with their numbers of ranks, also within each group of nodes that has a part of the replicas."""
         found, shape = super()._shardings(candidate), candidate.shape
         if len(found) > 1 and self.fixed.get("zero") is None and candidate.places:
             placement = self.placement(candidate)
