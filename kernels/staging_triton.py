@@ -278,7 +278,7 @@ def _table(rows: Sequence[Sequence[int]], programs: Sequence[int], device: torch
         raise UsageError(f"{sum(programs)} programs in one launch, more than 2^31 - 1; pack fewer tensors at a time")
     room = max(LEAST_ROOM, triton.next_power_of_2(len(rows)))
     firsts = [sum(programs[:number]) for number in range(len(rows))] + [NO_PROGRAM] * (room - len(rows))
-    flat = torch.tensor([*firsts, *(number for row in rows for number in row)], dtype=torch.int64)
+    flat = torch.tensor([*firsts, *(number for row in rows for number in row)], dtype=torch.int64, device="cpu")
     if device.type == "cuda":
         flat = flat.pin_memory()  # a copy from pageable memory would wait for the stream
     return flat.to(device, non_blocking=True), room

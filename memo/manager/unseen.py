@@ -12,6 +12,7 @@ skips (layer drop, an encoder that this batch does not need) saves none, and is 
 
 from __future__ import annotations
 
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -145,7 +146,7 @@ class Unseen:
 def _checkpoint_frames() -> list[FrameType]:
     """Callers in torch.utils.checkpoint, while a checkpoint saves the arguments of what it is about to run."""
     found = []
-    for frame, _ in traceback.walk_stack(None):
+    for frame, _ in traceback.walk_stack(sys._getframe()):
         if frame.f_code is nn.Module._call_impl.__code__:
             break
         if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
@@ -164,7 +165,7 @@ def _values(stored: Any) -> Any:
 
 def _is_compiled() -> bool:
     """True while a compiled function saves: its wrappers are callers then."""
-    callers = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(None))
+    callers = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(sys._getframe()))
     return any(caller.startswith("torch._functorch._aot_autograd") for caller in callers)
 
 

@@ -54,7 +54,7 @@ class PagePool:
         if nbytes < 0:
             raise ValueError(f"cannot make a tensor of {nbytes} bytes")
         if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         size = whole_pages(nbytes)
         with self._lock:
             self._shelve()

@@ -15,12 +15,9 @@ One program in `--ranks` runs on two ranks as well (ranks.py). Exit 1 where anyt
 from __future__ import annotations
 
 import argparse
-import gc
-import multiprocessing
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Iterator
 
 import torch
 
@@ -28,84 +25,19 @@ from benchmarks.results import ROOT, commit, newest_result, write_result
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from tests.hunt.comparison import Find, Outcome, compare
+from tests.hunt.comparison import Find, compare
 from tests.hunt.drawing import MOST_STATEMENTS, drawn
-from tests.hunt.levels import LEVELS, levels_of
-from tests.hunt.operators import sampled_names
+from tests.hunt.levels import LEVELS
+from tests.hunt.operators import DEVICE
+from tests.hunt.processes import outcomes
 from tests.hunt.program import Program
 from tests.hunt.ranks import compare_on_ranks, drawn_placement
 from tests.hunt.shrinking import shrink
 from tests.hunt.totals import Found, Piece, Totals
 
-_CHUNK = 50
-"""Programs of one process."""
+RESULT = "hunt" if DEVICE == "cpu" else "hunt-streams"
 _SAID_S = 60.0
 """Between two lines of figures; a result file is written as often."""
-SILENT_S = 300.0
-"""A process that says nothing for so long is ended."""
-
-
-def _examine(sender: Connection, seeds: Sequence[int], args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    for seed in seeds:
-        sender.send((seed, None, []))
-        program = drawn(seed, statements=args.statements)
-        outcome = compare(program, args.at or levels_of(seed, args.levels))
-        # One of each kind: levels that fail alike fail for one reason.
-        firsts = {find.kind: find for find in reversed(outcome.finds)}.values()
-        sender.send((seed, outcome, [(find, _shrunk(program, find, args.shrink)) for find in firsts]))
-    sender.close()
-
-
-def _shrunk(program: Program, find: Find, limit_s: float) -> Program:
-    def fails(smaller: Program) -> bool:
-        return any(other.kind == find.kind for other in compare(smaller, [find.level]).finds)
-
-    return shrink(program, fails, limit_s=limit_s)
-
-
-def _prepare() -> None:
-    """Imports what programs import, once for all processes, and keeps collections of garbage away from it."""
-
-    import memo.manager.offloading
-    import memo.mip.activation.solver  # noqa: F401
-
-    sampled_names()
-    gc.collect()
-    gc.freeze()
-
-
-def _outcomes(seeds: range, args: argparse.Namespace) -> Iterator[tuple[int, Outcome, list[tuple[Find, Program]]]]:
-    """The outcome of each seed, from processes of their own, one after the other."""
-    context = multiprocessing.get_context("fork")
-    left = list(seeds)
-    _prepare()
-    while left:
-        receiver, sender = context.Pipe(duplex=False)
-        some = left[:_CHUNK]
-        process = context.Process(target=_examine, args=(sender, some, args))
-        process.start()
-        sender.close()
-        try:
-            while some:
-                silent = not receiver.poll(SILENT_S + args.shrink)
-                if silent:
-                    raise EOFError
-                seed, outcome, finds = receiver.recv()
-                if outcome is not None:
-                    some = some[1:]
-                    yield seed, outcome, finds
-        except EOFError:
-            process.kill()
-            process.join()
-            told = f"its process ended with {process.exitcode}" if not silent else "it does not end"
-            find = Find(level="?", kind="dies", told=told)
-            yield some[0], Outcome(finds=[find]), [(find, drawn(some[0], statements=args.statements))]
-            some = some[1:]
-        finally:
-            process.kill() if process.is_alive() and some else process.join()
-            receiver.close()
-        left = [*some, *left[_CHUNK:]]
 
 
 def hunt(args: argparse.Namespace, totals: Totals) -> Totals:
@@ -115,9 +47,9 @@ def hunt(args: argparse.Namespace, totals: Totals) -> Totals:
     piece = Piece(commit=commit(), torch=torch.__version__, seed=first, levels_each=args.levels)
     left = args.programs - totals.examined
     totals.pieces.append(piece)
-    for seed, outcome, finds in _outcomes(range(first, first + left), args):
+    for seed, outcome, finds in outcomes(range(first, first + left), args):
         totals.add(drawn(seed, statements=args.statements), outcome)
-        if args.ranks and seed % args.ranks == 0:
+        if args.ranks and seed % args.ranks == 0 and DEVICE == "cpu":
             finds = [*finds, *_on_ranks(seed, args, totals)]
         for find, program in finds:
             found = Found(seed=seed, find=find, program=program)
@@ -129,7 +61,7 @@ def hunt(args: argparse.Namespace, totals: Totals) -> Totals:
             print(f"{totals.told()}; {piece.programs / (now - begun):.1f} programs/s", flush=True)
             said = now
             if args.write:
-                write_result("hunt", totals.body())
+                write_result(RESULT, totals.body())
         if args.minutes and now - begun > 60 * args.minutes:
             break
     return totals
@@ -184,7 +116,7 @@ def main() -> int:
     torch.set_num_threads(1)
     if args.show is not None:
         return _show(args)
-    before = newest_result("hunt") if args.go_on else None
+    before = newest_result(RESULT) if args.go_on else None
     totals = hunt(args, Totals() if before is None else Totals.of(before))
     print(totals.told())
     if args.write:

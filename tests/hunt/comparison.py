@@ -21,7 +21,7 @@ from torch import nn
 from memo.errors import HostBudgetExceeded, ModifiedAfterSave, ScratchFull
 from memo.swap import local_part
 from tests.hunt.levels import LEVELS, Managed
-from tests.hunt.names import BATCH, HIDDEN
+from tests.hunt.names import BATCH, DEVICE, HIDDEN, on_device
 from tests.hunt.program import Program
 
 __all__ = ["Find", "Outcome", "compare"]
@@ -170,6 +170,17 @@ def _train(
     rank: int,
 ) -> _Run:
     """Runs the steps `rounds` times, with a step of gradient descent after each."""
+    with on_device():
+        return _trained(program, manage, rounds, place, rank)
+
+
+def _trained(
+    program: Program,
+    manage: _Manage | None,
+    rounds: int,
+    place: Callable[[nn.Module], nn.Module] | None,
+    rank: int,
+) -> _Run:
     run = _Run()
     try:
         model, steps = program.made()
@@ -186,7 +197,8 @@ def _train(
             at = f"step {number}"
             step, drawn = steps[number % len(steps)], program.steps[number % len(steps)]
             draws = torch.Generator().manual_seed(number + 1000 * rank)
-            given = torch.randn(BATCH, drawn.tokens, HIDDEN, generator=draws).to(program.dtype).requires_grad_()
+            given = torch.randn(BATCH, drawn.tokens, HIDDEN, generator=draws, device="cpu")
+            given = given.to(DEVICE, program.dtype).requires_grad_()
             _seed(number)
 
             def note(name: str, tensor: torch.Tensor, at: str = at) -> None:
@@ -196,6 +208,9 @@ def _train(
                 run.results[told] = local_part(tensor.detach()).clone()
 
             step(model, given, managing, note)
+            if DEVICE != "cpu":
+                torch.cuda.synchronize()  # gradients of several streams are read on one
+                run.results[f"the device's random numbers, {at}"] = torch.cuda.get_rng_state()
             run.results[f"gradient of the input, {at}"] = given.grad
             with torch.no_grad():
                 for name, parameter in model.named_parameters():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.hunt.operators import DEVICE
 from tests.hunt.statements import parsed
 
 __all__ = ["LAYER_STATEMENTS"]
@@ -419,7 +420,7 @@ multinomial | 1 | bsh
 normal_ | 1 | bsh
     {o} = {bsh} * torch.empty((B, S, H), dtype=x.dtype).normal_().tanh()
 generator | 1 | bsh
-    {o} = {bsh} * torch.rand((S, H), generator={A:torch.Generator().manual_seed(1)}).to(x.dtype)
+    {o} = {bsh} * torch.rand((S, H), generator={A:torch.Generator(DEVICE).manual_seed(1)}).to(x.dtype)
 Python's numbers | 1 | bsh
     {o} = {bsh} * random.random()
 NumPy's numbers | 1 | bsh
@@ -591,12 +592,12 @@ checkpoint, reentrant | 1 | bsh
         {block:{t:v}}
     {o} = checkpoint({t:f}, {bsh}, use_reentrant=True)
 autocast | 2 | bsh
-    with torch.autocast('cpu', torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         {t:a} = {M:nn.Linear(H, H)}({bsh})
         {t:b} = F.linear({t:a}, {P:H, H}).softmax(-1)
     {o} = {t:b}.to(x.dtype)
 autocast off | 1 | bsh
-    with torch.autocast('cpu', enabled=False):
+    with torch.autocast(DEVICE, enabled=False):
         {t:a} = {bsh}.float() @ {P:H, H}.float()
     {o} = {t:a}.to(x.dtype)
 no_grad | 1 | bsh
@@ -677,4 +678,28 @@ operator in place | 8 | bsh
     {o} = {bsh/a} + {O:, in_place=True}({bsh/a}) / 9
 """
 
-LAYER_STATEMENTS = parsed(_CATALOGUE)
+_ON_STREAMS = """
+branch on a stream | 8 | bsh
+    with beside({bsh/a}):
+        {t:a} = F.gelu(F.linear({bsh/a}, {P:H, H}))
+    {t:b} = {bsh/a}.sigmoid() * {c}
+    {o} = joined({t:a}) * {t:b}
+block on a stream | 8 | bsh
+    def {t:f}({t:v}):
+        {block:{t:v}}
+    with beside({bsh/a}, stream=1):
+        {t:a} = {t:f}({bsh/a})
+    {o} = joined({t:a}) + {bsh/a}.cos()
+in place on a stream | 3 | bsh
+    {t:a} = {bsh} * {c}
+    with beside({t:a}, stream=2):
+        {t:b} = {t:a}.sin()
+        {t:a}.mul_({c})
+    {o} = joined({t:b}) + {t:a}
+random on a stream | 3 | bsh
+    with beside({bsh/a}):
+        {t:a} = F.dropout({bsh/a}, 0.2)
+    {o} = F.dropout({bsh/a}, 0.3) + joined({t:a})
+"""
+
+LAYER_STATEMENTS = parsed(_CATALOGUE) | (parsed(_ON_STREAMS) if DEVICE != "cpu" else {})

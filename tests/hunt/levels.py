@@ -27,7 +27,7 @@ from memo.swap.placement import Placement
 from memo.swap.recompute.policy import Tapes
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
 from memo.swap.token_levels import TokenLevels, setting_of
-from tests.hunt.names import Stack
+from tests.hunt.names import DEVICE, Stack
 
 __all__ = ["LEVELS", "Managed", "Way", "levels_of"]
 
@@ -125,7 +125,7 @@ def _automatic(model: Stack, seed: int, scratch: str) -> Managed:
     return Managed(manager=manager)
 
 
-LEVELS: dict[str, Way] = {
+_ANYWHERE: dict[str, Way] = {
     "1": _offloaded("1", host="64MiB"),
     "0.5": _offloaded("0.5", host="64MiB"),
     "0": _offloaded("0", host="64MiB"),
@@ -139,6 +139,8 @@ LEVELS: dict[str, Way] = {
     "1, full": _offloaded("1", host="96KiB", on_full="recompute"),
     "0.5, ahead": _offloaded("0.5", host="64MiB", device="64GiB"),
     "each its own": Way(make=_each_its_own),
+}
+_ON_A_CPU: dict[str, Way] = {
     "1, late": _checked("1", "lazy"),
     "1, at once": _checked("1", "eager"),
     "0.5, at once": _checked("0.5", "eager"),
@@ -148,6 +150,7 @@ LEVELS: dict[str, Way] = {
     "thirds, at random": _checked("thirds", "random", kept=0.3),
     "automatic": Way(make=_automatic, rounds=3),
 }
+LEVELS = _ANYWHERE | (_ON_A_CPU if DEVICE == "cpu" else {})
 """By name."""
 
 

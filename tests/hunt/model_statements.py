@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from tests.hunt.operators import DEVICE
 from tests.hunt.statements import parsed
 
 __all__ = ["MODEL_STATEMENTS", "WIRINGS"]
@@ -38,7 +39,7 @@ two checkpointed | 1 | bsh
         lambda v: self.hidden({L}(self.hidden({L}(v, mask, rotary)), mask, rotary)), {bsh}, use_reentrant=False
     )
 under autocast | 1 | bsh
-    with torch.autocast('cpu', torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         {t:a} = self.hidden({L}({bsh}, mask, rotary))
     {o} = {t:a}.to(x.dtype)
 without gradients | 1 | bsh
@@ -107,7 +108,40 @@ noise between | 1 | bsh
     {o} = {bsh/a} + torch.randn_like({bsh/a}) * {c}
 """
 
-MODEL_STATEMENTS = parsed(_CATALOGUE)
+_ON_STREAMS = """
+call on a stream | 5 | bsh
+    with beside({bsh/a}):
+        {t:a} = self.hidden({L}({bsh/a}, mask, rotary))
+    {o} = joined({t:a})
+two on streams | 5 | bsh
+    with beside({bsh/a}):
+        {t:a} = self.hidden({L}({bsh/a}, mask, rotary))
+    with beside({bsh/a}, stream=1):
+        {t:b} = self.hidden({L}({bsh/a}, mask, rotary))
+    {o} = joined({t:a}) + joined({t:b}) * {c}
+one beside the other | 3 | bsh
+    with beside({bsh/a}, stream=2):
+        {t:a} = self.hidden({L}({bsh/a}, mask, rotary))
+    {t:b} = self.hidden({L}({bsh/a}, mask, rotary))
+    {o} = joined({t:a}) * {t:b}.sigmoid()
+halves on streams | 5 | bsh
+    {t:a}, {t:b} = {bsh}.chunk(2)
+    for {t:layer} in ({L}, {L}):
+        with beside({t:a}):
+            {t:a} = self.hidden({t:layer}({t:a}, mask, rotary))
+        with beside({t:b}, stream=1):
+            {t:b} = self.hidden({t:layer}({t:b}, mask, rotary))
+    {o} = torch.cat([joined({t:a}), joined({t:b})])
+stream within a stream | 2 | bsh
+    with beside({bsh/a}):
+        {t:a} = {bsh/a} * {c}
+        with beside({t:a}, stream=1):
+            {t:b} = self.hidden({L}({t:a}, mask, rotary))
+        {t:a} = self.hidden({L}({t:a}, mask, rotary)) + joined({t:b})
+    {o} = joined({t:a})
+"""
+
+MODEL_STATEMENTS = parsed(_CATALOGUE) | (parsed(_ON_STREAMS) if DEVICE != "cpu" else {})
 
 _WIRINGS = """
 tied weights | 2 | -

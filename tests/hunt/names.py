@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import random  # noqa: F401 (programs use it)
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy
@@ -17,10 +19,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint  # noqa: F401 (programs use it)
 
 import memo
-from tests.hunt.operators import Sampled  # noqa: F401 (programs use it)
+from tests.hunt.operators import DEVICE, Sampled  # noqa: F401 (programs use them)
 
 HIDDEN, TOKENS, BATCH = 16, 32, 2
 H = HIDDEN
+STREAMS = 3
+"""Streams beside the current one."""
 
 
 class Scaled(torch.autograd.Function):
@@ -67,8 +71,11 @@ class Parted(torch.autograd.Function):
 
 def fill(out: torch.Tensor, x: torch.Tensor) -> None:
     """Writes tanh(x) + 0.5 where torch's dispatcher does not see it."""
-    value = numpy.tanh(x.detach().float().numpy()) + numpy.float32(0.5)
-    if out.dtype is torch.bfloat16:
+    value = numpy.tanh(x.detach().float().cpu().numpy()) + numpy.float32(0.5)
+    if out.is_cuda:
+        with torch._C._DisableTorchDispatch():  # its storage has a version of its own: autograd sees nothing either
+            out.data.copy_(torch.from_numpy(value))
+    elif out.dtype is torch.bfloat16:
         out.detach().view(torch.int16).numpy()[...] = (value.astype(numpy.float32).view(numpy.uint32) >> 16).astype(
             numpy.int16
         )
@@ -101,10 +108,10 @@ _LIBRARY.define("smooth(Tensor x) -> Tensor")
 _LIBRARY.define("halve(Tensor(a!) x) -> ()")
 _LIBRARY.define("carried(Tensor x) -> Tensor")
 _LIBRARY.define("projected(Tensor x, Tensor w) -> Tensor")
-_LIBRARY.impl("projected", lambda x, w: F.linear(x, w).tanh(), "CPU")
-_LIBRARY.impl("halve", _halve, "CPU")
-_LIBRARY.impl("smooth", lambda x: torch.atan(x), "CPU")
-_LIBRARY.impl("carried", lambda x: x.cumsum(1).div(x.size(1)), "CPU")
+_LIBRARY.impl("projected", lambda x, w: F.linear(x, w).tanh(), DEVICE.upper())
+_LIBRARY.impl("halve", _halve, DEVICE.upper())
+_LIBRARY.impl("smooth", lambda x: torch.atan(x), DEVICE.upper())
+_LIBRARY.impl("carried", lambda x: x.cumsum(1).div(x.size(1)), DEVICE.upper())
 
 
 def _save_input(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
@@ -223,6 +230,40 @@ def in_a_thread(call: Callable[[], None]) -> None:
     thread.join()
     if raised:
         raise raised[0]
+
+
+@contextlib.contextmanager
+def beside(*given: torch.Tensor, stream: int = 0) -> Iterator[None]:
+    """Work on another stream, behind what the current one has; nobody waits for it before `joined`. On a CPU, just work."""
+    if DEVICE == "cpu":
+        yield
+        return
+    here, other = torch.cuda.current_stream(), _stream(stream)
+    other.wait_stream(here)
+    with torch.cuda.stream(other):
+        yield
+    for tensor in given:
+        tensor.record_stream(other)
+
+
+def joined(tensor: torch.Tensor) -> torch.Tensor:
+    """The current stream waits for all work beside it, which gives this tensor."""
+    if tensor.is_cuda:
+        here = torch.cuda.current_stream()
+        for number in range(STREAMS):
+            here.wait_stream(_stream(number))
+        tensor.record_stream(here)
+    return tensor
+
+
+def on_device() -> contextlib.AbstractContextManager[object]:
+    """Tensors that a program makes without naming a device lie where programs run."""
+    return contextlib.nullcontext() if DEVICE == "cpu" else torch.device(DEVICE)
+
+
+@functools.cache
+def _stream(number: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream()
 
 
 class Stack(nn.Module):

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["MOST_SAMPLES", "Sampled", "sampled_names"]
+__all__ = ["DEVICE", "MOST_SAMPLES", "Sampled", "sampled_names"]
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where programs run."""
 
 MOST_SAMPLES = 6
 """Samples of one operator that are drawn from."""
@@ -53,7 +56,7 @@ def _samples(name: str, variant: str) -> list[Any]:
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        samples = iter(info.sample_inputs_func(info, "cpu", torch.float32, False))
+        samples = iter(info.sample_inputs_func(info, DEVICE, torch.float32, False))
         while len(found) < MOST_SAMPLES:
             set_rng_seed(SEED)
             sample = next(samples, None)

@@ -6,6 +6,7 @@ a copy for the comparison.
 
 from __future__ import annotations
 
+from tests.hunt.operators import DEVICE
 from tests.hunt.statements import parsed
 
 __all__ = ["STEPS"]
@@ -119,7 +120,7 @@ nested | 1 | -
         loss = model(given)
     loss.backward()
 under autocast | 1 | -
-    with managed(), torch.autocast('cpu', torch.bfloat16):
+    with managed(), torch.autocast(DEVICE, torch.bfloat16):
         loss = model(given)
     note('loss', loss)
     loss.backward()
@@ -155,4 +156,31 @@ hooks within | 1 | -
     loss.backward()
 """
 
-STEPS = parsed(_CATALOGUE)
+_ON_STREAMS = """
+on a stream | 2 | -
+    with beside(given):
+        with managed():
+            loss = model(given)
+        loss.backward()
+    note('loss', joined(loss))
+forward on a stream | 2 | -
+    with beside(given), managed():
+        loss = model(given)
+    joined(loss).backward()
+backward on a stream | 2 | -
+    with managed():
+        loss = model(given)
+    with beside(loss, stream=1):
+        loss.backward()
+microbatches on streams | 3 | -
+    losses = []
+    for number, part in enumerate(given.chunk(2)):
+        with beside(part, stream=number), managed():
+            losses.append(model(part))
+    for number, loss in enumerate(losses):
+        with beside(loss, stream=number):
+            loss.backward()
+        joined(loss)
+"""
+
+STEPS = parsed(_CATALOGUE) | (parsed(_ON_STREAMS) if DEVICE != "cpu" else {})

@@ -93,7 +93,7 @@ def test_a_hunt_goes_on_behind_the_last_seed_and_adds_to_its_figures(
             )
             yield seed, Outcome(discarded="no") if seed % 4 == 1 else found, [(find, drawn(0))] if seed % 4 == 3 else []
 
-    monkeypatch.setattr(command, "_outcomes", outcomes)
+    monkeypatch.setattr(command, "outcomes", outcomes)
     monkeypatch.setenv("OUT", str(tmp_path))
     for programs, seeds in (("4", {3}), ("8", {3, 7})):
         monkeypatch.setattr(sys, "argv", ["hunt", "--programs", programs, "--write", "--continue"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import functools
+import time
 import warnings
 from collections.abc import Callable
 
@@ -151,3 +153,15 @@ def test_checkpointing_around_the_layers_is_in_the_report() -> None:
     loss.backward()
     assert "not managed: model.layers.0 and 1 more: activation checkpointing" in str(manager.report())
     manager.close()
+
+
+def test_a_tensor_is_saved_where_nothing_of_python_is_below_as_in_threads_of_autograd_on_a_device() -> None:
+    """The walk up the stack once failed there: a derivative of a derivative on a GPU was an AttributeError."""
+    saved: list[object] = []
+    with memo.offload(Model(lambda layer, at, x: layer(x)), alpha=0.0, host="1MiB", min_bytes=1):
+        pack, _ = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        _thread.start_new_thread(saved.extend, (map(pack, [torch.ones(2)]),))
+        until = time.monotonic() + 60
+        while not saved and time.monotonic() < until:
+            time.sleep(0.01)
+    assert len(saved) == 1
