@@ -79,7 +79,7 @@ class CodedCopy:
         pack_views([values], block, codec=self.codec)
         backend.compute_uses(block)
         self._found = found = coded_error(values, block, self.codec)
-        self._on_host = found if found.device.type == "cpu" else torch.empty(2, pin_memory=True)
+        self._on_host = found if found.device.type == "cpu" else torch.empty(2, device="cpu", pin_memory=True)
         self._on_host.copy_(found, non_blocking=True)
         self._checked = backend.compute_event()
         return block.numel()

@@ -143,7 +143,7 @@ def _wanted(cell: Cell) -> list[str]:
 def _interpreter(version: str) -> str | None:
     """Path of Python in this version: on the path, or one of pyenv's."""
     root = os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv"))
-    others = sorted(glob.glob(f"{glob.escape(root)}/versions/{version}.*/bin/python"))
+    others = sorted(glob.glob(f"{glob.escape(root)}/versions/*/bin/python{version}"))
     return next((path for path in (shutil.which(f"python{version}"), *others) if path and not _run([path, "-V"])), None)
 
 
