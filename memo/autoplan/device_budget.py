@@ -96,4 +96,4 @@ def _resident_bytes() -> int:
 def missing_gradient_bytes(parameters: Iterable[torch.Tensor]) -> int:
     """Bytes of the gradients that backward has still to allocate."""
     missing = (parameter for parameter in parameters if parameter.requires_grad and parameter.grad is None)
-    return sum(local_part(parameter.detach()).nbytes for parameter in missing)
+    return sum(local_part(parameter).nbytes for parameter in missing)

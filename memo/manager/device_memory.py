@@ -109,7 +109,7 @@ class OwnedMemory:
         """(name, tensor, bytes on the device) of each storage of an owner."""
         seen: set[int] = set()
         for name, tensor in self._candidates(owner):
-            local = local_part(tensor.detach())
+            local = local_part(tensor)
             if local.device != self._device or not has_storage(local):
                 continue
             storage = local.untyped_storage()

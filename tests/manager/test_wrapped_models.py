@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,6 +109,33 @@ def test_fully_sharded_models(alpha: float, first: str) -> None:
     got, want = losses(model), losses(sharded(stack()))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     ends_well(manager, model)
+
+
+def test_a_sharded_model_that_is_evaluated_in_inference_mode_is_planned_and_traced_on(tmp_path: Path) -> None:
+    """A DTensor cannot be detached in inference mode: found by `make hunt`."""
+
+    def losses(manager: Any = None) -> list[torch.Tensor]:
+        model = stack()
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        opened = manager(model) if manager else contextlib.nullcontext()
+        found = []
+        for step in range(3):
+            with opened:
+                loss = model(ids(step))
+            loss.backward()
+            model.zero_grad()
+            with torch.inference_mode(), opened:
+                found += [loss.detach(), model(ids(step))]
+        if manager:
+            opened.close()
+        return found
+
+    def offloaded(model: nn.Module) -> memo.Manager:
+        return memo.offload(model, alpha=0.5, host="8MiB", device="64GiB", min_bytes=1, trace=tmp_path / "trace.jsonl")
+
+    assert all(map(torch.equal, losses(offloaded), losses()))
 
 
 @pytest.mark.filterwarnings("ignore:layers.0 and 2 more ran without hooks:RuntimeWarning")
