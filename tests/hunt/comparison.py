@@ -49,7 +49,7 @@ class Outcome:
     moved_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     recomputed_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     refused: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Level -> 1 where a replay refused to read what the program had changed, and torch alone does not read it."""
+    """Level -> 1 where a replay refused to read what was changed or is not there, and torch alone does not read it."""
     whole: list[str] = dataclasses.field(default_factory=list)
     """Reasons of layers that moved whole at alpha 0."""
 
@@ -70,6 +70,8 @@ class _Run:
         return None if error is None else type(error).__name__
 
 
+_REFUSED = ("is recomputed from a tensor that was changed", "whose memory is not there")
+"""docs/recompute.md, "What is seen, and what is not"."""
 _Manage = Callable[[nn.Module], Managed]
 
 
@@ -146,9 +148,9 @@ def _compare_at(
             found.whole += getattr(managed[0].manager.report().tokenwise, "refused", {}).values()
     if way.may_be_full and isinstance(got.raised, HostBudgetExceeded | ScratchFull):
         return
-    refused = "is recomputed from a tensor that was changed" in str(got.raised)
+    refused = any(reason in str(got.raised) for reason in _REFUSED)
     if refused and (want.raised is None or len(got.results) < len(want.results)):
-        found.refused[name] = 1  # docs/recompute.md, "What is seen, and what is not"
+        found.refused[name] = 1
         want = _Run(results={key: want.results.get(key) for key in got.results}, raised=got.raised)
     if got.kind != want.kind:
         if got.raised is None:

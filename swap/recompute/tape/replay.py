@@ -221,8 +221,8 @@ class Replay:
             )
         if storage.nbytes() < kept.nbytes:
             raise SwapError(
-                f"{self.name} needs a parameter in backward whose memory is not there; shard whole layers, or exclude it"
-                " with alpha=1"
+                f"{self.name} needs a parameter in backward whose memory is not there: FSDP gathers it when a gradient"
+                " reaches what a module returned; use that in the loss, shard whole layers, or exclude it with alpha=1"
             )
         if uncounted_steps.count != self._steps and uncounted_steps.wrote(storage, since=self._steps):
             raise ModifiedAfterSave(

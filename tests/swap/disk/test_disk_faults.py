@@ -8,6 +8,7 @@ import errno
 import gc
 import itertools
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -359,6 +360,12 @@ def test_a_thread_killed_with_a_piece_fails_its_operation_and_no_other(tmp_path:
     store.close()
 
 
+_at_any_instant = pytest.mark.skipif(
+    sys.version_info >= (3, 14), reason="a thread killed as it enters `with lock` leaves it locked: docs/versions.md"
+)
+
+
+@_at_any_instant
 def test_a_gate_thread_that_is_killed_goes_on(tmp_path: Path) -> None:
     store = make(tmp_path, Faults(), threads=1)
     for _ in range(2):
@@ -392,6 +399,7 @@ def _killer(thread: str, nth: int) -> tuple[Callable[..., None], threading.Event
     return profile, died
 
 
+@_at_any_instant
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("thread", ["memo-disk-0", "memo-disk-gate"])
 def test_a_thread_killed_at_any_of_its_calls_leaves_no_operation_undone(
