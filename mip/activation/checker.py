@@ -167,20 +167,22 @@ def _shared(plan: ActivationPlan, walks: list[Walk]) -> Violation | None:
     pipeline = plan.problem.pipeline
     step_s = pipeline.microbatches * max(walk.clock_s for walk in walks)  # no step is shorter
     for node in _nodes(plan):
-        here = [walks[stage] for stage in node]
-        budgets = plan.problem.machine_of(node[0]).budgets
+        here = [(walks[stage], ranks) for stage, ranks in node.items()]
+        budgets = plan.problem.machine_of(min(node)).budgets
         for rule, moved, budget in (
-            (Rule.HOST, [walk.host for walk in here], budgets.host_bytes),
-            (Rule.DISK, [walk.disk for walk in here], budgets.disk_bytes),
+            (Rule.HOST, [walk.host for walk, _ in here], budgets.host_bytes),
+            (Rule.DISK, [walk.disk for walk, _ in here], budgets.disk_bytes),
         ):
-            used = sum(nbytes + walk.rounding for nbytes, walk in zip(moved, here, strict=True) if nbytes)
+            used = sum(
+                ranks * (nbytes + walk.rounding) for nbytes, (walk, ranks) in zip(moved, here, strict=True) if nbytes
+            )
             if used > budget + 0.5:
                 over = format_bytes(used - budget, up=True)
                 message = f"{format_bytes(used)} on a node are {over} above its {rule} budget of {format_bytes(budget)}"
-                rounded = ", rounded to whole storages and pages" if any(walk.rounding for walk in here) else ""
+                rounded = ", rounded to whole storages and pages" if any(walk.rounding for walk, _ in here) else ""
                 return Violation(rule=rule, message=f"{message}{rounded}")
         wear = budgets.disk_wear_bytes_per_day
-        a_day = pipeline.microbatches * sum(walk.written for walk in here)
+        a_day = pipeline.microbatches * sum(ranks * walk.written for walk, ranks in here)
         a_day *= SECONDS_A_DAY / step_s if step_s else 0.0
         if wear is not None and a_day > wear * (1 + 1e-9) + 1:
             message = f"{a_day / 1e12:.4g} TB a day are written to a node's disks, above the {wear / 1e12:.4g} allowed"
@@ -188,24 +190,27 @@ def _shared(plan: ActivationPlan, walks: list[Walk]) -> Violation | None:
     return None
 
 
-def _nodes(plan: ActivationPlan) -> list[list[int]]:
-    """The stage of each rank on a node, once for all nodes that are alike."""
+def _nodes(plan: ActivationPlan) -> list[dict[int, int]]:
+    """Ranks of each stage on a node, once for all nodes that are alike."""
     problem, pipeline = plan.problem, plan.problem.pipeline
-    nodes: set[tuple[int, ...]] = set()
-    filled: list[int] = []  # the stage of each rank on the node that is filled
+    nodes: list[dict[int, int]] = []
+    filling: dict[int, int] = {}
     for stage in range(pipeline.stages):
         machine = problem.machine_of(stage)
         size = machine.budgets.ranks_per_node
         if machine.new_node:
-            nodes.add(tuple(filled))
-            filled = []
-        for _ in range(machine.node_ranks or pipeline.stage_ranks or size):
-            filled.append(stage)
-            if len(filled) == size:
-                nodes.add(tuple(filled))
-                filled = []
-    nodes.add(tuple(filled))
-    return [list(node) for node in sorted(nodes) if node]
+            nodes.append(filling)
+            filling = {}
+        left = machine.node_ranks or pipeline.stage_ranks or size
+        room = size - sum(filling.values())
+        if 0 < room <= left:
+            nodes.append(filling | {stage: room})
+            full, left = divmod(left - room, size)
+            nodes += [{stage: size}] * bool(full)
+            filling = {}
+        if left:
+            filling[stage] = left
+    return [node for node in [*nodes, filling] if node]
 
 
 def _prediction(plan: ActivationPlan, walks: list[Walk]) -> Violation | None:

@@ -149,7 +149,7 @@ def _compare_at(
     if way.may_be_full and isinstance(got.raised, HostBudgetExceeded | ScratchFull):
         return
     refused = any(reason in str(got.raised) for reason in _REFUSED)
-    if refused and (want.raised is None or len(got.results) < len(want.results)):
+    if refused and (got.kind != want.kind or len(got.results) < len(want.results)):
         found.refused[name] = 1
         want = _Run(results={key: want.results.get(key) for key in got.results}, raised=got.raised)
     if got.kind != want.kind:
