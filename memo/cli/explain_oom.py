@@ -71,7 +71,7 @@ def _holders(answer: Answer) -> str:
             format_bytes(one.nbytes),
             printable(one.what if one.what != "saved" or not one.op else f"saved, {one.op}"),
             printable(one.name or "-"),
-            f"{'×'.join(map(str, one.shape))} {one.dtype or ''}".strip() if one.shape is not None else "-",
+            printable(f"{'×'.join(map(str, one.shape))} {one.dtype or ''}".strip()) if one.shape is not None else "-",
             printable(one.line or "-", limit=120),
         )
         for one in answer.held.holders

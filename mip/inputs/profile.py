@@ -56,7 +56,7 @@ INPUT = "input"
 MAX_LAYERS = 10_000
 MAX_POINTS = 256
 MAX_NAME = 40
-"""Characters of a point's name."""
+"""Characters of the name of a point, or of a type."""
 MAX_TILES = 1 << 20
 MAX_NBYTES = 1 << 62
 MAX_AMOUNT = 1e30
@@ -382,6 +382,8 @@ class Signature:
         for name in ("batch", "tokens", "tp", "cp", "pp", "ep"):
             if not 1 <= getattr(self, name) <= 1 << 40:
                 raise PlanError(f"signature: {name} is {getattr(self, name)}, not a count of 1 or more")
+        if not (self.dtype.isascii() and self.dtype.isidentifier() and len(self.dtype) <= MAX_NAME):
+            raise PlanError(f"signature: dtype {self.dtype[:MAX_NAME]!a} is no name of a type")
 
     @property
     def rank_tokens(self) -> int:

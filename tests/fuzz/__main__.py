@@ -3,9 +3,10 @@
     python -m tests.fuzz [--inputs 1000000] [--minutes M] [--readers "trace cluster"] [--write] [--continue]
 
 Each reader has a process of its own, for `--inputs` inputs or `--minutes` minutes, and a corpus under build/fuzz that the
-next run begins with. Finds go to build/fuzz/NAME/finds; kept in tests/fuzz/found/NAME they are inputs of every run, and
-of the tests. With `--continue` inputs are added to those of the latest result file, so that a million of each reader are
-reached in pieces; readers that take the least time for an input come first. Exit 1 where anything was found.
+next run begins with, as it does with that of corpus.tar.xz, which `--keep` writes. Finds go to build/fuzz/NAME/finds; kept
+in tests/fuzz/found/NAME they are inputs of every run, and of the tests. With `--continue` inputs are added to those of the
+latest result file, so that a million of each reader are reached in pieces; readers that take the least time for an input
+come first. Exit 1 where anything was found.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from benchmarks.results import ROOT, commit, newest_result, write_result
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
+from tests.fuzz.corpus import ARCHIVE, pack, unpacked
 from tests.fuzz.readers import MOST_BYTES, READERS, Reader
 
 FOUND = Path(__file__).parent / "found"
@@ -67,7 +70,7 @@ def fuzz(reader: Reader, *, inputs: int, minutes: float | None, seed: int = 0, w
     corpus, finds = work / reader.name / "corpus", work / reader.name / "finds"
     for folder in (corpus, finds):
         folder.mkdir(parents=True, exist_ok=True)
-    for number, given in enumerate(reader.seeds()):
+    for number, given in enumerate([*reader.seeds(), *unpacked().get(reader.name, [])]):
         (corpus / f"seed-{number}").write_bytes(given)
     kept = FOUND / reader.name
     known = len([*corpus.iterdir()])
@@ -86,8 +89,7 @@ def fuzz(reader: Reader, *, inputs: int, minutes: float | None, seed: int = 0, w
     if minutes is not None:
         flags.append(f"-max_total_time={max(1, round(60 * minutes))}")
     begun, before = time.monotonic(), {path.name for path in finds.iterdir()}
-    command = [sys.executable, "-m", "tests.fuzz.one_reader", reader.name, str(finds), *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace", env=_environment())
+    done = _run(reader.name, finds, flags)
     said = done.stdout + done.stderr
     found = sorted({path.name for path in finds.iterdir() if path.suffix != ".txt"} - before)
     if done.returncode and not found:  # libFuzzer writes the input of what ends it, so this is the fuzzer's own
@@ -100,6 +102,23 @@ def fuzz(reader: Reader, *, inputs: int, minutes: float | None, seed: int = 0, w
         corpus=_last(r"corp: (\d+)", said),
         finds=found,
     )
+
+
+def keep(work: Path = WORK) -> int:
+    """Packs the corpora, each without inputs that others of it stand for; returns the number of inputs."""
+    kept = unpacked()
+    for name in READERS:
+        if (corpus := work / name / "corpus").is_dir():
+            with tempfile.TemporaryDirectory() as merged:
+                _run(name, work / name / "finds", ["-merge=1", merged, str(corpus)]).check_returncode()
+                kept[name] = [path.read_bytes() for path in Path(merged).iterdir()]
+    pack(kept)
+    return sum(map(len, kept.values()))
+
+
+def _run(name: str, finds: Path, flags: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.fuzz.one_reader", name, str(finds), *flags]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace", env=_environment())
 
 
 def _environment() -> dict[str, str]:
@@ -123,7 +142,11 @@ def main() -> int:
     parser.add_argument("--readers", type=str.split, default=list(READERS), metavar="NAMES", help="some of them")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", action="store_true", help="write a result file")
+    parser.add_argument("--keep", action="store_true", help="pack the corpora that are there, and run nothing")
     args = parser.parse_args()
+    if args.keep:
+        print(f"{keep():,} inputs in {ARCHIVE.relative_to(ROOT)}")
+        return 0
     if unknown := set(args.readers) - READERS.keys():
         parser.error(f"--readers: no {', '.join(sorted(unknown))}; there are {' '.join(READERS)}")
     earlier = newest_result("fuzz") if args.go_on else None

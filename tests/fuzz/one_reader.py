@@ -12,6 +12,7 @@ import faulthandler
 import logging
 import random
 import re
+import shlex
 import sys
 import tempfile
 import traceback
@@ -82,7 +83,8 @@ def run(reader: Reader, finds: Path, flags: Sequence[str]) -> NoReturn:
     def mutate(data: bytes, most: int, seed: int) -> bytes:
         return reader.shape(data, most, random.Random(seed), atheris.Mutate)
 
-    atheris.Setup([sys.argv[0], *flags], one, custom_mutator=mutate)
+    again = shlex.join([sys.executable, "-m", "tests.fuzz.one_reader", reader.name, str(finds)])  # as -merge=1 does
+    atheris.Setup([again, *flags], one, custom_mutator=mutate)
     atheris.Fuzz()
     raise AssertionError("libFuzzer ends the process")
 

@@ -62,6 +62,8 @@ class Reader:
     """What must end with a value or a MemoError; None: the commands read."""
     commands: tuple[str, ...] = ()
     """Run on files that `read` accepts: `{}` is the file, and `{page}` a file to write."""
+    suits: Callable[[str, Any], bool] = lambda command, value: True
+    """Whether a command is run on what `read` gave."""
     prepared: Callable[[bytes], bytes] = bytes
     """The file's bytes, of the input's."""
     beside: Callable[[Path], object] | None = None
@@ -87,10 +89,11 @@ def examine(reader: Reader, data: bytes, folder: Path, *, commands: bool = True)
         reader.beside(path.parent)
     path.write_bytes(reader.prepared(data))
     begun, before = time.process_time(), _peak_bytes()
-    accepted = reader.read is None or _reads(reader.read, path)
+    accepted, value = (True, None) if reader.read is None else _reads(reader.read, path)
     if accepted and (commands or reader.read is None):
         for command in reader.commands:
-            _run(command, path, folder / "page.html")
+            if reader.suits(command, value):
+                _run(command, path, folder / "page.html")
     seconds, grown = time.process_time() - begun, _peak_bytes() - before
     if seconds > MOST_S:
         raise Broken(f"{seconds:.1f} s of processor time")
@@ -103,14 +106,13 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
-def _reads(read: Callable[[Path], object], path: Path) -> bool:
+def _reads(read: Callable[[Path], object], path: Path) -> tuple[bool, object]:
     try:
-        read(path)
+        return True, read(path)
     except MemoError as error:
         if not str(error).strip():
             raise Broken(f"{type(error).__name__} without a word") from error
-        return False
-    return True
+        return False, None
 
 
 def _run(command: str, path: Path, page: Path) -> None:
@@ -306,6 +308,12 @@ def _activations(path: Path) -> object:
     from memo.mip.activation.files import plan_to_json, read_activation_plan
 
     return _comes_back(read_activation_plan, plan_to_json, path)
+
+
+def _is_short(command: str, plan: Any) -> bool:
+    """`memo simulate` runs each layer of each microbatch: a tenth of a millisecond, and ten times that under the fuzzer."""
+    pipeline = plan.problem.pipeline
+    return not command.startswith("simulate") or len(plan.layers) * pipeline.microbatches * pipeline.chunks < 500
 
 
 def _problem(path: Path) -> object:
@@ -617,6 +625,7 @@ READERS: dict[str, Reader] = {
             file="plan.json",
             read=_activations,
             commands=("show {}", "show {} --json", "check {}", "simulate {}"),
+            suits=_is_short,
         ),
         Reader(
             name="address-plan",

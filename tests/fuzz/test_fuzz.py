@@ -17,6 +17,7 @@ import pytest
 from benchmarks.results import newest_result
 from memo.errors import PlanError
 from tests.fuzz import __main__ as command, readers
+from tests.fuzz.corpus import unpacked
 from tests.fuzz.mutations import BYTES, JSON
 from tests.fuzz.readers import READERS, Broken, Reader, examine
 
@@ -51,6 +52,16 @@ def test_an_input_that_once_failed_passes(path: Path, tmp_path: Path) -> None:
     reader = READERS[path.parent.name]
     _prepared(reader, tmp_path)
     examine(reader, path.read_bytes(), tmp_path)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_inputs_that_reached_a_branch_first_still_end_as_they_may(name: str, tmp_path: Path) -> None:
+    reader = READERS[name]
+    _prepared(reader, tmp_path)
+    kept = unpacked()[name]
+    assert kept
+    for data in kept:
+        examine(reader, data, tmp_path, commands=False)
 
 
 @pytest.mark.parametrize("name", READERS)
