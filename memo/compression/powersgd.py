@@ -103,7 +103,9 @@ class PowerSgdReduceScatter:
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         self._state = _State(
             errors=[torch.zeros(ranks * part.rows, part.columns, device=device) for part in self._matrices],
-            factors=[torch.randn(part.columns, rank, generator=generator).to(device) for part in self._matrices],
+            factors=[
+                torch.randn(part.columns, rank, generator=generator, device="cpu").to(device) for part in self._matrices
+            ],
         )
         self._next: _State | None = None
 
