@@ -31,11 +31,9 @@ class Flops:
 def forward_flops(step: Step, layers: Sequence[Layer]) -> tuple[list[Flops], Flops]:
     """Counts the operations of each layer's forward, and of the model's."""
     aten, own = torch.ops.aten, torch.ops.memo
-    # torch has no formula for the CPU's fused attention, and none that heeds a window.
-    formulas: dict[Any, Any] = {
-        aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention_flop,
-        aten._flash_attention_forward: _flash_flop,
-    }
+    # torch has no formula for the CPU's fused attention, none that heeds a window, and in 2.11 none for fewer heads of keys.
+    formulas: dict[Any, Any] = {getattr(aten, f"_scaled_dot_product_{kernel}"): _attention_flop for kernel in _KERNELS}
+    formulas[aten._flash_attention_forward] = _flash_flop
     if hasattr(own, "local_attention"):  # registered with the GPT
         formulas[own.local_attention] = _local_flop
     counter = FlopCounterMode(display=False, custom_mapping=formulas)
@@ -46,8 +44,12 @@ def forward_flops(step: Step, layers: Sequence[Layer]) -> tuple[list[Flops], Flo
     return [_of(counts.get(f"{prefix}.{layer.name}", {})) for layer in layers], _of(counts.get("Global", {}))
 
 
-def _cpu_attention_flop(query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
-    return int(sdpa_flop(query, key, value))
+_KERNELS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+
+
+def _attention_flop(query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
+    heads = query[:2]
+    return int(sdpa_flop(query, (*heads, *key[2:]), (*heads, *value[2:])))
 
 
 def _flash_flop(query: torch.Tensor, key: torch.Tensor, *others: Any, out_val: object = None, **sides: Any) -> int:

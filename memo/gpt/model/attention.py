@@ -94,6 +94,10 @@ def _flash_window(window: int | None) -> dict[str, tuple[int, int]]:
     return {} if window is None else {"window_size": (window - 1, 0)}
 
 
+_BY_NAME = {kernel.value: kernel for kernel in Kernel}
+"""A graph cannot call an enumeration: torch 2.11's compiler refuses it."""
+
+
 def _with_fallback(
     run: Callable[[Choice], torch.Tensor], query: torch.Tensor, key: torch.Tensor, *, batch: int, seq: int, local: bool
 ) -> torch.Tensor:
@@ -101,7 +105,7 @@ def _with_fallback(
     heads, head_dim = query.shape[2:]
     if torch.compiler.is_compiling():  # a graph has the kernel that it was compiled with
         kernel, repeats = _choice_of(query.device, query.dtype, heads, key.shape[2], head_dim, local)
-        return run(Choice(kernel=Kernel(kernel), repeats=repeats))
+        return run(Choice(kernel=_BY_NAME[kernel], repeats=repeats))
     kind = Kind.of(
         device=query.device, dtype=query.dtype, heads=heads, kv_heads=key.shape[2], head_dim=head_dim, local=local
     )
