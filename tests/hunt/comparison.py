@@ -96,7 +96,8 @@ def compare(
     wanted: dict[int, _Run] = {}
 
     def train(rounds: int, manage: _Manage | None = None) -> _Run:
-        return _train(program, manage, rounds, place, rank)
+        with on_device():
+            return _train(program, manage, rounds, place, rank)
 
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as scratch:
         warnings.simplefilter("ignore")
@@ -172,17 +173,6 @@ def _train(
     rank: int,
 ) -> _Run:
     """Runs the steps `rounds` times, with a step of gradient descent after each."""
-    with on_device():
-        return _trained(program, manage, rounds, place, rank)
-
-
-def _trained(
-    program: Program,
-    manage: _Manage | None,
-    rounds: int,
-    place: Callable[[nn.Module], nn.Module] | None,
-    rank: int,
-) -> _Run:
     run = _Run()
     try:
         model, steps = program.made()
