@@ -382,7 +382,7 @@ class Signature:
         for name in ("batch", "tokens", "tp", "cp", "pp", "ep"):
             if not 1 <= getattr(self, name) <= 1 << 40:
                 raise PlanError(f"signature: {name} is {getattr(self, name)}, not a count of 1 or more")
-        if not (self.dtype.isascii() and self.dtype.isidentifier() and len(self.dtype) <= MAX_NAME):
+        if not (self.dtype.isascii() and self.dtype.isprintable() and 0 < len(self.dtype) <= MAX_NAME):
             raise PlanError(f"signature: dtype {self.dtype[:MAX_NAME]!a} is no name of a type")
 
     @property
