@@ -187,14 +187,14 @@ def test_without_the_planned_allocator_the_figures_are_torchs(machine: object, m
     assert (memory_stats().allocated_bytes, allocated_bytes(device), peak_allocated_bytes(device)) == (0, 0, 0)
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="torch has loaded its own runtime")
 def test_the_runtime_that_is_loaded_is_the_one_used(tmp_path: Path) -> None:
     library = tmp_path / "libcudart-1a2b.so.13"
     shutil.copy(Standin().path, library)
     code = (
-        "import ctypes, sys, memo.allocator.pluggable as a\n"
+        "import ctypes, os, sys, torch, memo.allocator.pluggable as a\n"
         "ctypes.CDLL(sys.argv[1])\n"
-        "assert a._cuda_runtime() == sys.argv[1], a._cuda_runtime()"
+        "found = a._cuda_runtime()\n"  # with torch for CUDA, which has loaded its own, one of the two
+        "assert found == sys.argv[1] or (torch.version.cuda and os.path.isabs(found) and os.path.exists(found)), found"
     )
     subprocess.run([sys.executable, "-c", code, str(library)], check=True)
 

@@ -70,8 +70,6 @@ class _Run:
         return None if error is None else type(error).__name__
 
 
-_REFUSED = ("is recomputed from a tensor that was changed", "whose memory is not there")
-"""docs/recompute.md, "What is seen, and what is not"."""
 _Manage = Callable[[nn.Module], Managed]
 
 
@@ -149,7 +147,7 @@ def _compare_at(
             found.whole += getattr(managed[0].manager.report().tokenwise, "refused", {}).values()
     if way.may_be_full and isinstance(got.raised, HostBudgetExceeded | ScratchFull):
         return
-    refused = any(reason in str(got.raised) for reason in _REFUSED)
+    refused = _is_refused(program, got.raised)
     if refused and (got.kind != want.kind or len(got.results) < len(want.results)):
         found.refused[name] = 1
         want = _Run(results={key: want.results.get(key) for key in got.results}, raised=got.raised)
@@ -163,6 +161,14 @@ def _compare_at(
         found.finds.append(Find(level=name, kind=f"differs in {_part(unlike[0])}", told=", ".join(unlike[:6])))
     if managed and (races := managed[0].races()):
         found.finds.append(Find(level=name, kind="races", told="\n".join(races[:2])))
+
+
+def _is_refused(program: Program, error: BaseException | None) -> bool:
+    """Whether a replay says that it cannot read something: docs/recompute.md, "What is seen, and what is not"."""
+    said = str(error)
+    # FSDP gathers no parameters for a loss that uses only what a layer has kept aside.
+    is_not_gathered = "whose memory is not there" in said and "kept aside" in program.statements
+    return is_not_gathered or "is recomputed from a tensor that was changed" in said
 
 
 def _train(

@@ -30,12 +30,12 @@ class Block(nn.Module):
         return x + nn.functional.dropout(self.down(nn.functional.gelu(self.up(x))), 0.1)
 
 
-def _gradients(steps: int = 3, **offload: Any) -> list[torch.Tensor]:
+def _gradients(default: str, steps: int = 3, **offload: Any) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(3)))
     inputs = [torch.randn(2, 64, 32) for _ in range(steps)]
     found: list[torch.Tensor] = []
-    with torch.device("meta"):  # what memo makes there has no bytes
+    with torch.device(default):
         manager = memo.offload(model, layers=[*model], min_bytes=1, **offload) if offload else None
         if manager is not None:
             manager.attach()
@@ -64,9 +64,8 @@ def _gradients(steps: int = 3, **offload: Any) -> list[torch.Tensor]:
 )
 def test_gradients_are_the_same_bits_under_another_default_device(offload: dict[str, Any], tmp_path: Path) -> None:
     where = {"disk": tmp_path, "disk_budget": "64MiB"} if offload.get("disk") else {"host": "64MiB"}
-    got = _gradients(**{**offload, **where, "host": offload.get("host", "64MiB")})
-    want = _gradients()
-    assert len(got) == len(want)
-    assert all(tensor.device.type == "cpu" for tensor in want)
-    if "codec" not in offload:
-        assert all(map(torch.equal, got, want))
+    offload = {**offload, **where, "host": offload.get("host", "64MiB")}
+    got = _gradients("meta", **offload)  # what memo makes there has no bytes
+    want = _gradients("cpu", **(offload if "codec" in offload else {}))
+    assert len(got) == len(want) > 0
+    assert all(map(torch.equal, got, want))
