@@ -3,7 +3,7 @@
     make bench ARMS=architectures
     python -m benchmarks.architectures [--only NAME ...] [--limit N] [--part 2/4] [--settings 1,0.3,0,matmuls,input,bfloat16]
                                        [--dropout 0.1] [--attention eager] [--experts eager] [--workers 2] [--timeout 240]
-                                       [--continue FILE.json [--again NAME ...]] [--list]
+                                       [--continue FILE.json [--again NAME ...]] [--list] [--device cuda]
     python -m benchmarks.architectures --page FILE.json
 
 Each architecture runs in a process of its own: plain twice, which says whether it repeats itself, then with memo at each
@@ -19,7 +19,7 @@ All 264 classes of transformers 5.23 take 20 minutes with one worker of the lowe
 3 of them for Rwkv; two workers, the default, divide that among two cores. The result file is written again every few
 seconds, so a sweep that is cut off leaves what it had; `--continue` goes on from there, and examines classes of `--again`
 anew. A whole sweep writes docs/architectures.md and the figures in docs/recompute.md; `--page` does that from a file
-(architectures_page.py).
+(architectures_page.py). On a GPU torch's deterministic algorithms are used, where there are some.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ import torch
 import memo
 from benchmarks.architectures_page import PAGE, RECOMPUTE, is_whole, page, with_figures
 from benchmarks.architectures_reasons import reasons_of
+from benchmarks.machine import DETERMINISTIC
 from benchmarks.results import ROOT, write_result
 from benchmarks.small_architectures import BATCH, SEQ, build, loss_of, names
 from memo.errors import UsageError
@@ -87,6 +88,7 @@ class Options:
     dropout: float = 0.0
     attention: str | None = None
     experts: str | None = None
+    device: str = "cpu"
     workers: int = 2
     timeout_s: float = 240.0
 
@@ -149,6 +151,18 @@ def _train(model: nn.Module, buffers: dict[str, torch.Tensor], manager: Manager 
     return run
 
 
+def _repeatable(model: nn.Module, buffers: dict[str, torch.Tensor]) -> Run:
+    """The same, from here on by deterministic algorithms if on a GPU; by torch's own choice where it has none for the model."""
+    torch.use_deterministic_algorithms(model.device.type != "cpu")
+    try:
+        return _train(model, buffers)
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    return _train(model, buffers)
+
+
 def differing(got: Run, want: Run) -> list[str]:
     """Names of the results whose bits differ; a NaN is equal to the same NaN."""
     return [name for name, ours in got.results.items() if not _same(ours, want.results[name])]
@@ -176,8 +190,9 @@ def examine(name: str, options: Options) -> dict[str, Any]:
     found: dict[str, Any] = {"name": name, "settings": {}}
     try:
         model = build(name, dropout=options.dropout, attention=options.attention, experts=options.experts)
+        model.to(options.device)
         buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}
-        want = _train(model, buffers)
+        want = _repeatable(model, buffers)
         again = _train(model, buffers)
     except Exception as error:
         return {**found, "failed": f"not built: {_told(error)}"}
@@ -416,7 +431,8 @@ def _before(path: Path, head: dict[str, Any]) -> tuple[list[dict[str, Any]], lis
     """
     result = _read(path)
     unlike = [name for name in ("torch", "transformers", "shape") if result[name] != head[name]]
-    unlike += [name for name in _OF_RESULTS if result["options"][name] != head["options"][name]]
+    before = {"device": "cpu", **result["options"]}
+    unlike += [name for name in _OF_RESULTS if before[name] != head["options"][name]]
     if unlike:
         raise UsageError(f"--continue {path.name}: it is of another {', '.join(unlike)}")
     rows = [{"commit": result["commit"], **row} for row in result["architectures"]]
@@ -424,7 +440,7 @@ def _before(path: Path, head: dict[str, Any]) -> tuple[list[dict[str, Any]], lis
     return rows, [*result.get("continues", []), told]
 
 
-_OF_RESULTS = ("settings", "dropout", "attention", "experts")
+_OF_RESULTS = ("settings", "dropout", "attention", "experts", "device")
 """Options that results depend on."""
 
 
@@ -447,6 +463,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--attention", help="implementation of attention")
     parser.add_argument("--experts", help="implementation of routed experts")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--workers", type=int, default=2, help="processes at a time, of one thread each")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one architecture")
     parser.add_argument("--continue", dest="before", type=Path, metavar="FILE", help="examine what FILE does not have")
@@ -471,6 +488,8 @@ def _main(args: argparse.Namespace) -> int:
     if args.page is not None:
         _write_page(args.page)
         return 0
+    if args.device == "cuda":  # which nothing here may touch: forks of a process that has cannot use it
+        os.environ.update(DETERMINISTIC, PYTORCH_NVML_BASED_CUDA_CHECK="1")
     import transformers
 
     options = Options(
@@ -478,6 +497,7 @@ def _main(args: argparse.Namespace) -> int:
         dropout=args.dropout,
         attention=args.attention,
         experts=args.experts,
+        device=args.device,
         workers=args.workers,
         timeout_s=args.timeout,
     )
@@ -500,7 +520,7 @@ def _main(args: argparse.Namespace) -> int:
     ended = _run(wanted, options, rows, head)
     result = _result(rows, head)
     _tell(result["summary"], result["architectures"])
-    path = write_result("architectures", result)
+    path = _write(result)
     print(f"Wrote {path}")
     if not ended:
         print(f"Cut off; the rest: python -m benchmarks.architectures --continue {path}")
@@ -520,11 +540,15 @@ def _run(wanted: Sequence[str], options: Options, rows: list[dict[str, Any]], he
                 rows[:] = [*(other for other in rows if other["name"] != row["name"]), row]
                 print(f"{done:3}/{len(wanted)} {line_of(row, options)}", flush=True)
                 if time.monotonic() - written >= WRITTEN_EACH_S:
-                    write_result("architectures", _result(rows, head))
+                    _write(_result(rows, head))
                     written = time.monotonic()
     except KeyboardInterrupt:
         return False
     return True
+
+
+def _write(result: dict[str, Any]) -> Path:
+    return write_result("architectures" if result["options"]["device"] == "cpu" else "architectures-gpu", result)
 
 
 def _result(rows: Sequence[dict[str, Any]], head: dict[str, Any]) -> dict[str, Any]:

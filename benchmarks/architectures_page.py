@@ -178,6 +178,8 @@ def is_whole(result: Entry) -> bool:
     rows, options = result.get("architectures", []), result.get("options", {})
     if len(rows) < result.get("classes", len(rows)) or any(options.get(name) for name in _VARIANTS):
         return False
+    if options.get("device", "cpu") != "cpu":
+        return False
     has = {setting for row in rows for setting in row["settings"]}
     return has >= {_WHOLE, *_SHARES, _BFLOAT16} and any(
         "reasons" in cell for row in rows for cell in row["settings"].values()

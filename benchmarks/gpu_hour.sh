@@ -14,7 +14,7 @@ if [ -z "${GPU_HOUR_SMALL:-}" ]; then
   headline="--seq 64k --rounds 3" alphas="--seq 128k --layers 12 --rounds 1" million="--layers 8,6,4 --minutes 5"
   short="--rounds 3" length="--cap 16GiB --minutes 1" allocator=(--seq 32k --steps 12) trained=64k
   long="--seq 128k --layers 12 --rounds 1" longer="--seq 256k --layers 6 --rounds 1"
-  probe="" kernels=""
+  probe="" kernels="" programs="--minutes 2 --shrink 20 --ranks 0 --write" classes=(--workers 6 --settings 1,0.3,0)
 else  # the rehearsal: the same commands, where nothing is fast
   patience=4
   model="--model tiny" larger=tiny host="--host 1GiB" most_host="--host 1GiB" train_host=1GiB
@@ -22,6 +22,7 @@ else  # the rehearsal: the same commands, where nothing is fast
   short="--seq 256 --rounds 1" length="--seq 2k --cap 64MiB --minutes 1" trained=512
   long="--seq 1k --layers 12 --rounds 1" longer="--seq 1k --layers 14 --rounds 1"
   probe="--small" kernels="--tokens 64 --width 256 --asked 0"
+  programs="--programs 10 --ranks 0 --write" classes=(--workers 1 --settings 1,0 --only LlamaForCausalLM)
   allocator=(--seq 512 --steps 2 --without "expandable segments")  # of which the emulated driver has none
   short="$model $short" million="$model $million"
   some="when_one_stream_lags or host_arena_is_exact or too_late or no_fallback or anything_but_zero or refused"
@@ -48,7 +49,7 @@ unpack() {
   echo "$packed" > "$work/unpacked"
 }
 
-failed=()
+failed=() jobs=() names=() logs=()
 run() {  # SECONDS MODULE ARGUMENT...
   local limit=$(($1 * patience)) begin=$SECONDS code
   shift
@@ -57,6 +58,24 @@ run() {  # SECONDS MODULE ARGUMENT...
   code=$?
   echo "-- exit $code after $((SECONDS - begin)) s"
   [ $code = 0 ] || failed+=("${*:1:2} (exit $code)")
+}
+
+beside() {  # NAME SECONDS MODULE ARGUMENT...: runs while others do; `together` waits for them and tells what they said
+  local limit=$(($2 * patience)) log="$OUT/$1.log"
+  shift 2
+  printf '== %s (%d s at most, beside others)\n' "$*" "$limit"
+  timeout -k 5 "$limit" "$python" -m "$@" > "$log" 2>&1 &
+  jobs+=($!) names+=("${*:1:2}") logs+=("$log")
+}
+
+together() {
+  local each code
+  for each in "${!jobs[@]}"; do
+    wait "${jobs[$each]}"
+    code=$?
+    printf '\n== %s\n%s\n-- exit %d, at %d s\n' "${names[$each]}" "$(tail -n 40 "${logs[$each]}")" $code "$SECONDS"
+    [ $code = 0 ] || failed+=("${names[$each]} (exit $code)")
+  done
 }
 
 finish() {  # EXIT_CODE: the log is whole before the shell that waits for this one goes on
@@ -71,21 +90,24 @@ export PYTHONUNBUFFERED=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 PYTHONPATH="$work/site
 "$python" -m benchmarks.machine || finish $?
 
 case $part in
-  1)  # the machine; does it work; the headline beside every other way, and over alpha
+  1)  # is it right, on all cores; the machine; the headline beside every other way
+    beside smoke 75 benchmarks.gpu_smoke
+    beside swap 120 benchmarks.gpu_check swap
+    beside arena 110 benchmarks.gpu_check arena
+    beside kernels 110 benchmarks.gpu_check kernels
+    beside hunt 150 tests.hunt $programs
+    "$python" -c 'import transformers' 2> /dev/null && beside architectures 150 benchmarks.architectures --device cuda "${classes[@]}"
+    together
     run 50 benchmarks.gpu_probe $probe
-    run 75 benchmarks.gpu_smoke
     run 190 benchmarks.gpu_bench plan $model $headline $host
-    run 195 benchmarks.gpu_bench alpha $model $alphas $host
     ;;
   2)  # a million tokens against checkpointing; lengths at which the link is the limit
     run 400 benchmarks.gpu_bench 1m $million $most_host
     run 120 benchmarks.gpu_bench swap $short $host
     ;;
-  3)  # the suites, and the allocator; the longest length under a cap
-    run 120 benchmarks.gpu_check swap
-    run 100 benchmarks.gpu_check arena
+  3)  # over alpha; the kernels; the allocator; the longest length under a cap
+    run 195 benchmarks.gpu_bench alpha $model $alphas $host
     run 40 benchmarks.kernels $kernels
-    run 60 benchmarks.gpu_check kernels
     run 100 benchmarks.gpu_allocator $model "${allocator[@]}" $host
     run 80 benchmarks.gpu_bench length $model $length $host
     ;;

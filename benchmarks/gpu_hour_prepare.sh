@@ -15,7 +15,7 @@ git archive --format=tar.gz --add-file="$folder/COMMIT" --output="$folder/memo.t
 download() { "$python" -m pip download --quiet --quiet --disable-pip-version-check --no-deps --only-binary=:all: "$@"; }
 download --constraint constraints.txt --dest "$folder" --python-version "$version" --implementation cp \
   --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 --platform manylinux2014_x86_64 \
-  pulp highspy rich markdown-it-py mdurl pygments pytest pytest-timeout pluggy iniconfig packaging
+  pulp highspy rich markdown-it-py mdurl pygments pytest pytest-timeout pluggy iniconfig packaging expecttest
 download --dest "$folder/peer" trl==1.16.0
 "$python" - "$folder" << 'EOF'
 import pathlib, sys, zipfile

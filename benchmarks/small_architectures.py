@@ -180,7 +180,7 @@ def _shortened(value: list[Any], depth: int) -> list[Any]:
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     """The loss of a batch that depends on `step` alone."""
-    ids = torch.randint(3, VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(step))
+    ids = torch.randint(3, VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(step)).to(model.device)
     config: Any = model.config
     given: dict[str, Any] = {"input_ids": ids}
     accepted = inspect.signature(model.forward).parameters

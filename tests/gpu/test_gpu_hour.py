@@ -18,6 +18,7 @@ NINE_MINUTES = 540
 GRACE_S = 5
 """Between a command's limit and its end by force."""
 RUN = re.compile(r"^ *run (\d+) (\S+)", re.MULTILINE)
+BESIDE = re.compile(r"\bbeside \w+ (\d+) (\S+)")
 PART = re.compile(r"^  (\d)\).*?^    ;;", re.MULTILINE | re.DOTALL)
 
 
@@ -27,13 +28,18 @@ def test_the_commands_of_each_part_fit_into_nine_minutes_with_time_to_unpack() -
     for commands in parts.values():
         limits = [int(seconds) + GRACE_S for seconds, _ in RUN.findall(commands)]
         assert limits
-        assert sum(limits) <= NINE_MINUTES
+        assert sum(limits) + max((int(seconds) for seconds, _ in BESIDE.findall(commands)), default=0) <= NINE_MINUTES
 
 
 def test_every_command_names_a_module_that_exists() -> None:
-    named = {module for _, module in RUN.findall(SCRIPT.read_text())}
+    named = modules()
     assert len(named) > 5
     assert [name for name in named if importlib.util.find_spec(name) is None] == []
+
+
+def modules() -> set[str]:
+    script = SCRIPT.read_text()
+    return {module for _, module in [*RUN.findall(script), *BESIDE.findall(script)]}
 
 
 @pytest.fixture
@@ -50,7 +56,7 @@ def carried(tmp_path: Path) -> Path:
 
 def pack(carried: Path, tree: Path, said: str) -> None:
     """Makes memo.tgz of a tree like ours, each of whose modules prints `said`."""
-    for _, module in RUN.findall(SCRIPT.read_text()):
+    for module in modules():
         path = tree.joinpath(*module.split(".")).with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"print({said!r}, __spec__.name)\n")
@@ -81,9 +87,10 @@ def test_a_command_that_fails_or_hangs_is_told_and_the_next_one_runs(carried: Pa
     done = hour(carried, "1")
     assert done.returncode == 1
     assert "begun" in done.stdout
-    assert done.stdout.count("first tree benchmarks.gpu_bench") == 2
+    assert done.stdout.count("first tree benchmarks.gpu_bench") == 1
+    assert done.stdout.count("first tree benchmarks.gpu_check") == 3
     last = done.stdout.splitlines()[-1]
-    assert "failed: benchmarks.gpu_probe (exit 124); failed: benchmarks.gpu_smoke (exit 1)" in last
+    assert "failed: benchmarks.gpu_smoke (exit 1); failed: benchmarks.gpu_probe (exit 124)" in last
     (log,) = (carried.parent / "out").glob("part1-*.log")
     assert log.read_text() == done.stdout
 

@@ -120,7 +120,7 @@ def main() -> int:
     totals = hunt(args, Totals() if before is None else Totals.of(before))
     print(totals.told())
     if args.write:
-        print(f"Wrote {write_result('hunt', totals.body())}")
+        print(f"Wrote {write_result(RESULT, totals.body())}")
     return 1 if totals.pieces[-1].finds else 0
 
 

@@ -256,9 +256,19 @@ def joined(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def on_device() -> contextlib.AbstractContextManager[object]:
-    """Tensors that a program makes without naming a device lie where programs run."""
-    return contextlib.nullcontext() if DEVICE == "cpu" else torch.device(DEVICE)
+@contextlib.contextmanager
+def on_device() -> Iterator[None]:
+    """Tensors that a program makes without naming a device lie where programs run; a GPU's operators repeat their bits."""
+    if DEVICE == "cpu":
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.device(DEVICE):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 @functools.cache

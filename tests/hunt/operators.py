@@ -6,6 +6,7 @@ Names are those of torch.testing's `op_db`, a database that needs the package ex
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,8 @@ __all__ = ["DEVICE", "MOST_SAMPLES", "Sampled", "sampled_names"]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Where programs run."""
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses deterministic algorithms without it
 
 MOST_SAMPLES = 6
 """Samples of one operator that are drawn from."""
