@@ -152,7 +152,7 @@ def _train(model: nn.Module, buffers: dict[str, torch.Tensor], manager: Manager 
 
 
 def _repeatable(model: nn.Module, buffers: dict[str, torch.Tensor]) -> Run:
-    """The same, from here on by deterministic algorithms if on a GPU; by torch's own choice where it has none for the model."""
+    """`_train`; on a GPU by deterministic algorithms from here on, or torch's own choice where the model has others."""
     torch.use_deterministic_algorithms(model.device.type != "cpu")
     try:
         return _train(model, buffers)

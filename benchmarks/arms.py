@@ -73,7 +73,8 @@ class Bench:
     def _table(self, arm: str) -> bool:
         done: list[dict[str, Any]] = []
         write = self._written(arm)
-        ways = [*peers(trl=self._options.trl), *at_alphas((1.0,), self._options.host_of("64GiB"))]
+        known = *peers(trl=self._options.trl), *at_alphas((1.0,), self._options.host_of("64GiB"))
+        ways = self._options.chosen(known)
         for case in self._options.cases(arm):
 
             def so_far(table: Table) -> None:
@@ -92,6 +93,7 @@ class Bench:
             self._setup(cases[0]),
             [self._config(case) for case in cases],
             self._options.host_of("96GiB"),
+            chosen=self._options.chosen,
             trl=self._options.trl,
             written=self._written("plan"),
         )
@@ -103,6 +105,7 @@ class Bench:
             self._setup(case),
             self._config(case),
             self._options.host_of("96GiB"),
+            chosen=self._options.chosen,
             trl=self._options.trl,
             written=self._written("alpha"),
         )

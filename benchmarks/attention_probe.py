@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["AttentionTime", "probe_attention"]
 
 SHORT_TOKENS = 8192
-LIMIT_S = 40.0
+LIMIT_S = 5.0
 """For the long call, as extrapolated from the short one; above it the length is halved until it fits."""
 
 

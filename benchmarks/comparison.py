@@ -3,11 +3,13 @@
 Ways run one after the other and not in turns, since the host memory of two need not fit at once: some steps to warm up, in
 which kernels are chosen and recomputes tried, then the rounds, of which the median counts. A step is forward and backward,
 and AdamW where asked for, at a learning rate of 0: every way starts from the same weights. A way that fails is a row that
-says why.
+says why. A GPU's attention adds gradients in any order, so that on a GPU those that are compared are of one more step,
+by torch's deterministic algorithms.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -16,7 +18,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -61,6 +63,8 @@ class Setup:
     warm_up_tokens: int | None = None
     """Fewer than in a measured step, where that takes long."""
     optimizer: bool = False
+    repeats_bits: bool = True
+    """On a GPU one more step is run, by deterministic algorithms, whose gradients are compared; else they differ anyway."""
     dtype: torch.dtype = torch.bfloat16
 
     def make(self, config: GPTConfig) -> tuple[GPT, torch.Tensor]:
@@ -180,6 +184,9 @@ class Comparison:
             moved, after = running.moved().since(before), running.waited_s()
             host = _pinned_bytes(setup.device) if running.host_bytes is None else running.host_bytes()
             report = running.report()
+            if setup.repeats_bits and setup.device.type == "cuda":
+                with _deterministic():
+                    self._step(running)
         difference = self._difference(way.name)
         return Row(
             way=way.name,
@@ -230,6 +237,18 @@ def relative_norm(found: torch.Tensor, expected: torch.Tensor) -> float:
         return 0.0
     norm = float((found.double() - expected.double()).norm() / expected.double().norm())
     return norm if norm > 0 else float("inf")
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
 
 
 def _pinned_bytes(device: torch.device) -> int | None:

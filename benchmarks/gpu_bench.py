@@ -12,6 +12,7 @@ Without an arm, all of them. Options replace an arm's own model, lengths and lim
 
     make gpu-bench ARMS="1m --host 88GiB --layers 8,6,4 --minutes 5"
     make gpu-bench ARMS="plan --seq 64k --rounds 3 --host 64GiB"
+    make gpu-bench ARMS="plan --seq 64k --ways 'keep everything; memo'"
     make gpu-bench ARMS="length --cap 16GiB --minutes 6"
 
 Each arm writes a result file, anew after each row. Exits 3 without a GPU; with --device cpu the arms short, swap, plan and
@@ -22,11 +23,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from benchmarks.machine import describe, gpu, no_gpu
+from benchmarks.machine import DETERMINISTIC, describe, gpu, no_gpu
 from memo.units import parse_bytes, parse_tokens
+
+if TYPE_CHECKING:
+    from benchmarks.peers.ways import Way
 
 __all__ = ["ARMS", "Case", "Options", "main"]
 
@@ -65,6 +72,7 @@ class Options:
     minutes: float
     gpu: str | None
     cap: int
+    ways: list[str] | None
     trl: Path | None
 
     def cases(self, arm: str) -> tuple[Case, ...]:
@@ -75,6 +83,10 @@ class Options:
             first = own[0]
             own = tuple(Case(model=self.model or first.model, seq=seq, rounds=first.rounds) for seq in lengths)
         return own if self.rounds is None else tuple(dataclasses.replace(case, rounds=self.rounds) for case in own)
+
+    def chosen(self, ways: Iterable[Way]) -> list[Way]:
+        """Those of `ways` that are asked for; all where none is named."""
+        return [way for way in ways if self.ways is None or any(name in way.name for name in self.ways)]
 
     def host_of(self, default: str) -> str:
         """memo's host budget; `default` where none is given."""
@@ -102,6 +114,11 @@ def parsed(arguments: list[str]) -> tuple[list[str], Options]:
     parser.add_argument("--gpu", help="preset of rates for the plan of 1m (default: by name)")
     parser.add_argument("--cap", type=parse_bytes, default=16 << 30, help="device memory for length (default 16GiB)")
     parser.add_argument(
+        "--ways",
+        type=lambda text: [name.strip() for name in text.split(";")],
+        help='of short, swap, plan and alpha those with such a name alone, as "keep everything; memo"',
+    )
+    parser.add_argument(
         "--trl", type=Path, help="TRL's activation_offloading.py (default: in .gpu, or an installed trl)"
     )
     args = parser.parse_intermixed_args(arguments)
@@ -119,6 +136,7 @@ def _numbers(text: str) -> list[int]:
 
 def main(arguments: list[str]) -> int:
     arms, options = parsed(arguments)
+    os.environ.update(DETERMINISTIC)
     facts = {"device": "cpu"} if options.device == "cpu" else gpu()
     if facts is None:
         return no_gpu("gpu-bench")

@@ -93,13 +93,13 @@ case $part in
   1)  # is it right, on all cores; the machine; the headline beside every other way
     beside smoke 75 benchmarks.gpu_smoke
     beside swap 120 benchmarks.gpu_check swap
-    beside arena 110 benchmarks.gpu_check arena
     beside kernels 110 benchmarks.gpu_check kernels
     beside hunt 150 tests.hunt $programs
     "$python" -c 'import transformers' 2> /dev/null && beside architectures 150 benchmarks.architectures --device cuda "${classes[@]}"
     together
+    run 60 benchmarks.gpu_check arena  # alone: a request that cannot be met takes what memory there is before it is refused
     run 50 benchmarks.gpu_probe $probe
-    run 190 benchmarks.gpu_bench plan $model $headline $host
+    run 190 benchmarks.gpu_bench plan $model $headline $host --ways "keep; checkpointing; memo"
     ;;
   2)  # a million tokens against checkpointing; lengths at which the link is the limit
     run 400 benchmarks.gpu_bench 1m $million $most_host

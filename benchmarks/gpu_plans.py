@@ -31,6 +31,7 @@ ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MOST_STEPS = 14
 """Steps until the automatic plan is settled: three to measure, two for each of its corrections."""
 
+Chosen = Callable[[Iterable[Way]], list[Way]]
 Written = Callable[[dict[str, Any]], Any]
 
 
@@ -93,7 +94,7 @@ def _automatic(setup: Setup, config: GPTConfig, device_bytes: int | None, host: 
 
 
 def plans(
-    setup: Setup, configs: Iterable[GPTConfig], host: str, *, trl: Path | None, written: Written
+    setup: Setup, configs: Iterable[GPTConfig], host: str, *, chosen: Chosen = list, trl: Path | None, written: Written
 ) -> list[dict[str, Any]]:
     """The automatic plan at each length beside the fixed ways; what there is so far goes to `written` after each row."""
     cases: list[dict[str, Any]] = []
@@ -102,11 +103,11 @@ def plans(
         def so_far(table: Table, done: list[dict[str, Any]] = cases) -> None:
             written({"cases": [*done, table.body()]})
 
-        table = compare(setup, config, [*peers(trl=trl), *at_alphas((0.0, 1.0), host)], so_far)
-        kept = next(row for row in table.rows if row.way == KEEP)
-        budget = None if kept.step_s is None else kept.peak_device_bytes // 2
+        table = compare(setup, config, chosen([*peers(trl=trl), *at_alphas((0.0, 1.0), host)]), so_far)
+        peak = max((row.peak_device_bytes for row in table.rows if row.way == KEEP and row.step_s), default=None)
+        budget = None if peak is None else peak // 2
         ours = {"at": now(), **automatic(setup, config, budget, host)}
-        _print_plan(ours, budget, kept.step_s, table.step_of(CHECKPOINTING))
+        _print_plan(ours, budget, table.step_of(KEEP), table.step_of(CHECKPOINTING))
         cases.append({**table.body(), "device_budget": budget, "plan": ours})
         written({"cases": cases})
     return cases
@@ -132,10 +133,16 @@ def _print_plan(ours: dict[str, Any], budget: int | None, keep_s: float | None, 
 
 
 def alphas(
-    setup: Setup, config: GPTConfig, host: str, *, trl: Path | None, written: Callable[[dict[str, Any]], Path]
+    setup: Setup,
+    config: GPTConfig,
+    host: str,
+    *,
+    chosen: Chosen = list,
+    trl: Path | None,
+    written: Callable[[dict[str, Any]], Path],
 ) -> dict[str, Any]:
     """Step time over alpha beside the fixed ways, as a table and a plot."""
-    fixed = [*peers(trl=trl), *at_alphas(ALPHAS, host)]
+    fixed = chosen([*peers(trl=trl), *at_alphas(ALPHAS, host)])
     table = compare(setup, config, fixed, lambda table: written(table.body()))
     steps = {alpha: table.step_of(f"memo, alpha {alpha:g}") for alpha in ALPHAS}
     title = f"{setup.model}, {config.max_seq} tokens"

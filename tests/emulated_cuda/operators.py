@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, library as registry
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 _RUNTIME = ctypes.CDLL("libcudart.so.13")
 _RUNTIME.emulated_cuda_flush.argtypes = [ctypes.c_void_p]
@@ -31,6 +31,8 @@ _NATIVE = {
     "view.dtype", "view_as_complex", "view_as_real",
 }  # fmt: skip
 _NEVER = ("cudnn", "miopen", "nested", "sparse", "_flash_", "efficient_attention")
+_ONE_DEVICE = {"addmm", "bmm", "cat", "gather", "index_select", "mm"}
+"""Operators that refuse a tensor of another device; most others take a number on the host."""
 _RANDOM = (
     "bernoulli",
     "cauchy",
@@ -125,9 +127,12 @@ def _emulated(op: Any, name: str) -> Any:
     written = [n for n, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
     returns_written = bool(written) and len(schema.returns) == 1 and schema.returns[0].alias_info is not None
     draws = any(word in name for word in _RANDOM) and "backward" not in name
+    is_strict = name in _ONE_DEVICE
 
     def run(*args: Any, **kwargs: Any) -> Any:
         CALLED[name] += 1
+        if is_strict and any(isinstance(given, Tensor) and given.device.type == "cpu" for given in tree_leaves(args)):
+            raise RuntimeError("Expected all tensors to be on the same device")
         _arrive()
         call = _Call()
         with torch._C._AutoDispatchBelowAutograd():
@@ -223,7 +228,7 @@ def _cudnn_backward(grad, q, k, v, out, lse, seed, offset, bias, cq, ck, mq, mk,
 
 def _efficient(q, k, v, bias, lse_too, dropout_p=0.0, is_causal=False, *, scale=None):  # type: ignore[no-untyped-def]
     out, lse = _attend("efficient", q, k, v, bias, is_causal, scale, dropout_p)
-    return out, lse, _word(), _word()
+    return out, lse, _word().cpu(), _word().cpu()  # on the host unless a graph is captured
 
 
 def _efficient_backward(grad, q, k, v, bias, out, lse, seed, offset, dropout, mask, causal=False, *, scale=None):  # type: ignore[no-untyped-def]

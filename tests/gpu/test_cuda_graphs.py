@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +87,7 @@ def trained(of: Blocks, managed: bool) -> list[torch.Tensor]:
 
 
 def graphed() -> Blocks:
+    gc.collect()  # a graph that goes away while another is captured ends the capture
     of = model()
     layers = torch.cuda.make_graphed_callables(tuple(of.layers), tuple((batch(0),) for _ in of.layers))
     of.layers = torch.nn.ModuleList(layers)

@@ -23,7 +23,7 @@ def test_what_measuring_the_link_takes_is_not_held_against_the_next_step() -> No
     model = GPT(config, device=torch.device("cuda"), dtype=torch.bfloat16)
     ids = torch.randint(0, config.vocab_size, (1, SEQ + 1), device="cuda")
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*more than its budget")
+        warnings.filterwarnings("error", message=".*device memory than its budget")
         with_budget = memo.offload(model, device="48MiB", host="1GiB", disk=[])
         for _ in range(STEPS):
             with with_budget:

@@ -448,13 +448,13 @@ class Recorder(TorchDispatchMode):
 
     def changed_unseen(self) -> frozenset[int]:
         """Storages that were read after something unseen had written into them. Waits for the device."""
-        if not self._suspects:
-            return frozenset()
-        flags = torch.stack([differs for _, differs in self._suspects])
-        if torch.equal(flags, torch.zeros_like(flags)):  # which tensors without bytes answer too
-            return frozenset()
-        differ = flags.tolist()
-        return frozenset(number for (number, _), changed in zip(self._suspects, differ, strict=True) if changed)
+        changed: set[int] = set()
+        for device in {differs.device for _, differs in self._suspects}:  # a GPU's attention has its seed on the host
+            numbers, found = zip(*(each for each in self._suspects if each[1].device == device), strict=True)
+            flags = torch.stack(found)
+            if not torch.equal(flags, torch.zeros_like(flags)):  # which tensors without bytes answer too
+                changed.update(number for number, differs in zip(numbers, flags.tolist(), strict=True) if differs)
+        return frozenset(changed)
 
     def number_of(self, storage: torch.UntypedStorage) -> int | None:
         """Number of a storage; None for one that the layer has not touched."""
