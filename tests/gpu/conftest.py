@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+
+import pytest
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses deterministic algorithms without it
 
@@ -10,3 +13,14 @@ if os.environ.get("TORCH_CUDA_SANITIZER") == "1":
     import cuda_sanitizer
 
     cuda_sanitizer.correct()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_device() -> None:
+    """Gives back what an earlier test of this process left: cuBLAS keeps a workspace for every thread and stream."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
 """Hunts silent wrong gradients: random programs with and without memo, bit for bit, each find shrunk to a small program.
 
     python -m tests.hunt [--programs 20000] [--seed 0] [--levels 2 | --at "1;0.5, late"] [--statements 9] [--shrink 60]
-                         [--ranks 50] [--minutes M] [--write] [--continue]
+                         [--ranks 50] [--workers 1] [--minutes M] [--write] [--continue]
     python -m tests.hunt --show SEED [--at LEVEL]
 
 A seed gives a program (drawing.py): layers, a model that calls them, three steps. Each is run without memo and at `--levels`
@@ -62,8 +62,6 @@ def hunt(args: argparse.Namespace, totals: Totals) -> Totals:
             said = now
             if args.write:
                 write_result(RESULT, totals.body())
-        if args.minutes and now - begun > 60 * args.minutes:
-            break
     return totals
 
 
@@ -106,7 +104,8 @@ def main() -> int:
         "--ranks", type=int, default=50, metavar="N", help="one program in N runs on two ranks, too; 0: none"
     )
     parser.add_argument("--shrink", type=float, default=60.0, metavar="SECONDS", help="the most for each find")
-    parser.add_argument("--minutes", type=float, help="stop after so many")
+    parser.add_argument("--workers", type=int, default=1, help="processes at a time, of one thread each")
+    parser.add_argument("--minutes", type=float, help="begin no program behind so many")
     parser.add_argument("--write", action="store_true", help="write a result file")
     parser.add_argument("--show", type=int, metavar="SEED", help="print this program and what fails in it")
     args = parser.parse_args()

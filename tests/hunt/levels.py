@@ -31,7 +31,7 @@ from tests.hunt.names import DEVICE, Stack
 
 __all__ = ["LEVELS", "Managed", "Way", "levels_of"]
 
-ROOM = 1 << 25
+ROOM = 1 << 27
 SETTINGS: dict[str, Any] = {
     "1": 1.0,
     "0.5": 0.5,

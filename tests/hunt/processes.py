@@ -1,4 +1,4 @@
-"""Examines programs in processes of their own, some after each other in each: one that dies is a find.
+"""Examines programs in processes of their own, each some after each other: one that dies is a find.
 
 On a CPU they are forks of this one, which has imported what programs import; a device cannot be used by a fork.
 """
@@ -6,10 +6,16 @@ On a CPU they are forks of this one, which has imported what programs import; a 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import gc
+import math
 import multiprocessing
-from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
+from typing import Any
 
 import torch
 
@@ -22,22 +28,39 @@ from tests.hunt.shrinking import shrink
 
 __all__ = ["outcomes"]
 
-_CHUNK = 50 if DEVICE == "cpu" else 200
+_MOST = 50 if DEVICE == "cpu" else 200
 """Programs of one process."""
 _SILENT_S = 300.0
 """A process that says nothing for so long is ended."""
 
+Examined = tuple[int, Outcome, list[tuple[Find, Program]]]
+"""A seed, its program's outcome, and each find with the smallest program that shows it."""
 
-def _examine(sender: Connection, seeds: Sequence[int], args: argparse.Namespace) -> None:
+
+def _examine(pipe: Connection, args: argparse.Namespace) -> None:
+    """Answers each seed with its outcome, its finds, and whether the device is lost with it, which ends this process."""
     torch.set_num_threads(1)
-    for seed in seeds:
-        sender.send((seed, None, []))
+    is_lost = False
+    while not is_lost and (seed := pipe.recv()) is not None:
         program = drawn(seed, statements=args.statements)
         outcome = compare(program, args.at or levels_of(seed, args.levels))
+        is_lost = _is_lost()
+        if is_lost and outcome.discarded is None:
+            outcome.finds.append(Find(level="?", kind="loses the device", told="torch alone does not"))
         # One of each kind: levels that fail alike fail for one reason.
         firsts = {find.kind: find for find in reversed(outcome.finds)}.values()
-        sender.send((seed, outcome, [(find, _shrunk(program, find, args.shrink)) for find in firsts]))
-    sender.close()
+        finds = [(find, program if is_lost else _shrunk(program, find, args.shrink)) for find in firsts]
+        pipe.send((outcome, finds, is_lost))
+
+
+def _is_lost() -> bool:
+    """Whether a kernel has failed, behind which a GPU does nothing for this process any more."""
+    try:
+        if DEVICE != "cpu":
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _shrunk(program: Program, find: Find, limit_s: float) -> Program:
@@ -58,34 +81,85 @@ def _prepare() -> None:
     gc.freeze()
 
 
-def outcomes(seeds: range, args: argparse.Namespace) -> Iterator[tuple[int, Outcome, list[tuple[Find, Program]]]]:
-    """The outcome of each seed, from processes of their own, one after the other."""
-    context = multiprocessing.get_context("fork" if DEVICE == "cpu" else "spawn")
-    left = list(seeds)
-    _prepare()
-    while left:
-        receiver, sender = context.Pipe(duplex=False)
-        some = left[:_CHUNK]
-        process = context.Process(target=_examine, args=(sender, some, args))
+@dataclasses.dataclass(slots=True)
+class _Worker:
+    """A process that examines programs, and the seed that it is at."""
+
+    process: Any
+    pipe: Connection
+    seed: int | None = None
+    examined: int = 0
+    since: float = 0.0
+
+    @classmethod
+    def started(cls, context: BaseContext, args: argparse.Namespace) -> _Worker:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_examine, args=(theirs, args))  # type: ignore[attr-defined]
         process.start()
-        sender.close()
-        try:
-            while some:
-                silent = not receiver.poll(_SILENT_S + args.shrink)
-                if silent:
-                    raise EOFError
-                seed, outcome, finds = receiver.recv()
-                if outcome is not None:
-                    some = some[1:]
-                    yield seed, outcome, finds
-        except EOFError:
-            process.kill()
-            process.join()
-            told = f"its process ended with {process.exitcode}" if not silent else "it does not end"
-            find = Find(level="?", kind="dies", told=told)
-            yield some[0], Outcome(finds=[find]), [(find, drawn(some[0], statements=args.statements))]
-            some = some[1:]
-        finally:
-            process.kill() if process.is_alive() and some else process.join()
-            receiver.close()
-        left = [*some, *left[_CHUNK:]]
+        theirs.close()
+        return cls(process, ours)
+
+    def begin(self, seed: int) -> None:
+        self.seed, self.since = seed, time.monotonic()
+        self.pipe.send(seed)
+
+    def answer(self, args: argparse.Namespace) -> tuple[Examined, bool]:
+        """What it found out about its seed, and whether it goes on. It has answered, died, or been silent for too long."""
+        seed, self.seed = self.seed, None
+        assert seed is not None
+        told = "it does not end"
+        if self.pipe.poll():
+            try:
+                outcome, finds, is_lost = self.pipe.recv()
+            except EOFError:
+                self.process.join()
+                told = f"its process ended with {self.process.exitcode}"
+            else:
+                self.examined += 1
+                return (seed, outcome, finds), not is_lost and self.examined < _MOST
+        self.process.kill()
+        find = Find(level="?", kind="dies", told=told)
+        return (seed, Outcome(finds=[find]), [(find, drawn(seed, statements=args.statements))]), False
+
+    def end(self) -> None:
+        if self.seed is not None:
+            self.process.kill()
+        with contextlib.suppress(OSError):  # it has died, or ended itself
+            self.pipe.send(None)
+        self.process.join()
+        self.pipe.close()
+
+
+def outcomes(seeds: range, args: argparse.Namespace) -> Iterator[Examined]:
+    """The outcome of each seed, `args.workers` at a time. No seed is begun behind `args.minutes`; those begun are ended."""
+    context = multiprocessing.get_context("fork" if DEVICE == "cpu" else "spawn")
+    until = time.monotonic() + 60 * args.minutes if args.minutes else math.inf
+    left = iter(seeds)
+    workers: list[_Worker] = []
+    _prepare()
+    try:
+        while True:
+            if time.monotonic() >= until:
+                left = iter(())
+            idle = [worker for worker in workers if worker.seed is None]
+            while len(workers) < args.workers or idle:
+                seed = next(left, None)
+                if seed is None:
+                    break
+                if not idle:
+                    workers.append(_Worker.started(context, args))
+                (idle.pop() if idle else workers[-1]).begin(seed)
+            busy = {worker.pipe: worker for worker in workers if worker.seed is not None}
+            if not busy:
+                return
+            patience = min(worker.since for worker in busy.values()) + _SILENT_S + args.shrink - time.monotonic()
+            for pipe in wait(list(busy), timeout=max(0.0, patience)) or [min(busy, key=lambda one: busy[one].since)]:
+                worker = busy[pipe]  # type: ignore[index]
+                examined, goes_on = worker.answer(args)
+                if not goes_on:
+                    workers.remove(worker)
+                    worker.end()
+                yield examined
+    finally:
+        for worker in workers:
+            worker.end()

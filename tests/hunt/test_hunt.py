@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from benchmarks.results import newest_result
 from memo.swap.backends.cpu import ThreadStream
 from memo.swap.engine.handles import Handle
 from memo.swap.recompute.tape.tape import Tape
-from tests.hunt import __main__ as command
+from tests.hunt import __main__ as command, processes
 from tests.hunt.comparison import Find, Outcome, compare
 from tests.hunt.drawing import catalogued, drawn, with_only
 from tests.hunt.levels import LEVELS, levels_of
@@ -78,6 +80,24 @@ def test_a_program_that_differs_by_one_bit_is_reported_and_shrunk_to_what_differ
     assert compare(small, ["1"]).finds
     assert [line.name for line in small.kinds[0].lines] == ["watched"]
     assert (len(small.model.lines), len(small.steps)) == (1, 1)
+
+
+def test_a_process_that_dies_is_a_find_and_one_that_loses_its_device_makes_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost: list[int] = []
+
+    def compared(program: Program, levels: object) -> Outcome:
+        if program.seed == 2:
+            os._exit(3)
+        lost[:] = [program.seed] if program.seed in (4, 5) else []
+        return Outcome(discarded="torch alone" if program.seed == 4 else None)
+
+    monkeypatch.setattr(processes, "compare", compared)
+    monkeypatch.setattr(processes, "_is_lost", lambda: bool(lost))
+    args = Namespace(workers=2, minutes=None, statements=9, shrink=1.0, at=["1"])
+    found = {seed: [find.told for find, _ in finds] for seed, _, finds in processes.outcomes(range(8), args)}
+    told = {2: ["its process ended with 3"], 5: ["torch alone does not"]}
+    assert found == {seed: told.get(seed, []) for seed in range(8)}
+    assert [*processes.outcomes(range(8), Namespace(**vars(args) | {"minutes": -1.0}))] == []
 
 
 def test_a_hunt_goes_on_behind_the_last_seed_and_adds_to_its_figures(
