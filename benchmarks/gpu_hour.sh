@@ -14,7 +14,7 @@ if [ -z "${GPU_HOUR_SMALL:-}" ]; then
   headline="--seq 64k --rounds 3" alphas="--seq 128k --layers 12 --rounds 1" million="--layers 8,6,4 --minutes 5"
   short="--rounds 3" length="--cap 16GiB --minutes 1" allocator=(--seq 32k --steps 12) trained=64k
   long="--seq 128k --layers 12 --rounds 1" longer="--seq 256k --layers 6 --rounds 1"
-  probe="" kernels="" programs="--minutes 2 --shrink 20 --ranks 0 --write" classes=(--workers 6 --settings 1,0.3,0)
+  probe="" kernels="" programs="--workers 4 --minutes 1.75 --shrink 20 --ranks 0 --write" classes=(--workers 6 --settings 1,0.3,0)
 else  # the rehearsal: the same commands, where nothing is fast
   patience=4
   model="--model tiny" larger=tiny host="--host 1GiB" most_host="--host 1GiB" train_host=1GiB

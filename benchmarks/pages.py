@@ -356,10 +356,9 @@ def _parts(body: dict[str, Any]) -> list[str]:
 
 
 NOT_MEASURED = (
-    "No GPU has run memo yet ([what is ready for one](gpu.md)). So nothing here says anything about: CUDA"
-    " streams under load, page-locked memory, GPUDirect Storage, NCCL, step times or MFU on a GPU, TRL's "
-    "and transformers' offloading, which need an accelerator, or CUDA's out-of-memory errors. Lengths of "
-    "a million tokens are predicted ([accuracy](accuracy.md))."
+    "What ten minutes on one GPU showed is in [gpu.md](gpu.md). Nothing here says anything about several GPUs, NCCL, "
+    "GPUDirect Storage, plans made meanwhile on a GPU, transformers' offloading, which needs an accelerator, or CUDA's "
+    "out-of-memory errors. Lengths of a million tokens are predicted ([accuracy](accuracy.md)) but for one there."
 )
 
 
