@@ -18,8 +18,8 @@ reasons       at alpha 0 and 0.3 what layers keep whole, by operator, and why (a
 All 264 classes of transformers 5.23 take 20 minutes with one worker of the lowest priority beside other work on two cores,
 3 of them for Rwkv; two workers, the default, divide that among two cores. The result file is written again every few
 seconds, so a sweep that is cut off leaves what it had; `--continue` goes on from there, and examines classes of `--again`
-anew. A whole sweep writes docs/architectures.md and the figures in docs/recompute.md; `--page` does that from a file
-(architectures_page.py). On a GPU torch's deterministic algorithms are used, where there are some.
+anew. A whole sweep on a CPU writes docs/architectures.md and the figures in docs/recompute.md; `--page` does that from a
+file (architectures_page.py). On a GPU torch's deterministic algorithms are used, where there are some.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ def _train(model: nn.Module, buffers: dict[str, torch.Tensor], manager: Manager 
     return run
 
 
-def _repeatable(model: nn.Module, buffers: dict[str, torch.Tensor]) -> Run:
-    """`_train`; on a GPU by deterministic algorithms from here on, or torch's own choice where the model has others."""
+def _train_deterministically(model: nn.Module, buffers: dict[str, torch.Tensor]) -> Run:
+    """`_train`. On a GPU it leaves deterministic algorithms on, as warnings where the model has an operator without."""
     torch.use_deterministic_algorithms(model.device.type != "cpu")
     try:
         return _train(model, buffers)
@@ -192,7 +192,7 @@ def examine(name: str, options: Options) -> dict[str, Any]:
         model = build(name, dropout=options.dropout, attention=options.attention, experts=options.experts)
         model.to(options.device)
         buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}
-        want = _repeatable(model, buffers)
+        want = _train_deterministically(model, buffers)
         again = _train(model, buffers)
     except Exception as error:
         return {**found, "failed": f"not built: {_told(error)}"}
@@ -488,7 +488,7 @@ def _main(args: argparse.Namespace) -> int:
     if args.page is not None:
         _write_page(args.page)
         return 0
-    if args.device == "cuda":  # which nothing here may touch: forks of a process that has cannot use it
+    if args.device == "cuda":  # this process must not initialise CUDA, or its forks could not use it
         os.environ.update(DETERMINISTIC, PYTORCH_NVML_BASED_CUDA_CHECK="1")
     import transformers
 

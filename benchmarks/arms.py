@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ import torch
 from benchmarks import gpu_allocator, gpu_million
 from benchmarks.comparison import Setup, compare
 from benchmarks.gpu_bench import Case, Options
-from benchmarks.gpu_plans import alphas, at_alphas, plans
+from benchmarks.gpu_plans import ALPHAS, alphas, at_alphas, plans
 from benchmarks.link_use import link_use
 from benchmarks.longest import longest
-from benchmarks.peers.ways import peers
+from benchmarks.peers.ways import Way, peers
 from benchmarks.results import write_result
 from benchmarks.table import Table
 from memo.gpt.config import GPTConfig, preset
@@ -70,11 +70,14 @@ class Bench:
             others["mlp_tiles"] = self._options.mlp_tiles
         return preset(case.model, max_seq=case.seq, **others)
 
+    def _ways(self, of_memo: Sequence[float], host: str) -> list[Way]:
+        """Fixed ways, memo's at these alphas last, of which `--ways` may name some."""
+        return self._options.chosen([*peers(trl=self._options.trl), *at_alphas(of_memo, host)])
+
     def _table(self, arm: str) -> bool:
         done: list[dict[str, Any]] = []
         write = self._written(arm)
-        known = *peers(trl=self._options.trl), *at_alphas((1.0,), self._options.host_of("64GiB"))
-        ways = self._options.chosen(known)
+        ways = self._ways((1.0,), self._options.host_of("64GiB"))
         for case in self._options.cases(arm):
 
             def so_far(table: Table) -> None:
@@ -88,27 +91,15 @@ class Bench:
         return _ours_ran(done)
 
     def _plans(self) -> bool:
-        cases = self._options.cases("plan")
-        found = plans(
-            self._setup(cases[0]),
-            [self._config(case) for case in cases],
-            self._options.host_of("96GiB"),
-            chosen=self._options.chosen,
-            trl=self._options.trl,
-            written=self._written("plan"),
-        )
+        cases, host = self._options.cases("plan"), self._options.host_of("96GiB")
+        configs = [self._config(case) for case in cases]
+        found = plans(self._setup(cases[0]), configs, self._ways((0.0, 1.0), host), host, written=self._written("plan"))
         return _ours_ran(found) and all("failed" not in case["plan"] for case in found)
 
     def _alphas(self) -> bool:
         case = self._options.cases("alpha")[0]
-        found = alphas(
-            self._setup(case),
-            self._config(case),
-            self._options.host_of("96GiB"),
-            chosen=self._options.chosen,
-            trl=self._options.trl,
-            written=self._written("alpha"),
-        )
+        ways = self._ways(ALPHAS, self._options.host_of("96GiB"))
+        found = alphas(self._setup(case), self._config(case), ways, written=self._written("alpha"))
         return _ours_ran([found])
 
     def _length(self) -> bool:

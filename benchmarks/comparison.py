@@ -63,8 +63,9 @@ class Setup:
     warm_up_tokens: int | None = None
     """Fewer than in a measured step, where that takes long."""
     optimizer: bool = False
-    repeats_bits: bool = True
-    """On a GPU one more step is run, by deterministic algorithms, whose gradients are compared; else they differ anyway."""
+    compares_bits: bool = True
+    """On a GPU: runs one more step, by deterministic algorithms, whose gradients are compared; else the last measured step's
+    are, which differ from run to run."""
     dtype: torch.dtype = torch.bfloat16
 
     def make(self, config: GPTConfig) -> tuple[GPT, torch.Tensor]:
@@ -184,7 +185,7 @@ class Comparison:
             moved, after = running.moved().since(before), running.waited_s()
             host = _pinned_bytes(setup.device) if running.host_bytes is None else running.host_bytes()
             report = running.report()
-            if setup.repeats_bits and setup.device.type == "cuda":
+            if setup.compares_bits and setup.device.type == "cuda":
                 with _deterministic():
                     self._step(running)
         difference = self._difference(way.name)
@@ -241,14 +242,16 @@ def relative_norm(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
+    """Without filling what is allocated, which takes time and finds nothing here."""
+    settings = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
-    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(before[0])
+        settings.fill_uninitialized_memory = before[1]  # type: ignore[attr-defined]
 
 
 def _pinned_bytes(device: torch.device) -> int | None:

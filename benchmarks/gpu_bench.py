@@ -25,7 +25,7 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,9 +84,14 @@ class Options:
             own = tuple(Case(model=self.model or first.model, seq=seq, rounds=first.rounds) for seq in lengths)
         return own if self.rounds is None else tuple(dataclasses.replace(case, rounds=self.rounds) for case in own)
 
-    def chosen(self, ways: Iterable[Way]) -> list[Way]:
-        """Those of `ways` that are asked for; all where none is named."""
-        return [way for way in ways if self.ways is None or any(name in way.name for name in self.ways)]
+    def chosen(self, ways: Sequence[Way]) -> list[Way]:
+        """Those of `ways` that are asked for; all where none is named. Exits 2 for a name that none has."""
+        asked = self.ways or [""]
+        if lacking := [name for name in asked if not any(name in way.name for way in ways)]:
+            known = ", ".join(way.name for way in ways)
+            print(f"gpu-bench: no way is called {lacking[0]!r}; there are {known}", file=sys.stderr)
+            sys.exit(2)
+        return [way for way in ways if any(name in way.name for name in asked)]
 
     def host_of(self, default: str) -> str:
         """memo's host budget; `default` where none is given."""

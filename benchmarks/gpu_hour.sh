@@ -2,9 +2,9 @@
 # gpu_hour.sh PART: one command on a machine with a GPU, nine minutes at most; PART is 1, 2, 3 or 4, in this order (docs/gpu.md).
 #
 # It runs from the folder that `make gpu-hour-prepare` fills, beside memo.tgz, the wheels and TRL's file, and needs nothing but
-# Python with torch and numpy. Results and logs go to $OUT. The tree is unpacked once; a later part on the same machine starts
-# at once, and a mended tree is unpacked anew. Each command has its own limit, and the next one runs whatever became of it.
-# Exits 3 without a GPU, 1 when a command failed or was cut off, 2 for what is no part.
+# Python with torch and numpy; architectures run where transformers is. Results and logs go to $OUT. The tree is unpacked once; a
+# later part on the same machine starts at once, and a mended tree is unpacked anew. Each command has its own limit, and the
+# next one runs whatever became of it. Exits 3 without a GPU, 1 when a command failed or was cut off, 2 for what is no part.
 set -u
 shopt -s nullglob
 
@@ -29,6 +29,7 @@ else  # the rehearsal: the same commands, where nothing is fast
   export PYTEST_ADDOPTS="${PYTEST_ADDOPTS:-} -k '$some'"
 fi
 
+quick="keep everything; full checkpointing; memo"  # page-locking for the others takes a minute each
 part=${1:-}
 here=$(cd "$(dirname "$0")" && pwd)
 work=${GPU_HOUR_WORK:-/tmp/memo-hour}
@@ -61,7 +62,7 @@ run() {  # SECONDS MODULE ARGUMENT...
 }
 
 beside() {  # NAME SECONDS MODULE ARGUMENT...: runs while others do; `together` waits for them and tells what they said
-  local limit=$(($2 * patience)) log="$OUT/$1.log"
+  local limit=$(($2 * patience)) log="$OUT/$1-$(date -u +%H%M%S).log"
   shift 2
   printf '== %s (%d s at most, beside others)\n' "$*" "$limit"
   timeout -k 5 "$limit" "$python" -m "$@" > "$log" 2>&1 &
@@ -90,30 +91,34 @@ export PYTHONUNBUFFERED=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 PYTHONPATH="$work/site
 "$python" -m benchmarks.machine || finish $?
 
 case $part in
-  1)  # is it right, on all cores; the machine; the headline beside every other way
+  1)  # is it right, on all cores; the machine; the headline beside checkpointing
     beside smoke 75 benchmarks.gpu_smoke
     beside swap 120 benchmarks.gpu_check swap
     beside kernels 110 benchmarks.gpu_check kernels
     beside hunt 150 tests.hunt $programs
-    "$python" -c 'import transformers' 2> /dev/null && beside architectures 150 benchmarks.architectures --device cuda "${classes[@]}"
+    if "$python" -c 'import transformers' 2> /dev/null; then
+      beside architectures 150 benchmarks.architectures --device cuda "${classes[@]}"
+    else
+      echo "== benchmarks.architectures: left out, transformers is not installed"
+    fi
     together
     run 60 benchmarks.gpu_check arena  # alone: a request that cannot be met takes what memory there is before it is refused
     run 50 benchmarks.gpu_probe $probe
-    run 190 benchmarks.gpu_bench plan $model $headline $host --ways "keep; checkpointing; memo"
+    run 190 benchmarks.gpu_bench plan $model $headline $host --ways "$quick"
     ;;
   2)  # a million tokens against checkpointing; lengths at which the link is the limit
     run 400 benchmarks.gpu_bench 1m $million $most_host
     run 120 benchmarks.gpu_bench swap $short $host
     ;;
   3)  # over alpha; the kernels; the allocator; the longest length under a cap
-    run 195 benchmarks.gpu_bench alpha $model $alphas $host
+    run 195 benchmarks.gpu_bench alpha $model $alphas $host --ways "$quick"
     run 40 benchmarks.kernels $kernels
     run 100 benchmarks.gpu_allocator $model "${allocator[@]}" $host
     run 80 benchmarks.gpu_bench length $model $length $host
     ;;
   4)  # longer plans; a training run under the planned allocator
-    run 160 benchmarks.gpu_bench plan $model $long $host
-    run 240 benchmarks.gpu_bench plan $model $longer $most_host
+    run 160 benchmarks.gpu_bench plan $model $long $host --ways "$quick"
+    run 240 benchmarks.gpu_bench plan $model $longer $most_host --ways "$quick"
     run 110 memo.cli.main train --model $larger --seq $trained --steps 6 --offload auto --host-budget $train_host \
       --precision bf16 --planned-allocator --metrics "$OUT/train-$(date -u +%H%M%S).jsonl"
     ;;

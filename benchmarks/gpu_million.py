@@ -164,7 +164,7 @@ def measure(
         warm_up_steps=1,
         warm_up_tokens=min(WARM_UP_TOKENS, request.seq),
         optimizer=True,
-        repeats_bits=False,  # a step more takes a minute
+        compares_bits=False,  # one more step takes a minute
     )
     head = {"request": dataclasses.asdict(request), "attention": dataclasses.asdict(attention), "plan": planned}
     body = _rows(request, plan, Comparison(setup, config), lambda table: written({**head, **table}))

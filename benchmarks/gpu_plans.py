@@ -11,14 +11,14 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import memo
 from benchmarks.comparison import Setup, compare, guarded, now, release_memory, train_step
 from benchmarks.machine import no_solver
-from benchmarks.peers.ways import CHECKPOINTING, KEEP, Compute, Way, managed, memo_way, peers
+from benchmarks.peers.ways import CHECKPOINTING, KEEP, Compute, Way, managed, memo_way
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MOST_STEPS = 14
 """Steps until the automatic plan is settled: three to measure, two for each of its corrections."""
 
-Chosen = Callable[[Iterable[Way]], list[Way]]
 Written = Callable[[dict[str, Any]], Any]
 
 
@@ -94,21 +93,30 @@ def _automatic(setup: Setup, config: GPTConfig, device_bytes: int | None, host: 
 
 
 def plans(
-    setup: Setup, configs: Iterable[GPTConfig], host: str, *, chosen: Chosen = list, trl: Path | None, written: Written
+    setup: Setup, configs: Iterable[GPTConfig], ways: Sequence[Way], host: str, *, written: Written
 ) -> list[dict[str, Any]]:
-    """The automatic plan at each length beside the fixed ways; what there is so far goes to `written` after each row."""
+    """The automatic plan at each length beside fixed ways; what there is so far goes to `written` after each row.
+
+    It is measured behind keeping everything, which gives it its budget, and before the ways that may take long.
+    """
     cases: list[dict[str, Any]] = []
     for config in configs:
+        ours: dict[str, Any] = {}
 
-        def so_far(table: Table, done: list[dict[str, Any]] = cases) -> None:
-            written({"cases": [*done, table.body()]})
+        def plan(budget: int | None, table: Table, config: GPTConfig = config, ours: dict[str, Any] = ours) -> None:
+            ours |= {"device_budget": budget, "plan": {"at": now(), **automatic(setup, config, budget, host)}}
+            _print_plan(ours["plan"], budget, table.step_of(KEEP), table.step_of(CHECKPOINTING))
 
-        table = compare(setup, config, chosen([*peers(trl=trl), *at_alphas((0.0, 1.0), host)]), so_far)
-        peak = max((row.peak_device_bytes for row in table.rows if row.way == KEEP and row.step_s), default=None)
-        budget = None if peak is None else peak // 2
-        ours = {"at": now(), **automatic(setup, config, budget, host)}
-        _print_plan(ours, budget, table.step_of(KEEP), table.step_of(CHECKPOINTING))
-        cases.append({**table.body(), "device_budget": budget, "plan": ours})
+        def so_far(table: Table, plan: Callable[..., None] = plan, ours: dict[str, Any] = ours) -> None:
+            row = table.rows[-1]
+            if row.way == KEEP and row.step_s is not None:
+                plan(row.peak_device_bytes // 2, table)
+            written({"cases": [*cases, table.body() | ours]})
+
+        table = compare(setup, config, ways, so_far)
+        if not ours:
+            plan(None, table)
+        cases.append(table.body() | ours)
         written({"cases": cases})
     return cases
 
@@ -133,17 +141,10 @@ def _print_plan(ours: dict[str, Any], budget: int | None, keep_s: float | None, 
 
 
 def alphas(
-    setup: Setup,
-    config: GPTConfig,
-    host: str,
-    *,
-    chosen: Chosen = list,
-    trl: Path | None,
-    written: Callable[[dict[str, Any]], Path],
+    setup: Setup, config: GPTConfig, ways: Sequence[Way], *, written: Callable[[dict[str, Any]], Path]
 ) -> dict[str, Any]:
-    """Step time over alpha beside the fixed ways, as a table and a plot."""
-    fixed = chosen([*peers(trl=trl), *at_alphas(ALPHAS, host)])
-    table = compare(setup, config, fixed, lambda table: written(table.body()))
+    """Step time over alpha beside fixed ways, as a table and a plot."""
+    table = compare(setup, config, ways, lambda table: written(table.body()))
     steps = {alpha: table.step_of(f"memo, alpha {alpha:g}") for alpha in ALPHAS}
     title = f"{setup.model}, {config.max_seq} tokens"
     plot = written(table.body()).with_suffix(".png")

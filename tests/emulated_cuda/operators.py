@@ -32,7 +32,7 @@ _NATIVE = {
 }  # fmt: skip
 _NEVER = ("cudnn", "miopen", "nested", "sparse", "_flash_", "efficient_attention")
 _ONE_DEVICE = {"addmm", "bmm", "cat", "gather", "index_select", "mm"}
-"""Operators that refuse a tensor of another device; most others take a number on the host."""
+"""Operators that refuse a tensor on the host here; CUDA's own list is longer."""
 _RANDOM = (
     "bernoulli",
     "cauchy",

@@ -35,7 +35,7 @@ from tests.hunt.ranks import compare_on_ranks, drawn_placement
 from tests.hunt.shrinking import shrink
 from tests.hunt.totals import Found, Piece, Totals
 
-RESULT = "hunt" if DEVICE == "cpu" else "hunt-streams"
+RESULT = "hunt" if DEVICE == "cpu" else "hunt-streams" if "emulated" in torch.cuda.get_device_name() else "hunt-gpu"
 _SAID_S = 60.0
 """Between two lines of figures; a result file is written as often."""
 
@@ -105,7 +105,7 @@ def main() -> int:
     )
     parser.add_argument("--shrink", type=float, default=60.0, metavar="SECONDS", help="the most for each find")
     parser.add_argument("--workers", type=int, default=1, help="processes at a time, of one thread each")
-    parser.add_argument("--minutes", type=float, help="begin no program behind so many")
+    parser.add_argument("--minutes", type=float, help="begin no program after so many")
     parser.add_argument("--write", action="store_true", help="write a result file")
     parser.add_argument("--show", type=int, metavar="SEED", help="print this program and what fails in it")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Examines programs in processes of their own, each some after each other: one that dies is a find.
+"""Examines programs in worker processes, several in turn in each; a process that dies is a find.
 
 On a CPU they are forks of this one, which has imported what programs import; a device cannot be used by a fork.
 """
@@ -30,15 +30,16 @@ __all__ = ["outcomes"]
 
 _MOST = 50 if DEVICE == "cpu" else 200
 """Programs of one process."""
-_SILENT_S = 300.0
-"""A process that says nothing for so long is ended."""
+_LIMIT_S = 300.0
+"""Seconds of a seed, beside those of shrinking its finds, behind which its process is killed."""
 
 Examined = tuple[int, Outcome, list[tuple[Find, Program]]]
 """A seed, its program's outcome, and each find with the smallest program that shows it."""
 
 
-def _examine(pipe: Connection, args: argparse.Namespace) -> None:
+def _examine(pipe: Connection, parents: Connection, args: argparse.Namespace) -> None:
     """Answers each seed with its outcome, its finds, and whether the device is lost with it, which ends this process."""
+    parents.close()  # a fork's copy of the other end, with which this one would outlive its parent
     torch.set_num_threads(1)
     is_lost = False
     while not is_lost and (seed := pipe.recv()) is not None:
@@ -94,7 +95,7 @@ class _Worker:
     @classmethod
     def started(cls, context: BaseContext, args: argparse.Namespace) -> _Worker:
         ours, theirs = context.Pipe()
-        process = context.Process(target=_examine, args=(theirs, args))  # type: ignore[attr-defined]
+        process = context.Process(target=_examine, args=(theirs, ours, args))  # type: ignore[attr-defined]
         process.start()
         theirs.close()
         return cls(process, ours)
@@ -131,7 +132,7 @@ class _Worker:
 
 
 def outcomes(seeds: range, args: argparse.Namespace) -> Iterator[Examined]:
-    """The outcome of each seed, `args.workers` at a time. No seed is begun behind `args.minutes`; those begun are ended."""
+    """The outcome of each seed, `args.workers` at a time. None begins after `args.minutes`; those under way are finished."""
     context = multiprocessing.get_context("fork" if DEVICE == "cpu" else "spawn")
     until = time.monotonic() + 60 * args.minutes if args.minutes else math.inf
     left = iter(seeds)
@@ -139,20 +140,17 @@ def outcomes(seeds: range, args: argparse.Namespace) -> Iterator[Examined]:
     _prepare()
     try:
         while True:
-            if time.monotonic() >= until:
-                left = iter(())
-            idle = [worker for worker in workers if worker.seed is None]
-            while len(workers) < args.workers or idle:
-                seed = next(left, None)
-                if seed is None:
+            while sum(worker.seed is not None for worker in workers) < args.workers and time.monotonic() < until:
+                if (seed := next(left, None)) is None:
                     break
-                if not idle:
-                    workers.append(_Worker.started(context, args))
-                (idle.pop() if idle else workers[-1]).begin(seed)
+                worker = next((worker for worker in workers if worker.seed is None), None)
+                if worker is None:
+                    workers.append(worker := _Worker.started(context, args))
+                worker.begin(seed)
             busy = {worker.pipe: worker for worker in workers if worker.seed is not None}
             if not busy:
                 return
-            patience = min(worker.since for worker in busy.values()) + _SILENT_S + args.shrink - time.monotonic()
+            patience = min(worker.since for worker in busy.values()) + _LIMIT_S + args.shrink - time.monotonic()
             for pipe in wait(list(busy), timeout=max(0.0, patience)) or [min(busy, key=lambda one: busy[one].since)]:
                 worker = busy[pipe]  # type: ignore[index]
                 examined, goes_on = worker.answer(args)

@@ -450,10 +450,10 @@ class Recorder(TorchDispatchMode):
         """Storages that were read after something unseen had written into them. Waits for the device."""
         changed: set[int] = set()
         for device in {differs.device for _, differs in self._suspects}:  # a GPU's attention has its seed on the host
-            numbers, found = zip(*(each for each in self._suspects if each[1].device == device), strict=True)
-            flags = torch.stack(found)
+            here = [(number, differs) for number, differs in self._suspects if differs.device == device]
+            flags = torch.stack([differs for _, differs in here])
             if not torch.equal(flags, torch.zeros_like(flags)):  # which tensors without bytes answer too
-                changed.update(number for number, differs in zip(numbers, flags.tolist(), strict=True) if differs)
+                changed.update(number for (number, _), differs in zip(here, flags.tolist(), strict=True) if differs)
         return frozenset(changed)
 
     def number_of(self, storage: torch.UntypedStorage) -> int | None:
