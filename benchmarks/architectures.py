@@ -19,7 +19,8 @@ All 264 classes of transformers 5.23 take 20 minutes with one worker of the lowe
 3 of them for Rwkv; two workers, the default, divide that among two cores. The result file is written again every few
 seconds, so a sweep that is cut off leaves what it had; `--continue` goes on from there, and examines classes of `--again`
 anew. A whole sweep on a CPU writes docs/architectures.md and the figures in docs/recompute.md; `--page` does that from a
-file (architectures_page.py). On a GPU torch's deterministic algorithms are used, where there are some.
+file (architectures_page.py). On a GPU torch's deterministic algorithms are used, where there are some. Exits 1 where a class
+is not equal or none was built.
 """
 
 from __future__ import annotations
@@ -527,7 +528,8 @@ def _main(args: argparse.Namespace) -> int:
         return 130
     if is_whole(result) and path.parent == ROOT / "benchmarks" / "results":
         _write_page(path)
-    return 0
+    totals = result["summary"]
+    return 0 if totals["built"] and not any(found["unequal"] for found in totals["settings"].values()) else 1
 
 
 def _run(wanted: Sequence[str], options: Options, rows: list[dict[str, Any]], head: dict[str, Any]) -> bool:
@@ -558,6 +560,8 @@ def _result(rows: Sequence[dict[str, Any]], head: dict[str, Any]) -> dict[str, A
 
 def _write_page(path: Path) -> None:
     result = _read(path)
+    if result["options"].get("device", "cpu") != "cpu":
+        raise UsageError(f"--page {path.name}: it is of a GPU, and the page is of a CPU")
     PAGE.write_text(page(result, path.name))
     RECOMPUTE.write_text(with_figures(RECOMPUTE.read_text(), result, path.name))
     print(f"Wrote {PAGE} and the figures in {RECOMPUTE}")

@@ -120,7 +120,7 @@ def parsed(arguments: list[str]) -> tuple[list[str], Options]:
     parser.add_argument("--cap", type=parse_bytes, default=16 << 30, help="device memory for length (default 16GiB)")
     parser.add_argument(
         "--ways",
-        type=lambda text: [name.strip() for name in text.split(";")],
+        type=lambda text: [name for part in text.split(";") if (name := part.strip())],
         help='of short, swap, plan and alpha those with such a name alone, as "keep everything; memo"',
     )
     parser.add_argument(

@@ -156,7 +156,11 @@ class Table:
             _ratio(found["mfu_causal"]),
             format_bytes(row.peak_device_bytes),
             "-" if row.peak_host_bytes is None else format_bytes(row.peak_host_bytes),
-            "bit for bit" if found["bit_equal"] else f"{row.gradient_difference:.1e}",
+            "bit for bit"
+            if found["bit_equal"]
+            else "-"
+            if found["bit_equal"] is None
+            else f"{row.gradient_difference:.1e}",
         )
         padded = (cell.rjust(width) for cell, (_, width) in zip(cells, _COLUMNS, strict=True))
         return f"  {row.way:24} {' '.join(padded)}"

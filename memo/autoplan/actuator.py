@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.autograd.variable import Variable
 
 from memo.autoplan.actuator_protocol import Limits, Setting
+from memo.autoplan.backward_end import at_end_of_backward
 from memo.autoplan.device_peaks import DevicePeaks, Outside
 from memo.autoplan.layer_classes import mlp_tiles_of
 from memo.events import Tier
@@ -226,10 +226,7 @@ class Actuator:
 
     def _when_idle(self) -> None:
         """Ends the peaks of backward, since a program may restart the device's before the next forward."""
-        try:
-            Variable._execution_engine.queue_callback(self._end_backward)  # at the end of this backward
-        except RuntimeError:  # not in a backward: the graph was freed
-            self._end_backward()
+        at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         self._peaks.end_backward()

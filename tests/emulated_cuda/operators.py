@@ -135,7 +135,7 @@ def _emulated(op: Any, name: str) -> Any:
             raise RuntimeError("Expected all tensors to be on the same device")
         _arrive()
         call = _Call()
-        with torch._C._AutoDispatchBelowAutograd():
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
             given, named = tree_map(call.down, args), tree_map(call.down, kwargs)
             if draws:
                 with _Drawing():

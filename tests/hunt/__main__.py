@@ -110,6 +110,8 @@ def main() -> int:
     parser.add_argument("--show", type=int, metavar="SEED", help="print this program and what fails in it")
     args = parser.parse_args()
     args.at = list(LEVELS) if args.at == ["all"] else args.at
+    if args.workers < 1:
+        parser.error("--workers: at least 1")
     if unknown := set(args.at or ()) - set(LEVELS):
         parser.error(f"--at: no level {', '.join(sorted(unknown))}; there are {'; '.join(LEVELS)}")
     torch.set_num_threads(1)

@@ -33,6 +33,9 @@ _MOST = 50 if DEVICE == "cpu" else 200
 _LIMIT_S = 300.0
 """Seconds of a seed, beside those of shrinking its finds, behind which its process is killed."""
 
+_END_S = 20.0
+"""For a process that has nothing more to do: it is killed then."""
+
 Examined = tuple[int, Outcome, list[tuple[Find, Program]]]
 """A seed, its program's outcome, and each find with the smallest program that shows it."""
 
@@ -50,7 +53,10 @@ def _examine(pipe: Connection, parents: Connection, args: argparse.Namespace) ->
             outcome.finds.append(Find(level="?", kind="loses the device", told="torch alone does not"))
         # One of each kind: levels that fail alike fail for one reason.
         firsts = {find.kind: find for find in reversed(outcome.finds)}.values()
-        finds = [(find, program if is_lost else _shrunk(program, find, args.shrink)) for find in firsts]
+        finds = []
+        for find in firsts:
+            finds.append((find, program if is_lost else _shrunk(program, find, args.shrink)))
+            is_lost = is_lost or _is_lost()  # by a program that shrinking tried
         pipe.send((outcome, finds, is_lost))
 
 
@@ -102,7 +108,8 @@ class _Worker:
 
     def begin(self, seed: int) -> None:
         self.seed, self.since = seed, time.monotonic()
-        self.pipe.send(seed)
+        with contextlib.suppress(OSError):  # it has died since its last answer: `answer` says so
+            self.pipe.send(seed)
 
     def answer(self, args: argparse.Namespace) -> tuple[Examined, bool]:
         """What it found out about its seed, and whether it goes on. It has answered, died, or been silent for too long."""
@@ -112,7 +119,7 @@ class _Worker:
         if self.pipe.poll():
             try:
                 outcome, finds, is_lost = self.pipe.recv()
-            except EOFError:
+            except (EOFError, OSError):
                 self.process.join()
                 told = f"its process ended with {self.process.exitcode}"
             else:
@@ -127,15 +134,21 @@ class _Worker:
             self.process.kill()
         with contextlib.suppress(OSError):  # it has died, or ended itself
             self.pipe.send(None)
-        self.process.join()
+        self.process.join(_END_S)
+        self.process.kill()
         self.pipe.close()
 
 
 def outcomes(seeds: range, args: argparse.Namespace) -> Iterator[Examined]:
-    """The outcome of each seed, `args.workers` at a time. None begins after `args.minutes`; those under way are finished."""
+    """The outcome of each seed, in their order, `args.workers` at a time.
+
+    None begins after `args.minutes`; those under way are finished.
+    """
     context = multiprocessing.get_context("fork" if DEVICE == "cpu" else "spawn")
     until = time.monotonic() + 60 * args.minutes if args.minutes else math.inf
-    left = iter(seeds)
+    left, told = iter(seeds), iter(seeds)
+    done: dict[int, Examined] = {}
+    following = next(told, None)
     workers: list[_Worker] = []
     _prepare()
     try:
@@ -157,7 +170,10 @@ def outcomes(seeds: range, args: argparse.Namespace) -> Iterator[Examined]:
                 if not goes_on:
                     workers.remove(worker)
                     worker.end()
-                yield examined
+                done[examined[0]] = examined
+            while following in done:
+                yield done.pop(following)
+                following = next(told, None)
     finally:
         for worker in workers:
             worker.end()

@@ -74,6 +74,13 @@ class CountsPositions(Layer):
         return x * torch.arange(x.size(1)).view(-1, 1)
 
 
+class AsksForAShape(Layer):
+    """Of a tensor without bytes."""
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (torch.empty(x.shape, device="meta") + 1).sum(-1, keepdim=True).shape[-1]
+
+
 class LearnsPositions(Layer):
     def __init__(self) -> None:
         super().__init__()
@@ -425,6 +432,7 @@ STRANGE: tuple[type[Layer], ...] = (
     Scans,
     Convolves,
     CountsPositions,
+    AsksForAShape,
     LearnsPositions,
     DividesByLength,
     NormalisesOverTheBatch,

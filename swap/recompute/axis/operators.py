@@ -13,7 +13,7 @@ import torch.distributed as dist
 from memo.swap.recompute.axis.attention import drops_by, is_attention
 from memo.swap.recompute.axis.operator_rules import COLLECTIVES
 
-__all__ = ["Operator", "call", "group_of", "operator_of"]
+__all__ = ["NON_BLOCKING", "Operator", "call", "group_of", "operator_of"]
 
 _ATEN = torch.ops.aten
 # These say when a collective's result is there, and change nothing in it.
@@ -38,6 +38,7 @@ _READ_SHAPES = frozenset(
 # Torch's own whose kernels call operators that autocast casts for, as those of other packages may.
 _CALL_CAST = frozenset({_ATEN._sparse_addmm, _ATEN._trilinear, _ATEN.linalg_pinv})
 _AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
+NON_BLOCKING = "non_blocking"
 _OVERWRITE = frozenset({_ATEN.copy_, _ATEN.fill_, _ATEN.zero_})
 
 
@@ -52,7 +53,7 @@ class Operator:
 
     __slots__ = (
         "allocates", "awaits", "func", "group_at", "is_attention", "is_collective", "is_known", "is_overload", "is_random",
-        "overwrites", "reads_shapes", "sees_autocast", "writes",
+        "non_blocking_at", "overwrites", "reads_shapes", "sees_autocast", "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -69,6 +70,8 @@ class Operator:
         """It is one of those that may have a rule for tokens (memo.swap.recompute.axis.operator_rules)."""
         self.group_at = _group_at(func) if is_overload else None
         """The position of the process group, if it is given one."""
+        self.non_blocking_at = _position(func, NON_BLOCKING) if is_overload else None
+        """The position of the argument that lets the host go on before a copy is done, if it has one."""
         self.writes = _writes(func) if is_overload else ()
         """Position and name of the arguments that it changes in place."""
         self.allocates = is_overload and func.overloadpacket in _ALLOCATE
@@ -118,10 +121,12 @@ def _writes(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
 
 
 def _group_at(func: torch._ops.OpOverload) -> int | None:
-    if func.namespace not in _COLLECTIVE_NAMESPACES:
-        return None
-    names = [declared.name for declared in func._schema.arguments]
-    return next((at for at, name in enumerate(names) if name in ("group_name", "process_group")), None)
+    return _position(func, "group_name", "process_group") if func.namespace in _COLLECTIVE_NAMESPACES else None
+
+
+def _position(func: torch._ops.OpOverload, *names: str) -> int | None:
+    """Position of the first argument of one of these names."""
+    return next((at for at, declared in enumerate(func._schema.arguments) if declared.name in names), None)
 
 
 def group_of(func: torch._ops.OpOverload, args: Sequence[Any]) -> dist.ProcessGroup | None:

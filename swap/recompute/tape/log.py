@@ -147,6 +147,7 @@ class Function:
 
     __slots__ = ("axis_after", "function", "repeats", "talks")
     is_random = False
+    non_blocking_at = None
     func = None
 
     def __init__(

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memo.kernels import unpack_mask
+from memo.swap.recompute.axis.operators import NON_BLOCKING
 from memo.swap.recompute.tape import cut as cuts
 from memo.swap.recompute.tape.log import Function, Geometry, Holds
 from memo.swap.recompute.tape.tape import Carried, Use, uses_in
@@ -339,7 +340,12 @@ class Writer:
         operator = step.operator
         function = self._object(_callable_of(operator))
         args = [self._argument(value, step, changes) for value in self._args(step)]
-        args += [f"{name}={self._argument(value, step, changes)}" for name, value in step.kwargs.items()]
+        named = {name: self._argument(value, step, changes) for name, value in step.kwargs.items()}
+        if NON_BLOCKING in named:  # what the program waits by for a copy to the host is no step
+            named[NON_BLOCKING] = "False"
+        if operator.non_blocking_at is not None and operator.non_blocking_at < len(args):
+            args[operator.non_blocking_at] = "False"
+        args += [f"{name}={value}" for name, value in named.items()]
         results = self._results(step.out, step, made)
         self._line(f"{results} = {function}({', '.join(args)})")
         for content, name in made.items():

@@ -11,7 +11,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -264,17 +264,19 @@ def _first_line(error: BaseException) -> str:
 
 @contextmanager
 def _as_recorded(device: torch.device, precision: Precision) -> Iterator[None]:
-    """Below autograd and autocast, where the steps were recorded, and with the settings that were in force."""
+    """Below autograd and autocast, where the steps were recorded, and with the settings that were in force.
+
+    Layers on a GPU may compute on the host, too.
+    """
     now = Precision.now()
     if now != precision:
         precision.set()
     try:
-        with torch.no_grad():
-            if torch.is_autocast_enabled(device.type):  # the way out of it costs as much as several steps
-                with torch.autocast(device.type, enabled=False):
-                    yield
-            else:
-                yield
+        with torch.no_grad(), ExitStack() as below:
+            for kind in {device.type, "cpu"}:
+                if torch.is_autocast_enabled(kind):  # the way out of it costs as much as several steps
+                    below.enter_context(torch.autocast(kind, enabled=False))
+            yield
     finally:
         if now != precision:
             now.set()
