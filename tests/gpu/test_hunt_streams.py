@@ -19,12 +19,12 @@ def test_a_random_program_on_streams_is_equal_bit_for_bit(seed: int) -> None:
     assert not told, "\n".join([*told, program.text])
 
 
-def test_each_statement_on_streams_is_equal_bit_for_bit() -> None:
+def test_each_statement_of_a_device_is_equal_bit_for_bit() -> None:
     from tests.hunt.comparison import compare
     from tests.hunt.drawing import catalogued, with_only
 
-    on_streams = [name for name in catalogued() if "stream" in name]
-    assert len(on_streams) > 10
-    for name in on_streams:
+    of_a_device = [name for name in catalogued() if "stream" in name or "host" in name]
+    assert len(of_a_device) > 17
+    for name in of_a_device:
         outcome = compare(with_only(name.removeprefix("step: ")), ["1", "0.5", "0"])
         assert (name, outcome.discarded, outcome.finds) == (name, None, [])

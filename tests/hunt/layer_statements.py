@@ -678,7 +678,7 @@ operator in place | 8 | bsh
     {o} = {bsh/a} + {O:, in_place=True}({bsh/a}) / 9
 """
 
-_ON_STREAMS = """
+_ON_A_DEVICE = """
 branch on a stream | 8 | bsh
     with beside({bsh/a}):
         {t:a} = F.gelu(F.linear({bsh/a}, {P:H, H}))
@@ -700,6 +700,24 @@ random on a stream | 3 | bsh
     with beside({bsh/a}):
         {t:a} = F.dropout({bsh/a}, 0.2)
     {o} = F.dropout({bsh/a}, 0.3) + joined({t:a})
+on the host | 3 | bsh
+    {t:a} = ({bsh/a}.cpu() * 2).cos()
+    {o} = ({t:a} * {t:a}.sin()).to(DEVICE)
+number on the host | 2 | bsh
+    {t:a} = {bsh/a}.detach().abs().mean().cpu()
+    {o} = {bsh/a} * ({t:a} * 2).sqrt()
+waited for on the host | 3 | bsh
+    {t:a} = {bsh/a}.detach().to('cpu', non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    {o} = {bsh/a} * ({t:a} * {c}).cos().to(DEVICE)
+product on the host | 3 | bsh
+    {t:a} = {bsh/a}.detach().float().cpu() @ (torch.eye(H, device='cpu') + 0.1)
+    {t:b} = ({t:a}.float().unsqueeze(-1) * torch.arange(16.0, device='cpu')).to(DEVICE)
+    {o} = ({t:b}.cos() * {bsh/a}.unsqueeze(-1)).sum(-1).to({bsh/a}.dtype)
+index from the host | 2 | bsh
+    {o} = {bsh/a}[..., {bsh/a}.detach().mean((0, 1)).cpu().argsort()].cos()
+shape on the host | 1 | bsh
+    {o} = {bsh/a} * (torch.empty({bsh/a}.shape, device='meta') + 1).sum(-1).shape[0]
 """
 
-LAYER_STATEMENTS = parsed(_CATALOGUE) | (parsed(_ON_STREAMS) if DEVICE != "cpu" else {})
+LAYER_STATEMENTS = parsed(_CATALOGUE) | (parsed(_ON_A_DEVICE) if DEVICE != "cpu" else {})

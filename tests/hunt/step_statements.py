@@ -156,7 +156,13 @@ hooks within | 1 | -
     loss.backward()
 """
 
-_ON_STREAMS = """
+_ON_A_DEVICE = """
+backward under the host's autocast | 2 | -
+    with managed():
+        loss = model(given)
+    note('loss', loss)
+    with torch.autocast('cpu', torch.bfloat16):
+        loss.backward()
 on a stream | 2 | -
     with beside(given):
         with managed():
@@ -183,4 +189,4 @@ microbatches on streams | 3 | -
         joined(loss)
 """
 
-STEPS = parsed(_CATALOGUE) | (parsed(_ON_STREAMS) if DEVICE != "cpu" else {})
+STEPS = parsed(_CATALOGUE) | (parsed(_ON_A_DEVICE) if DEVICE != "cpu" else {})
