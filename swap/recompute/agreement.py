@@ -51,7 +51,7 @@ class Agreed:
                 break
             alike += 1
         storages = {tape.contents[content].storage for step in tape.steps[:alike] for content in step.makes}
-        before = {number for number, (_, _, maker) in enumerate(tape.storages) if maker < 0}
+        before = {number for number, (_, _, maker, _) in enumerate(tape.storages) if maker < 0}
         return frozenset(step for step in self.wrong if step < alike), self.opaque & (storages | before)
 
 

@@ -156,7 +156,7 @@ class _Rows:
     def _found(self, content: int) -> Row:
         tape = self._tape
         storage = tape.contents[content].storage
-        birth, nbytes, _ = tape.storages[storage]
+        birth, nbytes, *_ = tape.storages[storage]
         _, _, size, _, dtype = next(geometry for geometry in tape.values if geometry[0] == storage)
         fate = self._fate(content)
         kept = self._kept_nbytes(content)

@@ -96,7 +96,7 @@ class RecordedCall:
         own: set[ref[torch.UntypedStorage]] | None = None
         storages, number_of, saved_as = recorder.storages, recorder.number_of, engine.saved_as
         for number, tensor in recorder.tensors.items():
-            birth, nbytes, _ = storages[number]
+            birth, nbytes, *_ = storages[number]
             storage = tensor.untyped_storage()
             if birth is Birth.PARAMETER:
                 is_there = storage.nbytes() == nbytes and number_of(storage) == number
@@ -294,7 +294,7 @@ def _is_like_given(tensor: torch.Tensor, recorder: Recorder) -> bool:
     given = enumerate(recorder.storages)  # arguments are the first values, one for each storage
     return any(
         tensor.shape == recorder.values[number][2]
-        for number, (birth, _, _) in given
+        for number, (birth, *_) in given
         if birth in (Birth.INPUT, Birth.GIVEN)
     )
 

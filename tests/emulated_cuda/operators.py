@@ -32,7 +32,9 @@ _NATIVE = {
 }  # fmt: skip
 _NEVER = ("cudnn", "miopen", "nested", "sparse", "_flash_", "efficient_attention")
 _ONE_DEVICE = {"addmm", "bmm", "cat", "gather", "index_select", "mm"}
-"""Operators that refuse a tensor on the host here; CUDA's own list is longer."""
+"""Operators that refuse any tensor on the host here; CUDA's own list is longer."""
+_ANY_DEVICE = ("copy", "_copy", "_foreach_copy", "index", "_index", "_unsafe_index")
+"""Operators that take tensors on the host; all others take numbers alone, of no dimension."""
 _RANDOM = (
     "bernoulli",
     "cauchy",
@@ -127,11 +129,12 @@ def _emulated(op: Any, name: str) -> Any:
     written = [n for n, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
     returns_written = bool(written) and len(schema.returns) == 1 and schema.returns[0].alias_info is not None
     draws = any(word in name for word in _RANDOM) and "backward" not in name
-    is_strict = name in _ONE_DEVICE
+    least = 0 if name in _ONE_DEVICE else 99 if name.startswith(_ANY_DEVICE) else 1
 
     def run(*args: Any, **kwargs: Any) -> Any:
         CALLED[name] += 1
-        if is_strict and any(isinstance(given, Tensor) and given.device.type == "cpu" for given in tree_leaves(args)):
+        tensors = [given for given in tree_leaves(args) if isinstance(given, Tensor)]
+        if any(given.device.type == "cpu" and given.dim() >= least for given in tensors):
             raise RuntimeError("Expected all tensors to be on the same device")
         _arrive()
         call = _Call()

@@ -55,6 +55,16 @@ def dropped(h: torch.Tensor) -> torch.Tensor:
     return (F.dropout(h.cpu(), 0.3) * 1.5).sin().to(h.device)
 
 
+def filled(h: torch.Tensor) -> torch.Tensor:
+    there = h.detach().cpu()
+    memory = torch.empty_like(there)
+    memory.copy_(there).sin_()
+    ones = torch.zeros_like(there)
+    ones[:, ::2] = 1.5
+    drawn = torch.empty(h.shape, device="cpu").bernoulli_(0.7)
+    return (memory * ones * (drawn * 2).exp()).to(h.device).cos()
+
+
 def indices(h: torch.Tensor) -> torch.Tensor:
     return h[:, h.detach().mean((0, 2)).cpu().argsort()].cos()
 
@@ -99,7 +109,7 @@ def trained(
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "backward under autocast"])
 @pytest.mark.parametrize(
-    "between", [attention, a_number, there_and_back, products, dropped, indices, shapes_alone, waited_for]
+    "between", [attention, a_number, there_and_back, products, dropped, filled, indices, shapes_alone, waited_for]
 )
 def test_gradients_are_equal_bit_for_bit(between: Callable[[torch.Tensor], torch.Tensor], autocast: bool) -> None:
     want = trained(between, autocast=autocast, alpha=None)

@@ -701,8 +701,8 @@ random on a stream | 3 | bsh
         {t:a} = F.dropout({bsh/a}, 0.2)
     {o} = F.dropout({bsh/a}, 0.3) + joined({t:a})
 on the host | 3 | bsh
-    {t:a} = ({bsh/a}.cpu() * 2).cos()
-    {o} = ({t:a} * {t:a}.sin()).to(DEVICE)
+    {t:a} = ({bsh/a}.detach().cpu() * 2).cos()
+    {o} = {bsh/a} * ({t:a} * {t:a}.sin()).to(DEVICE)
 number on the host | 2 | bsh
     {t:a} = {bsh/a}.detach().abs().mean().cpu()
     {o} = {bsh/a} * ({t:a} * 2).sqrt()

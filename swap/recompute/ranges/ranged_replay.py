@@ -192,7 +192,8 @@ class RangedReplay(Replay):
                 and not Layout(offset=lies[0], shape=lies[1], stride=lies[2]).fits(made)
             ):
                 raise ReplayFailed(None, f"it laid a tensor of {count} tokens out in memory in another way")
-            take(piece, want, blank.new(storage))  # all of its bytes
+            block = blank if made.device == blank.device else made.new_empty(0, dtype=torch.uint8)
+            take(piece, want, block.new(storage))  # all of its bytes
 
         self._run(self.span.plan_for(count, piece.first), bring, give)
 

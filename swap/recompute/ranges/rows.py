@@ -129,7 +129,7 @@ def readings_of(tape: Tape, carried: Sequence[Any] = ()) -> Iterable[TokenRows]:
     for dim in sorted(dims, key=lambda dim: size[dim] < LEAST_TOKENS + tile_of(0)):
         if size[dim] < LEAST_TOKENS + tile_of(0):
             continue
-        for found_runs in (False, True) if any(birth is Birth.FOUND for birth, _, _ in tape.storages) else (False,):
+        for found_runs in (False, True) if any(birth is Birth.FOUND for birth, *_ in tape.storages) else (False,):
             reader = _Reader(tape, Way(dim, found_runs), carried)
             yield reader.read()
             whole: frozenset[int] = frozenset()

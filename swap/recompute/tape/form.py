@@ -48,8 +48,8 @@ def _hashable(value: Any) -> Any:
 
 
 def _without_bytes(storage: Sequence[Any]) -> Any:
-    birth, _, maker = storage
-    return birth, maker
+    birth, _, maker, device = storage
+    return birth, maker, device
 
 
 def _without_sizes(geometry: Sequence[Any]) -> Any:

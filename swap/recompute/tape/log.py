@@ -103,8 +103,8 @@ def word_of(value: int) -> Ref:
     return _REFS.setdefault(value, Ref(value)) if known is None else known  # at once, whichever threads ask
 
 
-Storage = tuple[Birth, int, int]
-"""Origin, bytes, and the number of the operator that made it; -1 for others."""
+Storage = tuple[Birth, int, int, str]
+"""Origin, bytes, the number of the operator that made it (-1 for others), and the type of its device."""
 
 
 class Key:

@@ -333,7 +333,7 @@ class Writer:
             else:  # all of it is overwritten
                 nbytes = self._nbytes(content)
                 made[content] = f"c{content}"
-                self._line(f"c{content} = fresh({self._object(nbytes)}, device)")
+                self._line(f"c{content} = fresh({self._object(nbytes)}, {self._device(content)})")
                 self._shown[f"c{content}"] = None
                 self._held[f"c{content}"] = nbytes
         self._names.update(made)
@@ -372,7 +372,8 @@ class Writer:
             content = changes.get(self._tape.geometry(value.value)[0], value.content)
             _, offset, size, stride, dtype = self._geometry(value.value, content)
             if content not in step.reads and content not in step.makes:  # its shape is read, and no number of it
-                return f"blank({self._object(size)}, {self._object(stride)}, {self._object(dtype)}, device)"
+                lies = ", ".join(self._object(part) for part in (size, stride, dtype))
+                return f"blank({lies}, {self._device(content)})"
             name = self._variable(content)
             shown = self._shown[name]
             if shown == (offset, size, stride, dtype):
@@ -411,7 +412,7 @@ class Writer:
             self._kept.append(Kept(storage, writer))
             _, offset, size, stride, dtype = self._geometry(use.value, content)
             lies = ", ".join(self._object(part) for part in (size, stride, dtype))
-            self._line(f"{name} = mask(kept({at}), {lies}, device)")
+            self._line(f"{name} = mask(kept({at}), {lies}, {self._device(content)})")
             self._shown[name] = (offset, size, stride, dtype)
             is_final = content in self._finals
             if is_final:  # autograd saved it, and it moves as bits alone
@@ -422,12 +423,20 @@ class Writer:
                 self._held[name] = self._nbytes(content)
         return name
 
+    def _device(self, content: int) -> str:
+        """The device of a content's memory: the engine's, but for what a layer has on the host."""
+        elsewhere = _ELSEWHERE.get(self._tape.storage(content)[3])
+        return "device" if elsewhere is None else self._object(elsewhere)
+
     def _object(self, value: Any) -> str:
         name = self._objects.get(id(value))
         if name is None:
             name = self._objects[id(value)] = f"x{len(self._objects)}"
             self.env[name] = value
         return name
+
+
+_ELSEWHERE = {kind: torch.device(kind) for kind in ("cpu", "meta")}
 
 
 @functools.lru_cache(maxsize=MOST_COMPILED)

@@ -367,7 +367,8 @@ class Recorder(TorchDispatchMode):
     def _born(self, tensor: torch.Tensor, birth: Birth) -> int:
         storage = tensor.untyped_storage()
         number = self._numbers[ref(storage)] = len(self.storages)
-        self.storages.append((birth, storage.nbytes(), self._count if birth is Birth.MADE else -1))
+        maker = self._count if birth is Birth.MADE else -1
+        self.storages.append((birth, storage.nbytes(), maker, tensor.device.type))
         if birth is Birth.PARAMETER:
             self.tensors[number] = tensor
         elif birth is not Birth.MADE:

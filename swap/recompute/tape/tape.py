@@ -122,7 +122,7 @@ class Tape:
         self._now: list[int] = []
         self._written: dict[int, list[Region] | None] = {}  # regions of storages that were allocated without writing
         self._uninitialised: set[int] = set()  # of which something was read that nothing had written
-        for number, (birth, _, _) in enumerate(self.storages):
+        for number, (birth, *_) in enumerate(self.storages):
             self._now.append(-1)
             if birth is not Birth.MADE:
                 self._make(number, -1)
@@ -136,7 +136,7 @@ class Tape:
         return self.values[value]
 
     def storage(self, content: int) -> Storage:
-        """Origin, bytes and maker of a content's storage."""
+        """Origin, bytes, maker and device type of a content's storage."""
         return self.storages[self.contents[content].storage]
 
     def _make(self, storage: int, writer: int) -> int:

@@ -31,7 +31,7 @@ class Whole:
     def __init__(self, taped: Taped) -> None:
         self.tape, self.carried = taped.tape, taped.recorder.carried
         self.blocks: dict[int, torch.Tensor] = {}
-        for number, (birth, _, _) in enumerate(self.tape.storages):
+        for number, (birth, *_) in enumerate(self.tape.storages):
             if birth is not Birth.MADE:
                 self.blocks[number] = taped.recorder.tensors[number].detach()
 

@@ -90,7 +90,7 @@ def test_births() -> None:
     def layer(x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         return ((x * given) * weight * table).sin()
 
-    births = [birth for birth, _, _ in record(layer, hidden(), torch.ones(4)).tape.storages]
+    births = [birth for birth, *_ in record(layer, hidden(), torch.ones(4)).tape.storages]
     made = births.count(Birth.MADE)
     assert births[:2] == [Birth.INPUT, Birth.GIVEN]
     assert sorted(birth.name for birth in births if birth is not Birth.MADE) == ["FOUND", "GIVEN", "INPUT", "PARAMETER"]
