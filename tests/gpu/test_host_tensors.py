@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -16,6 +18,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 BATCH, TOKENS, HIDDEN = 2, 32, 64
 STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def _repeatable() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 class Layer(nn.Module):
@@ -120,11 +129,8 @@ def test_gradients_are_equal_bit_for_bit(between: Callable[[torch.Tensor], torch
         ] == []
 
 
-def test_a_program_that_ends_right_behind_its_backward_ends_well(tmp_path: object) -> None:
+def test_a_program_that_ends_right_behind_its_backward_ends_well() -> None:
     """A thread of autograd's frees what memo asked it to call, and waits for the interpreter's lock to do so."""
-    import subprocess
-    import sys
-
     program = """
 import sys, torch, memo
 model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3))).cuda()
