@@ -20,6 +20,7 @@ from memo.errors import MemoError, ModifiedAfterSave, SwapError
 from memo.swap.engine.handles import Handle, Kept, Sharded
 from memo.swap.recompute.tape.checksums import checksum
 from memo.swap.recompute.tape.optimizer_steps import uncounted_steps
+from memo.swap.recompute.tape.settings import Settings
 from memo.swap.tensor_kinds import local_part
 
 if TYPE_CHECKING:
@@ -71,37 +72,6 @@ class Brought(NamedTuple):
     """Other parameters in the same memory, each with its own count of changes."""
 
 
-class Precision(NamedTuple):
-    """Settings of torch that operators heed, besides what they are given."""
-
-    matmul: str | tuple[str, ...]
-    """One for all backends; one each where the program has set them by torch.backends, as torch refuses to name one then."""
-    default: torch.dtype
-
-    @classmethod
-    def now(cls) -> Precision:
-        """Those in force."""
-        matmul: str | tuple[str, ...]
-        try:
-            matmul = torch.get_float32_matmul_precision()
-        except RuntimeError:
-            matmul = tuple(backend.fp32_precision for backend in _matmul_backends())
-        return cls(matmul, torch.get_default_dtype())
-
-    def set(self) -> None:
-        """Puts them in force."""
-        if isinstance(self.matmul, str):
-            torch.set_float32_matmul_precision(self.matmul)
-        else:
-            for backend, precision in zip(_matmul_backends(), self.matmul, strict=True):
-                backend.fp32_precision = precision
-        torch.set_default_dtype(self.default)
-
-
-def _matmul_backends() -> tuple[Any, ...]:
-    return torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-
-
 class Replay:
     """The steps that one layer call has to run again.
 
@@ -138,7 +108,7 @@ class Replay:
         self._engine = engine
         self._kept = kept
         self._carried = carried
-        self._precision = Precision.now()
+        self._settings = Settings.now()
         self._steps = uncounted_steps.begin()
         self._sums = [_sum_of(each) for each in kept] if verify else None
         self._lock = threading.Lock()
@@ -189,7 +159,7 @@ class Replay:
     def _run(self, plan: Plan, bring: Callable[[int], torch.Tensor], give: Callable[..., None]) -> None:
         """Runs the code of a plan."""
         device = self._engine.backend.device
-        with _as_recorded(device, self._precision):
+        with _as_recorded(device, self._settings):
             try:
                 plan.replay(bring, self._carried, give, device)
             except (MemoError, ReplayFailed, torch.OutOfMemoryError):
@@ -263,14 +233,14 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def _as_recorded(device: torch.device, precision: Precision) -> Iterator[None]:
+def _as_recorded(device: torch.device, settings: Settings) -> Iterator[None]:
     """Below autograd and autocast, where the steps were recorded, and with the settings that were in force.
 
     Layers on a GPU may compute on the host, too.
     """
-    now = Precision.now()
-    if now != precision:
-        precision.set()
+    now = Settings.now()
+    if now != settings:
+        settings.set(now)
     try:
         with torch.no_grad(), ExitStack() as below:
             for kind in {device.type, "cpu"}:
@@ -278,5 +248,5 @@ def _as_recorded(device: torch.device, precision: Precision) -> Iterator[None]:
                     below.enter_context(torch.autocast(kind, enabled=False))
             yield
     finally:
-        if now != precision:
-            now.set()
+        if now != settings:
+            now.set(settings)

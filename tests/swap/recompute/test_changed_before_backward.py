@@ -14,12 +14,11 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+import memo
 from memo.errors import ModifiedAfterSave, SwapError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import memo
 
 
 def sets(name: str, value: Any) -> Callable[[Any], None]:
@@ -309,6 +308,64 @@ def test_precision_set_by_backend(offload: Callable[..., memo.Manager]) -> None:
         assert torch.backends.cuda.matmul.fp32_precision == "ieee"
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
+
+
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Any]] = {
+    "threads": (torch.get_num_threads, torch.set_num_threads, 3),
+    "deterministic": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
+    "tf32 of convolutions": (
+        lambda: torch.backends.cudnn.allow_tf32,
+        lambda value: setattr(torch.backends.cudnn, "allow_tf32", value),
+        False,
+    ),
+    "sums in bfloat16": (
+        lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        lambda value: setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", value),
+        False,
+    ),
+    "mkldnn": (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False),
+}
+
+
+class Told(nn.Module):
+    """Saves what `tell` says in its forward and in its replay."""
+
+    def __init__(self, tell: Callable[[], object]) -> None:
+        super().__init__()
+        self.linear, self.said = nn.Linear(32, 32), []  # type: ignore[var-annotated]
+        self.tell = tell
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        @memo.token_local
+        def noted(h: torch.Tensor) -> torch.Tensor:
+            self.said.append(self.tell())
+            return h.sin()
+
+        return x + noted(self.linear(x)).cos()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_replay_runs_under_the_settings_of_its_forward(name: str) -> None:
+    read, write, value = SETTINGS[name]
+    before = read()
+    model = nn.Sequential(*(Told(read) for _ in range(3)))
+    manager = memo.offload(model, layers=[*model], alpha=0.0, host="4MiB", min_bytes=1)
+    try:
+        for _ in range(2):
+            for layer in model:
+                layer.said.clear()
+            write(value)
+            with manager:
+                loss = model(torch.randn(2, 32, 32)).sum()
+            write(before)
+            forwards = [len(layer.said) for layer in model]
+            loss.backward()
+            assert read() == before
+    finally:
+        write(before)
+        manager.close()
+    assert [said for layer in model for said in layer.said] == [value] * sum(len(layer.said) for layer in model)
+    assert sum(len(layer.said) for layer in model) > sum(forwards)
 
 
 class WritesThroughData(torch.optim.Optimizer):
