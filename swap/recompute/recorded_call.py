@@ -110,8 +110,8 @@ class RecordedCall:
                     self.saved[number] = known
                     if is_kept(storage):
                         free.add(number)
-            elif storage.nbytes() != nbytes:
-                continue  # freed by its owner, as sharded parameters are
+            elif storage.nbytes() != nbytes or (birth is Birth.GIVEN and tensor.is_inference()):
+                continue  # freed by its owner, as sharded parameters are; or what nothing counts the changes of
             elif birth is Birth.GIVEN or known is not None or engine.stays(storage):
                 free.add(number)
             else:

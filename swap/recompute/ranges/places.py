@@ -23,12 +23,15 @@ _GRAIN = 32768
 _INEXACT = frozenset(
     name + suffix
     for name in (
-        *("celu", "cosh", "digamma", "elu", "erfinv", "gelu", "glu", "lgamma", "log_sigmoid_forward", "logit", "mish"),
-        *("pow", "selu", "sigmoid", "silu", "sinh", "softplus"),
+        *("atan2", "atanh", "celu", "cosh", "digamma", "elu", "erfinv", "exp2", "gelu", "glu", "lgamma"),
+        *("log_sigmoid_forward", "logaddexp", "logaddexp2", "logit", "mish", "pow", "selu", "sigmoid", "silu", "sinh"),
+        "softplus",
     )
     for suffix in ("", "_")
 )
-_INEXACT_IN_HALF = frozenset({"add", "add_", "addcdiv", "addcmul", "lerp", "rsqrt", "rsqrt_", "sub", "sub_"})
+_INEXACT_IN_HALF = frozenset(
+    {"add", "add_", "addcdiv", "addcmul", "lerp", "rsqrt", "rsqrt_", "rsub", "special_i0e", "sub", "sub_"}
+)
 _HALF = frozenset({torch.bfloat16, torch.float16})
 
 
@@ -38,7 +41,8 @@ def rounds_by_place(tape: Tape, step: Step, rows: Rows, tokens: int) -> bool:
         return False
     name = step.operator.func.overloadpacket.__name__
     types = {tape.geometry(use.value)[4] for use in uses_in((step.args, step.kwargs, step.out))}
-    if name not in _INEXACT and not (name in _INEXACT_IN_HALF and types & _HALF):
+    is_inexact = name in _INEXACT or (name in _INEXACT_IN_HALF and types & _HALF)
+    if not is_inexact and not any(kind.is_complex for kind in types):
         return False
     tile = tile_of(tokens) * rows.width
     if tile % _AT_ONCE or tokens * rows.width % _AT_ONCE:

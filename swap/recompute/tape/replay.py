@@ -238,15 +238,8 @@ def _as_recorded(device: torch.device, settings: Settings) -> Iterator[None]:
 
     Layers on a GPU may compute on the host, too.
     """
-    now = Settings.now()
-    if now != settings:
-        settings.set(now)
-    try:
-        with torch.no_grad(), ExitStack() as below:
-            for kind in {device.type, "cpu"}:
-                if torch.is_autocast_enabled(kind):  # the way out of it costs as much as several steps
-                    below.enter_context(torch.autocast(kind, enabled=False))
-            yield
-    finally:
-        if now != settings:
-            now.set(settings)
+    with settings.in_force(), torch.no_grad(), ExitStack() as below:
+        for kind in {device.type, "cpu"}:
+            if torch.is_autocast_enabled(kind):  # the way out of it costs as much as several steps
+                below.enter_context(torch.autocast(kind, enabled=False))
+        yield

@@ -1,18 +1,21 @@
-"""Settings of torch that operators heed, besides what they are given: a replay runs under those of its forward."""
+"""State of torch that operators heed, besides what they are given: a replay runs under that of its forward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 
 __all__ = ["Settings"]
 
 _NAMES = (
     "cpu_allow_fp16_reduced_precision_reduction", "cublas_allow_bf16_reduced_precision_reduction",
     "cublas_allow_fp16_accumulation", "cublas_allow_fp16_reduced_precision_reduction", "cudnn_allow_tf32",
-    "cudnn_benchmark", "cudnn_deterministic", "cudnn_enabled", "mkldnn_deterministic", "mkldnn_enabled",
+    "cudnn_benchmark", "cudnn_deterministic", "cudnn_enabled", "float32_matmul_precision", "mkldnn_deterministic",
+    "mkldnn_enabled",
 )  # fmt: skip
 
 
@@ -26,42 +29,72 @@ def _algorithms() -> tuple[bool, bool]:
     return torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()
 
 
+_LEAST = 2.2250738585072014e-308
+"""The least normal number in float64."""
+
+
+def _flushes_denormals() -> bool:
+    """Of this thread; Python computes by the same unit."""
+    return _LEAST / 2 == 0.0
+
+
 _FLAGS = (
     *(pair for name in _NAMES if (pair := _pair(name)) is not None),
     (_algorithms, lambda mode, warn_only: torch._C._set_deterministic_algorithms(mode, warn_only=warn_only)),
+    (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),  # reductions are cut by threads
+    (_flushes_denormals, torch.set_flush_denormal),
 )
+_PRECISIONS = tuple((backend, kind) for backend in ("cuda", "mkldnn") for kind in ("matmul", "conv", "rnn"))
+"""Of float32 operators, by torch.backends: each inherits its backend's, and that the one of all, where it is "none"."""
+_precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
+_set_precision: Callable[[str, str, str], object] = torch._C._set_fp32_precision_setter
+_modes_on_stack = torch._C._len_torch_dispatch_stack
 
 
 class Settings(NamedTuple):
     """Values of them all."""
 
-    matmul: str | tuple[str, ...] | None
-    """Precision of float32 products: one for all backends; one each where the program has set them by torch.backends, as
-    torch refuses to name one then."""
-    default: torch.dtype
     flags: tuple[Any, ...]
-    """In the order of _FLAGS; None for one that torch refuses to tell, since the program has set it in another way."""
+    """In the order of _FLAGS; None for one that torch refuses to tell, since the program has set it in a newer way."""
+    precisions: tuple[str, ...]
+    """In the order of _PRECISIONS, as they hold."""
+    modes: tuple[Any, ...]
+    """Dispatch modes of the program, the outermost first."""
 
     @classmethod
     def now(cls) -> Settings:
         """Those in force."""
-        matmul: str | tuple[str, ...] | None
-        matmul = _told(torch.get_float32_matmul_precision)
-        if matmul is None:
-            matmul = tuple(backend.fp32_precision for backend in _matmul_backends())
-        return cls(matmul, torch.get_default_dtype(), tuple([_told(read) for read, _ in _FLAGS]))
+        return cls(
+            tuple([_told(read) for read, _ in _FLAGS]),
+            tuple([_precision(*each) for each in _PRECISIONS]),
+            tuple([torch._C._get_dispatch_stack_at(at) for at in range(_modes_on_stack())]),
+        )
 
-    def set(self, before: Settings) -> None:
-        """Puts them in force, where `before` are."""
-        if self.matmul != before.matmul and isinstance(self.matmul, str):
-            torch.set_float32_matmul_precision(self.matmul)
-        elif self.matmul != before.matmul:
-            assert self.matmul is not None
-            for backend, precision in zip(_matmul_backends(), self.matmul, strict=True):
-                backend.fp32_precision = precision
-        if self.default != before.default:
-            torch.set_default_dtype(self.default)
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Puts them in force, and what was in force before, as the program had set it, back."""
+        now = Settings.now()
+        if now == self:
+            yield
+            return
+        own = [_own(*each) for each in _PRECISIONS] if now[:2] != self[:2] else None
+        try:
+            self._set_flags(now)
+            for each, value in zip(_PRECISIONS, self.precisions, strict=True):
+                if _precision(*each) != value:
+                    _set_precision(*each, value)
+            with _under(self.modes, now.modes):
+                yield
+        finally:
+            now._set_flags(self)
+            if own is not None:
+                for each, value, held in zip(_PRECISIONS, own, now.precisions, strict=True):
+                    _set_precision(*each, value)
+                    if _precision(*each) != held:  # torch's own default, which is none of the values that can be set
+                        _set_precision(*each, held)
+
+    def _set_flags(self, before: Settings) -> None:
         for (_, write), value, known in zip(_FLAGS, self.flags, before.flags, strict=True):
             if value is not None and value != known:
                 write(*value) if isinstance(value, tuple) else write(value)
@@ -70,9 +103,35 @@ class Settings(NamedTuple):
 def _told(read: Callable[[], Any]) -> Any:
     try:
         return read()
-    except RuntimeError:  # set by the newer of two ways, which this one cannot tell
+    except RuntimeError:
         return None
 
 
-def _matmul_backends() -> tuple[Any, ...]:
-    return torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+def _own(backend: str, kind: str) -> str:
+    """The precision that is set for this one, "none" where it inherits, which torch does not tell."""
+    held = _precision(backend, kind)
+    if backend == "generic":
+        return held
+    above = ("generic", "all") if kind == "all" else (backend, "all")
+    own_above = _own(*above)
+    other = "tf32" if held == "ieee" else "ieee"
+    _set_precision(*above, other)
+    inherits = _precision(backend, kind) == other
+    _set_precision(*above, own_above)
+    return "none" if inherits else held
+
+
+@contextmanager
+def _under(modes: tuple[Any, ...], now: tuple[Any, ...]) -> Iterator[None]:
+    """Within these dispatch modes alone, without entering them again, which may do more than to push them."""
+    if modes == now:
+        yield
+        return
+    with _disable_current_modes():
+        for mode in modes:
+            _push_mode(mode)
+        try:
+            yield
+        finally:
+            for mode in reversed(modes):
+                _pop_mode(getattr(mode, "_mode_key", None))

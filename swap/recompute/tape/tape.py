@@ -278,6 +278,7 @@ class Tape:
             return "it is not of torch's own operators"
         name = operator.func.overloadpacket.__name__
         if "batch_norm" in name or "_rnn" in name:
+            self.opaque.update(self._statistics(step))
             return "it has a state of its own"
         if name in _RESIZE:
             self.opaque |= changed
@@ -287,6 +288,13 @@ class Tape:
         if operator.func.namespace == "c10d":
             return "it is a collective in place"
         return None
+
+    def _statistics(self, step: Step) -> Iterator[int]:
+        """Storages of running statistics that a batch norm in training writes into, which not every schema says."""
+        named = dict(zip((each.name for each in step.operator.func._schema.arguments), step.args, strict=False))
+        for value in (named.get("running_mean"), named.get("running_var")):
+            if isinstance(value, Use) and named.get("training", True):
+                yield self.values[value.value][0]
 
     def _mark_opaque(self) -> None:
         """Extends opacity from storages to the steps that touch them, and to allocations that nothing filled."""

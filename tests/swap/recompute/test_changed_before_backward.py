@@ -13,6 +13,7 @@ from small_models import Block, Stack, assert_equal, gradients, ids, plain, stac
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memo
 from memo.errors import ModifiedAfterSave, SwapError
@@ -323,6 +324,7 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Any]] = {
         lambda value: setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", value),
         False,
     ),
+    "denormals": (lambda: bool(torch.tensor(1e-39).mul(1) == 0), torch.set_flush_denormal, True),
     "mkldnn": (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False),
 }
 
@@ -366,6 +368,98 @@ def test_a_replay_runs_under_the_settings_of_its_forward(name: str) -> None:
         manager.close()
     assert [said for layer in model for said in layer.said] == [value] * sum(len(layer.said) for layer in model)
     assert sum(len(layer.said) for layer in model) > sum(forwards)
+
+
+class Coarse(TorchDispatchMode):
+    """Rounds what sin gives."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        return out.bfloat16().float() if func is torch.ops.aten.sin.default else out
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.0])
+@pytest.mark.parametrize("around", ["forward", "backward"])
+def test_a_replay_runs_under_the_dispatch_modes_of_its_forward(around: str, alpha: float) -> None:
+    def trained(managed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Told(lambda: None) for _ in range(3)))
+        manager = memo.offload(model, layers=[*model], alpha=alpha, host="4MiB", min_bytes=1) if managed else None
+        for _ in range(2):
+            model.zero_grad()
+            with manager or contextlib.nullcontext(), Coarse() if around == "forward" else contextlib.nullcontext():
+                loss = model(torch.randn(2, 64, 32)).sum()
+            with Coarse() if around == "backward" else contextlib.nullcontext():
+                loss.backward()
+        if manager is not None:
+            assert manager.stats.bytes_recomputed > 0
+            manager.close()
+        return [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
+
+    assert all(map(torch.equal, trained(True), trained(False)))
+
+
+def test_a_replay_leaves_precisions_as_the_program_has_set_them() -> None:
+    """torch tells what holds, and not whether it is inherited."""
+    model = nn.Sequential(*(Told(lambda: None) for _ in range(3)))
+    manager = memo.offload(model, layers=[*model], alpha=0.0, host="4MiB", min_bytes=1)
+    try:
+        torch.backends.fp32_precision = "tf32"
+        with manager:
+            loss = model(torch.randn(2, 32, 32)).sum()
+        torch.backends.fp32_precision = "none"
+        loss.backward()
+        torch.backends.fp32_precision = "tf32"
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        assert torch.backends.mkldnn.matmul.fp32_precision == "tf32"  # type: ignore[attr-defined]
+    finally:
+        torch.backends.fp32_precision = "none"
+        manager.close()
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+class Shifted(nn.Module):
+    """Reads an argument that autograd need not save, or the statistics that its own batch norm writes into later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(32, 32), nn.BatchNorm1d(32, momentum=0.0)
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
+        h = self.linear(x).sin()
+        if shift is not None:
+            return x + (h + shift).cos().sin()
+        read = (h - self.norm.running_mean).tanh()
+        return x + (read * self.norm(h.transpose(1, 2)).transpose(1, 2)).cos()
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.0])
+@pytest.mark.parametrize("what", ["an inference tensor", "statistics"])
+def test_what_changes_without_a_count_is_not_read_again(what: str, alpha: float) -> None:
+    def trained(managed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.ModuleList(Shifted() for _ in range(3))
+        manager = memo.offload(model, layers=[*model], alpha=alpha, host="4MiB", min_bytes=1) if managed else None
+        found = []
+        with torch.inference_mode():
+            shift = torch.ones(2, 32, 32)
+        for _ in range(3):
+            model.zero_grad()
+            with manager or contextlib.nullcontext():
+                x = torch.randn(2, 32, 32)
+                for layer in model:
+                    x = layer(x, shift) if what == "an inference tensor" else layer(x)
+            with torch.inference_mode():
+                shift.add_(1)
+            x.sum().backward()
+            found += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+            for layer in model:
+                layer.norm.momentum = 0.3  # type: ignore[union-attr, assignment]
+        if manager is not None:
+            manager.close()
+        return found
+
+    assert all(map(torch.equal, trained(True), trained(False)))
 
 
 class WritesThroughData(torch.optim.Optimizer):
