@@ -60,7 +60,7 @@ class Settings(NamedTuple):
     precisions: tuple[str, ...]
     """In the order of _PRECISIONS, as they hold."""
     modes: tuple[Any, ...]
-    """Dispatch modes of the program, the outermost first."""
+    """Dispatch modes of the program, the outermost first, but for counters of FLOPs, which change nothing."""
 
     @classmethod
     def now(cls) -> Settings:
@@ -68,7 +68,7 @@ class Settings(NamedTuple):
         return cls(
             tuple([_told(read) for read, _ in _FLAGS]),
             tuple([_precision(*each) for each in _PRECISIONS]),
-            tuple([torch._C._get_dispatch_stack_at(at) for at in range(_modes_on_stack())]),
+            _modes() if _modes_on_stack() else (),
         )
 
     @contextmanager
@@ -98,6 +98,11 @@ class Settings(NamedTuple):
         for (_, write), value, known in zip(_FLAGS, self.flags, before.flags, strict=True):
             if value is not None and value != known:
                 write(*value) if isinstance(value, tuple) else write(value)
+
+
+def _modes() -> tuple[Any, ...]:
+    stack = [torch._C._get_dispatch_stack_at(at) for at in range(_modes_on_stack())]
+    return tuple(mode for mode in stack if type(mode).__module__ != "torch.utils.flop_counter")
 
 
 def _told(read: Callable[[], Any]) -> Any:
