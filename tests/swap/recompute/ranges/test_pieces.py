@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from memo.swap.recompute.policy import Tapes
 from memo.swap.recompute.ranges.ranged_plan import Piece, Span
 from memo.swap.recompute.ranges.ranged_replay import RangedReplay, _bits_of
 from memo.swap.recompute.tape.plan import Plan
+from memo.swap.recompute.tape.settings import Settings
 from memo.swap.tiers.host_and_disk import HostTier
 from memo.swap.token_levels import LEAST_TOKENS, TokenLevels, setting_of, tile_of
 
@@ -61,6 +63,9 @@ class Replays:
         def reloaded(replay: RangedReplay, position: int) -> torch.Tensor:
             return reload(replay, position) if self._live is None else _unseen(reload, self._live)(replay, position)
 
+        monkeypatch.setattr(
+            Settings, "in_force", lambda settings: contextlib.nullcontext()
+        )  # or it runs outside of the mode
         monkeypatch.setattr(RangedReplay, "_run_piece", noted)
         monkeypatch.setattr(RangedReplay, "_run", measured)
         monkeypatch.setattr(RangedReplay, "_bring", reloaded)
