@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from memo.manager.manager import Manager
 from memo.swap.recompute import plans
 from memo.swap.recompute.explanation import Fate, LayerExplanation, Row
 from memo.swap.recompute.tape.replay import Replay
+from memo.swap.recompute.tape.settings import Settings
 from memo.swap.recompute.trial import Unlike
 from memo.swap.token_levels import Level
 
@@ -83,7 +84,8 @@ def test_kept_bytes_are_those_that_the_engine_moves(level: str, make: type[Block
     assert found.used.name == level
 
 
-def test_steps_that_are_replayed_are_those_that_run() -> None:
+def test_steps_that_are_replayed_are_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Settings, "in_force", lambda settings: nullcontext())  # runs in the mode of backward
     model = stack()  # backward of its last layer finds all in place
 
     def backward(**choice: Any) -> collections.Counter[str]:
