@@ -7,8 +7,13 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
-    from memo.allocator.byteless_tensors import BytelessMode as BytelessMode
+    from memo.allocator.byteless_tensors import (
+        BytelessMode as BytelessMode,
+        byteless_storage as byteless_storage,
+    )
     from memo.allocator.caching_model import (
+        Block as Block,
+        CachingAllocator as CachingAllocator,
         CachingUse as CachingUse,
         Segments as Segments,
         simulate_caching as simulate_caching,
@@ -41,8 +46,8 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "byteless_tensors": "BytelessMode",
-            "caching_model": "CachingUse Segments simulate_caching",
+            "byteless_tensors": "BytelessMode byteless_storage",
+            "caching_model": "Block CachingAllocator CachingUse Segments simulate_caching",
             "contents": "is_users place",
             "local_mode": "LocalTensorMode",
             "pluggable": "allocated_bytes memory_share memory_stats model_steps "

@@ -159,6 +159,26 @@ class BytelessMode(LocalTensorMode):
         key = (func, _metadata(args, tensors), _metadata(tuple(kwargs.items()), tensors) if kwargs else ())
         if _is_on_meta(tensors, kwargs):
             return func(*args, **kwargs)
+        return self.compute(func, args, kwargs, key, tensors)
+
+    def compute(
+        self,
+        func: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        key: Any,
+        tensors: Sequence[torch.Tensor],
+    ) -> Any:
+        """Returns the results of an operator that computes something.
+
+        Args:
+            func: the operator.
+            args: its positional arguments.
+            kwargs: its other arguments.
+            key: the operator with dtypes, sizes and strides of its arguments, and their values where they are numbers.
+            tensors: the tensors among its arguments.
+        """
+        kind = _kind(func)
         reads_blank = self._blank.are_read(func, tensors)
         if kind is _Kind.COMMUNICATES:
             if reads_blank:
@@ -282,7 +302,7 @@ class BytelessMode(LocalTensorMode):
 
     def _realise(self, outcome: _Outcome, tensors: Sequence[torch.Tensor], *, known: bool | None = None) -> Any:
         """Makes an operator's results; `known` is the contents of all of their elements."""
-        storages = [byteless_storage(nbytes) for nbytes in outcome.storages_nbytes]
+        storages = [self.storage(nbytes) for nbytes in outcome.storages_nbytes]
         if known is None or not fits(_ATEN.fill_.Scalar, outcome.made):
             self._blank.add(storages)
         else:
@@ -290,6 +310,10 @@ class BytelessMode(LocalTensorMode):
                 if known or storage.nbytes() < mmap.PAGESIZE:  # a mapping is zeros
                     torch.empty(0, dtype=torch.uint8).set_(storage).fill_(known)
         return _tensors_of(outcome.results, storages, tensors)
+
+    def storage(self, nbytes: int) -> torch.UntypedStorage:
+        """Makes the storage of a result."""
+        return byteless_storage(nbytes)
 
 
 def _named(func: torch._ops.OpOverload | str) -> str:

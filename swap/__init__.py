@@ -36,7 +36,12 @@ if TYPE_CHECKING:
     )
     from memo.swap.recompute.tape.bans import Bans as Bans
     from memo.swap.recompute.tape.declared import memoize as memoize, token_local as token_local
-    from memo.swap.recompute.tape.work import Rates as Rates, Work as Work, work_of as work_of
+    from memo.swap.recompute.tape.work import (
+        Rates as Rates,
+        Work as Work,
+        picoseconds_of as picoseconds_of,
+        work_of as work_of,
+    )
     from memo.swap.stats import Stats as Stats
     from memo.swap.tensor_kinds import (
         argument_storages as argument_storages,
@@ -76,7 +81,7 @@ else:
             "recompute.rank_agreement": "equal_on_all_ranks gather_values",
             "recompute.tape.declared": "memoize token_local",
             "recompute.tape.bans": "Bans",
-            "recompute.tape.work": "Rates Work work_of",
+            "recompute.tape.work": "Rates Work picoseconds_of work_of",
             "recompute.explanation": "LayerExplanation",
             "recompute.policy": "Tapes",
             "stats": "Stats",

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from memo.autoplan.actuator import Actuator as Actuator, settings_of as settings_of
     from memo.autoplan.controller import AutoPlan as AutoPlan
     from memo.autoplan.device_budget import (
+        DeviceBudget as DeviceBudget,
         device_budget_of as device_budget_of,
         missing_gradient_bytes as missing_gradient_bytes,
     )
@@ -26,7 +27,7 @@ else:
         {
             "actuator": "Actuator settings_of",
             "controller": "AutoPlan",
-            "device_budget": "device_budget_of missing_gradient_bytes",
+            "device_budget": "DeviceBudget device_budget_of missing_gradient_bytes",
             "layer_classes": "classes_of mlp_tiles_of points_of",
             "plan_outcome": "PlanOutcome",
             "step_evidence": "AllGather single_rank",

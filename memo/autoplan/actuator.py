@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from memo.autoplan.actuator_protocol import Limits, Setting
 from memo.autoplan.backward_end import at_end_of_backward
 from memo.autoplan.device_peaks import DevicePeaks, Outside
@@ -86,10 +84,13 @@ class Actuator:
 
     def finish(self) -> None:
         """Waits for the device, so that every span has ended, and delivers their events."""
+        self._engine.backend.finish()
         self._engine.backend.synchronize()
-        if self._engine.backend.device.type == "cuda":
-            torch.cuda.synchronize(self._engine.backend.device)
         self._engine.end_step()
+
+    def now_ns(self) -> int:
+        """The clock of the engine's events."""
+        return self._engine.backend.now_ns()
 
     def apply(self, setting: ActivationPlan | Setting, *, growth: float = 1.0) -> None:
         """Applies a plan or a setting from the next layer call on."""

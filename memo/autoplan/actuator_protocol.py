@@ -82,6 +82,9 @@ class ActuatorProtocol(Protocol):
     def finish(self) -> None:
         """Waits for the device and delivers all events of the last step."""
 
+    def now_ns(self) -> int:
+        """Returns the clock of the engine's events, in nanoseconds."""
+
     def apply(self, setting: ActivationPlan | Setting, *, growth: float = 1.0) -> None:
         """Applies a plan or a setting, for a next step with `growth` times the last one's tokens."""
 

@@ -113,7 +113,7 @@ class AutoPlan:
         self._all_gather = all_gather
         self._held = held
         self._turns = turns
-        self._timeline = StepTimeline(tracer)
+        self._timeline = StepTimeline(tracer, now_ns=actuator.now_ns)
         self._model = model
         self._cache = PlanCache()
         self._shape: Signature | None = None  # of the step under way
@@ -182,7 +182,7 @@ class AutoPlan:
         if not self._observes:
             self._actuator.forget_peaks()
         if has_ended:
-            self._begun_s = time.perf_counter()
+            self._begun_s = self._actuator.now_ns() / 1e9
         if self._listening:
             self._actuator.finish()  # or the spans of the microbatch before, which come late, were counted with this one's
             self._timeline.restart()
@@ -218,7 +218,7 @@ class AutoPlan:
             return False
         if cached.plan is None or cached.plan.declined is not None or self._shape is None:
             return False
-        return cached.pace.add((time.perf_counter() - begun_s) / (self._shape.batch * self._shape.tokens))
+        return cached.pace.add((self._actuator.now_ns() / 1e9 - begun_s) / (self._shape.batch * self._shape.tokens))
 
     # End of a step.
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from memo.events import Lane, Span, Stall, StallCause, StateChange
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from memo.events import Event, Note, Tracer
 
 __all__ = ["LaneUse", "LayerTimes", "StepTimeline", "StepTimes"]
@@ -98,10 +100,12 @@ class StepTimeline:
 
     Args:
         tracer: the run's own trace, which gets every event too, or None.
+        now_ns: the clock of the events, without a trace.
     """
 
-    def __init__(self, tracer: Tracer | None = None) -> None:
+    def __init__(self, tracer: Tracer | None = None, *, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._tracer = tracer
+        self._now_ns = now_ns
         self._step = 0
         self.restart()
 
@@ -123,7 +127,7 @@ class StepTimeline:
 
     def now(self) -> int:
         """Nanoseconds of the trace's clock, or of the monotonic clock without a trace."""
-        return time.monotonic_ns() if self._tracer is None else self._tracer.now()
+        return self._now_ns() if self._tracer is None else self._tracer.now()
 
     def at(self, monotonic_ns: int) -> int:
         """Converts a reading of `time.monotonic_ns()` to the clock of `now`."""

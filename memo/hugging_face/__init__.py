@@ -11,7 +11,9 @@ if TYPE_CHECKING:
         configuration_from as configuration_from,
         model_class as model_class,
         names_configuration as names_configuration,
+        one_line as one_line,
     )
+    from memo.hugging_face.layer_kinds import built_model as built_model
     from memo.hugging_face.model import HuggingFaceModel as HuggingFaceModel
     from memo.hugging_face.published import (
         PUBLISHED as PUBLISHED,
@@ -22,7 +24,8 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "configuration": "configuration_from model_class names_configuration",
+            "configuration": "configuration_from model_class names_configuration one_line",
+            "layer_kinds": "built_model",
             "model": "HuggingFaceModel",
             "published": "PUBLISHED Published published_name",
         },

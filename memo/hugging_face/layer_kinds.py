@@ -22,7 +22,7 @@ from memo.hugging_face.adapters import adapt
 from memo.hugging_face.configuration import model_class, one_line, quiet
 from memo.swap import find_layers
 
-__all__ = ["LayerKind", "ShortModel", "short_model"]
+__all__ = ["LayerKind", "ShortModel", "built_model", "short_model"]
 
 _OF_THE_PLACE = ("idx", "index", "number", "layer_id", "depth", "training")
 MOST_KINDS = 12
@@ -84,7 +84,7 @@ def short_model(config: Any, *, name: str, dtype: torch.dtype, lora: int = 0) ->
         UsageError: transformers cannot build it on the meta device, or it has no repeated layers.
     """
     kind = model_class(config, name=name)
-    model = _built(kind, config, name=name, dtype=dtype)
+    model = built_model(kind, config, name=name, dtype=dtype)
     model.train()
     layers = [layer.module for layer in find_layers(model)]
     if lora:
@@ -124,7 +124,12 @@ def short_model(config: Any, *, name: str, dtype: torch.dtype, lora: int = 0) ->
     )
 
 
-def _built(kind: type[Any], config: Any, *, name: str, dtype: torch.dtype) -> nn.Module:
+def built_model(kind: type[Any], config: Any, *, name: str, dtype: torch.dtype) -> nn.Module:
+    """Builds a model on the meta device, with attention as a GPU's fused kernel computes it where it can.
+
+    Raises:
+        UsageError: transformers cannot build it there.
+    """
     fused_attention.register()
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0

@@ -13,10 +13,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from memo.autoplan import Actuator, AutoPlan, device_budget_of, missing_gradient_bytes, single_rank
+from memo.autoplan import Actuator, AutoPlan, missing_gradient_bytes, single_rank
 from memo.manager.device_memory import MemorySampler, OwnedMemory
+from memo.manager.machine import machine_of
 from memo.manager.plan_source import FixedPlan, FixedSetting, PlanSource, checked_plan
-from memo.manager.resources import Room, device_of, measured_link, open_backend, open_recorder, open_tiers
+from memo.manager.resources import Room, device_of, open_recorder, open_tiers
 from memo.mip.activation import lower_tier_nbytes
 from memo.parallel import PipelineOrder, gather_values, group_of
 from memo.swap import Bans, Engine, Layer, Setting, Tapes
@@ -113,17 +114,21 @@ class Opening:
 
     def open(self, device: torch.device) -> Parts:
         """Opens everything for a device; nothing is left open after an error."""
-        budget = device_budget_of(device, self.device_bytes)
+        machine = machine_of(device)
+        budget = machine.device_budget(self.device_bytes)
         room = Room.of(
-            device,
+            machine,
             host=self.host,
             host_pool=self.host_pool,
             disk=self.disk,
             disk_budget=self.disk_budget,
             weights=_weights(self.plan, self.order),
         )
-        recorder = None if self.trace is None else open_recorder(self.trace, self.model, room, stacks=self.trace_stacks)
-        backend = open_backend(device, timing=recorder is not None or self.automatic or self.plan is not None)
+        is_traced = self.trace is not None
+        backend = machine.backend(timing=is_traced or self.automatic or self.plan is not None)
+        recorder = None
+        if self.trace is not None:
+            recorder = open_recorder(self.trace, self.model, room, stacks=self.trace_stacks, now_ns=backend.now_ns)
         tiers, store = open_tiers(room, backend, verify=self.verify)
         engine = Engine(
             backend,
@@ -161,7 +166,7 @@ class Opening:
                 self.layers,
                 budget,
                 tracer=recorder,
-                link=functools.partial(measured_link, device),
+                link=machine.link,
                 missing_gradient_bytes=lambda: missing_gradient_bytes(self.model.parameters()),
             )
             parts = dataclasses.replace(parts, source=self._source(actuator, recorder))

@@ -121,6 +121,8 @@ class TokenWiseUse:
     recomputed_bytes: int
     recompute_s: float | None
     """None: the device's time is not measured."""
+    trials: int = 0
+    """Replays that were tried out, to compare them with what was saved."""
 
     @classmethod
     def of(cls, engine: Engine, tokenwise: Tapes) -> TokenWiseUse | None:
@@ -135,6 +137,7 @@ class TokenWiseUse:
             deviation=tokenwise.worst_deviation,
             recomputed_bytes=engine.stats.bytes_recomputed,
             recompute_s=engine.stats.recompute_s,
+            trials=tokenwise.trials_run,
         )
 
     def lines(self) -> list[str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import platform
 import sys
@@ -18,29 +17,27 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memo.allocator import memory_share
 from memo.errors import TraceError, UsageError
-from memo.machine import measure_lanes, measure_link, share_of_node
-from memo.swap import HostPool, available_host_bytes
-from memo.swap.backends import CpuBackend
-from memo.swap.disk import DiskStore
+from memo.machine import share_of_node
+from memo.swap import HostPool
 from memo.swap.tiers import DiskTier, HostTier
 from memo.trace import TraceRecorder
 from memo.units import parse_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
 
-    from memo.machine import LinkRates
-    from memo.swap.backends import Backend, Disk
+    from memo.manager.machine import Machine
+    from memo.swap.backends import Backend
+    from memo.swap.disk import DiskStore
     from memo.swap.tiers import Tier
 
-__all__ = ["Room", "device_of", "measured_link", "open_backend", "open_recorder", "open_tiers"]
+__all__ = ["Room", "device_of", "open_recorder", "open_tiers"]
 
 AUTO_HOST_SHARE = 0.7
 """Share of the free host memory that `host="auto"` takes; the rest is for data loader, checkpoints and system."""
-LINK_SECONDS = 0.05
-"""Duration of each link measurement: long enough for a stable rate, short enough for the start of a run."""
 
 _Path = str | os.PathLike[str]
 
@@ -49,7 +46,7 @@ _Path = str | os.PathLike[str]
 class Room:
     """Budgets of one rank's host and disk tiers."""
 
-    device: torch.device
+    machine: Machine
     host_bytes: int
     """0: the tier is off."""
     disk_bytes: int | None
@@ -62,7 +59,7 @@ class Room:
     @classmethod
     def of(
         cls,
-        device: torch.device,
+        machine: Machine,
         *,
         host: int | str,
         host_pool: _Path | None,
@@ -73,7 +70,7 @@ class Room:
         """Reads the budgets given to `memo.offload`. With a process group a collective call: a node's ranks share them.
 
         Args:
-            device: the model's device.
+            machine: the machine of the model's device.
             host: as of `memo.offload`.
             host_pool: as of `memo.offload`.
             disk: as of `memo.offload`.
@@ -86,12 +83,12 @@ class Room:
         disk_bytes = None
         if disk_budget is not None:
             disk_bytes = share_of_node(parse_bytes(disk_budget, what="disk_budget"), weight=weights[1])
-        host_bytes = _host_bytes(host, device, weights[0])
-        directories = _directories(disk, device, host_bytes)
+        host_bytes = _host_bytes(host, machine, weights[0])
+        directories = _directories(disk, machine, host_bytes)
         if host_bytes == 0 and not directories:
             raise UsageError("host=0 and no disk: there is nowhere to move activations to; give host=... or disk=...")
         return cls(
-            device=device,
+            machine=machine,
             host_bytes=host_bytes,
             disk_bytes=disk_bytes,
             directories=directories,
@@ -118,11 +115,11 @@ def device_of(model: nn.Module) -> torch.device | None:
     return accelerators.pop() if accelerators else torch.device("cpu")
 
 
-def _host_bytes(host: int | str, device: torch.device, weight: int) -> int:
+def _host_bytes(host: int | str, machine: Machine, weight: int) -> int:
     """This rank's share of the node's host budget."""
     if host == "auto":
-        free = int(available_host_bytes() * AUTO_HOST_SHARE)
-        return 0 if device.type == "cpu" else share_of_node(free, weight=weight)
+        free = int(machine.free_host_bytes() * AUTO_HOST_SHARE)
+        return 0 if machine.host_is_device else share_of_node(free, weight=weight)
     nbytes = parse_bytes(host, what="host")
     return share_of_node(nbytes, weight=weight) if nbytes else 0
 
@@ -136,26 +133,12 @@ def _pool(path: _Path | None, host: int | str) -> tuple[str, int] | None:
     return os.fspath(path), parse_bytes(host, what="host")
 
 
-def _directories(disk: _Path | Sequence[_Path] | None, device: torch.device, host_bytes: int) -> list[Path]:
+def _directories(disk: _Path | Sequence[_Path] | None, machine: Machine, host_bytes: int) -> list[Path]:
     if disk is None:
-        return [Path(tempfile.gettempdir())] if device.type == "cpu" and host_bytes == 0 else []
+        return [Path(tempfile.gettempdir())] if machine.host_is_device and host_bytes == 0 else []
     if isinstance(disk, (str, os.PathLike)):
         return [Path(disk)]
     return [Path(directory) for directory in disk]
-
-
-def open_backend(device: torch.device, *, timing: bool) -> Backend:
-    """Opens the device's backend; with `timing` its events measure when copies ran."""
-    if device.type == "cpu":
-        return CpuBackend()
-    from memo.swap.backends import CudaBackend
-
-    return CudaBackend(device, timing=timing)
-
-
-def measured_link(device: torch.device) -> LinkRates | None:
-    """Measures a GPU's link to host memory with nothing else on it; None on a CPU, where host memory is the device."""
-    return None if device.type == "cpu" else measure_link(device, seconds=LINK_SECONDS)
 
 
 def open_tiers(room: Room, backend: Backend, *, verify: bool) -> tuple[list[Tier], DiskStore | None]:
@@ -168,37 +151,19 @@ def open_tiers(room: Room, backend: Backend, *, verify: bool) -> tuple[list[Tier
             tiers.append(HostTier(backend, room.host_bytes, pool=pool))
             undo.callback(tiers[0].close)
         if room.directories:
-            disk, store = _open_disk(room, verify=verify)
+            disk, store = room.machine.disk(room.directories, room.disk_bytes, verify=verify)
             tiers.append(DiskTier(disk, room.disk_bytes))
         undo.pop_all()
     return tiers, store
 
 
-def _open_disk(room: Room, *, verify: bool) -> tuple[Disk, DiskStore | None]:
-    """Opens the disk for the device, and its store, if it has one.
-
-    A CPU's tensors are written by the store directly. A GPU's go to disk by GPUDirect Storage where a trial shows that
-    it works, and through page-locked host blocks otherwise. Checksums need the bytes in host memory.
-    """
-    device, directories, nbytes = room.device, room.directories, room.disk_bytes
-    if device.type == "cpu":
-        store = DiskStore(directories, nbytes, verify=verify)
-        return store, store
-    from memo.swap import page_locked
-    from memo.swap.backends import copy_stream, numa_node
-    from memo.swap.disk import GdsDisk, StagedDisk, obstacles, try_gds
-
-    if not verify and not any(obstacles(directory) or try_gds(directory) for directory in directories):
-        return GdsDisk(directories, nbytes, new_stream=lambda: copy_stream(device)), None
-    store = DiskStore(directories, nbytes, verify=verify)
-    staging = functools.partial(page_locked, node=numa_node(device))
-    return StagedDisk(store, copy_stream(device), copy_stream(device), staging), store
-
-
-def open_recorder(trace: _Path, model: nn.Module, room: Room, *, stacks: bool = False) -> TraceRecorder:
+def open_recorder(
+    trace: _Path, model: nn.Module, room: Room, *, stacks: bool = False, now_ns: Callable[[], int]
+) -> TraceRecorder:
     """Opens this rank's trace; its header has the budgets and the rates of the links, measured alone."""
-    budgets = {"device": _device_bytes(room.device), "host": room.host_bytes, "disk": room.disk_bytes}
-    links = measure_lanes(room.device, host=room.host_bytes > 0, directories=room.directories, seconds=LINK_SECONDS)
+    machine = room.machine
+    budgets = {"device": machine.device_bytes, "host": room.host_bytes, "disk": room.disk_bytes}
+    links = machine.lanes(host=room.host_bytes > 0, directories=room.directories)
     meta = {
         "command": " ".join(sys.argv),
         "model": f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",
@@ -209,7 +174,9 @@ def open_recorder(trace: _Path, model: nn.Module, room: Room, *, stacks: bool = 
         "link_bytes_per_s": {lane.value: round(rate) for lane, rate in links.items()},
     }
     rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
-    return TraceRecorder.beside(_trace_path(trace), rank=rank, world_size=ranks, meta=meta, stacks=stacks)
+    return TraceRecorder.beside(
+        _trace_path(trace), rank=rank, world_size=ranks, meta=meta, stacks=stacks, now_ns=now_ns
+    )
 
 
 def _trace_path(trace: _Path) -> Path:
@@ -221,10 +188,3 @@ def _trace_path(trace: _Path) -> Path:
         except OSError as error:
             raise TraceError(f"cannot make the directory {name!r} for the trace: {error.strerror}") from None
     return Path(name)
-
-
-def _device_bytes(device: torch.device) -> int | None:
-    """Bytes of a GPU that this process may use; None on a CPU."""
-    if device.type == "cpu":
-        return None
-    return int(torch.cuda.get_device_properties(device).total_memory * memory_share(device))

@@ -9,10 +9,13 @@ from memo.lazy import attach
 if TYPE_CHECKING:
     from memo.record.allocation_sites import AllocationSites as AllocationSites
     from memo.record.offload_without_bytes import OffloadWithoutBytes as OffloadWithoutBytes
+    from memo.record.optimizers import make_optimizer as make_optimizer
+    from memo.record.program_errors import users_errors as users_errors
     from memo.record.record_rank import rank_step as rank_step
     from memo.record.recording import (
         Recording as Recording,
         Role as Role,
+        checkpoint_layers as checkpoint_layers,
         record_step as record_step,
     )
     from memo.record.step import Step as Step, gpt_step as gpt_step, load_step as load_step
@@ -22,8 +25,10 @@ else:
         {
             "allocation_sites": "AllocationSites",
             "offload_without_bytes": "OffloadWithoutBytes",
+            "optimizers": "make_optimizer",
             "record_rank": "rank_step",
-            "recording": "Recording Role record_step",
+            "recording": "Recording Role checkpoint_layers record_step",
             "step": "Step gpt_step load_step",
+            "program_errors": "users_errors",
         },
     )

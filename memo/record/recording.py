@@ -26,11 +26,11 @@ from memo.errors import NoRepeatedLayers, RecordError, UsageError
 from memo.record.allocation_sites import AllocationSites, is_in_backward
 from memo.record.offload_without_bytes import OffloadWithoutBytes
 from memo.record.optimizers import fill_state, make_optimizer, state_of
+from memo.record.program_errors import users_errors
 from memo.record.step import Step
-from memo.record.users_errors import users_errors
 from memo.swap import Layer, cast_of_parameter, find_layers, is_attention
 
-__all__ = ["Recording", "Role", "record_step"]
+__all__ = ["Recording", "Role", "checkpoint_layers", "record_step"]
 
 
 class Role(enum.StrEnum):
@@ -112,7 +112,7 @@ def record_step(
                 mode.forget(_contents_of_training(step.model))
             layers = _layers_of(step, needed=checkpointed or alpha is not None)
             if checkpointed:
-                _checkpoint(layers)
+                checkpoint_layers(layers)
             with _uncompiled():
                 run = _Run(step, layers, optimizer=optimizer, alpha=alpha)
                 run.warm_up()
@@ -288,7 +288,8 @@ def _layers_of(step: Step, *, needed: bool) -> list[Layer]:
         return []
 
 
-def _checkpoint(layers: list[Layer]) -> None:
+def checkpoint_layers(layers: list[Layer]) -> None:
+    """Has torch's checkpoint recompute each layer whole, in place."""
     for layer in layers:
         # Saving the random state would allocate host memory on a GPU machine, and byteless tensors have no values.
         whole = functools.partial(checkpoint, layer.module.forward, use_reentrant=False, preserve_rng_state=False)

@@ -34,6 +34,7 @@ class TraceRecorder:
         meta: free-form object of the header.
         capacity: number of events kept between two flushes.
         stacks: the Python lines that saved a storage are wanted.
+        now_ns: the clock of the run's events.
 
     Attributes:
         on_change: Called after each state transition and use, in any thread; must not block.
@@ -51,13 +52,15 @@ class TraceRecorder:
         meta: dict[str, Any] | None = None,
         capacity: int = 500_000,
         stacks: bool = False,
+        now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.step = 0
         self.stacks = stacks
         self.on_change: Callable[[], None] | None = None
         self.dropped = 0
         self.written = 0
-        self._origin_ns = time.monotonic_ns()
+        self._now_ns = now_ns
+        self._origin_ns = now_ns()
         self._events: collections.deque[Event] = collections.deque()
         self._capacity = capacity
         try:
@@ -77,7 +80,14 @@ class TraceRecorder:
 
     @classmethod
     def beside(
-        cls, where: Path, *, rank: int = 0, world_size: int = 1, meta: dict[str, Any], stacks: bool = False
+        cls,
+        where: Path,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        meta: dict[str, Any],
+        stacks: bool = False,
+        now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> TraceRecorder:
         """Creates the recorder of one rank, with a file of its own.
 
@@ -88,6 +98,7 @@ class TraceRecorder:
             world_size: number of ranks of the run.
             meta: free-form object of the header.
             stacks: the Python lines that saved a storage are wanted.
+            now_ns: the clock of the run's events.
 
         Raises:
             TraceError: the file cannot be written, or exists and is not a trace. An existing trace is replaced.
@@ -99,11 +110,11 @@ class TraceRecorder:
         else:
             path = where if rank == 0 else where.with_name(f"{where.stem}.rank{rank}{where.suffix}")
         _require_trace(path)
-        return cls(path, rank=rank, world_size=world_size, meta=meta, stacks=stacks)
+        return cls(path, rank=rank, world_size=world_size, meta=meta, stacks=stacks, now_ns=now_ns)
 
     def now(self) -> int:
         """Nanoseconds since the trace's origin."""
-        return time.monotonic_ns() - self._origin_ns
+        return self._now_ns() - self._origin_ns
 
     def at(self, monotonic_ns: int) -> int:
         """Converts a reading of `time.monotonic_ns()` to nanoseconds since the trace's origin."""

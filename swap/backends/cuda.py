@@ -273,6 +273,19 @@ class CudaBackend:
         self.d2h.stream.synchronize()
         self.h2d.stream.synchronize()
 
+    def finish(self) -> None:
+        """Blocks the host until all streams of the GPU are idle."""
+        torch.cuda.synchronize(self.device)
+
+    def now_ns(self) -> int:
+        """Returns `time.monotonic_ns()`."""
+        return time.monotonic_ns()
+
+    @property
+    def kernels(self) -> str:
+        """Returns "cuda"."""
+        return "cuda"
+
     def stamp(self, stream: int | None = None) -> _CudaStamp | None:
         """Records a timed event; None without timing and during graph capture."""
         if self._clock is None or _is_capturing():

@@ -238,6 +238,16 @@ class Backend(Protocol):
     def synchronize(self) -> None:
         """Blocks the host until no copy is in flight."""
 
+    def finish(self) -> None:
+        """Blocks the host until the device has done all its work, that of compute streams too."""
+
+    def now_ns(self) -> int:
+        """Returns the clock of this device's host, on which stamps and intervals are."""
+
+    @property
+    def kernels(self) -> str:
+        """Returns the type of device whose kernels run: "cuda" or "cpu"."""
+
     def stamp(self, stream: int | None = None) -> Stamp | None:
         """Records a stamp on a compute stream; None where times are not measured."""
 
@@ -282,6 +292,23 @@ class OneComputeStream:
 
     def allocated_here(self, buffer: torch.Tensor) -> None:
         """Does nothing, likewise."""
+
+    @property
+    def kernels(self) -> str:
+        """Returns "cpu"."""
+        return "cpu"
+
+    def now_ns(self) -> int:
+        """Returns `time.monotonic_ns()`."""
+        return time.monotonic_ns()
+
+    def finish(self) -> None:
+        """Waits for the copies: the thread itself is the compute stream."""
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Blocks the host until no copy is in flight."""
+        raise NotImplementedError
 
     def begin_range(self, name: str) -> int:
         """Does nothing: there is no profiler range."""

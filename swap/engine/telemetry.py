@@ -8,7 +8,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import threading
-import time
 import warnings
 from typing import TYPE_CHECKING
 
@@ -111,7 +110,7 @@ class Telemetry:
     ) -> None:
         """Counts an issued wait, from `began` to the stream's current end; `ident` is the storage waited for."""
         if type(began) is HostStamp:
-            self._stalled(began.at, time.monotonic_ns(), cause, module, ident)
+            self._stalled(began.at, self._backend.now_ns(), cause, module, ident)
             return
         ended = None if began is None else self._backend.stamp(stream)
         if began is None or ended is None:

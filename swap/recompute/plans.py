@@ -7,7 +7,6 @@ is left in memory: what the plan that was expected would have kept is held as we
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -220,7 +219,7 @@ class Plans:
         tape = self._tapes.get((log, opaque))
         if tape is None:
             tape = self._tapes[log, opaque] = Tape(log, opaque)
-            device = self._rates or self._engine.backend.device.type
+            device = self._rates or self._engine.backend.kernels
             tape.costs, tape.is_by_vectors = step_costs(tape, device), self._exact and device == "cpu"
         return tape
 
@@ -370,14 +369,13 @@ class Plans:
         if self._rates is not None:
             self._unit_s[case.layer] = _S_PER_PS
             return None
-        device = self._engine.backend.device
         self.trials_run += 1
-        began = _now_s(device)
+        began = self._finished_s()
         try:
             try_out(case.recorded.replay(plan, self._engine))
         except Unlike as unlike:
             return unlike
-        self._timed(case.layer, plan.cost, _now_s(device) - began)
+        self._timed(case.layer, plan.cost, self._finished_s() - began)
         return None
 
     # -- ranges of tokens
@@ -453,12 +451,11 @@ class Plans:
         form = (case.form, plan.form, plan.steps, sizes_of(plan.rows.tape, plan.divided_steps))
         if not together and (known := self._shown.get(form)) is not None:
             return dataclasses.replace(plan, deviation=known)
-        device = self._engine.backend.device
         try:
             self.trials_run += 1
-            began = _now_s(device)
+            began = self._finished_s()
             worst = try_out_ranges(case.recorded.ranges(plan, self._engine), exact=self._exact)
-            seconds = _now_s(device) - began
+            seconds = self._finished_s() - began
         except Unlike:
             return None
         except torch.OutOfMemoryError:
@@ -471,6 +468,11 @@ class Plans:
         return dataclasses.replace(plan, deviation=worst)
 
     # -- costs
+
+    def _finished_s(self) -> float:
+        """The host's clock in seconds, after all work of the device."""
+        self._engine.backend.finish()
+        return self._engine.backend.now_ns() / 1e9
 
     def _timed(self, layer: str, replayed: int, seconds: float) -> None:
         """Records the time of a trial. One replay is measured, those of all levels follow by their operators."""
@@ -547,13 +549,6 @@ def _divided(
     bits = first * 8 * choice.saved_nbytes + (second - first) * least[Level.SAVE_MATMULS]
     bits += (rows.tokens - second) * least[Level.SAVE_ATTENTION]
     return None if plan is None or 8 * plan.nbytes * rows.tokens > MOST_OVER * bits else plan
-
-
-def _now_s(device: torch.device) -> float:
-    """Host clock in seconds, after synchronising the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.monotonic()
 
 
 def _is_allowed(found: Found, shared: Shared) -> bool:

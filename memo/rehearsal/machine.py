@@ -1,0 +1,121 @@
+"""Simulated machine: a GPU by its data sheet, its host and its disks, as memo.manager.machine asks for them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from memo.autoplan import DeviceBudget
+from memo.events import Lane
+from memo.machine import LinkRates
+from memo.manager import Machine
+from memo.rehearsal.backend import SimulatedBackend, SimulatedDisk
+from memo.rehearsal.clock import Clock
+from memo.rehearsal.kernels import SimulatedKernels
+from memo.rehearsal.memory import DeviceMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from memo.mip.inputs import Hardware
+    from memo.swap.disk import DiskStore
+
+__all__ = ["SimulatedMachine", "machine_for"]
+
+USABLE = 0.94
+"""As memo.autoplan.device_budget has it: the share of a GPU's memory that is the default budget."""
+OUTSIDE_BYTES = 700 << 20
+"""Bytes of a GPU that its context and torch's kernels take before the first tensor: H100, CUDA 13."""
+LOCK_S_PER_GIB = 0.1
+"""Page-locking as memo does it: 0.075 to 0.12 s a GiB (benchmarks/results, H100 and H200)."""
+LAUNCH_NS = 6_000
+"""Host time of an eager operator, estimated."""
+GIB = 1 << 30
+
+
+class SimulatedMachine(Machine):
+    """A machine with one GPU that is not here.
+
+    Args:
+        hardware: rates and memories.
+        host_bytes: host memory that is free; None: the hardware's share for one GPU.
+        disk_bytes: of its disks; 0: it has none.
+        assume: number that each element has where the program reads a tensor without contents; None: that is an error.
+    """
+
+    def __init__(
+        self, hardware: Hardware, *, host_bytes: int | None = None, disk_bytes: int = 0, assume: float | None = None
+    ) -> None:
+        super().__init__(torch.device("cpu"))
+        self.hardware = hardware
+        self.disk_bytes = disk_bytes
+        self._host_bytes = hardware.host_bytes // hardware.gpus_per_node if host_bytes is None else host_bytes
+        self.clock = Clock(LAUNCH_NS)
+        self.memory = DeviceMemory(hardware.device_bytes - OUTSIDE_BYTES)
+        self.kernels = SimulatedKernels(hardware, self.clock, self.memory, assume=assume)
+
+    @property
+    def host_is_device(self) -> bool:
+        """Returns False: the GPU has memory of its own."""
+        return False
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the GPU."""
+        return self.hardware.device_bytes
+
+    def device_budget(self, nbytes: int | None) -> DeviceBudget:
+        """The budget, with the counters of the simulated memory."""
+        total, memory = int(self.hardware.device_bytes * USABLE), self.memory
+        return DeviceBudget(
+            total_bytes=total if nbytes is None else min(total, nbytes),
+            peak_bytes=lambda: memory.peak,
+            restart=memory.restart,
+            used_bytes=lambda: memory.used,
+        )
+
+    def free_host_bytes(self) -> int:
+        """The host memory that is free."""
+        return self._host_bytes
+
+    def backend(self, *, timing: bool) -> SimulatedBackend:
+        """A backend on this machine's clocks; times are always measured."""
+        return SimulatedBackend(self.clock, self.link(), lock_s_per_byte=LOCK_S_PER_GIB / GIB)
+
+    def link(self) -> LinkRates:
+        """Rates of the GPU's link by the hardware's description."""
+        hardware = self.hardware
+        return LinkRates(
+            d2h_bytes_per_s=hardware.d2h_bytes_per_s,
+            h2d_bytes_per_s=hardware.h2d_bytes_per_s,
+            d2h_together_bytes_per_s=hardware.duplex_bytes_per_s / 2,
+            h2d_together_bytes_per_s=hardware.duplex_bytes_per_s / 2,
+        )
+
+    def lanes(self, *, host: bool, directories: Sequence[Path]) -> Mapping[Lane, float]:
+        """Rates by lane."""
+        hardware, found = self.hardware, {}
+        if host:
+            found |= {Lane.D2H: hardware.d2h_bytes_per_s, Lane.H2D: hardware.h2d_bytes_per_s}
+        if directories:
+            found |= {Lane.DISK_WRITE: self._disk_rates[0], Lane.DISK_READ: self._disk_rates[1]}
+        return found
+
+    @property
+    def _disk_rates(self) -> tuple[float, float]:
+        ranks = self.hardware.gpus_per_node
+        return self.hardware.disk_write_bytes_per_s / ranks, self.hardware.disk_read_bytes_per_s / ranks
+
+    def disk(
+        self, directories: Sequence[Path], nbytes: int | None, *, verify: bool
+    ) -> tuple[SimulatedDisk, DiskStore | None]:
+        """A simulated disk; nothing is written."""
+        write, read = self._disk_rates
+        return SimulatedDisk(self.clock, nbytes, write_bytes_per_s=write, read_bytes_per_s=read), None
+
+
+def machine_for(hardware: Hardware, **options: int | None) -> SimulatedMachine:
+    """A machine of this hardware."""
+    return SimulatedMachine(hardware, **options)  # type: ignore[arg-type]

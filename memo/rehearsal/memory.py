@@ -1,0 +1,83 @@
+"""Device memory of a simulated GPU, storage by storage, as torch's caching allocator would divide it.
+
+A storage counts from its creation to its end, in the order of the host, as the allocator of one stream sees it. Where the
+allocator finds no room, its unused segments are returned to the driver once, as torch does before it raises.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from memo.allocator import CachingAllocator, Segments
+from memo.units import format_bytes
+
+__all__ = ["DeviceMemory"]
+
+
+class _Held(weakref.ref[torch.UntypedStorage]):
+    """A storage that takes device memory, until it is gone."""
+
+    __slots__ = ("block", "nbytes")
+
+
+class DeviceMemory:
+    """Memory of one device.
+
+    Args:
+        capacity: bytes that the process can take from the driver; more raise torch.OutOfMemoryError.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.used = self.peak = 0
+        """Bytes of storages now, and the most since `restart`."""
+        self.step_peak = 0
+        """The most since the program's own `begin_step`."""
+        self._held: set[_Held] = set()
+        self._allocator = CachingAllocator(Segments.EXPANDABLE)
+
+    @property
+    def reserved(self) -> int:
+        """Bytes taken from the driver."""
+        return self._allocator.reserved_nbytes
+
+    def restart(self) -> bool:
+        """Restarts the peak, which belongs to whoever measures."""
+        self.peak = self.used
+        return True
+
+    def begin_step(self) -> None:
+        """Restarts the step's own peak."""
+        self.step_peak = self.used
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        """Counts a new storage until it is gone.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room.
+        """
+        nbytes = storage.nbytes()
+        if not nbytes:
+            return
+        if self.used + nbytes > self.capacity:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory (simulated). Tried to allocate {format_bytes(nbytes)}; {format_bytes(self.used)} of "
+                f"{format_bytes(self.capacity)} are in use."
+            )
+        held = _Held(storage, self._gone)
+        held.nbytes = nbytes
+        held.block = self._allocator.malloc(nbytes)
+        self._held.add(held)
+        self.used = used = self.used + nbytes
+        if used > self.peak:
+            self.peak = used
+        if used > self.step_peak:
+            self.step_peak = used
+
+    def _gone(self, held: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(held, _Held)
+        self._held.discard(held)
+        self._allocator.free(held.block)
+        self.used -= held.nbytes

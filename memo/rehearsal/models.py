@@ -1,0 +1,104 @@
+"""Models of Hugging Face for a rehearsal: built from a configuration, on tensors without bytes, with PEFT's adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memo.errors import UsageError
+from memo.hugging_face import (
+    PUBLISHED,
+    built_model,
+    configuration_from,
+    model_class,
+    names_configuration,
+    one_line,
+    published_name,
+)
+from memo.loss import loss_without_logits
+from memo.record import Step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["hugging_face_step", "known_models"]
+
+
+def known_models() -> Sequence[str]:
+    """Names of published models."""
+    return tuple(PUBLISHED)
+
+
+def hugging_face_step(
+    model: str | Mapping[str, Any],
+    *,
+    lora: int = 0,
+    without_logits: bool = False,
+    layers: int | None = None,
+    fp32_adapters: bool = True,
+) -> Callable[..., Step]:
+    """Returns a function that builds the step of a model of transformers, in bfloat16.
+
+    Args:
+        model: name of a published model, path of a configuration or of its folder, or the configuration's fields.
+        lora: rank of the adapters that PEFT puts on all linear maps, which alone are trained; 0 trains everything.
+        without_logits: the loss is computed in chunks (memo.loss_without_logits).
+        layers: number of layers instead of the configuration's.
+        fp32_adapters: False leaves the adapters in bfloat16; PEFT's default makes them float32.
+
+    Returns:
+        A callable with the keywords `batch` and `tokens`, which returns a Step whose loss takes these sizes.
+
+    Raises:
+        UsageError: there is no such model, or transformers or PEFT is not installed or refuses it.
+    """
+    name = model if isinstance(model, str) else str(model.get("model_type"))
+    fields: str | Mapping[str, Any] = model
+    if isinstance(model, str) and not names_configuration(model):
+        published = published_name(model)
+        if published is None:
+            raise UsageError(
+                f"{model}: no published model; choose one of {', '.join(PUBLISHED)}, or name a config.json"
+            )
+        fields = PUBLISHED[published].config
+    if lora < 0:
+        raise UsageError(f"a rank of {lora} is no adapter; give 1 or more, or leave it out")
+
+    def build(*, batch: int, tokens: int) -> Step:
+        config = configuration_from(fields, name=name)
+        text = config.get_text_config()
+        if layers is not None:
+            text.num_hidden_layers = layers
+            if getattr(text, "layer_types", None):
+                text.layer_types = list(text.layer_types)[:layers]
+        made: Any = built_model(model_class(config, name=name), config, name=name, dtype=torch.bfloat16)
+        if lora:
+            made = _adapted(made, lora, fp32=fp32_adapters, name=name)
+        made.to_empty(device="cpu")
+        made.tie_weights()
+        made.train()
+        if without_logits:
+            loss_without_logits(made)
+
+        def loss(tokens: int = tokens) -> torch.Tensor:
+            ids = torch.zeros(batch, tokens, dtype=torch.int64)
+            return made(input_ids=ids, labels=ids, use_cache=False).loss  # type: ignore[no-any-return]
+
+        return Step(model=made, loss=loss)
+
+    return build
+
+
+def _adapted(model: Any, rank: int, *, fp32: bool, name: str) -> Any:
+    """The model with PEFT's adapters on all linear maps."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise UsageError("adapters are made by PEFT; install peft") from None
+    try:
+        config = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        return get_peft_model(model, config, autocast_adapter_dtype=fp32)
+    except Exception as error:
+        raise UsageError(f"{name}: PEFT cannot adapt it: {one_line(error)}") from None

@@ -1,0 +1,361 @@
+"""Rehearsal: the first steps of a training on a simulated machine, by the code that would run there.
+
+    build ──▶ model on tensors without bytes ──▶ memo.offload ──▶ forward, backward, optimizer ──▶ a RehearsedStep each
+
+The engine, its tiers, the measuring steps, the solver and the plans are those of a run. The machine alone is simulated
+(memo.rehearsal.machine): kernels take what their FLOPs and bytes take at its rates, copies what its link takes, and each
+storage counts in its memory. Not simulated: other ranks, the time that solving takes, and Python's own time beyond a launch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import gc
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memo.errors import MemoError, UsageError
+from memo.events import Tier
+from memo.manager import offload, use_machine
+from memo.record import checkpoint_layers, make_optimizer, users_errors
+from memo.swap import find_layers
+from memo.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from memo.manager import Manager
+    from memo.record import Step
+    from memo.rehearsal.machine import SimulatedMachine
+
+__all__ = ["Rehearsal", "RehearsedStep", "Way", "rehearse"]
+
+SETTLED_STEPS = 2
+"""Steps that are run with a settled plan."""
+MOST_STEPS = 24
+
+
+class Way(enum.StrEnum):
+    """Treatment of the activations in a rehearsal."""
+
+    MEMO = "memo"
+    CHECKPOINT = "checkpoint"
+    """Every layer is recomputed whole by torch's checkpoint."""
+    KEEP = "keep"
+    """Everything stays on the device."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RehearsedStep:
+    """One step."""
+
+    number: int
+    tokens: int
+    seconds: float
+    """From its first forward until the device has done its last work."""
+    device_bytes: int
+    """Most bytes of device memory in use in it, trials, recording and the optimizer included."""
+    host_bytes: int
+    """Most bytes of the host tier so far."""
+    disk_bytes: int
+    moved_bytes: int
+    recompute_s: float
+    stall_s: float
+    trials: int
+    """Trial replays."""
+    decision: str
+    """Planning's state, and why."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """A rehearsed training."""
+
+    steps: tuple[RehearsedStep, ...]
+    static_bytes: int
+    """Device memory before the first step."""
+    device_budget: int
+    host_budget: int
+    disk_budget: int
+    failure: str | None
+    """The error that ended it; None where it ran."""
+    settled: bool
+    """A plan was in use, or the setting was fixed, in the last steps."""
+    report: str
+    warned: tuple[str, ...]
+    took_s: float
+    """Seconds that the rehearsal itself took."""
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of the last step; None where none ended."""
+        return self.steps[-1].seconds if self.steps else None
+
+    @property
+    def violations(self) -> tuple[str, ...]:
+        """Steps in which a budget was exceeded, one text each."""
+        found = []
+        for step in self.steps:
+            for what, used, budget in (
+                ("device", step.device_bytes, self.device_budget),
+                ("host", step.host_bytes, self.host_budget),
+                ("disk", step.disk_bytes, self.disk_budget),
+            ):
+                if used > budget:
+                    found.append(f"step {step.number}: {what} {used} of {budget} bytes")
+        return tuple(found)
+
+    @property
+    def fits(self) -> bool:
+        """True where every step ran within all budgets."""
+        return self.failure is None and not self.violations
+
+    @property
+    def settled_after(self) -> int | None:
+        """Number of steps before the settled plan's first one; None where none settled."""
+        last = self.steps[-1].decision if self.steps and self.settled else None
+        if last is None:
+            return None
+        return next(step.number for step in self.steps if step.decision.split(";")[0] == last.split(";")[0])
+
+
+def rehearse(
+    build: Callable[[], Step],
+    machine: SimulatedMachine,
+    *,
+    way: Way = Way.MEMO,
+    device: int | str | None = None,
+    host: int | str = "auto",
+    disk_budget: int | str | None = None,
+    lengths: Sequence[int] = (),
+    accumulate: int = 1,
+    optimizer: str | None = "adamw",
+    attach: bool = False,
+    steps: int | None = None,
+    trace: str | None = None,
+    on_step: Callable[[RehearsedStep], None] = lambda step: None,
+    **options: Any,
+) -> Rehearsal:
+    """Rehearses the first steps of a training.
+
+    Args:
+        build: builds the step, a model on the CPU and its loss; called where every tensor is without bytes.
+        machine: the machine, which serves one rehearsal.
+        way: what is done with the activations.
+        device: as of `memo.offload`.
+        host: as of `memo.offload`.
+        disk_budget: as of `memo.offload`; None: the machine's disk, where it has one.
+        lengths: tokens of the steps, one after another, again and again; empty: what the step has. The step's loss then
+            takes `tokens`.
+        accumulate: microbatches of a step.
+        optimizer: that ends each step (memo.record.optimizers); None: those of the step.
+        attach: attaches the manager to the model, instead of entering it around each forward.
+        steps: number of steps; None: until two have run by a settled plan, at most 24.
+        trace: path for a trace of the rehearsal.
+        on_step: called with each step that has ended.
+        **options: further arguments of `memo.offload`.
+
+    Returns:
+        The steps, and the error that ended them, if one did.
+
+    Raises:
+        RecordError: the step reads the contents of a tensor, or cannot run without bytes.
+        UsageError: an argument is invalid.
+    """
+    if accumulate < 1 or (steps is not None and steps < 1):
+        raise UsageError("a rehearsal has at least one step, of at least one microbatch")
+    began = time.perf_counter()
+    run = _Run(machine, way, accumulate=accumulate, lengths=lengths, attach=attach, on_step=on_step)
+    with users_errors(), use_machine(machine), machine.kernels, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        disk = ["/"] if machine.disk_bytes else []
+        if machine.disk_bytes and disk_budget is None:
+            disk_budget = machine.disk_bytes
+        given = {"device": device, "host": host, "disk": disk, "disk_budget": disk_budget, "trace": trace, **options}
+        try:
+            run.open(build(), optimizer, given)
+            run.go(steps)
+        except (MemoError, torch.OutOfMemoryError) as error:
+            if not run.has_begun:
+                raise
+            run.failure = f"{type(error).__name__}: {error}"
+        return run.result(
+            tuple(dict.fromkeys(str(one.message) for one in warned if issubclass(one.category, RuntimeWarning))),
+            time.perf_counter() - began,
+        )
+
+
+class _Run:
+    """One rehearsal under way."""
+
+    def __init__(
+        self,
+        machine: SimulatedMachine,
+        way: Way,
+        *,
+        accumulate: int,
+        lengths: Sequence[int],
+        attach: bool,
+        on_step: Callable[[RehearsedStep], None],
+    ) -> None:
+        self._machine, self._way = machine, way
+        self._accumulate, self._lengths, self._attach = accumulate, lengths, attach
+        self._on_step = on_step
+        self._steps: list[RehearsedStep] = []
+        self._manager: Manager | None = None
+        self._settled = way is not Way.MEMO
+        self._static_bytes = 0
+        self.has_begun = False
+        self.failure: str | None = None
+
+    def open(self, step: Step, optimizer: str | None, given: dict[str, Any]) -> None:
+        """Prepares the model."""
+        machine, device = self._machine, given["device"]
+        machine.kernels.forget(step.model.parameters())
+        self._step = step
+        self._optimizers = step.optimizers if optimizer is None else (make_optimizer(optimizer, step.model),)
+        if self._way is Way.CHECKPOINT:
+            checkpoint_layers(find_layers(step.model, step.layers))
+        elif self._way is Way.MEMO:
+            manager = offload(step.model, layers=step.layers, **given)
+            assert not isinstance(manager, type(None))
+            self._manager = manager  # type: ignore[assignment]
+            if self._attach:
+                manager.attach()
+        self._static_bytes = machine.memory.used
+        asked = None if device is None else parse_bytes(device, what="device")
+        self._device_budget = machine.device_budget(asked).total_bytes
+
+    def go(self, steps: int | None) -> None:
+        """Runs so many steps, or until the plan has settled."""
+        self.has_begun = True
+        settled, number = 0, 0
+        while number < (MOST_STEPS if steps is None else steps):
+            self._run(number)
+            number += 1
+            settled = settled + 1 if self._is_settled() else 0
+            if steps is None and settled > SETTLED_STEPS:
+                break
+        self._settled = settled > 0
+
+    def _is_settled(self) -> bool:
+        if self._manager is None:
+            return True
+        outcome = self._manager.report().plan
+        return outcome is None or outcome.phase in ("settled", "given")
+
+    def _run(self, number: int) -> None:
+        machine, clock, manager = self._machine, self._machine.clock, self._manager
+        tokens = self._lengths[number % len(self._lengths)] if self._lengths else 0
+        machine.memory.begin_step()
+        begin_ns = clock.host_ns
+        before = None if manager is None else _Counts.of(manager)
+        for _ in range(self._accumulate):
+            self._forward_backward(tokens)
+        for one in self._optimizers:
+            one.step()
+            one.zero_grad(set_to_none=True)
+        if not self._optimizers:
+            self._step.model.zero_grad(set_to_none=True)
+        clock.finish()
+        found = _Counts() if manager is None or before is None else _Counts.of(manager).since(before)
+        step = RehearsedStep(
+            number=number,
+            tokens=tokens,
+            seconds=(clock.host_ns - begin_ns) / 1e9,
+            device_bytes=machine.memory.step_peak,
+            decision="" if manager is None else _decision(manager),
+            **dataclasses.asdict(found),
+        )
+        self._steps.append(step)
+        self._on_step(step)
+
+    def _forward_backward(self, tokens: int) -> None:
+        given = {"tokens": tokens} if tokens else {}
+        manager = self._manager
+        if manager is None or self._attach or self._step.whole:
+            loss = self._step.loss(**given)
+        else:
+            with manager:
+                loss = self._step.loss(**given)
+        if isinstance(loss, torch.Tensor) and loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def result(self, warned: tuple[str, ...], took_s: float) -> Rehearsal:
+        """What was found; the manager is closed."""
+        manager, report = self._manager, ""
+        budgets = (self._device_budget, 0, 0)
+        if manager is not None:
+            found = manager.report()
+            tiers = {tier.tier: tier.budget_bytes or 0 for tier in found.tiers}
+            budgets = (self._device_budget, tiers.get(Tier.HOST, 0), tiers.get(Tier.DISK, 0))
+            report = str(found)
+            if self.failure is None:
+                manager.close()
+        gc.collect()
+        device, host, disk = budgets
+        return Rehearsal(
+            steps=tuple(self._steps),
+            static_bytes=self._static_bytes,
+            device_budget=device,
+            host_budget=host,
+            disk_budget=disk,
+            failure=self.failure,
+            settled=self.failure is None and self._settled,
+            report=report,
+            warned=warned,
+            took_s=took_s,
+        )
+
+
+def _decision(manager: Manager) -> str:
+    """What planning has come to."""
+    outcome = manager.report().plan
+    if outcome is None:
+        return "fixed setting"
+    if outcome.plan is None:
+        return outcome.phase if outcome.why_not is None else f"{outcome.phase}: {outcome.why_not}"
+    stage = outcome.plan.stages[0]
+    return (
+        f"{outcome.phase}: plan of {stage.microbatch_s:.3f} s, {format_bytes(stage.peak_host_bytes)} in host memory; "
+        + (outcome.plan.declined or "; ".join(outcome.plan.binding))
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Counts:
+    """Counters of a manager."""
+
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    moved_bytes: int = 0
+    recompute_s: float = 0.0
+    stall_s: float = 0.0
+    trials: int = 0
+
+    @classmethod
+    def of(cls, manager: Manager) -> _Counts:
+        """The counters now; bytes in tiers are the most so far."""
+        stats, report = manager.stats, manager.report()
+        peaks = {tier.tier: tier.peak_bytes for tier in report.tiers}
+        return cls(
+            host_bytes=peaks.get(Tier.HOST, 0),
+            disk_bytes=peaks.get(Tier.DISK, 0),
+            moved_bytes=stats.bytes_host + stats.bytes_disk,
+            recompute_s=stats.recompute_s or 0.0,
+            stall_s=stats.stall_s or 0.0,
+            trials=0 if report.tokenwise is None else report.tokenwise.trials,
+        )
+
+    def since(self, before: _Counts) -> _Counts:
+        """What was added since; peaks as they are."""
+        return dataclasses.replace(
+            self,
+            moved_bytes=self.moved_bytes - before.moved_bytes,
+            recompute_s=self.recompute_s - before.recompute_s,
+            stall_s=self.stall_s - before.stall_s,
+            trials=self.trials - before.trials,
+        )
