@@ -224,9 +224,9 @@ class LayerCosts:
     recompute_s_per_token: dict[Level, float]
     """By the fastest trial of the layer and the operators that each level repeats; SAVE_ALL with 0."""
     points: tuple[PointCost, ...] = ()
-    """The layer's curve, point `all` first. Where there are points, a planner reads them instead of the levels."""
+    """The layer's curve by whole storages, point `all` first: the layer is at one of them."""
     divisible: bool = True
-    """Whether the layer can be at several points with a fraction each."""
+    """Whether its tokens can be divided among the levels."""
 
     def nbytes(self, levels: TokenLevels) -> int:
         """Bytes that the layer moves with its tokens divided by `levels`."""

@@ -8,37 +8,32 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memo.autoplan.actuator_protocol import Limits, Setting
+from memo.autoplan.actuator_protocol import Limits
 from memo.autoplan.backward_end import at_end_of_backward
 from memo.autoplan.device_peaks import DevicePeaks, Outside
 from memo.autoplan.layer_classes import mlp_tiles_of
 from memo.events import Tier
 from memo.mip.activation import chunk_layers, lower_tier_nbytes
 from memo.mip.inputs import ALL, ATTENTION, MATMULS
-from memo.swap import Level, Mix, Placement, TokenLevels
+from memo.swap import Level, Mix, Placement, Quota, TokenLevels, host_bytes_needed, setting_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from memo.autoplan.device_budget import DeviceBudget
-    from memo.events import Tracer
+    from memo.events import Lane, Tracer
     from memo.machine import LinkRates
     from memo.mip.activation import ActivationPlan, LayerPlan
     from memo.swap import Engine, Layer, LayerCosts, Tapes
 
 __all__ = ["Actuator", "settings_of"]
 
-MOST_MIXED = 0.5
-"""Largest fraction of tokens at SAVE_ALL while dividing is timed."""
-SPARED = 0.9
-"""Share of the spare room that is filled; the rest allows for storages that are moved whole."""
-
 UNBOUNDED_DISK = 1 << 60
 """Bytes of a scratch file without budget: a full disk is found by a failed write, and its bytes go to another tier."""
 
 
 class Actuator:
-    """Applies plans and settings to one manager's engine, and measures its steps; implements ActuatorProtocol.
+    """Applies plans and levels to one manager's engine, and measures its steps; implements ActuatorProtocol.
 
     Args:
         engine, tokenwise: what settings are applied to.
@@ -46,6 +41,7 @@ class Actuator:
         budget: the device's budget and counters.
         tracer: the run's own trace, or None.
         link: measures the device's link when nothing else uses it; None without a link.
+        disk_rates: measures the disks, by lane, when nothing else uses them.
         missing_gradient_bytes: bytes of the gradients that backward has still to allocate.
     """
 
@@ -58,6 +54,7 @@ class Actuator:
         *,
         tracer: Tracer | None,
         link: Callable[[], LinkRates | None] = lambda: None,
+        disk_rates: Callable[[], Mapping[Lane, float]] = dict,
         missing_gradient_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._engine = engine
@@ -65,7 +62,7 @@ class Actuator:
         self._layers = layers
         self._budget = budget
         self._tracer = tracer
-        self._link = link
+        self._link, self._disk_rates = link, disk_rates
         self._missing_gradient_bytes = missing_gradient_bytes
         self._peaks = DevicePeaks(budget, engine.stats)
         self._others: Mapping[str | Outside, int] = {}  # beside saved tensors, in the last step
@@ -92,15 +89,15 @@ class Actuator:
         """The clock of the engine's events."""
         return self._engine.backend.now_ns()
 
-    def apply(self, setting: ActivationPlan | Setting, *, growth: float = 1.0) -> None:
-        """Applies a plan or a setting from the next layer call on."""
-        if isinstance(setting, Setting):
-            self._expect({})
-            self._engine.place({}, rest_bytes=self.limits(growth).device_bytes if setting.rest_stays else 0)
-            self._tokenwise.choose({layer.name: setting.levels(number) for number, layer in enumerate(self._layers)})
+    def apply(self, setting: ActivationPlan | Level, *, growth: float = 1.0) -> None:
+        """Applies a plan or a level from the next layer call on."""
+        room = self.limits(growth).device_bytes
+        if isinstance(setting, Level):
+            self._engine.place({}, rest_bytes=room)
+            self._tokenwise.choose({layer.name: setting_of(setting) for layer in self._layers})
         else:
             placements, chosen = settings_of(setting, self._layers)
-            self._engine.place(placements)
+            self._engine.place(placements, rest_bytes=room)
             self._expect(dict(zip((Tier.HOST, Tier.DISK), lower_tier_nbytes(setting), strict=True)))
             self._tokenwise.choose(chosen)
         self._tokenwise.begin_forwards(self._layers)
@@ -131,19 +128,31 @@ class Actuator:
         if peak:
             self._engine.reload_ahead(max(0, self.limits().device_bytes - peak))
 
-    def spare_share(self, peak_bytes: int, calls: int) -> float:
-        """Fraction of the tokens, at most a half, of which everything fits; 0 if one layer's does not fit on the device.
-
-        While one layer's backward runs, the next layer's tensors return into whole buffers, however small the fraction.
-        """
-        repeated = [_repeated_bytes(known) for known in self.costs().values()]
-        wanted = calls * sum(repeated)
-        room = max(0, self.limits().device_bytes - peak_bytes)
-        if room < max(repeated, default=0.0):
-            return 0.0
+    def prepare_host(self) -> None:
+        """Begins to page-lock the host memory that a plan may use: all that is saved and has no room on the device."""
+        saved = [known.points[0].saved_bytes for known in self.costs().values() if known.points]
+        kept = self.limits().device_bytes - 2 * max(saved, default=0)  # two layers come and go
+        need = max(0, sum(saved) - max(0, kept))
         for tier in self._engine.tiers:
-            room += UNBOUNDED_DISK if tier.obtainable is None else max(0, tier.obtainable - tier.peak)
-        return min(MOST_MIXED, SPARED * room / wanted) if wanted else MOST_MIXED
+            if tier.name is Tier.HOST and need:
+                tier.expect(min(need, tier.obtainable or 0))
+
+    def host_excess(self, plan: ActivationPlan) -> int:
+        """Bytes by which the storages of a step by a plan need more of the host tier than it has."""
+        host = next((tier for tier in self._engine.tiers if tier.name is Tier.HOST), None)
+        if host is None or host.obtainable is None:
+            return 0
+        placements, chosen = settings_of(plan, self._layers)
+        claims: list[int] = []
+        before: Quota | None = None
+        for number, layer in enumerate(self._layers):
+            sizes = self._tokenwise.moved_nbytes(layer.name, chosen[layer.name])
+            placement = placements[number]
+            carried = before.unkept_nbytes if before is not None and not placement.begins else 0.0
+            quota = Quota(placement, expected_nbytes=sum(sizes), carried_nbytes=carried)
+            claims += [nbytes for nbytes in sizes if quota.choose(nbytes) is Tier.HOST]
+            before = quota
+        return max(0, host_bytes_needed(claims) - host.obtainable)
 
     def costs(self) -> Mapping[str, LayerCosts]:
         """Costs by level of the layers recomputed by tokens, by layer name."""
@@ -181,6 +190,12 @@ class Actuator:
         """Measures the link; nothing else may use it meanwhile."""
         rates = self._link()
         self._peaks.restart()  # the measurement's own memory belongs to no step
+        return rates
+
+    def disk_rates(self) -> Mapping[Lane, float]:
+        """Measures the disks, by lane; nothing else may use them meanwhile."""
+        rates = self._disk_rates()
+        self._peaks.restart()
         return rates
 
     def spare_bytes(self) -> tuple[int, int]:
@@ -265,13 +280,3 @@ def _points(part: LayerPlan) -> TokenLevels | Mix:
             piece=part.piece,
         )
     return Mix(points=part.points)
-
-
-def _repeated_bytes(costs: LayerCosts) -> float:
-    """Bytes that a layer saves at `all` and not at `attention`, and those beside them."""
-    if costs.points:
-        known = {point.name: point for point in costs.points}
-        full, least = costs.points[0], known.get(ATTENTION, costs.points[-1])
-        return max(0.0, float(full.saved_bytes - least.saved_bytes)) + full.beside_bytes
-    level = Level.SAVE_ALL
-    return costs.tokens * (costs.bytes_per_token[level] + costs.beside_per_token.get(level, 0.0))

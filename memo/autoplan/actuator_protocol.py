@@ -8,38 +8,21 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
-from memo.swap import TokenLevels
+from memo.swap import Level
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from memo.events import Tracer
+    from memo.events import Lane, Tracer
     from memo.machine import LinkRates
     from memo.mip.activation import ActivationPlan
     from memo.swap import LayerCosts
 
-__all__ = ["MEASURING", "SAFEST", "ActuatorProtocol", "Limits", "Setting"]
+__all__ = ["MEASURING", "ActuatorProtocol", "Limits"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """Treatment of all layers while no plan is in use: attention outputs are moved, and the rest is recomputed."""
-
-    saved: float = 0.0
-    """Fraction of the tokens of every second pair of layers of which everything is moved, and nothing recomputed: beside
-    layers at one level it shows what dividing takes, also where kinds of layers alternate."""
-    rest_stays: bool = False
-    """True: tensors for which no tier has room stay on the device, within its budget. False: that is an error."""
-
-    def levels(self, number: int) -> TokenLevels:
-        """Levels of the layer of this number, from 0."""
-        saved = self.saved if number // 2 % 2 else 0.0
-        return TokenLevels(all=saved, attention=1.0 - saved)
-
-
-SAFEST = Setting()
-MEASURING = Setting(rest_stays=True)
-"""SAFEST while a plan may still come."""
+MEASURING = Level.SAVE_ATTENTION
+"""Level of all layers while no plan is in use: attention outputs and layer inputs move, and the rest is recomputed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,22 +68,23 @@ class ActuatorProtocol(Protocol):
     def now_ns(self) -> int:
         """Returns the clock of the engine's events, in nanoseconds."""
 
-    def apply(self, setting: ActivationPlan | Setting, *, growth: float = 1.0) -> None:
-        """Applies a plan or a setting, for a next step with `growth` times the last one's tokens."""
+    def apply(self, setting: ActivationPlan | Level, *, growth: float = 1.0) -> None:
+        """Applies a plan, or one level to all layers, for a next step with `growth` times the last one's tokens."""
 
-    def spare_share(self, peak_bytes: int, calls: int) -> float:
-        """Fraction of the tokens, at most a half, of which everything fits beside what the last step held.
+    def host_excess(self, plan: ActivationPlan) -> int:
+        """Bytes by which a plan's storages, whole and at addresses, exceed the host budget; 0 where they fit."""
 
-        Args:
-            peak_bytes: saved tensors on the device in that step, which ran at the safest setting.
-            calls: calls of each layer that were in flight at one time.
-        """
+    def prepare_host(self) -> None:
+        """Begins to allocate the host memory that a plan of the last step's layers may use."""
 
     def costs(self) -> Mapping[str, LayerCosts]:
         """Costs by level of the layers that can be recomputed by tokens, by layer name."""
 
     def limits(self, growth: float = 1.0) -> Limits:
         """Budgets of saved tensors in a step with `growth` times the tokens of the last one."""
+
+    def disk_rates(self) -> Mapping[Lane, float]:
+        """Rates of the disks, measured alone, in bytes per second by lane; empty without disks."""
 
     def link(self) -> LinkRates | None:
         """Rates of the device's link, measured alone; None where they cannot be."""
@@ -124,7 +108,7 @@ class ActuatorProtocol(Protocol):
         The other device memory in use is noted for `limits`.
 
         Args:
-            growth: None after a step at a setting. After a step by a plan, its tokens as a multiple of those of the
+            growth: None after a step at a level. After a step by a plan, its tokens as a multiple of those of the
                 step noted before; that step's bytes still count where they are more, since another plan may recompute
                 more.
         """

@@ -4,24 +4,21 @@ Owns when plans are made and changed; memo.autoplan.plan_cache owns which batch 
 an actuator applies plans to the engine. Invariants: a plan changes only between two steps, and one that did not pass
 the checker is never applied; those of the solver have passed the simulator, too.
 
-    step       1         2        3          4       5                6 ...
-    setting    safest    mixed    mixed      plan    plan             plan
-    measured   -         -        profile    -       as predicted?
-                                                     if off by more than 5 %: profile corrected, planned again from step
-                                                     4
+    step       1          2          3       4               5 ...
+    setting    lean       lean       plan    plan            plan
+    measured   -          profile    -       as predicted?
+                                             if off by more than 5 %: profile corrected, planned again from step 3
 
-The safest setting moves attention outputs and recomputes the rest, so a measured step does not run out of memory where
-the plan would not; tensors for which the tiers have no room stay on the device, as in a plan. In the mixed
-setting some tokens of every second pair of layers are saved whole, to time what dividing takes: as many as the safest
-step left room for. A setting's first step is not measured, since kernels are chosen and each layer's recompute is tried
-in it.
+While there is no plan every layer saves and moves its input and attention's outputs, and recomputes the rest, so that a
+step that is measured needs little memory. A setting's first step is not measured, since kernels are chosen and each
+layer's recompute is tried in it.
 
 A shape that comes later is planned before its first step, from the profile of the nearest shape: layer bytes, and
 device memory above what is in use between steps, are scaled with the tokens.
 
 Every step is compared with the device's budget, as long as the run lasts. One that exceeds it is told, again whenever it
-gets worse, and the next plan leaves that much free. Where no plan fits by the solver's count, or plans exceed the budget
-one after the other, all layers are treated alike (memo.autoplan.uniform_plans), down to what the first steps measured.
+gets worse, and the next plan leaves that much free. Where a step without a plan exceeds it, or no plan fits, layers save
+their input alone.
 
 What a step's time is off by has two causes. If plain compute, without waits and recompute, takes another time than in
 the profile, the machine's speed has changed: a second step confirms it, and recompute is scaled with it. If not, the
@@ -39,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memo.autoplan.actuator_protocol import MEASURING, SAFEST, Setting
+from memo.autoplan.actuator_protocol import MEASURING
 from memo.autoplan.plan_cache import CachedPlan, Phase, PlanCache, growth, joint
 from memo.autoplan.plan_outcome import PlanOutcome
 from memo.autoplan.profile_from_step import (
@@ -51,13 +48,12 @@ from memo.autoplan.profile_from_step import (
 )
 from memo.autoplan.step_evidence import StepEvidence, least, single_rank, worst
 from memo.autoplan.step_timeline import StepTimeline
-from memo.autoplan.uniform_plans import fastest_uniform_plan
 from memo.errors import Infeasible, MemoError, PlanError
 from memo.events import PLAN_MADE, Note
 from memo.lru import LRU
 from memo.mip.activation import ActivationProblem, Budgets, Pipeline, predict_stages
 from memo.mip.inputs import Signature
-from memo.swap import layer_input
+from memo.swap import Level, layer_input
 from memo.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -120,7 +116,7 @@ class AutoPlan:
         self._checks_budget = False  # a new shape or plan: this step's device memory is compared with the budget
         self._measured: Signature | None = None  # of the step whose device memory was measured last
         self._listening = False
-        self._applied: ActivationPlan | Setting = MEASURING
+        self._applied: ActivationPlan | Level = MEASURING
         self._forwards = 0  # since nothing was saved
         self._trained = False  # one of these forwards was with gradients
         self._planning_s = 0.0
@@ -135,7 +131,7 @@ class AutoPlan:
 
     @property
     def plan(self) -> ActivationPlan | None:
-        """The plan in use; None while a setting is used instead."""
+        """The plan in use; None while all layers are at one level."""
         cached = self._cache.current
         return None if cached is None else cached.plan
 
@@ -253,13 +249,11 @@ class AutoPlan:
         self._checks_budget = False
         if spare < 0 and cached.plan is not None:
             self._plan_smaller(cached, max(self._all_gather(peak)), excess=-spare)
-        elif spare < 0 and isinstance(cached.setting, Setting) and cached.setting.saved:
-            cached.phase, cached.setting = Phase.MIXED, MEASURING  # what is saved had less room than it seemed
         elif cached.phase is Phase.WARM_UP:
-            share = min(self._all_gather(self._actuator.spare_share(peak, max(self._forwards, self._held or 1))))
-            cached.phase, cached.setting = Phase.MIXED, dataclasses.replace(MEASURING, saved=share)
-        elif cached.phase is Phase.MIXED:
             cached.phase = Phase.PROFILING
+            self._actuator.prepare_host()
+        elif spare < 0 and cached.setting is MEASURING:
+            cached.phase, cached.setting = Phase.WARM_UP, Level.SAVE_INPUT
         elif cached.phase is Phase.PLANNED:
             cached.phase = Phase.COMPARING
         elif cached.phase.measures:
@@ -291,8 +285,7 @@ class AutoPlan:
                 self._shape,
                 mlp_tiles=self._actuator.mlp_tiles,
                 codec=self._actuator.codec,
-                setting=cached.setting if isinstance(cached.setting, Setting) and not trials else None,
-                dividing_s=_dividing_s(cached, self._shape),
+                is_measuring=cached.setting is MEASURING and not trials,
             )
         except MemoError as error:
             return StepEvidence(problem=str(error))
@@ -312,12 +305,13 @@ class AutoPlan:
             device_bytes=limits.device_bytes + limits.others_bytes,
             host_bytes=limits.host_bytes,
             link=self._actuator.link(),
+            disks=self._actuator.disk_rates(),
         )
 
     def _apply(self, cached: CachedPlan) -> None:
-        """Applies an entry's setting; one that is no plan depends on the length, and is applied again for each."""
+        """Applies an entry's setting; a level is applied again for each length, which decides on the room beside it."""
         grown = self._growth(self._shape)
-        if cached.setting is not self._applied or (isinstance(cached.setting, Setting) and grown != 1.0):
+        if cached.setting is not self._applied or (isinstance(cached.setting, Level) and grown != 1.0):
             self._applied = cached.setting
             self._actuator.apply(cached.setting, growth=grown)
             if cached.plan is not None and cached.plan.declined is None:
@@ -338,33 +332,20 @@ class AutoPlan:
                 raise PlanError(str(found.problem))
             self._hardware = found.hardware
             cached.profile, cached.calls = found.profile, found.calls
-            self._plan_or_uniform(cached)
+            self._plan(cached)
             self._why_not = None
         except MemoError as error:
             self._give_up(cached, str(error))
 
     def _give_up(self, cached: CachedPlan, why: str) -> None:
-        """Ends planning of an entry at the safest setting: the device's budget comes before speed."""
-        cached.phase, cached.setting = Phase.SETTLED, SAFEST
+        """Ends planning of an entry: the device's budget comes before speed."""
+        level = MEASURING if cached.profile is not None and cached.spare_bytes >= 0 else Level.SAVE_INPUT
+        cached.phase, cached.setting = Phase.SETTLED, level
         self._why_not = why
-        self._warn("no-plan", f"no plan: {why}; every layer stays at the safest setting")
-
-    def _plan_or_uniform(self, cached: CachedPlan, *, excess: int = 0) -> None:
-        """Makes a plan, or where none fits by the solver's count one that treats all layers alike.
-
-        Raises:
-            MemoError: neither can be made. The entry's setting is as before.
-        """
-        try:
-            self._plan(cached, excess=excess)
-        except Infeasible as error:
-            others = self._others_bytes
-            beside = f", beside {format_bytes(others)} for everything but saved tensors" if others else ""
-            cached.infeasible = f"{error}{beside}"
-            try:
-                self._plan_uniformly(cached)
-            except MemoError:
-                raise PlanError(cached.infeasible) from None
+        what = "everything but attention" if level is MEASURING else "everything"
+        self._warn(
+            "no-plan", f"no plan: {why}; every layer offloads what its recompute starts from and recomputes {what}"
+        )
 
     def _plan(self, cached: CachedPlan, *, excess: int = 0) -> None:
         """Makes a plan from the entry's profile, and sets it to be tried in the next step.
@@ -379,41 +360,39 @@ class AutoPlan:
         """
         begin = time.perf_counter()
         problem, others_bytes = self._problem(cached, excess=excess)
-        # All ranks solve the same problem, and all use the first rank's answer: rounding may differ between machines.
-        answer = self._all_gather(self._solve(problem))[0]
         if not self._has_solved:
             self._has_solved = True
+            self._solve(problem)
             unmeasured = max(self._all_gather(self._actuator.unmeasured_bytes()))  # a solver is loaded by its first use
             if unmeasured:
                 cached.spare_bytes -= unmeasured
                 problem, others_bytes = self._problem(cached, unmeasured_bytes=unmeasured)
-                answer = self._all_gather(self._solve(problem))[0]
+        answer = self._placed(problem)
         self._planning_s += time.perf_counter() - begin
+        if isinstance(answer, Infeasible):
+            others = self._others_bytes
+            raise PlanError(f"{answer}, beside {format_bytes(others)} for everything but saved tensors") from None
         if isinstance(answer, MemoError):
             raise answer
         cached.others_bytes = others_bytes
         self._take(cached, answer)
 
-    def _plan_uniformly(self, cached: CachedPlan, *, most: float = 1.0) -> None:
-        """Sets a plan that treats all layers alike to be tried in the next step, with an alpha of at most `most`.
+    def _placed(self, problem: ActivationProblem) -> ActivationPlan | MemoError:
+        """Solves for a plan whose storages have addresses in the host tier.
 
-        Raises:
-            MemoError: the lower tiers have no room for it. The entry's setting is as before.
+        The solver counts bytes. A storage moves whole, to one address: what that needs more is left free by the next
+        solution. All ranks solve the same problem and use the first rank's answer: rounding may differ between machines.
         """
-        begin = time.perf_counter()
-        problem, _ = self._problem(cached)
-        try:
-            answer: tuple[float, ActivationPlan] | MemoError = fastest_uniform_plan(
-                problem, spare_bytes=cached.spare_bytes, most=most
-            )
-        except MemoError as error:
-            answer = error
-        answer = self._all_gather(answer)[0]
-        self._planning_s += time.perf_counter() - begin
-        if isinstance(answer, MemoError):
-            raise answer
-        alpha, plan = answer
-        self._take(cached, plan, alpha=alpha)
+        for _ in range(MAX_CORRECTIONS):
+            answer = self._all_gather(self._solve(problem))[0]
+            excess = 0 if isinstance(answer, MemoError) else self._actuator.host_excess(answer)
+            excess = max(self._all_gather(excess))
+            if not excess:
+                break
+            budgets = problem.budgets
+            budgets = dataclasses.replace(budgets, host_bytes=max(0, budgets.host_bytes - excess))
+            problem = dataclasses.replace(problem, budgets=budgets)
+        return answer
 
     def _problem(
         self, cached: CachedPlan, *, excess: int = 0, unmeasured_bytes: int = 0
@@ -438,10 +417,10 @@ class AutoPlan:
         )
         return problem, limits.others_bytes
 
-    def _take(self, cached: CachedPlan, plan: ActivationPlan, *, alpha: float | None = None) -> None:
+    def _take(self, cached: CachedPlan, plan: ActivationPlan) -> None:
         """Sets a plan to be tried in the next step."""
         assert cached.profile is not None
-        cached.planned(plan, alpha=alpha)
+        cached.planned(plan)
         saved_alone = dataclasses.replace(plan.problem, profile=cached.profile)
         cached.predicted_peak_bytes = predict_stages(saved_alone, plan.layers)[0].peak_device_bytes
         self._checks_budget = True  # also for a plan that moves nothing: its profile may be incomplete
@@ -546,17 +525,11 @@ class AutoPlan:
         assert cached.plan is not None
         cached.overruns += 1
         try:
-            if cached.alpha == 0:
-                why = f"{cached.overruns} plans took more device memory than the budget"
-                raise PlanError(why if cached.infeasible is None else cached.infeasible)
-            if cached.alpha is not None:
-                self._plan_uniformly(cached, most=cached.alpha / 2)
-            elif cached.overruns > MAX_CORRECTIONS:
-                self._plan_uniformly(cached)
-            else:
-                known = max(0, peak - cached.predicted_peak_bytes - cached.margin_bytes)
-                cached.margin_bytes += known
-                self._plan_or_uniform(cached, excess=max(0, excess - known))
+            if cached.overruns > MAX_CORRECTIONS:
+                raise PlanError(f"{cached.overruns} plans took more device memory than the budget")
+            known = max(0, peak - cached.predicted_peak_bytes - cached.margin_bytes)
+            cached.margin_bytes += known
+            self._plan(cached, excess=max(0, excess - known))
         except MemoError as error:
             self._give_up(cached, str(error))
 
@@ -565,10 +538,7 @@ class AutoPlan:
         cached.corrections += 1
         try:
             cached.profile = profile
-            if cached.alpha is None:
-                self._plan_or_uniform(cached)
-            else:
-                self._plan_uniformly(cached, most=cached.alpha)
+            self._plan(cached)
         except MemoError as error:
             self._settle(cached)
             self._warn("no-plan", f"the plan stays as it is: {error}")
@@ -601,16 +571,6 @@ class AutoPlan:
         if cause not in self._warned:
             self._warned[cause] = True
             warnings.warn(message, RuntimeWarning, stacklevel=2)
-
-
-def _dividing_s(cached: CachedPlan, shape: Signature) -> list[float]:
-    """Seconds of each layer that its division by the entry's plan takes at this shape; none where there is no plan."""
-    if cached.plan is None:
-        return []
-    known = scaled_profile(cached.plan.problem.profile, shape).layer_profiles()
-    return [
-        layer.divided_s if len(part.points) > 1 else 0.0 for layer, part in zip(known, cached.plan.layers, strict=True)
-    ]
 
 
 def _speed(profile: Profile, measured: Profile) -> float:

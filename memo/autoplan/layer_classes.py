@@ -35,13 +35,17 @@ def mlp_tiles_of(modules: Iterable[nn.Module]) -> int:
     return max((tiles for tiles in found if isinstance(tiles, int)), default=1)
 
 
-def points_of(costs: LayerCosts) -> tuple[int, tuple[PointProfile, ...]]:
+def points_of(costs: LayerCosts, *, whole: bool = False) -> tuple[int, tuple[PointProfile, ...]]:
     """Converts costs to the bytes that are saved at every point, and the points.
 
     A point that saves no less than the one before it is left out, and so is a level that never ran. A curve's points
     say all that is saved, so that nothing is saved at every point.
+
+    Args:
+        costs: of a layer.
+        whole: the curve by whole storages, also of a layer whose tokens can be divided.
     """
-    if not costs.points:
+    if not costs.points or (costs.divisible and not whole):
         return costs.always_bytes, _falling(_levels(costs))
     curve = (
         PointProfile(

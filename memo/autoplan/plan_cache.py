@@ -18,9 +18,10 @@ import enum
 import math
 from typing import TYPE_CHECKING
 
-from memo.autoplan.actuator_protocol import MEASURING, Setting
+from memo.autoplan.actuator_protocol import MEASURING
 from memo.autoplan.pace import Pace
 from memo.mip.inputs import Role, Signature
+from memo.swap import Level
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,9 +41,7 @@ class Phase(enum.Enum):
     """State of planning for one signature; a phase lasts one step, comparing two if the first one was off, settled any."""
 
     WARM_UP = enum.auto()
-    """First step, at the safest setting."""
-    MIXED = enum.auto()
-    """First step with tokens at each level."""
+    """First step: kernels are chosen, and each layer's recompute is tried."""
     PROFILING = enum.auto()
     """The same once more, measured; the plan is made of it."""
     PLANNED = enum.auto()
@@ -62,7 +61,7 @@ class Phase(enum.Enum):
     @property
     def precedes_plan(self) -> bool:
         """True in phases before the first plan."""
-        return self in (Phase.WARM_UP, Phase.MIXED, Phase.PROFILING)
+        return self in (Phase.WARM_UP, Phase.PROFILING)
 
 
 @dataclasses.dataclass(slots=True)
@@ -70,7 +69,7 @@ class CachedPlan:
     """State of planning for one signature."""
 
     phase: Phase = Phase.WARM_UP
-    setting: ActivationPlan | Setting = MEASURING
+    setting: ActivationPlan | Level = MEASURING
     profile: Profile | None = None
     corrections: int = 0
     calls: int = 1
@@ -83,10 +82,6 @@ class CachedPlan:
     """Bytes of the device's budget that the profiled step did not use; negative if it went above."""
     overruns: int = 0
     """Plans in a row whose steps went above the device's budget; 0 once one has held."""
-    alpha: float | None = None
-    """Alpha of a plan that treats all layers alike (memo.autoplan.uniform_plans); None for a solver's plan."""
-    infeasible: str | None = None
-    """Why the solver found no plan, where it found none."""
     samples: list[Profile] = dataclasses.field(default_factory=list)
     """Profiles of steps in which plain compute took another time than in `profile`; a second one confirms the first."""
     pace: Pace = dataclasses.field(default_factory=Pace)
@@ -101,12 +96,12 @@ class CachedPlan:
 
     @property
     def plan(self) -> ActivationPlan | None:
-        """The plan; None while a setting is used instead."""
-        return None if isinstance(self.setting, Setting) else self.setting
+        """The plan; None while all layers are at one level."""
+        return None if isinstance(self.setting, Level) else self.setting
 
-    def planned(self, plan: ActivationPlan, *, alpha: float | None = None) -> None:
+    def planned(self, plan: ActivationPlan) -> None:
         """Takes a new plan, to be tried in the next step; one that moves and recomputes nothing is settled at once."""
-        self.setting, self.alpha, self.samples = plan, alpha, []
+        self.setting, self.samples = plan, []
         self.phase = Phase.PLANNED if plan.declined is None else Phase.SETTLED
 
 

@@ -31,10 +31,10 @@ from memo.mip.inputs import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from memo.autoplan.actuator_protocol import Limits, Setting
+    from memo.autoplan.actuator_protocol import Limits
     from memo.autoplan.step_timeline import LayerTimes, StepTimes
     from memo.machine import LinkRates
-    from memo.swap import LayerCosts, TokenLevels
+    from memo.swap import LayerCosts
 
 __all__ = ["beside_layers", "measured_hardware", "measured_profile", "scaled_profile", "seconds_of"]
 
@@ -52,8 +52,7 @@ def measured_profile(
     *,
     mlp_tiles: int = 1,
     codec: str | None = None,
-    setting: Setting | None = None,
-    dividing_s: Sequence[float] = (),
+    is_measuring: bool = False,
 ) -> Profile:
     """Makes a profile from the times of one step.
 
@@ -63,9 +62,7 @@ def measured_profile(
         signature: batch shape of the step.
         mlp_tiles: tiles in which the layers compute their MLP.
         codec: codec of what moves; its time in the step is a part of the layers' own.
-        setting: treatment of the layers, if it was no plan's: then the recomputes are taken as they ran, not as tried
-            out, and layers that were divided are compared with those that were not.
-        dividing_s: seconds of each layer that its plan's division is known to take, and which are no part of its own.
+        is_measuring: all layers were at MEASURING: the recomputes are taken as they ran, not as tried out.
 
     Raises:
         PlanError: a layer ran forward without backward.
@@ -73,11 +70,8 @@ def measured_profile(
     layers = [_layer(name, layer, costs.get(name)) for name, layer in times.layers.items()]
     if codec is not None:
         layers = [_coded(layer, own) for layer, own in zip(layers, times.layers.values(), strict=True)]
-    if setting is not None:
-        levels = [setting.levels(number) for number in range(len(layers))]
-        layers = _divided(_recomputed(layers, times, levels), levels)
-    for number, seconds in enumerate(dividing_s):
-        layers[number] = _shorter(layers[number], seconds)
+    if is_measuring:
+        layers = _recomputed(layers, times)
     classes, names = classes_of(layers)
     head_ns = times.turn_ns[1] - times.turn_ns[0]
     return Profile(
@@ -115,13 +109,12 @@ def _layer(name: str, times: LayerTimes, costs: LayerCosts | None) -> LayerProfi
     always_bytes = 0
     points: tuple[PointProfile, ...] = (PointProfile(name=ALL, saved_bytes=times.saved_bytes // calls),)
     if costs is not None and _recomputes(costs):
-        always_bytes, points = points_of(costs)
+        always_bytes, points = points_of(costs, whole=True)
     return LayerProfile(
         name="layer",
         always_bytes=always_bytes,
         points=points,
-        divisible=costs is None or costs.divisible,
-        piece_s=0.0 if costs is None else costs.piece_s,
+        divisible=False,
         forward_s=times.forward_ns / calls / 1e9,
         backward_s=times.own_backward_ns / calls / 1e9,
         storages=-(-times.storages // calls),
@@ -129,16 +122,16 @@ def _layer(name: str, times: LayerTimes, costs: LayerCosts | None) -> LayerProfi
     )
 
 
-def _recomputed(layers: Sequence[LayerProfile], times: StepTimes, levels: Sequence[TokenLevels]) -> list[LayerProfile]:
+def _recomputed(layers: Sequence[LayerProfile], times: StepTimes) -> list[LayerProfile]:
     """Layers whose recomputes take what they took in the step: a trial, which compares what it computes, takes longer."""
 
-    def taken(layer: LayerProfile, measured: LayerTimes, level: TokenLevels) -> float | None:
+    def taken(layer: LayerProfile, measured: LayerTimes) -> float | None:
         tried = layer.point(ATTENTION) or layer.point(MATMULS)  # where both save the same
-        if level.attention < 1 or tried is None or not tried.recompute_s or not measured.recompute_ns:
+        if tried is None or not tried.recompute_s or not measured.recompute_ns:
             return None
         return measured.recompute_ns / measured.calls / 1e9 / tried.recompute_s
 
-    shares = [taken(*each) for each in zip(layers, times.layers.values(), levels, strict=True)]
+    shares = [taken(*each) for each in zip(layers, times.layers.values(), strict=True)]
     found = list(layers)
     for alike in _by_class(layers):
         known = [share for number in alike if (share := shares[number]) is not None]
@@ -151,41 +144,12 @@ def _recomputed(layers: Sequence[LayerProfile], times: StepTimes, levels: Sequen
     return found
 
 
-def _divided(layers: Sequence[LayerProfile], levels: Sequence[TokenLevels]) -> list[LayerProfile]:
-    """Layers with the time that dividing takes beside their own, where those that were divided show it."""
-    found = list(layers)
-    for alike in _by_class(layers):
-        divided = [number for number in alike if levels[number].all]
-        whole = [number for number in alike if not levels[number].all]
-        seconds = _longer_s([layers[number] for number in divided], [layers[number] for number in whole])
-        for number in alike:
-            own = _shorter(layers[number], seconds) if number in divided else layers[number]
-            found[number] = dataclasses.replace(own, divided_s=seconds)
-    return found
-
-
 def _by_class(layers: Sequence[LayerProfile]) -> list[list[int]]:
     """Numbers of the layers of each class."""
     numbers: dict[str, list[int]] = {}
     for number, name in enumerate(classes_of(layers)[1]):
         numbers.setdefault(name, []).append(number)
     return list(numbers.values())
-
-
-def _longer_s(some: Sequence[LayerProfile], others: Sequence[LayerProfile]) -> float:
-    """Seconds by which forward and backward of some layers are longer than those of others; 0 if their quartiles overlap."""
-    if min(len(some), len(others)) < 2:
-        return 0.0
-    low, middle, _ = statistics.quantiles([one.forward_s + one.backward_s for one in some], n=4, method="inclusive")
-    _, usual, high = statistics.quantiles([one.forward_s + one.backward_s for one in others], n=4, method="inclusive")
-    return middle - usual if low > high else 0.0
-
-
-def _shorter(layer: LayerProfile, seconds: float) -> LayerProfile:
-    """The layer without these seconds of its forward and backward."""
-    both_s = layer.forward_s + layer.backward_s
-    left = max(1 - seconds / both_s, 0.0) if both_s else 1.0
-    return dataclasses.replace(layer, forward_s=layer.forward_s * left, backward_s=layer.backward_s * left)
 
 
 def _recomputes(costs: LayerCosts) -> bool:
@@ -311,7 +275,12 @@ def seconds_of(profile: Profile) -> float:
 
 
 def measured_hardware(
-    times: StepTimes, *, device_bytes: int, host_bytes: int, link: LinkRates | None = None
+    times: StepTimes,
+    *,
+    device_bytes: int,
+    host_bytes: int,
+    link: LinkRates | None = None,
+    disks: Mapping[Lane, float] | None = None,
 ) -> Hardware:
     """Describes the machine as one rank measured it, while the node's other ranks worked: rates are not divided again.
 
@@ -319,10 +288,10 @@ def measured_hardware(
         times: a step, for the rates that its copies reached.
         device_bytes: this rank's device budget.
         host_bytes: this rank's host budget.
-        link: rates of the device's link, measured alone; None takes those of the step's copies. A disk that the step
-            did not use has rate 0.
+        link: rates of the device's link, measured alone; None takes those of the step's copies.
+        disks: rates of the disks, measured alone, for those that the step did not use; without them these have rate 0.
     """
-    rates = {lane: use.bytes_per_s for lane, use in times.lanes.items() if use.nbytes}
+    rates = dict(disks or {}) | {lane: use.bytes_per_s for lane, use in times.lanes.items() if use.nbytes}
     out, back = rates.get(Lane.D2H, _NO_BOUND), rates.get(Lane.H2D, _NO_BOUND)
     both = out + back
     if link is not None:

@@ -167,6 +167,7 @@ class Opening:
                 budget,
                 tracer=recorder,
                 link=machine.link,
+                disk_rates=lambda: machine.lanes(host=False, directories=room.directories) if room.directories else {},
                 missing_gradient_bytes=lambda: missing_gradient_bytes(self.model.parameters()),
             )
             parts = dataclasses.replace(parts, source=self._source(actuator, recorder))

@@ -109,7 +109,7 @@ class Choice:
     def points(self) -> dict[str, Cut]:
         """The corners of the curve at which attention is never repeated, by name: `all`, `p1` and so on, `attention`.
 
-        Of many corners some are left out, which a planner would not tell apart.
+        Of many corners some are left out, which a planner would not tell apart. `input` is the last, where it keeps less.
         """
         corners = curve(self.problem(Level.SAVE_ATTENTION))
         inner = corners[1:-1]
@@ -117,6 +117,9 @@ class Choice:
         found = {"all": corners[0], **{f"p{number}": cut for number, cut in enumerate(inner, 1)}}
         if len(corners) > 1:
             found["attention"] = corners[-1]
+        least = self.at(Level.SAVE_INPUT)
+        if least.keep_cost < corners[-1].keep_cost:
+            found["input"] = least
         return found
 
     def plan(self, cut: Cut) -> Plan:

@@ -150,6 +150,20 @@ class Plans:
         """Bytes and seconds of each level in the last call, for layers of which a replay has passed its trial."""
         return list(self._costs.values())
 
+    def moved_nbytes(self, layer: str, setting: Setting) -> list[int]:
+        """Bytes of the storages that a layer's last recorded call would have moved at a setting, in about their order."""
+        last = self.last(layer)
+        if last is None:
+            return []
+        choice = last[0].for_next
+        if setting is Level.SAVE_ALL or (isinstance(setting, TokenLevels) and setting.repeats_nothing):
+            moved = {*choice.wanted, *choice.stuck}
+        else:
+            plan = choice.plan(choice.cut(setting))
+            kept = {item.storage for item in plan.kept if item.bits_of < 0} - choice.sources.free - choice.sources.lent
+            moved = ({*choice.wanted, *choice.stuck} - set(plan.wanted)) | kept
+        return [choice.tape.storages[storage][1] for storage in sorted(moved)]
+
     def expected(self, layer: str, kind: tuple[Any, ...]) -> tuple[Ended | None, Holds | None]:
         """How the layer's last call ended, and what a call of this kind holds for its plan; None where nothing is known."""
         last = self._last.get(layer)
@@ -484,9 +498,19 @@ class Plans:
         each_s, choice = self._unit_s[case.layer], case.choice.for_next
         at = {level: choice.at(level) for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION, Level.SAVE_INPUT)}
         least, saved = at[Level.SAVE_ATTENTION].keep_cost // 8, set(case.recorded.saved)
-        points: tuple[PointCost, ...] = ()
+        points = tuple(
+            PointCost(
+                name=point,
+                saved_bytes=cut.keep_cost // 8,
+                recompute_s=each_s * cut.replay_cost,
+                beside_bytes=choice.beside_nbytes(cut, saved),
+                held_bytes=choice.plan(cut).held_bytes,
+            )
+            for point, cut in choice.points().items()
+        )
         half = self._in_ranges(case, choice, TokenLevels.of_alpha(0.5))
-        if half is not None and not half.in_phases:  # whole phases are not in proportion to the tokens
+        divisible = half is not None and not half.in_phases  # whole phases are not in proportion to the tokens
+        if half is not None and divisible:
             rows = half.rows
             counts = ranged_costs_of(rows, choice.banned, choice.sources, choice.wanted, choice.stuck)
             tokens = rows.tokens
@@ -502,16 +526,6 @@ class Plans:
                 },
                 "beside_per_token": {Level.SAVE_MATMULS: choice.beside_nbytes(at[Level.SAVE_MATMULS], saved) / tokens},
             }
-            points = tuple(
-                PointCost(
-                    name=point,
-                    saved_bytes=cut.keep_cost // 8,
-                    recompute_s=each_s * cut.replay_cost,
-                    beside_bytes=choice.beside_nbytes(cut, saved),
-                    held_bytes=choice.plan(cut).held_bytes,
-                )
-                for point, cut in choice.points().items()
-            )
         return LayerCosts(
             layer=case.layer,
             tokens=tokens,
@@ -521,7 +535,7 @@ class Plans:
                 **{level: each_s * cut.replay_cost / tokens for level, cut in at.items()},
             },
             points=points,
-            divisible=not points,
+            divisible=divisible,
             **counts,
         )
 

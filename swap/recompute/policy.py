@@ -147,6 +147,13 @@ class Tapes:
         """Bytes and seconds of each level, for layers that have been recorded."""
         return self._plans.costs()
 
+    def moved_nbytes(self, layer: str, setting: Setting) -> list[int]:
+        """Bytes of the storages that a layer's last call would have moved whole at a setting, in the order of their saves.
+
+        Empty for a layer of which no call was recorded.
+        """
+        return self._plans.moved_nbytes(layer, setting)
+
     def explain(self, layer: Layer) -> LayerExplanation:
         """Explains what the last recorded call of a layer keeps and replays, and what it could.
 
