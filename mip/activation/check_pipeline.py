@@ -22,6 +22,7 @@ from memo.mip.activation.check_step import (
     rounding_bytes,
     saved_bytes,
     sync_s,
+    waiting_bytes,
     whole_bytes,
 )
 from memo.mip.inputs.pipeline_schedules import Kind
@@ -40,6 +41,8 @@ class _State(enum.IntEnum):
     """Bytes of a call's layer that are on the device."""
 
     WHOLE = enum.auto()
+    WAITING = enum.auto()
+    """Right before or after it runs."""
     KEPT = enum.auto()
     STILL = enum.auto()
     """All but the moved bytes."""
@@ -147,6 +150,7 @@ class _Walker:
             work_s = layer.forward_s + coding_s(layer, self._plan.layers[index])[0]
             self._walk.runs(work_s, exchange_s=layer.forward_exchange_s, network_s=gather_s, copy_s=out_s)
             out_s = self._out_s(index)
+            self._hold((turn.chunk, turn.microbatch, index), _State.WAITING)
             if index > chunk[0]:
                 self._hold((turn.chunk, turn.microbatch, index - 1), _State.KEPT)
             elif latest is not None:  # copied out beside this first layer
@@ -172,6 +176,7 @@ class _Walker:
             self._heads -= turn.kind is Kind.BACKWARD
         reduce_s = 0.0
         for index, following in zip(order, [*order[1:], None], strict=True):
+            self._hold((turn.chunk, turn.microbatch, index), _State.WHOLE)
             work_s = share * self._known[index].backward_s + coding_s(self._known[index], self._plan.layers[index])[1]
             if not second_half:
                 again_s = recompute_s(self._known[index], self._plan.layers[index])
@@ -233,9 +238,10 @@ class _Walker:
     def _reach(self, turn: Turn, index: int, *, exposed: bool = False) -> float:
         """Reloads a layer whose forward has run; returns its copies' seconds, which the clock adds if `exposed`."""
         key = turn.chunk, turn.microbatch, index
-        if self._holds.get(key) in (None, _State.WHOLE):
+        state = self._holds.get(key)
+        if state not in (_State.KEPT, _State.STILL):
             return 0.0
-        self._hold(key, _State.WHOLE)
+        self._hold(key, _State.WAITING if state is _State.KEPT else _State.WHOLE)
         in_s = self._in_s(index)
         if exposed:
             self._walk.clock_s += in_s
@@ -259,8 +265,8 @@ class _Walker:
 
     def _nbytes(self, index: int, state: _State) -> float:
         layer, plan = self._known[index], self._plan.layers[index]
-        if state is _State.WHOLE:
-            return whole_bytes(layer, plan)
+        if state in (_State.WHOLE, _State.WAITING):
+            return whole_bytes(layer, plan) if state is _State.WHOLE else waiting_bytes(layer, plan)
         saved = saved_bytes(layer, plan)
         return saved * plan.kept if state is _State.KEPT else whole_bytes(layer, plan) - saved * (plan.host + plan.disk)
 

@@ -27,6 +27,7 @@ __all__ = [
     "rounding_bytes",
     "saved_bytes",
     "sync_s",
+    "waiting_bytes",
     "walk_microbatch",
     "whole_bytes",
 ]
@@ -87,9 +88,9 @@ def walk_microbatch(
     others = (flight - 1) * sum(
         saved_bytes(known[i], plan.layers[i]) * plan.layers[i].kept for i in range(first, last + 1)
     )
-    if flight > 1:  # the last layer of the latest forward is still whole
+    if flight > 1:  # the last layer of the latest forward has not moved yet
         others += (
-            whole_bytes(known[last], plan.layers[last])
+            waiting_bytes(known[last], plan.layers[last])
             - saved_bytes(known[last], plan.layers[last]) * plan.layers[last].kept
         )
     held = message_bytes + others + sum(known[index].static_bytes for index in range(first, last + 1))
@@ -105,7 +106,7 @@ def walk_microbatch(
     out_s = 0.0
     for index in range(first, last + 1):
         layer = known[index]
-        before = whole_bytes(known[index - 1], plan.layers[index - 1]) if index > first else 0
+        before = waiting_bytes(known[index - 1], plan.layers[index - 1]) if index > first else 0
         moving = max(layer.forward_transient_bytes, backward_transient_bytes(layer, plan.layers[index]))
         walk.stands(held + before + whole_bytes(layer, plan.layers[index]) + moving, index)
         if index > first:  # from here on the layer before has only its kept bytes
@@ -118,7 +119,7 @@ def walk_microbatch(
         walk.host += host
         walk.disk += disk
     if ends:
-        stands = whole_bytes(known[last], plan.layers[last]) + profile.head.saved_bytes + profile.head.transient_bytes
+        stands = waiting_bytes(known[last], plan.layers[last]) + profile.head.saved_bytes + profile.head.transient_bytes
         walk.stands(held + stands, None)
         for seconds, exchange_s in _passes(profile.head):
             walk.runs(seconds, exchange_s=exchange_s)
@@ -181,6 +182,11 @@ def whole_bytes(layer: LayerProfile, plan: LayerPlan) -> float:
     given = {point.name: point.beside_bytes for point in layer.points}
     recomputed = any(share > 0 for name, share in plan.points.items() if name != "all")
     return layer.full_bytes + recomputed * sum(given[name] * share for name, share in plan.points.items())
+
+
+def waiting_bytes(layer: LayerProfile, plan: LayerPlan) -> float:
+    """Bytes of a layer right before and after it runs: whole if it can be divided, else without what it recomputes."""
+    return whole_bytes(layer, plan) if layer.divisible else saved_bytes(layer, plan)
 
 
 def backward_transient_bytes(layer: LayerProfile, plan: LayerPlan) -> float:

@@ -17,12 +17,13 @@ Bytes are in units of the largest layer's, times in units of the mean layer's, t
          (memo.mip.activation.network_load), e >= load - F, e' >= load' - B - R; these e are part of T_s, too
          w: delay of disk bytes by a host byte on the link (memo.mip.activation.cost.disk_delay)
          with several chunks, and with split backwards, memo.mip.activation.overlap_windows gives the pairs i and i+1
-    (6)  resident(q) + sum_j kept(q, j) K_j + whole(q, j) G_j + unmoved(q, j) (full_j + G_j - h_j - d_j)
-         + recomputing(q, j) H_j <= device
+    (6)  resident(q) + sum_j kept(q, j) K_j + whole(q, j) G_j + saved(q, j) (S_j - least_j)
+         + unmoved(q, j) (full_j + G_j - h_j - d_j) + recomputing(q, j) H_j <= device
          at each position q of a stage (memo.mip.activation.memory_peaks), with G = sum_p x_p beside_p, and H >= x_p held_p
          for each p; H = piece max_p held_p where the recompute runs in pieces; H = sum_p x_p held_p where the layer is
-         not divided. Under 1F1B kept is (flight - 1) for each layer, 1 more where j < behind(q), and whole 1 for those
-         that are whole
+         not divided; least_j, the S of its last point, is in resident(q). Under 1F1B kept is (flight - 1) for each
+         layer, 1 more where j < behind(q); whole is 1 for the running layer, and for the one before it where that can be
+         divided; where it cannot, saved is 1 instead
     (7)  sum over a node of flight (sum h) <= host - rounding;  likewise d <= disk - rounding; of several chunks H_s
          instead, with H_s >= sum over the chunks of as many as are held at one time (sum h), for each such time
     (8)  sum over a node of M (sum d) <= wear a day / 86400 s * M (C + sum R) of each of its stages
@@ -315,6 +316,8 @@ class Model:
         x = self._point_variables(layer, stage, members[0], name)
         self._program += pulp.lpSum(x.values()) == 1  # (1)
         given = [known for known in layer.points if known.beside_bytes]
+        if not layer.divisible:  # nothing is beside it at point `all`
+            given = [known for known in given if known.name != ALL]
         alone = self.problem.pipeline.peak_in_flight(stage) == ((1,),)
         if alone and members[-1] == len(mine) - 1 and given[:1] == [layer.points[0]]:
             self._program += x[ALL] == 1  # it is whole in any case: nothing of it is gathered
@@ -572,13 +575,16 @@ class Model:
             self.problem, stage, tuple(len(group.members) for group in groups)
         ):
             used = _WeightedSum()
-            for group, its_kept, (of_kept, of_whole, of_unmoved, of_recomputing) in zip(
+            for group, its_kept, (of_kept, of_whole, of_saved, of_unmoved, of_recomputing) in zip(
                 groups, kept, counts, strict=True
             ):
                 if of_kept:
                     used.add(of_kept, its_kept)
                 if of_whole:
                     used.add(of_whole, group.recompute_extra_bytes)
+                if of_saved:
+                    used.add(of_saved, group.saved)
+                    used.add(-of_saved, group.layer.least_saved_bytes / self._byte)
                 if of_recomputing:
                     used.add(of_recomputing, group.held)
                 if of_unmoved:

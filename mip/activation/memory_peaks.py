@@ -104,14 +104,16 @@ class PeakCandidate:
     """By layer of the stage: number of microbatches that hold only its kept bytes."""
     whole: tuple[int, ...]
     """By layer: number that hold it whole, where its recompute is then also given bytes."""
+    saved: tuple[int, ...]
+    """By layer: number that hold what it saves at its point, of which the least of any point is in `resident`."""
     unmoved: tuple[int, ...]
     """By layer: number that hold all of it but the moved bytes."""
     recomputing: tuple[int, ...]
     """By layer: number whose recompute runs."""
     running: tuple[int, ...]
-    """By layer: number that hold it whole, whose bytes that autograd saves are in `resident` as rounding buffers."""
+    """By layer: number that hold rounding buffers of it in `resident`: all that autograd saves, or the least saved."""
     counts: np.ndarray = dataclasses.field(compare=False, repr=False)
-    """`kept`, `whole`, `unmoved` and `recomputing` as one array, [4, layers]."""
+    """`kept`, `whole`, `saved`, `unmoved` and `recomputing` as one array, [5, layers]."""
 
     @property
     def resident_bytes(self) -> int:
@@ -125,14 +127,13 @@ class PeakCandidate:
     def uses(self, layers: _LayerBytes) -> dict[Use, int]:
         """The same bytes by use, which add up to `nbytes` rounded to a byte."""
         uses = dict.fromkeys(Use, 0) | dict(self.resident)
-        kept_of_running = round(_sum((self.running, layers.kept)))
-        uses[Use.ROUNDING] -= kept_of_running
+        uses[Use.ROUNDING] += round(_sum((self.saved, layers.above_least))) - round(_sum((self.running, layers.kept)))
         uses[Use.RECOMPUTE] += int(self._recompute(layers))
         uses[Use.SAVED] += round(self.nbytes(layers)) - sum(uses.values())
         return {use: nbytes for use, nbytes in uses.items() if nbytes}
 
     def _saved(self, layers: _LayerBytes) -> float:
-        return _sum((self.kept, layers.kept), (self.unmoved, layers.unmoved))
+        return _sum((self.kept, layers.kept), (self.saved, layers.above_least), (self.unmoved, layers.unmoved))
 
     def _recompute(self, layers: _LayerBytes) -> float:
         return _sum((self.whole, layers.recompute_extra), (self.recomputing, layers.held))
@@ -174,7 +175,7 @@ def device_peak_candidates(
 
 
 _GroupCounts = tuple[int, ...]
-"""Layers of a group that a candidate holds kept, whole, unmoved and recomputing, times microbatches."""
+"""Layers of a group that a candidate holds in each form of `_Residence`, times microbatches."""
 
 
 @functools.lru_cache(maxsize=96)
@@ -192,7 +193,7 @@ def grouped_peak_candidates(
     counts = np.add.reduceat(held, starts, axis=2).swapaxes(1, 2)  # of each candidate, group and form
     resident = np.array([one.resident_bytes for one in candidates])
     amounts = np.column_stack((resident, counts.reshape(len(candidates), -1)))
-    kept = held[:, 0].sum(axis=1) + held[:, 2].sum(axis=1)
+    kept = held[:, (_Residence.KEPT, _Residence.SAVED, _Residence.UNMOVED)].sum(axis=(1, 2))
     found: list[int] = []
     for number in np.lexsort((-resident, -kept)).tolist():
         if not (amounts[found] >= amounts[number]).all(axis=1).any():
@@ -238,6 +239,8 @@ class _LayerBytes:
     """Bytes of each layer of a stage under its plan, by kind."""
 
     kept: Sequence[float]
+    above_least: Sequence[float]
+    """What it saves beyond the point that saves least."""
     recompute_extra: Sequence[float]
     """What its recompute is given beside what autograd saves."""
     unmoved: Sequence[float]
@@ -251,6 +254,7 @@ class _LayerBytes:
         extra = [plan.beside_bytes(layer) for layer, plan in zip(layers, plans, strict=True)]
         return cls(
             kept=[nbytes * plan.kept for nbytes, plan in zip(saved, plans, strict=True)],
+            above_least=[nbytes - layer.least_saved_bytes for nbytes, layer in zip(saved, layers, strict=True)],
             recompute_extra=extra,
             unmoved=[
                 layer.full_bytes + given - nbytes * (plan.host + plan.disk)
@@ -270,8 +274,10 @@ class _Residence(enum.IntEnum):
 
     KEPT = 0
     WHOLE = 1
-    UNMOVED = 2
-    RECOMPUTING = 3
+    SAVED = 2
+    """Before or after it runs: what it saves at its point. A layer that can be divided is whole."""
+    UNMOVED = 3
+    RECOMPUTING = 4
     """Beside being whole: what the recompute holds."""
 
 
@@ -287,25 +293,29 @@ class _Tally:
     def add(self, numbers: int | range, how: _Residence, times: int = 1) -> None:
         """Adds layers `times` times; negative removes them."""
         numbers = range(numbers, numbers + 1) if isinstance(numbers, int) else numbers
-        if how is not _Residence.WHOLE:
+        if how not in (_Residence.WHOLE, _Residence.SAVED):
             self._counts[how, numbers.start : numbers.stop] += times
             return
         for number in numbers:
             layer = self._layers[number]
-            self.hold({Use.ROUNDING: times * layer.full_bytes})
             self._running[number] += times
+            if how is _Residence.SAVED and not layer.divisible:
+                self.hold({Use.ROUNDING: times * layer.least_saved_bytes})
+                self._counts[_Residence.SAVED, number] += times
+                continue
+            self.hold({Use.ROUNDING: times * layer.full_bytes})
             if any(point.beside_bytes for point in layer.points):
-                self._counts[how, number] += times
+                self._counts[_Residence.WHOLE, number] += times
 
     def hold(self, nbytes: Mapping[Use, int]) -> None:
         """Adds bytes that do not depend on the plan."""
         for use, more in nbytes.items():
             self._resident[use] = self._resident.get(use, 0) + more
 
-    def turn(self, number: int, how: _Residence) -> None:
-        """Makes one that was there in this form whole."""
-        self.add(number, how, -1)
-        self.add(number, _Residence.WHOLE)
+    def turn(self, number: int, before: _Residence, after: _Residence) -> None:
+        """Changes the form of one layer."""
+        self.add(number, before, -1)
+        self.add(number, after)
 
     def copy(self) -> _Tally:
         twin = _Tally(self._layers, self._resident)
@@ -314,13 +324,14 @@ class _Tally:
         return twin
 
     def candidate(self, name: str, phase: str) -> PeakCandidate:
-        kept, whole, unmoved, recomputing = map(tuple, self._counts.tolist())
+        kept, whole, saved, unmoved, recomputing = map(tuple, self._counts.tolist())
         return PeakCandidate(
             name=name,
             phase=phase,
             resident=self._resident,
             kept=kept,
             whole=whole,
+            saved=saved,
             unmoved=unmoved,
             recomputing=recomputing,
             running=tuple(self._running.tolist()),
@@ -377,12 +388,11 @@ class _MomentPeaks:
         halves = kind in (Kind.INPUT, Kind.WEIGHT)
         heads_own = self._head.saved_bytes if self._has_head and halves else 0
         for number in dict.fromkeys((own[0], own[-1])) if turn_ends_only else own:
-            whole = range(number, number + 2) if second_half else range(number - 1, number + 1)
             ends_turn = number == (own[-1] if second_half else own[0])
             resident = {Use.HEAD: heads_own, Use.TRANSIENT: 0}
             if halves:  # gradients of the layers that the first half has been through, and the second not yet
                 resident[Use.TRANSIENT] = sum(layer.between_bytes for layer in self._layers[number : own.stop])
-            layer, name, running = self._layers[number], f"layer {self._indices[number]}", self._running(whole)
+            layer, name, running = self._layers[number], f"layer {self._indices[number]}", self._running(number)
             left = forward and number > own[0]
             in_forward = forward or (kind is Kind.BACKWARD and layer.peaks_in_forward)
             yield self._at(
@@ -403,20 +413,24 @@ class _MomentPeaks:
                     recomputing=number,
                 )
         if self._has_head:
-            running = {} if second_half else self._running(range(own[-1], own.stop))
+            running = {} if second_half else self._running(own.stop)
             resident = _of_end(self._head, Use.HEAD)
             resident[Use.HEAD] += self._head.saved_bytes
             yield self._at("the head", resident, running, ends_turn=second_half, latest_left=forward)
 
-    def _running(self, whole: range) -> Mapping[_Residence, range]:
-        """Layers of the running call by their form while `whole` are its rounding buffers."""
+    def _running(self, number: int) -> Mapping[_Residence, range]:
+        """Layers of the running call by their form while layer `number` runs, or after the last one the head."""
         own, kind = self._own, self._moment.kind
-        found = {_Residence.WHOLE: range(max(own.start, whole.start), min(whole.stop, own.stop))}
-        if kind is not Kind.WEIGHT:
-            found[_Residence.KEPT] = range(own.start, max(own.start, whole.start))
-        if kind in (Kind.INPUT, Kind.WEIGHT):
-            found[_Residence.UNMOVED] = range(max(own.start, whole.stop), own.stop)
-        return found
+        if kind is Kind.WEIGHT:
+            end = min(number + 2, own.stop)
+            return {_Residence.WHOLE: range(number, end), _Residence.UNMOVED: range(end, own.stop)}
+        before, end = max(own.start, number - 1), min(number + 1, own.stop)
+        return {
+            _Residence.KEPT: range(own.start, before),
+            _Residence.SAVED: range(before, number),
+            _Residence.WHOLE: range(number, end),
+            _Residence.UNMOVED: range(end, own.stop if kind is Kind.INPUT else end),
+        }
 
     def _at(
         self,
@@ -433,7 +447,7 @@ class _MomentPeaks:
         tally = self._others.copy()
         tally.hold(resident)
         if self._moment.whole_chunk is not None and not latest_left:
-            tally.turn(self._chunks[self._moment.whole_chunk][-1], _Residence.KEPT)
+            tally.turn(self._chunks[self._moment.whole_chunk][-1], _Residence.KEPT, _Residence.SAVED)
         for how, numbers in running.items():
             tally.add(numbers, how)
         if recomputing is not None:
@@ -442,7 +456,8 @@ class _MomentPeaks:
             chunk, second_half = self._moment.ahead
             number = self._chunks[chunk][0 if second_half else -1]
             if number < len(self._layers) - 1:  # the last layer does not move, and needs no reading
-                tally.turn(number, _Residence.UNMOVED if second_half else _Residence.KEPT)
+                forms = (_Residence.UNMOVED, _Residence.WHOLE) if second_half else (_Residence.KEPT, _Residence.SAVED)
+                tally.turn(number, *forms)
         return tally.candidate(name, phase)
 
 

@@ -266,6 +266,11 @@ class LayerProfile:
         return self.fixed_bytes + self.points[0].saved_bytes
 
     @property
+    def least_saved_bytes(self) -> int:
+        """Bytes saved at the last point, the fewest of any."""
+        return self.fixed_bytes + self.points[-1].saved_bytes
+
+    @property
     def transient_bytes(self) -> int:
         """Larger transient of the two passes; a recompute in backward has a forward's, or its point's `held_bytes`."""
         return max(self.forward_transient_bytes, self.backward_transient_bytes)

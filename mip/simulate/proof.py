@@ -93,10 +93,13 @@ def most_early_s(plan: ActivationPlan) -> float:
 
 
 def _spared_s(plan: ActivationPlan, stage: int) -> float:
-    """Seconds of recompute that a stage is spared in a step, since the last layer of a forward was still whole."""
+    """Seconds of recompute that a stage is spared in a step, since the last layer of a forward was still whole.
+
+    One that cannot be divided never is.
+    """
     problem, known = plan.problem, plan.problem.profile.layer_profiles()
     pipeline, chunks = problem.pipeline, chunk_layers(problem, stage)
-    again_s = [plan.layers[own[-1]].recompute_s(known[own[-1]]) for own in chunks]
+    again_s = [known[own[-1]].divisible * plan.layers[own[-1]].recompute_s(known[own[-1]]) for own in chunks]
     if pipeline.chunks == 1:
         return again_s[0] * (pipeline.microbatches if pipeline.in_flight(stage) == 1 else 1)
     spared_s, latest = 0.0, None

@@ -42,7 +42,7 @@ class Part(enum.IntEnum):
     HOST = 1
     DISK = 2
     RECOMPUTED = 3
-    """Dropped with the layer's sources and recomputed in backward."""
+    """Dropped, and recomputed in backward."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +77,9 @@ class LayerWork:
     """Further bytes while it recomputes: of a split backward, in the first half."""
     between_nbytes: int = 0
     """Gradients held between the halves of its backward."""
+    drops_early: bool = False
+    """Whether recomputed bytes are on the device only while the layer runs. If not, they go and return with those that
+    move."""
 
     def of(self, part: Part) -> int:
         """Bytes of one part."""
@@ -98,8 +101,8 @@ class LayerWork:
 
     @property
     def dropped_nbytes(self) -> int:
-        """Bytes that the device frees once the copies have ended, and needs again for backward."""
-        return self.saved_nbytes - self.of(Part.KEPT)
+        """Bytes that the device frees once the copies have ended, and needs again before backward."""
+        return self.moved_nbytes + (0 if self.drops_early else self.of(Part.RECOMPUTED))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

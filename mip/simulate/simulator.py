@@ -119,6 +119,7 @@ def layer_work(name: str, layer: LayerProfile, plan: LayerPlan) -> LayerWork:
         forward_transient_nbytes=layer.forward_transient_bytes,
         backward_transient_nbytes=backward,
         recompute_held_nbytes=max(0, recomputing - backward),
+        drops_early=not layer.divisible,
     )
 
 
