@@ -1,8 +1,8 @@
 """Placement of a layer's saved bytes, as fractions kept on the device, sent to host memory and sent to disk.
 
-A storage goes to one tier whole, so fractions hold to within one storage, and the device never gets more than its fraction.
-It owns the quota of one layer call, not the transfers. The bytes that a call is still to save are not known while it runs;
-those of the layer's previous call are taken as the estimate.
+A storage goes to one tier whole, so fractions hold to within one storage over a whole pass, and the device never gets more
+than its fraction. It owns the quota of one layer call, not the transfers. The bytes that a call is still to save are not
+known while it runs; those of the layer's previous call are taken as the estimate.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from memo.errors import UsageError
 from memo.events import Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Mapping
 
 __all__ = ["Placement", "Quota"]
 
@@ -53,69 +53,78 @@ class Placement:
 
 
 class Quota:
-    """Bytes of one layer call due to each tier: a storage goes to the tier that is furthest below its fraction.
+    """Bytes of one layer call due to each tier, with what the layers before it in the pass left over.
 
-    Where the estimate of the call's total is exact, each tier ends within its largest storage of its fraction, and the
-    device never above it, since a hard budget was divided by what is kept. Without an estimate, in a layer's first call,
-    fractions are of the bytes saved so far. A call that saves less than its estimate may be off by as much more.
+    A storage is kept where the device still lacks as much, and lacks more than the other tiers together; otherwise the
+    other tier that lacks most gets it. With exact estimates, after any layer of a pass:
+
+        kept by the device      at most its share, since a hard budget was divided by what is kept
+        sent to a tier          less than one storage more than its share; so are those sent to all tiers together
+
+    The tiers together lack the bytes still to come: where the device cannot take a storage, another tier lacks some.
+    Without an estimate, in a layer's first call, fractions are of the bytes saved so far.
 
     Args:
         placement: fractions of each tier.
         expected_nbytes: estimate of the call's total; 0: unknown.
-        carried_nbytes: bytes that earlier layers kept too few, which may be kept here.
+        carried: bytes that each tier lacks of its share of earlier layers; negative where it has more.
     """
 
-    __slots__ = ("_device_deficit", "expected_nbytes", "missing", "nbytes", "placement")
+    __slots__ = ("expected_nbytes", "missing", "nbytes", "placement")
 
-    def __init__(self, placement: Placement, *, expected_nbytes: int = 0, carried_nbytes: float = 0.0) -> None:
+    def __init__(
+        self, placement: Placement, *, expected_nbytes: int = 0, carried: Mapping[Tier, float] | None = None
+    ) -> None:
         self.placement = placement
         self.expected_nbytes = expected_nbytes
         self.nbytes = 0
         """Bytes placed so far."""
-        self.missing = {
-            tier: fraction * expected_nbytes for tier, fraction in placement.fractions.items() if fraction > _TOLERANCE
-        }
+        self.missing = dict(carried or {})
         """Bytes that each tier should still get; negative where it has more than its share."""
-        self._device_deficit = carried_nbytes  # of earlier layers, where this one keeps nothing
-        if Tier.DEVICE in self.missing:
-            self.missing[Tier.DEVICE] += carried_nbytes
-            self._device_deficit = 0.0
+        for tier, fraction in placement.fractions.items():
+            if fraction > _TOLERANCE:
+                self.missing[tier] = self.missing.get(tier, 0.0) + fraction * expected_nbytes
 
     def choose(self, nbytes: int) -> Tier:
         """Chooses the tier of the next storage and counts it there, wherever it then finds room."""
+        missing = self.missing
         beyond = self.nbytes + nbytes - max(self.nbytes, self.expected_nbytes)
         if beyond > 0:  # more than expected: every tier gets its share of that too
-            for tier in self.missing:
-                self.missing[tier] += self.placement.fractions[tier] * beyond
-        chosen = max(self._candidates(nbytes), key=self.missing.__getitem__)  # the first of equals: device, host, disk
-        self.missing[chosen] -= nbytes
+            for tier, fraction in self.placement.fractions.items():
+                if fraction > _TOLERANCE:
+                    missing[tier] += fraction * beyond
+        chosen = Tier.DEVICE
+        kept, others = missing.get(chosen, 0.0), [tier for tier in (Tier.HOST, Tier.DISK) if tier in missing]
+        if others and (kept + _TOLERANCE * nbytes < nbytes or kept < sum(map(missing.__getitem__, others))):
+            chosen = max(others, key=missing.__getitem__)  # the first of equals
+        missing[chosen] -= nbytes
         self.nbytes += nbytes
         return chosen
-
-    def _candidates(self, nbytes: int) -> Iterable[Tier]:
-        """Tiers that may take a storage: the device not if that would exceed its share."""
-        kept = self.missing.get(Tier.DEVICE)
-        if kept is None or nbytes <= kept + _TOLERANCE * nbytes or len(self.missing) == 1:
-            return self.missing
-        return [tier for tier in self.missing if tier is not Tier.DEVICE]
 
     def keeps_instead(self, of: Tier, nbytes: int) -> None:
         """Moves a storage's count from the tier `of` to the device, where it stays for lack of room."""
         self.missing[of] += nbytes
-        if Tier.DEVICE in self.missing:
-            self.missing[Tier.DEVICE] -= nbytes
-        else:
-            self._device_deficit -= nbytes
+        self.missing[Tier.DEVICE] = self.missing.get(Tier.DEVICE, 0.0) - nbytes
 
     @property
     def unkept_nbytes(self) -> float:
-        """Bytes that the device holds below its share: carried on to the next layer, also by one that keeps nothing."""
-        return max(0.0, self.missing.get(Tier.DEVICE, self._device_deficit))
+        """Bytes that the device holds below its share."""
+        return max(0.0, self.missing.get(Tier.DEVICE, 0.0))
+
+    @property
+    def carried(self) -> dict[Tier, float]:
+        """Bytes that each tier lacks after this call, for the next layer; they sum to 0.
+
+        Bytes that were expected and never saved are due to no tier: those that still lack some go without.
+        """
+        unsaved = max(0, self.expected_nbytes - self.nbytes)
+        lacking = sum(nbytes for nbytes in self.missing.values() if nbytes > 0)
+        rest = 1.0 - min(1.0, unsaved / lacking) if lacking else 1.0
+        return {tier: nbytes * rest if nbytes > 0 else nbytes for tier, nbytes in self.missing.items()}
 
     def copy(self) -> Quota:
         """Returns an independent copy, for a trial."""
         other = Quota(self.placement, expected_nbytes=self.expected_nbytes)
         other.nbytes = self.nbytes
         other.missing = dict(self.missing)
-        other._device_deficit = self._device_deficit
         return other

@@ -83,17 +83,17 @@ class TierChoice:
     def quota(self, layer: int) -> Quota | None:
         """Returns the quota of a call of `layer` that begins now; None for a layer without a placement.
 
-        Bytes that the layer before it kept too few are carried over, so that over a whole pass the device is at most one
-        storage below its share. A pass begins where layer numbers are not consecutive, or where the placement says so.
+        What the layer before it left each tier lacking is carried over, so that shares hold to within one storage over a
+        whole pass. A pass begins where layer numbers are not consecutive, or where the placement says so.
         """
         placement = self._placements.get(layer)
         before, self._latest = self._latest, None
         if placement is None:
             return None
         follows = before is not None and before[0] == layer - 1 and not placement.begins
-        carried = before[1].unkept_nbytes if before is not None and follows else 0.0
+        carried = before[1].carried if before is not None and follows else {}
         expected = self._saved_nbytes.get(layer, placement.nbytes)
-        quota = Quota(placement, expected_nbytes=expected, carried_nbytes=carried)
+        quota = Quota(placement, expected_nbytes=expected, carried=carried)
         self._latest = layer, quota
         return quota
 

@@ -196,20 +196,51 @@ def test_a_storage_that_is_too_large_for_what_the_device_may_keep_moves() -> Non
     assert quota.unkept_nbytes == 10
 
 
-@given(st.integers(1, 9), st.lists(st.lists(st.integers(1, 100), min_size=1, max_size=12), min_size=1, max_size=8))
-def test_over_a_pass_the_device_never_has_more_than_planned_and_lacks_less_than_one_storage(
-    tenths: int, layers: list[list[int]]
+weights = st.tuples(*[st.integers(0, 10)] * 3).filter(any)
+layers = st.lists(st.tuples(weights, st.lists(st.integers(1, 1000), min_size=1, max_size=12)), min_size=1, max_size=10)
+
+
+def placement_of(shares: tuple[int, ...], nbytes: int = 0) -> Placement:
+    kept, host, disk = (share / sum(shares) for share in shares)
+    return Placement(kept=kept, host=host, disk=disk, nbytes=nbytes)
+
+
+@given(layers)
+def test_over_a_pass_no_tier_gets_one_storage_more_than_planned_and_the_device_nothing_more(
+    drawn: list[tuple[tuple[int, ...], list[int]]],
 ) -> None:
-    kept = tenths / 10
-    carried = planned = 0.0
-    got = 0
-    for sizes in layers:
-        quota = Quota(Placement(kept=kept, host=1 - kept), expected_nbytes=sum(sizes), carried_nbytes=carried)
-        got += sum(nbytes for nbytes in sizes if quota.choose(nbytes) is Tier.DEVICE)
-        planned += kept * sum(sizes)
-        carried = quota.unkept_nbytes
-        assert got <= planned + 1e-3
-        assert carried == pytest.approx(planned - got, abs=1e-3)
+    manager = managed(stack(), {})
+    tier_choice = manager._engine._tier_choice
+    placements = {number: placement_of(shares, sum(sizes)) for number, (shares, sizes) in enumerate(drawn)}
+    tier_choice.place(placements)
+    got: collections.Counter[Tier] = collections.Counter()
+    planned: collections.Counter[Tier] = collections.Counter()
+    largest = 0
+    for number, (_, sizes) in enumerate(drawn):
+        quota = tier_choice.quota(number)
+        assert quota is not None
+        largest = max(largest, *sizes)
+        for nbytes in sizes:
+            got[quota.choose(nbytes)] += nbytes
+        for tier, fraction in placements[number].fractions.items():
+            planned[tier] += fraction * sum(sizes)  # type: ignore[assignment]
+        assert got[Tier.DEVICE] <= planned[Tier.DEVICE] + 0.1
+        for tiers in ([Tier.HOST], [Tier.DISK], [Tier.HOST, Tier.DISK]):
+            assert sum(got[tier] - planned[tier] for tier in tiers) <= largest + 0.1
+    manager.close()
+
+
+def test_bytes_that_were_expected_and_not_saved_make_no_later_layer_move_what_it_keeps() -> None:
+    manager = managed(stack(), {})
+    tier_choice = manager._engine._tier_choice
+    tier_choice.place({0: Placement(host=1.0, nbytes=1000), 1: Placement(kept=1.0, nbytes=300)})
+    first = tier_choice.quota(0)
+    assert first is not None
+    assert first.choose(100) is Tier.HOST
+    second = tier_choice.quota(1)
+    assert second is not None
+    assert [second.choose(100) for _ in range(3)] == [Tier.DEVICE] * 3
+    manager.close()
 
 
 def test_what_rounding_moves_too_much_stays_where_no_tier_has_room_for_it() -> None:
@@ -227,9 +258,6 @@ def test_what_rounding_moves_too_much_stays_where_no_tier_has_room_for_it() -> N
     assert_equal(train(model, lambda step: model(ids(step)), manager), plain(stack(layers=4)))
     assert tiers[0].peak <= planned + 4096
     manager.close()
-
-
-weights = st.tuples(*[st.integers(0, 10)] * 3).filter(any)
 
 
 @given(weights, st.lists(st.integers(1, 1000), min_size=1, max_size=40))
@@ -259,13 +287,15 @@ def test_a_quota_that_knows_nothing_keeps_the_proportion(shares: tuple[int, ...]
         assert abs(got[tier] - fraction * sum(sizes)) <= 2 * max(sizes)
 
 
-def test_what_a_layer_owes_the_device_is_carried_through_one_that_keeps_nothing() -> None:
+def test_what_a_layer_owes_the_device_is_kept_by_one_that_keeps_nothing_itself() -> None:
     """Else the host would have no room for what rounding sent there, in a plan that fills its budget to the last byte."""
-    between = Quota(Placement(host=1.0), expected_nbytes=1000, carried_nbytes=300.0)
-    assert between.choose(600) is Tier.HOST
-    assert between.unkept_nbytes == between.copy().unkept_nbytes == 300.0
-    after = Quota(Placement(kept=0.5, host=0.5), expected_nbytes=1000, carried_nbytes=between.unkept_nbytes)
-    assert after.choose(800) is Tier.DEVICE
+    between = Quota(
+        Placement(host=1.0), expected_nbytes=1000, carried={Tier.DEVICE: 300.0, Tier.HOST: -200.0, Tier.DISK: -100.0}
+    )
+    assert [between.choose(600), between.choose(200)] == [Tier.HOST, Tier.DEVICE]
+    assert between.unkept_nbytes == between.copy().unkept_nbytes == 100.0
+    assert between.choose(200) is Tier.HOST
+    assert between.carried == {Tier.DEVICE: 100.0, Tier.HOST: 0.0, Tier.DISK: -100.0}
     between.keeps_instead(Tier.HOST, 400)
     assert between.unkept_nbytes == 0.0
 
@@ -279,7 +309,7 @@ def test_what_a_pass_kept_too_little_is_not_kept_in_another(begins: bool) -> Non
     tier_choice = manager._engine._tier_choice
     first = tier_choice.quota(0)
     assert first is not None
-    assert first.choose(600) is Tier.HOST
+    assert first.choose(1000) is Tier.HOST
     after = tier_choice.quota(1)
     assert after is not None
     assert first.unkept_nbytes == 500.0
