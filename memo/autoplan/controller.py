@@ -347,7 +347,7 @@ class AutoPlan:
         """Ends planning of an entry at the safest setting: the device's budget comes before speed."""
         cached.phase, cached.setting = Phase.SETTLED, SAFEST
         self._why_not = why
-        self._warn("no-plan", f"no plan: {why}; every layer stays at the safest setting")
+        self._warn("no-plan", f"no plan: {why}; every layer recomputes everything but attention and offloads the rest")
 
     def _plan_or_uniform(self, cached: CachedPlan, *, excess: int = 0) -> None:
         """Makes a plan, or where none fits by the solver's count one that treats all layers alike.

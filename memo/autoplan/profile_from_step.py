@@ -26,6 +26,7 @@ from memo.mip.inputs import (
     Profile,
     Role,
     Signature,
+    StaticBytes,
 )
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from memo.machine import LinkRates
     from memo.swap import LayerCosts, TokenLevels
 
-__all__ = ["beside_layers", "measured_hardware", "measured_profile", "scaled_profile", "seconds_of"]
+__all__ = ["beside_layers", "measured_hardware", "measured_profile", "saved_alone", "scaled_profile", "seconds_of"]
 
 _NO_BOUND = 1e15
 """Rate of a lane that the step did not use, in bytes per second: never what a plan waits for."""
@@ -228,6 +229,21 @@ def beside_layers(profile: Profile, limits: Limits) -> tuple[Profile, int]:
         embedding=dataclasses.replace(profile.embedding, transient_bytes=around),
         head=dataclasses.replace(profile.head, transient_bytes=around),
     ), always
+
+
+def saved_alone(profile: Profile) -> Profile:
+    """Returns the profile without the device memory that is not of the layers' saved tensors and recomputes."""
+    nothing = {"static": StaticBytes(), "between_bytes": 0} | dict.fromkeys(
+        (f"{name}_{use}_bytes" for name in ("forward", "backward") for use in ("transient", "gathered")), 0
+    )
+    bare = {"static": StaticBytes(), "saved_bytes": 0, "transient_bytes": 0, "gathered_bytes": 0}
+    return dataclasses.replace(
+        profile,
+        classes=tuple(dataclasses.replace(layer, **nothing) for layer in profile.classes),
+        embedding=dataclasses.replace(profile.embedding, **bare),
+        head=dataclasses.replace(profile.head, **bare),
+        send_bytes=0.0,
+    )
 
 
 def _codes_bytes(layer: LayerProfile) -> int:

@@ -13,17 +13,18 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from memo.autoplan.plan_outcome import FALLBACK, describe_seconds
 from memo.errors import Infeasible, PlanError
-from memo.mip.activation import ActivationPlan, LayerPlan, check_plan, predict_stages
+from memo.mip.activation import ActivationPlan, LayerPlan, StagePrediction, check_plan, predict_stages
 from memo.mip.inputs import ALL, ATTENTION
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from memo.mip.activation import ActivationProblem
     from memo.mip.inputs import LayerProfile
 
-__all__ = ["ALPHA_STEPS", "fastest_uniform_plan", "uniform_plan"]
+__all__ = ["ALPHA_STEPS", "fastest_uniform_plan", "predict_fallback", "uniform_plan"]
 
 ALPHA_STEPS = 8
 """Alpha is a multiple of 1 / ALPHA_STEPS."""
@@ -69,8 +70,7 @@ def uniform_plan(problem: ActivationProblem, alpha: float) -> ActivationPlan:
     points = [_points(layer, alpha) for layer in known]
     message = ""
     for kept, host, disk in _divisions(problem):
-        layers = [LayerPlan(points=each, kept=kept, host=host, disk=disk) for each in points]
-        layers[-1] = LayerPlan()  # needed next: never moved, and never gone
+        layers = _layers(points, kept=kept, host=host, disk=disk)
         try:
             stages = predict_stages(problem, layers)
         except PlanError as error:  # a lane without a rate: the measured step did not use it
@@ -81,13 +81,40 @@ def uniform_plan(problem: ActivationProblem, alpha: float) -> ActivationPlan:
             problem=dataclasses.replace(problem, budgets=budgets),
             layers=tuple(layers),
             stages=stages,
-            binding=(f"device memory: all layers are alike, at alpha {alpha:g}, which measured steps have room for",),
+            binding=(f"device memory: {_described(alpha, kept)}: {describe_seconds(stages[0])}",),
         )
         violation = check_plan(plan)
         if violation is None:
             return plan
         message = message or violation.message
     raise Infeasible(f"no plan at alpha {alpha:g}: {message}")
+
+
+def predict_fallback(problem: ActivationProblem) -> StagePrediction | None:
+    """Predicts the step of FALLBACK, whether or not it fits; None where no tier's lane has a rate."""
+    points = [_points(layer, 0.0) for layer in problem.profile.layer_profiles()]
+    for kept, host, disk in _divisions(problem):
+        try:
+            return predict_stages(problem, _layers(points, kept=kept, host=host, disk=disk))[0]
+        except PlanError:
+            continue
+    return None
+
+
+def _layers(points: Sequence[dict[str, float]], *, kept: float, host: float, disk: float) -> list[LayerPlan]:
+    layers = [LayerPlan(points=each, kept=kept, host=host, disk=disk) for each in points]
+    layers[-1] = LayerPlan()  # needed next: never moved, and never gone
+    return layers
+
+
+def _described(alpha: float, kept: float) -> str:
+    """What a uniform plan does, for people."""
+    if not alpha and not kept:
+        return FALLBACK
+    recomputes = "nothing" if alpha == 1 else "everything but attention"
+    tokens = f" for {100 * (1 - alpha):.3g} % of its tokens" if 0 < alpha < 1 else ""
+    offloads = "the rest" if not kept else "nothing" if kept == 1 else f"{100 * (1 - kept):.3g} % of the rest"
+    return f"every layer recomputes {recomputes}{tokens} and offloads {offloads}"
 
 
 def _divisions(problem: ActivationProblem) -> Iterator[tuple[float, float, float]]:

@@ -230,15 +230,21 @@ class Manager:
                     self._sampler.begin_step()
         if self._plan_source is not None:
             self._plan_source.before_forward(may_end=has_ended)
-            self._log_plan(self._plan_source)
+            self._log_plan(self._plan_source, may_end=has_ended)
         self._engine.begin_forwards()
         self._tokenwise.begin_forwards(self._layers)
 
-    def _log_plan(self, source: PlanSource) -> None:
-        if source.plan is not self._logged_plan:
-            self._logged_plan = source.plan
-            outcome = source.outcome()
-            for line in () if outcome is None else outcome.lines():
+    def _log_plan(self, source: PlanSource, *, may_end: bool) -> None:
+        """Logs a new plan, and between two steps the progress of planning."""
+        is_new = source.plan is not self._logged_plan
+        if not log.isEnabledFor(logging.INFO) or not (is_new or may_end):
+            return
+        self._logged_plan = source.plan
+        outcome = source.outcome()
+        if outcome is None:
+            return
+        for line in (outcome.progress if may_end else "", *(outcome.lines() if is_new else ())):
+            if line:
                 log.info("%s: %s", self._name, line)
 
     def _next_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
