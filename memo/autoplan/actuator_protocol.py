@@ -89,7 +89,7 @@ class ActuatorProtocol(Protocol):
         """Fraction of the tokens, at most a half, of which everything fits beside what the last step held.
 
         Args:
-            peak_bytes: saved tensors on the device in that step, which ran at the safest setting.
+            peak_bytes: saved tensors on the device in that step, in which all but attention was recomputed.
             calls: calls of each layer that were in flight at one time.
         """
 

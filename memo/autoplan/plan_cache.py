@@ -40,7 +40,7 @@ class Phase(enum.Enum):
     """State of planning for one signature; a phase lasts one step, comparing two if the first one was off, settled any."""
 
     WARM_UP = enum.auto()
-    """First step, at the safest setting."""
+    """First step: everything but attention is recomputed, and the rest offloaded."""
     MIXED = enum.auto()
     """First step with tokens at each level."""
     PROFILING = enum.auto()

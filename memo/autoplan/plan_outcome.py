@@ -68,19 +68,21 @@ class PlanOutcome:
             return [f"plan: none: {self.why_not}", f"{FALLBACK}{seconds}"]
         stage = self.plan.stages[0]
         total = stage.peak_device_bytes + self.others_bytes
+        saved = format_bytes(self.predicted_peak_bytes)
         if self.plan.declined is not None:
             budget = self.plan.problem.budgets.device_bytes + self.others_bytes
             return [
-                f"plan: nothing to move: {format_bytes(total)} of {format_bytes(budget)} of device memory used at most, {format_bytes(self.predicted_peak_bytes)} of it "
-                f"saved tensors"
+                f"plan: nothing to move: {format_bytes(total)} of {format_bytes(budget)} of device memory used at most, "
+                f"{saved} of it saved tensors"
             ]
-        lines = [
-            f"plan: forward and backward {format_duration(stage.microbatch_s)} predicted"
-            + ("" if self.measured_s is None else f", {format_duration(self.measured_s)} measured")
-            + f", {format_duration(_kept_s(stage))} with everything kept; recompute {format_duration(stage.recompute_s)}, stalls {format_duration(stage.stall_s)} predicted; "
-            f"saved tensors on the device at most {format_bytes(self.predicted_peak_bytes)} predicted"
-            + ("" if self.measured_peak_bytes is None else f", {format_bytes(self.measured_peak_bytes)} measured")
-            + (f"; all device memory at most {format_bytes(total)} predicted" if total > self.predicted_peak_bytes else "")
-        ]
-        lines += [f"limited by: {reason}" for reason in self.plan.binding]
-        return lines
+        seconds = f"forward and backward {format_duration(stage.microbatch_s)} predicted"
+        if self.measured_s is not None:
+            seconds += f", {format_duration(self.measured_s)} measured"
+        seconds += f", {format_duration(_kept_s(stage))} with everything kept"
+        parts = f"recompute {format_duration(stage.recompute_s)}, stalls {format_duration(stage.stall_s)} predicted"
+        memory = f"saved tensors on the device at most {saved} predicted"
+        if self.measured_peak_bytes is not None:
+            memory += f", {format_bytes(self.measured_peak_bytes)} measured"
+        if total > self.predicted_peak_bytes:
+            memory += f"; all device memory at most {format_bytes(total)} predicted"
+        return [f"plan: {seconds}; {parts}; {memory}", *(f"limited by: {reason}" for reason in self.plan.binding)]

@@ -232,16 +232,24 @@ def beside_layers(profile: Profile, limits: Limits) -> tuple[Profile, int]:
 
 
 def saved_alone(profile: Profile) -> Profile:
-    """Returns the profile without the device memory that is not of the layers' saved tensors and recomputes."""
-    nothing = {"static": StaticBytes(), "between_bytes": 0} | dict.fromkeys(
-        (f"{name}_{use}_bytes" for name in ("forward", "backward") for use in ("transient", "gathered")), 0
-    )
-    bare = {"static": StaticBytes(), "saved_bytes": 0, "transient_bytes": 0, "gathered_bytes": 0}
+    """Returns the layers' profile without the device memory that is not of their saved tensors and recomputes."""
+
+    def bare(layer: LayerProfile) -> LayerProfile:
+        return dataclasses.replace(
+            layer,
+            static=StaticBytes(),
+            forward_transient_bytes=0,
+            backward_transient_bytes=0,
+            forward_gathered_bytes=0,
+            backward_gathered_bytes=0,
+            between_bytes=0,
+        )
+
     return dataclasses.replace(
         profile,
-        classes=tuple(dataclasses.replace(layer, **nothing) for layer in profile.classes),
-        embedding=dataclasses.replace(profile.embedding, **bare),
-        head=dataclasses.replace(profile.head, **bare),
+        classes=tuple(bare(layer) for layer in profile.classes),
+        embedding=EndProfile(),
+        head=EndProfile(),
         send_bytes=0.0,
     )
 

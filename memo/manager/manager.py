@@ -109,6 +109,7 @@ class Manager:
         self._is_prepared = False
         self._is_closed = False
         self._logged_plan: ActivationPlan | None = None
+        self._logged_progress = ""
         self._parts: Parts | None = None
         self._opening = opening
         self._has_schedule = opening is not None and opening.order is not None
@@ -230,21 +231,21 @@ class Manager:
                     self._sampler.begin_step()
         if self._plan_source is not None:
             self._plan_source.before_forward(may_end=has_ended)
-            self._log_plan(self._plan_source, may_end=has_ended)
+            self._log_plan(self._plan_source)
         self._engine.begin_forwards()
         self._tokenwise.begin_forwards(self._layers)
 
-    def _log_plan(self, source: PlanSource, *, may_end: bool) -> None:
-        """Logs a new plan, and between two steps the progress of planning."""
-        is_new = source.plan is not self._logged_plan
-        if not log.isEnabledFor(logging.INFO) or not (is_new or may_end):
-            return
-        self._logged_plan = source.plan
-        outcome = source.outcome()
+    def _log_plan(self, source: PlanSource) -> None:
+        """Logs the progress of planning where it has changed, as from step to step, and a new plan."""
+        outcome = source.outcome() if log.isEnabledFor(logging.INFO) else None
         if outcome is None:
             return
-        for line in (outcome.progress if may_end else "", *(outcome.lines() if is_new else ())):
-            if line:
+        if outcome.progress and outcome.progress != self._logged_progress:
+            log.info("%s: %s", self._name, outcome.progress)
+        self._logged_progress = outcome.progress
+        if source.plan is not self._logged_plan:
+            self._logged_plan = source.plan
+            for line in outcome.lines():
                 log.info("%s: %s", self._name, line)
 
     def _next_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

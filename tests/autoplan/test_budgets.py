@@ -19,8 +19,8 @@ from planning_machine import (
 )
 
 from memo.autoplan.actuator_protocol import MEASURING, SAFEST
-from memo.autoplan.uniform_plans import predict_fallback, uniform_plan
 from memo.autoplan.controller import MAX_CORRECTIONS, AutoPlan
+from memo.autoplan.uniform_plans import predict_fallback, uniform_plan
 from memo.mip.activation.plan import ActivationPlan, Pipeline
 from memo.mip.activation.solver import solve_problem
 

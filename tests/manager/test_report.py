@@ -180,7 +180,9 @@ def test_the_first_line_says_what_is_predicted_until_it_is_measured() -> None:
 
 def test_a_given_plans_saved_tensors_are_predicted_without_weights_and_transients() -> None:
     mib, static = 1 << 20, StaticBytes(weights=5 << 30, optimizer=7 << 30)
-    known = layer(always=mib, all=7 * mib, matmuls=None, attention=None, static=static, backward_transient_bytes=1 << 30)
+    known = layer(
+        always=mib, all=7 * mib, matmuls=None, attention=None, static=static, backward_transient_bytes=1 << 30
+    )
     head = EndProfile(saved_bytes=1 << 30, transient_bytes=2 << 30, static=static)
     problem = ActivationProblem(
         profile=Profile(
@@ -233,8 +235,8 @@ def test_without_a_plan_the_report_says_what_the_layers_do_and_what_that_takes()
     stage: Any = SimpleNamespace(microbatch_s=6.75, recompute_s=1.5, stall_s=0.25)
     outcome = no_plan(fallback=stage)
     assert outcome.lines()[1] == (
-        f"{does}: forward and backward 6.75 s predicted, of which 1.5 s is recompute and 250 ms stalls; 5 s with "
-        f"everything kept"
+        f"{does}: forward and backward 6.75 s predicted, of which 1.50 s is recompute and 250 ms stalls; 5.00 s "
+        "with everything kept"
     )
     model = stack()
     manager = memo.offload(model, alpha=1.0, host="8MiB", min_bytes=512)
@@ -248,7 +250,7 @@ def test_without_a_plan_the_report_says_what_the_layers_do_and_what_that_takes()
 def test_progress_of_planning_is_logged_once_a_step(caplog: pytest.LogCaptureFixture) -> None:
     class Planning:
         plan = None
-        step = 0
+        step = 1
 
         def before_forward(self, *, may_end: bool = True) -> None:
             self.step += may_end
