@@ -62,6 +62,7 @@ class Allocator {
     live_.insert(block);
     stats_.allocated += static_cast<std::int64_t>(block.nbytes);
     stats_.allocated_peak = std::max(stats_.allocated_peak, stats_.allocated);
+    note_device();
     return reinterpret_cast<void*>(block.address);
   }
 
@@ -114,6 +115,7 @@ class Allocator {
       case ArenaMemory::Hold::kNoRoom: return kNoRoom;
       case ArenaMemory::Hold::kHeld: break;
     }
+    note_device();
     plan_ = found->second;
     cursor_.start(plan_.get());
     arena_.admit(streams_[plan_id]);
@@ -171,6 +173,7 @@ class Allocator {
   Stats stats(int device) {
     std::lock_guard lock(lock_);
     if (cuda_.is_open()) note_reserved(device);
+    note_device();
     stats_.arena = static_cast<std::int64_t>(arena_.nbytes());
     stats_.arena_mallocs = static_cast<std::int64_t>(arena_.n_taken());
     stats_.device_mallocs = stats_.arena_mallocs + static_cast<std::int64_t>(pool_.n_plain_mallocs());
@@ -327,6 +330,11 @@ class Allocator {
   void note_reserved(int device) {
     stats_.reserved = static_cast<std::int64_t>(arena_.nbytes() + pool_.reserved(device));
     stats_.reserved_peak = std::max(stats_.reserved_peak, stats_.reserved);
+  }
+
+  void note_device() {
+    stats_.device = static_cast<std::int64_t>(arena_.nbytes()) + stats_.allocated - stats_.arena_used;
+    stats_.device_peak = std::max(stats_.device_peak, stats_.device);
   }
 
   SpinLock lock_;

@@ -42,6 +42,7 @@ struct StepSummary {
 struct Stats {
   std::int64_t allocated, allocated_peak;
   std::int64_t reserved, reserved_peak;
+  std::int64_t device, device_peak;  // the arena, and the blocks outside it; the peak is never restarted
   std::int64_t arena, arena_used, arena_used_peak;
   std::int64_t requests, frees, planned, outside, fallbacks, fallback_nbytes;
   std::int64_t divergences, divergent_steps, unknown_frees, rescues, out_of_memory;

@@ -204,7 +204,7 @@ class Native:
         return MemoryCounters(**{name: getattr(stats, name) for name in _COUNTERS})
 
     def reset_peaks(self) -> None:
-        """Restarts the peaks at the current values."""
+        """Restarts the peaks at the current values, except that of device memory in all."""
         self.arena.memo_arena_reset_peaks()
 
 

@@ -40,6 +40,7 @@ PLAN_SECONDS = 10.0  # limit for one plan; most steps are planned in well under 
 
 _installed: PlannedAllocator | None = None
 _pluggable: Any = None  # kept alive: torch holds a pointer into it
+_largest_read: dict[int, int] = {}  # largest peak of torch's allocator that was read, by device: restarts lose it
 
 
 def use_planned_allocator(*, plan_seconds: float = PLAN_SECONDS) -> PlannedAllocator:
@@ -132,8 +133,14 @@ class MemoryStats:
 
     allocator: Literal["planned", "torch", "none"]
     """`none` without a GPU; all numbers are then 0."""
+    device_bytes: int = 0
+    """Device memory of this process: what is allocated, and under the planned allocator also what is free in the arena."""
+    peak_device_bytes: int = 0
+    """The most since the process began. No restart of peaks, by planning or by the program, changes it; under torch's
+    allocator as far as memo read the counter before torch's own restart."""
     allocated_bytes: int = 0
     peak_allocated_bytes: int = 0
+    """The most since the peaks were restarted, which planning does at the layer boundaries of the steps it measures."""
     reserved_bytes: int = 0
     """Bytes taken from the device."""
     peak_reserved_bytes: int = 0
@@ -164,7 +171,8 @@ class MemoryStats:
         if self.allocator != "planned":
             return text
         return (
-            f"{text}; arena {format_bytes(self.arena_bytes)}, {self.planned} requests planned, {self.outside} outside, "
+            f"{text}; {format_bytes(self.device_bytes)} of the device (peak {format_bytes(self.peak_device_bytes)}), of "
+            f"which the arena {format_bytes(self.arena_bytes)}; {self.planned} requests planned, {self.outside} outside, "
             f"{self.fallbacks} fallbacks ({format_bytes(self.fallback_bytes)}) in {self.divergent_steps} steps"
         )
 
@@ -176,7 +184,7 @@ def memory_stats(device: torch.device | int | None = None, *, reset_peaks: bool 
 
     Args:
         device: GPU; the current one by default.
-        reset_peaks: Restart the peaks after reading them.
+        reset_peaks: Restart the peaks after reading them, except `peak_device_bytes`.
 
     Returns:
         A snapshot in bytes. Without CUDA or a GPU its `allocator` is "none" and all counts are 0.
@@ -204,7 +212,18 @@ def peak_allocated_bytes(device: torch.device) -> int:
     """
     if _installed is not None:
         return _installed.native.counters(_index(device)).allocated_peak
-    return _figure(_torch_counters(device), "allocated_bytes", "peak")
+    peak = _figure(_torch_counters(device), "allocated_bytes", "peak")
+    _largest(device, peak)
+    return peak
+
+
+def _largest(device: torch.device | int | None, peak: int) -> int:
+    """Notes a peak that was read, and returns the largest one of the device."""
+    if not peak and not _largest_read:
+        return 0  # as before the first use of CUDA, which the device's index must not be
+    index = _index(device)
+    largest = _largest_read[index] = max(_largest_read.get(index, 0), peak)
+    return largest
 
 
 def restart_peaks(device: torch.device | int | None = None) -> None:
@@ -219,6 +238,8 @@ def _planned_stats(native: Native, device: torch.device | int | None) -> MemoryS
     counters = native.counters(_index(device))
     return MemoryStats(
         allocator="planned",
+        device_bytes=counters.device,
+        peak_device_bytes=counters.device_peak,
         allocated_bytes=counters.allocated,
         peak_allocated_bytes=counters.allocated_peak,
         reserved_bytes=counters.reserved,
@@ -243,10 +264,13 @@ def memory_share(device: torch.device) -> float:
 
 def _torch_stats(device: torch.device | int | None) -> MemoryStats:
     counters = _torch_counters(device)
+    allocated, peak = (_figure(counters, "allocated_bytes", moment) for moment in ("current", "peak"))
     return MemoryStats(
         allocator="torch",
-        allocated_bytes=_figure(counters, "allocated_bytes", "current"),
-        peak_allocated_bytes=_figure(counters, "allocated_bytes", "peak"),
+        device_bytes=allocated,
+        peak_device_bytes=_largest(device, peak),
+        allocated_bytes=allocated,
+        peak_allocated_bytes=peak,
         reserved_bytes=_figure(counters, "reserved_bytes", "current"),
         peak_reserved_bytes=_figure(counters, "reserved_bytes", "peak"),
         device_mallocs=counters.get("num_device_alloc", 0),

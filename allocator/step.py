@@ -109,6 +109,10 @@ class MemoryCounters:
     reserved: int
     """Bytes taken from the device: the arena, and the pool with its free memory."""
     reserved_peak: int
+    device: int
+    """Bytes of the arena, used or free, and of the blocks outside it."""
+    device_peak: int
+    """The most since the start; `reset_peaks` does not restart it."""
     arena: int
     arena_used: int
     arena_used_peak: int

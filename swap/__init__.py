@@ -16,6 +16,10 @@ if TYPE_CHECKING:
         find_layers as find_layers,
         hook_forward as hook_forward,
     )
+    from memo.swap.memory.host_bytes import (
+        claims_in_turn as claims_in_turn,
+        host_bytes_needed as host_bytes_needed,
+    )
     from memo.swap.memory.host_memory import (
         available_host_bytes as available_host_bytes,
         total_host_bytes as total_host_bytes,
@@ -25,7 +29,7 @@ if TYPE_CHECKING:
     from memo.swap.memory.page_aligned import aligned_empty as aligned_empty
     from memo.swap.memory.pinned import page_locked as page_locked
     from memo.swap.memory.slab import touched_slab_bytes as touched_slab_bytes
-    from memo.swap.placement import Placement as Placement
+    from memo.swap.placement import Placement as Placement, Quota as Quota
     from memo.swap.recompute.axis.attention import is_attention as is_attention
     from memo.swap.recompute.axis.token_axis import Axis as Axis
     from memo.swap.recompute.explanation import LayerExplanation as LayerExplanation
@@ -69,13 +73,14 @@ else:
             "engine.layer_calls": "Group",
             "engine.spills": "SpillFigures",
             "layers": "LayerHook Layer find_layers hook_forward",
+            "memory.host_bytes": "claims_in_turn host_bytes_needed",
             "memory.host_memory": "available_host_bytes total_host_bytes",
             "memory.host_pool": "HostPool",
             "memory.numa": "node_of_pci_device",
             "memory.page_aligned": "aligned_empty",
             "memory.pinned": "page_locked",
             "memory.slab": "touched_slab_bytes",
-            "placement": "Placement",
+            "placement": "Placement Quota",
             "recompute.axis.attention": "is_attention",
             "recompute.axis.token_axis": "Axis",
             "recompute.rank_agreement": "equal_on_all_ranks gather_values",

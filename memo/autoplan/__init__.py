@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         points_of as points_of,
     )
     from memo.autoplan.plan_outcome import PlanOutcome as PlanOutcome
+    from memo.autoplan.profile_from_step import saved_alone as saved_alone
     from memo.autoplan.step_evidence import AllGather as AllGather, single_rank as single_rank
 else:
     __getattr__, __dir__, __all__ = attach(
@@ -30,6 +31,7 @@ else:
             "device_budget": "DeviceBudget device_budget_of missing_gradient_bytes",
             "layer_classes": "classes_of mlp_tiles_of points_of",
             "plan_outcome": "PlanOutcome",
+            "profile_from_step": "saved_alone",
             "step_evidence": "AllGather single_rank",
         },
     )

@@ -15,7 +15,7 @@ from memo.autoplan.layer_classes import mlp_tiles_of
 from memo.events import Tier
 from memo.mip.activation import chunk_layers, lower_tier_nbytes
 from memo.mip.inputs import ALL, ATTENTION, MATMULS
-from memo.swap import Level, Mix, Placement, Quota, TokenLevels, host_bytes_needed, setting_of
+from memo.swap import Level, Mix, Placement, Quota, TokenLevels, claims_in_turn, host_bytes_needed, setting_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -144,15 +144,15 @@ class Actuator:
             return 0
         placements, chosen = settings_of(plan, self._layers)
         claims: list[int] = []
-        before: Quota | None = None
+        carried: Mapping[Tier, float] = {}
         for number, layer in enumerate(self._layers):
             sizes = self._tokenwise.moved_nbytes(layer.name, chosen[layer.name])
             placement = placements[number]
-            carried = before.unkept_nbytes if before is not None and not placement.begins else 0.0
-            quota = Quota(placement, expected_nbytes=sum(sizes), carried_nbytes=carried)
+            quota = Quota(placement, expected_nbytes=sum(sizes), carried={} if placement.begins else carried)
             claims += [nbytes for nbytes in sizes if quota.choose(nbytes) is Tier.HOST]
-            before = quota
-        return max(0, host_bytes_needed(claims) - host.obtainable)
+            carried = quota.carried
+        held = max(map(sum, plan.problem.pipeline.peak_in_flight(0)))
+        return max(0, host_bytes_needed(claims_in_turn(claims * held)).first_step - host.obtainable)
 
     def costs(self) -> Mapping[str, LayerCosts]:
         """Costs by level of the layers recomputed by tokens, by layer name."""

@@ -51,8 +51,8 @@ from memo.autoplan.step_timeline import StepTimeline
 from memo.errors import Infeasible, MemoError, PlanError
 from memo.events import PLAN_MADE, Note
 from memo.lru import LRU
-from memo.mip.activation import ActivationProblem, Budgets, Pipeline, predict_stages
-from memo.mip.inputs import Signature
+from memo.mip.activation import ActivationProblem, Budgets, LayerPlan, Pipeline, predict_stages
+from memo.mip.inputs import ALL, ATTENTION, INPUT, Signature
 from memo.swap import Level, layer_input
 from memo.units import format_bytes, format_duration
 
@@ -126,6 +126,8 @@ class AutoPlan:
         self._warned: LRU[str, bool] = LRU(MOST_WARNED)
         self._has_solved = False
         self._worst_excess = 0
+        self._observed = 0  # steps
+        self._progress = ""
         self._begun_s: float | None = None  # when the step under way began; None if it cannot be timed
         actuator.apply(MEASURING)
 
@@ -149,6 +151,8 @@ class AutoPlan:
             planning_s=self._planning_s,
             why_not=self._why_not,
             others_bytes=self._others_bytes,
+            fallback=None if cached.plan is not None or self._why_not is None else self._fallback(cached),
+            progress=self._progress,
         )
 
     def before_forward(self, *, may_end: bool = True) -> None:
@@ -267,6 +271,8 @@ class AutoPlan:
                 self._compare(cached, found)
             else:
                 self._check(cached, found)
+        self._observed += 1
+        self._progress = f"step {self._observed}: {_state(cached)}"
         self._apply(cached)
 
     def _evidence(self, cached: CachedPlan, peak: int, *, trials: int, looks_at_links: bool) -> StepEvidence:
@@ -347,6 +353,18 @@ class AutoPlan:
             "no-plan", f"no plan: {why}; every layer offloads what its recompute starts from and recomputes {what}"
         )
 
+    def _fallback(self, cached: CachedPlan) -> StagePrediction | None:
+        """Predicted step of the level that is used for want of a plan; None where no step was measured."""
+        if cached.profile is None or self._hardware is None:
+            return None
+        known = cached.profile.layer_profiles()
+        point = ATTENTION if cached.setting is MEASURING else INPUT
+        layers = [LayerPlan(points={point if layer.point(point) else ALL: 1.0}, kept=0.0, host=1.0) for layer in known]
+        layers[-1] = dataclasses.replace(layers[-1], kept=1.0, host=0.0)
+        budgets = Budgets(device_bytes=0, host_bytes=1 << 60)
+        problem = ActivationProblem(profile=cached.profile, hardware=self._hardware, budgets=budgets)
+        return predict_stages(problem, layers)[0]
+
     def _plan(self, cached: CachedPlan, *, excess: int = 0) -> None:
         """Makes a plan from the entry's profile, and sets it to be tried in the next step.
 
@@ -421,8 +439,8 @@ class AutoPlan:
         """Sets a plan to be tried in the next step."""
         assert cached.profile is not None
         cached.planned(plan)
-        saved_alone = dataclasses.replace(plan.problem, profile=cached.profile)
-        cached.predicted_peak_bytes = predict_stages(saved_alone, plan.layers)[0].peak_device_bytes
+        alone = dataclasses.replace(plan.problem, profile=cached.profile)
+        cached.predicted_peak_bytes = predict_stages(alone, plan.layers)[0].peak_device_bytes
         self._checks_budget = True  # also for a plan that moves nothing: its profile may be incomplete
 
     def _pipeline(self, calls: int) -> Pipeline:
@@ -571,6 +589,21 @@ class AutoPlan:
         if cause not in self._warned:
             self._warned[cause] = True
             warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def _state(cached: CachedPlan) -> str:
+    """What planning of an entry does after a step."""
+    plan = cached.plan
+    if plan is None:
+        what = {Phase.WARM_UP: "its recompute is tried", Phase.PROFILING: "the next step is measured"}
+        return what.get(cached.phase, "no plan fits")
+    seconds = f"{format_duration(plan.stages[0].microbatch_s)} predicted"
+    if cached.phase is Phase.PLANNED:
+        return f"the next step is the first by a plan, {seconds}"
+    if cached.phase is not Phase.SETTLED:
+        return f"the next step is compared with the plan's prediction, {seconds}"
+    measured = "" if cached.measured_s is None else f", {format_duration(cached.measured_s)} measured"
+    return f"the plan holds, {seconds}{measured}"
 
 
 def _speed(profile: Profile, measured: Profile) -> float:

@@ -8,10 +8,26 @@ from typing import TYPE_CHECKING
 from memo.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
-    from memo.mip.activation import ActivationPlan
+    from memo.mip.activation import ActivationPlan, StagePrediction
     from memo.mip.inputs import Signature
 
-__all__ = ["PlanOutcome"]
+__all__ = ["FALLBACK", "PlanOutcome", "describe_seconds"]
+
+FALLBACK = "every layer recomputes everything but attention and offloads the rest"
+"""What is done where no plan can be made (Setting of memo.autoplan.actuator_protocol)."""
+
+
+def describe_seconds(stage: StagePrediction) -> str:
+    """Formats the predicted seconds of a step, their parts, and those of a step that keeps everything."""
+    return (
+        f"forward and backward {format_duration(stage.microbatch_s)} predicted, of which "
+        f"{format_duration(stage.recompute_s)} is recompute and {format_duration(stage.stall_s)} stalls; "
+        f"{format_duration(_kept_s(stage))} with everything kept"
+    )
+
+
+def _kept_s(stage: StagePrediction) -> float:
+    return max(0.0, stage.microbatch_s - stage.recompute_s - stage.stall_s)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,25 +54,35 @@ class PlanOutcome:
     """Reason why there is no plan."""
     others_bytes: int = 0
     """Device memory in use for anything but saved tensors, whichever layer runs."""
+    fallback: StagePrediction | None = None
+    """Predicted step of FALLBACK, where it is used for want of a plan; None: not known."""
+    progress: str = ""
+    """State of planning in the field's words, such as "step 2: measured, planning"; empty once planning has ended."""
 
     def lines(self) -> list[str]:
         """Formats the lines of the report."""
+        if self.plan is None and self.why_not is None:
+            return [f"plan: none yet ({self.progress or f'phase: {self.phase}'})"]
         if self.plan is None:
-            return [f"plan: none yet (phase: {self.phase})" if self.why_not is None else f"plan: none: {self.why_not}"]
+            seconds = "" if self.fallback is None else f": {describe_seconds(self.fallback)}"
+            return [f"plan: none: {self.why_not}", f"{FALLBACK}{seconds}"]
         stage = self.plan.stages[0]
+        total = stage.peak_device_bytes + self.others_bytes
+        saved = format_bytes(self.predicted_peak_bytes)
         if self.plan.declined is not None:
             budget = self.plan.problem.budgets.device_bytes + self.others_bytes
             return [
-                f"plan: nothing to move: {format_bytes(stage.peak_device_bytes + self.others_bytes)} of "
-                f"{format_bytes(budget)} of device memory used at most, {format_bytes(self.predicted_peak_bytes)} of it "
-                f"saved tensors"
+                f"plan: nothing to move: {format_bytes(total)} of {format_bytes(budget)} of device memory used at most, "
+                f"{saved} of it saved tensors"
             ]
-        lines = [
-            f"plan: forward and backward {format_duration(stage.microbatch_s)} predicted"
-            + ("" if self.measured_s is None else f", {format_duration(self.measured_s)} measured")
-            + f"; recompute {format_duration(stage.recompute_s)}, stalls {format_duration(stage.stall_s)} predicted; "
-            f"saved tensors on the device at most {format_bytes(self.predicted_peak_bytes)} predicted"
-            + ("" if self.measured_peak_bytes is None else f", {format_bytes(self.measured_peak_bytes)} measured")
-        ]
-        lines += [f"limited by: {reason}" for reason in self.plan.binding]
-        return lines
+        seconds = f"forward and backward {format_duration(stage.microbatch_s)} predicted"
+        if self.measured_s is not None:
+            seconds += f", {format_duration(self.measured_s)} measured"
+        seconds += f", {format_duration(_kept_s(stage))} with everything kept"
+        parts = f"recompute {format_duration(stage.recompute_s)}, stalls {format_duration(stage.stall_s)} predicted"
+        memory = f"saved tensors on the device at most {saved} predicted"
+        if self.measured_peak_bytes is not None:
+            memory += f", {format_bytes(self.measured_peak_bytes)} measured"
+        if total > self.predicted_peak_bytes:
+            memory += f"; all device memory at most {format_bytes(total)} predicted"
+        return [f"plan: {seconds}; {parts}; {memory}", *(f"limited by: {reason}" for reason in self.plan.binding)]

@@ -26,6 +26,7 @@ from memo.mip.inputs import (
     Profile,
     Role,
     Signature,
+    StaticBytes,
 )
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from memo.machine import LinkRates
     from memo.swap import LayerCosts
 
-__all__ = ["beside_layers", "measured_hardware", "measured_profile", "scaled_profile", "seconds_of"]
+__all__ = ["beside_layers", "measured_hardware", "measured_profile", "saved_alone", "scaled_profile", "seconds_of"]
 
 _NO_BOUND = 1e15
 """Rate of a lane that the step did not use, in bytes per second: never what a plan waits for."""
@@ -192,6 +193,29 @@ def beside_layers(profile: Profile, limits: Limits) -> tuple[Profile, int]:
         embedding=dataclasses.replace(profile.embedding, transient_bytes=around),
         head=dataclasses.replace(profile.head, transient_bytes=around),
     ), always
+
+
+def saved_alone(profile: Profile) -> Profile:
+    """Returns the layers' profile without the device memory that is not of their saved tensors and recomputes."""
+
+    def bare(layer: LayerProfile) -> LayerProfile:
+        return dataclasses.replace(
+            layer,
+            static=StaticBytes(),
+            forward_transient_bytes=0,
+            backward_transient_bytes=0,
+            forward_gathered_bytes=0,
+            backward_gathered_bytes=0,
+            between_bytes=0,
+        )
+
+    return dataclasses.replace(
+        profile,
+        classes=tuple(bare(layer) for layer in profile.classes),
+        embedding=EndProfile(),
+        head=EndProfile(),
+        send_bytes=0.0,
+    )
 
 
 def _codes_bytes(layer: LayerProfile) -> int:

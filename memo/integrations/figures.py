@@ -24,6 +24,8 @@ class Counters:
     recomputed: int = 0
     stalled_s: float | None = 0.0
     """None: not measured."""
+    progress: str = ""
+    """State of planning; empty once planning has ended, or without planning."""
 
     @classmethod
     def of(cls, manager: memo.Manager, step: int) -> Counters:
@@ -36,8 +38,9 @@ class Counters:
             host=peaks.get("host", 0),
             disk=peaks.get("disk", 0),
             moved=sum(use.moved_bytes for use in lower.values()),
-            recomputed=0 if report.tokenwise is None else report.tokenwise.recomputed_bytes,
+            recomputed=manager.stats.bytes_recomputed,
             stalled_s=None if report.untimed_waits else sum(report.stalls_s.values()),
+            progress="" if report.plan is None else report.plan.progress,
         )
 
     def since(self, before: Counters, *, prefix: str) -> dict[str, float]:

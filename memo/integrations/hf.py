@@ -160,11 +160,13 @@ class MemoCallback(TrainerCallback):  # type: ignore[misc]
         logs: dict[str, Any] | None = None,
         **others: Any,
     ) -> None:
-        """Adds figures of the steps since the last log; only to the logs that have the loss of these steps."""
+        """Adds figures of the steps since the last log, and planning's progress, to the logs that have these steps' loss."""
         if self.manager is None or logs is None or "loss" not in logs or state.global_step == self._logged.step:
             return
         now = Counters.of(self.manager, state.global_step)
-        figures = now.since(self._logged, prefix="memo_")
+        figures: dict[str, float | str] = {**now.since(self._logged, prefix="memo_")}
+        if now.progress:
+            figures["memo_progress"] = now.progress
         self._logged = now
         logs.update(figures)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:

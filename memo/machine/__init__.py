@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         restart_peak_rss as restart_peak_rss,
         return_freed_memory as return_freed_memory,
         rss_bytes as rss_bytes,
+        run_peak_rss_bytes as run_peak_rss_bytes,
         trim_heap as trim_heap,
     )
 else:
@@ -42,6 +43,7 @@ else:
             "link_bandwidth": "DiskRates HostFacts LinkRates measure_lanes measure_link",
             "node_share": "share_of_node",
             "norm_limit": "require_layer_within_norm_limit require_within_norm_limit",
-            "process_memory": "freed_memory_returns peak_rss_bytes restart_peak_rss return_freed_memory rss_bytes trim_heap",
+            "process_memory": "freed_memory_returns peak_rss_bytes restart_peak_rss return_freed_memory rss_bytes "
+            "run_peak_rss_bytes trim_heap",
         },
     )

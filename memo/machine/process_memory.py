@@ -19,6 +19,7 @@ __all__ = [
     "restart_peak_rss",
     "return_freed_memory",
     "rss_bytes",
+    "run_peak_rss_bytes",
     "trim_heap",
 ]
 
@@ -29,10 +30,11 @@ _M_TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD_BYTES = 256 << 10
 _PROBE_BYTES = 8 << 20
 """Size of the block that `freed_memory_returns` allocates: well above what other threads do meanwhile."""
+_largest_restarted = 0  # largest peak that `restart_peak_rss` has ended, in bytes
 
 
 def peak_rss_bytes() -> int:
-    """Returns the peak resident set size.
+    """Returns the peak resident set size since `restart_peak_rss`, or since the process began.
 
     On Linux VmHWM, which counts this program only; the value of getrusage includes the process that started it.
     """
@@ -41,6 +43,11 @@ def peak_rss_bytes() -> int:
         return peak
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak << 10  # macOS counts bytes, others KiB
+
+
+def run_peak_rss_bytes() -> int:
+    """Returns the peak resident set size since the process began, whether or not it was restarted."""
+    return max(_largest_restarted, peak_rss_bytes())
 
 
 def rss_bytes() -> int:
@@ -60,6 +67,8 @@ def _status(name: str) -> int | None:
 
 def restart_peak_rss() -> bool:
     """Sets the peak resident set size to the current one; False where the system cannot, and the peak is the run's."""
+    global _largest_restarted
+    _largest_restarted = run_peak_rss_bytes()
     try:
         with open("/proc/self/clear_refs", "w", encoding="ascii") as control:
             control.write("5")  # proc(5)

@@ -109,6 +109,7 @@ class Manager:
         self._is_prepared = False
         self._is_closed = False
         self._logged_plan: ActivationPlan | None = None
+        self._logged_progress = ""
         self._parts: Parts | None = None
         self._opening = opening
         self._has_schedule = opening is not None and opening.order is not None
@@ -235,10 +236,16 @@ class Manager:
         self._tokenwise.begin_forwards(self._layers)
 
     def _log_plan(self, source: PlanSource) -> None:
+        """Logs the progress of planning where it has changed, as from step to step, and a new plan."""
+        outcome = source.outcome() if log.isEnabledFor(logging.INFO) else None
+        if outcome is None:
+            return
+        if outcome.progress and outcome.progress != self._logged_progress:
+            log.info("%s: %s", self._name, outcome.progress)
+        self._logged_progress = outcome.progress
         if source.plan is not self._logged_plan:
             self._logged_plan = source.plan
-            outcome = source.outcome()
-            for line in () if outcome is None else outcome.lines():
+            for line in outcome.lines():
                 log.info("%s: %s", self._name, line)
 
     def _next_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

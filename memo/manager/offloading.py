@@ -63,9 +63,10 @@ def offload(
     Gradients are bit-identical to the same model without memo. Moved tensors always are; recomputed ones are where
     `exact` is True.
 
-    Without `plan`, `alpha` and `levels`, the first three steps run at the safest setting and are measured. A solver
-    then makes the plan with the shortest step that fits the budgets, and later steps run by it; another batch shape is
-    planned from the same measurements. Where everything fits, nothing is moved or recomputed.
+    Without `plan`, `alpha` and `levels`, the first three steps recompute everything but attention, offload the rest,
+    and are measured. A solver then makes the plan with the shortest step that fits the budgets, and later steps run by
+    it; another batch shape is planned from the same measurements. Where everything fits, nothing is moved or
+    recomputed.
 
     Args:
         model: Module with repeated layers, on a CPU or a CUDA GPU; where it is still on the meta device, its first forward

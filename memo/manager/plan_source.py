@@ -7,16 +7,18 @@ FixedSetting    no plan: a fixed alpha; the device budget only limits how far re
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import TYPE_CHECKING, Any, Protocol
 
-from memo.autoplan import PlanOutcome
+from memo.autoplan import PlanOutcome, saved_alone
 from memo.errors import PlanError
 from memo.mip.activation import (
     ActivationPlan,
     chunk_layers,
     extract_stage_plan,
     in_flight_within,
+    predict_stages,
     read_activation_plan,
     require_valid,
 )
@@ -156,6 +158,8 @@ class FixedPlan:
                 f"model mlp_tiles={tiles}"
             )
         self._plan = plan
+        saved = dataclasses.replace(plan.problem, profile=saved_alone(plan.problem.profile))
+        self._saved_peak_bytes = predict_stages(saved, plan.layers)[0].peak_device_bytes
         actuator.apply(plan)
 
     @property
@@ -176,7 +180,7 @@ class FixedPlan:
             signature=self._plan.problem.profile.signature,
             plan=self._plan,
             measured_s=None,
-            predicted_peak_bytes=self._plan.stages[0].peak_device_bytes,
+            predicted_peak_bytes=self._saved_peak_bytes,
             measured_peak_bytes=None,
             plans=1,
             planning_s=0.0,

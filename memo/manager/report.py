@@ -304,21 +304,22 @@ class Report:
     @property
     def _cost(self) -> str:
         """The time that it takes."""
-        plan = None if self.plan is None else self.plan.plan
-        if self.plan is None or plan is None:
+        outcome = self.plan
+        plan = None if outcome is None else outcome.plan
+        stage = plan.stages[0] if plan is not None else None if outcome is None else outcome.fallback
+        if outcome is None or stage is None:
             recompute_s = 0.0 if self.tokenwise is None else self.tokenwise.recompute_s
             if self.untimed_waits or recompute_s is None:
-                return "time not measured (record a trace, or let it plan)"
+                has_failed = outcome is not None and outcome.why_not is not None
+                return "time not measured (record a trace" + (")" if has_failed else ", or let it plan)")
             waited_s = sum(self.stalls_s.values())
             waited, recomputed = format_duration(waited_s), format_duration(recompute_s)
             return f"{waited} of waiting and {recomputed} of recompute so far (measured)"
-        stage = plan.stages[0]
         plain_s = stage.microbatch_s - stage.recompute_s - stage.stall_s
         if plain_s <= 0:
             return "step as long as without memo (predicted)"
-        step_s, known = (
-            (stage.microbatch_s, "predicted") if self.plan.measured_s is None else (self.plan.measured_s, "measured")
-        )
+        measured_s = None if plan is None else outcome.measured_s
+        step_s, known = (stage.microbatch_s, "predicted") if measured_s is None else (measured_s, "measured")
         return f"step {100 * (step_s / plain_s - 1):+.1f} % ({known})"
 
     @property

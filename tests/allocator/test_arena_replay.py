@@ -384,6 +384,23 @@ def test_counters_are_exact(native: Native, standin: Standin, driver: Driver) ->
     assert native.counters(0).allocated == 0
 
 
+def test_device_bytes_are_the_arena_and_the_blocks_outside_it_and_their_peak_is_never_restarted(
+    native: Native, driver: Driver
+) -> None:
+    driver.malloc("x", 1000)
+    assert native.counters(0).device == native.counters(0).device_peak == 1024
+    plan = plan_for(native, driver)
+    step(native, driver, STEP, plan)
+    assert native.counters(0).device == 18 * KIB + 1024  # the step's blocks are freed; the arena stays
+    driver.malloc("y", 4 * KIB)
+    driver.free("y")
+    native.reset_peaks()
+    counters = native.counters(0)
+    assert (counters.allocated, counters.allocated_peak) == (1024, 1024)
+    assert (counters.device, counters.device_peak) == (18 * KIB + 1024, 22 * KIB + 1024)
+    driver.free_all()
+
+
 def test_memory_is_not_taken_back_while_blocks_are_in_use(native: Native, driver: Driver) -> None:
     driver.malloc("x", 512)
     assert native.close() == 1

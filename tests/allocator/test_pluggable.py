@@ -25,12 +25,17 @@ from memo.allocator.pluggable import (
     allocated_bytes,
     memory_stats,
     peak_allocated_bytes,
+    restart_peaks,
     use_planned_allocator,
 )
 from memo.autoplan.device_budget import device_budget_of
 from memo.cli.main import main
 from memo.errors import AllocatorError, ExitCode, UsageError
+from memo.gpt.config import preset
 from memo.gpt.model import attention_kernel
+from memo.gpt.train.step import StepResult
+from memo.gpt.train.step_metrics import StepMeter
+from memo.gpt.train_config import Precision
 from memo.manager import resources
 from memo.mip.compile_cpp import build
 
@@ -138,6 +143,59 @@ def test_memory_figures_are_those_of_the_requests(machine: tuple[Native, Standin
     driver.free_all()
 
 
+def step_meter() -> StepMeter:
+    return StepMeter(
+        preset("tiny"), seq=64, device=torch.device("cuda", 0), precision=Precision.FP32, peak=None, manager=None
+    )
+
+
+def peak_metric(meter: StepMeter) -> int | None:
+    result = StepResult(step=1, loss=1.0, grad_norm=1.0, lr=1e-3, duration_s=1.0, tokens=64)
+    metrics, usage = meter.measure(result)
+    assert usage.memory_bytes == metrics.peak_device_bytes
+    assert f"memory {usage.memory_bytes / 2**30:.2f} GiB" in metrics.to_line(usage)
+    return metrics.peak_device_bytes
+
+
+def test_the_metric_of_peak_memory_counts_the_arena_whenever_planning_restarts_the_peaks(
+    machine: tuple[Native, Standin], installed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1 << 30))
+    allocator, driver, meter = use_planned_allocator(), Driver(machine[0]), step_meter()
+    driver.malloc("weights", 3 * KIB)
+    for _ in range(4):
+        with allocator.step():
+            driver.run(CALLS)
+            restart_peaks(torch.device("cuda", 0))  # as at each layer boundary of a measured step
+        allocator.wait()
+    assert allocator.stage() is Stage.REPLAY
+    stats = memory_stats()
+    assert (stats.arena_bytes, stats.allocated_bytes, stats.peak_allocated_bytes) == (4 * KIB, 3 * KIB, 3 * KIB)
+    assert stats.device_bytes == stats.peak_device_bytes == peak_metric(meter) == 7 * KIB
+    assert "7 KiB of the device (peak 7 KiB)" in str(stats)
+    driver.free_all()
+    allocator.close()
+
+
+def test_the_metric_of_peak_memory_under_torchs_allocator_is_the_runs_whenever_planning_restarts_the_peaks(
+    machine: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, figures = torch.device("cuda", 0), {"allocated_bytes": {"all": {"current": 1, "peak": 9}}}
+    figures["reserved_bytes"] = figures["allocated_bytes"]
+    monkeypatch.setattr(pluggable, "_largest_read", {})
+    monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", lambda device: figures)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1 << 30))
+    assert peak_allocated_bytes(device) == 9
+    restart_peaks(device)
+    figures["allocated_bytes"]["all"]["peak"] = 2
+    assert peak_allocated_bytes(device) == 2
+    assert memory_stats(device).device_bytes == 1
+    assert memory_stats(device).peak_device_bytes == peak_metric(step_meter()) == 9
+    figures["allocated_bytes"]["all"]["peak"] = 12
+    assert memory_stats(device).peak_device_bytes == 12
+
+
 def test_nothing_that_training_asks_of_memory_is_asked_of_torch(
     machine: tuple[Native, Standin], installed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +228,7 @@ def test_without_the_planned_allocator_the_figures_are_torchs(machine: object, m
         "num_device_alloc": 7,
     }
     resets: list[object] = []
+    monkeypatch.setattr(pluggable, "_largest_read", {})
     monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", lambda device: figures)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
     stats = memory_stats(reset_peaks=True)
@@ -183,7 +242,11 @@ def test_without_the_planned_allocator_the_figures_are_torchs(machine: object, m
     device = torch.device("cuda", 0)
     assert (allocated_bytes(device), peak_allocated_bytes(device)) == (1, 2)
     assert resets == [None]
+    assert memory_stats().peak_device_bytes == 2
     figures.clear()  # as before the first use of CUDA
+    pluggable._largest_read.clear()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("that would initialise CUDA"))
+    assert memory_stats() == memory_stats(reset_peaks=True)
     assert (memory_stats().allocated_bytes, allocated_bytes(device), peak_allocated_bytes(device)) == (0, 0, 0)
 
 

@@ -20,6 +20,7 @@ from planning_machine import (
 
 from memo.autoplan.actuator_protocol import MEASURING, SAFEST
 from memo.autoplan.controller import MAX_CORRECTIONS, AutoPlan
+from memo.autoplan.uniform_plans import predict_fallback, uniform_plan
 from memo.mip.activation.plan import ActivationPlan, Pipeline
 from memo.mip.activation.solver import solve_problem
 
@@ -163,7 +164,7 @@ def test_a_budget_that_nothing_fits_leaves_the_safest_setting_and_says_why() -> 
         step(auto, machine)
     said = [str(one.message) for one in told if "more device memory than its budget" not in str(one.message)]
     assert len(said) == 1
-    assert re.match("no plan: .*, beside 3 MiB for everything but saved tensors; every layer", said[0])
+    assert re.match("no plan: .*, beside 3 MiB for everything but saved tensors; every layer recomputes", said[0])
     assert machine.used[-1] is SAFEST
     assert auto.plan is None
     assert auto.outcome().why_not is not None
@@ -250,7 +251,12 @@ def test_where_the_solver_finds_no_room_all_layers_are_alike_if_measured_steps_h
     plan = auto.plan
     assert plan is not None
     assert auto.outcome().why_not is None
-    assert "all layers are alike" in plan.binding[0]
+    assert re.fullmatch(
+        r"device memory: every layer recomputes everything but attention for 25 % of its tokens and offloads the rest: "
+        r"forward and backward [\d.]+ m?s predicted, of which [\d.]+ m?s is recompute and [\d.]+ m?s stalls; "
+        r"[\d.]+ m?s with everything kept",
+        plan.binding[0],
+    )
     first = plan.layers[0].fraction("all")
     assert first == 0.75, "of what the measured step left, nine tenths are taken"
     assert {part.fraction("all") for part in plan.layers} == {first, 1.0}, "the last one stays whole"
@@ -263,6 +269,8 @@ def test_where_the_solver_finds_no_room_all_layers_are_alike_if_measured_steps_h
             alphas.append(auto.plan.layers[0].fraction("all"))
     assert alphas == [0.75, 0.375, 0.125, 0.0]
     assert "no plan fits" in str(auto.outcome().why_not)
+    fallback = predict_fallback(plan.problem)
+    assert fallback == uniform_plan(plan.problem, 0.0).stages[0], "which says the seconds of what is done instead"
 
 
 @pytest.mark.filterwarnings("ignore:a step of .* more device memory than its budget:RuntimeWarning")

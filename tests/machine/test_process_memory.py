@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from memo.machine.process_memory import peak_rss_bytes, restart_peak_rss, rss_bytes
+from memo.machine.process_memory import peak_rss_bytes, restart_peak_rss, rss_bytes, run_peak_rss_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and sets glibc's thresholds")
 
@@ -58,6 +58,8 @@ def test_freed_blocks_stay_in_glibcs_heap_until_they_are_told_to_leave() -> None
 def test_the_peak_begins_anew_where_it_is_restarted() -> None:
     block = bytearray(64 << 20)
     ctypes.memset((ctypes.c_char * len(block)).from_buffer(block), 1, len(block))
+    resident = rss_bytes()
     del block
     assert restart_peak_rss()
     assert peak_rss_bytes() < rss_bytes() + (32 << 20)
+    assert run_peak_rss_bytes() >= resident - (4 << 20), "the run's own peak does not"

@@ -7,12 +7,16 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from activation_problems import layer, machine
 from small_models import ids, stack, train
 
 import memo
 from memo.autoplan.plan_outcome import PlanOutcome
 from memo.events import Tier, UseKind
+from memo.manager.plan_source import FixedPlan
 from memo.manager.report import DiskUse
+from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, LayerPlan, predict_stages
+from memo.mip.inputs import EndProfile, Profile, Role, Signature, StaticBytes
 from memo.trace.reader import read_trace
 from memo.trace.stats import rank_stats
 from memo.units import format_bytes
@@ -171,6 +175,101 @@ def test_the_first_line_says_what_is_predicted_until_it_is_measured() -> None:
     assert dataclasses.replace(report, plan=outcome).benefit == (
         "all saved tensors fit, 1 MiB (predicted): nothing is moved or recomputed"
     )
+    manager.close()
+
+
+def test_a_given_plans_saved_tensors_are_predicted_without_weights_and_transients() -> None:
+    mib, static = 1 << 20, StaticBytes(weights=5 << 30, optimizer=7 << 30)
+    known = layer(
+        always=mib, all=7 * mib, matmuls=None, attention=None, static=static, backward_transient_bytes=1 << 30
+    )
+    head = EndProfile(saved_bytes=1 << 30, transient_bytes=2 << 30, static=static)
+    problem = ActivationProblem(
+        profile=Profile(
+            signature=Signature(model="any", batch=2, tokens=32, dtype="float32"),
+            role=Role.DERIVED,
+            classes=(known,),
+            layers=(known.name,) * 4,
+            head=head,
+        ),
+        hardware=machine(),
+        budgets=Budgets(device_bytes=1 << 40, host_bytes=1 << 40),
+    )
+    layers = (LayerPlan(),) * 4
+    plan = ActivationPlan(problem=problem, layers=layers, stages=predict_stages(problem, layers))
+    actuator: Any = SimpleNamespace(codec=None, n_layers=4, mlp_tiles=1, apply=lambda plan: None)
+    outcome = FixedPlan(actuator, plan).outcome()
+    assert outcome is not None
+    assert outcome.predicted_peak_bytes == 4 * 8 * mib
+    (line,) = outcome.lines()[:1]
+    assert f"saved tensors on the device at most 32 MiB predicted; {IN_ALL}" in line
+    assert plan.stages[0].peak_device_bytes > 60 << 30
+    model = stack()
+    manager = memo.offload(model, alpha=1.0, host="8MiB", min_bytes=512)
+    train(model, lambda step: model(ids(step)), manager, steps=1)
+    benefit = dataclasses.replace(manager.report(), plan=outcome, saved_peak_bytes=48 * mib).benefit
+    assert "at most 32 MiB of the device (predicted) instead of 48 MiB; " in benefit
+    manager.close()
+
+
+IN_ALL = "all device memory at most 63.03 GiB predicted"
+
+
+def no_plan(**changes: Any) -> PlanOutcome:
+    return PlanOutcome(
+        phase="settled",
+        signature=None,
+        plan=None,
+        measured_s=None,
+        predicted_peak_bytes=0,
+        measured_peak_bytes=None,
+        plans=0,
+        planning_s=0.0,
+        **{"why_not": "it does not fit", **changes},
+    )
+
+
+def test_without_a_plan_the_report_says_what_the_layers_do_and_what_that_takes() -> None:
+    does = "every layer recomputes everything but attention and offloads the rest"
+    assert no_plan().lines() == ["plan: none: it does not fit", does]
+    stage: Any = SimpleNamespace(microbatch_s=6.75, recompute_s=1.5, stall_s=0.25)
+    outcome = no_plan(fallback=stage)
+    assert outcome.lines()[1] == (
+        f"{does}: forward and backward 6.75 s predicted, of which 1.50 s is recompute and 250 ms stalls; 5.00 s "
+        "with everything kept"
+    )
+    model = stack()
+    manager = memo.offload(model, alpha=1.0, host="8MiB", min_bytes=512)
+    train(model, lambda step: model(ids(step)), manager, steps=1)
+    report = dataclasses.replace(manager.report(), plan=outcome, untimed_waits=3)
+    assert report.benefit.endswith("; step +35.0 % (predicted)")
+    assert dataclasses.replace(report, plan=no_plan()).benefit.endswith("; time not measured (record a trace)")
+    manager.close()
+
+
+def test_progress_of_planning_is_logged_once_a_step(caplog: pytest.LogCaptureFixture) -> None:
+    class Planning:
+        plan = None
+        step = 1
+
+        def before_forward(self, *, may_end: bool = True) -> None:
+            self.step += may_end
+
+        def before_layer(self, args: object, kwargs: object) -> None:
+            pass
+
+        def outcome(self) -> PlanOutcome:
+            progress = "" if self.step > 3 else f"step {self.step}: measured, planning"
+            return no_plan(why_not=None, progress=progress)
+
+    model = stack()
+    manager = memo.offload(model, alpha=1.0, host="8MiB", min_bytes=512)
+    manager.plan_with(Planning())
+    with caplog.at_level("INFO", logger="memo"):
+        train(model, lambda step: model(ids(step)), manager, steps=5)
+    told = [record.getMessage() for record in caplog.records if "planning" in record.getMessage()]
+    assert told == [f"Stack: step {step}: measured, planning" for step in (1, 2, 3)]
+    assert no_plan(why_not=None, progress="step 2: measured").lines() == ["plan: none yet (step 2: measured)"]
     manager.close()
 
 

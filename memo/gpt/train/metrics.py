@@ -34,7 +34,7 @@ class StepMetrics:
     mfu_full: float | None
     hfu: float | None
     peak_device_bytes: int | None
-    """Peak of the run so far; None on a CPU."""
+    """Peak of the run so far, of which a planned allocator's arena counts whole; None on a CPU."""
     peak_rss_bytes: int
     """Peak of the run so far."""
     host_bytes: int

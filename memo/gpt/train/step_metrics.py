@@ -14,7 +14,7 @@ from memo.gpt.config import GPTConfig
 from memo.gpt.train.metrics import StepMetrics, StepUsage
 from memo.gpt.train.step import StepResult
 from memo.gpt.train_config import Precision
-from memo.machine import peak_rss_bytes
+from memo.machine import run_peak_rss_bytes
 from memo.manager import Manager
 from memo.swap import total_host_bytes
 
@@ -67,7 +67,7 @@ class StepMeter:
         rate = result.tokens / result.duration_s
         model_full, model_causal, hardware = self._utilisation(rate, recomputed=moved.recomputed > 0)
         exchange = result.exchange
-        rss, device_peak = peak_rss_bytes(), self._device_peak()
+        rss, device_peak = run_peak_rss_bytes(), self._device_peak()
         metrics = StepMetrics(
             step=result.step,
             loss=result.loss,
@@ -118,7 +118,7 @@ class StepMeter:
         return full, causal, hardware
 
     def _device_peak(self) -> int | None:
-        return memory_stats(self._device).peak_allocated_bytes if self._device.type == "cuda" else None
+        return memory_stats(self._device).peak_device_bytes if self._device.type == "cuda" else None
 
     def _memory_total(self) -> int:
         if self._device.type == "cuda":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import memo
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
 
+from memo.autoplan import AutoPlan, PlanOutcome  # noqa: E402
 from memo.integrations.hf import MemoArguments, MemoCallback, MemoTrainerMixin  # noqa: E402
 
 LAYERS = 3
@@ -226,6 +228,26 @@ def test_the_report_is_logged_when_training_ends(tmp_path: Path, caplog: pytest.
         trainer_of(tmp_path, callbacks=[ours]).train()
     assert ours.manager is not None
     assert f"{LAYERS} layers" in caplog.text
+
+
+def test_progress_of_planning_is_in_the_logs_until_it_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = AutoPlan.outcome
+
+    def outcome(self: AutoPlan) -> PlanOutcome:
+        known = real(self)
+        return dataclasses.replace(known, progress="" if known.phase == "settled" else f"planning: {known.phase}")
+
+    monkeypatch.setattr(AutoPlan, "outcome", outcome)
+    trainer = trainer_of(tmp_path, callbacks=[MemoCallback(min_bytes=MIN_BYTES)])
+    with caplog.at_level("INFO", logger="memo"):
+        trainer.train()
+    told = [record.getMessage() for record in caplog.records if "planning: " in record.getMessage()]
+    assert [line.partition("planning: ")[2] for line in told] == ["warm up", "mixed", "profiling"]
+    rows = [row.get("memo_progress") for row in trainer.state.log_history if "loss" in row]
+    assert rows == [*(f"planning: {phase}" for phase in ("warm up", "mixed", "profiling")), None, None]
+    assert min(logged(trainer, "memo_recomputed_gib_per_step")) == 0, "none while nothing is recomputed any more"
 
 
 @pytest.mark.parametrize("how", ["attached", "callback", "one with"])
