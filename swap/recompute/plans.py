@@ -164,10 +164,22 @@ class Plans:
             moved = ({*choice.wanted, *choice.stuck} - set(plan.wanted)) | kept
         return [choice.tape.storages[storage][1] for storage in sorted(moved)]
 
-    def expected(self, layer: str, kind: tuple[Any, ...]) -> tuple[Ended | None, Holds | None]:
-        """How the layer's last call ended, and what a call of this kind holds for its plan; None where nothing is known."""
-        last = self._last.get(layer)
-        return None if last is None else last[1], self._holds.get(kind)
+    def expected(self, layer: str, kind: tuple[Any, ...], setting: Setting) -> tuple[Ended | None, Holds | None]:
+        """How the layer's last call ended, and what a call of this kind holds for its plan; None where nothing is known.
+
+        At a setting that is new, it holds what the last call's plan at this setting would have kept.
+        """
+        last, holds = self._last.get(layer), self._holds.get(kind)
+        if last is not None and holds is None and _is_whole(setting):
+            found = self.last(layer)
+            assert found is not None
+            choice = found[0].for_next
+            try:
+                plan = choice.plan(choice.cut(setting))
+            except ValueError:
+                return last[1], None
+            holds = self._holds[kind] = plan.holds
+        return None if last is None else last[1], holds
 
     def is_written_unseen(self, layer: str) -> bool:
         """True for a layer in which something unseen has written: each of its calls is recorded with checksums."""
@@ -563,6 +575,11 @@ def _divided(
     bits = first * 8 * choice.saved_nbytes + (second - first) * least[Level.SAVE_MATMULS]
     bits += (rows.tokens - second) * least[Level.SAVE_ATTENTION]
     return None if plan is None or 8 * plan.nbytes * rows.tokens > MOST_OVER * bits else plan
+
+
+def _is_whole(setting: Setting) -> bool:
+    """True for a setting by whole storages."""
+    return not isinstance(setting, TokenLevels) or single_level(setting) is not None
 
 
 def _is_allowed(found: Found, shared: Shared) -> bool:

@@ -244,7 +244,7 @@ class Tapes:
         arguments = tensors_within((args, kwargs))
         tensors = [part for tensor in arguments if is_recordable(part := local_part(tensor))]
         kind = (layer.name, type(layer.module), layer.module.training, setting, _described(tensors))
-        last, holds = self._plans.expected(layer.name, kind)
+        last, holds = self._plans.expected(layer.name, kind, setting)
         is_checked = holds is None or self._plans.is_written_unseen(layer.name)
         recorder = Recorder(
             local_part(hidden),
