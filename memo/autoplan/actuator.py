@@ -69,6 +69,7 @@ class Actuator:
         self._idle_bytes = self._gradient_bytes = 0  # in use between steps; gradients that backward then allocates
         self._trials = 0
         engine.when_idle(self._when_idle)
+        tokenwise.keep_within(lambda: budget.total_bytes - budget.used_bytes())
 
     @property
     def idle(self) -> bool:

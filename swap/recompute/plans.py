@@ -25,9 +25,20 @@ from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.tape.step_costs import step_costs
 from memo.swap.recompute.tape.tape import Tape
 from memo.swap.recompute.trial import Unlike, try_out, try_out_ranges
-from memo.swap.token_levels import LayerCosts, Level, Mix, PointCost, Setting, TokenLevels, setting_of
+from memo.swap.token_levels import (
+    LayerCosts,
+    Level,
+    Mix,
+    PointCost,
+    Setting,
+    TokenLevels,
+    comparing_nbytes,
+    setting_of,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from memo.swap.engine.engine import Engine
     from memo.swap.recompute.rank_agreement import Ranks
     from memo.swap.recompute.recorded_call import Ended, OpenCall, RecordedCall
@@ -113,6 +124,8 @@ class Plans:
         self.worst_deviation = 0.0
         """Largest difference of all passed trials."""
         self.trials_run = 0
+        self.device_room: Callable[[], int] | None = None
+        """Bytes of the device's budget that are free; None: not known."""
         self._engine = engine
         self._ranks = ranks
         self._bans = bans
@@ -124,6 +137,8 @@ class Plans:
         self._opaque: LRU[tuple[Any, ...], frozenset[int]] = LRU(MOST_PLANS)
         self._shown: LRU[tuple[Any, ...], float] = LRU(MOST_PLANS)
         """Form of a replay that has passed its trial -> largest difference that this found."""
+        self._passed: LRU[tuple[Any, ...], frozenset[int]] = LRU(MOST_PLANS)
+        """Layer and its operators -> steps that have run again in a trial that passed."""
         self._ways: LRU[tuple[Any, ...], tuple[Way, bool]] = LRU(MOST_PLANS)
         """Form of calls, setting, and what can be kept -> how ranges of tokens divided them, and whether in phases."""
         self._holds: LRU[tuple[Any, ...], Holds] = LRU(MOST_KINDS)
@@ -339,7 +354,7 @@ class Plans:
             plan = choice.plan(cut)
             # The same operators in the same order have passed a trial at other sizes: routed rows differ in each call.
             form = (case.layer, case.setting, *case.operators, plan.steps)
-            if form in self._shown:
+            if form in self._shown or (self._has_passed(case, plan) and not self._has_room(plan)):
                 return plan
             try:
                 unlike = self._unlike(case, plan)
@@ -349,12 +364,26 @@ class Plans:
                 return Refused(reason, wrong, for_now=short < MOST_SHORT)
             if unlike is None:
                 self._shown[form] = 0.0
+                run = (case.layer, *case.operators)
+                self._passed[run] = frozenset(plan.steps).union(self._passed.get(run) or ())
                 return dataclasses.replace(plan, wrong=wrong) if wrong else plan
             reason = str(unlike)
             if unlike.step is None:
                 return Refused(reason, wrong)
             wrong |= {unlike.step}
         return Refused(reason, wrong)
+
+    def _has_passed(self, case: _Case, plan: Plan) -> bool:
+        """True if each step of a plan has run again in trials that passed."""
+        passed = self._passed.get((case.layer, *case.operators))
+        return passed is not None and passed.issuperset(plan.steps)
+
+    def _has_room(self, plan: Plan) -> bool:
+        """True if a trial of a plan keeps the device's budget."""
+        if self.device_room is None:
+            return True
+        largest = max((plan.tape.storages[storage][1] for storage in plan.wanted), default=0)
+        return plan.trial_bytes + comparing_nbytes(largest) <= self.device_room()
 
     def _settled(self, case: _Case, shared: Shared) -> tuple[Plan | None, Shared]:
         """Agrees with other ranks on the collectives of a new kind of call, and tries the plan out with them.

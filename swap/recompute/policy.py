@@ -36,6 +36,8 @@ from memo.swap.tensor_kinds import has_storage, is_sharded, layer_input, local_p
 from memo.swap.token_levels import LayerCosts, Level, Setting, TokenLevels
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from memo.swap.engine.engine import Engine
     from memo.swap.engine.handles import Handle
     from memo.swap.engine.layer_calls import Group
@@ -117,6 +119,10 @@ class Tapes:
     def trials_run(self) -> int:
         """Trials so far."""
         return self._plans.trials_run
+
+    def keep_within(self, device_room: Callable[[], int]) -> None:
+        """Sets what tells the bytes of the device's budget that are free: trials that can wait do not exceed them."""
+        self._plans.device_room = device_room
 
     @property
     def worst_deviation(self) -> float:

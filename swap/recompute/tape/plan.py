@@ -84,6 +84,8 @@ class Plan:
     """Derived, in picoseconds."""
     held_bytes: int
     """Most bytes that the replay has made and holds at once, what it has given by then included, above all that it gives."""
+    trial_bytes: int
+    """Most bytes that it has made and still reads at once, what it has given included: what a trial of it takes."""
     line_steps: Mapping[int, int]
     """Line of the code -> number of the step that it runs."""
     cut: Cut
@@ -242,7 +244,8 @@ class Writer:
         self._kept: list[Kept] = []
         self._held: dict[str, int] = {}  # variable -> bytes that stand beside what is given and kept
         self._given = 0  # bytes that are handed over as they are
-        self._peak = 0
+        self._lent: dict[str, int] = {}  # variable -> bytes that are handed over and are still read
+        self._peak = self._trial_peak = 0
 
     def plan(self) -> Plan:
         """Writes the replay."""
@@ -261,11 +264,13 @@ class Writer:
                 if content in self._finals:
                     self._give(self._finals.pop(content), name)
                     if self.gives_memory:
-                        self._given += self._held.pop(name, 0)
+                        self._lent[name] = self._held.pop(name, 0)
+                        self._given += self._lent[name]
             for content in sorted({*self._touched(step), *made}):
                 if content in self._names and last_use.get(content, -1) <= step.number:
                     name = self._names.pop(content)
                     self._held.pop(name, None)
+                    self._lent.pop(name, None)
                     self._line(f"del {name}")
         for content in list(self._finals):  # zeros and ones that no step reads
             self._line(f"del {self._variable(content)}")
@@ -283,6 +288,7 @@ class Writer:
             kept_bits=self._cut.keep_cost,
             cost=self._cut.replay_cost,
             held_bytes=self._peak - self._given,
+            trial_bytes=self._trial_peak,
             line_steps=line_steps,
             cut=self._cut,
             sources=self._sources,
@@ -290,7 +296,9 @@ class Writer:
         )
 
     def _note_peak(self) -> None:
-        self._peak = max(self._peak, self._given + sum(self._held.values()))
+        held = sum(self._held.values())
+        self._peak = max(self._peak, self._given + held)
+        self._trial_peak = max(self._trial_peak, held + sum(self._lent.values()))
 
     def _geometry(self, value: int, content: int) -> Geometry:
         """Geometry of a value over what its storage holds then."""
