@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from memo.autoplan.actuator_protocol import Limits
 from memo.autoplan.backward_end import at_end_of_backward
-from memo.autoplan.device_peaks import DevicePeaks, Outside
+from memo.autoplan.device_peaks import DevicePeaks, Outside, Recompute
 from memo.autoplan.layer_classes import mlp_tiles_of
 from memo.events import Tier
 from memo.mip.activation import chunk_layers, lower_tier_nbytes
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from memo.autoplan.device_budget import DeviceBudget
+    from memo.autoplan.device_peaks import Part
     from memo.events import Lane, Tracer
     from memo.machine import LinkRates
     from memo.mip.activation import ActivationPlan, LayerPlan
@@ -65,7 +66,7 @@ class Actuator:
         self._link, self._disk_rates = link, disk_rates
         self._missing_gradient_bytes = missing_gradient_bytes
         self._peaks = DevicePeaks(budget, engine.stats)
-        self._others: Mapping[str | Outside, int] = {}  # beside saved tensors, in the last step
+        self._others: Mapping[Part, int] = {}  # beside saved tensors, in the last step
         self._idle_bytes = self._gradient_bytes = 0  # in use between steps; gradients that backward then allocates
         self._trials = 0
         engine.when_idle(self._when_idle)
@@ -167,7 +168,11 @@ class Actuator:
         """
         around = self._grown(Outside.LAYERS, growth)
         layers = tuple(self._grown(layer.name, growth) for layer in self._layers)
-        others = max(around, *layers)
+        recomputes = tuple(
+            self._grown(part, growth) if (part := Recompute(layer.name)) in self._others else 0
+            for layer in self._layers
+        )
+        others = max(around, *layers, *recomputes)
         budgets = {tier.name: tier.obtainable for tier in self._engine.tiers}
         disk = budgets.get(Tier.DISK, 0)
         return Limits(
@@ -175,11 +180,12 @@ class Actuator:
             others_bytes=others,
             around_bytes=around,
             beside_layers=layers,
+            beside_recomputes=recomputes,
             host_bytes=budgets.get(Tier.HOST, 0) or 0,
             disk_bytes=UNBOUNDED_DISK if disk is None else disk,
         )
 
-    def _grown(self, where: str | Outside, growth: float) -> int:
+    def _grown(self, where: Part, growth: float) -> int:
         most = max(self._others.values(), default=0)
         nbytes = self._others.get(where, most)
         growing = nbytes - self._idle_bytes
@@ -233,7 +239,8 @@ class Actuator:
         """Measures device memory layer by layer, where the device frees memory at once, or over whole steps."""
         self._peaks.by_layer = closely and self._budget.frees_at_once
         boundaries = self._peaks.by_layer or self._budget.trim is not None
-        self._engine.at_layer_boundaries(self._cross_boundary if boundaries else None)
+        recompute = self._peaks.cross_recompute if self._peaks.by_layer else None
+        self._engine.at_layer_boundaries(self._cross_boundary if boundaries else None, recompute)
 
     def _cross_boundary(self, begins: str | None) -> None:
         if self._budget.trim is not None:

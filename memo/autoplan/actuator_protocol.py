@@ -36,6 +36,8 @@ class Limits:
     """The same before, after and between the layers."""
     beside_layers: tuple[int, ...] = ()
     """The same while each layer runs; empty where only the whole step was measured."""
+    beside_recomputes: tuple[int, ...] = ()
+    """The same while each layer is recomputed, what the recompute holds included; 0 for those that were not."""
     host_bytes: int
     disk_bytes: int
 

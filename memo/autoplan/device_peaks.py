@@ -8,6 +8,8 @@ there the difference is the memory that must be left free.
     boundaries begin | end | begin | end  ...  backward reaches the last | the one before | ...  backward's end
     between    layer 0     | layer 1     head                            | layer 1        | layer 0           the optimizer
 
+A layer's recompute is an interval of its own: what it holds depends on the plan, and gradients come after it.
+
 Owns the peaks of one step, and keeps them where the program restarts the device's own counter. A settled step is looked at
 without restarting that counter, which is then the program's: `forget` remembers what it showed, and a reading that is no
 other tells of no step since.
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from memo.autoplan.device_budget import DeviceBudget
     from memo.swap import Stats
 
-__all__ = ["DevicePeaks", "Outside", "StepPeaks"]
+__all__ = ["DevicePeaks", "Outside", "Part", "Recompute", "StepPeaks"]
 
 
 class Outside(enum.Enum):
@@ -37,14 +39,25 @@ class Outside(enum.Enum):
     """After backward: nothing is saved, and nothing has to be left free."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recompute:
+    """The part of a layer's backward in which its recompute runs."""
+
+    layer: str
+
+
+Part = str | Recompute | Outside
+"""A part of the step: a layer's name is its forward and the rest of its backward."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepPeaks:
     """Peaks of one step, in bytes; each may be at another time."""
 
     saved_bytes: int
     """Of saved tensors."""
-    others: Mapping[str | Outside, int]
-    """Of everything else, by layer name and outside of the layers."""
+    others: Mapping[Part, int]
+    """Of everything else, by part."""
 
 
 class DevicePeaks:
@@ -59,8 +72,8 @@ class DevicePeaks:
         self.by_layer = False
         self._budget = budget
         self._stats = stats
-        self._where: str | Outside = Outside.LAYERS
-        self._others: dict[str | Outside, int] = {}
+        self._where: Part = Outside.LAYERS
+        self._others: dict[Part, int] = {}
         self._peak_bytes = self._noted_bytes = self._saved_bytes = 0
         self._after_bytes = 0  # after backward
         self._backward_has_ended = False
@@ -92,6 +105,10 @@ class DevicePeaks:
     def cross_boundary(self, begins: str | None) -> None:
         """Begins the interval of the named layer, or for None that around the layers."""
         self._begin(Outside.LAYERS if begins is None else begins)
+
+    def cross_recompute(self, layer: str, begins: bool) -> None:
+        """Begins the interval of the layer's recompute, or that of the rest of its backward."""
+        self._begin(Recompute(layer) if begins else layer)
 
     def end_backward(self) -> None:
         """Ends the last layer's interval; memory used from now on is the program's own."""
@@ -126,7 +143,7 @@ class DevicePeaks:
         self._backward_has_ended = False
         self._seen_device_bytes, self._seen_saved_bytes = self._budget.peak_bytes(), self._stats.recent_peak_bytes
 
-    def _begin(self, where: str | Outside) -> None:
+    def _begin(self, where: Part) -> None:
         self.note()
         saved = self._stats.restart_peak()
         self._budget.restart()

@@ -164,8 +164,8 @@ def beside_layers(profile: Profile, limits: Limits) -> tuple[Profile, int]:
     It differs by layer, since gradients are allocated layer by layer while saved tensors are released. Layers with
     about the same bytes remain one class, which a plan treats alike.
 
-    What a recompute held in the measured step is among it, and not counted a second time: a plan whose recomputes hold
-    more adds the difference.
+    A plan counts what its recompute holds above the transients of backward. So points hold here what they hold above those:
+    the transients come after the recompute, which begins with less.
 
     Returns:
         The profile, and the bytes that are in use whichever layer runs; its transients are the bytes above that.
@@ -173,23 +173,27 @@ def beside_layers(profile: Profile, limits: Limits) -> tuple[Profile, int]:
     if not limits.beside_layers:
         return profile, limits.others_bytes
     beside, known = limits.beside_layers, profile.layer_profiles()
-    if max(beside) - min(beside) <= ALIKE * max(layer.full_bytes for layer in known):
-        beside = (max(beside),) * len(beside)
+    recomputes = limits.beside_recomputes or (0,) * len(beside)
+    most = max(layer.full_bytes for layer in known)
+    beside, recomputes = (
+        (max(each),) * len(each) if max(each) - min(each) <= ALIKE * most else each for each in (beside, recomputes)
+    )
     always = min(limits.around_bytes, *beside)
     each = {
-        (layer.name, nbytes): dataclasses.replace(
+        key: dataclasses.replace(
             layer,
-            name=f"{layer.name}+{nbytes - always}",
-            forward_transient_bytes=nbytes - always + _codes_bytes(layer),
-            backward_transient_bytes=max(0, nbytes - always - _replayed_bytes(layer)) + _codes_bytes(layer),
+            name=f"{layer.name}+{key[1] - always}+{key[2]}",
+            forward_transient_bytes=key[1] - always + _codes_bytes(layer),
+            backward_transient_bytes=key[1] - always + _codes_bytes(layer),
+            points=_held_above(layer, key[1], key[2]),
         )
-        for layer, nbytes in zip(known, beside, strict=True)
+        for layer, key in zip(known, _keys(known, beside, recomputes), strict=True)
     }
     around = limits.around_bytes - always
     return dataclasses.replace(
         profile,
         classes=tuple(each.values()),
-        layers=tuple(each[layer.name, nbytes].name for layer, nbytes in zip(known, beside, strict=True)),
+        layers=tuple(each[key].name for key in _keys(known, beside, recomputes)),
         embedding=dataclasses.replace(profile.embedding, transient_bytes=around),
         head=dataclasses.replace(profile.head, transient_bytes=around),
     ), always
@@ -223,10 +227,26 @@ def _codes_bytes(layer: LayerProfile) -> int:
     return int(2 * layer.spared_bytes({ALL: 1.0}) * CODE_BYTES / (2 - CODE_BYTES))
 
 
-def _replayed_bytes(layer: LayerProfile) -> int:
-    """Bytes of what was measured that a recompute held, which a plan counts by itself: all but attention was recomputed."""
-    point = layer.point(ATTENTION)
-    return 0 if point is None else point.held_bytes
+def _keys(
+    known: Sequence[LayerProfile], beside: Sequence[int], recomputes: Sequence[int]
+) -> list[tuple[str, int, int]]:
+    return [(layer.name, *nbytes) for layer, *nbytes in zip(known, beside, recomputes, strict=True)]
+
+
+def _held_above(layer: LayerProfile, beside: int, while_recomputing: int) -> tuple[PointProfile, ...]:
+    """The points with the bytes that their recomputes hold above the transients of backward.
+
+    Args:
+        layer: as it was measured.
+        beside: device memory beside its saved tensors in its forward and backward.
+        while_recomputing: the same while it was recomputed in the measured step; 0: it was not.
+    """
+    measured = layer.point(ATTENTION) or layer.points[-1]
+    begins = while_recomputing - measured.held_bytes if while_recomputing else beside
+    return tuple(
+        dataclasses.replace(point, held_bytes=max(0, begins + point.held_bytes - beside) if point.recompute_s else 0)
+        for point in layer.points
+    )
 
 
 def scaled_profile(profile: Profile, signature: Signature) -> Profile:

@@ -89,6 +89,7 @@ def least(limits: Sequence[Limits]) -> Limits:
         others_bytes=max(one.others_bytes for one in limits),
         around_bytes=max(one.around_bytes for one in limits),
         beside_layers=tuple(map(max, zip(*(one.beside_layers for one in limits), strict=True))),
+        beside_recomputes=tuple(map(max, zip(*(one.beside_recomputes for one in limits), strict=True))),
         host_bytes=min(one.host_bytes for one in limits),
         disk_bytes=min(one.disk_bytes for one in limits),
     )

@@ -157,13 +157,16 @@ class Engine:
         """Sets the receiver of trace events; None: no trace. Between steps only: saved storages keep their tracer."""
         self._telemetry.listen(tracer)
 
-    def at_layer_boundaries(self, call: Callable[[str | None], None] | None) -> None:
-        """Registers a layer-boundary callback; None removes it.
+    def at_layer_boundaries(
+        self, call: Callable[[str | None], None] | None, recompute: Callable[[str, bool], None] | None = None
+    ) -> None:
+        """Registers layer-boundary callbacks; None removes them.
 
-        `call(name)` on entering a layer in forward or backward, `call(None)` on leaving its forward. Runs in any thread;
-        must not block or call the engine.
+        `call(name)` on entering a layer in forward or backward, `call(None)` on leaving its forward. `recompute(name, True)`
+        as the layer's recompute begins within its backward, and with False as it ends. They run in any thread, and must
+        not block or call the engine.
         """
-        self._telemetry.boundary_callback = call
+        self._telemetry.boundary_callback, self._telemetry.recompute_callback = call, recompute
 
     def sample_memory(self, call: Callable[[], None] | None) -> None:
         """Registers a callback that reads the device's memory at each layer boundary; None removes it.

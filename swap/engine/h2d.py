@@ -138,8 +138,10 @@ class Reload:
             if saved.state is AWAY and saved.place is not None:
                 self._fetch([saved])
         began = self._backend.stamp()
+        self._telemetry.at_recompute(saved.module, begins=True)
         with self._telemetry.issuing("recompute", saved.module):
             prefix.call.recompute(self._fill)
+        self._telemetry.at_recompute(saved.module, begins=False)
         self._telemetry.recomputed(began, saved.module)
         if not prefix.filled and saved.source is None:
             raise AssertionError(f"the recompute of {saved.module} did not give saved storage {saved.id}")

@@ -45,6 +45,7 @@ class Telemetry:
         "changed",
         "entered",
         "memory_callback",
+        "recompute_callback",
         "stats",
         "trace",
     )
@@ -56,6 +57,8 @@ class Telemetry:
         """Called after each state transition of a new storage; None without a tracer."""
         self.boundary_callback: Callable[[str | None], None] | None = None
         """Layer-boundary callback; see `Engine.at_layer_boundaries`."""
+        self.recompute_callback: Callable[[str, bool], None] | None = None
+        """Likewise of recomputes."""
         self.memory_callback: Callable[[], None] | None = None
         """Called at layer boundaries before that one, which may restart the device's peak; see `Engine.sample_memory`."""
         self.entered: str | None = None
@@ -86,6 +89,11 @@ class Telemetry:
             self.memory_callback()
         if self.boundary_callback is not None:
             self.boundary_callback(entered)
+
+    def at_recompute(self, module: str, *, begins: bool) -> None:
+        """Calls the callback of recomputes as a layer's begins or ends within its backward."""
+        if self.recompute_callback is not None:
+            self.recompute_callback(module, begins)
 
     def issuing(self, what: str, module: str) -> AbstractContextManager[None]:
         """A profiler range around the issue of a copy or a recompute; none without a tracer."""
