@@ -1,8 +1,8 @@
 """Placement of a layer's saved bytes, as fractions kept on the device, sent to host memory and sent to disk.
 
 A storage goes to one tier whole, so fractions hold to within one storage over a whole pass, and the device never gets more
-than its fraction. It owns the quota of one layer call, not the transfers. The bytes that a call is still to save are not known while it runs;
-those of the layer's previous call are taken as the estimate.
+than its fraction. It owns the quota of one layer call, not the transfers. The bytes that a call is still to save are not
+known while it runs; those of the layer's previous call are taken as the estimate.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Quota:
         kept by the device      at most its share, since a hard budget was divided by what is kept
         sent to a tier          less than one storage more than its share; so are those sent to all tiers together
 
-    For what the tiers lack sums to the bytes still to come: a storage that the device cannot take finds another tier lacking.
+    The tiers together lack the bytes still to come: where the device cannot take a storage, another tier lacks some.
     Without an estimate, in a layer's first call, fractions are of the bytes saved so far.
 
     Args:

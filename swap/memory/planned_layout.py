@@ -22,6 +22,8 @@ from memo.mip.address import DEVICE, Buffer, Method, Problem, solve
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from memo.swap.memory.free_list import FreeList
+
 __all__ = ["Layout", "StepRecorder", "plan_layout"]
 
 PLAN_SECONDS = 1.0  # time limit of one plan; a step of 1,000 storages takes a few milliseconds
@@ -98,13 +100,21 @@ class StepRecorder:
             return number, None
         return number, layout.offsets[number]
 
+    def find(self, space: FreeList, nbytes: int) -> tuple[int, int | None]:
+        """Records a claim and allocates its planned place, or by first fit; returns its number and its offset.
+
+        The offset is None where `space` has no room.
+        """
+        number, planned = self.claim(nbytes)
+        if planned is not None:
+            if space.allocate_at(planned, nbytes):
+                return number, planned
+            self.misses += 1
+        return number, space.allocate(nbytes)
+
     def placed(self, number: int, offset: int) -> None:
         """Records the place that claim `number` was given."""
         self._lives[number].offset = offset
-
-    def missed(self) -> None:
-        """Counts a planned place that was still taken."""
-        self.misses += 1
 
     def release(self, number: int, step: int) -> None:
         """Records the release of claim `number`; ignores a claim of an earlier step."""

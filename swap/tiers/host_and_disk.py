@@ -111,8 +111,7 @@ class HostTier(_Ledger):
         if self._forgets_steps and not self.used:
             self._recorder = StepRecorder()
             self._forgets_steps = False
-        number, planned = self._recorder.claim(nbytes)
-        offset = self._offset(nbytes, planned)
+        number, offset = self._recorder.find(self._space, nbytes)
         if offset is None:
             self._was_full = True
             return None
@@ -128,13 +127,6 @@ class HostTier(_Ledger):
         self._recorder.placed(number, offset)
         self.take(nbytes)
         return _HostPlace(self, slab.memory[offset : offset + nbytes], offset, number)
-
-    def _offset(self, nbytes: int, planned: int | None) -> int | None:
-        if planned is not None:
-            if self._space.allocate_at(planned, nbytes):
-                return planned
-            self._recorder.missed()
-        return self._space.allocate(nbytes)
 
     def _grow_to(self, end: int) -> HostSlab | None:
         """Grows the slab so that its first `end` bytes may be used, and returns it; None where the pool has too few.
