@@ -21,6 +21,7 @@ from memo.manager.manager import Manager
 from memo.swap.backends.cpu import CpuBackend
 from memo.swap.disk.store import DiskStore
 from memo.swap.engine.engine import Engine
+from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.layers import find_layers
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
 
@@ -46,14 +47,20 @@ def model() -> Stack:
 
 
 def manage(
-    module: nn.Module, directory: Path, faults: Faults, *, host: int = 0, spill: bool = True, **options: Any
+    module: nn.Module,
+    directory: Path,
+    faults: Faults,
+    *,
+    host: int = 0,
+    when_full: WhenFull = WhenFull.SPILL,
+    **options: Any,
 ) -> Manager:
     backend = CpuBackend()
     store = DiskStore([directory], 1 << 20, block_bytes=1 << 14, open_file=faults.open, **options)
     tiers: list[Tier] = [DiskTier(store, 1 << 20)]
     if host:
         tiers.append(HostTier(backend, host))
-    return Manager(module, find_layers(module), Engine(backend, tiers, min_bytes=4096, spill=spill))
+    return Manager(module, find_layers(module), Engine(backend, tiers, min_bytes=4096, when_full=when_full))
 
 
 def three_steps(module: Stack, manager: Manager | None = None) -> Any:
@@ -147,7 +154,7 @@ def test_a_failed_write_warns_once_and_is_counted(tmp_path: Path) -> None:
 def test_on_full_raise_raises_although_the_host_has_room(tmp_path: Path) -> None:
     module = model()
     faults = Faults().fail("write", 1, errno=errno.ENOSPC)
-    manager = manage(module, tmp_path, faults, host=1 << 20, spill=False)
+    manager = manage(module, tmp_path, faults, host=1 << 20, when_full=WhenFull.RAISE)
     with pytest.raises(StoreWriteError, match="ENOSPC"):
         three_steps(module, manager)
     flush_autograd()
