@@ -93,13 +93,14 @@ class Actuator:
 
     def apply(self, setting: ActivationPlan | Setting, *, growth: float = 1.0) -> None:
         """Applies a plan or a setting from the next layer call on."""
+        rest_bytes = self.limits(growth).device_bytes
         if isinstance(setting, Setting):
             self._expect({})
-            self._engine.place({}, rest_bytes=self.limits(growth).device_bytes if setting.rest_stays else 0)
+            self._engine.place({}, rest_bytes=rest_bytes)
             self._tokenwise.choose({layer.name: setting.levels(number) for number, layer in enumerate(self._layers)})
         else:
             placements, chosen = settings_of(setting, self._layers)
-            self._engine.place(placements)
+            self._engine.place(placements, rest_bytes=rest_bytes)
             self._expect(dict(zip((Tier.HOST, Tier.DISK), lower_tier_nbytes(setting), strict=True)))
             self._tokenwise.choose(chosen)
         self._tokenwise.begin_forwards(self._layers)
@@ -194,6 +195,11 @@ class Actuator:
     def forget_peaks(self) -> None:
         """Forgets the peaks so far, without restarting the device's counter."""
         self._peaks.forget()
+
+    def take_lacking(self) -> tuple[int, int]:
+        """Bytes since the last call that were to go to the host and to the disk, and that no tier had room for."""
+        lacking = self._engine.take_lacking()
+        return lacking.get(Tier.HOST, 0), lacking.get(Tier.DISK, 0)
 
     def take_trials(self) -> int:
         """Number of trial recomputes of all layers since the last call."""

@@ -28,8 +28,6 @@ class Setting:
     saved: float = 0.0
     """Fraction of the tokens of every second pair of layers of which everything is moved, and nothing recomputed: beside
     layers at one level it shows what dividing takes, also where kinds of layers alternate."""
-    rest_stays: bool = False
-    """True: tensors for which no tier has room stay on the device, within its budget. False: that is an error."""
 
     def levels(self, number: int) -> TokenLevels:
         """Levels of the layer of this number, from 0."""
@@ -38,7 +36,7 @@ class Setting:
 
 
 SAFEST = Setting()
-MEASURING = Setting(rest_stays=True)
+MEASURING = Setting()
 """SAFEST while a plan may still come."""
 
 
@@ -128,6 +126,9 @@ class ActuatorProtocol(Protocol):
 
     def watch(self, *, closely: bool) -> None:
         """Measures device memory layer by layer from now on, or over whole steps."""
+
+    def take_lacking(self) -> tuple[int, int]:
+        """Bytes since the last call that were to go to the host and to the disk, and that no tier had room for."""
 
     def take_trials(self) -> int:
         """Number of trial recomputes since the last call."""
