@@ -151,6 +151,22 @@ def test_a_failed_write_warns_once_and_is_counted(tmp_path: Path) -> None:
     manager.close()
 
 
+def test_a_run_that_plans_itself_keeps_what_a_full_disk_refuses_and_no_host_takes(tmp_path: Path) -> None:
+    module = model()
+    faults = Faults().fail("write", 3, errno=errno.ENOSPC, sticky=True)
+    manager = manage(module, tmp_path, faults, when_full=WhenFull.STAY)
+    with pytest.warns(RuntimeWarning, match="no room .* it stays on the device"):
+        got = three_steps(module, manager)
+    assert_equal(got, three_steps(model()))
+    report = manager.report()
+    assert manager.stats.failed_writes > 1
+    assert report.stayed is not None
+    assert "since the disk tier was full" in str(report)
+    flush_autograd()
+    assert manager.stats.device_bytes == manager.stats.live_entries == 0
+    manager.close()
+
+
 def test_on_full_raise_raises_although_the_host_has_room(tmp_path: Path) -> None:
     module = model()
     faults = Faults().fail("write", 1, errno=errno.ENOSPC)
