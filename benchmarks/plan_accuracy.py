@@ -54,6 +54,7 @@ from memo.mip.activation.plan import ActivationPlan, ActivationProblem, LayerPla
 from memo.swap.backends.cpu import CpuBackend
 from memo.swap.backends.protocol import HostStamp
 from memo.swap.engine.engine import Engine
+from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.layers import find_layers
 from memo.swap.recompute.policy import Tapes
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
@@ -278,7 +279,7 @@ class Bench:
                 room = LAYERS * case.layer_bytes
                 disk = PacedDisk(room, write_bytes_per_s=case.disk_bytes_per_s, read_bytes_per_s=case.disk_bytes_per_s)
                 tiers.append(DiskTier(disk, room))
-        engine = Engine(backend, tiers, min_bytes=4096, tracer=self.tracer)
+        engine = Engine(backend, tiers, min_bytes=4096, when_full=WhenFull.STAY, tracer=self.tracer)
         tokenwise = Tapes(engine, TokenLevels(all=1.0))
         return Manager(self.model, find_layers(self.model), engine, tokenwise=tokenwise), engine, tokenwise
 

@@ -9,7 +9,8 @@ from memo.lazy import attach
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine as Engine
     from memo.swap.engine.layer_calls import Group as Group
-    from memo.swap.engine.spills import SpillFigures as SpillFigures
+    from memo.swap.engine.spills import Outcome as Outcome, SpillFigures as SpillFigures
+    from memo.swap.engine.tier_choice import WhenFull as WhenFull
     from memo.swap.layers import (
         Layer as Layer,
         LayerHook as LayerHook,
@@ -71,7 +72,8 @@ else:
         {
             "engine.engine": "Engine",
             "engine.layer_calls": "Group",
-            "engine.spills": "SpillFigures",
+            "engine.spills": "Outcome SpillFigures",
+            "engine.tier_choice": "WhenFull",
             "layers": "LayerHook Layer find_layers hook_forward",
             "memory.host_bytes": "claims_in_turn host_bytes_needed",
             "memory.host_memory": "available_host_bytes total_host_bytes",

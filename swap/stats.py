@@ -26,7 +26,7 @@ class Stats:
     bytes_disk: int = 0
     """Bytes written from the device to disk."""
     bytes_kept: int = 0
-    """Bytes that stayed on the device by placement."""
+    """Bytes that stayed on the device by placement, or for lack of room elsewhere."""
     bytes_reloaded: int = 0
     """Bytes copied back to the device."""
     bytes_forwarded: int = 0

@@ -218,6 +218,11 @@ class Actuator:
         """Forgets the peaks so far, without restarting the device's counter."""
         self._peaks.forget()
 
+    def take_lacking(self) -> tuple[int, int]:
+        """Bytes since the last call that were to go to the host and to the disk, and that no tier had room for."""
+        lacking = self._engine.take_lacking()
+        return lacking.get(Tier.HOST, 0), lacking.get(Tier.DISK, 0)
+
     def take_trials(self) -> int:
         """Number of trial recomputes of all layers since the last call."""
         before, self._trials = self._trials, self._tokenwise.trials_run

@@ -118,6 +118,9 @@ class ActuatorProtocol(Protocol):
     def watch(self, *, closely: bool) -> None:
         """Measures device memory layer by layer from now on, or over whole steps."""
 
+    def take_lacking(self) -> tuple[int, int]:
+        """Bytes since the last call that were to go to the host and to the disk, and that no tier had room for."""
+
     def take_trials(self) -> int:
         """Number of trial recomputes since the last call."""
 

@@ -16,6 +16,9 @@ layer's recompute is tried in it.
 A shape that comes later is planned before its first step, from the profile of the nearest shape: layer bytes, and
 device memory above what is in use between steps, are scaled with the tokens.
 
+Bytes of a planned step that no lower tier had room for are kept or recomputed by the engine, which never fails for it; the
+next plan leaves as many bytes of that tier free.
+
 Every step is compared with the device's budget, as long as the run lasts. One that exceeds it is told, again whenever it
 gets worse, and the next plan leaves that much free. Where a step without a plan exceeds it, or no plan fits, layers save
 their input alone.
@@ -165,7 +168,8 @@ class AutoPlan:
         ended = idle and may_end
         spare, spare_in_all = self._actuator.spare_bytes() if ended else (0, 0)
         asks = ended and self._trained and self._has_changed_pace()
-        states = self._all_gather((idle, ended, spare, spare_in_all, asks))
+        lacking = self._actuator.take_lacking() if ended else (0, 0)
+        states = self._all_gather((idle, ended, spare, spare_in_all, asks, lacking))
         if not all(state[0] for state in states):
             self._forwards += 1
             return
@@ -177,6 +181,7 @@ class AutoPlan:
                 spare=min(state[2] for state in states),
                 spare_in_all=min(state[3] for state in states),
                 changed_pace=any(state[4] for state in states),
+                lacking=(max(state[5][0] for state in states), max(state[5][1] for state in states)),
             )
         self._forwards, self._trained = 1, False
         if not self._observes:
@@ -228,7 +233,9 @@ class AutoPlan:
         cached = self._cache.current
         return self._checks_budget or cached is None or cached.phase is not Phase.SETTLED
 
-    def _end_step(self, cached: CachedPlan, *, spare: int, spare_in_all: int, changed_pace: bool) -> None:
+    def _end_step(
+        self, cached: CachedPlan, *, spare: int, spare_in_all: int, changed_pace: bool, lacking: tuple[int, int]
+    ) -> None:
         """Evaluates the step that has ended.
 
         Args:
@@ -237,10 +244,14 @@ class AutoPlan:
                 fewest; negative if it went above.
             spare_in_all: the same until now.
             changed_pace: on some rank, settled steps have come to take another time.
+            lacking: bytes that the host and the disk had no room for, on the rank with the most of each.
         """
         if spare_in_all < 0:
             self._warn_excess(-spare_in_all, after_backward=spare >= 0)
-        if not self._observes and spare >= 0:
+        lacks = cached.plan is not None and any(lacking) and cached.short_plans < MAX_CORRECTIONS
+        if lacks:
+            _leave_free(cached, lacking)
+        if not self._observes and spare >= 0 and not lacks:
             if changed_pace:
                 cached.phase = Phase.CHECKING
                 self._apply(cached)
@@ -253,6 +264,8 @@ class AutoPlan:
         self._checks_budget = False
         if spare < 0 and cached.plan is not None:
             self._plan_smaller(cached, max(self._all_gather(peak)), excess=-spare)
+        elif lacks:
+            self._plan_with_less_room(cached)
         elif cached.phase is Phase.WARM_UP:
             cached.phase = Phase.PROFILING
             self._actuator.prepare_host()
@@ -428,8 +441,8 @@ class AutoPlan:
             hardware=self._hardware,
             budgets=Budgets(
                 device_bytes=max(0, room - cached.margin_bytes - unmeasured_bytes),
-                host_bytes=limits.host_bytes,
-                disk_bytes=limits.disk_bytes,
+                host_bytes=max(0, limits.host_bytes - cached.host_margin_bytes),
+                disk_bytes=max(0, limits.disk_bytes - cached.disk_margin_bytes),
             ),
             pipeline=self._pipeline(cached.calls),
         )
@@ -551,6 +564,15 @@ class AutoPlan:
         except MemoError as error:
             self._give_up(cached, str(error))
 
+    def _plan_with_less_room(self, cached: CachedPlan) -> None:
+        """Plans again after a step in which a lower tier lacked room; keeps the plan if none can be made."""
+        try:
+            self._plan(cached)
+        except MemoError as error:
+            cached.short_plans = MAX_CORRECTIONS
+            self._settle(cached)
+            self._warn("no-plan", f"the plan stays as it is: {error}")
+
     def _correct(self, cached: CachedPlan, profile: Profile) -> None:
         """Plans again from a corrected profile; keeps the plan if none can be made."""
         cached.corrections += 1
@@ -604,6 +626,16 @@ def _state(cached: CachedPlan) -> str:
         return f"the next step is compared with the plan's prediction, {seconds}"
     measured = "" if cached.measured_s is None else f", {format_duration(cached.measured_s)} measured"
     return f"the plan holds, {seconds}{measured}"
+
+
+def _leave_free(cached: CachedPlan, lacking: tuple[int, int]) -> None:
+    """Has the next plan leave the bytes free that the host and the disk lacked, and one storage more for rounding."""
+    assert cached.profile is not None
+    cached.short_plans += 1
+    largest = max(layer.largest_storage_bytes for layer in cached.profile.classes)
+    host, disk = (nbytes + largest if nbytes else 0 for nbytes in lacking)
+    cached.host_margin_bytes += host
+    cached.disk_margin_bytes += disk
 
 
 def _speed(profile: Profile, measured: Profile) -> float:

@@ -76,6 +76,12 @@ class CachedPlan:
     """Calls of each layer in a step: its microbatches."""
     margin_bytes: int = 0
     """Bytes by which a measured peak was above its prediction; the next plan leaves them free."""
+    host_margin_bytes: int = 0
+    """Bytes that the host tier lacked in steps by a plan; the next plan leaves them free."""
+    disk_margin_bytes: int = 0
+    """The same of the disk tier."""
+    short_plans: int = 0
+    """Plans made since a lower tier lacked room in a step by the one before."""
     others_bytes: int = 0
     """Most device memory in use for anything but saved tensors, as the plan assumed."""
     spare_bytes: int = 0

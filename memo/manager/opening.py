@@ -20,7 +20,7 @@ from memo.manager.plan_source import FixedPlan, FixedSetting, PlanSource, checke
 from memo.manager.resources import Room, device_of, open_recorder, open_tiers
 from memo.mip.activation import lower_tier_nbytes
 from memo.parallel import PipelineOrder, gather_values, group_of
-from memo.swap import Bans, Engine, Layer, Setting, Tapes
+from memo.swap import Bans, Engine, Layer, Setting, Tapes, WhenFull
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,8 @@ __all__ = ["OnFull", "Opening", "Parts"]
 _Path = str | os.PathLike[str]
 
 OnFull = Literal["spill", "raise", "recompute"]
-"""Response to a full tier: use the next tier, raise, or use the next tier and recompute layers when all are full."""
+"""Response to a full tier: use the next tier, raise, or use the next tier and recompute layers when all are full. A run
+that makes its plans itself never raises, whichever it is."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +135,7 @@ class Opening:
             backend,
             tiers,
             min_bytes=self.min_bytes,
-            spill=self.on_full != "raise",
+            when_full=WhenFull.STAY if self.automatic else WhenFull[self.on_full.upper()],
             codec=self.codec,
             tracer=recorder,
         )
@@ -143,7 +144,6 @@ class Opening:
         tokenwise = Tapes(
             engine,
             self.setting,
-            repeats_when_full=self.on_full == "recompute",
             exact=self.exact,
             bans=self.bans,
             verify=self.verify,

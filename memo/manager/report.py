@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import html
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from memo.events import StallCause, Tier, UseKind
+from memo.swap import Outcome
 from memo.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -153,6 +155,17 @@ class TokenWiseUse:
         return lines
 
 
+def _lack_of_room(treatment: str, figures: SpillFigures | None) -> list[str]:
+    """Formats one line of bytes that found no room; none where there were none."""
+    if figures is None:
+        return []
+    worst = figures.worst
+    return [
+        f"{treatment} for lack of room: {format_bytes(figures.nbytes)} of {figures.layers} layers in {figures.steps} steps, "
+        f"since the {worst.layer.full} tier was full; most in step {worst.step}, {format_bytes(worst.nbytes)}"
+    ]
+
+
 def _by_reason(treatment: str, layers: dict[str, str]) -> list[str]:
     """Formats one line for each reason."""
     lines = []
@@ -197,6 +210,10 @@ class Report:
     """Storages whose backward is still to come."""
     spills: SpillFigures | None = None
     """Bytes that went to a further tier, the step with the most of them and its layer; None: none did."""
+    stayed: SpillFigures | None = None
+    """Bytes that stayed on the device since no tier had room."""
+    recomputed_for_room: SpillFigures | None = None
+    """Bytes that no tier had room for, so that their layers were recomputed whole."""
     tokenwise: TokenWiseUse | None = None
     """None: no recompute."""
     coded: CodecUse | None = None
@@ -220,10 +237,10 @@ class Report:
         tokenwise: Tapes | None = None,
         plan: PlanOutcome | None = None,
         unseen: Mapping[str, str] | None = None,
-        spills: SpillFigures | None = None,
+        spills: Mapping[Outcome, SpillFigures] = MappingProxyType({}),
     ) -> Report:
         """Reads the counters of `engine`."""
-        stats = engine.stats
+        stats, stayed = engine.stats, spills.get(Outcome.STAYED)
         moved = {Tier.HOST: stats.bytes_host, Tier.DISK: stats.bytes_disk}
         return cls(
             layers=layers,
@@ -244,7 +261,7 @@ class Report:
             saved_peak_bytes=stats.peak_saved_bytes,
             saved_tensors=stats.packed,
             deduplicated=stats.deduplicated,
-            kept_bytes=stats.bytes_kept,
+            kept_bytes=stats.bytes_kept - (0 if stayed is None else stayed.nbytes),
             reloaded_bytes=stats.bytes_reloaded,
             uses=dict(stats.uses),
             cancelled=stats.cancelled,
@@ -258,7 +275,9 @@ class Report:
             disk=disk,
             plan=plan,
             unseen=dict(unseen or {}),
-            spills=spills,
+            spills=spills.get(Outcome.SPILLED),
+            stayed=stayed,
+            recomputed_for_room=spills.get(Outcome.RECOMPUTED),
         )
 
     @classmethod
@@ -375,6 +394,8 @@ class Report:
                 f"spilled: {format_bytes(self.spills.nbytes)} in {self.spills.steps} steps, most in step {worst.step}, "
                 f"{format_bytes(worst.nbytes)}: {worst.layer}"
             )
+        lines += _lack_of_room("stayed on the device", self.stayed)
+        lines += _lack_of_room("recomputed whole", self.recomputed_for_room)
         if self.coded is not None:
             lines.append(self.coded.line())
         if self.kept_bytes:

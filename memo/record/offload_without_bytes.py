@@ -102,6 +102,7 @@ class _UnboundedTier:
     lane_in = Lane.H2D
     budget: int | None = None
     obtainable: int | None = None
+    free: int | None = None
 
     def __init__(self) -> None:
         self.used = 0

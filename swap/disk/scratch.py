@@ -98,22 +98,13 @@ class ScratchSpace:
         with self._lock:
             if not self._claims:
                 self._recorder.end_step(BLOCK_ALIGN, self._free.capacity)
-            number, planned = self._recorder.claim(nbytes)
-            offset = self._place(nbytes, planned)
+            number, offset = self._recorder.find(self._free, nbytes)
+            if offset is None and self._growing and self._grow(nbytes):
+                offset = self._free.allocate(nbytes)
             if offset is None:
                 return None
             self._claims[offset] = number, self._recorder.step
         return DiskExtent(offset, -(-nbytes // BLOCK_ALIGN) * BLOCK_ALIGN)
-
-    def _place(self, nbytes: int, planned: int | None) -> int | None:
-        if planned is not None:
-            if self._free.allocate_at(planned, nbytes):
-                return planned
-            self._recorder.missed()
-        offset = self._free.allocate(nbytes)
-        if offset is None and self._growing and self._grow(nbytes):
-            offset = self._free.allocate(nbytes)
-        return offset
 
     def release(self, extent: DiskExtent) -> None:
         """Releases the range.

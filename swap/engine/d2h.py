@@ -33,6 +33,7 @@ import torch
 from memo.errors import StoreWriteError
 from memo.events import StallCause, Tier as TierName
 from memo.swap.engine.saved_storage import AWAY, LEAVING, LIVE, by_home
+from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.engine.token_prefix import pack_prefixes
 from memo.swap.kept import is_kept
 
@@ -137,7 +138,7 @@ class CopyOut:
             return
         place = self._tier_choice.claim(saved, nbytes)
         if place is None:
-            return  # it stays, by plan
+            return  # it stays, by plan or for lack of room
         saved.place = place
         if prefix is not None:
             self._pack_prefixes([saved])
@@ -172,6 +173,14 @@ class CopyOut:
                 written = self._order.written(home)  # one event for them all
                 for saved in there:
                     self._send(saved, written)
+
+    def drop_recomputed(self, group: Group) -> None:
+        """Releases the sources of a group's storages that are recomputed whole; the others wait for another layer."""
+        for saved in group.living():
+            prefix = saved.prefix
+            if saved.state is LIVE and saved.source is not None and prefix is not None and not prefix.head_nbytes:
+                saved.move_to(LEAVING)
+                self._drop_source(saved)
 
     def _pack_prefixes(self, waiting: Iterable[SavedStorage]) -> None:
         """Packs moving tokens that are not contiguous; the packed blocks stay until their sources are released."""
@@ -248,19 +257,25 @@ class CopyOut:
         except StoreWriteError as error:
             if not self._copy_elsewhere(saved, str(error)):
                 raise  # the error in no other frame: a cycle with it would keep this forward's graph, and its failed copies
-        coded = saved.coded
+        coded, stats = saved.coded, self._telemetry.stats
         if coded is not None:
-            if coded.needs_exact():
+            if saved.state is not LIVE and coded.needs_exact():
                 self._copy_exact(saved)
-            self._telemetry.stats.device_bytes -= coded.drop(self._telemetry.stats)
-        saved.source, stats = None, self._telemetry.stats
+            stats.device_bytes -= coded.drop(stats)
         if saved.prefix is not None:
             stats.device_bytes -= saved.prefix.drop_packed()
+        if saved.state is LIVE:  # no other tier has room, and it may stay
+            saved.coded = None
+            return
+        saved.source = None
         stats.device_bytes -= saved.nbytes
         saved.move_to(AWAY)
 
     def _copy_elsewhere(self, saved: SavedStorage, error: str) -> bool:
-        """Copies a storage whose write failed to another tier; False where none has room, with the source still held."""
+        """Copies a storage whose write failed to another tier; False where none has room, with the source still held.
+
+        Where it may stay on the device it does, and is LIVE: unless other ranks release its source now, too.
+        """
         stats = self._telemetry.stats
         stats.failed_writes += 1
         failed = saved.place
@@ -269,15 +284,18 @@ class CopyOut:
         saved.move_to(LIVE)
         saved.place = saved.out = None
         failed.release()
-        place = self._tier_choice.claim_elsewhere(saved.place_nbytes, than=failed.tier)
+        place = self._tier_choice.claim_elsewhere(saved, than=failed.tier)
         if place is None:
-            return False
+            if self._tier_choice.when_full is not WhenFull.STAY or _is_shared(saved):
+                return False
+            self._tier_choice.stays(saved, saved.moving_nbytes, full=failed.tier.name)
+            return True
         self._telemetry.warn("disk-write", f"{error}; the bytes went to the {place.tier.name} tier instead")
         self._copy_again(saved, place)
         return True
 
     def _copy_exact(self, saved: SavedStorage) -> None:
-        """Copies a storage as it is, in the place of its codes: a value could not be coded."""
+        """Copies a storage as it is, in the place of its codes: a value could not be coded. LIVE where it stays."""
         coded_place = saved.place
         assert coded_place is not None
         place = self._tier_choice.claim_exact(saved, like=coded_place.tier)
@@ -285,8 +303,9 @@ class CopyOut:
         self._telemetry.left(saved, coded_place.tier.name, -1)
         self._telemetry.stats.coded_exact += 1
         coded_place.release()
-        saved.coded = None
-        self._copy_again(saved, place)
+        saved.coded = saved.place = saved.out = None
+        if place is not None:
+            self._copy_again(saved, place)
 
     def _copy_again(self, saved: SavedStorage, place: Place) -> None:
         """Copies what moves of a storage, or its codes, to another place, and orders the home stream after that."""

@@ -30,10 +30,10 @@ from memo.swap.engine.handles import Handle, Kept, Sharded
 from memo.swap.engine.layer_calls import LayerCalls
 from memo.swap.engine.release import Release
 from memo.swap.engine.saved_storage import BACK, UNCHANGED, Hold, SavedStorage, content_of
-from memo.swap.engine.spills import SpillFigures, Spills
+from memo.swap.engine.spills import Outcome, SpillFigures, Spills
 from memo.swap.engine.stream_order import StreamOrder
 from memo.swap.engine.telemetry import Telemetry
-from memo.swap.engine.tier_choice import TierChoice
+from memo.swap.engine.tier_choice import TierChoice, WhenFull
 from memo.swap.tensor_kinds import argument_storages, has_hidden_state, has_storage, is_sharded, layer_input, local_part
 from memo.swap.tiers.device import DeviceTier
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import Any
 
-    from memo.events import Tracer
+    from memo.events import Tier as TierName, Tracer
     from memo.kernels import Codec
     from memo.swap.backends.protocol import Backend
     from memo.swap.engine.handles import Packed
@@ -69,7 +69,7 @@ class Engine:
         backend: the device and its copy lanes.
         tiers: destinations, tried in order.
         min_bytes: smaller storages stay on the device.
-        spill: a full tier passes storages on to the next one; without it a full first choice is an error.
+        when_full: response to a full tier.
         prefetch_bytes: the most bytes reloaded ahead of backward; None: one layer.
         late_bytes: the most bytes of sources that stay on the device because only a host thread can wait for their copies
             out; None: one layer.
@@ -84,7 +84,7 @@ class Engine:
         tiers: Sequence[Tier],
         *,
         min_bytes: int,
-        spill: bool = True,
+        when_full: WhenFull = WhenFull.SPILL,
         prefetch_bytes: int | None = None,
         late_bytes: int | None = None,
         codec: Codec | None = None,
@@ -111,9 +111,10 @@ class Engine:
         self._tier_choice = TierChoice(
             tiers,
             DeviceTier(backend, self._stats),
-            spill=spill,
+            when_full=when_full,
             stats=self._stats,
             spills=self._spills,
+            warn=telemetry.warn,
             make_room=release.clear_limbo,
         )
         self._copy_out = CopyOut(backend, order, self._tier_choice, release, telemetry=telemetry, late_bytes=late_bytes)
@@ -146,7 +147,8 @@ class Engine:
 
         Args:
             placements: by layer number; replaces all earlier ones.
-            rest_bytes: bytes that no tier has room for stay on the device while it holds at most this many.
+            rest_bytes: with STAY, bytes that no tier has room for stay on the device while it holds at most this many;
+                more of them only if they cannot be recomputed.
 
         Raises:
             UsageError: a placement sends bytes to a tier that is not there; nothing changes.
@@ -243,6 +245,8 @@ class Engine:
                 hidden = layer_input(args, kwargs)
                 group.hidden_values = 0 if hidden is None else local_part(hidden).numel()
             group.quota = self._tier_choice.quota(layer)
+            if self.when_full is WhenFull.STAY and not last:
+                group.may_lack_room = self._tier_choice.may_lack_room(layer)
             self._layer_calls.open = group
             if last:
                 self._reload.prefetch_first()
@@ -288,15 +292,40 @@ class Engine:
             group.together = any(prefix.call.together for prefix in prefixes.values())
             if not group.wait_for_next:
                 self._copy_out.send_living(group)
+            elif self.when_full is WhenFull.STAY:
+                self._copy_out.drop_recomputed(group)
 
-    def has_room(self, group: Group, prefixes: Mapping[SavedStorage, TokenPrefix], *, besides: Sequence[int]) -> bool:
-        """True if a held group's moving bytes, and blocks of the sizes in `besides`, fit into the tiers now.
+    @property
+    def when_full(self) -> WhenFull:
+        """Response to a full tier."""
+        return self._tier_choice.when_full
 
-        Claims the room to find out, and gives it back at once.
+    def lacking_nbytes(
+        self, group: Group, prefixes: Mapping[SavedStorage, TokenPrefix], *, besides: Sequence[int]
+    ) -> int:
+        """Bytes of a held group that move and find no room now; 0: all do.
+
+        Args:
+            group: the group.
+            prefixes: its storages of which only the first tokens move.
+            besides: sizes of blocks that must have room too; not with STAY.
         """
         with self._lock:
             sizes = [saved.nbytes if saved not in prefixes else prefixes[saved].head_nbytes for saved in group.living()]
-            return self._tier_choice.fit(sizes, group.quota, besides=besides)
+            return self._tier_choice.lacking_nbytes(group, sizes, besides=besides)
+
+    def recomputes_for_room(self, group: Group, lacking_nbytes: int) -> None:
+        """Counts a held group's layer as recomputed whole, since `lacking_nbytes` of it found no room."""
+        with self._lock:
+            self._tier_choice.recomputes(group, lacking_nbytes)
+
+    def take_lacking(self) -> dict[TierName, int]:
+        """Bytes since the last call that no tier had room for, by the tier that was to have them.
+
+        They stayed on the device, or their layer was recomputed whole.
+        """
+        with self._lock:
+            return self._spills.take_lacking()
 
     def end_forwards(self) -> None:
         """Call after a forward; tensors saved later stay on the device."""
@@ -460,8 +489,8 @@ class Engine:
 
     # Ends.
 
-    def spills(self, step: int) -> SpillFigures | None:
-        """What tiers had no room for so far; None where there was nothing. `step` is that under way."""
+    def spills(self, step: int) -> Mapping[Outcome, SpillFigures]:
+        """What tiers had no room for so far, by what became of it. `step` is that under way."""
         with self._lock:
             return self._spills.figures(step)
 

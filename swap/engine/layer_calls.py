@@ -45,9 +45,11 @@ class Group:
         "hidden_values",
         "index",
         "key",
+        "may_lack_room",
         "module",
         "nbytes",
         "quota",
+        "recomputed_for_room",
         "saved",
         "together",
         "wait_for_next",
@@ -67,6 +69,8 @@ class Group:
         self.external: set[torch.UntypedStorage] = set()  # of the layer's arguments but its hidden states: these stay
         self.hidden_values = 0  # of the hidden states that the layer was called with; counted where a codec is chosen
         self.quota: Quota | None = None  # bytes due to each tier; None: the first tier with room
+        self.may_lack_room = False  # tiers and device may be too full for what the call saves
+        self.recomputed_for_room = False  # what it saves is less than the layer's setting says
         self.began: Began | None = None  # begin of its forward, where there is a trace
 
     def living(self) -> list[SavedStorage]:

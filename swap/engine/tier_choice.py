@@ -1,21 +1,25 @@
 """Tier choice: the tier that a storage is copied to, the first with room or the one of its layer's placement (R8).
 
-It owns the tiers' order, the placements and their quotas, and the error when no tier has room. It does not own the bytes:
-whoever gets a place fills it and gives it back. Not thread-safe: callers hold the engine lock, except for `place`.
+It owns the tiers' order, the placements and their quotas, and the response to full tiers (`WhenFull`). It does not own the
+bytes: whoever gets a place fills it and gives it back. Not thread-safe: callers hold the engine lock, except for `place`.
 """
 
 from __future__ import annotations
 
+import enum
+import math
 from typing import TYPE_CHECKING
 
 from memo.errors import HostBudgetExceeded, ScratchFull, SwapError, UsageError
 from memo.events import Tier as TierName
+from memo.swap.memory.page_aligned import PAGE_BYTES, whole_pages
 from memo.swap.placement import Quota
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from memo.swap.engine.layer_calls import Group
     from memo.swap.engine.saved_storage import SavedStorage
     from memo.swap.engine.spills import Spills
     from memo.swap.placement import Placement
@@ -23,7 +27,21 @@ if TYPE_CHECKING:
     from memo.swap.tiers.device import DeviceTier
     from memo.swap.tiers.protocol import Place, Tier
 
-__all__ = ["TierChoice"]
+__all__ = ["TierChoice", "WhenFull"]
+
+
+class WhenFull(enum.Enum):
+    """Response to a full tier. Except for STAY it is an error where no tier has room for a storage."""
+
+    RAISE = enum.auto()
+    """An error, although another tier may have room."""
+    SPILL = enum.auto()
+    """The next tier with room takes the bytes."""
+    RECOMPUTE = enum.auto()
+    """The next tier; a layer that no tier has room for is recomputed whole and moves its input alone."""
+    STAY = enum.auto()
+    """The next tier, then the device within `rest_bytes`; a layer that neither has room for is recomputed whole, and what
+    cannot be recomputed stays on the device all the same."""
 
 
 class TierChoice:
@@ -32,9 +50,10 @@ class TierChoice:
     Args:
         tiers: destinations in the order they are tried.
         on_device: takes the kept prefixes of storages whose other tokens are recomputed; whole storages just stay.
-        spill: a full tier passes storages on to the next; otherwise it is an error.
+        when_full: response to a full tier.
         stats: counters to update.
-        spills: what found no room in its tier and went to another.
+        spills: what found no room in its tier.
+        warn: warns once of each cause.
         make_room: called before a tier is taken for full, since copies of dropped storages may still hold some of it.
     """
 
@@ -43,16 +62,18 @@ class TierChoice:
         tiers: Sequence[Tier],
         on_device: DeviceTier,
         *,
-        spill: bool,
+        when_full: WhenFull,
         stats: Stats,
         spills: Spills,
+        warn: Callable[[str, str], None],
         make_room: Callable[[], None],
     ) -> None:
         self._tiers = tiers
         self._first = tiers[0]
-        self._spill = spill
+        self.when_full = when_full
         self._stats = stats
         self._spills = spills
+        self._warn = warn
         self._make_room = make_room
         # For each tier: that tier, then the others in order, for when it is full.
         self._beginning_with: dict[TierName, list[Tier]] = {
@@ -60,7 +81,8 @@ class TierChoice:
         }
         self._placements: dict[int, Placement] = {}
         self._rest_bytes = 0
-        self._saved_nbytes: dict[int, int] = {}  # bytes that the latest call of each placed layer saved
+        self._saved_nbytes: dict[int, int] = {}  # bytes that the latest full call of each placed layer saved
+        self._largest_nbytes = 0  # of one storage of a placed layer
         self._latest: tuple[int, Quota] | None = None  # the layer that began last, and its quota
 
     def place(self, placements: Mapping[int, Placement], *, rest_bytes: int = 0) -> None:
@@ -79,6 +101,7 @@ class TierChoice:
         self._placements = dict(placements)
         self._rest_bytes = rest_bytes
         self._saved_nbytes.clear()  # at other recompute levels a layer saves something else
+        self._largest_nbytes = 0
 
     def quota(self, layer: int) -> Quota | None:
         """Returns the quota of a call of `layer` that begins now; None for a layer without a placement.
@@ -98,10 +121,10 @@ class TierChoice:
         return quota
 
     def claim(self, saved: SavedStorage, nbytes: int) -> Place | None:
-        """Claims room for the `nbytes` of `saved` that move, or for their codes; None where it stays on the device, by plan.
+        """Claims room for the `nbytes` of `saved` that move, or for their codes; None where it stays on the device.
 
         Raises:
-            HostBudgetExceeded, ScratchFull: no tier has room; nothing is claimed.
+            HostBudgetExceeded, ScratchFull: no tier has room, and it may not stay; nothing is claimed.
         """
         quota, room = saved.group.quota, saved.place_nbytes
         if quota is None:
@@ -112,66 +135,124 @@ class TierChoice:
         else:
             chosen = quota.choose(nbytes)
             tiers = self._beginning_with[chosen]
-            self._saved_nbytes[saved.group.key[0]] = quota.nbytes
+            if not saved.group.recomputed_for_room:
+                self._saved_nbytes[saved.group.key[0]] = quota.nbytes
+                self._largest_nbytes = max(self._largest_nbytes, nbytes)
         if chosen is not TierName.DEVICE:
-            try:
-                return self._claim(saved, room, tiers)
-            except (HostBudgetExceeded, ScratchFull):
-                if not self._may_stay(quota):
-                    raise
-                if quota is not None:
-                    quota.keeps_instead(chosen, nbytes)
+            place = self._claim(saved, room, tiers)
+            if place is not None:
+                return place
+            owed = 0.0 if quota is None or self.when_full is WhenFull.RAISE else quota.unkept_nbytes
+            if not owed or self.when_full is WhenFull.STAY:
+                self._stay_or_raise(saved, nbytes, tiers)
+            # Rounding to whole storages moved more than planned. What the device keeps above its share is no part of it.
+            if quota is not None and owed and (owed >= nbytes or self.when_full is not WhenFull.STAY):
+                quota.keeps_instead(chosen, nbytes)
         saved.coded = None  # what the device keeps is exact
         if saved.prefix is None:
             self._stats.bytes_kept += nbytes
             return None
-        return self._claim(saved, nbytes, self._beginning_with[TierName.DEVICE])
+        return self._beginning_with[TierName.DEVICE][0].claim(nbytes)
 
-    def _may_stay(self, quota: Quota | None) -> bool:
-        """True if the device has room, or holds too little since rounding to whole storages moved more than planned."""
-        owed = quota is not None and quota.unkept_nbytes > 0
-        return self._spill and (owed or self._stats.device_bytes <= self._rest_bytes)
+    def claim_elsewhere(self, saved: SavedStorage, *, than: Tier) -> Place | None:
+        """Claims room for what moves of `saved` in another tier than the one whose write failed; None: there is none."""
+        others = [] if self.when_full is WhenFull.RAISE else [tier for tier in self._tiers if tier is not than]
+        return _first_place(others, saved.place_nbytes)
 
-    def claim_elsewhere(self, nbytes: int, *, than: Tier) -> Place | None:
-        """Claims room in another tier than the failed one; None where there is none, or without `spill`."""
-        others = [tier for tier in self._tiers if tier is not than] if self._spill else []
-        return _first_place(others, nbytes)
-
-    def claim_exact(self, saved: SavedStorage, *, like: Tier) -> Place:
-        """Claims room, beginning with the tier `like`, for a storage that moves again as it is.
+    def claim_exact(self, saved: SavedStorage, *, like: Tier) -> Place | None:
+        """Claims room, beginning with the tier `like`, for a storage that moves again as it is; None where it stays.
 
         Raises:
-            HostBudgetExceeded, ScratchFull: no tier has room; nothing is claimed.
+            HostBudgetExceeded, ScratchFull: no tier has room, and it may not stay; nothing is claimed.
         """
-        return self._claim(saved, saved.moving_nbytes, self._beginning_with[like.name])
+        tiers, nbytes = self._beginning_with[like.name], saved.moving_nbytes
+        place = self._claim(saved, nbytes, tiers)
+        if place is None:
+            self._stay_or_raise(saved, nbytes, tiers)
+        return place
 
-    def fit(self, sizes: Sequence[int], quota: Quota | None, *, besides: Sequence[int]) -> bool:
-        """True if storages of `sizes` bytes under `quota`, and blocks of `besides` bytes, have room now.
+    def stays(self, saved: SavedStorage, nbytes: int, *, full: TierName) -> None:
+        """Counts bytes that no tier has room for and that stay on the device; warns once where it has no room either."""
+        self._spills.add(saved.group, nbytes, full, TierName.DEVICE)
+        if self._stats.device_bytes + nbytes > self._rest_bytes:
+            self._warn(
+                "no-room", f"{_no_room(saved, nbytes, self._tiers, present=self._present)}; it stays on the device"
+            )
 
-        Claims the room to find out, and gives it back at once.
+    def recomputes(self, group: Group, lacking_nbytes: int) -> None:
+        """Counts bytes of a group that no tier has room for, so that its layer is recomputed whole."""
+        group.recomputed_for_room = True
+        missing = {} if group.quota is None else group.quota.missing
+        full = max(self._tiers, key=lambda tier: missing.get(tier.name, 0.0))  # the first of equals
+        self._spills.add(group, lacking_nbytes, full.name, None)
+
+    def may_lack_room(self, layer: int) -> bool:
+        """True where a call of `layer` that begins now may need more room than tiers and device have, by its last call."""
+        placement = self._placements.get(layer)
+        if placement is None:
+            return False
+        saved = self._saved_nbytes.get(layer, placement.nbytes)
+        lacking = saved * (1 - placement.kept) + self._largest_nbytes - self._free_nbytes()
+        return lacking > 0 and self._stats.device_bytes + saved + lacking > self._rest_bytes
+
+    def lacking_nbytes(self, group: Group, sizes: Sequence[int], *, besides: Sequence[int]) -> int:
+        """Bytes of storages of `sizes` bytes that have no room now; 0: all have.
+
+        Args:
+            group: theirs.
+            sizes: bytes that move of each, if they go by the group's quota.
+            besides: blocks that later layers need in any case; not counted with STAY.
         """
-        if quota is not None:
-            trial = quota.copy()
-            sizes = [nbytes for nbytes in sizes if nbytes and trial.choose(nbytes) is not TierName.DEVICE]
+        if self.when_full is WhenFull.STAY:
+            return self._lacking_nbytes(group, sizes)
         self._make_room()
-        places = [_first_place(self._tiers, nbytes) for nbytes in (*sizes, *besides) if nbytes]
+        wanted = [nbytes for nbytes in (*_moving(group.quota, sizes), *besides) if nbytes]
+        places = [_first_place(self._tiers, nbytes) for nbytes in wanted]  # claimed to find out, and given back at once
         for place in places:
             if place is not None:
                 place.release()
-        return None not in places
+        return sum(nbytes for nbytes, place in zip(wanted, places, strict=True) if place is None)
 
-    def _claim(self, saved: SavedStorage, nbytes: int, tiers: Sequence[Tier]) -> Place:
-        tiers = tiers if self._spill else tiers[:1]
+    def _lacking_nbytes(self, group: Group, sizes: Sequence[int]) -> int:
+        """The same of tiers, where they and the device lack room, by their sums alone."""
+        if group.nbytes + PAGE_BYTES * len(group.saved) <= self._free_nbytes() or group.wait_for_next:
+            return 0
+        self._make_room()
+        lacking = sum(map(whole_pages, _moving(group.quota, sizes))) - self._free_nbytes()
+        return 0 if self._stats.device_bytes + lacking <= self._rest_bytes else max(0, int(lacking))
+
+    def _free_nbytes(self) -> float:
+        return sum(math.inf if tier.free is None else tier.free for tier in self._tiers)
+
+    def _claim(self, saved: SavedStorage, nbytes: int, tiers: Sequence[Tier]) -> Place | None:
+        """Claims room in the first of `tiers`, or where it is full and may be left in the first with room."""
         place = tiers[0].claim(nbytes)
         if place is None:
             self._make_room()
-            place = _first_place(tiers, nbytes)
-            if place is None:
-                raise _no_room(saved, nbytes, tiers, present=[tier.name for tier in self._tiers])
-            if place.tier is not tiers[0]:
+            place = _first_place(tiers[:1] if self.when_full is WhenFull.RAISE else tiers, nbytes)
+            if place is not None and place.tier is not tiers[0]:
                 self._stats.spilled += 1
                 self._spills.add(saved.group, nbytes, tiers[0].name, place.tier.name)
         return place
+
+    def _stay_or_raise(self, saved: SavedStorage, nbytes: int, tiers: Sequence[Tier]) -> None:
+        """Counts a storage that no tier has room for as staying, or raises."""
+        if self.when_full is not WhenFull.STAY:
+            tiers = tiers[:1] if self.when_full is WhenFull.RAISE else tiers
+            raise _no_room(saved, saved.place_nbytes, tiers, present=self._present)
+        self.stays(saved, nbytes, full=tiers[0].name)
+
+    @property
+    def _present(self) -> list[TierName]:
+        return [tier.name for tier in self._tiers]
+
+
+def _moving(quota: Quota | None, sizes: Sequence[int]) -> list[int]:
+    """The sizes that move by a quota."""
+    if quota is None:
+        return [*sizes]
+    trial = quota.copy()
+    return [nbytes for nbytes in sizes if nbytes and trial.choose(nbytes) is not TierName.DEVICE]
 
 
 def _first_place(tiers: Sequence[Tier], nbytes: int) -> Place | None:

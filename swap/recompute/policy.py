@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from memo.errors import UsageError
 from memo.lru import LRU
 from memo.swap.engine.handles import Guard, Kept, Sharded
+from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.engine.token_prefix import Rows, TokenPrefix
 from memo.swap.layers import Layer, is_gathered_whole
 from memo.swap.recompute.choice import single_level
@@ -56,7 +57,6 @@ class Tapes:
     Args:
         engine: packs what moves; its `pack` is replaced by this object's while a forward runs.
         default: setting of layers that `choose` has not named.
-        repeats_when_full: repeats all that can be where no tier has room for a layer's tensors.
         bans: layer -> operators that the user keeps or repeats by name.
         exact: refuses token ranges whose replay differs by as much as a rounding; whole storages never do.
         verify: compares by checksums what replays read with what it was in the forward.
@@ -68,7 +68,6 @@ class Tapes:
         engine: Engine,
         default: Setting,
         *,
-        repeats_when_full: bool = False,
         exact: bool = False,
         bans: Mapping[str, Bans] | None = None,
         verify: bool = False,
@@ -84,7 +83,6 @@ class Tapes:
         self._engine = engine
         self._chosen: dict[str, Setting] = {}
         self._bans = dict(bans or {})
-        self._repeats_when_full = repeats_when_full
         self._verify = verify
         self._open: OpenCall | None = None
         self._position: dict[str, int] = {}
@@ -132,7 +130,7 @@ class Tapes:
     @property
     def is_idle(self) -> bool:
         """True where all tensors move whole anyway."""
-        return not self._repeats_when_full and all(
+        return self._engine.when_full is not WhenFull.RECOMPUTE and all(
             _moves_all(setting) for setting in (self.default, *self._chosen.values())
         )
 
@@ -206,7 +204,7 @@ class Tapes:
     def _why_no_tape(self, name: str) -> str:
         if name in self.refused:
             return f"it moves whole tensors: {self.refused[name]}"
-        if _moves_all(self._chosen.get(name, self.default)) and not self._repeats_when_full:
+        if _moves_all(self._chosen.get(name, self.default)) and self._engine.when_full is not WhenFull.RECOMPUTE:
             return "all that it saves is moved, so its forward is not recorded"
         return "no forward of it has run in the manager yet"
 
@@ -236,7 +234,7 @@ class Tapes:
             self._hearing = self._ranks.listen(layer.name, _shape_of_input(args, kwargs))
         if self._hearing is not None:
             self._hearing.__enter__()  # type: ignore[no-untyped-call]
-        if _moves_all(setting) and not self._repeats_when_full:
+        if _moves_all(setting) and not group.may_lack_room and self._engine.when_full is not WhenFull.RECOMPUTE:
             return
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if hooks is None or hooks[1] != self._engine.unpack:
@@ -326,15 +324,28 @@ class Tapes:
             self._inputs[name] = Guard(call.hidden)
         if parts and call.setting is Level.SAVE_INPUT:
             self.repeated[name] = "as chosen"
-        if self._repeats_when_full:
-            room = self._engine.has_room(call.group, parts, besides=self._inputs_after(call))
-            if not self._ranks.all_have(name, room):
-                least = self._planned(call, recorded, Level.SAVE_INPUT)
-                if least:
-                    self.repeated[name] = reason = "no tier has room for it"
-                    self._warn(reason, f"{name} is replayed whole in backward, attention too: {reason}")
-                parts = least or parts
-        return parts
+        return self._fitting(call, recorded, parts)
+
+    def _fitting(self, call: OpenCall, recorded: RecordedCall, parts: Parts) -> Parts:
+        """`parts`, or where they have no room those of the least level, if the response to a full tier is to recompute.
+
+        With STAY layers that run collectives stay as they are: ranks would have to agree at each of their calls.
+        """
+        name, when_full = call.layer.name, self._engine.when_full
+        stays = when_full is WhenFull.STAY
+        if not (when_full is WhenFull.RECOMPUTE or (stays and not self._ranks.talks(name))):
+            return parts
+        besides = [] if stays else self._inputs_after(call)
+        lacking = self._engine.lacking_nbytes(call.group, parts, besides=besides)
+        if self._ranks.all_have(name, not lacking):
+            return parts
+        least = self._planned(call, recorded, Level.SAVE_INPUT)
+        if least and stays:
+            self._engine.recomputes_for_room(call.group, lacking)
+        elif least:
+            self.repeated[name] = reason = "no tier has room for it"
+            self._warn(reason, f"{name} is replayed whole in backward, attention too: {reason}")
+        return least or parts
 
     def _inputs_after(self, call: OpenCall) -> list[int]:
         """Bytes that the layers after this one need at least: one input each, as large as its own."""
@@ -364,7 +375,7 @@ class Tapes:
 
     def _told(self, name: str) -> str:
         """Text of all settings of a layer on this rank, compared between ranks."""
-        besides = ["to recompute when full"] if self._repeats_when_full else []
+        besides = ["to recompute when full"] if self._engine.when_full is WhenFull.RECOMPUTE else []
         bans = [str(self._bans[name])] if name in self._bans else []
         return ", ".join([str(self._chosen.get(name, self.default)), *bans, *besides])
 

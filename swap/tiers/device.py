@@ -28,6 +28,7 @@ class DeviceTier:
     lane_out = lane_in = Lane.COMPUTE
     budget: int | None = None
     obtainable: int | None = None
+    free: int | None = None
 
     def __init__(self, backend: Backend, stats: Stats) -> None:
         self.backend = backend

@@ -39,6 +39,11 @@ class _Ledger:
         """The budget."""
         return self.budget
 
+    @property
+    def free(self) -> int | None:
+        """Bytes of further claims that have room."""
+        return None if self.obtainable is None else max(0, self.obtainable - self.used)
+
     def take(self, nbytes: int) -> None:
         """Counts claimed bytes."""
         self.used += nbytes
@@ -94,6 +99,12 @@ class HostTier(_Ledger):
         if self._pool is None or self.budget is None:
             return self.budget
         return min(self.budget, self._pool.held + self._pool.free)
+
+    @property
+    def free(self) -> int | None:
+        """Bytes of whole pages that are free, in one piece or not."""
+        assert self.obtainable is not None
+        return max(0, min(self._capacity, self.obtainable) - self._space.used)
 
     def expect(self, nbytes: int) -> None:
         """Grows the slab in the background; earlier steps no longer serve as the record for a layout."""

@@ -55,6 +55,10 @@ class Tier(Protocol):
     def obtainable(self) -> int | None:
         """The budget, without what other jobs hold of it now; None: unlimited."""
 
+    @property
+    def free(self) -> int | None:
+        """Bytes of further claims that have room if no gap between others is too small; None: unlimited."""
+
     def claim(self, nbytes: int) -> Place | None:
         """Returns room for `nbytes`; None when the tier is full."""
 

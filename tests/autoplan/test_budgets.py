@@ -20,8 +20,8 @@ from planning_machine import (
 
 from memo.autoplan.actuator_protocol import MEASURING, SAFEST
 from memo.autoplan.controller import MAX_CORRECTIONS, AutoPlan
-from memo.autoplan.uniform_plans import predict_fallback, uniform_plan
-from memo.mip.activation.plan import ActivationPlan, Pipeline
+from memo.errors import PlanError
+from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Pipeline
 from memo.mip.activation.solver import solve_problem
 
 
@@ -286,3 +286,92 @@ def test_products_that_had_no_room_in_the_measured_step_are_left_out_of_it() -> 
     for _ in range(2):
         step(auto, machine)
     assert isinstance(machine.used[-1], ActivationPlan)
+
+
+def test_bytes_that_the_host_had_no_room_for_are_left_free_by_the_next_plan() -> None:
+    machine = tight(4.5)
+    machine.host_bytes = 8 * machine.full_bytes
+    auto = make(machine)
+    for _ in range(8):
+        step(auto, machine)
+    first = auto.plan
+    assert first is not None
+    assert auto.outcome().phase == "settled"
+    largest = first.problem.profile.classes[0].largest_storage_bytes
+    step(auto, machine)
+    machine.lacking = lacking, _ = 3 << 20, 0
+    step(auto, machine)
+    second = auto.plan
+    assert second is not None
+    assert second is machine.used[-1] is not first
+    assert second.problem.budgets.host_bytes == machine.host_bytes - lacking - largest
+    assert second.problem.budgets.device_bytes == first.problem.budgets.device_bytes
+    for _ in range(4):
+        step(auto, machine)
+    assert auto.plan is second
+    assert auto.outcome().phase == "settled"
+
+
+def test_what_had_no_room_before_there_was_a_plan_changes_none() -> None:
+    machine = tight(4.5)
+    auto = make(machine)
+    for _ in range(3):
+        machine.lacking = 3 << 20, 3 << 20
+        step(auto, machine)
+    machine.lacking = 0, 0
+    step(auto, machine)
+    assert auto.plan is not None
+    assert auto.plan.problem.budgets.host_bytes == machine.host_bytes
+
+
+def test_a_tier_that_lacks_room_step_after_step_is_planned_for_a_few_times() -> None:
+    machine = tight(4.5)
+    auto = make(machine)
+    for _ in range(8):
+        step(auto, machine)
+    before = len(machine.used)
+    for _ in range(3 * MAX_CORRECTIONS):
+        machine.lacking = 1 << 20, 0
+        step(auto, machine)
+    assert len(machine.used) == before + MAX_CORRECTIONS
+
+
+def test_a_plan_stays_where_none_can_do_with_less_of_the_tier() -> None:
+    machine = tight(4.5)
+    asked: list[int] = []
+
+    def solve(problem: ActivationProblem) -> ActivationPlan:
+        asked.append(problem.budgets.host_bytes)
+        if problem.budgets.host_bytes < machine.host_bytes:
+            raise PlanError("host memory is full")
+        return solve_problem(problem)
+
+    auto = AutoPlan(machine, solve)
+    for _ in range(8):
+        step(auto, machine)
+    first = auto.plan
+    asked.clear()
+    machine.lacking = 1 << 20, 0
+    with pytest.warns(RuntimeWarning, match="the plan stays as it is: host memory is full"):
+        step(auto, machine)
+    for _ in range(3):
+        machine.lacking = 1 << 20, 0
+        step(auto, machine)
+    assert auto.plan is first is not None
+    assert auto.outcome().phase == "settled"
+    assert len(asked) == 1
+
+
+@pytest.mark.filterwarnings("ignore:a step of .* more device memory than its budget:RuntimeWarning")
+def test_a_step_above_the_budget_since_a_tier_lacked_room_is_planned_with_less_of_both() -> None:
+    machine = tight(4.5)
+    auto = make(machine)
+    for _ in range(8):
+        step(auto, machine)
+    machine.lacking = 1 << 20, 0
+    machine.transient_bytes = taken = machine.device_bytes // 4
+    step(auto, machine)
+    step(auto, machine)
+    assert auto.plan is not None
+    assert auto.plan.problem.budgets.host_bytes < machine.host_bytes
+    assert auto.plan.problem.budgets.device_bytes <= machine.device_bytes - taken

@@ -19,6 +19,7 @@ from memo.gpt.model.model import GPT
 from memo.manager.manager import Manager
 from memo.manager.plan_source import checked_plan
 from memo.swap.engine.engine import Engine
+from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.layers import find_layers
 from memo.swap.recompute.policy import Tapes
 from memo.swap.stats import Stats
@@ -164,7 +165,8 @@ class Run:
 
     def manager(self, host: int, levels: TokenLevels) -> tuple[Manager, Engine, Tapes]:
         backend = CountedBackend(d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9)
-        engine = Engine(backend, [HostTier(backend, host, segment_bytes=1 << 20)], min_bytes=1024)
+        tiers = [HostTier(backend, host, segment_bytes=1 << 20)]
+        engine = Engine(backend, tiers, min_bytes=1024, when_full=WhenFull.STAY)
         tokenwise = Tapes(engine, levels)
         return Manager(self.model, find_layers(self.model), engine, tokenwise=tokenwise), engine, tokenwise
 

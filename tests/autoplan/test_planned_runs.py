@@ -38,6 +38,7 @@ from memo.mip.inputs.pipeline_schedules import PipelineSchedule, rank_turns
 from memo.mip.inputs.profile import ALL, ATTENTION, INPUT, MATMULS, LayerProfile, PointProfile, Profile, Role, Signature
 from memo.parallel.pipeline_order import PipelineOrder
 from memo.swap.engine.engine import Engine
+from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.layers import find_layers
 from memo.swap.placement import Placement
 from memo.swap.recompute.policy import Tapes
@@ -60,9 +61,10 @@ def checked_manager(model: torch.nn.Module, *, policy: Any = "lazy") -> tuple[Ma
 def paced_manager(
     model: torch.nn.Module, *, host: int = ROOM, codec: Codec | None = None
 ) -> tuple[Manager, Engine, Tapes]:
-    """In real time, over a link of 20 MB/s."""
+    """In real time, over a link of 20 MB/s, as a run that makes its plans itself."""
     backend = PacedBackend(d2h_bytes_per_s=20e6, h2d_bytes_per_s=20e6)
-    engine = Engine(backend, [HostTier(backend, host, segment_bytes=1 << 20)], min_bytes=1024, codec=codec)
+    tiers = [HostTier(backend, host, segment_bytes=1 << 20)]
+    engine = Engine(backend, tiers, min_bytes=1024, codec=codec, when_full=WhenFull.STAY)
     tokenwise = Tapes(engine, TokenLevels(all=1.0))
     return Manager(model, find_layers(model), engine, tokenwise=tokenwise), engine, tokenwise
 

@@ -27,7 +27,7 @@ def test_ranks_measure_with_as_many_tokens_mixed_as_each_of_them_has_room_for() 
     roomy, narrow = tight(5), tight(3.5)
     narrow.spare = 0.125
     run_together([roomy, narrow], 2)
-    assert roomy.used[1] == narrow.used[1] == Setting(saved=0.125, rest_stays=True)
+    assert roomy.used[1] == narrow.used[1] == Setting(saved=0.125)
 
 
 class Together:

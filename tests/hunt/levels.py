@@ -22,6 +22,7 @@ from memo.manager import Manager
 from memo.manager.plan_source import checked_plan
 from memo.swap import Level
 from memo.swap.engine.engine import Engine
+from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.layers import find_layers
 from memo.swap.placement import Placement
 from memo.swap.recompute.policy import Tapes
@@ -115,7 +116,8 @@ def _checked(setting: str, policy: Any, *, tier: str = "host", kept: float = 0.0
 
 def _automatic(model: Stack, seed: int, scratch: str) -> Managed:
     backend = PacedBackend(d2h_bytes_per_s=200e6, h2d_bytes_per_s=200e6)
-    engine = Engine(backend, [HostTier(backend, ROOM, segment_bytes=1 << 20)], min_bytes=512)
+    tiers = [HostTier(backend, ROOM, segment_bytes=1 << 20)]
+    engine = Engine(backend, tiers, min_bytes=512, when_full=WhenFull.STAY)
     tapes = Tapes(engine, TokenLevels(all=1.0), exact=True)
     manager = Manager(model, find_layers(model, model.layers), engine, tokenwise=tapes)
     memory = DeviceBudget(

@@ -19,7 +19,7 @@ TOKENS = 64
 FORWARD_NS, BACKWARD_NS = 1_000_000_000, 2_000_000_000  # told, not taken; long beside a pause of this machine
 ALWAYS, PER_TOKEN = 1 << 20, float(1 << 16)
 
-MIXED = Setting(saved=0.5, rest_stays=True)
+MIXED = Setting(saved=0.5)
 
 
 class Machine:
@@ -48,6 +48,7 @@ class Machine:
         self.loaded_bytes = 0  # by planning
         self.unexplained_bytes = 0  # above the peak of saved tensors, and not in `limits`
         self.trials = 0  # in each step
+        self.lacking = 0, 0  # bytes of host and disk, in the step under way
         self.watched: list[bool] = []
 
     def listen(self, tracer: Tracer | None) -> None:
@@ -96,6 +97,10 @@ class Machine:
 
     def take_trials(self) -> int:
         return self.trials
+
+    def take_lacking(self) -> tuple[int, int]:
+        lacking, self.lacking = self.lacking, (0, 0)
+        return lacking
 
     def link(self) -> LinkRates | None:
         return LinkRates(

@@ -17,6 +17,7 @@ from memo.events import Tier, UseKind
 from memo.manager.manager import Manager
 from memo.swap.engine.engine import Engine
 from memo.swap.engine.saved_storage import LIVE, SavedStorage
+from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.layers import find_layers
 from memo.swap.placement import Placement, Quota
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
@@ -40,11 +41,11 @@ def managed(
     policy: Any = "lazy",
     seed: int = 0,
     host: int = ROOM,
-    spill: bool = True,
+    when_full: WhenFull = WhenFull.SPILL,
 ) -> Manager:
     backend = CheckingBackend(policy, seed=seed)
     tiers = [HostTier(backend, host, segment_bytes=1 << 20), DiskTier(CheckingDisk(backend, ROOM), ROOM)]
-    engine = Engine(backend, tiers, min_bytes=512, placements=placements, spill=spill)
+    engine = Engine(backend, tiers, min_bytes=512, placements=placements, when_full=when_full)
     return Manager(model, find_layers(model), engine)
 
 
@@ -142,7 +143,7 @@ def test_what_the_chosen_tier_has_no_room_for_goes_to_another_and_is_counted() -
 
 def test_without_spilling_a_full_tier_is_an_error_although_another_has_room() -> None:
     model = stack(layers=4)
-    manager = managed(model, dict.fromkeys(range(4), Placement(host=1.0)), host=50_000, spill=False)
+    manager = managed(model, dict.fromkeys(range(4), Placement(host=1.0)), host=50_000, when_full=WhenFull.RAISE)
     with pytest.raises(HostBudgetExceeded, match="no room"), manager:
         model(ids())
     gc.collect()

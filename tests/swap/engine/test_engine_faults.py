@@ -21,6 +21,7 @@ from memo.manager.manager import Manager
 from memo.swap.backends.cpu import CpuBackend
 from memo.swap.disk.store import DiskStore
 from memo.swap.engine.engine import Engine
+from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.layers import find_layers
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
 
@@ -46,14 +47,20 @@ def model() -> Stack:
 
 
 def manage(
-    module: nn.Module, directory: Path, faults: Faults, *, host: int = 0, spill: bool = True, **options: Any
+    module: nn.Module,
+    directory: Path,
+    faults: Faults,
+    *,
+    host: int = 0,
+    when_full: WhenFull = WhenFull.SPILL,
+    **options: Any,
 ) -> Manager:
     backend = CpuBackend()
     store = DiskStore([directory], 1 << 20, block_bytes=1 << 14, open_file=faults.open, **options)
     tiers: list[Tier] = [DiskTier(store, 1 << 20)]
     if host:
         tiers.append(HostTier(backend, host))
-    return Manager(module, find_layers(module), Engine(backend, tiers, min_bytes=4096, spill=spill))
+    return Manager(module, find_layers(module), Engine(backend, tiers, min_bytes=4096, when_full=when_full))
 
 
 def three_steps(module: Stack, manager: Manager | None = None) -> Any:
@@ -144,10 +151,26 @@ def test_a_failed_write_warns_once_and_is_counted(tmp_path: Path) -> None:
     manager.close()
 
 
+def test_a_run_that_plans_itself_keeps_what_a_full_disk_refuses_and_no_host_takes(tmp_path: Path) -> None:
+    module = model()
+    faults = Faults().fail("write", 3, errno=errno.ENOSPC, sticky=True)
+    manager = manage(module, tmp_path, faults, when_full=WhenFull.STAY)
+    with pytest.warns(RuntimeWarning, match="no room .* it stays on the device"):
+        got = three_steps(module, manager)
+    assert_equal(got, three_steps(model()))
+    report = manager.report()
+    assert manager.stats.failed_writes > 1
+    assert report.stayed is not None
+    assert "since the disk tier was full" in str(report)
+    flush_autograd()
+    assert manager.stats.device_bytes == manager.stats.live_entries == 0
+    manager.close()
+
+
 def test_on_full_raise_raises_although_the_host_has_room(tmp_path: Path) -> None:
     module = model()
     faults = Faults().fail("write", 1, errno=errno.ENOSPC)
-    manager = manage(module, tmp_path, faults, host=1 << 20, spill=False)
+    manager = manage(module, tmp_path, faults, host=1 << 20, when_full=WhenFull.RAISE)
     with pytest.raises(StoreWriteError, match="ENOSPC"):
         three_steps(module, manager)
     flush_autograd()

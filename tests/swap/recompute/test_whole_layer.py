@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import memo
 from memo.errors import HostBudgetExceeded, UsageError
+from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.token_levels import Level
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def test_layers_that_no_tier_has_room_for_run_again_whole(alpha: Any) -> None:
     """Two and a half layers have room; of six, the later ones give up all but their inputs, and budgets stay hard."""
     model, reference = stack(layers=6), stack(layers=6)
     budget = int(2.5 * LAYER)
-    made = checked(model, "random", budget=budget, alpha=alpha, repeats_when_full=True)
+    made = checked(model, "random", budget=budget, alpha=alpha, when_full=WhenFull.RECOMPUTE)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*no tier has room", category=RuntimeWarning)
         got = train(model, seeded(model), made.manager)
@@ -158,7 +159,7 @@ def test_with_room_for_inputs_alone_nothing_else_moves(alpha: Any) -> None:
     """Not what a division would have kept for its own recompute either: results of products, masks."""
     model, reference = stack(layers=6), stack(layers=6)
     entry = 2 * 48 * 32 * 4
-    made = checked(model, budget=6 * entry, alpha=alpha, repeats_when_full=True)
+    made = checked(model, budget=6 * entry, alpha=alpha, when_full=WhenFull.RECOMPUTE)
     with pytest.warns(RuntimeWarning, match="is replayed whole in backward, attention too: no tier has room"):
         got = train(model, seeded(model), made.manager)
     assert_equal(got, train(reference, seeded(reference)))
