@@ -211,8 +211,13 @@ class Actuator:
         return total - self._peaks.planned_peak_bytes, total - self._peaks.peak_bytes
 
     def unmeasured_bytes(self) -> int:
-        """Bytes that the steps before a first plan did not show: in use since, as by planning itself, or still to come."""
-        return max(0, self._budget.used_bytes() - self._idle_bytes) + self._budget.unseen_bytes
+        """Bytes that the steps before a plan did not show.
+
+        In use since, as by planning itself, or still to come; and a layer's input, by which a step may hold more or less at
+        its peak where layers bring back other tensors.
+        """
+        since = max(0, self._budget.used_bytes() - self._idle_bytes) + self._budget.unseen_bytes
+        return since + max((known.input_bytes for known in self.costs().values()), default=0)
 
     def forget_peaks(self) -> None:
         """Forgets the peaks so far, without restarting the device's counter."""

@@ -390,14 +390,11 @@ class AutoPlan:
             MemoError: no plan fits, or it cannot be made. The entry's setting is as before.
         """
         begin = time.perf_counter()
-        problem, others_bytes = self._problem(cached, excess=excess)
         if not self._has_solved:
             self._has_solved = True
-            self._solve(problem)
-            unmeasured = max(self._all_gather(self._actuator.unmeasured_bytes()))  # a solver is loaded by its first use
-            if unmeasured:
-                cached.spare_bytes -= unmeasured
-                problem, others_bytes = self._problem(cached, unmeasured_bytes=unmeasured)
+            self._solve(self._problem(cached)[0])  # a solver is loaded by its first use
+        unmeasured = max(self._all_gather(self._actuator.unmeasured_bytes())) if cached.plan is None else 0
+        problem, others_bytes = self._problem(cached, excess=excess, unmeasured_bytes=unmeasured)
         answer = self._placed(problem)
         self._planning_s += time.perf_counter() - begin
         if isinstance(answer, Infeasible):

@@ -37,6 +37,8 @@ class Outside(enum.Enum):
     """Before, after and between the layers; or all of the step, where layer boundaries are not observed."""
     BACKWARD = enum.auto()
     """After backward: nothing is saved, and nothing has to be left free."""
+    TRIAL = enum.auto()
+    """A trial recompute, which no later step repeats."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class DevicePeaks:
         self._budget = budget
         self._stats = stats
         self._where: Part = Outside.LAYERS
+        self._tried: Part = Outside.LAYERS  # the part that a trial is in
         self._others: dict[Part, int] = {}
         self._peak_bytes = self._noted_bytes = self._saved_bytes = 0
         self._after_bytes = 0  # after backward
@@ -106,9 +109,15 @@ class DevicePeaks:
         """Begins the interval of the named layer, or for None that around the layers."""
         self._begin(Outside.LAYERS if begins is None else begins)
 
-    def cross_recompute(self, layer: str, begins: bool) -> None:
-        """Begins the interval of the layer's recompute, or that of the rest of its backward."""
-        self._begin(Recompute(layer) if begins else layer)
+    def cross_recompute(self, layer: str | None, begins: bool) -> None:
+        """Begins the interval of a layer's recompute, or that of the rest of its backward; for None of a trial."""
+        if layer is not None:
+            self._begin(Recompute(layer) if begins else layer)
+        elif begins:
+            self._tried = self._where
+            self._begin(Outside.TRIAL)
+        else:
+            self._begin(self._tried)
 
     def end_backward(self) -> None:
         """Ends the last layer's interval; memory used from now on is the program's own."""
@@ -122,7 +131,8 @@ class DevicePeaks:
     def end_step(self) -> StepPeaks:
         """Returns the peaks of the step that has ended, and begins the next one."""
         self._begin(Outside.LAYERS)
-        self._others.pop(Outside.BACKWARD, None)
+        for part in (Outside.BACKWARD, Outside.TRIAL):
+            self._others.pop(part, None)
         step = StepPeaks(saved_bytes=self._saved_bytes, others=self._others)
         self.restart()
         return step

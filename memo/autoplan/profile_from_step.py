@@ -165,7 +165,8 @@ def beside_layers(profile: Profile, limits: Limits) -> tuple[Profile, int]:
     about the same bytes remain one class, which a plan treats alike.
 
     A plan counts what its recompute holds above the transients of backward. So points hold here what they hold above those:
-    the transients come after the recompute, which begins with less.
+    the transients come after the recompute, which begins with less. By then what only the recompute is given is gone, which
+    the measured peak of saved tensors counts.
 
     Returns:
         The profile, and the bytes that are in use whichever layer runs; its transients are the bytes above that.
@@ -184,8 +185,8 @@ def beside_layers(profile: Profile, limits: Limits) -> tuple[Profile, int]:
             layer,
             name=f"{layer.name}+{key[1] - always}+{key[2]}",
             forward_transient_bytes=key[1] - always + _codes_bytes(layer),
-            backward_transient_bytes=key[1] - always + _codes_bytes(layer),
-            points=_held_above(layer, key[1], key[2]),
+            backward_transient_bytes=_after_recompute(layer, key) - always + _codes_bytes(layer),
+            points=_held_above(layer, _after_recompute(layer, key), key[2]),
         )
         for layer, key in zip(known, _keys(known, beside, recomputes), strict=True)
     }
@@ -230,7 +231,16 @@ def _codes_bytes(layer: LayerProfile) -> int:
 def _keys(
     known: Sequence[LayerProfile], beside: Sequence[int], recomputes: Sequence[int]
 ) -> list[tuple[str, int, int]]:
-    return [(layer.name, *nbytes) for layer, *nbytes in zip(known, beside, recomputes, strict=True)]
+    return [(layer.name, *nbytes) for layer, *nbytes in zip(known, beside, recomputes, strict=True)]  # type: ignore[misc]
+
+
+def _after_recompute(layer: LayerProfile, key: tuple[str, int, int]) -> int:
+    """Device memory beside all that autograd saves of a layer, after its recompute."""
+    return key[1] + (_measured_point(layer).beside_bytes if key[2] else 0)
+
+
+def _measured_point(layer: LayerProfile) -> PointProfile:
+    return layer.point(ATTENTION) or layer.points[-1]
 
 
 def _held_above(layer: LayerProfile, beside: int, while_recomputing: int) -> tuple[PointProfile, ...]:
@@ -241,8 +251,7 @@ def _held_above(layer: LayerProfile, beside: int, while_recomputing: int) -> tup
         beside: device memory beside its saved tensors in its forward and backward.
         while_recomputing: the same while it was recomputed in the measured step; 0: it was not.
     """
-    measured = layer.point(ATTENTION) or layer.points[-1]
-    begins = while_recomputing - measured.held_bytes if while_recomputing else beside
+    begins = while_recomputing - _measured_point(layer).held_bytes if while_recomputing else beside
     return tuple(
         dataclasses.replace(point, held_bytes=max(0, begins + point.held_bytes - beside) if point.recompute_s else 0)
         for point in layer.points

@@ -14,6 +14,7 @@ given up only when every operation that touches it is ordered before the next us
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING
 from weakref import ref
@@ -38,7 +39,7 @@ from memo.swap.tensor_kinds import argument_storages, has_hidden_state, has_stor
 from memo.swap.tiers.device import DeviceTier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from typing import Any
 
     from memo.events import Tier as TierName, Tracer
@@ -160,15 +161,24 @@ class Engine:
         self._telemetry.listen(tracer)
 
     def at_layer_boundaries(
-        self, call: Callable[[str | None], None] | None, recompute: Callable[[str, bool], None] | None = None
+        self, call: Callable[[str | None], None] | None, recompute: Callable[[str | None, bool], None] | None = None
     ) -> None:
         """Registers layer-boundary callbacks; None removes them.
 
         `call(name)` on entering a layer in forward or backward, `call(None)` on leaving its forward. `recompute(name, True)`
-        as the layer's recompute begins within its backward, and with False as it ends. They run in any thread, and must
-        not block or call the engine.
+        as the layer's recompute begins within its backward, and with False as it ends; with None as its name for a trial at
+        the end of a layer's forward. They run in any thread, and must not block or call the engine.
         """
         self._telemetry.boundary_callback, self._telemetry.recompute_callback = call, recompute
+
+    @contextlib.contextmanager
+    def trial(self) -> Iterator[None]:
+        """Context of a trial recompute, whose memory belongs to no later step."""
+        self._telemetry.at_recompute(None, begins=True)
+        try:
+            yield
+        finally:
+            self._telemetry.at_recompute(None, begins=False)
 
     def sample_memory(self, call: Callable[[], None] | None) -> None:
         """Registers a callback that reads the device's memory at each layer boundary; None removes it.

@@ -57,8 +57,8 @@ class Telemetry:
         """Called after each state transition of a new storage; None without a tracer."""
         self.boundary_callback: Callable[[str | None], None] | None = None
         """Layer-boundary callback; see `Engine.at_layer_boundaries`."""
-        self.recompute_callback: Callable[[str, bool], None] | None = None
-        """Likewise of recomputes."""
+        self.recompute_callback: Callable[[str | None, bool], None] | None = None
+        """Likewise of recomputes, and for None of trials."""
         self.memory_callback: Callable[[], None] | None = None
         """Called at layer boundaries before that one, which may restart the device's peak; see `Engine.sample_memory`."""
         self.entered: str | None = None
@@ -90,8 +90,8 @@ class Telemetry:
         if self.boundary_callback is not None:
             self.boundary_callback(entered)
 
-    def at_recompute(self, module: str, *, begins: bool) -> None:
-        """Calls the callback of recomputes as a layer's begins or ends within its backward."""
+    def at_recompute(self, module: str | None, *, begins: bool) -> None:
+        """Calls the callback of recomputes as a layer's begins or ends within its backward, or for None a trial."""
         if self.recompute_callback is not None:
             self.recompute_callback(module, begins)
 

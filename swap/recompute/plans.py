@@ -427,7 +427,8 @@ class Plans:
         self.trials_run += 1
         began = self._finished_s()
         try:
-            try_out(case.recorded.replay(plan, self._engine))
+            with self._engine.trial():
+                try_out(case.recorded.replay(plan, self._engine))
         except Unlike as unlike:
             return unlike
         self._timed(case.layer, plan.cost, self._finished_s() - began)
