@@ -271,6 +271,22 @@ class Model:
                     plans[indices[member]] = plan
         return plans
 
+    def least_changes(self) -> list[dict[str, float]]:
+        """Bounds from below of the change of the objective, if one layer were at another point than the one given.
+
+        By layer of the profile and name of the point, in units of the program. The objective is convex in the fractions
+        of the points, so that reduced costs are such bounds, and their sum is where several layers change.
+        """
+        found: list[dict[str, float]] = [{} for _ in self.problem.profile.layers]
+        for stage, groups in enumerate(self._stages):
+            indices = stage_layers(self.problem, stage)
+            for group in groups:
+                prices = {name: float(variable.dj or 0.0) for name, variable in group.x.items()}
+                now = sum(prices[name] * float(variable.varValue or 0.0) for name, variable in group.x.items())
+                for member in group.members:
+                    found[indices[member]] = {name: price - now for name, price in prices.items()}
+        return found
+
     def limits(self) -> list[Limit]:
         """Binding rows that keep the step from being shorter, the one with the highest dual value first."""
         found = []
