@@ -172,8 +172,16 @@ class Engine:
         self._telemetry.boundary_callback, self._telemetry.recompute_callback = call, recompute
 
     @contextlib.contextmanager
-    def trial(self) -> Iterator[None]:
-        """Context of a trial recompute, whose memory belongs to no later step."""
+    def trial(self, group: Group, *, has_room: bool) -> Iterator[None]:
+        """Context of a trial recompute at the end of a layer's forward, whose memory belongs to no later step.
+
+        Args:
+            group: the layer's saved storages.
+            has_room: False releases the sources of the layers before it, as the end of this one would.
+        """
+        if not has_room:
+            with self._lock:
+                self._copy_out.release_earlier(group)
         self._telemetry.at_recompute(None, begins=True)
         try:
             yield
