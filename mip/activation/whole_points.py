@@ -46,7 +46,9 @@ def round_points(model: Model) -> Model | None:
         The solved program of the best choice that was tried; None if no choice is within the budgets.
     """
     layers, plans = model.problem.profile.layer_profiles(), model.layer_plans()
-    used = [_used(layer, plan) for layer, plan in zip(layers, plans, strict=True)]
+    used = [
+        _used(layer, plan) if model.at_one_point(layer) else None for layer, plan in zip(layers, plans, strict=True)
+    ]
     choices: list[_Points] = [tuple(None if points is None else points[end].name for points in used) for end in (-1, 0)]
     choices += [_carried(layers, plans, used, nearest=nearest) for nearest in (False, True)]
     solved = [(tried, choice) for choice in dict.fromkeys(choices) if (tried := _again(model, choice)).solve()]
@@ -112,13 +114,12 @@ def _again(model: Model, points: _Points) -> Model:
         points=points,
         pieces=model.pieces,
         hides_storages=model.hides_storages,
+        leaves_whole=model.leaves_whole,
     )
 
 
-def _used(layer: LayerProfile, plan: LayerPlan) -> list[PointProfile] | None:
-    """Points that the fractions of a layer mix, in the order of its class; None if it can be divided."""
-    if layer.divisible:
-        return None
+def _used(layer: LayerProfile, plan: LayerPlan) -> list[PointProfile]:
+    """Points that the fractions of a layer mix, in the order of its class."""
     return [point for point in layer.points if plan.fraction(point.name) > NOTHING]
 
 
