@@ -329,7 +329,12 @@ class Engine:
             besides: sizes of blocks that must have room too; not with STAY.
         """
         with self._lock:
-            sizes = [saved.nbytes if saved not in prefixes else prefixes[saved].head_nbytes for saved in group.living()]
+            sizes = []
+            for saved in group.living():
+                prefix = prefixes.get(saved)
+                nbytes = saved.nbytes if prefix is None else prefix.head_nbytes
+                coded = None if prefixes and prefix is None else saved.coded  # as in `copy_out_held`
+                sizes.append((nbytes, nbytes if coded is None else coded.nbytes(nbytes)))
             return self._tier_choice.lacking_nbytes(group, sizes, besides=besides)
 
     def recomputes_for_room(self, group: Group, lacking_nbytes: int) -> None:
