@@ -41,7 +41,7 @@ import torch
 
 from memo.autoplan.actuator_protocol import MEASURING
 from memo.autoplan.plan_cache import CachedPlan, Phase, PlanCache, growth, joint
-from memo.autoplan.plan_outcome import PlanOutcome
+from memo.autoplan.plan_outcome import PlanOutcome, describe_level
 from memo.autoplan.profile_from_step import (
     beside_layers,
     measured_hardware,
@@ -155,6 +155,7 @@ class AutoPlan:
             why_not=self._why_not,
             others_bytes=self._others_bytes,
             fallback=None if cached.plan is not None or self._why_not is None else self._fallback(cached),
+            level=cached.level,
             progress=self._progress,
         )
 
@@ -271,6 +272,7 @@ class AutoPlan:
             self._actuator.prepare_host()
         elif spare < 0 and cached.setting is MEASURING:
             cached.phase, cached.setting = Phase.WARM_UP, Level.SAVE_INPUT
+            cached.level = Level.SAVE_INPUT
         elif cached.phase is Phase.PLANNED:
             cached.phase = Phase.COMPARING
         elif cached.phase.measures:
@@ -358,13 +360,11 @@ class AutoPlan:
 
     def _give_up(self, cached: CachedPlan, why: str) -> None:
         """Ends planning of an entry: the device's budget comes before speed."""
-        level = MEASURING if cached.profile is not None and cached.spare_bytes >= 0 else Level.SAVE_INPUT
-        cached.phase, cached.setting = Phase.SETTLED, level
+        if cached.profile is None or cached.spare_bytes < 0:
+            cached.level = Level.SAVE_INPUT
+        cached.phase, cached.setting = Phase.SETTLED, cached.level
         self._why_not = why
-        what = "everything but attention" if level is MEASURING else "everything"
-        self._warn(
-            "no-plan", f"no plan: {why}; every layer offloads what its recompute starts from and recomputes {what}"
-        )
+        self._warn("no-plan", f"no plan: {why}; {describe_level(cached.level)}")
 
     def _fallback(self, cached: CachedPlan) -> StagePrediction | None:
         """Predicted step of the level that is used for want of a plan; None where no step was measured."""
@@ -471,14 +471,15 @@ class AutoPlan:
     def _first_entry(self, signature: Signature) -> CachedPlan:
         """Makes the entry of a new shape: planned at once from the nearest profile, or to be measured first."""
         known = self._cache.nearest(signature)
-        if known is not None and known.profile is not None:
-            try:
-                cached = CachedPlan(profile=scaled_profile(known.profile, signature), calls=known.calls)
-                self._plan(cached)
-                return cached
-            except MemoError:
-                pass  # measured like the first one
-        return CachedPlan()
+        if known is None or known.profile is None:
+            return CachedPlan()
+        try:
+            profile = scaled_profile(known.profile, signature)
+            cached = CachedPlan(profile=profile, level=known.level, calls=known.calls)
+            self._plan(cached)
+        except MemoError:
+            return CachedPlan(setting=known.level, level=known.level)  # measured like the first one
+        return cached
 
     def _compare(self, cached: CachedPlan, found: StepEvidence) -> None:
         """Compares a plan's step with its prediction; if it is off, corrects the profile and plans again."""

@@ -70,6 +70,8 @@ class CachedPlan:
 
     phase: Phase = Phase.WARM_UP
     setting: ActivationPlan | Level = MEASURING
+    level: Level = MEASURING
+    """Level of all layers without a plan: MEASURING, or SAVE_INPUT once a step at MEASURING exceeded the device's budget."""
     profile: Profile | None = None
     corrections: int = 0
     calls: int = 1

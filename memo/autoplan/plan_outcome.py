@@ -5,16 +5,22 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from memo.autoplan.actuator_protocol import MEASURING
+from memo.swap import Level
 from memo.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from memo.mip.activation import ActivationPlan, StagePrediction
     from memo.mip.inputs import Signature
 
-__all__ = ["FALLBACK", "PlanOutcome", "describe_seconds"]
+__all__ = ["PlanOutcome", "describe_level", "describe_seconds"]
 
-FALLBACK = "every layer recomputes everything but attention and offloads the rest"
-"""What is done where no plan can be made (Setting of memo.autoplan.actuator_protocol)."""
+
+def describe_level(level: Level) -> str:
+    """Says what every layer does at a level that is used for want of a plan."""
+    if level is Level.SAVE_INPUT:
+        return "every layer recomputes everything and offloads its input"
+    return "every layer recomputes everything but attention and offloads the rest"
 
 
 def describe_seconds(stage: StagePrediction) -> str:
@@ -55,7 +61,9 @@ class PlanOutcome:
     others_bytes: int = 0
     """Device memory in use for anything but saved tensors, whichever layer runs."""
     fallback: StagePrediction | None = None
-    """Predicted step of FALLBACK, where it is used for want of a plan; None: not known."""
+    """Predicted step at `level`, where it is used for want of a plan; None: not known."""
+    level: Level = MEASURING
+    """Level of all layers without a plan."""
     progress: str = ""
     """State of planning in the field's words, such as "step 2: measured, planning"; empty once planning has ended."""
 
@@ -65,7 +73,7 @@ class PlanOutcome:
             return [f"plan: none yet ({self.progress or f'phase: {self.phase}'})"]
         if self.plan is None:
             seconds = "" if self.fallback is None else f": {describe_seconds(self.fallback)}"
-            return [f"plan: none: {self.why_not}", f"{FALLBACK}{seconds}"]
+            return [f"plan: none: {self.why_not}", f"{describe_level(self.level)}{seconds}"]
         stage = self.plan.stages[0]
         total = stage.peak_device_bytes + self.others_bytes
         saved = format_bytes(self.predicted_peak_bytes)

@@ -58,7 +58,7 @@ def test_no_plan_serves_a_shape_that_it_does_not_cover(step: Signature, plan: Ac
 
 def test_what_is_measured_goes_on_at_the_next_shape_and_what_failed_does_not() -> None:
     cache = PlanCache()
-    measured = CachedPlan(phase=Phase.MIXED)
+    measured = CachedPlan(phase=Phase.PROFILING)
     cache.add(shape(100), measured)
     assert cache.find(shape(333)) is measured
     assert cache.signature == shape(333)

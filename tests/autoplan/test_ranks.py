@@ -17,17 +17,19 @@ from planning_machine import (
     tight,
 )
 
-from memo.autoplan.actuator_protocol import SAFEST, Setting
+from memo.autoplan.actuator_protocol import MEASURING
 from memo.autoplan.controller import AutoPlan
 from memo.mip.activation.plan import ActivationPlan
 from memo.mip.activation.solver import solve_problem
+from memo.swap.token_levels import Level
 
 
-def test_ranks_measure_with_as_many_tokens_mixed_as_each_of_them_has_room_for() -> None:
+@pytest.mark.filterwarnings("ignore:a step of .* more device memory than its budget:RuntimeWarning")
+def test_ranks_save_their_inputs_alone_if_one_of_them_has_no_room_for_more() -> None:
     roomy, narrow = tight(5), tight(3.5)
-    narrow.spare = 0.125
-    run_together([roomy, narrow], 2)
-    assert roomy.used[1] == narrow.used[1] == Setting(saved=0.125)
+    narrow.peak = narrow.device_bytes + 1
+    run_together([roomy, narrow], 3)
+    assert roomy.used == narrow.used == [MEASURING, Level.SAVE_INPUT]
 
 
 class Together:
@@ -92,27 +94,27 @@ def test_ranks_of_a_group_with_other_lengths_share_a_plan_for_the_longest() -> N
         first, second = pool.map(run, range(2))
     assert first == second
     made_for = [None if plan is None else plan.problem.profile.signature.tokens for plan in first]
-    assert made_for == [None, None, None, 64, 96, 104, 64, 128]
+    assert made_for == [None, None, 64, 64, 96, 104, 64, 128]
 
 
 def test_what_one_rank_cannot_do_is_planned_for_none() -> None:
-    """One rank's second half of the layers is not proven token-wise: no rank recomputes there."""
+    """One rank's second half of the layers is not to be recomputed: no rank recomputes there."""
     able, unable = tight(4.5), tight(4.5)
     unable.whole = set(LAYERS[3:])
     autos = run_together([able, unable], 4)
     plan = autos[0].plan
     assert plan == autos[1].plan
     assert plan is not None
-    assert [len(layer.points) for layer in plan.problem.profile.layer_profiles()] == [3, 3, 3, 1, 1, 1]
+    assert [len(layer.points) for layer in plan.problem.profile.layer_profiles()] == [4, 4, 4, 1, 1, 1]
     assert [layer.fraction("all") for layer in plan.layers[3:]] == [1.0] * 3
 
 
-def test_a_rank_that_measured_nothing_leaves_all_at_the_safest_setting() -> None:
+def test_a_rank_that_measured_nothing_has_all_save_their_inputs_alone() -> None:
     well, deaf = tight(), tight()
     deaf.mute = True
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         autos = run_together([well, deaf], 6)
     assert [auto.plan for auto in autos] == [None, None]
-    assert well.used[-1] is deaf.used[-1] is SAFEST
+    assert well.used[-1] is deaf.used[-1] is Level.SAVE_INPUT
     assert any("no layer ran forward and backward" in str(one.message) for one in told)

@@ -1,4 +1,4 @@
-"""A machine that planning at run time is told of: it says what its layers did, and remembers what came into force."""
+"""A machine whose steps a test describes: it says what its layers did, and remembers the settings that were applied."""
 
 from __future__ import annotations
 
@@ -6,31 +6,38 @@ from collections.abc import Mapping
 
 import torch
 
-from memo.autoplan.actuator_protocol import Limits, Setting
+from memo.autoplan.actuator_protocol import Limits
 from memo.autoplan.controller import AutoPlan
 from memo.events import Lane, Span, StateChange, TensorState, Tracer
 from memo.machine.link_bandwidth import LinkRates
 from memo.mip.activation.plan import ActivationPlan
 from memo.mip.activation.solver import solve_problem
-from memo.swap.token_levels import LayerCosts, Level
+from memo.swap.token_levels import LayerCosts, Level, PointCost
 
 LAYERS = [f"layers.{n}" for n in range(6)]
 TOKENS = 64
-FORWARD_NS, BACKWARD_NS = 1_000_000_000, 2_000_000_000  # told, not taken; long beside a pause of this machine
-ALWAYS, PER_TOKEN = 1 << 20, float(1 << 16)
-
-MIXED = Setting(saved=0.5)
+FORWARD_NS, BACKWARD_NS = 1_000_000_000, 2_000_000_000
+LAYER_BYTES = 5 << 20
+INPUT_BYTES = 1 << 19
+CURVE = (
+    # Point, bytes that a layer of TOKENS tokens saves at it, seconds of its recompute.
+    ("all", LAYER_BYTES, 0.0),
+    ("p1", 3 << 20, 6.4e-3),
+    ("attention", 1 << 20, 0.64),
+    ("input", INPUT_BYTES, 1.28),
+)
 
 
 class Machine:
-    """Satisfies `ActuatorProtocol`: remembers what came into force, and tells a step as its layers would."""
+    """Satisfies `ActuatorProtocol`: remembers the settings that were applied, and emits the events of a step by them."""
 
     mlp_tiles = 2
     codec = None
     n_layers = len(LAYERS)
 
     def __init__(self, *, device_bytes: int, host_bytes: int = 1 << 40) -> None:
-        self.used: list[ActivationPlan | Setting] = []
+        self.used: list[ActivationPlan | Level] = []
+        self.growths: list[float] = []  # that each of `used` was for
         self.heard_by: Tracer | None = None
         self.listened = 0
         self.idle = True
@@ -38,18 +45,19 @@ class Machine:
         self.others_bytes = 0
         self.tokens = TOKENS
         self.slowness = 1.0
+        self.clock_ns = 0
         self.peak = 0
-        self.whole: set[str] = set()  # layers that cannot repeat a part of their tokens
+        self.whole: set[str] = set()  # layers that cannot be recomputed
         self.mute = False
-        self.spare = 0.5
-        self.growths: list[float] = []  # that each of `used` was for
         self.transient_bytes = 0  # of the last step
         self.after_bytes = 0  # more than in backward, after it
         self.loaded_bytes = 0  # by planning
         self.unexplained_bytes = 0  # above the peak of saved tensors, and not in `limits`
         self.trials = 0  # in each step
         self.lacking = 0, 0  # bytes of host and disk, in the step under way
+        self.addresses = 1.0  # bytes of host addresses that a plan's storages need, as a multiple of their own
         self.watched: list[bool] = []
+        self.prepared_after: list[int] = []  # number of settings that had been applied
 
     def listen(self, tracer: Tracer | None) -> None:
         self.listened += tracer is not None
@@ -57,25 +65,38 @@ class Machine:
 
     def finish(self) -> None: ...
 
-    def apply(self, setting: ActivationPlan | Setting, *, growth: float = 1.0) -> None:
+    def now_ns(self) -> int:
+        return self.clock_ns
+
+    def apply(self, setting: ActivationPlan | Level, *, growth: float = 1.0) -> None:
         self.used.append(setting)
         self.growths.append(growth)
+
+    def prepare_host(self) -> None:
+        self.prepared_after.append(len(self.used))
+
+    def host_excess(self, plan: ActivationPlan) -> int:
+        moved = sum(
+            part.host * part.saved_bytes(layer)
+            for part, layer in zip(plan.layers, plan.problem.profile.layer_profiles(), strict=True)
+        )
+        return max(0, round(self.addresses * moved) - self.host_bytes)
 
     def costs(self) -> Mapping[str, LayerCosts]:
         return {name: self._costs(name) for name in LAYERS if name not in self.whole}
 
     def _costs(self, name: str) -> LayerCosts:
+        share = self.tokens / TOKENS
+        curve = ((point, round(nbytes * share), seconds * share) for point, nbytes, seconds in CURVE)
         return LayerCosts(
             layer=name,
             tokens=self.tokens,
-            input_bytes=1 << 19,
-            always_bytes=ALWAYS * self.tokens // TOKENS,
-            bytes_per_token={Level.SAVE_ALL: PER_TOKEN, Level.SAVE_MATMULS: PER_TOKEN / 2, Level.SAVE_ATTENTION: 0.0},
-            recompute_s_per_token={Level.SAVE_ALL: 0.0, Level.SAVE_MATMULS: 1e-4, Level.SAVE_ATTENTION: 1e-2},
+            input_bytes=INPUT_BYTES,
+            always_bytes=0,
+            bytes_per_token={},
+            recompute_s_per_token={Level.SAVE_ALL: 0.0},
+            points=tuple(PointCost(name=name, saved_bytes=nbytes, recompute_s=s) for name, nbytes, s in curve),
         )
-
-    def spare_share(self, peak_bytes: int, calls: int) -> float:
-        return self.spare
 
     def limits(self, growth: float = 1.0) -> Limits:
         transient = round(self.transient_bytes * max(1.0, growth))
@@ -107,6 +128,9 @@ class Machine:
             d2h_bytes_per_s=1e7, h2d_bytes_per_s=1e7, d2h_together_bytes_per_s=1e7, h2d_together_bytes_per_s=1e7
         )
 
+    def disk_rates(self) -> Mapping[Lane, float]:
+        return {}
+
     def take_peak(self, *, growth: float | None = None) -> int:
         return self.peak
 
@@ -118,10 +142,10 @@ class Machine:
 
     @property
     def full_bytes(self) -> int:
-        return round(ALWAYS + PER_TOKEN * TOKENS)
+        return LAYER_BYTES * self.tokens // TOKENS
 
     def tell(self) -> None:
-        """What the step now under way did, to whoever listens."""
+        """Emits the events of the step now under way to whoever listens."""
         if self.heard_by is None or self.mute:
             return
         plan = self.used[-1] if isinstance(self.used[-1], ActivationPlan) else None
@@ -157,4 +181,4 @@ def step(auto: AutoPlan, machine: Machine, *, tokens: int = TOKENS, batch: int =
 
 
 def tight(machine_layers: float = 3.5) -> Machine:
-    return Machine(device_bytes=round(machine_layers * (ALWAYS + PER_TOKEN * TOKENS)))
+    return Machine(device_bytes=round(machine_layers * LAYER_BYTES))
