@@ -367,5 +367,5 @@ class _Counts:
             moved_bytes=self.moved_bytes - before.moved_bytes,
             recompute_s=self.recompute_s - before.recompute_s,
             stall_s=self.stall_s - before.stall_s,
-            trials=self.trials - before.trials,
+            trials=max(0, self.trials - before.trials),  # the report has none where nothing is recomputed
         )
