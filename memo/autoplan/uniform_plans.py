@@ -1,9 +1,9 @@
 """Plans that treat all layers alike, for budgets below what the solver can promise.
 
-The solver counts two whole layers at any time, recomputed or not; a run that recomputes everything holds less. Where no
-plan fits by that count, or those that were tried took more than the budget, the setting that was measured first still
-may hold: it recomputes all but attention and moves the rest. A uniform plan is that setting with a fraction alpha of the
-tokens saved whole, as `memo.offload(alpha=...)`; its memory is known from the measured step, not from the count.
+The solver counts two whole layers at any time where layers can be divided; a run that recomputes everything holds less.
+Where no plan fits by that count, or those that were tried took more than the budget, the setting that was measured first
+still may hold: it recomputes all but attention and moves the rest. A uniform plan is that setting with a fraction alpha of
+the tokens saved whole, as `memo.offload(alpha=...)`; its memory is known from the measured step, not from the count.
 
 Owns which alphas are tried. A plan's device budget is its own prediction, so that checker and simulator can prove the rest.
 """
