@@ -469,7 +469,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
         flags["embedding_gradients"] = EmbeddingGradients.SPARSE if sparse else EmbeddingGradients.DENSE
     if flags["resume"] not in (None, "latest"):
         flags["resume"] = Path(flags["resume"])
-    if published_name(flags["model"]) is not None:
+    if preset_name(flags["model"]) is None and published_name(flags["model"]) is not None:
         raise UsageError(
             f"--model {flags['model']} is a model of Hugging Face's transformers, which memo train does not build; train it "
             "with transformers under memo.offload"

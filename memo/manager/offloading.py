@@ -111,7 +111,8 @@ def offload(
             with a NaN or an infinity, and those that a recompute reads. Default None: everything moves bit for bit.
         on_full: Response to a full tier. "spill" (default) uses the next tier, and raises where none has room; "raise"
             raises at once; "recompute" uses the next tier, recomputes all of a layer that can be recomputed, attention too,
-            where none has room for its tensors, and raises where none has room for its input.
+            where none has room for its tensors, and raises where none has room for its input. Without `plan`, `alpha` and
+            `levels` none of it applies: a tensor that no tier has room for stays on the device or is recomputed.
         verify: True stores a checksum with each block on disk and compares it when the block is read. It also sums the bytes
             that recomputes read, parameters among them, in forward and again in backward, and so finds changes that no
             version counter shows, at the cost of reading them twice more. Default False.
@@ -140,7 +141,7 @@ def offload(
     After any of them the model is unmodified, and no activations are managed.
 
     A forward inside `with manager:` raises:
-        HostBudgetExceeded, ScratchFull: No tier has room (see `on_full`).
+        HostBudgetExceeded, ScratchFull: No tier has room (see `on_full`); only with `plan`, `alpha` or `levels`.
         StoreWriteError: A write to disk failed, and no other tier takes the bytes.
         SwapError: The system refuses host memory within the budget.
         After any of them what earlier forwards saved is still restored, and the manager can be entered again.

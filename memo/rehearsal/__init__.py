@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
-    from memo.rehearsal.machine import SimulatedMachine as SimulatedMachine, machine_for as machine_for
+    from memo.rehearsal.machine import SimulatedMachine as SimulatedMachine
     from memo.rehearsal.models import hugging_face_step as hugging_face_step, known_models as known_models
-    from memo.rehearsal.run import Rehearsal as Rehearsal, RehearsedStep as RehearsedStep, rehearse as rehearse
+    from memo.rehearsal.run import Rehearsal as Rehearsal, RehearsedStep as RehearsedStep, Way as Way, rehearse as rehearse
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "machine": "SimulatedMachine machine_for",
+            "machine": "SimulatedMachine",
             "models": "hugging_face_step known_models",
-            "run": "Rehearsal RehearsedStep rehearse",
+            "run": "Rehearsal RehearsedStep Way rehearse",
         },
     )

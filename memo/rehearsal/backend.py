@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SimulatedBackend", "SimulatedDisk"]
 
-_FIRST_PIECE = 64 << 20
-_NO_BYTES = 0
-
 
 class SimulatedEvent:
     """End of an operation, known when it is issued."""
@@ -88,7 +85,6 @@ class _Slab:
     """Page-locked host memory, which a thread locks piece by piece."""
 
     def __init__(self, clock: Clock, nbytes: int, seconds_per_byte: float) -> None:
-        self.memory = torch.empty_strided((0,), (1,), dtype=torch.uint8)
         self.memory = _address_space(nbytes)
         self.nbytes = 0
         self._clock = clock

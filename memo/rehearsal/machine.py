@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from memo.autoplan import DeviceBudget
+from memo.errors import UsageError
 from memo.events import Lane
 from memo.machine import LinkRates
 from memo.manager import Machine
+from memo.mip.inputs import Hardware, hardware_preset
 from memo.rehearsal.backend import SimulatedBackend, SimulatedDisk
 from memo.rehearsal.clock import Clock
 from memo.rehearsal.kernels import SimulatedKernels
@@ -19,10 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from memo.mip.inputs import Hardware
     from memo.swap.disk import DiskStore
 
-__all__ = ["SimulatedMachine", "machine_for"]
+__all__ = ["SimulatedMachine"]
 
 USABLE = 0.94
 """As memo.autoplan.device_budget has it: the share of a GPU's memory that is the default budget."""
@@ -39,19 +40,40 @@ class SimulatedMachine(Machine):
     """A machine with one GPU that is not here.
 
     Args:
-        hardware: rates and memories.
+        hardware: rates and memories, or a preset's name, such as "h100".
         host_bytes: host memory that is free; None: the hardware's share for one GPU.
-        disk_bytes: of its disks; 0: it has none.
+        disk_bytes: disk space; 0: there is no disk.
+        disk_write_bytes_per_s: rate of writes; None: the hardware's share for one GPU.
+        disk_read_bytes_per_s: rate of reads; None: the hardware's share for one GPU.
         assume: number that each element has where the program reads a tensor without contents; None: that is an error.
+
+    Raises:
+        UsageError: no preset has this name, or there is a disk without a rate.
     """
 
     def __init__(
-        self, hardware: Hardware, *, host_bytes: int | None = None, disk_bytes: int = 0, assume: float | None = None
+        self,
+        hardware: Hardware | str,
+        *,
+        host_bytes: int | None = None,
+        disk_bytes: int = 0,
+        disk_write_bytes_per_s: float | None = None,
+        disk_read_bytes_per_s: float | None = None,
+        assume: float | None = None,
     ) -> None:
         super().__init__(torch.device("cpu"))
-        self.hardware = hardware
+        self.hardware = hardware = hardware_preset(hardware) if isinstance(hardware, str) else hardware
+        ranks = hardware.gpus_per_node
+        self._disk_write = (
+            hardware.disk_write_bytes_per_s / ranks if disk_write_bytes_per_s is None else disk_write_bytes_per_s
+        )
+        self._disk_read = (
+            hardware.disk_read_bytes_per_s / ranks if disk_read_bytes_per_s is None else disk_read_bytes_per_s
+        )
+        if disk_bytes and not (self._disk_write > 0 and self._disk_read > 0):
+            raise UsageError(f"{hardware.name}: a disk needs rates of writes and reads, in bytes per second")
         self.disk_bytes = disk_bytes
-        self._host_bytes = hardware.host_bytes // hardware.gpus_per_node if host_bytes is None else host_bytes
+        self._host_bytes = hardware.host_bytes // ranks if host_bytes is None else host_bytes
         self.clock = Clock(LAUNCH_NS)
         self.memory = DeviceMemory(hardware.device_bytes - OUTSIDE_BYTES)
         self.kernels = SimulatedKernels(hardware, self.clock, self.memory, assume=assume)
@@ -100,22 +122,12 @@ class SimulatedMachine(Machine):
         if host:
             found |= {Lane.D2H: hardware.d2h_bytes_per_s, Lane.H2D: hardware.h2d_bytes_per_s}
         if directories:
-            found |= {Lane.DISK_WRITE: self._disk_rates[0], Lane.DISK_READ: self._disk_rates[1]}
+            found |= {Lane.DISK_WRITE: self._disk_write, Lane.DISK_READ: self._disk_read}
         return found
-
-    @property
-    def _disk_rates(self) -> tuple[float, float]:
-        ranks = self.hardware.gpus_per_node
-        return self.hardware.disk_write_bytes_per_s / ranks, self.hardware.disk_read_bytes_per_s / ranks
 
     def disk(
         self, directories: Sequence[Path], nbytes: int | None, *, verify: bool
     ) -> tuple[SimulatedDisk, DiskStore | None]:
         """A simulated disk; nothing is written."""
-        write, read = self._disk_rates
-        return SimulatedDisk(self.clock, nbytes, write_bytes_per_s=write, read_bytes_per_s=read), None
-
-
-def machine_for(hardware: Hardware, **options: int | None) -> SimulatedMachine:
-    """A machine of this hardware."""
-    return SimulatedMachine(hardware, **options)  # type: ignore[arg-type]
+        rates = {"write_bytes_per_s": self._disk_write, "read_bytes_per_s": self._disk_read}
+        return SimulatedDisk(self.clock, nbytes, **rates), None

@@ -28,12 +28,13 @@ from memo.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from memo.manager import Manager
+    from memo.mip.activation import ActivationPlan
     from memo.record import Step
     from memo.rehearsal.machine import SimulatedMachine
 
 __all__ = ["Rehearsal", "RehearsedStep", "Way", "rehearse"]
 
-SETTLED_STEPS = 2
+SETTLED_STEPS = 1
 """Steps that are run with a settled plan."""
 MOST_STEPS = 24
 
@@ -84,6 +85,9 @@ class Rehearsal:
     """The error that ended it; None where it ran."""
     settled: bool
     """A plan was in use, or the setting was fixed, in the last steps."""
+    plan: ActivationPlan | None
+    """The plan in use at the end."""
+    plans_made: int
     report: str
     warned: tuple[str, ...]
     took_s: float
@@ -208,6 +212,7 @@ class _Run:
         self._manager: Manager | None = None
         self._settled = way is not Way.MEMO
         self._static_bytes = 0
+        self._plans: list[ActivationPlan] = []
         self.has_begun = False
         self.failure: str | None = None
 
@@ -271,6 +276,9 @@ class _Run:
             **dataclasses.asdict(found),
         )
         self._steps.append(step)
+        plan = None if manager is None else manager.plan
+        if plan is not None and plan not in self._plans[-1:]:
+            self._plans.append(plan)
         self._on_step(step)
 
     def _forward_backward(self, tokens: int) -> None:
@@ -305,6 +313,8 @@ class _Run:
             disk_budget=disk,
             failure=self.failure,
             settled=self.failure is None and self._settled,
+            plan=None if manager is None else manager.plan,
+            plans_made=len(self._plans),
             report=report,
             warned=warned,
             took_s=took_s,
@@ -357,5 +367,5 @@ class _Counts:
             moved_bytes=self.moved_bytes - before.moved_bytes,
             recompute_s=self.recompute_s - before.recompute_s,
             stall_s=self.stall_s - before.stall_s,
-            trials=self.trials - before.trials,
+            trials=max(0, self.trials - before.trials),  # the report has none where nothing is recomputed
         )

@@ -6,8 +6,8 @@ Owns the counting alone. A call is one chunk's forward and backward of one micro
     forward ──▶ waiting ──▶ first half ──▶ between ──▶ second half, gone    between: all but the moved bytes stay,
                                                                             also recomputed ones
 
-Two layers are whole besides: the last layer of the latest forward, until another forward begins; and the first layer of
-the next backward, which is read ahead while the last layer of the turn before it runs, and then waits through the
+Two layers have not left, or are back: the last layer of the latest forward, until another forward begins; and the first
+layer of the next backward, which is read ahead while the last layer of the turn before it runs, and then waits through the
 forwards in between. Moments that hold nothing beyond another one are left out.
 """
 
@@ -43,7 +43,7 @@ class Moment:
     between: tuple[int, ...]
     """By chunk: number of other microbatches between the two halves of backward."""
     whole_chunk: int | None = None
-    """The chunk whose last layer is whole; one of those that wait."""
+    """The chunk whose last layer has not left; one of those that wait."""
     ahead: tuple[int, bool] | None = None
     """The chunk of which a layer is read ahead, one of those that wait or are between; and whether that is its first
     layer, for the second half of a backward, instead of its last."""

@@ -163,6 +163,8 @@ class Model:
         whole: layers that cannot be divided are at one point each; no layers share.
         pieces: fraction of a layer's tokens that its recompute computes at once, by class name; 1 for the others.
         hides_storages: each layer moves at most the whole storages that the next layer's forward hides.
+        leaves_whole: layers whose dividing takes time are at one point each, like those that cannot be divided; the
+            device holds what it holds of layers that can be.
         kinds: for each layer of the profile what it is by its forward, where classes tell layers apart for their plan
             alone; None: its class. Layers share where their chunk is of one kind and they are of one class.
     """
@@ -178,10 +180,11 @@ class Model:
         whole: bool = False,
         pieces: Mapping[str, float] | None = None,
         hides_storages: bool = False,
+        leaves_whole: bool = False,
         kinds: Sequence[str] | None = None,
     ) -> None:
         self.problem = problem
-        self.hides_storages = hides_storages
+        self.hides_storages, self.leaves_whole = hides_storages, leaves_whole
         self.kinds = problem.profile.layers if kinds is None else tuple(kinds)
         self.pieces = pieces or {}
         self.staying = staying
@@ -260,6 +263,10 @@ class Model:
         assert self._excess is not None
         return float(self._excess.varValue or 0.0) * self._byte
 
+    def at_one_point(self, layer: LayerProfile) -> bool:
+        """Whether each layer of a class is at one point."""
+        return not layer.divisible or (self.leaves_whole and layer.divided_s > 0)
+
     def layer_plans(self) -> list[LayerPlan]:
         """The solution as one plan for each layer of the profile, in exact fractions."""
         plans = [LayerPlan()] * len(self.problem.profile.layers)
@@ -270,6 +277,22 @@ class Model:
                 for member in group.members:
                     plans[indices[member]] = plan
         return plans
+
+    def least_changes(self) -> list[dict[str, float]]:
+        """Bounds from below of the change of the objective, if one layer were at another point than the one given.
+
+        By layer of the profile and name of the point, in units of the program. The objective is convex in the fractions
+        of the points, so that reduced costs are such bounds, and their sum is where several layers change.
+        """
+        found: list[dict[str, float]] = [{} for _ in self.problem.profile.layers]
+        for stage, groups in enumerate(self._stages):
+            indices = stage_layers(self.problem, stage)
+            for group in groups:
+                prices = {name: float(variable.dj or 0.0) for name, variable in group.x.items()}
+                now = sum(prices[name] * float(variable.varValue or 0.0) for name, variable in group.x.items())
+                for member in group.members:
+                    found[indices[member]] = {name: price - now for name, price in prices.items()}
+        return found
 
     def limits(self) -> list[Limit]:
         """Binding rows that keep the step from being shorter, the one with the highest dual value first."""
@@ -316,7 +339,7 @@ class Model:
         x = self._point_variables(layer, stage, members[0], name)
         self._program += pulp.lpSum(x.values()) == 1  # (1)
         given = [known for known in layer.points if known.beside_bytes]
-        if not layer.divisible:  # nothing is beside it at point `all`
+        if self.at_one_point(layer):  # nothing is beside it at point `all`
             given = [known for known in given if known.name != ALL]
         alone = self.problem.pipeline.peak_in_flight(stage) == ((1,),)
         if alone and members[-1] == len(mine) - 1 and given[:1] == [layer.points[0]]:
@@ -349,7 +372,7 @@ class Model:
             encode_s=self._coding_s(layer, layer.coding.encode_s if layer.coding else 0.0),
             decode_s=self._coding_s(layer, layer.coding.decode_s if layer.coding else 0.0),
         )
-        if layer.divisible:
+        if not self.at_one_point(layer):
             beside, _ = most_gained_bytes(layer, self.problem.profile.signature.rank_tokens)
             group.recompute_extra_bytes += beside / self._byte if given else 0.0
         if to_host or to_disk:
@@ -389,7 +412,7 @@ class Model:
     ) -> pulp.LpAffineExpression:
         """H of a group; an upper bound, also after tokens are rounded."""
         held = {known.name: known.held_bytes / self._byte for known in layer.points if known.held_bytes}
-        if not layer.divisible or not held:
+        if self.at_one_point(layer) or not held:
             return pulp.lpSum(x[point] * nbytes for point, nbytes in held.items())
         if layer.name in self.pieces:
             return pulp.lpSum([self.pieces[layer.name] * max(held.values())])
@@ -601,7 +624,7 @@ class Model:
         key = (group.stage, group.members[0])
         if key not in self._unmoved_bytes:
             lost = 0.0
-            if group.layer.divisible:
+            if not self.at_one_point(group.layer):
                 lost = most_lost_bytes(group.layer, self.problem.profile.signature.rank_tokens) / self._byte
             name = f"unmoved_{group.stage}_{group.members[0]}"
             unmoved = self._unmoved_bytes[key] = self._program.add_variable(name, 0, None)

@@ -5,11 +5,13 @@ runtime alike. One rank, one microbatch, layers 0 to n-1; F, B, R are a layer's 
 (R is zero where nothing is recomputed):
 
     device     while layer i runs, in either direction:  static + saved by the embedding
-               + sum of kept bytes of layers j < i-1  +  whole bytes of layers i-1 and i (the two rounding buffers): all
-               that autograd saves, and what their recompute is given besides
+               + sum of kept bytes of layers j < i-1  +  whole bytes of layer i: all that autograd saves, and what its
+               recompute is given besides  +  layer i-1 (the two are the rounding buffers): whole if it can be divided;
+               if it cannot, all that it saves at its point, since what it recomputes is dropped when its forward ends,
+               and is there again when its own backward begins
                + transient bytes of layer i: the larger of forward's and backward's, and in backward (of a split one the
-               first half) at least backward's and what the recompute holds; while the head runs: layer n-1 is the
-               buffer in use, and the head's own bytes come on top
+               first half) at least backward's and what the recompute holds; while the head runs: layer n-1 is there
+               as layer i-1 is, and the head's own bytes come on top
     copy out   of layer i starts when layer i+1 starts forward and must end before layer i+2 (or the head) starts:
                a window of F(i+1). The last layer is never moved: it is needed next
     copy in    of layer i starts when layer i+1 starts backward, with its recompute, and must end before layer i
@@ -31,8 +33,9 @@ runtime alike. One rank, one microbatch, layers 0 to n-1; F, B, R are a layer's 
                pages. So a stage that moves leaves free, of each tier's budget and for each microbatch in flight, a page
                for each storage of layers that can move; and where it divides a layer, its largest storage
     pipeline   stage p of P, M microbatches (1F1B): min(M, P - p) of them are in flight, each with its own kept, host
-               and disk bytes; where that is more than one, the last layer of one of them is whole; a forward waits for
-               the stage before, a backward for the stage after. A stage that is planned alone gives its number
+               and disk bytes; where that is more than one, the last layer of one of them is there as layer i-1 is; a
+               forward waits for the stage before, a backward for the stage after. A stage that is planned alone gives its
+               number
     chunks     under schedules that give a rank several runs of consecutive layers, a stage is all of these chunks, and
                the microbatches in flight of each are counted moment by moment (memo.mip.activation.in_flight). The last
                layer of each chunk but the last one moves, too: out beside the first layer of the next forward, and gone

@@ -161,14 +161,11 @@ def _whole_layers(best: ActivationPlan) -> Iterator[ActivationPlan]:
     known = problem.profile.layer_profiles()
     if not any(layer.divided_s and len(plan.points) > 1 for layer, plan in zip(known, best.layers, strict=True)):
         return
-    undivided = _with_classes(
-        problem, lambda layer: dataclasses.replace(layer, divisible=False) if layer.divided_s else layer
-    )
     for hides in (True, False):
         solved = [
             model
-            for staying in _staying_options(undivided)
-            if (model := Model(undivided, staying=staying, hides_storages=hides)).solve()
+            for staying in _staying_options(problem)
+            if (model := Model(problem, staying=staying, hides_storages=hides, leaves_whole=True)).solve()
         ]
         for model in solved:
             found = round_points(model)
@@ -203,7 +200,6 @@ def relaxed_step_s(problem: ActivationProblem) -> float | None:
         problem,
         lambda layer: dataclasses.replace(
             with_most_spared(_without_held(_without_beside(layer))),
-            divisible=False,
             piece_s=0.0,
             coding=_free(layer.coding),
         ),
@@ -361,7 +357,7 @@ def _divisible(problem: ActivationProblem) -> bool:
 
 
 def _has_beside(profile: Profile) -> bool:
-    return any(layer.points[0].beside_bytes for layer in profile.classes)
+    return any(layer.divisible and layer.points[0].beside_bytes for layer in profile.classes)
 
 
 def _without_beside(layer: LayerProfile) -> LayerProfile:

@@ -6,11 +6,16 @@ all its rows hold and the bytes of each tier are the best for them:
     each layer at the last of its points, or at the first            what a program over equal layers would say
     carried, from below      no more bytes than the fractions say, over all layers of a class so far
     carried, to the nearest  as many bytes as the fractions say, within half of a step
+
+The best of them is then changed, at one layer, at two, or at many at once, while that gains: in the order of the bounds
+that the program's reduced costs are. Where no bound is negative, no choice is better; nor is one much better than the
+fractions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memo.mip.activation.linear_program import Model
@@ -24,7 +29,14 @@ __all__ = ["at_points", "round_points"]
 NOTHING = 1e-6
 """Fraction of a layer at a point below which it is a solver's error."""
 
+MOST_CHANGES = 32
+"""Changes of a choice that are tried, each of which solves the program once."""
+CLOSE = 1e-3
+"""Part of the objective of fractions within which a choice is not changed further."""
+
 _Points = tuple[str | None, ...]
+_Change = Mapping[int, str]
+"""Another point for some layers."""
 
 
 def round_points(model: Model) -> Model | None:
@@ -34,11 +46,15 @@ def round_points(model: Model) -> Model | None:
         The solved program of the best choice that was tried; None if no choice is within the budgets.
     """
     layers, plans = model.problem.profile.layer_profiles(), model.layer_plans()
-    used = [_used(layer, plan) for layer, plan in zip(layers, plans, strict=True)]
+    used = [
+        _used(layer, plan) if model.at_one_point(layer) else None for layer, plan in zip(layers, plans, strict=True)
+    ]
     choices: list[_Points] = [tuple(None if points is None else points[end].name for points in used) for end in (-1, 0)]
     choices += [_carried(layers, plans, used, nearest=nearest) for nearest in (False, True)]
-    solved = [tried for choice in dict.fromkeys(choices) if (tried := _again(model, choice)).solve()]
-    return min(solved, key=lambda tried: tried.objective, default=None)
+    solved = [(tried, choice) for choice in dict.fromkeys(choices) if (tried := _again(model, choice)).solve()]
+    if not solved:
+        return None
+    return _improved(*min(solved, key=lambda pair: pair[0].objective), enough=model.objective * (1 + CLOSE))
 
 
 def at_points(model: Model) -> Model:
@@ -46,6 +62,48 @@ def at_points(model: Model) -> Model:
     layers, plans = model.problem.profile.layer_profiles(), model.layer_plans()
     pairs = zip(layers, plans, strict=True)
     return _again(model, tuple(None if layer.divisible else next(iter(plan.points)) for layer, plan in pairs))
+
+
+def _improved(best: Model, choice: _Points, *, enough: float) -> Model:
+    """The best program found by changing the points of a solved one."""
+    left, gains = MOST_CHANGES, True
+    while gains and best.objective > enough:
+        gains = False
+        for change in itertools.islice(_changes(best, choice), left):
+            left -= 1
+            tried_choice = tuple(change.get(number, point) for number, point in enumerate(choice))
+            tried = _again(best, tried_choice)
+            if tried.solve() and tried.objective < best.objective * (1 - NOTHING):
+                best, choice, gains = tried, tried_choice, True
+                break
+    return best
+
+
+def _changes(model: Model, choice: _Points) -> Iterator[_Change]:
+    """Changes that may gain: of ever fewer layers at once, then of one or two layers, the lowest bound first."""
+    bounds = model.least_changes()
+    free = [number for number, point in enumerate(choice) if point is not None]
+    lowest = {number: min(bounds[number], key=bounds[number].__getitem__) for number in free}
+    gaining = [number for number in free if bounds[number][lowest[number]] < -NOTHING]
+    gaining.sort(key=lambda number: bounds[number][lowest[number]])
+    count = len(gaining)
+    while count > 1:
+        yield {number: lowest[number] for number in gaining[:count]}
+        count //= 2
+    ones: dict[tuple[str, str | None, str], tuple[float, int]] = {}  # the best one of layers that are alike
+    for number in free:
+        names = list(bounds[number])
+        at = names.index(choice[number] or "")
+        for point in dict.fromkeys((*names[max(at - 1, 0) : at], *names[at + 1 : at + 2], lowest[number])):
+            kind, one = (model.problem.profile.layers[number], choice[number], point), (bounds[number][point], number)
+            ones[kind] = min(one, ones.get(kind, one))
+    found = [(bound, {number: point}) for (_, _, point), (bound, number) in ones.items()]
+    found += [
+        (one + other, {first: point, second: to})
+        for ((_, _, point), (one, first)), ((_, _, to), (other, second)) in itertools.combinations(ones.items(), 2)
+        if first != second
+    ]
+    yield from (change for bound, change in sorted(found, key=lambda pair: pair[0]) if bound < -NOTHING)
 
 
 def _again(model: Model, points: _Points) -> Model:
@@ -56,13 +114,12 @@ def _again(model: Model, points: _Points) -> Model:
         points=points,
         pieces=model.pieces,
         hides_storages=model.hides_storages,
+        leaves_whole=model.leaves_whole,
     )
 
 
-def _used(layer: LayerProfile, plan: LayerPlan) -> list[PointProfile] | None:
-    """Points that the fractions of a layer mix, in the order of its class; None if it can be divided."""
-    if layer.divisible:
-        return None
+def _used(layer: LayerProfile, plan: LayerPlan) -> list[PointProfile]:
+    """Points that the fractions of a layer mix, in the order of its class."""
     return [point for point in layer.points if plan.fraction(point.name) > NOTHING]
 
 

@@ -209,6 +209,12 @@ class CopyOut:
             self._late.append(self._unreleased.popleft())
         self._release_sources(group)
 
+    def release_earlier(self, group: Group) -> None:
+        """Releases the sources of the layers before `group`, whose forward is about to end."""
+        self._late.extend(self._unreleased)
+        self._unreleased.clear()
+        self._release_sources(group)
+
     def _release_sources(self, ended: Group) -> None:
         """Releases the sources of layers before `ended`, ordered after their copies (E2), oldest first.
 

@@ -172,8 +172,16 @@ class Engine:
         self._telemetry.boundary_callback, self._telemetry.recompute_callback = call, recompute
 
     @contextlib.contextmanager
-    def trial(self) -> Iterator[None]:
-        """Context of a trial recompute, whose memory belongs to no later step."""
+    def trial(self, group: Group, *, has_room: bool) -> Iterator[None]:
+        """Context of a trial recompute at the end of a layer's forward, whose memory belongs to no later step.
+
+        Args:
+            group: the layer's saved storages.
+            has_room: False releases the sources of the layers before it, as the end of this one would.
+        """
+        if not has_room:
+            with self._lock:
+                self._copy_out.release_earlier(group)
         self._telemetry.at_recompute(None, begins=True)
         try:
             yield
@@ -321,7 +329,12 @@ class Engine:
             besides: sizes of blocks that must have room too; not with STAY.
         """
         with self._lock:
-            sizes = [saved.nbytes if saved not in prefixes else prefixes[saved].head_nbytes for saved in group.living()]
+            sizes = []
+            for saved in group.living():
+                prefix = prefixes.get(saved)
+                nbytes = saved.nbytes if prefix is None else prefix.head_nbytes
+                coded = None if prefixes and prefix is None else saved.coded  # as in `copy_out_held`
+                sizes.append((nbytes, nbytes if coded is None else coded.nbytes(nbytes)))
             return self._tier_choice.lacking_nbytes(group, sizes, besides=besides)
 
     def recomputes_for_room(self, group: Group, lacking_nbytes: int) -> None:

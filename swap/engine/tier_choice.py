@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from memo.errors import HostBudgetExceeded, ScratchFull, SwapError, UsageError
 from memo.events import Tier as TierName
-from memo.swap.memory.page_aligned import PAGE_BYTES, whole_pages
 from memo.swap.placement import Quota
+from memo.swap.tiers.host_and_disk import PAGE
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
@@ -176,7 +176,10 @@ class TierChoice:
         self._spills.add(saved.group, nbytes, full, TierName.DEVICE)
         if self._stats.device_bytes + nbytes > self._rest_bytes:
             self._warn(
-                "no-room", f"{_no_room(saved, nbytes, self._tiers, present=self._present)}; it stays on the device"
+                "no-room",
+                f"no room for {format_bytes(nbytes)} saved by {saved.module} ({', '.join(map(_state, self._tiers))}), nor "
+                f"within the device's budget: it stays on the device; raise the {' or '.join(self._present)} budget, or "
+                "train on a shorter sequence",
             )
 
     def recomputes(self, group: Group, lacking_nbytes: int) -> None:
@@ -195,12 +198,12 @@ class TierChoice:
         lacking = saved * (1 - placement.kept) + self._largest_nbytes - self._free_nbytes()
         return lacking > 0 and self._stats.device_bytes + saved + lacking > self._rest_bytes
 
-    def lacking_nbytes(self, group: Group, sizes: Sequence[int], *, besides: Sequence[int]) -> int:
-        """Bytes of storages of `sizes` bytes that have no room now; 0: all have.
+    def lacking_nbytes(self, group: Group, sizes: Sequence[tuple[int, int]], *, besides: Sequence[int]) -> int:
+        """Bytes of a group's storages that have no room now; 0: all have.
 
         Args:
             group: theirs.
-            sizes: bytes that move of each, if they go by the group's quota.
+            sizes: of each the bytes that move, if they go by the group's quota, and those that a tier needs for them.
             besides: blocks that later layers need in any case; not counted with STAY.
         """
         if self.when_full is WhenFull.STAY:
@@ -213,12 +216,12 @@ class TierChoice:
                 place.release()
         return sum(nbytes for nbytes, place in zip(wanted, places, strict=True) if place is None)
 
-    def _lacking_nbytes(self, group: Group, sizes: Sequence[int]) -> int:
+    def _lacking_nbytes(self, group: Group, sizes: Sequence[tuple[int, int]]) -> int:
         """The same of tiers, where they and the device lack room, by their sums alone."""
-        if group.nbytes + PAGE_BYTES * len(group.saved) <= self._free_nbytes() or group.wait_for_next:
+        if group.nbytes + PAGE * len(group.saved) <= self._free_nbytes() or group.wait_for_next:
             return 0
         self._make_room()
-        lacking = sum(map(whole_pages, _moving(group.quota, sizes))) - self._free_nbytes()
+        lacking = sum(-(-nbytes // PAGE) * PAGE for nbytes in _moving(group.quota, sizes)) - self._free_nbytes()
         return 0 if self._stats.device_bytes + lacking <= self._rest_bytes else max(0, int(lacking))
 
     def _free_nbytes(self) -> float:
@@ -247,12 +250,12 @@ class TierChoice:
         return [tier.name for tier in self._tiers]
 
 
-def _moving(quota: Quota | None, sizes: Sequence[int]) -> list[int]:
-    """The sizes that move by a quota."""
+def _moving(quota: Quota | None, sizes: Sequence[tuple[int, int]]) -> list[int]:
+    """The bytes that tiers need for those that move by a quota."""
     if quota is None:
-        return [*sizes]
+        return [room for _, room in sizes]
     trial = quota.copy()
-    return [nbytes for nbytes in sizes if nbytes and trial.choose(nbytes) is not TierName.DEVICE]
+    return [room for nbytes, room in sizes if nbytes and trial.choose(nbytes) is not TierName.DEVICE]
 
 
 def _first_place(tiers: Sequence[Tier], nbytes: int) -> Place | None:

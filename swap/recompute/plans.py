@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from memo.swap.engine.engine import Engine
+    from memo.swap.engine.saved_storage import SavedStorage
     from memo.swap.recompute.rank_agreement import Ranks
     from memo.swap.recompute.recorded_call import Ended, OpenCall, RecordedCall
     from memo.swap.recompute.tape.log import Holds, Key
@@ -81,6 +82,10 @@ class _Case:
     recorded: RecordedCall
     setting: Setting
     choice: Choice
+    here: int
+    """The caller's stream."""
+    released: set[int] = dataclasses.field(default_factory=set)
+    """Saved storages that a trial has replaced by equal ones."""
 
     @property
     def layer(self) -> str:
@@ -94,6 +99,19 @@ class _Case:
     def operators(self) -> Iterator[Any]:
         """The log without its sizes."""
         return self.recorded.operators
+
+    @property
+    def has_released(self) -> bool:
+        """True where a trial has taken saved tensors away from the recorder, and no other plan can be tried."""
+        return bool(self.released)
+
+    def release(self, storage: int, saved: SavedStorage) -> bool:
+        """Gives up a saved storage for an equal one on the caller's stream; False where it was saved on another one."""
+        if saved.home != self.here:
+            return False
+        self.released.add(storage)
+        self.call.recorder.tensors.pop(storage, None)
+        return True
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -254,7 +272,8 @@ class Plans:
 
     def _case(self, call: OpenCall, recorded: RecordedCall, setting: Setting, opaque: frozenset[int]) -> _Case:
         tape, bans = self._tape_of(recorded.key, opaque), self._bans.get(call.layer.name, NO_BANS)
-        return _Case(call, recorded, setting, Choice(tape, recorded.sources, recorded.wanted, recorded.stuck, bans))
+        choice = Choice(tape, recorded.sources, recorded.wanted, recorded.stuck, bans)
+        return _Case(call, recorded, setting, choice, self._engine.backend.current_stream())
 
     def _tape_of(self, log: Key, opaque: frozenset[int]) -> Tape:
         tape = self._tapes.get((log, opaque))
@@ -368,7 +387,7 @@ class Plans:
                 self._passed[run] = frozenset(plan.steps).union(self._passed.get(run) or ())
                 return dataclasses.replace(plan, wrong=wrong) if wrong else plan
             reason = str(unlike)
-            if unlike.step is None:
+            if unlike.step is None or case.has_released:
                 return Refused(reason, wrong)
             wrong |= {unlike.step}
         return Refused(reason, wrong)
@@ -427,8 +446,9 @@ class Plans:
         self.trials_run += 1
         began = self._finished_s()
         try:
-            with self._engine.trial():
-                try_out(case.recorded.replay(plan, self._engine))
+            has_room = self._has_room(plan)
+            with self._engine.trial(case.call.group, has_room=has_room):
+                try_out(case.recorded.replay(plan, self._engine), release=None if has_room else case.release)
         except Unlike as unlike:
             return unlike
         self._timed(case.layer, plan.cost, self._finished_s() - began)

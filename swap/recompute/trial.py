@@ -6,7 +6,7 @@ A replay of a part of the tokens may round in another way, as products of fewer 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from memo.swap.recompute.ranges.ranged_replay import RangedReplay
 from memo.swap.recompute.tape.replay import ReplayFailed
 
 if TYPE_CHECKING:
+    from memo.swap.engine.saved_storage import SavedStorage
     from memo.swap.recompute.ranges.ranged_plan import Piece, Span
     from memo.swap.recompute.tape.plan import Plan
     from memo.swap.recompute.tape.replay import Replay, Wanted
@@ -38,8 +39,13 @@ class Unlike(Exception):
         self.step = step
 
 
-def try_out(replay: Replay) -> None:
+def try_out(replay: Replay, *, release: Callable[[int, SavedStorage], bool] | None = None) -> None:
     """Runs a replay while all that was saved is still there.
+
+    Args:
+        replay: of the call that has just ended.
+        release: for a trial that holds no storage twice. It is called with the number and the record of each storage whose
+            replay has the same bits, which then takes its place where it returns True.
 
     Raises:
         Unlike: a step could not run again, or a storage differs where autograd saved a part of it.
@@ -55,7 +61,11 @@ def try_out(replay: Replay) -> None:
             return
         position = next(number for number, other in enumerate(replay.wanted) if other is want)
         content = plan.tape.last[plan.wanted[position]]
-        if not _equal(plan, plan.wanted[position], hold.saved.source, made):
+        if _equal(plan, plan.wanted[position], hold.saved.source, made):
+            is_same_size = owned and made.numel() == hold.saved.source.numel()
+            if is_same_size and release is not None and release(plan.wanted[position], hold.saved):
+                hold.saved.source = made
+        else:
             writer = plan.tape.contents[content].writer
             worst = writer if worst is None else min(worst, writer)
 

@@ -98,6 +98,13 @@ def test_a_window_leaves_few_scores() -> None:
         ("qwen3-30b-a3b", 30.532, 3.04),
         ("gpt-oss-20b", 20.915, 3.61),
         ("mixtral-8x7b", 46.703, 12.75),
+        ("llama-3-8b", 8.030, 7.505),
+        ("llama-3.2-1b", 1.236, 1.236),
+        ("mistral-7b", 7.242, 7.111),
+        ("gemma-2-9b", 9.242, 9.242),
+        ("gemma-3-1b", 1.000, 1.000),
+        ("qwen2.5-0.5b", 0.494, 0.494),
+        ("qwen2.5-7b", 7.616, 7.071),
     ],
 )
 def test_published_models_have_their_parameters_and_multiply_the_active_ones(
@@ -113,6 +120,11 @@ def test_published_models_have_their_parameters_and_multiply_the_active_ones(
 def test_names_are_found_by_any_case_and_by_repository() -> None:
     assert published_name("Qwen/Qwen3-30B-A3B") == "qwen3-30b-a3b"
     assert published_name("mistralai/Mixtral-8x7B-Instruct-v0.1") == "mixtral-8x7b"
+    assert published_name("meta-llama/Llama-3.2-1B-Instruct") == "llama-3.2-1b"
+    assert published_name("meta-llama/Meta-Llama-3-8B") == "llama-3-8b"
+    assert published_name("Llama-3.1-8B") == "llama-3.1-8b"
+    assert published_name("google/gemma-2-9b-it") == published_name("gemma-2-9b") == "gemma-2-9b"
+    assert published_name("mistralai/Mistral-7B-v0.3") is None  # has another vocabulary, and no window
     assert published_name("qwen9-8b") is None
 
 

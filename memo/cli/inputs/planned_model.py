@@ -41,6 +41,8 @@ _FIELDS = {
 }
 """Names of the flags' numbers in a configuration of transformers."""
 _WITHOUT_LOGITS = "without-logits"
+_NAMES = (*PRESETS, *(name for name in PUBLISHED if preset_name(name) is None))
+"""Names of models; a published one that is also a preset's is the preset."""
 
 
 def add_model_flags(group: argparse._ArgumentGroup) -> None:
@@ -48,7 +50,7 @@ def add_model_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--model",
         metavar="NAME|PATH",
-        help=f"model by name: {', '.join((*PRESETS, *PUBLISHED))}; or a config.json of Hugging Face's transformers, or a "
+        help=f"model by name: {', '.join(_NAMES)}; or a config.json of Hugging Face's transformers, or a "
         "folder with one",
     )
     group.add_argument(
@@ -102,7 +104,7 @@ def _of_transformers(name: str, args: argparse.Namespace, shape: Mapping[str, in
     published = None if Path(name).exists() else published_name(name)
     if published is None and not names_configuration(name):
         raise UsageError(
-            f"unknown model {name!r}; choose one of {', '.join((*PRESETS, *PUBLISHED))}, or give the path of a config.json"
+            f"unknown model {name!r}; choose one of {', '.join(_NAMES)}, or give the path of a config.json"
         )
     if published is None and not Path(name).exists() and not name.endswith(".json"):
         raise UsageError(

@@ -69,8 +69,9 @@ def brute_force(problem: ActivationProblem) -> float:
         ok = (h1 + d1 <= 1 + 1e-12) & (h2 + d2 <= 1 + 1e-12) & (ends[0].transient_bytes <= room)
         ok = ok & (first.full_bytes + np.maximum(first.transient_bytes, first.backward_transient_bytes + g1) <= room)
         moving = np.maximum(second.transient_bytes, second.backward_transient_bytes + g2)
-        ok = ok & (first.full_bytes + second.full_bytes + moving <= room)
-        ok = ok & (k1 + second.full_bytes + last.full_bytes + last.transient_bytes <= room)
+        b1, b2 = (s1, s2) if whole else (first.full_bytes, second.full_bytes)  # right before and after it runs
+        ok = ok & (b1 + second.full_bytes + moving <= room)
+        ok = ok & (k1 + b2 + last.full_bytes + last.transient_bytes <= room)
         ok = ok & (k1 + k2 + last.full_bytes + ends[1].saved_bytes + ends[1].transient_bytes <= room)
         ok = ok & (s1 * h1 + s2 * h2 <= budgets.host_bytes)
         ok = ok & (s1 * d1 + s2 * d2 <= budgets.disk_bytes)
@@ -153,11 +154,11 @@ def test_what_a_fraction_would_save_is_saved_by_a_part_of_the_layers() -> None:
     """Host memory for 52 % of the bytes of ten layers: five of them are at `all`, five at the point without any."""
     block = layer(always=0, all=1000, matmuls=None, attention=1.0, divisible=False)
     fast = machine(d2h_bytes_per_s=1e6, h2d_bytes_per_s=1e6, duplex_bytes_per_s=2e6)
-    budgets = Budgets(device_bytes=2 * block.full_bytes, host_bytes=5200)
+    budgets = Budgets(device_bytes=2 * block.full_bytes + 1, host_bytes=5200)
     plan = plan_activations(profile_of(*[block] * 12), fast, budgets)
     at = [next(iter(part.points)) for part in plan.layers[:10]]
     assert sorted(at) == [ALL] * 5 + [ATTENTION] * 5
-    assert plan.stages[0].peak_host_bytes == 5000
+    assert plan.stages[0].peak_host_bytes == 4999, "the byte beyond two layers stays on the device"
     assert plan.stages[0].recompute_s == pytest.approx(5.0)
 
 
@@ -178,11 +179,11 @@ def test_a_point_whose_recompute_has_no_room_is_not_taken_although_a_mix_of_it_w
     points = (
         PointProfile(name=ALL, saved_bytes=1000),
         PointProfile(name="p1", saved_bytes=500, recompute_s=0.5, held_bytes=600),
-        PointProfile(name="p2", saved_bytes=400, recompute_s=5.0),
+        PointProfile(name="p2", saved_bytes=495, recompute_s=5.0),
     )
     block = dataclasses.replace(layer(always=0, all=1000), points=points, divisible=False)
     fast = machine(d2h_bytes_per_s=1e6, h2d_bytes_per_s=1e6, duplex_bytes_per_s=2e6)
-    budgets = Budgets(device_bytes=2 * block.full_bytes + 590, host_bytes=4 * 520)
+    budgets = Budgets(device_bytes=2 * block.full_bytes + 94, host_bytes=4 * 520)
     problem = ActivationProblem(profile=profile_of(*[block] * 6), hardware=fast, budgets=budgets)
     relaxed = Model(problem)
     assert relaxed.solve()
@@ -194,7 +195,7 @@ def test_a_point_whose_recompute_has_no_room_is_not_taken_although_a_mix_of_it_w
 
 def test_where_no_layer_fits_at_any_point_the_budget_that_is_named_fits() -> None:
     block = layer(always=0, all=1000, matmuls=(600, 0.5), attention=None, divisible=False)
-    budgets = Budgets(device_bytes=2 * block.full_bytes, host_bytes=4 * 599)
+    budgets = Budgets(device_bytes=block.full_bytes + 600, host_bytes=4 * 599)
     problem = ActivationProblem(profile=profile_of(*[block] * 6), hardware=machine(), budgets=budgets)
     with pytest.raises(DoesNotFit, match=r"the device lacks \d B .*; or a host budget of 2.34\d KiB a node") as raised:
         solve_problem(problem)
@@ -204,19 +205,19 @@ def test_where_no_layer_fits_at_any_point_the_budget_that_is_named_fits() -> Non
 
 
 def test_a_budget_that_only_fractions_fit_is_infeasible_by_what_whole_layers_lack() -> None:
-    """Four layers move. Half of each at p1, which holds 600 bytes, would fit; layer 0 alone has room for that."""
+    """Four layers move. Parts of each at p1, which holds 600 bytes, would fit; layer 0 alone has room for all of it."""
     points = (
         PointProfile(name=ALL, saved_bytes=1000),
         PointProfile(name="p1", saved_bytes=500, recompute_s=0.5, held_bytes=600),
     )
     block = dataclasses.replace(layer(always=0, all=1000), points=points, divisible=False)
-    budgets = Budgets(device_bytes=2 * block.full_bytes + 300, host_bytes=4 * 760)
+    budgets = Budgets(device_bytes=2 * block.full_bytes + 90, host_bytes=4 * 760)
     problem = ActivationProblem(profile=profile_of(*[block] * 6), hardware=machine(), budgets=budgets)
     assert Model(problem).solve()
-    # 500 + 3 x 1000 bytes less 300 that stay must move; with a device of 160 bytes more, 460 stay.
-    with pytest.raises(DoesNotFit, match=r"the device lacks 1[56]\d B .*; or a host budget of 3.12\d KiB") as raised:
+    # 500 + 3 x 1000 bytes less 90 that stay must move; with 1000 + 600 + 500 on the device all layers may be at p1.
+    with pytest.raises(DoesNotFit, match=r"the device lacks 1\d B .*; or a host budget of 3.33\d KiB") as raised:
         solve_problem(problem)
-    assert raised.value.least_bytes["host"] in range(3200, 3210)
+    assert raised.value.least_bytes["host"] in range(3410, 3420)
 
 
 @pytest.mark.parametrize("seed", range(6))

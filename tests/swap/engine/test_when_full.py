@@ -180,6 +180,27 @@ def test_what_stays_for_lack_of_room_is_no_part_of_what_later_layers_keep() -> N
     made.manager.close()
 
 
+@pytest.mark.parametrize("codec", [None, Codec.FP8])
+@pytest.mark.parametrize("alpha", [1.0, 0.5, 0.0])
+def test_nothing_is_recomputed_or_stays_in_just_the_room_that_a_step_needs(alpha: float, codec: Codec | None) -> None:
+    """Codes need less room than their values."""
+
+    def run(budget: int) -> tuple[int, Any]:
+        made = full(budget, alpha)
+        made.engine.codec = codec
+        made.engine.place(dict.fromkeys(range(LAYERS), Placement(host=1.0)))
+        train(made.manager._model, seeded(made.manager._model), made.manager, steps=2)
+        report, (host,) = made.manager.report(), made.engine.tiers
+        made.manager.close()
+        return host._space.peak, report
+
+    needed, _ = run(1 << 24)
+    with silent():
+        peak, report = run(needed)
+    assert peak == needed
+    assert report.stayed is report.recomputed_for_room is None
+
+
 def test_a_value_without_a_code_stays_where_its_exact_bytes_have_no_room() -> None:
     backend = CheckingBackend("lazy")
     engine = Engine(backend, [HostTier(backend, 3 << 12)], min_bytes=512, codec=Codec.INT8, when_full=WhenFull.STAY)
