@@ -88,15 +88,13 @@ def measured_profile(
 
 
 def _coded(layer: LayerProfile, times: LayerTimes) -> LayerProfile:
-    """The layer with what codes spare of it: the share that they spare of all its storages, of each part.
+    """The layer with what codes spare of it: the share that they spare of all its storages.
 
-    Of a layer that cannot be divided, what moves at another point than `all` is read by the recompute, and moves whole.
+    At another point than `all`, the recompute reads what moves, and that moves as it is.
     """
     share = times.spared_bytes / times.saved_bytes if times.saved_bytes else 0.0
     points = (
-        dataclasses.replace(
-            point, spared_bytes=int(share * point.saved_bytes) if layer.divisible or point.name == ALL else 0
-        )
+        dataclasses.replace(point, spared_bytes=int(share * point.saved_bytes) if point.name == ALL else 0)
         for point in layer.points
     )
     coding = Coding(spared_bytes=int(share * layer.fixed_bytes))

@@ -15,6 +15,7 @@ from torch import nn
 import memo
 from memo.autoplan import Actuator, device_budget_of
 from memo.errors import HostBudgetExceeded, HostPoolUnusable, PlanError, ScratchUnusable, UsageError
+from memo.manager.machine import Machine
 from memo.manager.resources import Room
 from memo.swap import HostPool
 
@@ -182,6 +183,6 @@ def test_a_pool_that_cannot_be_used_leaves_nothing_open(tmp_path: Path) -> None:
 
 def test_a_rank_has_its_share_of_what_all_jobs_have_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memo.manager.resources.share_of_node", lambda nbytes, *, weight: nbytes // 4)
-    room = Room.of(torch.device("cpu"), host="8GiB", host_pool="pool", disk=None, disk_budget=None)
+    room = Room.of(Machine(torch.device("cpu")), host="8GiB", host_pool="pool", disk=None, disk_budget=None)
     assert room.host_bytes == 2 << 30
     assert room.pool == ("pool", 8 << 30)

@@ -292,6 +292,8 @@ def test_manager_and_report_show_themselves(caplog: pytest.LogCaptureFixture) ->
     told = [record.getMessage() for record in caplog.records]
     assert told[0] == "Stack: 3 layers managed on cpu"
     assert told[1] == "Stack: attached"
-    assert told[2].startswith("Stack: plan: nothing to move")
+    assert told[2] == "Stack: step 1: the next step is measured"
+    assert told[3].startswith("Stack: step 2: the plan holds, ")
+    assert told[4].startswith("Stack: plan: nothing to move")
     manager.close()
     assert "closed" in repr(manager)

@@ -19,6 +19,7 @@ import collections
 import contextlib
 import dataclasses
 import random
+import time
 import weakref
 from typing import TYPE_CHECKING, Literal
 
@@ -309,6 +310,16 @@ class CheckingBackend:
     def synchronize(self) -> None:
         self.d2h.synchronize()
         self.h2d.synchronize()
+
+    def finish(self) -> None:
+        self.synchronize()  # compute streams run at once
+
+    def now_ns(self) -> int:
+        return time.monotonic_ns()
+
+    @property
+    def kernels(self) -> str:
+        return "cpu"
 
     def stamp(self, stream: int | None = None) -> None:
         return None  # there is no time, only order
