@@ -37,7 +37,7 @@ examples:
   memo rehearse --model qwen3-8b --lora 16 --lengths 8k,32k,12k --device 40GiB --host 64GiB
   memo rehearse --model ./config.json --seq 16k --gpu rtx4090 --disk 1TiB --disk-write 3GB --disk-read 6GB
 
-Exit code 3: the training does not fit, or a budget was exceeded.
+Exit code 3: the training does not fit, or a budget was exceeded. Exit code 4: no plan settled in as many steps as are tried.
 
 {OWN_MODEL}"""
 _LAYER_S = 0.08
@@ -182,7 +182,7 @@ def _print(args: argparse.Namespace, machine: SimulatedMachine, found: Rehearsal
     misfit = what_would_fit(found, most_device=machine.device_budget(None).total_bytes)
     if misfit is not None:
         raise Infeasible(misfit)
-    return ExitCode.OK
+    return ExitCode.OK if found.settled or args.steps is not None else ExitCode.NO_PLAN_IN_TIME
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -222,9 +222,9 @@ def _machine_options(args: argparse.Namespace) -> dict[str, Any]:
             raise UsageError(
                 f"--device {args.device} is not within the {most} of {hardware.name}; give another size or --gpu"
             )
-    if args.host != "auto":
-        parse_bytes(args.host, what="--host")
     disk = parse_bytes(args.disk, what="--disk")
+    if args.host != "auto" and parse_bytes(args.host, what="--host") == 0 and not disk and args.way == "memo":
+        raise UsageError("--host 0 without --disk leaves nowhere to move activations to; give one of them")
     for flag in ("disk_budget", "disk_write", "disk_read"):
         given = getattr(args, flag)
         if given is None:

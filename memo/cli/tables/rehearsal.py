@@ -71,6 +71,11 @@ def what_would_fit(found: Rehearsal, *, most_device: int) -> str | None:
     """
     last = next((step.decision for step in reversed(found.steps) if step.decision), "")
     planned = f"; planning: {last}" if "no plan" in last else ""
+    if found.failure is not None and not found.static_bytes:
+        return (
+            f"the model and its optimizer do not fit: {found.failure} It needs a GPU with more memory, or fewer trained "
+            "parameters"
+        )
     if found.failure is not None:
         return f"step {len(found.steps)} does not fit: {found.failure}{planned}"
     parts = []
