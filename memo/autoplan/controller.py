@@ -259,7 +259,7 @@ class AutoPlan:
             return
         grown = self._growth(self._shape)
         peak = self._actuator.take_peak(growth=None if cached.plan is None else grown)
-        trials = self._actuator.take_trials()
+        trials = max(self._all_gather(self._actuator.take_trials()))
         if cached.plan is None or grown > 1.0:
             self._measured = self._shape
         self._checks_budget = False
@@ -275,6 +275,8 @@ class AutoPlan:
             cached.level = Level.SAVE_INPUT
         elif cached.phase is Phase.PLANNED:
             cached.phase = Phase.COMPARING
+        elif cached.phase is Phase.PROFILING and trials and cached.repeated < MAX_CORRECTIONS:
+            cached.repeated += 1  # what layers hold from their second call on may take another plan, and its trial time
         elif cached.phase.measures:
             looks_at_links = cached.phase is Phase.PROFILING
             evidence = self._evidence(cached, peak, trials=trials, looks_at_links=looks_at_links)

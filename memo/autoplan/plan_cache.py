@@ -88,6 +88,8 @@ class CachedPlan:
     """Most device memory in use for anything but saved tensors, as the plan assumed."""
     spare_bytes: int = 0
     """Bytes of the device's budget that the profiled step did not use; negative if it went above."""
+    repeated: int = 0
+    """Measured steps that were measured again, since recomputes were tried in them."""
     overruns: int = 0
     """Plans in a row whose steps went above the device's budget; 0 once one has held."""
     samples: list[Profile] = dataclasses.field(default_factory=list)
