@@ -115,14 +115,10 @@ class Rehearsal:
     has_room: bool
     """False where the error is one of a full device, host tier or disk."""
     settled: bool
-<<<<<<< HEAD
-    """A plan was in use, or the setting was fixed, in the last steps."""
+    """True where the last step of each length ran by a settled plan, or the setting was fixed."""
     plan: ActivationPlan | None
     """The plan in use at the end."""
     plans_made: int
-=======
-    """True where the last step of each length ran by a settled plan, or the setting was fixed."""
->>>>>>> wt-c
     report: str
     warned: tuple[str, ...]
     took_s: float
@@ -259,12 +255,8 @@ class _Run:
         self._steps: list[RehearsedStep] = []
         self._manager: Manager | None = None
         self._static_bytes = 0
-<<<<<<< HEAD
         self._plans: list[ActivationPlan] = []
-        self.has_begun = False
-=======
         self.has_begun, self.has_room = False, True
->>>>>>> wt-c
         self.failure: str | None = None
 
     def open(self, step: Step, optimizer: str | None, given: dict[str, Any]) -> None:
@@ -369,14 +361,10 @@ class _Run:
             host_budget=host,
             disk_budget=disk,
             failure=self.failure,
-<<<<<<< HEAD
-            settled=self.failure is None and self._settled,
-            plan=None if manager is None else manager.plan,
-            plans_made=len(self._plans),
-=======
             has_room=self.has_room,
             settled=self.failure is None and bool(self._steps) and self._has_settled(),
->>>>>>> wt-c
+            plan=None if manager is None else manager.plan,
+            plans_made=len(self._plans),
             report=report,
             warned=(),
             took_s=took_s,
@@ -438,8 +426,5 @@ class _Counts:
             moved_bytes=self.moved_bytes - before.moved_bytes,
             recompute_s=self.recompute_s - before.recompute_s,
             stall_s=self.stall_s - before.stall_s,
-<<<<<<< HEAD
-=======
             trials=max(0, self.trials - before.trials),  # a plan that recomputes nothing has a report without trials
->>>>>>> wt-c
         )
