@@ -73,6 +73,8 @@ class CachedPlan:
     level: Level = MEASURING
     """Level of all layers without a plan: MEASURING, or SAVE_INPUT once a step at MEASURING exceeded the device's budget."""
     profile: Profile | None = None
+    layers: tuple[str, ...] = ()
+    """Names of the layers that ran in the measured step, which the profile and the plan have; empty: none was measured."""
     corrections: int = 0
     calls: int = 1
     """Calls of each layer in a step: its microbatches."""
