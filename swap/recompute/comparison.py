@@ -27,7 +27,7 @@ def have_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     differ = torch.zeros((), dtype=torch.bool, device=one.device)
     words = one.size(1) // 8 * 8 if one.size(0) == 1 and not (one.storage_offset() | other.storage_offset()) % 8 else 0
     if words:
-        ours, theirs = (block[:, :words].view(torch.int64) for block in (one, other))
+        ours, theirs = (block[0, :words].view(torch.int64)[None] for block in (one, other))
         for our, their in _pieces(ours, theirs, 8 * _PIECE):
             differ |= (our != their).any()
     for our, their in _pieces(one[:, words:], other[:, words:], 8 * _PIECE):
