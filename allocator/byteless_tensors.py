@@ -255,7 +255,8 @@ class BytelessMode(LocalTensorMode):
         if assumed is None:
             raise RecordError(
                 f"{_named(func)} at {reader()} needs the contents of a tensor, and while recording those computed from "
-                "weights or random numbers have none; name a number to assume (--assume 1), or record real tensors (--real)"
+                "weights or random numbers have none; name a number to assume (--assume 1), or record real tensors (memo "
+                "record --real)"
             )
         return torch.full((), assumed).to(tensor.dtype).expand(tensor.shape)
 

@@ -1,4 +1,4 @@
-"""Rehearsals of many trainings with memo's defaults on simulated GPUs: do they settle, within every budget, and how near the best?
+"""Rehearsals of many trainings by memo's defaults on simulated GPUs: do they settle, within budgets, and how near the best?
 
     make rehearsals                                  # 200 cases, and the result file and docs/reliability.md's table
     make rehearsals REHEARSALS_ARGS="--cases 12"     # some, without writing
@@ -224,9 +224,6 @@ def run_all(cases: Sequence[Case], workers: int, lines: Path) -> Iterator[dict[s
     known = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
     done = {row["name"] for row in known}
     yield from (row for row in known if row["name"] in names)
-    import memo.rehearsal.run  # what every case imports, once
-    import transformers.models.llama.modeling_llama  # noqa: F401
-
     lines.parent.mkdir(parents=True, exist_ok=True)
     rest = [case for case in cases if str(case) not in done]
     with multiprocessing.get_context("fork").Pool(workers, maxtasksperchild=1) as pool, lines.open("a") as out:

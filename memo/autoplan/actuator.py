@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memo.autoplan.actuator_protocol import Limits
+from memo.autoplan.actuator_protocol import MEASURING, Limits
 from memo.autoplan.backward_end import at_end_of_backward
 from memo.autoplan.device_peaks import DevicePeaks, Outside, Recompute
 from memo.autoplan.layer_classes import mlp_tiles_of
@@ -18,7 +18,7 @@ from memo.mip.inputs import ALL, ATTENTION, MATMULS
 from memo.swap import Level, Mix, Placement, Quota, TokenLevels, claims_in_turn, host_bytes_needed, setting_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from memo.autoplan.device_budget import DeviceBudget
     from memo.autoplan.device_peaks import Part
@@ -61,6 +61,7 @@ class Actuator:
         self._engine = engine
         self._tokenwise = tokenwise
         self._layers = layers
+        self._planned = list(enumerate(layers))  # those that a plan is for, with their numbers
         self._budget = budget
         self._tracer = tracer
         self._link, self._disk_rates = link, disk_rates
@@ -94,14 +95,17 @@ class Actuator:
     def apply(self, setting: ActivationPlan | Level, *, growth: float = 1.0) -> None:
         """Applies a plan or a level from the next layer call on."""
         room = self.limits(growth).device_bytes
+        if not self._others:  # nothing is known of what else a step needs
+            room = max(0, self._budget.total_bytes - self._budget.used_bytes()) // 2
         if isinstance(setting, Level):
             self._engine.place({}, rest_bytes=room)
             self._tokenwise.choose({layer.name: setting_of(setting) for layer in self._layers})
         else:
-            placements, chosen = settings_of(setting, self._layers)
+            placements, chosen = self._settings_of(setting)
             self._engine.place(placements, rest_bytes=room)
             self._expect(dict(zip((Tier.HOST, Tier.DISK), lower_tier_nbytes(setting), strict=True)))
-            self._tokenwise.choose(chosen)
+            others = {layer.name: setting_of(MEASURING) for layer in self._layers if layer.name not in chosen}
+            self._tokenwise.choose({**others, **chosen})
         self._tokenwise.begin_forwards(self._layers)
 
     def _expect(self, needs: Mapping[Tier, int]) -> None:
@@ -130,6 +134,17 @@ class Actuator:
         if peak:
             self._engine.reload_ahead(max(0, self.limits().device_bytes - peak))
 
+    def plan_for(self, names: Collection[str]) -> None:
+        """Sets the layers that plans are for, such as those of text where no image runs through its own; () for all.
+
+        The others recompute all but attention.
+        """
+        self._planned = [pair for pair in enumerate(self._layers) if not names or pair[1].name in names]
+
+    def _settings_of(self, plan: ActivationPlan) -> tuple[dict[int, Placement], dict[str, TokenLevels | Mix]]:
+        placements, chosen = settings_of(plan, [layer for _, layer in self._planned])
+        return {self._planned[at][0]: placement for at, placement in placements.items()}, chosen
+
     def prepare_host(self) -> None:
         """Begins to page-lock the host memory that a plan may use: all that is saved and has no room on the device."""
         saved = [known.points[0].saved_bytes for known in self.costs().values() if known.points]
@@ -144,10 +159,10 @@ class Actuator:
         host = next((tier for tier in self._engine.tiers if tier.name is Tier.HOST), None)
         if host is None or host.obtainable is None:
             return 0
-        placements, chosen = settings_of(plan, self._layers)
+        placements, chosen = self._settings_of(plan)
         claims: list[int] = []
         carried: Mapping[Tier, float] = {}
-        for number, layer in enumerate(self._layers):
+        for number, layer in self._planned:
             sizes = self._tokenwise.moved_nbytes(layer.name, chosen[layer.name])
             placement = placements[number]
             quota = Quota(placement, expected_nbytes=sum(sizes), carried={} if placement.begins else carried)
@@ -167,10 +182,10 @@ class Actuator:
         tokens, as logits and a layer's temporaries do; a shorter step is assumed to need no less than the last one.
         """
         around = self._grown(Outside.LAYERS, growth)
-        layers = tuple(self._grown(layer.name, growth) for layer in self._layers)
+        layers = tuple(self._grown(layer.name, growth) for _, layer in self._planned)
         recomputes = tuple(
             self._grown(part, growth) if (part := Recompute(layer.name)) in self._others else 0
-            for layer in self._layers
+            for _, layer in self._planned
         )
         others = max(around, *layers, *recomputes)
         budgets = {tier.name: tier.obtainable for tier in self._engine.tiers}

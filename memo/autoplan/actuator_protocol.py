@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from memo.swap import Level
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from memo.events import Lane, Tracer
     from memo.machine import LinkRates
@@ -72,6 +72,9 @@ class ActuatorProtocol(Protocol):
 
     def apply(self, setting: ActivationPlan | Level, *, growth: float = 1.0) -> None:
         """Applies a plan, or one level to all layers, for a next step with `growth` times the last one's tokens."""
+
+    def plan_for(self, names: Collection[str]) -> None:
+        """Sets the layers that plans are for, by name; () for all."""
 
     def host_excess(self, plan: ActivationPlan) -> int:
         """Bytes by which a plan's storages, whole and at addresses, exceed the host budget; 0 where they fit."""

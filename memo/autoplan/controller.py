@@ -259,7 +259,7 @@ class AutoPlan:
             return
         grown = self._growth(self._shape)
         peak = self._actuator.take_peak(growth=None if cached.plan is None else grown)
-        trials = self._actuator.take_trials()
+        trials = max(self._all_gather(self._actuator.take_trials()))
         if cached.plan is None or grown > 1.0:
             self._measured = self._shape
         self._checks_budget = False
@@ -275,9 +275,13 @@ class AutoPlan:
             cached.level = Level.SAVE_INPUT
         elif cached.phase is Phase.PLANNED:
             cached.phase = Phase.COMPARING
+        elif cached.phase is Phase.PROFILING and trials and cached.repeated < MAX_CORRECTIONS:
+            cached.repeated += 1  # what layers hold from their second call on may take another plan, and its trial time
         elif cached.phase.measures:
             looks_at_links = cached.phase is Phase.PROFILING
-            evidence = self._evidence(cached, peak, trials=trials, looks_at_links=looks_at_links)
+            evidence = self._evidence(
+                cached, peak, trials=trials, lacks_room=any(lacking), looks_at_links=looks_at_links
+            )
             found = worst(self._all_gather(evidence))
             if cached.phase is Phase.PROFILING:
                 cached.spare_bytes = spare
@@ -290,15 +294,23 @@ class AutoPlan:
         self._progress = f"step {self._observed}: {_state(cached)}"
         self._apply(cached)
 
-    def _evidence(self, cached: CachedPlan, peak: int, *, trials: int, looks_at_links: bool) -> StepEvidence:
+    def _evidence(
+        self, cached: CachedPlan, peak: int, *, trials: int, lacks_room: bool, looks_at_links: bool
+    ) -> StepEvidence:
         """Measurements of the entry's step that has ended, on this rank."""
         assert self._shape is not None
         self._actuator.finish()
         times = self._timeline.times()
         if times is None:
             return StepEvidence(problem="no layer ran forward and backward in the step that was measured")
-        if len(times.layers) < self._actuator.n_layers:
+        names = tuple(times.layers)
+        if self._actuator.costs().keys() - times.layers.keys():
             return StepEvidence(problem="some layers did not run in the step that was measured")
+        if cached.phase is Phase.PROFILING:
+            cached.layers = names
+            self._actuator.plan_for(names)
+        elif names != cached.layers:
+            return StepEvidence(problem="other layers ran than in the step that was measured")
         try:
             profile = measured_profile(
                 times,
@@ -306,7 +318,7 @@ class AutoPlan:
                 self._shape,
                 mlp_tiles=self._actuator.mlp_tiles,
                 codec=self._actuator.codec,
-                is_measuring=cached.setting is MEASURING and not trials,
+                is_measuring=cached.setting is MEASURING and not trials and not lacks_room,
             )
         except MemoError as error:
             return StepEvidence(problem=str(error))
@@ -332,6 +344,7 @@ class AutoPlan:
     def _apply(self, cached: CachedPlan) -> None:
         """Applies an entry's setting; a level is applied again for each length, which decides on the room beside it."""
         grown = self._growth(self._shape)
+        self._actuator.plan_for(cached.layers)
         if cached.setting is not self._applied or (isinstance(cached.setting, Level) and grown != 1.0):
             self._applied = cached.setting
             self._actuator.apply(cached.setting, growth=grown)
@@ -475,7 +488,8 @@ class AutoPlan:
             return CachedPlan()
         try:
             profile = scaled_profile(known.profile, signature)
-            cached = CachedPlan(profile=profile, level=known.level, calls=known.calls)
+            cached = CachedPlan(profile=profile, level=known.level, layers=known.layers, calls=known.calls)
+            self._actuator.plan_for(known.layers)
             self._plan(cached)
         except MemoError:
             return CachedPlan(setting=known.level, level=known.level)  # measured like the first one

@@ -73,6 +73,8 @@ class CachedPlan:
     level: Level = MEASURING
     """Level of all layers without a plan: MEASURING, or SAVE_INPUT once a step at MEASURING exceeded the device's budget."""
     profile: Profile | None = None
+    layers: tuple[str, ...] = ()
+    """Names of the layers that ran in the measured step, which the profile and the plan have; empty: none was measured."""
     corrections: int = 0
     calls: int = 1
     """Calls of each layer in a step: its microbatches."""
@@ -88,6 +90,8 @@ class CachedPlan:
     """Most device memory in use for anything but saved tensors, as the plan assumed."""
     spare_bytes: int = 0
     """Bytes of the device's budget that the profiled step did not use; negative if it went above."""
+    repeated: int = 0
+    """Measured steps that were measured again, since recomputes were tried in them."""
     overruns: int = 0
     """Plans in a row whose steps went above the device's budget; 0 once one has held."""
     samples: list[Profile] = dataclasses.field(default_factory=list)

@@ -36,6 +36,10 @@ COMMANDS = {
     "explain-oom": ("memo.cli.explain_oom", "say why memory ran out, from a trace or a snapshot of torch's memory"),
     "plan": ("memo.cli.plan", "plan which activations are kept, moved and recomputed, without a GPU"),
     "simulate": ("memo.cli.simulate", "simulate one training step under an activation plan, without a GPU"),
+    "rehearse": (
+        "memo.cli.rehearse",
+        "run the first steps of a training on a simulated GPU, by the code that would run there",
+    ),
     "dry-run": ("memo.cli.dry_run", "run a step of every rank of a plan's layout in one process, without GPUs"),
     "trace": ("memo.cli.trace", "report, draw and compare traces of training runs"),
     "doctor": ("memo.cli.doctor", "measure this machine's GPU links, host memory and disks"),

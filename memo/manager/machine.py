@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import platform
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -42,6 +44,11 @@ class Machine:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    @property
+    def name(self) -> str:
+        """Words for a trace's header."""
+        return f"{platform.machine()}, {os.cpu_count()} cores"
 
     @property
     def host_is_device(self) -> bool:

@@ -167,7 +167,7 @@ def open_recorder(
     meta = {
         "command": " ".join(sys.argv),
         "model": f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",
-        "hardware": f"{platform.machine()}, {os.cpu_count()} cores",
+        "hardware": machine.name,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "plan": None,
         "budgets": budgets,

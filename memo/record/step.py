@@ -50,7 +50,7 @@ def gpt_step(config: GPTConfig, *, batch: int, tokens: int, precision: Precision
     Args:
         config: the model.
         batch: sequences of the microbatch.
-        tokens: tokens of each sequence.
+        tokens: tokens of each sequence, and the most that the loss takes as `tokens`.
         precision: dtypes of weights and computation.
     """
     # Not initialised: random numbers need a seed read from a tensor, and byteless tensors have no contents.
@@ -58,9 +58,10 @@ def gpt_step(config: GPTConfig, *, batch: int, tokens: int, precision: Precision
     ids = torch.zeros(batch, tokens, dtype=torch.int64)
     targets = torch.zeros(batch, tokens, dtype=torch.int64)
 
-    def loss() -> torch.Tensor:
+    def loss(tokens: int = tokens) -> torch.Tensor:
+        given = (ids, targets) if tokens == ids.shape[1] else (ids[:, :tokens], targets[:, :tokens])
         with torch.autocast("cpu", torch.bfloat16, enabled=precision is Precision.BF16_AUTOCAST):
-            return model(ids, targets)  # type: ignore[no-any-return]
+            return model(*given)  # type: ignore[no-any-return]
 
     return Step(model=model, loss=loss, inputs=(ids, targets))
 

@@ -8,14 +8,20 @@ from memo.lazy import attach
 
 if TYPE_CHECKING:
     from memo.rehearsal.machine import SimulatedMachine as SimulatedMachine
-    from memo.rehearsal.models import hugging_face_step as hugging_face_step, known_models as known_models
-    from memo.rehearsal.run import Rehearsal as Rehearsal, RehearsedStep as RehearsedStep, Way as Way, rehearse as rehearse
+    from memo.rehearsal.models import hugging_face_step as hugging_face_step
+    from memo.rehearsal.run import (
+        Rehearsal as Rehearsal,
+        RehearsedStep as RehearsedStep,
+        Violation as Violation,
+        Way as Way,
+        rehearse as rehearse,
+    )
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
             "machine": "SimulatedMachine",
-            "models": "hugging_face_step known_models",
-            "run": "Rehearsal RehearsedStep Way rehearse",
+            "models": "hugging_face_step",
+            "run": "Rehearsal RehearsedStep Violation Way rehearse",
         },
     )

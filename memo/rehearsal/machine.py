@@ -79,6 +79,11 @@ class SimulatedMachine(Machine):
         self.kernels = SimulatedKernels(hardware, self.clock, self.memory, assume=assume)
 
     @property
+    def name(self) -> str:
+        """Words for a trace's header."""
+        return f"{self.hardware.name}, simulated"
+
+    @property
     def host_is_device(self) -> bool:
         """Returns False: the GPU has memory of its own."""
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,14 +22,9 @@ from memo.loss import loss_without_logits
 from memo.record import Step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-__all__ = ["hugging_face_step", "known_models"]
-
-
-def known_models() -> Sequence[str]:
-    """Names of published models."""
-    return tuple(PUBLISHED)
+__all__ = ["hugging_face_step"]
 
 
 def hugging_face_step(
@@ -42,7 +38,8 @@ def hugging_face_step(
     """Returns a function that builds the step of a model of transformers, in bfloat16.
 
     Args:
-        model: name of a published model, path of a configuration or of its folder, or the configuration's fields.
+        model: name of a published model or of its repository, path of a configuration or of its folder, or the
+            configuration's fields.
         lora: rank of the adapters that PEFT puts on all linear maps, which alone are trained; 0 trains everything.
         without_logits: the loss is computed in chunks (memo.loss_without_logits).
         layers: number of layers instead of the configuration's.
@@ -56,23 +53,23 @@ def hugging_face_step(
     """
     name = model if isinstance(model, str) else str(model.get("model_type"))
     fields: str | Mapping[str, Any] = model
-    if isinstance(model, str) and not names_configuration(model):
+    if isinstance(model, str) and not Path(model).exists():
         published = published_name(model)
-        if published is None:
+        if published is not None:
+            fields = PUBLISHED[published].config
+        elif not names_configuration(model):
             raise UsageError(
-                f"{model}: no published model; choose one of {', '.join(PUBLISHED)}, or name a config.json"
+                f"unknown model {model!r}; choose one of {', '.join(PUBLISHED)}, or give the path of a config.json"
             )
-        fields = PUBLISHED[published].config
     if lora < 0:
-        raise UsageError(f"a rank of {lora} is no adapter; give 1 or more, or leave it out")
+        raise UsageError(f"rank {lora} of adapters is less than 1")
+    if layers is not None and layers < 1:
+        raise UsageError(f"{layers} layers are less than 1")
 
     def build(*, batch: int, tokens: int) -> Step:
         config = configuration_from(fields, name=name)
-        text = config.get_text_config()
         if layers is not None:
-            text.num_hidden_layers = layers
-            if getattr(text, "layer_types", None):
-                text.layer_types = list(text.layer_types)[:layers]
+            _set_layers(config.get_text_config(), layers)
         made: Any = built_model(model_class(config, name=name), config, name=name, dtype=torch.bfloat16)
         if lora:
             made = _adapted(made, lora, fp32=fp32_adapters, name=name)
@@ -91,12 +88,20 @@ def hugging_face_step(
     return build
 
 
+def _set_layers(text: Any, layers: int) -> None:
+    """Changes the number of layers; their kinds go on as they began."""
+    text.num_hidden_layers = layers
+    kinds = getattr(text, "layer_types", None)
+    if kinds:
+        text.layer_types = [kinds[index % len(kinds)] for index in range(layers)]
+
+
 def _adapted(model: Any, rank: int, *, fp32: bool, name: str) -> Any:
     """The model with PEFT's adapters on all linear maps."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
-        raise UsageError("adapters are made by PEFT; install peft") from None
+        raise UsageError(f"{name}: adapters need PEFT; install peft") from None
     try:
         config = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
         return get_peft_model(model, config, autocast_adapter_dtype=fp32)

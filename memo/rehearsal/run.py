@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import gc
+import inspect
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,7 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memo.errors import MemoError, UsageError
+from memo.errors import (
+    DeviceOutOfMemory,
+    HostBudgetExceeded,
+    Infeasible,
+    MemoError,
+    RecordError,
+    ScratchFull,
+    UsageError,
+)
 from memo.events import Tier
 from memo.manager import offload, use_machine
 from memo.record import checkpoint_layers, make_optimizer, users_errors
@@ -32,11 +41,15 @@ if TYPE_CHECKING:
     from memo.record import Step
     from memo.rehearsal.machine import SimulatedMachine
 
-__all__ = ["Rehearsal", "RehearsedStep", "Way", "rehearse"]
+__all__ = ["Rehearsal", "RehearsedStep", "Violation", "Way", "rehearse"]
 
 SETTLED_STEPS = 1
 """Steps that are run with a settled plan."""
 MOST_STEPS = 24
+STEPS_OF_A_LENGTH = 4
+"""Steps that each further length may take."""
+NO_ROOM = (torch.OutOfMemoryError, DeviceOutOfMemory, HostBudgetExceeded, Infeasible, ScratchFull)
+"""Errors of a training that does not fit."""
 
 
 class Way(enum.StrEnum):
@@ -67,8 +80,24 @@ class RehearsedStep:
     stall_s: float
     trials: int
     """Trial replays."""
+    is_settled: bool
+    """True where its plan, or a fixed setting, is the last one."""
     decision: str
     """Planning's state, and why."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """A step that used more of a tier than its budget."""
+
+    step: int
+    tier: Tier
+    used_bytes: int
+    budget_bytes: int
+
+    def __str__(self) -> str:
+        used, budget = format_bytes(self.used_bytes, up=True), format_bytes(self.budget_bytes)
+        return f"step {self.step} took {used} of {budget} of {self.tier}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +112,10 @@ class Rehearsal:
     disk_budget: int
     failure: str | None
     """The error that ended it; None where it ran."""
+    has_room: bool
+    """False where the error is one of a full device, host tier or disk."""
     settled: bool
-    """A plan was in use, or the setting was fixed, in the last steps."""
+    """True where the last step of each length ran by a settled plan, or the setting was fixed."""
     plan: ActivationPlan | None
     """The plan in use at the end."""
     plans_made: int
@@ -99,18 +130,18 @@ class Rehearsal:
         return self.steps[-1].seconds if self.steps else None
 
     @property
-    def violations(self) -> tuple[str, ...]:
-        """Steps in which a budget was exceeded, one text each."""
-        found = []
-        for step in self.steps:
-            for what, used, budget in (
-                ("device", step.device_bytes, self.device_budget),
-                ("host", step.host_bytes, self.host_budget),
-                ("disk", step.disk_bytes, self.disk_budget),
-            ):
-                if used > budget:
-                    found.append(f"step {step.number}: {what} {used} of {budget} bytes")
-        return tuple(found)
+    def violations(self) -> tuple[Violation, ...]:
+        """Steps in which a budget was exceeded, in their order."""
+        return tuple(
+            Violation(step=step.number, tier=tier, used_bytes=used, budget_bytes=budget)
+            for step in self.steps
+            for tier, used, budget in (
+                (Tier.DEVICE, step.device_bytes, self.device_budget),
+                (Tier.HOST, step.host_bytes, self.host_budget),
+                (Tier.DISK, step.disk_bytes, self.disk_budget),
+            )
+            if used > budget
+        )
 
     @property
     def fits(self) -> bool:
@@ -119,11 +150,19 @@ class Rehearsal:
 
     @property
     def settled_after(self) -> int | None:
-        """Number of steps before the settled plan's first one; None where none settled."""
-        last = self.steps[-1].decision if self.steps and self.settled else None
-        if last is None:
+        """Number of steps before those by the settled plan; None where none settled."""
+        if not self.settled:
             return None
-        return next(step.number for step in self.steps if step.decision.split(";")[0] == last.split(";")[0])
+        return max((step.number + 1 for step in self.steps if not step.is_settled), default=0)
+
+    @property
+    def settling_s(self) -> float | None:
+        """Seconds of the steps before the settled plan, beyond what they would have taken by it; None where none settled."""
+        after = self.settled_after
+        if after is None:
+            return None
+        by_tokens = {step.tokens: step.seconds for step in self.steps}  # of each length the last one
+        return sum(step.seconds - by_tokens[step.tokens] for step in self.steps[:after])
 
 
 def rehearse(
@@ -172,7 +211,8 @@ def rehearse(
     if accumulate < 1 or (steps is not None and steps < 1):
         raise UsageError("a rehearsal has at least one step, of at least one microbatch")
     began = time.perf_counter()
-    run = _Run(machine, way, accumulate=accumulate, lengths=lengths, attach=attach, on_step=on_step)
+    budget = machine.device_budget(None if device is None else parse_bytes(device, what="device")).total_bytes
+    run = _Run(machine, way, budget, accumulate=accumulate, lengths=lengths, attach=attach, on_step=on_step)
     with users_errors(), use_machine(machine), machine.kernels, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         disk = ["/"] if machine.disk_bytes else []
@@ -182,14 +222,17 @@ def rehearse(
         try:
             run.open(build(), optimizer, given)
             run.go(steps)
+        except (RecordError, UsageError):
+            raise
         except (MemoError, torch.OutOfMemoryError) as error:
-            if not run.has_begun:
+            if not run.has_begun and not isinstance(error, NO_ROOM):
                 raise
-            run.failure = f"{type(error).__name__}: {error}"
-        return run.result(
-            tuple(dict.fromkeys(str(one.message) for one in warned if issubclass(one.category, RuntimeWarning))),
-            time.perf_counter() - began,
-        )
+            run.failure, run.has_room = f"{type(error).__name__}: {error}", not isinstance(error, NO_ROOM)
+        finally:
+            result = run.result(time.perf_counter() - began)
+            run.close()
+        texts = [str(one.message) for one in warned if issubclass(one.category, RuntimeWarning)]
+        return dataclasses.replace(result, warned=tuple(dict.fromkeys(texts)))
 
 
 class _Run:
@@ -199,26 +242,28 @@ class _Run:
         self,
         machine: SimulatedMachine,
         way: Way,
+        device_budget: int,
         *,
         accumulate: int,
         lengths: Sequence[int],
         attach: bool,
         on_step: Callable[[RehearsedStep], None],
     ) -> None:
-        self._machine, self._way = machine, way
+        self._machine, self._way, self._device_budget = machine, way, device_budget
         self._accumulate, self._lengths, self._attach = accumulate, lengths, attach
         self._on_step = on_step
         self._steps: list[RehearsedStep] = []
         self._manager: Manager | None = None
-        self._settled = way is not Way.MEMO
         self._static_bytes = 0
         self._plans: list[ActivationPlan] = []
-        self.has_begun = False
+        self.has_begun, self.has_room = False, True
         self.failure: str | None = None
 
     def open(self, step: Step, optimizer: str | None, given: dict[str, Any]) -> None:
         """Prepares the model."""
-        machine, device = self._machine, given["device"]
+        machine = self._machine
+        if self._lengths and not _takes_tokens(step.loss):
+            raise UsageError("the step takes no tokens: lengths need a loss with an argument `tokens`")
         machine.kernels.forget(step.model.parameters())
         self._step = step
         self._optimizers = step.optimizers if optimizer is None else (make_optimizer(optimizer, step.model),)
@@ -226,31 +271,31 @@ class _Run:
             checkpoint_layers(find_layers(step.model, step.layers))
         elif self._way is Way.MEMO:
             manager = offload(step.model, layers=step.layers, **given)
-            assert not isinstance(manager, type(None))
-            self._manager = manager  # type: ignore[assignment]
+            self._manager = manager
             if self._attach:
                 manager.attach()
         self._static_bytes = machine.memory.used
-        asked = None if device is None else parse_bytes(device, what="device")
-        self._device_budget = machine.device_budget(asked).total_bytes
 
     def go(self, steps: int | None) -> None:
         """Runs so many steps, or until the plan has settled."""
         self.has_begun = True
-        settled, number = 0, 0
-        while number < (MOST_STEPS if steps is None else steps):
+        lengths = max(1, len(self._lengths))
+        enough = SETTLED_STEPS + lengths
+        most = MOST_STEPS + STEPS_OF_A_LENGTH * (lengths - 1) if steps is None else steps
+        for number in range(most):
             self._run(number)
-            number += 1
-            settled = settled + 1 if self._is_settled() else 0
-            if steps is None and settled > SETTLED_STEPS:
+            if steps is None and number >= enough and all(step.is_settled for step in self._steps[-enough:]):
                 break
-        self._settled = settled > 0
 
     def _is_settled(self) -> bool:
         if self._manager is None:
             return True
         outcome = self._manager.report().plan
         return outcome is None or outcome.phase in ("settled", "given")
+
+    def _has_settled(self) -> bool:
+        """True where the last step of each length was a settled one."""
+        return all({step.tokens: step.is_settled for step in self._steps}.values())
 
     def _run(self, number: int) -> None:
         machine, clock, manager = self._machine, self._machine.clock, self._manager
@@ -272,6 +317,7 @@ class _Run:
             tokens=tokens,
             seconds=(clock.host_ns - begin_ns) / 1e9,
             device_bytes=machine.memory.step_peak,
+            is_settled=self._is_settled(),
             decision="" if manager is None else _decision(manager),
             **dataclasses.asdict(found),
         )
@@ -280,6 +326,12 @@ class _Run:
         if plan is not None and plan not in self._plans[-1:]:
             self._plans.append(plan)
         self._on_step(step)
+
+    def close(self) -> None:
+        """Closes the manager, and the trace with it."""
+        if self._manager is not None:
+            self._manager.close()
+        gc.collect()
 
     def _forward_backward(self, tokens: int) -> None:
         given = {"tokens": tokens} if tokens else {}
@@ -292,8 +344,8 @@ class _Run:
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
 
-    def result(self, warned: tuple[str, ...], took_s: float) -> Rehearsal:
-        """What was found; the manager is closed."""
+    def result(self, took_s: float) -> Rehearsal:
+        """What was found."""
         manager, report = self._manager, ""
         budgets = (self._device_budget, 0, 0)
         if manager is not None:
@@ -301,9 +353,6 @@ class _Run:
             tiers = {tier.tier: tier.budget_bytes or 0 for tier in found.tiers}
             budgets = (self._device_budget, tiers.get(Tier.HOST, 0), tiers.get(Tier.DISK, 0))
             report = str(found)
-            if self.failure is None:
-                manager.close()
-        gc.collect()
         device, host, disk = budgets
         return Rehearsal(
             steps=tuple(self._steps),
@@ -312,13 +361,23 @@ class _Run:
             host_budget=host,
             disk_budget=disk,
             failure=self.failure,
-            settled=self.failure is None and self._settled,
+            has_room=self.has_room,
+            settled=self.failure is None and bool(self._steps) and self._has_settled(),
             plan=None if manager is None else manager.plan,
             plans_made=len(self._plans),
             report=report,
-            warned=warned,
+            warned=(),
             took_s=took_s,
         )
+
+
+def _takes_tokens(loss: Callable[..., Any]) -> bool:
+    """True where a loss can be called with the keyword `tokens`."""
+    try:
+        inspect.signature(loss).bind(tokens=1)
+    except (TypeError, ValueError):  # ValueError: a C function without a signature
+        return False
+    return True
 
 
 def _decision(manager: Manager) -> str:
@@ -367,5 +426,5 @@ class _Counts:
             moved_bytes=self.moved_bytes - before.moved_bytes,
             recompute_s=self.recompute_s - before.recompute_s,
             stall_s=self.stall_s - before.stall_s,
-            trials=max(0, self.trials - before.trials),  # the report has none where nothing is recomputed
+            trials=max(0, self.trials - before.trials),  # a plan that recomputes nothing has a report without trials
         )

@@ -166,6 +166,8 @@ class Plans:
         """Kinds of calls of which ranges of tokens did no better than whole storages, or failed their trial."""
         self._alike_calls = AlikeCalls()
         self._last: dict[str, tuple[str, Ended, frozenset[int], Setting]] = {}  # layer -> key of its last call's plan
+        self._others_nbytes: dict[str, int] = {}
+        """Layer -> bytes that autograd saved in it and that its tape does not have."""
         self._latest: dict[str, Found] = {}
         """Layer -> plan of its last call."""
         self._short: dict[str, int] = {}
@@ -197,7 +199,8 @@ class Plans:
             plan = choice.plan(choice.cut(setting))
             kept = {item.storage for item in plan.kept if item.bits_of < 0} - choice.sources.free - choice.sources.lent
             moved = ({*choice.wanted, *choice.stuck} - set(plan.wanted)) | kept
-        return [choice.tape.storages[storage][1] for storage in sorted(moved)]
+        others = self._others_nbytes.get(layer, 0)
+        return [*(choice.tape.storages[storage][1] for storage in sorted(moved)), *([others] if others else [])]
 
     def expected(self, layer: str, kind: tuple[Any, ...], setting: Setting) -> tuple[Ended | None, Holds | None]:
         """How the layer's last call ended, and what a call of this kind holds for its plan; None where nothing is known.
@@ -567,10 +570,12 @@ class Plans:
         each_s, choice = self._unit_s[case.layer], case.choice.for_next
         at = {level: choice.at(level) for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION, Level.SAVE_INPUT)}
         least, saved = at[Level.SAVE_ATTENTION].keep_cost // 8, set(case.recorded.saved)
+        # What autograd saved before it was changed in place is in no tape, and moves at every level.
+        others = self._others_nbytes[case.layer] = max(0, case.call.group.nbytes - choice.saved_nbytes)
         points = tuple(
             PointCost(
                 name=point,
-                saved_bytes=cut.keep_cost // 8,
+                saved_bytes=others + cut.keep_cost // 8,
                 recompute_s=each_s * cut.replay_cost,
                 beside_bytes=choice.beside_nbytes(cut, saved),
                 held_bytes=choice.plan(cut).held_bytes,
@@ -595,10 +600,11 @@ class Plans:
                 },
                 "beside_per_token": {Level.SAVE_MATMULS: choice.beside_nbytes(at[Level.SAVE_MATMULS], saved) / tokens},
             }
+        counts["always_bytes"] += others
         return LayerCosts(
             layer=case.layer,
             tokens=tokens,
-            input_bytes=at[Level.SAVE_INPUT].keep_cost // 8,
+            input_bytes=others + at[Level.SAVE_INPUT].keep_cost // 8,
             recompute_s_per_token={
                 Level.SAVE_ALL: 0.0,
                 **{level: each_s * cut.replay_cost / tokens for level, cut in at.items()},

@@ -235,7 +235,9 @@ def test_where_no_plan_fits_layers_stay_as_in_the_measured_step_if_that_kept_the
     auto = make(machine)
     for _ in range(2):
         step(auto, machine)
-    with pytest.warns(RuntimeWarning, match="no plan: .*; every layer recomputes everything but attention and offloads"):
+    with pytest.warns(
+        RuntimeWarning, match="no plan: .*; every layer recomputes everything but attention and offloads"
+    ):
         step(auto, machine)
     for _ in range(3):
         step(auto, machine)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -34,6 +34,9 @@ class Machine:
     mlp_tiles = 2
     codec = None
     n_layers = len(LAYERS)
+
+    def plan_for(self, names: Collection[str]) -> None:
+        assert not names or tuple(names) == tuple(LAYERS)
 
     def __init__(self, *, device_bytes: int, host_bytes: int = 1 << 40) -> None:
         self.used: list[ActivationPlan | Level] = []

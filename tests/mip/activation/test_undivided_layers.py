@@ -173,3 +173,15 @@ def test_simulated_and_predicted_peaks_are_equal_under_any_plan(pipeline: Pipeli
             assert -4 * len(plan.layers) <= less
             if pipeline.schedule is not PipelineSchedule.ZERO_BUBBLE_V:
                 assert less <= 4 * len(plan.layers), "rounding to bytes"
+
+
+def test_points_of_equal_layers_are_chosen_close_to_the_bound() -> None:
+    """16 layers of two points: what a rounding of bytes alone gives misses the bound of fractions by more."""
+    block = layer(always=146, all=781, matmuls=None, attention=0.047, divisible=False, forward_s=0.047, backward_s=0.1)
+    fast = machine(d2h_bytes_per_s=5200.0, h2d_bytes_per_s=5200.0, duplex_bytes_per_s=4600.0)
+    for device, host in ((2300, 15000), (2800, 15000), (3300, 4300)):
+        budgets = Budgets(device_bytes=device, host_bytes=host)
+        problem = ActivationProblem(profile=profile_of(*[block] * 16), hardware=fast, budgets=budgets)
+        bound_s = relaxed_step_s(problem)
+        assert bound_s is not None
+        assert solve_problem(problem).step_s <= 1.03 * bound_s
