@@ -6,7 +6,7 @@ A machine does not keep its speed for as long as a benchmark takes, so the steps
 
     plain       a step without memo: what the machine computes at just now
     planned     a step by the plan
-    predicted   a step at the setting that plans are made of, measured layer by layer; the plan's time is predicted of it
+    predicted   a step at the level that plans are made of, measured layer by layer; the plan's time is predicted of it
     others      on paced rows: keep everything, swap everything, recompute everything, where it fits the budget
 
 and of each round planned / predicted - 1 is one error. Their median is the bias, half of the range between their quartiles
@@ -39,7 +39,7 @@ from torch import nn
 import memo
 from benchmarks.results import ROOT, write_result
 from memo.autoplan.actuator import Actuator
-from memo.autoplan.actuator_protocol import Setting
+from memo.autoplan.actuator_protocol import MEASURING
 from memo.autoplan.controller import AutoPlan
 from memo.autoplan.device_budget import DeviceBudget
 from memo.autoplan.profile_from_step import measured_profile
@@ -59,7 +59,7 @@ from memo.swap.layers import find_layers
 from memo.swap.recompute.policy import Tapes
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
 from memo.swap.tiers.protocol import Tier
-from memo.swap.token_levels import TokenLevels
+from memo.swap.token_levels import TokenLevels, setting_of
 from memo.units import format_bytes
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
@@ -67,8 +67,6 @@ from throttled_backend import PacedBackend, PacedDisk
 
 HIDDEN = 256
 LAYERS = 8
-MIXED = Setting(saved=0.5)
-"""As planning measures a step."""
 SAVED = 12
 """Tensors of the input's size that a layer saves."""
 TOKEN_S = 5e-5
@@ -311,7 +309,7 @@ class Predictor:
         self._timeline = StepTimeline(bench.tracer)
         self._engine.listen(self._timeline)
         layers = find_layers(bench.model)
-        self._tokenwise.choose({layer.name: MIXED.levels(number) for number, layer in enumerate(layers)})
+        self._tokenwise.choose({layer.name: setting_of(MEASURING) for layer in layers})
 
     def step(self) -> float:
         """Predicted seconds of a step by the plan."""
@@ -323,7 +321,7 @@ class Predictor:
         assert times is not None
         costs = {one.layer: one for one in self._tokenwise.costs()}
         problem = self._plan.problem
-        profile = measured_profile(times, costs, problem.profile.signature, setting=MIXED)
+        profile = measured_profile(times, costs, problem.profile.signature, is_measuring=True)
         return predicted_s(dataclasses.replace(problem, profile=profile), self._plan.layers, paced=self._bench.is_paced)
 
 

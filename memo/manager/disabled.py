@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from memo.manager.layer_choices import LayerLevels
+    from memo.manager.arguments import LayerLevels
     from memo.manager.plan_source import PlanSource
     from memo.mip.activation import ActivationPlan
     from memo.swap import Layer, LayerCosts, LayerExplanation

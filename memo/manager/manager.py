@@ -22,8 +22,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from memo.allocator import model_steps
 from memo.errors import UsageError
 from memo.manager import claims
+from memo.manager.arguments import LayerLevels, layer_at, settings_by_layer
 from memo.manager.forwards import ForwardHooks, entries_of
-from memo.manager.layer_choices import LayerLevels, layer_at, settings_by_layer
 from memo.manager.layer_hooks import LayerHooks
 from memo.manager.memory_errors import MemoryWatch
 from memo.manager.opening import Opening, Parts

@@ -8,12 +8,19 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from memo.errors import UsageError
 from memo.kernels import Codec
+from memo.manager.arguments import (
+    LayerLevels,
+    Names,
+    bans_by_layer,
+    require_choice,
+    require_kinds,
+    require_manageable,
+    settings_by_layer,
+)
 from memo.manager.disabled import DisabledManager, is_disabled
-from memo.manager.layer_choices import LayerLevels, Names, bans_by_layer, settings_by_layer
 from memo.manager.manager import Manager
 from memo.manager.opening import OnFull, Opening
 from memo.manager.plan_source import own_part, read_plan
-from memo.manager.validate import require_choice, require_kinds, require_manageable
 from memo.parallel import PipelineOrder
 from memo.swap import TokenLevels, find_layers, setting_of
 from memo.units import parse_bytes
@@ -63,10 +70,10 @@ def offload(
     Gradients are bit-identical to the same model without memo. Moved tensors always are; recomputed ones are where
     `exact` is True.
 
-    Without `plan`, `alpha` and `levels`, the first three steps recompute everything but attention, offload the rest,
-    and are measured. A solver then makes the plan with the shortest step that fits the budgets, and later steps run by
-    it; another batch shape is planned from the same measurements. Where everything fits, nothing is moved or
-    recomputed.
+    Without `plan`, `alpha` and `levels`, the first two steps recompute everything but attention and offload the rest,
+    and the second one is measured. A solver then makes the plan with the shortest step that fits the budgets, and later
+    steps run by it; another batch shape is planned from the same measurements. Where everything fits, nothing is moved
+    or recomputed.
 
     Args:
         model: Module with repeated layers, on a CPU or a CUDA GPU; where it is still on the meta device, its first forward

@@ -25,9 +25,10 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 def have_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """True if two blocks of bytes are equal: uint8, (rows, bytes), contiguous in the last dimension."""
     differ = torch.zeros((), dtype=torch.bool, device=one.device)
-    words = one.size(1) // 8 * 8 if one.size(0) == 1 and not (one.storage_offset() | other.storage_offset()) % 8 else 0
+    begin_at_words = not any(int(block.storage_offset()) % 8 for block in (one, other))
+    words = one.size(1) // 8 * 8 if one.size(0) == 1 and begin_at_words else 0
     if words:
-        ours, theirs = (block[:, :words].view(torch.int64) for block in (one, other))
+        ours, theirs = (block[0, :words].view(torch.int64)[None] for block in (one, other))
         for our, their in _pieces(ours, theirs, 8 * _PIECE):
             differ |= (our != their).any()
     for our, their in _pieces(one[:, words:], other[:, words:], 8 * _PIECE):

@@ -160,6 +160,8 @@ class Plans:
         self._ways: LRU[tuple[Any, ...], tuple[Way, bool]] = LRU(MOST_PLANS)
         """Form of calls, setting, and what can be kept -> how ranges of tokens divided them, and whether in phases."""
         self._holds: LRU[tuple[Any, ...], Holds] = LRU(MOST_KINDS)
+        self._recorded: LRU[tuple[Any, ...], bool] = LRU(MOST_KINDS)
+        """Kinds, without their setting, of calls that have been recorded."""
         self._undivided: LRU[tuple[Any, ...], bool] = LRU(MOST_PLANS)
         """Kinds of calls of which ranges of tokens did no better than whole storages, or failed their trial."""
         self._alike_calls = AlikeCalls()
@@ -217,6 +219,10 @@ class Plans:
             holds = self._holds[kind] = plan.holds
         return None if last is None else last[1], holds
 
+    def has_recorded(self, kind: tuple[Any, ...], setting: Setting) -> bool:
+        """True if a call of this kind, at any setting, has been recorded: how it treats its input and memory is known."""
+        return _without(setting, kind) in self._recorded
+
     def is_written_unseen(self, layer: str) -> bool:
         """True for a layer in which something unseen has written: each of its calls is recorded with checksums."""
         return layer in self._written_unseen
@@ -242,6 +248,7 @@ class Plans:
             SwapError: other ranks repeat a collective that this one cannot repeat, of which they know nothing.
         """
         layer = call.layer.name
+        self._recorded[_without(call.setting, call.kind)] = True
         opaque = self._opaque_in(call, recorded)
         shared = self._agreements.shared(layer, (setting, call.recorder.values[0][2]), call.recorder.collectives)
         # Each layer has its own: what the dispatcher does not see may differ between layers of one log.
@@ -630,6 +637,10 @@ def _divided(
     bits = first * 8 * choice.saved_nbytes + (second - first) * least[Level.SAVE_MATMULS]
     bits += (rows.tokens - second) * least[Level.SAVE_ATTENTION]
     return None if plan is None or 8 * plan.nbytes * rows.tokens > MOST_OVER * bits else plan
+
+
+def _without(setting: Setting, kind: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(part for part in kind if part is not setting)
 
 
 def _is_whole(setting: Setting) -> bool:

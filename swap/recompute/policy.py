@@ -249,7 +249,8 @@ class Tapes:
         tensors = [part for tensor in arguments if is_recordable(part := local_part(tensor))]
         kind = (layer.name, type(layer.module), layer.module.training, setting, _described(tensors))
         last, holds = self._plans.expected(layer.name, kind, setting)
-        is_checked = holds is None or self._plans.is_written_unseen(layer.name)
+        is_new = holds is None or not self._plans.has_recorded(kind, setting)
+        is_checked = is_new or self._plans.is_written_unseen(layer.name)
         recorder = Recorder(
             local_part(hidden),
             tensors,
@@ -265,7 +266,7 @@ class Tapes:
         guard = self._inputs.pop(layer.name, None)
         if guard is not None and guard.is_changed:
             self._changing.add(layer.name)
-        copies = holds is None or layer.name in self._changing
+        copies = is_new or layer.name in self._changing
         self._open = OpenCall(
             layer, group, recorder, setting, kind, hidden, last, copies_input=copies, verify=self._verify
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from throttled_backend import PacedBackend
 from memo.autoplan.actuator import Actuator
 from memo.autoplan.controller import AutoPlan
 from memo.autoplan.device_budget import DeviceBudget
-from memo.autoplan.device_peaks import DevicePeaks, Outside
+from memo.autoplan.device_peaks import DevicePeaks, Outside, Part, Recompute
 from memo.gpt.config import preset
 from memo.gpt.model.model import GPT
 from memo.manager.manager import Manager
@@ -68,6 +69,38 @@ def test_a_step_of_which_nobody_tells_the_edges_has_the_difference_of_its_peaks(
     told.holds(saved=500, others=40)
     told.holds(saved=100, others=300)
     assert told.use.end_step().others == {Outside.LAYERS: 40}
+
+
+def test_a_recompute_is_a_part_of_its_own_within_its_layers_backward() -> None:
+    told = Told()
+    told.use.cross_boundary("first")
+    told.holds(saved=500, others=40)
+    told.use.cross_boundary(None)
+    told.holds(saved=100, others=10)
+    told.use.cross_boundary("first")
+    told.holds(saved=200, others=20)
+    told.use.cross_recompute("first", begins=True)
+    told.holds(saved=250, others=90)
+    told.use.cross_recompute("first", begins=False)
+    told.holds(saved=400, others=50)
+    step = told.use.end_step()
+    assert step.saved_bytes == 500
+    assert step.others == {Outside.LAYERS: 10, "first": 50, Recompute("first"): 90}
+
+
+def test_a_trials_memory_counts_for_the_budget_and_for_no_later_step() -> None:
+    told = Told()
+    told.use.cross_boundary("first")
+    told.holds(saved=500, others=40)
+    told.use.cross_recompute(None, begins=True)
+    told.holds(saved=500, others=300)
+    told.use.cross_recompute(None, begins=False)
+    told.holds(saved=500, others=60)  # the rest of the forward that the trial is in
+    told.use.cross_boundary(None)
+    assert told.use.peak_bytes == told.use.planned_peak_bytes == 800
+    step = told.use.end_step()
+    assert step.saved_bytes == 500
+    assert step.others == {Outside.LAYERS: 0, "first": 60}
 
 
 def test_nothing_has_to_be_left_free_for_what_comes_after_backward() -> None:
@@ -197,7 +230,31 @@ def test_all_of_a_planned_step_is_within_the_budget(share: float, batch: int, ho
     manager.close()
 
 
-def others(batch: int) -> dict[str | Outside, int]:
+def test_recomputes_of_a_step_are_measured_apart() -> None:
+    """What a recompute makes is not counted in its layer's backward, and trials of the first step nowhere."""
+    run = Run(1)
+    manager, engine, tokenwise = run.manager(1 << 28, TokenLevels(attention=1.0))
+    use = DevicePeaks(run.memory(1 << 40), engine.stats)
+    engine.at_layer_boundaries(use.cross_boundary, use.cross_recompute)
+    found = []
+    for number in range(3):
+        before = tokenwise.trials_run
+        run.step(number, manager)
+        found.append(use.end_step().others)
+        assert (tokenwise.trials_run > before) == (number == 0)
+    names = [layer.name for layer in manager.layers]
+    first, second, third = found
+    assert third == second
+    assert second.keys() == {Outside.LAYERS, *names, *map(Recompute, names)}
+    assert all(first[name] == second[name] for name in names), "a trial is no part of its layer"
+    gradients = sum(parameter.nbytes for parameter in manager.layers[0].module.parameters())
+    for name, following in itertools.pairwise(names):
+        assert second[Recompute(name)] - second[Recompute(following)] == gradients, "of the layer that is behind it"
+        assert second[Recompute(name)] < second[name], "its own gradients come after it"
+    manager.close()
+
+
+def others(batch: int) -> dict[Part, int]:
     """Beside saved tensors, where three quarters of the tokens move and the others are computed again."""
     run = Run(batch)
     manager, engine, _ = run.manager(1 << 28, TokenLevels(all=0.75, attention=0.25))

@@ -222,6 +222,35 @@ def test_a_value_without_a_code_stays_where_its_exact_bytes_have_no_room() -> No
     engine.close()
 
 
+@pytest.mark.parametrize("policy", ["lazy", "eager", "random"])
+def test_the_last_layer_of_a_run_that_plans_itself_drops_what_it_recomputes_at_its_end(policy: Any) -> None:
+    """Whoever chose a fixed setting has room for it, and its last layer is not recomputed."""
+    for when_full, drops in ((WhenFull.STAY, True), (WhenFull.SPILL, False)):
+        model, reference = stack(layers=LAYERS), stack(layers=LAYERS)
+        made = checked(model, policy, alpha=0.0, when_full=when_full)
+        for step in range(3):
+            with made.manager:
+                loss = model(ids(step))
+            last = [saved for saved in lives(made.manager) if saved.module == f"layers.{LAYERS - 1}"]
+            recomputed = [saved for saved in last if saved.prefix is not None and not saved.prefix.head_nbytes]
+            assert sum(saved.nbytes for saved in recomputed) > LAYER / 2
+            assert {saved.source is None for saved in recomputed} == {drops}
+            before = made.engine.stats.bytes_recomputed
+            loss.backward()
+            wanted = reference(ids(step))
+            wanted.backward()
+            assert torch.equal(loss, wanted)
+            assert all(
+                torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+                for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True)
+            )
+            layers = LAYERS if drops else LAYERS - 1
+            assert made.engine.stats.bytes_recomputed - before == layers * sum(saved.nbytes for saved in recomputed)
+        assert made.backend.races == []
+        del last, recomputed, loss
+        made.manager.close()
+
+
 def test_a_full_tier_is_an_error_with_any_other_response() -> None:
     for when_full in (WhenFull.RAISE, WhenFull.SPILL):
         made = checked(stack(layers=LAYERS), budget=int(2.5 * LAYER), when_full=when_full)

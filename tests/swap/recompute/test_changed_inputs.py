@@ -127,6 +127,20 @@ def test_an_input_that_changes_later_than_in_the_first_calls_is_an_error_that_sa
         loss.backward()
 
 
+@pytest.mark.parametrize("how", [{"alpha": 0.0}, *RECOMPUTES], ids=["attention", "tokens", "matmuls", "whole"])
+def test_an_input_of_another_shape_may_change_from_its_first_call_on(
+    offload: Callable[..., memo.Manager], how: dict[str, Any]
+) -> None:
+    def forward(model: AddsInPlace) -> Callable[[int], torch.Tensor]:
+        model.from_call = 2
+        return lambda step: model(ids(step, seq=48 if step < 2 else 32))
+
+    model, reference = adds_in_place(), adds_in_place()
+    manager = offload(model, **how)
+    assert_equal(train(model, forward(model), manager, steps=4), train(reference, forward(reference), steps=4))
+    assert manager.stats.bytes_recomputed > 0
+
+
 @by_recompute
 def test_an_input_that_does_not_change_is_copied_in_first_calls_alone(
     offload: Callable[..., memo.Manager], how: dict[str, Any], monkeypatch: pytest.MonkeyPatch

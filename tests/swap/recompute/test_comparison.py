@@ -108,6 +108,30 @@ def test_what_has_no_bound_must_be_the_same(dtype: torch.dtype) -> None:
     assert difference(bytes_of(saved, 3), bytes_of(other, 3).flatten(), dtype) == math.inf
 
 
+@pytest.mark.parametrize("nbytes", [1, 7, 8, 9, 16, 23, 24])
+@pytest.mark.parametrize(("ours", "theirs"), [(0, 0), (8, 16), (0, 8), (3, 3), (0, 5), (1, 8)])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("piece", [1, 1 << 20])
+def test_every_byte_counts_at_any_number_of_bytes_and_any_offset(
+    piece: int, rows: int, ours: int, theirs: int, nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In words of eight bytes where both begin at one; what is left over, and all else, byte by byte."""
+    monkeypatch.setattr(comparison, "_PIECE", piece)
+
+    def block(offset: int, numbers: torch.Tensor) -> torch.Tensor:
+        wide = torch.full((rows, nbytes + 40), 99, dtype=torch.uint8)
+        wide[:, offset : offset + nbytes] = numbers
+        return wide[:, offset : offset + nbytes]
+
+    numbers = torch.arange(rows * nbytes, dtype=torch.uint8).view(rows, nbytes)
+    assert have_same_bits(block(ours, numbers), block(theirs, numbers))
+    for row in range(rows):
+        for at in range(nbytes):
+            other = numbers.clone()
+            other[row, at] ^= 1
+            assert not have_same_bits(block(ours, numbers), block(theirs, other))
+
+
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
 def test_nothing_is_the_same_as_nothing(shape: tuple[int, int, int]) -> None:
     nothing = torch.empty(shape, dtype=torch.uint8)

@@ -221,7 +221,7 @@ def test_keys_of_attention_that_is_written_out_are_replayed_for_all_tokens() -> 
 
 
 def test_a_step_that_a_trial_found_wrong_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def try_out(replay: Replay) -> None:
+    def try_out(replay: Replay, **options: Any) -> None:
         for number in replay.plan.steps:
             if replay.plan.tape.steps[number].name == "aten.gelu":
                 raise Unlike(number, "it gave something else")
@@ -235,7 +235,7 @@ def test_a_step_that_a_trial_found_wrong_says_so(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_layer_that_moves_whole_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def try_out(replay: Replay) -> None:
+    def try_out(replay: Replay, **options: Any) -> None:
         raise Unlike(None, "a parameter has gone")
 
     monkeypatch.setattr(plans, "try_out", try_out)

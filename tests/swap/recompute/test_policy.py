@@ -22,8 +22,9 @@ import memo
 from memo.lru import LRU
 from memo.swap.recompute import plans
 from memo.swap.recompute.tape.plan import Plan
+from memo.swap.recompute.tape.recorder import Recorder
 from memo.swap.recompute.trial import Unlike
-from memo.swap.token_levels import Level
+from memo.swap.token_levels import Level, Mix, TokenLevels, comparing_nbytes, setting_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,9 +49,9 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     try_out = plans.try_out
 
-    def noted(replay: Any) -> None:
+    def noted(replay: Any, **options: Any) -> None:
         names.append(replay.name)
-        try_out(replay)
+        try_out(replay, **options)
 
     monkeypatch.setattr(plans, "try_out", noted)
     return names
@@ -112,10 +113,10 @@ def test_a_layer_of_another_width_has_a_plan_of_its_own(tried: list[str], tmp_pa
 def test_a_trial_that_fails_speaks_for_its_layer_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     try_out = plans.try_out
 
-    def fails(replay: Any) -> None:
+    def fails(replay: Any, **options: Any) -> None:
         if replay.name == "layers.0":
             raise Unlike(None, "it is fickle")
-        try_out(replay)
+        try_out(replay, **options)
 
     monkeypatch.setattr(plans, "try_out", fails)
     with pytest.warns(RuntimeWarning, match="layers.0 moves whole tensors: it is fickle"):
@@ -152,6 +153,94 @@ def test_levels_that_a_layer_never_had_are_tried(tried: list[str], tmp_path: Pat
     manager.close()
 
 
+@pytest.mark.parametrize(
+    ("setting", "is_covered"),
+    [(Level.SAVE_MATMULS, True), (Level.SAVE_INPUT, False)],
+    ids=["of steps that have been tried", "of attention too"],
+)
+def test_a_trial_that_has_no_room_is_left_out_if_others_have_shown_all_its_steps(
+    setting: Level, is_covered: bool, tried: list[str], tmp_path: Path
+) -> None:
+    def runs(room: Callable[[], int] | None) -> tuple[list[str], list[Plan]]:
+        tried.clear()
+        model, reference = stack(layers=2), stack(layers=2)
+        manager = offload(model, tmp_path)
+        tapes = manager._tokenwise
+        assert tapes is not None
+        got = train(model, lambda step: model(ids(step)), manager, steps=1)
+        assert tried == ["layers.0", "layers.1"]
+        if room is not None:
+            tapes.keep_within(room)
+        tapes.choose({layer.name: setting_of(setting) for layer in manager.layers})
+        optimized = [parameter.detach().clone() for parameter in model.parameters()]
+        got += train(model, lambda step: model(ids(step)), manager, steps=1)
+        assert_equal(got[:1], train(reference, lambda step: reference(ids(step)), steps=1))
+        assert all(map(torch.equal, optimized, reference.parameters()))
+        assert_equal(got[1:], train(reference, lambda step: reference(ids(step)), steps=1))
+        assert manager.stats.bytes_recomputed > 0
+        found = list(tapes._plans._latest.values())
+        manager.close()
+        return tried[2:], [plan for plan in found if isinstance(plan, Plan)]
+
+    again = ["layers.0", "layers.1"]
+    named, plans_made = runs(None)
+    assert named == again
+    assert len(plans_made) == 2
+    (plan, _) = plans_made
+    need = plan.trial_bytes + comparing_nbytes(max(plan.tape.storages[storage][1] for storage in plan.wanted))
+    assert runs(lambda: need)[0] == again
+    assert runs(lambda: need - 1)[0] == ([] if is_covered else again)
+
+
+class Widens(nn.Module):
+    """Autograd saves what is twice as wide as the product that it is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x)).double()).float())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [TokenLevels(matmuls=1.0), Level.SAVE_INPUT, Mix(points={"p1": 1.0})],
+    ids=["matmuls", "input", "a point of the curve"],
+)
+def test_the_first_call_at_a_new_setting_holds_what_its_plan_keeps_and_no_more(
+    setting: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[Any] = []
+    begin = Recorder.__init__
+
+    def noted(self: Recorder, *args: Any, **options: Any) -> None:
+        held.append(options["holds"])
+        begin(self, *args, **options)
+
+    monkeypatch.setattr(Recorder, "__init__", noted)
+    model, reference = (stack(layers=2, make=Widens) for _ in range(2))
+    manager = offload(model, tmp_path)
+    tapes = manager._tokenwise
+    assert tapes is not None
+    got = train(model, lambda step: model(ids(step)), manager, steps=1)
+    assert held == [None, None], "nothing is known"
+    tapes.choose({layer.name: setting for layer in manager.layers})
+    held.clear()
+    kept = []
+    for _ in range(2):
+        got += train(model, lambda step: model(ids(step)), manager, steps=1)
+        found = list(tapes._plans._latest.values())
+        kept.append([plan.kept for plan in found if isinstance(plan, Plan)])
+    assert held[:2] == held[2:] == [plan.holds for plan in found if isinstance(plan, Plan)]
+    assert len(kept[0]) == 2
+    assert kept[0] == kept[1], "the first call has kept all that later ones keep"
+    assert any(held) == (setting is not Level.SAVE_INPUT), "results that autograd does not save"
+    for step in got:
+        assert_equal([step], train(reference, lambda step: reference(ids(step)), steps=1))
+    manager.close()
+
+
 def test_what_is_remembered_of_ever_new_lengths_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was forgotten is planned again when it comes back."""
     for bound in ("MOST_PLANS", "MOST_KINDS"):
@@ -170,13 +259,13 @@ def test_a_trial_that_finds_no_memory_is_made_again_at_a_later_call_but_not_for_
     tries = 0
     try_out = plans.try_out
 
-    def out_of_memory(replay: Any) -> None:
+    def out_of_memory(replay: Any, **options: Any) -> None:
         nonlocal tries
         if replay.name == "layers.0":
             tries += 1
             if tries <= short:
                 raise torch.OutOfMemoryError("no memory")
-        try_out(replay)
+        try_out(replay, **options)
 
     monkeypatch.setattr(plans, "try_out", out_of_memory)
     model = stack(layers=LAYERS)

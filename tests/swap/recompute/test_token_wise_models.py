@@ -72,7 +72,7 @@ def test_a_split_model_says_nothing(tmp_path: Path) -> None:
 def test_one_warning_for_all_layers_of_one_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing of a layer can run again it moves whole, is equal all the same, and says why once."""
 
-    def refuses(replay: Any) -> None:
+    def refuses(replay: Any, **options: Any) -> None:
         raise Unlike(None, "it says so")
 
     monkeypatch.setattr(plans, "try_out", refuses)
