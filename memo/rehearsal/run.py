@@ -377,11 +377,9 @@ def _decision(manager: Manager) -> str:
         return "fixed setting"
     if outcome.plan is None:
         return outcome.phase if outcome.why_not is None else f"{outcome.phase}: {outcome.why_not}"
-    stage = outcome.plan.stages[0]
-    return (
-        f"{outcome.phase}: plan of {stage.microbatch_s:.3f} s, {format_bytes(stage.peak_host_bytes)} in host memory; "
-        + (outcome.plan.declined or "; ".join(outcome.plan.binding))
-    )
+    stage, why = outcome.plan.stages[0], outcome.plan.declined or "; ".join(outcome.plan.binding)
+    plan = f"plan of {stage.microbatch_s:.3f} s, {format_bytes(stage.peak_host_bytes)} in host memory"
+    return f"{outcome.phase}: {plan}{why and f'; {why}'}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
