@@ -67,6 +67,9 @@ def test_finish_waits_for_kernels_and_copies(backend: SimulatedBackend, clock: C
     backend.d2h.copy(block(100), block(100))
     backend.finish()
     assert backend.now_ns() == start + 10 + 100
+    clock.run(20)
+    backend.finish()
+    assert backend.now_ns() == start + 10 + 100 + 10 + 20
 
 
 def test_pages_are_locked_piece_by_piece(backend: SimulatedBackend, clock: Clock) -> None:
