@@ -38,6 +38,7 @@ __all__ = [
     "offload",
     "parallelize",
     "profile",
+    "rehearse",
     "token_local",
     "use_planned_allocator",
 ]
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from memo.manager.offloading import offload
     from memo.parallel.hugging_face import parallelize
     from memo.profiling.measure import profile
+    from memo.rehearsal.run import rehearse
     from memo.swap.kept import keep
     from memo.swap.recompute.tape.declared import memoize, token_local
 else:
@@ -68,6 +70,7 @@ else:
             "manager.offloading": "offload",
             "parallel.hugging_face": "parallelize",
             "profiling.measure": "profile",
+            "rehearsal.run": "rehearse",
             "swap.kept": "keep",
             "swap.recompute.tape.declared": "memoize token_local",
         },

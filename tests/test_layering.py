@@ -37,7 +37,7 @@ IMPORTS = {
     "swap/backends": "memo swap/memory",
     "swap/disk": "memo swap/memory swap/backends",
     "swap/tiers": "memo swap swap/memory swap/backends",
-    "swap/engine": "memo kernels swap swap/backends swap/tiers",
+    "swap/engine": "memo kernels swap swap/memory swap/backends swap/tiers",
     "swap/recompute/axis": "swap/engine",
     "swap/recompute/tape": "memo kernels swap swap/engine swap/recompute/axis",
     "swap/recompute/ranges": "memo kernels swap swap/engine swap/recompute/axis swap/recompute/tape",
@@ -67,11 +67,12 @@ IMPORTS = {
     "memo/gpt/arithmetic memo/gpt/model memo/gpt/train memo/record",
     "memo/hugging_face": "memo mip/inputs allocator swap face memo/loss memo/autoplan memo/gpt memo/gpt/arithmetic "
     "memo/record",
-    "memo/rehearsal": "memo mip/inputs mip/activation allocator swap/backends swap/disk swap face memo/machine memo/loss "
-    "memo/autoplan memo/manager memo/record memo/hugging_face",
     "memo/search": "memo mip mip/inputs mip/activation mip/cluster memo/gpt memo/gpt/arithmetic memo/hugging_face",
     "memo/profiling": "memo mip/inputs allocator swap face memo/autoplan memo/manager memo/record",
-    "memo face": "memo allocator swap swap/recompute/tape memo/parallel memo/loss memo/manager memo/profiling",
+    "memo/rehearsal": "memo mip/inputs mip/activation allocator swap/backends swap/disk swap face memo/machine memo/loss memo/autoplan "
+    "memo/manager memo/record memo/hugging_face",
+    "memo face": "memo allocator swap swap/recompute/tape memo/parallel memo/loss memo/manager memo/profiling "
+    "memo/rehearsal",
     "memo/integrations": "memo memo face",
     "memo/cli/tables": "memo mip/address mip/inputs mip/activation mip/cluster mip/simulate memo/trace memo/search "
     "memo/rehearsal",
@@ -82,8 +83,8 @@ IMPORTS = {
     "memo/cli/tables memo/cli/inputs memo/cli/terminal",
     "memo/cli": "memo allocator mip mip/address mip/inputs mip/activation mip/simulate swap face memo/trace "
     "memo/trace/live memo/out_of_memory memo/machine memo/parallel memo/compression memo/gpt/optim memo/gpt "
-    "memo/gpt/arithmetic memo/gpt/train memo/record memo/dry_run memo/hugging_face memo/rehearsal memo/search "
-    "memo face memo/cli/tables memo/cli/inputs memo/cli/terminal memo/cli/planning",
+    "memo/gpt/arithmetic memo/gpt/train memo/record memo/dry_run memo/hugging_face memo/search "
+    "memo/rehearsal memo face memo/cli/tables memo/cli/inputs memo/cli/terminal memo/cli/planning",
 }
 # Package boundaries: within a package modules are imported directly, from elsewhere by its face.
 PACKAGES = sorted({folder.removesuffix(" face") for folder in IMPORTS} - {"memo"}, key=len)

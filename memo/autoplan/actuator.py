@@ -243,6 +243,10 @@ class Actuator:
         lacking = self._engine.take_lacking()
         return lacking.get(Tier.HOST, 0), lacking.get(Tier.DISK, 0)
 
+    def repeated(self) -> Collection[str]:
+        """Layers that were recomputed whole, for lack of room or by their level."""
+        return frozenset(self._tokenwise.repeated)
+
     def take_trials(self) -> int:
         """Number of trial recomputes of all layers since the last call."""
         before, self._trials = self._trials, self._tokenwise.trials_run

@@ -124,6 +124,9 @@ class ActuatorProtocol(Protocol):
     def take_lacking(self) -> tuple[int, int]:
         """Bytes since the last call that were to go to the host and to the disk, and that no tier had room for."""
 
+    def repeated(self) -> Collection[str]:
+        """Layers that the last step recomputed whole, whatever their setting."""
+
     def take_trials(self) -> int:
         """Number of trial recomputes since the last call."""
 

@@ -279,9 +279,7 @@ class AutoPlan:
             cached.repeated += 1  # what layers hold from their second call on may take another plan, and its trial time
         elif cached.phase.measures:
             looks_at_links = cached.phase is Phase.PROFILING
-            evidence = self._evidence(
-                cached, peak, trials=trials, lacks_room=any(lacking), looks_at_links=looks_at_links
-            )
+            evidence = self._evidence(cached, peak, trials=trials, looks_at_links=looks_at_links)
             found = worst(self._all_gather(evidence))
             if cached.phase is Phase.PROFILING:
                 cached.spare_bytes = spare
@@ -294,9 +292,7 @@ class AutoPlan:
         self._progress = f"step {self._observed}: {_state(cached)}"
         self._apply(cached)
 
-    def _evidence(
-        self, cached: CachedPlan, peak: int, *, trials: int, lacks_room: bool, looks_at_links: bool
-    ) -> StepEvidence:
+    def _evidence(self, cached: CachedPlan, peak: int, *, trials: int, looks_at_links: bool) -> StepEvidence:
         """Measurements of the entry's step that has ended, on this rank."""
         assert self._shape is not None
         self._actuator.finish()
@@ -318,7 +314,8 @@ class AutoPlan:
                 self._shape,
                 mlp_tiles=self._actuator.mlp_tiles,
                 codec=self._actuator.codec,
-                is_measuring=cached.setting is MEASURING and not trials and not lacks_room,
+                is_measuring=cached.setting is MEASURING and not trials,
+                repeated=self._actuator.repeated(),
             )
         except MemoError as error:
             return StepEvidence(problem=str(error))

@@ -30,7 +30,7 @@ from memo.mip.inputs import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from memo.autoplan.actuator_protocol import Limits
     from memo.autoplan.step_timeline import LayerTimes, StepTimes
@@ -54,6 +54,7 @@ def measured_profile(
     mlp_tiles: int = 1,
     codec: str | None = None,
     is_measuring: bool = False,
+    repeated: Collection[str] = (),
 ) -> Profile:
     """Makes a profile from the times of one step.
 
@@ -64,6 +65,7 @@ def measured_profile(
         mlp_tiles: tiles in which the layers compute their MLP.
         codec: codec of what moves; its time in the step is a part of the layers' own.
         is_measuring: all layers were at MEASURING: the recomputes are taken as they ran, not as tried out.
+        repeated: layers that were recomputed whole all the same, for lack of room.
 
     Raises:
         PlanError: a layer ran forward without backward.
@@ -72,7 +74,7 @@ def measured_profile(
     if codec is not None:
         layers = [_coded(layer, own) for layer, own in zip(layers, times.layers.values(), strict=True)]
     if is_measuring:
-        layers = _recomputed(layers, times)
+        layers = _recomputed(layers, times, repeated)
     classes, names = classes_of(layers)
     head_ns = times.turn_ns[1] - times.turn_ns[0]
     return Profile(
@@ -121,7 +123,7 @@ def _layer(name: str, times: LayerTimes, costs: LayerCosts | None) -> LayerProfi
     )
 
 
-def _recomputed(layers: Sequence[LayerProfile], times: StepTimes) -> list[LayerProfile]:
+def _recomputed(layers: Sequence[LayerProfile], times: StepTimes, repeated: Collection[str]) -> list[LayerProfile]:
     """Layers whose recomputes take what they took in the step: a trial, which compares what it computes, takes longer."""
 
     def taken(layer: LayerProfile, measured: LayerTimes) -> float | None:
@@ -130,7 +132,10 @@ def _recomputed(layers: Sequence[LayerProfile], times: StepTimes) -> list[LayerP
             return None
         return measured.recompute_ns / measured.calls / 1e9 / tried.recompute_s
 
-    shares = [taken(*each) for each in zip(layers, times.layers.values(), strict=True)]
+    shares = [
+        None if name in repeated else taken(layer, measured)
+        for layer, (name, measured) in zip(layers, times.layers.items(), strict=True)
+    ]
     found = list(layers)
     for alike in _by_class(layers):
         known = [share for number in alike if (share := shares[number]) is not None]

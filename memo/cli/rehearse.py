@@ -20,7 +20,7 @@ from memo.cli.terminal.output_files import file_path, print_written, refuse_exis
 from memo.errors import ExitCode, Infeasible, MemoError, UsageError
 from memo.mip.activation import read_hardware
 from memo.mip.inputs import PRESETS, Hardware, hardware_preset
-from memo.units import format_bytes, format_duration, parse_bytes, parse_tokens
+from memo.units import format_bytes, parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -261,9 +261,8 @@ def _with_estimate(build: Callable[[], Step], args: argparse.Namespace, lengths:
         steps = args.steps or (_EXPECTED_STEPS + 3 * max(0, lengths - 1))
         seconds = _START_S + steps * args.accumulate * layers * _LAYER_S
         if seconds > _SAY_FROM_S and (not args.json or sys.stderr.isatty()):
-            print(
-                f"memo rehearse: {layers} layers, about {format_duration(round(seconds))}", file=sys.stderr, flush=True
-            )
+            about = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+            print(f"memo rehearse: {layers} layers, about {about}", file=sys.stderr, flush=True)
         return step
 
     return built

@@ -7,7 +7,7 @@ it waits for and what its stream was given before. While the other direction cop
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -126,10 +126,17 @@ def _address_space(nbytes: int) -> torch.Tensor:
     """Addresses that no memory backs and no device counts."""
     from memo.allocator import byteless_storage
 
-    return torch.empty(0, dtype=torch.uint8).set_(byteless_storage(nbytes), 0, (nbytes,), (1,))  # type: ignore[no-any-return]
+    return torch.empty(0, dtype=torch.uint8).set_(byteless_storage(nbytes), 0, (nbytes,), (1,))
 
 
-@dataclasses.dataclass(slots=True)
+class _Range(Protocol):
+    """What is needed of an extent."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Extent:
     nbytes: int
 
@@ -158,16 +165,16 @@ class SimulatedDisk:
             self._left -= nbytes
         return _Extent(nbytes)
 
-    def release(self, extent: _Extent) -> None:
+    def release(self, extent: _Range) -> None:
         """Gives the bytes back."""
         if self._left is not None:
             self._left += extent.nbytes
 
-    def write(self, extent: _Extent, source: torch.Tensor, *, after: Sequence[Event] = ()) -> SimulatedEvent:
+    def write(self, extent: _Range, source: torch.Tensor, *, after: Sequence[Event] = ()) -> SimulatedEvent:
         """Writes after the events."""
         return self._run("write", source.nbytes, after)
 
-    def read(self, extent: _Extent, target: torch.Tensor, *, after: Sequence[Event] = ()) -> SimulatedEvent:
+    def read(self, extent: _Range, target: torch.Tensor, *, after: Sequence[Event] = ()) -> SimulatedEvent:
         """Reads after the events."""
         return self._run("read", target.nbytes, after)
 

@@ -123,7 +123,7 @@ class SimulatedMachine(Machine):
 
     def lanes(self, *, host: bool, directories: Sequence[Path]) -> Mapping[Lane, float]:
         """Rates by lane."""
-        hardware, found = self.hardware, {}
+        hardware, found = self.hardware, dict[Lane, float]()
         if host:
             found |= {Lane.D2H: hardware.d2h_bytes_per_s, Lane.H2D: hardware.h2d_bytes_per_s}
         if directories:

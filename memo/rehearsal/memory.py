@@ -10,7 +10,7 @@ import weakref
 
 import torch
 
-from memo.allocator import CachingAllocator, Segments
+from memo.allocator import Block, CachingAllocator, Segments
 from memo.units import format_bytes
 
 __all__ = ["DeviceMemory"]
@@ -20,6 +20,9 @@ class _Held(weakref.ref[torch.UntypedStorage]):
     """A storage that takes device memory, until it is gone."""
 
     __slots__ = ("block", "nbytes")
+
+    block: Block
+    nbytes: int
 
 
 class DeviceMemory:

@@ -32,6 +32,7 @@ from memo.errors import (
 from memo.events import Tier
 from memo.manager import offload, use_machine
 from memo.record import checkpoint_layers, make_optimizer, users_errors
+from memo.rehearsal.machine import SimulatedMachine
 from memo.swap import find_layers
 from memo.units import format_bytes, parse_bytes
 
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from memo.manager import Manager
     from memo.mip.activation import ActivationPlan
     from memo.record import Step
-    from memo.rehearsal.machine import SimulatedMachine
 
 __all__ = ["Rehearsal", "RehearsedStep", "Violation", "Way", "rehearse"]
 
@@ -167,7 +167,7 @@ class Rehearsal:
 
 def rehearse(
     build: Callable[[], Step],
-    machine: SimulatedMachine,
+    machine: SimulatedMachine | str,
     *,
     way: Way = Way.MEMO,
     device: int | str | None = None,
@@ -186,7 +186,7 @@ def rehearse(
 
     Args:
         build: builds the step, a model on the CPU and its loss; called where every tensor is without bytes.
-        machine: the machine, which serves one rehearsal.
+        machine: the machine, which serves one rehearsal, or the name of a GPU's preset, such as "h100".
         way: what is done with the activations.
         device: as of `memo.offload`.
         host: as of `memo.offload`.
@@ -211,6 +211,7 @@ def rehearse(
     if accumulate < 1 or (steps is not None and steps < 1):
         raise UsageError("a rehearsal has at least one step, of at least one microbatch")
     began = time.perf_counter()
+    machine = SimulatedMachine(machine) if isinstance(machine, str) else machine
     budget = machine.device_budget(None if device is None else parse_bytes(device, what="device")).total_bytes
     run = _Run(machine, way, budget, accumulate=accumulate, lengths=lengths, attach=attach, on_step=on_step)
     with users_errors(), use_machine(machine), machine.kernels, warnings.catch_warnings(record=True) as warned:
@@ -342,7 +343,7 @@ class _Run:
             with manager:
                 loss = self._step.loss(**given)
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
 
     def result(self, took_s: float) -> Rehearsal:
         """What was found."""
@@ -387,11 +388,9 @@ def _decision(manager: Manager) -> str:
         return "fixed setting"
     if outcome.plan is None:
         return outcome.phase if outcome.why_not is None else f"{outcome.phase}: {outcome.why_not}"
-    stage = outcome.plan.stages[0]
-    return (
-        f"{outcome.phase}: plan of {stage.microbatch_s:.3f} s, {format_bytes(stage.peak_host_bytes)} in host memory; "
-        + (outcome.plan.declined or "; ".join(outcome.plan.binding))
-    )
+    stage, why = outcome.plan.stages[0], outcome.plan.declined or "; ".join(outcome.plan.binding)
+    plan = f"plan of {stage.microbatch_s:.3f} s, {format_bytes(stage.peak_host_bytes)} in host memory"
+    return f"{outcome.phase}: {plan}{why and f'; {why}'}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -570,8 +570,7 @@ class Plans:
         each_s, choice = self._unit_s[case.layer], case.choice.for_next
         at = {level: choice.at(level) for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION, Level.SAVE_INPUT)}
         least, saved = at[Level.SAVE_ATTENTION].keep_cost // 8, set(case.recorded.saved)
-        # What autograd saved before it was changed in place is in no tape, and moves at every level.
-        others = self._others_nbytes[case.layer] = max(0, case.call.group.nbytes - choice.saved_nbytes)
+        others = self._others_nbytes[case.layer] = case.recorded.others_nbytes
         points = tuple(
             PointCost(
                 name=point,

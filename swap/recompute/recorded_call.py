@@ -74,6 +74,8 @@ class RecordedCall:
 
     def __init__(self) -> None:
         self.ended: Ended
+        self.others_nbytes = 0
+        """Bytes that autograd saved before they were changed in place: no tape has them, and they move at every level."""
         self.saved: dict[int, SavedStorage] = {}
         self.has_copied = False
         """A copy of the layer's input was packed in its place."""
@@ -139,6 +141,7 @@ class RecordedCall:
         )
         ended, last = Ended(recorder.key, sources, wanted, stuck), call.last
         self.ended = last if last is not None and last == ended else ended
+        self.others_nbytes = max(0, call.group.nbytes - self.saved_nbytes)  # before replays add what they are given
         return self
 
     @property

@@ -35,6 +35,9 @@ class Machine:
     codec = None
     n_layers = len(LAYERS)
 
+    def repeated(self) -> Collection[str]:
+        return ()
+
     def plan_for(self, names: Collection[str]) -> None:
         assert not names or tuple(names) == tuple(LAYERS)
 

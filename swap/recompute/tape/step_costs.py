@@ -50,8 +50,8 @@ def step_costs(tape: Tape, device: str | Rates) -> list[int]:
             out = stand_in(step.out)
             kwargs = {name: stand_in(value) for name, value in step.kwargs.items()}
             work = work_of(step.operator.func, [stand_in(value) for value in step.args], kwargs, out)
-            if isinstance(out, torch.Tensor):
-                dtype = out.dtype
+            made = out if isinstance(out, list) else [out]  # of attention the result comes before its statistics
+            dtype = next((one.dtype for one in made if isinstance(one, torch.Tensor)), dtype)
         return picoseconds_of(work, device if isinstance(device, Rates) else rates_of(device, dtype))
 
     return [cost(step) if step.makes else 1 for step in tape.steps]

@@ -1,0 +1,37 @@
+"""Clocks of a simulated GPU, by hand."""
+
+from __future__ import annotations
+
+from memo.rehearsal.clock import Clock
+
+
+def test_the_host_runs_ahead_of_the_kernels() -> None:
+    clock = Clock(10)
+    start = clock.host_ns
+    clock.run(100)
+    clock.run(100)
+    assert clock.host_ns == start + 20
+    assert clock.compute_ns == start + 10 + 100 + 100
+
+
+def test_a_short_kernel_waits_for_its_launch() -> None:
+    clock = Clock(10)
+    start = clock.host_ns
+    clock.run(1)
+    clock.run(1)
+    assert clock.compute_ns == start + 20 + 1
+
+
+def test_waiting_moves_the_host_forward_only() -> None:
+    clock = Clock(10)
+    start = clock.host_ns
+    clock.wait(start + 50)
+    clock.wait(start + 20)
+    assert clock.host_ns == start + 50
+
+
+def test_finish_waits_for_the_compute_stream() -> None:
+    clock = Clock(10)
+    clock.run(100)
+    clock.finish()
+    assert clock.host_ns == clock.compute_ns
