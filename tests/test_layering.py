@@ -37,7 +37,7 @@ IMPORTS = {
     "swap/backends": "memo swap/memory",
     "swap/disk": "memo swap/memory swap/backends",
     "swap/tiers": "memo swap swap/memory swap/backends",
-    "swap/engine": "memo kernels swap swap/memory swap/backends swap/tiers",
+    "swap/engine": "memo kernels swap swap/backends swap/tiers",
     "swap/recompute/axis": "swap/engine",
     "swap/recompute/tape": "memo kernels swap swap/engine swap/recompute/axis",
     "swap/recompute/ranges": "memo kernels swap swap/engine swap/recompute/axis swap/recompute/tape",
@@ -69,8 +69,8 @@ IMPORTS = {
     "memo/record",
     "memo/search": "memo mip mip/inputs mip/activation mip/cluster memo/gpt memo/gpt/arithmetic memo/hugging_face",
     "memo/profiling": "memo mip/inputs allocator swap face memo/autoplan memo/manager memo/record",
-    "memo/rehearsal": "memo mip/inputs mip/activation allocator swap/backends swap/disk swap face memo/machine memo/loss memo/autoplan "
-    "memo/manager memo/record memo/hugging_face",
+    "memo/rehearsal": "memo mip/inputs mip/activation allocator swap/backends swap/disk swap face memo/machine memo/loss "
+    "memo/autoplan memo/manager memo/record memo/hugging_face",
     "memo face": "memo allocator swap swap/recompute/tape memo/parallel memo/loss memo/manager memo/profiling "
     "memo/rehearsal",
     "memo/integrations": "memo memo face",
