@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memo
+from memo.swap.token_levels import Level
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -245,3 +246,33 @@ def test_memory_that_operators_fill_is_proven(
     reasons, recomputed = steps_are_equal(fills, alpha, tmp_path)
     assert reasons == set()
     assert recomputed > 0
+
+
+class WeighedWhereShort(Weighed):
+    """The kernel runs for fewer tokens alone, as one that is chosen by the shape."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.up(x))
+        if x.size(1) < TOKENS:
+            y = y + Weighed.weight * Rounds.apply(y, torch.zeros_like)
+        return x + self.down(F.gelu(y))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", [{"alpha": 0.0}, {"levels": dict.fromkeys(range(3), Level.SAVE_INPUT)}], ids=str)
+def test_a_kernel_that_overwrites_in_calls_of_another_shape_alone_is_found(how: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[WeighedWhereShort(lambda x: x) for _ in range(3)])
+    ours = copy.deepcopy(plain)
+    manager = memo.offload(ours, layers=list(ours), disk=tmp_path, min_bytes=256, **how)
+    for step, (tokens, weight) in enumerate([(TOKENS, 0.0), (TOKENS, 0.0), (128, 0.0), (128, 0.0), (128, 1.0)]):
+        Weighed.weight = weight
+        for model in (plain, ours):
+            model.zero_grad()
+        plain(batch(3)[:, :tokens]).square().mean().backward()
+        with manager:
+            loss = ours(batch(3)[:, :tokens]).square().mean()
+        loss.backward()
+        for want, got in zip(gradients(plain), gradients(ours), strict=True):
+            assert torch.equal(want, got), f"step {step}"  # type: ignore[arg-type]
+    assert manager.stats.bytes_recomputed > 0
+    manager.close()
