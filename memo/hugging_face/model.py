@@ -35,7 +35,6 @@ from memo.hugging_face.recorded_step import RecordedEnd, RecordedLayer, Recorded
 from memo.mip.inputs import (
     ALL,
     ATTENTION,
-    INPUT,
     Collectives,
     EndProfile,
     Hardware,
@@ -411,9 +410,9 @@ class _Rank:
         )
 
     def _point(self, point: PointProfile, own: RecordedLayer) -> PointProfile:
-        attention = self.layout.cp * own.attention_flops
-        again = {ATTENTION: own.again_flops, INPUT: own.again_flops + attention}
-        return dataclasses.replace(point, recompute_flops=again.get(point.name, point.recompute_flops))
+        if point.name != ATTENTION:
+            return point
+        return dataclasses.replace(point, recompute_flops=own.again_flops)
 
     def embedding(self) -> EndProfile:
         """The end before the layers; FSDP reduces both ends' gradients together where one rank has both."""
