@@ -244,9 +244,9 @@ def test_progress_of_planning_is_in_the_logs_until_it_ends(
     with caplog.at_level("INFO", logger="memo"):
         trainer.train()
     told = [record.getMessage() for record in caplog.records if "planning: " in record.getMessage()]
-    assert [line.partition("planning: ")[2] for line in told] == ["warm up", "mixed", "profiling"]
+    assert [line.partition("planning: ")[2] for line in told] == ["warm up", "profiling"]
     rows = [row.get("memo_progress") for row in trainer.state.log_history if "loss" in row]
-    assert rows == [*(f"planning: {phase}" for phase in ("warm up", "mixed", "profiling")), None, None]
+    assert rows == [*(f"planning: {phase}" for phase in ("warm up", "profiling")), None, None, None]
     assert min(logged(trainer, "memo_recomputed_gib_per_step")) == 0, "none while nothing is recomputed any more"
 
 
