@@ -205,7 +205,7 @@ def test_bad_input_is_one_line(arguments: list[str], words: str, capsys: pytest.
 
 def test_a_users_step_without_tokens_has_one_length(user_module: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rehearse", "--model", f"{user_module}:build", "--lengths", "8,16"]) == ExitCode.USAGE
-    assert "takes no tokens" in capsys.readouterr().err
+    assert "--lengths: the step of rehearsed_step:build takes no tokens" in capsys.readouterr().err
 
 
 def test_a_configuration_that_cannot_be_built_is_one_line(config: str, capsys: pytest.CaptureFixture[str]) -> None:
