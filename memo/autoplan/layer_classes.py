@@ -12,7 +12,7 @@ import math
 import statistics
 from typing import TYPE_CHECKING
 
-from memo.mip.inputs import ALL, ATTENTION, INPUT, MATMULS, LayerProfile, PointProfile
+from memo.mip.inputs import ALL, ATTENTION, MATMULS, LayerProfile, PointProfile
 from memo.swap import Level
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def points_of(costs: LayerCosts, *, whole: bool = False) -> tuple[int, tuple[Poi
 
     Args:
         costs: of a layer.
-        whole: the curve by whole storages, also of a layer whose tokens can be divided, down to its input alone.
+        whole: the curve by whole storages, also of a layer whose tokens can be divided.
     """
     if not costs.points or (costs.divisible and not whole):
         return costs.always_bytes, _falling(_levels(costs))
@@ -57,7 +57,6 @@ def points_of(costs: LayerCosts, *, whole: bool = False) -> tuple[int, tuple[Poi
             held_bytes=point.held_bytes,
         )
         for point in costs.points
-        if whole or point.name != INPUT
     )
     return 0, _falling(curve)
 
