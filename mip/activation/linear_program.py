@@ -702,7 +702,7 @@ class Model:
 
     def _layer_plan(self, group: _Group) -> LayerPlan:
         x = {name: min(max(float(variable.varValue or 0.0), 0.0), 1.0) for name, variable in group.x.items()}
-        if self._whole and not group.layer.divisible:
+        if (self._whole or self._points is not None) and not group.layer.divisible:
             x = {name: float(share > 0.5) for name, share in x.items()}
         x[ALL] = max(1.0 - sum(share for name, share in x.items() if name != ALL), 0.0)
         saved = float(pulp.value(group.saved))

@@ -14,8 +14,19 @@ from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.memory_peaks import Use, stage_memory
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline, stage_layers
 from memo.mip.activation.solver import DoesNotFit, relaxed_step_s, solve_problem
+from memo.mip.inputs.hardware import PRESETS
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
-from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, EndProfile, LayerProfile
+from memo.mip.inputs.profile import (
+    ALL,
+    ATTENTION,
+    MATMULS,
+    EndProfile,
+    LayerProfile,
+    PointProfile,
+    Profile,
+    Role,
+    Signature,
+)
 from memo.mip.simulate.proof import prove
 from memo.mip.simulate.simulator import simulate
 
@@ -185,3 +196,33 @@ def test_points_of_equal_layers_are_chosen_close_to_the_bound() -> None:
         bound_s = relaxed_step_s(problem)
         assert bound_s is not None
         assert solve_problem(problem).step_s <= 1.03 * bound_s
+
+
+def test_a_solvers_error_puts_no_layer_at_two_points() -> None:
+    """The program's fractions summed up to 1 - 3e-16 here, and the rest went to point `all`."""
+    rates = dict.fromkeys(("d2h_bytes_per_s", "h2d_bytes_per_s", "node_d2h_bytes_per_s", "node_h2d_bytes_per_s"), 1e15)
+    hardware = dataclasses.replace(PRESETS["h100"], duplex_bytes_per_s=2e15, gpus_per_node=1, **rates)
+    curve = {
+        "all": (1032192, 0.0),
+        "p2": (645120, 8.320339902261078e-05),
+        "p4": (193536, 0.0008895012049637759),
+        "attention": (129024, 0.00102832760970463),
+        "input": (64512, 0.0010876377573453134),
+    }
+    known = LayerProfile(
+        name="layer",
+        divisible=False,
+        forward_s=0.0074354315,
+        backward_s=0.0063526915,
+        storages=8,
+        largest_storage_bytes=258048,
+        points=tuple(
+            PointProfile(name=name, saved_bytes=nbytes, recompute_s=seconds)
+            for name, (nbytes, seconds) in curve.items()
+        ),
+    )
+    signature = Signature(model="m", batch=2, tokens=63, dtype="float32")
+    profile = Profile(signature=signature, role=Role.MEASURED, classes=(known,), layers=("layer",) * 5)
+    budgets = Budgets(device_bytes=4064256, host_bytes=51609)
+    plan = solve_problem(ActivationProblem(profile=profile, hardware=hardware, budgets=budgets))
+    assert all(len(part.points) == 1 for part in plan.layers)
