@@ -141,7 +141,7 @@ def residency_changes(lifetimes: Sequence[Lifetime]) -> list[ResidencyChange]:
 
 def _replay(number: int, life: Lifetime) -> Iterator[ResidencyChange]:
     held = dict.fromkeys(_TIERS, 0)
-    lower = Tier.HOST
+    lower: Tier | None = None  # of one that is recomputed whole
     for state in life.states:
         if state.tier in (Tier.HOST, Tier.DISK):
             lower = state.tier
@@ -150,7 +150,7 @@ def _replay(number: int, life: Lifetime) -> Iterator[ResidencyChange]:
             wanted[Tier.DEVICE] = state.nbytes
         elif state.to is TensorState.LEAVING:
             wanted[Tier.DEVICE] = held[Tier.DEVICE] or state.nbytes
-        if state.to in (TensorState.LEAVING, TensorState.AWAY):
+        if lower is not None and state.to in (TensorState.LEAVING, TensorState.AWAY):
             wanted[lower] = state.nbytes
         elif state.to in (TensorState.RETURNING, TensorState.BACK):
             # The engine frees the place in the lower tier with the last handle.

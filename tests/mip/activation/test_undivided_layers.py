@@ -211,6 +211,7 @@ def test_a_solvers_error_puts_no_layer_at_two_points() -> None:
     }
     known = LayerProfile(
         name="layer",
+        always_bytes=0,
         divisible=False,
         forward_s=0.0074354315,
         backward_s=0.0063526915,

@@ -70,7 +70,6 @@ function holds(page: Page, lives: Lives, life: number, tier: number, t: number):
     state = page.raw.states[lives.stateTo[i]];
     if (state === "live" || state === "gone") lower = -1;
     else if (lives.stateTier[i] > 0) lower = lives.stateTier[i];
-    else if (lower < 0 && (state === "leaving" || state === "away")) lower = page.raw.tiers.indexOf("host");
   }
   if (page.raw.tiers[tier] !== "device") return lower === tier;
   return state !== "" && state !== "away" && state !== "gone";
