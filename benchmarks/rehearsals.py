@@ -151,7 +151,7 @@ def rehearsed(case: Case) -> dict[str, Any]:
     began = time.process_time()
     checkpointed = run(Way.CHECKPOINT, steps=len(case.tokens))
     gc.collect()
-    found = run(Way.MEMO, **({"steps": 12} if len(case.tokens) > 1 else {}))
+    found = run(Way.MEMO)
     row: dict[str, Any] = {
         **dataclasses.asdict(case),
         "name": str(case),
