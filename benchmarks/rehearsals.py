@@ -277,6 +277,30 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The Markdown table of docs/reliability.md."""
+    head = (
+        "| model | cases | checkpointing fits | memo alone fits | checkpointing's step over memo's | over the bound |"
+    )
+    lines = [head, "|---|---|---|---|---|---|"]
+    ran = [row for row in rows if "error" not in row]
+    for model in dict.fromkeys([*MODELS, ""]):
+        own = [row for row in ran if model in ("", row["model"])]
+        if not own:
+            continue
+        fits = [row for row in own if row["checkpoint_fits"]]
+        alone = sum(not row["checkpoint_fits"] and row["failure"] is None and not row["violations"] for row in own)
+        ratios = [
+            row["checkpoint_s"] / row["settled_s"] for row in fits if row.get("settled_s") and len(row["tokens"]) == 1
+        ]
+        near = [row["near"] for row in own if row.get("near")]
+        ratio = f"{min(ratios):.2f} to {max(ratios):.2f}, median {statistics.median(ratios):.2f}" if ratios else "-"
+        lines.append(
+            f"| {model or 'all'} | {len(own)} | {len(fits)} | {alone} | {ratio} | {f'{max(near):.4f}' if near else '-'} |"
+        )
+    return "\n".join(lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the cases and prints each, then the summary."""
     parser = argparse.ArgumentParser(
@@ -302,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             flush=True,
         )
     found = summary(rows)
-    print(json.dumps(found, indent=1))
+    print(json.dumps(found, indent=1), table(rows), sep="\n")
     if args.write:
         commit = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True

@@ -16,6 +16,7 @@ from memo.events import Tier
 from memo.mip.activation import chunk_layers, lower_tier_nbytes
 from memo.mip.inputs import ALL, ATTENTION, MATMULS
 from memo.swap import Level, Mix, Placement, Quota, TokenLevels, claims_in_turn, host_bytes_needed, setting_of
+from memo.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -69,6 +70,7 @@ class Actuator:
         self._peaks = DevicePeaks(budget, engine.stats)
         self._others: Mapping[Part, int] = {}  # beside saved tensors, in the last step
         self._idle_bytes = self._gradient_bytes = 0  # in use between steps; gradients that backward then allocates
+        self._held_bytes = budget.used_bytes()  # before the first step
         self._trials = 0
         engine.when_idle(self._when_idle)
         tokenwise.keep_within(lambda: budget.total_bytes - budget.used_bytes())
@@ -225,6 +227,32 @@ class Actuator:
         total = self._budget.total_bytes
         return total - self._peaks.planned_peak_bytes, total - self._peaks.peak_bytes
 
+    def lacking_bytes(self) -> int:
+        """Bytes by which every plan exceeds the device's budget; not known where the counter is not of tensors alone."""
+        if self._budget.noise_bytes:
+            return 0
+        return self._least_bytes()[0] - self._budget.total_bytes
+
+    def _least_bytes(self) -> tuple[int, str]:
+        """The least that any step holds at one time, and what: each layer is whole in its backward."""
+        layer = max(
+            self.costs().values(), key=lambda known: known.points[0].saved_bytes if known.points else 0, default=None
+        )
+        whole = layer.points[0].saved_bytes if layer is not None and layer.points else 0
+        gradients, held = self._missing_gradient_bytes(), self._held_bytes
+        if gradients > whole or layer is None:
+            return held + gradients, f"gradients take {format_bytes(gradients)}"
+        return held + whole, f"{layer.layer} alone saves {format_bytes(whole)}"
+
+    def why_infeasible(self) -> str:
+        """Says what has no room, and beside what."""
+        least, what = self._least_bytes()
+        return (
+            f"no plan fits: {what} beside {format_bytes(self._held_bytes)} of weights, optimizer state and whatever else is "
+            f"held between steps, and the device's budget is {format_bytes(self._budget.total_bytes)}; it takes more than "
+            f"{format_bytes(least, up=True)}, or a shorter sequence"
+        )
+
     def unmeasured_bytes(self) -> int:
         """Bytes that the steps before a plan did not show.
 
@@ -261,7 +289,8 @@ class Actuator:
         return step.saved_bytes
 
     def restart_peaks(self) -> None:
-        """Forgets the peaks so far."""
+        """Forgets the peaks so far: a step of another shape begins."""
+        self._held_bytes = min(self._held_bytes, self._budget.used_bytes())
         self._peaks.restart()
 
     def watch(self, *, closely: bool) -> None:

@@ -101,6 +101,12 @@ class ActuatorProtocol(Protocol):
         all the time, an optimizer's step included.
         """
 
+    def lacking_bytes(self) -> int:
+        """Bytes by which every plan exceeds the device's budget, as far as the first forward shows; 0 or less: unknown."""
+
+    def why_infeasible(self) -> str:
+        """Says what lacks these bytes, and the smallest budget that might do."""
+
     def unmeasured_bytes(self) -> int:
         """Bytes of device memory that a first plan leaves free: in use since the last `take_peak`, or still to come."""
 

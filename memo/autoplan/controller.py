@@ -217,6 +217,20 @@ class AutoPlan:
         self._actuator.restart_peaks()
         self._apply(cached)
 
+    def after_forward(self) -> None:
+        """Called after each forward: in the first step it is known what every plan needs.
+
+        Raises:
+            Infeasible: one layer's saved tensors, or the gradients, have no room beside what the program holds itself.
+        """
+        cached = self._cache.current
+        if cached is None or cached.phase is not Phase.WARM_UP or not self._trained:
+            return
+        lacking = max(self._all_gather(self._actuator.lacking_bytes()))
+        if lacking > 0:
+            self._actuator.finish()
+            raise Infeasible(self._actuator.why_infeasible())
+
     def _has_changed_pace(self) -> bool:
         """Adds the time of the step that has ended to its entry's pace; True if that asks for a closer look."""
         cached, begun_s = self._cache.current, self._begun_s

@@ -339,6 +339,8 @@ class Manager:
             self._leave()
             if exception[:1] in ((), (None,)):
                 self._unseen.end(seen)
+                if self._plan_source is not None:
+                    self._plan_source.after_forward()
 
     def _leave(self) -> None:
         try:

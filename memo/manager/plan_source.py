@@ -51,6 +51,13 @@ class PlanSource(Protocol):
     def before_layer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Called before each forward of a layer, with its arguments."""
 
+    def after_forward(self) -> None:
+        """Called after each forward that raised nothing.
+
+        Raises:
+            Infeasible: the device's budget is too small for any plan.
+        """
+
     def outcome(self) -> PlanOutcome | None:
         """Returns the state of planning for a report."""
 
@@ -173,6 +180,9 @@ class FixedPlan:
     def before_layer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Does nothing."""
 
+    def after_forward(self) -> None:
+        """Does nothing."""
+
     def outcome(self) -> PlanOutcome | None:
         """Returns the plan's predictions; nothing is measured."""
         return PlanOutcome(
@@ -205,6 +215,9 @@ class FixedSetting:
             self._actuator.reload_ahead()
 
     def before_layer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Does nothing."""
+
+    def after_forward(self) -> None:
         """Does nothing."""
 
     def outcome(self) -> PlanOutcome | None:

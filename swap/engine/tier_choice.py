@@ -178,7 +178,7 @@ class TierChoice:
             self._warn(
                 "no-room",
                 f"no room for {format_bytes(nbytes)} saved by {saved.module} ({', '.join(map(_state, self._tiers))}), nor "
-                f"on the device within its share: it stays there; raise the {' or '.join(self._present)} budget, or "
+                f"on the device within its share: it stays on the device; raise the {' or '.join(self._present)} budget, or "
                 "train on a shorter sequence",
             )
 

@@ -258,6 +258,9 @@ def test_progress_of_planning_is_logged_once_a_step(caplog: pytest.LogCaptureFix
         def before_layer(self, args: object, kwargs: object) -> None:
             pass
 
+        def after_forward(self) -> None:
+            pass
+
         def outcome(self) -> PlanOutcome:
             progress = "" if self.step > 3 else f"step {self.step}: measured, planning"
             return no_plan(why_not=None, progress=progress)

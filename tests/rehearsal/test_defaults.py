@@ -96,3 +96,12 @@ def test_lengths_that_change_keep_the_budgets() -> None:
     )
     assert found.failure is None
     assert not found.violations, [str(one) for one in found.violations]
+
+
+def test_what_no_plan_can_do_is_one_error_before_the_first_backward() -> None:
+    found = rehearsed(LLAMA_8B, 131072, lora=16, layers=2, device="20GiB")
+    assert found.failure is not None
+    assert "no plan fits" in found.failure
+    assert "layers.0 alone saves" in found.failure or "layers.1 alone saves" in found.failure
+    assert not found.steps
+    assert not found.has_room

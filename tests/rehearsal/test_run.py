@@ -121,7 +121,7 @@ def test_a_model_larger_than_the_device_is_a_failure_of_room() -> None:
 
 
 def test_a_step_that_exceeds_the_device_budget_is_named() -> None:
-    found = small(device="300MiB", steps=1)
+    found = small(device="300MiB", steps=1, alpha=0.0)
     assert not found.fits
     (violation,) = found.violations
     assert (violation.step, violation.tier, violation.budget_bytes) == (0, Tier.DEVICE, 300 * MIB)

@@ -38,6 +38,12 @@ class Machine:
     def repeated(self) -> Collection[str]:
         return ()
 
+    def lacking_bytes(self) -> int:
+        return 0
+
+    def why_infeasible(self) -> str:
+        return ""
+
     def plan_for(self, names: Collection[str]) -> None:
         assert not names or tuple(names) == tuple(LAYERS)
 
