@@ -116,9 +116,9 @@ class Rehearsal:
     """False where the error is one of a full device, host tier or disk."""
     settled: bool
     """True where the last step of each length ran by a settled plan, or the setting was fixed."""
-    plan: ActivationPlan | None
+    plan: ActivationPlan | None = None
     """The plan in use at the end."""
-    plans_made: int
+    plans_made: int = 0
     report: str
     warned: tuple[str, ...]
     took_s: float
