@@ -114,7 +114,7 @@ def test_a_trace_is_written_and_every_trace_command_reads_it(
 def test_a_budget_that_is_exceeded_is_exit_code_3_with_tier_step_and_bytes(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(rehearsed(config, "--device", "250MiB", "--steps", "1")) == ExitCode.INFEASIBLE
+    assert main(rehearsed(config, "--device", "250MiB", "--steps", "1", "--alpha", "0")) == ExitCode.INFEASIBLE
     said = capsys.readouterr()
     assert said.err.startswith("memo rehearse: step 0 took ")
     assert " of 250 MiB of device" in said.err
@@ -125,6 +125,16 @@ def test_a_budget_that_is_exceeded_is_exit_code_3_with_tier_step_and_bytes(
     assert not found["fits"]
     assert found["violations"][0]["tier"] == "device"
     assert found["violations"][0]["budget_nbytes"] == 250 << 20
+
+
+def test_a_budget_in_which_no_plan_can_fit_is_said_before_the_first_backward(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(rehearsed(config, "--device", "250MiB")) == ExitCode.INFEASIBLE
+    said = capsys.readouterr()
+    assert "no plan fits: " in said.err
+    assert "it takes more than " in said.err
+    assert said.err.count("\n") == 1
 
 
 def test_a_full_host_tier_is_exit_code_3(config: str, capsys: pytest.CaptureFixture[str]) -> None:
