@@ -120,7 +120,9 @@ def test_a_budget_that_is_exceeded_is_exit_code_3_with_tier_step_and_bytes(
     assert " of 250 MiB of device" in said.err
     assert "needs --device " in said.err
     assert said.err.count("\n") == 1
-    assert main(rehearsed(config, "--device", "250MiB", "--steps", "1", "--alpha", "0", "--json")) == ExitCode.INFEASIBLE
+    assert (
+        main(rehearsed(config, "--device", "250MiB", "--steps", "1", "--alpha", "0", "--json")) == ExitCode.INFEASIBLE
+    )
     found = json.loads(capsys.readouterr().out)
     assert not found["fits"]
     assert found["violations"][0]["tier"] == "device"
