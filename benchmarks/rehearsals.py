@@ -19,20 +19,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import gc
 import json
 import multiprocessing
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import write_result
 from memo.mip.inputs import Hardware, hardware_preset
 
 ROOT = Path(__file__).parent.parent
@@ -328,19 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = summary(rows)
     print(json.dumps(found, indent=1), table(rows), sep="\n")
     if args.write:
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout.strip()
-        name = f"{datetime.date.today()}-rehearsals.json"
-        result = {
-            "arm": "rehearsals",
-            "commit": commit,
-            "hardware": "simulated",
-            "seed": SEED,
-            "summary": found,
-            "rows": rows,
-        }
-        (ROOT / "benchmarks" / "results" / name).write_text(json.dumps(result, indent=1) + "\n")
+        write_result("rehearsals", {"machine": "simulated", "seed": SEED, "summary": found, "rows": rows})
     return 0 if all(found[name] == found["cases"] - found["errors"] for name in ("runs", "budgets", "faster")) else 1
 
 

@@ -84,8 +84,6 @@ class _Case:
     choice: Choice
     here: int
     """The caller's stream."""
-    released: set[int] = dataclasses.field(default_factory=set)
-    """Saved storages that a trial has replaced by equal ones."""
 
     @property
     def layer(self) -> str:
@@ -100,16 +98,11 @@ class _Case:
         """The log without its sizes."""
         return self.recorded.operators
 
-    @property
-    def has_released(self) -> bool:
-        """True where a trial has taken saved tensors away from the recorder, and no other plan can be tried."""
-        return bool(self.released)
-
     def release(self, storage: int, saved: SavedStorage) -> bool:
         """Gives up a saved storage for an equal one on the caller's stream; False where it was saved on another one."""
         if saved.home != self.here:
             return False
-        self.released.add(storage)
+        self.call.has_released = True
         self.call.recorder.tensors.pop(storage, None)
         return True
 
@@ -156,7 +149,7 @@ class Plans:
         self._shown: LRU[tuple[Any, ...], float] = LRU(MOST_PLANS)
         """Form of a replay that has passed its trial -> largest difference that this found."""
         self._passed: LRU[tuple[Any, ...], frozenset[int]] = LRU(MOST_PLANS)
-        """Layer and its operators -> steps that have run again in a trial that passed."""
+        """Layer and the log of a call -> steps that have run again in trials that passed."""
         self._ways: LRU[tuple[Any, ...], tuple[Way, bool]] = LRU(MOST_PLANS)
         """Form of calls, setting, and what can be kept -> how ranges of tokens divided them, and whether in phases."""
         self._holds: LRU[tuple[Any, ...], Holds] = LRU(MOST_KINDS)
@@ -393,18 +386,19 @@ class Plans:
                 return Refused(reason, wrong, for_now=short < MOST_SHORT)
             if unlike is None:
                 self._shown[form] = 0.0
-                run = (case.layer, *case.operators)
+                run = (case.layer, case.recorded.key)
                 self._passed[run] = frozenset(plan.steps).union(self._passed.get(run) or ())
                 return dataclasses.replace(plan, wrong=wrong) if wrong else plan
             reason = str(unlike)
-            if unlike.step is None or case.has_released:
+            if unlike.step is None or case.call.has_released:
                 return Refused(reason, wrong)
             wrong |= {unlike.step}
+            self._passed[case.layer, case.recorded.key] = frozenset()  # another trial of this call has failed
         return Refused(reason, wrong)
 
     def _has_passed(self, case: _Case, plan: Plan) -> bool:
         """True if each step of a plan has run again in trials that passed."""
-        passed = self._passed.get((case.layer, *case.operators))
+        passed = self._passed.get((case.layer, case.recorded.key))
         return passed is not None and passed.issuperset(plan.steps)
 
     def _has_room(self, plan: Plan) -> bool:

@@ -338,7 +338,7 @@ class Tapes:
             return parts
         besides = [] if stays else self._inputs_after(call)
         lacking = self._engine.lacking_nbytes(call.group, parts, besides=besides)
-        if self._ranks.all_have(name, not lacking):
+        if self._ranks.all_have(name, not lacking) or call.has_released:
             return parts
         least = self._planned(call, recorded, Level.SAVE_INPUT)
         if least and stays:

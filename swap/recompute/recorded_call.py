@@ -67,6 +67,9 @@ class OpenCall:
     verify: bool = False
     """What replays read is compared with what it was."""
     nested: bool = False
+    has_released: bool = False
+    """A trial has taken saved tensors from the recorder, in the place of which there are equal ones: no other plan can be
+    made of this call."""
 
 
 class RecordedCall:
