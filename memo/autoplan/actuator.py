@@ -297,7 +297,8 @@ class Actuator:
         """Measures device memory layer by layer, where the device frees memory at once, or over whole steps."""
         self._peaks.by_layer = closely and self._budget.frees_at_once
         boundaries = self._peaks.by_layer or self._budget.trim is not None
-        recompute = self._peaks.cross_recompute if self._peaks.by_layer else None
+        # A resident set does not fall at once when a recompute's tensors are freed.
+        recompute = self._peaks.cross_recompute if self._peaks.by_layer and not self._budget.noise_bytes else None
         self._engine.at_layer_boundaries(self._cross_boundary if boundaries else None, recompute)
 
     def _cross_boundary(self, begins: str | None) -> None:

@@ -420,6 +420,8 @@ class AutoPlan:
         unmeasured = max(self._all_gather(self._actuator.unmeasured_bytes())) if cached.plan is None else 0
         problem, others_bytes = self._problem(cached, excess=excess, unmeasured_bytes=unmeasured)
         answer = self._placed(problem)
+        if isinstance(answer, Infeasible) and unmeasured:  # the step will show whether it needs them
+            answer = self._placed(self._problem(cached)[0])
         self._planning_s += time.perf_counter() - begin
         if isinstance(answer, Infeasible):
             others = self._others_bytes

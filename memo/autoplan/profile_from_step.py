@@ -188,8 +188,8 @@ def beside_layers(profile: Profile, limits: Limits) -> tuple[Profile, int]:
             layer,
             name=f"{layer.name}+{key[1] - always}+{key[2]}",
             forward_transient_bytes=key[1] - always + _codes_bytes(layer),
-            backward_transient_bytes=_after_recompute(layer, key) - always + _codes_bytes(layer),
-            points=_held_above(layer, _after_recompute(layer, key), key[2]),
+            backward_transient_bytes=_after_recompute(layer, key, always) - always + _codes_bytes(layer),
+            points=_held_above(layer, _after_recompute(layer, key, always), key[2]),
         )
         for layer, key in zip(known, _keys(known, beside, recomputes), strict=True)
     }
@@ -237,9 +237,12 @@ def _keys(
     return [(layer.name, *nbytes) for layer, *nbytes in zip(known, beside, recomputes, strict=True)]  # type: ignore[misc]
 
 
-def _after_recompute(layer: LayerProfile, key: tuple[str, int, int]) -> int:
+def _after_recompute(layer: LayerProfile, key: tuple[str, int, int], always: int) -> int:
     """Device memory beside all that autograd saves of a layer, after its recompute."""
-    return key[1] + (_measured_point(layer).beside_bytes if key[2] else 0)
+    point = _measured_point(layer)
+    if not key[2]:  # what the recompute held is among it, and a plan counts it by itself
+        return max(always, key[1] - point.held_bytes)
+    return key[1] + point.beside_bytes
 
 
 def _measured_point(layer: LayerProfile) -> PointProfile:

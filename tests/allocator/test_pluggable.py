@@ -36,7 +36,7 @@ from memo.gpt.model import attention_kernel
 from memo.gpt.train.step import StepResult
 from memo.gpt.train.step_metrics import StepMeter
 from memo.gpt.train_config import Precision
-from memo.manager import resources
+from memo.manager import Machine
 from memo.mip.compile_cpp import build
 
 KIB = 1024
@@ -217,7 +217,7 @@ def test_nothing_that_training_asks_of_memory_is_asked_of_torch(
     assert memory.peak_bytes() == 3 * KIB
     memory.restart()
     assert memory.peak_bytes() == memory.used_bytes() == 0
-    assert resources._device_bytes(device) == 1 << 30
+    assert Machine(device).device_bytes == 1 << 30
     assert attention_kernel._memory_limit(device) == (1 << 20) + memory_stats(device).reserved_bytes
 
 
