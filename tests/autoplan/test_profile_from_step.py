@@ -184,7 +184,8 @@ def holding_points(name: str) -> LayerCosts:
         # the 5000: 5120.
         pytest.param(5600, 5120, (0, 230, 480, 1080), id="measured"),
         pytest.param(4700, 5120, (0, 0, 0, 180), id="below the rest of backward"),
-        pytest.param(0, 5000, (0, 50, 300, 900), id="not recomputed"),
+        # Not told apart, the 300 are among the 5000.
+        pytest.param(0, 4700, (0, 50, 300, 900), id="not recomputed"),
     ],
 )
 def test_a_plan_counts_what_recomputes_hold_above_the_rest_of_backward(

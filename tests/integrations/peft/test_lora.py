@@ -191,6 +191,7 @@ def test_the_report_shows_what_autograd_saves_of_a_frozen_base() -> None:
     assert reported(bare) == saved_in_layers(bare)
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # torch's, of the frozen layer's inputs
 def test_a_profile_has_the_optimizer_state_of_trained_parameters_only() -> None:
     from memo.record import Step
 
