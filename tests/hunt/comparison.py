@@ -18,7 +18,7 @@ import numpy
 import torch
 from torch import nn
 
-from memo.errors import HostBudgetExceeded, ModifiedAfterSave, ScratchFull
+from memo.errors import HostBudgetExceeded, Infeasible, ModifiedAfterSave, ScratchFull
 from memo.swap import local_part
 from tests.hunt.levels import LEVELS, Managed
 from tests.hunt.names import BATCH, DEVICE, HIDDEN, on_device
@@ -145,7 +145,7 @@ def _compare_at(
         found.moved_bytes[name], found.recomputed_bytes[name] = managed[0].counts
         if name == "0":
             found.whole += getattr(managed[0].manager.report().tokenwise, "refused", {}).values()
-    if way.may_be_full and isinstance(got.raised, HostBudgetExceeded | ScratchFull):
+    if way.may_be_full and isinstance(got.raised, HostBudgetExceeded | Infeasible | ScratchFull):
         return
     refused = _is_refused(program, got.raised)
     if refused and (got.kind != want.kind or len(got.results) < len(want.results)):

@@ -68,7 +68,7 @@ class Way:
     rounds: int = 1
     """How often the program's steps run."""
     may_be_full: bool = False
-    """Whether tiers may be too small for a program, which is then an error."""
+    """Whether tiers or the device may be too small for a program, which is then an error."""
 
 
 def _offloaded(setting: str, *, disk: bool = False, **options: Any) -> Way:
@@ -150,7 +150,7 @@ _ON_A_CPU: dict[str, Way] = {
     "0.5, at random": _checked("0.5", "random"),
     "0, late, disk": _checked("0", "lazy", tier="disk"),
     "thirds, at random": _checked("thirds", "random", kept=0.3),
-    "automatic": Way(make=_automatic, rounds=3),
+    "automatic": Way(make=_automatic, rounds=3, may_be_full=True),
 }
 LEVELS = _ANYWHERE | (_ON_A_CPU if DEVICE == "cpu" else {})
 """By name."""

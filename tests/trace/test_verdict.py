@@ -187,7 +187,8 @@ def test_no_advice_contradicts_a_plan_and_its_limits_are_said(say: Say) -> None:
 def test_declined_only_when_nothing_moved(say: Say) -> None:
     assert "all 1 GiB of saved activations stayed" in say(state(0, S.LIVE))["declined"]
     assert "declined" not in say(*LAYERS)
-    assert "declined" not in say(state(0, S.LIVE), state(1, S.LEAVING))
+    leaving = dataclasses.replace(state(1, S.LEAVING), tier=Tier.HOST)
+    assert "declined" not in say(state(0, S.LIVE), leaving)
     assert "declined" not in say()
 
 
