@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         CachingUse as CachingUse,
         Segments as Segments,
         simulate_caching as simulate_caching,
+        unsplit_nbytes as unsplit_nbytes,
     )
     from memo.allocator.contents import is_users as is_users, place as place
     from memo.allocator.local_mode import LocalTensorMode as LocalTensorMode
@@ -47,7 +48,7 @@ else:
         __name__,
         {
             "byteless_tensors": "BytelessMode byteless_storage",
-            "caching_model": "Block CachingAllocator CachingUse Segments simulate_caching",
+            "caching_model": "Block CachingAllocator CachingUse Segments simulate_caching unsplit_nbytes",
             "contents": "is_users place",
             "local_mode": "LocalTensorMode",
             "pluggable": "allocated_bytes memory_share memory_stats model_steps "

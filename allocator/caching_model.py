@@ -15,10 +15,11 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import enum
+from collections.abc import Iterable
 
 from memo.allocator.trace import AllocationTrace
 
-__all__ = ["CachingAllocator", "CachingUse", "Segments", "round_size", "simulate_caching"]
+__all__ = ["CachingAllocator", "CachingUse", "Segments", "round_size", "simulate_caching", "unsplit_nbytes"]
 
 MIN_BLOCK = 512
 """kMinBlockSize: requests are rounded up to multiples of it."""
@@ -40,6 +41,20 @@ _ENDLESS = 1 << 60
 def round_size(nbytes: int) -> int:
     """Returns the block size for a request (round_size)."""
     return max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)
+
+
+def unsplit_nbytes(request: int, others: Iterable[int]) -> int:
+    """Returns the most bytes by which a block may be larger than the request that it serves.
+
+    A rest that the small pool would serve stays with the block (should_split): of a block that served one of the `others`,
+    or of a segment of its own.
+    """
+    size = round_size(request)
+    if size <= SMALL_SIZE:
+        return size - request
+    segment = -(-size // ROUND_LARGE) * ROUND_LARGE if size >= MIN_LARGE_ALLOC else size
+    rests = (other - size for other in (segment, *map(round_size, others)))
+    return size - request + max((rest for rest in rests if 0 <= rest <= SMALL_SIZE), default=0)
 
 
 class Segments(enum.StrEnum):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu_allocator, gpu_million
+from benchmarks import gpu_allocator, gpu_defaults, gpu_million
 from benchmarks.comparison import Setup, compare
 from benchmarks.gpu_bench import Case, Options
 from benchmarks.gpu_plans import ALPHAS, alphas, at_alphas, plans
@@ -44,6 +44,8 @@ class Bench:
             return self._plans()
         if arm == "alpha":
             return self._alphas()
+        if arm == "defaults":
+            return self._defaults()
         return self._table(arm)
 
     def _written(self, arm: str) -> Callable[[dict[str, Any]], Path]:
@@ -101,6 +103,20 @@ class Bench:
         ways = self._ways(ALPHAS, self._options.host_of("96GiB"))
         found = alphas(self._setup(case), self._config(case), ways, written=self._written("alpha"))
         return _ours_ran([found])
+
+    def _defaults(self) -> bool:
+        options, write, done = self._options, self._written("defaults"), list[dict[str, Any]]()
+        for case in options.cases("defaults"):
+            task = gpu_defaults.Task(
+                model=case.model, tokens=case.seq, layers=None if options.layers is None else options.layers[0]
+            )
+            ways = options.chosen(gpu_defaults.ways())
+            done.append(
+                gpu_defaults.measure(
+                    task, self._device, ways, case.rounds, lambda body: write({"cases": [*done, body]})
+                )
+            )
+        return _ours_ran(done)
 
     def _length(self) -> bool:
         options = self._options

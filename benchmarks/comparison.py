@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 import memo
 from benchmarks.peers.ways import Running, Way
@@ -38,9 +39,11 @@ __all__ = [
     "Setup",
     "Step",
     "compare",
+    "deterministic",
     "guarded",
     "link_rates",
     "now",
+    "relative_norm",
     "release_memory",
     "synchronize",
     "train_step",
@@ -96,7 +99,9 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def train_step(model: GPT, ids: torch.Tensor, running: Running, optimizer: torch.optim.Optimizer | None = None) -> Step:
+def train_step(
+    model: nn.Module, ids: torch.Tensor, running: Running, optimizer: torch.optim.Optimizer | None = None
+) -> Step:
     """Forward, backward and the optimizer, if there is one; the gradients are new and are left."""
     memory = device_budget_of(ids.device, None)
     model.zero_grad(set_to_none=True)
@@ -207,7 +212,7 @@ class Comparison:
 
     def _repeatable_step(self, running: Running) -> None:
         if self._setup.compares_bits and self._setup.device.type == "cuda":
-            with _deterministic():
+            with deterministic():
                 self._step(running)
 
     def _step(self, running: Running, tokens: int | None = None) -> Step:
@@ -246,8 +251,8 @@ def relative_norm(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @contextlib.contextmanager
-def _deterministic() -> Iterator[None]:
-    """Without filling what is allocated, which takes time and finds nothing here."""
+def deterministic() -> Iterator[None]:
+    """torch's deterministic algorithms, without filling what is allocated, which takes time and finds nothing here."""
     settings = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)

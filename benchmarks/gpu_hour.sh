@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# gpu_hour.sh PART: one command on a machine with a GPU, nine minutes at most; PART is 1, 2, 3 or 4, in this order (docs/gpu.md).
+# gpu_hour.sh PART: one command on a machine with a GPU, nine minutes at most; PART is 1 to 5, in this order (docs/gpu.md).
 #
 # It runs from the folder that `make gpu-hour-prepare` fills, beside memo.tgz, the wheels and TRL's file, and needs nothing but
 # Python with torch and numpy; architectures run where transformers is. Results and logs go to $OUT. The tree is unpacked once; a
@@ -14,14 +14,14 @@ if [ -z "${GPU_HOUR_SMALL:-}" ]; then
   headline="--seq 64k --rounds 3" alphas="--seq 128k --layers 12 --rounds 1" million="--layers 8,6,4 --minutes 5"
   short="--rounds 3" length="--cap 16GiB --minutes 1" allocator=(--seq 32k --steps 12) trained=64k
   long="--seq 128k --layers 12 --rounds 1" longer="--seq 256k --layers 6 --rounds 1"
-  probe="" kernels="" programs="--workers 4 --minutes 1.75 --shrink 20 --ranks 0 --write" classes=(--workers 6 --settings 1,0.3,0)
+  published="" probe="" kernels="" programs="--workers 4 --minutes 1.75 --shrink 20 --ranks 0 --write" classes=(--workers 6 --settings 1,0.3,0)
 else  # the rehearsal: the same commands, where nothing is fast
   patience=4
   model="--model tiny" larger=tiny host="--host 1GiB" most_host="--host 1GiB" train_host=1GiB
   headline="--seq 1k --layers 12 --rounds 1" alphas="--seq 512 --layers 2 --rounds 1" million="--seq 1k --layers 2,1 --minutes 5"
   short="--seq 256 --rounds 1" length="--seq 2k --cap 64MiB --minutes 1" trained=512
   long="--seq 1k --layers 12 --rounds 1" longer="--seq 1k --layers 14 --rounds 1"
-  probe="--small" kernels="--tokens 64 --width 256 --asked 0"
+  published="--model qwen2.5-0.5b+lora4 --layers 2 --seq 64 --rounds 1" probe="--small" kernels="--tokens 64 --width 256 --asked 0"
   programs="--programs 10 --ranks 0 --write" classes=(--workers 1 --settings 1,0 --only LlamaForCausalLM)
   allocator=(--seq 512 --steps 2 --without "expandable segments")  # of which the emulated driver has none
   short="$model $short" million="$model $million"
@@ -34,7 +34,7 @@ part=${1:-}
 here=$(cd "$(dirname "$0")" && pwd)
 work=${GPU_HOUR_WORK:-/tmp/memo-hour}
 python=${PYTHON:-python3}
-case $part in [1-4]) ;; *) echo "gpu_hour.sh: PART is 1, 2, 3 or 4" >&2; exit 2 ;; esac
+case $part in [1-5]) ;; *) echo "gpu_hour.sh: PART is 1, 2, 3, 4 or 5" >&2; exit 2 ;; esac
 [ -d "${OUT:-}" ] || { echo "gpu_hour.sh: OUT names no folder for results" >&2; exit 2; }
 exec > >(tee "$OUT/part$part-$(date -u +%H%M%S).log") 2>&1
 teed=$!
@@ -121,6 +121,15 @@ case $part in
     run 240 benchmarks.gpu_bench plan $model $longer $most_host --ways "$quick"
     run 110 memo.cli.main train --model $larger --seq $trained --steps 6 --offload auto --host-budget $train_host \
       --precision bf16 --planned-allocator --metrics "$OUT/train-$(date -u +%H%M%S).jsonl"
+    ;;
+  5)  # unmodified models of transformers by memo.offload(model) with nothing else: where time is short, the first to run
+    if "$python" -c 'import transformers, peft' 2> /dev/null; then
+      run 210 benchmarks.gpu_bench defaults --model llama-3-8b+lora16 --seq 32k $published
+      run 100 benchmarks.gpu_bench defaults --model qwen3-0.6b --seq 32k $published
+      run 210 benchmarks.gpu_bench defaults --model llama-3-8b+lora16 --seq 64k --rounds 1 --ways "full; defaults" $published
+    else
+      echo "== benchmarks.gpu_bench defaults: left out, transformers or PEFT is not installed"
+    fi
     ;;
 esac
 

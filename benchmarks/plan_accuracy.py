@@ -281,7 +281,7 @@ class Bench:
         tokenwise = Tapes(engine, TokenLevels(all=1.0))
         return Manager(self.model, find_layers(self.model), engine, tokenwise=tokenwise), engine, tokenwise
 
-    def link(self) -> LinkRates | None:
+    def link(self, _: int) -> LinkRates | None:
         """The rate that is paced; one that is not is measured in the step."""
         if not isinstance(self.case, Case):
             return None

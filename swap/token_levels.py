@@ -227,6 +227,8 @@ class LayerCosts:
     """The layer's curve by whole storages, point `all` first: the layer is at one of them."""
     divisible: bool = True
     """Whether its tokens can be divided among the levels."""
+    sizes: tuple[int, ...] = ()
+    """Bytes of each storage that autograd saves."""
 
     def nbytes(self, levels: TokenLevels) -> int:
         """Bytes that the layer moves with its tokens divided by `levels`."""

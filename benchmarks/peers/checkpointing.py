@@ -28,7 +28,7 @@ from torch.utils.checkpoint import (
 from benchmarks.peers.models import layers_of
 from benchmarks.peers.moved import Moved
 
-__all__ = ["OffloadedInputs", "checkpointed", "selectively_checkpointed"]
+__all__ = ["OffloadedInputs", "attention_saved", "checkpointed", "selectively_checkpointed"]
 
 _ATEN = torch.ops.aten
 _PRODUCTS = frozenset({_ATEN.mm.default, _ATEN.addmm.default})
@@ -74,6 +74,15 @@ def selectively_checkpointed(model: nn.Module) -> contextlib.AbstractContextMana
     return checkpointed(model, context_fn=lambda: create_selective_checkpoint_contexts(_Policy()))
 
 
+def attention_saved(_: SelectiveCheckpointContext, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Attention's results stay, all else is computed again: a policy for `create_selective_checkpoint_contexts`."""
+    return CheckpointPolicy.MUST_SAVE if _is_attention(func) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_attention(func: Any) -> bool:
+    return func in _ATTENTION or (func.namespace.startswith("flash_attn") and "forward" in str(func))
+
+
 class _Policy:
     """torchtitan's: of one layer's call, forward and recompute counted apart."""
 
@@ -81,7 +90,7 @@ class _Policy:
         self._products = {False: 0, True: 0}
 
     def __call__(self, context: SelectiveCheckpointContext, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        saved = func in _ATTENTION or (func.namespace.startswith("flash_attn") and "forward" in str(func))
+        saved = _is_attention(func)
         if func in _PRODUCTS:
             self._products[context.is_recompute] += 1
             saved = self._products[context.is_recompute] % 2 == 1

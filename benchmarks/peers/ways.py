@@ -87,6 +87,8 @@ class Running:
     """Share of the disk's busy time that compute has covered so far, where it is measured."""
     done: Callable[[], None] = lambda: None
     """Called behind each step."""
+    settled: Callable[[], bool] = lambda: True
+    """Whether the next step will be as those behind it."""
     report: Callable[[], str | None] = lambda: None
     """The way's own report, if it has one."""
 
@@ -131,6 +133,10 @@ def managed(manager: memo.Manager) -> Running:
     def host_bytes() -> int:
         return sum(use.peak_bytes for use in manager.report().tiers if use.tier is not Tier.DEVICE)
 
+    def settled() -> bool:
+        plan = manager.report().plan
+        return plan is None or plan.phase in ("settled", "given")
+
     return Running(
         around=lambda: manager,
         moved=lambda: Moved(out_bytes=stats.bytes_host + stats.bytes_disk, back_bytes=stats.bytes_reloaded),
@@ -138,6 +144,7 @@ def managed(manager: memo.Manager) -> Running:
         waited_s=lambda: manager.stats.stall_s,
         hidden=lambda: manager.report().overlap,
         done=manager.step_done,
+        settled=settled,
         report=lambda: str(manager.report()),
     )
 

@@ -6,8 +6,10 @@ optimizer state and transient tensors leave of the budget.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
+from memo.allocator import unsplit_nbytes
 from memo.autoplan.actuator_protocol import MEASURING, Limits
 from memo.autoplan.backward_end import at_end_of_backward
 from memo.autoplan.device_peaks import DevicePeaks, Outside, Recompute
@@ -42,7 +44,7 @@ class Actuator:
         layers: the managed layers, in the order of the model.
         budget: the device's budget and counters.
         tracer: the run's own trace, or None.
-        link: measures the device's link when nothing else uses it; None without a link.
+        link: measures the device's link when nothing else uses it, in so many bytes of device memory; None without a link.
         disk_rates: measures the disks, by lane, when nothing else uses them.
         missing_gradient_bytes: bytes of the gradients that backward has still to allocate.
     """
@@ -55,7 +57,7 @@ class Actuator:
         budget: DeviceBudget,
         *,
         tracer: Tracer | None,
-        link: Callable[[], LinkRates | None] = lambda: None,
+        link: Callable[[int], LinkRates | None] = lambda room_bytes: None,
         disk_rates: Callable[[], Mapping[Lane, float]] = dict,
         missing_gradient_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
@@ -212,7 +214,7 @@ class Actuator:
 
     def link(self) -> LinkRates | None:
         """Measures the link; nothing else may use it meanwhile."""
-        rates = self._link()
+        rates = self._link(self._budget.total_bytes - self._budget.used_bytes())
         self._peaks.restart()  # the measurement's own memory belongs to no step
         return rates
 
@@ -256,11 +258,14 @@ class Actuator:
     def unmeasured_bytes(self) -> int:
         """Bytes that the steps before a plan did not show.
 
-        In use since, as by planning itself, or still to come; and a layer's input, by which a step may hold more or less at
-        its peak where layers bring back other tensors.
+        In use since, as by planning itself, or still to come; a layer's input, by which a step may hold more or less at
+        its peak where layers bring back other tensors; and what torch's allocator gives beyond the sizes asked for.
         """
         since = max(0, self._budget.used_bytes() - self._idle_bytes) + self._budget.unseen_bytes
-        return since + max((known.input_bytes for known in self.costs().values()), default=0)
+        known = self.costs().values()
+        sizes = Counter(size for costs in known for size in costs.sizes)
+        unsplit = 0 if self._budget.noise_bytes else sum(n * unsplit_nbytes(size, sizes) for size, n in sizes.items())
+        return since + unsplit + max((costs.input_bytes for costs in known), default=0)
 
     def forget_peaks(self) -> None:
         """Forgets the peaks so far, without restarting the device's counter."""

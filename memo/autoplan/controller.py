@@ -49,7 +49,7 @@ from memo.autoplan.profile_from_step import (
     scaled_profile,
     seconds_of,
 )
-from memo.autoplan.step_evidence import StepEvidence, least, single_rank, worst
+from memo.autoplan.step_evidence import NOTHING_SAVED, StepEvidence, least, single_rank, worst
 from memo.autoplan.step_timeline import StepTimeline
 from memo.errors import Infeasible, MemoError, PlanError
 from memo.events import PLAN_MADE, Note
@@ -312,6 +312,8 @@ class AutoPlan:
         self._actuator.finish()
         times = self._timeline.times()
         if times is None:
+            if not self._actuator.costs():
+                return StepEvidence(problem=NOTHING_SAVED)
             return StepEvidence(problem="no layer ran forward and backward in the step that was measured")
         names = tuple(times.layers)
         if self._actuator.costs().keys() - times.layers.keys():
@@ -384,6 +386,9 @@ class AutoPlan:
 
     def _give_up(self, cached: CachedPlan, why: str) -> None:
         """Ends planning of an entry: the device's budget comes before speed."""
+        if why == NOTHING_SAVED:
+            cached.phase, self._why_not = Phase.SETTLED, why
+            return
         if cached.profile is None or cached.spare_bytes < 0:
             cached.level = Level.SAVE_INPUT
         cached.phase, cached.setting = Phase.SETTLED, cached.level

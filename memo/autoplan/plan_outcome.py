@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from memo.autoplan.actuator_protocol import MEASURING
+from memo.autoplan.step_evidence import NOTHING_SAVED
 from memo.swap import Level
 from memo.units import format_bytes, format_duration
 
@@ -71,6 +72,8 @@ class PlanOutcome:
         """Formats the lines of the report."""
         if self.plan is None and self.why_not is None:
             return [f"plan: none yet ({self.progress or f'phase: {self.phase}'})"]
+        if self.plan is None and self.why_not == NOTHING_SAVED:
+            return [f"plan: none: {self.why_not}"]
         if self.plan is None:
             seconds = "" if self.fallback is None else f": {describe_seconds(self.fallback)}"
             return [f"plan: none: {self.why_not}", f"{describe_level(self.level)}{seconds}"]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from memo.mip.inputs import Hardware
 
-__all__ = ["AllGather", "StepEvidence", "least", "single_rank", "worst"]
+__all__ = ["NOTHING_SAVED", "AllGather", "StepEvidence", "least", "single_rank", "worst"]
 
 _T = TypeVar("_T")
 
@@ -45,6 +45,10 @@ class AllGather(Protocol):
 def single_rank(value: _T, /) -> list[_T]:
     """The AllGather of one rank."""
     return [value]
+
+
+NOTHING_SAVED = "no layer saved a tensor of min_bytes or more: there is nothing to move"
+"""A problem that costs nothing."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

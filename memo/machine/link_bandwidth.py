@@ -194,16 +194,20 @@ def host_facts(*, seconds: float) -> HostFacts:
     )
 
 
-def measure_link(device: torch.device, *, seconds: float) -> LinkRates:
-    """Measures page-locked copies of a GPU on copy streams like the engine's. Takes three times `seconds`."""
+def measure_link(device: torch.device, *, seconds: float, room_bytes: int = 8 * _TENSOR_BYTES) -> LinkRates:
+    """Measures page-locked copies of a GPU on copy streams like the engine's. Takes three times `seconds`.
+
+    Args:
+        device: the GPU.
+        seconds: length of one measurement.
+        room_bytes: device memory that the copies may take; 2 MiB at least.
+    """
     from memo.swap import page_locked
     from memo.swap.backends import copy_stream
 
+    nbytes = min(4 * _TENSOR_BYTES, max(1 << 20, room_bytes // 2))
     with torch.cuda.device(device):
-        pairs = [
-            (page_locked(4 * _TENSOR_BYTES), torch.empty(4 * _TENSOR_BYTES, dtype=torch.uint8, device=device))
-            for _ in range(2)
-        ]
+        pairs = [(page_locked(nbytes), torch.empty(nbytes, dtype=torch.uint8, device=device)) for _ in range(2)]
         torch.cuda.synchronize(device)
         out = (copy_stream(device), pairs[0][0], pairs[0][1])
         back = (copy_stream(device), pairs[1][1], pairs[1][0])

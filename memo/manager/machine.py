@@ -78,9 +78,15 @@ class Machine:
 
         return CudaBackend(self.device, timing=timing)
 
-    def link(self) -> LinkRates | None:
-        """Measures the link to host memory with nothing else on it; None where host memory is the device."""
-        return None if self.host_is_device else measure_link(self.device, seconds=LINK_SECONDS)
+    def link(self, room_bytes: int) -> LinkRates | None:
+        """Measures the link to host memory with nothing else on it; None where host memory is the device.
+
+        Args:
+            room_bytes: device memory that the measurement may take.
+        """
+        if self.host_is_device:
+            return None
+        return measure_link(self.device, seconds=LINK_SECONDS, room_bytes=room_bytes)
 
     def lanes(self, *, host: bool, directories: Sequence[Path]) -> Mapping[Lane, float]:
         """Measures the rates of the lanes to host memory and disk, in bytes per second."""

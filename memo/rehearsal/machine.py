@@ -111,8 +111,8 @@ class SimulatedMachine(Machine):
         """A backend on this machine's clocks; times are always measured."""
         return SimulatedBackend(self.clock, self.link(), lock_s_per_byte=LOCK_S_PER_GIB / GIB)
 
-    def link(self) -> LinkRates:
-        """Rates of the GPU's link by the hardware's description."""
+    def link(self, room_bytes: int = 0) -> LinkRates:
+        """Rates of the GPU's link by the hardware's description, which takes no room."""
         hardware = self.hardware
         return LinkRates(
             d2h_bytes_per_s=hardware.d2h_bytes_per_s,

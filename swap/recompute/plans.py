@@ -604,6 +604,7 @@ class Plans:
             },
             points=points,
             divisible=divisible,
+            sizes=tuple(case.tape.storages[storage][1] for storage in case.tape.saved_storages),
             **counts,
         )
 

@@ -427,6 +427,19 @@ def test_a_model_that_fits_is_left_alone_after_three_steps(tmp_path: Path) -> No
     manager.close()
 
 
+def test_a_model_too_small_to_move_anything_is_left_alone_without_a_warning() -> None:
+    model, reference = stack(layers=4), stack(layers=4)
+    manager = memo.offload(model)
+    got = train(model, lambda step: model(ids(step)), manager, steps=4)
+    assert_equal(got, train(reference, lambda step: reference(ids(step)), steps=4))
+    report = manager.report()
+    assert report.plan is not None
+    assert report.plan.phase == "settled"
+    assert "plan: none: no layer saved a tensor of min_bytes or more: there is nothing to move" in str(report)
+    assert manager.stats.bytes_recomputed == 0
+    manager.close()
+
+
 def given_plan(layers: int) -> ActivationPlan:
     """A plan for a machine with all the room there is, for layers that nobody measured."""
     known = LayerProfile(

@@ -164,7 +164,7 @@ def test_a_host_pool_that_others_have_is_a_full_tier(tmp_path: Path) -> None:
     with pytest.raises(HostBudgetExceeded, match=says), manager:
         model(ids())
     budget = device_budget_of(torch.device("cpu"), None)
-    actuator = Actuator(manager._engine, manager._tokenwise, manager.layers, budget, tracer=None, link=lambda: None)
+    actuator = Actuator(manager._engine, manager._tokenwise, manager.layers, budget, tracer=None, link=lambda _: None)
     assert actuator.limits().host_bytes == 64 << 10
     other.close()
     assert actuator.limits().host_bytes == need
