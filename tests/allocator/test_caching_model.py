@@ -8,7 +8,14 @@ import random
 
 import pytest
 
-from memo.allocator.caching_model import Block, CachingAllocator, Segments, round_size, simulate_caching
+from memo.allocator.caching_model import (
+    Block,
+    CachingAllocator,
+    Segments,
+    round_size,
+    simulate_caching,
+    unsplit_nbytes,
+)
 from memo.allocator.trace import Allocation, AllocationTrace
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -176,3 +183,12 @@ def test_addresses_are_those_of_blocks_that_do_not_meet(segments: Segments) -> N
         if one.lower < other.upper and other.lower < one.upper:
             first, second = use.addresses[one.id], use.addresses[other.id]
             assert first + one.size <= second or second + other.size <= first
+
+
+def test_what_stays_with_a_block_by_hand() -> None:
+    mib = 1 << 20
+    assert unsplit_nbytes(100, []) == 412
+    assert unsplit_nbytes(3 * mib // 2, [2 * mib]) == mib // 2
+    assert unsplit_nbytes(3 * mib // 2, [4 * mib]) == 0
+    assert unsplit_nbytes(11 * mib, []) == mib  # of a segment of 12 MiB
+    assert unsplit_nbytes(21 * mib // 2, []) == 0  # a rest of 1.5 MiB is split off
