@@ -55,7 +55,7 @@ kill: setup
 	$(BIN)/python -m tests.kill $(KILL_ARGS)
 
 # 200 trainings by memo's defaults on simulated GPUs: docs/reliability.md. REHEARSALS_ARGS="--cases 12" for some.
-REHEARSALS_ARGS ?= --cases 200 --write
+REHEARSALS_ARGS ?= --cases 200 --longest --write
 rehearsals: setup
 	$(BIN)/python -m benchmarks.rehearsals $(REHEARSALS_ARGS)
 

@@ -1,10 +1,11 @@
 """Rehearsals of many trainings by memo's defaults on simulated GPUs: do they settle, within budgets, and how near the best?
 
-    make rehearsals                                  # 200 cases, and the result file and docs/reliability.md's table
+    make rehearsals                                  # 200 drawn cases and the longest ones, and the result file and table
     make rehearsals REHEARSALS_ARGS="--cases 12"     # some, without writing
 
 A case is a published model, trained whole or by LoRA, at a length, on a GPU with so much memory, host memory and disk. It is
-rehearsed by memo's defaults until the plan has settled, and with full checkpointing. Properties of each:
+rehearsed by memo's defaults until the plan has settled, and with full checkpointing; with --longest also each model that
+fits 80 GiB, at the longest sequence that full checkpointing trains there. Properties of each:
 
     runs       no error where checkpointing runs within the budgets
     budgets    device, host and disk hold in every step, from the first one on
@@ -27,7 +28,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,12 @@ class Case:
     """Host memory that is free, in multiples of the device's."""
     disk: bool
     tokens: tuple[int, ...]
-    """Lengths of the steps, in turn."""
+    """Lengths of the steps, in turn; none: the longest that full checkpointing trains within the device's budget."""
     logits: bool
     accumulate: int
 
     def __str__(self) -> str:
-        lengths = "/".join(f"{one // K}k" for one in self.tokens)
+        lengths = "/".join(f"{one // K}k" for one in self.tokens) or "longest"
         ways = ["LoRA" if self.lora else "full", lengths, f"{self.gpu_gib} GiB", f"host x{self.host_share:g}"]
         more = (
             ["disk"] * self.disk + ["logits"] * self.logits + [f"accumulate {self.accumulate}"] * (self.accumulate > 1)
@@ -118,6 +119,29 @@ def drawn(count: int) -> list[Case]:
     return found
 
 
+def longest_cases() -> list[Case]:
+    """Each model that fits 80 GiB, by LoRA and whole, at the longest sequence of checkpointing."""
+    return [
+        Case(model=name, lora=lora, gpu_gib=80, host_share=2.0, disk=False, tokens=(), logits=False, accumulate=1)
+        for name, (billions, _, _) in MODELS.items()
+        for lora in (True, False)
+        if billions * 1e9 * (2 if lora else 8) <= USABLE * 80 * GIB
+    ]
+
+
+def longest(fits: Callable[[int], bool]) -> int:
+    """The longest sequence that fits, to a sixteenth: a multiple of 1,024 tokens, 1,024 where none does."""
+    low = K
+    while low < 1024 * K and fits(2 * low):
+        low *= 2
+    step = low // 2
+    while step >= max(K, low // 16):
+        if fits(low + step):
+            low += step
+        step //= 2
+    return low
+
+
 def hardware_of(case: Case) -> Hardware:
     """The case's GPU."""
     return dataclasses.replace(hardware_preset(GPUS[case.gpu_gib]), device_bytes=case.gpu_gib * GIB)
@@ -131,6 +155,7 @@ def rehearsed(case: Case) -> dict[str, Any]:
     build = hugging_face_step(case.model, lora=16 if case.lora else 0, without_logits=not case.logits)
 
     def run(way: Way, **options: Any) -> Any:
+        gc.collect()
         machine = SimulatedMachine(
             hardware_of(case),
             host_bytes=int(case.host_share * case.gpu_gib * GIB),
@@ -147,13 +172,20 @@ def rehearsed(case: Case) -> dict[str, Any]:
             **options,
         )
 
-    began = time.process_time()
+    def fits(tokens: int) -> bool:
+        nonlocal case
+        case = dataclasses.replace(case, tokens=(tokens,))
+        done = run(Way.CHECKPOINT, steps=1)
+        return done.failure is None and not done.violations
+
+    began, name = time.process_time(), str(case)
+    if not case.tokens:
+        case = dataclasses.replace(case, tokens=(longest(fits),))
     checkpointed = run(Way.CHECKPOINT, steps=len(case.tokens))
-    gc.collect()
     found = run(Way.MEMO)
     row: dict[str, Any] = {
         **dataclasses.asdict(case),
-        "name": str(case),
+        "name": name,
         "checkpoint_s": None if checkpointed.failure else checkpointed.step_s,
         "checkpoint_gib": max((step.device_bytes for step in checkpointed.steps), default=0) / GIB,
         "checkpoint_fits": checkpointed.failure is None
@@ -306,12 +338,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="rehearsals", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--longest", action="store_true", help="and the longest sequences of checkpointing")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--lines", type=Path, default=LINES)
     parser.add_argument("--write", action="store_true", help="write the result file")
     args = parser.parse_args(arguments)
-    cases = [case for case in drawn(args.cases) if args.only in str(case)]
+    cases = [*drawn(args.cases), *(longest_cases() if args.longest else ())]
+    cases = [case for case in cases if args.only in str(case)]
     rows = []
     for row in run_all(cases, args.workers, args.lines):
         rows.append(row)
