@@ -22,6 +22,10 @@ STEPS = 12
 MIB = 1 << 20
 
 
+def requested() -> int:
+    return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
+
+
 class Training:
     """A model, its tokens, and the same steps each time."""
 
@@ -32,8 +36,11 @@ class Training:
         self.ids = torch.randint(0, 512, (2, SEQ + 1), device="cuda")
 
     def step(self, manager: Any = None) -> tuple[int, list[torch.Tensor]]:
-        """Most bytes in torch's blocks, by its own log: memo restarts its counters while it measures. And the gradients."""
-        before = torch.cuda.memory_allocated()
+        """Most bytes asked of torch at one time, by its log, and the gradients.
+
+        torch's counters of blocks are restarted while memo measures; it warns itself of a step that they show too large.
+        """
+        before = requested()
         torch.cuda.memory._record_memory_history(max_entries=1 << 20, context=None)
         with contextlib.nullcontext() if manager is None else manager:
             loss = self.model(self.ids[:, :-1], self.ids[:, 1:])
@@ -45,7 +52,7 @@ class Training:
         in_use = [
             *itertools.accumulate((signs.get(each["action"], 0) * each["size"] for each in events), initial=before)
         ]
-        assert in_use[-1] == torch.cuda.memory_allocated()
+        assert in_use[-1] == requested()
         found = [loss.detach(), *(p.grad for p in self.model.parameters() if p.grad is not None)]
         found = [each.cpu() for each in found]
         self.model.zero_grad(set_to_none=True)
