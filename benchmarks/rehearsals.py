@@ -191,7 +191,7 @@ def rehearsed(case: Case) -> dict[str, Any]:
         "checkpoint_fits": checkpointed.failure is None
         and all(s.device_bytes <= found.device_budget for s in checkpointed.steps),
         "failure": found.failure,
-        "violations": list(found.violations),
+        "violations": [str(one) for one in found.violations],
         "settled": found.settled,
         "steps_s": [round(step.seconds, 6) for step in found.steps],
         "device_gib": [round(step.device_bytes / GIB, 3) for step in found.steps],

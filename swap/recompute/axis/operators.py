@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,7 +36,8 @@ _READ_SHAPES = frozenset(
 )  # fmt: skip
 # Torch's own whose kernels call operators that autocast casts for, as those of other packages may.
 _CALL_CAST = frozenset({_ATEN._sparse_addmm, _ATEN._trilinear, _ATEN.linalg_pinv})
-_AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
+_KEYS = torch._C.DispatchKey
+_BELOW_AUTOGRAD = (_KEYS.AutogradFunctionality, _KEYS.AutogradOther, _KEYS.AutogradNestedTensor, _KEYS.ADInplaceOrView)
 NON_BLOCKING = "non_blocking"
 _OVERWRITE = frozenset({_ATEN.copy_, _ATEN.fill_, _ATEN.zero_})
 
@@ -53,7 +53,7 @@ class Operator:
 
     __slots__ = (
         "allocates", "awaits", "func", "group_at", "is_attention", "is_collective", "is_known", "is_overload", "is_random",
-        "non_blocking_at", "overwrites", "reads_shapes", "sees_autocast", "writes",
+        "calls_others", "has_formula", "non_blocking_at", "overwrites", "reads_shapes", "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -78,8 +78,13 @@ class Operator:
         """Its result is memory that nothing was written into."""
         self.reads_shapes = is_overload and func.overloadpacket in _READ_SHAPES
         """It uses no number of what it is given."""
-        self.sees_autocast = is_overload and (not self.is_known or func.overloadpacket in _CALL_CAST)
-        """Its kernel may call operators that autocast casts for."""
+        self.calls_others = is_overload and (not self.is_known or func.overloadpacket in _CALL_CAST)
+        """Its kernel may call operators for which more keys count than for its own."""
+        self.has_formula = is_overload and any(
+            torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+            for key in ("Autograd", "AutogradCPU", "AutogradCUDA")
+        )
+        """Autograd has a kernel for it; without one it sees the operators that the kernel calls."""
         self.overwrites = _overwrites(func, self.writes, is_random=self.is_random) if self.writes else ()
         """Those of `writes` of which it sets every element and reads none."""
 
@@ -95,18 +100,21 @@ def operator_of(func: Any) -> Operator:
     return operator
 
 
-def call(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def call(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_complex: bool = False) -> Any:
     """The result of an operator, called by a dispatch mode as it is without one.
 
-    Autocast, which torch switches off within a mode, is for a kernel that calls other operators what it is for the program.
+    Torch hides all keys above that of modes from a kernel that a mode calls: autocast, conjugation, views, autograd. For a
+    kernel that calls other operators these are put back as the caller has them, but autograd where it has a formula for this
+    one. With `is_complex` every kernel is taken to be such a one: a complex one's may conjugate.
     """
-    if not operator.sees_autocast:
+    if not (operator.calls_others or (is_complex and operator.is_overload)):
         return operator.func(*args, **kwargs)
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
-        enabled = [key for kind, key in _AUTOCAST.items() if torch.is_autocast_enabled(kind)]
-    with contextlib.ExitStack() as seen:
-        for key in enabled:
-            seen.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+        hidden = torch._C._dispatch_tls_local_exclude_set()
+    if operator.has_formula:
+        for key in _BELOW_AUTOGRAD:
+            hidden = hidden.add(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), hidden):
         return operator.func(*args, **kwargs)
 
 

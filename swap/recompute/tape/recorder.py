@@ -224,7 +224,7 @@ class Recorder(TorchDispatchMode):
             operator = operator_of(func)
             if self._within is not None and operator.group_at is not None:
                 self._within += _groups_of(operator, args)
-            return call(operator, args, kwargs or {})
+            return call(operator, args, kwargs or {}, is_complex=self._has_complex)
         for kind in types:
             if kind not in _PLAIN and _dispatches(kind):
                 self._note_sharded(args)
@@ -237,8 +237,8 @@ class Recorder(TorchDispatchMode):
             if self._checksums is not None:
                 return self._checked(operator, args, kwargs or {})
             self._arguments(operator, args, kwargs)
-            if operator.sees_autocast:
-                out = call(operator, args, kwargs or {})
+            if operator.calls_others or self._has_complex:
+                out = call(operator, args, kwargs or {}, is_complex=self._has_complex)
             else:
                 out = func(*args, **kwargs) if kwargs else func(*args)
         except BaseException:  # the layer may go on in another way
@@ -280,7 +280,7 @@ class Recorder(TorchDispatchMode):
         if not operator.reads_shapes and not operator.awaits and not is_view:
             for tensor in given:
                 self._check(tensor)
-        out = call(operator, args, kwargs)
+        out = call(operator, args, kwargs, is_complex=self._has_complex)
         if operator.func is _DROPOUT:
             self._dropout(operator, args, out)
         else:
