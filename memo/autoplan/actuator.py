@@ -255,17 +255,20 @@ class Actuator:
             f"{format_bytes(least, up=True)}, or a shorter sequence"
         )
 
-    def unmeasured_bytes(self) -> int:
+    def unmeasured_bytes(self, *, first: bool) -> int:
         """Bytes that the steps before a plan did not show.
 
-        In use since, as by planning itself, or still to come; a layer's input, by which a step may hold more or less at
-        its peak where layers bring back other tensors; and what torch's allocator gives beyond the sizes asked for.
+        What torch's allocator may give beyond the sizes asked for. Before the first plan also what is in use since, as by
+        planning itself, or still to come; and a layer's input, by which a step may hold more or less at its peak where
+        layers bring back other tensors.
         """
-        since = max(0, self._budget.used_bytes() - self._idle_bytes) + self._budget.unseen_bytes
         known = self.costs().values()
         sizes = Counter(size for costs in known for size in costs.sizes)
         unsplit = 0 if self._budget.noise_bytes else sum(n * unsplit_nbytes(size, sizes) for size, n in sizes.items())
-        return since + unsplit + max((costs.input_bytes for costs in known), default=0)
+        if not first:
+            return unsplit
+        since = max(0, self._budget.used_bytes() - self._idle_bytes) + self._budget.unseen_bytes
+        return unsplit + since + max((costs.input_bytes for costs in known), default=0)
 
     def forget_peaks(self) -> None:
         """Forgets the peaks so far, without restarting the device's counter."""

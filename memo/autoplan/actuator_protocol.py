@@ -107,8 +107,8 @@ class ActuatorProtocol(Protocol):
     def why_infeasible(self) -> str:
         """Says what lacks these bytes, and the smallest budget that might do."""
 
-    def unmeasured_bytes(self) -> int:
-        """Bytes of device memory that a first plan leaves free: in use since the last `take_peak`, or still to come."""
+    def unmeasured_bytes(self, *, first: bool) -> int:
+        """Bytes of device memory that a plan leaves free, since no step has shown them; a `first` plan more than another."""
 
     def forget_peaks(self) -> None:
         """Ends a step that was only compared with the budget; the device's counters are left to the program."""

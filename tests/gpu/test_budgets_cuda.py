@@ -41,7 +41,7 @@ class Training:
         torch's counters of blocks are restarted while memo measures; it warns itself of a step that they show too large.
         """
         before = requested()
-        torch.cuda.memory._record_memory_history(max_entries=1 << 20, context=None)
+        torch.cuda.memory._record_memory_history(max_entries=1 << 20, context=None, clear_history=True)
         with contextlib.nullcontext() if manager is None else manager:
             loss = self.model(self.ids[:, :-1], self.ids[:, 1:])
         loss.backward()

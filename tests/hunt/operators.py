@@ -44,13 +44,13 @@ def _database() -> dict[tuple[str, str], Any]:
     }
 
 
-def sampled_names() -> list[tuple[str, str]]:
-    """(name, variant) of each operator that can be drawn, in a fixed order."""
-    return sorted(_database())
+def sampled_names(dtype: torch.dtype = torch.float32) -> list[tuple[str, str]]:
+    """(name, variant) of each operator that can be drawn with such samples, in a fixed order."""
+    return sorted(name for name, info in _database().items() if dtype in info.dtypes)
 
 
 @functools.cache
-def _samples(name: str, variant: str) -> list[Any]:
+def _samples(name: str, variant: str, dtype: torch.dtype) -> list[Any]:
     """The first samples, as `OpInfo.sample_inputs` gives them, which looks for the test it is called by: 0.1 s each."""
     from torch.testing._internal.common_utils import SEED, set_rng_seed
 
@@ -59,7 +59,7 @@ def _samples(name: str, variant: str) -> list[Any]:
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        samples = iter(info.sample_inputs_func(info, DEVICE, torch.float32, False))
+        samples = iter(info.sample_inputs_func(info, DEVICE, dtype, False))
         while len(found) < MOST_SAMPLES:
             set_rng_seed(SEED)
             sample = next(samples, None)
@@ -87,16 +87,18 @@ class Sampled(nn.Module):
     The operator reads products of its parameters with one, which depends on x for autograd and for memo.
     """
 
-    def __init__(self, name: str, variant: str, number: int, *, in_place: bool = False) -> None:
+    def __init__(
+        self, name: str, variant: str, number: int, *, in_place: bool = False, dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__()
-        info, samples = _database()[name, variant], _samples(name, variant)
+        info, samples = _database()[name, variant], _samples(name, variant, dtype)
         sample = samples[number % len(samples)]
         self.operator: Callable[..., Any] = (info.inplace_variant if in_place else None) or info.op
         self.tensors = nn.ParameterList()
         self.arguments = _mapped((sample.input, tuple(sample.args), dict(sample.kwargs)), self._named)
 
     def _named(self, tensor: torch.Tensor) -> Any:
-        if not tensor.is_floating_point() or tensor.layout is not torch.strided:
+        if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.layout is not torch.strided:
             return tensor
         self.tensors.append(nn.Parameter(tensor.detach().clone()))
         return _Named(len(self.tensors) - 1)
