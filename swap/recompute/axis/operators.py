@@ -52,8 +52,21 @@ class Operator:
     """Facts of an operator that hold for all of its calls."""
 
     __slots__ = (
-        "allocates", "awaits", "func", "group_at", "is_attention", "is_collective", "is_known", "is_overload", "is_random",
-        "calls_others", "has_formula", "non_blocking_at", "overwrites", "reads_shapes", "writes",
+        "allocates",
+        "awaits",
+        "calls_others",
+        "func",
+        "group_at",
+        "has_formula",
+        "is_attention",
+        "is_collective",
+        "is_known",
+        "is_overload",
+        "is_random",
+        "non_blocking_at",
+        "overwrites",
+        "reads_shapes",
+        "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:

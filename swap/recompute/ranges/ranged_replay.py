@@ -57,7 +57,8 @@ def _slice_of(rows: TokenRows, span: Span, kept: Kept, *, is_whole: bool) -> Sli
         use = mask_of(tape, content)
         assert use is not None
         axis = rows.axes.get((use.value, use.content))
-        assert axis is not None  # nothing reads it otherwise
+        if axis is None:  # as of stochastic depth: all tokens read the same zeros and ones
+            return Slice(first=0, count=rows.tokens)
         return Slice(first=span.first, count=span.stop - span.first, bits=(tuple(tape.geometry(use.value)[2]), axis))
     division = rows.rows.get(tape.last[kept.storage])
     if is_whole or division is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -49,7 +50,9 @@ def step_costs(tape: Tape, device: str | Rates) -> list[int]:
         if step.makes and not isinstance(step.operator, Function):
             out = stand_in(step.out)
             kwargs = {name: stand_in(value) for name, value in step.kwargs.items()}
-            work = work_of(step.operator.func, [stand_in(value) for value in step.args], kwargs, out)
+            # What a step is given may be hidden, or new to a formula: a wrong estimate costs time, an error a training.
+            with contextlib.suppress(Exception):
+                work = work_of(step.operator.func, [stand_in(value) for value in step.args], kwargs, out)
             made = out if isinstance(out, list) else [out]  # of attention the result comes before its statistics
             dtype = next((one.dtype for one in made if isinstance(one, torch.Tensor)), dtype)
         return picoseconds_of(work, device if isinstance(device, Rates) else rates_of(device, dtype))

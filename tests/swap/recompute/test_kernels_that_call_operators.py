@@ -1,4 +1,4 @@
-"""Kernels that call operators which autocast casts for: recording a layer changes none of their results."""
+"""Kernels that call operators: they see autocast, conjugation and autograd as they do without memo, and are bit-equal."""
 
 from __future__ import annotations
 
@@ -14,9 +14,27 @@ from torch.nn import functional as F
 import memo
 
 HIDDEN = 32
-_LIBRARY = torch.library.Library("memo_autocast", "FRAGMENT")
-_LIBRARY.define("projected(Tensor x, Tensor w) -> Tensor")
-_LIBRARY.impl("projected", lambda x, w: F.linear(x, w).float(), "CPU")
+_LIBRARY = torch.library.Library("memo_kernels", "FRAGMENT")
+
+
+def _correlated(x: torch.Tensor) -> torch.Tensor:
+    spectrum = torch.fft.rfft(x.float())
+    return torch.fft.irfft(spectrum * spectrum.conj(), n=x.shape[-1])
+
+
+def _add(x: torch.Tensor, y: torch.Tensor) -> None:
+    x.add_(y)
+
+
+for _schema, _kernel in {
+    "projected(Tensor x, Tensor w) -> Tensor": lambda x, w: F.linear(x, w).float(),
+    "product(Tensor x, Tensor w) -> Tensor": lambda x, w: F.linear(x, w).float().sin(),
+    "wave(Tensor x) -> Tensor": lambda x: x * x.sin(),
+    "correlated(Tensor x) -> Tensor": _correlated,
+    "add(Tensor(a!) x, Tensor y) -> ()": _add,
+}.items():
+    _LIBRARY.define(_schema)
+    _LIBRARY.impl(_schema.partition("(")[0], _kernel, "CPU")
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,14 +43,39 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 torch.library.register_autograd(
-    "memo_autocast::projected",
+    "memo_kernels::projected",
     _backward,
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
     lib=_LIBRARY,
 )
 
+
+def _in_place(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = x @ w
+    _OPS.add(y, x)
+    return y.float()
+
+
+def _complex(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.complex((x.float() @ w).float(), x.float())
+
+
+def _sparse_product(x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", enabled=False):  # which has no kernel for it
+        return torch.stack([(torch.eye(48) * 0.3).to_sparse_csr() @ each.float() for each in x])
+
+
+_OPS: Any = torch.ops.memo_kernels
 KERNELS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "of a library": torch.ops.memo_autocast.projected,
+    "of a library": _OPS.projected,
+    "that autograd sees into": _OPS.product,
+    "of one argument that autograd sees into": lambda x, w: _OPS.wave(x @ w),
+    "that conjugates": lambda x, w: x @ w + _OPS.correlated((x @ w).detach()),
+    "that changes its argument": _in_place,
+    "pinv of complex numbers": lambda x, w: x + torch.linalg.pinv(_complex(x, w)[:, :4]).abs().mean(),
+    "conjugated factor": lambda x, w: (_complex(x, w) @ _complex(x, w).mH).abs() @ x.float(),
+    "covariance of complex numbers": lambda x, w: x + torch.cov(_complex(x, w)[0]).abs().mean(),
+    "sparse CSR product": lambda x, w: _sparse_product(x @ w),
     "bilinear": lambda x, w: F.bilinear(x, x, w.expand(4, *w.shape)).repeat_interleave(HIDDEN // 4, -1),
     "pinv": lambda x, w: x @ torch.linalg.pinv(w.detach() + 4 * torch.eye(HIDDEN)).float(),
     "sparse product": lambda x, w: x + torch.sparse.mm((torch.eye(48) * 0.3).to_sparse(), x[0].detach()).float(),
@@ -51,9 +94,11 @@ class Layer(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.*moves whole tensors:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("alpha", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_kernel_sees_autocast_as_it_does_without_memo(kernel: str, alpha: float) -> None:
+def test_a_kernel_computes_what_it_does_without_memo(kernel: str, alpha: float, autocast: bool) -> None:
     def gradients(managed: bool) -> list[torch.Tensor]:
         model = stack(make=lambda: Layer(KERNELS[kernel]))
         manager = memo.offload(model, alpha=alpha, host="16MiB", min_bytes=1) if managed else None
@@ -61,7 +106,7 @@ def test_a_kernel_sees_autocast_as_it_does_without_memo(kernel: str, alpha: floa
         for step in range(2):
             model.zero_grad()
             tokens = torch.arange(96).view(2, 48) * (step + 1) % 61
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 if manager is None:
                     loss = model(tokens)
                 else:
