@@ -237,8 +237,14 @@ class Tape:
     # Memory that was allocated and not written.
 
     def _covers(self, value: int) -> bool:
+        """True if a value has each element of its storage once: strides may overlap, and miss others."""
         storage, _, size, stride, dtype = self.values[value]
-        return math.prod(size) * dtype.itemsize == self.storages[storage][1] and 0 not in stride
+        dense = 1
+        for far, count in sorted((far, count) for far, count in zip(stride, size, strict=True) if count != 1):
+            if far != dense:
+                return False
+            dense *= count
+        return dense * dtype.itemsize == self.storages[storage][1]
 
     def _region(self, value: int) -> Region | None:
         storage, offset, size, stride, dtype = self.values[value]

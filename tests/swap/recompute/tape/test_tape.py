@@ -79,6 +79,17 @@ def test_a_write_to_all_of_it_needs_nothing_of_before(write: Callable[[torch.Ten
     assert taped.step("aten.mul").number not in plan.steps
 
 
+def test_a_write_of_as_many_elements_that_overlap_needs_the_rest() -> None:
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        y = x.detach().mul(2)
+        y.as_strided((y.numel() // 2, 2), (1, 1)).fill_(0.5)
+        return x * y.sin()
+
+    taped = record(layer, hidden())
+    assert taped.step("aten.fill_").reads == taped.step("aten.mul").makes
+    assert_replays(taped)
+
+
 def test_memory_filled_in_pieces_is_as_good_as_any() -> None:
     def layer(x: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x).detach()
