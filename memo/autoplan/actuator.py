@@ -7,7 +7,8 @@ optimizer state and transient tensors leave of the budget.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 from memo.allocator import unsplit_nbytes
 from memo.autoplan.actuator_protocol import MEASURING, Limits
@@ -74,7 +75,7 @@ class Actuator:
         self._idle_bytes = self._gradient_bytes = 0  # in use between steps; gradients that backward then allocates
         self._held_bytes = budget.used_bytes()  # before the first step
         self._trials = 0
-        engine.when_idle(self._when_idle)
+        engine.when_idle(_weakly(self._when_idle))
         tokenwise.keep_within(lambda: budget.total_bytes - budget.used_bytes())
 
     @property
@@ -307,7 +308,7 @@ class Actuator:
         boundaries = self._peaks.by_layer or self._budget.trim is not None
         # A resident set does not fall at once when a recompute's tensors are freed.
         recompute = self._peaks.cross_recompute if self._peaks.by_layer and not self._budget.noise_bytes else None
-        self._engine.at_layer_boundaries(self._cross_boundary if boundaries else None, recompute)
+        self._engine.at_layer_boundaries(_weakly(self._cross_boundary) if boundaries else None, recompute)
 
     def _cross_boundary(self, begins: str | None) -> None:
         if self._budget.trim is not None:
@@ -323,6 +324,18 @@ class Actuator:
         self._peaks.end_backward()
         if self._budget.trim is not None:
             self._budget.trim()
+
+
+def _weakly(method: Callable[..., object]) -> Callable[..., None]:
+    """The method, for an owner that its object holds: a cycle would keep both, and the model, until it is collected."""
+    found = WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        bound = found()
+        if bound is not None:
+            bound(*args)
+
+    return call
 
 
 def settings_of(

@@ -52,6 +52,8 @@ class Parts:
     """None: no trace."""
     store: DiskStore | None = None
     """None: no disk tier, or one whose traffic is not counted."""
+    actuator: Actuator | None = None
+    """What the engine tells of boundaries and backward's ends; nothing else may hold it."""
     source: PlanSource | None = None
     """None: a fixed `alpha` or fixed levels."""
     owned: OwnedMemory | None = None
@@ -170,7 +172,7 @@ class Opening:
                 disk_rates=lambda: machine.lanes(host=False, directories=room.directories) if room.directories else {},
                 missing_gradient_bytes=lambda: missing_gradient_bytes(self.model.parameters()),
             )
-            parts = dataclasses.replace(parts, source=self._source(actuator, recorder))
+            parts = dataclasses.replace(parts, actuator=actuator, source=self._source(actuator, recorder))
             undo.pop_all()
         return parts
 

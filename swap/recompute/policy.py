@@ -96,22 +96,20 @@ class Tapes:
         self._gathered: Collection[torch.nn.Parameter] = ()
         """Parameters that had no memory before the first forward: something else gathers them, and releases them."""
         self._hearing: Hearing | None = None
-        engine_pack = engine.pack
 
-        def pack(tensor: torch.Tensor) -> Handle | Kept | Sharded:
-            now = self._open
-            if now is None:
-                return engine_pack(tensor)
-            kind = type(tensor)
-            if kind is torch.nn.Parameter:
-                return engine_pack(tensor)
-            if kind is not torch.Tensor:
-                local_part(tensor)  # that it waits for a collective is an operator of the layer
-            with aside(now.recorder, tensor):
-                now.recorder.save(tensor)
-                return engine_pack(tensor)
-
-        self.pack = pack
+    def pack(self, tensor: torch.Tensor) -> Handle | Kept | Sharded:
+        """The engine's hook for a tensor that autograd saves, which a recorder of the layer is told of."""
+        now = self._open
+        if now is None:
+            return self._engine.pack(tensor)
+        kind = type(tensor)
+        if kind is torch.nn.Parameter:
+            return self._engine.pack(tensor)
+        if kind is not torch.Tensor:
+            local_part(tensor)  # that it waits for a collective is an operator of the layer
+        with aside(now.recorder, tensor):
+            now.recorder.save(tensor)
+            return self._engine.pack(tensor)
 
     @property
     def trials_run(self) -> int:
