@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from memo.errors import NoRepeatedLayers, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 __all__ = ["Layer", "LayerHook", "find_layers", "hook_forward", "is_gathered_whole"]
 
@@ -40,7 +40,8 @@ def find_layers(
         model: the model; it is not changed.
         wanted: the layers as a ModuleList, a list of modules, or a class. None: the children of every outermost ModuleList
             with at least two children of one class, or Sequential of such composite children; an encoder-decoder has two
-            such stacks.
+            such stacks. Where there are none, composite children of one class in a ModuleDict or under numbered names, as
+            `layer1` and `layer2`.
 
     Raises:
         NoRepeatedLayers: there are none.
@@ -49,7 +50,7 @@ def find_layers(
     names = {module: name for name, module in model.named_modules()}
     stacks: list[list[nn.Module]]
     if wanted is None:
-        stacks = list(_stacks(model))
+        stacks = _stacks(model)
     elif isinstance(wanted, type):
         stacks = [[module for module in names if isinstance(module, wanted)]]
     else:
@@ -81,21 +82,70 @@ def _name(names: dict[nn.Module, str], module: nn.Module) -> str:
     return names[module] or type(module).__name__
 
 
-def _stacks(module: nn.Module) -> Iterator[list[nn.Module]]:
-    for child in module.children():
-        if isinstance(child, (nn.ModuleList, nn.Sequential)) and _repeats(child):
-            yield list(child.children())
-        else:
-            yield from _stacks(child)
+def _stacks(model: nn.Module) -> list[list[nn.Module]]:
+    """The first kind of stacks of which there are any."""
+    kinds = (_lists_of_layers, _named_layers, _lists)
+    return next(filter(None, (list(_outermost(model, set(), kind)) for kind in kinds)), [])
 
 
-def _repeats(stack: nn.Module) -> bool:
-    kinds = [type(child) for child in stack.children()]
-    repeated = {kind for kind in kinds if kinds.count(kind) >= 2}
-    if isinstance(stack, nn.ModuleList):
-        return bool(repeated)
-    # A Sequential of plain operations (Linear, GELU, Linear) is the inside of one layer, not a stack of layers.
-    return any(type(child) in repeated and any(child.children()) for child in stack.children())
+def _outermost(
+    module: nn.Module, seen: set[nn.Module], stacks_of: Callable[[nn.Module], dict[str, list[nn.Module]]]
+) -> Iterator[list[nn.Module]]:
+    """Stacks that are in no other, each once, under whatever names it has."""
+    stacks = stacks_of(module)
+    for name, child in module.named_children():
+        stack = stacks.get(name)
+        if stack is None and child not in seen:
+            seen.add(child)
+            yield from _outermost(child, seen, stacks_of)
+        elif stack is not None and not seen.issuperset(stack):
+            seen.update(stack)
+            yield stack
+
+
+def _lists_of_layers(module: nn.Module) -> dict[str, list[nn.Module]]:
+    """Lists, but not those of torch.nn's own operations, such as an output projection for each codebook."""
+    return {
+        name: stack
+        for name, stack in _lists(module).items()
+        if any(_has_parts(child) or not type(child).__module__.startswith("torch.nn.") for child in _repeated(stack))
+    }
+
+
+def _lists(module: nn.Module) -> dict[str, list[nn.Module]]:
+    """Of a Sequential of plain operations (Linear, GELU, Linear) none: it is the inside of one layer."""
+    found = {}
+    for name, child in module.named_children():
+        repeated = _repeated(child.children())
+        if (isinstance(child, nn.ModuleList) and repeated) or (
+            isinstance(child, nn.Sequential) and any(map(_has_parts, repeated))
+        ):
+            found[name] = list(child.children())
+    return found
+
+
+def _named_layers(module: nn.Module) -> dict[str, list[nn.Module]]:
+    """Composite modules of one class in a ModuleDict, or under numbered names, as `layer1` and `layer2`."""
+    groups: dict[tuple[str, type[nn.Module]], dict[str, nn.Module]] = {}
+    found = {}
+    for name, child in module.named_children():
+        stem = name.rstrip("0123456789")
+        if 0 < len(stem) < len(name) and _has_parts(child):
+            groups.setdefault((stem, type(child)), {})[name] = child
+        if isinstance(child, nn.ModuleDict) and len(child) > 1 and len(_repeated(child.children())) == len(child):
+            found |= {name: list(child.children())} if all(map(_has_parts, child.children())) else {}
+    return found | {name: list(group.values()) for group in groups.values() if len(group) > 1 for name in group}
+
+
+def _repeated(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of which another one has the class."""
+    modules = list(modules)
+    kinds = [type(module) for module in modules]
+    return [module for module in modules if kinds.count(type(module)) >= 2]
+
+
+def _has_parts(module: nn.Module) -> bool:
+    return any(module.children())
 
 
 def is_gathered_whole(module: nn.Module) -> bool:

@@ -11,7 +11,6 @@ is repeated, and what autograd saves of them moves.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
