@@ -477,9 +477,11 @@ class Engine:
         finally:  # also after an error: nobody else would end what was dropped meanwhile
             if self._dropped:
                 self._release.end_dropped()
-        # Inductor asserts the exact offset, size and stride.
+        # Inductor asserts the exact offset, size and stride. A backward that writes into it is counted at the saved tensor.
         offset, size, stride = handle.geometry
-        return handle.guard.new().set_(buffer.untyped_storage(), offset, size, stride)
+        found = handle.guard.detach()
+        found.data = handle.guard.new().set_(buffer.untyped_storage(), offset, size, stride)
+        return found
 
     def recompute_reads(self, tensors: Iterable[torch.Tensor]) -> None:
         """Declares that a recompute reads tensors, maybe on a stream that the program did not use them on."""

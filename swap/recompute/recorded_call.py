@@ -10,7 +10,7 @@ from weakref import ref
 
 import torch
 
-from memo.swap.engine.handles import Kept, Sharded
+from memo.swap.engine.handles import Guard, Kept, Sharded
 from memo.swap.engine.saved_storage import content_of
 from memo.swap.engine.token_prefix import Rows, TokenPrefix
 from memo.swap.kept import is_kept
@@ -253,8 +253,8 @@ class RecordedCall:
     ) -> Brought:
         """Packs what a plan keeps, all of it or some of its tokens, on the stream on which it was held."""
         recorder, storage = self._call.recorder, tensor.untyped_storage()
+        beside = tuple(map(Guard, recorder.beside.get(number, {}).values()))
         if number >= 0 and recorder.storages[number][0] is Birth.PARAMETER:
-            beside = tuple(Kept(other) for other in recorder.beside.get(number, {}).values())
             known = None if is_gathered_whole(self._call.layer.module) else ref(storage)
             return Brought(Kept(tensor), storage.nbytes(), known, beside)
         whole = recorder.sharded.get(ref(storage))
@@ -264,6 +264,7 @@ class RecordedCall:
             return Brought(Kept(tensor), storage.nbytes())
         home = recorder.streams.get(number)
         here = home is None or home == engine.backend.current_stream()
+        given = tensor
         with nullcontext() if here or home is None else engine.backend.stream_context(home):
             if part is not None:
                 tensor = part_to_keep(tensor, part, tokens)
@@ -275,7 +276,7 @@ class RecordedCall:
             packed: Packed = engine.pack(tensor)
             if is_input and is_sharded(self._call.hidden) and not isinstance(packed, Sharded):
                 packed = Sharded(self._call.hidden, packed)  # which alone counts changes of the whole
-            return Brought(packed, tensor.untyped_storage().nbytes())
+            return Brought(packed, tensor.untyped_storage().nbytes(), None, beside if tensor is given else ())
 
     def _is_saved(self, tensor: torch.Tensor, engine: Engine) -> bool:
         """True if autograd saves a tensor, or has saved it before, and so guards it."""

@@ -181,14 +181,17 @@ class Recorder(TorchDispatchMode):
         """Memory of a local part -> its DTensor, a parameter or an argument, which alone counts changes of the whole."""
         self.lent: set[int] = set()
         """Storages that the layer's call has made or found, and that a parameter had then: gathered for it, and released."""
-        self.beside: dict[int, dict[int, Parameter]] = {}
-        """Storage number -> other parameters in the memory of its first one, which count their changes on their own."""
+        self.beside: dict[int, dict[int, torch.Tensor]] = {}
+        """Storage number -> other parameters and tensors in the memory of its first one, which count changes themselves."""
         self.collectives: list[Collective] = []
         """In order; a call with other numbers in the same log may have other groups."""
         self._within: list[str] | None = None  # groups of the function of the program that runs now
         self._suspects: list[tuple[int, torch.Tensor]] = []
         self._numbers: dict[ref[torch.UntypedStorage], int] = {}
         self._by_geometry: dict[Geometry, Ref] = {}
+        self._roots: dict[
+            int, set[int]
+        ] = {}  # storage that the call did not make -> tensors of which it was read, or views
         self._holds = holds
         self._expected = expected
         self._here = here
@@ -199,8 +202,11 @@ class Recorder(TorchDispatchMode):
         self._has_complex = False  # only then a view may be conjugated or negated
         self._born(hidden, Birth.INPUT)
         for tensor in given:
-            if ref(tensor.untyped_storage()) not in self._numbers:
+            number = self._numbers.get(ref(tensor.untyped_storage()))
+            if number is None:
                 self._born(tensor, Birth.GIVEN)
+            elif type(tensor) is not Parameter:
+                self._counted(number, tensor)
         if checksums is not None:
             checksums.note([hidden, *given])
 
@@ -353,9 +359,18 @@ class Recorder(TorchDispatchMode):
                 self.lent.add(number)
             else:
                 self.beside.setdefault(number, {})[id(tensor)] = tensor
+        elif number in self._roots:
+            self._counted(number, tensor)
         geometry = (number, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
         word = self._by_geometry.get(geometry)
         return self._value(geometry) if word is None else word
+
+    def _counted(self, number: int, tensor: torch.Tensor) -> None:
+        """Notes a tensor over memory that is known, if it may have a version counter of its own, as `x.data` beside `x`."""
+        roots, root = self._roots.setdefault(number, set()), tensor if tensor._base is None else tensor._base
+        if id(root) not in roots:
+            roots.add(id(root))
+            self.beside.setdefault(number, {})[id(root)] = _alias(tensor)
 
     def _value(self, geometry: Geometry) -> Ref:
         number = len(self.values)
@@ -373,6 +388,7 @@ class Recorder(TorchDispatchMode):
             self.tensors[number] = tensor
         elif birth is not Birth.MADE:
             self.tensors[number] = _alias(tensor)
+            self._roots[number] = {id(tensor if tensor._base is None else tensor._base)}
         if birth is not Birth.MADE:
             self._value((number, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype))
             if self._checksums is not None:

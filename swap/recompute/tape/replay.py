@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from memo.errors import MemoError, ModifiedAfterSave, SwapError
-from memo.swap.engine.handles import Handle, Kept, Sharded
+from memo.swap.engine.handles import Guard, Handle, Kept, Sharded
 from memo.swap.recompute.tape.checksums import checksum
 from memo.swap.recompute.tape.optimizer_steps import uncounted_steps
 from memo.swap.recompute.tape.settings import Settings
@@ -68,8 +68,8 @@ class Brought(NamedTuple):
     """Of its storage."""
     storage: weakref.ref[torch.UntypedStorage] | None = None
     """Of a parameter: its memory may be freed and come back, but another one would be another parameter."""
-    beside: tuple[Kept, ...] = ()
-    """Other parameters in the same memory, each with its own count of changes."""
+    beside: tuple[Guard, ...] = ()
+    """Of other tensors in the same memory, each with its own count of changes."""
 
 
 class Replay:
@@ -177,8 +177,8 @@ class Replay:
         kept = self._kept[position]
         try:
             tensor = local_part(self._engine.unpack(kept.packed, by_backward=False))
-            for other in kept.beside:
-                self._engine.unpack(other, by_backward=False)  # raises if it was changed
+            if any(other.is_changed for other in kept.beside):
+                raise ModifiedAfterSave("another tensor in its memory, as `x.data` beside `x`, was changed in place")
         except ModifiedAfterSave as error:
             raise ModifiedAfterSave(
                 f"{self.name} is recomputed from a tensor that was changed since its forward: {error}; or move all that"
