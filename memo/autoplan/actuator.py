@@ -107,11 +107,21 @@ class Actuator:
             self._tokenwise.choose({layer.name: setting_of(setting) for layer in self._layers})
         else:
             placements, chosen = self._settings_of(setting)
-            self._engine.place(placements, rest_bytes=room)
+            self._engine.place(placements, rest_bytes=room, late_bytes=self.late_bytes(setting))
             self._expect(dict(zip((Tier.HOST, Tier.DISK), lower_tier_nbytes(setting), strict=True)))
             others = {layer.name: setting_of(MEASURING) for layer in self._layers if layer.name not in chosen}
             self._tokenwise.choose({**others, **chosen})
         self._tokenwise.begin_forwards(self._layers)
+
+    def late_bytes(self, plan: ActivationPlan) -> int:
+        """Bytes on their way to the disk that the device may hold beside what the plan counts: up to a layer's.
+
+        Without, the host waits for the writes of each layer, and the device for the host.
+        """
+        known = plan.problem.profile.layer_profiles()
+        saved = [part.saved_bytes(layer) for part, layer in zip(plan.layers, known, strict=True)]
+        late = sum(part.disk * nbytes for part, nbytes in zip(plan.layers, saved, strict=True))
+        return int(min(late, max(saved, default=0)))
 
     def _expect(self, needs: Mapping[Tier, int]) -> None:
         for tier in self._engine.tiers:

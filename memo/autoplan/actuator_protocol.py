@@ -104,6 +104,9 @@ class ActuatorProtocol(Protocol):
     def lacking_bytes(self) -> int:
         """Bytes by which every plan exceeds the device's budget, as far as the first forward shows; 0 or less: unknown."""
 
+    def late_bytes(self, plan: ActivationPlan) -> int:
+        """Bytes that the device may hold beside what a plan counts, since they are still on their way to the disk."""
+
     def why_infeasible(self) -> str:
         """Says what lacks these bytes, and the smallest budget that might do."""
 

@@ -437,19 +437,28 @@ class AutoPlan:
         self._take(cached, answer)
 
     def _placed(self, problem: ActivationProblem) -> ActivationPlan | MemoError:
-        """Solves for a plan whose storages have addresses in the host tier.
+        """Solves for a plan whose storages have addresses in the host tier, and whose late ones have room on the device.
 
-        The solver counts bytes. A storage moves whole, to one address: what that needs more is left free by the next
-        solution. All ranks solve the same problem and use the first rank's answer: rounding may differ between machines.
+        The solver counts bytes. A storage moves whole, to one address, and to the disk at its own time: what that needs more
+        is left free by the next solution. All ranks solve the same problem and use the first rank's answer: rounding may
+        differ between machines.
         """
+        room = problem.budgets.device_bytes
         for _ in range(MAX_CORRECTIONS):
             answer = self._all_gather(self._solve(problem))[0]
-            excess = 0 if isinstance(answer, MemoError) else self._actuator.host_excess(answer)
-            excess = max(self._all_gather(excess))
-            if not excess:
-                break
+            excess = late = 0
+            if not isinstance(answer, MemoError):
+                excess, late = self._actuator.host_excess(answer), self._actuator.late_bytes(answer)
+            excess, late = max(self._all_gather(excess)), max(self._all_gather(late))
             budgets = problem.budgets
-            budgets = dataclasses.replace(budgets, host_bytes=max(0, budgets.host_bytes - excess))
+            late -= room - budgets.device_bytes
+            if not excess and late <= 0:
+                break
+            budgets = dataclasses.replace(
+                budgets,
+                device_bytes=max(0, budgets.device_bytes - max(0, late)),
+                host_bytes=max(0, budgets.host_bytes - excess),
+            )
             problem = dataclasses.replace(problem, budgets=budgets)
         return answer
 

@@ -84,7 +84,7 @@ class CopyOut:
         self._tier_choice = tier_choice
         self._release = release
         self._telemetry = telemetry
-        self._late_bytes = late_bytes
+        self.late_bytes = late_bytes
         self._being_saved: list[ref[Hold]] = []  # by the operator that saved last
         self._nodes = -1  # number of nodes that autograd had made then
         self._waiting: Group | None = None  # its copies wait until another layer follows
@@ -246,8 +246,8 @@ class CopyOut:
 
     def _room_for_late(self, ended: Group) -> int:
         """Returns the bytes of sources that may stay longer than the layer after theirs."""
-        if self._late_bytes is not None:
-            return self._late_bytes
+        if self.late_bytes is not None:
+            return self.late_bytes
         return sum(saved.nbytes for saved in ended.living())
 
     def _drop_sources(self, ready: Sequence[SavedStorage], home: int, module: str, *, stops_host: bool) -> None:

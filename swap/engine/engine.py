@@ -143,18 +143,22 @@ class Engine:
         """Registers a model's parameters and buffers, whose storages never move."""
         self._eligibility.keep(parameters, buffers)
 
-    def place(self, placements: Mapping[int, Placement], *, rest_bytes: int = 0) -> None:
+    def place(
+        self, placements: Mapping[int, Placement], *, rest_bytes: int = 0, late_bytes: int | None = None
+    ) -> None:
         """Sets the placements of layers from their next calls on; other layers use the tiers in order.
 
         Args:
             placements: by layer number; replaces all earlier ones.
             rest_bytes: with STAY, bytes that no tier has room for stay on the device while it holds at most this many;
                 more of them only if they cannot be recomputed.
+            late_bytes: as of the engine, from now on.
 
         Raises:
             UsageError: a placement sends bytes to a tier that is not there; nothing changes.
         """
         self._tier_choice.place(placements, rest_bytes=rest_bytes)
+        self._copy_out.late_bytes = late_bytes
 
     def listen(self, tracer: Tracer | None) -> None:
         """Sets the receiver of trace events; None: no trace. Between steps only: saved storages keep their tracer."""

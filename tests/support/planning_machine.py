@@ -94,6 +94,9 @@ class Machine:
         )
         return max(0, round(self.addresses * moved) - self.host_bytes)
 
+    def late_bytes(self, plan: ActivationPlan) -> int:
+        return 0
+
     def costs(self) -> Mapping[str, LayerCosts]:
         return {name: self._costs(name) for name in LAYERS if name not in self.whole}
 

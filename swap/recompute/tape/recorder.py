@@ -187,6 +187,8 @@ class Recorder(TorchDispatchMode):
         """In order; a call with other numbers in the same log may have other groups."""
         self._within: list[str] | None = None  # groups of the function of the program that runs now
         self._suspects: list[tuple[int, torch.Tensor]] = []
+        self._counts: dict[tuple[int, int], int] = {}  # (storage number, tensor or that of which it is a view) -> version
+        self._miscounted: set[int] = set()  # storages whose version moved on without an operator that was recorded
         self._numbers: dict[ref[torch.UntypedStorage], int] = {}
         self._by_geometry: dict[Geometry, Ref] = {}
         self._roots: dict[
@@ -243,6 +245,8 @@ class Recorder(TorchDispatchMode):
             if self._checksums is not None:
                 return self._checked(operator, args, kwargs or {})
             self._arguments(operator, args, kwargs)
+            if operator.writes:
+                self._count_writes(operator, args, kwargs)
             if operator.calls_others or self._has_complex:
                 out = call(operator, args, kwargs or {}, is_complex=self._has_complex)
             else:
@@ -278,6 +282,7 @@ class Recorder(TorchDispatchMode):
         checksums = self._checksums
         assert checksums is not None
         self._arguments(operator, args, kwargs)
+        self._count_writes(operator, args, kwargs)
         given = [tensor for tensor in _tensors_in((args, kwargs)) if is_recordable(tensor)]
         # These may be given what a collective is still writing.
         is_view = getattr(operator.func, "is_view", False) or (
@@ -316,6 +321,14 @@ class Recorder(TorchDispatchMode):
                 append(name)
                 self._argument(value)
 
+    def _count_writes(self, operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
+        for position, name in operator.writes:
+            given = args[position] if position < len(args) else (kwargs or {}).get(name)
+            for tensor in _tensors_in(given):
+                number = self._numbers.get(ref(tensor.untyped_storage())) if has_storage(tensor) else None
+                if number is not None:
+                    self._count_changes(number, tensor, writes=1)
+
     def _argument(self, value: Any) -> None:
         kind, append = type(value), self.log.append
         if kind is int or kind in _CONSTANTS:
@@ -348,6 +361,8 @@ class Recorder(TorchDispatchMode):
         except NotImplementedError:  # a sparse tensor has none; steps that work with it are kept
             return HIDDEN
         number = self._numbers.get(ref(storage))
+        if number is not None and not made:
+            self._count_changes(number, tensor)
         if number is None:
             if not is_recordable(tensor):
                 return HIDDEN
@@ -364,6 +379,19 @@ class Recorder(TorchDispatchMode):
         geometry = (number, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
         word = self._by_geometry.get(geometry)
         return self._value(geometry) if word is None else word
+
+    def _count_changes(self, number: int, tensor: torch.Tensor, writes: int = 0) -> None:
+        """Notes a storage of which torch has counted more changes than were recorded, before `writes` more.
+
+        By another thread, below a mode that is off, or by a kernel whose schema does not say that it writes.
+        """
+        if tensor.is_inference():
+            return
+        base = tensor._base
+        key, version = (number, id(tensor if base is None else base)), tensor._version
+        if version > self._counts.setdefault(key, version):
+            self._miscounted.add(number)
+        self._counts[key] = version + writes
 
     def _counted(self, number: int, tensor: torch.Tensor) -> None:
         """Notes a tensor over memory that is known, if it may have a version counter of its own, as `x.data` beside `x`."""
@@ -467,7 +495,7 @@ class Recorder(TorchDispatchMode):
 
     def changed_unseen(self) -> frozenset[int]:
         """Storages that were read after something unseen had written into them. Waits for the device."""
-        changed: set[int] = set()
+        changed = set(self._miscounted)
         for device in {differs.device for _, differs in self._suspects}:  # a GPU's attention has its seed on the host
             here = [(number, differs) for number, differs in self._suspects if differs.device == device]
             flags = torch.stack([differs for _, differs in here])
