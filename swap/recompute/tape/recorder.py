@@ -228,10 +228,13 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self.asleep or _get_dispatch_mode(_FAKE) is not None or _get_dispatch_mode(_PROXY) is not None:
+        is_traced = _get_dispatch_mode(_FAKE) is not None or _get_dispatch_mode(_PROXY) is not None
+        if self.asleep or is_traced:
             operator = operator_of(func)
             if self._within is not None and operator.group_at is not None:
                 self._within += _groups_of(operator, args)
+            if is_traced:  # no kernel runs
+                return func(*args, **(kwargs or {}))
             return call(operator, args, kwargs or {}, is_complex=self._has_complex)
         for kind in types:
             if kind not in _PLAIN and _dispatches(kind):
