@@ -127,7 +127,7 @@ def _lists(module: nn.Module) -> dict[str, list[nn.Module]]:
 def _named_layers(module: nn.Module) -> dict[str, list[nn.Module]]:
     """Composite modules of one class in a ModuleDict, or under numbered names, as `layer1` and `layer2`."""
     groups: dict[tuple[str, type[nn.Module]], dict[str, nn.Module]] = {}
-    found = {}
+    found: dict[str, list[nn.Module]] = {}
     for name, child in module.named_children():
         stem = name.rstrip("0123456789")
         if 0 < len(stem) < len(name) and _has_parts(child):

@@ -143,9 +143,7 @@ class Engine:
         """Registers a model's parameters and buffers, whose storages never move."""
         self._eligibility.keep(parameters, buffers)
 
-    def place(
-        self, placements: Mapping[int, Placement], *, rest_bytes: int = 0, late_bytes: int | None = None
-    ) -> None:
+    def place(self, placements: Mapping[int, Placement], *, rest_bytes: int = 0, late_bytes: int | None = None) -> None:
         """Sets the placements of layers from their next calls on; other layers use the tiers in order.
 
         Args:

@@ -57,7 +57,6 @@ class Operator:
         "calls_others",
         "func",
         "group_at",
-        "has_formula",
         "is_attention",
         "is_collective",
         "is_known",
@@ -93,11 +92,6 @@ class Operator:
         """It uses no number of what it is given."""
         self.calls_others = is_overload and (not self.is_known or func.overloadpacket in _CALL_CAST)
         """Its kernel may call operators for which more keys count than for its own."""
-        self.has_formula = is_overload and any(
-            torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
-            for key in ("Autograd", "AutogradCPU", "AutogradCUDA")
-        )
-        """Autograd has a kernel for it; without one it sees the operators that the kernel calls."""
         self.overwrites = _overwrites(func, self.writes, is_random=self.is_random) if self.writes else ()
         """Those of `writes` of which it sets every element and reads none."""
 
@@ -120,15 +114,23 @@ def call(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], *, 
     kernel that calls other operators these are put back as the caller has them, but autograd where it has a formula for this
     one. With `is_complex` every kernel is taken to be such a one: a complex one's may conjugate.
     """
-    if not (operator.calls_others or (is_complex and operator.is_overload)):
-        return operator.func(*args, **kwargs)
+    func = operator.func
+    if not (operator.calls_others or (is_complex and operator.is_overload and func.namespace == "aten")):
+        return func(*args, **kwargs)
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
         hidden = torch._C._dispatch_tls_local_exclude_set()
-    if operator.has_formula:
+    if _has_formula(func):
         for key in _BELOW_AUTOGRAD:
             hidden = hidden.add(key)
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), hidden):
-        return operator.func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+@functools.cache
+def _has_formula(func: torch._ops.OpOverload) -> bool:
+    """True where autograd has a kernel for an operator; without one it sees the operators that its kernel calls."""
+    has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
+    return any(map(has_kernel, ("Autograd", "AutogradCPU", "AutogradCUDA")))
 
 
 def _writes(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
