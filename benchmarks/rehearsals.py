@@ -213,9 +213,10 @@ def rehearsed(case: Case) -> dict[str, Any]:
             "predicted_s": stage.microbatch_s,
             "bound_s": bound,
             "near": None if not bound else plan.step_s / bound,
-            "soon": (sum(step.seconds for step in found.steps[:first]) - first * settled) / kept_s if kept_s else 0.0,
             "first": first,
         }
+        if kept_s and len(case.tokens) == 1:
+            row["soon"] = (sum(step.seconds for step in found.steps[:first]) - first * settled) / kept_s
     return row | {"cpu_s": round(time.process_time() - began, 1)}
 
 
@@ -303,6 +304,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         ]
     if near:
         found["near_median"], found["near_worst"] = round(statistics.median(near), 4), round(near[-1], 4)
+    if soon:
         found["soon_median"], found["soon_worst"] = round(statistics.median(soon), 2), round(soon[-1], 2)
     found["corrections"] = {str(n): sum(max(0, row["plans"] - 1) == n for row in ran if row["plans"]) for n in range(4)}
     return found
