@@ -107,7 +107,8 @@ class Actuator:
             self._tokenwise.choose({layer.name: setting_of(setting) for layer in self._layers})
         else:
             placements, chosen = self._settings_of(setting)
-            self._engine.place(placements, rest_bytes=room, late_bytes=self.late_bytes(setting))
+            late = self.late_bytes(setting) or None  # without a disk a GPU's streams wait, and not the host
+            self._engine.place(placements, rest_bytes=room, late_bytes=late)
             self._expect(dict(zip((Tier.HOST, Tier.DISK), lower_tier_nbytes(setting), strict=True)))
             others = {layer.name: setting_of(MEASURING) for layer in self._layers if layer.name not in chosen}
             self._tokenwise.choose({**others, **chosen})
