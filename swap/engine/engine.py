@@ -122,7 +122,7 @@ class Engine:
         self._reload = Reload(
             lock, backend, order, release, layer_calls=layer_calls, telemetry=telemetry, prefetch_bytes=prefetch_bytes
         )
-        self._min_bytes = min_bytes
+        self._min_bytes, self._late_bytes = min_bytes, late_bytes
         self.codec = codec
         self._device = backend.device
         self._uint8 = torch.empty(0, dtype=torch.uint8, device=backend.device)
@@ -150,13 +150,13 @@ class Engine:
             placements: by layer number; replaces all earlier ones.
             rest_bytes: with STAY, bytes that no tier has room for stay on the device while it holds at most this many;
                 more of them only if they cannot be recomputed.
-            late_bytes: as of the engine, from now on.
+            late_bytes: instead of the engine's own, as long as these placements are in use.
 
         Raises:
             UsageError: a placement sends bytes to a tier that is not there; nothing changes.
         """
         self._tier_choice.place(placements, rest_bytes=rest_bytes)
-        self._copy_out.late_bytes = late_bytes
+        self._copy_out.late_bytes = self._late_bytes if late_bytes is None else late_bytes
 
     def listen(self, tracer: Tracer | None) -> None:
         """Sets the receiver of trace events; None: no trace. Between steps only: saved storages keep their tracer."""
