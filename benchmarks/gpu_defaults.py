@@ -31,7 +31,7 @@ __all__ = ["DEFAULTS", "Task", "measure", "ways"]
 
 DEFAULTS = "memo, defaults"
 MOST_STEPS = 14
-"""In which a plan has to settle."""
+"""Number of steps in which a plan has to settle."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +42,9 @@ class Task:
     """Name of a published model, behind which `+lora16` asks for adapters of rank 16."""
     tokens: int
     layers: int | None = None
-    """Instead of the model's own."""
+    """Number of layers instead of the model's own."""
     fields: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Of the configuration, instead of the model's own."""
+    """Fields of the configuration instead of the model's own."""
 
     def make(self, device: torch.device) -> nn.Module:
         """The model with random weights, in bfloat16, whose loss needs no logits."""

@@ -113,7 +113,7 @@ def _lists_of_layers(module: nn.Module) -> dict[str, list[nn.Module]]:
 
 
 def _lists(module: nn.Module) -> dict[str, list[nn.Module]]:
-    """Of a Sequential of plain operations (Linear, GELU, Linear) none: it is the inside of one layer."""
+    """Stacks that are lists. A Sequential of plain operations (Linear, GELU) is none: it is the inside of a layer."""
     found = {}
     for name, child in module.named_children():
         repeated = _repeated(child.children())
@@ -138,7 +138,7 @@ def _named_layers(module: nn.Module) -> dict[str, list[nn.Module]]:
 
 
 def _repeated(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those of which another one has the class."""
+    """Modules whose class another one of them has."""
     modules = list(modules)
     kinds = [type(module) for module in modules]
     return [module for module in modules if kinds.count(type(module)) >= 2]

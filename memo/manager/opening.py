@@ -53,7 +53,7 @@ class Parts:
     store: DiskStore | None = None
     """None: no disk tier, or one whose traffic is not counted."""
     actuator: Actuator | None = None
-    """What the engine tells of boundaries and backward's ends; nothing else may hold it."""
+    """Observer of layer boundaries and backward's ends; held here, since the engine has a weak reference alone."""
     source: PlanSource | None = None
     """None: a fixed `alpha` or fixed levels."""
     owned: OwnedMemory | None = None

@@ -187,15 +187,13 @@ class Recorder(TorchDispatchMode):
         """In order; a call with other numbers in the same log may have other groups."""
         self._within: list[str] | None = None  # groups of the function of the program that runs now
         self._suspects: list[tuple[int, torch.Tensor]] = []
-        self._counts: dict[
-            tuple[int, int], int
-        ] = {}  # (storage number, tensor or that of which it is a view) -> version
+        self._counts: dict[tuple[int, int], int] = {}  # (storage number, id of a view's base) -> version
         self._miscounted: set[int] = set()  # storages whose version moved on without an operator that was recorded
         self._numbers: dict[ref[torch.UntypedStorage], int] = {}
         self._by_geometry: dict[Geometry, Ref] = {}
         self._roots: dict[
             int, set[int]
-        ] = {}  # storage that the call did not make -> tensors of which it was read, or views
+        ] = {}  # storage that the call did not make -> ids of views' bases that were read
         self._holds = holds
         self._expected = expected
         self._here = here

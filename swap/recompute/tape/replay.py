@@ -69,7 +69,7 @@ class Brought(NamedTuple):
     storage: weakref.ref[torch.UntypedStorage] | None = None
     """Of a parameter: its memory may be freed and come back, but another one would be another parameter."""
     beside: tuple[Guard, ...] = ()
-    """Of other tensors in the same memory, each with its own count of changes."""
+    """Guards of other tensors in the same memory, each with a version counter of its own."""
 
 
 class Replay:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import stack
+from small_models import SEQ, Step, assert_equal, ids, stack, train
 from torch import nn
 from torch.nn import functional as F
 
@@ -62,7 +62,7 @@ def _complex(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def _sparse_product(x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", enabled=False):  # which has no kernel for it
-        return torch.stack([(torch.eye(48) * 0.3).to_sparse_csr() @ each.float() for each in x])
+        return torch.stack([(torch.eye(SEQ) * 0.3).to_sparse_csr() @ each.float() for each in x])
 
 
 _OPS: Any = torch.ops.memo_kernels
@@ -78,7 +78,7 @@ KERNELS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sparse CSR product": lambda x, w: _sparse_product(x @ w),
     "bilinear": lambda x, w: F.bilinear(x, x, w.expand(4, *w.shape)).repeat_interleave(HIDDEN // 4, -1),
     "pinv": lambda x, w: x @ torch.linalg.pinv(w.detach() + 4 * torch.eye(HIDDEN)).float(),
-    "sparse product": lambda x, w: x + torch.sparse.mm((torch.eye(48) * 0.3).to_sparse(), x[0].detach()).float(),
+    "sparse product": lambda x, w: x + torch.sparse.mm((torch.eye(SEQ) * 0.3).to_sparse(), x[0].detach()).float(),
 }
 
 
@@ -99,27 +99,15 @@ class Layer(nn.Module):
 @pytest.mark.parametrize("alpha", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_kernel_computes_what_it_does_without_memo(kernel: str, alpha: float, autocast: bool) -> None:
-    def gradients(managed: bool) -> list[torch.Tensor]:
+    def steps(managed: bool) -> list[Step]:
         model = stack(make=lambda: Layer(KERNELS[kernel]))
         manager = memo.offload(model, alpha=alpha, host="16MiB", min_bytes=1) if managed else None
-        found = []
-        for step in range(2):
-            model.zero_grad()
-            tokens = torch.arange(96).view(2, 48) * (step + 1) % 61
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                if manager is None:
-                    loss = model(tokens)
-                else:
-                    with manager:
-                        loss = model(tokens)
-            loss.backward()
-            found += [
-                loss.detach(),
-                *(parameter.grad for parameter in model.parameters() if parameter.grad is not None),
-            ]
-        if manager is not None:
-            manager.close()
-        return found
 
-    for ours, theirs in zip(gradients(True), gradients(False), strict=True):
-        assert torch.equal(ours, theirs)
+        def forward(step: int) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss: torch.Tensor = model(ids(step))
+            return loss
+
+        return train(model, forward, manager, steps=2)
+
+    assert_equal(steps(True), steps(False))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import stack
+from small_models import Step, assert_equal, ids, stack, train
 from torch import nn
 from torch.nn import functional as F
 
@@ -57,24 +57,15 @@ class Layer(nn.Module):
 @pytest.mark.parametrize("alpha", [0.0, 0.5, (0.2, 0.3, 0.5)])
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_layer_with_a_drawn_mask_is_bit_equal(mask: str, alpha: Any) -> None:
-    def gradients(managed: bool) -> list[torch.Tensor]:
+    def steps(managed: bool) -> list[Step]:
         model = stack(make=lambda: Layer(MASKS[mask]))
         manager = memo.offload(model, alpha=alpha, host="16MiB", min_bytes=1) if managed else None
-        found = []
-        for step in range(3):
-            torch.manual_seed(step)
-            model.zero_grad()
-            tokens = torch.arange(96).view(2, 48) * (step + 1) % 61
-            if manager is None:
-                loss = model(tokens)
-            else:
-                with manager:
-                    loss = model(tokens)
-            loss.backward()
-            found += [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
-        if manager is not None:
-            manager.close()
-        return found
 
-    for ours, theirs in zip(gradients(True), gradients(False), strict=True):
-        assert torch.equal(ours, theirs)
+        def forward(step: int) -> torch.Tensor:
+            torch.manual_seed(step)
+            loss: torch.Tensor = model(ids(step))
+            return loss
+
+        return train(model, forward, manager)
+
+    assert_equal(steps(True), steps(False))
