@@ -95,13 +95,21 @@ def ways() -> Sequence[Way]:
 def _checkpointing(name: str, **options: Any) -> Way:
     @contextlib.contextmanager
     def start(model: Any) -> Iterator[Running]:
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False, **options})
+        _switch(model, "enable")({"use_reentrant": False, **options})
         try:
             yield Running()
         finally:
-            model.activation_checkpointing_disable()
+            _switch(model, "disable")()
 
     return Way(name=name, start=start, compute=Compute.OTHER)
+
+
+def _switch(model: Any, name: str) -> Callable[..., None]:
+    """transformers' own; before 5.18 it is called gradient checkpointing."""
+    called = getattr(model, f"activation_checkpointing_{name}", None) or getattr(
+        model, f"gradient_checkpointing_{name}"
+    )
+    return called  # type: ignore[no-any-return]
 
 
 def measure(
