@@ -104,12 +104,10 @@ def _checkpointing(name: str, **options: Any) -> Way:
     return Way(name=name, start=start, compute=Compute.OTHER)
 
 
-def _switch(model: Any, name: str) -> Callable[..., None]:
+def _switch(model: Any, name: str) -> Any:
     """transformers' own; before 5.18 it is called gradient checkpointing."""
-    called = getattr(model, f"activation_checkpointing_{name}", None) or getattr(
-        model, f"gradient_checkpointing_{name}"
-    )
-    return called  # type: ignore[no-any-return]
+    new, old = (f"{kind}_checkpointing_{name}" for kind in ("activation", "gradient"))
+    return getattr(model, new if hasattr(model, new) else old)
 
 
 def measure(
