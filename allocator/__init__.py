@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         Lifetime as Lifetime,
         Recorder as Recorder,
     )
+    from memo.allocator.segments import use_expandable_segments as use_expandable_segments
     from memo.allocator.trace import (
         Allocation as Allocation,
         AllocationTrace as AllocationTrace,
@@ -54,6 +55,7 @@ else:
             "pluggable": "allocated_bytes memory_share memory_stats model_steps "
             "active_allocator peak_allocated_bytes restart_peaks use_planned_allocator",
             "record_step": "AllocationSite Lifetime Recorder",
+            "segments": "use_expandable_segments",
             "trace": "Allocation AllocationTrace trace_of trace_to_csv trace_to_json",
         },
     )

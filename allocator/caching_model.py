@@ -2,9 +2,8 @@
 
 Follows c10/cuda/CUDACachingAllocator.cpp (constants in c10/cuda/CUDACachingAllocator.h and c10/core/AllocatorConfig.h)
 of torch 2.11 to 2.13, with default settings or `expandable_segments:True`. Names in comments are functions of that
-file. Device memory is unlimited, so nothing is returned to the driver: no retry after out-of-memory, no garbage
-collection. Streams do not share blocks. Not modelled: `record_stream`, rounding to power-of-two divisions, CUDA graphs,
-private pools.
+file. Streams do not share blocks. Not modelled: `record_stream`, rounding to power-of-two divisions, garbage
+collection, CUDA graphs, private pools.
 
     request ──round──▶ pool (small, large) ──best fit──▶ block ──split──▶ address
                                        └── none: a new segment, or the expandable segment's next pages
@@ -34,8 +33,8 @@ MIN_LARGE_ALLOC = 10 << 20
 ROUND_LARGE = 2 << 20
 """kRoundLarge: such segments are rounded up to multiples of it."""
 
-# Address space of an expandable segment. The real one is 9/8 of the device's memory for each pool.
-_ENDLESS = 1 << 60
+# Address space of an expandable segment, in whole pages. The real one is 9/8 of the device's memory for each pool.
+_ENDLESS = LARGE_BUFFER << 36
 
 
 def round_size(nbytes: int) -> int:
@@ -125,15 +124,22 @@ class _Pool:
 
     def __init__(self, *, small: bool) -> None:
         self.small = small
-        self.unmapped: Block | None = None
-        """Rest of the expandable segment, behind all of its mapped blocks."""
+        self.page = SMALL_BUFFER if small else LARGE_BUFFER
+        self.unmapped: list[Block] = []
+        """Parts of expandable segments without memory, by address."""
         self._free: list[tuple[int, int, Block]] = []  # by size, then by address (BlockComparatorSize)
 
     def add(self, block: Block) -> None:
-        bisect.insort(self._free, (block.nbytes, block.address, block), key=lambda entry: entry[:2])
+        if block.mapped:
+            bisect.insort(self._free, (block.nbytes, block.address, block), key=lambda entry: entry[:2])
+        else:
+            bisect.insort(self.unmapped, block, key=lambda each: each.address)
 
     def remove(self, block: Block) -> None:
-        del self._free[self._index(block.nbytes, block.address)]
+        if block.mapped:
+            del self._free[self._index(block.nbytes, block.address)]
+        else:
+            self.unmapped.remove(block)
 
     def take(self, nbytes: int, segments: Segments) -> Block | None:
         """Removes and returns the smallest free block that is large enough (get_free_block)."""
@@ -146,6 +152,46 @@ class _Pool:
                 index += 1
         return self._free.pop(index)[2]
 
+    def expandable(self, nbytes: int) -> Block | None:
+        """The first free or unmapped block from which on so many bytes are free or unmapped (find_expandable_block)."""
+        for block in self.unmapped:
+            before = block.before
+            first = block if before is None or before.allocated else before
+            found, last = 0, first
+            while found < nbytes and last is not None and not last.allocated:
+                found, last = found + last.nbytes, last.after
+            if found >= nbytes:
+                return first
+        return None
+
+    def release(self, segments: Segments) -> int:
+        """Gives up what no allocation touches, segments or pages of expandable ones; returns its bytes."""
+        released = 0
+        for _, _, block in list(self._free):
+            if segments is Segments.FIXED:
+                if block.before is None and block.after is None:
+                    self.remove(block)
+                    released += block.nbytes
+                continue
+            first, end = -(-block.address // self.page) * self.page, block.end // self.page * self.page
+            if first < end:
+                released += end - first
+                self._unmap(block, first, end)
+        return released
+
+    def _unmap(self, block: Block, first: int, end: int) -> None:
+        """Takes the memory from addresses `first` to `end` of a free block (unmap_block)."""
+        self.remove(block)
+        if first > block.address:
+            rest = _split(block, first - block.address)
+            self.add(block)
+            block = rest
+        if end < block.end:
+            self.add(_split(block, end - block.address))
+        block.mapped = False
+        _merge_neighbours(block)
+        self.add(block)
+
     def _index(self, nbytes: int, address: int) -> int:
         return bisect.bisect_left(self._free, (nbytes, address), key=lambda entry: entry[:2])
 
@@ -156,10 +202,16 @@ def _grown(block: Block) -> int:
 
 
 class CachingAllocator:
-    """Caching allocator of one device."""
+    """Caching allocator of one device.
 
-    def __init__(self, segments: Segments = Segments.FIXED) -> None:
+    Args:
+        segments: kind of segments.
+        capacity: bytes that the driver has; None is without limit.
+    """
+
+    def __init__(self, segments: Segments = Segments.FIXED, capacity: int | None = None) -> None:
         self._segments = segments
+        self._capacity = capacity
         self._pools: dict[tuple[int, bool], _Pool] = {}
         self._next_address = 0
         self.reserved_nbytes = 0
@@ -168,13 +220,21 @@ class CachingAllocator:
         self.driver_calls = 0
 
     def malloc(self, nbytes: int, *, stream: int = 0) -> Block:
-        """Allocates a block of at least `nbytes`; the caller frees it."""
+        """Allocates a block of at least `nbytes`; the caller frees it.
+
+        Raises:
+            MemoryError: the driver has no room, unused segments returned.
+        """
         wanted = round_size(nbytes)
         small = wanted <= SMALL_SIZE
         pool = self._pools.setdefault((stream, small), _Pool(small=small))
         block = pool.take(wanted, self._segments)
         if block is None:
-            block = self._grow(pool, wanted) if self._segments is Segments.EXPANDABLE else self._segment(pool, wanted)
+            try:
+                block = self._new(pool, wanted)
+            except MemoryError:  # once more, without what is unused (release_cached_blocks)
+                self.reserved_nbytes -= sum(each.release(self._segments) for each in self._pools.values())
+                block = self._new(pool, wanted)
         if self._should_split(block, wanted):
             pool.add(_split(block, wanted))
         block.allocated = True
@@ -195,6 +255,17 @@ class CachingAllocator:
             return rest >= MIN_BLOCK
         return rest > SMALL_SIZE
 
+    def _new(self, pool: _Pool, wanted: int) -> Block:
+        """A block with memory from the driver (alloc_block)."""
+        return self._grow(pool, wanted) if self._segments is Segments.EXPANDABLE else self._segment(pool, wanted)
+
+    def _reserve(self, nbytes: int) -> None:
+        """Takes so many bytes from the driver."""
+        if self._capacity is not None and self.reserved_nbytes + nbytes > self._capacity:
+            raise MemoryError
+        self.reserved_nbytes += nbytes
+        self.driver_calls += 1
+
     def _segment(self, pool: _Pool, wanted: int) -> Block:
         """Allocates a whole segment by cudaMalloc (get_allocation_size)."""
         if pool.small:
@@ -203,30 +274,39 @@ class CachingAllocator:
             nbytes = LARGE_BUFFER
         else:
             nbytes = -(-wanted // ROUND_LARGE) * ROUND_LARGE
+        self._reserve(nbytes)
         block = Block(address=self._next_address, nbytes=nbytes, pool=pool)
         self._next_address += nbytes
-        self.reserved_nbytes += nbytes
-        self.driver_calls += 1
         return block
 
     def _grow(self, pool: _Pool, wanted: int) -> Block:
-        """Maps pages at the end of the pool's segment; merges a free block there (try_allocate_expandable_block)."""
-        rest = pool.unmapped
-        if rest is None:
-            rest = Block(address=self._next_address, nbytes=_ENDLESS, pool=pool, mapped=False)
+        """Maps pages between and behind free blocks, which become one (try_allocate_expandable_block)."""
+        block = pool.expandable(wanted)
+        if block is None:
+            block = Block(address=self._next_address, nbytes=_ENDLESS, pool=pool, mapped=False)
             self._next_address += _ENDLESS
-        last = rest.before
-        missing = wanted
-        if last is not None and not last.allocated:
-            missing -= last.nbytes
-        page = SMALL_BUFFER if pool.small else LARGE_BUFFER
-        nbytes = -(-missing // page) * page
-        pool.unmapped = _split(rest, nbytes)
-        rest.mapped = True
-        self.reserved_nbytes += nbytes
-        self.driver_calls += 1
-        _merge_neighbours(rest)
-        return rest
+            pool.add(block)
+        if not block.mapped:
+            block = self._map(block, min(block.nbytes, wanted))
+        while block.nbytes < wanted:
+            rest = block.after
+            assert rest is not None  # by `expandable`: an unmapped one
+            block = self._map(rest, min(rest.nbytes, wanted - block.nbytes))
+        pool.remove(block)
+        return block
+
+    def _map(self, block: Block, nbytes: int) -> Block:
+        """Gives memory to the first pages of an unmapped block (map_block); returns the free block with them."""
+        pool = block.pool
+        nbytes = -(-nbytes // pool.page) * pool.page
+        self._reserve(nbytes)
+        pool.remove(block)
+        if nbytes < block.nbytes:
+            pool.add(_split(block, nbytes))
+        block.mapped = True
+        _merge_neighbours(block)
+        pool.add(block)
+        return block
 
 
 def _split(block: Block, nbytes: int) -> Block:

@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 LINK_SECONDS = 0.5
-LINE = 160
+LINE = 400
 """Characters of an error that a row shows: what could not be allocated is among them."""
 
 

@@ -162,6 +162,7 @@ def _measured(
         "peak_device_bytes": max(step.peak_bytes for step in steps[before:]),
         "peaks_bytes": [step.peak_bytes for step in steps],
         "budget_bytes": budget,
+        "reserved_bytes": torch.cuda.memory_reserved() if ids.is_cuda else None,
         "peak_host_bytes": host,
         "loss": steps[-1].loss,
         "gradient_difference": max(relative_norm(g, reference[name]) for name, g in gradients.items()),

@@ -27,6 +27,8 @@ __all__ = ["SimulatedMachine"]
 
 USABLE = 0.94
 """As memo.autoplan.device_budget has it: the share of a GPU's memory that is the default budget."""
+FIRMWARE_BYTES = 841 << 20
+"""Bytes of a GPU's nominal memory that torch does not count as its total: H100 of 80 GiB, CUDA 13."""
 OUTSIDE_BYTES = 700 << 20
 """Bytes of a GPU that its context and torch's kernels take before the first tensor: H100, CUDA 13."""
 LOCK_S_PER_GIB = 0.1
@@ -75,7 +77,7 @@ class SimulatedMachine(Machine):
         self.disk_bytes = disk_bytes
         self._host_bytes = hardware.host_bytes // ranks if host_bytes is None else host_bytes
         self.clock = Clock(LAUNCH_NS)
-        self.memory = DeviceMemory(hardware.device_bytes - OUTSIDE_BYTES)
+        self.memory = DeviceMemory(self.device_bytes - OUTSIDE_BYTES)
         self.kernels = SimulatedKernels(hardware, self.clock, self.memory, assume=assume)
 
     @property
@@ -90,12 +92,12 @@ class SimulatedMachine(Machine):
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the GPU."""
-        return self.hardware.device_bytes
+        """Bytes of the GPU, as torch has them."""
+        return self.hardware.device_bytes - FIRMWARE_BYTES
 
     def device_budget(self, nbytes: int | None) -> DeviceBudget:
         """The budget, with the counters of the simulated memory."""
-        total, memory = int(self.hardware.device_bytes * USABLE), self.memory
+        total, memory = int(self.device_bytes * USABLE), self.memory
         return DeviceBudget(
             total_bytes=total if nbytes is None else min(total, nbytes),
             peak_bytes=lambda: memory.peak,

@@ -30,16 +30,17 @@ class DeviceMemory:
 
     Args:
         capacity: bytes that the process can take from the driver; more raise torch.OutOfMemoryError.
+        segments: kind of the allocator's segments.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, segments: Segments = Segments.EXPANDABLE) -> None:
         self.capacity = capacity
         self.used = self.peak = 0
         """Bytes of storages now, and the most since `restart`."""
         self.step_peak = 0
         """The most since the program's own `begin_step`."""
         self._held: set[_Held] = set()
-        self._allocator = CachingAllocator(Segments.EXPANDABLE)
+        self._allocator = CachingAllocator(segments, capacity)
 
     @property
     def reserved(self) -> int:
@@ -64,14 +65,16 @@ class DeviceMemory:
         nbytes = storage.nbytes()
         if not nbytes:
             return
-        if self.used + nbytes > self.capacity:
+        try:
+            block = self._allocator.malloc(nbytes)
+        except MemoryError:
             raise torch.OutOfMemoryError(
-                f"CUDA out of memory (simulated). Tried to allocate {format_bytes(nbytes)}; {format_bytes(self.used)} of "
-                f"{format_bytes(self.capacity)} are in use."
-            )
+                f"CUDA out of memory (simulated). Tried to allocate {format_bytes(nbytes)}; of "
+                f"{format_bytes(self.capacity)} {format_bytes(self.used)} are in use and "
+                f"{format_bytes(self.reserved - self.used)} reserved beside them."
+            ) from None
         held = _Held(storage, self._gone)
-        held.nbytes = nbytes
-        held.block = self._allocator.malloc(nbytes)
+        held.nbytes, held.block = nbytes, block
         self._held.add(held)
         self.used = used = self.used + nbytes
         if used > self.peak:

@@ -4,8 +4,10 @@
 // With EMULATED_CUDA_LINK (bytes per second, each way) events tell the time of a clock that only copies over that link and
 // torch.cuda._sleep move on: what a step waits for its copies is then arithmetic, on however busy a machine.
 // Kernels are not run: torch's operators are computed by its own CPU kernels (operators.py); one that is launched all the same is named on stderr.
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include <dlfcn.h>
 #include <sys/mman.h>
 #include <time.h>
 
@@ -244,6 +246,52 @@ cudaError_t cudaFree(void* pointer) {
   device_memory.erase(at);
   return cudaSuccess;
 }
+
+// The driver's addresses with and without memory, of which torch makes expandable segments.
+static CUresult driver_refuses() { return CUDA_ERROR_NOT_SUPPORTED; }
+static CUresult driver_attribute(int* value, CUdevice_attribute, CUdevice) { *value = 0; return CUDA_SUCCESS; }
+static CUresult driver_reserve(CUdeviceptr* pointer, size_t bytes, size_t, CUdeviceptr, unsigned long long) {
+  void* p = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  *pointer = reinterpret_cast<CUdeviceptr>(p);
+  return p == MAP_FAILED ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
+}
+static CUresult driver_forget(CUdeviceptr pointer, size_t bytes) { munmap(reinterpret_cast<void*>(pointer), bytes); return CUDA_SUCCESS; }
+static CUresult driver_create(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp*, unsigned long long) {
+  Lock lock(mutex);
+  if (used + bytes > total) return CUDA_ERROR_OUT_OF_MEMORY;
+  used += *handle = bytes;  // a handle is its size
+  return CUDA_SUCCESS;
+}
+static CUresult driver_release(CUmemGenericAllocationHandle handle) { Lock lock(mutex); used -= handle; return CUDA_SUCCESS; }
+static CUresult driver_map(CUdeviceptr pointer, size_t bytes, size_t, CUmemGenericAllocationHandle, unsigned long long) {
+  Lock lock(mutex);
+  void* p = reinterpret_cast<void*>(pointer);
+  mprotect(p, bytes, PROT_READ | PROT_WRITE);
+  memset(p, 0xff, bytes);
+  device_memory[pointer] = bytes;
+  return CUDA_SUCCESS;
+}
+static CUresult driver_access(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) { return CUDA_SUCCESS; }
+static CUresult driver_unmap(CUdeviceptr pointer, size_t bytes) {
+  Lock lock(mutex);
+  for (auto s : streams) flush(s);
+  mmap(reinterpret_cast<void*>(pointer), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  device_memory.erase(device_memory.lower_bound(pointer), device_memory.lower_bound(pointer + bytes));
+  return CUDA_SUCCESS;
+}
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** found, unsigned, unsigned long long, cudaDriverEntryPointQueryResult* result) {
+  static const std::map<std::string, void*> here{
+      {"cuDeviceGetAttribute", (void*)driver_attribute}, {"cuMemAddressReserve", (void*)driver_reserve},
+      {"cuMemAddressFree", (void*)driver_forget},        {"cuMemCreate", (void*)driver_create},
+      {"cuMemRelease", (void*)driver_release},           {"cuMemMap", (void*)driver_map},
+      {"cuMemSetAccess", (void*)driver_access},          {"cuMemUnmap", (void*)driver_unmap}};
+  auto at = here.find(name);
+  *found = at != here.end() ? at->second : dlsym(RTLD_DEFAULT, name);
+  if (!*found) *found = (void*)driver_refuses;
+  if (result) *result = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
+}
+
 static std::multimap<size_t, void*> pool_free;
 static std::map<void*, size_t> pool_given;
 static size_t pool_reserved = 0;
@@ -441,7 +489,6 @@ cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return c
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* n, const void*, int, size_t, unsigned) { *n = 8; return cudaSuccess; }
 
 #define REFUSED(signature) cudaError_t signature { return fail(cudaErrorNotSupported); }
-REFUSED(cudaGetDriverEntryPointByVersion(const char*, void**, unsigned, unsigned long long, cudaDriverEntryPointQueryResult*))
 REFUSED(cudaIpcCloseMemHandle(void*))
 REFUSED(cudaIpcGetEventHandle(cudaIpcEventHandle_t*, cudaEvent_t))
 REFUSED(cudaIpcGetMemHandle(cudaIpcMemHandle_t*, void*))

@@ -3,6 +3,7 @@ extern "C" {
 int cuInit(unsigned) { return 0; }
 int cuDriverGetVersion(int* v) { *v = 13000; return 0; }
 int cuDeviceGetCount(int* n) { *n = 1; return 0; }
+int cuDeviceGetAttribute(int* value, int, int) { *value = 1; return 0; }
 int cuDeviceGet(int* d, int) { *d = 0; return 0; }
 int cuDevicePrimaryCtxGetState(int, unsigned* flags, int* active) { *flags = 0; *active = 1; return 0; }
 int cuCtxGetCurrent(void** c) { static int context; *c = &context; return 0; }
