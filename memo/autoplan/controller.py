@@ -65,7 +65,8 @@ if TYPE_CHECKING:
     from memo.autoplan.actuator_protocol import ActuatorProtocol
     from memo.autoplan.step_evidence import AllGather
     from memo.autoplan.step_timeline import StepTimes
-    from memo.events import Tracer
+    from memo.events import Lane, Tracer
+    from memo.machine import LinkRates
     from memo.mip.activation import ActivationPlan, StagePrediction, StageTurns
     from memo.mip.inputs import Hardware, LayerProfile, Profile
 
@@ -125,6 +126,7 @@ class AutoPlan:
         self._planning_s = 0.0
         self._others_bytes = 0
         self._hardware: Hardware | None = None
+        self._rates: tuple[LinkRates | None, Mapping[Lane, float]] | None = None
         self._why_not: str | None = None
         self._warned: LRU[str, bool] = LRU(MOST_WARNED)
         self._has_solved = False
@@ -283,6 +285,7 @@ class AutoPlan:
             self._plan_with_less_room(cached)
         elif cached.phase is Phase.WARM_UP:
             cached.phase = Phase.PROFILING
+            self._measure_rates()  # before pages are locked, which stops copies
             self._actuator.prepare_host()
         elif spare < 0 and cached.setting is MEASURING:
             cached.phase, cached.setting = Phase.WARM_UP, Level.SAVE_INPUT
@@ -346,13 +349,21 @@ class AutoPlan:
 
     def _hardware_of(self, times: StepTimes) -> Hardware:
         limits = self._actuator.limits()
+        link, disks = self._measure_rates()
         return measured_hardware(
             times,
             device_bytes=limits.device_bytes + limits.others_bytes,
             host_bytes=limits.host_bytes,
-            link=self._actuator.link(),
-            disks=self._actuator.disk_rates(),
+            link=link,
+            disks=disks,
         )
+
+    def _measure_rates(self) -> tuple[LinkRates | None, Mapping[Lane, float]]:
+        """Rates of the link and of the disks, measured alone, once."""
+        if self._rates is None:
+            self._actuator.finish()
+            self._rates = self._actuator.link(), self._actuator.disk_rates()
+        return self._rates
 
     def _apply(self, cached: CachedPlan) -> None:
         """Applies an entry's setting; a level is applied again for each length, which decides on the room beside it."""

@@ -402,3 +402,11 @@ def test_host_memory_is_prepared_once_after_the_warm_up() -> None:
         if len(machine.prepared_after) > before:
             phases.append(auto.outcome().phase)
     assert phases == ["profiling"]
+
+
+def test_the_link_is_measured_once_before_host_memory_is_page_locked() -> None:
+    machine = tight()
+    auto = make(machine)
+    for tokens in (TOKENS, TOKENS, TOKENS, 2 * TOKENS, 2 * TOKENS, 2 * TOKENS):
+        step(auto, machine, tokens=tokens)
+    assert machine.links_measured_after == [0]

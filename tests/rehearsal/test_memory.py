@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memo.allocator import byteless_storage
+from memo.allocator import Segments, byteless_storage
 from memo.rehearsal.memory import DeviceMemory
+
+MIB = 1 << 20
 
 
 def test_a_storage_counts_from_its_creation_to_its_end() -> None:
-    memory = DeviceMemory(100)
+    memory = DeviceMemory(100 * MIB)
     first, second = byteless_storage(30), byteless_storage(20)
     memory.add(first)
     memory.add(second)
@@ -20,7 +22,7 @@ def test_a_storage_counts_from_its_creation_to_its_end() -> None:
 
 
 def test_each_reader_restarts_its_own_peak() -> None:
-    memory = DeviceMemory(100)
+    memory = DeviceMemory(100 * MIB)
     first, second = byteless_storage(30), byteless_storage(10)
     memory.add(first)
     del first
@@ -32,15 +34,33 @@ def test_each_reader_restarts_its_own_peak() -> None:
 
 
 def test_what_has_no_room_raises_and_is_not_counted() -> None:
-    memory = DeviceMemory(100)
-    kept = byteless_storage(60)
+    memory = DeviceMemory(100 * MIB)
+    kept = byteless_storage(60 * MIB)
     memory.add(kept)
-    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 41 B; 60 B of 100 B are in use"):
-        memory.add(byteless_storage(41))
-    assert memory.used == memory.peak == 60
-    exact = byteless_storage(40)
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 41 MiB; of 100 MiB 60 MiB are in use and 0 B"):
+        memory.add(byteless_storage(41 * MIB))
+    assert memory.used == memory.peak == 60 * MIB
+    exact = byteless_storage(40 * MIB)
     memory.add(exact)
     assert memory.used == memory.capacity
+
+
+@pytest.mark.parametrize(("segments", "fits"), [(Segments.FIXED, False), (Segments.EXPANDABLE, True)])
+def test_gaps_between_storages_count(segments: Segments, fits: bool) -> None:
+    memory = DeviceMemory(100 * MIB, segments)
+    storages = [byteless_storage(size * MIB) for size in (60, 40)]
+    for each in storages:
+        memory.add(each)
+    del storages[0], each
+    small = byteless_storage(20 * MIB)
+    memory.add(small)  # in the first one's segment
+    del storages[0]
+    both = byteless_storage(80 * MIB)
+    if fits:
+        memory.add(both)
+    else:
+        with pytest.raises(torch.OutOfMemoryError, match=r"20 MiB are in use and 40 MiB reserved beside them"):
+            memory.add(both)
 
 
 def test_empty_storages_take_nothing() -> None:

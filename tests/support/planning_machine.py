@@ -70,6 +70,7 @@ class Machine:
         self.addresses = 1.0  # bytes of host addresses that a plan's storages need, as a multiple of their own
         self.watched: list[bool] = []
         self.prepared_after: list[int] = []  # number of settings that had been applied
+        self.links_measured_after: list[int] = []  # number of times that the host had been prepared
 
     def listen(self, tracer: Tracer | None) -> None:
         self.listened += tracer is not None
@@ -139,6 +140,7 @@ class Machine:
         return lacking
 
     def link(self) -> LinkRates | None:
+        self.links_measured_after.append(len(self.prepared_after))
         return LinkRates(
             d2h_bytes_per_s=1e7, h2d_bytes_per_s=1e7, d2h_together_bytes_per_s=1e7, h2d_together_bytes_per_s=1e7
         )
