@@ -24,7 +24,7 @@ from benchmarks.results import ROOT, write_result
 from memo.units import format_bytes, parse_tokens
 
 SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the older name still holds for torch 2.8 and before
-ARMS = {"torch": None, "expandable segments": "expandable_segments:True", "planned": None}
+ARMS = {"torch": "expandable_segments:False", "expandable segments": "expandable_segments:True", "planned": None}
 LEARNING = 5
 """Steps before the measured ones: warm-up, recording, and plans that learn how late copies let go of memory."""
 
@@ -138,7 +138,6 @@ def line_of(arm: str, row: dict[str, Any]) -> str:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_allocator")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
-    parser.add_argument("--without", choices=ARMS, help="an arm that is left out")
     parser.add_argument("--model", default="350m", metavar="NAME", help="default 350m")
     parser.add_argument("--seq", type=parse_tokens, default=64 << 10, metavar="TOKENS", help="default 64k")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="default 20")
@@ -161,7 +160,7 @@ def main(argv: list[str]) -> int:
     rounds: list[dict[str, dict[str, Any]]] = []
     for number in range(arguments.rounds):
         rounds.append({})
-        for arm in [arm for arm in ARMS if arm != arguments.without]:
+        for arm in ARMS:
             rounds[-1][arm] = run_arm(arm, arguments)
             rows, faults = compare(rounds)
             print(

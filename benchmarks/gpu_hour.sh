@@ -12,7 +12,7 @@ if [ -z "${GPU_HOUR_SMALL:-}" ]; then
   patience=1  # times every limit
   model="--model 350m" larger=1.3b host="--host 64GiB" most_host="--host 88GiB" train_host=88GiB
   headline="--seq 64k --rounds 3" alphas="--seq 128k --layers 12 --rounds 1" million="--layers 8,6,4 --minutes 5"
-  short="--rounds 3" length="--cap 16GiB --minutes 1" allocator=(--seq 32k --steps 12) trained=64k
+  short="--rounds 3" length="--cap 16GiB --minutes 1" allocator="--seq 32k --steps 12" trained=64k
   long="--seq 128k --layers 12 --rounds 1" longer="--seq 256k --layers 6 --rounds 1"
   published="" probe="" kernels="" programs="--workers 4 --minutes 1.75 --shrink 20 --ranks 0 --write" classes=(--workers 6 --settings 1,0.3,0)
 else  # the rehearsal: the same commands, where nothing is fast
@@ -23,7 +23,7 @@ else  # the rehearsal: the same commands, where nothing is fast
   long="--seq 1k --layers 12 --rounds 1" longer="--seq 1k --layers 14 --rounds 1"
   published="--model qwen2.5-0.5b+lora4 --layers 2 --seq 64 --rounds 1" probe="--small" kernels="--tokens 64 --width 256 --asked 0"
   programs="--programs 10 --ranks 0 --write" classes=(--workers 1 --settings 1,0 --only LlamaForCausalLM)
-  allocator=(--seq 512 --steps 2 --without "expandable segments")  # of which the emulated driver has none
+  allocator="--seq 512 --steps 2"
   short="$model $short" million="$model $million"
   some="when_one_stream_lags or host_arena_is_exact or too_late or no_fallback or anything_but_zero or refused"
   export PYTEST_ADDOPTS="${PYTEST_ADDOPTS:-} -k '$some'"
@@ -113,7 +113,7 @@ case $part in
   3)  # over alpha; the kernels; the allocator; the longest length under a cap
     run 195 benchmarks.gpu_bench alpha $model $alphas $host --ways "$quick"
     run 40 benchmarks.kernels $kernels
-    run 100 benchmarks.gpu_allocator $model "${allocator[@]}" $host
+    run 100 benchmarks.gpu_allocator $model $allocator $host
     run 80 benchmarks.gpu_bench length $model $length $host
     ;;
   4)  # longer plans; a training run under the planned allocator

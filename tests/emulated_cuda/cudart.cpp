@@ -223,11 +223,18 @@ cudaError_t cudaDeviceSynchronize() {
 }
 
 cudaError_t cudaMemGetInfo(size_t* free_, size_t* total_) { Lock lock(mutex); *free_ = total - used; *total_ = total; return cudaSuccess; }
+// Addresses that were never given before, the next one above the last, as a driver's mostly are: allocators choose by address.
+static void* addresses(size_t bytes, int access) {
+  static uintptr_t next = uintptr_t(1) << 45;
+  void* p = mmap(reinterpret_cast<void*>(next), bytes, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  next += (bytes + (2 << 20) - 1) & ~uintptr_t((2 << 20) - 1);
+  return p;
+}
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   Lock lock(mutex);
   bytes = (bytes + 4095) & ~size_t(4095);
   if (used + bytes > total) return fail(cudaErrorMemoryAllocation);
-  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* p = addresses(bytes, PROT_READ | PROT_WRITE);
   if (p == MAP_FAILED) return fail(cudaErrorMemoryAllocation);
   if (bytes <= size_t(256) << 20) memset(p, 0xff, bytes);  // not a number in every floating type
   used += bytes;
@@ -251,7 +258,8 @@ cudaError_t cudaFree(void* pointer) {
 static CUresult driver_refuses() { return CUDA_ERROR_NOT_SUPPORTED; }
 static CUresult driver_attribute(int* value, CUdevice_attribute, CUdevice) { *value = 0; return CUDA_SUCCESS; }
 static CUresult driver_reserve(CUdeviceptr* pointer, size_t bytes, size_t, CUdeviceptr, unsigned long long) {
-  void* p = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  Lock lock(mutex);
+  void* p = addresses(bytes, PROT_NONE);
   *pointer = reinterpret_cast<CUdeviceptr>(p);
   return p == MAP_FAILED ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
 }
