@@ -7,8 +7,10 @@ backward   the engine asks for a storage that no tier has; its Replay runs the p
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -356,7 +358,15 @@ class Tapes:
         if _moves_all(setting):
             return {}
         name = call.layer.name
-        found, together = self._plans.of(call, recorded, setting)
+        try:
+            found, together = self._plans.of(call, recorded, setting)
+        except (AssertionError, LookupError) as fault:  # memo's own: nothing is lost yet
+            if call.recorder.collectives:  # other ranks count on this one
+                raise
+            at = traceback.extract_tb(fault.__traceback__)[-1]
+            place = f"{type(fault).__name__} in {at.name}, {Path(at.filename).name}:{at.lineno}"
+            self._refuse(name, f"its replay could not be planned, by a fault of memo's ({place}); please report it")
+            return {}
         if isinstance(found, Refused):
             if found.reason is not None:
                 self._refuse(name, found.reason)

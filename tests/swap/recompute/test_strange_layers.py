@@ -324,3 +324,23 @@ def test_no_warning_where_everything_moves_anyway(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(model, lambda step: model(ids(step)), offload(model, tmp_path, alpha=1.0))
+
+
+@pytest.mark.parametrize(
+    "fault", [AssertionError(), KeyError(7), IndexError("beyond")], ids=lambda fault: type(fault).__name__
+)
+def test_a_fault_in_planning_moves_the_layer_whole_and_is_told(
+    fault: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise fault
+
+    model, reference = stack(), stack()
+    want = train(reference, seeded(reference))
+    manager = offload(model, tmp_path, alpha=0.0)
+    monkeypatch.setattr("memo.swap.recompute.plans.Plans._made", fail)
+    with pytest.warns(RuntimeWarning, match=f"by a fault of memo's .{type(fault).__name__} in fail"):
+        assert_equal(train(model, seeded(model), manager), want)
+    assert len(reasons(manager)) == 1
+    assert manager.stats.bytes_recomputed == 0
+    manager.close()
