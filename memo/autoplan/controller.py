@@ -450,6 +450,20 @@ class AutoPlan:
     def _placed(self, problem: ActivationProblem) -> ActivationPlan | MemoError:
         """Solves for a plan whose storages have addresses in the host tier, and whose late ones have room on the device.
 
+        That room, up to a layer's, may be worth more than the disk: the plan without it is taken where its step is shorter.
+        """
+        answer = self._fitted(problem)
+        late = 0 if isinstance(answer, MemoError) else self._actuator.late_bytes(answer)
+        if not problem.budgets.disk_bytes or not (isinstance(answer, MemoError) or max(self._all_gather(late))):
+            return answer
+        without = self._fitted(_with_budgets(problem, disk_bytes=0))
+        if isinstance(without, MemoError):
+            return answer
+        return without if isinstance(answer, MemoError) or without.step_s < answer.step_s else answer
+
+    def _fitted(self, problem: ActivationProblem) -> ActivationPlan | MemoError:
+        """Solves until what storages need more than bytes has room.
+
         The solver counts bytes. A storage moves whole, to one address, and to the disk at its own time: what that needs more
         is left free by the next solution. All ranks solve the same problem and use the first rank's answer: rounding may
         differ between machines.
@@ -465,12 +479,11 @@ class AutoPlan:
             late -= room - budgets.device_bytes
             if not excess and late <= 0:
                 break
-            budgets = dataclasses.replace(
-                budgets,
+            problem = _with_budgets(
+                problem,
                 device_bytes=max(0, budgets.device_bytes - max(0, late)),
                 host_bytes=max(0, budgets.host_bytes - excess),
             )
-            problem = dataclasses.replace(problem, budgets=budgets)
         return answer
 
     def _problem(
@@ -661,6 +674,10 @@ class AutoPlan:
         if cause not in self._warned:
             self._warned[cause] = True
             warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def _with_budgets(problem: ActivationProblem, **budgets: int) -> ActivationProblem:
+    return dataclasses.replace(problem, budgets=dataclasses.replace(problem.budgets, **budgets))
 
 
 def _state(cached: CachedPlan) -> str:

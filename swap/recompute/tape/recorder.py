@@ -486,7 +486,8 @@ class Recorder(TorchDispatchMode):
         if self._checksums is not None:
             self._check(local)
         if self.storages[number][0] is not Birth.PARAMETER:
-            self.tensors[number] = local.detach()
+            base = local if local._base is None else local._base  # which a detached view has no more
+            self.tensors[number] = base.detach()
 
     def _check(self, tensor: torch.Tensor) -> None:
         assert self._checksums is not None

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import memo
 from memo.errors import ModifiedAfterSave, UsageError
+from memo.events import Tier
 from memo.swap.token_levels import Level
 
 if TYPE_CHECKING:
@@ -324,6 +325,31 @@ def test_no_warning_where_everything_moves_anyway(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(model, lambda step: model(ids(step)), offload(model, tmp_path, alpha=1.0))
+
+
+class Interleaved(nn.Module):
+    """Saves halves of a storage, as gates of gpt-oss's experts, after an operator in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(32, 64, bias=False)
+        self.bias = nn.Parameter(torch.zeros(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = self.wide(x).add_(self.bias)
+        gate, up = wide[..., ::2], wide[..., 1::2]
+        return x + gate.clamp(max=1) * up.clamp(-1, 1)
+
+
+def test_what_views_save_of_a_storage_changed_in_place_is_replayed(tmp_path: Path) -> None:
+    model, reference = stack(make=Interleaved), stack(make=Interleaved)
+    want = train(reference, seeded(reference))
+    manager = offload(model, tmp_path, alpha=Level.SAVE_INPUT)
+    assert_equal(train(model, seeded(model), manager), want)
+    inputs = ids(0, 2).numel() * 32 * 4
+    moved = max(use.peak_bytes for use in manager.report().tiers if use.tier is not Tier.DEVICE)
+    assert 0 < moved <= len(model.layers) * inputs
+    manager.close()
 
 
 @pytest.mark.parametrize(
