@@ -267,12 +267,12 @@ class Actuator:
             f"{format_bytes(least, up=True)}, or a shorter sequence"
         )
 
-    def unmeasured_bytes(self, *, first: bool) -> int:
-        """Bytes that the steps before a plan did not show.
+    def unmeasured_bytes(self, *, first: bool, growth: float = 1.0) -> int:
+        """Bytes that the steps before a plan for `growth` times their tokens did not show.
 
         What torch's allocator may give beyond the sizes asked for. Before the first plan also what is in use since, as by
         planning itself, or still to come; and a layer's largest tensor, by which a step may hold more or less at its peak
-        where layers bring back other tensors.
+        where layers bring back other tensors, or try it out: for more tokens than were measured twice what they add.
         """
         known = self.costs().values()
         sizes = Counter(size for costs in known for size in costs.sizes)
@@ -280,7 +280,8 @@ class Actuator:
         if not first:
             return unsplit
         since = max(0, self._budget.used_bytes() - self._idle_bytes) + self._budget.unseen_bytes
-        return unsplit + since + max((max(costs.sizes, default=costs.input_bytes) for costs in known), default=0)
+        largest = max((max(costs.sizes, default=costs.input_bytes) for costs in known), default=0)
+        return unsplit + since + round(largest * max(1.0, 2 * growth - 1))
 
     def forget_peaks(self) -> None:
         """Forgets the peaks so far, without restarting the device's counter."""

@@ -110,7 +110,7 @@ class ActuatorProtocol(Protocol):
     def why_infeasible(self) -> str:
         """Says what lacks these bytes, and the smallest budget that might do."""
 
-    def unmeasured_bytes(self, *, first: bool) -> int:
+    def unmeasured_bytes(self, *, first: bool, growth: float = 1.0) -> int:
         """Bytes of device memory that a plan leaves free, since no step has shown them; a `first` plan more than another."""
 
     def forget_peaks(self) -> None:

@@ -433,7 +433,9 @@ class AutoPlan:
         if not self._has_solved:
             self._has_solved = True
             self._solve(self._problem(cached)[0])  # a solver is loaded by its first use
-        unmeasured = max(self._all_gather(self._actuator.unmeasured_bytes(first=cached.plan is None)))
+        assert cached.profile is not None
+        grown, is_first = self._growth(cached.profile.signature), cached.plan is None
+        unmeasured = max(self._all_gather(self._actuator.unmeasured_bytes(first=is_first, growth=grown)))
         problem, others_bytes = self._problem(cached, excess=excess, unmeasured_bytes=unmeasured)
         answer = self._placed(problem)
         if isinstance(answer, Infeasible) and unmeasured:  # the step will show whether it needs them

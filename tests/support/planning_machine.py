@@ -127,7 +127,7 @@ class Machine:
         spare = self.device_bytes - self.peak - self.transient_bytes - self.unexplained_bytes
         return spare, spare - self.after_bytes
 
-    def unmeasured_bytes(self, *, first: bool) -> int:
+    def unmeasured_bytes(self, *, first: bool, growth: float = 1.0) -> int:
         return self.loaded_bytes if first else 0
 
     def forget_peaks(self) -> None: ...
