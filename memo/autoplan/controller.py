@@ -454,9 +454,9 @@ class AutoPlan:
 
         That room, up to a layer's, may be worth more than the disk: the plan without it is taken where its step is shorter.
         """
-        answer = self._fitted(problem)
-        late = 0 if isinstance(answer, MemoError) else self._actuator.late_bytes(answer)
-        if not problem.budgets.disk_bytes or not (isinstance(answer, MemoError) or max(self._all_gather(late))):
+        answer, room = self._fitted(problem), problem.budgets.device_bytes
+        has_whole_room = not isinstance(answer, MemoError) and answer.problem.budgets.device_bytes == room
+        if has_whole_room or not problem.budgets.disk_bytes:
             return answer
         without = self._fitted(_with_budgets(problem, disk_bytes=0))
         if isinstance(without, MemoError):
