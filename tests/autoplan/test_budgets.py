@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from planning_machine import CURVE, LAYERS, TOKENS, Machine, make, step, tight
+from planning_machine import CURVE, LAYER_BYTES, LAYERS, TOKENS, Machine, make, step, tight
 
 from memo.autoplan.actuator_protocol import MEASURING
 from memo.autoplan.controller import MAX_CORRECTIONS, AutoPlan
@@ -402,6 +402,22 @@ def test_host_memory_is_prepared_once_after_the_warm_up() -> None:
         if len(machine.prepared_after) > before:
             phases.append(auto.outcome().phase)
     assert phases == ["profiling"]
+
+
+@pytest.mark.parametrize("late_layers", [0.0, 1.5])
+def test_the_disk_is_left_where_the_room_of_what_is_late_costs_more(late_layers: float) -> None:
+    machine = tight()
+    room, machine.host_bytes = machine.device_bytes, 2 * LAYER_BYTES
+    machine.disk_bytes, machine.late = 1 << 40, round(late_layers * LAYER_BYTES)
+    auto = make(machine)
+    for _ in range(3):
+        step(auto, machine)
+    plan = auto.plan
+    assert plan is not None
+    assert any(part.disk for part in plan.layers) == (late_layers == 0)
+    assert plan.problem.budgets.device_bytes == room
+    without = dataclasses.replace(plan.problem.budgets, device_bytes=room - machine.late, disk_bytes=1 << 40)
+    assert plan.step_s <= solve_problem(dataclasses.replace(plan.problem, budgets=without)).step_s
 
 
 def test_the_link_is_measured_once_before_host_memory_is_page_locked() -> None:

@@ -54,6 +54,7 @@ class Machine:
         self.listened = 0
         self.idle = True
         self.device_bytes, self.host_bytes = device_bytes, host_bytes
+        self.disk_bytes = self.late = 0  # `late` where a plan uses the disk
         self.others_bytes = 0
         self.tokens = TOKENS
         self.slowness = 1.0
@@ -96,7 +97,7 @@ class Machine:
         return max(0, round(self.addresses * moved) - self.host_bytes)
 
     def late_bytes(self, plan: ActivationPlan) -> int:
-        return 0
+        return self.late if any(part.disk for part in plan.layers) else 0
 
     def costs(self) -> Mapping[str, LayerCosts]:
         return {name: self._costs(name) for name in LAYERS if name not in self.whole}
@@ -120,7 +121,7 @@ class Machine:
             device_bytes=max(0, self.device_bytes - transient),
             others_bytes=self.others_bytes + transient,
             host_bytes=self.host_bytes,
-            disk_bytes=0,
+            disk_bytes=self.disk_bytes,
         )
 
     def spare_bytes(self) -> tuple[int, int]:
@@ -146,7 +147,7 @@ class Machine:
         )
 
     def disk_rates(self) -> Mapping[Lane, float]:
-        return {}
+        return dict.fromkeys((Lane.DISK_WRITE, Lane.DISK_READ), 1e7) if self.disk_bytes else {}
 
     def take_peak(self, *, growth: float | None = None) -> int:
         return self.peak
