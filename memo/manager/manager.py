@@ -267,7 +267,7 @@ class Manager:
         """Manages every training forward of the model from now on, without a `with`.
 
         Forwards without gradients are left alone: evaluation, generation, what a checkpoint runs again in backward. Those
-        inside `with manager:` are managed as ever. A copy of the model is not attached.
+        inside `with manager:` are managed as ever. Copies and files of the model have no hook of memo's.
 
         Returns:
             This manager, which the model keeps until `detach` or `close`. Attaching again changes nothing. Another manager
