@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from memo.errors import NoRepeatedLayers, UsageError
+from memo.module_hooks import register_begin, register_end
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -180,10 +181,10 @@ def hook_forward(module: nn.Module, begin: _Begin, end: _End) -> list[LayerHook]
     if module._compiled_call_impl is not None:
         return [_CompiledHook(module, begin, end)]
     hooks = [
-        module.register_forward_pre_hook(begin, with_kwargs=True),
+        register_begin(module, begin),
         # First of the forward hooks, as the pre-hook is the last: a recompute tried out in `end` still finds the layer as
         # its forward did, with its parameters gathered.
-        module.register_forward_hook(end, always_call=True, prepend=True),
+        register_end(module, end),
     ]
     for hook, number in zip(hooks, _NUMBERS.setdefault(module, [hook.id for hook in hooks]), strict=True):
         _renumber(hook, number)

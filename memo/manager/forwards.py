@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memo.module_hooks import register_begin, register_end
 from memo.swap import hook_forward
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class ForwardHooks:
         self._calls = _Calls()
         self._hooks: list[LayerHook] = []
         for module in entries:
-            self._hooks += _hooked(module, _Hook(self._enter), _Hook(self._leave))
+            self._hooks += _hooked(module, self._enter, self._leave)
 
     @property
     def is_within(self) -> bool:
@@ -134,14 +135,11 @@ def _is_training() -> bool:
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0 and not within_transform
 
 
-def _hooked(module: nn.Module, begin: _Hook, end: _Hook) -> list[LayerHook]:
+def _hooked(module: nn.Module, begin: Callable[..., None], end: Callable[..., None]) -> list[LayerHook]:
     """Hooks a module, with `begin` before all others that it has now: what they raise, `end` hears of."""
     if module._compiled_call_impl is not None:
         return hook_forward(module, begin, end)
-    return [
-        module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
-        module.register_forward_hook(end, always_call=True, prepend=True),
-    ]
+    return [register_begin(module, begin, prepend=True), register_end(module, end)]
 
 
 def _called_modules() -> Iterator[nn.Module]:
@@ -151,24 +149,3 @@ def _called_modules() -> Iterator[nn.Module]:
         if frame.f_code is nn.Module._wrapped_call_impl.__code__:
             yield frame.f_locals["self"]
         frame = frame.f_back  # type: ignore[assignment]
-
-
-class _Hook:
-    """A hook that a copy of the module does not have: it would call the original's."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> None:
-        self._call(*args)
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _inert, ()
-
-
-def _inert() -> Callable[..., None]:
-    return _nothing
-
-
-def _nothing(*args: object) -> None:
-    """The hook of a copy."""

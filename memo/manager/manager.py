@@ -12,6 +12,7 @@ import logging
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from memo import forks
 from memo.allocator import model_steps
 from memo.errors import UsageError
 from memo.manager import claims
@@ -93,6 +95,7 @@ class Manager:
         self._layers = layers
         self._entries = entries_of(model, layers)
         self._made_s = time.monotonic()
+        self._forks = forks.count()
         self._depth = 0
         self._thread = threading.get_ident()
         self._entering = threading.Lock()
@@ -106,6 +109,7 @@ class Manager:
         self._in_step = False
         self._is_told = False
         self._has_trained = False
+        self._has_told_forked = False
         self._is_prepared = False
         self._is_closed = False
         self._logged_plan: ActivationPlan | None = None
@@ -154,7 +158,7 @@ class Manager:
         engine.keep(self._model.parameters(), self._model.buffers())
         # Autograd graphs hold the engine and not this object, which may be collected before backward runs:
         # `with memo.offload(model): loss = model(x)`, then `loss.backward()`, is a valid program.
-        self._closer = weakref.finalize(engine, _abandon, engine.tiers, engine.backend, parts.recorder)
+        self._closer = weakref.finalize(engine, _abandon, engine.tiers, engine.backend, parts.recorder, self._forks)
 
     @property
     def stats(self) -> Stats:
@@ -172,6 +176,9 @@ class Manager:
         return self._layers
 
     def __enter__(self) -> Manager:
+        if self._forks != forks.count():
+            self._tell_forked()
+            return self
         with self._entering:
             if self._is_closed:
                 raise UsageError("this manager is closed; call memo.offload again")
@@ -192,6 +199,18 @@ class Manager:
             self._leave()
             raise
         return self
+
+    def _tell_forked(self) -> None:
+        if not self._has_told_forked:
+            self._has_told_forked = True
+            if self._watch is not None:
+                self._watch.stop()
+            warnings.warn(
+                f"this process was forked from the one that manages {self._name}, and manages no forward of it: memo's "
+                "threads are not here; call memo.offload in this process",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def _begin_forwards(self) -> None:
         if self._engine.is_captured():
@@ -267,7 +286,7 @@ class Manager:
         """Manages every training forward of the model from now on, without a `with`.
 
         Forwards without gradients are left alone: evaluation, generation, what a checkpoint runs again in backward. Those
-        inside `with manager:` are managed as ever. A copy of the model is not attached.
+        inside `with manager:` are managed as ever. Copies and files of the model have no hook of memo's.
 
         Returns:
             This manager, which the model keeps until `detach` or `close`. Attaching again changes nothing. Another manager
@@ -332,7 +351,7 @@ class Manager:
     def __exit__(self, *exception: object) -> None:
         if self._depth > 1:
             self._depth -= 1
-        else:
+        elif self._depth:  # else a fork has not entered it
             seen = self._layer_hooks.seen
             if len(exception) > 1 and isinstance(exception[1], Exception):
                 self._memory_watch.explain(exception[1], where=self._layer_hooks.failed)
@@ -513,7 +532,7 @@ class Manager:
         if self._watch is not None:
             self._watch.stop()
         self._step_ends.close()
-        if self._parts is None:
+        if self._parts is None or self._forks != forks.count():
             return
         self._closer.detach()
         self._memory_watch.close()
@@ -530,8 +549,10 @@ class Manager:
                 self._recorder.close()
 
 
-def _abandon(tiers: Sequence[Tier], backend: Backend, recorder: TraceRecorder | None) -> None:
-    """Closes everything once the engine is collected: no saved tensor can be asked for any more."""
+def _abandon(tiers: Sequence[Tier], backend: Backend, recorder: TraceRecorder | None, of: int) -> None:
+    """Closes everything once the engine is collected: no saved tensor can be asked for any more. `of`: forks before it."""
+    if of != forks.count():
+        return
     for tier in tiers:
         tier.close()
     backend.close()

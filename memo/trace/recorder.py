@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from memo.errors import TraceError
 from memo.events import FORMAT, VERSION, Event, StateChange, StepMark, Use, to_json
+from memo.forks import call_in_child
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -77,6 +78,7 @@ class TraceRecorder:
         }
         self._write_line(header)
         self._file.flush()
+        call_in_child(self, TraceRecorder._write_nowhere)
 
     @classmethod
     def beside(
@@ -154,6 +156,11 @@ class TraceRecorder:
         self.flush()
         self._write_line({"k": "end", "t": self.now(), "events": self.written, "dropped": self.dropped})
         self._file.close()
+
+    def _write_nowhere(self) -> None:
+        """In a forked child: the file is its parent's."""
+        self._events.clear()
+        self._file = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # closed by close()
 
     def _write_line(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line, separators=(",", ":"), ensure_ascii=True) + "\n")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memo import forks
 from memo.swap.backends.protocol import HostStamp, OneComputeStream, drop_frames, renewed
 from memo.swap.memory.page_aligned import aligned_empty
 from memo.swap.memory.slab import PageableSlab
@@ -49,10 +50,11 @@ _DONE = Done()
 class HostEvent:
     """Implements Timed for an operation of a worker thread."""
 
-    __slots__ = ("_done", "_error", "_interval", "_lock", "_started")
+    __slots__ = ("_done", "_error", "_forks", "_interval", "_lock", "_started")
 
     def __init__(self) -> None:
         self._done = threading.Event()
+        self._forks = forks.count()
         self._lock = threading.Lock()
         self._started = False
         self._error: BaseException | None = None
@@ -64,13 +66,15 @@ class HostEvent:
 
     def synchronize(self) -> None:
         """Blocks until the operation is done; raises its failure, anew each time: else it would keep those who waited."""
-        self._done.wait()
+        self.wait()
         if self._error is not None:
             raise renewed(self._error) from self._error.__cause__
 
     def wait(self) -> None:
-        """Blocks until the operation is done; raises nothing."""
-        self._done.wait()
+        """Blocks until the operation is done; does not raise its failure."""
+        if not self._done.is_set():
+            forks.require_same(self._forks)
+            self._done.wait()
 
     def interval_ns(self) -> tuple[int, int] | None:
         """Returns start and end of the operation; None before its end."""
@@ -78,6 +82,8 @@ class HostEvent:
 
     def cancel(self) -> bool:
         """Cancels an operation that has not started."""
+        if self._forks != forks.count():
+            return False
         with self._lock:
             if self._started:
                 return False
@@ -109,6 +115,7 @@ class ThreadStream:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._forks = forks.count()
         self._queue: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
         self._waits: list[Event] = []
         self._thread: threading.Thread | None = None
@@ -121,6 +128,7 @@ class ThreadStream:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> HostEvent:
         """Queues a copy."""
+        forks.require_same(self._forks)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=f"memo-{self._name}", daemon=True)
             self._thread.start()

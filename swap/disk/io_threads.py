@@ -17,12 +17,12 @@ and the lock itself is the context manager, since a condition's is a function.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 
+from memo import forks
 from memo.errors import MemoError
 from memo.swap.backends.protocol import drop_frames
 from memo.swap.disk.operation import DiskOperation, Kind, Piece, Stage
@@ -50,7 +50,7 @@ class IoPool:
         self.busy_ns = dict.fromkeys(Kind, 0)
         self._transfer = transfer
         self._bounce_bytes = bounce_bytes
-        self._lock = threading.RLock()
+        self._lock = forks.free_in_child(threading.RLock())
         self._changed = threading.Condition(self._lock)  # of the queues
         self._gated = threading.Condition(self._lock)  # of the gates
         self._queues: dict[Kind, deque[DiskOperation]] = {Kind.READ: deque(), Kind.WRITE: deque()}
@@ -58,15 +58,16 @@ class IoPool:
         self._held: dict[int, DiskOperation] = {}  # thread -> operation of its piece
         self._active_since_ns = dict.fromkeys(Kind, 0)
         self._closing = False
-        self._pid = os.getpid()
+        self.forks = forks.count()
+        """Of the process that has the threads."""
         self._gates: dict[Kind, deque[DiskOperation]] = {}
         self._gate_threads: list[threading.Thread] = []
         self._threads = [self._start(self._work, f"memo-disk-{index}") for index in range(threads)]
 
     @property
     def alive(self) -> bool:
-        """False once closed, and in a forked child, where the threads do not exist."""
-        return not self._closing and os.getpid() == self._pid
+        """False once closed."""
+        return not self._closing
 
     def submit(self, operation: DiskOperation) -> None:
         """Queues the operation; it runs once its `after` events are done. The caller has checked `alive`."""
@@ -92,7 +93,7 @@ class IoPool:
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Completes running operations, fails the others and joins the threads; True when all I/O threads ended."""
-        if os.getpid() != self._pid:
+        if self.forks != forks.count():
             return True
         with self._lock:
             self._closing = True

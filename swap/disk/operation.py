@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memo import forks
 from memo.errors import MemoError, StoreReadError, StoreWriteError, SwapError
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class DiskOperation:
     """Implements `memo.swap.backends.Timed`. The I/O pool's lock guards every mutable field."""
 
     __slots__ = (
+        "_forks",
         "_running",
         "after",
         "cancel_with",
@@ -125,6 +127,7 @@ class DiskOperation:
         self.end_ns = 0
         self.failure: tuple[type[MemoError], str, BaseException | None] | None = None
         # Held until the operation is done. A bare lock costs a tenth of a threading.Event; most are never waited for.
+        self._forks = forks.count()
         self._running = threading.Lock()
         self._running.acquire()
 
@@ -146,6 +149,7 @@ class DiskOperation:
         Raises:
             StoreWriteError, StoreReadError, CorruptBlock: The operation failed. A write's source is unchanged, a
                 read's target holds garbage.
+            SwapError: This is a forked child, in which it has no end.
         """
         if not self._wait(self.stall_warning_s):
             warnings.warn(
@@ -163,6 +167,7 @@ class DiskOperation:
         """True once done; each waiter releases the lock for the next one."""
         if self.stage is Stage.DONE:
             return True
+        forks.require_same(self._forks)
         if not self._running.acquire(timeout=timeout_s):
             return False
         self._running.release()

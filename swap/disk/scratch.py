@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from memo.errors import ScratchFull, SwapError
+from memo.forks import free_in_child
 from memo.swap.disk.operation import DiskExtent, Piece
 from memo.swap.disk.raw_file import BLOCK_ALIGN, NO_SPACE, RawFile, error_name
 from memo.swap.memory.free_list import FreeList
@@ -66,7 +67,7 @@ class ScratchSpace:
         self._free = FreeList(0, align=BLOCK_ALIGN)
         self._recorder = StepRecorder()
         self._claims: dict[int, tuple[int, int]] = {}  # offset of an extent -> its number within its step, the step
-        self._lock = threading.Lock()
+        self._lock = free_in_child(threading.Lock())
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             for path in paths:

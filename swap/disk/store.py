@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from memo import forks
 from memo.errors import SwapError
 from memo.swap.backends.protocol import Event, Extent
 from memo.swap.disk.io_threads import IoPool
@@ -142,8 +143,9 @@ class DiskStore:
             _shut_down(self._pool, self._space, None)
 
     def _check_alive(self) -> None:
+        forks.require_same(self._pool.forks)
         if not self._pool.alive:
-            raise SwapError("the disk store is closed, or belongs to the process that this one was forked from")
+            raise SwapError("the disk store is closed")
 
     def _check(self, extent: DiskExtent, tensor: torch.Tensor, limit: int) -> None:
         self._check_alive()

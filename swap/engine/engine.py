@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from memo.forks import free_in_child
 from memo.swap.engine.coded_copy import CodedCopy, can_code
 from memo.swap.engine.d2h import CopyOut
 from memo.swap.engine.eligibility import STAYS, Eligibility
@@ -96,7 +97,7 @@ class Engine:
         self.tiers = tiers
         # Not re-entrant on purpose: a garbage collection inside a locked section may drop handles, whose release then
         # waits for the end of the section.
-        self._lock = lock = threading.Lock()
+        self._lock = lock = free_in_child(threading.Lock())
         self._telemetry = telemetry = Telemetry(tracer, backend)
         self._stats = telemetry.stats
         self._layer_calls = layer_calls = LayerCalls()

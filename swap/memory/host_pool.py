@@ -17,10 +17,10 @@ import os
 import stat
 import struct
 import warnings
-import weakref
 from typing import TYPE_CHECKING
 
 from memo.errors import HostPoolUnusable
+from memo.forks import call_in_child
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ class HostPool:
                 f"host_pool={self.path!r}: {error.strerror}; give a file on this node that each of the jobs may write, "
                 f"such as /dev/shm/memo-host"
             ) from None
-        _pools.add(self)
+        # A forked process, such as a data loader's worker, would hold its parent's locks when that has ended.
+        call_in_child(self, HostPool.close)
 
     @property
     def held(self) -> int:
@@ -169,15 +170,3 @@ def _opened(path: str) -> int:
         os.close(fd)
         raise OSError(errno.EINVAL, "not a regular file")
     return fd
-
-
-_pools: weakref.WeakSet[HostPool] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    """In a forked process, such as a data loader's worker: else it would hold its parent's locks when that has ended."""
-    for pool in list(_pools):
-        pool.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,64 @@
+"""Forward hooks that belong to one module alone: its copies and files are those of a module without them.
+
+Owns the type of these hooks, their registration, and how `copy` and `pickle` reduce classes whose modules have had some. A
+class that copies or pickles its own hooks, as torch.fx.GraphModule, gets ones that do nothing and need no memo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+__all__ = ["register_begin", "register_end"]
+
+_TABLES = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+"""Tables of hooks, and of their flags by the same numbers."""
+
+
+def register_begin(module: nn.Module, call: Callable[..., None], *, prepend: bool = False) -> RemovableHandle:
+    """Has `call` called with (module, args, kwargs) before each forward; `prepend` puts it before the hooks there are."""
+    copyreg.dispatch_table.setdefault(type(module), _reduced)
+    return module.register_forward_pre_hook(_Hook(call), prepend=prepend, with_kwargs=True)
+
+
+def register_end(module: nn.Module, call: Callable[..., None]) -> RemovableHandle:
+    """Has `call` called with (module, args, output) after each forward, first of its hooks, also after an exception."""
+    copyreg.dispatch_table.setdefault(type(module), _reduced)
+    return module.register_forward_hook(_Hook(call), always_call=True, prepend=True)
+
+
+class _Hook:
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")  # takes anything and returns None
+
+
+def _reduced(module: nn.Module) -> Any:
+    """Reduces a module as without `copyreg`, less our hooks."""
+    reduced: Any = module.__reduce_ex__(2)
+    if len(reduced) < 3 or not isinstance(reduced[2], dict):  # a class with a reduction of its own
+        return reduced
+    make, args, state, *rest = reduced
+    tables = {name: state[name] for name in _TABLES if name in state}
+    ours = {number for table in tables.values() for number, hook in table.items() if isinstance(hook, _Hook)}
+    left = {name: OrderedDict(item for item in table.items() if item[0] not in ours) for name, table in tables.items()}
+    return make, args, state | left, *rest
