@@ -35,6 +35,7 @@ from memo.swap.engine.spills import Outcome, SpillFigures, Spills
 from memo.swap.engine.stream_order import StreamOrder
 from memo.swap.engine.telemetry import Telemetry
 from memo.swap.engine.tier_choice import TierChoice, WhenFull
+from memo.swap.generators import leaves_generators
 from memo.swap.tensor_kinds import argument_storages, has_hidden_state, has_storage, is_sharded, layer_input, local_part
 from memo.swap.tiers.device import DeviceTier
 
@@ -231,6 +232,7 @@ class Engine:
             self._telemetry.warn("capture", CAPTURED)
         return captured
 
+    @leaves_generators
     def begin_forwards(self) -> None:
         """Call before a forward; begins a new step if nothing is saved."""
         self._release.end_dropped()
@@ -244,6 +246,7 @@ class Engine:
             if len(self._geometries) > MOST_GEOMETRIES:
                 self._geometries.clear()
 
+    @leaves_generators
     def begin_layer(
         self, layer: int, module: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, last: bool
     ) -> Group:
@@ -276,6 +279,7 @@ class Engine:
                 group.began = trace.begin(f"forward {module}")
         return group
 
+    @leaves_generators
     def end_layer(self, group: Group, *, between: bool) -> None:
         """Ends a layer's forward, after its return or exception.
 
@@ -352,6 +356,7 @@ class Engine:
         with self._lock:
             return self._spills.take_lacking()
 
+    @leaves_generators
     def end_forwards(self) -> None:
         """Call after a forward; tensors saved later stay on the device."""
         with self._lock:
@@ -361,6 +366,7 @@ class Engine:
 
     # Hooks of autograd.
 
+    @leaves_generators
     def pack(self, tensor: torch.Tensor, content: Content | None = None) -> Packed:
         """Hook for each tensor that autograd saves; the copy out of a storage seen for the first time follows soon.
 
@@ -424,6 +430,7 @@ class Engine:
         assert not isinstance(packed, Sharded)
         return Sharded(tensor, packed)
 
+    @leaves_generators
     def unpack(self, handle: Packed, *, by_backward: bool = True) -> torch.Tensor:
         """Hook for each tensor that backward needs; may be called again for the same handle.
 

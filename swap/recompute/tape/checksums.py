@@ -12,6 +12,7 @@ from weakref import ref
 
 import torch
 
+from memo.swap.generators import leaves_generators
 from memo.swap.storage_map import StorageMap
 from memo.swap.tensor_kinds import has_storage
 
@@ -29,6 +30,7 @@ class Checksums:
     def __init__(self) -> None:
         self._sums = StorageMap(brief=True)
 
+    @leaves_generators
     def note(self, tensors: Iterable[torch.Tensor]) -> None:
         """Sums tensors that an operator has written, or that are there when the run begins."""
         for tensor in tensors:
@@ -41,6 +43,7 @@ class Checksums:
             if has_storage(tensor):
                 self._sums[tensor.untyped_storage()] = None
 
+    @leaves_generators
     def differs(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Flag on the tensor's device: its sum is no longer the noted one. Where none was, notes it and returns None."""
         known = self._sums.find(ref(tensor.untyped_storage()))

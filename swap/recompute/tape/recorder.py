@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from memo.kernels import pack_mask
+from memo.swap.generators import leaves_generators
 from memo.swap.recompute.axis.operators import Operator, call, group_of, operator_of
 from memo.swap.recompute.tape.log import (
     CARRIED,
@@ -455,6 +456,7 @@ class Recorder(TorchDispatchMode):
         else:
             self.log.append(None if out is None else OTHER)
 
+    @leaves_generators
     def _hold(self, out: Any, positions: Sequence[int], *, as_bits: bool) -> None:
         results = _tensors_in(out)
         for position in positions:
@@ -547,6 +549,7 @@ class Recorder(TorchDispatchMode):
         return out
 
 
+@leaves_generators
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
     """A detached alias that shares the tensor's version counter, also below autograd.
 

@@ -11,13 +11,14 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from memo.errors import MemoError, ModifiedAfterSave, SwapError
 from memo.swap.engine.handles import Guard, Handle, Kept, Sharded
+from memo.swap.generators import put_back
 from memo.swap.recompute.tape.checksums import checksum
 from memo.swap.recompute.tape.optimizer_steps import uncounted_steps
 from memo.swap.recompute.tape.settings import Settings
@@ -238,7 +239,7 @@ def _as_recorded(device: torch.device, settings: Settings) -> Iterator[None]:
 
     Layers on a GPU may compute on the host, too.
     """
-    with settings.in_force(), torch.no_grad(), ExitStack() as below:
+    with put_back() if settings.modes else nullcontext(), settings.in_force(), torch.no_grad(), ExitStack() as below:
         for kind in {device.type, "cpu"}:
             if torch.is_autocast_enabled(kind):  # the way out of it costs as much as several steps
                 below.enter_context(torch.autocast(kind, enabled=False))
