@@ -75,6 +75,7 @@ class Engine:
         prefetch_bytes: the most bytes reloaded ahead of backward; None: one layer.
         late_bytes: the most bytes of sources that stay on the device because only a host thread can wait for their copies
             out; None: one layer.
+        verify: compares by checksums what is saved again with what was copied out.
         codec: format of what moves, INT8 or FP8; None: exact.
         placements: fractions of bytes to each tier by layer number; such a layer tries the tier of its placement first.
         tracer: receives events; None: no trace.
@@ -89,6 +90,7 @@ class Engine:
         when_full: WhenFull = WhenFull.SPILL,
         prefetch_bytes: int | None = None,
         late_bytes: int | None = None,
+        verify: bool = False,
         codec: Codec | None = None,
         placements: Mapping[int, Placement] | None = None,
         tracer: Tracer | None = None,
@@ -119,7 +121,9 @@ class Engine:
             warn=telemetry.warn,
             make_room=release.clear_limbo,
         )
-        self._copy_out = CopyOut(backend, order, self._tier_choice, release, telemetry=telemetry, late_bytes=late_bytes)
+        self._copy_out = CopyOut(
+            backend, order, self._tier_choice, release, telemetry=telemetry, late_bytes=late_bytes, verify=verify
+        )
         self._reload = Reload(
             lock, backend, order, release, layer_calls=layer_calls, telemetry=telemetry, prefetch_bytes=prefetch_bytes
         )
@@ -376,6 +380,7 @@ class Engine:
 
         Raises:
             HostBudgetExceeded, ScratchFull: no tier has room; what was saved before stays valid.
+            ModifiedAfterSave: with `verify`, its storage was copied out with other bytes.
         """
         group = self._layer_calls.open
         kind = type(tensor)
@@ -396,6 +401,8 @@ class Engine:
             if hold is not None and hold.saved.content == content:
                 if hold.saved.coded is not None and hold.saved.coded.dtype is not tensor.dtype:
                     return Kept(tensor)  # the codes are of values of another type
+                if hold.saved.sum is not None:
+                    hold.saved.verify(tensor)
                 self._stats.deduplicated += 1
                 if hold.saved.home != self._here():  # its memory must outlive the work of this stream, too
                     self.backend.compute_uses(tensor, writes=False)

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from memo.errors import MemoError, ModifiedAfterSave, SwapError
+from memo.swap.checksum import checksum
 from memo.swap.engine.handles import Guard, Handle, Kept, Sharded
 from memo.swap.generators import put_back
-from memo.swap.recompute.tape.checksums import checksum
 from memo.swap.recompute.tape.optimizer_steps import uncounted_steps
 from memo.swap.recompute.tape.settings import Settings
 from memo.swap.tensor_kinds import local_part
