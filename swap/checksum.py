@@ -12,7 +12,6 @@ _PLACE = 0x1E3779B97F4A7C15
 """Odd, and far from the numbers that words have in common."""
 
 
-
 def checksum(tensor: torch.Tensor, nbytes: int | None = None) -> torch.Tensor:
     """A number for the bytes of the tensor's storage, or its first `nbytes`, and their order.
 

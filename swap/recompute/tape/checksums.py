@@ -19,6 +19,7 @@ from memo.swap.tensor_kinds import has_storage
 
 __all__ = ["Checksums"]
 
+
 class Checksums:
     """Checksums of the storages of one run. They stay on the device."""
 
