@@ -280,7 +280,8 @@ class RecordedCall:
                 tensor, is_input = self._copied(tensor, number), False
             elif is_input and self._call.copies_input:
                 tensor, is_input, self.has_copied = self._copied(tensor, number), False, True
-            packed: Packed = engine.pack(tensor)
+            # A copy of what a plan has for nothing stays: it counts as nothing.
+            packed: Packed = Kept(tensor) if is_small and number in self.sources.free else engine.pack(tensor)
             if is_input and is_sharded(self._call.hidden) and not isinstance(packed, Sharded):
                 packed = Sharded(self._call.hidden, packed)  # which alone counts changes of the whole
             return Brought(packed, tensor.untyped_storage().nbytes(), None, beside if tensor is given else ())

@@ -1,8 +1,8 @@
 """Writes that version counters do not show, into what replays of other layers read.
 
-Fused kernels of torch's optimizers change parameters so, and other libraries' kernels or writes through `.data` may; a layer's
-forward may write through `.data` into what another layer has read. Autograd does not notice; a replay that reads a tensor
-asks here whether its memory was written after its forward.
+Fused kernels of torch's optimizers change parameters so, and other libraries' kernels or writes through `.data` may; a
+layer's forward may write through `.data` into what another layer has read. Autograd does not notice; a replay that reads a
+tensor asks here whether its memory was written after its forward.
 """
 
 from __future__ import annotations
