@@ -164,8 +164,8 @@ def _message(request: Request, misfit: DoesNotFit, changes: list[str]) -> str:
     if changes:
         words += f"; it fits with {' or '.join(changes)}"
     elif request.config is not None:
-        words += f"; up to {MOST_TIMES} times the GPUs, tensor, context, pipeline and expert parallelism and a shorter"
-            " sequence do not fit"
+        words += f"; up to {MOST_TIMES} times the GPUs, tensor, context, pipeline and expert parallelism and a shorter sequence"
+        words += " do not fit"
     return f"{words}; the smallest device budget that fits is {format_bytes(misfit.least_bytes['device'], up=True)}"
 
 
