@@ -17,7 +17,7 @@ from memo.allocator import AllocationSite
 from memo.gpt.arithmetic import KernelTimes
 from memo.swap import is_attention, work_of
 
-__all__ = ["EMBEDDING", "HEAD", "KernelClock", "Spent"]
+__all__ = ["EMBEDDING", "HEAD", "MOST_OPERATORS", "KernelClock", "Spent"]
 
 EMBEDDING, HEAD = "embedding", "head"
 _ATEN = torch.ops.aten
@@ -52,9 +52,10 @@ class KernelClock(TorchDispatchMode):
 
     Args:
         times: seconds of kernels on the machine.
+        most: operators that may run before `TooManyOperators` is raised; 0: any number.
     """
 
-    def __init__(self, times: KernelTimes) -> None:
+    def __init__(self, times: KernelTimes, *, most: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.site = AllocationSite()
         self.spent: dict[str, Spent] = collections.defaultdict(Spent)
@@ -62,13 +63,13 @@ class KernelClock(TorchDispatchMode):
         self._times = times
         self._between = EMBEDDING
         self._phase = "forward"
-        self._operators = 0
+        self._operators, self._most = 0, most
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         self._operators += 1
-        if self._operators > MOST_OPERATORS:
+        if 0 < self._most < self._operators:
             raise TooManyOperators
         self._count(self.spent[self._place()], func, args, kwargs, out)
         return out

@@ -25,6 +25,8 @@ from memo.swap import find_layers
 __all__ = ["LayerKind", "ShortModel", "built_model", "short_model"]
 
 _OF_THE_PLACE = ("idx", "index", "number", "layer_id", "depth", "training")
+_SCAN = frozenset({"A_log", "D"})
+"""Parameters of the state space of Mamba and Mamba-2, whatever their module is called."""
 MOST_KINDS = 12
 """More kinds than these are told apart by their parameters alone."""
 
@@ -81,12 +83,17 @@ def short_model(config: Any, *, name: str, dtype: torch.dtype, lora: int = 0) ->
         lora: rank of adapters on the layers' linear maps, which alone are trained; 0: everything is.
 
     Raises:
-        UsageError: transformers cannot build it on the meta device, or it has no repeated layers.
+        UsageError: transformers cannot build it on the meta device, it has no repeated layers, or they are Mamba's.
     """
     kind = model_class(config, name=name)
     model = built_model(kind, config, name=name, dtype=dtype)
     model.train()
     layers = [layer.module for layer in find_layers(model)]
+    if any({name for name, _ in part.named_parameters(recurse=False)} >= _SCAN for part in model.modules()):
+        raise UsageError(
+            f"{name}: its Mamba layers are one fused scan on a GPU, and transformers' own code in its place saves many times"
+            " as much; plan it from a profile that memo profile measures"
+        )
     if lora:
         adapt(model, layers, lora, name=name)
     types = _types(config, len(layers))

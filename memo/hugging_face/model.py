@@ -134,6 +134,11 @@ class HuggingFaceModel:
             found.append(
                 f"attention is transformers' {self._short.attention!r}, with the masks and scores that it makes"
             )
+        if (published := getattr(self._whole, "quantization_config", None)) is not None:
+            method = dict(published).get("quant_method", "codes")
+            found.append(
+                f"weights are published in {method}, and counted in {self._precision}, in which they are trained"
+            )
         if self._whole is not self._config:
             found.append("the language model alone is planned")
         for name in sorted({name for step in self._recorded.values() for name in step.idle}):

@@ -22,7 +22,7 @@ from memo.errors import MemoError, UsageError
 from memo.gpt.arithmetic import KernelTimes
 from memo.hugging_face.configuration import one_line, quiet
 from memo.hugging_face.fused_attention import attended_in
-from memo.hugging_face.kernel_clock import EMBEDDING, HEAD, KernelClock, Spent, TooManyOperators
+from memo.hugging_face.kernel_clock import EMBEDDING, HEAD, MOST_OPERATORS, KernelClock, Spent, TooManyOperators
 from memo.hugging_face.layer_kinds import ShortModel
 from memo.loss import loss_without_logits
 from memo.mip.inputs import PointProfile
@@ -203,7 +203,7 @@ class _Recording:
         )
 
     def _counted(self, loss: Callable[[], torch.Tensor]) -> tuple[_Saved, KernelClock]:
-        clock, saved = KernelClock(self._times), _Saved(self._short.model, self._layers)
+        clock, saved = KernelClock(self._times, most=MOST_OPERATORS), _Saved(self._short.model, self._layers)
         with clock, AllocationSites(clock, self._short.model, self._layers) as sites:
             sites.phase("forward")
             with saved.watching():

@@ -121,8 +121,9 @@ def offload(
             where none has room for its tensors, and raises where none has room for its input. Without `plan`, `alpha` and
             `levels` none of it applies: a tensor that no tier has room for stays on the device or is recomputed.
         verify: True stores a checksum with each block on disk and compares it when the block is read. It also sums the bytes
-            that recomputes read, parameters among them, in forward and again in backward, and so finds changes that no
-            version counter shows, at the cost of reading them twice more. Default False.
+            that recomputes read, parameters among them, in forward and again in backward, and those of each storage as it is
+            copied out and as it is saved again. So it finds changes that no version counter shows, at the cost of reading
+            them twice more. Default False.
         trace: File, or directory for `trace.rank{N}.jsonl`; a name that ends in a slash is a directory, made if
             missing. The links are measured first, for a fraction of a second. Default None: no trace.
         trace_stacks: True writes to the trace the Python lines that saved each tensor, which costs some 10 µs a tensor.
@@ -151,6 +152,7 @@ def offload(
         HostBudgetExceeded, ScratchFull: No tier has room (see `on_full`); only with `plan`, `alpha` or `levels`.
         StoreWriteError: A write to disk failed, and no other tier takes the bytes.
         SwapError: The system refuses host memory within the budget.
+        ModifiedAfterSave: With `verify`, a storage is saved again with other bytes, and nothing counted the change.
         After any of them what earlier forwards saved is still restored, and the manager can be entered again.
 
     A backward raises:

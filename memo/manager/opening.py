@@ -138,6 +138,7 @@ class Opening:
             tiers,
             min_bytes=self.min_bytes,
             when_full=WhenFull.STAY if self.automatic else WhenFull[self.on_full.upper()],
+            verify=self.verify,
             codec=self.codec,
             tracer=recorder,
         )

@@ -32,6 +32,7 @@ import torch
 
 from memo.errors import StoreWriteError
 from memo.events import StallCause, Tier as TierName
+from memo.swap.checksum import checksum
 from memo.swap.engine.saved_storage import AWAY, LEAVING, LIVE, by_home
 from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.engine.token_prefix import pack_prefixes
@@ -67,6 +68,7 @@ class CopyOut:
         release: its limbo counts as late copies, too.
         telemetry: counters and trace.
         late_bytes: the most bytes of sources whose copies only the host could wait for; None: those of one layer.
+        verify: sums the bytes of each storage whose copy out is issued.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class CopyOut:
         *,
         telemetry: Telemetry,
         late_bytes: int | None,
+        verify: bool,
     ) -> None:
         self._backend = backend
         self._order = order
@@ -85,6 +88,7 @@ class CopyOut:
         self._release = release
         self._telemetry = telemetry
         self.late_bytes = late_bytes
+        self._verify = verify
         self._being_saved: list[ref[Hold]] = []  # by the operator that saved last
         self._nodes = -1  # number of nodes that autograd had made then
         self._waiting: Group | None = None  # its copies wait until another layer follows
@@ -129,6 +133,9 @@ class CopyOut:
         prefix, source, telemetry = saved.prefix, saved.source, self._telemetry
         assert source is not None
         nbytes = saved.nbytes if prefix is None else prefix.head_nbytes
+        if self._verify:
+            with self._backend.stream_context(saved.home):
+                saved.sum = checksum(source)
         if nbytes == 0:  # all of it will be recomputed
             saved.move_to(LEAVING)
             self._drop_source(saved)

@@ -36,6 +36,7 @@ from memo.swap.engine.spills import Outcome, SpillFigures, Spills
 from memo.swap.engine.stream_order import StreamOrder
 from memo.swap.engine.telemetry import Telemetry
 from memo.swap.engine.tier_choice import TierChoice, WhenFull
+from memo.swap.generators import leaves_generators
 from memo.swap.tensor_kinds import argument_storages, has_hidden_state, has_storage, is_sharded, layer_input, local_part
 from memo.swap.tiers.device import DeviceTier
 
@@ -75,6 +76,7 @@ class Engine:
         prefetch_bytes: the most bytes reloaded ahead of backward; None: one layer.
         late_bytes: the most bytes of sources that stay on the device because only a host thread can wait for their copies
             out; None: one layer.
+        verify: compares by checksums what is saved again with what was copied out.
         codec: format of what moves, INT8 or FP8; None: exact.
         placements: fractions of bytes to each tier by layer number; such a layer tries the tier of its placement first.
         tracer: receives events; None: no trace.
@@ -89,6 +91,7 @@ class Engine:
         when_full: WhenFull = WhenFull.SPILL,
         prefetch_bytes: int | None = None,
         late_bytes: int | None = None,
+        verify: bool = False,
         codec: Codec | None = None,
         placements: Mapping[int, Placement] | None = None,
         tracer: Tracer | None = None,
@@ -119,7 +122,9 @@ class Engine:
             warn=telemetry.warn,
             make_room=release.clear_limbo,
         )
-        self._copy_out = CopyOut(backend, order, self._tier_choice, release, telemetry=telemetry, late_bytes=late_bytes)
+        self._copy_out = CopyOut(
+            backend, order, self._tier_choice, release, telemetry=telemetry, late_bytes=late_bytes, verify=verify
+        )
         self._reload = Reload(
             lock, backend, order, release, layer_calls=layer_calls, telemetry=telemetry, prefetch_bytes=prefetch_bytes
         )
@@ -232,6 +237,7 @@ class Engine:
             self._telemetry.warn("capture", CAPTURED)
         return captured
 
+    @leaves_generators
     def begin_forwards(self) -> None:
         """Call before a forward; begins a new step if nothing is saved."""
         self._release.end_dropped()
@@ -245,6 +251,7 @@ class Engine:
             if len(self._geometries) > MOST_GEOMETRIES:
                 self._geometries.clear()
 
+    @leaves_generators
     def begin_layer(
         self, layer: int, module: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, last: bool
     ) -> Group:
@@ -277,6 +284,7 @@ class Engine:
                 group.began = trace.begin(f"forward {module}")
         return group
 
+    @leaves_generators
     def end_layer(self, group: Group, *, between: bool) -> None:
         """Ends a layer's forward, after its return or exception.
 
@@ -353,6 +361,7 @@ class Engine:
         with self._lock:
             return self._spills.take_lacking()
 
+    @leaves_generators
     def end_forwards(self) -> None:
         """Call after a forward; tensors saved later stay on the device."""
         with self._lock:
@@ -362,6 +371,7 @@ class Engine:
 
     # Hooks of autograd.
 
+    @leaves_generators
     def pack(self, tensor: torch.Tensor, content: Content | None = None) -> Packed:
         """Hook for each tensor that autograd saves; the copy out of a storage seen for the first time follows soon.
 
@@ -371,6 +381,7 @@ class Engine:
 
         Raises:
             HostBudgetExceeded, ScratchFull: no tier has room; what was saved before stays valid.
+            ModifiedAfterSave: with `verify`, its storage was copied out with other bytes.
         """
         group = self._layer_calls.open
         kind = type(tensor)
@@ -391,6 +402,8 @@ class Engine:
             if hold is not None and hold.saved.content == content:
                 if hold.saved.coded is not None and hold.saved.coded.dtype is not tensor.dtype:
                     return Kept(tensor)  # the codes are of values of another type
+                if hold.saved.sum is not None:
+                    hold.saved.verify(tensor)
                 self._stats.deduplicated += 1
                 if hold.saved.home != self._here():  # its memory must outlive the work of this stream, too
                     self.backend.compute_uses(tensor, writes=False)
@@ -425,6 +438,7 @@ class Engine:
         assert not isinstance(packed, Sharded)
         return Sharded(tensor, packed)
 
+    @leaves_generators
     def unpack(self, handle: Packed, *, by_backward: bool = True) -> torch.Tensor:
         """Hook for each tensor that backward needs; may be called again for the same handle.
 

@@ -22,7 +22,9 @@ from weakref import ref
 
 import torch
 
+from memo.errors import ModifiedAfterSave
 from memo.events import TensorState as State
+from memo.swap.checksum import checksum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -138,6 +140,7 @@ class SavedStorage:
         "returning",
         "source",
         "state",
+        "sum",
         "user",
     )
 
@@ -163,6 +166,7 @@ class SavedStorage:
         self.is_read = False  # from its source, by backward
         self.place: Place | None = None
         self.out: Timed | None = None  # end of the copy out
+        self.sum: torch.Tensor | None = None  # checksum of the source as it was copied out; None: not verified
         self.prefix: TokenPrefix | None = None  # set where only the first tokens move and the others are recomputed
         self.coded: CodedCopy | None = None  # set where what moves is coded
         self.returned: torch.Tensor | None = None  # the reload buffer
@@ -185,6 +189,19 @@ class SavedStorage:
         self.state = state
         if self.changed is not None:
             self.changed(self)
+
+    def verify(self, tensor: torch.Tensor) -> None:
+        """Compares the storage of a tensor that is saved again with the bytes that were copied out. Waits for the device.
+
+        Raises:
+            ModifiedAfterSave: they differ.
+        """
+        if self.state is not LIVE and self.sum is not None and checksum(tensor).item() != self.sum.item():
+            raise ModifiedAfterSave(
+                f"a tensor in {self.module} of shape {tuple(tensor.shape)} and type {tensor.dtype} is saved again with other"
+                " bytes, and nothing counted the change: a write through .data, NumPy, DLPack or its storage; write into the"
+                " tensor itself under torch.no_grad(), or into a copy"
+            )
 
     @property
     def module(self) -> str:

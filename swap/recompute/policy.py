@@ -23,6 +23,7 @@ from memo.lru import LRU
 from memo.swap.engine.handles import Guard, Kept, Sharded
 from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.engine.token_prefix import Rows, TokenPrefix
+from memo.swap.generators import leaves_generators
 from memo.swap.layers import Layer, is_gathered_whole
 from memo.swap.recompute.choice import single_level
 from memo.swap.recompute.explain import NAMED_POINTS, explain
@@ -215,6 +216,7 @@ class Tapes:
             self._gathered = _without_memory(layers)
         self._position = {layer.name: position for position, layer in enumerate(layers)}
 
+    @leaves_generators
     def begin(self, layer: Layer, group: Group, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Begins recording a layer's forward; `end` must follow."""
         if torch.compiler.is_compiling():
@@ -273,6 +275,7 @@ class Tapes:
         group.held = True
         recorder.__enter__()
 
+    @leaves_generators
     def end(self, group: Group, output: Any) -> None:
         """Ends the recording of a layer's forward, and hands its saved tensors to the engine."""
         call = self._open
@@ -291,6 +294,7 @@ class Tapes:
                 call = None  # and with it what the recorder holds: sources go one by one as they are copied out
                 self._engine.copy_out_held(group, parts)
 
+    @leaves_generators
     def end_forwards(self) -> None:
         """Ends a forward. A layer still open was interrupted where no hook is called (Ctrl-C); its tensors move whole."""
         call, self._open = self._open, None

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from memo.swap.recompute.tape.recorder import Recorder
     from memo.swap.token_levels import Setting
 
+SMALL = 512
+"""Bytes of a constant that is copied, so that the program may change it later: one block of torch's allocator."""
+
 __all__ = ["Ended", "OpenCall", "Parts", "RecordedCall", "tensors_within"]
 
 Parts = dict["SavedStorage", "TokenPrefix"]
@@ -84,6 +87,7 @@ class RecordedCall:
         """A copy of the layer's input was packed in its place."""
         self._lent: set[int] = set()  # local parts of parameters and buffers
         self._returned: set[int] = set()  # held, and the program has them too and may change them
+        self._others: set[int] = set()  # given or found, and not saved: nothing may count the program's changes of them
         self._copies: dict[int, torch.Tensor] = {}  # of these, and of the input
         self._call: OpenCall
 
@@ -129,6 +133,8 @@ class RecordedCall:
                     held.add(number)
                     if number in outputs:
                         self._returned.add(number)
+        given = {number for number, (birth, *_) in enumerate(storages) if birth in (Birth.GIVEN, Birth.FOUND)}
+        self._others = given - saved - recorder.lent
         lent = recorder.lent - free - saved
         passed_on |= free
         stuck = tuple(
@@ -265,15 +271,17 @@ class RecordedCall:
         home = recorder.streams.get(number)
         here = home is None or home == engine.backend.current_stream()
         given = tensor
+        is_small = number in self._others and storage.nbytes() <= SMALL
         with nullcontext() if here or home is None else engine.backend.stream_context(home):
             if part is not None:
                 tensor = part_to_keep(tensor, part, tokens)
             is_input = number == 0 and tensor is recorder.tensors[0] and not self._is_saved(tensor, engine)
-            if number in self._returned and tensor is recorder.tensors[number]:
+            if (is_small or number in self._returned) and tensor is recorder.tensors[number]:
                 tensor, is_input = self._copied(tensor, number), False
             elif is_input and self._call.copies_input:
                 tensor, is_input, self.has_copied = self._copied(tensor, number), False, True
-            packed: Packed = engine.pack(tensor)
+            # A copy of what a plan has for nothing stays: it counts as nothing.
+            packed: Packed = Kept(tensor) if is_small and number in self.sources.free else engine.pack(tensor)
             if is_input and is_sharded(self._call.hidden) and not isinstance(packed, Sharded):
                 packed = Sharded(self._call.hidden, packed)  # which alone counts changes of the whole
             return Brought(packed, tensor.untyped_storage().nbytes(), None, beside if tensor is given else ())

@@ -168,13 +168,29 @@ def test_the_loss_without_logits_takes_the_logits_from_the_head() -> None:
         ({"model_type": "no_such_thing"}, "no architecture 'no_such_thing'"),
         ({"model_type": "bert", "num_hidden_layers": 2, "max_position_embeddings": 16}, "cannot be recorded"),
         ({"model_type": "clip"}, "belongs to no language model"),
-        ({"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 64}, "loop over tokens"),
+        ({"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 64}, "one fused scan"),
+        (
+            {"model_type": "mamba2", "num_hidden_layers": 2, "hidden_size": 64, "num_heads": 4, "head_dim": 32},
+            "one fused scan",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says) as caught:
         HuggingFaceModel(configuration_from(fields), name="it").profile(MACHINE, Layout(tokens=4096))
     assert "\n" not in str(caught.value)
+
+
+def test_operators_of_memos_own_are_no_loop_over_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first recorded step sums what each operator reads; Gemma 3n was refused for it."""
+    monkeypatch.setattr("memo.hugging_face.recorded_step.MOST_OPERATORS", 700)
+    HuggingFaceModel(configuration_from(small("llama")), name="llama").profile(MACHINE, Layout(tokens=TOKENS))
+
+
+def test_weights_published_in_fp8_are_counted_as_they_are_trained_and_it_is_said() -> None:
+    config = {**small("llama"), "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    notes = HuggingFaceModel(configuration_from(config), name="llama").notes
+    assert any("published in fp8, and counted in bf16" in note for note in notes)
 
 
 def test_tensor_parallelism_is_refused_with_what_works_instead() -> None:

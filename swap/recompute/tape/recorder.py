@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from memo.kernels import pack_mask
+from memo.swap.generators import leaves_generators
 from memo.swap.recompute.axis.operators import Operator, call, group_of, operator_of
 from memo.swap.recompute.tape.log import (
     CARRIED,
@@ -38,6 +39,7 @@ from memo.swap.recompute.tape.log import (
     Storage,
     word_of,
 )
+from memo.swap.recompute.tape.uncounted_writes import uncounted_writes
 from memo.swap.tensor_kinds import has_storage, is_sharded, local_part
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["Aside", "Recorder", "aside", "is_recordable"]
 
 _PLAIN = (torch.Tensor, Parameter)
+_OTHERS = (Birth.FOUND, Birth.GIVEN)
 _CONSTANTS = frozenset({type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 _ADINPLACE = torch._C.DispatchKey.ADInplaceOrView
 _get_dispatch_mode = torch._C._get_dispatch_mode
@@ -189,6 +192,7 @@ class Recorder(TorchDispatchMode):
         self._suspects: list[tuple[int, torch.Tensor]] = []
         self._counts: dict[tuple[int, int], int] = {}  # (storage number, id of a view's base) -> version
         self._miscounted: set[int] = set()  # storages whose version moved on without an operator that was recorded
+        self._written: set[int] = set()  # storages that other layers may read
         self._numbers: dict[ref[torch.UntypedStorage], int] = {}
         self._by_geometry: dict[Geometry, Ref] = {}
         self._roots: dict[
@@ -216,6 +220,10 @@ class Recorder(TorchDispatchMode):
         _keep_from_dynamo()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        uncounted_writes.by_layer(self.tensors[number].untyped_storage() for number in self._written - self.lent)
 
     @property
     def key(self) -> Key:
@@ -331,6 +339,8 @@ class Recorder(TorchDispatchMode):
                 number = self._numbers.get(ref(tensor.untyped_storage())) if has_storage(tensor) else None
                 if number is not None:
                     self._count_changes(number, tensor, writes=1)
+                    if self.storages[number][0] in _OTHERS:
+                        self._written.add(number)
 
     def _argument(self, value: Any) -> None:
         kind, append = type(value), self.log.append
@@ -455,6 +465,7 @@ class Recorder(TorchDispatchMode):
         else:
             self.log.append(None if out is None else OTHER)
 
+    @leaves_generators
     def _hold(self, out: Any, positions: Sequence[int], *, as_bits: bool) -> None:
         results = _tensors_in(out)
         for position in positions:
@@ -548,6 +559,7 @@ class Recorder(TorchDispatchMode):
         return out
 
 
+@leaves_generators
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
     """A detached alias that shares the tensor's version counter, also below autograd.
 

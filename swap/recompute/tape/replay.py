@@ -11,16 +11,17 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from memo.errors import MemoError, ModifiedAfterSave, SwapError
+from memo.swap.checksum import checksum
 from memo.swap.engine.handles import Guard, Handle, Kept, Sharded
-from memo.swap.recompute.tape.checksums import checksum
-from memo.swap.recompute.tape.optimizer_steps import uncounted_steps
+from memo.swap.generators import put_back
 from memo.swap.recompute.tape.settings import Settings
+from memo.swap.recompute.tape.uncounted_writes import uncounted_writes
 from memo.swap.tensor_kinds import local_part
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class Replay:
         self._kept = kept
         self._carried = carried
         self._settings = Settings.now()
-        self._steps = uncounted_steps.begin()
+        self._writes = uncounted_writes.begin()
         self._sums = [_sum_of(each) for each in kept] if verify else None
         self._lock = threading.Lock()
 
@@ -194,11 +195,11 @@ class Replay:
                 f"{self.name} needs a parameter in backward whose memory is not there: FSDP gathers it when a gradient"
                 " reaches what a module returned; use that in the loss, shard whole layers, or exclude it with alpha=1"
             )
-        if uncounted_steps.count != self._steps and uncounted_steps.wrote(storage, since=self._steps):
+        if (writer := uncounted_writes.wrote(storage, since=self._writes)) is not None:
             raise ModifiedAfterSave(
-                f"a parameter of {self.name} was changed by an optimizer's step between forward and backward, which"
-                " recomputes from it; take the step after backward, or exclude the layer with alpha=1 (torch itself does not"
-                " notice a fused step, and mixes both values)"
+                f"a tensor of shape {tuple(tensor.shape)} that {self.name} is recomputed from was changed by {writer}, which"
+                " torch itself does not notice, as it does not a write through .data: write after backward, or exclude the"
+                " layer with alpha=1, which mixes both values as torch does"
             )
         if self._sums is not None:
             self._verify(kept, self._sums[position], tensor)
@@ -238,7 +239,7 @@ def _as_recorded(device: torch.device, settings: Settings) -> Iterator[None]:
 
     Layers on a GPU may compute on the host, too.
     """
-    with settings.in_force(), torch.no_grad(), ExitStack() as below:
+    with put_back() if settings.modes else nullcontext(), settings.in_force(), torch.no_grad(), ExitStack() as below:
         for kind in {device.type, "cpu"}:
             if torch.is_autocast_enabled(kind):  # the way out of it costs as much as several steps
                 below.enter_context(torch.autocast(kind, enabled=False))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memo.swap.recompute.tape.checksums import checksum
+from memo.swap.checksum import checksum
 
 
 @pytest.mark.parametrize("nbytes", [2, 7, 8, 100, 8 * 4093, 8 * 4093 + 8, 40001, 1 << 20])
