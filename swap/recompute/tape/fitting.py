@@ -1,7 +1,8 @@
 """Cut that fits a number of bytes: the nearest corner of the curve below it, and between two corners more storages.
 
 What is added, one by one, are the storages that spare the most seconds for each byte. It is the better of what this greedy
-order finds; the best choice of storages is a knapsack.
+order finds; the best choice of storages is a knapsack. Of very many operators, as of a loop over time, storages are added in
+bunches, so that planning takes a time in proportion to the operators.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ __all__ = ["fitting_cut"]
 
 _SMALL = 8 * 4096
 """Bits of a storage that is tried even where there is no room for it: a cut with it may keep no more."""
+MOST_OPERATORS = 1 << 15
+"""Operators of all cuts in which each bunch is tried once: as many storages are a bunch, in the order in which they were saved."""
 
 
 def fitting_cut(tape: Tape, problem: Problem, wanted: Iterable[int], target: float) -> Cut:
@@ -41,32 +44,38 @@ def fitting_cut(tape: Tape, problem: Problem, wanted: Iterable[int], target: flo
     cut = min(below, key=lambda cut: (cut.replay_cost, cut.keep_cost))
     kept: list[int] = []
     waiting: list[
-        tuple[float, int]
-    ] = []  # least first: seconds spared for each byte when last tried, negative; a storage
+        tuple[float, list[int]]
+    ] = []  # least first: seconds spared for each byte when last tried, negative; a bunch
 
-    def tried(storage: int) -> tuple[float, Cut] | None:
+    def tried(bunch: list[int]) -> tuple[float, Cut] | None:
         room = target - cut.keep_cost
-        if tape.last[storage] in cut.kept or 8 * tape.storages[storage][1] > room + _SMALL:
+        more = [storage for storage in bunch if tape.last[storage] not in cut.kept]
+        if not more or 8 * sum(tape.storages[storage][1] for storage in more) > room + _SMALL:
             return None
-        other = cheapest(_keeping(problem, [tape.last[other] for other in (*kept, storage)]), 1, 0)
+        other = cheapest(_keeping(problem, [tape.last[storage] for storage in (*kept, *bunch)]), 1, 0)
         if other.keep_cost > target or other.replay_cost >= cut.replay_cost:
             return None
-        more = other.keep_cost - cut.keep_cost
-        return (other.replay_cost - cut.replay_cost) / max(1, more), other
+        bits = other.keep_cost - cut.keep_cost
+        return (other.replay_cost - cut.replay_cost) / max(1, bits), other
 
-    for storage in wanted:
-        if (found := tried(storage)) is not None:
-            heapq.heappush(waiting, (found[0], storage))
+    for bunch in _bunches(list(wanted), MOST_OPERATORS // max(1, len(tape.steps))):
+        if (found := tried(bunch)) is not None:
+            heapq.heappush(waiting, (found[0], bunch))
     while waiting:  # what a storage spares seldom grows while others are added, so only the first is tried again
-        _, storage = heapq.heappop(waiting)
-        if (found := tried(storage)) is None:
+        _, bunch = heapq.heappop(waiting)
+        if (found := tried(bunch)) is None:
             continue
         if waiting and found[0] > waiting[0][0]:
-            heapq.heappush(waiting, (found[0], storage))
+            heapq.heappush(waiting, (found[0], bunch))
         else:
-            kept.append(storage)
+            kept += bunch
             cut = found[1]
     return cut
+
+
+def _bunches(storages: list[int], most: int) -> list[list[int]]:
+    each = max(1, -(-len(storages) // max(1, most)))
+    return [storages[at : at + each] for at in range(0, len(storages), each)]
 
 
 def _keeping(problem: Problem, contents: Collection[int]) -> Problem:
