@@ -53,16 +53,15 @@ def changes_that_fit(request: Request, misfit: DoesNotFit) -> list[str]:
     """
     found: list[str] = []
     now, fewest = request.layout.gpus, math.inf
-    for changes in (_changes, _combined):
-        for options in changes(request) if not found else ():
-            for flag, changed in options:
-                gpus = changed.layout.gpus
-                if gpus > now and gpus >= fewest:
-                    break
-                if _fits(changed):
-                    found.append(flag)
-                    fewest = min(fewest, gpus) if gpus > now else fewest
-                    break
+    for options in _changes(request):
+        for flag, changed in options:
+            gpus = changed.layout.gpus
+            if gpus > now and gpus >= fewest:
+                break
+            if _fits(changed):
+                found.append(flag)
+                fewest = min(fewest, gpus) if gpus > now else fewest
+                break
     for tier, there in (("device", request.machine.device_bytes), ("host", request.machine.host_bytes)):
         least = misfit.least_bytes.get(tier)
         if least is not None and least <= there:
@@ -88,23 +87,6 @@ def _changes(request: Request) -> Iterator[Iterator[tuple[str, Request]]]:
     if without_logits is not None:
         for options in (_more_gpus(without_logits), _more_ranks(without_logits, "cp"), _shorter(without_logits)):
             yield ((f"--loss without-logits {flag}", changed) for flag, changed in options)
-
-
-def _combined(request: Request) -> Iterator[Iterator[tuple[str, Request]]]:
-    """More GPUs for the weights, ranks of one more kind for activations, and the loss without logits, all at once."""
-    if request.config is None:
-        return
-    least, loss = request.without_logits(), "--loss without-logits "
-    if least is None:
-        least, loss = request, ""
-    counts = [(f"{loss}{flag}", changed) for flag, changed in _more_gpus(least)]
-    for name in ("pp", "ep", "cp", "tp"):
-        yield (
-            (f"{flag} --{name} {getattr(changed.layout, name)}", changed)
-            for flag, more in [(f"{loss}--zero 3", dataclasses.replace(least, zero=3)), *counts]
-            for _, changed in _more_ranks(more, name)
-            if changed.layout.gpus == more.layout.gpus
-        )
 
 
 def _more_gpus(request: Request) -> Iterator[tuple[str, Request]]:
@@ -164,8 +146,9 @@ def _message(request: Request, misfit: DoesNotFit, changes: list[str]) -> str:
     if changes:
         words += f"; it fits with {' or '.join(changes)}"
     elif request.config is not None:
-        words += f"; up to {MOST_TIMES} times the GPUs, tensor, context, pipeline and expert parallelism and a shorter sequence"
-        words += " do not fit"
+        words += (
+            f"; up to {MOST_TIMES} times the GPUs, tensor and context parallelism and a shorter sequence do not fit"
+        )
     return f"{words}; the smallest device budget that fits is {format_bytes(misfit.least_bytes['device'], up=True)}"
 
 
