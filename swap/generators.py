@@ -36,7 +36,7 @@ def leaves_generators(function: Callable[_Given, _Result]) -> Callable[_Given, _
     @functools.wraps(function)
     def called(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
         for at in range(_modes_on_stack()):
-            if not _draws_nothing(type(_mode_at(at))):
+            if not _draws_nothing(type(_mode_at(at)).__module__):
                 with put_back():
                     return function(*args, **kwargs)
         return function(*args, **kwargs)
@@ -45,5 +45,5 @@ def leaves_generators(function: Callable[_Given, _Result]) -> Callable[_Given, _
 
 
 @functools.cache
-def _draws_nothing(mode: type) -> bool:
-    return mode.__module__.startswith(("memo.", "torch."))
+def _draws_nothing(module: str) -> bool:
+    return module.startswith(("memo.", "torch."))

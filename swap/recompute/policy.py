@@ -283,7 +283,7 @@ class Tapes:
             if call.group is not group:
                 return
             self._open = None
-            call.recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            call.recorder.__exit__(None, None, None)
         parts: Parts = {}
         try:
             self._heard(group.module, output)
@@ -300,7 +300,7 @@ class Tapes:
         call, self._open = self._open, None
         hearing, self._hearing = self._hearing, None
         if call is not None:
-            call.recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            call.recorder.__exit__(None, None, None)
             self._engine.copy_out_held(call.group, {})
         if hearing is not None:
             hearing.__exit__(None, None, None)  # type: ignore[no-untyped-call]
