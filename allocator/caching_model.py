@@ -157,7 +157,8 @@ class _Pool:
         for block in self.unmapped:
             before = block.before
             first = block if before is None or before.allocated else before
-            found, last = 0, first
+            found = 0
+            last: Block | None = first
             while found < nbytes and last is not None and not last.allocated:
                 found, last = found + last.nbytes, last.after
             if found >= nbytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+from typing import Any
 
 import torch
 
@@ -30,9 +31,8 @@ def use_expandable_segments(device: torch.device) -> bool:
     if torch.cuda.get_allocator_backend() != "native":
         return True
     torch.cuda.init()
-    chosen = _settings()
-    if _NAME not in chosen["PYTORCH_CUDA_ALLOC_CONF"] and _has_virtual_memory(device):
-        given = chosen["PYTORCH_CUDA_ALLOC_CONF"]
+    given: str = _settings()["PYTORCH_CUDA_ALLOC_CONF"]
+    if _NAME not in given and _has_virtual_memory(device):
         torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (given, f"{_NAME}:True"))))
         _log.info(
             "torch's allocator: %s:True from now on; PYTORCH_ALLOC_CONF=%s:False keeps it as it was", _NAME, _NAME
@@ -40,7 +40,7 @@ def use_expandable_segments(device: torch.device) -> bool:
     return bool(_settings()[_NAME])
 
 
-def _settings() -> dict[str, object]:
+def _settings() -> dict[str, Any]:
     return torch.cuda.memory._snapshot()["allocator_settings"]  # type: ignore[no-any-return]
 
 
