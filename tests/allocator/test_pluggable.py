@@ -209,6 +209,7 @@ def test_nothing_that_training_asks_of_memory_is_asked_of_torch(
     monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", refuse)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1 << 30))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 20, 1 << 30))
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "pluggable")
     use_planned_allocator()
     device, driver = torch.device("cuda", 0), Driver(machine[0])
     driver.malloc("a", 3 * KIB)
