@@ -91,7 +91,7 @@ def test_a_file_of_a_managed_model_loads_where_memo_is_not_installed(when: _When
     command = [sys.executable, "-c", LOAD, str(tmp_path / "model.pt"), str(tmp_path / "gradients.pt")]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert equal(torch.load(tmp_path / "gradients.pt"))
+    assert equal(torch.load(tmp_path / "gradients.pt", weights_only=True))
     manager.close()
 
 
