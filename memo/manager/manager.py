@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch import nn
+    from torch.utils.hooks import RemovableHandle
 
     from memo.manager.plan_source import PlanSource
     from memo.mip.activation import ActivationPlan
@@ -97,8 +98,8 @@ class Manager:
         self._thread = threading.get_ident()
         self._entering = threading.Lock()
         self._attached: ForwardHooks | None = None
-        self._hooks: list[LayerHook] = []
-        self._saving: saved_tensors_hooks | None = None
+        self._hooks: list[LayerHook | RemovableHandle] = []
+        self._is_saving = False
         self._layer_hooks = LayerHooks(layers)
         self._unseen = Unseen(layers)
         self._step_ends = StepEnds(model)
@@ -172,6 +173,14 @@ class Manager:
         return self._layers
 
     def __enter__(self) -> Manager:
+        try:
+            self._enter()
+            return self
+        except BaseException:
+            self._leave()
+            raise
+
+    def _enter(self) -> None:
         with self._entering:
             if self._is_closed:
                 raise UsageError("this manager is closed; call memo.offload again")
@@ -181,17 +190,11 @@ class Manager:
                 if self._opening is not None:
                     self._open()
                     self._opening = None
-                claims.enter(self)
                 self._thread = threading.get_ident()
+                claims.enter(self)
             self._depth += 1
-        if self._depth > 1:
-            return self
-        try:
+        if self._depth == 1:
             self._begin_forwards()
-        except BaseException:
-            self._leave()
-            raise
-        return self
 
     def _begin_forwards(self) -> None:
         if self._engine.is_captured():
@@ -199,7 +202,9 @@ class Manager:
         self._begin_forward()
         self._is_prepared = True
         if self._attached is None and not self._has_schedule:  # all microbatches of a schedule are one step
-            self._hooks.append(ForwardHooks(self._entries, self._next_forward, lambda failed: None))
+            hooks = ForwardHooks(self._entries, self._next_forward, lambda failed: None)
+            self._hooks.append(hooks)
+            hooks.install()
         if self._steps is not None:
             self._hooks.append(self._steps.hook(idle=self._is_idle))
         self._layer_hooks.install(self._engine, self._tokenwise, lambda: self._plan_source)
@@ -207,9 +212,8 @@ class Manager:
         idle = self._tokenwise.is_idle and self._plan_source is None  # a plan may change that at the first layer
         pack: Callable[[torch.Tensor], Any] = self._engine.pack if idle else self._tokenwise.pack
         pack = self._unseen.watch(pack, lambda: self.open_layer)
-        saving = saved_tensors_hooks(pack, self._engine.unpack)
-        saving.__enter__()
-        self._saving = saving
+        self._is_saving = True
+        saved_tensors_hooks(pack, self._engine.unpack).__enter__()
 
     def _begin_forward(self) -> None:
         """Prepares one forward of the model; a step that has ended is evaluated."""
@@ -250,7 +254,7 @@ class Manager:
 
     def _next_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begins a forward of the model inside the manager: what an earlier one has left open is closed."""
-        if self._saving is None:
+        if not self._is_saving:
             return
         claims.require_alone(self)
         if not self._is_prepared:
@@ -288,6 +292,7 @@ class Manager:
                     raise UsageError("attach: a manager of these and of more layers is attached; detach that one first")
                 other.detach()
             self._attached = ForwardHooks(self._entries, self._begin_attached, self._end_attached)
+            self._attached.install()
             claims.claim(self)
             log.info("%s: attached", self._name)
         if self._watch is not None:
@@ -316,8 +321,8 @@ class Manager:
             self._watch.is_attached = False
 
     def _begin_attached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.__enter__()
         try:
+            self.__enter__()
             if self._depth == 1 and self._steps is not None:  # its own hook comes too late for this forward
                 self._steps.forward_begins(args, kwargs, idle=self._is_idle())
             self._next_forward(args, kwargs)
@@ -330,34 +335,46 @@ class Manager:
         self.__exit__(RuntimeError if failed else None, error)
 
     def __exit__(self, *exception: object) -> None:
+        try:
+            self._exit(exception)
+        except BaseException:
+            self._leave()  # what an interruption has kept from its end
+            raise
+
+    def _exit(self, exception: Sequence[object]) -> None:
         if self._depth > 1:
             self._depth -= 1
-        else:
-            seen = self._layer_hooks.seen
-            if len(exception) > 1 and isinstance(exception[1], Exception):
-                self._memory_watch.explain(exception[1], where=self._layer_hooks.failed)
-            self._leave()
-            if exception[:1] in ((), (None,)):
-                self._unseen.end(seen)
-                if self._plan_source is not None:
-                    self._plan_source.after_forward()
+            return
+        seen = self._layer_hooks.seen
+        if len(exception) > 1 and isinstance(exception[1], Exception):
+            self._memory_watch.explain(exception[1], where=self._layer_hooks.failed)
+        self._leave()
+        if exception[:1] in ((), (None,)):
+            self._unseen.end(seen)
+            if self._plan_source is not None:
+                self._plan_source.after_forward()
 
     def _leave(self) -> None:
+        """Takes out whatever is in place, whether all of it is or an interruption has left a part. Idempotent."""
+        if self._depth and self._thread != threading.get_ident():
+            return  # another thread's
         try:
-            self._end_forwards()
+            if self._parts is not None:
+                self._end_forwards()
         finally:
             claims.leave(self)
             self._depth = 0
 
     def _end_forwards(self) -> None:
-        if self._saving is not None:
-            self._saving.__exit__(None, None, None)
-            self._saving = None
+        top = torch._C._autograd._top_saved_tensors_default_hooks
+        while self._is_saving and (hooks := top(False)) is not None and hooks[1] == self._engine.unpack:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        self._is_saving = False
         self._tokenwise.end_forwards()
         self._layer_hooks.remove()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        while self._hooks:
+            self._hooks[-1].remove()
+            self._hooks.pop()
         self._engine.end_forwards()
 
     def choose_levels(self, levels: Mapping[int | str, LayerLevels]) -> None:
