@@ -162,7 +162,7 @@ class _Frame:
 
 def _plant(gone: Callable[[], None]) -> None:
     """Calls `gone` once the frame is gone of the module's call whose pre-hooks run now."""
-    frame: FrameType | None = sys._getframe()
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "inner":
         frame = frame.f_back
     called = None if frame is None else frame.f_locals.get("called_always_called_hooks")
@@ -172,7 +172,7 @@ def _plant(gone: Callable[[], None]) -> None:
 
 def _called_modules() -> Iterator[nn.Module]:
     """Modules whose calls are on this thread's stack, innermost first."""
-    frame = sys._getframe()
+    frame = sys._getframe(1)  # not its own: with an exception's traceback that would be a cycle
     while frame is not None:
         if frame.f_code is nn.Module._wrapped_call_impl.__code__:
             yield frame.f_locals["self"]

@@ -217,6 +217,7 @@ class Manager:
 
     def _begin_forward(self) -> None:
         """Prepares one forward of the model; a step that has ended is evaluated."""
+        self._engine.recover()
         has_ended = self._is_idle() and self._step_ends.has_ended(has_trained=self._has_trained)
         if has_ended:
             self._has_trained = False

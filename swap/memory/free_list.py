@@ -90,6 +90,13 @@ class FreeList:
         self.used -= size
         self._insert_hole(offset, size)
 
+    def clear(self) -> None:
+        """Frees every allocation, also one that an interruption has left half made."""
+        self._starts = [0] if self.capacity else []
+        self._sizes = [self.capacity] if self.capacity else []
+        self._allocated = {}
+        self.used = 0
+
     def extend(self, nbytes: int) -> None:
         """Appends `nbytes`, rounded down to `align`, at the end of the range."""
         size = nbytes - nbytes % self.align

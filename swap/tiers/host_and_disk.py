@@ -33,6 +33,8 @@ class _Ledger:
         self.budget = budget
         self.used = 0
         self.peak = 0
+        self.steps = 0
+        """Steps that have ended; a place of an earlier one is given back already."""
 
     @property
     def obtainable(self) -> int | None:
@@ -48,6 +50,11 @@ class _Ledger:
         """Counts claimed bytes."""
         self.used += nbytes
         self.peak = max(self.peak, self.used)
+
+    def end_step(self) -> None:
+        """Ends a step: nothing is held now, not even what an interruption has kept from being given back."""
+        self.steps += 1
+        self.used = 0
 
 
 class HostTier(_Ledger):
@@ -179,11 +186,13 @@ class HostTier(_Ledger):
 
     def end_step(self) -> None:
         """Plans the next step's layout and gives back the surplus of the slab; nothing is held now."""
+        super().end_step()
+        self._space.clear()
         was_full, self._was_full = self._was_full, False
         if self._forgets_steps or not self._recorder.end_step(PAGE, self._capacity):
             return
         # Where the step did not fit, the whole budget is kept: other claims may use what the plan leaves.
-        if not (was_full or self._has_forecast or self.used):
+        if not (was_full or self._has_forecast):
             self._shrink(self._recorder.nbytes)
 
     def _shrink(self, nbytes: int) -> None:
@@ -193,26 +202,20 @@ class HostTier(_Ledger):
             slab.shrink(nbytes)
             self._give_back_to_pool(slab)
 
-    def give_back(self, offset: int, nbytes: int, number: int, step: int, reload: tuple[int, Event] | None) -> None:
-        """Frees a place.
+    def give_back(self, offset: int, nbytes: int, number: int, reload: tuple[int, Event] | None) -> None:
+        """Frees a place of this step.
 
         Args:
             offset: of its block.
             nbytes: of its block.
             number: of its claim in the recorder.
-            step: of its claim.
             reload: number and event of its latest reload.
         """
         self._space.free(offset)
         if reload is not None and (self._freed is None or self._freed[0] < reload[0]):
             self._freed = reload
         self.used -= nbytes
-        self._recorder.release(number, step)
-
-    @property
-    def step(self) -> int:
-        """Number of the current step; a place keeps that of its claim."""
-        return self._recorder.step
+        self._recorder.release(number, self._recorder.step)
 
     def copy_out(self, block: torch.Tensor, source: torch.Tensor, after: Event) -> Timed:
         """Issues the copy of `source` into a block."""
@@ -255,7 +258,7 @@ class _HostPlace:
         self._block = block
         self._offset = offset
         self._number = number
-        self._step = tier.step
+        self._step = tier.steps
         self._reload: tuple[int, Timed] | None = None
 
     def copy_out(self, source: torch.Tensor, *, after: Event) -> Timed:
@@ -266,7 +269,8 @@ class _HostPlace:
         return self._reload[1]
 
     def release(self) -> None:
-        self.tier.give_back(self._offset, self._block.numel(), self._number, self._step, self._reload)
+        if self._step == self.tier.steps:
+            self.tier.give_back(self._offset, self._block.numel(), self._number, self._reload)
 
 
 class DiskTier(_Ledger):
@@ -296,9 +300,6 @@ class DiskTier(_Ledger):
         self.take(nbytes)
         return _DiskPlace(self, extent, nbytes)
 
-    def end_step(self) -> None:
-        """Does nothing."""
-
     def close(self) -> None:
         """Closes the store."""
         self.disk.close()
@@ -307,12 +308,13 @@ class DiskTier(_Ledger):
 class _DiskPlace:
     """An extent of the scratch file."""
 
-    __slots__ = ("_extent", "_nbytes", "tier")
+    __slots__ = ("_extent", "_nbytes", "_step", "tier")
 
     def __init__(self, tier: DiskTier, extent: Extent, nbytes: int) -> None:
         self.tier = tier
         self._extent = extent
         self._nbytes = nbytes
+        self._step = tier.steps
 
     def copy_out(self, source: torch.Tensor, *, after: Event) -> Timed:
         return self.tier.disk.write(self._extent, source, after=(after,))
@@ -322,4 +324,5 @@ class _DiskPlace:
 
     def release(self) -> None:
         self.tier.disk.release(self._extent)
-        self.tier.used -= self._nbytes
+        if self._step == self.tier.steps:
+            self.tier.used -= self._nbytes

@@ -156,6 +156,19 @@ def _ways_out(code: CodeType) -> frozenset[int]:
     return frozenset(found)
 
 
+def _lines(frame: FrameType | None) -> Iterator[str]:
+    """This line and those of memo's that have led to it."""
+    while frame is not None:
+        code = frame.f_code
+        if _is_own(code):
+            yield f"{code.co_filename.removeprefix(_OWN)}:{frame.f_lineno} {code.co_qualname}"
+        frame = frame.f_back
+
+
+def _is_own(code: CodeType) -> bool:
+    return code.co_filename.startswith(_OWN) or code.co_filename == _REPLAY
+
+
 class _Interrupter:
     """Counts executed lines of memo's files while it traces; raises at one of them."""
 
@@ -173,13 +186,12 @@ class _Interrupter:
         sys.settrace(None)
 
     def _call(self, frame: FrameType, event: str, arg: object) -> Any:
-        name = frame.f_code.co_filename
-        return self._line if name.startswith(_OWN) or name == _REPLAY else None
+        return self._line if _is_own(frame.f_code) else None
 
     def _line(self, frame: FrameType, event: str, arg: object) -> Any:
         if event == "line" and frame.f_lasti not in _ways_out(frame.f_code):
             if self.count == self._at:
-                self.where = f"{frame.f_code.co_filename.removeprefix(_OWN)}:{frame.f_lineno} {frame.f_code.co_qualname}"
+                self.where = " < ".join(_lines(frame))
                 self.count += 1
                 raise self._kind("at a place")
             self.count += 1
@@ -244,7 +256,7 @@ def _check(
     held = [engine._stats.live_entries, engine._stats.device_bytes, *(tier.used for tier in engine.tiers)]
     held += [tier._space.used if hasattr(tier, "_space") else tier.disk._space.used for tier in engine.tiers]
     _require(not any(held), f"held after the next step: {held}")
-    _require(not engine._lock.locked(), "the engine is locked")
+    _require(not engine._lock._is_owned(), "the engine is locked")
     manager.close()
     _require(not any(_hooks(model).values()), f"hooks after close: {_hooks(model)}")
     after = _State.now()
@@ -261,8 +273,7 @@ def _tidy(manager: memo.Manager, before: _State) -> None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
     claims._entered.managers.clear()
     manager._depth = 0
-    if not manager._engine._lock.locked():
-        manager.close()
+    manager.close()
     for number in list(optimizer._global_optimizer_post_hooks)[before.optimizer_hooks :]:
         del optimizer._global_optimizer_post_hooks[number]
 
