@@ -147,6 +147,8 @@ def _is_training() -> bool:
 class _Frame:
     """An object that only the frame of a module's call holds: it dies with it, however the call has ended."""
 
+    _thread = 0  # none, until all is there
+
     def __init__(self, gone: Callable[[], None]) -> None:
         self._gone = gone
         self._thread = threading.get_ident()

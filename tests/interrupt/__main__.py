@@ -3,36 +3,23 @@
     python -m tests.interrupt [--places 20000] [--seed 0] [--case NAME] [--most 50]
 
 Each place is tried in a model of its own: in the step an exception is raised there, as by Ctrl-C or by a handler of an
-alarm; the next step's gradients must be those without memo, bit for bit, and `close` must leave nothing. Places are drawn
-evenly over all that the cases have; with as many places as there are, each is tried once. Exit 1 where anything was found.
+alarm; the next step's gradients must be those without memo, bit for bit, and `close` must leave nothing. Each line
+of the code is tried in each case before any is tried twice; with as many places as there are, each is tried once. Exit 1 where anything was found.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import random
 import sys
 import tempfile
 import time
 
 import torch
 
-from tests.interrupt.interrupting import CASES, KINDS, Find, Place, collect, count_places, interrupt
+from tests.interrupt.interrupting import CASES, Find, collect, draw_places, interrupt
 
 _COLLECTED = 200
-
-
-def places(count: int, seed: int, names: list[str], disk: str) -> tuple[list[Place], int]:
-    """Draws places; with them how many there are."""
-    every = [
-        Place(case=name, kind=kind, number=number)
-        for name in names
-        for number in range(count_places(CASES[name], disk))
-        for kind in KINDS
-    ]
-    drawn = every if count >= len(every) else random.Random(seed).sample(every, count)
-    return drawn, len(every)
 
 
 def main() -> int:
@@ -47,7 +34,7 @@ def main() -> int:
     torch.set_num_threads(1)
     begun, tried, finds = time.monotonic(), collections.Counter[str](), collections.Counter[str]()
     with tempfile.TemporaryDirectory() as disk:
-        drawn, all_places = places(args.places, args.seed, args.case or list(CASES), disk)
+        drawn, all_places = draw_places(args.places, args.seed, args.case or list(CASES), disk)
         print(f"{len(drawn)} of {all_places} places", flush=True)
         for number, place in enumerate(drawn, 1):
             try:

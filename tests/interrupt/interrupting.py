@@ -7,14 +7,16 @@ that no signal's exception ever comes between the last call of a block and its `
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import dis
 import functools
 import gc
 import pathlib
+import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -26,7 +28,7 @@ from torch.utils import _python_dispatch
 import memo
 from memo.manager import claims
 
-__all__ = ["CASES", "KINDS", "Case", "Find", "Place", "count_places", "interrupt"]
+__all__ = ["CASES", "KINDS", "Case", "Find", "Place", "collect", "draw_places", "interrupt"]
 
 HIDDEN, LAYERS, ROWS = 32, 3, 8
 _OWN = str(pathlib.Path(memo.__file__).parent)  # the root folders lie below it, or are linked there
@@ -170,10 +172,10 @@ def _is_own(code: CodeType) -> bool:
 
 
 class _Interrupter:
-    """Counts executed lines of memo's files while it traces; raises at one of them."""
+    """Notes executed lines of memo's files while it traces; raises at one of them."""
 
     def __init__(self, at: int | None, kind: type[BaseException]) -> None:
-        self.count = 0
+        self.lines: list[tuple[CodeType, int]] = []
         self.where: str | None = None
         self._at = at
         self._kind = kind
@@ -190,17 +192,25 @@ class _Interrupter:
 
     def _line(self, frame: FrameType, event: str, arg: object) -> Any:
         if event == "line" and frame.f_lasti not in _ways_out(frame.f_code):
-            if self.count == self._at:
+            self.lines.append((frame.f_code, frame.f_lineno))
+            if len(self.lines) - 1 == self._at:
                 self.where = " < ".join(_lines(frame))
-                self.count += 1
                 raise self._kind("at a place")
-            self.count += 1
         return self._line
 
 
-def count_places(case: Case, disk: str) -> int:
-    """Executed lines of memo's files in the step of a case that is interrupted."""
-    return _interrupted(case, None, KeyboardInterrupt, disk).count
+def draw_places(count: int, seed: int, names: Sequence[str], disk: str) -> tuple[list[Place], int]:
+    """Draws places of these cases, each line of the code once before any is drawn twice; with them how many there are."""
+    draw, turns = random.Random(seed), collections.Counter[tuple[str, object]]()
+    ordered = list[tuple[int, float, Place]]()
+    for name in names:
+        lines = _interrupted(CASES[name], None, KeyboardInterrupt, disk).lines
+        for number in draw.sample(range(len(lines)), len(lines)):
+            for kind in draw.sample(list(KINDS), len(KINDS)):
+                turns[name, lines[number]] += 1
+                place = Place(case=name, kind=kind, number=number)
+                ordered.append((turns[name, lines[number]], draw.random(), place))
+    return [place for *_, place in sorted(ordered, key=lambda each: each[:2])][:count], len(ordered)
 
 
 def interrupt(place: Place, disk: str) -> str | None:
