@@ -527,6 +527,7 @@ class Manager:
         if self._is_closed:
             return
         self._is_closed = True
+        self._leave()
         self._end_attachment()
         if self._watch is not None:
             self._watch.stop()

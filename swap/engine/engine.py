@@ -94,8 +94,8 @@ class Engine:
     ) -> None:
         self.backend = backend
         self.tiers = tiers
-        # Taken once at a time: a garbage collection inside a locked section may drop handles, whose release then waits for the
-        # end of the section. Re-entrant for one reason: it knows whether the calling thread has it.
+        # Taken once at a time: a garbage collection inside a locked section may drop handles, whose release then waits for
+        # the end of the section. Re-entrant for one reason: it knows whether the calling thread has it.
         self._lock = lock = threading.RLock()
         self._telemetry = telemetry = Telemetry(tracer, backend)
         self._stats = telemetry.stats
@@ -243,7 +243,7 @@ class Engine:
                 self._geometries.clear()
 
     def recover(self) -> None:
-        """Call before a forward. Where no saved tensor lives, nothing is counted of any, whatever interruptions have left."""
+        """Call before a forward. Where no saved tensor lives none is counted, whatever an interruption has left."""
         self._release.free_lock()
         self._release.end_dropped()
         with self._lock:

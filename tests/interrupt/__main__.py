@@ -3,8 +3,9 @@
     python -m tests.interrupt [--places 20000] [--seed 0] [--case NAME] [--most 50]
 
 Each place is tried in a model of its own: in the step an exception is raised there, as by Ctrl-C or by a handler of an
-alarm; the next step's gradients must be those without memo, bit for bit, and `close` must leave nothing. Each line
-of the code is tried in each case before any is tried twice; with as many places as there are, each is tried once. Exit 1 where anything was found.
+alarm; the next step's gradients must be those without memo, bit for bit, and `close` must leave nothing. Each line of the
+code is tried in each case before any is tried twice; with as many places as there are, each is tried once. Exit 1 where
+anything was found.
 """
 
 from __future__ import annotations
