@@ -141,7 +141,7 @@ def leave_mode(mode: TorchDispatchMode) -> None:
         for _ in above:
             _pop_mode()
         if mode.old_dispatch_mode_flags:
-            TorchDispatchMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
+            TorchDispatchMode.__exit__(mode, None, None, None)
         else:
             _pop_mode()
         for other in above:
