@@ -120,7 +120,7 @@ class Unseen:
             warnings.warn(
                 f"{names[0]}{others} ran without hooks, and nothing of it is managed: {reason}",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def _note_checkpoint(self, layer: str) -> None:

@@ -84,8 +84,10 @@ class ScratchSpace:
 
     @property
     def used(self) -> int:
-        """Bytes in reserved extents."""
-        return self._free.used
+        """Bytes in reserved extents that are neither released nor lost."""
+        with self._lock:
+            self._free.keep(self._extents)
+            return self._free.used
 
     @property
     def peak(self) -> int:
@@ -97,8 +99,8 @@ class ScratchSpace:
         if nbytes <= 0:
             raise ValueError(f"cannot reserve {nbytes} bytes")
         with self._lock:
-            if not self._extents:  # neither released nor lost
-                self._free.clear()
+            self._free.keep(self._extents)
+            if not self._extents:
                 self._recorder.end_step(BLOCK_ALIGN, self._free.capacity)
             number, offset = self._recorder.find(self._free, nbytes)
             if offset is None and self._growing and self._grow(nbytes):

@@ -275,7 +275,7 @@ def _check(
     _require(_same(model), "gradients of the next step differ")
     engine = manager._engine
     held = [engine._stats.live_entries, engine._stats.device_bytes, *(tier.used for tier in engine.tiers)]
-    held += [tier._space.used if hasattr(tier, "_space") else tier.disk._space.used for tier in engine.tiers]
+    held += [tier._space.used if hasattr(tier, "_space") else tier.disk.stats.used_bytes for tier in engine.tiers]
     _require(not any(held), f"held after the next step: {held}")
     _require(not engine._lock._is_owned(), "the engine is locked")
     manager.close()
