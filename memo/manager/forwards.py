@@ -95,8 +95,9 @@ class ForwardHooks:
 
     def remove(self) -> None:
         """Removes the hooks. Idempotent, also where it is interrupted."""
-        for hook in self._hooks:
-            hook.remove()
+        while self._hooks:
+            self._hooks[-1].remove()
+            self._hooks.pop()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():

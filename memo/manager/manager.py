@@ -346,6 +346,8 @@ class Manager:
         if self._depth > 1:
             self._depth -= 1
             return
+        if not self._depth:
+            return  # left already
         seen = self._layer_hooks.seen
         if len(exception) > 1 and isinstance(exception[1], Exception):
             self._memory_watch.explain(exception[1], where=self._layer_hooks.failed)
