@@ -14,7 +14,7 @@ from torch import nn
 import memo
 from tests.interrupt.interrupting import CASES, Alarm, Model, draw_places, interrupt
 
-PLACES = 150
+PLACES = 300
 
 
 @pytest.mark.filterwarnings(
