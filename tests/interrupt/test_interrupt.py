@@ -17,9 +17,7 @@ from tests.interrupt.interrupting import CASES, Alarm, Model, draw_places, inter
 PLACES = 300
 
 
-@pytest.mark.filterwarnings(
-    "ignore:no plan. no layer ran forward and backward:RuntimeWarning"
-)  # in the step that was cut
+@pytest.mark.filterwarnings("ignore:no plan:RuntimeWarning")  # the step that planning measured was cut
 def test_an_interrupted_step_leaves_nothing_and_the_next_one_is_right(tmp_path: Path) -> None:
     seed = random.randrange(1 << 30)
     drawn, _ = draw_places(PLACES, seed, random.Random(seed).sample(list(CASES), 6), str(tmp_path))
