@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 PEERS_ARGS ?=
 WORKERS ?= 2
 
-.PHONY: demo test test-all hunt fuzz kill rehearsals soak matrix test-parallel lint typed typecheck format docs bench peers plots gpu-check gpu-bench gpu-emulated gpu-hour-prepare gpu-rehearsal setup clean release integrations
+.PHONY: demo test test-all hunt fuzz kill interrupt rehearsals soak matrix test-parallel lint typed typecheck format docs bench peers plots gpu-check gpu-bench gpu-emulated gpu-hour-prepare gpu-rehearsal setup clean release integrations
 
 setup: $(STAMP)
 
@@ -53,6 +53,11 @@ fuzz: setup
 KILL_ARGS ?= --kills 200 --write
 kill: setup
 	$(BIN)/python -m tests.kill $(KILL_ARGS)
+
+# Steps interrupted at every executed line of memo's files: docs/reliability.md. INTERRUPT_ARGS="--places 500 --seed 7" for some.
+INTERRUPT_ARGS ?=
+interrupt: setup
+	$(BIN)/python -m tests.interrupt $(INTERRUPT_ARGS)
 
 # 200 trainings by memo's defaults on simulated GPUs: docs/reliability.md. REHEARSALS_ARGS="--cases 12" for some.
 REHEARSALS_ARGS ?= --cases 200 --longest --write

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from memo.allocator.native import FREE, MALLOC, RECORD_STREAM, Native
 from memo.allocator.planned_allocator import PlannedAllocator
 from memo.errors import AllocatorError, UsageError
-from memo.module_hooks import register_begin
+from memo.module_hooks import own_hook
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
@@ -314,7 +314,7 @@ class ModelSteps:
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.forward_begins(args, kwargs, idle=idle())
 
-        return register_begin(self._model, begin, prepend=True)
+        return self._model.register_forward_pre_hook(own_hook(self._model, begin), prepend=True, with_kwargs=True)
 
     def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, idle: bool) -> None:
         """Begins a step before the model's forward, unless one is to continue."""

@@ -36,7 +36,24 @@ __all__ = [
     "TraceError",
     "TrainingDiverged",
     "UsageError",
+    "is_interruption",
 ]
+
+
+def is_interruption(error: BaseException) -> bool:
+    """True for an exception that no line of the program raised: a signal's handler did, between two instructions.
+
+    What Python calls there, and a function that traces, is given the frame that it interrupts.
+    """
+    if not isinstance(error, Exception):
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        interrupted, trace = trace.tb_frame, trace.tb_next
+        for value in trace.tb_frame.f_locals.values():
+            if value is interrupted or (type(value) is tuple and any(each is interrupted for each in value)):
+                return True
+    return False
 
 
 class ExitCode(enum.IntEnum):

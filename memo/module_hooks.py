@@ -1,6 +1,6 @@
 """Forward hooks that belong to one module alone: its copies and files are those of a module without them.
 
-Owns the type of these hooks, their registration, and how `copy` and `pickle` reduce classes whose modules have had some. A
+Owns the type of these hooks, and how `copy` and `pickle` reduce classes whose modules have had some. A
 class that copies or pickles its own hooks, as torch.fx.GraphModule, gets ones that do nothing and need no memo.
 """
 
@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
-    from torch.utils.hooks import RemovableHandle
 
-__all__ = ["register_begin", "register_end"]
+__all__ = ["own_hook"]
 
 _TABLES = (
     "_forward_pre_hooks",
@@ -29,16 +28,10 @@ _TABLES = (
 """Tables of hooks, and of their flags by the same numbers."""
 
 
-def register_begin(module: nn.Module, call: Callable[..., None], *, prepend: bool = False) -> RemovableHandle:
-    """Has `call` called with (module, args, kwargs) before each forward; `prepend` puts it before the hooks there are."""
+def own_hook(module: nn.Module, call: Callable[..., None]) -> Callable[..., None]:
+    """A forward hook or pre-hook of a module that calls `call`; the caller registers it."""
     copyreg.dispatch_table.setdefault(type(module), _reduced)
-    return module.register_forward_pre_hook(_Hook(call), prepend=prepend, with_kwargs=True)
-
-
-def register_end(module: nn.Module, call: Callable[..., None]) -> RemovableHandle:
-    """Has `call` called with (module, args, output) after each forward, first of its hooks, also after an exception."""
-    copyreg.dispatch_table.setdefault(type(module), _reduced)
-    return module.register_forward_hook(_Hook(call), always_call=True, prepend=True)
+    return _Hook(call)
 
 
 class _Hook:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from memo.errors import NoRepeatedLayers, UsageError
-from memo.module_hooks import register_begin, register_end
+from memo.module_hooks import own_hook
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -158,56 +158,83 @@ def is_gathered_whole(module: nn.Module) -> bool:
 
 
 class LayerHook(Protocol):
-    """A removable hook around a layer's forward."""
+    """Hooks around a module's forward, in place between `install` and `remove`."""
+
+    def install(self) -> None:
+        """Puts the hooks in place; once."""
 
     def remove(self) -> None:
-        """Removes the hook."""
+        """Removes what is in place of the hooks, also where `install` was interrupted. Idempotent."""
 
 
-def hook_forward(module: nn.Module, begin: _Begin, end: _End) -> list[LayerHook]:
-    """Calls `begin` before each forward of a layer and `end` after it, also after an exception.
+def hook_forward(module: nn.Module, begin: _Begin, end: _End, *, outermost: bool = False) -> LayerHook:
+    """Hooks that call `begin` before each forward of a module and `end` after it, also after an exception.
 
     The forward hooks of a layer compiled by `layer.compile()` would be compiled with it, which is an error where it must be
     one graph. There the hook wraps the compiled call.
 
     Args:
         module: the layer.
-        begin: called with (module, args, kwargs).
-        end: called with (module, args, output); output is None after an exception.
+        begin: called with (module, args, kwargs), as the last of the hooks that the module has now.
+        end: called with (module, args, output), as the first of them: a recompute tried out in it still finds the layer as
+            its forward did, with its parameters gathered. Output is None after an exception.
+        outermost: `begin` is the first instead: what the others raise, `end` hears of.
 
     Returns:
-        The hooks, to be removed by the caller.
+        The hooks, not in place yet.
     """
     if module._compiled_call_impl is not None:
-        return [_CompiledHook(module, begin, end)]
-    hooks = [
-        register_begin(module, begin),
-        # First of the forward hooks, as the pre-hook is the last: a recompute tried out in `end` still finds the layer as
-        # its forward did, with its parameters gathered.
-        register_end(module, end),
-    ]
-    for hook, number in zip(hooks, _NUMBERS.setdefault(module, [hook.id for hook in hooks]), strict=True):
-        _renumber(hook, number)
-    return [*hooks]
+        return _CompiledHook(module, begin, end)
+    return _ModuleHooks(module, begin, end, outermost=outermost)
 
 
-_NUMBERS: WeakKeyDictionary[nn.Module, list[int]] = WeakKeyDictionary()
+class _ModuleHooks:
+    """A forward pre-hook and a forward hook of one module.
+
+    They are written into torch's tables by numbers that are known before: so `remove` finds what is there of them, wherever
+    an interruption has kept them from being put in place or removed whole.
+    """
+
+    def __init__(self, module: nn.Module, begin: _Begin, end: _End, *, outermost: bool) -> None:
+        self._module = module
+        self._hooks = own_hook(module, begin), own_hook(module, end)
+        self._outermost = outermost
+        self._numbers = _NUMBERS.get(module) or _NUMBERS.setdefault(module, _new_numbers(module))
+
+    def install(self) -> None:
+        (before, *_), (after, *_) = tables = self._tables()
+        if self._numbers[0] in before or self._numbers[1] in after:
+            self._numbers = _new_numbers(self._module)  # those are another manager's
+        for number, hook, (table, mark) in zip(self._numbers, self._hooks, tables, strict=True):
+            mark[number] = True
+            table[number] = hook
+        after.move_to_end(self._numbers[1], last=False)
+        if self._outermost:
+            before.move_to_end(self._numbers[0], last=False)
+
+    def remove(self) -> None:
+        for number, hook, (table, mark) in zip(self._numbers, self._hooks, self._tables(), strict=True):
+            if table.get(number, hook) is hook:
+                table.pop(number, None)
+                mark.pop(number, None)
+
+    def _tables(self) -> tuple[list[Any], list[Any]]:
+        """Of each hook the table that has it, and those that tell how it is called."""
+        module = self._module
+        return (
+            [module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs],
+            [module._forward_hooks, module._forward_hooks_always_called],
+        )
+
+
+_NUMBERS: WeakKeyDictionary[nn.Module, tuple[int, int]] = WeakKeyDictionary()
 """Numbers under which a layer's hooks are registered again in each forward. A model that was compiled as a whole guards on
 them, and would be compiled anew for others.
 """
 
 
-def _renumber(hook: RemovableHandle, number: int) -> None:
-    hooks = hook.hooks_dict_ref()
-    if hooks is None or number in hooks:  # of another manager
-        return
-    first = hook.id == next(iter(hooks))
-    for table in (hooks, *(found for known in hook.extra_dict_ref if (found := known()) is not None)):
-        if hook.id in table:
-            table[number] = table.pop(hook.id)
-    if first:
-        hooks.move_to_end(number, last=False)
-    hook.id = number
+def _new_numbers(module: nn.Module) -> tuple[int, int]:
+    return RemovableHandle(module._forward_pre_hooks).id, RemovableHandle(module._forward_hooks).id
 
 
 class _CompiledHook:
@@ -218,16 +245,20 @@ class _CompiledHook:
         self._begin = begin
         self._end = end
         self._compiled = module._compiled_call_impl
+        self._installed = self._call
         self._is_removed = False
-        module._compiled_call_impl = self._installed = self._call
+
+    def install(self) -> None:
+        self._compiled = self._module._compiled_call_impl
+        self._module._compiled_call_impl = self._installed
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         assert self._compiled is not None
         if self._is_removed:
             return self._compiled(*args, **kwargs)
-        self._begin(self._module, args, kwargs)
         output = None
         try:
+            self._begin(self._module, args, kwargs)
             output = self._compiled(*args, **kwargs)
             return output
         finally:

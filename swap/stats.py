@@ -99,6 +99,10 @@ class Stats:
         self.live_entries -= 1
         self.saved_bytes -= nbytes
 
+    def nothing_lives(self) -> None:
+        """Counts no storage that has handles: what an interruption has kept from being counted out is not there."""
+        self.live_entries = self.saved_bytes = self.device_bytes = 0
+
     def came_to_device(self, nbytes: int) -> None:
         """Counts bytes of a saved storage that now take device memory."""
         self.device_bytes += nbytes

@@ -14,12 +14,12 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from memo.module_hooks import register_begin, register_end
 from memo.swap import hook_forward
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class _Calls(threading.local):
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
         self.is_training = False
-        """The outermost call is a training forward, whose `begin` has returned."""
+        """The outermost call is a training forward, whose `begin` has been called and whose `end` has not returned."""
 
 
 class ForwardHooks:
@@ -69,8 +69,9 @@ class ForwardHooks:
     Args:
         entries: of the model, by `entries_of`.
         begin: called with (args, kwargs) before an outermost training forward; what it raises, the forward raises.
-        end: called after it with True where the forward has raised. After a KeyboardInterrupt, which runs no hooks, it is
-            called before the next forward.
+        end: called after it with True where the forward has raised, and once more where it is interrupted itself. After a
+            KeyboardInterrupt, which runs no hooks, it is called when the frame of the forward goes, with the exception's
+            traceback, and at the latest before the next forward.
     """
 
     def __init__(self, entries: Sequence[nn.Module], begin: _Begin, end: _End) -> None:
@@ -79,7 +80,12 @@ class ForwardHooks:
         self._calls = _Calls()
         self._hooks: list[LayerHook] = []
         for module in entries:
-            self._hooks += _hooked(module, self._enter, self._leave)
+            self._hooks.append(hook_forward(module, self._enter, self._leave, outermost=True))
+
+    def install(self) -> None:
+        """Puts the hooks in place; `remove` must follow."""
+        for hook in self._hooks:
+            hook.install()
 
     @property
     def is_within(self) -> bool:
@@ -88,10 +94,10 @@ class ForwardHooks:
         return self._calls.is_training
 
     def remove(self) -> None:
-        """Removes the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        """Removes the hooks. Idempotent, also where it is interrupted."""
+        while self._hooks:
+            self._hooks[-1].remove()
+            self._hooks.pop()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
@@ -101,8 +107,13 @@ class ForwardHooks:
             self._forget_interrupted(now=1)
         calls.modules.append(module)
         if len(calls.modules) == 1 and _is_training():
-            self._begin(args, kwargs)
+            _plant(self._forget_interrupted)
             calls.is_training = True
+            try:
+                self._begin(args, kwargs)
+            except BaseException:
+                calls.is_training = False
+                raise
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
         calls = self._calls
@@ -115,19 +126,18 @@ class ForwardHooks:
 
     def _end_outermost(self, *, failed: bool) -> None:
         if self._calls.is_training:
-            self._calls.is_training = False
             self._end(failed)
+            self._calls.is_training = False
 
     def _forget_interrupted(self, now: int = 0) -> None:
         """Drops calls that were interrupted where no hook is called (Ctrl-C): their frames are gone from the stack."""
         calls = self._calls
-        if calls.modules:
+        if calls.modules or calls.is_training:
             running = list(_called_modules())[now:]
             kept = [module for module in calls.modules if any(module is other for other in running)]
-            if len(kept) < len(calls.modules):
-                calls.modules[:] = kept
-                if not kept:
-                    self._end_outermost(failed=True)
+            calls.modules[:] = kept
+            if not kept:
+                self._end_outermost(failed=True)
 
 
 def _is_training() -> bool:
@@ -135,16 +145,37 @@ def _is_training() -> bool:
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0 and not within_transform
 
 
-def _hooked(module: nn.Module, begin: Callable[..., None], end: Callable[..., None]) -> list[LayerHook]:
-    """Hooks a module, with `begin` before all others that it has now: what they raise, `end` hears of."""
-    if module._compiled_call_impl is not None:
-        return hook_forward(module, begin, end)
-    return [register_begin(module, begin, prepend=True), register_end(module, end)]
+class _Frame:
+    """An object that only the frame of a module's call holds: it dies with it, however the call has ended."""
+
+    _thread = 0  # none, until all is there
+
+    def __init__(self, gone: Callable[[], None]) -> None:
+        self._gone = gone
+        self._thread = threading.get_ident()
+
+    def __del__(self) -> None:
+        if self._thread == threading.get_ident():
+            try:
+                self._gone()
+            except BaseException:  # an interruption, which Python drops here
+                self._gone()
+                raise
+
+
+def _plant(gone: Callable[[], None]) -> None:
+    """Calls `gone` once the frame is gone of the module's call whose pre-hooks run now."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "inner":
+        frame = frame.f_back
+    called = None if frame is None else frame.f_locals.get("called_always_called_hooks")
+    if isinstance(called, set):
+        called.add(_Frame(gone))
 
 
 def _called_modules() -> Iterator[nn.Module]:
     """Modules whose calls are on this thread's stack, innermost first."""
-    frame = sys._getframe()
+    frame = sys._getframe(1)  # not its own: with an exception's traceback that would be a cycle
     while frame is not None:
         if frame.f_code is nn.Module._wrapped_call_impl.__code__:
             yield frame.f_locals["self"]

@@ -57,7 +57,8 @@ class LayerHooks:
         self._thread = threading.get_ident()
         self.failed = None
         for position, layer in enumerate(self._layers):
-            self._hooks += self._hook(position, layer, engine, tokenwise, source)
+            self._hooks.append(self._hook(position, layer, engine, tokenwise, source))
+            self._hooks[-1].install()
 
     def forget_open(self) -> None:
         """Forgets the layers that an earlier forward has left open."""
@@ -65,10 +66,10 @@ class LayerHooks:
             groups.clear()
 
     def remove(self) -> None:
-        """Removes the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        """Removes the hooks. Idempotent, also where it is interrupted."""
+        while self._hooks:
+            self._hooks[-1].remove()
+            self._hooks.pop()
         self._running.clear()
 
     def _is_elsewhere(self) -> bool:
@@ -82,7 +83,7 @@ class LayerHooks:
         engine: Engine,
         tokenwise: Tapes,
         source: Callable[[], PlanSource | None],
-    ) -> list[LayerHook]:
+    ) -> LayerHook:
         device = engine.backend.device
 
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch import nn
+    from torch.utils.hooks import RemovableHandle
 
     from memo.manager.plan_source import PlanSource
     from memo.mip.activation import ActivationPlan
@@ -100,8 +101,8 @@ class Manager:
         self._thread = threading.get_ident()
         self._entering = threading.Lock()
         self._attached: ForwardHooks | None = None
-        self._hooks: list[LayerHook] = []
-        self._saving: saved_tensors_hooks | None = None
+        self._hooks: list[LayerHook | RemovableHandle] = []
+        self._is_saving = False
         self._layer_hooks = LayerHooks(layers)
         self._unseen = Unseen(layers)
         self._step_ends = StepEnds(model)
@@ -179,6 +180,14 @@ class Manager:
         if self._forks != forks.count():
             self._tell_forked()
             return self
+        try:
+            self._enter()
+            return self
+        except BaseException:
+            self._leave()
+            raise
+
+    def _enter(self) -> None:
         with self._entering:
             if self._is_closed:
                 raise UsageError("this manager is closed; call memo.offload again")
@@ -188,17 +197,11 @@ class Manager:
                 if self._opening is not None:
                     self._open()
                     self._opening = None
-                claims.enter(self)
                 self._thread = threading.get_ident()
+                claims.enter(self)
             self._depth += 1
-        if self._depth > 1:
-            return self
-        try:
+        if self._depth == 1:
             self._begin_forwards()
-        except BaseException:
-            self._leave()
-            raise
-        return self
 
     def _tell_forked(self) -> None:
         if not self._has_told_forked:
@@ -218,7 +221,9 @@ class Manager:
         self._begin_forward()
         self._is_prepared = True
         if self._attached is None and not self._has_schedule:  # all microbatches of a schedule are one step
-            self._hooks.append(ForwardHooks(self._entries, self._next_forward, lambda failed: None))
+            hooks = ForwardHooks(self._entries, self._next_forward, lambda failed: None)
+            self._hooks.append(hooks)
+            hooks.install()
         if self._steps is not None:
             self._hooks.append(self._steps.hook(idle=self._is_idle))
         self._layer_hooks.install(self._engine, self._tokenwise, lambda: self._plan_source)
@@ -226,12 +231,12 @@ class Manager:
         idle = self._tokenwise.is_idle and self._plan_source is None  # a plan may change that at the first layer
         pack: Callable[[torch.Tensor], Any] = self._engine.pack if idle else self._tokenwise.pack
         pack = self._unseen.watch(pack, lambda: self.open_layer)
-        saving = saved_tensors_hooks(pack, self._engine.unpack)
-        saving.__enter__()
-        self._saving = saving
+        self._is_saving = True
+        saved_tensors_hooks(pack, self._engine.unpack).__enter__()
 
     def _begin_forward(self) -> None:
         """Prepares one forward of the model; a step that has ended is evaluated."""
+        self._engine.recover()
         has_ended = self._is_idle() and self._step_ends.has_ended(has_trained=self._has_trained)
         if has_ended:
             self._has_trained = False
@@ -269,7 +274,7 @@ class Manager:
 
     def _next_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begins a forward of the model inside the manager: what an earlier one has left open is closed."""
-        if self._saving is None:
+        if not self._is_saving:
             return
         claims.require_alone(self)
         if not self._is_prepared:
@@ -307,6 +312,7 @@ class Manager:
                     raise UsageError("attach: a manager of these and of more layers is attached; detach that one first")
                 other.detach()
             self._attached = ForwardHooks(self._entries, self._begin_attached, self._end_attached)
+            self._attached.install()
             claims.claim(self)
             log.info("%s: attached", self._name)
         if self._watch is not None:
@@ -335,8 +341,8 @@ class Manager:
             self._watch.is_attached = False
 
     def _begin_attached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.__enter__()
         try:
+            self.__enter__()
             if self._depth == 1 and self._steps is not None:  # its own hook comes too late for this forward
                 self._steps.forward_begins(args, kwargs, idle=self._is_idle())
             self._next_forward(args, kwargs)
@@ -349,34 +355,48 @@ class Manager:
         self.__exit__(RuntimeError if failed else None, error)
 
     def __exit__(self, *exception: object) -> None:
+        try:
+            self._exit(exception)
+        except BaseException:
+            self._leave()  # what an interruption has kept from its end
+            raise
+
+    def _exit(self, exception: Sequence[object]) -> None:
         if self._depth > 1:
             self._depth -= 1
-        elif self._depth:  # else a fork has not entered it
-            seen = self._layer_hooks.seen
-            if len(exception) > 1 and isinstance(exception[1], Exception):
-                self._memory_watch.explain(exception[1], where=self._layer_hooks.failed)
-            self._leave()
-            if exception[:1] in ((), (None,)):
-                self._unseen.end(seen)
-                if self._plan_source is not None:
-                    self._plan_source.after_forward()
+            return
+        if not self._depth:
+            return  # left already, or a fork has not entered it
+        seen = self._layer_hooks.seen
+        if len(exception) > 1 and isinstance(exception[1], Exception):
+            self._memory_watch.explain(exception[1], where=self._layer_hooks.failed)
+        self._leave()
+        if exception[:1] in ((), (None,)):
+            self._unseen.end(seen)
+            if self._plan_source is not None:
+                self._plan_source.after_forward()
 
     def _leave(self) -> None:
+        """Takes out whatever is in place, whether all of it is or an interruption has left a part. Idempotent."""
+        if self._depth and self._thread != threading.get_ident():
+            return  # another thread's
         try:
-            self._end_forwards()
+            if self._parts is not None:
+                self._end_forwards()
         finally:
             claims.leave(self)
             self._depth = 0
 
     def _end_forwards(self) -> None:
-        if self._saving is not None:
-            self._saving.__exit__(None, None, None)
-            self._saving = None
+        top = torch._C._autograd._top_saved_tensors_default_hooks
+        while self._is_saving and (hooks := top(False)) is not None and hooks[1] == self._engine.unpack:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        self._is_saving = False
         self._tokenwise.end_forwards()
         self._layer_hooks.remove()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        while self._hooks:
+            self._hooks[-1].remove()
+            self._hooks.pop()
         self._engine.end_forwards()
 
     def choose_levels(self, levels: Mapping[int | str, LayerLevels]) -> None:
@@ -528,6 +548,7 @@ class Manager:
         if self._is_closed:
             return
         self._is_closed = True
+        self._leave()
         self._end_attachment()
         if self._watch is not None:
             self._watch.stop()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memo.allocator import allocated_bytes, memory_stats
-from memo.errors import HostBudgetExceeded, ScratchFull, StoreWriteError
+from memo.errors import HostBudgetExceeded, ScratchFull, StoreWriteError, is_interruption
 from memo.events import OUT_OF_MEMORY, Note, Owner
 from memo.out_of_memory import SAVED, HeldMemory, explain_memory, parse_torch_error
 from memo.trace import OWNED, TRANSIENT, Holder
@@ -81,7 +81,9 @@ class MemoryWatch:
             self._note(engine, message, place)
             if not isinstance(error, _TIERS):
                 error.args = (f"{message}{_SIGN}{explain_memory(self._held(engine, message, place))}",)
-        except Exception:  # the error itself must reach the user, whatever befalls its explanation
+        except Exception as failure:  # the error itself must reach the user, whatever befalls its explanation
+            if is_interruption(failure):
+                raise
             log.exception("an error for want of memory could not be explained")
 
     def explain_backward(self, error: Exception) -> None:

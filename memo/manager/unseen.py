@@ -120,7 +120,7 @@ class Unseen:
             warnings.warn(
                 f"{names[0]}{others} ran without hooks, and nothing of it is managed: {reason}",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def _note_checkpoint(self, layer: str) -> None:
@@ -146,7 +146,7 @@ class Unseen:
 def _checkpoint_frames() -> list[FrameType]:
     """Callers in torch.utils.checkpoint, while a checkpoint saves the arguments of what it is about to run."""
     found = []
-    for frame, _ in traceback.walk_stack(sys._getframe()):
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         if frame.f_code is nn.Module._call_impl.__code__:
             break
         if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
@@ -165,7 +165,7 @@ def _values(stored: Any) -> Any:
 
 def _is_compiled() -> bool:
     """True while a compiled function saves: its wrappers are callers then."""
-    callers = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(sys._getframe()))
+    callers = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(sys._getframe(1)))
     return any(caller.startswith("torch._functorch._aot_autograd") for caller in callers)
 
 

@@ -186,6 +186,7 @@ class IoPool:
             except BaseException as error:
                 failure = error
             self._piece_done(operation, failure)
+            del task, operation, piece, failure  # a thread that waits holds no tensor and no extent
 
     def _take(self) -> tuple[DiskOperation, Piece] | None:
         with self._lock:

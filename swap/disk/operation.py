@@ -49,12 +49,17 @@ class Stage(enum.Enum):
     DONE = "done"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class DiskExtent:
-    """Reserved range of the scratch space. All metadata is in RAM; the disk holds raw bytes only."""
+    """Reserved range of the scratch space. All metadata is in RAM; the disk holds raw bytes only.
+
+    Its owner and the operations on it hold it. An interrupted owner may lose it without a release.
+    """
 
     offset: int
     nbytes: int
+    claim: tuple[int, int] = (0, 0)
+    """Its number within its step, and the step."""
     written_bytes: int = 0
     """Length of the latest write. Bytes beyond it belong to an earlier tensor."""
     pending: int = 0

@@ -14,6 +14,7 @@ import contextlib
 import errno
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -66,7 +67,7 @@ class ScratchSpace:
         self._spare_bytes = spare_bytes
         self._free = FreeList(0, align=BLOCK_ALIGN)
         self._recorder = StepRecorder()
-        self._claims: dict[int, tuple[int, int]] = {}  # offset of an extent -> its number within its step, the step
+        self._extents: weakref.WeakValueDictionary[int, DiskExtent] = weakref.WeakValueDictionary()  # by offset
         self._lock = free_in_child(threading.Lock())
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
@@ -84,8 +85,10 @@ class ScratchSpace:
 
     @property
     def used(self) -> int:
-        """Bytes in reserved extents."""
-        return self._free.used
+        """Bytes in reserved extents that are neither released nor lost."""
+        with self._lock:
+            self._free.keep(self._extents)
+            return self._free.used
 
     @property
     def peak(self) -> int:
@@ -97,15 +100,17 @@ class ScratchSpace:
         if nbytes <= 0:
             raise ValueError(f"cannot reserve {nbytes} bytes")
         with self._lock:
-            if not self._claims:
+            self._free.keep(self._extents)
+            if not self._extents:
                 self._recorder.end_step(BLOCK_ALIGN, self._free.capacity)
             number, offset = self._recorder.find(self._free, nbytes)
             if offset is None and self._growing and self._grow(nbytes):
                 offset = self._free.allocate(nbytes)
             if offset is None:
                 return None
-            self._claims[offset] = number, self._recorder.step
-        return DiskExtent(offset, -(-nbytes // BLOCK_ALIGN) * BLOCK_ALIGN)
+            extent = DiskExtent(offset, -(-nbytes // BLOCK_ALIGN) * BLOCK_ALIGN, (number, self._recorder.step))
+            self._extents[offset] = extent
+        return extent
 
     def release(self, extent: DiskExtent) -> None:
         """Releases the range.
@@ -122,7 +127,8 @@ class ScratchSpace:
                 raise SwapError(f"the extent at {extent.offset} is released twice")
             extent.released = True
             self._free.free(extent.offset)
-            self._recorder.release(*self._claims.pop(extent.offset))
+            self._recorder.release(*extent.claim)
+            del self._extents[extent.offset]
 
     def close(self) -> None:
         """Closes the files. Idempotent."""

@@ -98,9 +98,9 @@ class Engine:
     ) -> None:
         self.backend = backend
         self.tiers = tiers
-        # Not re-entrant on purpose: a garbage collection inside a locked section may drop handles, whose release then
-        # waits for the end of the section.
-        self._lock = lock = free_in_child(threading.Lock())
+        # Taken once at a time: a garbage collection inside a locked section may drop handles, whose release then waits for
+        # the end of the section. Re-entrant for one reason: it knows whether the calling thread has it.
+        self._lock = lock = free_in_child(threading.RLock())
         self._telemetry = telemetry = Telemetry(tracer, backend)
         self._stats = telemetry.stats
         self._layer_calls = layer_calls = LayerCalls()
@@ -240,16 +240,23 @@ class Engine:
     @leaves_generators
     def begin_forwards(self) -> None:
         """Call before a forward; begins a new step if nothing is saved."""
-        self._release.end_dropped()
+        self.recover()
         self._telemetry.settle_times()
         if self._stats.live_entries == 0:
-            with self._lock:
-                self._release.clear_limbo()
             for tier in self.tiers:
                 tier.end_step()
             self._layer_calls.end_step()
             if len(self._geometries) > MOST_GEOMETRIES:
                 self._geometries.clear()
+
+    def recover(self) -> None:
+        """Call before a forward. Where no saved tensor lives none is counted, whatever an interruption has left."""
+        self._release.free_lock()
+        self._release.end_dropped()
+        with self._lock:
+            if not self._layer_calls.any_living:
+                self._release.clear_limbo()
+                self._stats.nothing_lives()
 
     @leaves_generators
     def begin_layer(
@@ -518,10 +525,10 @@ class Engine:
         if self.codec is not None and can_code(tensor, nbytes, group.hidden_values):
             saved.coded = CodedCopy(self.codec, tensor.dtype)
         self._eligibility.known[storage] = weak = saved.hold
-        group.saved.append(weak)
+        stats.began(nbytes)  # first: what an interruption cuts off here is counted out by its finalizer
         group.alive += 1
+        group.saved.append(weak)
         group.nbytes += nbytes
-        stats.began(nbytes)
         stats.came_to_device(nbytes)
         if telemetry.trace is not None:
             telemetry.trace.changed(saved, tensor)

@@ -54,7 +54,7 @@ class Reload:
 
     def __init__(
         self,
-        lock: threading.Lock,
+        lock: threading.RLock,
         backend: Backend,
         order: StreamOrder,
         release: Release,

@@ -104,6 +104,11 @@ class LayerCalls:
         self._expected, self._position = tuple(order), 0
         self._last_at = {call: at for at, call in enumerate(self._expected)}
 
+    @property
+    def any_living(self) -> bool:
+        """True while a storage has handles, whatever was counted of it."""
+        return any(weak() is not None for group in self for weak in group.saved)
+
     def begin(self, layer: int, module: str, *, wait_for_next: bool) -> Group:
         """Opens the group of a call that begins now."""
         group = Group(self._begun, (layer, self._calls[layer]), module, wait_for_next=wait_for_next)

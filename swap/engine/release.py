@@ -41,7 +41,7 @@ class Release:
 
     def __init__(
         self,
-        lock: threading.Lock,
+        lock: threading.RLock,
         backend: Backend,
         order: StreamOrder,
         *,
@@ -61,25 +61,25 @@ class Release:
 
     def drop(self, saved: SavedStorage) -> None:
         """Finalizer of a storage whose last handle is gone. Any thread, also inside the engine's own locked sections."""
-        lock = self._lock
-        if lock.acquire(False):
-            try:
-                self._end(saved)
-            finally:
-                lock.release()
-        else:
-            self.dropped.append(saved)
-        # The holder of the lock may have released it between the failed acquire and the append.
-        if self.dropped:
-            self.end_dropped()
+        self.dropped.append(saved)
+        self.end_dropped()
 
     def end_dropped(self) -> None:
         """Ends the dropped storages; where the lock is taken, its holder does so when it releases the lock."""
-        while self.dropped and self._lock.acquire(blocking=False):
-            try:
+        lock = self._lock
+        if lock._is_owned():  # type: ignore[attr-defined]
+            return
+        try:
+            while self.dropped and lock.acquire(blocking=False):
                 self._end_dropped_locked()
-            finally:
-                self._lock.release()
+                lock.release()  # another thread may have dropped one since, and left it to this one
+        finally:
+            self.free_lock()
+
+    def free_lock(self) -> None:
+        """Frees the lock if an interruption has left it taken. The calling thread has no locked section under way."""
+        while self._lock._is_owned():  # type: ignore[attr-defined]
+            self._lock.release()
 
     def clear_limbo(self, *, leave: int = 0) -> None:
         """Frees the storages in limbo. The compute stream waits for their copies rather than the host, as in E2.

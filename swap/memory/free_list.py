@@ -8,6 +8,10 @@ Invariant: holes and allocations tile [0, capacity) exactly, and no two holes to
 from __future__ import annotations
 
 from bisect import bisect_right
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 __all__ = ["FreeList"]
 
@@ -89,6 +93,21 @@ class FreeList:
             raise ValueError(f"offset {offset} is not allocated: freed twice, or never allocated")
         self.used -= size
         self._insert_hole(offset, size)
+
+    def keep(self, offsets: Collection[int]) -> None:
+        """Frees the allocations at other offsets; with none to keep, also one that an interruption has left half made."""
+        if not offsets:
+            self.clear()
+        elif len(offsets) < len(self._allocated):
+            for offset in [offset for offset in self._allocated if offset not in offsets]:
+                self.free(offset)
+
+    def clear(self) -> None:
+        """Frees every allocation, also one that an interruption has left half made."""
+        self._starts = [0] if self.capacity else []
+        self._sizes = [self.capacity] if self.capacity else []
+        self._allocated = {}
+        self.used = 0
 
     def extend(self, nbytes: int) -> None:
         """Appends `nbytes`, rounded down to `align`, at the end of the range."""

@@ -281,9 +281,9 @@ class Plans:
     def _tape_of(self, log: Key, opaque: frozenset[int]) -> Tape:
         tape = self._tapes.get((log, opaque))
         if tape is None:
-            tape = self._tapes[log, opaque] = Tape(log, opaque)
-            device = self._rates or self._engine.backend.kernels
+            tape, device = Tape(log, opaque), self._rates or self._engine.backend.kernels
             tape.costs, tape.is_by_vectors = step_costs(tape, device), self._exact and device == "cpu"
+            self._tapes[log, opaque] = tape  # whole: an interruption leaves no tape without costs behind
         return tape
 
     def _opaque_in(self, call: OpenCall, recorded: RecordedCall) -> frozenset[int]:

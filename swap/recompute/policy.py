@@ -35,7 +35,7 @@ from memo.swap.recompute.tape.bans import Bans
 from memo.swap.recompute.tape.checksums import Checksums
 from memo.swap.recompute.tape.cut import cheapest, curve
 from memo.swap.recompute.tape.plan import Plan
-from memo.swap.recompute.tape.recorder import Recorder, aside, is_recordable
+from memo.swap.recompute.tape.recorder import Recorder, aside, is_recordable, leave_mode
 from memo.swap.tensor_kinds import has_storage, is_sharded, layer_input, local_part
 from memo.swap.token_levels import LayerCosts, Level, Setting, TokenLevels
 
@@ -282,8 +282,8 @@ class Tapes:
         if call is not None:
             if call.group is not group:
                 return
-            self._open = None
             call.recorder.__exit__(None, None, None)
+            self._open = None
         parts: Parts = {}
         try:
             self._heard(group.module, output)
@@ -297,21 +297,22 @@ class Tapes:
     @leaves_generators
     def end_forwards(self) -> None:
         """Ends a forward. A layer still open was interrupted where no hook is called (Ctrl-C); its tensors move whole."""
-        call, self._open = self._open, None
-        hearing, self._hearing = self._hearing, None
+        if self._hearing is not None:
+            leave_mode(self._hearing)
+            self._hearing = None
+        call = self._open
         if call is not None:
             call.recorder.__exit__(None, None, None)
+            self._open = None
             self._engine.copy_out_held(call.group, {})
-        if hearing is not None:
-            hearing.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _heard(self, name: str, output: Any) -> None:
         """Stores the process groups recorded in the layer's first forward."""
         hearing = self._hearing
         if hearing is None or hearing.layer != name:
             return
+        leave_mode(hearing)
         self._hearing = None
-        hearing.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if output is not None:
             self._ranks.heard(hearing, self._told(name))
 

@@ -52,7 +52,8 @@ class DeviceTier:
         """Does nothing: the device's allocator owns the memory."""
 
     def end_step(self) -> None:
-        """Does nothing."""
+        """Ends a step: nothing is held now."""
+        self.used = 0
 
     def close(self) -> None:
         """Does nothing."""

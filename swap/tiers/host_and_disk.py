@@ -5,7 +5,8 @@ They own the budget and the room; the backend owns the copy lanes, and the store
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
+from weakref import ref
 
 from memo.events import Lane, Tier as TierName
 from memo.swap.memory.free_list import FreeList
@@ -26,13 +27,20 @@ SURPLUS = 20
 """A slab keeps up to 1/20 more than steps need, and grows by 1/20 at least."""
 
 
-class _Ledger:
-    """Counts the bytes that a tier holds, and their peak."""
+_AnyPlace = TypeVar("_AnyPlace", bound="_HostPlace | _DiskPlace")
+
+
+class _Ledger(Generic[_AnyPlace]):
+    """Counts the bytes that a tier holds, and their peak.
+
+    It knows the places weakly: one that an interruption has kept from being released is lost with its last reference.
+    """
 
     def __init__(self, budget: int | None) -> None:
         self.budget = budget
         self.used = 0
         self.peak = 0
+        self._places: dict[int, ref[_AnyPlace]] = {}  # by identity
 
     @property
     def obtainable(self) -> int | None:
@@ -44,13 +52,27 @@ class _Ledger:
         """Bytes of further claims that have room."""
         return None if self.obtainable is None else max(0, self.obtainable - self.used)
 
-    def take(self, nbytes: int) -> None:
-        """Counts claimed bytes."""
-        self.used += nbytes
+    def take(self, place: _AnyPlace) -> _AnyPlace:
+        """Counts the bytes of a claimed place, and returns it."""
+        self._places[id(place)] = ref(place)
+        self.used += place.nbytes
         self.peak = max(self.peak, self.used)
+        return place
+
+    def gave(self, place: _AnyPlace) -> None:
+        """Counts the bytes of a released place out."""
+        if self._places.pop(id(place), None) is not None:
+            self.used -= place.nbytes
+
+    def forget_lost(self) -> list[_AnyPlace]:
+        """Counts no place that nobody holds. Returns those that somebody does."""
+        held = [place for weak in self._places.values() if (place := weak()) is not None]
+        self._places = {id(place): ref(place) for place in held}
+        self.used = sum(place.nbytes for place in held)
+        return held
 
 
-class HostTier(_Ledger):
+class HostTier(_Ledger["_HostPlace"]):
     """Host arena: one slab that grows in place as it is needed, never above the budget.
 
     Page-locking takes some tenths of a second to a second per GiB (memo.swap.memory.pinned): a small model should not pay
@@ -136,8 +158,7 @@ class HostTier(_Ledger):
             self._was_full = True
             return None
         self._recorder.placed(number, offset)
-        self.take(nbytes)
-        return _HostPlace(self, slab.memory[offset : offset + nbytes], offset, number)
+        return self.take(_HostPlace(self, slab.memory[offset : offset + nbytes], offset, number))
 
     def _grow_to(self, end: int) -> HostSlab | None:
         """Grows the slab so that its first `end` bytes may be used, and returns it; None where the pool has too few.
@@ -179,6 +200,7 @@ class HostTier(_Ledger):
 
     def end_step(self) -> None:
         """Plans the next step's layout and gives back the surplus of the slab; nothing is held now."""
+        self._space.keep({place.offset for place in self.forget_lost()})
         was_full, self._was_full = self._was_full, False
         if self._forgets_steps or not self._recorder.end_step(PAGE, self._capacity):
             return
@@ -193,20 +215,19 @@ class HostTier(_Ledger):
             slab.shrink(nbytes)
             self._give_back_to_pool(slab)
 
-    def give_back(self, offset: int, nbytes: int, number: int, step: int, reload: tuple[int, Event] | None) -> None:
+    def give_back(self, place: _HostPlace, number: int, step: int, reload: tuple[int, Event] | None) -> None:
         """Frees a place.
 
         Args:
-            offset: of its block.
-            nbytes: of its block.
+            place: the place.
             number: of its claim in the recorder.
             step: of its claim.
             reload: number and event of its latest reload.
         """
-        self._space.free(offset)
+        self._space.free(place.offset)
         if reload is not None and (self._freed is None or self._freed[0] < reload[0]):
             self._freed = reload
-        self.used -= nbytes
+        self.gave(place)
         self._recorder.release(number, step)
 
     @property
@@ -248,12 +269,13 @@ class HostTier(_Ledger):
 class _HostPlace:
     """A block of the slab."""
 
-    __slots__ = ("_block", "_number", "_offset", "_reload", "_step", "tier")
+    __slots__ = ("__weakref__", "_block", "_number", "_reload", "_step", "nbytes", "offset", "tier")
 
     def __init__(self, tier: HostTier, block: torch.Tensor, offset: int, number: int) -> None:
         self.tier = tier
+        self.nbytes = block.numel()
+        self.offset = offset
         self._block = block
-        self._offset = offset
         self._number = number
         self._step = tier.step
         self._reload: tuple[int, Timed] | None = None
@@ -266,10 +288,10 @@ class _HostPlace:
         return self._reload[1]
 
     def release(self) -> None:
-        self.tier.give_back(self._offset, self._block.numel(), self._number, self._step, self._reload)
+        self.tier.give_back(self, self._number, self._step, self._reload)
 
 
-class DiskTier(_Ledger):
+class DiskTier(_Ledger["_DiskPlace"]):
     """Scratch file: extents written and read by the store's own threads.
 
     Args:
@@ -293,11 +315,11 @@ class DiskTier(_Ledger):
         extent = self.disk.reserve(nbytes)
         if extent is None:
             return None
-        self.take(nbytes)
-        return _DiskPlace(self, extent, nbytes)
+        return self.take(_DiskPlace(self, extent, nbytes))
 
     def end_step(self) -> None:
-        """Does nothing."""
+        """Ends a step: nothing is held now."""
+        self.forget_lost()
 
     def close(self) -> None:
         """Closes the store."""
@@ -307,12 +329,12 @@ class DiskTier(_Ledger):
 class _DiskPlace:
     """An extent of the scratch file."""
 
-    __slots__ = ("_extent", "_nbytes", "tier")
+    __slots__ = ("__weakref__", "_extent", "nbytes", "tier")
 
     def __init__(self, tier: DiskTier, extent: Extent, nbytes: int) -> None:
         self.tier = tier
         self._extent = extent
-        self._nbytes = nbytes
+        self.nbytes = nbytes
 
     def copy_out(self, source: torch.Tensor, *, after: Event) -> Timed:
         return self.tier.disk.write(self._extent, source, after=(after,))
@@ -322,4 +344,4 @@ class _DiskPlace:
 
     def release(self) -> None:
         self.tier.disk.release(self._extent)
-        self.tier.used -= self._nbytes
+        self.tier.gave(self)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memo.errors import is_interruption
 from memo.swap.engine.token_prefix import Rows
 from memo.swap.recompute.axis.argument_axes import token_axes
 from memo.swap.recompute.axis.operator_rules import TRIANGLES, Call, Unproven, meaning_of, tensors_in
@@ -297,6 +298,8 @@ class _Reader:
         except Unproven as unproven:
             meaning, reason = MIXED, str(unproven)
         except Exception as error:  # a rule for arguments of another kind
+            if is_interruption(error):
+                raise
             meaning, reason = MIXED, f"its rule failed ({type(error).__name__})"
         like = [axis for use in uses if isinstance(axis := self._meaning(use.value, use.content), Axis)]
         fresh = {content for content in step.makes if self._tape.contents[content].version == 0}

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from memo.swap.recompute.tape.checksums import Checksums
     from memo.swap.recompute.tape.declared import TokenLocalCall
 
-__all__ = ["Aside", "Recorder", "aside", "is_recordable"]
+__all__ = ["Aside", "Recorder", "aside", "is_recordable", "leave_mode"]
 
 _PLAIN = (torch.Tensor, Parameter)
 _OTHERS = (Birth.FOUND, Birth.GIVEN)
@@ -129,6 +129,26 @@ def aside(mode: Any, tensor: torch.Tensor) -> Any:
     takes an eighth of the time.
     """
     return _SwitchedOff() if type(tensor) is torch.Tensor and _modes_on_stack() == 1 else Aside(mode)
+
+
+def leave_mode(mode: TorchDispatchMode) -> None:
+    """Takes a mode off the stack of dispatch modes if an interruption has left it there, wherever. Idempotent."""
+    stack = [torch._C._get_dispatch_stack_at(at) for at in range(_modes_on_stack())]
+    is_within = any(mode is other for other in stack)
+    if not is_within and mode.old_dispatch_mode_flags:  # `Aside` has it, or torch's own way in or out was interrupted
+        _push_mode(mode)
+        stack.append(mode)
+        is_within = True
+    if is_within:
+        above = stack[next(at for at, other in enumerate(stack) if other is mode) + 1 :]
+        for _ in above:
+            _pop_mode()
+        if mode.old_dispatch_mode_flags:
+            TorchDispatchMode.__exit__(mode, None, None, None)
+        else:
+            _pop_mode()
+        for other in above:
+            _push_mode(other)
 
 
 class Recorder(TorchDispatchMode):
@@ -221,9 +241,11 @@ class Recorder(TorchDispatchMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+    def __exit__(self, *exception: object) -> None:
+        """Idempotent, also where the call or an earlier exit was interrupted."""
+        leave_mode(self)
         uncounted_writes.by_layer(self.tensors[number].untyped_storage() for number in self._written - self.lent)
+        self._written.clear()
 
     @property
     def key(self) -> Key:

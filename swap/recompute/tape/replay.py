@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from memo.errors import MemoError, ModifiedAfterSave, SwapError
+from memo.errors import MemoError, ModifiedAfterSave, SwapError, is_interruption
 from memo.swap.checksum import checksum
 from memo.swap.engine.handles import Guard, Handle, Kept, Sharded
 from memo.swap.generators import put_back
@@ -166,6 +166,8 @@ class Replay:
             except (MemoError, ReplayFailed, torch.OutOfMemoryError):
                 raise
             except Exception as error:
+                if is_interruption(error):
+                    raise
                 raise ReplayFailed(self._failed_step(plan, error), _first_line(error)) from error
 
     def _bring(self, position: int) -> torch.Tensor:

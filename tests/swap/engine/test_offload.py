@@ -82,7 +82,9 @@ def test_compiled_layers_are_left_as_they_were_whoever_leaves_first(offload: Cal
     first, second = (
         hook_forward(model.layers[0], lambda *_, name=name: told.append(name), lambda *_: None) for name in "12"
     )
-    for hook in (*first, *second):
+    for hook in (first, second):
+        hook.install()
+    for hook in (first, second):
         hook.remove()
     model(ids())
     assert not told, "nobody is told of a forward outside"
