@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         LayerHook as LayerHook,
         find_layers as find_layers,
         hook_forward as hook_forward,
+        runs_as_written as runs_as_written,
     )
     from memo.swap.memory.host_bytes import (
         claims_in_turn as claims_in_turn,
@@ -74,7 +75,7 @@ else:
             "engine.layer_calls": "Group",
             "engine.spills": "Outcome SpillFigures",
             "engine.tier_choice": "WhenFull",
-            "layers": "LayerHook Layer find_layers hook_forward",
+            "layers": "LayerHook Layer find_layers hook_forward runs_as_written",
             "memory.host_bytes": "claims_in_turn host_bytes_needed",
             "memory.host_memory": "available_host_bytes total_host_bytes",
             "memory.host_pool": "HostPool",

@@ -7,7 +7,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
+from torch.fx import _symbolic_trace
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.hooks import RemovableHandle
 
 from memo.errors import NoRepeatedLayers, UsageError
@@ -15,7 +18,7 @@ from memo.errors import NoRepeatedLayers, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["Layer", "LayerHook", "find_layers", "hook_forward", "is_gathered_whole"]
+__all__ = ["Layer", "LayerHook", "find_layers", "hook_forward", "is_gathered_whole", "runs_as_written"]
 
 _Begin = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 _End = Callable[[nn.Module, object, object], None]
@@ -154,6 +157,22 @@ def is_gathered_whole(module: nn.Module) -> bool:
     DeepSpeed's `set_z3_leaf_modules` marks it. Each time the parameters are in other memory.
     """
     return bool(getattr(module, "_z3_leaf", False))
+
+
+def runs_as_written() -> bool:
+    """False where torch traces the running module or transforms it: such calls are left alone.
+
+    Their tensors may be symbols or wrappers without bytes, and torch.func allows no hooks for saved tensors. Within
+    `allow_mutation_on_saved_tensors` torch keeps copies of what was saved, by hooks of its own.
+    """
+    return not (
+        torch.compiler.is_compiling()  # also torch.export; first, since Dynamo knows it and nothing below
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.jit.is_tracing()
+        or get_proxy_mode() is not None
+        or _symbolic_trace._is_fx_tracing_flag
+        or torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
+    )
 
 
 class LayerHook(Protocol):

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from memo.allocator import model_steps
 from memo.errors import UsageError
@@ -28,6 +27,7 @@ from memo.manager.layer_hooks import LayerHooks
 from memo.manager.memory_errors import MemoryWatch
 from memo.manager.opening import Opening, Parts
 from memo.manager.report import DiskUse, Report
+from memo.manager.saving_hooks import SavingHooks
 from memo.manager.step_ends import StepEnds
 from memo.manager.unmanaged import BackwardWatch
 from memo.manager.unseen import Unseen
@@ -40,6 +40,7 @@ from memo.swap import (
     Stats,
     Tapes,
     TokenLevels,
+    runs_as_written,
 )
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class Manager:
         self._entering = threading.Lock()
         self._attached: ForwardHooks | None = None
         self._hooks: list[LayerHook] = []
-        self._saving: saved_tensors_hooks | None = None
+        self._saving: SavingHooks | None = None
         self._layer_hooks = LayerHooks(layers)
         self._unseen = Unseen(layers)
         self._step_ends = StepEnds(model)
@@ -194,7 +195,7 @@ class Manager:
         return self
 
     def _begin_forwards(self) -> None:
-        if self._engine.is_captured():
+        if not runs_as_written() or self._engine.is_captured():
             return
         self._begin_forward()
         self._is_prepared = True
@@ -207,7 +208,7 @@ class Manager:
         idle = self._tokenwise.is_idle and self._plan_source is None  # a plan may change that at the first layer
         pack: Callable[[torch.Tensor], Any] = self._engine.pack if idle else self._tokenwise.pack
         pack = self._unseen.watch(pack, lambda: self.open_layer)
-        saving = saved_tensors_hooks(pack, self._engine.unpack)
+        saving = SavingHooks(pack, self._engine.unpack)
         saving.__enter__()
         self._saving = saving
 

@@ -27,13 +27,13 @@ from memo.swap.recompute.explain import NAMED_POINTS, explain
 from memo.swap.recompute.plans import Plans, Refused
 from memo.swap.recompute.ranges.ranged_plan import RangedPlan
 from memo.swap.recompute.rank_agreement import Hearing, Ranks
-from memo.swap.recompute.recorded_call import OpenCall, Parts, RecordedCall, tensors_within
+from memo.swap.recompute.recorded_call import OpenCall, Parts, RecordedCall
 from memo.swap.recompute.tape.bans import Bans
 from memo.swap.recompute.tape.checksums import Checksums
 from memo.swap.recompute.tape.cut import cheapest, curve
 from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.tape.recorder import Recorder, aside, is_recordable
-from memo.swap.tensor_kinds import has_storage, is_sharded, layer_input, local_part
+from memo.swap.tensor_kinds import has_storage, is_sharded, layer_input, local_part, tensors_within
 from memo.swap.token_levels import LayerCosts, Level, Setting, TokenLevels
 
 if TYPE_CHECKING:
@@ -215,10 +215,8 @@ class Tapes:
 
     def begin(self, layer: Layer, group: Group, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Begins recording a layer's forward; `end` must follow."""
-        if torch.compiler.is_compiling():
-            return
-        if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
-            return  # tangents are computed below the recorder; vmap's tensors have no bytes
+        if forward_ad._current_level >= 0:
+            return  # tangents are computed below the recorder
         if self._open is not None:
             self._open.nested = True
             return
@@ -243,7 +241,7 @@ class Tapes:
         hidden = layer_input(args, kwargs)
         if hidden is None or not is_recordable(local_part(hidden)):
             return
-        arguments = tensors_within((args, kwargs))
+        arguments = list(tensors_within((args, kwargs)))
         tensors = [part for tensor in arguments if is_recordable(part := local_part(tensor))]
         kind = (layer.name, type(layer.module), layer.module.training, setting, _described(tensors))
         last, holds = self._plans.expected(layer.name, kind, setting)

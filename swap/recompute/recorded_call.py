@@ -20,7 +20,7 @@ from memo.swap.recompute.tape.log import Birth
 from memo.swap.recompute.tape.plan import Plan, Sources
 from memo.swap.recompute.tape.recorder import is_recordable
 from memo.swap.recompute.tape.replay import Brought, Replay, Wanted
-from memo.swap.tensor_kinds import is_sharded, local_part
+from memo.swap.tensor_kinds import is_sharded, local_part, tensors_within
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from memo.swap.recompute.tape.recorder import Recorder
     from memo.swap.token_levels import Setting
 
-__all__ = ["Ended", "OpenCall", "Parts", "RecordedCall", "tensors_within"]
+__all__ = ["Ended", "OpenCall", "Parts", "RecordedCall"]
 
 Parts = dict["SavedStorage", "TokenPrefix"]
 """Storages that are replayed, or of which a part moves."""
@@ -310,14 +310,3 @@ def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     for tensor in (*module.parameters(), *module.buffers()):
         if is_recordable(local_part(tensor)):
             yield tensor
-
-
-def tensors_within(value: Any) -> list[torch.Tensor]:
-    """The tensors in nested arguments or results, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in tensors_within(item)]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in tensors_within(item)]
-    return []

@@ -22,7 +22,7 @@ __all__ = ["fitting_cut"]
 _SMALL = 8 * 4096
 """Bits of a storage that is tried even where there is no room for it: a cut with it may keep no more."""
 MOST_OPERATORS = 1 << 15
-"""Operators of all cuts in which each bunch is tried once: as many storages are a bunch, in the order in which they were saved."""
+"""Operators of all cuts that try each bunch once, which decides how many storages that were saved in turn are a bunch."""
 
 
 def fitting_cut(tape: Tape, problem: Problem, wanted: Iterable[int], target: float) -> Cut:
