@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         picoseconds_of as picoseconds_of,
         work_of as work_of,
     )
+    from memo.swap.saving_hooks import SavingHooks as SavingHooks
     from memo.swap.stats import Stats as Stats
     from memo.swap.tensor_kinds import (
         argument_storages as argument_storages,
@@ -92,6 +93,7 @@ else:
             "recompute.tape.work": "Rates Work picoseconds_of work_of",
             "recompute.explanation": "LayerExplanation",
             "recompute.policy": "Tapes",
+            "saving_hooks": "SavingHooks",
             "stats": "Stats",
             "tensor_kinds": "argument_storages cast_of_parameter has_storage layer_input local_part parameter_behind",
             "token_levels": "LayerCosts Level Mix PointCost Setting TokenLevels comparing_nbytes setting_of",

@@ -27,7 +27,6 @@ from memo.manager.layer_hooks import LayerHooks
 from memo.manager.memory_errors import MemoryWatch
 from memo.manager.opening import Opening, Parts
 from memo.manager.report import DiskUse, Report
-from memo.manager.saving_hooks import SavingHooks
 from memo.manager.step_ends import StepEnds
 from memo.manager.unmanaged import BackwardWatch
 from memo.manager.unseen import Unseen
@@ -37,6 +36,7 @@ from memo.swap import (
     LayerCosts,
     LayerExplanation,
     LayerHook,
+    SavingHooks,
     Stats,
     Tapes,
     TokenLevels,

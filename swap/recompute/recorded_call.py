@@ -96,7 +96,8 @@ class RecordedCall:
         self._call = call
         returned = [part for tensor in tensors_within(output) if is_recordable(part := local_part(tensor))]
         outputs = {recorder.number_of(part.untyped_storage()) for part in returned}
-        passed_on = {recorder.number_of(part.untyped_storage()) for part in returned if _is_like_given(part, recorder)}
+        like_given = _shapes_given(recorder)
+        passed_on = {recorder.number_of(part.untyped_storage()) for part in returned if part.shape in like_given}
         free, saved, held = set(), set(), set()
         own: set[ref[torch.UntypedStorage]] | None = None
         storages, number_of, saved_as = recorder.storages, recorder.number_of, engine.saved_as
@@ -293,17 +294,13 @@ class RecordedCall:
         return copy
 
 
-def _is_like_given(tensor: torch.Tensor, recorder: Recorder) -> bool:
-    """True for a result of an argument's shape: the next layer is given it, and keeps it anyway.
+def _shapes_given(recorder: Recorder) -> set[torch.Size]:
+    """Shapes of the arguments. The next layer is given a result of such a shape, and keeps it anyway.
 
-    Not so for what a layer shows besides, as the weights of its attention, which the program drops.
+    Not so what a layer shows besides, as the weights of its attention, which the program drops.
     """
     given = enumerate(recorder.storages)  # arguments are the first values, one for each storage
-    return any(
-        tensor.shape == recorder.values[number][2]
-        for number, (birth, *_) in given
-        if birth in (Birth.INPUT, Birth.GIVEN)
-    )
+    return {recorder.values[number][2] for number, (birth, *_) in given if birth in (Birth.INPUT, Birth.GIVEN)}
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:

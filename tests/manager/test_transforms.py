@@ -13,6 +13,11 @@ from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 
 import memo
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:memo.offload. backward ran, and no forward"),
+    pytest.mark.filterwarnings("ignore:layers.0 and 2 more ran without hooks.*or was traced"),
+]
+
 ALPHAS = [1.0, 0.0, None]
 WIDTH = 16
 
@@ -199,7 +204,7 @@ def of_make_fx(model: nn.Module, x: torch.Tensor) -> Any:
 @pytest.mark.parametrize("how", ["attached", "entered"])
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("trace", [of_jit, of_fx, of_export, of_make_fx])
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
 def test_a_traced_model_is_as_without_memo(trace: Step, alpha: float | None, how: str) -> None:
     assert_as_without(trace, alpha, how)
 
