@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from memo.allocator.native import FREE, MALLOC, RECORD_STREAM, Native
 from memo.allocator.planned_allocator import PlannedAllocator
 from memo.errors import AllocatorError, UsageError
 from memo.module_hooks import own_hook
+from memo.nested import leaves_of
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
@@ -333,7 +333,7 @@ class ModelSteps:
 
     def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
         """Key of steps that request the same memory, from what is known at their start."""
-        shapes = tuple((tuple(x.shape), x.dtype) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+        shapes = tuple((tuple(x.shape), x.dtype) for x in leaves_of((args, kwargs)) if isinstance(x, torch.Tensor))
         # Accumulating into existing gradients requests other memory than creating them.
         has_gradients = any(parameter.grad is not None for parameter in self._model.parameters())
         return shapes, self._model.training, torch.is_grad_enabled(), has_gradients

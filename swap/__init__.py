@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         LayerHook as LayerHook,
         find_layers as find_layers,
         hook_forward as hook_forward,
+        runs_as_written as runs_as_written,
     )
     from memo.swap.memory.host_bytes import (
         claims_in_turn as claims_in_turn,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
         picoseconds_of as picoseconds_of,
         work_of as work_of,
     )
+    from memo.swap.saving_hooks import SavingHooks as SavingHooks
     from memo.swap.stats import Stats as Stats
     from memo.swap.tensor_kinds import (
         argument_storages as argument_storages,
@@ -74,7 +76,7 @@ else:
             "engine.layer_calls": "Group",
             "engine.spills": "Outcome SpillFigures",
             "engine.tier_choice": "WhenFull",
-            "layers": "LayerHook Layer find_layers hook_forward",
+            "layers": "LayerHook Layer find_layers hook_forward runs_as_written",
             "memory.host_bytes": "claims_in_turn host_bytes_needed",
             "memory.host_memory": "available_host_bytes total_host_bytes",
             "memory.host_pool": "HostPool",
@@ -91,6 +93,7 @@ else:
             "recompute.tape.work": "Rates Work picoseconds_of work_of",
             "recompute.explanation": "LayerExplanation",
             "recompute.policy": "Tapes",
+            "saving_hooks": "SavingHooks",
             "stats": "Stats",
             "tensor_kinds": "argument_storages cast_of_parameter has_storage layer_input local_part parameter_behind",
             "token_levels": "LayerCosts Level Mix PointCost Setting TokenLevels comparing_nbytes setting_of",

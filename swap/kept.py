@@ -7,6 +7,7 @@ from weakref import ref
 
 import torch
 
+from memo.swap.layers import is_transformed, runs_as_written
 from memo.swap.storage_map import StorageMap
 from memo.swap.tensor_kinds import has_storage, local_part
 
@@ -35,7 +36,7 @@ def keep(tensor: _Tensor) -> _Tensor:
     Returns:
         The tensor itself.
     """
-    if not torch.compiler.is_compiling():
+    if runs_as_written() and not is_transformed():
         local: Any = local_part(tensor)
         if has_storage(local):
             _kept[local.untyped_storage()] = True

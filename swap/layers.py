@@ -7,7 +7,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
+from torch.fx import _symbolic_trace
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.hooks import RemovableHandle
 
 from memo.errors import NoRepeatedLayers, UsageError
@@ -16,7 +19,15 @@ from memo.module_hooks import own_hook
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["Layer", "LayerHook", "find_layers", "hook_forward", "is_gathered_whole"]
+__all__ = [
+    "Layer",
+    "LayerHook",
+    "find_layers",
+    "hook_forward",
+    "is_gathered_whole",
+    "is_transformed",
+    "runs_as_written",
+]
 
 _Begin = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 _End = Callable[[nn.Module, object, object], None]
@@ -155,6 +166,31 @@ def is_gathered_whole(module: nn.Module) -> bool:
     DeepSpeed's `set_z3_leaf_modules` marks it. Each time the parameters are in other memory.
     """
     return bool(getattr(module, "_z3_leaf", False))
+
+
+def is_transformed() -> bool:
+    """True within a transform of torch.func, `vmap` included, whose tensors have no bytes of their own."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def runs_as_written() -> bool:
+    """False where torch traces the running module or transforms it: such calls are left alone.
+
+    Their tensors may be symbols, and `grad`, `vjp` and `jacrev` allow no hooks for saved tensors; `vmap` and `jvp` do.
+    Within `allow_mutation_on_saved_tensors` torch keeps copies of what was saved, by hooks of its own.
+    """
+    return not (
+        torch.compiler.is_compiling()  # also torch.export; first, since Dynamo knows it and nothing below
+        or any(level.key() not in _KEEP_HOOKS for level in torch._C._functorch.get_interpreter_stack() or ())
+        or torch._C._get_tracing_state() is not None  # torch.jit.trace
+        or get_proxy_mode() is not None
+        or _symbolic_trace._is_fx_tracing_flag
+        or torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
+    )
+
+
+_KEEP_HOOKS = (torch._C._functorch.TransformType.Vmap, torch._C._functorch.TransformType.Jvp)
+"""Transforms below which autograd saves plain tensors by hooks, as ever."""
 
 
 class LayerHook(Protocol):

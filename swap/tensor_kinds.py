@@ -15,6 +15,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from memo.nested import leaves_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -30,6 +32,7 @@ __all__ = [
     "local_part",
     "never_moves",
     "parameter_behind",
+    "tensors_within",
 ]
 
 _LOCAL_PART = "_ToTorchTensorBackward"
@@ -164,28 +167,22 @@ def _share_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 def layer_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     """Returns a layer call's hidden states: the argument `hidden_states`, else the first tensor; None without tensors."""
     named = kwargs.get("hidden_states")
-    return named if isinstance(named, torch.Tensor) else next(_tensors((args, kwargs)), None)
+    return named if isinstance(named, torch.Tensor) else next(tensors_within((args, kwargs)), None)
 
 
 def argument_storages(args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[torch.UntypedStorage]:
     """Returns the storages of a layer call's arguments other than its hidden states (`layer_input`)."""
     if not kwargs and args and all(value is None for value in args[1:]):
         return set()
-    found = _tensors((kwargs["hidden_states"], args, kwargs) if "hidden_states" in kwargs else (args, kwargs))
+    found = tensors_within((kwargs["hidden_states"], args, kwargs) if "hidden_states" in kwargs else (args, kwargs))
     locals_ = [local_part(tensor) for tensor in found]
     storages = [tensor.untyped_storage() if is_plain(tensor) else None for tensor in locals_]
     return {storage for storage in storages[1:] if storage is not None} - {*storages[:1]}
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
+def tensors_within(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested arguments or results, in order."""
+    return (leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor))
 
 
 def has_storage(tensor: torch.Tensor) -> bool:

@@ -2,8 +2,8 @@
 
 Owns the hooks, and which of nested calls is the outermost one. It manages nothing: it calls `begin` and `end`.
 
-A training forward runs with gradients enabled and outside a backward: evaluation, `generate`, what a checkpoint runs again,
-what Dynamo traces, and what torch.func transforms (`grad`, `vmap`), which allow no hooks for saved tensors, are none. The
+A training forward runs as written, with gradients enabled and outside a backward: evaluation, `generate`, what a checkpoint
+runs again, and what torch traces or transforms (`runs_as_written`) are none. The
 entries of a model are the modules through whose forward its layers are reached: the model, and what stands between it and
 its layers, which a program may call itself (`model.model(ids)` for a loss without logits, `self.model(batch)` in Lightning's
 `training_step`).
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from memo.swap import hook_forward
+from memo.swap import hook_forward, runs_as_written
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -100,7 +100,7 @@ class ForwardHooks:
             self._hooks.pop()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
+        if not runs_as_written():
             return
         calls = self._calls
         if module in calls.modules:
@@ -117,7 +117,7 @@ class ForwardHooks:
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
         calls = self._calls
-        if torch.compiler.is_compiling() or module not in calls.modules:
+        if not runs_as_written() or module not in calls.modules:
             return
         while calls.modules.pop() is not module:
             pass
@@ -141,8 +141,7 @@ class ForwardHooks:
 
 
 def _is_training() -> bool:
-    within_transform = torch._C._functorch.peek_interpreter_stack() is not None
-    return torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0 and not within_transform
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0
 
 
 class _Frame:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memo.machine import require_layer_within_norm_limit
-from memo.swap import hook_forward, layer_input
+from memo.swap import hook_forward, layer_input, runs_as_written
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -87,7 +87,7 @@ class LayerHooks:
         device = engine.backend.device
 
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if torch.compiler.is_compiling() or self._is_elsewhere():
+            if not runs_as_written() or self._is_elsewhere():
                 return
             hidden = layer_input(args, kwargs)
             if hidden is not None:
@@ -102,7 +102,7 @@ class LayerHooks:
             tokenwise.begin(layer, group, args, kwargs)
 
         def end(module: nn.Module, args: object, output: object) -> None:
-            if torch.compiler.is_compiling():
+            if not runs_as_written():
                 return
             running = None if self._is_elsewhere() else self._running.get(position)
             if running:  # empty when an earlier hook of the module raised before ours began

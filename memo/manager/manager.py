@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from memo import forks
 from memo.allocator import model_steps
@@ -39,9 +38,11 @@ from memo.swap import (
     LayerCosts,
     LayerExplanation,
     LayerHook,
+    SavingHooks,
     Stats,
     Tapes,
     TokenLevels,
+    runs_as_written,
 )
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class Manager:
         self._entering = threading.Lock()
         self._attached: ForwardHooks | None = None
         self._hooks: list[LayerHook | RemovableHandle] = []
-        self._is_saving = False
+        self._saving: SavingHooks | None = None
         self._layer_hooks = LayerHooks(layers)
         self._unseen = Unseen(layers)
         self._step_ends = StepEnds(model)
@@ -216,7 +217,7 @@ class Manager:
             )
 
     def _begin_forwards(self) -> None:
-        if self._engine.is_captured():
+        if not runs_as_written() or self._engine.is_captured():
             return
         self._begin_forward()
         self._is_prepared = True
@@ -231,8 +232,8 @@ class Manager:
         idle = self._tokenwise.is_idle and self._plan_source is None  # a plan may change that at the first layer
         pack: Callable[[torch.Tensor], Any] = self._engine.pack if idle else self._tokenwise.pack
         pack = self._unseen.watch(pack, lambda: self.open_layer)
-        self._is_saving = True
-        saved_tensors_hooks(pack, self._engine.unpack).__enter__()
+        self._saving = SavingHooks(pack, self._engine.unpack)
+        self._saving.install()
 
     def _begin_forward(self) -> None:
         """Prepares one forward of the model; a step that has ended is evaluated."""
@@ -274,7 +275,7 @@ class Manager:
 
     def _next_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begins a forward of the model inside the manager: what an earlier one has left open is closed."""
-        if not self._is_saving:
+        if self._saving is None:
             return
         claims.require_alone(self)
         if not self._is_prepared:
@@ -388,10 +389,9 @@ class Manager:
             self._depth = 0
 
     def _end_forwards(self) -> None:
-        top = torch._C._autograd._top_saved_tensors_default_hooks
-        while self._is_saving and (hooks := top(False)) is not None and hooks[1] == self._engine.unpack:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-        self._is_saving = False
+        if self._saving is not None:
+            self._saving.remove()
+            self._saving = None
         self._tokenwise.end_forwards()
         self._layer_hooks.remove()
         while self._hooks:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from memo.swap import has_storage, local_part, parameter_behind
+from memo.swap import has_storage, local_part, parameter_behind, runs_as_written
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ __all__ = ["Unseen"]
 _WATCHED = 3
 """Forwards in which something is saved, until it is clear how the model calls its layers."""
 
-_CALLED = "the model calls layer.forward(x) instead of layer(x)"
+_CALLED = "the model calls layer.forward(x) instead of layer(x), or was traced"
 _COMPILED = (
     "the model is compiled as a whole, which runs no layer by itself; compile its layers instead: "
     "for layer in manager.layers: layer.module.compile()"
@@ -85,7 +85,7 @@ class Unseen:
                 self._saving.add(layer)
                 if _checkpoint_frames():
                     self._note_checkpoint(layer)
-            else:
+            elif runs_as_written() and torch._C._current_graph_task_id() < 0:
                 self._saving.add("")
                 self._is_within_checkpoints |= bool(_checkpoint_frames())
                 for address in _addresses(tensor):

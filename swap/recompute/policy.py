@@ -24,19 +24,19 @@ from memo.swap.engine.handles import Guard, Kept, Sharded
 from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.engine.token_prefix import Rows, TokenPrefix
 from memo.swap.generators import leaves_generators
-from memo.swap.layers import Layer, is_gathered_whole
+from memo.swap.layers import Layer, is_gathered_whole, is_transformed
 from memo.swap.recompute.choice import single_level
 from memo.swap.recompute.explain import NAMED_POINTS, explain
 from memo.swap.recompute.plans import Plans, Refused
 from memo.swap.recompute.ranges.ranged_plan import RangedPlan
 from memo.swap.recompute.rank_agreement import Hearing, Ranks
-from memo.swap.recompute.recorded_call import OpenCall, Parts, RecordedCall, tensors_within
+from memo.swap.recompute.recorded_call import OpenCall, Parts, RecordedCall
 from memo.swap.recompute.tape.bans import Bans
 from memo.swap.recompute.tape.checksums import Checksums
 from memo.swap.recompute.tape.cut import cheapest, curve
 from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.tape.recorder import Recorder, aside, is_recordable, leave_mode
-from memo.swap.tensor_kinds import has_storage, is_sharded, layer_input, local_part
+from memo.swap.tensor_kinds import has_storage, is_sharded, layer_input, local_part, tensors_within
 from memo.swap.token_levels import LayerCosts, Level, Setting, TokenLevels
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 __all__ = ["Tapes"]
 
 MOST_WARNED = 256
+MOST_OPERATORS = 20_000
+"""Operators of a layer whose recompute is planned: some seconds on a slow host."""
 
 
 class Tapes:
@@ -94,6 +96,8 @@ class Tapes:
         """Layer -> the input of its last call, which was copied to find out if the program changes it after the layer."""
         self._changing: set[str] = set()
         """Layers whose input the program changes after them, though autograd does not save it: `x += layer(x)`."""
+        self._long: dict[str, str] = {}
+        """Layer -> reason, for layers of more operators than are planned, which are not recorded again."""
         self._ranks = Ranks(engine.backend.device)
         self._plans = Plans(engine, self._ranks, self._bans, exact=exact, rates=rates)
         self._gathered: Collection[torch.nn.Parameter] = ()
@@ -219,9 +223,7 @@ class Tapes:
     @leaves_generators
     def begin(self, layer: Layer, group: Group, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Begins recording a layer's forward; `end` must follow."""
-        if torch.compiler.is_compiling():
-            return
-        if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+        if forward_ad._current_level >= 0 or is_transformed():
             return  # tangents are computed below the recorder; vmap's tensors have no bytes
         if self._open is not None:
             self._open.nested = True
@@ -241,13 +243,14 @@ class Tapes:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if hooks is None or hooks[1] != self._engine.unpack:
             return  # a checkpoint around the layer, say, is told of what autograd saves, and the engine is not
-        if layer.name in self._ranks.disagreed:
-            self._refuse(layer.name, self._ranks.disagreed[layer.name])
+        reason = self._long.get(layer.name) or self._ranks.disagreed.get(layer.name)
+        if reason is not None:
+            self._refuse(layer.name, reason)
             return
         hidden = layer_input(args, kwargs)
         if hidden is None or not is_recordable(local_part(hidden)):
             return
-        arguments = tensors_within((args, kwargs))
+        arguments = list(tensors_within((args, kwargs)))
         tensors = [part for tensor in arguments if is_recordable(part := local_part(tensor))]
         kind = (layer.name, type(layer.module), layer.module.training, setting, _described(tensors))
         last, holds = self._plans.expected(layer.name, kind, setting)
@@ -323,6 +326,14 @@ class Tapes:
             return {}
         if call.nested:
             self._refuse(name, "it contains another managed layer")
+            return {}
+        if call.recorder.operators > MOST_OPERATORS and not self._ranks.talks(
+            name
+        ):  # which other ranks may still repeat
+            self._long[name] = (
+                f"its forward runs more than {MOST_OPERATORS:,} operators, too many to plan a recompute of"
+            )
+            self._refuse(name, self._long[name])
             return {}
         recorded = RecordedCall.of(call, output, self._engine, self._gathered)
         parts = self._planned(call, recorded, call.setting)

@@ -20,7 +20,7 @@ from memo.swap.recompute.tape.log import Birth
 from memo.swap.recompute.tape.plan import Plan, Sources
 from memo.swap.recompute.tape.recorder import is_recordable
 from memo.swap.recompute.tape.replay import Brought, Replay, Wanted
-from memo.swap.tensor_kinds import is_sharded, local_part
+from memo.swap.tensor_kinds import is_sharded, local_part, tensors_within
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SMALL = 512
 """Bytes of a constant that is copied, so that the program may change it later: one block of torch's allocator."""
 
-__all__ = ["Ended", "OpenCall", "Parts", "RecordedCall", "tensors_within"]
+__all__ = ["Ended", "OpenCall", "Parts", "RecordedCall"]
 
 Parts = dict["SavedStorage", "TokenPrefix"]
 """Storages that are replayed, or of which a part moves."""
@@ -100,7 +100,8 @@ class RecordedCall:
         self._call = call
         returned = [part for tensor in tensors_within(output) if is_recordable(part := local_part(tensor))]
         outputs = {recorder.number_of(part.untyped_storage()) for part in returned}
-        passed_on = {recorder.number_of(part.untyped_storage()) for part in returned if _is_like_given(part, recorder)}
+        like_given = _shapes_given(recorder)
+        passed_on = {recorder.number_of(part.untyped_storage()) for part in returned if part.shape in like_given}
         free, saved, held = set(), set(), set()
         own: set[ref[torch.UntypedStorage]] | None = None
         storages, number_of, saved_as = recorder.storages, recorder.number_of, engine.saved_as
@@ -301,31 +302,16 @@ class RecordedCall:
         return copy
 
 
-def _is_like_given(tensor: torch.Tensor, recorder: Recorder) -> bool:
-    """True for a result of an argument's shape: the next layer is given it, and keeps it anyway.
+def _shapes_given(recorder: Recorder) -> set[torch.Size]:
+    """Shapes of the arguments. The next layer is given a result of such a shape, and keeps it anyway.
 
-    Not so for what a layer shows besides, as the weights of its attention, which the program drops.
+    Not so what a layer shows besides, as the weights of its attention, which the program drops.
     """
     given = enumerate(recorder.storages)  # arguments are the first values, one for each storage
-    return any(
-        tensor.shape == recorder.values[number][2]
-        for number, (birth, *_) in given
-        if birth in (Birth.INPUT, Birth.GIVEN)
-    )
+    return {recorder.values[number][2] for number, (birth, *_) in given if birth in (Birth.INPUT, Birth.GIVEN)}
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     for tensor in (*module.parameters(), *module.buffers()):
         if is_recordable(local_part(tensor)):
             yield tensor
-
-
-def tensors_within(value: Any) -> list[torch.Tensor]:
-    """The tensors in nested arguments or results, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in tensors_within(item)]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in tensors_within(item)]
-    return []

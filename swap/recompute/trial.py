@@ -53,20 +53,20 @@ def try_out(replay: Replay, *, release: Callable[[int, SavedStorage], bool] | No
     """
     plan = replay.plan
     worst: int | None = None
+    storages = dict(zip(map(id, replay.wanted), plan.wanted, strict=True))
 
     def compare(span: Any, want: Any, made: torch.Tensor, /, *, owned: bool = False) -> None:
         nonlocal worst
         hold = want.hold()
         if hold is None or hold.saved.source is None:
             return
-        position = next(number for number, other in enumerate(replay.wanted) if other is want)
-        content = plan.tape.last[plan.wanted[position]]
-        if _equal(plan, plan.wanted[position], hold.saved.source, made):
+        storage = storages[id(want)]
+        if _equal(plan, storage, hold.saved.source, made):
             is_same_size = owned and made.numel() == hold.saved.source.numel()
-            if is_same_size and release is not None and release(plan.wanted[position], hold.saved):
+            if is_same_size and release is not None and release(storage, hold.saved):
                 hold.saved.source = made
         else:
-            writer = plan.tape.contents[content].writer
+            writer = plan.tape.contents[plan.tape.last[storage]].writer
             worst = writer if worst is None else min(worst, writer)
 
     try:

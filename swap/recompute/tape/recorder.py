@@ -248,6 +248,11 @@ class Recorder(TorchDispatchMode):
         self._written.clear()
 
     @property
+    def operators(self) -> int:
+        """Number of operators so far."""
+        return self._count
+
+    @property
     def key(self) -> Key:
         """The call's log, values and storages."""
         expected = self._expected

@@ -37,8 +37,12 @@ def problem(links: int = 24, choices: Sequence[int] = (8, 64, 128, 256)) -> tupl
     return taped.tape, problem_of(taped.tape, bans, taped.there(), taped.wanted, (), taped.tape.costs), taped.wanted
 
 
+@pytest.mark.parametrize("operators", [fitting.MOST_OPERATORS, 400])
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.35, 0.5, 0.77, 1.0])
-def test_it_keeps_no_more_than_the_target_and_replays_no_more_than_the_corner_below(share: float) -> None:
+def test_it_keeps_no_more_than_the_target_and_replays_no_more_than_the_corner_below(
+    share: float, operators: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fitting, "MOST_OPERATORS", operators)
     tape, cuts, wanted = problem()
     most, least = cheapest(cuts, 0, 1), cheapest(cuts, 1, 0)
     target = share * most.keep_cost + (1 - share) * least.keep_cost

@@ -1,0 +1,23 @@
+"""Arguments and results of modules: nested lists, tuples and dicts, however deep, and also ones that hold themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["leaves_of"]
+
+
+def leaves_of(value: Any) -> Iterator[Any]:
+    """What nested lists, tuples and values of dicts hold, in order. One that is found again is not read again."""
+    open_, seen = [iter((value,))], set()
+    while open_:
+        for item in open_[-1]:
+            if not isinstance(item, (tuple, list, dict)):
+                yield item
+            elif id(item) not in seen:
+                seen.add(id(item))
+                open_.append(iter(item.values() if isinstance(item, dict) else item))
+                break
+        else:
+            open_.pop()

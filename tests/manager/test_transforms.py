@@ -1,0 +1,282 @@
+"""Forwards that torch traces or transforms are as without memo, whether it is around, within, or attached."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
+
+import memo
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:memo.offload. backward ran, and no forward"),
+    pytest.mark.filterwarnings("ignore:layers.0 and 2 more ran without hooks.*or was traced"),
+]
+
+ALPHAS = [1.0, 0.0, None]
+WIDTH = 16
+
+Step = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+
+
+class Block(nn.Module):
+    """A layer."""
+
+    def __init__(self, inner: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(torch.tanh(self.up(x)))
+        return x + (y if self.inner is None else self.inner(self, y))
+
+
+class Model(nn.Module):
+    """Three layers."""
+
+    def __init__(self, make: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([make() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def given() -> torch.Tensor:
+    return torch.randn(4, 8, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def built(make: Callable[[], nn.Module]) -> Model:
+    torch.manual_seed(0)
+    return Model(make)
+
+
+def managed(model: nn.Module, alpha: float | None) -> memo.Manager:
+    return memo.offload(model, alpha=alpha, host="8MiB", min_bytes=64)
+
+
+@contextlib.contextmanager
+def around(model: nn.Module, alpha: float | None, how: str) -> Iterator[contextlib.AbstractContextManager[Any]]:
+    """What each step runs in, with memo entered or attached."""
+    manager = managed(model, alpha)
+    if how == "attached":
+        manager.attach()
+    yield manager if how == "entered" else contextlib.nullcontext()
+    manager.close()
+
+
+def flat(found: Any) -> list[torch.Tensor]:
+    return [leaf.detach().clone() for leaf in torch.utils._pytree.tree_leaves(found)]
+
+
+def assert_as_without(
+    step: Callable[[nn.Module, torch.Tensor], Any], alpha: float | None, how: str, make: Callable[[], nn.Module] = Block
+) -> None:
+    """Runs three steps with and without memo."""
+    reference, model = built(make), built(make)
+    want = [flat(step(reference, given())) for _ in range(3)]
+    with around(model, alpha, how) as within:
+        for expected in want:
+            with within:
+                found = flat(step(model, given()))
+            assert len(found) == len(expected) > 0
+            assert all(map(torch.equal, found, expected))
+
+
+def trained(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Output and gradients of one step."""
+    model.zero_grad()
+    x = x.requires_grad_()
+    out = model(x)
+    out.square().sum().backward()
+    return [out, x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+def own(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
+    return lambda given: functional_call(model, given, (x,)).square().sum()
+
+
+def of_grad(model: nn.Module, x: torch.Tensor) -> Any:
+    return grad(loss_of(model, x))(own(model))
+
+
+def of_vjp(model: nn.Module, x: torch.Tensor) -> Any:
+    out, back = vjp(model, x)
+    return out, back(torch.ones_like(out))
+
+
+def of_jacrev(model: nn.Module, x: torch.Tensor) -> Any:
+    return jacrev(model)(x[0, 0])
+
+
+def of_jvp(model: nn.Module, x: torch.Tensor) -> Any:
+    return jvp(model, (x,), (torch.ones_like(x),))
+
+
+def of_vmap(model: nn.Module, x: torch.Tensor) -> Any:
+    model.zero_grad()
+    vmap(model)(x).square().sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def of_vmap_of_grad(model: nn.Module, x: torch.Tensor) -> Any:
+    return vmap(lambda one: grad(loss_of(model, one))(own(model)))(x)
+
+
+TRANSFORMS = [of_grad, of_vjp, of_jacrev, of_jvp, of_vmap, of_vmap_of_grad]
+
+
+@pytest.mark.parametrize("how", ["attached", "entered"])
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_transformed_model_is_as_without_memo(transform: Step, alpha: float | None, how: str) -> None:
+    assert_as_without(transform, alpha, how)
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_a_manager_may_be_entered_within_a_transform(alpha: float | None) -> None:
+    model, x = built(Block), given()
+    want, manager = of_grad(model, x), managed(model, alpha)
+
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        with manager:
+            return loss_of(model, x)(parameters)
+
+    found = grad(loss)(own(model))
+    assert all(torch.equal(found[name], want[name]) for name in want)
+    manager.close()
+
+
+def inner_grad(layer: nn.Module, y: torch.Tensor) -> torch.Tensor:
+    return grad(lambda z: layer.up(z).tanh().sum())(y)
+
+
+def inner_vjp(layer: nn.Module, y: torch.Tensor) -> torch.Tensor:
+    out, back = vjp(lambda z: layer.up(z).tanh(), y)
+    return back(out)[0]
+
+
+def inner_jacrev(layer: nn.Module, y: torch.Tensor) -> torch.Tensor:
+    return y + jacrev(lambda z: layer.up(z).tanh())(y[0, 0]).sum(0)
+
+
+def inner_vmap(layer: nn.Module, y: torch.Tensor) -> torch.Tensor:
+    return vmap(lambda z: layer.down(layer.up(z).tanh()))(y)
+
+
+@pytest.mark.parametrize("how", ["attached", "entered"])
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("inner", [inner_grad, inner_vjp, inner_jacrev, inner_vmap])
+def test_a_layer_may_transform(inner: Step, alpha: float | None, how: str) -> None:
+    assert_as_without(trained, alpha, how, lambda: Block(inner))
+
+
+def of_jit(model: nn.Module, x: torch.Tensor) -> Any:
+    return trained(torch.jit.trace(model, (x.clone(),)), x)
+
+
+def of_fx(model: nn.Module, x: torch.Tensor) -> Any:
+    return trained(torch.fx.symbolic_trace(model), x)
+
+
+def of_export(model: nn.Module, x: torch.Tensor) -> Any:
+    return trained(torch.export.export(model, (x.clone(),)).module(), x)
+
+
+def of_make_fx(model: nn.Module, x: torch.Tensor) -> Any:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(model)(x)(x)
+
+
+@pytest.mark.parametrize("how", ["attached", "entered"])
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("trace", [of_jit, of_fx, of_export, of_make_fx])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+def test_a_traced_model_is_as_without_memo(trace: Step, alpha: float | None, how: str) -> None:
+    assert_as_without(trace, alpha, how)
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("how", ["attached", "entered"])
+def test_saved_tensors_may_be_mutated_where_torch_allows_it(alpha: float | None, how: str) -> None:
+    def step(model: nn.Module, x: torch.Tensor) -> Any:
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            return trained(model, x)
+
+    assert_as_without(step, alpha, how, lambda: Block(lambda layer, y: (y * y.exp(), y.zero_())[0]))
+
+
+class Nested(Block):
+    """Takes and returns its tensor in what `wrap` makes."""
+
+    def __init__(self, wrap: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.wrap = wrap
+
+    def forward(self, x: Any) -> Any:
+        while not isinstance(x, torch.Tensor):
+            x = x[0]
+        return self.wrap(super().forward(x))
+
+
+def in_itself(x: torch.Tensor) -> Any:
+    found: list[Any] = [x]
+    found.append(found)
+    return found
+
+
+def deep(x: torch.Tensor) -> Any:
+    found: Any = x
+    for _ in range(2000):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize("how", ["attached", "entered"])
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("wrap", [in_itself, deep])
+def test_arguments_and_results_may_be_nested_in_any_way(
+    wrap: Callable[[torch.Tensor], Any], alpha: float | None, how: str
+) -> None:
+    def step(model: nn.Module, x: torch.Tensor) -> Any:
+        model.zero_grad()
+        out = model(wrap(x))
+        while not isinstance(out, torch.Tensor):
+            out = out[0]
+        out.square().sum().backward()
+        return [out, *(parameter.grad for parameter in model.parameters())]
+
+    assert_as_without(step, alpha, how, lambda: Nested(wrap))
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_a_compiled_layer_may_transform(alpha: float | None) -> None:
+    def make() -> nn.Module:
+        block = Block(inner_grad)
+        block.compile(backend="aot_eager", fullgraph=True)
+        return block
+
+    assert_as_without(trained, alpha, "attached", make)
+
+
+def test_torch_forbids_hooks_as_before_once_no_forward_is_managed() -> None:
+    before = torch.autograd.graph.disable_saved_tensors_hooks
+    model = built(Block)
+    manager = managed(model, 1.0)
+    with manager:
+        assert torch.autograd.graph.disable_saved_tensors_hooks is not before
+    assert torch.autograd.graph.disable_saved_tensors_hooks is before
+    manager.close()
