@@ -327,12 +327,10 @@ class Tapes:
         if call.nested:
             self._refuse(name, "it contains another managed layer")
             return {}
-        if call.recorder.operators > MOST_OPERATORS and not self._ranks.talks(
-            name
-        ):  # which other ranks may still repeat
-            self._long[name] = (
-                f"its forward runs more than {MOST_OPERATORS:,} operators, too many to plan a recompute of"
-            )
+        # A layer that talks to other ranks is planned all the same: they may repeat it.
+        if call.recorder.operators > MOST_OPERATORS and not self._ranks.talks(name):
+            reason = f"its forward runs more than {MOST_OPERATORS:,} operators, too many to plan a recompute of"
+            self._long[name] = reason
             self._refuse(name, self._long[name])
             return {}
         recorded = RecordedCall.of(call, output, self._engine, self._gathered)
