@@ -165,6 +165,10 @@ class SimulatedDisk:
             self._left -= nbytes
         return _Extent(nbytes)
 
+    @property
+    def refusal(self) -> None:
+        """Nothing: there is no file system."""
+
     def release(self, extent: _Range) -> None:
         """Gives the bytes back."""
         if self._left is not None:

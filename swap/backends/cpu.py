@@ -18,6 +18,7 @@ from memo import forks
 from memo.swap.backends.protocol import HostStamp, OneComputeStream, drop_frames, renewed
 from memo.swap.memory.page_aligned import aligned_empty
 from memo.swap.memory.slab import PageableSlab
+from memo.threads import start_thread
 
 if TYPE_CHECKING:
     from memo.swap.backends.protocol import Event, Timed
@@ -130,8 +131,7 @@ class ThreadStream:
         """Queues a copy."""
         forks.require_same(self._forks)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=f"memo-{self._name}", daemon=True)
-            self._thread.start()
+            self._thread = start_thread(self._work, f"memo-{self._name}")
         event = HostEvent()
         self._queue.put((event, target, source, self._waits))
         self._waits = []

@@ -90,6 +90,10 @@ class Disk(Protocol):
     def reserve(self, nbytes: int) -> Extent | None:
         """Reserves at least `nbytes`; None when the budget is used up."""
 
+    @property
+    def refusal(self) -> str | None:
+        """Why the file system gave no more, if it was that."""
+
     def release(self, extent: Extent) -> None:
         """Releases the range; no operation on it may be pending."""
 

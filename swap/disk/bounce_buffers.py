@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from memo.errors import SwapError
 from memo.swap.backends.cpu import HostEvent
+from memo.threads import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -92,6 +93,11 @@ class StagedDisk:
                 return None
             extents.append(extent)
         return _Parts(nbytes, tuple(extents))
+
+    @property
+    def refusal(self) -> str | None:
+        """The disk's."""
+        return self._disk.refusal
 
     def release(self, extent: Extent) -> None:
         """Releases the extents of all blocks."""
@@ -207,8 +213,7 @@ class _Lane:
 
     def put(self, job: _Job) -> HostEvent:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
+            self._thread = start_thread(self._work, self._name)
         self._jobs.put(job)
         return job.event
 

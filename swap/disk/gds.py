@@ -181,6 +181,11 @@ class GdsDisk:
         """Reserves at least `nbytes`; None when the budget or the file system is used up."""
         return self._space.reserve(nbytes)
 
+    @property
+    def refusal(self) -> str | None:
+        """Why the file system gave no more, if it was that."""
+        return self._space.refusal
+
     def release(self, extent: Extent) -> None:
         """Releases the range.
 

@@ -27,6 +27,7 @@ from memo.errors import MemoError
 from memo.swap.backends.protocol import drop_frames
 from memo.swap.disk.operation import DiskOperation, Kind, Piece, Stage
 from memo.swap.memory.page_aligned import Bounce
+from memo.threads import start_thread
 
 __all__ = ["IoPool"]
 
@@ -62,7 +63,13 @@ class IoPool:
         """Of the process that has the threads."""
         self._gates: dict[Kind, deque[DiskOperation]] = {}
         self._gate_threads: list[threading.Thread] = []
-        self._threads = [self._start(self._work, f"memo-disk-{index}") for index in range(threads)]
+        self._threads: list[threading.Thread] = []
+        try:
+            for index in range(threads):
+                self._threads.append(self._start(self._work, f"memo-disk-{index}"))
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def alive(self) -> bool:
@@ -73,14 +80,15 @@ class IoPool:
         """Queues the operation; it runs once its `after` events are done. The caller has checked `alive`."""
         ready = all(event.query() for event in operation.after)
         with self._lock:
+            gate = None if ready or self._closing else self._gate(operation.kind)
             self._open.add(operation)
             operation.extent.pending += 1
             if self._closing:  # closed by another thread after the caller's check
                 self._refuse(operation)
-            elif ready:
+            elif gate is None:
                 self._enqueue(operation)
             else:
-                self._gate(operation.kind).append(operation)
+                gate.append(operation)
                 self._gated.notify_all()
 
     def cancel(self, operation: DiskOperation) -> bool:
@@ -113,13 +121,7 @@ class IoPool:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _start(self, target: Callable[..., None], name: str, *args: object) -> threading.Thread:
-        thread = threading.Thread(target=self._go_on, name=name, args=(target, *args), daemon=True)
-        before = threading.stack_size(_STACK_BYTES)
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(before)
-        return thread
+        return start_thread(self._go_on, name, target, *args, stack_bytes=_STACK_BYTES)
 
     def _go_on(self, work: Callable[..., None], *args: object) -> None:
         """Runs `work` until it returns, anew after each error that it raises."""
@@ -142,8 +144,9 @@ class IoPool:
 
     def _gate(self, kind: Kind) -> deque[DiskOperation]:
         if kind not in self._gates:
-            self._gates[kind] = deque()
-            self._gate_threads.append(self._start(self._run_gate, f"memo-disk-gate-{kind.value}", self._gates[kind]))
+            gate: deque[DiskOperation] = deque()
+            self._gate_threads.append(self._start(self._run_gate, f"memo-disk-gate-{kind.value}", gate))
+            self._gates[kind] = gate
         return self._gates[kind]
 
     def _run_gate(self, gate: deque[DiskOperation]) -> None:

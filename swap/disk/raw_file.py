@@ -32,7 +32,8 @@ _NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 
 def error_name(error: OSError) -> str:
     """Formats an errno with its text: `ENOSPC (No space left on device)`."""
-    return f"{errno.errorcode.get(error.errno or 0, 'error')} ({error.strerror or error})"
+    limit = "; ulimit -f limits it" if error.errno == errno.EFBIG else ""
+    return f"{errno.errorcode.get(error.errno or 0, 'error')} ({error.strerror or error}{limit})"
 
 
 class RawFile:

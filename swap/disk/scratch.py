@@ -64,6 +64,8 @@ class ScratchSpace:
         self.files: list[RawFile] = []
         self._block_bytes = block_bytes
         self._growing = capacity is None
+        self.refusal: str | None = None
+        """Why a file system gave no more, if it was that."""
         self._spare_bytes = spare_bytes
         self._free = FreeList(0, align=BLOCK_ALIGN)
         self._recorder = StepRecorder()
@@ -191,7 +193,11 @@ class ScratchSpace:
         for index, file in enumerate(self.files):
             needed = self._file_bytes(capacity, index)
             more = needed - self._file_bytes(self._free.capacity, index)
-            if file.free_bytes() - more < self._spare_bytes:
+            free = file.free_bytes()
+            if free - more < self._spare_bytes:
+                self.refusal = (
+                    f"{file.directory} has {format_bytes(free)} free, and keeps {format_bytes(self._spare_bytes)}"
+                )
                 return False
             try:
                 if more:
@@ -199,5 +205,7 @@ class ScratchSpace:
             except OSError as error:
                 if error.errno not in NO_SPACE:
                     raise
+                self.refusal = f"{file.directory} refuses {format_bytes(needed)}: {error_name(error)}"
                 return False
+        self.refusal = None
         return True

@@ -64,7 +64,8 @@ class DiskStore:
 
     Raises:
         ScratchUnusable: A directory is missing, not writable, or unsafe.
-        ScratchFull: The file systems do not have `capacity` bytes. Either way nothing is left open.
+        ScratchFull: The file systems do not have `capacity` bytes.
+        SwapError: The system starts no more threads. In each case nothing is left open.
     """
 
     def __init__(
@@ -88,7 +89,11 @@ class DiskStore:
             directories, capacity, block_bytes=block_bytes, spare_bytes=spare_bytes, open_file=open_file
         )
         self._transfer = Transfer(self._space.files, verify=verify)
-        self._pool = IoPool(threads * len(directories), self._transfer.run, bounce_bytes=block_bytes)
+        try:
+            self._pool = IoPool(threads * len(directories), self._transfer.run, bounce_bytes=block_bytes)
+        except BaseException:
+            self._space.close()
+            raise
         # Runs at close, when the store is collected, or at interpreter exit, whichever comes first.
         self._shut_down = weakref.finalize(self, _shut_down, self._pool, self._space, _EXIT_WAIT_S)
 
@@ -113,6 +118,11 @@ class DiskStore:
         """Reserves at least `nbytes`; None when the budget or the file system is used up."""
         self._check_alive()
         return self._space.reserve(nbytes)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the file system gave no more, if it was that."""
+        return self._space.refusal
 
     def release(self, extent: Extent) -> None:
         """Releases the range.

@@ -268,6 +268,8 @@ def _state(tier: Tier) -> str:
         words += f" of {format_bytes(tier.budget)}"
         if tier.obtainable < tier.budget:
             words += f", of which other jobs leave {format_bytes(tier.obtainable)}"
+    if tier.refusal is not None:
+        words += f"; {tier.refusal}"
     return words
 
 

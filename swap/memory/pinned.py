@@ -35,6 +35,7 @@ import torch
 from memo.errors import SwapError
 from memo.swap.memory.numa import prefer_node
 from memo.swap.memory.page_aligned import PAGE_BYTES, private_pages, whole_pages
+from memo.threads import start_thread
 from memo.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -141,11 +142,11 @@ class PinnedSlab:
             self.nbytes = nbytes
             self._error = None
             if not self._locking:
-                self._locking = True
-                self._thread = threading.Thread(
-                    target=self._work, args=(self._thread,), name="memo-page-lock", daemon=True
-                )
-                self._thread.start()
+                try:
+                    self._thread = start_thread(self._work, "memo-page-lock", self._thread)
+                    self._locking = True  # it begins with the lock that is held here
+                except SwapError as error:
+                    self.nbytes, self._error = self._ready, error
 
     def wait(self, nbytes: int) -> None:
         """Returns when the first `nbytes` are locked.

@@ -29,6 +29,7 @@ class DeviceTier:
     budget: int | None = None
     obtainable: int | None = None
     free: int | None = None
+    refusal: str | None = None
 
     def __init__(self, backend: Backend, stats: Stats) -> None:
         self.backend = backend

@@ -52,6 +52,11 @@ class _Ledger(Generic[_AnyPlace]):
         """Bytes of further claims that have room."""
         return None if self.obtainable is None else max(0, self.obtainable - self.used)
 
+    @property
+    def refusal(self) -> str | None:
+        """What kept the tier from growing to its budget, if anything did."""
+        return None
+
     def take(self, place: _AnyPlace) -> _AnyPlace:
         """Counts the bytes of a claimed place, and returns it."""
         self._places[id(place)] = ref(place)
@@ -309,6 +314,11 @@ class DiskTier(_Ledger["_DiskPlace"]):
 
     def expect(self, nbytes: int) -> None:
         """Does nothing: the file has the budget's size from the beginning, or grows."""
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the file system gave no more, if it was that."""
+        return self.disk.refusal
 
     def claim(self, nbytes: int) -> Place | None:
         """Returns an extent of the file; None when the budget is used up."""

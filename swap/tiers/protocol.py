@@ -59,6 +59,10 @@ class Tier(Protocol):
     def free(self) -> int | None:
         """Bytes of further claims that have room if no gap between others is too small; None: unlimited."""
 
+    @property
+    def refusal(self) -> str | None:
+        """What kept it from growing to its budget, if anything did."""
+
     def claim(self, nbytes: int) -> Place | None:
         """Returns room for `nbytes`; None when the tier is full."""
 
