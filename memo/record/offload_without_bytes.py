@@ -103,6 +103,7 @@ class _UnboundedTier:
     budget: int | None = None
     obtainable: int | None = None
     free: int | None = None
+    refusal: str | None = None
 
     def __init__(self) -> None:
         self.used = 0
