@@ -37,6 +37,11 @@ class LRU(Generic[_Key, _Value]):
             if len(self._entries) > self._capacity:
                 self._entries.popitem(last=False)
 
+    def pop(self, key: _Key) -> None:
+        """Drops an entry, if there is one."""
+        with self._lock:
+            self._entries.pop(key, None)
+
     def get(self, key: _Key) -> _Value | None:
         """Returns the value and counts as a use; None for a missing key."""
         with self._lock:

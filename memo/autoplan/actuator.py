@@ -315,7 +315,11 @@ class Actuator:
         self._peaks.restart()
 
     def watch(self, *, closely: bool) -> None:
-        """Measures device memory layer by layer, where the device frees memory at once, or over whole steps."""
+        """Measures device memory layer by layer, where the device frees memory at once, or over whole steps.
+
+        Recomputes that have passed their trial are tried again only in steps that are not watched closely.
+        """
+        self._tokenwise.tries_again = not closely
         self._peaks.by_layer = closely and self._budget.frees_at_once
         boundaries = self._peaks.by_layer or self._budget.trim is not None
         # A resident set does not fall at once when a recompute's tensors are freed.

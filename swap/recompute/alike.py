@@ -65,6 +65,10 @@ class AlikeCalls:
         key = _key(call, recorded, setting, opaque)
         self._planned[key] = _Planned(tape, recorded.saved_nbytes, found, costs)
 
+    def drop(self, call: OpenCall, recorded: RecordedCall, setting: Setting, opaque: frozenset[int]) -> None:
+        """Forgets the plan of calls of this form."""
+        self._planned.pop(_key(call, recorded, setting, opaque))
+
     def plan_of(
         self, call: OpenCall, recorded: RecordedCall, setting: Setting, opaque: frozenset[int]
     ) -> tuple[Found, LayerCosts | None] | None:

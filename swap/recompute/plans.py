@@ -7,6 +7,8 @@ is left in memory: what the plan that was expected would have kept is held as we
 from __future__ import annotations
 
 import dataclasses
+import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -251,6 +253,9 @@ class Plans:
         if found is None or not _is_allowed(found, shared):
             alike = self._alike_calls.plan_of(call, recorded, setting, opaque)
             found, counted = (None, None) if alike is None else alike
+        if call.untried is not None and found is not None and not self._gives_the_same(call, recorded, found, key):
+            self._alike_calls.drop(call, recorded, setting, opaque)
+            found = counted = None
         if found is None or not _is_allowed(found, shared):
             case = self._case(call, recorded, setting, opaque)
             known = self.trials_run, case.form in self._undivided
@@ -291,9 +296,45 @@ class Plans:
         key = (call.layer.name, recorded.key)
         known, seen = self._opaque.get(key) or frozenset(), call.recorder.changed_unseen()
         if not seen <= known:
+            self._warn_of(call, "something that torch does not see has begun to write into its tensors")
             known = self._opaque[key] = known.union(seen)
             self._written_unseen.add(call.layer.name)
         return known
+
+    def _gives_the_same(self, call: OpenCall, recorded: RecordedCall, found: Found, key: tuple[Any, ...]) -> bool:
+        """Tries a plan again, if there is room and no other rank takes part; False where it is to be made anew."""
+        layer, _, opaque, setting = key
+        if isinstance(found, Refused) or call.recorder.collectives or self._rates is not None:
+            return True
+        case = self._case(call, recorded, setting, opaque)
+        forms: Sequence[tuple[Any, ...]]
+        try:
+            if isinstance(found, Plan):
+                forms = self._forms(case, found)
+                unlike = self._unlike(case, found) if self._has_room(found) else None
+            else:
+                forms = (self._ranged_form(case, found),)
+                has_room = self.device_room is None or recorded.saved_nbytes <= self.device_room()
+                unlike = self._worst_of_ranges(case, found)[1] if has_room else None
+        except torch.OutOfMemoryError:
+            return True
+        if unlike is None:
+            return True
+        for form in forms:
+            self._shown.pop(form)
+        self._passed[layer, recorded.key] = frozenset()
+        self._warn_of(call, str(unlike))
+        return False
+
+    def _warn_of(self, call: OpenCall, what: str) -> None:
+        """Warns where a call shows that others since the last one that was tried may have been replayed wrongly."""
+        if call.untried is not None and call.untried > 1:
+            warnings.warn(
+                f"{call.layer.name}: {what}. It is planned anew from this call on, but the gradients of its "
+                f"{call.untried - 1} calls before may be wrong; memo.offload(verify=True) checks each call",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _made(self, case: _Case, shared: Shared) -> tuple[Found, Shared]:
         """The plan of a new log, or why there is none, and what was agreed with other ranks.
@@ -374,9 +415,9 @@ class Plans:
             if not cut.replayed:
                 return Refused(reason, wrong)
             plan = choice.plan(cut)
-            # The same operators in the same order have passed a trial at other sizes: routed rows differ in each call.
-            form = (case.layer, case.setting, *case.operators, plan.steps)
-            if form in self._shown or (self._has_passed(case, plan) and not self._has_room(plan)):
+            form, sized = self._forms(case, plan)
+            has_passed = form in self._shown or self._has_passed(case, plan)
+            if sized in self._shown or (has_passed and not self._has_room(plan)):
                 return plan
             try:
                 unlike = self._unlike(case, plan)
@@ -385,7 +426,7 @@ class Plans:
                 reason = "there was no device memory to try its replay out"
                 return Refused(reason, wrong, for_now=short < MOST_SHORT)
             if unlike is None:
-                self._shown[form] = 0.0
+                self._shown[form] = self._shown[sized] = 0.0
                 run = (case.layer, case.recorded.key)
                 self._passed[run] = frozenset(plan.steps).union(self._passed.get(run) or ())
                 return dataclasses.replace(plan, wrong=wrong) if wrong else plan
@@ -395,6 +436,11 @@ class Plans:
             wrong |= {unlike.step}
             self._passed[case.layer, case.recorded.key] = frozenset()  # another trial of this call has failed
         return Refused(reason, wrong)
+
+    def _forms(self, case: _Case, plan: Plan) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Keys of a trial: at any sizes, as routed rows differ in each call, and at as many bytes to a factor of 2."""
+        form = (case.layer, case.setting, *case.operators, plan.steps)
+        return form, (*form, case.recorded.saved_nbytes.bit_length())
 
     def _has_passed(self, case: _Case, plan: Plan) -> bool:
         """True if each step of a plan has run again in trials that passed."""
@@ -526,26 +572,38 @@ class Plans:
         if self._rates is not None:
             self._unit_s[case.layer] = _S_PER_PS
             return plan
-        # The same operators in the same order have passed a trial for as many tokens: routed rows differ in each call. But a
-        # part of the tokens rounds as all of them do at one size, and not at another: what runs on a part has the same ones.
-        form = (case.form, plan.form, plan.steps, sizes_of(plan.rows.tape, plan.divided_steps))
+        form = self._ranged_form(case, plan)
         if not together and (known := self._shown.get(form)) is not None:
             return dataclasses.replace(plan, deviation=known)
         try:
-            self.trials_run += 1
-            began = self._finished_s()
-            worst = try_out_ranges(case.recorded.ranges(plan, self._engine), exact=self._exact)
-            seconds = self._finished_s() - began
-        except Unlike:
-            return None
+            worst, unlike = self._worst_of_ranges(case, plan)
         except torch.OutOfMemoryError:
             if together:
                 raise  # of this rank alone, and the others wait for it in a collective
             return None
-        self.worst_deviation = max(self.worst_deviation, worst)
-        self._timed(case.layer, plan.cost, seconds)
+        if unlike is not None:
+            return None
         self._shown[form] = worst
         return dataclasses.replace(plan, deviation=worst)
+
+    def _ranged_form(self, case: _Case, plan: RangedPlan) -> tuple[Any, ...]:
+        """Key of a trial: the same operators in the same order, for as many tokens. Routed rows differ in each call.
+
+        But a part of the tokens rounds as all of them do at one size, and not at another: what runs on a part has the same.
+        """
+        return (case.form, plan.form, plan.steps, sizes_of(plan.rows.tape, plan.divided_steps))
+
+    def _worst_of_ranges(self, case: _Case, plan: RangedPlan) -> tuple[float, Unlike | None]:
+        """Tries token ranges out; the largest difference, and the failure if they may not be used."""
+        self.trials_run += 1
+        began = self._finished_s()
+        try:
+            worst = try_out_ranges(case.recorded.ranges(plan, self._engine), exact=self._exact)
+        except Unlike as unlike:
+            return math.inf, unlike
+        self._timed(case.layer, plan.cost, self._finished_s() - began)
+        self.worst_deviation = max(self.worst_deviation, worst)
+        return worst, None
 
     # -- costs
 

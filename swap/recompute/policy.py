@@ -52,6 +52,9 @@ if TYPE_CHECKING:
 __all__ = ["Tapes"]
 
 MOST_WARNED = 256
+MOST_COUNTED = 512
+TRIED_AGAIN = (2, *(10**power for power in range(1, 9)))
+"""Calls of a layer at one setting that are recorded with checksums, and whose recompute is tried, once more."""
 MOST_OPERATORS = 20_000
 """Operators of a layer whose recompute is planned: some seconds on a slow host."""
 
@@ -96,6 +99,10 @@ class Tapes:
         """Layer -> the input of its last call, which was copied to find out if the program changes it after the layer."""
         self._changing: set[str] = set()
         """Layers whose input the program changes after them, though autograd does not save it: `x += layer(x)`."""
+        self.tries_again = True
+        """False while steps are measured: a second trial would be measured, too."""
+        self._calls: LRU[tuple[str, Setting], int] = LRU(MOST_COUNTED)
+        """Calls of layers at their settings, those not counted in which none is tried again."""
         self._long: dict[str, str] = {}
         """Layer -> reason, for layers of more operators than are planned, which are not recorded again."""
         self._ranks = Ranks(engine.backend.device)
@@ -255,7 +262,8 @@ class Tapes:
         kind = (layer.name, type(layer.module), layer.module.training, setting, _described(tensors))
         last, holds = self._plans.expected(layer.name, kind, setting)
         is_new = holds is None or not self._plans.has_recorded(kind, setting)
-        is_checked = is_new or self._plans.is_written_unseen(layer.name)
+        untried = self._count(layer.name, setting)
+        is_checked = is_new or untried is not None or self._plans.is_written_unseen(layer.name)
         recorder = Recorder(
             local_part(hidden),
             tensors,
@@ -273,10 +281,19 @@ class Tapes:
             self._changing.add(layer.name)
         copies = is_new or layer.name in self._changing
         self._open = OpenCall(
-            layer, group, recorder, setting, kind, hidden, last, copies_input=copies, verify=self._verify
+            layer, group, recorder, setting, kind, hidden, last, copies, verify=self._verify, untried=untried
         )
         group.held = True
         recorder.__enter__()
+
+    def _count(self, layer: str, setting: Setting) -> int | None:
+        """Counts a call: `OpenCall.untried`."""
+        number = self._calls[layer, setting] = (self._calls.get((layer, setting)) or 0) + self.tries_again
+        if not self.tries_again or number == 1:
+            return None
+        if self._verify:
+            return 1
+        return number - ([1, *TRIED_AGAIN][TRIED_AGAIN.index(number)]) if number in TRIED_AGAIN else None
 
     @leaves_generators
     def end(self, group: Group, output: Any) -> None:

@@ -69,6 +69,8 @@ class OpenCall:
     """A copy of the layer's input is kept where autograd does not save it: the program may change it after the layer."""
     verify: bool = False
     """What replays read is compared with what it was."""
+    untried: int | None = None
+    """Calls since the last one with checksums and trial, where this one has these again; None: it has not."""
     nested: bool = False
     has_released: bool = False
     """A trial has taken saved tensors from the recorder, in the place of which there are equal ones: no other plan can be
