@@ -122,8 +122,8 @@ def offload(
             `levels` none of it applies: a tensor that no tier has room for stays on the device or is recomputed.
         verify: True stores a checksum with each block on disk and compares it when the block is read. It also sums the bytes
             that recomputes read, parameters among them, in forward and again in backward, and those of each storage as it is
-            copied out and as it is saved again, and tries each recompute in each forward. So it finds changes that no version
-            counter shows, at the cost of reading them twice more, and of another recompute. Default False.
+            copied out and as it is saved again; and it tries each recompute in each forward. So it finds changes that no
+            version counter shows, at the cost of reading them twice more and of another recompute. Default False.
         trace: File, or directory for `trace.rank{N}.jsonl`; a name that ends in a slash is a directory, made if
             missing. The links are measured first, for a fraction of a second. Default None: no trace.
         trace_stacks: True writes to the trace the Python lines that saved each tensor, which costs some 10 µs a tensor.
