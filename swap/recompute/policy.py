@@ -101,8 +101,8 @@ class Tapes:
         """Layers whose input the program changes after them, though autograd does not save it: `x += layer(x)`."""
         self.tries_again = True
         """False while steps are measured: a second trial would be measured, too."""
-        self._calls: LRU[tuple[str, Setting], int] = LRU(MOST_COUNTED)
-        """Calls of layers at their settings, those not counted in which none is tried again."""
+        self._calls: LRU[tuple[str, Setting], tuple[int, int]] = LRU(MOST_COUNTED)
+        """Number of the last call of a layer at a setting, and of the last one that was tried."""
         self._long: dict[str, str] = {}
         """Layer -> reason, for layers of more operators than are planned, which are not recorded again."""
         self._ranks = Ranks(engine.backend.device)
@@ -288,12 +288,11 @@ class Tapes:
 
     def _count(self, layer: str, setting: Setting) -> int | None:
         """Counts a call: `OpenCall.untried`."""
-        number = self._calls[layer, setting] = (self._calls.get((layer, setting)) or 0) + self.tries_again
-        if not self.tries_again or number == 1:
-            return None
-        if self._verify:
-            return 1
-        return number - ([1, *TRIED_AGAIN][TRIED_AGAIN.index(number)]) if number in TRIED_AGAIN else None
+        before, tried = self._calls.get((layer, setting)) or (0, 0)
+        number = before + 1
+        is_tried = number == 1 or self._verify or (self.tries_again and number in TRIED_AGAIN)
+        self._calls[layer, setting] = number, number if is_tried else tried
+        return number - tried if is_tried and tried else None
 
     @leaves_generators
     def end(self, group: Group, output: Any) -> None:
