@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from memo.errors import Infeasible
 from memo.mip.activation.checker import check_plan, require_valid
 from memo.mip.activation.cost import predict_stages
-from memo.mip.activation.linear_program import Limit, Model, Resource, Sharing
+from memo.mip.activation.linear_program import WHOLE_GAP, Limit, Model, Resource, Sharing
 from memo.mip.activation.memory_peaks import DeviceMemory, Use, device_peak_candidates, highest_memory
 from memo.mip.activation.plan import (
     ActivationPlan,
@@ -303,15 +303,12 @@ def _with_whole_points(problem: ActivationProblem, model: Model) -> Model | None
     if _divisible(problem):
         return model
     found = round_points(model)
-    if found is None:
-        programs = _programs(problem, model.pieces)
-        models = (Model(one.problem, staying=one.staying, whole=True, pieces=one.pieces) for one in programs)
-        found = min(
-            (rest for whole in models if whole.solve() and (rest := at_points(whole)).solve()),
-            key=lambda whole: whole.step_s,
-            default=None,
-        )
-    return found
+    if found is not None and found.objective <= model.objective * (1 + WHOLE_GAP):
+        return found
+    programs = [model] if found is not None else _programs(problem, model.pieces)
+    models = (Model(one.problem, staying=one.staying, whole=True, pieces=one.pieces) for one in programs)
+    chosen = [rest for whole in models if whole.solve() and (rest := at_points(whole)).solve()]
+    return min([*chosen, *filter(None, [found])], key=lambda whole: whole.step_s, default=None)
 
 
 def _programs(problem: ActivationProblem, pieces: Mapping[str, float]) -> list[Model]:

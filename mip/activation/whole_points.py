@@ -9,7 +9,8 @@ all its rows hold and the bytes of each tier are the best for them:
 
 The best of them is then changed, at one layer, at two, or at many at once, while that gains: in the order of the bounds
 that the program's reduced costs are. Where no bound is negative, no choice is better; nor is one much better than the
-fractions.
+fractions. Where layers fit only beside smaller ones, no such choice may be good; the solver then asks a program with
+integers (memo.mip.activation.solver).
 """
 
 from __future__ import annotations
