@@ -339,7 +339,8 @@ class _Peaks:
     """Peaks of transient memory, from the allocations of one step."""
 
     def __init__(self, trace: AllocationTrace, layers: list[str]) -> None:
-        within = [one for one in trace.allocations if one.upper < trace.end]
+        last_event = trace.end
+        within = [one for one in trace.allocations if one.upper < last_event]
         self.forward: dict[str, int] = {}
         self.backward: dict[str, int] = {}
         spans: dict[str, tuple[int, int]] = {}

@@ -100,6 +100,8 @@ class Tapes:
         """Layer -> reason, for layers of more operators than are planned, which are not recorded again."""
         self._ranks = Ranks(engine.backend.device)
         self._plans = Plans(engine, self._ranks, self._bans, exact=exact, rates=rates)
+        self._writes_bytes = rates is None
+        """False where the device is not here: tensors have no bytes that something unseen could change."""
         self._gathered: Collection[torch.nn.Parameter] = ()
         """Parameters that had no memory before the first forward: something else gathers them, and releases them."""
         self._hearing: Hearing | None = None
@@ -255,7 +257,7 @@ class Tapes:
         kind = (layer.name, type(layer.module), layer.module.training, setting, _described(tensors))
         last, holds = self._plans.expected(layer.name, kind, setting)
         is_new = holds is None or not self._plans.has_recorded(kind, setting)
-        is_checked = is_new or self._plans.is_written_unseen(layer.name)
+        is_checked = self._writes_bytes and (is_new or self._plans.is_written_unseen(layer.name))
         recorder = Recorder(
             local_part(hidden),
             tensors,
