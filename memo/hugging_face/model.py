@@ -260,8 +260,8 @@ class HuggingFaceModel:
             )
         if layout.ep > 1:
             raise UsageError(
-                f"--ep {layout.ep}: the experts of {self.name} are not divided; use --zero 3, which shards their weights, or "
-                "--pp"
+                f"--ep {layout.ep}: the experts of {self.name} are not divided; use --zero 3, which shards their weights, "
+                "or --pp"
             )
         if len(self._short.layers) < layout.pp:
             raise UsageError(
