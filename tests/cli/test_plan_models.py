@@ -181,8 +181,8 @@ def test_what_fits_together_fits_on_the_command_line(capsys: pytest.CaptureFixtu
 
 
 def test_what_does_not_fit_in_any_way_says_what_was_tried(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["plan", "--model", str(folder), "--seq", "1k", "--gpu", "h100", "--device", "1MiB", "--host", "0"]
-    assert main(flags) == ExitCode.INFEASIBLE
+    wide = ("--hidden", "65536", "--ffn", "262144")  # one layer's weights are more than a GPU has
+    assert main(["plan", "--model", str(folder), *wide, "--seq", "1k", "--gpu", "h100"]) == ExitCode.INFEASIBLE
     assert "no change that was tried fits, alone or together: up to 512 GPUs" in capsys.readouterr().err
 
 
