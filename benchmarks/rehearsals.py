@@ -243,7 +243,11 @@ def _run_one(case: Case) -> dict[str, Any]:
     try:
         return rehearsed(case)
     except TimeoutError:
-        return {**dataclasses.asdict(case), "name": str(case), "error": f"took more than {CASE_SECONDS} s of processor time"}
+        return {
+            **dataclasses.asdict(case),
+            "name": str(case),
+            "error": f"took more than {CASE_SECONDS} s of processor time",
+        }
     except Exception as error:
         return {**dataclasses.asdict(case), "name": str(case), "error": f"{type(error).__name__}: {str(error)[:300]}"}
     finally:

@@ -155,14 +155,14 @@ def text_of(content: bytes) -> str:
         raise Refused(f"not UTF-8 text (byte {error.start})") from None
 
 
-def parse_json(text: str) -> Any:
-    """Parses a JSON document.
+def parse_json(text: str, *, constants: bool = False) -> Any:
+    """Parses a JSON document; `constants` allows NaN and Infinity, as Python's own encoder writes them.
 
     Raises:
         Refused: not JSON, a repeated key, NaN, an infinite number, an integer of thousands of digits, or nested too deeply.
     """
     try:
-        return _DECODER.decode(text)
+        return (_OF_PYTHON if constants else _DECODER).decode(text)
     except RecursionError:
         raise Refused("nested too deeply") from None
     except Refused:
@@ -172,26 +172,26 @@ def parse_json(text: str) -> Any:
         raise Refused(f"not JSON ({reason})") from None
 
 
-def parse_object(text: str) -> dict[str, Any]:
+def parse_object(text: str, *, constants: bool = False) -> dict[str, Any]:
     """Parses a JSON document whose root is an object.
 
     Raises:
         Refused: as `parse_json`, or the root is something else.
     """
-    value = parse_json(text)
+    value = parse_json(text, constants=constants)
     if not isinstance(value, dict):
         raise Refused("not a JSON object")
     return value
 
 
-def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_object(path: str | os.PathLike[str], *, constants: bool = False) -> dict[str, Any]:
     """Reads a file whose text is a JSON object of plain values (`require_plain`).
 
     Raises:
         Refused: as `read_bytes`, `text_of`, `parse_object` and `require_plain`.
         OSError: it cannot be read.
     """
-    value = parse_object(text_of(read_bytes(path)))
+    value = parse_object(text_of(read_bytes(path)), constants=constants)
     require_plain(value)
     return value
 
@@ -231,3 +231,4 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
+_OF_PYTHON = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite)

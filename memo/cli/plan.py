@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from memo.cli.inputs.batch_sizes import add_batch_flags
@@ -229,8 +229,8 @@ def run(args: argparse.Namespace) -> ExitCode:
         )
     what = " ".join(["planning", *(given for given in (args.model, args.seq and f"at {args.seq}") if given)])
     former = None if args.former is None else FormerPlan.read(args.former, model=args.model)
-    with WaitingLine("memo plan", what, quiet=args.json):
-        request, found = _request(args)
+    with WaitingLine("memo plan", what, quiet=args.json) as waiting:
+        request, found = _request(args, say=waiting.say)
         if former is not None:
             former.require_model(args.model, request.config)
         misfit = None
@@ -239,7 +239,7 @@ def run(args: argparse.Namespace) -> ExitCode:
                 plan = request.plan()
                 simulation = prove(plan)
             except DoesNotFit as error:
-                misfit = error, changes_that_fit(request, error)
+                misfit = error, changes_that_fit(request, error, say=waiting.say)
     if misfit is not None:
         raise explain_misfit(request, *misfit, as_json=args.json)
     if args.sweep is not None:
@@ -301,16 +301,16 @@ class _Found:
     summary: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
 
-def _request(args: argparse.Namespace) -> tuple[Request, _Found]:
-    """The request of the flags, with what was searched for filled in."""
+def _request(args: argparse.Namespace, *, say: Callable[[str], None]) -> tuple[Request, _Found]:
+    """The request of the flags, with what was searched for filled in; `say` is told what is done."""
     if args.max_seq:
-        longest = longest_sequence(parse_request(args))
+        longest = longest_sequence(parse_request(args, say=say))
         summary = {"max_seq": longest.request.layout.tokens, "binds": longest.binds, "proposal": longest.proposal}
         return longest.request, _Found(lines=(describe_longest(longest),), summary=summary)
     if args.gpus != AUTO:
-        return parse_request(args), _Found()
+        return parse_request(args, say=say), _Found()
     step = args.tp * args.cp * args.pp * args.ep
-    first = parse_request(argparse.Namespace(**{**vars(args), "gpus": step}))
+    first = parse_request(argparse.Namespace(**{**vars(args), "gpus": step}), say=say)
 
     def with_gpus(gpus: int) -> Request:
         return parse_request(argparse.Namespace(**{**vars(args), "gpus": gpus}), model=first.config)

@@ -29,6 +29,7 @@ __all__ = [
 _COUNTS = {r"(layers?|blocks?|depths?|attention_types)$": 10_000, r"num_labels$": 1_000_000}
 """Largest numbers in fields, by the ends of their names, of which transformers makes lists of that length."""
 _FILE = "config.json"
+_FLOAT = "__float__"
 _MODELS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING",
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
@@ -95,7 +96,8 @@ def model_class(config: Any, *, name: str) -> type[Any]:
     known = [kind for entry in found for kind in (entry if isinstance(entry, (tuple, list)) else (entry,))]
     if not known:
         raise UsageError(f"{name}: {type(config).__name__} belongs to no language model; give module:function")
-    made: type[Any] = next((kind for kind in known if kind.__name__ in (config.architectures or ())), known[0])
+    named = config.architectures if isinstance(config.architectures, (list, tuple)) else ()
+    made: type[Any] = next((kind for kind in known if kind.__name__ in named), known[0])
     return made
 
 
@@ -144,6 +146,15 @@ def _numbers(field: str, value: object) -> Iterator[tuple[str, int]]:
         yield field, value
 
 
+def _decoded(value: Any) -> Any:
+    """The value with transformers' own form of numbers that JSON has not, {"__float__": "Infinity"}, as numbers."""
+    if isinstance(value, dict):
+        if set(value) == {_FLOAT} and value[_FLOAT] in ("Infinity", "-Infinity", "NaN"):
+            return float(value[_FLOAT])
+        return {name: _decoded(inner) for name, inner in value.items()}
+    return [_decoded(inner) for inner in value] if isinstance(value, list) else value
+
+
 def _read(path: str) -> dict[str, Any]:
     file = Path(path)
     if file.is_dir():
@@ -153,6 +164,6 @@ def _read(path: str) -> dict[str, Any]:
     if not file.is_file():
         raise UsageError(f"{path}: no such file")
     try:
-        return read_object(file)
+        return {name: _decoded(value) for name, value in read_object(file, constants=True).items()}
     except (OSError, Refused) as error:
         raise UsageError(f"{path}: no configuration of transformers: {one_line(error)}") from None

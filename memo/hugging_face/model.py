@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ class HuggingFaceModel:
         precision: number format of weights and arithmetic: `bf16` or `fp32`.
         without_logits: whether the loss is that of `memo.loss_without_logits`.
         lora: rank of adapters on every linear map of the layers, which alone are trained; 0: everything is.
+        say: is told which kind of layers is recorded.
 
     Raises:
         UsageError: transformers cannot build it without memory or is too old, or it has another precision.
@@ -80,6 +82,7 @@ class HuggingFaceModel:
         precision: Precision = Precision.BF16,
         without_logits: bool = False,
         lora: int = 0,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         if precision not in _DTYPES:
             raise UsageError(f"{name}: a configuration is planned in bf16 or fp32, not in {precision}")
@@ -93,18 +96,22 @@ class HuggingFaceModel:
         self._precision = precision
         self._without_logits = without_logits
         self._lora = lora
+        self._say = say
         self._whole, config = config, language_part(config)
         self._config = config
         self._short: ShortModel = short_model(config, name=name, dtype=_DTYPES[precision], lora=lora)
         self._recorded: dict[tuple[Hardware, int, int], RecordedStep] = {}
+        self._with_logits: dict[tuple[Hardware, int, int], RecordedStep] = {}
+        self._other: HuggingFaceModel | None = None
 
     def with_loss_without_logits(self) -> HuggingFaceModel | None:
         """The same model with the loss of `memo.loss_without_logits`; None where it has that loss, or none else."""
         if self._without_logits or not self._short.projection_parameters:
             return None
-        other = copy.copy(self)
-        other._without_logits, other._recorded = True, {}
-        return other
+        if self._other is None:
+            self._other = other = copy.copy(self)
+            other._without_logits, other._recorded, other._with_logits = True, {}, self._recorded
+        return self._other
 
     @property
     def layers(self) -> int:
@@ -165,6 +172,8 @@ class HuggingFaceModel:
                 batch=batch,
                 times=times,
                 without_logits=self._without_logits,
+                with_logits=self._with_logits.get(key),
+                say=self._say,
             )
         return self._recorded[key]
 
@@ -248,6 +257,11 @@ class HuggingFaceModel:
             raise UsageError(
                 f"--tp {layout.tp}: {self.name} is not divided by tensors; use --zero 3, which shards its weights, or --cp, "
                 "which divides its tokens, or --pp"
+            )
+        if layout.ep > 1:
+            raise UsageError(
+                f"--ep {layout.ep}: the experts of {self.name} are not divided; use --zero 3, which shards their weights, "
+                "or --pp"
             )
         if len(self._short.layers) < layout.pp:
             raise UsageError(

@@ -28,6 +28,7 @@ from memo.loss import loss_without_logits
 from memo.mip.inputs import PointProfile
 from memo.record import AllocationSites, OffloadWithoutBytes, Step, record_step
 from memo.swap import Layer, LayerCosts, Rates, argument_storages, cast_of_parameter, find_layers, layer_input
+from memo.units import format_tokens
 
 __all__ = ["RecordedEnd", "RecordedLayer", "RecordedStep", "recorded_step"]
 
@@ -111,7 +112,15 @@ class RecordedStep:
 
 
 def recorded_step(
-    short: ShortModel, *, name: str, tokens: int, batch: int, times: KernelTimes, without_logits: bool
+    short: ShortModel,
+    *,
+    name: str,
+    tokens: int,
+    batch: int,
+    times: KernelTimes,
+    without_logits: bool,
+    with_logits: RecordedStep | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> RecordedStep:
     """Runs a step on tensors without bytes.
 
@@ -122,14 +131,16 @@ def recorded_step(
         batch: sequences.
         times: seconds of the machine's kernels.
         without_logits: whether the loss is that of `memo.loss_without_logits`.
+        with_logits: the same step with the model's own loss, of which all but the head is the same.
+        say: is told which kind of layers runs.
 
     Raises:
         UsageError: the model's code cannot run so; the message says what failed.
     """
     recording = _Recording(short, tokens=tokens, batch=batch, times=times, without_logits=without_logits)
     try:
-        with quiet():
-            return recording.run()
+        with quiet(), recording.told(say):
+            return recording.run(with_logits)
     except TooManyOperators:
         raise UsageError(
             f"{name}: its layers loop over tokens, as their own code does where a package of kernels is missing; plan it"
@@ -153,7 +164,21 @@ class _Recording:
         of_module = {layer.module: layer for layer in self._layers}
         self._of_kind = {kind.name: of_module[kind.layer] for kind in short.kinds}
 
-    def run(self) -> RecordedStep:
+    @contextmanager
+    def told(self, say: Callable[[str], None]) -> Iterator[None]:
+        """Says which kind of layers runs, while it is entered."""
+        kinds, tokens = self._short.kinds, format_tokens(self._shape[1])
+        hooks = []
+        for number, kind in enumerate(kinds, 1):
+            words = f"recording {kind.name} at {tokens} tokens, kind {number} of {len(kinds)}"
+            hooks.append(kind.layer.register_forward_pre_hook(lambda *_, words=words: say(words)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def run(self, with_logits: RecordedStep | None) -> RecordedStep:
         with torch.random.fork_rng(devices=[]), ExitStack() as stack:
             if self._without_logits:
                 chunk = -(-self._shape[0] * self._shape[1] // _CHUNKS)
@@ -162,24 +187,27 @@ class _Recording:
                 loss = self._step().loss
                 mode.forget(self._short.model.parameters())
                 saved, clock = self._counted(loss)
+                if self._without_logits and with_logits is not None:
+                    return dataclasses.replace(with_logits, head=self._end(HEAD, saved, clock, self._chunked_nbytes()))
                 again, costs = self._recomputed(loss)
             peaks = _Peaks(record_step(self._step, exact=True).trace, [layer.name for layer in self._layers])
         layers = {
             name: self._layer(layer, saved, clock, again, costs.get(layer.name), peaks)
             for name, layer in self._of_kind.items()
         }
-        ends = [
-            RecordedEnd(
-                forward=clock.spent[f"{end}.forward"],
-                backward=clock.spent[f"{end}.backward"],
-                saved_nbytes=sum(saved.outside[end]),
-                transient_nbytes=max(0, peaks.ends[end] - saved.made_outside[end]),
-            )
-            for end in (EMBEDDING, HEAD)
-        ]
+        transients = {end: max(0, peaks.ends[end] - saved.made_outside[end]) for end in (EMBEDDING, HEAD)}
         if self._without_logits:
-            ends[1] = dataclasses.replace(ends[1], transient_nbytes=self._chunked_nbytes())
-        return RecordedStep(layers=layers, embedding=ends[0], head=ends[1])
+            transients[HEAD] = self._chunked_nbytes()
+        embedding, head = (self._end(end, saved, clock, transients[end]) for end in (EMBEDDING, HEAD))
+        return RecordedStep(layers=layers, embedding=embedding, head=head)
+
+    def _end(self, end: str, saved: _Saved, clock: KernelClock, transient_nbytes: int) -> RecordedEnd:
+        return RecordedEnd(
+            forward=clock.spent[f"{end}.forward"],
+            backward=clock.spent[f"{end}.backward"],
+            saved_nbytes=sum(saved.outside[end]),
+            transient_nbytes=transient_nbytes,
+        )
 
     def _chunked_nbytes(self) -> int:
         """Transient bytes of the loss without logits: a chunk's, and the gradient of the projection's weight, twice."""
@@ -192,6 +220,7 @@ class _Recording:
     def _step(self) -> Step:
         """The step, with every tensor byteless."""
         model = self._short.model
+        model.zero_grad(set_to_none=True)  # of a step that was recorded before
         model.to_empty(device="cpu")
         model.tie_weights()  # type: ignore[operator]
         ids = torch.zeros(self._shape, dtype=torch.int64)
@@ -339,7 +368,8 @@ class _Peaks:
     """Peaks of transient memory, from the allocations of one step."""
 
     def __init__(self, trace: AllocationTrace, layers: list[str]) -> None:
-        within = [one for one in trace.allocations if one.upper < trace.end]
+        last_event = trace.end
+        within = [one for one in trace.allocations if one.upper < last_event]
         self.forward: dict[str, int] = {}
         self.backward: dict[str, int] = {}
         spans: dict[str, tuple[int, int]] = {}

@@ -107,6 +107,8 @@ class Tapes:
         """Layer -> reason, for layers of more operators than are planned, which are not recorded again."""
         self._ranks = Ranks(engine.backend.device)
         self._plans = Plans(engine, self._ranks, self._bans, exact=exact, rates=rates)
+        self._has_bytes = rates is None
+        """False for a device that is not here: nothing unseen changes its tensors."""
         self._gathered: Collection[torch.nn.Parameter] = ()
         """Parameters that had no memory before the first forward: something else gathers them, and releases them."""
         self._hearing: Hearing | None = None
@@ -263,7 +265,7 @@ class Tapes:
         last, holds = self._plans.expected(layer.name, kind, setting)
         is_new = holds is None or not self._plans.has_recorded(kind, setting)
         untried = self._count(layer.name, setting)
-        is_checked = is_new or untried is not None or self._plans.is_written_unseen(layer.name)
+        is_checked = self._has_bytes and (is_new or untried is not None or self._plans.is_written_unseen(layer.name))
         recorder = Recorder(
             local_part(hidden),
             tensors,

@@ -121,6 +121,71 @@ def test_the_fewest_gpus_are_the_first_of_which_a_plan_fits(capsys: pytest.Captu
     assert planned(capsys, *flags, "--gpus", "2")["step_s"] == found["step_s"]
 
 
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "vocab_size": 129280,
+}
+LLAMA_405B = {
+    "model_type": "llama",
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "asked", "named"),
+    [
+        ("gpt-oss-120b", ("--seq", "128k", "--gpus", "8"), ["--loss without-logits --gpus 48 --cp 2"]),
+        (LLAMA_405B, ("--seq", "128k", "--gpus", "8"), ["--loss without-logits --gpus 512 --cp 8"]),
+        (DEEPSEEK_V3, ("--seq", "4k", "--gpus", "8"), ["--gpus 488 --pp 61"]),
+    ],
+    ids=["gpt-oss-120b", "llama-405b", "deepseek-v3"],
+)
+def test_changes_are_combined_where_no_single_one_fits(
+    model: str | dict[str, Any],
+    asked: tuple[str, ...],
+    named: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("transformers")
+    if not isinstance(model, str):
+        (tmp_path / "config.json").write_text(json.dumps(model))
+        model = str(tmp_path)
+    flags = ("--model", model, *asked)
+    assert main(["plan", *flags, "--gpu", "h100", "--json"]) == ExitCode.INFEASIBLE
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["fits"] == named
+    assert "it fits with " + " or ".join(named) in shown.err
+    for change in named:
+        planned(capsys, *flags, *change.split())
+
+
+def test_what_fits_together_fits_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    flags = ("--model", "gpt-oss-120b", "--seq", "128k", "--gpus", "64", "--cp", "8", "--loss", "without-logits")
+    assert planned(capsys, *flags)["layers"] == 36
+
+
+def test_what_does_not_fit_in_any_way_says_what_was_tried(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wide = ("--hidden", "65536", "--ffn", "262144")  # one layer's weights are more than a GPU has
+    assert main(["plan", "--model", str(folder), *wide, "--seq", "1k", "--gpu", "h100"]) == ExitCode.INFEASIBLE
+    assert "no change that was tried fits, alone or together: up to 512 GPUs" in capsys.readouterr().err
+
+
 def test_two_searches_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     assert "each look for a size" in refused(capsys, "--model", "7b", "--max-seq", "--gpus", "auto")
     assert "each look for a size" in refused(capsys, "--model", "7b", "--max-seq", "--sweep", "device")

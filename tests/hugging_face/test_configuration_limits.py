@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
 from memo.cli.main import main
 from memo.errors import ExitCode
+from memo.hugging_face.configuration import configuration_from, model_class
 
 
 @pytest.mark.parametrize(
@@ -23,10 +25,12 @@ from memo.errors import ExitCode
         ),
         ('{"model_type": "llama", "num_labels": 1000000000}', "num_labels is 1000000000; a model has at most"),
         ('{"model_type": "llama", "rope_theta": 1e400}', "the number 1e400 is too large"),
+        ('{"model_type": "llama", "num_hidden_layers": Infinity}', "expected int, got float (value: inf)"),
+        ('{"model_type": "llama", "vocab_size": NaN}', "expected int, got float (value: nan)"),
         ("[" * 100_000, "nested too deeply"),
         ("", "is empty"),
     ],
-    ids=["layers", "inner layers", "labels", "infinite", "nested", "empty"],
+    ids=["layers", "inner layers", "labels", "infinite", "layers inf", "nan", "nested", "empty"],
 )
 def test_what_is_no_configuration_is_one_line(
     text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -37,6 +41,16 @@ def test_what_is_no_configuration_is_one_line(
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert says in said
+
+
+@pytest.mark.parametrize("written", ["Infinity", '{"__float__": "Infinity"}'], ids=["json.dumps", "transformers"])
+def test_numbers_that_json_has_not_are_read_as_transformers_reads_them(written: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(f'{{"model_type": "llama", "architectures": Infinity, "limits": [0.0, {written}]}}')
+    config = configuration_from(str(path))
+    assert config.limits == [0.0, math.inf]
+    assert model_class(config, name="llama").__name__ == "LlamaForCausalLM"
 
 
 def test_an_older_transformers_is_not_planned_for(

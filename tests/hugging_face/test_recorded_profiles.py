@@ -161,6 +161,36 @@ def test_the_loss_without_logits_takes_the_logits_from_the_head() -> None:
     assert short.saved_bytes < logits / 64
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+def test_a_step_recorded_with_one_loss_and_then_the_other_is_that_of_the_other_alone(kind: str) -> None:
+    def model(**options: Any) -> HuggingFaceModel:
+        return HuggingFaceModel(configuration_from(small(kind)), name=kind, **options)
+
+    own = model()
+    own.recorded(MACHINE, tokens=TOKENS, batch=1)
+    without = own.with_loss_without_logits()
+    assert without is not None
+    alone = model(without_logits=True)
+    steps = [each.recorded(MACHINE, tokens=TOKENS, batch=1) for each in (without, alone)]
+    assert steps[0] == steps[1]
+
+
+def test_a_step_is_recorded_without_checksums_and_says_which_kind_of_layer_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_checksum(*_: object) -> torch.Tensor:
+        raise AssertionError("tensors without bytes have nothing to sum")
+
+    monkeypatch.setattr("memo.swap.recompute.tape.checksums.checksum", no_checksum)
+    said: list[str] = []
+    HuggingFaceModel(configuration_from(small("gpt_oss")), name="gpt_oss", say=said.append).profile(
+        MACHINE, Layout(tokens=TOKENS)
+    )
+    kinds = ("sliding_attention", "full_attention")
+    words = [f"recording {kind} at 256 tokens, kind {number} of 2" for number, kind in enumerate(kinds, 1)]
+    assert set(said) == set(words)
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
@@ -193,7 +223,8 @@ def test_weights_published_in_fp8_are_counted_as_they_are_trained_and_it_is_said
     assert any("published in fp8, and counted in bf16" in note for note in notes)
 
 
-def test_tensor_parallelism_is_refused_with_what_works_instead() -> None:
-    model = HuggingFaceModel(configuration_from(small("llama")), name="llama")
-    with pytest.raises(UsageError, match=r"--tp 2.*--zero 3.*--cp.*--pp"):
-        model.profile(MACHINE, Layout(tokens=TOKENS, gpus=2, tp=2))
+@pytest.mark.parametrize("name", ["tp", "ep"])
+def test_parallelism_that_divides_no_model_of_transformers_is_refused_with_what_works_instead(name: str) -> None:
+    model = HuggingFaceModel(configuration_from(small("mixtral")), name="mixtral")
+    with pytest.raises(UsageError, match=rf"--{name} 2.*--zero 3.*--pp"):
+        model.profile(MACHINE, Layout(tokens=TOKENS, gpus=2, **{name: 2}))

@@ -6,7 +6,7 @@ Owns the flags that name and shape it. torch and transformers are imported only 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -76,8 +76,10 @@ def add_model_flags(group: argparse._ArgumentGroup) -> None:
     add_pattern_flags(group)
 
 
-def planned_model(args: argparse.Namespace) -> GPTConfig | HuggingFaceModel:
-    """The model that the flags name.
+def planned_model(
+    args: argparse.Namespace, *, say: Callable[[str], None] = lambda _: None
+) -> GPTConfig | HuggingFaceModel:
+    """The model that the flags name; `say` is told which of its kinds of layers are recorded.
 
     Raises:
         UsageError: no model has this name, there is no such file, transformers cannot build it, or a flag does not apply.
@@ -97,10 +99,12 @@ def planned_model(args: argparse.Namespace) -> GPTConfig | HuggingFaceModel:
         raise UsageError(f"--{given.replace('_', '-')} applies to sizes of memo's GPT only; leave it out")
     if args.variant is not None:
         raise UsageError("--variant applies to sizes of memo's GPT only; leave it out")
-    return _of_transformers(name, args, {flag: size for flag, size in shape.items() if size is not None})
+    return _of_transformers(name, args, {flag: size for flag, size in shape.items() if size is not None}, say)
 
 
-def _of_transformers(name: str, args: argparse.Namespace, shape: Mapping[str, int]) -> HuggingFaceModel:
+def _of_transformers(
+    name: str, args: argparse.Namespace, shape: Mapping[str, int], say: Callable[[str], None]
+) -> HuggingFaceModel:
     published = None if Path(name).exists() else published_name(name)
     if published is None and not names_configuration(name):
         raise UsageError(
@@ -120,6 +124,7 @@ def _of_transformers(name: str, args: argparse.Namespace, shape: Mapping[str, in
         precision=Precision(args.precision),
         without_logits=args.loss == _WITHOUT_LOGITS,
         lora=args.lora,
+        say=say,
     )
 
 

@@ -1,30 +1,45 @@
 """Changes where no plan fits: the largest item of a GPU's memory, and the cheapest changes that make a plan fit.
 
-Each change is tried: it is named only if the planner finds a plan with it, everything else as asked for.
+Each change is tried: it is named only if the planner finds a plan with it, everything else as asked for. Where no single one
+fits, those that make the largest items of the memory smaller are combined, and what a fit does not need is taken back.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import enum
+import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from memo.cli.planning.search import gpu_counts
 from memo.cli.tables.activation import memory_summary, memory_table, use_name
 from memo.errors import UsageError
-from memo.mip.activation import fits
+from memo.mip.activation import Use, device_peak_candidates, fits
 from memo.units import format_bytes, format_tokens
 
 if TYPE_CHECKING:
-    from memo.mip.activation import DeviceMemory, DoesNotFit
+    from memo.gpt.arithmetic import Layout
+    from memo.mip.activation import DeviceMemory, DoesNotFit, PeakCandidate
     from memo.search import Request
 
 __all__ = ["changes_that_fit", "explain_misfit"]
 
 MOST_TIMES = 64
-"""Times as many GPUs, or parts of the sequence, that are tried."""
+"""Times as many GPUs, or nodes for less than one, or parts of the sequence, that are tried."""
+_WEIGHTS = frozenset({Use.WEIGHTS, Use.GRADIENTS, Use.OPTIMIZER, Use.GATHERED, Use.CAST})
+"""Bytes that follow from weights, whatever the length."""
+
+
+class _Item(enum.Enum):
+    """Items of a GPU's memory that different changes make smaller."""
+
+    WEIGHTS = enum.auto()
+    HEAD = enum.auto()
+    LAYERS = enum.auto()
 
 
 def explain_misfit(request: Request, misfit: DoesNotFit, changes: list[str], *, as_json: bool) -> DoesNotFit:
@@ -46,22 +61,30 @@ def explain_misfit(request: Request, misfit: DoesNotFit, changes: list[str], *, 
     return error
 
 
-def changes_that_fit(request: Request, misfit: DoesNotFit) -> list[str]:
+def changes_that_fit(request: Request, misfit: DoesNotFit, *, say: Callable[[str], None]) -> list[str]:
     """Flags that each make a plan fit by itself, the one that asks for least first; the smallest value of each.
 
-    Of changes that take more GPUs each is named that takes fewer than those before it.
+    Of changes that take more GPUs each is named that takes fewer than those before it. Where none fits by itself, changes
+    are combined: first without a shorter sequence, and with one only where nothing else fits.
+
+    Args:
+        request: the request.
+        misfit: what planning it raised.
+        say: is told what is tried.
     """
-    found: list[str] = []
+    trial = _Trial(request, say)
+    singles: list[Request] = []
     now, fewest = request.layout.gpus, math.inf
     for options in _changes(request):
-        for flag, changed in options:
-            gpus = changed.layout.gpus
-            if gpus > now and gpus >= fewest:
-                break
-            if _fits(changed):
-                found.append(flag)
-                fewest = min(fewest, gpus) if gpus > now else fewest
-                break
+        changed = trial.first(other for other in options if other.layout.gpus <= now or other.layout.gpus < fewest)
+        if changed is not None:
+            singles.append(changed)
+            fewest = min(fewest, changed.layout.gpus) if changed.layout.gpus > now else fewest
+    combined = None if singles else trial.combined()
+    shorter = trial.first(_shorter(request))
+    if combined is None and shorter is None and not singles:
+        combined = trial.combined(shortens=True)
+    found = [_flags(request, changed) for changed in (*singles, combined, shorter) if changed is not None]
     for tier, there in (("device", request.machine.device_bytes), ("host", request.machine.host_bytes)):
         least = misfit.least_bytes.get(tier)
         if least is not None and least <= there:
@@ -69,50 +92,173 @@ def changes_that_fit(request: Request, misfit: DoesNotFit) -> list[str]:
     return found
 
 
-def _changes(request: Request) -> Iterator[Iterator[tuple[str, Request]]]:
-    """Changes of a named model's request: of each kind ever larger ones, as flags and the request with them."""
+class _Trial:
+    """Tries changes of a request. A model of transformers is not recorded at another length in vain."""
+
+    def __init__(self, request: Request, say: Callable[[str], None]) -> None:
+        self._request = request
+        self._say = say
+
+    def fits(self, changed: Request) -> bool:
+        """Whether a plan with the most MLP tiles, which needs least memory, fits."""
+        self._say(f"trying {_flags(self._request, changed) or 'the request'}")
+        try:
+            return self._weights_fit(changed) and fits(changed.problem(changed.tiles[-1]))
+        except UsageError:  # the layout does not divide the model
+            return False
+
+    def first(self, options: Iterable[Request]) -> Request | None:
+        """The first that fits of ever larger changes, each of which takes less memory than those before it."""
+        possible = [changed for changed in options if self._weights_fit(changed)]
+        at = bisect.bisect_left(possible, True, key=self.fits)
+        return possible[at] if at < len(possible) else None
+
+    def combined(self, *, shortens: bool = False) -> Request | None:
+        """Changes that fit together: as long as none does, one more of what makes the largest item of the memory smaller.
+
+        Args:
+            shortens: whether the sequence may become shorter.
+        """
+        changed: Request | None = self._request
+        while changed is not None and not self.fits(changed):
+            changed = next(
+                (more for more in self._smaller(changed, shortens=shortens) if self._is_possible(more)), None
+            )
+        return None if changed is None else self._fewest(changed)
+
+    def _smaller(self, request: Request, *, shortens: bool) -> Iterator[Request]:
+        """Single changes for each item of the memory, those of the largest item first; weights first if they do not fit."""
+        without_logits = request.without_logits()
+        most = _most_gpus(self._request)
+        cp, tp, ep, pp = (_more_ranks(request, name, most_gpus=most) for name in ("cp", "tp", "ep", "pp"))
+        changes: dict[_Item, list[Iterable[Request]]] = {
+            _Item.WEIGHTS: [_more_gpus(request), tp, ep, pp],
+            _Item.HEAD: [[] if without_logits is None else [without_logits], cp, tp],
+            _Item.LAYERS: [cp, tp],
+        }
+        nbytes, fit = _items(request), self._weights_fit(request)
+        for item in sorted(nbytes, key=lambda item: -nbytes[item]) if fit else [_Item.WEIGHTS]:
+            for options in changes[item]:
+                yield from itertools.islice(options, 1)
+        if shortens and fit:
+            yield from itertools.islice(_shorter(request), 1)
+
+    def _fewest(self, changed: Request) -> Request:
+        """Without what fits as well as without it, and on the fewest GPUs."""
+        was = self._request
+        for name in ("tokens", "tp", "ep", "pp", "cp"):
+            less = _on(changed, **{name: getattr(was.layout, name)})
+            changed = less if less != changed and self.fits(less) else changed
+        counts = gpu_counts(_step(changed.layout), was.machine.gpus_per_node)
+        fewer = (_on(changed, gpus=gpus) for gpus in counts if was.layout.gpus <= gpus < changed.layout.gpus)
+        return next((less for less in fewer if self.fits(less)), changed)
+
+    def _is_possible(self, changed: Request) -> bool:
+        if changed.layout.gpus > _most_gpus(self._request):
+            return False
+        try:
+            changed.problem(changed.tiles[-1])
+        except UsageError:  # the layout does not divide the model
+            return False
+        return True
+
+    def _weights_fit(self, changed: Request) -> bool:
+        """Whether weights alone leave room, as they do at any length: here at one that the request has been planned at."""
+        asked = self._request.layout
+        try:
+            nbytes = max(
+                _weights(place) for place in _places(_on(changed, tokens=asked.tokens // asked.cp * changed.layout.cp))
+            )
+        except UsageError:  # the layout does not divide the model
+            return False
+        return nbytes <= changed.budgets.device_bytes
+
+
+def _places(request: Request) -> Iterator[PeakCandidate]:
+    """Where a GPU's memory may peak."""
+    problem = request.problem(request.tiles[-1])
+    for stage in range(problem.pipeline.stages):
+        yield from device_peak_candidates(problem, stage)
+
+
+def _items(request: Request) -> dict[_Item, int]:
+    """Bytes that every plan holds where they are most."""
+    fullest = max(_places(request), key=lambda place: place.resident_bytes)
+    items = {_Item.WEIGHTS: _weights(fullest), _Item.HEAD: fullest.resident.get(Use.HEAD, 0)}
+    return {**items, _Item.LAYERS: fullest.resident_bytes - sum(items.values())}
+
+
+def _weights(place: PeakCandidate) -> int:
+    return sum(nbytes for use, nbytes in place.resident.items() if use in _WEIGHTS)
+
+
+def _flags(request: Request, changed: Request) -> str:
+    """What the command line of a request has to have beside for another one."""
+    found = ["--loss without-logits"] if changed.config is not request.config else []
+    found += ["--optimizer-offload"] if changed.optimizer_offload and not request.optimizer_offload else []
+    for name in ("gpus", "tp", "cp", "pp", "ep"):
+        number = getattr(changed.layout, name)
+        found += [f"--{name} {number}"] if number != getattr(request.layout, name) else []
+    found += ["--zero 3"] if changed.zero != request.zero else []
+    found += [f"--seq {format_tokens(changed.layout.tokens)}"] if changed.layout.tokens != request.layout.tokens else []
+    return " ".join(found)
+
+
+def _changes(request: Request) -> Iterator[Iterable[Request]]:
+    """Changes of a named model's request, without shorter sequences: of each kind ever larger ones."""
     if request.config is None:
         return
     without_logits = request.without_logits()
     if without_logits is not None:
-        yield iter([("--loss without-logits", without_logits)])
+        yield [without_logits]
     if not request.optimizer_offload:
-        yield iter([("--optimizer-offload", dataclasses.replace(request, optimizer_offload=True))])
+        yield [dataclasses.replace(request, optimizer_offload=True)]
     if request.zero < 3 and request.layout.replicas > 1:
-        yield iter([("--zero 3", dataclasses.replace(request, zero=3))])
+        yield [dataclasses.replace(request, zero=3)]
     yield _more_gpus(request)
-    yield _more_ranks(request, "tp")
-    yield _more_ranks(request, "cp")
-    yield _shorter(request)
-    if without_logits is not None:
-        for options in (_more_gpus(without_logits), _more_ranks(without_logits, "cp"), _shorter(without_logits)):
-            yield ((f"--loss without-logits {flag}", changed) for flag, changed in options)
+    for name in ("tp", "cp"):
+        yield _more_ranks(request, name, most_gpus=_most_gpus(request))
 
 
-def _more_gpus(request: Request) -> Iterator[tuple[str, Request]]:
-    zero = "" if request.zero == 3 else " --zero 3"
+def _most_gpus(request: Request) -> int:
+    return MOST_TIMES * max(request.layout.gpus, request.machine.gpus_per_node)
+
+
+def _more_gpus(request: Request) -> Iterator[Request]:
     layout = request.layout
-    for gpus in gpu_counts(layout.tp * layout.cp * layout.pp * layout.ep, request.machine.gpus_per_node):
-        if not layout.gpus < gpus <= MOST_TIMES * layout.gpus:
-            continue
-        more = _on(request, gpus=gpus)
-        yield f"--gpus {more.layout.gpus}{zero}", dataclasses.replace(more, zero=3)
+    for gpus in gpu_counts(_step(layout), request.machine.gpus_per_node):
+        if layout.gpus < gpus <= _most_gpus(request):
+            yield dataclasses.replace(_on(request, gpus=gpus), zero=3)
 
 
-def _more_ranks(request: Request, name: str) -> Iterator[tuple[str, Request]]:
-    """More ranks of tensor or context parallelism within a node, on as many more GPUs as that takes."""
-    ranks, layout = getattr(request.layout, name), request.layout
-    for times in _powers(request.machine.gpus_per_node // (layout.tp * layout.cp)):
-        gpus = layout.gpus if layout.replicas % (times * layout.ep) == 0 else times * layout.gpus
-        flag = f"--{name} {times * ranks}" if gpus == layout.gpus else f"--gpus {gpus} --{name} {times * ranks}"
-        yield flag, _on(request, gpus=gpus, **{name: times * ranks})
+def _more_ranks(request: Request, name: str, *, most_gpus: int) -> Iterator[Request]:
+    """More ranks of one kind of parallelism, those of tensors and contexts within a node, on more GPUs if it takes them."""
+    layout, node = request.layout, request.machine.gpus_per_node
+    ranks = getattr(layout, name)
+    most = {"tp": node // layout.cp, "cp": node // layout.tp}.get(name, MOST_TIMES * ranks)
+    sizes = [ranks * times for times in _powers(most // ranks)]
+    if name == "pp":
+        layers = 0 if request.config is None or request.stage_layers else request.config.layers
+        sizes = [*(size for size in sizes if size < layers), *([layers] if layers > ranks else [])]
+    for size in sizes:
+        step = _step(layout) // ranks * size
+        unit = step if node % step == 0 else math.lcm(step, node)
+        gpus = (
+            layout.gpus if layout.gpus % step == 0 else min(-(-layout.gpus // unit), max(most_gpus // unit, 1)) * unit
+        )
+        yield _on(request, gpus=gpus, **{name: size})
 
 
-def _shorter(request: Request) -> Iterator[tuple[str, Request]]:
+def _shorter(request: Request) -> Iterator[Request]:
     for times in _powers(MOST_TIMES):
         tokens = request.layout.tokens // times
         if tokens * times == request.layout.tokens:
-            yield f"--seq {format_tokens(tokens)}", _on(request, tokens=tokens)
+            yield _on(request, tokens=tokens)
+
+
+def _step(layout: Layout) -> int:
+    """What the number of GPUs is a multiple of."""
+    return layout.tp * layout.cp * layout.pp * layout.ep
 
 
 def _powers(most: int) -> Iterator[int]:
@@ -131,14 +277,6 @@ def _on(request: Request, **layout: Any) -> Request:
     )
 
 
-def _fits(request: Request) -> bool:
-    """Whether a plan with the most MLP tiles, which needs least memory, fits."""
-    try:
-        return fits(request.problem(request.tiles[-1]))
-    except UsageError:  # the layout does not divide the model
-        return False
-
-
 def _message(request: Request, misfit: DoesNotFit, changes: list[str]) -> str:
     signature, memory = misfit.problem.profile.signature, misfit.memory
     words = f"no plan fits: {signature.model} in {signature.dtype} at {format_tokens(signature.tokens)} tokens: "
@@ -147,8 +285,9 @@ def _message(request: Request, misfit: DoesNotFit, changes: list[str]) -> str:
         words += f"; it fits with {' or '.join(changes)}"
     elif request.config is not None:
         words += (
-            f"; up to {MOST_TIMES} times the GPUs, tensor and context parallelism and a shorter sequence do not fit"
+            f"; no change that was tried fits, alone or together: up to {_most_gpus(request)} GPUs, more ranks of each"
         )
+        words += " kind of parallelism, a loss without logits and a shorter sequence"
     return f"{words}; the smallest device budget that fits is {format_bytes(misfit.least_bytes['device'], up=True)}"
 
 

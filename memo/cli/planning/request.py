@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from memo.cli.inputs.batch_sizes import batch_sizes
@@ -40,6 +41,7 @@ def parse_request(
     *,
     model: GPTConfig | HuggingFaceModel | None = None,
     machine: Hardware | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Request:
     """Parses the arguments and reads the files.
 
@@ -47,6 +49,7 @@ def parse_request(
         args: the parsed flags; with --max-seq the request is of one tile of tokens.
         model: the model, where it has been built.
         machine: of a cluster's file, instead of --gpu.
+        say: is told which kinds of layers are recorded, now and for other layouts.
 
     Raises:
         UsageError: an argument is invalid or contradicts another.
@@ -75,7 +78,7 @@ def parse_request(
     if args.model is not None and args.seq is None and not args.max_seq:
         raise UsageError("--model needs --seq, such as 128k, or --max-seq")
     embedding = _embedding(args)
-    config = None if args.model is None else planned_model(args) if model is None else model
+    config = None if args.model is None else planned_model(args, say=say) if model is None else model
     if isinstance(config, GPTConfig) and config.moe is not None and args.zero not in (None, 3):
         raise UsageError(f"a mixture of experts is sharded as memo train does; leave out --zero {args.zero}")
     layout, accumulate = _layout(args, profile)
