@@ -135,7 +135,10 @@ def trial(directory: str) -> None:
     source = torch.randint(0, 256, (_TRIAL_BYTES,), dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     extent = disk.reserve(_TRIAL_BYTES)
-    assert extent is not None, "the store was made of this size"
+    if extent is None:
+        reason = disk.refusal or f"{directory} has no room for {_TRIAL_BYTES} bytes"
+        disk.close()
+        sys.exit(reason)
     ready = backend.compute_event()
     disk.write(extent, source, after=(ready,)).synchronize()
     disk.read(extent, target, after=(ready,)).synchronize()

@@ -179,7 +179,8 @@ def _is_refused(program: Program, level: str, error: BaseException | None) -> bo
         return True
     # FSDP gathers no parameters for a loss that uses only what a layer has kept aside.
     is_not_gathered = "whose memory is not there" in said and "kept aside" in program.statements
-    return is_not_gathered or "is recomputed from a tensor that was changed" in said
+    is_replaced = "was replaced between forward and backward" in said and "late, other weights" in program.statements
+    return is_not_gathered or is_replaced or "is recomputed from a tensor that was changed" in said
 
 
 def _train(
@@ -232,7 +233,7 @@ def _train(
             run.results[f"random numbers, {at}"] = torch.get_rng_state()
             run.results[f"Python's and NumPy's, {at}"] = _states()
     except Exception as error:
-        run.raised, run.where = error.with_traceback(None), traceback.format_exc(limit=-4)
+        run.where, run.raised = traceback.format_exc(limit=-4), error.with_traceback(None)
         return run
     run.results.update({name: local_part(buffer) for name, buffer in model.named_buffers()})
     for name, module in model.named_modules():
