@@ -128,9 +128,12 @@ class ScratchSpace:
             if extent.released:
                 raise SwapError(f"the extent at {extent.offset} is released twice")
             extent.released = True
-            self._free.free(extent.offset)
-            self._recorder.release(*extent.claim)
-            del self._extents[extent.offset]
+            # A collection of garbage that found its owner in a cycle has cleared the weak reference: it counts as lost, and
+            # its room may be another's by now.
+            if self._extents.get(extent.offset) is extent:
+                self._free.free(extent.offset)
+                self._recorder.release(*extent.claim)
+                del self._extents[extent.offset]
 
     def close(self) -> None:
         """Closes the files. Idempotent."""

@@ -74,7 +74,7 @@ class CodedCopy:
         """Codes the moving bytes (uint8, one dimension) on the current stream; returns bytes of device memory taken."""
         if self.block is not None:  # of an earlier copy, which failed
             return 0
-        block = self.block = backend.empty(self.nbytes(moving.numel()))
+        block = backend.empty(self.nbytes(moving.numel()))
         values = moving.view(self.dtype)
         pack_views([values], block, codec=self.codec)
         backend.compute_uses(block)
@@ -82,6 +82,7 @@ class CodedCopy:
         self._on_host = found if found.device.type == "cpu" else torch.empty(2, device="cpu", pin_memory=True)
         self._on_host.copy_(found, non_blocking=True)
         self._checked = backend.compute_event()
+        self.block = block  # whole: where one of these had no memory the storage is not coded
         return block.numel()
 
     @property

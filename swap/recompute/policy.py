@@ -18,7 +18,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.weak import WeakIdKeyDictionary
 
-from memo.errors import UsageError
+from memo.errors import SwapError, UsageError
 from memo.lru import LRU
 from memo.swap.engine.handles import Guard, Kept, Sharded
 from memo.swap.engine.tier_choice import WhenFull
@@ -393,10 +393,13 @@ class Tapes:
         try:
             found, together = self._plans.of(call, recorded, setting)
         except (AssertionError, LookupError) as fault:  # memo's own: nothing is lost yet
-            if call.recorder.collectives:  # other ranks count on this one
-                raise
             at = traceback.extract_tb(fault.__traceback__)[-1]
             place = f"{type(fault).__name__} in {at.name}, {Path(at.filename).name}:{at.lineno}"
+            if call.recorder.collectives:  # other ranks count on this one
+                raise SwapError(
+                    f"the replay of {name}, in which other ranks take part, could not be planned, by a fault of memo's "
+                    f"({place}); exclude it with alpha=1, and please report it"
+                ) from fault
             self._refuse(name, f"its replay could not be planned, by a fault of memo's ({place}); please report it")
             return {}
         if isinstance(found, Refused):

@@ -64,10 +64,12 @@ class _Ledger(Generic[_AnyPlace]):
         self.peak = max(self.peak, self.used)
         return place
 
-    def gave(self, place: _AnyPlace) -> None:
-        """Counts the bytes of a released place out."""
-        if self._places.pop(id(place), None) is not None:
-            self.used -= place.nbytes
+    def gave(self, place: _AnyPlace) -> bool:
+        """Counts the bytes of a released place out; False if it was taken for lost before."""
+        if self._places.pop(id(place), None) is None:
+            return False
+        self.used -= place.nbytes
+        return True
 
     def forget_lost(self) -> list[_AnyPlace]:
         """Counts no place that nobody holds. Returns those that somebody does."""
@@ -229,11 +231,11 @@ class HostTier(_Ledger["_HostPlace"]):
             step: of its claim.
             reload: number and event of its latest reload.
         """
-        self._space.free(place.offset)
         if reload is not None and (self._freed is None or self._freed[0] < reload[0]):
             self._freed = reload
-        self.gave(place)
-        self._recorder.release(number, step)
+        if self.gave(place):  # else its room may be another's by now
+            self._space.free(place.offset)
+            self._recorder.release(number, step)
 
     @property
     def step(self) -> int:

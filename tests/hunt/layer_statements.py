@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.hunt.fault_statements import FAULT_STATEMENTS
 from tests.hunt.operators import DEVICE
 from tests.hunt.statements import parsed
 
@@ -720,4 +721,4 @@ shape on the host | 1 | bsh
     {o} = {bsh/a} * (torch.empty({bsh/a}.shape, device='meta') + 1).sum(-1).shape[0]
 """
 
-LAYER_STATEMENTS = parsed(_CATALOGUE) | (parsed(_ON_A_DEVICE) if DEVICE != "cpu" else {})
+LAYER_STATEMENTS = parsed(_CATALOGUE) | FAULT_STATEMENTS | (parsed(_ON_A_DEVICE) if DEVICE != "cpu" else {})

@@ -30,7 +30,7 @@ from memo.swap.tiers.host_and_disk import DiskTier, HostTier
 from memo.swap.token_levels import TokenLevels, setting_of
 from tests.hunt.names import DEVICE, Stack
 
-__all__ = ["LEVELS", "Managed", "Way", "levels_of"]
+__all__ = ["LEVELS", "VERIFIED", "Managed", "Way", "levels_of"]
 
 ROOM = 1 << 27
 SETTINGS: dict[str, Any] = {
@@ -140,6 +140,8 @@ _ANYWHERE: dict[str, Way] = {
     "1, spilled": _offloaded("1", host="64KiB", disk=True),
     "1, full": _offloaded("1", host="96KiB", on_full="recompute"),
     "0.5, ahead": _offloaded("0.5", host="64MiB", device="64GiB"),
+    "1, verified": _offloaded("1", host="64MiB", verify=True),
+    "0, verified": _offloaded("0", host="64MiB", verify=True),
     "each its own": Way(make=_each_its_own),
 }
 _ON_A_CPU: dict[str, Way] = {
@@ -154,6 +156,9 @@ _ON_A_CPU: dict[str, Way] = {
 }
 LEVELS = _ANYWHERE | (_ON_A_CPU if DEVICE == "cpu" else {})
 """By name."""
+
+VERIFIED = ("1, verified", "0, verified")
+"""Those in memory at which memo compares checksums of what it keeps and of what replays read."""
 
 
 def levels_of(seed: int, number: int) -> list[str]:

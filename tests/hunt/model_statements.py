@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from tests.hunt.fault_statements import FAULT_STATEMENTS_BETWEEN
 from tests.hunt.operators import DEVICE
 from tests.hunt.statements import parsed
 
@@ -141,7 +142,7 @@ stream within a stream | 2 | bsh
     {o} = joined({t:a})
 """
 
-MODEL_STATEMENTS = parsed(_CATALOGUE) | (parsed(_ON_STREAMS) if DEVICE != "cpu" else {})
+MODEL_STATEMENTS = parsed(_CATALOGUE) | FAULT_STATEMENTS_BETWEEN | (parsed(_ON_STREAMS) if DEVICE != "cpu" else {})
 
 _WIRINGS = """
 tied weights | 2 | -

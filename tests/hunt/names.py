@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint  # noqa: F401 (programs use it)
 
 import memo
+from tests.hunt.kernels import hidden_write, rewritten  # noqa: F401 (programs use them)
 from tests.hunt.operators import DEVICE, Sampled  # noqa: F401 (programs use them)
 
 HIDDEN, TOKENS, BATCH = 16, 32, 2
@@ -164,6 +165,17 @@ def counted(module: nn.Module) -> nn.Module:
 
     module.register_forward_hook(count)
     return module
+
+
+def zeroed(module: nn.Linear) -> nn.Module:
+    """With a weight of zeros, as gates and adapters begin."""
+    nn.init.zeros_(module.weight)
+    return module
+
+
+def drawn_below(number: int) -> int:
+    """A number that the model's seed decides."""
+    return int(torch.randint(number, ()))
 
 
 class Tagged(torch.Tensor):

@@ -22,7 +22,7 @@ from memo.swap.recompute.tape.tape import Tape
 from tests.hunt import __main__ as command, processes
 from tests.hunt.comparison import Find, Outcome, compare
 from tests.hunt.drawing import catalogued, drawn, with_only
-from tests.hunt.levels import LEVELS, levels_of
+from tests.hunt.levels import LEVELS, VERIFIED, levels_of
 from tests.hunt.names import TOKENS
 from tests.hunt.program import Body, Line, Program, Step
 from tests.hunt.shrinking import shrink
@@ -211,3 +211,12 @@ def test_a_fault_in_the_engine_is_found(name: str, monkeypatch: pytest.MonkeyPat
 
 def test_a_process_that_draws_levels_draws_each_of_them() -> None:
     assert {level for seed in range(100) for level in levels_of(seed, 3)} == set(LEVELS)
+
+
+def test_writes_that_nothing_counts_are_compared_with_verify_alone_and_may_be_refused_there() -> None:
+    program = with_only("uncounted, weights")
+    program = dataclasses.replace(program, model=dataclasses.replace(program.model, results=("(v4)", "(v5)")))
+    outcome = compare(program, ["0", "thirds"])
+    assert (outcome.finds, outcome.discarded, set(outcome.compared)) == ([], None, set(VERIFIED))
+    assert outcome.refused == {"0, verified": 1}
+    assert set(compare(with_only("rewritten, fresh"), ["0"]).compared) == {"0"}

@@ -409,6 +409,8 @@ class Recorder(TorchDispatchMode):
             number = self._born(
                 tensor, Birth.MADE if made else Birth.PARAMETER if isinstance(tensor, Parameter) else Birth.FOUND
             )
+            if made:
+                self._count_changes(number, tensor)
         elif type(tensor) is Parameter and tensor is not self.tensors.get(number):
             if self.storages[number][0] is not Birth.PARAMETER:
                 self.lent.add(number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,3 +69,34 @@ def test_a_step_that_differs_is_served_all_the_same(space: ScratchSpace) -> None
 def test_nothing_is_reserved_for_nothing(space: ScratchSpace) -> None:
     with pytest.raises(ValueError, match="cannot reserve 0"):
         space.reserve(0)
+
+
+class Owner:
+    """Hands its extent to `left` when it is collected, as a saved storage does whose last handle was in a cycle."""
+
+    def __init__(self, extent: DiskExtent, left: list[DiskExtent]) -> None:
+        self.extent, self.left, self.cycle = extent, left, self
+
+    def __del__(self) -> None:
+        self.left.append(self.extent)
+
+
+@pytest.mark.parametrize("between", [False, True], ids=["at once", "after others took the room"])
+def test_an_extent_that_a_garbage_collection_found_in_a_cycle_is_released_as_any_other(
+    space: ScratchSpace, between: bool
+) -> None:
+    """The collection clears weak references to it before its owner hands it on."""
+    left: list[DiskExtent] = []
+    extent = space.reserve(BLOCK_ALIGN)
+    assert extent is not None
+    offset = extent.offset
+    owner = Owner(extent, left)
+    del extent, owner
+    gc.collect()
+    taken = [space.reserve(BLOCK_ALIGN)] if between else []
+    space.release(left.pop())
+    taken += [space.reserve(BLOCK_ALIGN) for _ in range(3)]
+    offsets = [extent.offset for extent in taken if extent is not None]
+    assert offset in offsets
+    assert len(set(offsets)) == len(taken)
+    assert space.used == len(taken) * BLOCK_ALIGN

@@ -117,6 +117,31 @@ def test_a_view_of_another_type_is_exact() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["read from its source", "copied once more"])
+def test_a_storage_whose_coding_had_no_memory_is_not_taken_for_coded(
+    again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The block was there before its codes were checked: backward was an AssertionError."""
+    engine, saved, hidden = engine_of(Codec.INT8), torch.randn(64, 64), torch.empty(VALUES)
+    group = engine.begin_layer(0, "first", (hidden,), {}, last=False)
+    handle = engine.pack(saved.clone())
+    monkeypatch.setattr("memo.swap.engine.coded_copy.pack_views", _no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.end_layer(group, between=False)
+    monkeypatch.undo()
+    if again:
+        engine.end_layer(group, between=False)
+        engine.end_layer(engine.begin_layer(1, "second", (hidden,), {}, last=False), between=False)
+    engine.end_forwards()
+    off = (engine.unpack(handle).double() - saved.double()).abs().flatten()
+    assert (off <= error_bound(saved.flatten(), Codec.INT8)).all()
+    engine.close()
+
+
+def _no_memory(*args: object, **kwargs: object) -> None:
+    raise torch.OutOfMemoryError
+
+
 class Layer(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import memo
-from memo.errors import ModifiedAfterSave, UsageError
+from memo.errors import ModifiedAfterSave, SwapError, UsageError
 from memo.events import Tier
 from memo.swap.token_levels import Level
 
@@ -369,4 +369,19 @@ def test_a_fault_in_planning_moves_the_layer_whole_and_is_told(
         assert_equal(train(model, seeded(model), manager), want)
     assert len(reasons(manager)) == 1
     assert manager.stats.bytes_recomputed == 0
+    manager.close()
+
+
+def test_a_fault_in_planning_what_other_ranks_repeat_is_an_error_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object, call: Any, *__: object) -> None:
+        call.recorder.collectives.append(object())
+        raise AssertionError
+
+    model = stack()
+    manager = offload(model, tmp_path, alpha=0.0)
+    monkeypatch.setattr("memo.swap.recompute.plans.Plans.of", fail)
+    with pytest.raises(SwapError, match=r"layers.0, in which other ranks take part.* fault of memo's .*alpha=1"):
+        train(model, seeded(model), manager)
     manager.close()

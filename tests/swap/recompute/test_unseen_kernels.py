@@ -276,3 +276,37 @@ def test_a_kernel_that_overwrites_in_calls_of_another_shape_alone_is_found(how: 
             assert torch.equal(want, got), f"step {step}"  # type: ignore[arg-type]
     assert manager.stats.bytes_recomputed > 0
     manager.close()
+
+
+class WeighedAndCounted(Weighed):
+    """The kernel adds to what nothing has read yet, and torch counts that it writes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.up(x))
+        made = y.detach() * 0.5
+        with torch._C._DisableTorchDispatch():
+            made.data.add_(Weighed.weight * y.detach().abs().max())
+        torch.autograd.graph.increment_version(made)
+        return x + self.down(F.gelu(y) * made.cos())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_a_counted_write_into_what_nothing_has_read_is_found_though_it_changes_nothing_at_first(
+    alpha: float, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[WeighedAndCounted(lambda x: x) for _ in range(3)])
+    ours = copy.deepcopy(plain)
+    manager = memo.offload(ours, layers=list(ours), alpha=alpha, disk=tmp_path, min_bytes=256)
+    for step, weight in enumerate((0.0, 0.0, 0.5)):
+        Weighed.weight = weight
+        for model in (plain, ours):
+            model.zero_grad()
+        plain(batch(3)).square().mean().backward()
+        with manager:
+            loss = ours(batch(3)).square().mean()
+        loss.backward()
+        for want, got in zip(gradients(plain), gradients(ours), strict=True):
+            assert torch.equal(want, got), f"step {step}"  # type: ignore[arg-type]
+    assert manager.stats.bytes_recomputed > 0
+    manager.close()
