@@ -36,7 +36,7 @@ def run(tier: HostTier, claims: list[Claim]) -> int | None:
             if place is None:
                 failed = True
             else:
-                end = max(end, place._offset + whole_pages(claims[at].nbytes))
+                end = max(end, place.offset + whole_pages(claims[at].nbytes))
         elif (place := held.pop(at)) is not None:
             place.release()
     tier.end_step()

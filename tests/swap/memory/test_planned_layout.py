@@ -151,7 +151,7 @@ def test_no_sequence_of_claims_exceeds_the_budget_or_shares_a_byte(
                 held.pop().release()
             tier.end_step()
         assert tier.reserved <= budget
-        ends = sorted((place._offset, place._offset + place._block.numel()) for place in held)
+        ends = sorted((place.offset, place.offset + place._block.numel()) for place in held)
         assert all(first[1] <= second[0] for first, second in itertools.pairwise(ends))
         assert not ends or ends[-1][1] <= tier.reserved
         assert tier.used == sum(place._block.numel() for place in held)

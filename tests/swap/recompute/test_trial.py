@@ -116,7 +116,7 @@ def test_storages_that_died_meanwhile_are_not_compared() -> None:
 )
 def test_a_replay_that_fails_is_unlike(error: Exception, step: int | None, reason: str) -> None:
     class Fails:
-        plan = None
+        plan, wanted = types.SimpleNamespace(wanted=()), ()
 
         def run(self, take: Any) -> None:
             raise error
@@ -128,7 +128,7 @@ def test_a_replay_that_fails_is_unlike(error: Exception, step: int | None, reaso
 
 def test_a_replay_without_memory_says_so() -> None:
     class Fails:
-        plan = None
+        plan, wanted = types.SimpleNamespace(wanted=()), ()
 
         def run(self, take: Any) -> None:
             raise torch.OutOfMemoryError("no memory")
