@@ -427,13 +427,17 @@ class Recorder(TorchDispatchMode):
 
         By another thread, below a mode that is off, or by a kernel whose schema does not say that it writes.
         """
-        if tensor.is_inference():
+        try:
+            version = tensor._version
+        except RuntimeError:  # of an inference tensor, which counts none
             return
         base = tensor._base
-        key, version = (number, id(tensor if base is None else base)), tensor._version
-        if version > self._counts.setdefault(key, version):
-            self._miscounted.add(number)
-        self._counts[key] = version + writes
+        key = number, id(tensor if base is None else base)
+        known = self._counts.get(key)
+        if known != version or writes:
+            if known is not None and version > known:
+                self._miscounted.add(number)
+            self._counts[key] = version + writes
 
     def _counted(self, number: int, tensor: torch.Tensor) -> None:
         """Notes a tensor over memory that is known, if it may have a version counter of its own, as `x.data` beside `x`."""
