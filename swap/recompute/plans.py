@@ -500,7 +500,7 @@ class Plans:
             with self._engine.trial(case.call.group, has_room=has_room):
                 try_out(case.recorded.replay(plan, self._engine), release=None if has_room else case.release)
         except Unlike as unlike:
-            return unlike
+            return unlike.with_traceback(None)  # whose frames would keep the call's tensors until a garbage collection
         self._timed(case.layer, plan.cost, self._finished_s() - began)
         return None
 

@@ -65,7 +65,8 @@ class _Run:
     def kind(self) -> str | None:
         """The error, where torch's own check of saved tensors is memo's."""
         error = self.raised
-        if isinstance(error, ModifiedAfterSave) or "modified by an inplace operation" in str(error):
+        told = ("modified by an inplace operation", "has been modified inplace")  # of a saved tensor; of a view
+        if isinstance(error, ModifiedAfterSave) or any(text in str(error) for text in told):
             return "ModifiedAfterSave"
         return None if error is None else type(error).__name__
 

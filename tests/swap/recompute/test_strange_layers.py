@@ -20,6 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import memo
 from memo.errors import ModifiedAfterSave, SwapError, UsageError
 from memo.events import Tier
+from memo.swap.recompute.plans import Plans
+from memo.swap.recompute.trial import Unlike
 from memo.swap.token_levels import Level
 
 if TYPE_CHECKING:
@@ -385,3 +387,34 @@ def test_a_fault_in_planning_what_other_ranks_repeat_is_an_error_that_says_so(
     with pytest.raises(SwapError, match=r"layers.0, in which other ranks take part.* fault of memo's .*alpha=1"):
         train(model, seeded(model), manager)
     manager.close()
+
+
+class Flushes(Block):
+    """Flushes denormals for a part of its forward, which a replay does not do: its trial fails."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = super().forward(x)
+        torch.set_flush_denormal(True)
+        small = y.mul(1e-38).mul(0.1)
+        torch.set_flush_denormal(False)
+        return y + small.mul(1e38).sin()
+
+
+def test_the_error_of_a_trial_holds_no_frames_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its traceback it held the call, its handles and what they save, in a cycle that only a collection ends."""
+    found: list[Unlike] = []
+    known = Plans._unlike
+
+    def unlike(self: Plans, *args: Any) -> Unlike | None:
+        error = known(self, *args)
+        found.extend(() if error is None else (error,))
+        return error
+
+    monkeypatch.setattr(Plans, "_unlike", unlike)
+    model = stack(make=lambda: Flushes(32, 2))
+    manager = offload(model, tmp_path, alpha=0.0)
+    with manager:
+        model(ids(0)).backward()
+    manager.close()
+    assert found
+    assert [error.__traceback__ for error in found] == [None] * len(found)
