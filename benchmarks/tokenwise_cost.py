@@ -1,6 +1,6 @@
 """Host cost of a managed layer: the step of a small GPT and of a small Llama against the same step without memo.
 
-    python -m benchmarks.tokenwise_cost [--beside CHECKOUT] [--rounds N] [--only SETTING ...] [--no-write]
+    python -m benchmarks.tokenwise_cost [--beside CHECKOUT] [--rounds N] [--tokens N] [--only SETTING ...] [--no-write]
 
 A forward of a divided layer is noted operator by operator, and backward runs it again along what was noted. With layers so
 small that their kernels take next to nothing, what is left is the host's own work; copies are answered at once by the
@@ -92,12 +92,12 @@ class LlamaLayer(nn.Module):
 class Llama(nn.Module):
     """Layers of a Llama, embedding and head."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(64, 64)
         self.layers = nn.ModuleList(LlamaLayer() for _ in range(LAYERS))
         self.head = nn.Linear(64, 64, bias=False)
-        angle = torch.arange(TOKENS)[:, None] * torch.logspace(0, -4, 8).repeat(2)
+        angle = torch.arange(tokens)[:, None] * torch.logspace(0, -4, 8).repeat(2)
         self.register_buffer("cos", angle.cos())
         self.register_buffer("sin", angle.sin())
 
@@ -108,8 +108,8 @@ class Llama(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-def _gpt() -> nn.Module:
-    return GPT(preset("tiny", layers=LAYERS, hidden=64, heads=2, vocab_size=64, max_seq=TOKENS))
+def _gpt(tokens: int) -> nn.Module:
+    return GPT(preset("tiny", layers=LAYERS, hidden=64, heads=2, vocab_size=64, max_seq=tokens))
 
 
 MODELS = {"gpt": _gpt, "llama": Llama}
@@ -118,13 +118,13 @@ MODELS = {"gpt": _gpt, "llama": Llama}
 class Steps:
     """One model of each kind, and a manager for each setting."""
 
-    def __init__(self, settings: list[str]) -> None:
+    def __init__(self, settings: list[str], tokens: int) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        self._ids = torch.randint(0, 64, (1, TOKENS))
+        self._ids = torch.randint(0, 64, (1, tokens))
         self._arms: dict[str, tuple[nn.Module, Any]] = {}
         for kind, make in MODELS.items():
-            model = make()
+            model = make(tokens)
             self._arms[f"{kind}, without memo"] = model, contextlib.nullcontext()
             for name in settings:
                 backend = CpuBackend()
@@ -149,9 +149,10 @@ class Steps:
 class Beside:
     """The same in a process of another checkout, which this file need not be part of."""
 
-    def __init__(self, checkout: Path, settings: list[str]) -> None:
+    def __init__(self, checkout: Path, settings: list[str], tokens: int) -> None:
         source = Path(__file__).read_text()
-        command = [str(checkout / ".venv/bin/python"), "-c", source, "--serve", "--only", *settings]
+        command = [str(checkout / ".venv/bin/python"), "-c", source, "--serve"]
+        command += ["--tokens", str(tokens), "--only", *settings]
         self._process = subprocess.Popen(
             command, cwd=checkout, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -167,9 +168,9 @@ class Beside:
         self._process.communicate()
 
 
-def serve(settings: list[str]) -> None:
+def serve(settings: list[str], tokens: int) -> None:
     """One round for each line of the standard input."""
-    steps = Steps(settings)
+    steps = Steps(settings, tokens)
     for _ in sys.stdin:
         print(json.dumps(steps.round()), flush=True)
 
@@ -200,14 +201,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--beside", type=Path)
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--only", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="SETTING")
     parser.add_argument("--no-write", action="store_true")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        return serve(options.only)
-    beside = None if options.beside is None else Beside(options.beside.resolve(), options.only)
-    arms: dict[str, Any] = {"this": Steps(options.only), **({} if beside is None else {"beside": beside})}
+        return serve(options.only, options.tokens)
+    beside = None if options.beside is None else Beside(options.beside.resolve(), options.only, options.tokens)
+    arms: dict[str, Any] = {
+        "this": Steps(options.only, options.tokens),
+        **({} if beside is None else {"beside": beside}),
+    }
     rounds: dict[str, list[Times]] = {name: [] for name in arms}
     for number in range(options.rounds + WARM_UP):
         for name, arm in arms.items():
@@ -223,7 +228,7 @@ def main() -> None:
     result = {
         "torch": torch.__version__,
         "layers": LAYERS,
-        "tokens": TOKENS,
+        "tokens": options.tokens,
         "rounds": options.rounds,
         "ms_a_layer": told,
     }
