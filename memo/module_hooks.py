@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import weakref
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -30,13 +31,32 @@ _TABLES = (
 
 def own_hook(module: nn.Module, call: Callable[..., None]) -> Callable[..., None]:
     """A forward hook or pre-hook of a module that calls `call`; the caller registers it."""
-    copyreg.dispatch_table.setdefault(type(module), _reduced)
-    return _Hook(call)
+    reduction = _reductions.get(type(module))
+    if reduction is None:
+        reduction = _reductions[type(module)] = _Reduction(type(module))
+    return _Hook(call, reduction)
+
+
+class _Reduction:
+    """Has `copy` and `pickle` reduce modules of a class by `_reduced`, while some of them have hooks of ours."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        self._kind = kind
+        copyreg.dispatch_table.setdefault(kind, _reduced)
+
+    def __del__(self) -> None:
+        is_latest = _reductions.get(self._kind) in (self, None)
+        if is_latest and copyreg.dispatch_table.get(self._kind) is _reduced:
+            del copyreg.dispatch_table[self._kind]
+
+
+_reductions: weakref.WeakValueDictionary[type[nn.Module], _Reduction] = weakref.WeakValueDictionary()
+"""Of the classes of hooked modules, held by these hooks."""
 
 
 class _Hook:
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
+    def __init__(self, call: Callable[..., None], reduction: _Reduction) -> None:
+        self._call, self._reduction = call, reduction
 
     def __call__(self, *args: Any) -> None:
         self._call(*args)
@@ -53,5 +73,7 @@ def _reduced(module: nn.Module) -> Any:
     make, args, state, *rest = reduced
     tables = {name: state[name] for name in _TABLES if name in state}
     ours = {number for table in tables.values() for number, hook in table.items() if isinstance(hook, _Hook)}
+    if not ours:
+        return reduced
     left = {name: OrderedDict(item for item in table.items() if item[0] not in ours) for name, table in tables.items()}
     return make, args, state | left, *rest

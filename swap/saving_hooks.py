@@ -1,77 +1,103 @@
-"""Hooks for saved tensors that stand aside where torch allows none: in torch.func's `grad`, `vjp` and `jacrev`.
+"""Hooks for saved tensors that stand aside where there must be none: in torch.func's `grad`, `vjp` and `jacrev`.
 
 A transform within a managed forward, or in a layer, would be an error of torch's while hooks are set. What it saves stays on
-the device, as without memo. torch offers no hook there, so that the function through which it forbids hooks is wrapped while
-ours are set.
+the device, as without memo. torch has no hook for that, so its two functions that forbid and allow hooks are wrapped, once
+and for good: Python code, Dynamo and the graphs that it makes from then on find the wrappers.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import graph
-
-from memo.forks import free_in_child
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 __all__ = ["SavingHooks"]
 
-_pop = torch._C._autograd._pop_saved_tensors_default_hooks
-_push = torch._C._autograd._push_saved_tensors_default_hooks
+_hooks = torch._C._autograd
+_push, _pop = _hooks._push_saved_tensors_default_hooks, _hooks._pop_saved_tensors_default_hooks
+_forbid, _allow = _hooks._saved_tensors_hooks_disable, _hooks._saved_tensors_hooks_enable
 
 
 class SavingHooks:
     """A pair of this thread's hooks for saved tensors, between `install` and `remove`.
 
-    Unlike torch's own context they are taken off by what is there: also where an interruption has left a part of them.
+    Unlike torch's own context they are taken off by what is there: also where an interruption has left a part of them, and
+    where others were set since.
     """
 
     def __init__(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
-        self._pack, self.unpack = pack, unpack
+        self._pair = pack, unpack
 
     def install(self) -> None:
         """Sets the hooks; `remove` must follow."""
-        global _original
-        with _wrapping:
-            _set.append(self)
-            if graph.disable_saved_tensors_hooks is not _disabled:
-                _original, graph.disable_saved_tensors_hooks = graph.disable_saved_tensors_hooks, _disabled
-        _push(self._pack, self.unpack)
+        _thread.set.append(self)
+        if _hooks._saved_tensors_hooks_get_disabled_error_message() is None:
+            self.push()
 
     def remove(self) -> None:
-        """Takes off what is set of them on top of the stack. Idempotent."""
-        while (hooks := _top()) is not None and hooks[1] == self.unpack:
+        """Takes off what is set of them. Idempotent."""
+        if self not in _thread.set:
+            return
+        others = []
+        while (top := _top()) is not None:
             _pop()
-        with _wrapping:
-            _set[:] = [other for other in _set if other is not self]
-            if not _set and graph.disable_saved_tensors_hooks is _disabled:
-                graph.disable_saved_tensors_hooks = _original
+            if self._is(top):
+                break
+            others.append(top)
+        for other in reversed(others):
+            _push(*other)
+        _thread.set.remove(self)
+
+    def push(self) -> None:
+        """Sets them on top of the stack."""
+        _push(*self._pair)
+
+    def _is(self, pair: Any) -> bool:
+        return bool(pair[1] == self._pair[1])
 
 
-_set: list[SavingHooks] = []
-_wrapping = free_in_child(threading.RLock())
-_original = graph.disable_saved_tensors_hooks
+class _Thread(threading.local):
+    """Hooks that are set in this thread, those that stand aside among them."""
+
+    def __init__(self) -> None:
+        self.set: list[SavingHooks] = []
+
+
+_thread = _Thread()
 
 
 def _top() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return _hooks._top_saved_tensors_default_hooks(False)
 
 
-@contextlib.contextmanager
-def _disabled(error_message: str) -> Iterator[None]:
-    """Takes our hooks off while there must be none; those that a program has set over them are torch's matter."""
-    taken: list[Any] = []
+def _forbid_hooks(message: str, fail_if_non_empty: bool = True) -> None:
+    """Forbids hooks, once ours are off; those that a program has set over them are torch's matter."""
+    aside = []
+    while fail_if_non_empty and (top := _top()) is not None and (ours := _ours(top)) is not None:
+        _pop()
+        aside.append(ours)
     try:
-        while (top := _top()) is not None and any(top[1] == one.unpack for one in list(_set)):
-            taken.append(top)
-            _pop()
-        with _original(error_message):
-            yield
-    finally:
-        for hooks in reversed(taken):
-            _push(*hooks)
+        _forbid(message, fail_if_non_empty)
+    except BaseException:
+        for ours in reversed(aside):
+            ours.push()
+        raise
+
+
+def _allow_hooks() -> None:
+    """Allows hooks, and sets ours again."""
+    _allow()
+    if _top() is None:
+        for ours in _thread.set:
+            ours.push()
+
+
+def _ours(pair: Any) -> SavingHooks | None:
+    return next((ours for ours in _thread.set if ours._is(pair)), None)
+
+
+_hooks._saved_tensors_hooks_disable, _hooks._saved_tensors_hooks_enable = _forbid_hooks, _allow_hooks

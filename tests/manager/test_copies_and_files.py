@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -164,3 +166,35 @@ def test_a_class_that_copies_its_hooks_itself_has_one_that_does_nothing() -> Non
     assert equal(gradients(copy.deepcopy(model)))
     assert manager.stats.packed == 0
     manager.close()
+
+
+def test_a_class_is_freed_after_its_managed_models() -> None:
+    class Layer(nn.Linear):
+        pass
+
+    model = nn.Sequential(Layer(4, 4), Layer(4, 4))
+    manager = memo.offload(model, layers=list(model), alpha=0.0, host="1MiB", min_bytes=0)
+    with manager:
+        loss = model(torch.ones(2, 4)).sum()
+    loss.backward()
+    manager.attach()
+    model(torch.ones(2, 4)).sum().backward()
+    manager.close()
+    kind = weakref.ref(Layer)
+    del model, manager, loss, Layer
+    gc.collect()
+    assert kind() is None
+
+
+def test_a_shallow_copy_has_the_hooks_of_a_model_that_was_managed() -> None:
+    model = encoder()
+    called = []
+    model.register_forward_hook(lambda *_: called.append(1))
+    manager = offload(model, 0.0)
+    with manager:
+        run(model).backward()
+    manager.close()
+    copied = copy.copy(model)
+    assert copied._forward_hooks is model._forward_hooks
+    run(copied)
+    assert len(called) == 2

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 
 import memo
@@ -272,11 +273,98 @@ def test_a_compiled_layer_may_transform(alpha: float | None) -> None:
     assert_as_without(trained, alpha, "attached", make)
 
 
-def test_torch_forbids_hooks_as_before_once_no_forward_is_managed() -> None:
-    before = torch.autograd.graph.disable_saved_tensors_hooks
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_a_layer_that_is_compiled_in_a_managed_forward_may_transform(alpha: float | None, fullgraph: bool) -> None:
+    def make() -> nn.Module:
+        torch._dynamo.reset()
+        block = Block(inner_grad)
+        block.compile(backend="eager", fullgraph=fullgraph)
+        return block
+
+    assert_as_without(trained, alpha, "entered", make)
+
+
+def forbids(module: nn.Module, y: torch.Tensor) -> torch.Tensor:
+    with disable_saved_tensors_hooks("mine"):
+        return y * y.sin()
+
+
+@pytest.mark.parametrize("how", ["entered", "attached"])
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_a_layer_may_forbid_hooks_by_a_name_imported_before(alpha: float | None, how: str) -> None:
+    assert_as_without(trained, alpha, how, lambda: Block(forbids))
+
+
+@pytest.mark.parametrize("how", ["entered", "attached"])
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_hooks_may_be_forbidden_around_a_managed_forward(alpha: float | None, how: str) -> None:
     model = built(Block)
-    manager = managed(model, 1.0)
-    with manager:
-        assert torch.autograd.graph.disable_saved_tensors_hooks is not before
-    assert torch.autograd.graph.disable_saved_tensors_hooks is before
+    want = trained(built(Block), given())
+    with around(model, alpha, how) as context:
+        with disable_saved_tensors_hooks("mine"), context:
+            out = model(given())
+        out.square().sum().backward()
+    assert all(
+        map(torch.equal, [parameter.grad for parameter in model.parameters()], want[-len([*model.parameters()]) :])
+    )
+    assert no_hooks()
+
+
+def no_hooks() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+def test_contexts_that_end_in_another_order_leave_no_hooks() -> None:
+    models = [built(Block) for _ in range(2)]
+    first, second = (managed(model, 0.0) for model in models)
+    first.__enter__()
+    second.__enter__()
+    models[0](given()).sum().backward()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert no_hooks()
+    with contextlib.ExitStack() as stack:
+        with first:
+            stack.enter_context(disable_saved_tensors_hooks("mine"))
+        assert no_hooks()
+    assert no_hooks()
+    first.close()
+    second.close()
+
+
+def test_hooks_of_the_program_stay_where_a_managers_are_taken_off_below_them() -> None:
+    model = built(Block)
+    manager = managed(model, 0.0)
+    packed = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor)
+        return tensor
+
+    manager.__enter__()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        manager.__exit__(None, None, None)
+        given().requires_grad_().sin()
+    assert len(packed) == 1
+    assert no_hooks()
     manager.close()
+
+
+def test_torch_forbids_hooks_as_before() -> None:
+    with managed(built(Block), 1.0) as manager:
+        pass
+    manager.close()
+    with (
+        torch.autograd.graph.save_on_cpu(),
+        pytest.raises(RuntimeError, match="mine"),
+        disable_saved_tensors_hooks("mine"),
+    ):
+        pass
+    with (
+        disable_saved_tensors_hooks("mine"),
+        pytest.raises(RuntimeError, match="mine"),
+        torch.autograd.graph.save_on_cpu(),
+    ):
+        pass
+    assert no_hooks()
