@@ -41,9 +41,10 @@ __all__ = [
 
 
 def is_interruption(error: BaseException) -> bool:
-    """True for an exception that no line of the program raised: a signal's handler did, between two instructions.
+    """True for what a signal's handler raised (Ctrl-C, an alarm), and for all that is no `Exception`.
 
-    What Python calls there, and a function that traces, is given the frame that it interrupts.
+    Python gives the interrupted frame to the handler of a signal, and to a trace function: a frame of the traceback then
+    holds its caller in a local variable.
     """
     if not isinstance(error, Exception):
         return True

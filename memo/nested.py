@@ -9,7 +9,7 @@ __all__ = ["leaves_of"]
 
 
 def leaves_of(value: Any) -> Iterator[Any]:
-    """What nested lists, tuples and values of dicts hold, in order. One that is found again is not read again."""
+    """Yields the leaves of nested lists, tuples and dicts, in order. What holds itself, or occurs twice, is read once."""
     open_, seen = [iter((value,))], set()
     while open_:
         for item in open_[-1]:

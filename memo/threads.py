@@ -19,10 +19,10 @@ def start_thread(
     """Starts a daemon thread that calls `target(*args)`.
 
     Args:
-        target: what it runs.
+        target: called in the thread.
         name: the thread's name.
         args: arguments of `target`.
-        stack_bytes: size of its stack; None: as of all threads.
+        stack_bytes: size of its stack; None: the process's default.
 
     Raises:
         SwapError: the system starts no more threads.
@@ -35,8 +35,8 @@ def start_thread(
         thread.start()
     except RuntimeError as error:
         raise SwapError(
-            f"the thread {name} was not started ({error}): the limit of processes is reached (ulimit -u, or pids.max of "
-            "the container), or no memory is left for a stack"
+            f"the thread {name} could not be started ({error}): raise the limit of processes (ulimit -u, or pids.max of "
+            "the container), or leave memory for a thread's stack"
         ) from error
     finally:
         threading.stack_size(before)

@@ -174,7 +174,7 @@ def is_transformed() -> bool:
 
 
 def runs_as_written() -> bool:
-    """False where torch traces the running module or transforms it: such calls are left alone.
+    """False where torch traces the running module, or torch.func differentiates it: such calls are left alone.
 
     Their tensors may be symbols, and `grad`, `vjp` and `jacrev` allow no hooks for saved tensors; `vmap` and `jvp` do.
     Within `allow_mutation_on_saved_tensors` torch keeps copies of what was saved, by hooks of its own.
@@ -190,7 +190,7 @@ def runs_as_written() -> bool:
 
 
 _KEEP_HOOKS = (torch._C._functorch.TransformType.Vmap, torch._C._functorch.TransformType.Jvp)
-"""Transforms below which autograd saves plain tensors by hooks, as ever."""
+"""Transforms below which autograd saves plain tensors by hooks, as without them."""
 
 
 class LayerHook(Protocol):
@@ -211,10 +211,10 @@ def hook_forward(module: nn.Module, begin: _Begin, end: _End, *, outermost: bool
 
     Args:
         module: the layer.
-        begin: called with (module, args, kwargs), as the last of the hooks that the module has now.
-        end: called with (module, args, output), as the first of them: a recompute tried out in it still finds the layer as
-            its forward did, with its parameters gathered. Output is None after an exception.
-        outermost: `begin` is the first instead: what the others raise, `end` hears of.
+        begin: called with (module, args, kwargs), after the module's other pre-hooks.
+        end: called with (module, args, output), before its other forward hooks: a recompute tried in it finds the layer's
+            parameters still gathered. Output is None after an exception.
+        outermost: `begin` is called before the other pre-hooks, so that `end` is called also where one of them raises.
 
     Returns:
         The hooks, not in place yet.
@@ -227,8 +227,8 @@ def hook_forward(module: nn.Module, begin: _Begin, end: _End, *, outermost: bool
 class _ModuleHooks:
     """A forward pre-hook and a forward hook of one module.
 
-    They are written into torch's tables by numbers that are known before: so `remove` finds what is there of them, wherever
-    an interruption has kept them from being put in place or removed whole.
+    They are written into torch's tables under numbers chosen in advance: `remove` finds them wherever an interruption has cut
+    `install` or `remove`.
     """
 
     def __init__(self, module: nn.Module, begin: _Begin, end: _End, *, outermost: bool) -> None:
@@ -255,7 +255,7 @@ class _ModuleHooks:
                 mark.pop(number, None)
 
     def _tables(self) -> tuple[list[Any], list[Any]]:
-        """Of each hook the table that has it, and those that tell how it is called."""
+        """For each hook, torch's table of hooks and the table of its flag."""
         module = self._module
         return (
             [module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs],

@@ -1,8 +1,8 @@
 """Hooks for saved tensors that stand aside where there must be none: in torch.func's `grad`, `vjp` and `jacrev`.
 
 A transform within a managed forward, or in a layer, would be an error of torch's while hooks are set. What it saves stays on
-the device, as without memo. torch has no hook for that, so its two functions that forbid and allow hooks are wrapped, once
-and for good: Python code, Dynamo and the graphs that it makes from then on find the wrappers.
+the device, as without memo. torch has no hook for that, so its two functions that forbid and allow hooks are replaced by
+wrappers once, when this module is imported; Dynamo's graphs call the wrappers, too.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 __all__ = ["SavingHooks"]
 
-_hooks = torch._C._autograd
-_push, _pop = _hooks._push_saved_tensors_default_hooks, _hooks._pop_saved_tensors_default_hooks
-_forbid, _allow = _hooks._saved_tensors_hooks_disable, _hooks._saved_tensors_hooks_enable
+_autograd = torch._C._autograd
+_push, _pop = _autograd._push_saved_tensors_default_hooks, _autograd._pop_saved_tensors_default_hooks
+_forbid, _allow = _autograd._saved_tensors_hooks_disable, _autograd._saved_tensors_hooks_enable
 
 
 class SavingHooks:
     """A pair of this thread's hooks for saved tensors, between `install` and `remove`.
 
-    Unlike torch's own context they are taken off by what is there: also where an interruption has left a part of them, and
-    where others were set since.
+    Unlike torch's own context, `remove` looks for the pair on the stack: it works after an interruption, and with others set
+    above it.
     """
 
     def __init__(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
@@ -34,13 +34,13 @@ class SavingHooks:
 
     def install(self) -> None:
         """Sets the hooks; `remove` must follow."""
-        _thread.set.append(self)
-        if _hooks._saved_tensors_hooks_get_disabled_error_message() is None:
+        _thread.installed.append(self)
+        if _autograd._saved_tensors_hooks_get_disabled_error_message() is None:
             self.push()
 
     def remove(self) -> None:
         """Takes off what is set of them. Idempotent."""
-        if self not in _thread.set:
+        if self not in _thread.installed:
             return
         others = []
         while (top := _top()) is not None:
@@ -50,28 +50,28 @@ class SavingHooks:
             others.append(top)
         for other in reversed(others):
             _push(*other)
-        _thread.set.remove(self)
+        _thread.installed.remove(self)
 
     def push(self) -> None:
         """Sets them on top of the stack."""
         _push(*self._pair)
 
     def _is(self, pair: Any) -> bool:
-        return bool(pair[1] == self._pair[1])
+        return bool(pair[1] == self._pair[1])  # bound methods are equal, not identical
 
 
 class _Thread(threading.local):
     """Hooks that are set in this thread, those that stand aside among them."""
 
     def __init__(self) -> None:
-        self.set: list[SavingHooks] = []
+        self.installed: list[SavingHooks] = []
 
 
 _thread = _Thread()
 
 
 def _top() -> Any:
-    return _hooks._top_saved_tensors_default_hooks(False)
+    return _autograd._top_saved_tensors_default_hooks(False)
 
 
 def _forbid_hooks(message: str, fail_if_non_empty: bool = True) -> None:
@@ -92,12 +92,12 @@ def _allow_hooks() -> None:
     """Allows hooks, and sets ours again."""
     _allow()
     if _top() is None:
-        for ours in _thread.set:
+        for ours in _thread.installed:
             ours.push()
 
 
 def _ours(pair: Any) -> SavingHooks | None:
-    return next((ours for ours in _thread.set if ours._is(pair)), None)
+    return next((ours for ours in _thread.installed if ours._is(pair)), None)
 
 
-_hooks._saved_tensors_hooks_disable, _hooks._saved_tensors_hooks_enable = _forbid_hooks, _allow_hooks
+_autograd._saved_tensors_hooks_disable, _autograd._saved_tensors_hooks_enable = _forbid_hooks, _allow_hooks

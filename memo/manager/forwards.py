@@ -3,7 +3,7 @@
 Owns the hooks, and which of nested calls is the outermost one. It manages nothing: it calls `begin` and `end`.
 
 A training forward runs as written, with gradients enabled and outside a backward: evaluation, `generate`, what a checkpoint
-runs again, and what torch traces or transforms (`runs_as_written`) are none. The
+runs again, and what torch traces or differentiates by torch.func (`runs_as_written`) are none. The
 entries of a model are the modules through whose forward its layers are reached: the model, and what stands between it and
 its layers, which a program may call itself (`model.model(ids)` for a loss without logits, `self.model(batch)` in Lightning's
 `training_step`).
@@ -69,18 +69,18 @@ class ForwardHooks:
     Args:
         entries: of the model, by `entries_of`.
         begin: called with (args, kwargs) before an outermost training forward; what it raises, the forward raises.
-        end: called after it with True where the forward has raised, and once more where it is interrupted itself. After a
-            KeyboardInterrupt, which runs no hooks, it is called when the frame of the forward goes, with the exception's
-            traceback, and at the latest before the next forward.
+        end: called after it with True if the forward has raised, and again if it is interrupted itself. After a
+            KeyboardInterrupt, which runs no hooks, it is called when the forward's frame is freed, which a traceback that is
+            kept delays, and at the latest before the next forward.
     """
 
     def __init__(self, entries: Sequence[nn.Module], begin: _Begin, end: _End) -> None:
         self._begin = begin
         self._end = end
         self._calls = _Calls()
-        self._hooks: list[LayerHook] = []
-        for module in entries:
-            self._hooks.append(hook_forward(module, self._enter, self._leave, outermost=True))
+        self._hooks: list[LayerHook] = [
+            hook_forward(module, self._enter, self._leave, outermost=True) for module in entries
+        ]
 
     def install(self) -> None:
         """Puts the hooks in place; `remove` must follow."""
@@ -107,7 +107,7 @@ class ForwardHooks:
             self._forget_interrupted(now=1)
         calls.modules.append(module)
         if len(calls.modules) == 1 and _is_training():
-            _plant(self._forget_interrupted)
+            _call_at_end(self._forget_interrupted)
             calls.is_training = True
             try:
                 self._begin(args, kwargs)
@@ -144,8 +144,8 @@ def _is_training() -> bool:
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0
 
 
-class _Frame:
-    """An object that only the frame of a module's call holds: it dies with it, however the call has ended."""
+class _CallEnd:
+    """Calls `gone` when the frame that holds it is freed, however its call has ended."""
 
     _thread = 0  # none, until all is there
 
@@ -157,19 +157,22 @@ class _Frame:
         if self._thread == threading.get_ident():
             try:
                 self._gone()
-            except BaseException:  # an interruption, which Python drops here
+            except BaseException:  # interrupted; Python drops what is raised here, so the work is done first
                 self._gone()
                 raise
 
 
-def _plant(gone: Callable[[], None]) -> None:
-    """Calls `gone` once the frame is gone of the module's call whose pre-hooks run now."""
+def _call_at_end(gone: Callable[[], None]) -> None:
+    """Has `gone` called when the frame of the module's call whose pre-hooks run now is freed.
+
+    Its local `called_always_called_hooks`, a set, holds what does so. Where torch has none of that name, nothing is done.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "inner":
         frame = frame.f_back
     called = None if frame is None else frame.f_locals.get("called_always_called_hooks")
     if isinstance(called, set):
-        called.add(_Frame(gone))
+        called.add(_CallEnd(gone))
 
 
 def _called_modules() -> Iterator[nn.Module]:

@@ -60,8 +60,9 @@ class BackwardWatch:
         if self.is_attached:
             why = (
                 "it is attached, but neither the model nor a part around its layers was called, model(...), with gradients; "
-                "a model that is compiled as a whole runs no hooks: compile its layers one by one; what torch "
-                "traces or transforms is left alone, and all within allow_mutation_on_saved_tensors"
+                "a model that is compiled as a whole runs no hooks: compile its layers one by one; nor does memo "
+                "manage forwards that torch traces, that torch.func's grad, vjp or jacrev differentiate, or that run within "
+                "allow_mutation_on_saved_tensors"
             )
         warnings.warn(
             f"memo.offload: backward ran, and no forward of {self._name} was managed: {why}",

@@ -299,7 +299,10 @@ def _best_model(problem: ActivationProblem, pieces: Mapping[str, float], *, limi
 
 
 def _with_whole_points(problem: ActivationProblem, model: Model) -> Model | None:
-    """The solved program in which each layer that cannot be divided is at one point; None where none was found."""
+    """The solved program in which each layer that cannot be divided is at one point; None where none was found.
+
+    Fractions are rounded, and where that costs more than WHOLE_GAP or fails a program with integers is asked.
+    """
     if _divisible(problem):
         return model
     found = round_points(model)
@@ -308,7 +311,9 @@ def _with_whole_points(problem: ActivationProblem, model: Model) -> Model | None
     programs = [model] if found is not None else _programs(problem, model.pieces)
     models = (Model(one.problem, staying=one.staying, whole=True, pieces=one.pieces) for one in programs)
     chosen = [rest for whole in models if whole.solve() and (rest := at_points(whole)).solve()]
-    return min([*chosen, *filter(None, [found])], key=lambda whole: whole.step_s, default=None)
+    if found is not None:
+        chosen.append(found)
+    return min(chosen, key=lambda each: each.step_s, default=None)
 
 
 def _programs(problem: ActivationProblem, pieces: Mapping[str, float]) -> list[Model]:

@@ -96,7 +96,7 @@ class StagedDisk:
 
     @property
     def refusal(self) -> str | None:
-        """The disk's."""
+        """Why the file system gave no more, if it was that."""
         return self._disk.refusal
 
     def release(self, extent: Extent) -> None:

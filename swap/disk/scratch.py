@@ -198,9 +198,8 @@ class ScratchSpace:
             more = needed - self._file_bytes(self._free.capacity, index)
             free = file.free_bytes()
             if free - more < self._spare_bytes:
-                self.refusal = (
-                    f"{file.directory} has {format_bytes(free)} free, and keeps {format_bytes(self._spare_bytes)}"
-                )
+                left = format_bytes(self._spare_bytes)
+                self.refusal = f"{file.directory} has {format_bytes(free)} free, of which memo leaves {left}"
                 return False
             try:
                 if more:
@@ -208,7 +207,7 @@ class ScratchSpace:
             except OSError as error:
                 if error.errno not in NO_SPACE:
                     raise
-                self.refusal = f"{file.directory} refuses {format_bytes(needed)}: {error_name(error)}"
+                self.refusal = f"{file.directory} does not take a file of {format_bytes(needed)}: {error_name(error)}"
                 return False
         self.refusal = None
         return True

@@ -253,7 +253,7 @@ class Plans:
         if found is None or not _is_allowed(found, shared):
             alike = self._alike_calls.plan_of(call, recorded, setting, opaque)
             found, counted = (None, None) if alike is None else alike
-        if call.untried is not None and found is not None and not self._gives_the_same(call, recorded, found, key):
+        if call.untried is not None and found is not None and not self._passes_again(call, recorded, found, key):
             self._alike_calls.drop(call, recorded, setting, opaque)
             found = counted = None
         if found is None or not _is_allowed(found, shared):
@@ -301,8 +301,8 @@ class Plans:
             self._written_unseen.add(call.layer.name)
         return known
 
-    def _gives_the_same(self, call: OpenCall, recorded: RecordedCall, found: Found, key: tuple[Any, ...]) -> bool:
-        """Tries a plan again, if there is room and no other rank takes part; False where it is to be made anew."""
+    def _passes_again(self, call: OpenCall, recorded: RecordedCall, found: Found, key: tuple[Any, ...]) -> bool:
+        """Tries a found plan again; True also where it cannot be: no room, other ranks, a device that is not here."""
         layer, _, opaque, setting = key
         if isinstance(found, Refused) or call.recorder.collectives or self._rates is not None:
             return True
@@ -327,11 +327,12 @@ class Plans:
         return False
 
     def _warn_of(self, call: OpenCall, what: str) -> None:
-        """Warns where a call shows that others since the last one that was tried may have been replayed wrongly."""
+        """Warns of the calls since the last one that was tried: their replays may have been wrong."""
         if call.untried is not None and call.untried > 1:
             warnings.warn(
-                f"{call.layer.name}: {what}. It is planned anew from this call on, but the gradients of its "
-                f"{call.untried - 1} calls before may be wrong; memo.offload(verify=True) checks each call",
+                f"{call.layer.name}: {what}. Gradients of this layer's {call.untried - 1} calls before this one may be wrong; "
+                "it is planned anew from here on. Go back to a checkpoint before them; memo.offload(verify=True) checks each "
+                "call",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -438,7 +439,7 @@ class Plans:
         return Refused(reason, wrong)
 
     def _forms(self, case: _Case, plan: Plan) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Keys of a trial: at any sizes, as routed rows differ in each call, and at as many bytes to a factor of 2."""
+        """Keys of a passed trial: for any sizes, as routed rows differ, and for saved bytes within a factor of 2."""
         form = (case.layer, case.setting, *case.operators, plan.steps)
         return form, (*form, case.recorded.saved_nbytes.bit_length())
 
@@ -500,7 +501,7 @@ class Plans:
             with self._engine.trial(case.call.group, has_room=has_room):
                 try_out(case.recorded.replay(plan, self._engine), release=None if has_room else case.release)
         except Unlike as unlike:
-            return unlike.with_traceback(None)  # whose frames would keep the call's tensors until a garbage collection
+            return Unlike(unlike.step, str(unlike))  # a fresh one: the frames of this one hold the call's tensors
         self._timed(case.layer, plan.cost, self._finished_s() - began)
         return None
 
@@ -600,7 +601,7 @@ class Plans:
         try:
             worst = try_out_ranges(case.recorded.ranges(plan, self._engine), exact=self._exact)
         except Unlike as unlike:
-            return math.inf, unlike
+            return math.inf, Unlike(unlike.step, str(unlike))  # fresh, as in _unlike
         self._timed(case.layer, plan.cost, self._finished_s() - began)
         self.worst_deviation = max(self.worst_deviation, worst)
         return worst, None

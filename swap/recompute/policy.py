@@ -53,6 +53,7 @@ __all__ = ["Tapes"]
 
 MOST_WARNED = 256
 MOST_COUNTED = 512
+"""Layers and settings whose calls are counted."""
 TRIED_AGAIN = (2, *(10**power for power in range(1, 9)))
 """Calls of a layer at one setting that are recorded with checksums, and whose recompute is tried, once more."""
 MOST_OPERATORS = 20_000
@@ -283,13 +284,22 @@ class Tapes:
             self._changing.add(layer.name)
         copies = is_new or layer.name in self._changing
         self._open = OpenCall(
-            layer, group, recorder, setting, kind, hidden, last, copies, verify=self._verify, untried=untried
+            layer,
+            group,
+            recorder,
+            setting,
+            kind,
+            hidden,
+            last,
+            copies_input=copies,
+            verify=self._verify,
+            untried=untried,
         )
         group.held = True
         recorder.__enter__()
 
     def _count(self, layer: str, setting: Setting) -> int | None:
-        """Counts a call: `OpenCall.untried`."""
+        """Counts a call. Returns the calls since the last one that was tried, if this one is tried again; else None."""
         before, tried = self._calls.get((layer, setting)) or (0, 0)
         number = before + 1
         is_tried = number == 1 or self._verify or (self.tries_again and number in TRIED_AGAIN)
@@ -349,7 +359,7 @@ class Tapes:
         if call.recorder.operators > MOST_OPERATORS and not self._ranks.talks(name):
             reason = f"its forward runs more than {MOST_OPERATORS:,} operators, too many to plan a recompute of"
             self._long[name] = reason
-            self._refuse(name, self._long[name])
+            self._refuse(name, reason)
             return {}
         recorded = RecordedCall.of(call, output, self._engine, self._gathered)
         parts = self._planned(call, recorded, call.setting)
@@ -398,7 +408,7 @@ class Tapes:
             if call.recorder.collectives:  # other ranks count on this one
                 raise SwapError(
                     f"the replay of {name}, in which other ranks take part, could not be planned, by a fault of memo's "
-                    f"({place}); exclude it with alpha=1, and please report it"
+                    f"({place}); give levels={{{name!r}: 1.0}} to memo.offload, which moves it whole, and please report it"
                 ) from fault
             self._refuse(name, f"its replay could not be planned, by a fault of memo's ({place}); please report it")
             return {}

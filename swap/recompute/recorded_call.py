@@ -70,7 +70,7 @@ class OpenCall:
     verify: bool = False
     """What replays read is compared with what it was."""
     untried: int | None = None
-    """Calls since the last one with checksums and trial, where this one has these again; None: it has not."""
+    """Calls since the last one that was tried, this one included; None: this one is not tried again."""
     nested: bool = False
     has_released: bool = False
     """A trial has taken saved tensors from the recorder, in the place of which there are equal ones: no other plan can be

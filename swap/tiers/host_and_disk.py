@@ -33,7 +33,7 @@ _AnyPlace = TypeVar("_AnyPlace", bound="_HostPlace | _DiskPlace")
 class _Ledger(Generic[_AnyPlace]):
     """Counts the bytes that a tier holds, and their peak.
 
-    It knows the places weakly: one that an interruption has kept from being released is lost with its last reference.
+    Its references to places are weak: `forget_lost` counts out one whose release was interrupted, once nobody holds it.
     """
 
     def __init__(self, budget: int | None) -> None:
@@ -65,14 +65,14 @@ class _Ledger(Generic[_AnyPlace]):
         return place
 
     def gave(self, place: _AnyPlace) -> bool:
-        """Counts the bytes of a released place out; False if it was taken for lost before."""
+        """Counts out the bytes of a released place; False if `forget_lost` has done so."""
         if self._places.pop(id(place), None) is None:
             return False
         self.used -= place.nbytes
         return True
 
     def forget_lost(self) -> list[_AnyPlace]:
-        """Counts no place that nobody holds. Returns those that somebody does."""
+        """Counts out places that were freed without a release. Returns those that are left."""
         held = [place for weak in self._places.values() if (place := weak()) is not None]
         self._places = {id(place): ref(place) for place in held}
         self.used = sum(place.nbytes for place in held)

@@ -234,6 +234,7 @@ def test_recomputes_of_a_step_are_measured_apart() -> None:
     """What a recompute makes is not counted in its layer's backward, and trials of the first step nowhere."""
     run = Run(1)
     manager, engine, tokenwise = run.manager(1 << 28, TokenLevels(attention=1.0))
+    tokenwise.tries_again = False
     use = DevicePeaks(run.memory(1 << 40), engine.stats)
     engine.at_layer_boundaries(use.cross_boundary, use.cross_recompute)
     found = []

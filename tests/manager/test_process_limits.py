@@ -122,4 +122,4 @@ def test_where_no_thread_can_be_started_the_error_is_memos_and_nothing_is_left(
             break
     assert all(map(torch.equal, got, want))
     assert errors
-    assert all("was not started" in error and "ulimit -u" in error for error in errors)
+    assert all("could not be started" in error and "ulimit -u" in error for error in errors)

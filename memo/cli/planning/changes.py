@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["changes_that_fit", "explain_misfit"]
 
 MOST_TIMES = 64
-"""Times as many GPUs, or nodes for less than one, or parts of the sequence, that are tried."""
+"""Largest factor that is tried: of the GPUs (of one node, if fewer were asked for), and by which the sequence is divided."""
 _WEIGHTS = frozenset({Use.WEIGHTS, Use.GRADIENTS, Use.OPTIMIZER, Use.GATHERED, Use.CAST})
 """Bytes that follow from weights, whatever the length."""
 

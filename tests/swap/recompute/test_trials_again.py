@@ -127,7 +127,7 @@ def test_what_begins_late_is_told_at_the_tenth_call_and_right_from_then_on(stran
     wrong, told, _ = runs(strange, steps=12, begins=3)
     assert wrong == [3, 4, 5, 6, 7, 8, 9]
     assert list(told) == [10]
-    assert "the gradients of its 7 calls before may be wrong; memo.offload(verify=True)" in told[10]
+    assert "Gradients of this layer's 7 calls before this one may be wrong" in told[10]
 
 
 @pytest.mark.parametrize("strange", [overwrites, drifts], ids=["overwrites", "drifts"])
