@@ -40,14 +40,17 @@ def own_hook(module: nn.Module, call: Callable[..., None]) -> Callable[..., None
 class _Reduction:
     """Has `copy` and `pickle` reduce modules of a class by `_reduced`, while some of them have hooks of ours."""
 
+    _kind: type[nn.Module] | None = None  # an interruption may leave no other
+
     def __init__(self, kind: type[nn.Module]) -> None:
         self._kind = kind
         copyreg.dispatch_table.setdefault(kind, _reduced)
 
     def __del__(self) -> None:
-        is_latest = _reductions.get(self._kind) in (self, None)
-        if is_latest and copyreg.dispatch_table.get(self._kind) is _reduced:
-            del copyreg.dispatch_table[self._kind]
+        kind = self._kind
+        is_latest = kind is not None and _reductions.get(kind) in (self, None)
+        if is_latest and copyreg.dispatch_table.get(kind) is _reduced:  # type: ignore[arg-type]
+            del copyreg.dispatch_table[kind]  # type: ignore[arg-type]
 
 
 _reductions: weakref.WeakValueDictionary[type[nn.Module], _Reduction] = weakref.WeakValueDictionary()

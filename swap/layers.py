@@ -227,8 +227,8 @@ def hook_forward(module: nn.Module, begin: _Begin, end: _End, *, outermost: bool
 class _ModuleHooks:
     """A forward pre-hook and a forward hook of one module.
 
-    They are written into torch's tables under numbers chosen in advance: `remove` finds them wherever an interruption has cut
-    `install` or `remove`.
+    They are written into torch's tables under numbers chosen in advance: `remove` finds them wherever an interruption has
+    cut `install` or `remove`.
     """
 
     def __init__(self, module: nn.Module, begin: _Begin, end: _End, *, outermost: bool) -> None:

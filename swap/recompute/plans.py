@@ -330,9 +330,9 @@ class Plans:
         """Warns of the calls since the last one that was tried: their replays may have been wrong."""
         if call.untried is not None and call.untried > 1:
             warnings.warn(
-                f"{call.layer.name}: {what}. Gradients of this layer's {call.untried - 1} calls before this one may be wrong; "
-                "it is planned anew from here on. Go back to a checkpoint before them; memo.offload(verify=True) checks each "
-                "call",
+                f"{call.layer.name}: {what}. Gradients of this layer's {call.untried - 1} calls before this one may be "
+                "wrong; it is planned anew from here on. Go back to a checkpoint before them; memo.offload(verify=True) "
+                "checks each call",
                 RuntimeWarning,
                 stacklevel=2,
             )
