@@ -130,8 +130,9 @@ class ThreadStream:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> HostEvent:
         """Queues a copy."""
         forks.require_same(self._forks)
-        if self._thread is None:
-            self._thread = start_thread(self._work, f"memo-{self._name}")
+        if self._thread is None or self._thread.ident is None:
+            self._thread = threading.Thread(target=self._work, name=f"memo-{self._name}", daemon=True)
+            start_thread(self._thread)
         event = HostEvent()
         self._queue.put((event, target, source, self._waits))
         self._waits = []
@@ -164,7 +165,7 @@ class ThreadStream:
 
     def close(self) -> None:
         """Completes the queued copies and ends the thread."""
-        if self._thread is not None:
+        if self._thread is not None and self._thread.ident is not None:
             self._queue.put(None)
             self._thread.join()
             self._thread = None

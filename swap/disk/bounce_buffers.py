@@ -212,8 +212,9 @@ class _Lane:
         self._thread: threading.Thread | None = None
 
     def put(self, job: _Job) -> HostEvent:
-        if self._thread is None:
-            self._thread = start_thread(self._work, self._name)
+        if self._thread is None or self._thread.ident is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            start_thread(self._thread)
         self._jobs.put(job)
         return job.event
 
@@ -231,7 +232,7 @@ class _Lane:
                 event.finish(begin, failure)
 
     def close(self) -> None:
-        if self._thread is not None:
+        if self._thread is not None and self._thread.ident is not None:
             self._jobs.put(None)
             self._thread.join()
             self._thread = None

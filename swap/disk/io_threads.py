@@ -121,7 +121,9 @@ class IoPool:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _start(self, target: Callable[..., None], name: str, *args: object) -> threading.Thread:
-        return start_thread(self._go_on, name, target, *args, stack_bytes=_STACK_BYTES)
+        thread = threading.Thread(target=self._go_on, name=name, args=(target, *args), daemon=True)
+        start_thread(thread, stack_bytes=_STACK_BYTES)
+        return thread
 
     def _go_on(self, work: Callable[..., None], *args: object) -> None:
         """Runs `work` until it returns, anew after each error that it raises."""

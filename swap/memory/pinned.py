@@ -142,11 +142,16 @@ class PinnedSlab:
             self.nbytes = nbytes
             self._error = None
             if not self._locking:
+                before, self._locking = self._thread, True
+                self._thread = threading.Thread(target=self._work, args=(before,), name="memo-page-lock", daemon=True)
                 try:
-                    self._thread = start_thread(self._work, "memo-page-lock", self._thread)
-                    self._locking = True  # it begins with the lock that is held here
-                except SwapError as error:
-                    self.nbytes, self._error = self._ready, error
+                    start_thread(self._thread)
+                except BaseException as error:
+                    if self._thread.ident is None:
+                        self._thread, self._locking, self.nbytes = before, False, self._ready
+                    if not isinstance(error, SwapError):
+                        raise
+                    self._error = error
 
     def wait(self, nbytes: int) -> None:
         """Returns when the first `nbytes` are locked.
