@@ -256,6 +256,8 @@ class Engine:
         with self._lock:
             if not self._layer_calls.any_living:
                 self._release.clear_limbo()
+                for group in self._layer_calls:
+                    group.is_lost = True
                 self._stats.nothing_lives()
 
     @leaves_generators

@@ -44,6 +44,7 @@ class Group:
         "held",
         "hidden_values",
         "index",
+        "is_lost",
         "key",
         "may_lack_room",
         "module",
@@ -64,6 +65,7 @@ class Group:
         self.together = False  # other ranks recompute it at the same place in their backward
         self.saved: list[ref[Hold]] = []
         self.alive = 0  # storages that still have handles
+        self.is_lost = False  # its storages are counted no more (Engine.recover)
         self.nbytes = 0  # of all storages so far
         self.has_ended = False  # the layer's forward
         self.external: set[torch.UntypedStorage] = set()  # of the layer's arguments but its hidden states: these stay
@@ -119,8 +121,9 @@ class LayerCalls:
 
     def forget(self, group: Group) -> None:
         """Removes a group of which nothing is alive."""
-        self._groups.pop(group.index, None)
-        self._by_call.pop(group.key, None)
+        if self._groups.get(group.index) is group:  # else of an earlier step, whose numbers are used again
+            del self._groups[group.index]
+            self._by_call.pop(group.key, None)
 
     def end_step(self) -> None:
         """Restarts the numbering once nothing is alive; the order that backward took is expected of the next step."""

@@ -129,11 +129,11 @@ class Release:
             self._end(self.dropped.popleft())
 
     def _end(self, saved: SavedStorage) -> None:
-        stats = self._telemetry.stats
-        stats.ended(saved.nbytes)
-        if not stats.live_entries and self.when_idle is not None:
-            self.when_idle()
-        group = saved.group
+        stats, group = self._telemetry.stats, saved.group
+        if not group.is_lost:
+            stats.ended(saved.nbytes)
+            if not stats.live_entries and self.when_idle is not None:
+                self.when_idle()
         group.alive -= 1
         if not group.alive:
             layer_calls = self._layer_calls
@@ -155,6 +155,7 @@ class Release:
 
     def _free(self, saved: SavedStorage) -> None:
         stats, place = self._telemetry.stats, saved.place
+        counted = stats.device_bytes
         if saved.source is not None or saved.returned is not None:
             stats.device_bytes -= saved.nbytes
         saved.source = saved.returned = None
@@ -165,4 +166,6 @@ class Release:
         if place is not None:
             saved.place = None
             place.release()
+        if saved.group.is_lost:
+            stats.device_bytes = counted
         saved.move_to(GONE)

@@ -226,7 +226,7 @@ def test_all_of_a_planned_step_is_within_the_budget(share: float, batch: int, ho
     planned = [step.peak / budget for step in found if step.phase in ("planned", "comparing", "settled")]
     assert max(planned) <= 1
     if host == 1:  # what is computed again a plan counts whole all the time: there it fills less
-        assert planned[-1] > 0.9, "room for gradients is not kept free before there are any"
+        assert planned[-1] > 0.85, "room for gradients is not kept free before there are any"
     manager.close()
 
 

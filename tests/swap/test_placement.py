@@ -90,6 +90,9 @@ def test_each_layers_bytes_are_within_one_storage_of_its_fractions() -> None:
                 for tier, fraction in placement.fractions.items():
                     assert abs(sizes[tier] - fraction * sizes.total()) <= largest, (layer, tier)
         loss.backward()
+    del saved  # a storage that somebody holds over a step counts once
+    stats = manager.stats
+    assert (stats.live_entries, stats.saved_bytes, stats.device_bytes) == (0, 0, 0)
     manager.close()
 
 

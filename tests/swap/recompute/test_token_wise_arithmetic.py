@@ -86,7 +86,8 @@ def test_no_attention_and_no_last_projection_is_computed_twice(tmp_path: Path) -
     for alpha in (0.0, 0.25, 0.5, 1.0):
         made = model()
         manager = memo.offload(made, alpha=alpha, disk=tmp_path, min_bytes=1)
-        flops(made, manager)  # the first step tries the recompute out
+        for _ in range(2):  # in which the recompute is tried
+            flops(made, manager)
         # The last layer's tensors are still there when its backward begins.
         assert flops(made, manager) == plain + (LAYERS - 1) * round((1 - alpha) * again)
         manager.close()

@@ -99,7 +99,8 @@ def test_only_the_input_moves_and_all_products_but_the_last_run_again(tmp_path: 
         layer.forward = lambda *a, _forward=forward: checkpoint(_forward, *a, use_reentrant=False)
     model = gpt("gpt")
     manager = memo.offload(model, alpha=Level.SAVE_INPUT, disk=tmp_path, min_bytes=1)
-    flops(model, manager)  # the first step tries the recompute out
+    for _ in range(2):  # in which the recompute is tried
+        flops(model, manager)
     before = manager.stats.bytes_disk
     assert flops(model, manager) == flops(checkpointed, None)
     assert manager.stats.bytes_disk - before == 3 * 2 * 63 * 128 * 4
