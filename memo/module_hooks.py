@@ -54,7 +54,7 @@ class _Reduction:
 
 
 _reductions: weakref.WeakValueDictionary[type[nn.Module], _Reduction] = weakref.WeakValueDictionary()
-"""Of the classes of hooked modules, held by these hooks."""
+"""Class of hooked modules -> its reduction, which these hooks hold."""
 
 
 class _Hook:

@@ -34,13 +34,15 @@ class SavingHooks:
 
     def install(self) -> None:
         """Sets the hooks; `remove` must follow."""
-        _thread.installed.append(self)
+        _installed.append(self)
         if _autograd._saved_tensors_hooks_get_disabled_error_message() is None:
             self.push()
+        else:
+            _thread.aside.append(self)
 
     def remove(self) -> None:
         """Takes off what is set of them. Idempotent."""
-        if self not in _thread.installed:
+        if self not in _installed:
             return
         others = []
         while (top := _top()) is not None:
@@ -50,7 +52,7 @@ class SavingHooks:
             others.append(top)
         for other in reversed(others):
             _push(*other)
-        _thread.installed.remove(self)
+        _installed.remove(self)
 
     def push(self) -> None:
         """Sets them on top of the stack."""
@@ -61,13 +63,15 @@ class SavingHooks:
 
 
 class _Thread(threading.local):
-    """Hooks that are set in this thread, those that stand aside among them."""
+    """Hooks that stand aside in this thread, the lowest first."""
 
     def __init__(self) -> None:
-        self.installed: list[SavingHooks] = []
+        self.aside: list[SavingHooks] = []
 
 
 _thread = _Thread()
+_installed: list[SavingHooks] = []
+"""Hooks of all threads: torch sets those of a thread in its backward's threads, too."""
 
 
 def _top() -> Any:
@@ -86,18 +90,20 @@ def _forbid_hooks(message: str, fail_if_non_empty: bool = True) -> None:
         for ours in reversed(aside):
             ours.push()
         raise
+    _thread.aside += reversed(aside)
 
 
 def _allow_hooks() -> None:
-    """Allows hooks, and sets ours again."""
+    """Allows hooks, and sets ours again that are still installed."""
     _allow()
-    if _top() is None:
-        for ours in _thread.installed:
+    aside, _thread.aside = _thread.aside, []
+    for ours in aside:
+        if ours in _installed:
             ours.push()
 
 
 def _ours(pair: Any) -> SavingHooks | None:
-    return next((ours for ours in _thread.installed if ours._is(pair)), None)
+    return next((ours for ours in list(_installed) if ours._is(pair)), None)
 
 
 _autograd._saved_tensors_hooks_disable, _autograd._saved_tensors_hooks_enable = _forbid_hooks, _allow_hooks

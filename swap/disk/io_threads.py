@@ -60,7 +60,7 @@ class IoPool:
         self._active_since_ns = dict.fromkeys(Kind, 0)
         self._closing = False
         self.forks = forks.count()
-        """Of the process that has the threads."""
+        """Number of forks before the process that has the threads."""
         self._gates: dict[Kind, deque[DiskOperation]] = {}
         self._gate_threads: list[threading.Thread] = []
         self._threads: list[threading.Thread] = []

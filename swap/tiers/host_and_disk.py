@@ -54,7 +54,7 @@ class _Ledger(Generic[_AnyPlace]):
 
     @property
     def refusal(self) -> str | None:
-        """What kept the tier from growing to its budget, if anything did."""
+        """Reason why the tier did not grow to its budget; None without one."""
         return None
 
     def take(self, place: _AnyPlace) -> _AnyPlace:

@@ -61,7 +61,7 @@ class Tier(Protocol):
 
     @property
     def refusal(self) -> str | None:
-        """What kept it from growing to its budget, if anything did."""
+        """Reason why it did not grow to its budget; None without one."""
 
     def claim(self, nbytes: int) -> Place | None:
         """Returns room for `nbytes`; None when the tier is full."""

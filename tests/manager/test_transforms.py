@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 
 import memo
+from memo.swap import SavingHooks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:memo.offload. backward ran, and no forward"),
@@ -367,4 +369,32 @@ def test_torch_forbids_hooks_as_before() -> None:
         torch.autograd.graph.save_on_cpu(),
     ):
         pass
+    assert no_hooks()
+
+
+def test_hooks_stand_aside_in_threads_to_which_torch_has_carried_them() -> None:
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    found = []
+
+    def elsewhere() -> None:
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)  # as torch does in a device's thread
+        x = torch.ones(3)
+        found.append(torch.equal(grad(lambda y: y.sin().sum())(x), x.cos()))
+        found.append(not no_hooks())
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    hooks = SavingHooks(pack, unpack)
+    hooks.install()
+    try:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    finally:
+        hooks.remove()
+    assert found == [True, True]
     assert no_hooks()

@@ -144,7 +144,7 @@ class _Trial:
             yield from itertools.islice(_shorter(request), 1)
 
     def _fewest(self, changed: Request) -> Request:
-        """Without what fits as well as without it, and on the fewest GPUs."""
+        """The same less changes of the layout that the fit does not need, and on the fewest GPUs."""
         was = self._request
         for name in ("tokens", "tp", "ep", "pp", "cp"):
             less = _on(changed, **{name: getattr(was.layout, name)})
@@ -193,7 +193,7 @@ def _weights(place: PeakCandidate) -> int:
 
 
 def _flags(request: Request, changed: Request) -> str:
-    """What the command line of a request has to have beside for another one."""
+    """Flags that turn the command line of `request` into that of `changed`."""
     found = ["--loss without-logits"] if changed.config is not request.config else []
     found += ["--optimizer-offload"] if changed.optimizer_offload and not request.optimizer_offload else []
     for name in ("gpus", "tp", "cp", "pp", "ep"):
@@ -257,7 +257,7 @@ def _shorter(request: Request) -> Iterator[Request]:
 
 
 def _step(layout: Layout) -> int:
-    """What the number of GPUs is a multiple of."""
+    """GPUs of one replica, of which the number of GPUs is a multiple."""
     return layout.tp * layout.cp * layout.pp * layout.ep
 
 

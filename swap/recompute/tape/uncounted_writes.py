@@ -46,7 +46,7 @@ class UncountedWrites:
         return self.count
 
     def wrote(self, storage: torch.UntypedStorage, *, since: int) -> str | None:
-        """What wrote into `storage` after the write numbered `since`: STEP or LAYER; None if nothing did."""
+        """Kind of the last write into `storage` after that numbered `since`: STEP or LAYER; None without one."""
         latest, by = (0, None) if self.count == since else self._latest.find(ref(storage)) or (0, None)
         return by if latest > since else None
 
@@ -75,4 +75,4 @@ class UncountedWrites:
 
 
 uncounted_writes = UncountedWrites()
-"""Of this process, as hooks for the steps of all optimizers are."""
+"""The writes of this process; hooks for optimizers' steps are the process's, too."""

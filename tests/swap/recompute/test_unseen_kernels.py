@@ -94,6 +94,17 @@ def batch(largest_at: int) -> torch.Tensor:
     return x
 
 
+def step_is_equal(plain: nn.Module, ours: nn.Module, manager: memo.Manager, step: int) -> None:
+    for model in (plain, ours):
+        model.zero_grad()
+    plain(batch(3)).square().mean().backward()
+    with manager:
+        loss = ours(batch(3)).square().mean()
+    loss.backward()
+    for want, got in zip(gradients(plain), gradients(ours), strict=True):
+        assert torch.equal(want, got), f"step {step}"  # type: ignore[arg-type]
+
+
 def steps_are_equal(
     strange: Callable[[torch.Tensor], torch.Tensor], alpha: float, tmp_path: Path
 ) -> tuple[set[str], int]:
@@ -187,14 +198,7 @@ def test_a_kernel_that_once_overwrote_is_remembered(paths: bool, tmp_path: Path)
     for step, weight in enumerate((0.0, 0.0, 0.0, 1.0, 1.0)):
         Weighed.weight = weight
         Weighed.rows = TOKENS - 8 * min(step, 2) if paths else TOKENS
-        for model in (plain, ours):
-            model.zero_grad()
-        plain(batch(3)).square().mean().backward()
-        with manager:
-            loss = ours(batch(3)).square().mean()
-        loss.backward()
-        for want, got in zip(gradients(plain), gradients(ours), strict=True):
-            assert torch.equal(want, got), f"step {step}"  # type: ignore[arg-type]
+        step_is_equal(plain, ours, manager, step)
     assert manager.stats.bytes_recomputed > 0
     manager.close()
 
@@ -300,13 +304,6 @@ def test_a_counted_write_into_what_nothing_has_read_is_found_though_it_changes_n
     manager = memo.offload(ours, layers=list(ours), alpha=alpha, disk=tmp_path, min_bytes=256)
     for step, weight in enumerate((0.0, 0.0, 0.5)):
         Weighed.weight = weight
-        for model in (plain, ours):
-            model.zero_grad()
-        plain(batch(3)).square().mean().backward()
-        with manager:
-            loss = ours(batch(3)).square().mean()
-        loss.backward()
-        for want, got in zip(gradients(plain), gradients(ours), strict=True):
-            assert torch.equal(want, got), f"step {step}"  # type: ignore[arg-type]
+        step_is_equal(plain, ours, manager, step)
     assert manager.stats.bytes_recomputed > 0
     manager.close()
