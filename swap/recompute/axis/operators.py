@@ -38,6 +38,7 @@ _READ_SHAPES = frozenset(
 _CALL_CAST = frozenset({_ATEN._sparse_addmm, _ATEN._trilinear, _ATEN.linalg_pinv})
 _KEYS = torch._C.DispatchKey
 _BELOW_AUTOGRAD = (_KEYS.AutogradFunctionality, _KEYS.AutogradOther, _KEYS.AutogradNestedTensor, _KEYS.ADInplaceOrView)
+_LAZY = (_KEYS.Conjugate, _KEYS.Negative)
 NON_BLOCKING = "non_blocking"
 _OVERWRITE = frozenset({_ATEN.copy_, _ATEN.fill_, _ATEN.zero_})
 
@@ -112,16 +113,21 @@ def call(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], *, 
 
     Torch hides all keys above that of modes from a kernel that a mode calls: autocast, conjugation, views, autograd. For a
     kernel that calls other operators these are put back as the caller has them, but autograd where it has a formula for this
-    one. With `is_complex` every kernel is taken to be such a one: a complex one's may conjugate.
+    one. With `is_complex` every kernel sees conjugation again, and nothing else: a complex one's may conjugate.
     """
     func = operator.func
-    if not (operator.calls_others or (is_complex and operator.is_overload and func.namespace == "aten")):
-        return func(*args, **kwargs)
-    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+    if operator.calls_others:
+        with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+            hidden = torch._C._dispatch_tls_local_exclude_set()
+        if _has_formula(func):
+            for key in _BELOW_AUTOGRAD:
+                hidden = hidden.add(key)
+    elif is_complex and operator.is_overload and func.namespace == "aten":
         hidden = torch._C._dispatch_tls_local_exclude_set()
-    if _has_formula(func):
-        for key in _BELOW_AUTOGRAD:
-            hidden = hidden.add(key)
+        for key in _LAZY:
+            hidden = hidden.remove(key)
+    else:
+        return func(*args, **kwargs)
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), hidden):
         return func(*args, **kwargs)
 

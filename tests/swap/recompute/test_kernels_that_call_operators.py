@@ -60,6 +60,12 @@ def _complex(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.complex((x.float() @ w).float(), x.float())
 
 
+def _attention(x: torch.Tensor) -> torch.Tensor:
+    """Its kernel calls products, which autocast casts, and must not there: it casts what attention is given."""
+    behind = torch.fft.irfft(torch.fft.rfft(x.float()), n=HIDDEN)
+    return F.scaled_dot_product_attention(x, x, behind, is_causal=True)
+
+
 def _sparse_product(x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", enabled=False):  # which has no kernel for it
         return torch.stack([(torch.eye(SEQ) * 0.3).to_sparse_csr() @ each.float() for each in x])
@@ -75,6 +81,7 @@ KERNELS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "pinv of complex numbers": lambda x, w: x + torch.linalg.pinv(_complex(x, w)[:, :4]).abs().mean(),
     "conjugated factor": lambda x, w: (_complex(x, w) @ _complex(x, w).mH).abs() @ x.float(),
     "covariance of complex numbers": lambda x, w: x + torch.cov(_complex(x, w)[0]).abs().mean(),
+    "attention behind complex numbers": lambda x, w: _attention(x @ w),
     "sparse CSR product": lambda x, w: _sparse_product(x @ w),
     "bilinear": lambda x, w: F.bilinear(x, x, w.expand(4, *w.shape)).repeat_interleave(HIDDEN // 4, -1),
     "pinv": lambda x, w: x @ torch.linalg.pinv(w.detach() + 4 * torch.eye(HIDDEN)).float(),
