@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from memo.swap.recompute.axis.attention import drops_by, is_attention
 from memo.swap.recompute.axis.operator_rules import COLLECTIVES
 
-__all__ = ["NON_BLOCKING", "Operator", "call", "group_of", "operator_of"]
+__all__ = ["NON_BLOCKING", "Operator", "apart", "call", "group_of", "operator_of"]
 
 _ATEN = torch.ops.aten
 # These say when a collective's result is there, and change nothing in it.
@@ -40,6 +41,7 @@ _KEYS = torch._C.DispatchKey
 _BELOW_AUTOGRAD = (_KEYS.AutogradFunctionality, _KEYS.AutogradOther, _KEYS.AutogradNestedTensor, _KEYS.ADInplaceOrView)
 _LAZY = (_KEYS.Conjugate, _KEYS.Negative)
 NON_BLOCKING = "non_blocking"
+_PRODUCT = re.compile("mm|mv|dot|bilinear|trilinear|linear|conv|rnn|lstm|gru|attention|cdist|corrcoef|cov$")
 _OVERWRITE = frozenset({_ATEN.copy_, _ATEN.fill_, _ATEN.zero_})
 
 
@@ -58,6 +60,8 @@ class Operator:
         "calls_others",
         "func",
         "group_at",
+        "heeds_precision",
+        "is_apart",
         "is_attention",
         "is_collective",
         "is_known",
@@ -69,8 +73,10 @@ class Operator:
         "writes",
     )  # fmt: skip
 
-    def __init__(self, func: Any) -> None:
+    def __init__(self, func: Any, *, is_apart: bool = False) -> None:
         self.func = func
+        self.is_apart = is_apart
+        """It stands for calls at another precision of products than the layer began with."""
         self.is_overload = is_overload = isinstance(func, torch._ops.OpOverload)
         self.is_attention = is_attention(func)
         self.is_random = is_overload and is_random(func)
@@ -93,11 +99,14 @@ class Operator:
         """It uses no number of what it is given."""
         self.calls_others = is_overload and (not self.is_known or func.overloadpacket in _CALL_CAST)
         """Its kernel may call operators for which more keys count than for its own."""
+        self.heeds_precision = is_overload and (self.calls_others or _PRODUCT.search(func._schema.name) is not None)
+        """It computes products, or may."""
         self.overwrites = _overwrites(func, self.writes, is_random=self.is_random) if self.writes else ()
         """Those of `writes` of which it sets every element and reads none."""
 
 
-_OPERATORS: dict[int, Operator] = {}  # by the identity of what each holds: an OpOverload's hash is computed in Python
+_OPERATORS: dict[int, Operator] = {}
+_APART: dict[int, Operator] = {}  # by the identity of what each holds: an OpOverload's hash is computed in Python
 
 
 def operator_of(func: Any) -> Operator:
@@ -106,6 +115,12 @@ def operator_of(func: Any) -> Operator:
     if operator is None:
         operator = _OPERATORS.setdefault(id(func), Operator(func))  # one for all threads: it is compared by identity
     return operator
+
+
+def apart(operator: Operator) -> Operator:
+    """The same operator, called at another precision of products than the layer began with."""
+    func = operator.func
+    return _APART.get(id(func)) or _APART.setdefault(id(func), Operator(func, is_apart=True))
 
 
 def call(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_complex: bool = False) -> Any:

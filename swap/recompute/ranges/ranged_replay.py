@@ -22,6 +22,7 @@ from memo.swap.recompute.tape.plan import mask_of
 from memo.swap.recompute.tape.replay import Replay, ReplayFailed
 
 if TYPE_CHECKING:
+    from memo.swap.recompute.tape.settings import Settings
     from memo.swap.engine.engine import Engine
     from memo.swap.engine.token_prefix import Rows, Take
     from memo.swap.recompute.axis.token_axis import Axis
@@ -111,6 +112,7 @@ class RangedReplay(Replay):
         kept: what the span keeps, in its order.
         slices: the tokens of each of them that are packed.
         carried: arguments of the call that the plan does not hold.
+        settings: those in force where the call began.
         wanted: storages that it gives, in the plan's order.
         before: replay that runs first, of the tokens behind or of another phase.
         together: other ranks run it at the same place in their backward.
@@ -126,6 +128,7 @@ class RangedReplay(Replay):
         slices: Sequence[Slice],
         *,
         carried: Sequence[Any],
+        settings: Settings,
         wanted: Sequence[Wanted],
         before: Replay | None = None,
         together: bool = False,
@@ -137,6 +140,7 @@ class RangedReplay(Replay):
             span.plan,
             kept,
             carried=carried,
+            settings=settings,
             wanted=wanted,
             before=before,
             together=together,

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from memo.kernels import pack_mask
 from memo.swap.generators import leaves_generators
-from memo.swap.recompute.axis.operators import Operator, call, group_of, operator_of
+from memo.swap.recompute.axis.operators import Operator, apart, call, group_of, operator_of
 from memo.swap.recompute.tape.log import (
     CARRIED,
     FALSE,
@@ -39,6 +39,7 @@ from memo.swap.recompute.tape.log import (
     Storage,
     word_of,
 )
+from memo.swap.recompute.tape.settings import Settings, precision_of_products
 from memo.swap.recompute.tape.uncounted_writes import uncounted_writes
 from memo.swap.tensor_kinds import has_storage, is_sharded, local_part
 
@@ -194,6 +195,9 @@ class Recorder(TorchDispatchMode):
         self.storages: list[Storage] = []
         self.carried: list[Any] = []
         """Floating-point numbers and objects among the operators' arguments, in order."""
+        self.settings = Settings.now()
+        """In force where the call begins."""
+        self._precision = precision_of_products()
         self.tensors: dict[int, torch.Tensor] = {}
         """Storage number -> a tensor over it, for arguments, parameters, what was found, saved or held."""
         self.bits: dict[int, torch.Tensor] = {}
@@ -276,6 +280,8 @@ class Recorder(TorchDispatchMode):
                 self._note_sharded(args)
                 return NotImplemented  # a DTensor, or the like, which comes back with its local tensors
         operator = operator_of(func)
+        if operator.heeds_precision and precision_of_products() != self._precision:
+            operator = apart(operator)
         if operator.group_at is not None and (groups := _groups_of(operator, args)):
             self.collectives.append(Collective(self._count, operator.func._schema.name, groups))
         words, carried = len(self.log), len(self.carried)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 
-__all__ = ["Settings"]
+__all__ = ["Settings", "precision_of_products"]
 
 _NAMES = (
     "cpu_allow_fp16_reduced_precision_reduction", "cublas_allow_bf16_reduced_precision_reduction",
@@ -50,6 +50,16 @@ _PRECISIONS = tuple((backend, kind) for backend in ("cuda", "mkldnn") for kind i
 _precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
 _set_precision: Callable[[str, str, str], object] = torch._C._set_fp32_precision_setter
 _modes_on_stack = torch._C._len_torch_dispatch_stack
+_REDUCED = tuple(
+    read
+    for each in ("bf16_reduced_precision_reduction", "fp16_accumulation", "fp16_reduced_precision_reduction")
+    if (read := getattr(torch._C, f"_get_cublas_allow_{each}", None)) is not None
+)
+
+
+def precision_of_products() -> tuple[Any, ...]:
+    """What decides the precision of matrix products and convolutions, in about a microsecond."""
+    return (*[_precision(*each) for each in _PRECISIONS], *[read() for read in _REDUCED])
 
 
 class Settings(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memo
+from memo.swap import Level
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -142,3 +144,59 @@ def test_what_begins_in_the_second_call_is_found_there(strange: Any) -> None:
 
 def test_a_recompute_is_tried_again_at_larger_sizes() -> None:
     assert runs(drifts_where_large, steps=8, rows=lambda number: 8 if number < 5 else 64)[:2] == ([], {})
+
+
+class Precise(nn.Module):
+    """Computes its first product in a lower precision from its third call on, and puts the precision back, or does not."""
+
+    def __init__(self, *, puts_back: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.calls, self.puts_back = nn.Linear(HIDDEN, 64), nn.Linear(64, HIDDEN), 0, puts_back
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        before = torch.get_float32_matmul_precision()
+        up = self.up(x)
+        torch.set_float32_matmul_precision("medium" if self.calls > 2 else before)
+        up = F.linear(up.sin(), self.down.weight)
+        if self.puts_back:
+            torch.set_float32_matmul_precision(before)
+        return x + self.down(F.linear(up, self.up.weight).sin())  # type: ignore[no-any-return]
+
+
+def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A product as a GPU computes it: to the bits that the precision in force asks for."""
+    if torch.get_float32_matmul_precision() == "medium":
+        x, y = x.bfloat16().float(), y.bfloat16().float()
+    return (x.unsqueeze(2) * y.unsqueeze(0)).sum(1)
+
+
+@pytest.mark.parametrize("puts_back", [True, False])
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+@pytest.mark.parametrize("how", [{"alpha": 0.5}, {"levels": dict.fromkeys(range(2), Level.SAVE_INPUT)}], ids=str)
+def test_a_precision_that_begins_within_a_later_call_is_seen_there(how: dict[str, Any], puts_back: bool) -> None:
+    def run(managed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[Precise(puts_back=puts_back) for _ in range(2)])
+        manager = memo.offload(model, layers=[*model], min_bytes=1, **how) if managed else nullcontext()
+        found = []
+        for _ in range(5):
+            with manager:
+                loss = model(torch.linspace(0, 1, 8 * HIDDEN).view(1, 8, HIDDEN)).square().mean()
+            torch.set_float32_matmul_precision("highest")
+            loss.backward()
+            found += gradients(model)
+            model.zero_grad()
+        if managed:
+            assert manager.stats.bytes_recomputed > 0  # type: ignore[union-attr]
+            manager.close()  # type: ignore[union-attr]
+        return found
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("mm", _product, "CPU", allow_override=True)
+        try:
+            want = run(managed=False)
+            assert not all(map(torch.equal, want, want[-len(want) // 5 :]))
+            assert all(map(torch.equal, run(managed=True), want))
+        finally:
+            torch.set_float32_matmul_precision("highest")
