@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memo.swap.dynamo import keep_from_dynamo
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -34,6 +36,8 @@ class SavingHooks:
 
     def install(self) -> None:
         """Sets the hooks; `remove` must follow."""
+        for hook in self._pair:
+            keep_from_dynamo(hook)
         _installed.append(self)
         if _autograd._saved_tensors_hooks_get_disabled_error_message() is None:
             self.push()

@@ -22,13 +22,13 @@ from memo.swap.recompute.tape.plan import mask_of
 from memo.swap.recompute.tape.replay import Replay, ReplayFailed
 
 if TYPE_CHECKING:
-    from memo.swap.recompute.tape.settings import Settings
     from memo.swap.engine.engine import Engine
     from memo.swap.engine.token_prefix import Rows, Take
     from memo.swap.recompute.axis.token_axis import Axis
     from memo.swap.recompute.ranges.rows import TokenRows
     from memo.swap.recompute.tape.plan import Kept
     from memo.swap.recompute.tape.replay import Brought, Wanted
+    from memo.swap.recompute.tape.settings import Settings
 
 __all__ = ["RangedReplay", "Slice", "part_to_keep", "slices_of"]
 

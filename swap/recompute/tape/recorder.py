@@ -6,9 +6,7 @@ autograd does not save, but the layer's arguments, and those that the caller nam
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import CodeType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -17,6 +15,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from memo.kernels import pack_mask
+from memo.swap.dynamo import keep_from_dynamo
 from memo.swap.generators import leaves_generators
 from memo.swap.recompute.axis.operators import Operator, apart, call, group_of, operator_of
 from memo.swap.recompute.tape.log import (
@@ -82,19 +81,6 @@ def is_recordable(tensor: torch.Tensor) -> bool:
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested)
         and not tensor._is_zerotensor()
     )
-
-
-def _keep_from_dynamo() -> None:
-    """Has Dynamo not trace the recorder, where a compiled function of the layer breaks off and runs operators in Python."""
-    if "torch._dynamo" in sys.modules and not _kept_from:
-        dynamo = torch._C._dynamo.eval_frame
-        skip = dynamo._FrameAction.SKIP
-        code = Recorder.__torch_dispatch__.__code__
-        dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(skip, skip))  # with all that it calls
-        _kept_from.add(code)
-
-
-_kept_from: set[CodeType] = set()
 
 
 class Aside:
@@ -241,7 +227,7 @@ class Recorder(TorchDispatchMode):
             checksums.note([hidden, *given])
 
     def __enter__(self) -> Recorder:
-        _keep_from_dynamo()
+        keep_from_dynamo(Recorder.__torch_dispatch__)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

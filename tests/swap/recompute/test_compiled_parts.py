@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from small_models import Block
+from small_models import Block, gradients
 from torch import nn
 
 import memo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Mixed(Block):
@@ -68,28 +71,47 @@ def test_compiled_parts_are_kept_and_the_rest_is_divided(how: str) -> None:
         assert stats.bytes_recomputed > 0
 
 
-class Broken(nn.Module):
-    """A compiled function that breaks off, so that some of its operators run in Python."""
+_LIBRARY = torch.library.Library("memo_compiled", "FRAGMENT")
+_LIBRARY.define("smooth(Tensor x) -> Tensor")
+_LIBRARY.impl("smooth", torch.atan, "CPU")
+torch.library.register_autograd(
+    "memo_compiled::smooth",
+    lambda ctx, grad: grad / (1 + ctx.saved_tensors[0].square()),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    lib=_LIBRARY,
+)
 
-    def __init__(self) -> None:
+
+def breaks_off(x: torch.Tensor) -> torch.Tensor:
+    """Some of its operators run in Python."""
+    x = x.tanh()
+    torch._dynamo.graph_break()
+    return x * (1 + 0 * float(x.detach().sum()))
+
+
+def saves_in_python(x: torch.Tensor) -> torch.Tensor:
+    """Its operator's formula is Python, which saves a tensor."""
+    y: torch.Tensor = torch.ops.memo_compiled.smooth(x)
+    return y.tanh()
+
+
+class Compiled(nn.Module):
+    def __init__(self, parts: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.inner = nn.Linear(16, 16)
-        self.compiled = torch.compile(self.parts, backend="aot_eager")
-
-    def parts(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inner(x).tanh()
-        torch._dynamo.graph_break()
-        return x * (1 + 0 * float(x.detach().sum()))
+        self.compiled = torch.compile(lambda x: parts(self.inner(x)), backend="aot_eager")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.compiled(x)
 
 
-def test_dynamo_traces_nothing_of_the_recorder() -> None:
-    def frames(alpha: float | None) -> int:
+@pytest.mark.parametrize("parts", [breaks_off, saves_in_python])
+def test_dynamo_traces_nothing_of_memo(parts: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def run(alpha: float | None) -> tuple[int, list[torch.Tensor]]:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        model = nn.Sequential(nn.ModuleList([Broken(), Broken()]))
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.ModuleList([Compiled(parts), Compiled(parts)]))
         manager = None if alpha is None else memo.offload(model, alpha=alpha, host="1MiB", min_bytes=1)
         for _ in range(2):
             x = torch.ones(2, 32, 16, requires_grad=True)
@@ -97,6 +119,11 @@ def test_dynamo_traces_nothing_of_the_recorder() -> None:
                 for layer in model[0]:  # type: ignore[attr-defined]
                     x = layer(x)
             x.sum().backward()
-        return torch._dynamo.utils.counters["frames"]["total"]
+        return torch._dynamo.utils.counters["frames"]["total"], gradients(model)
 
-    assert frames(0.0) == frames(None) > 2
+    frames, want = run(None)
+    assert frames > 1
+    for alpha in (1.0, 0.0):
+        found, got = run(alpha)
+        assert found == frames
+        assert all(map(torch.equal, got, want))
