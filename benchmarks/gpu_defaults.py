@@ -113,7 +113,7 @@ def _switch(model: Any, name: str) -> Any:
 def measure(
     task: Task, device: torch.device, chosen: Sequence[Way], rounds: int, written: Callable[[dict[str, Any]], Any]
 ) -> dict[str, Any]:
-    """Each way's steps, peaks and gradients; what there is so far goes to `written` after each row."""
+    """Each way's steps and peaks, then its gradients; what there is so far goes to `written` after each of the two."""
     loss = _Loss(task.make(device))
     vocabulary = loss.model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     ids = torch.randint(0, vocabulary, (1, task.tokens + 1), generator=torch.Generator().manual_seed(1)).to(device)
@@ -121,25 +121,31 @@ def measure(
     print(f"\n{task.model}, {task.tokens} tokens", flush=True)
     reference: dict[str, torch.Tensor] = {}
     for way in chosen:
-        found = guarded(lambda way=way: _measured(way, loss, ids, rounds, reference))
-        row = {
-            "way": way.name,
-            "at": now(),
-            "failed": None,
-            **(found if isinstance(found, dict) else {"failed": found}),
-        }
+        row: dict[str, Any] = {"way": way.name, "at": now(), "failed": None}
+        body["ways"].append(row)
+
+        def add(found: dict[str, Any], row: dict[str, Any] = row) -> None:
+            row.update(found, at=now())
+            print(_line(row), flush=True)
+            written(body)
+
+        failed = guarded(lambda way=way, add=add: _measure(way, loss, ids, rounds, reference, add))
+        if failed is not None:
+            add({"failed": failed})
         loss.zero_grad(set_to_none=True)
         release_memory()
-        body["ways"].append(row)
-        print(_line(row), flush=True)
-        written(body)
     return body
 
 
-def _measured(
-    way: Way, loss: _Loss, ids: torch.Tensor, rounds: int, reference: dict[str, torch.Tensor]
-) -> dict[str, Any]:
-    """The row; the first way's gradients go to `reference`."""
+def _measure(
+    way: Way,
+    loss: _Loss,
+    ids: torch.Tensor,
+    rounds: int,
+    reference: dict[str, torch.Tensor],
+    add: Callable[[dict[str, Any]], None],
+) -> None:
+    """Adds steps and peaks to the row, then how far gradients differ; the first way's gradients go to `reference`."""
     trained = [parameter for parameter in loss.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.0)
     budget = device_budget_of(ids.device, None).total_bytes
@@ -149,38 +155,40 @@ def _measured(
             steps.append(train_step(loss, ids, running, optimizer))
         before = len(steps)
         steps += [train_step(loss, ids, running, optimizer) for _ in range(rounds)]
-        report, host = running.report(), None if running.host_bytes is None else running.host_bytes()
+        add(
+            {
+                "step_s": statistics.median(step.seconds for step in steps[before:]),
+                "steps_before": before,
+                "steps_s": [step.seconds for step in steps],
+                "peak_device_bytes": max(step.peak_bytes for step in steps[before:]),
+                "peaks_bytes": [step.peak_bytes for step in steps],
+                "budget_bytes": budget,
+                "reserved_bytes": torch.cuda.memory_reserved() if ids.is_cuda else None,
+                "peak_host_bytes": None if running.host_bytes is None else running.host_bytes(),
+                "loss": steps[-1].loss,
+                "report": running.report(),
+            }
+        )
         with deterministic():
             train_step(loss, ids, running)
     gradients = {name: p.grad for name, p in loss.named_parameters() if p.grad is not None}
     if not reference:
         reference |= {name: gradient.cpu() for name, gradient in gradients.items()}
-    return {
-        "step_s": statistics.median(step.seconds for step in steps[before:]),
-        "steps_before": before,
-        "steps_s": [step.seconds for step in steps],
-        "peak_device_bytes": max(step.peak_bytes for step in steps[before:]),
-        "peaks_bytes": [step.peak_bytes for step in steps],
-        "budget_bytes": budget,
-        "reserved_bytes": torch.cuda.memory_reserved() if ids.is_cuda else None,
-        "peak_host_bytes": host,
-        "loss": steps[-1].loss,
-        "gradient_difference": max(relative_norm(g, reference[name]) for name, g in gradients.items()),
-        "report": report,
-    }
+    add({"gradient_difference": max(relative_norm(g, reference[name]) for name, g in gradients.items())})
 
 
 def _line(row: dict[str, Any]) -> str:
     if row["failed"] is not None:
         return f"  {row['way']:20} {row['failed']}"
     host = row["peak_host_bytes"]
+    differs = row.get("gradient_difference")
     first = row["steps_s"][: row["steps_before"]]
     cells = (
         f"{row['way']:20} {row['step_s']:.3f} s",
         f"device {format_bytes(row['peak_device_bytes'])}",
         f"at most {format_bytes(max(row['peaks_bytes']))} of {format_bytes(row['budget_bytes'])}",
         "no host memory" if host is None else f"host {format_bytes(host)}",
-        f"gradients differ by {row['gradient_difference']:.1e}",
+        "" if differs is None else f"gradients differ by {differs:.1e}",
         f"first {', '.join(f'{seconds:.2f}' for seconds in first)} s",
     )
-    return "  " + ", ".join(cells)
+    return "  " + ", ".join(filter(None, cells))

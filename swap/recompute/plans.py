@@ -27,6 +27,7 @@ from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.tape.step_costs import step_costs
 from memo.swap.recompute.tape.tape import Tape
 from memo.swap.recompute.trial import Unlike, try_out, try_out_ranges
+from memo.swap.tensor_kinds import local_part
 from memo.swap.token_levels import (
     LayerCosts,
     Level,
@@ -152,6 +153,8 @@ class Plans:
         """Form of a replay that has passed its trial -> largest difference that this found."""
         self._passed: LRU[tuple[Any, ...], frozenset[int]] = LRU(MOST_PLANS)
         """Layer and the log of a call -> steps that have run again in trials that passed."""
+        self._wrong: LRU[tuple[Any, ...], frozenset[int]] = LRU(MOST_PLANS)
+        """Layer and its operators -> steps that a trial found to give something else, and that never run again."""
         self._ways: LRU[tuple[Any, ...], tuple[Way, bool]] = LRU(MOST_PLANS)
         """Form of calls, setting, and what can be kept -> how ranges of tokens divided them, and whether in phases."""
         self._holds: LRU[tuple[Any, ...], Holds] = LRU(MOST_KINDS)
@@ -260,7 +263,10 @@ class Plans:
             case = self._case(call, recorded, setting, opaque)
             known = self.trials_run, case.form in self._undivided
             found, shared = self._made(case, shared)
-            if not (isinstance(found, Refused) and found.for_now):
+            tries_again = isinstance(found, Refused) and found.for_now
+            if self.trials_run != known[0] and not _proves(call):
+                tries_again = True
+            if not tries_again:
                 self._found[key] = found
             if call.kind not in self._holds or (self.trials_run, case.form in self._undivided) != known:
                 following = self._next(case, shared, found)
@@ -271,7 +277,7 @@ class Plans:
                 if counted is None:
                     counted = self._alike[alike] = self._counts(case)
                 self._counted[key] = counted
-            if not (isinstance(found, Refused) and found.for_now):
+            if not tries_again:
                 self._alike_calls.add(call, recorded, setting, opaque, case.tape, found, counted)
         self._latest[layer] = found
         if counted is not None:
@@ -408,9 +414,9 @@ class Plans:
 
     def _tried(self, case: _Case, shared: Shared) -> Plan | Refused:
         """A plan that other ranks have no part in, tried out; or why there is none."""
-        wrong: frozenset[int] = frozenset()
         reason = None
         for _ in range(MOST_TRIALS):
+            wrong = self._wrong_of(case)
             choice = case.choice.under(shared, wrong)
             cut = choice.cut(case.setting)
             if not cut.replayed:
@@ -426,17 +432,20 @@ class Plans:
                 self._short[case.layer] = short = self._short.get(case.layer, 0) + 1
                 reason = "there was no device memory to try its replay out"
                 return Refused(reason, wrong, for_now=short < MOST_SHORT)
-            if unlike is None:
+            if unlike is None and _proves(case.call):
                 self._shown[form] = self._shown[sized] = 0.0
                 run = (case.layer, case.recorded.key)
                 self._passed[run] = frozenset(plan.steps).union(self._passed.get(run) or ())
+            if unlike is None:
                 return dataclasses.replace(plan, wrong=wrong) if wrong else plan
             reason = str(unlike)
             if unlike.step is None or case.call.has_released:
                 return Refused(reason, wrong)
-            wrong |= {unlike.step}
             self._passed[case.layer, case.recorded.key] = frozenset()  # another trial of this call has failed
-        return Refused(reason, wrong)
+        return Refused(reason, self._wrong_of(case))
+
+    def _wrong_of(self, case: _Case) -> frozenset[int]:
+        return self._wrong.get((case.layer, *case.operators)) or frozenset()
 
     def _forms(self, case: _Case, plan: Plan) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Keys of a passed trial: for any sizes, as routed rows differ, and for saved bytes within a factor of 2."""
@@ -461,7 +470,7 @@ class Plans:
         All that decides here is exchanged, so that all ranks take the same way. A plan that repeats no collective is
         left to this rank alone.
         """
-        wrong: frozenset[int] = frozenset()
+        wrong = self._wrong_of(case)
         steps = case.tape.steps
         for _ in range(MOST_TRIALS):
             settled = self._agreements.settle(case.layer, shared, self._proposed(case, shared, wrong))
@@ -501,6 +510,8 @@ class Plans:
             with self._engine.trial(case.call.group, has_room=has_room):
                 try_out(case.recorded.replay(plan, self._engine), release=None if has_room else case.release)
         except Unlike as unlike:
+            if unlike.step is not None:  # a later call may not show it: all of it may be zero there
+                self._wrong[case.layer, *case.operators] = self._wrong_of(case) | {unlike.step}
             return Unlike(unlike.step, str(unlike))  # a fresh one: the frames of this one hold the call's tensors
         self._timed(case.layer, plan.cost, self._finished_s() - began)
         return None
@@ -584,7 +595,8 @@ class Plans:
             return None
         if unlike is not None:
             return None
-        self._shown[form] = worst
+        if _proves(case.call):
+            self._shown[form] = worst
         return dataclasses.replace(plan, deviation=worst)
 
     def _ranged_form(self, case: _Case, plan: RangedPlan) -> tuple[Any, ...]:
@@ -691,6 +703,17 @@ def _divided(
     bits = first * 8 * choice.saved_nbytes + (second - first) * least[Level.SAVE_MATMULS]
     bits += (rows.tokens - second) * least[Level.SAVE_ATTENTION]
     return None if plan is None or 8 * plan.nbytes * rows.tokens > MOST_OVER * bits else plan
+
+
+def _proves(call: OpenCall) -> bool:
+    """False of a trial of a call whose input is zero throughout: what is wrong elsewhere may show nothing there.
+
+    The next call is tried again, unless other ranks have a part in it.
+    """
+    if call.proves is None:
+        hidden = local_part(call.hidden.detach())
+        call.proves = bool(call.recorder.collectives) or not hidden.numel() or bool(hidden.any())
+    return call.proves
 
 
 def _without(setting: Setting, kind: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -71,6 +71,8 @@ class OpenCall:
     """What replays read is compared with what it was."""
     untried: int | None = None
     """Calls since the last one that was tried, this one included; None: this one is not tried again."""
+    proves: bool | None = None
+    """Whether a trial that passes says something of other calls; None: not asked yet."""
     nested: bool = False
     has_released: bool = False
     """A trial has taken saved tensors from the recorder, in the place of which there are equal ones: no other plan can be

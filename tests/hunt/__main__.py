@@ -28,14 +28,14 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 from tests.hunt.comparison import Find, compare
 from tests.hunt.drawing import MOST_STATEMENTS, drawn
 from tests.hunt.levels import LEVELS
-from tests.hunt.operators import DEVICE
+from tests.hunt.operators import DEVICE, EMULATED
 from tests.hunt.processes import outcomes
 from tests.hunt.program import Program
 from tests.hunt.ranks import compare_on_ranks, drawn_placement
 from tests.hunt.shrinking import shrink
 from tests.hunt.totals import Found, Piece, Totals
 
-RESULT = "hunt" if DEVICE == "cpu" else "hunt-streams" if "emulated" in torch.cuda.get_device_name() else "hunt-gpu"
+RESULT = "hunt" if DEVICE == "cpu" else "hunt-streams" if EMULATED else "hunt-gpu"
 _SAID_S = 60.0
 """Between two lines of figures; a result file is written as often."""
 

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["DEVICE", "MOST_SAMPLES", "Sampled", "sampled_names"]
+__all__ = ["DEVICE", "EMULATED", "MOST_SAMPLES", "Sampled", "sampled_names"]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EMULATED = DEVICE == "cuda" and "emulated" in torch.cuda.get_device_name()
 """Where programs run."""
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses deterministic algorithms without it

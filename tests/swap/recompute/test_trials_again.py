@@ -200,3 +200,43 @@ def test_a_precision_that_begins_within_a_later_call_is_seen_there(how: dict[str
             assert all(map(torch.equal, run(managed=True), want))
         finally:
             torch.set_float32_matmul_precision("highest")
+
+
+class Flushing(nn.Module):
+    """Makes numbers so small that they are flushed to zero within the layer, and not in a replay; of zero nothing is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, HIDDEN, bias=False), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = self.up(x).tanh()
+        torch.set_flush_denormal(True)
+        small = (up * 1e-38).mul(0.5)
+        torch.set_flush_denormal(False)
+        return x + self.down(up + (small * 1e38).sin())  # type: ignore[no-any-return]
+
+
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor flushes no small numbers")
+@pytest.mark.parametrize("calls", [((8, 1), (8, 0), (12, 1)), ((8, 0), (8, 1)), ((8, 0), (12, 1))], ids=str)
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_a_call_of_zeros_proves_nothing(calls: tuple[tuple[int, int], ...], alpha: float) -> None:
+    def run(managed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Flushing(), Flushing())
+        manager = memo.offload(model, layers=[*model], alpha=alpha, min_bytes=1) if managed else nullcontext()
+        found = []
+        for tokens, factor in calls:
+            with manager:
+                loss = model(torch.linspace(1, 2, tokens * HIDDEN).view(1, tokens, HIDDEN) * factor).square().mean()
+            loss.backward()
+            found += gradients(model)
+            model.zero_grad()
+        if managed:
+            assert manager.stats.bytes_recomputed > 0  # type: ignore[union-attr]
+            manager.close()  # type: ignore[union-attr]
+        return found
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert all(map(torch.equal, run(managed=True), run(managed=False)))
