@@ -175,10 +175,10 @@ def test_a_layers_edge_reads_torchs_counters_once_and_sorts_none(
     count(torch.cuda.memory, "memory_stats")
     count(torch._C, "_cuda_memoryStats")
     count(torch._C, "_cuda_resetPeakMemoryStats")
-    count(DevicePeaks, "cross_boundary")
+    count(DevicePeaks, "_begin")
     steps(model, device, manager, count=4)
     manager.close()
-    edges, beside = calls["cross_boundary"], 20  # beside the boundaries: a few readings a step
+    edges, beside = calls["_begin"], 20  # beside the boundaries: a few readings a step
     assert edges > 2 * beside
     assert calls["memory_stats"] == 0
     assert edges <= calls["_cuda_memoryStats"] <= edges + beside
