@@ -1,0 +1,22 @@
+"""The product weighs no more than CONTRIBUTING.md's table says."""
+
+from __future__ import annotations
+
+from lines_of_code import TABLE, lines_of_code, table_in
+
+ROOM = 1.02
+"""A folder may have so many times the lines of its row."""
+FEW = 20
+"""Lines that a small folder may have above its row."""
+
+
+def test_no_folder_has_more_lines_of_code_than_its_row() -> None:
+    allowed, lines = table_in(TABLE.read_text()), lines_of_code()
+    assert lines.keys() == allowed.keys()
+    heavier = {
+        folder: count for folder, count in lines.items() if count > max(ROOM * allowed[folder], allowed[folder] + FEW)
+    }
+    assert heavier == {}, (
+        "take as much away, or say in the change why python tests/support/lines_of_code.py writes more"
+    )
+    assert sum(lines.values()) <= ROOM * sum(allowed.values())
