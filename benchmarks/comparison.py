@@ -28,11 +28,11 @@ import memo
 from benchmarks.peers.ways import Running, Way
 from benchmarks.table import Row, Table
 from memo.autoplan.device_budget import device_budget_of
-from memo.gpt.arithmetic.peak_flops import peak_flops
 from memo.gpt.config import GPTConfig
 from memo.gpt.model.model import GPT
 from memo.gpt.optim.optimizer import adamw
 from memo.machine.link_bandwidth import LinkRates, measure_link
+from memo.mip.inputs import peak_flops
 
 __all__ = [
     "Comparison",

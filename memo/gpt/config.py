@@ -1,4 +1,4 @@
-"""Shape of a GPT: a validated dataclass, and presets of the published sizes.
+"""Shape of a GPT: a validated dataclass, and presets of the published sizes (presets.toml).
 
 Owns every number that decides a model's parameters and FLOPs. Does not import torch, so the command line and the planners
 can use it alone. Invariant: a GPTConfig is consistent; heads divide the width, key/value heads divide the heads.
@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from memo.errors import UsageError
 from memo.gpt.attention_pattern import AttentionPattern
 from memo.gpt.rope_scaling import RopeScaling
+from memo.toml_tables import toml_tables
 
 __all__ = [
     "PRESETS",
@@ -36,7 +37,6 @@ Mlp = Literal["gelu", "swiglu"]
 Positions = Literal["learned", "rotary"]
 Variant = Literal["gpt", "llama"]
 
-GPT2_VOCAB = 50257
 # A SwiGLU has three matrices where a GELU MLP has two: 2/3 of its width keeps the parameter count (Shazeer 2020,
 # "GLU Variants Improve Transformer"); the multiple of 256 is Llama's.
 SWIGLU_MULTIPLE = 256
@@ -216,82 +216,16 @@ class GPTConfig:
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
 
-def _gpt(*, layers: int, hidden: int, heads: int, max_seq: int = 2048, **others: Any) -> GPTConfig:
-    shape = {"vocab_size": GPT2_VOCAB, "kv_heads": heads, "ffn": 4 * hidden} | others
-    return GPTConfig(layers=layers, hidden=hidden, heads=heads, max_seq=max_seq, **shape)
-
-
-def _paper(*, layers: int, hidden: int, heads: int) -> GPTConfig:
-    # LayerNorm, GELU, 4h, vocabulary and shapes: MEMO (SIGMOD 2025), Table 2. Positions are not in that table; they are
-    # rotary here, since a learned table for a million tokens would add four billion parameters to the 7B model; nor is
-    # tying, and untied keeps the first and the last pipeline stage apart.
-    return _gpt(layers=layers, hidden=hidden, heads=heads, positions="rotary", tie_embeddings=False)
-
-
-def _mgpt(*, layers: int, hidden: int, heads: int) -> GPTConfig:
-    # Shapes, vocabulary and context: Shliazhko et al. 2022 (mGPT) and the configurations published with its weights; GPT-3's
-    # alternation of dense and locally banded layers. Its window is not published: 128 tokens are the 8 local blocks of 16
-    # that the same authors' ruGPT-3 XL and 13B have, with the first layer sparse; the blocks there that all tokens see are
-    # left out.
-    pattern = AttentionPattern(window=128, full_every=2)
-    return _gpt(layers=layers, hidden=hidden, heads=heads, vocab_size=100_000, pattern=pattern)
-
-
-def _llama3(*, layers: int, hidden: int, heads: int, ffn: int) -> GPTConfig:
-    # Grattafiori et al. 2024 (Llama 3), Table 3. Later releases differ in how they scale rotary positions only.
+def _preset(*, moe: Any = None, pattern: Any = None, **shape: Any) -> GPTConfig:
     return GPTConfig(
-        vocab_size=128256,
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=8,
-        ffn=ffn,
-        max_seq=8192,
-        norm="rmsnorm",
-        mlp="swiglu",
-        positions="rotary",
-        tie_embeddings=False,
-        bias=False,
-        rope_theta=500_000.0,
+        **{"kv_heads": shape["heads"], "ffn": 4 * shape["hidden"]} | shape,
+        moe=moe and MoeConfig(**moe),
+        pattern=pattern and AttentionPattern(**pattern),
     )
 
 
-_LLAMA3 = {
-    "llama3-8b": _llama3(layers=32, hidden=4096, heads=32, ffn=14336),
-    "llama3-70b": _llama3(layers=80, hidden=8192, heads=64, ffn=28672),
-    "llama3-405b": _llama3(layers=126, hidden=16384, heads=128, ffn=53248),
-}
-"""Sizes of one architecture; the others have a form of each variant."""
-
 PRESETS: dict[str, GPTConfig] = {
-    "tiny": _gpt(layers=4, hidden=128, heads=2, max_seq=1024, vocab_size=257),
-    "moe-tiny": _gpt(
-        layers=4,
-        hidden=128,
-        heads=2,
-        max_seq=1024,
-        vocab_size=257,
-        moe=MoeConfig(experts=8, top_k=2, shared_experts=1, expert_hidden=128, every=2),
-    ),
-    "local-tiny": _gpt(
-        layers=4, hidden=128, heads=2, max_seq=1024, vocab_size=257, pattern=AttentionPattern(window=64, full_every=2)
-    ),
-    # 125m and 350m: Radford et al. 2019 (GPT-2) and Brown et al. 2020 (GPT-3), Table 2.1.
-    "125m": _gpt(layers=12, hidden=768, heads=12, max_seq=1024),
-    "350m": _gpt(layers=24, hidden=1024, heads=16, max_seq=1024),
-    # GPT-3 XL with 16 heads of 128, so that heads times head size is the hidden size.
-    "1.3b": _gpt(layers=24, hidden=2048, heads=16),
-    "7b": _paper(layers=32, hidden=4096, heads=32),
-    "13b": _paper(layers=40, hidden=5120, heads=40),
-    "30b": _paper(layers=48, hidden=7168, heads=56),
-    "65b": _paper(layers=80, hidden=8192, heads=64),
-    # 175b: Brown et al. 2020 (GPT-3), Table 2.1; 530b: Smith et al. 2022 (Megatron-Turing NLG), section 2.1. Positions and
-    # tying as above.
-    "175b": _paper(layers=96, hidden=12288, heads=96),
-    "530b": _paper(layers=105, hidden=20480, heads=128),
-    "mgpt-1.3b": _mgpt(layers=24, hidden=2048, heads=16),
-    "mgpt-13b": _mgpt(layers=40, hidden=5120, heads=40),
-    **_LLAMA3,
+    name: _preset(**shape) for name, shape in toml_tables(__file__, "presets.toml").items()
 }
 
 
@@ -342,6 +276,11 @@ def preset_name(name: str) -> str | None:
     return next((known for known in PRESETS if known == preset_key(name)), None)
 
 
+def _is_llama(shape: GPTConfig) -> bool:
+    """Whether a preset is of one architecture, Llama 3's; the others have a form of each variant."""
+    return shape.norm == "rmsnorm"
+
+
 def variant_of(name: str, asked: Variant | None) -> Variant:
     """The architecture of a preset.
 
@@ -352,7 +291,8 @@ def variant_of(name: str, asked: Variant | None) -> Variant:
     Raises:
         UsageError: the preset has one architecture, and another one is asked for.
     """
-    if preset_name(name) not in _LLAMA3:
+    known = preset_name(name)
+    if known is None or not _is_llama(PRESETS[known]):
         return asked or "gpt"
     if asked == "gpt":
         raise UsageError(f"{name} is a llama; leave out the variant")
@@ -396,7 +336,7 @@ def preset(
     for field, value in (("heads", heads), ("hidden", hidden)):
         if not isinstance(value, int):
             raise UsageError(f"model: {field} is {value!r}; it must be a whole number of at least 1")
-    if known in _LLAMA3:
+    if _is_llama(base):
         derived = _proportional(base, hidden, heads)
     else:
         derived = _llama_fields(hidden, heads) if variant == "llama" else {"kv_heads": heads, "ffn": 4 * hidden}

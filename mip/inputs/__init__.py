@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         Hardware as Hardware,
         hardware_of as hardware_of,
         hardware_preset as hardware_preset,
+        peak_flops as peak_flops,
     )
     from memo.mip.inputs.network import (
         Collectives as Collectives,
@@ -48,7 +49,7 @@ else:
         {
             "coding": "CODECS CODE_BYTES Coding checking_nbytes",
             "doctor_rates": "with_measured_rates",
-            "hardware": "Hardware PRESETS hardware_of hardware_preset",
+            "hardware": "Hardware PRESETS hardware_of hardware_preset peak_flops",
             "network": "Collectives Group Level Network parse_network",
             "pipeline_schedules": "Kind PipelineSchedule Turn",
             "profile": "ALL ATTENTION INPUT MATMULS EmbeddingExchange EndProfile LayerProfile PointProfile Profile Role "

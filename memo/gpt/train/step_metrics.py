@@ -9,13 +9,13 @@ import torch
 
 from memo.allocator import memory_stats
 from memo.gpt.arithmetic.flops import hfu, mfu_causal, mfu_full, recompute_flops_per_token
-from memo.gpt.arithmetic.peak_flops import peak_flops
 from memo.gpt.config import GPTConfig
 from memo.gpt.train.metrics import StepMetrics, StepUsage
 from memo.gpt.train.step import StepResult
 from memo.gpt.train_config import Precision
 from memo.machine import run_peak_rss_bytes
 from memo.manager import Manager
+from memo.mip.inputs import peak_flops
 from memo.swap import total_host_bytes
 
 __all__ = ["StepMeter"]
