@@ -7,9 +7,8 @@ is left in memory: what the plan that was expected would have kept is held as we
 from __future__ import annotations
 
 import dataclasses
-import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,12 +21,10 @@ from memo.swap.recompute.choice import Choice, single_level
 from memo.swap.recompute.ranges.ranged_plan import RangedPlan, ranged_costs_of, ranged_plan_of
 from memo.swap.recompute.ranges.rows import TokenRows, Way, reading_in, readings_of
 from memo.swap.recompute.tape.bans import NO_BANS, Bans
-from memo.swap.recompute.tape.form import sizes_of
 from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.tape.step_costs import step_costs
 from memo.swap.recompute.tape.tape import Tape
-from memo.swap.recompute.trial import Unlike, try_out, try_out_ranges
-from memo.swap.tensor_kinds import local_part
+from memo.swap.recompute.trials import Case, Trials, proves
 from memo.swap.token_levels import (
     LayerCosts,
     Level,
@@ -35,15 +32,11 @@ from memo.swap.token_levels import (
     PointCost,
     Setting,
     TokenLevels,
-    comparing_nbytes,
     setting_of,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from memo.swap.engine.engine import Engine
-    from memo.swap.engine.saved_storage import SavedStorage
     from memo.swap.recompute.rank_agreement import Ranks
     from memo.swap.recompute.recorded_call import Ended, OpenCall, RecordedCall
     from memo.swap.recompute.tape.log import Holds, Key
@@ -51,7 +44,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Found", "Plans", "Refused"]
 
-_S_PER_PS = 1e-12
 MOST_PLANS = 512
 """Plans that are remembered, over all layers, settings and lengths."""
 MOST_KINDS = 512
@@ -77,44 +69,6 @@ class Refused:
 Found = Plan | RangedPlan | Refused
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Case:
-    """A call that has just ended, to be planned."""
-
-    call: OpenCall
-    recorded: RecordedCall
-    setting: Setting
-    choice: Choice
-    here: int
-    """The caller's stream."""
-
-    @property
-    def layer(self) -> str:
-        return self.call.layer.name
-
-    @property
-    def tape(self) -> Tape:
-        return self.choice.tape
-
-    @property
-    def operators(self) -> Iterator[Any]:
-        """The log without its sizes."""
-        return self.recorded.operators
-
-    def release(self, storage: int, saved: SavedStorage) -> bool:
-        """Gives up a saved storage for an equal one on the caller's stream; False where it was saved on another one."""
-        if saved.home != self.here:
-            return False
-        self.call.has_released = True
-        self.call.recorder.tensors.pop(storage, None)
-        return True
-
-    @property
-    def form(self) -> tuple[Any, ...]:
-        """What calls share that ranges of tokens divide alike."""
-        return (self.call.kind, *self.operators)
-
-
 class Plans:
     """Plans of one manager's layers.
 
@@ -135,26 +89,16 @@ class Plans:
         exact: bool = False,
         rates: Rates | None = None,
     ) -> None:
-        self.worst_deviation = 0.0
-        """Largest difference of all passed trials."""
-        self.trials_run = 0
-        self.device_room: Callable[[], int] | None = None
-        """Bytes of the device's budget that are free; None: not known."""
         self._engine = engine
         self._ranks = ranks
         self._bans = bans
         self._exact = exact
         self._rates = rates
+        self.trials = Trials(engine, exact=exact, rates=rates)
         self._agreements = Agreements(ranks)
         self._found: LRU[tuple[Any, ...], Found] = LRU(MOST_PLANS)
         self._tapes: LRU[tuple[Any, ...], Tape] = LRU(MOST_PLANS)
         self._opaque: LRU[tuple[Any, ...], frozenset[int]] = LRU(MOST_PLANS)
-        self._shown: LRU[tuple[Any, ...], float] = LRU(MOST_PLANS)
-        """Form of a replay that has passed its trial -> largest difference that this found."""
-        self._passed: LRU[tuple[Any, ...], frozenset[int]] = LRU(MOST_PLANS)
-        """Layer and the log of a call -> steps that have run again in trials that passed."""
-        self._wrong: LRU[tuple[Any, ...], frozenset[int]] = LRU(MOST_PLANS)
-        """Layer and its operators -> steps that a trial found to give something else, and that never run again."""
         self._ways: LRU[tuple[Any, ...], tuple[Way, bool]] = LRU(MOST_PLANS)
         """Form of calls, setting, and what can be kept -> how ranges of tokens divided them, and whether in phases."""
         self._holds: LRU[tuple[Any, ...], Holds] = LRU(MOST_KINDS)
@@ -172,8 +116,6 @@ class Plans:
         """Layer -> trials that found no memory."""
         self._written_unseen: set[str] = set()
         """Layers in which something unseen has written: each of their calls is recorded with checksums."""
-        self._unit_s: dict[str, float] = {}
-        """Layer -> seconds of a unit of a replay's cost, by its fastest trial: others waited for a copy, or were first."""
         self._counted: LRU[tuple[Any, ...], LayerCosts] = LRU(MOST_PLANS)
         """By the key of a plan, and used when it is, so that it is not forgotten before it."""
         self._alike: LRU[tuple[Any, ...], LayerCosts] = LRU(MOST_PLANS)
@@ -261,17 +203,17 @@ class Plans:
             found = counted = None
         if found is None or not _is_allowed(found, shared):
             case = self._case(call, recorded, setting, opaque)
-            known = self.trials_run, case.form in self._undivided
+            known = self.trials.run, case.form in self._undivided
             found, shared = self._made(case, shared)
             tries_again = isinstance(found, Refused) and found.for_now
-            if self.trials_run != known[0] and not _proves(call):
+            if self.trials.run != known[0] and not proves(call):
                 tries_again = True
             if not tries_again:
                 self._found[key] = found
-            if call.kind not in self._holds or (self.trials_run, case.form in self._undivided) != known:
+            if call.kind not in self._holds or (self.trials.run, case.form in self._undivided) != known:
                 following = self._next(case, shared, found)
                 self._holds[call.kind] = {} if isinstance(following, Refused) else following.holds
-            if layer in self._unit_s and not isinstance(found, Refused):
+            if layer in self.trials.unit_s and not isinstance(found, Refused):
                 alike = (layer, call.recorder.values[0][2], opaque, *case.operators)
                 counted = self._alike.get(alike)
                 if counted is None:
@@ -284,10 +226,10 @@ class Plans:
             self._costs[layer] = counted
         return found, any(shared.repeated_by(_steps_of(found)))
 
-    def _case(self, call: OpenCall, recorded: RecordedCall, setting: Setting, opaque: frozenset[int]) -> _Case:
+    def _case(self, call: OpenCall, recorded: RecordedCall, setting: Setting, opaque: frozenset[int]) -> Case:
         tape, bans = self._tape_of(recorded.key, opaque), self._bans.get(call.layer.name, NO_BANS)
         choice = Choice(tape, recorded.sources, recorded.wanted, recorded.stuck, bans)
-        return _Case(call, recorded, setting, choice, self._engine.backend.current_stream())
+        return Case(call, recorded, setting, choice, self._engine.backend.current_stream())
 
     def _tape_of(self, log: Key, opaque: frozenset[int]) -> Tape:
         tape = self._tapes.get((log, opaque))
@@ -309,26 +251,12 @@ class Plans:
 
     def _passes_again(self, call: OpenCall, recorded: RecordedCall, found: Found, key: tuple[Any, ...]) -> bool:
         """Tries a found plan again; True also where it cannot be: no room, other ranks, a device that is not here."""
-        layer, _, opaque, setting = key
+        _, _, opaque, setting = key
         if isinstance(found, Refused) or call.recorder.collectives or self._rates is not None:
             return True
-        case = self._case(call, recorded, setting, opaque)
-        forms: Sequence[tuple[Any, ...]]
-        try:
-            if isinstance(found, Plan):
-                forms = self._forms(case, found)
-                unlike = self._unlike(case, found) if self._has_room(found) else None
-            else:
-                forms = (self._ranged_form(case, found),)
-                has_room = self.device_room is None or recorded.saved_nbytes <= self.device_room()
-                unlike = self._worst_of_ranges(case, found)[1] if has_room else None
-        except torch.OutOfMemoryError:
-            return True
+        unlike = self.trials.again(self._case(call, recorded, setting, opaque), found)
         if unlike is None:
             return True
-        for form in forms:
-            self._shown.pop(form)
-        self._passed[layer, recorded.key] = frozenset()
         self._warn_of(call, str(unlike))
         return False
 
@@ -343,7 +271,7 @@ class Plans:
                 stacklevel=2,
             )
 
-    def _made(self, case: _Case, shared: Shared) -> tuple[Found, Shared]:
+    def _made(self, case: Case, shared: Shared) -> tuple[Found, Shared]:
         """The plan of a new log, or why there is none, and what was agreed with other ranks.
 
         Raises:
@@ -387,7 +315,7 @@ class Plans:
             )
         return plan, shared
 
-    def _next(self, case: _Case, shared: Shared, found: Found) -> Found:
+    def _next(self, case: Case, shared: Shared, found: Found) -> Found:
         """The plan that the next call is recorded for: as if all that this one made could be kept."""
         choice = case.choice.for_next.under(shared)
         if isinstance(found, RangedPlan):
@@ -404,7 +332,7 @@ class Plans:
 
     # -- whole storages
 
-    def _plan(self, case: _Case, choice: Choice) -> Plan | None:
+    def _plan(self, case: Case, choice: Choice) -> Plan | None:
         """A plan that repeats the collectives that were agreed on; None if there is none."""
         try:
             plan = choice.plan(choice.cut(case.setting))
@@ -412,65 +340,39 @@ class Plans:
             return None
         return plan if plan.wanted else None
 
-    def _tried(self, case: _Case, shared: Shared) -> Plan | Refused:
+    def _tried(self, case: Case, shared: Shared) -> Plan | Refused:
         """A plan that other ranks have no part in, tried out; or why there is none."""
         reason = None
         for _ in range(MOST_TRIALS):
-            wrong = self._wrong_of(case)
+            wrong = self.trials.wrong_of(case)
             choice = case.choice.under(shared, wrong)
             cut = choice.cut(case.setting)
             if not cut.replayed:
                 return Refused(reason, wrong)
             plan = choice.plan(cut)
-            form, sized = self._forms(case, plan)
-            has_passed = form in self._shown or self._has_passed(case, plan)
-            if sized in self._shown or (has_passed and not self._has_room(plan)):
+            if self.trials.may_skip(case, plan):
                 return plan
             try:
-                unlike = self._unlike(case, plan)
+                unlike = self.trials.unlike(case, plan)
             except torch.OutOfMemoryError:
                 self._short[case.layer] = short = self._short.get(case.layer, 0) + 1
                 reason = "there was no device memory to try its replay out"
                 return Refused(reason, wrong, for_now=short < MOST_SHORT)
-            if unlike is None and _proves(case.call):
-                self._shown[form] = self._shown[sized] = 0.0
-                run = (case.layer, case.recorded.key)
-                self._passed[run] = frozenset(plan.steps).union(self._passed.get(run) or ())
             if unlike is None:
+                self.trials.passed(case, plan)
                 return dataclasses.replace(plan, wrong=wrong) if wrong else plan
             reason = str(unlike)
             if unlike.step is None or case.call.has_released:
                 return Refused(reason, wrong)
-            self._passed[case.layer, case.recorded.key] = frozenset()  # another trial of this call has failed
-        return Refused(reason, self._wrong_of(case))
+        return Refused(reason, self.trials.wrong_of(case))
 
-    def _wrong_of(self, case: _Case) -> frozenset[int]:
-        return self._wrong.get((case.layer, *case.operators)) or frozenset()
-
-    def _forms(self, case: _Case, plan: Plan) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Keys of a passed trial: for any sizes, as routed rows differ, and for saved bytes within a factor of 2."""
-        form = (case.layer, case.setting, *case.operators, plan.steps)
-        return form, (*form, case.recorded.saved_nbytes.bit_length())
-
-    def _has_passed(self, case: _Case, plan: Plan) -> bool:
-        """True if each step of a plan has run again in trials that passed."""
-        passed = self._passed.get((case.layer, case.recorded.key))
-        return passed is not None and passed.issuperset(plan.steps)
-
-    def _has_room(self, plan: Plan) -> bool:
-        """True if a trial of a plan keeps the device's budget."""
-        if self.device_room is None:
-            return True
-        largest = max((plan.tape.storages[storage][1] for storage in plan.wanted), default=0)
-        return plan.trial_bytes + comparing_nbytes(largest) <= self.device_room()
-
-    def _settled(self, case: _Case, shared: Shared) -> tuple[Plan | None, Shared]:
+    def _settled(self, case: Case, shared: Shared) -> tuple[Plan | None, Shared]:
         """Agrees with other ranks on the collectives of a new kind of call, and tries the plan out with them.
 
         All that decides here is exchanged, so that all ranks take the same way. A plan that repeats no collective is
         left to this rank alone.
         """
-        wrong = self._wrong_of(case)
+        wrong = self.trials.wrong_of(case)
         steps = case.tape.steps
         for _ in range(MOST_TRIALS):
             settled = self._agreements.settle(case.layer, shared, self._proposed(case, shared, wrong))
@@ -478,7 +380,7 @@ class Plans:
             if not self._ranks.all_have(case.layer, plan is not None):
                 break
             assert plan is not None
-            unlike = self._unlike(case, plan)
+            unlike = self.trials.unlike(case, plan)
             if self._ranks.all_have(case.layer, unlike is None):
                 assert settled.agreed is not None
                 agreed = Agreed(
@@ -492,33 +394,15 @@ class Plans:
                 wrong |= {step.number for step in steps} if unlike.step is None else {unlike.step}
         return None, self._agreements.add(case.layer, shared, Agreed((False,) * len(shared.numbers)))
 
-    def _proposed(self, case: _Case, shared: Shared, wrong: Iterable[int]) -> tuple[bool, ...]:
+    def _proposed(self, case: Case, shared: Shared, wrong: Iterable[int]) -> tuple[bool, ...]:
         """Which collectives this rank would repeat, in this call and in the ones that are held for."""
         choice = case.choice.under(shared, wrong)
         cuts = [each.cut(case.setting) for each in (choice, choice.for_next)]
         return tuple(map(all, zip(*(shared.repeated_by(cut.replayed) for cut in cuts), strict=True)))
 
-    def _unlike(self, case: _Case, plan: Plan) -> Unlike | None:
-        """Tries a plan out; None if it gave what autograd saved, or for a device that is not here."""
-        if self._rates is not None:
-            self._unit_s[case.layer] = _S_PER_PS
-            return None
-        self.trials_run += 1
-        began = self._finished_s()
-        try:
-            has_room = self._has_room(plan)
-            with self._engine.trial(case.call.group, has_room=has_room):
-                try_out(case.recorded.replay(plan, self._engine), release=None if has_room else case.release)
-        except Unlike as unlike:
-            if unlike.step is not None:  # a later call may not show it: all of it may be zero there
-                self._wrong[case.layer, *case.operators] = self._wrong_of(case) | {unlike.step}
-            return Unlike(unlike.step, str(unlike))  # a fresh one: the frames of this one hold the call's tensors
-        self._timed(case.layer, plan.cost, self._finished_s() - began)
-        return None
-
     # -- ranges of tokens
 
-    def _in_ranges(self, case: _Case, choice: Choice, setting: Setting | None = None) -> RangedPlan | None:
+    def _in_ranges(self, case: Case, choice: Choice, setting: Setting | None = None) -> RangedPlan | None:
         """Token ranges for a setting; None where it names whole tokens, or whole storages do better."""
         setting = case.setting if setting is None else setting
         if setting is Level.SAVE_INPUT or isinstance(setting, Mix):
@@ -551,7 +435,7 @@ class Plans:
                 return best
         return None
 
-    def _settled_ranges(self, case: _Case, shared: Shared) -> tuple[RangedPlan, Shared] | None:
+    def _settled_ranges(self, case: Case, shared: Shared) -> tuple[RangedPlan, Shared] | None:
         """Agrees with other ranks on ranges of tokens, which are the same on all of them, and tries them out together.
 
         All that decides here is exchanged; None on every rank or on none.
@@ -579,60 +463,23 @@ class Plans:
         agreed = dataclasses.replace(settled.agreed, opaque=opaque, ranges=plan.form)
         return shown, self._agreements.add(layer, shared, agreed)
 
-    def _shown_ranges(self, case: _Case, plan: RangedPlan, *, together: bool = False) -> RangedPlan | None:
+    def _shown_ranges(self, case: Case, plan: RangedPlan, *, together: bool = False) -> RangedPlan | None:
         """A plan of token ranges after its trial; None where it fails and whole storages are to be used."""
-        if self._rates is not None:
-            self._unit_s[case.layer] = _S_PER_PS
-            return plan
-        form = self._ranged_form(case, plan)
-        if not together and (known := self._shown.get(form)) is not None:
+        if not together and (known := self.trials.deviation_of(case, plan)) is not None:
             return dataclasses.replace(plan, deviation=known)
         try:
-            worst, unlike = self._worst_of_ranges(case, plan)
+            deviation, unlike = self.trials.of_ranges(case, plan)
         except torch.OutOfMemoryError:
             if together:
                 raise  # of this rank alone, and the others wait for it in a collective
             return None
-        if unlike is not None:
-            return None
-        if _proves(case.call):
-            self._shown[form] = worst
-        return dataclasses.replace(plan, deviation=worst)
-
-    def _ranged_form(self, case: _Case, plan: RangedPlan) -> tuple[Any, ...]:
-        """Key of a trial: the same operators in the same order, for as many tokens. Routed rows differ in each call.
-
-        But a part of the tokens rounds as all of them do at one size, and not at another: what runs on a part has the same.
-        """
-        return (case.form, plan.form, plan.steps, sizes_of(plan.rows.tape, plan.divided_steps))
-
-    def _worst_of_ranges(self, case: _Case, plan: RangedPlan) -> tuple[float, Unlike | None]:
-        """Tries token ranges out; the largest difference, and the failure if they may not be used."""
-        self.trials_run += 1
-        began = self._finished_s()
-        try:
-            worst = try_out_ranges(case.recorded.ranges(plan, self._engine), exact=self._exact)
-        except Unlike as unlike:
-            return math.inf, Unlike(unlike.step, str(unlike))  # fresh, as in _unlike
-        self._timed(case.layer, plan.cost, self._finished_s() - began)
-        self.worst_deviation = max(self.worst_deviation, worst)
-        return worst, None
+        return None if unlike is not None else dataclasses.replace(plan, deviation=deviation)
 
     # -- costs
 
-    def _finished_s(self) -> float:
-        """The host's clock in seconds, after all work of the device."""
-        self._engine.backend.finish()
-        return self._engine.backend.now_ns() / 1e9
-
-    def _timed(self, layer: str, replayed: int, seconds: float) -> None:
-        """Records the time of a trial. One replay is measured, those of all levels follow by their operators."""
-        each_s = seconds / max(1, replayed)
-        self._unit_s[layer] = min(each_s, self._unit_s.get(layer, each_s))
-
-    def _counts(self, case: _Case) -> LayerCosts:
+    def _counts(self, case: Case) -> LayerCosts:
         """Costs of the named levels at this call's sizes."""
-        each_s, choice = self._unit_s[case.layer], case.choice.for_next
+        each_s, choice = self.trials.unit_s[case.layer], case.choice.for_next
         at = {level: choice.at(level) for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION, Level.SAVE_INPUT)}
         least, saved = at[Level.SAVE_ATTENTION].keep_cost // 8, set(case.recorded.saved)
         others = self._others_nbytes[case.layer] = case.recorded.others_nbytes
@@ -703,17 +550,6 @@ def _divided(
     bits = first * 8 * choice.saved_nbytes + (second - first) * least[Level.SAVE_MATMULS]
     bits += (rows.tokens - second) * least[Level.SAVE_ATTENTION]
     return None if plan is None or 8 * plan.nbytes * rows.tokens > MOST_OVER * bits else plan
-
-
-def _proves(call: OpenCall) -> bool:
-    """False of a trial of a call whose input is zero throughout: what is wrong elsewhere may show nothing there.
-
-    The next call is tried again, unless other ranks have a part in it.
-    """
-    if call.proves is None:
-        hidden = local_part(call.hidden.detach())
-        call.proves = bool(call.recorder.collectives) or not hidden.numel() or bool(hidden.any())
-    return call.proves
 
 
 def _without(setting: Setting, kind: tuple[Any, ...]) -> tuple[Any, ...]:

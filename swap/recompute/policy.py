@@ -131,16 +131,16 @@ class Tapes:
     @property
     def trials_run(self) -> int:
         """Trials so far."""
-        return self._plans.trials_run
+        return self._plans.trials.run
 
     def keep_within(self, device_room: Callable[[], int]) -> None:
         """Sets what tells the bytes of the device's budget that are free: trials that can wait do not exceed them."""
-        self._plans.device_room = device_room
+        self._plans.trials.device_room = device_room
 
     @property
     def worst_deviation(self) -> float:
         """Largest difference of all passed trials, also of earlier lengths and settings."""
-        return self._plans.worst_deviation
+        return self._plans.trials.worst_deviation
 
     @property
     def is_idle(self) -> bool:
