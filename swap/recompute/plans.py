@@ -24,7 +24,7 @@ from memo.swap.recompute.tape.bans import NO_BANS, Bans
 from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.tape.step_costs import step_costs
 from memo.swap.recompute.tape.tape import Tape
-from memo.swap.recompute.trials import Case, Trials, proves
+from memo.swap.recompute.trials import Case, Trials
 from memo.swap.token_levels import (
     LayerCosts,
     Level,
@@ -206,7 +206,7 @@ class Plans:
             known = self.trials.run, case.form in self._undivided
             found, shared = self._made(case, shared)
             tries_again = isinstance(found, Refused) and found.for_now
-            if self.trials.run != known[0] and not proves(call):
+            if self.trials.run != known[0] and not self.trials.proves(call):
                 tries_again = True
             if not tries_again:
                 self._found[key] = found

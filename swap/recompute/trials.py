@@ -1,6 +1,6 @@
 """Trials of a manager's layers: which replays give what autograd saved, which steps never run again, and their times.
 
-A trial holds for later calls of the same operators, but not one whose input is zero throughout.
+A trial holds for later calls of the same operators, but not the first ones whose input is zero throughout.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from memo.lru import LRU
 from memo.swap.recompute.tape.form import sizes_of
 from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.trial import Unlike, try_out, try_out_ranges
-from memo.swap.tensor_kinds import local_part
 from memo.swap.token_levels import Setting, comparing_nbytes
 
 if TYPE_CHECKING:
@@ -30,9 +29,13 @@ if TYPE_CHECKING:
     from memo.swap.recompute.tape.tape import Tape
     from memo.swap.recompute.tape.work import Rates
 
-__all__ = ["Case", "Trials", "proves"]
+__all__ = ["Case", "Trials"]
 
 _S_PER_PS = 1e-12
+MOST_BLANK = 3
+"""Trials of a layer that prove nothing, as its input was zero, until the next one counts all the same."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MOST_FORMS = 512
 """Replays that are remembered, over all layers, settings and lengths."""
 
@@ -77,16 +80,15 @@ class Case:
         return (self.call.kind, *self.operators)
 
 
-def proves(call: OpenCall) -> bool:
-    """False of a trial of a call whose input is zero throughout: what is wrong elsewhere may show nothing there.
-
-    The next call is tried again, unless other ranks have a part in it.
-    """
-    if call.proves is None:
-        some = local_part(call.hidden.detach()).any()
-        may_be_blank = call.hidden.numel() and not call.recorder.collectives
-        call.proves = not may_be_blank or torch.equal(some, torch.ones_like(some))  # tensors without bytes are not blank
-    return call.proves
+def _is_blank(call: OpenCall) -> bool:
+    """True for an input of zeros: what is wrong elsewhere may show nothing there. False where nobody can tell."""
+    hidden = call.hidden
+    if type(hidden) not in _PLAIN or hidden.dtype not in _FLOATS or hidden.is_meta or not hidden.numel():
+        return False
+    if hidden.untyped_storage().nbytes() < hidden.nbytes:  # the layer has given it up
+        return False
+    with torch._C._DisableTorchDispatch():
+        return not bool(hidden.detach().any())
 
 
 class Trials:
@@ -107,6 +109,8 @@ class Trials:
         """Bytes of the device's budget that are free; None: not known."""
         self.unit_s: dict[str, float] = {}
         """Layer -> seconds of a unit of a replay's cost, by its fastest trial: others waited for a copy, or were first."""
+        self._blank: dict[str, int] = {}
+        """Layer -> trials that proved nothing."""
         self._engine = engine
         self._exact = exact
         self._rates = rates
@@ -121,6 +125,14 @@ class Trials:
         """Steps of the case's layer that a trial found to give something else; they never run again."""
         return self._wrong.get((case.layer, *case.operators)) or frozenset()
 
+    def proves(self, call: OpenCall) -> bool:
+        """False of a trial of this call that says nothing of others; the next call is tried, too."""
+        if call.proves is None:
+            seen = self._blank.get(call.layer.name, 0)
+            call.proves = bool(call.recorder.collectives) or seen >= MOST_BLANK or not _is_blank(call)
+            self._blank[call.layer.name] = seen + (not call.proves)
+        return call.proves
+
     def may_skip(self, case: Case, plan: Plan) -> bool:
         """True if earlier trials have shown a plan, or all of its steps while there is no room for another trial."""
         form, sized = self._forms(case, plan)
@@ -129,7 +141,7 @@ class Trials:
 
     def passed(self, case: Case, plan: Plan) -> None:
         """Notes that a plan's trial has passed, where that says something of other calls."""
-        if proves(case.call):
+        if self.proves(case.call):
             for form in self._forms(case, plan):
                 self._shown[form] = 0.0
             run = (case.layer, case.recorded.key)
@@ -182,7 +194,7 @@ class Trials:
             self.unit_s[case.layer] = _S_PER_PS
             return plan.deviation, None
         worst, unlike = self._worst_of(case, plan)
-        if unlike is None and proves(case.call):
+        if unlike is None and self.proves(case.call):
             self._shown[self._ranged_form(case, plan)] = worst
         return worst, unlike
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from memo.swap.recompute.ranges.rows import TokenRows
     from memo.swap.recompute.tape.plan import Kept
     from memo.swap.recompute.tape.replay import Brought, Wanted
-    from memo.swap.recompute.tape.settings import Settings
 
 __all__ = ["RangedReplay", "Slice", "part_to_keep", "slices_of"]
 
@@ -112,7 +111,7 @@ class RangedReplay(Replay):
         kept: what the span keeps, in its order.
         slices: the tokens of each of them that are packed.
         carried: arguments of the call that the plan does not hold.
-        settings: those in force where the call began.
+        precision: of products, where the call began.
         wanted: storages that it gives, in the plan's order.
         before: replay that runs first, of the tokens behind or of another phase.
         together: other ranks run it at the same place in their backward.
@@ -128,7 +127,7 @@ class RangedReplay(Replay):
         slices: Sequence[Slice],
         *,
         carried: Sequence[Any],
-        settings: Settings,
+        precision: tuple[Any, ...],
         wanted: Sequence[Wanted],
         before: Replay | None = None,
         together: bool = False,
@@ -140,7 +139,7 @@ class RangedReplay(Replay):
             span.plan,
             kept,
             carried=carried,
-            settings=settings,
+            precision=precision,
             wanted=wanted,
             before=before,
             together=together,

@@ -38,7 +38,7 @@ from memo.swap.recompute.tape.log import (
     Storage,
     word_of,
 )
-from memo.swap.recompute.tape.settings import Settings, precision_of_products
+from memo.swap.recompute.tape.settings import precision_of_products
 from memo.swap.recompute.tape.uncounted_writes import uncounted_writes
 from memo.swap.tensor_kinds import has_storage, is_sharded, local_part
 
@@ -181,9 +181,8 @@ class Recorder(TorchDispatchMode):
         self.storages: list[Storage] = []
         self.carried: list[Any] = []
         """Floating-point numbers and objects among the operators' arguments, in order."""
-        self.settings = Settings.now()
+        self.precision = precision_of_products()
         """In force where the call begins."""
-        self._precision = precision_of_products()
         self.tensors: dict[int, torch.Tensor] = {}
         """Storage number -> a tensor over it, for arguments, parameters, what was found, saved or held."""
         self.bits: dict[int, torch.Tensor] = {}
@@ -266,7 +265,7 @@ class Recorder(TorchDispatchMode):
                 self._note_sharded(args)
                 return NotImplemented  # a DTensor, or the like, which comes back with its local tensors
         operator = operator_of(func)
-        if operator.heeds_precision and precision_of_products() != self._precision:
+        if operator.heeds_precision and precision_of_products() != self.precision:
             operator = apart(operator)
         if operator.group_at is not None and (groups := _groups_of(operator, args)):
             self.collectives.append(Collective(self._count, operator.func._schema.name, groups))
@@ -556,7 +555,7 @@ class Recorder(TorchDispatchMode):
     def token_local(self, call: TokenLocalCall) -> torch.Tensor:
         """Runs a function that may be called again (memo.token_local)."""
         result: torch.Tensor = self._run(
-            Function(call.function, repeats=True, axis_after=call.axis_after),
+            Function(call.function, repeats=precision_of_products() == self.precision, axis_after=call.axis_after),
             call.function,
             (call.x, *call.others),
             {},

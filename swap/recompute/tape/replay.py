@@ -82,7 +82,7 @@ class Replay:
         plan: which steps.
         kept: what the plan keeps, in its order.
         carried: arguments of the call that the plan does not hold.
-        settings: those in force where the call began.
+        precision: of products, where the call began.
         wanted: storages that it gives, in the plan's order.
         before: replay that runs first, of something that this one may need to be whole.
         together: other ranks run it at the same place in their backward.
@@ -97,7 +97,7 @@ class Replay:
         kept: Sequence[Brought],
         *,
         carried: Sequence[Any],
-        settings: Settings,
+        precision: tuple[Any, ...],
         wanted: Sequence[Wanted],
         before: Replay | None = None,
         together: bool = False,
@@ -111,7 +111,7 @@ class Replay:
         self._engine = engine
         self._kept = kept
         self._carried = carried
-        self._settings = settings
+        self._settings = Settings.now().at_precision(precision)
         self._writes = uncounted_writes.begin()
         self._sums = [_sum_of(each) for each in kept] if verify else None
         self._lock = threading.Lock()

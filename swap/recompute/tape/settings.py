@@ -50,11 +50,9 @@ _PRECISIONS = tuple((backend, kind) for backend in ("cuda", "mkldnn") for kind i
 _precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
 _set_precision: Callable[[str, str, str], object] = torch._C._set_fp32_precision_setter
 _modes_on_stack = torch._C._len_torch_dispatch_stack
-_REDUCED = tuple(
-    read
-    for each in ("bf16_reduced_precision_reduction", "fp16_accumulation", "fp16_reduced_precision_reduction")
-    if (read := getattr(torch._C, f"_get_cublas_allow_{each}", None)) is not None
-)
+_REDUCED_AT = tuple(at for at, name in enumerate(filter(_pair, _NAMES)) if name.startswith("cublas_"))
+"""Of _FLAGS, those that reduce the precision of products."""
+_REDUCED = tuple(_FLAGS[at][0] for at in _REDUCED_AT)
 
 
 def precision_of_products() -> tuple[Any, ...]:
@@ -80,6 +78,15 @@ class Settings(NamedTuple):
             tuple([_precision(*each) for each in _PRECISIONS]),
             _modes() if _modes_on_stack() else (),
         )
+
+    def at_precision(self, products: tuple[Any, ...]) -> Settings:
+        """These with another precision of products, as `precision_of_products` told it."""
+        if products == (*self.precisions, *[self.flags[at] for at in _REDUCED_AT]):
+            return self
+        flags = list(self.flags)
+        for at, value in zip(_REDUCED_AT, products[len(_PRECISIONS) :], strict=True):
+            flags[at] = value
+        return self._replace(flags=tuple(flags), precisions=products[: len(_PRECISIONS)])
 
     @contextmanager
     def in_force(self) -> Iterator[None]:

@@ -146,19 +146,29 @@ def test_a_recompute_is_tried_again_at_larger_sizes() -> None:
     assert runs(drifts_where_large, steps=8, rows=lambda number: 8 if number < 5 else 64)[:2] == ([], {})
 
 
-class Precise(nn.Module):
-    """Computes its first product in a lower precision from its third call on, and puts the precision back, or does not."""
+@memo.token_local
+def local_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, weight)
 
-    def __init__(self, *, puts_back: bool) -> None:
+
+def distance(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.cdist(x[0], weight, compute_mode="use_mm_for_euclid_dist")[None]
+
+
+class Precise(nn.Module):
+    """Computes a product in a lower precision from its third call on, and puts the precision back, or does not."""
+
+    def __init__(self, product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], *, puts_back: bool) -> None:
         super().__init__()
         self.up, self.down, self.calls, self.puts_back = nn.Linear(HIDDEN, 64), nn.Linear(64, HIDDEN), 0, puts_back
+        self.product = product
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         before = torch.get_float32_matmul_precision()
         up = self.up(x)
         torch.set_float32_matmul_precision("medium" if self.calls > 2 else before)
-        up = F.linear(up.sin(), self.down.weight)
+        up = self.product(up.sin(), self.down.weight)
         if self.puts_back:
             torch.set_float32_matmul_precision(before)
         return x + self.down(F.linear(up, self.up.weight).sin())  # type: ignore[no-any-return]
@@ -174,10 +184,13 @@ def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("puts_back", [True, False])
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 @pytest.mark.parametrize("how", [{"alpha": 0.5}, {"levels": dict.fromkeys(range(2), Level.SAVE_INPUT)}], ids=str)
-def test_a_precision_that_begins_within_a_later_call_is_seen_there(how: dict[str, Any], puts_back: bool) -> None:
+@pytest.mark.parametrize("product", [F.linear, local_product, distance])
+def test_a_precision_that_begins_within_a_later_call_is_seen_there(
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], how: dict[str, Any], puts_back: bool
+) -> None:
     def run(managed: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        model = nn.Sequential(*[Precise(puts_back=puts_back) for _ in range(2)])
+        model = nn.Sequential(*[Precise(product, puts_back=puts_back) for _ in range(2)])
         manager = memo.offload(model, layers=[*model], min_bytes=1, **how) if managed else nullcontext()
         found = []
         for _ in range(5):
@@ -240,3 +253,88 @@ def test_a_call_of_zeros_proves_nothing(calls: tuple[tuple[int, int], ...], alph
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert all(map(torch.equal, run(managed=True), run(managed=False)))
+
+
+class Denormals(nn.Module):
+    """Flushes small numbers to zero from its third call on, and leaves it so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.calls = nn.Linear(HIDDEN, 64), nn.Linear(64, HIDDEN), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls > 2:
+            torch.set_flush_denormal(True)
+        small = (self.up(x).tanh() * 1e-38).mul(0.5)
+        return x + self.down((small * 1e38).sin())  # type: ignore[no-any-return]
+
+
+class OneThread(nn.Module):
+    """Sums in one thread, in each call; only large sums are cut by threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 64), nn.Linear(64, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.set_num_threads(1)
+        return x + self.down((self.up(x) * (x.flatten() * 1.1).sum()).sin())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("kind", "lengths"), [(Denormals, (8,) * 4), (OneThread, (2000, 2000, 2100, 2100))])
+def test_settings_that_a_layer_leaves_in_force_hold_for_its_replays(
+    kind: type[nn.Module], lengths: tuple[int, ...]
+) -> None:
+    threads = torch.get_num_threads()
+
+    def run(managed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, found = nn.Sequential(kind(), kind()), []
+        manager = memo.offload(model, layers=[*model], alpha=0.0, min_bytes=1) if managed else nullcontext()
+        for length in lengths:
+            torch.set_flush_denormal(False)
+            torch.set_num_threads(2)
+            with manager:
+                loss = model(torch.randn(1, length, HIDDEN, generator=torch.Generator().manual_seed(length))).square()
+            loss.mean().backward()
+            found += gradients(model)
+            model.zero_grad()
+        return found
+
+    try:
+        assert all(map(torch.equal, run(managed=True), run(managed=False)))
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("how", [{"alpha": 0.0}, {"alpha": 0.5}], ids=str)
+def test_an_input_that_a_layer_gives_up_is_not_read(how: dict[str, Any]) -> None:
+    class GivesUp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(HIDDEN, 64), nn.Linear(64, HIDDEN)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.detach().clone()
+            x.untyped_storage().resize_(0)
+            return self.down(self.up(y).sin())  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model = nn.Sequential(GivesUp(), GivesUp())
+    with memo.offload(model, layers=[*model], min_bytes=1, **how):
+        model(torch.ones(1, 8, HIDDEN).requires_grad_()).sum().backward()
+    assert model[1].up.weight.grad.abs().sum() > 0
+
+
+def test_an_input_that_is_always_zero_is_not_tried_for_good() -> None:
+    model = nn.Sequential(Flushing(), Flushing())
+    manager = memo.offload(model, layers=[*model], alpha=0.0, min_bytes=1)
+    trials = []
+    for _ in range(9):
+        with manager:
+            x = model[0](torch.zeros(1, 8, HIDDEN))
+            model[1](x).sum().backward()
+        trials.append(manager.report().tokenwise.trials)
+    assert trials[-1] == trials[4]
