@@ -49,7 +49,7 @@ def test_a_recompute_that_was_not_bit_for_bit_is_still_told_when_levels_have_cha
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether a kernel rounds otherwise at another length is the processor's matter; here the trial says so."""
-    monkeypatch.setattr("memo.swap.recompute.plans.try_out_ranges", lambda replays, exact: 0.25)
+    monkeypatch.setattr("memo.swap.recompute.trials.try_out_ranges", lambda replays, exact: 0.25)
     model = stack(layers=3)
     manager = memo.offload(model, alpha=0.5, disk=tmp_path, min_bytes=512)
     train(model, lambda step: model(ids(step)), manager, steps=1)

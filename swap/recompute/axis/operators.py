@@ -41,9 +41,7 @@ _KEYS = torch._C.DispatchKey
 _BELOW_AUTOGRAD = (_KEYS.AutogradFunctionality, _KEYS.AutogradOther, _KEYS.AutogradNestedTensor, _KEYS.ADInplaceOrView)
 _LAZY = (_KEYS.Conjugate, _KEYS.Negative)
 NON_BLOCKING = "non_blocking"
-_PRODUCT = re.compile(
-    "mm|mv|dot|linear|conv|rnn|lstm|gru|attention|cdist|euclidean|matrix_exp|corrcoef|cov$"
-)
+_PRODUCT = re.compile("mm|mv|dot|linear|conv|rnn|lstm|gru|attention|cdist|euclidean|matrix_exp|corrcoef|cov$")
 _OVERWRITE = frozenset({_ATEN.copy_, _ATEN.fill_, _ATEN.zero_})
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memo
 from memo.errors import UsageError
 from memo.manager.manager import Manager
-from memo.swap.recompute import plans
+from memo.swap.recompute import trials
 from memo.swap.recompute.explanation import Fate, LayerExplanation, Row
 from memo.swap.recompute.tape.replay import Replay
 from memo.swap.recompute.tape.settings import Settings
@@ -226,7 +226,7 @@ def test_a_step_that_a_trial_found_wrong_says_so(monkeypatch: pytest.MonkeyPatch
             if replay.plan.tape.steps[number].name == "aten.gelu":
                 raise Unlike(number, "it gave something else")
 
-    monkeypatch.setattr(plans, "try_out", try_out)
+    monkeypatch.setattr(trials, "try_out", try_out)
     found = explained(stack(), alpha=0.0)
     (gelu,) = steps(found, "aten.gelu")
     assert (gelu.fate, gelu.why) == (Fate.MOVED, "repeating it gave something else")
@@ -238,7 +238,7 @@ def test_a_layer_that_moves_whole_says_why(monkeypatch: pytest.MonkeyPatch) -> N
     def try_out(replay: Replay, **options: Any) -> None:
         raise Unlike(None, "a parameter has gone")
 
-    monkeypatch.setattr(plans, "try_out", try_out)
+    monkeypatch.setattr(trials, "try_out", try_out)
     with pytest.warns(RuntimeWarning, match="a parameter has gone"):
         found = explained(stack(), alpha=0.0)
     assert found.refused == "a parameter has gone"

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memo
 from memo.lru import LRU
-from memo.swap.recompute import plans
+from memo.swap.recompute import plans, trials
 from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.tape.recorder import Recorder
 from memo.swap.recompute.trial import Unlike
@@ -47,13 +47,13 @@ def refused(manager: memo.Manager) -> dict[str, str]:
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The layers that were tried out, in order."""
     names: list[str] = []
-    try_out = plans.try_out
+    try_out = trials.try_out
 
     def noted(replay: Any, **options: Any) -> None:
         names.append(replay.name)
         try_out(replay, **options)
 
-    monkeypatch.setattr(plans, "try_out", noted)
+    monkeypatch.setattr(trials, "try_out", noted)
     return names
 
 
@@ -111,14 +111,14 @@ def test_a_layer_of_another_width_has_a_plan_of_its_own(tried: list[str], tmp_pa
 
 
 def test_a_trial_that_fails_speaks_for_its_layer_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    try_out = plans.try_out
+    try_out = trials.try_out
 
     def fails(replay: Any, **options: Any) -> None:
         if replay.name == "layers.0":
             raise Unlike(None, "it is fickle")
         try_out(replay, **options)
 
-    monkeypatch.setattr(plans, "try_out", fails)
+    monkeypatch.setattr(trials, "try_out", fails)
     with pytest.warns(RuntimeWarning, match="layers.0 moves whole tensors: it is fickle"):
         manager = equal_over([48, 48], tmp_path)
     assert set(refused(manager)) == {"layers.0"}
@@ -257,7 +257,7 @@ def test_a_trial_that_finds_no_memory_is_made_again_at_a_later_call_but_not_for_
     short: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries = 0
-    try_out = plans.try_out
+    try_out = trials.try_out
 
     def out_of_memory(replay: Any, **options: Any) -> None:
         nonlocal tries
@@ -267,7 +267,7 @@ def test_a_trial_that_finds_no_memory_is_made_again_at_a_later_call_but_not_for_
                 raise torch.OutOfMemoryError("no memory")
         try_out(replay, **options)
 
-    monkeypatch.setattr(plans, "try_out", out_of_memory)
+    monkeypatch.setattr(trials, "try_out", out_of_memory)
     model = stack(layers=LAYERS)
     manager = offload(model, tmp_path)
     alone = []

@@ -20,8 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import memo
 from memo.errors import ModifiedAfterSave, SwapError, UsageError
 from memo.events import Tier
-from memo.swap.recompute.plans import Plans
 from memo.swap.recompute.trial import Unlike
+from memo.swap.recompute.trials import Trials
 from memo.swap.token_levels import Level
 
 if TYPE_CHECKING:
@@ -403,14 +403,14 @@ class Flushes(Block):
 def test_the_error_of_a_trial_holds_no_frames_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its traceback it held the call, its handles and what they save, in a cycle that only a collection ends."""
     found: list[Unlike] = []
-    known = Plans._unlike
+    known = Trials.unlike
 
-    def unlike(self: Plans, *args: Any) -> Unlike | None:
+    def unlike(self: Trials, *args: Any) -> Unlike | None:
         error = known(self, *args)
         found.extend(() if error is None else (error,))
         return error
 
-    monkeypatch.setattr(Plans, "_unlike", unlike)
+    monkeypatch.setattr(Trials, "unlike", unlike)
     model = stack(make=lambda: Flushes(32, 2))
     manager = offload(model, tmp_path, alpha=0.0)
     with manager:

@@ -12,7 +12,7 @@ from small_models import assert_equal, ids, stack, train
 from torch import nn
 
 import memo
-from memo.swap.recompute import plans
+from memo.swap.recompute import trials
 from memo.swap.recompute.trial import Unlike
 
 if TYPE_CHECKING:
@@ -75,8 +75,8 @@ def test_one_warning_for_all_layers_of_one_reason(tmp_path: Path, monkeypatch: p
     def refuses(replay: Any, **options: Any) -> None:
         raise Unlike(None, "it says so")
 
-    monkeypatch.setattr(plans, "try_out", refuses)
-    monkeypatch.setattr(plans, "try_out_ranges", lambda replays, exact: refuses(replays))
+    monkeypatch.setattr(trials, "try_out", refuses)
+    monkeypatch.setattr(trials, "try_out_ranges", lambda replays, exact: refuses(replays))
     model, reference = stack(), stack()
     manager = memo.offload(model, alpha=0.25, disk=tmp_path, min_bytes=512)
     with pytest.warns(RuntimeWarning, match=r"layers.0 moves whole tensors: it says so") as caught:

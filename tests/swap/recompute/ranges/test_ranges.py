@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memo
-from memo.swap.recompute import plans
+from memo.swap.recompute import plans, trials
 from memo.swap.recompute.axis import operator_rules
 from memo.swap.recompute.ranges import rows
 from memo.swap.token_levels import TokenLevels
@@ -97,13 +97,13 @@ def fresh(name: str, dtype: torch.dtype) -> nn.Module:
 def ranges(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Differences found by the trials of token ranges, one for each that passed."""
     found: list[float] = []
-    whole = plans.try_out_ranges
+    whole = trials.try_out_ranges
 
     def noted(*args: Any, **kwargs: Any) -> float:
         found.append(whole(*args, **kwargs))
         return found[-1]
 
-    monkeypatch.setattr(plans, "try_out_ranges", noted)
+    monkeypatch.setattr(trials, "try_out_ranges", noted)
     return found
 
 
