@@ -23,10 +23,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
 
 from memo.errors import UsageError
 from memo.swap import memoize
+from memo.torch_private import attention as torchs
 
 __all__ = ["Ring"]
 
