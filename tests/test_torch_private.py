@@ -26,7 +26,7 @@ SOURCES = {
     for path in sorted((ROOT / top).rglob("*.py"))
     if "node_modules" not in path.parts
 }
-OF_ATTRIBUTES = {name for names in ATTRIBUTES.values() for name in names} | {"_version", "_base"}
+OF_ATTRIBUTES = {*ATTRIBUTES, "_version", "_base"}
 OF_OTHERS = {
     "argparse": {"_ArgumentGroup"},
     "locks": {"_at_fork_reinit", "_is_owned"},
@@ -112,26 +112,23 @@ def test_this_torch_has_each_name(name: str) -> None:
     assert there is getattr(owner, attribute, None)
 
 
-@pytest.mark.parametrize(("module", "owner"), ATTRIBUTES)
-def test_this_torch_has_each_attribute(module: str, owner: str) -> None:
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_this_torch_has_each_attribute(name: str) -> None:
     """A class's own, or one that its source, or that of a class above it, gives to an instance."""
-    of: Any = getattr(importlib.import_module(module), owner)
-    for name, use in ATTRIBUTES[module, owner].items():
-        classes = [each for each in inspect.getmro(of) if is_torch(each.__module__)] if isinstance(of, type) else [of]
-        there = hasattr(of, name) or any(re.search(rf"\b{name}\b", inspect.getsource(each)) for each in classes)
-        assert there or use.lost, name
+    module, path, use = ATTRIBUTES[name]
+    of: Any = getattr(importlib.import_module(module), path.removesuffix(f".{name}"))
+    classes = [each for each in inspect.getmro(of) if is_torch(each.__module__)] if isinstance(of, type) else [of]
+    there = hasattr(of, name) or any(re.search(rf"\b{name}\b", inspect.getsource(each)) for each in classes)
+    assert there or use.lost
 
 
 def test_each_row_has_its_use_and_says_what_for() -> None:
     text = "\n".join(source for path, source in SOURCES.items() if path != HOME)
-    for name, (_, _, use) in NAMES.items():
+    for name, (_, _, use) in {**NAMES, **ATTRIBUTES}.items():
         assert re.search(rf"\b{name}\b|\b{re.sub('^[gs]et_(cublas_allow_)?', '', name)}\b", text), name
         assert use.what
-        assert use.since
-    for name in OF_ATTRIBUTES:
-        assert re.search(rf"\b{name}\b", text), name
-    rows = [row for rows in torch_private._BY_MODULE.values() for row in rows]
-    assert len(rows) == len(NAMES), "two names of torch have one name here"
+    for table, names in ((torch_private._NAMES, NAMES), (torch_private._ATTRIBUTES, ATTRIBUTES)):
+        assert len(list(torch_private._rows(table))) == len(names), "two of torch have one name here"
 
 
 def test_modules_that_are_told_by_name_are_there() -> None:
@@ -184,7 +181,7 @@ def test_a_type_checker_sees_torchs_own() -> None:
     seen = {
         str(name.asname): f"{node.module}.{name.name}"
         for node in typed.body
-        if isinstance(node, ast.ImportFrom)
+        if isinstance(node, ast.ImportFrom) and is_torch(str(node.module))
         for name in node.names
     }
     assert seen == {name: ".".join(NAMES[name][:2]) for name in seen}
@@ -215,7 +212,7 @@ def test_a_name_that_memo_can_do_without_is_none_and_says_what_is_lost(
     monkeypatch.setitem(NAMES, "gone", ("torch.autograd", "_gone", Use("tells nothing", lost="nothing is told")))
     with caplog.at_level(logging.INFO, logger="memo"):
         assert found("gone") is None
-    assert caplog.messages == ["this torch has no torch.autograd._gone: nothing is told"]
+    assert caplog.messages == ["this torch has no torch.autograd._gone (tells nothing): nothing is told"]
 
 
 def test_what_memo_replaces_is_replaced_in_torch() -> None:
