@@ -110,7 +110,7 @@ class _RingAttention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, out, log_sums)
         ctx.group, ctx.kernel = group, kernel
         ctx.rest = dict(zip(kernel.rest, rest, strict=False))  # numbers, and seeds of a dropout that there is not
-        return out
+        return cast("torch.Tensor", out)
 
     @staticmethod
     @once_differentiable

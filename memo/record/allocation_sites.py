@@ -123,7 +123,7 @@ class AllocationSites:
 
 def is_in_backward() -> bool:
     """True while autograd runs backward on this thread; modules that run then are recomputed."""
-    return current_graph_task_id() != -1
+    return bool(current_graph_task_id() != -1)
 
 
 def _group(layer: str, way: str, visit: int) -> str:

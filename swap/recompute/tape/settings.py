@@ -51,7 +51,7 @@ def _flushes_denormals() -> bool:
     return _LEAST / 2 == 0.0
 
 
-_FLAGS = (
+_FLAGS: tuple[tuple[Callable[[], Any], Callable[..., object]], ...] = (
     *(pair for name in _NAMES if (pair := _pair(name)) is not None),
     (_algorithms, lambda mode, warn_only: set_deterministic_algorithms(mode, warn_only=warn_only)),
     (torch.get_default_dtype, torch.set_default_dtype),

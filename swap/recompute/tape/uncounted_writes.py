@@ -54,7 +54,7 @@ class UncountedWrites:
         """Notes what a layer's forward, which has just ended, wrote into and has not made."""
         self._note(storages, LAYER)
 
-    @disable_dynamo  # an optimizer may be compiled
+    @disable_dynamo  # type: ignore[untyped-decorator]  # an optimizer may be compiled
     def _by_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         written = [
             local_part(parameter)
