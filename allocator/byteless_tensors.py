@@ -22,19 +22,20 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 from memo.allocator.contents import MAKES_ZEROS, Blank, assumption, fits, is_called_by, reader, written
 from memo.allocator.local_mode import LocalTensorMode
 from memo.errors import RecordError
+from memo.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    UnsupportedOperatorException,
+    tree_map_only,
+)
 
 __all__ = ["BytelessMode", "byteless_storage"]
 
@@ -146,7 +147,7 @@ class BytelessMode(LocalTensorMode):
         """Declares that tensors have no contents, such as parameters that were made by `torch.ones`."""
         self._blank.add(tensor.untyped_storage() for tensor in tensors)
 
-    def run(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns byteless results of an operator.
 
         Raises:
@@ -163,7 +164,7 @@ class BytelessMode(LocalTensorMode):
 
     def compute(
         self,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         key: Any,
@@ -204,7 +205,7 @@ class BytelessMode(LocalTensorMode):
 
     def _run_with_contents(
         self,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         key: Any,
@@ -227,7 +228,7 @@ class BytelessMode(LocalTensorMode):
         self.forget(changed)
         return args[0] if _kind(func) is _Kind.CHANGES_FIRST else self._realise(outcome, tensors)
 
-    def _run_without_contents(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_without_contents(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator whose result's shape, or a number that it returns, depends on contents."""
         if func is _ATEN.index.Tensor and not any(self._blank.has(mask) for mask in args[1] if mask is not None):
             return self.run(func, (args[0], _positions(args[1])), kwargs)
@@ -243,7 +244,7 @@ class BytelessMode(LocalTensorMode):
             chosen.copy_(torch.arange(chosen.numel()).remainder(among).view_as(chosen))
             self._blank.discard(chosen.untyped_storage())
 
-    def _readable(self, tensor: torch.Tensor, func: torch._ops.OpOverload | str) -> torch.Tensor:
+    def _readable(self, tensor: torch.Tensor, func: OpOverload | str) -> torch.Tensor:
         """The tensor, if it has contents; else one that has the assumed ones.
 
         Raises:
@@ -262,7 +263,7 @@ class BytelessMode(LocalTensorMode):
 
     def _outcome(
         self,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         key: Any,
@@ -275,7 +276,7 @@ class BytelessMode(LocalTensorMode):
 
     def _trace(
         self,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         tensors: Sequence[torch.Tensor],
@@ -317,7 +318,7 @@ class BytelessMode(LocalTensorMode):
         return byteless_storage(nbytes)
 
 
-def _named(func: torch._ops.OpOverload | str) -> str:
+def _named(func: OpOverload | str) -> str:
     """Name of an operator with what a program calls it, where that is not the same."""
     return f"{func} (item(), int(), float() or bool())" if func is _ATEN._local_scalar_dense.default else str(func)
 
@@ -355,7 +356,7 @@ class _Kind(enum.Enum):
 
 
 @functools.cache
-def _kind(func: torch._ops.OpOverload) -> _Kind:
+def _kind(func: OpOverload) -> _Kind:
     if func is _ATEN.equal.default:
         return _Kind.COMPARES
     if func.namespace == "profiler":  # record_function of optimizers; its handles are not hashable by value
@@ -371,9 +372,9 @@ def _kind(func: torch._ops.OpOverload) -> _Kind:
     return _Kind.COMPUTES
 
 
-def _communicated(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> Any:
+def _communicated(func: OpOverload, args: tuple[Any, ...]) -> Any:
     """Results of a collective: its first argument, and a completed Work."""
-    from torch._C._distributed_c10d import FakeWork
+    from memo.torch_private import FakeWork
 
     made = [FakeWork().boxed() if "Work" in str(given.type) else args[0] for given in func._schema.returns]
     return made[0] if len(made) == 1 else tuple(made)

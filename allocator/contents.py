@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from memo import errors
+from memo.torch_private import OpOverload
 
 __all__ = ["MAKES_ZEROS", "Blank", "assumption", "fits", "is_called_by", "is_users", "place", "reader", "written"]
 
@@ -78,7 +79,7 @@ class Blank:
         """True for a tensor without contents."""
         return tensor.untyped_storage() in self._storages
 
-    def are_read(self, func: torch._ops.OpOverload, tensors: Sequence[torch.Tensor]) -> bool:
+    def are_read(self, func: OpOverload, tensors: Sequence[torch.Tensor]) -> bool:
         """True if an operator reads a tensor without contents.
 
         Args:
@@ -93,7 +94,7 @@ class Blank:
         return any(tensor.untyped_storage() in storages for tensor in tensors)
 
 
-def fits(func: torch._ops.OpOverload, made: Iterable[tuple[torch.dtype, int]]) -> bool:
+def fits(func: OpOverload, made: Iterable[tuple[torch.dtype, int]]) -> bool:
     """True if an operator's results are computed where its arguments have contents.
 
     Args:
@@ -109,13 +110,13 @@ def fits(func: torch._ops.OpOverload, made: Iterable[tuple[torch.dtype, int]]) -
 
 
 @functools.cache
-def _is_random(func: torch._ops.OpOverload) -> bool:
+def _is_random(func: OpOverload) -> bool:
     """True for operators that draw random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
 @functools.cache
-def _written_arguments(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
     """Position and name of the arguments that an operator writes to."""
     if func is _ATEN._amp_foreach_non_finite_check_and_unscale_.default:
         return ((0, "self"),)  # `found_inf` stays as it is: gradients count as finite
@@ -126,7 +127,7 @@ def _written_arguments(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ..
     )
 
 
-def written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+def written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """Tensor arguments that an operator writes to."""
     for position, name in _written_arguments(func):
         value = args[position] if position < len(args) else kwargs.get(name)
@@ -139,7 +140,7 @@ def _is_whole(tensor: torch.Tensor) -> bool:
     return tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
-def assumption(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool | None:
+def assumption(func: OpOverload, args: tuple[Any, ...]) -> bool | None:
     """Result of a test whether numbers are finite: they are. None for other operators."""
     if func in (_ATEN.isnan.default, _ATEN.isinf.default):
         return False

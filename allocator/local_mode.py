@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from memo.torch_private import OpOverload, TorchDispatchMode, TorchDispatchModeKey, get_dispatch_mode
 
 __all__ = ["LocalTensorMode"]
 
@@ -25,15 +26,15 @@ class LocalTensorMode(TorchDispatchMode):
         return False  # disabling torch.compile at every operator takes as long as the mode itself
 
     def __torch_dispatch__(
-        self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        if get_dispatch_mode(TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **kwargs)
         if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented
         return self.run(func, args, kwargs)
 
-    def run(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one operator; implemented by subclasses."""
         raise NotImplementedError

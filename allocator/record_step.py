@@ -21,6 +21,7 @@ import torch
 from memo.allocator.caching_model import round_size
 from memo.allocator.local_mode import LocalTensorMode
 from memo.allocator.trace import Allocation, AllocationTrace
+from memo.torch_private import OpOverload
 
 __all__ = ["AllocationSite", "Lifetime", "Recorder"]
 
@@ -44,7 +45,7 @@ class Lifetime:
     lower: int
     upper: int | None = None
     nbytes: int
-    operator: torch._ops.OpOverload
+    operator: OpOverload
     result: int
     """Index among the operator's results."""
     site: AllocationSite
@@ -101,7 +102,7 @@ class Recorder(LocalTensorMode):
         )
         self._begin(storage, again)
 
-    def run(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator and records the new storages of its results."""
         out = func(*args, **kwargs)
         results = out if isinstance(out, (tuple, list)) else (out,)
@@ -132,7 +133,7 @@ class Recorder(LocalTensorMode):
         )
         return AllocationTrace(allocations=allocations)
 
-    def _record(self, func: torch._ops.OpOverload, index: int, tensor: torch.Tensor, arguments: Any) -> None:
+    def _record(self, func: OpOverload, index: int, tensor: torch.Tensor, arguments: Any) -> None:
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
         if nbytes == 0 or tensor.device.type == "meta":

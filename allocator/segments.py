@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from memo.torch_private import accelerator_setAllocatorSettings, snapshot
+
 __all__ = ["use_expandable_segments"]
 
 _NAME = "expandable_segments"
@@ -33,7 +35,7 @@ def use_expandable_segments(device: torch.device) -> bool:
     torch.cuda.init()
     given: str = _settings()["PYTORCH_CUDA_ALLOC_CONF"]
     if _NAME not in given and _has_virtual_memory(device):
-        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (given, f"{_NAME}:True"))))
+        accelerator_setAllocatorSettings(",".join(filter(None, (given, f"{_NAME}:True"))))
         _log.info(
             "torch's allocator: %s:True from now on; PYTORCH_ALLOC_CONF=%s:False keeps it as it was", _NAME, _NAME
         )
@@ -41,7 +43,7 @@ def use_expandable_segments(device: torch.device) -> bool:
 
 
 def _settings() -> dict[str, Any]:
-    return torch.cuda.memory._snapshot()["allocator_settings"]  # type: ignore[no-any-return]
+    return snapshot()["allocator_settings"]  # type: ignore[no-any-return]
 
 
 def _has_virtual_memory(device: torch.device) -> bool:

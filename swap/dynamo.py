@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
-import torch
+from memo.torch_private import FrameAction, FrameExecStrategy, set_code_exec_strategy
 
 __all__ = ["keep_from_dynamo"]
 
@@ -18,7 +18,5 @@ def keep_from_dynamo(function: Callable[..., Any]) -> None:
     code = getattr(function, "__code__", None)  # of a method, too
     if code is None or code in _kept_from:
         return
-    dynamo = torch._C._dynamo.eval_frame
-    skip = dynamo._FrameAction.SKIP
-    dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(skip, skip))
+    set_code_exec_strategy(code, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
     _kept_from.add(code)

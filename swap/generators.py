@@ -9,11 +9,12 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from memo.torch_private import get_dispatch_stack_at, len_torch_dispatch_stack
+
 __all__ = ["leaves_generators", "put_back"]
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
-_modes_on_stack, _mode_at = torch._C._len_torch_dispatch_stack, torch._C._get_dispatch_stack_at
 
 
 @contextmanager
@@ -35,8 +36,8 @@ def leaves_generators(function: Callable[_Given, _Result]) -> Callable[_Given, _
 
     @functools.wraps(function)
     def called(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
-        for at in range(_modes_on_stack()):
-            if not _draws_nothing(type(_mode_at(at)).__module__):
+        for at in range(len_torch_dispatch_stack()):
+            if not _draws_nothing(type(get_dispatch_stack_at(at)).__module__):
                 with put_back():
                     return function(*args, **kwargs)
         return function(*args, **kwargs)

@@ -9,12 +9,18 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.fx import _symbolic_trace
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.hooks import RemovableHandle
 
 from memo.errors import NoRepeatedLayers, UsageError
 from memo.module_hooks import own_hook
+from memo.torch_private import (
+    TransformType,
+    get_interpreter_stack,
+    get_tracing_state,
+    peek_interpreter_stack,
+    symbolic_trace,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -170,7 +176,7 @@ def is_gathered_whole(module: nn.Module) -> bool:
 
 def is_transformed() -> bool:
     """True within a transform of torch.func, `vmap` included, whose tensors have no bytes of their own."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return peek_interpreter_stack() is not None
 
 
 def runs_as_written() -> bool:
@@ -181,15 +187,15 @@ def runs_as_written() -> bool:
     """
     return not (
         torch.compiler.is_compiling()  # also torch.export; first, since Dynamo knows it and nothing below
-        or any(level.key() not in _KEEP_HOOKS for level in torch._C._functorch.get_interpreter_stack() or ())
-        or torch._C._get_tracing_state() is not None  # torch.jit.trace
+        or any(level.key() not in _KEEP_HOOKS for level in get_interpreter_stack() or ())
+        or get_tracing_state() is not None  # torch.jit.trace
         or get_proxy_mode() is not None
-        or _symbolic_trace._is_fx_tracing_flag
+        or symbolic_trace._is_fx_tracing_flag
         or torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
     )
 
 
-_KEEP_HOOKS = (torch._C._functorch.TransformType.Vmap, torch._C._functorch.TransformType.Jvp)
+_KEEP_HOOKS = (TransformType.Vmap, TransformType.Jvp)
 """Transforms below which autograd saves plain tensors by hooks, as without them."""
 
 

@@ -13,15 +13,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memo.swap.dynamo import keep_from_dynamo
+from memo.torch_private import (
+    found,
+    place,
+    pop_saved_tensors_default_hooks,
+    push_saved_tensors_default_hooks,
+    saved_tensors_hooks_get_disabled_error_message,
+    top_saved_tensors_default_hooks,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["SavingHooks"]
 
-_autograd = torch._C._autograd
-_push, _pop = _autograd._push_saved_tensors_default_hooks, _autograd._pop_saved_tensors_default_hooks
-_forbid, _allow = _autograd._saved_tensors_hooks_disable, _autograd._saved_tensors_hooks_enable
+_forbid, _allow = found("saved_tensors_hooks_disable"), found("saved_tensors_hooks_enable")
 
 
 class SavingHooks:
@@ -39,7 +45,7 @@ class SavingHooks:
         for hook in self._pair:
             keep_from_dynamo(hook)
         _installed.append(self)
-        if _autograd._saved_tensors_hooks_get_disabled_error_message() is None:
+        if saved_tensors_hooks_get_disabled_error_message() is None:
             self.push()
         else:
             _thread.aside.append(self)
@@ -50,17 +56,17 @@ class SavingHooks:
             return
         others = []
         while (top := _top()) is not None:
-            _pop()
+            pop_saved_tensors_default_hooks()
             if self._is(top):
                 break
             others.append(top)
         for other in reversed(others):
-            _push(*other)
+            push_saved_tensors_default_hooks(*other)
         _installed.remove(self)
 
     def push(self) -> None:
         """Sets them on top of the stack."""
-        _push(*self._pair)
+        push_saved_tensors_default_hooks(*self._pair)
 
     def _is(self, pair: Any) -> bool:
         return bool(pair[1] == self._pair[1])  # bound methods are equal, not identical
@@ -79,14 +85,14 @@ _installed: list[SavingHooks] = []
 
 
 def _top() -> Any:
-    return _autograd._top_saved_tensors_default_hooks(False)
+    return top_saved_tensors_default_hooks(False)
 
 
 def _forbid_hooks(message: str, fail_if_non_empty: bool = True) -> None:
     """Forbids hooks, once ours are off; those that a program has set over them are torch's matter."""
     aside = []
     while fail_if_non_empty and (top := _top()) is not None and (ours := _ours(top)) is not None:
-        _pop()
+        pop_saved_tensors_default_hooks()
         aside.append(ours)
     try:
         _forbid(message, fail_if_non_empty)
@@ -110,4 +116,5 @@ def _ours(pair: Any) -> SavingHooks | None:
     return next((ours for ours in list(_installed) if ours._is(pair)), None)
 
 
-_autograd._saved_tensors_hooks_disable, _autograd._saved_tensors_hooks_enable = _forbid_hooks, _allow_hooks
+setattr(*place("saved_tensors_hooks_disable"), _forbid_hooks)
+setattr(*place("saved_tensors_hooks_enable"), _allow_hooks)

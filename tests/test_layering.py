@@ -38,7 +38,7 @@ IMPORTS = {
     "swap/disk": "memo swap/memory swap/backends",
     "swap/tiers": "memo swap swap/memory swap/backends",
     "swap/engine": "memo kernels swap swap/backends swap/tiers",
-    "swap/recompute/axis": "swap/engine",
+    "swap/recompute/axis": "memo swap/engine",
     "swap/recompute/tape": "memo kernels swap swap/engine swap/recompute/axis",
     "swap/recompute/ranges": "memo kernels swap swap/engine swap/recompute/axis swap/recompute/tape",
     "swap/recompute": "memo swap swap/engine swap/recompute/axis swap/recompute/tape swap/recompute/ranges",
@@ -230,7 +230,7 @@ def test_nothing_names_the_root_folders_as_packages() -> None:
 @pytest.mark.parametrize(
     "statement",
     [
-        "import memo, memo.errors, memo.units, memo.events",
+        "import memo, memo.errors, memo.torch_private, memo.units, memo.events",
         "import importlib; [importlib.import_module(name) for name in DATA]",
         "from memo.mip.activation import *; from memo.mip.address import *; from memo.trace import *",
         "from memo.gpt import GPTConfig, RunConfig",

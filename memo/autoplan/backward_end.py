@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable
 
-from torch.autograd.variable import Variable
+from memo.torch_private import execution_engine
 
 __all__ = ["at_end_of_backward"]
 
@@ -36,7 +36,7 @@ def at_end_of_backward(function: Callable[[], object]) -> None:
     call = _Call(function)
     _queued.add(call)
     try:
-        Variable._execution_engine.queue_callback(call)
+        execution_engine.queue_callback(call)
     except RuntimeError:  # not in a backward: the graph was freed
         call()
 

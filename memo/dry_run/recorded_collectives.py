@@ -16,6 +16,7 @@ import torch.distributed as dist
 from memo.allocator import LocalTensorMode
 from memo.errors import RecordError
 from memo.gpt.arithmetic import CollectiveKind
+from memo.torch_private import OpOverload, resolve_process_group
 
 __all__ = ["CollectiveCall", "CollectiveRecorder"]
 
@@ -48,7 +49,7 @@ class CollectiveRecorder(LocalTensorMode):
         super().__init__()
         self.calls: list[CollectiveCall] = []
 
-    def run(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator, and records it if it communicates.
 
         Raises:
@@ -78,7 +79,7 @@ def _votes(name: str, args: tuple[Any, ...]) -> bool:
 def _group(value: Any) -> tuple[int, ...]:
     """Global ranks of a process group, given as an object of its C++ class or by its name."""
     if isinstance(value, str):
-        group = dist.distributed_c10d._resolve_process_group(value)  # type: ignore[arg-type, attr-defined]
+        group = resolve_process_group(value)
     else:
         group = dist.ProcessGroup.unbox(value)
     return tuple(dist.get_process_group_ranks(group))

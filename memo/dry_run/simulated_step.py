@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 
 from memo.allocator import BytelessMode, Recorder
 from memo.autoplan import settings_of
@@ -29,6 +28,7 @@ from memo.mip.activation import extract_stage_plan
 from memo.parallel import Layout, PipelineOrder, simulated_rank
 from memo.record import OffloadWithoutBytes
 from memo.swap import Rates, find_layers
+from memo.torch_private import fsdp_param, fsdp_param_group
 
 if TYPE_CHECKING:
     from memo.dry_run.run_of_plan import PlannedRun
@@ -220,7 +220,7 @@ def _shares(total: int, parts: int) -> list[int]:
 @contextlib.contextmanager
 def _storages_without_memory(recorder: Recorder) -> Iterator[None]:
     """Has FSDP tell the recorder when it frees and allocates, instead of resizing storages that have no memory."""
-    modules: tuple[Any, ...] = (_fsdp_param, _fsdp_param_group)
+    modules: tuple[Any, ...] = (fsdp_param, fsdp_param_group)
     replaced = {
         "free_storage": lambda tensor: recorder.emptied(tensor.untyped_storage()),
         "alloc_storage": lambda tensor: recorder.refilled(tensor.untyped_storage()),

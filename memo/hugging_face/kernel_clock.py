@@ -11,11 +11,11 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memo.allocator import AllocationSite
 from memo.gpt.arithmetic import KernelTimes
 from memo.swap import is_attention, work_of
+from memo.torch_private import TorchDispatchMode
 
 __all__ = ["EMBEDDING", "HEAD", "MOST_OPERATORS", "KernelClock", "Spent"]
 

@@ -22,12 +22,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_map_only
 
 from memo.errors import UsageError
 from memo.loss.logit_rules import WITHOUT_ELEMENTS, by_rule
 from memo.loss.logit_transform import Steps
 from memo.loss.projection_loss import linear_cross_entropy
+from memo.torch_private import DisableTorchFunctionSubclass, make_wrapper_subclass, tree_map_only
 
 __all__ = ["DeferredLogits", "Product", "deferred"]
 
@@ -121,7 +121,7 @@ class DeferredLogits(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in WITHOUT_ELEMENTS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if args and isinstance(args[0], DeferredLogits) and args[0]._whole is None:
             result = by_rule(func, args, kwargs)
@@ -202,7 +202,7 @@ class _Defer(torch.autograd.Function):
     ) -> Tensor:
         ctx.product, ctx.steps, ctx.hidden, ctx.weights = product, steps, hidden.detach(), weights
         shape = (*hidden.shape[:-1], product.projection.weight.shape[0])
-        return cast("Tensor", Tensor._make_wrapper_subclass(DeferredLogits, shape, dtype=dtype, device=hidden.device))
+        return cast("Tensor", make_wrapper_subclass(DeferredLogits, shape, dtype=dtype, device=hidden.device))
 
     @staticmethod
     @once_differentiable

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from memo.loss.chunked_cross_entropy import IGNORE
 from memo.loss.logit_transform import DIVISIONS
+from memo.torch_private import parse_to
 
 if TYPE_CHECKING:
     from memo.loss.deferred_logits import DeferredLogits
@@ -68,9 +69,8 @@ def _cast(func: Any, logits: DeferredLogits) -> Any:
 
 
 def _to(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-    parse: Any = torch._C._nn._parse_to
     try:
-        device, dtype, _, layout = parse(*args, **kwargs)
+        device, dtype, _, layout = parse_to(*args, **kwargs)
     except (TypeError, RuntimeError):  # a copy, or a cast to integers
         return NotImplemented
     if layout is not None or (device is not None and torch.empty(0, device=device).device != logits.device):

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from memo.swap import hook_forward, runs_as_written
+from memo.torch_private import current_graph_task_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -141,7 +142,7 @@ class ForwardHooks:
 
 
 def _is_training() -> bool:
-    return torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0
+    return torch.is_grad_enabled() and current_graph_task_id() < 0
 
 
 class _CallEnd:

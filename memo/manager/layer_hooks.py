@@ -14,6 +14,7 @@ import torch
 
 from memo.machine import require_layer_within_norm_limit
 from memo.swap import hook_forward, layer_input, runs_as_written
+from memo.torch_private import current_graph_task_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -74,7 +75,7 @@ class LayerHooks:
 
     def _is_elsewhere(self) -> bool:
         """True in a thread that has not entered the manager, and that is not one of backward's."""
-        return threading.get_ident() != self._thread and torch._C._current_graph_task_id() < 0
+        return threading.get_ident() != self._thread and current_graph_task_id() < 0
 
     def _hook(
         self,

@@ -19,6 +19,7 @@ from memo.allocator import allocated_bytes, memory_stats
 from memo.errors import HostBudgetExceeded, ScratchFull, StoreWriteError, is_interruption
 from memo.events import OUT_OF_MEMORY, Note, Owner
 from memo.out_of_memory import SAVED, HeldMemory, explain_memory, parse_torch_error
+from memo.torch_private import place
 from memo.trace import OWNED, TRANSIENT, Holder
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ __all__ = ["MemoryWatch"]
 
 log = logging.getLogger("memo")
 
-_ENTRY = "_engine_run_backward"
-"""Function of torch.autograd through which backward and grad run; where a torch has none, backwards go unexplained."""
+_OWNER, _ENTRY = place("engine_run_backward")
+"""The function through which backward and grad run; where a torch has none, backwards go unexplained."""
 _SIGN = "\nmemo: "
 _TIERS = (HostBudgetExceeded, ScratchFull, StoreWriteError)
 """Errors of full lower tiers, which say themselves what would help."""
@@ -155,10 +156,10 @@ _is_wrapped = False
 def _wrap() -> None:
     global _original, _is_wrapped
     with _wrapping:
-        found = getattr(torch.autograd, _ENTRY, None)
+        found = getattr(_OWNER, _ENTRY, None)
         if not _is_wrapped and found is not None:
             _original, _is_wrapped = found, True
-            setattr(torch.autograd, _ENTRY, _run_backward)
+            setattr(_OWNER, _ENTRY, _run_backward)
 
 
 def _unwrap() -> None:
@@ -168,8 +169,8 @@ def _unwrap() -> None:
     """
     global _is_wrapped
     with _wrapping:
-        if not _open and _is_wrapped and getattr(torch.autograd, _ENTRY) is _run_backward:
-            setattr(torch.autograd, _ENTRY, _original)
+        if not _open and _is_wrapped and getattr(_OWNER, _ENTRY) is _run_backward:
+            setattr(_OWNER, _ENTRY, _original)
             _is_wrapped = False
 
 

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from memo.swap import has_storage, local_part, parameter_behind, runs_as_written
+from memo.torch_private import AOT_AUTOGRAD, current_graph_task_id, tree_leaves
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Unseen:
                 self._saving.add(layer)
                 if _checkpoint_frames():
                     self._note_checkpoint(layer)
-            elif runs_as_written() and torch._C._current_graph_task_id() < 0:
+            elif runs_as_written() and current_graph_task_id() < 0:
                 self._saving.add("")
                 self._is_within_checkpoints |= bool(_checkpoint_frames())
                 for address in _addresses(tensor):
@@ -166,7 +166,7 @@ def _values(stored: Any) -> Any:
 def _is_compiled() -> bool:
     """True while a compiled function saves: its wrappers are callers then."""
     callers = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(sys._getframe(1)))
-    return any(caller.startswith("torch._functorch._aot_autograd") for caller in callers)
+    return any(caller.startswith(AOT_AUTOGRAD) for caller in callers)
 
 
 def _addresses(tensor: torch.Tensor) -> list[int]:

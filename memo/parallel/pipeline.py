@@ -15,11 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from memo.errors import UsageError
 from memo.parallel.layout import Layout, PipelineSchedule
+from memo.torch_private import found, place
 
 __all__ = ["TORCH_NAMES", "check_torch", "make_schedule", "pass_through"]
 
@@ -83,12 +84,13 @@ def make_schedule(
 @contextlib.contextmanager
 def _gathered_all_step(stages: int) -> Iterator[None]:
     """Has schedules that are made in the block keep a rank's stages gathered through a step; torch's keep three."""
-    torchs = schedules._add_unshard_reshard
-    schedules._add_unshard_reshard = functools.partial(torchs, max_active_stages=max(stages, _TORCHS_GATHERED))
+    owner, name = place("add_unshard_reshard")
+    torchs = found("add_unshard_reshard")
+    setattr(owner, name, functools.partial(torchs, max_active_stages=max(stages, _TORCHS_GATHERED)))
     try:
         yield
     finally:
-        schedules._add_unshard_reshard = torchs
+        setattr(owner, name, torchs)
 
 
 class _Stage(PipelineStage):

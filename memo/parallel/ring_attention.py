@@ -23,10 +23,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
 
 from memo.errors import UsageError
 from memo.swap import memoize
+from memo.torch_private import attention as torchs
 
 __all__ = ["Ring"]
 
@@ -110,7 +110,7 @@ class _RingAttention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, out, log_sums)
         ctx.group, ctx.kernel = group, kernel
         ctx.rest = dict(zip(kernel.rest, rest, strict=False))  # numbers, and seeds of a dropout that there is not
-        return out
+        return cast("torch.Tensor", out)
 
     @staticmethod
     @once_differentiable

@@ -11,11 +11,15 @@ import sys
 from collections.abc import Iterator
 
 import torch.distributed as dist
-from torch.distributed.tensor import debug
-from torch.testing._internal.distributed.fake_pg import FakeStore  # the import registers the backend
 
 from memo.parallel.layout import Layout
 from memo.parallel.world import World
+from memo.torch_private import (
+    FakeStore,
+    clear_fast_path_sharding_prop_cache,
+    clear_python_sharding_prop_cache,
+    clear_sharding_prop_cache,
+)
 
 __all__ = ["simulated_rank"]
 
@@ -38,11 +42,10 @@ def simulated_rank(layout: Layout, rank: int = 0) -> Iterator[World]:
 
 def _forget_shapes() -> None:
     """Empties DTensor's caches, which have local shapes of this rank under a key that other ranks have, too."""
-    for name in (
-        "_clear_sharding_prop_cache",
-        "_clear_python_sharding_prop_cache",
-        "_clear_fast_path_sharding_prop_cache",
+    for clear in (
+        clear_sharding_prop_cache,
+        clear_python_sharding_prop_cache,
+        clear_fast_path_sharding_prop_cache,
     ):
-        clear = getattr(debug, name, None)
         if clear is not None:
             clear()

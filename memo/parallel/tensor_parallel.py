@@ -163,9 +163,9 @@ def _own_blocks(x: torch.Tensor, dim: int, pieces: int, group: Group) -> torch.T
 
 def _in_pieces(dim: int, pieces: int) -> Placement:
     """Placement that divides each of `pieces` fused blocks over the ranks (q, k, v of GPT-2)."""
-    from torch.distributed.tensor.placement_types import _StridedShard
+    from memo.torch_private import StridedShard
 
-    return _StridedShard(dim, split_factor=pieces)
+    return cast("Placement", StridedShard(dim, split_factor=pieces))
 
 
 class ColumnParallel(ParallelStyle):

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memo.allocator import AllocationSite
+from memo.torch_private import current_graph_task_id
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -122,7 +123,7 @@ class AllocationSites:
 
 def is_in_backward() -> bool:
     """True while autograd runs backward on this thread; modules that run then are recomputed."""
-    return torch._C._current_graph_task_id() != -1
+    return bool(current_graph_task_id() != -1)
 
 
 def _group(layer: str, way: str, visit: int) -> str:

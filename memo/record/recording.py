@@ -29,6 +29,7 @@ from memo.record.optimizers import fill_state, make_optimizer, state_of
 from memo.record.program_errors import users_errors
 from memo.record.step import Step
 from memo.swap import Layer, cast_of_parameter, find_layers, is_attention
+from memo.torch_private import DYNAMO
 
 __all__ = ["Recording", "Role", "checkpoint_layers", "record_step"]
 
@@ -121,7 +122,7 @@ def record_step(
 
 def _uncompiled() -> contextlib.AbstractContextManager[object]:
     """Runs what torch.compile made as it was written: a compiler would see the recorder, not the step."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager") if DYNAMO in sys.modules else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import torch
 
 from memo.allocator import BytelessMode
 from memo.swap import Rates, Work, is_attention, picoseconds_of, work_of
+from memo.torch_private import OpOverload
 
 if TYPE_CHECKING:
     from memo.mip.inputs import Hardware
@@ -53,7 +54,7 @@ class SimulatedKernels(BytelessMode):
 
     def compute(
         self,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         key: Any,
@@ -81,7 +82,7 @@ class SimulatedKernels(BytelessMode):
         self._memory.add(made)
         return made
 
-    def _kernel_ns(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    def _kernel_ns(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
         """Nanoseconds of a call's kernel; -1 for what launches none."""
         name = func.overloadpacket.__name__
         if "attention" in name and "backward" in name:
@@ -97,7 +98,7 @@ class SimulatedKernels(BytelessMode):
         return picoseconds_of(work, self._half if dtype.itemsize <= 2 else self._single) // 1000
 
 
-def _is_causal(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+def _is_causal(func: OpOverload, args: tuple[Any, ...]) -> bool:
     """Argument `is_causal` of attention's backward."""
     names = [argument.name for argument in func._schema.arguments]
     at = names.index("is_causal") if "is_causal" in names else len(args)

@@ -22,6 +22,7 @@ import torch
 
 from memo.swap.memory.numa import node_of_pci_device
 from memo.swap.memory.pinned import PinnedSlab, copy_pieces
+from memo.torch_private import found, place
 
 if TYPE_CHECKING:
     from memo.swap.backends.protocol import Event, Timed
@@ -33,10 +34,11 @@ __all__ = ["CudaBackend", "CudaStream", "copy_stream", "numa_node"]
 _LONGEST_ELAPSED_MS = 10_000.0
 
 _NO_CONTEXT = contextlib.nullcontext()
+_CUDA, _CAPTURING = place("cuda_isCurrentStreamCapturing")
 
 
 def _is_capturing() -> bool:
-    return bool(torch._C._cuda_isCurrentStreamCapturing())
+    return bool(getattr(_CUDA, _CAPTURING)())
 
 
 class _Clock:
@@ -184,6 +186,7 @@ class CudaBackend:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self._clock = _Clock(self.device) if timing else None
+        self._raw_stream = found("cuda_getCurrentRawStream")
         self.d2h = CudaStream(self.device, self._clock)
         self.h2d = CudaStream(self.device, self._clock)
         self._streams: dict[int, torch.cuda.Stream] = {}  # by raw handle: compute streams seen so far
@@ -192,7 +195,7 @@ class CudaBackend:
 
     def current_stream(self) -> int:
         """Returns the raw handle of the caller's stream."""
-        handle: int = torch._C._cuda_getCurrentRawStream(self.device.index)
+        handle: int = self._raw_stream(self.device.index)
         if handle not in self._streams:
             self._streams[handle] = torch.cuda.current_stream(self.device)
         return handle

@@ -28,8 +28,6 @@ from __future__ import annotations
 import collections
 from typing import TYPE_CHECKING
 
-import torch
-
 from memo.errors import StoreWriteError
 from memo.events import StallCause, Tier as TierName
 from memo.swap.checksum import checksum
@@ -37,6 +35,7 @@ from memo.swap.engine.saved_storage import AWAY, LEAVING, LIVE, by_home
 from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.engine.token_prefix import pack_prefixes
 from memo.swap.kept import is_kept
+from memo.torch_private import get_sequence_nr
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
 __all__ = ["CopyOut"]
 
 _DEVICE = TierName.DEVICE
-_nodes_made = torch._C._autograd._get_sequence_nr  # of this thread
 _DRAIN, _DISK_QUEUE = StallCause.DRAIN, StallCause.DISK_QUEUE
 
 
@@ -101,7 +99,7 @@ class CopyOut:
         Raises:
             HostBudgetExceeded, ScratchFull: no tier has room for one of those; it and later ones stay LIVE.
         """
-        nodes = _nodes_made()
+        nodes = get_sequence_nr()
         if nodes != self._nodes:
             self.send_saved()
             self._nodes = nodes

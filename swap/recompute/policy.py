@@ -38,6 +38,7 @@ from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.tape.recorder import Recorder, aside, is_recordable, leave_mode
 from memo.swap.tensor_kinds import has_storage, is_sharded, layer_input, local_part, tensors_within
 from memo.swap.token_levels import LayerCosts, Level, Setting, TokenLevels
+from memo.torch_private import top_saved_tensors_default_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -250,7 +251,7 @@ class Tapes:
             self._hearing.__enter__()  # type: ignore[no-untyped-call]
         if _moves_all(setting) and not group.may_lack_room and self._engine.when_full is not WhenFull.RECOMPUTE:
             return
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        hooks = top_saved_tensors_default_hooks(False)
         if hooks is None or hooks[1] != self._engine.unpack:
             return  # a checkpoint around the layer, say, is told of what autograd saves, and the engine is not
         reason = self._long.get(layer.name) or self._ranks.disagreed.get(layer.name)

@@ -13,10 +13,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memo.swap.recompute.axis.operators import call, group_of, operator_of
 from memo.swap.tensor_kinds import are_wrapped
+from memo.torch_private import OpOverload, TorchDispatchMode
 
 __all__ = ["Hearing", "Ranks", "equal_on_all_ranks", "gather_values"]
 
@@ -65,7 +65,7 @@ class Hearing(TorchDispatchMode):
         self.groups: dict[str, dist.ProcessGroup] = {}
 
     def __torch_dispatch__(
-        self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if types and are_wrapped(types):
             return NotImplemented

@@ -17,6 +17,7 @@ from memo.swap.recompute.tape.form import sizes_of
 from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.trial import Unlike, try_out, try_out_ranges
 from memo.swap.token_levels import Setting, comparing_nbytes
+from memo.torch_private import DisableTorchDispatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,7 +88,7 @@ def _is_blank(call: OpenCall) -> bool:
         return False
     if hidden.untyped_storage().nbytes() < hidden.nbytes:  # the layer has given it up
         return False
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         return not bool(hidden.detach().any())
 
 

@@ -31,8 +31,9 @@ TESTS = (
     "tests/hugging_face",
     "tests/allocator",
     "tests/cli/test_plan_command.py",
+    "tests/test_torch_private.py",
 )
-"""Offload and recompute bit for bit, models of transformers, the recorder, plans."""
+"""Offload and recompute bit for bit, models of transformers, the recorder, plans, and each private name of torch."""
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "expecttest", "hypothesis", "accelerate")
 LAST_LINES = 400
 

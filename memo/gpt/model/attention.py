@@ -19,6 +19,7 @@ from memo.gpt.model.attention_kernel import Choice, Kernel, Kind, choose, is_ref
 from memo.gpt.model.local_attention import local_attention
 from memo.gpt.model.packed_documents import DocumentSpans
 from memo.swap import memoize
+from memo.torch_private import current_graph_task_id
 
 __all__ = ["attend", "attend_within"]
 
@@ -117,7 +118,7 @@ def _with_fallback(
             return run(choice)
         except (RuntimeError, ImportError) as error:
             # In backward this is a recompute, which must use the kernel of its forward.
-            in_backward = torch._C._current_graph_task_id() >= 0
+            in_backward = current_graph_task_id() >= 0
             is_last = choice.kernel in (Kernel.MATH, Kernel.BLOCKS)
             if is_last or in_backward or not is_refusal(error):
                 raise

@@ -25,11 +25,11 @@ from collections.abc import Sequence
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memo.allocator import memory_stats
 from memo.errors import DeviceOutOfMemory, MemoError
 from memo.swap import total_host_bytes
+from memo.torch_private import disable_current_modes, fused_sdp_choice
 from memo.units import format_bytes
 
 __all__ = ["Choice", "Kernel", "Kind", "choose", "is_refusal", "refuse", "require_scores_fit", "score_bytes"]
@@ -185,7 +185,7 @@ def _is_supported(kernel: Kernel, kind: Kind, repeats: bool) -> bool:
     """True if torch would choose `kernel` for small tensors of this kind; hidden from the caller's dispatch modes."""
     assert kernel.backend is not None
     kv_heads = kind.heads if repeats else kind.kv_heads
-    with _disable_current_modes(), warnings.catch_warnings(), torch.enable_grad():
+    with disable_current_modes(), warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")  # torch warns why a kernel is not supported
         query, key, value = (
             torch.empty(1, heads, 128, kind.head_dim, dtype=kind.dtype, device=kind.device, requires_grad=True)
@@ -193,7 +193,7 @@ def _is_supported(kernel: Kernel, kind: Kind, repeats: bool) -> bool:
         )
         with sdpa_kernel(kernel.backend):
             try:
-                chosen = torch._fused_sdp_choice(query, key, value, is_causal=True, enable_gqa=kv_heads != kind.heads)
+                chosen = fused_sdp_choice(query, key, value, is_causal=True, enable_gqa=kv_heads != kind.heads)
             except RuntimeError:  # no allowed kernel supports them
                 return False
     return bool(chosen == kernel.backend.value)

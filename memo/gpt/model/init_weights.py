@@ -65,7 +65,8 @@ def _copy_own_part(parameter: torch.Tensor, value: torch.Tensor | float) -> None
 def _own_part(parameter: torch.Tensor) -> tuple[slice, ...]:
     """Slices of this rank's part of a DTensor in the whole tensor."""
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    from memo.torch_private import compute_local_shape_and_global_offset
 
     assert isinstance(parameter, DTensor)
     sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)

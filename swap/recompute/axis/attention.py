@@ -11,7 +11,7 @@ import functools
 import re
 from typing import Any
 
-import torch
+from memo.torch_private import HigherOrderOperator, OpOverload
 
 __all__ = ["drops_by", "is_attention"]
 
@@ -30,9 +30,9 @@ def is_attention(func: Any) -> bool:
     Args:
         func: An OpOverload or a HigherOrderOperator.
     """
-    if isinstance(func, torch._ops.OpOverload):
+    if isinstance(func, OpOverload):
         package, name = func.namespace.lower(), func.overloadpacket.__name__.lower()
-    elif isinstance(func, torch._ops.HigherOrderOperator):
+    elif isinstance(func, HigherOrderOperator):
         package, name = "", func.name().lower()
     else:
         return False

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from memo.swap.recompute.axis.token_axis import Axis, Mark, Meaning, regroup
+from memo.torch_private import OpOverload
 
 __all__ = ["COLLECTIVES", "TRIANGLES", "Call", "Meanings", "Unproven", "meaning_of", "tensors_in"]
 
@@ -58,7 +59,7 @@ class Meanings(Protocol):
 class Call:
     """One call of one operator, after it ran."""
 
-    func: torch._ops.OpOverload
+    func: OpOverload
     args: Sequence[Any]
     kwargs: dict[str, Any]
     out: Any

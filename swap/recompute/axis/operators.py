@@ -5,13 +5,23 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from memo.swap.recompute.axis.attention import drops_by, is_attention
 from memo.swap.recompute.axis.operator_rules import COLLECTIVES
+from memo.torch_private import (
+    DispatchKey,
+    ForceDispatchKeyGuard,
+    OpOverload,
+    RestorePythonTLSSnapshot,
+    dispatch_has_kernel_for_dispatch_key,
+    dispatch_tls_local_exclude_set,
+    dispatch_tls_local_include_set,
+    resolve_process_group,
+)
 
 __all__ = ["NON_BLOCKING", "Operator", "apart", "call", "group_of", "operator_of"]
 
@@ -37,16 +47,18 @@ _READ_SHAPES = frozenset(
 )  # fmt: skip
 # Torch's own whose kernels call operators that autocast casts for, as those of other packages may.
 _CALL_CAST = frozenset({_ATEN._sparse_addmm, _ATEN._trilinear, _ATEN.linalg_pinv})
-_KEYS = torch._C.DispatchKey
-_BELOW_AUTOGRAD = (_KEYS.AutogradFunctionality, _KEYS.AutogradOther, _KEYS.AutogradNestedTensor, _KEYS.ADInplaceOrView)
-_LAZY = (_KEYS.Conjugate, _KEYS.Negative)
+_BELOW_AUTOGRAD = (
+    DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther, DispatchKey.AutogradNestedTensor,
+    DispatchKey.ADInplaceOrView,
+)  # fmt: skip
+_LAZY = (DispatchKey.Conjugate, DispatchKey.Negative)
 NON_BLOCKING = "non_blocking"
 _PRODUCT = re.compile("mm|mv|dot|linear|conv|rnn|lstm|gru|attention|cdist|euclidean|matrix_exp|corrcoef|cov$")
 _OVERWRITE = frozenset({_ATEN.copy_, _ATEN.fill_, _ATEN.zero_})
 
 
 @functools.cache
-def is_random(func: torch._ops.OpOverload) -> bool:
+def is_random(func: OpOverload) -> bool:
     """True for operators that draw from a generator, or may: other packages' attention that can drop has no tag."""
     return torch.Tag.nondeterministic_seeded in func.tags or (is_attention(func) and drops_by(func) is not None)
 
@@ -77,7 +89,7 @@ class Operator:
         self.func = func
         self.is_apart = is_apart
         """It stands for calls at another precision of products than the layer began with."""
-        self.is_overload = is_overload = isinstance(func, torch._ops.OpOverload)
+        self.is_overload = is_overload = isinstance(func, OpOverload)
         self.is_attention = is_attention(func)
         self.is_random = is_overload and is_random(func)
         name = func._schema.name if is_overload else ""
@@ -132,29 +144,29 @@ def call(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], *, 
     """
     func = operator.func
     if operator.calls_others:
-        with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
-            hidden = torch._C._dispatch_tls_local_exclude_set()
+        with RestorePythonTLSSnapshot():
+            hidden = dispatch_tls_local_exclude_set()
         if _has_formula(func):
             for key in _BELOW_AUTOGRAD:
                 hidden = hidden.add(key)
     elif is_complex and operator.is_overload and func.namespace == "aten":
-        hidden = torch._C._dispatch_tls_local_exclude_set()
+        hidden = dispatch_tls_local_exclude_set()
         for key in _LAZY:
             hidden = hidden.remove(key)
     else:
         return func(*args, **kwargs)
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), hidden):
+    with ForceDispatchKeyGuard(dispatch_tls_local_include_set(), hidden):
         return func(*args, **kwargs)
 
 
 @functools.cache
-def _has_formula(func: torch._ops.OpOverload) -> bool:
+def _has_formula(func: OpOverload) -> bool:
     """True where autograd has a kernel for an operator; without one it sees the operators that its kernel calls."""
-    has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
+    has_kernel = functools.partial(dispatch_has_kernel_for_dispatch_key, func.name())
     return any(map(has_kernel, ("Autograd", "AutogradCPU", "AutogradCUDA")))
 
 
-def _writes(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+def _writes(func: OpOverload) -> tuple[tuple[int, str], ...]:
     if func.overloadpacket is _ATEN.record_stream:
         return ()  # its schema says so; what it changes is the allocator's books
     return tuple(
@@ -164,16 +176,16 @@ def _writes(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
     )
 
 
-def _group_at(func: torch._ops.OpOverload) -> int | None:
+def _group_at(func: OpOverload) -> int | None:
     return _position(func, "group_name", "process_group") if func.namespace in _COLLECTIVE_NAMESPACES else None
 
 
-def _position(func: torch._ops.OpOverload, *names: str) -> int | None:
+def _position(func: OpOverload, *names: str) -> int | None:
     """Position of the first argument of one of these names."""
     return next((at for at, declared in enumerate(func._schema.arguments) if declared.name in names), None)
 
 
-def group_of(func: torch._ops.OpOverload, args: Sequence[Any]) -> dist.ProcessGroup | None:
+def group_of(func: OpOverload, args: Sequence[Any]) -> dist.ProcessGroup | None:
     """The process group that a collective is given; None for what only waits for one."""
     at = operator_of(func).group_at
     if at is None:
@@ -182,13 +194,11 @@ def group_of(func: torch._ops.OpOverload, args: Sequence[Any]) -> dist.ProcessGr
     if isinstance(group, dist.ProcessGroup):
         return group
     if isinstance(group, str):
-        return dist.distributed_c10d._resolve_process_group(args[at])  # type: ignore[attr-defined]
+        return cast("dist.ProcessGroup", resolve_process_group(group))
     return dist.ProcessGroup.unbox(group)
 
 
-def _overwrites(
-    func: torch._ops.OpOverload, writes: Sequence[tuple[int, str]], *, is_random: bool
-) -> tuple[tuple[int, str], ...]:
+def _overwrites(func: OpOverload, writes: Sequence[tuple[int, str]], *, is_random: bool) -> tuple[tuple[int, str], ...]:
     """Position and name of arguments that are written and not read: `out=`, and the first one of fills and copies."""
     fills = is_random or func.overloadpacket in _OVERWRITE
     declared = func._schema.arguments

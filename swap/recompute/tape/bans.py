@@ -24,6 +24,7 @@ from memo.errors import UsageError
 from memo.swap.recompute.tape.log import Birth, Function
 from memo.swap.recompute.tape.tape import Use
 from memo.swap.token_levels import Level
+from memo.torch_private import OpOverloadPacket
 
 if TYPE_CHECKING:
     from memo.swap.recompute.tape.tape import Step, Tape
@@ -120,7 +121,7 @@ def _is_operator(name: str) -> bool:
     namespace, _, plain = name.rpartition(".")
     if not plain.isidentifier() or (namespace and not namespace.isidentifier()):
         return False
-    return isinstance(getattr(getattr(torch.ops, namespace or "aten"), plain, None), torch._ops.OpOverloadPacket)
+    return isinstance(getattr(getattr(torch.ops, namespace or "aten"), plain, None), OpOverloadPacket)
 
 
 @functools.cache

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memo.swap.recompute.axis.token_axis import Axis
+from memo.torch_private import get_current_dispatch_mode_stack
 
 __all__ = ["AxisAfter", "TokenLocalCall", "memoize", "token_local"]
 
@@ -44,7 +44,7 @@ def memoize(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def memoized(*args: Any, **kwargs: Any) -> Any:
-        for mode in reversed(_get_current_dispatch_mode_stack()):
+        for mode in reversed(get_current_dispatch_mode_stack()):
             handle = getattr(mode, "memoized", None)
             if handle is not None:
                 return handle(function, args, kwargs)
@@ -115,7 +115,7 @@ def token_local(function: Callable[..., Any] | None = None, *, axis_after: AxisA
 
     @functools.wraps(function)
     def run(x: torch.Tensor, *others: Any) -> torch.Tensor:
-        for mode in reversed(_get_current_dispatch_mode_stack()):
+        for mode in reversed(get_current_dispatch_mode_stack()):
             handle = getattr(mode, "token_local", None)
             if handle is not None:
                 call = TokenLocalCall(function=function, axis_after=axis_after, x=x, others=others)

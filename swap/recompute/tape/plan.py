@@ -25,6 +25,7 @@ from memo.swap.recompute.axis.operators import NON_BLOCKING
 from memo.swap.recompute.tape import cut as cuts
 from memo.swap.recompute.tape.log import Function, Geometry, Holds
 from memo.swap.recompute.tape.tape import Carried, Use, uses_in
+from memo.torch_private import OpOverload
 
 if TYPE_CHECKING:
     from memo.swap.recompute.tape.cut import Cut, Problem
@@ -456,7 +457,7 @@ def _compiled(code: str) -> CodeType:
 def _callable_of(operator: Any) -> Any:
     if isinstance(operator, Function):
         return operator.function
-    return operator.func._op if type(operator.func) is torch._ops.OpOverload else operator.func  # its call adds a frame
+    return operator.func._op if type(operator.func) is OpOverload else operator.func  # its call adds a frame
 
 
 def _view(

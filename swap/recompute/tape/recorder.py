@@ -12,7 +12,6 @@ from weakref import ref
 
 import torch
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from memo.kernels import pack_mask
 from memo.swap.dynamo import keep_from_dynamo
@@ -41,6 +40,21 @@ from memo.swap.recompute.tape.log import (
 from memo.swap.recompute.tape.settings import precision_of_products
 from memo.swap.recompute.tape.uncounted_writes import uncounted_writes
 from memo.swap.tensor_kinds import has_storage, is_sharded, local_part
+from memo.torch_private import (
+    DisableTorchDispatch,
+    DispatchKey,
+    TorchDispatchMode,
+    TorchDispatchModeKey,
+    disabled_torch_dispatch_impl,
+    dispatch_tls_is_dispatch_key_excluded,
+    dispatch_tls_set_dispatch_key_excluded,
+    get_current_dispatch_mode,
+    get_dispatch_mode,
+    get_dispatch_stack_at,
+    len_torch_dispatch_stack,
+    pop_mode,
+    push_mode,
+)
 
 if TYPE_CHECKING:
     from memo.swap.recompute.tape.checksums import Checksums
@@ -51,11 +65,8 @@ __all__ = ["Aside", "Recorder", "aside", "is_recordable", "leave_mode"]
 _PLAIN = (torch.Tensor, Parameter)
 _OTHERS = (Birth.FOUND, Birth.GIVEN)
 _CONSTANTS = frozenset({type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format})
-_ADINPLACE = torch._C.DispatchKey.ADInplaceOrView
-_get_dispatch_mode = torch._C._get_dispatch_mode
-_FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY  # of what is traced, not run
-_modes_on_stack = torch._C._len_torch_dispatch_stack
-_SwitchedOff = torch._C._DisableTorchDispatch
+_ADINPLACE = DispatchKey.ADInplaceOrView
+_FAKE, _PROXY = TorchDispatchModeKey.FAKE, TorchDispatchModeKey.PROXY  # of what is traced, not run
 _ATEN = torch.ops.aten
 _DROPOUT = _ATEN.native_dropout.default
 _DRAWS_BITS = frozenset({_ATEN.bernoulli_.float, _ATEN.bernoulli.default, _DROPOUT})
@@ -95,16 +106,16 @@ class Aside:
         self._mode = mode
 
     def __enter__(self) -> None:
-        self._is_off = _get_current_dispatch_mode() is self._mode
+        self._is_off = get_current_dispatch_mode() is self._mode
         if self._is_off:
-            _pop_mode()
+            pop_mode()
         else:
             self._was_asleep = self._mode.asleep
             self._mode.asleep = True
 
     def __exit__(self, *exception: object) -> None:
         if self._is_off:
-            _push_mode(self._mode)
+            push_mode(self._mode)
         else:
             self._mode.asleep = self._was_asleep
 
@@ -115,27 +126,27 @@ def aside(mode: Any, tensor: torch.Tensor) -> Any:
     Where no other mode is on the stack, and no subclass has its own way, all dispatch to Python is switched off: that
     takes an eighth of the time.
     """
-    return _SwitchedOff() if type(tensor) is torch.Tensor and _modes_on_stack() == 1 else Aside(mode)
+    return DisableTorchDispatch() if type(tensor) is torch.Tensor and len_torch_dispatch_stack() == 1 else Aside(mode)
 
 
 def leave_mode(mode: TorchDispatchMode) -> None:
     """Takes a mode off the stack of dispatch modes if an interruption has left it there, wherever. Idempotent."""
-    stack = [torch._C._get_dispatch_stack_at(at) for at in range(_modes_on_stack())]
+    stack = [get_dispatch_stack_at(at) for at in range(len_torch_dispatch_stack())]
     is_within = any(mode is other for other in stack)
     if not is_within and mode.old_dispatch_mode_flags:  # `Aside` has it, or torch's own way in or out was interrupted
-        _push_mode(mode)
+        push_mode(mode)
         stack.append(mode)
         is_within = True
     if is_within:
         above = stack[next(at for at, other in enumerate(stack) if other is mode) + 1 :]
         for _ in above:
-            _pop_mode()
+            pop_mode()
         if mode.old_dispatch_mode_flags:
             TorchDispatchMode.__exit__(mode, None, None, None)
         else:
-            _pop_mode()
+            pop_mode()
         for other in above:
-            _push_mode(other)
+            push_mode(other)
 
 
 class Recorder(TorchDispatchMode):
@@ -252,7 +263,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        is_traced = _get_dispatch_mode(_FAKE) is not None or _get_dispatch_mode(_PROXY) is not None
+        is_traced = get_dispatch_mode(_FAKE) is not None or get_dispatch_mode(_PROXY) is not None
         if self.asleep or is_traced:
             operator = operator_of(func)
             if self._within is not None and operator.group_at is not None:
@@ -589,20 +600,20 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
 
     Never the tensor itself: autograd makes an operator's result the output of its node, which holds the saved tensors.
     """
-    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_ADINPLACE)
+    excluded = dispatch_tls_is_dispatch_key_excluded(_ADINPLACE)
     if not excluded:
         return tensor.detach()
-    torch._C._dispatch_tls_set_dispatch_key_excluded(_ADINPLACE, False)
+    dispatch_tls_set_dispatch_key_excluded(_ADINPLACE, False)
     try:
         return tensor.detach()
     finally:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(_ADINPLACE, True)
+        dispatch_tls_set_dispatch_key_excluded(_ADINPLACE, True)
 
 
 def _dispatches(kind: type) -> bool:
     """True for a subclass of tensors that handles operators itself."""
     own = getattr(kind, "__torch_dispatch__", None)
-    return own is not None and own is not torch._C._disabled_torch_dispatch_impl
+    return own is not None and own is not disabled_torch_dispatch_impl
 
 
 def _groups_of(operator: Operator, args: Sequence[Any]) -> tuple[str, ...]:

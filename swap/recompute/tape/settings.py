@@ -7,7 +7,20 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
+
+from memo.torch_private import (
+    disable_current_modes,
+    found,
+    get_deterministic_algorithms,
+    get_deterministic_algorithms_warn_only,
+    get_dispatch_stack_at,
+    get_fp32_precision_getter,
+    len_torch_dispatch_stack,
+    pop_mode,
+    push_mode,
+    set_deterministic_algorithms,
+    set_fp32_precision_setter,
+)
 
 __all__ = ["Settings", "precision_of_products"]
 
@@ -20,13 +33,13 @@ _NAMES = (
 
 
 def _pair(name: str) -> tuple[Callable[[], Any], Callable[..., object]] | None:
-    """Reads and writes of a setting of torch._C; None where this torch has it not."""
-    read, write = (getattr(torch._C, f"_{does}_{name}", None) for does in ("get", "set"))
+    """Reads and writes of a setting of torch's; None where this torch has it not."""
+    read, write = (found(f"{does}_{name}") for does in ("get", "set"))
     return None if read is None or write is None else (read, write)
 
 
 def _algorithms() -> tuple[bool, bool]:
-    return torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()
+    return get_deterministic_algorithms(), get_deterministic_algorithms_warn_only()
 
 
 _LEAST = 2.2250738585072014e-308
@@ -38,18 +51,17 @@ def _flushes_denormals() -> bool:
     return _LEAST / 2 == 0.0
 
 
-_FLAGS = (
+_FLAGS: tuple[tuple[Callable[[], Any], Callable[..., object]], ...] = (
     *(pair for name in _NAMES if (pair := _pair(name)) is not None),
-    (_algorithms, lambda mode, warn_only: torch._C._set_deterministic_algorithms(mode, warn_only=warn_only)),
+    (_algorithms, lambda mode, warn_only: set_deterministic_algorithms(mode, warn_only=warn_only)),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),  # reductions are cut by threads
     (_flushes_denormals, torch.set_flush_denormal),
 )
 _PRECISIONS = tuple((backend, kind) for backend in ("cuda", "mkldnn") for kind in ("matmul", "conv", "rnn"))
 """Of float32 operators, by torch.backends: each inherits its backend's, and that the one of all, where it is "none"."""
-_precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
-_set_precision: Callable[[str, str, str], object] = torch._C._set_fp32_precision_setter
-_modes_on_stack = torch._C._len_torch_dispatch_stack
+_precision: Callable[[str, str], str] = get_fp32_precision_getter
+_set_precision: Callable[[str, str, str], object] = set_fp32_precision_setter
 _REDUCED_AT = tuple(at for at, name in enumerate(filter(_pair, _NAMES)) if name.startswith("cublas_"))
 """Of _FLAGS, those that reduce the precision of products."""
 _REDUCED = tuple(_FLAGS[at][0] for at in _REDUCED_AT)
@@ -76,7 +88,7 @@ class Settings(NamedTuple):
         return cls(
             tuple([_told(read) for read, _ in _FLAGS]),
             tuple([_precision(*each) for each in _PRECISIONS]),
-            _modes() if _modes_on_stack() else (),
+            _modes() if len_torch_dispatch_stack() else (),
         )
 
     def at_precision(self, products: tuple[Any, ...]) -> Settings:
@@ -118,7 +130,7 @@ class Settings(NamedTuple):
 
 
 def _modes() -> tuple[Any, ...]:
-    stack = [torch._C._get_dispatch_stack_at(at) for at in range(_modes_on_stack())]
+    stack = [get_dispatch_stack_at(at) for at in range(len_torch_dispatch_stack())]
     return tuple(mode for mode in stack if type(mode).__module__ != "torch.utils.flop_counter")
 
 
@@ -149,11 +161,11 @@ def _under(modes: tuple[Any, ...], now: tuple[Any, ...]) -> Iterator[None]:
     if modes == now:
         yield
         return
-    with _disable_current_modes():
+    with disable_current_modes():
         for mode in modes:
-            _push_mode(mode)
+            push_mode(mode)
         try:
             yield
         finally:
             for mode in reversed(modes):
-                _pop_mode(getattr(mode, "_mode_key", None))
+                pop_mode(getattr(mode, "_mode_key", None))

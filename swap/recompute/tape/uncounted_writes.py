@@ -11,11 +11,11 @@ import threading
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memo.swap.storage_map import StorageMap
 from memo.swap.tensor_kinds import has_storage, local_part
+from memo.torch_private import disable_dynamo
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -54,7 +54,7 @@ class UncountedWrites:
         """Notes what a layer's forward, which has just ended, wrote into and has not made."""
         self._note(storages, LAYER)
 
-    @_disable_dynamo  # an optimizer may be compiled
+    @disable_dynamo  # type: ignore[untyped-decorator]  # an optimizer may be compiled
     def _by_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         written = [
             local_part(parameter)

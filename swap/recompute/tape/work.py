@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from memo.swap.recompute.axis.attention import is_attention
+from memo.torch_private import tree_leaves
 
 __all__ = ["Rates", "Work", "picoseconds_of", "rates_of", "work_of"]
 
