@@ -17,7 +17,6 @@ from memo.swap.recompute.tape.form import sizes_of
 from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.trial import Unlike, try_out, try_out_ranges
 from memo.swap.token_levels import Setting, comparing_nbytes
-from memo.torch_private import DisableTorchDispatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,8 +87,8 @@ def _is_blank(call: OpenCall) -> bool:
         return False
     if hidden.untyped_storage().nbytes() < hidden.nbytes:  # the layer has given it up
         return False
-    with DisableTorchDispatch():
-        return not bool(hidden.detach().any())
+    some = hidden.detach().any()
+    return not torch.equal(some, torch.ones_like(some))  # as tensors without bytes answer
 
 
 class Trials:
