@@ -1,8 +1,10 @@
-"""The product weighs no more than CONTRIBUTING.md's table says."""
+"""The product weighs no more than CONTRIBUTING.md's table says, and docs/core.md tells what its files weigh."""
 
 from __future__ import annotations
 
-from lines_of_code import TABLE, lines_of_code, table_in
+import re
+
+from lines_of_code import ROOT, TABLE, lines_of_code, table_in
 
 ROOM = 1.02
 """A folder may have so many times the lines of its row."""
@@ -20,3 +22,10 @@ def test_no_folder_has_more_lines_of_code_than_its_row() -> None:
         "take as much away, or say in the change why python tests/support/lines_of_code.py writes more"
     )
     assert sum(lines.values()) <= ROOM * sum(allowed.values())
+
+
+def test_the_walk_through_the_core_tells_its_files_lengths() -> None:
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| (\d+) \|", (ROOT / "docs" / "core.md").read_text(), re.MULTILINE)
+    assert len(rows) > 15
+    lengths = {name: len((ROOT / name).read_text().splitlines()) for name, _ in rows}
+    assert {name: said for name, said in rows if abs(int(said) - lengths[name]) > 0.1 * lengths[name]} == {}

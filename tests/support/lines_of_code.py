@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["TABLE", "lines_of_code", "table_in"]
+__all__ = ["ROOT", "TABLE", "lines_of_code", "table_in"]
 
 ROOT = Path(__file__).parent.parent.parent
 TOPS = ("memo", "swap", "allocator", "mip", "kernels")
