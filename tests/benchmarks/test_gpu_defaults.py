@@ -28,7 +28,8 @@ def test_every_way_takes_the_same_step_and_defaults_settle(model: str) -> None:
     bodies: list[dict[str, Any]] = []
     task = Task(model=model, tokens=1024, fields=SMALL)
     body = measure(task, torch.device("cpu"), ways(), 1, lambda so_far: bodies.append(copy.deepcopy(so_far)))
-    assert [len(each["ways"]) for each in bodies] == [1, 2, 3, 4, 5]
+    assert [len(each["ways"]) for each in bodies] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert ["gradient_difference" in each["ways"][-1] for each in bodies] == [False, True] * 5  # which takes longest
     assert [row["failed"] for row in body["ways"]] == [None] * 5
     assert {row["gradient_difference"] for row in body["ways"]} == {0.0}
     losses = {row["loss"] for row in body["ways"]}
