@@ -182,14 +182,14 @@ def together_checked() -> Iterator[None]:
 
     def checked(self: Plans, call: Any, recorded: Any, setting: Any) -> Any:
         nonlocal in_ranges, repeated
-        trials = self.trials_run
+        trials = self.trials.run
         found, together = of(self, call, recorded, setting)
         numbers = {collective.number for collective in call.recorder.collectives}
         repeats = not numbers.isdisjoint(getattr(found, "steps", ()))
         assert together == repeats, (call.layer.name, setting)
         if repeats and isinstance(found, RangedPlan):
             in_ranges += 1
-            repeated |= self.trials_run == trials and of(self, call, recorded, setting)[0] is found
+            repeated |= self.trials.run == trials and of(self, call, recorded, setting)[0] is found
         return found, together
 
     Plans.of = checked  # type: ignore[method-assign]

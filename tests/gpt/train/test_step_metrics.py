@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from memo.gpt.arithmetic.flops import recompute_flops_per_token
-from memo.gpt.arithmetic.peak_flops import peak_flops
 from memo.gpt.config import preset
 from memo.gpt.train.step import StepResult
 from memo.gpt.train.step_metrics import StepMeter
 from memo.gpt.train_config import Precision
 from memo.machine.process_memory import peak_rss_bytes
+from memo.mip.inputs import peak_flops
 
 SHAPE = preset("tiny")
 SEQ = 1024
