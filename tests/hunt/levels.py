@@ -32,7 +32,7 @@ from tests.hunt.names import DEVICE, Stack
 
 __all__ = ["LEVELS", "VERIFIED", "Managed", "Way", "levels_of"]
 
-ROOM = 1 << 27
+ROOM = 1 << 29
 SETTINGS: dict[str, Any] = {
     "1": 1.0,
     "0.5": 0.5,
@@ -94,7 +94,7 @@ def _each_its_own(model: Stack, seed: int, scratch: str) -> Managed:
         return {layer: draws.choice([*SETTINGS.values(), 0.25, 0.75]) for layer in range(number)}
 
     manager = memo.offload(
-        model, layers=[*model.layers], levels=levels(), host="64MiB", min_bytes=draws.choice((1, 1024, 4096))
+        model, layers=[*model.layers], levels=levels(), host="256MiB", min_bytes=draws.choice((1, 1024, 4096))
     )
     return Managed(manager=manager, before_step=lambda step: manager.choose_levels(levels()) if step == 1 else None)
 
@@ -128,20 +128,20 @@ def _automatic(model: Stack, seed: int, scratch: str) -> Managed:
 
 
 _ANYWHERE: dict[str, Way] = {
-    "1": _offloaded("1", host="64MiB"),
-    "0.5": _offloaded("0.5", host="64MiB"),
-    "0": _offloaded("0", host="64MiB"),
-    "matmuls": _offloaded("matmuls", host="64MiB"),
-    "thirds": _offloaded("thirds", host="64MiB"),
-    "input": _offloaded("input", host="64MiB"),
+    "1": _offloaded("1", host="256MiB"),
+    "0.5": _offloaded("0.5", host="256MiB"),
+    "0": _offloaded("0", host="256MiB"),
+    "matmuls": _offloaded("matmuls", host="256MiB"),
+    "thirds": _offloaded("thirds", host="256MiB"),
+    "input": _offloaded("input", host="256MiB"),
     "1, disk": _offloaded("1", host=0, disk=True),
     "0.5, disk, verified": _offloaded("0.5", host=0, disk=True, verify=True),
     "0, spilled": _offloaded("0", host="16KiB", disk=True),
     "1, spilled": _offloaded("1", host="64KiB", disk=True),
     "1, full": _offloaded("1", host="96KiB", on_full="recompute"),
-    "0.5, ahead": _offloaded("0.5", host="64MiB", device="64GiB"),
-    "1, verified": _offloaded("1", host="64MiB", verify=True),
-    "0, verified": _offloaded("0", host="64MiB", verify=True),
+    "0.5, ahead": _offloaded("0.5", host="256MiB", device="64GiB"),
+    "1, verified": _offloaded("1", host="256MiB", verify=True),
+    "0, verified": _offloaded("0", host="256MiB", verify=True),
     "each its own": Way(make=_each_its_own),
 }
 _ON_A_CPU: dict[str, Way] = {
