@@ -34,11 +34,11 @@ _log = logging.getLogger("memo")
 
 
 class Use(NamedTuple):
-    """What memo uses a private name for."""
+    """Use of a private name: its purpose, public successor and first version."""
 
     what: str
     public: str = ""
-    """What torch has in public, which does less or takes longer; empty: nothing."""
+    """Public successor in torch, which does less or takes longer; empty: none."""
     since: str = "2.11, the oldest that memo takes"
     lost: str = ""
     """For a name that some torch lacks: what then is. Empty: memo needs it."""
@@ -210,7 +210,7 @@ def place(name: str) -> tuple[Any, str]:
 
 
 def found(name: str) -> Any:
-    """What torch has under a private name of NAMES now; None where it has it not and memo can do without.
+    """Object under a private name of NAMES in this torch; None where it is absent and memo can do without.
 
     Raises:
         ImportError: torch has it not, and memo needs it.

@@ -58,7 +58,7 @@ class Case:
 
     @property
     def tape(self) -> Tape:
-        """What the call recorded."""
+        """Tape of the recorded call."""
         return self.choice.tape
 
     @property
@@ -76,7 +76,7 @@ class Case:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What calls share that ranges of tokens divide alike."""
+        """Key of calls that token ranges divide alike."""
         return (self.call.kind, *self.operators)
 
 

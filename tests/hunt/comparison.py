@@ -18,6 +18,7 @@ import numpy
 import torch
 from torch import nn
 
+from benchmarks.results import ROOT
 from memo.errors import HostBudgetExceeded, Infeasible, ModifiedAfterSave, ScratchFull
 from memo.swap import local_part
 from tests.hunt.levels import LEVELS, VERIFIED, Managed
@@ -143,7 +144,7 @@ def _compare_at(
         if managed:
             managed[0].manager.close()
     except Exception as error:
-        got = _Run(results=got.results, raised=error, where=traceback.format_exc(limit=-3))
+        got = _Run(results=got.results, raised=error, where=_trace(3))
     found.compared[name] = got.raised is None
     if managed:
         found.moved_bytes[name], found.recomputed_bytes[name] = managed[0].counts
@@ -237,7 +238,7 @@ def _train(
             run.results[f"random numbers, {at}"] = torch.get_rng_state()
             run.results[f"Python's and NumPy's, {at}"] = _states()
     except Exception as error:
-        run.where, run.raised = traceback.format_exc(limit=-4), error.with_traceback(None)
+        run.where, run.raised = _trace(4), error.with_traceback(None)
         return run
     run.results.update({name: local_part(buffer) for name, buffer in model.named_buffers()})
     for name, module in model.named_modules():
@@ -245,6 +246,11 @@ def _train(
             if (attribute.startswith("m") and isinstance(value, list | dict)) or attribute == "calls":
                 run.results[f"{name}.{attribute}"] = value
     return run
+
+
+def _trace(frames: int) -> str:
+    """The innermost frames of the error that is handled, with files named from the root of the tree."""
+    return traceback.format_exc(limit=-frames).replace(f"{ROOT}/", "")
 
 
 def _part(name: str) -> str:

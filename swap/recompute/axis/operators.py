@@ -130,7 +130,7 @@ def operator_of(func: Any) -> Operator:
 
 
 def apart(operator: Operator) -> Operator:
-    """The same operator, called at another precision of products than the layer began with."""
+    """Variant of an operator for calls at another matmul precision than the layer began with."""
     func = operator.func
     return _APART.get(id(func)) or _APART.setdefault(id(func), Operator(func, is_apart=True))
 

@@ -63,12 +63,12 @@ _PRECISIONS = tuple((backend, kind) for backend in ("cuda", "mkldnn") for kind i
 _precision: Callable[[str, str], str] = get_fp32_precision_getter
 _set_precision: Callable[[str, str, str], object] = set_fp32_precision_setter
 _REDUCED_AT = tuple(at for at, name in enumerate(filter(_pair, _NAMES)) if name.startswith("cublas_"))
-"""Of _FLAGS, those that reduce the precision of products."""
+"""Positions in _FLAGS of the switches that reduce matmul precision."""
 _REDUCED = tuple(_FLAGS[at][0] for at in _REDUCED_AT)
 
 
 def precision_of_products() -> tuple[Any, ...]:
-    """What decides the precision of matrix products and convolutions, in about a microsecond."""
+    """Settings that decide the precision of matmuls and convolutions; reading them takes about a microsecond."""
     return (*[_precision(*each) for each in _PRECISIONS], *[read() for read in _REDUCED])
 
 
