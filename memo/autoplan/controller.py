@@ -31,6 +31,7 @@ are measured again to tell a change of speed, which is planned for, from one out
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
 import time
@@ -429,6 +430,14 @@ class AutoPlan:
         Raises:
             MemoError: no plan fits, or it cannot be made. The entry's setting is as before.
         """
+        self._take(cached, *self._found(cached, excess=excess))
+
+    def _found(self, cached: CachedPlan, *, excess: int = 0) -> tuple[ActivationPlan, int, int]:
+        """Returns a plan, the device memory that it leaves for all but saved tensors, and for what no step has shown yet.
+
+        Raises:
+            MemoError: as `_plan`.
+        """
         begin = time.perf_counter()
         if not self._has_solved:
             self._has_solved = True
@@ -439,6 +448,7 @@ class AutoPlan:
         problem, others_bytes = self._problem(cached, excess=excess, unmeasured_bytes=unmeasured)
         answer = self._placed(problem)
         if isinstance(answer, Infeasible) and unmeasured:  # the step will show whether it needs them
+            unmeasured = 0
             answer = self._placed(self._problem(cached)[0])
         self._planning_s += time.perf_counter() - begin
         if isinstance(answer, Infeasible):
@@ -446,8 +456,7 @@ class AutoPlan:
             raise PlanError(f"{answer}, beside {format_bytes(others)} for everything but saved tensors") from None
         if isinstance(answer, MemoError):
             raise answer
-        cached.others_bytes = others_bytes
-        self._take(cached, answer)
+        return answer, others_bytes, unmeasured
 
     def _placed(self, problem: ActivationProblem) -> ActivationPlan | MemoError:
         """Solves for a plan whose storages have addresses in the host tier, and whose late ones have room on the device.
@@ -511,9 +520,10 @@ class AutoPlan:
         )
         return problem, limits.others_bytes
 
-    def _take(self, cached: CachedPlan, plan: ActivationPlan) -> None:
+    def _take(self, cached: CachedPlan, plan: ActivationPlan, others_bytes: int, unmeasured_bytes: int) -> None:
         """Sets a plan to be tried in the next step."""
         assert cached.profile is not None
+        cached.others_bytes, cached.unmeasured_bytes = others_bytes, unmeasured_bytes
         cached.planned(plan)
         alone = dataclasses.replace(plan.problem, profile=cached.profile)
         cached.predicted_peak_bytes = predict_stages(alone, plan.layers)[0].peak_device_bytes
@@ -565,7 +575,7 @@ class AutoPlan:
         cached.measured_peak_bytes = peak = found.peak_bytes
         cached.peak_off = peak / cached.predicted_peak_bytes - 1 if cached.predicted_peak_bytes else 0.0
         if abs(cached.step_off or 0.0) <= TOLERANCE and cached.peak_off <= TOLERANCE:
-            self._settle(cached)
+            self._settle_or_use_room(cached)
         elif cached.corrections == MAX_CORRECTIONS:
             self._warn_off(predicted, cached)
             self._settle(cached)
@@ -587,6 +597,17 @@ class AutoPlan:
                 self._settle(cached)
                 return
         self._correct(cached, _corrected(cached.profile, profile))
+
+    def _settle_or_use_room(self, cached: CachedPlan) -> None:
+        """Settles a plan, unless the room that it left for what had not been measured makes a step shorter."""
+        assert cached.plan is not None
+        if cached.unmeasured_bytes > TOLERANCE * cached.plan.problem.budgets.device_bytes:
+            with contextlib.suppress(MemoError):
+                found = self._found(cached)
+                if found[0].step_s < (1 - TOLERANCE) * cached.plan.step_s:
+                    self._take(cached, *found)
+                    return
+        self._settle(cached)
 
     def _check(self, cached: CachedPlan, found: StepEvidence) -> None:
         """Evaluates a settled plan's step that was measured again: two that agree make the machine's speed another one."""

@@ -88,6 +88,8 @@ class CachedPlan:
     """Plans made since a lower tier lacked room in a step by the one before."""
     others_bytes: int = 0
     """Most device memory in use for anything but saved tensors, as the plan assumed."""
+    unmeasured_bytes: int = 0
+    """Device memory that the plan left free for what no step before it had shown."""
     spare_bytes: int = 0
     """Bytes of the device's budget that the profiled step did not use; negative if it went above."""
     repeated: int = 0

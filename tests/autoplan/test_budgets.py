@@ -173,6 +173,23 @@ def test_what_loading_the_solver_takes_is_left_free() -> None:
     assert auto.plan.problem.budgets.device_bytes == machine.device_bytes - machine.loaded_bytes
 
 
+def test_room_that_no_step_had_shown_to_be_free_is_used_once_a_plan_has_run_where_it_shortens_a_step() -> None:
+    machine = tight(4.5)
+    machine.host_bytes, machine.loaded_bytes = 0, machine.device_bytes // 2
+    auto, plans = make(machine), []
+    for _ in range(10):
+        step(auto, machine)
+        plans.append(auto.plan)
+    first, last = plans[3], plans[-1]
+    assert first is not None
+    assert last is not None
+    assert first.problem.budgets.device_bytes == machine.device_bytes - machine.loaded_bytes
+    assert last.problem.budgets.device_bytes == machine.device_bytes
+    assert last.step_s < 0.95 * first.step_s
+    assert plans[5:] == [last] * 5
+    assert auto.outcome().phase == "settled"
+
+
 def test_a_settled_step_above_the_budget_is_planned_anew_at_the_same_length() -> None:
     machine = tight(4.5)
     auto = make(machine)
