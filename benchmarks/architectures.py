@@ -73,8 +73,8 @@ SETTINGS: dict[str, Any] = {
     "bfloat16": 0.0,
 }
 """Name of a setting to its alpha or level; the last one's model is in bfloat16."""
-EXPLAINED = ("0", "0.3")
-"""Settings of which reasons are recorded: what is kept whole where all may be repeated, and where tokens are divided."""
+EXPLAINED = "0"
+"""Setting of which it is recorded what is kept, and why."""
 WHOLE = "1"
 HALF = 0.5
 WRITTEN_EACH_S = 10.0
@@ -247,7 +247,7 @@ def _compared(
         "moved_bytes": run.moved_bytes,
         "recomputed_bytes": run.recomputed_bytes,
     }
-    if name in EXPLAINED:
+    if name == EXPLAINED:
         row["reasons"] = run.reasons
     return {**row, **({"differs": unlike[:5]} if unlike else {}), **({"refused": run.refused} if run.refused else {})}
 

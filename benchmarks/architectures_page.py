@@ -1,7 +1,7 @@
 """The page docs/architectures.md, made from one result file of the sweep over architectures and from nothing else.
 
 The figures that docs/recompute.md has of it, between two marks, are made with it. A row a class: the bytes that move at
-each setting as a share of those at alpha 1, what is kept whole at alpha 0, and which layers are divided by tokens at 0.3.
+each setting as a share of those at alpha 1, and what is kept at alpha 0.
 Reasons are single words with a legend, so that a class stays a row.
 """
 
@@ -59,14 +59,6 @@ _WIDTH = 120
 _WORDS_WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 _LEAST, _MOST_WORDS = 0.01, 4
 """Share of the kept bytes from which a word is shown, and most words of a cell."""
-_UNDIVIDED = {
-    "bytes": "ranges would keep more bytes than whole storages do at the same alpha; behind it the factor",
-    "rounding": "computed for a part of the tokens, its numbers were rounded in another way, so the trial refused it",
-    "nothing": "nothing that backward needs can be divided",
-    "shape": "the dimensions of its input that may be the tokens, all but the last, are too short",
-    "not run": "no forward of it was seen: tokens alone do not need it, as an encoder of sounds, or its hooks never run",
-    "whole": "all that it saves moves; the reason is behind it",
-}
 _STATES = ("convolution", "scan")
 """Words of layers that carry a state from token to token, where these take a share of what is kept."""
 
@@ -88,8 +80,6 @@ def page(result: Entry, file: str) -> str:
         *_summary(result, rows, built),
         "## What stays whole at alpha 0",
         *_kept(built),
-        "## Ranges of tokens at alpha 0.3",
-        *_ranges(built),
         "## Experts",
         *_experts(built),
         "## Convolutions and scans, alone and beside attention",
@@ -321,13 +311,8 @@ def _kept(built: Sequence[Entry]) -> Iterator[str]:
     )
     if others:
         yield f"`unseen` is here: {'; '.join(f'{why} ({count})' for why, count in others.most_common(6))}."
-    short = {
-        row["name"]: None
-        for row in built
-        for setting in ("0", _MIXED)
-        for entry in _entries(row, setting)
-        if entry.get("point") == _NOW
-    }
+    # `now` is a choice among what is still there: the best one would keep something that has gone.
+    short = {row["name"]: None for row in built for entry in _entries(row, "0") if entry.get("point") == "now"}
     if short:
         yield (
             f"In {_counted(len(short))} some of what a layer would best keep was not to be had when its last forward ended,"
@@ -344,110 +329,16 @@ def _cell(weights: Mapping[str, float]) -> str:
     return ", ".join(f"{word} {_percent(share)}" for word, share in shown)
 
 
-# -- ranges of tokens
-
-
-_NOW = "now"
-"""Name of a choice among what is still there, where the best one would keep something that has gone."""
-_NOT_RUN = "no forward of it"
-_MIXES = " mixes tokens"
-
-
-def _is_divided(entry: Entry) -> bool:
-    return entry.get("point") == "ranges"
-
-
-def _why_not(entry: Entry) -> str:
-    """Word for why layers have no ranges."""
-    undivided = entry.get("undivided")
-    if undivided is None:
-        return "not run" if entry.get("whole", _NOT_RUN).startswith(_NOT_RUN) else "whole"
-    if undivided["why"] == "nothing" and not undivided["mixes"]:
-        return "shape"
-    return "rounding" if undivided["why"] == "trial" else str(undivided["why"])
-
-
-def _mixers(entry: Entry, most: int) -> list[str]:
-    """Operators that mix tokens: first those without a rule, of each those of the largest results.
-
-    Not fused attention, which layers in ranges have, too.
-    """
-    reasons = sorted(entry.get("undivided", {}).get("mixes", ()), key=lambda why: why.endswith(_MIXES))
-    found = (why.split(" ")[0].removeprefix("aten.") for why in reasons)
-    return [name for name in dict.fromkeys(found) if "scaled_dot_product" not in name][:most]
-
-
-def _ranges(built: Sequence[Entry]) -> Iterator[str]:
-    counts: collections.Counter[str] = collections.Counter()
-    reasons: collections.Counter[str] = collections.Counter()
-    mixers: collections.Counter[str] = collections.Counter()
-    ratios: list[float] = []
-    for row in built:
-        entries = _entries(row, _MIXED)
-        divided = [_is_divided(entry) for entry in entries]
-        if entries:
-            counts["all" if all(divided) else "some" if any(divided) else "none"] += 1
-        whole = [entry for entry in entries if not _is_divided(entry)]
-        reasons.update({_why_not(entry) for entry in whole})
-        mixers.update({name for entry in whole for name in _mixers(entry, 2)})
-        ratios += [entry["undivided"]["ratio"] for entry in whole if _why_not(entry) == "bytes"]
-    yield (
-        "At alpha 0.3 a layer's tokens are divided where it is proven, operator by operator, which rows belong to which"
-        " token: the first 30 % move and the others are replayed. What mixes tokens is kept, or replayed as a whole between"
-        " the ranges. A layer of which nothing is proven, or that would keep more so, keeps whole storages up to the same"
-        " bytes; of these less than of tokens may fit."
-    )
-    text = f"All layers are in ranges in {counts['all']} classes, some in {counts['some']}, none in {counts['none']}."
-    text += " Reasons"
-    if ratios:
-        text += f" (ranges would keep {statistics.median(ratios):.2f} times the bytes in the median)"
-    yield text + ":"
-    yield _table(
-        ("word", "why a layer has no ranges", "classes"),
-        ((f"`{word}`", meaning, str(reasons[word])) for word, meaning in _UNDIVIDED.items() if reasons[word]),
-    )
-    most = sorted(mixers.items(), key=lambda item: (-item[1], item[0]))
-    if most:
-        told = ", ".join(f"`{name}` ({count})" for name, count in most[:16])
-        yield (
-            "Operators of such layers that are not known to work token by token, or that mix tokens: two of each, with the"
-            f" largest results, and in how many classes: {told}."
-        )
-
-
-def _ranges_cell(entries: Sequence[Entry]) -> str:
-    total = sum(entry["layers"] for entry in entries)
-    whole = [entry for entry in entries if not _is_divided(entry)]
-    if not total:
-        return ""
-    if not whole:
-        return "all"
-    divided = total - sum(entry["layers"] for entry in whole)
-    told = dict.fromkeys(_whole_cell(entry) for entry in whole)
-    return f"{f'{divided} of {total}' if divided else 'none'}; {'; '.join(told)}"
-
-
-def _whole_cell(entry: Entry) -> str:
-    word, mixers = _why_not(entry), _mixers(entry, 2)
-    if word == "whole":
-        return f"whole: {_reason(entry['whole'])}"
-    if word == "bytes":
-        word = f"bytes {entry['undivided']['ratio']:.2f}"
-    return f"{word}: {', '.join(f'`{name}`' for name in mixers)}" if mixers else word
-
-
 # -- experts, convolutions and scans
 
 
 def _experts(built: Sequence[Entry]) -> Iterator[str]:
-    """Layers with experts at 0.3, and what the classes keep at 0."""
-    found = [(row, [entry for entry in _entries(row, _MIXED) if entry.get("experts")]) for row in built]
+    """Layers with experts, and what they keep at 0."""
+    found = [(row, [entry for entry in _entries(row, "0") if entry.get("experts")]) for row in built]
     found = [(row, entries) for row, entries in found if entries]
     if not found:
         yield "None of the classes has experts."
         return
-    ratios = [entry["undivided"]["ratio"] for _, entries in found for entry in entries if _why_not(entry) == "bytes"]
-    divided = sum(any(map(_is_divided, entries)) for _, entries in found)
     shares = [row["settings"]["0"]["share"] for row, _ in found if "share" in row["settings"].get("0", {})]
     median = f" a share of {statistics.median(shares):.3f} moves in the median" if shares else ""
     yield (
@@ -456,42 +347,23 @@ def _experts(built: Sequence[Entry]) -> Iterator[str]:
         " places of their rows (`scatter`) and the running counts of rows (`scan`) stay whole, because the replay must take"
         " the same path; where each expert's rows are found by their numbers, these are `sized`."
     )
-    text = (
-        f"At alpha 0.3 such layers are in ranges of tokens in {divided} of these classes. Rows of experts lie by expert, so"
-        " the first tokens are not the first rows: all routed rows of a layer are replayed at once, after the ranges of"
-        " tokens that they are taken from, and of their storages whole ones move. `divided` is the share of the bytes of"
-        " such layers in storages that are divided by tokens."
-    )
-    if ratios:
-        text += (
-            f" Elsewhere ranges would keep {min(ratios):.2f} to {max(ratios):.2f} times the bytes of whole storages."
-        )
-    yield text
     yield _table(
-        ("class", "layers with experts", "kept at 0", "ranges at 0.3", "divided"),
+        ("class", "layers with experts", "kept at 0"),
         (
             (
                 _class(row),
                 _modules(entries),
-                _cell(_weights(_alike(row, entries, "0"))),
-                _ranges_cell(entries),
-                _divided_share(entries),
+                _cell(_weights(entries)),
             )
             for row, entries in found
         ),
     )
 
 
-def _divided_share(entries: Sequence[Entry]) -> str:
-    saved = sum(entry["layers"] * entry.get("saved_nbytes", 0) for entry in entries)
-    divided = sum(entry["layers"] * entry.get("divided_nbytes", 0) for entry in entries)
-    return _percent(divided / saved) if saved else ""
-
-
 def _states(built: Sequence[Entry]) -> Iterator[str]:
     """Layers whose convolutions or scans take a share of what is kept at 0, and the other layers of their classes."""
     lines = []
-    hybrid = undivided = 0
+    hybrid = 0
     for row in built:
         entries = _entries(row, "0")
         having = [entry for entry in entries if any(_weights([entry]).get(word, 0) >= _LEAST for word in _STATES)]
@@ -499,9 +371,8 @@ def _states(built: Sequence[Entry]) -> Iterator[str]:
             continue
         others = [entry for entry in entries if entry not in having and "kept" in entry]
         hybrid += bool(others)
-        undivided += not any(map(_is_divided, _alike(row, having, _MIXED)))
         cells = (_modules(having), _cell(_weights(having)), _modules(others), _cell(_weights(others)))
-        lines.append((_class(row), *cells, _ranges_cell(_entries(row, _MIXED))))
+        lines.append((_class(row), *cells))
     if not lines:
         yield "None of the classes has such layers."
         return
@@ -509,17 +380,9 @@ def _states(built: Sequence[Entry]) -> Iterator[str]:
         f"{_counted(len(lines))} with layers in which convolutions over several tokens, running sums or Fourier transforms"
         f" take a share of what is kept; in {hybrid} beside layers without. Their results stay whole at alpha 0, as those of"
         " attention do, and so do the states that products of two activations give: repeating these costs the most time for"
-        " each byte. Projections and all that is element-wise are repeated. A recurrence has no rows of single tokens: what"
-        " is repeated of it is replayed as a whole, and what is before and behind it is divided; in"
-        f" {undivided} of these classes such layers keep whole storages at alpha 0.3."
+        " each byte. Projections and all that is element-wise are repeated."
     )
-    yield _table(("class", "layers", "kept at 0", "other layers", "kept at 0", "ranges at 0.3"), lines)
-
-
-def _alike(row: Entry, entries: Sequence[Entry], setting: str) -> list[Entry]:
-    """The entries at a setting of the same layers: of the same class, with as many bytes saved."""
-    kinds = {(entry["module"], entry.get("saved_nbytes")) for entry in entries}
-    return [entry for entry in _entries(row, setting) if (entry["module"], entry.get("saved_nbytes")) in kinds]
+    yield _table(("class", "layers", "kept at 0", "other layers", "kept at 0"), lines)
 
 
 def _modules(entries: Sequence[Entry]) -> str:
@@ -535,11 +398,10 @@ def _modules(entries: Sequence[Entry]) -> str:
 def _classes(rows: Sequence[Entry]) -> Iterator[str]:
     yield (
         "Under alpha 1 the bytes that one forward moves, under the other settings their share; `bf16`: at alpha 0 in"
-        " bfloat16, `=` where all bits are equal. A share without a remark means equal bits. Words are those of the sections"
-        " above; behind a word of `kept whole` its share of the bytes at alpha 0, behind `bytes` the factor, then the"
-        " operators that mix tokens."
+        " bfloat16, `=` where all bits are equal. A share without a remark means equal bits. Words are those of the section"
+        " above, each with its share of the bytes at alpha 0."
     )
-    header = ("class", "1", *_SHARES, "bf16", "kept whole at 0", "ranges at 0.3")
+    header = ("class", "1", *_SHARES, "bf16", "kept at 0")
     yield _table(header, map(_row, rows))
 
 
@@ -547,17 +409,15 @@ def _row(row: Entry) -> tuple[str, ...]:
     blank = [""] * (len(_SHARES) + 2)
     if "failed" in row:
         kind = "not built: " if row["failed"].startswith("not built: ") else ""
-        return _class(row), *blank, f"{kind}{_reason(row['failed'])}", ""
+        return _class(row), *blank, f"{kind}{_reason(row['failed'])}"
     settings = row["settings"]
     whole = settings.get(_WHOLE, {})
     if "not_run" in whole:
-        return _class(row), *blank, f"not run: {_reason(whole['not_run'])}", ""
+        return _class(row), *blank, f"not run: {_reason(whole['not_run'])}"
     first = _state(whole) or format_bytes(whole.get("moved_bytes", 0))
     shares = [_state(cell := settings.get(name, {})) or _share(cell) for name in _SHARES]
     last = _state(settings.get(_BFLOAT16, {})) or "="
-    return (
-        _class(row), first, *shares, last, _cell(_weights(_entries(row, "0"))), _ranges_cell(_entries(row, _MIXED))
-    )  # fmt: skip
+    return _class(row), first, *shares, last, _cell(_weights(_entries(row, "0")))
 
 
 def _state(cell: Entry) -> str:

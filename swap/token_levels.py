@@ -1,7 +1,8 @@
-"""Recompute levels: how much of a token's activations is saved, and how a layer's tokens are divided among the levels.
+"""Recompute levels: how much of a layer's activations is saved, and how it is divided among the levels.
 
-Pure data: a planner chooses it, Tapes (memo.swap.recompute.policy) applies it. A layer's tokens are divided into
-consecutive ranges in the order of the levels, so the saved part of any tensor is one prefix of its tokens.
+Pure data: a planner chooses it, Tapes (memo.swap.recompute.policy) applies it: the cheapest cut that saves at most the bytes
+of the fractions. In pieces, a layer's tokens are divided into consecutive ranges in the order of the levels, so the saved
+part of any tensor is one prefix of its tokens.
 
     tokens      0            k1              k2            s
                 |  SAVE_ALL  |  SAVE_MATMULS   |  SAVE_ATTENTION   |
@@ -60,7 +61,7 @@ class Level(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLevels:
-    """Fractions of a layer's tokens at each level, in the order of the tokens.
+    """Fractions of a layer at each level; in pieces, of its tokens, in their order.
 
     Raises:
         UsageError: a fraction is not from 0 to 1, they do not sum to 1, or the piece is 0.
@@ -71,7 +72,7 @@ class TokenLevels:
     attention: float = 0.0
     piece: float = 1.0
     """Largest fraction of the tokens that a replay computes at once, where a token axis is proven: it bounds what the replay
-    holds. 1: each range at once."""
+    holds. 1: tokens are not divided."""
 
     def __post_init__(self) -> None:
         _require_fractions((self.all, self.matmuls, self.attention), argument="TokenLevels")
@@ -82,7 +83,7 @@ class TokenLevels:
 
     @classmethod
     def of_alpha(cls, alpha: float, *, argument: str = "alpha") -> TokenLevels:
-        """Returns MEMO's two levels: SAVE_ALL for the fraction `alpha` of the tokens, SAVE_ATTENTION for the others.
+        """Returns MEMO's two levels: SAVE_ALL for the fraction `alpha`, SAVE_ATTENTION for the rest.
 
         Raises:
             UsageError: `alpha` is not from 0 to 1.

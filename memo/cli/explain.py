@@ -51,7 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_step_options(parser, precisions=("fp32", "bf16"), default="fp32")
     way = parser.add_mutually_exclusive_group()
     way.add_argument(
-        "--alpha", type=float, metavar="F", help="move the fraction F of the tokens, and recompute the rest (default 0)"
+        "--alpha", type=float, metavar="F", help="move at most the fraction F of what can be recomputed (default 0)"
     )
     way.add_argument("--level", choices=tuple(_LEVELS), help="level of all layers, instead of --alpha")
     for name, about in (

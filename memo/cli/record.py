@@ -62,7 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--alpha",
         type=float,
         metavar="F",
-        help="offload activations: move the fraction F of the tokens, from 0 to 1, and recompute the rest "
+        help="offload activations: move at most the fraction F, from 0 to 1, of what can be recomputed "
         "(default: no offloading)",
     )
     way.add_argument("--checkpoint", action="store_true", help="recompute every layer in backward")

@@ -96,7 +96,7 @@ def _add_step(step: argparse._ArgumentGroup) -> None:
         "--alpha",
         type=float,
         metavar="F",
-        help="move the fraction F of the tokens, from 0 to 1, and recompute the rest (default: planned)",
+        help="move at most the fraction F, from 0 to 1, of what can be recomputed (default: planned)",
     )
 
 

@@ -406,8 +406,8 @@ class Manager:
         already are restored as they were saved.
 
         Args:
-            levels: Level of each named layer, by position or name: a fraction of the tokens as `alpha` of
-                `memo.offload`, three fractions, TokenLevels, or a Level. Layers not named have the levels of `alpha`.
+            levels: Level of each named layer, by position or name: a fraction as `alpha` of `memo.offload`, three
+                fractions, TokenLevels, or a Level. Layers not named have the levels of `alpha`.
 
         Raises:
             UsageError: Unknown layer, invalid level, a forward is under way, or the model has had no memory yet. Levels are

@@ -80,12 +80,12 @@ def offload(
             decides. It has hooks only inside `with manager:`, or while the manager is attached.
         plan: Activation plan, or the path of its JSON file, for all steps. Default None: no given plan. Excludes
             `alpha` and `levels`. A plan for several pipeline stages needs `schedule`, which says which stage is here.
-        alpha: Fraction of what can be recomputed, 0 to 1, that is moved: of the tokens, where a layer's operators show
-            which dimension they run over, else of its bytes. The rest is recomputed in backward by replaying operators.
-            Layer inputs and attention outputs are always moved whole. 1.0 moves everything.
-            Three fractions that sum to 1, or TokenLevels, divide the tokens among the levels SAVE_ALL (move
-            everything), SAVE_MATMULS (move matrix products, recompute element-wise work) and SAVE_ATTENTION (recompute
-            all but attention). Default None: planned, or 1.0 where `levels` is given.
+        alpha: Fraction of the bytes that can be recomputed, 0 to 1, that is moved at most. The rest is recomputed in
+            backward by replaying the operators that take least time for it. Layer inputs and attention outputs are
+            always moved. 1.0 moves everything. Three fractions that sum to 1 move at most the bytes of a layer divided
+            among the levels SAVE_ALL (move everything), SAVE_MATMULS (move matrix products, recompute element-wise
+            work) and SAVE_ATTENTION (recompute all but attention); TokenLevels with a `piece` below 1 divide its tokens
+            among them. Default None: planned, or 1.0 where `levels` is given.
         levels: Levels of single layers, by position or name; each value is a fraction or fractions as for `alpha`,
             TokenLevels, or a Level. `Level.SAVE_INPUT` moves the least, and recomputes attention too. Default None.
             `Manager.choose_levels` changes them between steps.

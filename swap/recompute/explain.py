@@ -95,18 +95,14 @@ def explain(
 
 
 def _ranges(spans: Iterable[Span]) -> Iterator[TokenRange]:
-    """The ranges of tokens, in their order; several phases replay the same ones."""
-    by_range: dict[tuple[int, int], list[Span]] = {}
-    for span in spans:
-        by_range.setdefault((span.first, span.stop), []).append(span)
-    for (first, stop), alike in sorted(by_range.items()):
-        cost = sum(span.cut.replay_cost for span in alike)
+    """The ranges of tokens, in their order."""
+    for span in sorted(spans, key=lambda span: span.first):
         yield TokenRange(
-            first=first,
-            stop=stop,
-            pieces=len(alike[0].pieces),
-            replay_us=cost * (stop - first) / alike[0].rows.tokens * _US_PER_PS,
-            held_nbytes=max(span.held_bytes for span in alike),
+            first=span.first,
+            stop=span.stop,
+            pieces=len(span.pieces),
+            replay_us=span.cut.replay_cost * (span.stop - span.first) / span.rows.tokens * _US_PER_PS,
+            held_nbytes=span.held_bytes,
         )
 
 

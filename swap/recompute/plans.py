@@ -28,11 +28,9 @@ from memo.swap.recompute.trials import Case, Trials
 from memo.swap.token_levels import (
     LayerCosts,
     Level,
-    Mix,
     PointCost,
     Setting,
     TokenLevels,
-    setting_of,
 )
 
 if TYPE_CHECKING:
@@ -99,8 +97,8 @@ class Plans:
         self._found: LRU[tuple[Any, ...], Found] = LRU(MOST_PLANS)
         self._tapes: LRU[tuple[Any, ...], Tape] = LRU(MOST_PLANS)
         self._opaque: LRU[tuple[Any, ...], frozenset[int]] = LRU(MOST_PLANS)
-        self._ways: LRU[tuple[Any, ...], tuple[Way, bool]] = LRU(MOST_PLANS)
-        """Form of calls, setting, and what can be kept -> how ranges of tokens divided them, and whether in phases."""
+        self._ways: LRU[tuple[Any, ...], Way] = LRU(MOST_PLANS)
+        """Form of calls, setting, and what can be kept -> how ranges of tokens divided them."""
         self._holds: LRU[tuple[Any, ...], Holds] = LRU(MOST_KINDS)
         self._recorded: LRU[tuple[Any, ...], bool] = LRU(MOST_KINDS)
         """Kinds, without their setting, of calls that have been recorded."""
@@ -403,36 +401,24 @@ class Plans:
     # -- ranges of tokens
 
     def _in_ranges(self, case: Case, choice: Choice, setting: Setting | None = None) -> RangedPlan | None:
-        """Token ranges for a setting; None where it names whole tokens, or whole storages do better."""
-        setting = case.setting if setting is None else setting
-        if setting is Level.SAVE_INPUT or isinstance(setting, Mix):
-            return None
-        levels = setting if isinstance(setting, TokenLevels) else setting_of(setting)
-        assert isinstance(levels, TokenLevels)
-        if single_level(levels) is not None and levels.piece >= 1:
+        """Token ranges for a setting in pieces; None where whole storages do better, as everywhere without pieces."""
+        levels = case.setting if setting is None else setting
+        if not isinstance(levels, TokenLevels) or levels.piece >= 1:
             return None
         tape = choice.tape
         alone = dataclasses.replace(choice.for_next, always=frozenset())  # not by what this call happens to have
         least = {level: alone.at(level).keep_cost for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION)}
-        form = (case.form, setting, choice.sources, choice.always)  # what can be kept decides, too
+        form = (case.form, levels, choice.sources, choice.always)  # what can be kept decides, too
         if (known := self._ways.get(form)) is not None:
-            way, in_phases = known
-            rows = reading_in(tape, way, case.call.recorder.carried)
-            if (plan := _divided(rows, levels, choice, least, in_phases=in_phases)) is not None:
+            rows = reading_in(tape, known, case.call.recorder.carried)
+            if (plan := _divided(rows, levels, choice, least)) is not None:
                 return plan
         if tape.readings is None:
             tape.readings = list(readings_of(tape, case.call.recorder.carried))
-        for in_phases in (False, True):
-            best: RangedPlan | None = None
-            for rows in tape.readings:
-                plan = _divided(rows, levels, choice, least, in_phases=in_phases)
-                if plan is not None and (best is None or plan.divided_nbytes > best.divided_nbytes):
-                    best = plan
-                if best is not None and not in_phases:
-                    break
-            if best is not None:
-                self._ways[form] = best.rows.way, in_phases
-                return best
+        for rows in tape.readings:
+            if (plan := _divided(rows, levels, choice, least)) is not None:
+                self._ways[form] = rows.way
+                return plan
         return None
 
     def _settled_ranges(self, case: Case, shared: Shared) -> tuple[RangedPlan, Shared] | None:
@@ -493,9 +479,8 @@ class Plans:
             )
             for point, cut in choice.points().items()
         )
-        half = self._in_ranges(case, choice, TokenLevels.of_alpha(0.5))
-        divisible = half is not None and not half.in_phases  # whole phases are not in proportion to the tokens
-        if half is not None and divisible:
+        half = self._in_ranges(case, choice, TokenLevels(all=0.5, attention=0.5, piece=0.5))
+        if half is not None:
             rows = half.rows
             counts = ranged_costs_of(rows, choice.banned, choice.sources, choice.wanted, choice.stuck)
             tokens = rows.tokens
@@ -521,20 +506,16 @@ class Plans:
                 **{level: each_s * cut.replay_cost / tokens for level, cut in at.items()},
             },
             points=points,
-            divisible=divisible,
+            divisible=half is not None,
             sizes=tuple(case.tape.storages[storage][1] for storage in case.tape.saved_storages),
             **counts,
         )
 
 
-def _divided(
-    rows: TokenRows, levels: TokenLevels, choice: Choice, least: Mapping[Level, int], *, in_phases: bool
-) -> RangedPlan | None:
+def _divided(rows: TokenRows, levels: TokenLevels, choice: Choice, least: Mapping[Level, int]) -> RangedPlan | None:
     """Token ranges by one reading; None where they would keep more than whole storages, of `least` bits at each level."""
     first, second = ends = levels.ends(rows.tokens)
-    is_mixed = 0 < first < rows.tokens or 0 < second < rows.tokens
-    piece = levels.piece_tokens(rows.tokens)
-    if first == rows.tokens or not (is_mixed or piece):
+    if first == rows.tokens:
         return None
     plan = ranged_plan_of(
         rows,
@@ -543,9 +524,8 @@ def _divided(
         choice.sources,
         choice.wanted,
         choice.stuck,
-        piece=piece,
+        piece=levels.piece_tokens(rows.tokens),
         always=choice.always,
-        in_phases=in_phases,
     )
     bits = first * 8 * choice.saved_nbytes + (second - first) * least[Level.SAVE_MATMULS]
     bits += (rows.tokens - second) * least[Level.SAVE_ATTENTION]
@@ -558,7 +538,7 @@ def _without(setting: Setting, kind: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _is_whole(setting: Setting) -> bool:
     """True for a setting by whole storages."""
-    return not isinstance(setting, TokenLevels) or single_level(setting) is not None
+    return not isinstance(setting, TokenLevels) or setting.piece >= 1 or single_level(setting) is not None
 
 
 def _is_allowed(found: Found, shared: Shared) -> bool:

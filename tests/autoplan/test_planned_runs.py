@@ -15,7 +15,7 @@ import pytest
 import torch
 from offload_models import gpt, token_ids
 from race_checker import CheckingBackend, CheckingDisk
-from small_models import assert_equal, ids, stack, train
+from small_models import assert_equal, ids, in_ranges, stack, train
 from throttled_backend import PacedBackend
 
 import memo
@@ -87,7 +87,7 @@ def test_kept_tokens_of_divided_tensors_stay_and_the_rest_of_them_goes(policy: s
     """Kept by half at mixed levels: the sources go, what is kept of them is on the device, and gradients are equal."""
     model = fresh(4)
     manager, engine, _ = checked_manager(model, policy=policy)
-    manager.choose_levels(dict.fromkeys(range(4), (0.25, 0.5, 0.25)))
+    manager.choose_levels(dict.fromkeys(range(4), in_ranges(0.25, 0.5, 0.25)))
     engine.place({n: Placement(kept=0.5, host=0.5) for n in range(4)})
     got = train(model, lambda step: forward(model, step), manager)
     reference = fresh(4)
@@ -118,7 +118,7 @@ def test_what_is_kept_of_a_layer_gives_way_storage_by_storage_to_what_comes_back
     """A layer's kept halves and all of its whole tensors never take room at the same time."""
     model = fresh(4)
     manager, engine, _ = checked_manager(model)
-    manager.choose_levels(dict.fromkeys(range(4), (0.5, 0.0, 0.5)))
+    manager.choose_levels(dict.fromkeys(range(4), in_ranges(0.5)))
     engine.place({n: Placement(kept=1.0) for n in range(4)})
     train(model, lambda step: forward(model, step), manager, steps=1)
     aside = cast("DeviceTier", engine._tier_choice._beginning_with[Tier.DEVICE][0])

@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {
     "0.5": 0.5,
     "0": 0.0,
     "matmuls": (0.0, 1.0, 0.0),
-    "thirds": (0.25, 0.25, 0.5),
+    "pieces": TokenLevels(all=0.25, matmuls=0.25, attention=0.5, piece=0.3),
     "input": Level.SAVE_INPUT,
 }
 """Name of a setting to its alpha or level."""
@@ -132,7 +132,7 @@ _ANYWHERE: dict[str, Way] = {
     "0.5": _offloaded("0.5", host="256MiB"),
     "0": _offloaded("0", host="256MiB"),
     "matmuls": _offloaded("matmuls", host="256MiB"),
-    "thirds": _offloaded("thirds", host="256MiB"),
+    "pieces": _offloaded("pieces", host="256MiB"),
     "input": _offloaded("input", host="256MiB"),
     "1, disk": _offloaded("1", host=0, disk=True),
     "0.5, disk, verified": _offloaded("0.5", host=0, disk=True, verify=True),
@@ -151,7 +151,7 @@ _ON_A_CPU: dict[str, Way] = {
     "0.5, late": _checked("0.5", "lazy", kept=0.5),
     "0.5, at random": _checked("0.5", "random"),
     "0, late, disk": _checked("0", "lazy", tier="disk"),
-    "thirds, at random": _checked("thirds", "random", kept=0.3),
+    "pieces, at random": _checked("pieces", "random", kept=0.3),
     "automatic": Way(make=_automatic, rounds=3, may_be_full=True),
 }
 LEVELS = _ANYWHERE | (_ON_A_CPU if DEVICE == "cpu" else {})

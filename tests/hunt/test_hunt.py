@@ -216,7 +216,7 @@ def test_a_process_that_draws_levels_draws_each_of_them() -> None:
 def test_writes_that_nothing_counts_are_compared_with_verify_alone_and_may_be_refused_there() -> None:
     program = with_only("uncounted, weights")
     program = dataclasses.replace(program, model=dataclasses.replace(program.model, results=("(v4)", "(v5)")))
-    outcome = compare(program, ["0", "thirds"])
+    outcome = compare(program, ["0", "pieces"])
     assert (outcome.finds, outcome.discarded, set(outcome.compared)) == ([], None, set(VERIFIED))
     assert outcome.refused == {"0, verified": 1}
     assert set(compare(with_only("rewritten, fresh"), ["0"]).compared) == {"0"}

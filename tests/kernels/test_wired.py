@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Stack, Step, assert_equal, checked, ids, train
+from small_models import Stack, Step, assert_equal, checked, ids, in_ranges, train
 from torch import nn
 
 from memo.kernels import masks, staging
@@ -18,7 +18,6 @@ from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
 from memo.swap.recompute.policy import Tapes
 from memo.swap.tiers.host_and_disk import HostTier
-from memo.swap.token_levels import setting_of
 
 DISTANT_ROWS = 2  # a batch of two: the first tokens of a storage are two runs
 
@@ -71,10 +70,10 @@ def model_on(device: torch.device) -> Stack:
 
 def managed(model: Stack, device: torch.device) -> Manager:
     if device.type == "cpu":
-        return checked(model, "random", alpha=(0.25, 0.5, 0.25)).manager
+        return checked(model, "random", alpha=in_ranges(0.25, 0.5, 0.25)).manager
     backend = CudaBackend(device)
     engine = Engine(backend, [HostTier(backend, 1 << 24, segment_bytes=1 << 20)], min_bytes=512)
-    return Manager(model, find_layers(model), engine, tokenwise=Tapes(engine, setting_of((0.25, 0.5, 0.25))))
+    return Manager(model, find_layers(model), engine, tokenwise=Tapes(engine, in_ranges(0.25, 0.5, 0.25)))
 
 
 def steps(device: torch.device, *, with_memo: bool) -> list[Step]:

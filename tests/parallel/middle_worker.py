@@ -94,7 +94,7 @@ def check(name: str) -> None:
         at_attention += Counts(_allgather_base_=2, _reduce_scatter_base_=1)
     elif layout.tp > 1:
         at_attention += Counts(allreduce_=1)
-    mixed = TokenLevels(all=0.25, matmuls=0.5, attention=0.25)
+    mixed = TokenLevels(all=0.25, matmuls=0.5, attention=0.25, piece=0.99)
     for alpha, expected in [
         ((0, 1, 0), at_matmuls),
         ((0, 0, 1), at_attention),

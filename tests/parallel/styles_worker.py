@@ -42,7 +42,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "whole": {"alpha": 1.0},
     "zero": {"alpha": 0.0},
     "half": {"alpha": 0.5},
-    "levels": {"alpha": (0.25, 0.5, 0.25)},
+    "levels": {"alpha": TokenLevels(all=0.25, matmuls=0.5, attention=0.25, piece=0.99)},
     "middle": {"alpha": (0, 1, 0)},
     "nothing": {"alpha": 0.5, "levels": {0: Level.SAVE_INPUT}},
 }

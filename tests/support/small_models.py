@@ -16,7 +16,7 @@ from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.layers import find_layers
 from memo.swap.recompute.policy import Tapes
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
-from memo.swap.token_levels import setting_of
+from memo.swap.token_levels import TokenLevels, setting_of
 
 SEQ = 48
 
@@ -140,3 +140,8 @@ def checked(
     made = engine(backend, tiers, min_bytes=512, when_full=when_full)
     wise = Tapes(made, setting_of(alpha), **tokenwise)
     return Checked(Manager(model, find_layers(model), made, tokenwise=wise), backend, made)
+
+
+def in_ranges(every: float, matmuls: float = 0.0, attention: float | None = None) -> TokenLevels:
+    """A setting that replays the last tokens as ranges: pieces of nearly all of them, since without pieces none are used."""
+    return TokenLevels(all=every, matmuls=matmuls, attention=1 - every if attention is None else attention, piece=0.99)

@@ -5,9 +5,7 @@
     replayed                     |  span of MATMULS | span of ATTENTION |      in pieces of tokens, the last ones first
 
 A span is a cut of its own, in which steps that mix tokens are never repeated (rows.py), and the same generated code as a
-plan's, over the parts of the storages that those tokens have. What mixes tokens is kept or, in a phase of its own
-(phases.py), replayed whole: of its storages as many are kept as have the bytes of as many tokens. A plan of ranges holds no
-tensor.
+plan's, over the parts of the storages that those tokens have. What mixes tokens is kept. A plan of ranges holds no tensor.
 """
 
 from __future__ import annotations
@@ -18,11 +16,9 @@ from typing import Any
 
 import torch
 
-from memo.swap.recompute.ranges.phases import Phase, phases_of
 from memo.swap.recompute.ranges.rows import TokenRows
 from memo.swap.recompute.tape.bans import groups_of
-from memo.swap.recompute.tape.cut import Cut, Problem, cheapest
-from memo.swap.recompute.tape.fitting import fitting_cut
+from memo.swap.recompute.tape.cut import Cut, cheapest
 from memo.swap.recompute.tape.log import Geometry
 from memo.swap.recompute.tape.plan import Plan, Sources, Writer, mask_of, plan_of, problem_of
 from memo.swap.recompute.tape.tape import Step
@@ -145,11 +141,9 @@ class RangedPlan:
 
     Args:
         rows: of the tape.
-        replays: in the order in which they run: what is the same for all tokens, then phase by phase; of a divided one the
-            last tokens first.
+        replays: in the order in which they run: what is the same for all tokens, then the ranges, the last tokens first.
         heads: storage -> position of its last replay to run, tokens that move.
         kept_nbytes: content, and bytes of it that are kept, for all that moves or stays for backward.
-        in_phases: what mixes tokens may be replayed, too.
         deviation: largest difference that its trial found, in units of its bound.
         wrong: as a Plan's; a plan of ranges of which a trial finds a step wrong is not used.
     """
@@ -158,7 +152,6 @@ class RangedPlan:
     replays: tuple[Span | Plan, ...]
     heads: Mapping[int, tuple[int, int]]
     kept_nbytes: tuple[tuple[int, int], ...]
-    in_phases: bool
     deviation: float = 0.0
     wrong: frozenset[int] = frozenset()
 
@@ -185,7 +178,7 @@ class RangedPlan:
     @property
     def never(self) -> Mapping[int, str]:
         """Steps that no replay repeats because they mix tokens, and why."""
-        return {} if self.in_phases else self.rows.mixes
+        return self.rows.mixes
 
     @property
     def holds(self) -> Mapping[int, tuple[Any, tuple[int, ...], bool]]:
@@ -244,7 +237,6 @@ def ranged_plan_of(
     *,
     piece: int | None = None,
     always: Iterable[int] = (),
-    in_phases: bool = False,
 ) -> RangedPlan | None:
     """The plan of ranges that end at `ends`; None where nothing can be divided.
 
@@ -257,9 +249,8 @@ def ranged_plan_of(
         stuck: storages that autograd saved and that move in any case.
         piece: most tokens that are replayed at once; None: all of a range.
         always: steps that the last tokens repeat, needed or not.
-        in_phases: replays what mixes tokens too, as a whole, but no collective; else it is kept.
     """
-    planner = _Planner(rows, ends, bans, sources, piece, tuple(always), in_phases)
+    planner = _Planner(rows, ends, bans, sources, piece, tuple(always))
     try:
         return planner.plan(wanted, stuck)
     except ValueError:  # a step that other ranks repeat cannot run
@@ -267,7 +258,7 @@ def ranged_plan_of(
 
 
 class _Planner:
-    """Makes the replays of one plan, phase by phase."""
+    """Makes the replays of one plan."""
 
     def __init__(
         self,
@@ -277,11 +268,9 @@ class _Planner:
         sources: Sources,
         piece: int | None,
         always: tuple[int, ...],
-        in_phases: bool,
     ) -> None:
         self._rows, self._tape, self._ends, self._bans = rows, rows.tape, ends, bans
-        self._sources, self._piece, self._always, self._in_phases = sources, piece, always, in_phases
-        self._talking = [step.number for step in self._tape.steps if "collective" in groups_of(step.operator)]
+        self._sources, self._piece, self._always = sources, piece, always
         self._replays: list[Span | Plan] = []
         self._heads: dict[int, tuple[int, int]] = {}
 
@@ -289,84 +278,32 @@ class _Planner:
         rows, tape = self._rows, self._tape
         same = [storage for storage in wanted if tape.last[storage] in rows.same]
         others = [storage for storage in wanted if storage not in same]
-        phases = self._phases(others, stuck)
-        if self._always and len(phases) > 1:
-            return None  # which ranges repeat in the order of other ranks
-        replayed = {storage for phase in phases for storage in phase.storages}
-        moving = [*stuck, *(storage for storage in others if storage not in replayed)]
+        divided = [storage for storage in others if tape.last[storage] in rows.rows]
+        moving = [*stuck, *(storage for storage in others if storage not in divided)]
         if same:
-            self._add_same(same, moving, replayed)
-        there = [*moving, *(storage for storage in same if tape.last[storage] in rows.whole)]
-        for phase in phases:
-            if phase.is_divided:
-                self._add_spans(phase.storages, there)
-            else:
-                self._add_whole(phase.storages, there)
-            there += phase.storages
+            self._add_same(same, moving, divided)
+        self._add_spans(divided, [*moving, *(storage for storage in same if tape.last[storage] in rows.whole)])
         if not any(isinstance(replay, Span) for replay in self._replays):
             return None
         saved = [*wanted, *stuck]
         kept = tuple(kept_nbytes_of(rows, self._sources, self._replays, self._heads, saved))
-        return RangedPlan(
-            rows=rows,
-            replays=tuple(self._replays),
-            heads=self._heads,
-            kept_nbytes=kept,
-            in_phases=self._in_phases,
-        )
+        return RangedPlan(rows=rows, replays=tuple(self._replays), heads=self._heads, kept_nbytes=kept)
 
-    def _phases(self, storages: Sequence[int], stuck: Sequence[int]) -> list[Phase]:
-        """Phases that are replayed, in order; of what mixes tokens and is kept none, since as many tokens have its bytes."""
-        rows, last = self._rows, self._tape.last
-        if not self._in_phases:
-            return [Phase(True, tuple(storage for storage in storages if last[storage] in rows.rows))]
-        banned = self._bans(Level.SAVE_ATTENTION)
-        phases = phases_of(rows, banned, storages)
-        mixing = [storage for phase in phases if not phase.is_divided for storage in phase.storages]
-        if not mixing:
-            return phases
-        there = [*stuck, *(storage for storage in storages if storage not in mixing)]
-        problem = self._problem(banned, mixing, there)
-        matmuls = self._problem(self._bans(Level.SAVE_MATMULS), mixing, there)
-        first, second = self._ends
-        bits = first * cheapest(problem, 0, 1).keep_cost + (second - first) * cheapest(matmuls, 1, 0).keep_cost
-        bits += (rows.tokens - second) * cheapest(problem, 1, 0).keep_cost
-        cut = fitting_cut(self._tape, problem, mixing, bits // rows.tokens)
-        kept = {storage for storage in mixing if last[storage] in cut.kept and not self._is_mask(storage)}
-        return phases_of(rows, banned, [storage for storage in storages if storage not in kept])
-
-    def _is_mask(self, storage: int) -> bool:
-        """True for zeros and ones, which are kept as bits and given by a replay."""
-        return mask_of(self._tape, self._tape.last[storage]) is not None
-
-    def _problem(self, bans: Iterable[int], wanted: Iterable[int], there: Iterable[int]) -> Problem:
-        """The cut of a replay of all tokens. It repeats no collective: only ranges keep the order of other ranks."""
-        tape = self._tape
-        return problem_of(tape, {*bans, *self._talking}, self._sources, wanted, there, tape.costs)
-
-    def _add_same(self, same: Sequence[int], moving: Sequence[int], replayed: Iterable[int]) -> None:
+    def _add_same(self, same: Sequence[int], moving: Sequence[int], divided: Iterable[int]) -> None:
         """The replay of what is the same for all tokens, a cast weight or the keys; it reads nothing that comes later."""
         tape = self._tape
-        undivided = dataclasses.replace(self._sources, lent=self._sources.lent.union(replayed))
-        banned = {*self._bans(Level.SAVE_ATTENTION), *self._talking}
+        undivided = dataclasses.replace(self._sources, lent=self._sources.lent.union(divided))
+        talking = (step.number for step in tape.steps if "collective" in groups_of(step.operator))
+        banned = {*self._bans(Level.SAVE_ATTENTION), *talking}
         cut = cheapest(problem_of(tape, banned, undivided, same, moving, tape.costs), 1, 0)
-        self._add(cut, undivided, same)
-
-    def _add_whole(self, storages: Sequence[int], there: Sequence[int]) -> None:
-        """The replay of a phase that mixes tokens."""
-        problem = self._problem(self._bans(Level.SAVE_ATTENTION), storages, there)
-        self._add(cheapest(problem, 1, 0), self._sources, storages)
-
-    def _add(self, cut: Cut, sources: Sources, storages: Sequence[int]) -> None:
-        plan = plan_of(self._tape, cut, sources, storages)
+        plan = plan_of(tape, cut, undivided, same)
         if plan.wanted:
-            self._heads.update((storage, (len(self._replays), 0)) for storage in plan.wanted)
+            self._heads.update((storage, (0, 0)) for storage in plan.wanted)
             self._replays.append(plan)
 
     def _add_spans(self, storages: Sequence[int], there: Sequence[int]) -> None:
-        """The ranges of a divided phase."""
+        """The ranges of tokens."""
         rows, tape, given = self._rows, self._tape, set(storages)
-        talking = self._talking if self._in_phases else ()
         ranges = (
             (Level.SAVE_ATTENTION, self._ends[1], rows.tokens),
             (Level.SAVE_MATMULS, self._ends[0], self._ends[1]),
@@ -376,7 +313,7 @@ class _Planner:
             if first >= stop:
                 continue
             closed = [*there, *(storage for storage in storages if storage not in given)]
-            banned = {*self._bans(level), *rows.mixes, *talking}
+            banned = {*self._bans(level), *rows.mixes}
             repeated = self._always if level is Level.SAVE_ATTENTION else ()
             cut = cheapest(problem_of(tape, banned, self._sources, open_, closed, tape.costs, repeated), 1, 0)
             span = Span(rows, cut, self._sources, open_, first=first, stop=stop, piece=self._piece)
@@ -390,7 +327,7 @@ class _Planner:
 def ranged_costs_of(
     rows: TokenRows, bans: Bans, sources: Sources, wanted: Sequence[int], stuck: Sequence[int]
 ) -> dict[str, Any]:
-    """Bytes of each level and seconds of a piece, by the names of LayerCosts, of a layer in one phase."""
+    """Bytes of each level and seconds of a piece, by the names of LayerCosts."""
     tape, tokens = rows.tape, rows.tokens
     last, middle = (ranged_plan_of(rows, (0, end), bans, sources, wanted, stuck) for end in (0, tokens))
     assert last is not None

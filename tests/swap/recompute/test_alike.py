@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import assert_equal, train
+from small_models import assert_equal, in_ranges, train
 from torch import nn
 from torch.nn import functional as F
 
@@ -90,7 +90,6 @@ def test_ever_other_numbers_of_rows_are_planned_a_few_times(
     assert len(plans._found) == len(searched), "calls that a plan was carried over to are not remembered"
     for layer in manager.layers:
         told = manager.explain(layer.name)
-        assert bool(told.ranges) == (alpha > 0)
         assert {row.shape[0] for row in told.rows if row.operator == "aten.silu"} == {ROWS[-1] + int(layer.name[-1])}, (
             "explained with the sizes of its own call"
         )
@@ -131,7 +130,7 @@ def test_a_part_of_the_tokens_is_tried_out_at_each_size(tmp_path: Path) -> None:
     reference.load_state_dict(layers.state_dict())
     model = nn.ModuleDict({"layers": nn.ModuleList(layers)})
     model.forward = lambda x: layers(x).square().mean()  # type: ignore[method-assign]
-    manager = memo.offload(model, alpha=0.25, disk=tmp_path, min_bytes=256)
+    manager = memo.offload(model, alpha=in_ranges(0.25), disk=tmp_path, min_bytes=256)
 
     def run(of: nn.Module, call: Any, step: int) -> torch.Tensor:
         for layer in of:  # type: ignore[attr-defined]

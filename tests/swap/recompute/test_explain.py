@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import SEQ, Block, ids, stack
+from small_models import SEQ, Block, ids, in_ranges, stack
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -176,7 +176,7 @@ class WrittenOut(nn.Module):
 
 
 @pytest.mark.parametrize("make", [lambda: Dropping(32, 2), WrittenOut], ids=["dropout", "attention written out"])
-@pytest.mark.parametrize("alpha", [0.5, (0.25, 0.25, 0.5), (0.0, 0.5, 0.5)], ids=str)
+@pytest.mark.parametrize("alpha", [in_ranges(0.5), in_ranges(0.25, 0.25, 0.5), in_ranges(0.0, 0.5, 0.5)], ids=str)
 def test_kept_bytes_of_ranges_are_those_that_the_engine_moves(alpha: Any, make: Callable[[], nn.Module]) -> None:
     model = stack(layers=2, make=make)
     with managed(model, alpha=alpha) as manager:
@@ -194,7 +194,7 @@ def test_kept_bytes_of_ranges_are_those_that_the_engine_moves(alpha: Any, make: 
 
 
 def test_rows_of_ranges_say_which_tokens_are_kept_and_which_are_replayed() -> None:
-    found = explained(stack(), alpha=(0.25, 0.25, 0.5))
+    found = explained(stack(), alpha=in_ranges(0.25, 0.25, 0.5))
     assert [(one.first, one.stop, one.pieces) for one in found.ranges] == [(8, 24, 1), (24, SEQ, 1)]
     (gelu,) = steps(found, "aten.gelu")
     assert (gelu.fate, gelu.kept_tokens, gelu.replayed_tokens) == (Fate.DIVIDED, (0, 8), (8, SEQ))
@@ -212,7 +212,7 @@ def test_rows_of_ranges_say_which_tokens_are_kept_and_which_are_replayed() -> No
 
 
 def test_keys_of_attention_that_is_written_out_are_replayed_for_all_tokens() -> None:
-    found = explained(stack(make=WrittenOut), alpha=0.5)
+    found = explained(stack(make=WrittenOut), alpha=in_ranges(0.5))
     (softmax,) = steps(found, "aten._softmax")
     assert (softmax.fate, softmax.kept_tokens, softmax.replayed_tokens) == (Fate.DIVIDED, (0, 24), (24, SEQ))
     assert [(row.fate, row.replayed_tokens) for row in steps(found, "aten.clone")][:2] == [

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from small_models import in_ranges
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -33,7 +34,7 @@ def batch() -> torch.Tensor:
 @pytest.mark.parametrize("alpha", [0.0, 0.25, 0.5, 0.75, 1.0])
 def test_a_layer_moves_two_units_and_alpha_of_fourteen(alpha: float, dtype: torch.dtype, tmp_path: Path) -> None:
     made = model().to(dtype)
-    manager = memo.offload(made, alpha=alpha, disk=tmp_path, min_bytes=1)
+    manager = memo.offload(made, alpha=in_ranges(alpha) if 0 < alpha < 1 else alpha, disk=tmp_path, min_bytes=1)
     with manager:
         made(batch(), batch())
     config, tokens = made.config, BATCH * SEQ
@@ -85,7 +86,7 @@ def test_no_attention_and_no_last_projection_is_computed_twice(tmp_path: Path) -
     assert again == 2 * BATCH * SEQ * config.hidden * (4 * config.hidden + config.ffn)  # q, k, v, out and up
     for alpha in (0.0, 0.25, 0.5, 1.0):
         made = model()
-        manager = memo.offload(made, alpha=alpha, disk=tmp_path, min_bytes=1)
+        manager = memo.offload(made, alpha=in_ranges(alpha) if 0 < alpha < 1 else alpha, disk=tmp_path, min_bytes=1)
         for _ in range(2):  # in which the recompute is tried
             flops(made, manager)
         # The last layer's tensors are still there when its backward begins.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from offload_models import SEQ, assert_split, causal, compare, gpt, hugging_face, ours, refused, token_ids
-from small_models import assert_equal, ids, stack, train
+from small_models import assert_equal, ids, in_ranges, stack, train
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -135,7 +135,7 @@ def test_a_layer_whose_result_of_a_product_is_changed_in_place(tmp_path: Path) -
 
     for batch in (1, 2):
         model, reference = stack(make=InPlace), stack(make=InPlace)
-        manager = memo.offload(model, alpha=(0.25, 0.5, 0.25), disk=tmp_path, min_bytes=512)
+        manager = memo.offload(model, alpha=in_ranges(0.25, 0.5, 0.25), disk=tmp_path, min_bytes=512)
         got = train(model, lambda step: model(ids(step, batch)), manager)  # noqa: B023
         assert_equal(got, train(reference, lambda step: reference(ids(step, batch))))  # noqa: B023
         assert refused(manager) == {}
@@ -146,7 +146,7 @@ def test_a_layer_whose_result_of_a_product_is_changed_in_place(tmp_path: Path) -
 def test_a_second_backward_and_a_second_order(tmp_path: Path) -> None:
     model, reference = gpt("gpt"), gpt("gpt")
     reference.load_state_dict(model.state_dict())
-    manager = memo.offload(model, alpha=(0.25, 0.5, 0.25), disk=tmp_path, min_bytes=1024)
+    manager = memo.offload(model, alpha=in_ranges(0.25, 0.5, 0.25), disk=tmp_path, min_bytes=1024)
     with manager:
         loss = ours(2)(model, 0)
     want = ours(2)(reference, 0)
@@ -163,7 +163,7 @@ def test_a_recompute_that_failed_between_two_ranges_is_made_up_for(
 ) -> None:
     model, reference = gpt("gpt"), gpt("gpt")
     reference.load_state_dict(model.state_dict())
-    manager = memo.offload(model, alpha=(0.25, 0.5, 0.25), disk=tmp_path, min_bytes=1024)
+    manager = memo.offload(model, alpha=in_ranges(0.25, 0.5, 0.25), disk=tmp_path, min_bytes=1024)
     with manager:
         loss = ours(2)(model, 0)
     whole = RangedReplay._part
@@ -207,7 +207,7 @@ def test_the_middle_level_computes_no_matrix_product_twice(name: str, tmp_path: 
     counted = {}
     for mix in [(0, 1, 0), (0.25, 0.75, 0), (0, 0, 1), (0, 0.5, 0.5)]:
         model = make(name)
-        manager = memo.offload(model, alpha=mix, disk=tmp_path, min_bytes=1)
+        manager = memo.offload(model, alpha=mix if 1 in mix else in_ranges(*mix), disk=tmp_path, min_bytes=1)
         flops(model, forward, manager)  # the first step tries the recompute out
         counted[mix] = flops(model, forward, manager) - plain
         assert manager.stats.bytes_recomputed > 0
@@ -218,7 +218,8 @@ def test_the_middle_level_computes_no_matrix_product_twice(name: str, tmp_path: 
 
 def moved(model: nn.Module, forward: Any, mix: Any, tmp_path: Path) -> memo.Manager:
     """One forward, and all layers but the last one moved."""
-    manager = memo.offload(model, alpha=mix, disk=tmp_path, min_bytes=1)
+    alpha = mix if isinstance(mix, float) or 1 in mix else in_ranges(*mix)
+    manager = memo.offload(model, alpha=alpha, disk=tmp_path, min_bytes=1)
     with manager:
         forward(model, 0)
     return manager
@@ -274,7 +275,7 @@ def test_gpt2_bytes(tmp_path: Path) -> None:
 def test_costs_of_all_levels_are_told_and_true(name: str, tmp_path: Path) -> None:
     forward = ours(2) if name in GPTS else causal(2)
     model = make(name)
-    manager = memo.offload(model, alpha=(0.25, 0.5, 0.25), disk=tmp_path, min_bytes=1)
+    manager = memo.offload(model, alpha=in_ranges(0.25, 0.5, 0.25), disk=tmp_path, min_bytes=1)
     train(model, lambda step: forward(model, step), manager, steps=2)
     costs = manager.levels_profile()
     manager.close()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from offload_models import SEQ, assert_split, causal, compare, gpt, hugging_face, ours, refused
-from small_models import assert_equal, ids, stack, train
+from small_models import assert_equal, ids, in_ranges, stack, train
 from torch import nn
 
 import memo
@@ -157,7 +157,7 @@ def test_a_kernel_that_rounds_by_place_gives_the_same_bits_again(exact: bool, tm
 def test_another_rounding_of_a_part_is_within_the_stated_bound_or_not_taken(exact: bool, tmp_path: Path) -> None:
     """To be exact, whole storages are replayed instead of a part of the tokens."""
     model, reference = stack(make=RoundsByPlace), stack(make=RoundsByPlace)
-    manager = memo.offload(model, alpha=0.25, exact=exact, disk=tmp_path, min_bytes=1024)
+    manager = memo.offload(model, alpha=in_ranges(0.25), exact=exact, disk=tmp_path, min_bytes=1024)
     got = train(model, lambda step: model(ids(step, batch=1)), manager, steps=1)
     want = train(reference, lambda step: reference(ids(step, batch=1)), steps=1)
     use = manager.report().tokenwise
@@ -189,7 +189,7 @@ class Gated(nn.Module):
 def test_a_trial_that_is_equal_by_chance_decides_nothing(tmp_path: Path) -> None:
     """Of a sigmoid on a CPU one number in thirty is rounded by its place: it is no part of the tokens that is computed."""
     model, reference = stack(make=Gated), stack(make=Gated)
-    manager = memo.offload(model, alpha=0.5, disk=tmp_path, min_bytes=256)
+    manager = memo.offload(model, alpha=in_ranges(0.5), disk=tmp_path, min_bytes=256)
     got = train(model, lambda step: model(ids(step)), manager, steps=16)
     assert_equal(got, train(reference, lambda step: reference(ids(step)), steps=16))
     told = manager.explain("layers.0")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
+from small_models import in_ranges
 from torch import nn
 
 import memo
@@ -28,7 +30,7 @@ class Shifted(nn.Module):
         return x + self.down(((self.linear(x) + self.shift).sin() + scale).cos())
 
 
-def step(alpha: float | None, *, size: int = 64, across: bool = False, min_bytes: int = 40 << 10) -> list[torch.Tensor]:
+def step(alpha: Any, *, size: int = 64, across: bool = False, min_bytes: int = 40 << 10) -> list[torch.Tensor]:
     """Gradients of a step with writes through `.data` after its forward, or by its second layer into its first one's."""
     torch.manual_seed(0)
     model = nn.ModuleList(Shifted(size) for _ in range(3))
@@ -56,14 +58,14 @@ def step(alpha: float | None, *, size: int = 64, across: bool = False, min_bytes
     return [each.grad for each in model.parameters() if each.grad is not None]
 
 
-@pytest.mark.parametrize("alpha", [0.5, 0.0])
+@pytest.mark.parametrize("alpha", [in_ranges(0.5), 0.0], ids=str)
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("min_bytes", [1, 40 << 10])
-def test_small_constants_may_change(alpha: float, across: bool, min_bytes: int) -> None:
+def test_small_constants_may_change(alpha: Any, across: bool, min_bytes: int) -> None:
     assert all(map(torch.equal, step(alpha, across=across, min_bytes=min_bytes), step(None, across=across)))
 
 
-@pytest.mark.parametrize("alpha", [0.5, 0.0])
-def test_a_layer_must_not_write_into_what_another_reads(alpha: float) -> None:
+@pytest.mark.parametrize("alpha", [in_ranges(0.5), 0.0], ids=str)
+def test_a_layer_must_not_write_into_what_another_reads(alpha: Any) -> None:
     with pytest.raises(ModifiedAfterSave, match="another layer's forward"):
         step(alpha, size=8192, across=True)

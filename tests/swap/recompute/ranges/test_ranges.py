@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from offload_models import causal, gpt, hugging_face, ours
-from small_models import SEQ, assert_equal, gradients, ids, plain, stack, train
+from small_models import SEQ, assert_equal, gradients, ids, in_ranges, plain, stack, train
 from torch import nn
 from torch.nn import functional as F
 
@@ -119,7 +119,7 @@ def test_odd_alphas_are_equal_bit_for_bit(name: str, dtype: torch.dtype, tmp_pat
     layers = [layer.name for layer in manager.layers]
     ends = set()
     for alpha in ALPHAS:
-        manager.choose_levels(dict.fromkeys(layers, alpha))
+        manager.choose_levels(dict.fromkeys(layers, in_ranges(alpha)))
         model.zero_grad()
         with manager:
             loss = forward(model, 0)
@@ -137,7 +137,7 @@ def test_odd_alphas_are_equal_bit_for_bit(name: str, dtype: torch.dtype, tmp_pat
 def test_bytes_are_those_that_always_move_and_the_first_tokens_of_the_others(
     name: str, tmp_path: Path, ranges: list[float]
 ) -> None:
-    def moved(alpha: float) -> int:
+    def moved(alpha: float | TokenLevels) -> int:
         model = fresh(name, torch.float32)
         manager = memo.offload(model, alpha=alpha, disk=tmp_path, min_bytes=1)
         with manager:
@@ -151,7 +151,7 @@ def test_bytes_are_those_that_always_move_and_the_first_tokens_of_the_others(
     assert not ranges
     for alpha in (0.25, 0.5):
         first = TokenLevels.of_alpha(alpha).ends(tokens)[0]
-        assert moved(alpha) * tokens == always * tokens + first * (every - always)
+        assert moved(in_ranges(alpha)) * tokens == always * tokens + first * (every - always)
     assert ranges
 
 
@@ -166,7 +166,9 @@ class Turned(nn.Module):
         return x + self.down(F.silu(self.up(self.norm(x).sin().flip(1))).tanh())
 
 
-@pytest.mark.parametrize("alpha", [0.25, (0.25, 0.5, 0.25)])
+@pytest.mark.parametrize(
+    "alpha", [in_ranges(0.25), TokenLevels(all=0.25, matmuls=0.5, attention=0.25, piece=0.99)], ids=str
+)
 def test_a_rule_that_is_wrong_is_found_by_the_trial(
     alpha: Any, tmp_path: Path, ranges: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,7 +197,7 @@ class Summed(nn.Module):
 def test_tokens_that_are_mixed_are_kept_and_the_axis_begins_anew(tmp_path: Path, ranges: list[float]) -> None:
     """The sum is kept as it is; what follows from it is divided."""
     model, reference = stack(make=Summed), stack(make=Summed)
-    manager = memo.offload(model, alpha=0.25, disk=tmp_path, min_bytes=512)
+    manager = memo.offload(model, alpha=in_ranges(0.25), disk=tmp_path, min_bytes=512)
     got = train(model, lambda step: model(ids(step)), manager)
     assert_equal(got, train(reference, lambda step: reference(ids(step))))
     assert set(ranges) == {0.0}
@@ -220,7 +222,7 @@ class Filled(nn.Module):
 
 def test_memory_that_the_layer_allocates_is_as_long_as_the_range(tmp_path: Path, ranges: list[float]) -> None:
     model, reference = stack(make=Filled), stack(make=Filled)
-    manager = memo.offload(model, alpha=0.5, disk=tmp_path, min_bytes=512)
+    manager = memo.offload(model, alpha=in_ranges(0.5), disk=tmp_path, min_bytes=512)
     got = train(model, lambda step: model(ids(step)), manager)
     assert_equal(got, train(reference, lambda step: reference(ids(step))))
     assert ranges
@@ -242,7 +244,7 @@ class Merged(nn.Module):
 def test_a_merged_weight_is_neither_divided_nor_moved(tmp_path: Path, ranges: list[float]) -> None:
     """It is the same for all tokens, and made again whole."""
 
-    def run(alpha: float) -> int:
+    def run(alpha: float | TokenLevels) -> int:
         model, reference = stack(make=Merged), stack(make=Merged)
         manager = memo.offload(model, alpha=alpha, disk=tmp_path, min_bytes=1)
         got = train(model, lambda step: model(ids(step)), manager)
@@ -251,7 +253,7 @@ def test_a_merged_weight_is_neither_divided_nor_moved(tmp_path: Path, ranges: li
         manager.close()
         return nbytes
 
-    always, half, every = run(0.0), run(0.5), run(1.0)
+    always, half, every = run(0.0), run(in_ranges(0.5)), run(1.0)
     merged = 2 * 64 * 32 * 4 * 3  # layers that move, weights, bytes, steps
     assert ranges
     assert half - always == (every - always - merged) / 2
@@ -274,7 +276,7 @@ def test_whole_storages_are_used_where_a_part_rounds_in_another_way_and_is_to_be
 ) -> None:
     monkeypatch.setattr(rows, "rounds_by_place", lambda *_: False)  # as of a kernel of which that is not known
     model, reference = stack(make=RoundsByPlace), stack(make=RoundsByPlace)
-    manager = memo.offload(model, alpha=0.25, exact=exact, disk=tmp_path, min_bytes=512)
+    manager = memo.offload(model, alpha=in_ranges(0.25), exact=exact, disk=tmp_path, min_bytes=512)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         got = train(model, lambda step: model(ids(step, batch=1)), manager, steps=1)
@@ -322,7 +324,7 @@ def test_calls_with_other_counts_of_routed_rows_are_not_read_by_tokens_again(
 
     monkeypatch.setattr(plans, "readings_of", readings_of)
     model, reference = stack(make=Routed), stack(make=Routed)
-    manager = memo.offload(model, alpha=0.5, disk=tmp_path, min_bytes=512)
+    manager = memo.offload(model, alpha=in_ranges(0.5), disk=tmp_path, min_bytes=512)
     got = train(model, lambda step: model(ids(step)), manager, steps=3)
     first = len(read)
     got += train(model, lambda step: model(ids(3 + step)), manager, steps=4)
@@ -355,7 +357,7 @@ def test_ranges_are_planned_for_the_next_call_which_holds_what_they_keep(
         return stack(make=Mirrored)
 
     model = make()
-    manager = offload(model, alpha=alpha, min_bytes=1)
+    manager = offload(model, alpha=in_ranges(alpha), min_bytes=1)
     assert_equal(train(model, lambda step: model(ids(step)), manager), plain(make))
     told = manager.explain(0)
     assert told.ranges
@@ -394,7 +396,7 @@ class Streaming(nn.Module):
         return F.cross_entropy((x.mean(2) @ self.embed.weight.t()).flatten(0, 1), ids.flatten())
 
 
-@pytest.mark.parametrize("alpha", [0.2, 0.5, 0.8, (0.25, 0.5, 0.25), TokenLevels(attention=1.0, piece=0.4)], ids=str)
+@pytest.mark.parametrize("alpha", [*map(in_ranges, (0.2, 0.5, 0.8)), TokenLevels(attention=1.0, piece=0.4)], ids=str)
 def test_hidden_states_of_four_dimensions_are_divided_along_tokens(
     offload: Callable[..., memo.Manager], alpha: Any
 ) -> None:
