@@ -183,12 +183,13 @@ def _coding_s(
 
 def _most(problem: ActivationProblem, stage: int, nbytes: Sequence[float]) -> float:
     """Peak bytes of all microbatches in flight; `nbytes` are of the stage's layers."""
-    of_layers, of_chunks = iter(nbytes), []
-    for chunk in chunk_layers(problem, stage):
-        of_chunks.append(sum(next(of_layers) for _ in chunk))
+    of_layers = iter(nbytes)
+    of_chunks = [[next(of_layers) for _ in chunk] for chunk in chunk_layers(problem, stage)]
     return max(
-        sum(count * of_chunk for count, of_chunk in zip(held, of_chunks, strict=True))
-        for held in problem.pipeline.peak_in_flight(stage)
+        sum(count * sum(of_chunk) for count, of_chunk in zip(moment.held, of_chunks, strict=True))
+        - of_chunks[moment.chunk][-1]  # leaves beside the next forward
+        for moment in problem.pipeline.moments(stage)
+        if moment.kind is Kind.FORWARD
     )
 
 

@@ -37,7 +37,6 @@ class Moment:
 
     chunk: int
     kind: Kind
-    """A BACKWARD covers a forward in which the same calls are held, unless `ahead` waits through that."""
     waiting: tuple[int, ...]
     """By chunk: number of other microbatches between forward and backward."""
     between: tuple[int, ...]
@@ -121,15 +120,12 @@ def in_flight_within(turns: tuple[Turn, ...], bound: tuple[Turn, ...], *, chunks
 
 
 def _places(moment: Moment) -> tuple[object, ...]:
-    """The chunks whose layers are whole; moments with the same ones are alike but for the calls that are held."""
-    return moment.chunk, moment.whole_chunk, moment.ahead
+    """The pass and the chunks whose layers are whole; moments with equal ones differ in the calls that are held."""
+    return moment.chunk, moment.kind, moment.whole_chunk, moment.ahead
 
 
 def _covers(other: Moment, one: Moment) -> bool:
-    alike = _places(other) == _places(one)
-    # Layers hold the same in a forward, and no recompute runs in it.
-    of_kind = other.kind is one.kind or (one.kind is Kind.FORWARD and one.ahead is None and other.kind is Kind.BACKWARD)
-    return alike and of_kind and _at_least(other.waiting + other.between, one.waiting + one.between)
+    return _places(other) == _places(one) and _at_least(other.waiting + other.between, one.waiting + one.between)
 
 
 def _at_least(these: Iterable[int], those: Iterable[int]) -> bool:

@@ -191,7 +191,8 @@ def grouped_peak_candidates(
     starts = [0, *itertools.accumulate(sizes[:-1])]
     held = np.stack([one.counts for one in candidates])
     counts = np.add.reduceat(held, starts, axis=2).swapaxes(1, 2)  # of each candidate, group and form
-    resident = np.array([one.resident_bytes for one in candidates])
+    again = np.array([layer.repeated_bytes * layer.divisible for layer in _own_layers(problem, stage)])
+    resident = np.array([one.resident_bytes for one in candidates]) + held[:, _Residence.RECOMPUTING] @ again
     amounts = np.column_stack((resident, counts.reshape(len(candidates), -1)))
     kept = held[:, (_Residence.KEPT, _Residence.SAVED, _Residence.UNMOVED)].sum(axis=(1, 2))
     found: list[int] = []
@@ -222,10 +223,15 @@ def stage_memory(problem: ActivationProblem, stage: int, plans: Sequence[LayerPl
         stage: number of the stage.
         plans: plan of each layer of the model.
     """
-    known, own = problem.profile.layer_profiles(), stage_layers(problem, stage)
-    layers = _LayerBytes.of([known[index] for index in own], [plans[index] for index in own])
+    own = stage_layers(problem, stage)
+    layers = _LayerBytes.of(_own_layers(problem, stage), [plans[index] for index in own])
     peak = max(device_peak_candidates(problem, stage), key=lambda place: place.nbytes(layers))
     return DeviceMemory(stage=stage, where=peak.name, phase=peak.phase, uses=peak.uses(layers))
+
+
+def _own_layers(problem: ActivationProblem, stage: int) -> list[LayerProfile]:
+    known = problem.profile.layer_profiles()
+    return [known[index] for index in stage_layers(problem, stage)]
 
 
 def highest_memory(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> DeviceMemory:
@@ -345,10 +351,9 @@ class _MomentPeaks:
     def __init__(self, problem: ActivationProblem, stage: int, moment: Moment, static: StaticBytes) -> None:
         self._moment = moment
         self._indices = stage_layers(problem, stage)
-        known = problem.profile.layer_profiles()
-        self._layers = [known[index] for index in self._indices]
+        self._layers = _own_layers(problem, stage)
         self._embedding, self._head = problem.profile.embedding, problem.profile.head
-        self._starts, ends = self._indices[0] == 0, self._indices[-1] == len(known) - 1
+        self._starts, ends = self._indices[0] == 0, self._indices[-1] == len(problem.profile.layers) - 1
         self._chunks: list[range] = []
         for chunk in chunk_layers(problem, stage):
             first = self._chunks[-1].stop if self._chunks else 0
@@ -393,25 +398,15 @@ class _MomentPeaks:
             if halves:  # gradients of the layers that the first half has been through, and the second not yet
                 resident[Use.TRANSIENT] = sum(layer.between_bytes for layer in self._layers[number : own.stop])
             layer, name, running = self._layers[number], f"layer {self._indices[number]}", self._running(number)
-            left = forward and number > own[0]
-            in_forward = forward or (kind is Kind.BACKWARD and layer.peaks_in_forward)
-            yield self._at(
-                name,
-                _with(resident, layer.transient_bytes, layer.gathered_bytes),
-                running,
-                phase="forward" if in_forward else "backward",
-                ends_turn=ends_turn,
-                latest_left=left,
-            )
-            if kind in (Kind.BACKWARD, Kind.INPUT) and any(point.held_bytes for point in layer.points):
-                yield self._at(
-                    name,
-                    _with(resident, layer.backward_transient_bytes, layer.backward_gathered_bytes),
-                    running,
-                    phase="recompute",
-                    ends_turn=ends_turn,
-                    recomputing=number,
-                )
+            if forward:
+                resident = _with(resident, layer.forward_transient_bytes, layer.forward_gathered_bytes)
+                left = number > own[0]
+                yield self._at(name, resident, running, phase="forward", ends_turn=ends_turn, latest_left=left)
+                continue
+            resident = _with(resident, layer.backward_transient_bytes, layer.backward_gathered_bytes)
+            yield self._at(name, resident, running, phase="backward", ends_turn=ends_turn)
+            if not second_half and (layer.repeated_bytes or any(point.held_bytes for point in layer.points)):
+                yield self._at(name, resident, running, phase="recompute", ends_turn=ends_turn, recomputing=number)
         if self._has_head:
             running = {} if second_half else self._running(own.stop)
             resident = _of_end(self._head, Use.HEAD)

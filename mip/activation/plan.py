@@ -9,9 +9,9 @@ runtime alike. One rank, one microbatch, layers 0 to n-1; F, B, R are a layer's 
                recompute is given besides  +  layer i-1 (the two are the rounding buffers): whole if it can be divided;
                if it cannot, all that it saves at its point, since what it recomputes is dropped when its forward ends,
                and is there again when its own backward begins
-               + transient bytes of layer i: the larger of forward's and backward's, and in backward (of a split one the
-               first half) at least backward's and what the recompute holds; while the head runs: layer n-1 is there
-               as layer i-1 is, and the head's own bytes come on top
+               + transient bytes of layer i: in forward forward's; in backward backward's, and where a part is recomputed
+               (in the first half of a split one) what the recompute holds, at least as much as a forward; while the head
+               runs: layer n-1 is there as layer i-1 is, and the head's own bytes come on top
     copy out   of layer i starts when layer i+1 starts forward and must end before layer i+2 (or the head) starts:
                a window of F(i+1). The last layer is never moved: it is needed next
     copy in    of layer i starts when layer i+1 starts backward, with its recompute, and must end before layer i
@@ -257,12 +257,13 @@ class Pipeline:
         yield from [Kind.BACKWARD] * ahead
 
     def moments(self, stage: int) -> tuple[Moment, ...]:
-        """Moments at which the stage may hold most. With one chunk, that is a backward with all others in flight."""
+        """Moments at which the stage may hold most. With one chunk, those are passes with all others in flight."""
         if self.chunks > 1:
             return moments_of(self.turns(stage), self.chunks)
         others = self.in_flight(stage) - 1
-        return (
-            Moment(chunk=0, kind=Kind.BACKWARD, waiting=(others,), between=(0,), whole_chunk=0 if others else None),
+        return tuple(
+            Moment(chunk=0, kind=kind, waiting=(others,), between=(0,), whole_chunk=0 if others else None)
+            for kind in (Kind.FORWARD, Kind.BACKWARD)
         )
 
     def peak_in_flight(self, stage: int) -> tuple[tuple[int, ...], ...]:
@@ -539,10 +540,14 @@ class LayerPlan:
         return sum(known.beside_bytes * self.fraction(known.name) for known in layer.points)
 
     def held_bytes(self, layer: LayerProfile) -> float:
-        """Bytes that the recompute holds at once, on top of backward's transient."""
+        """Bytes that the recompute holds at once, on top of backward's transient; at least what forward holds."""
+        if not self.recomputes:
+            return 0.0
         if not layer.divisible:
-            return sum(known.held_bytes * self.fraction(known.name) for known in layer.points)
-        return max(known.held_bytes * min(self.fraction(known.name), self.piece) for known in layer.points)
+            held = sum(known.held_bytes * self.fraction(known.name) for known in layer.points)
+        else:
+            held = max(known.held_bytes * min(self.fraction(known.name), self.piece) for known in layer.points)
+        return max(held, layer.repeated_bytes)
 
     @property
     def further_pieces(self) -> int:

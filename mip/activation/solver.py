@@ -204,7 +204,7 @@ def relaxed_step_s(problem: ActivationProblem) -> float | None:
             coding=_free(layer.coding),
         ),
     )
-    model = Model(free, sharing=Sharing.NONE)
+    model = Model(free, sharing=Sharing.NONE, bounds=True)
     if not model.solve():
         return None
     return model.step_s + problem.profile.optimizer_s + problem.profile.optimizer_exchange_s
