@@ -6,9 +6,14 @@ Owns the counting alone. A call is one chunk's forward and backward of one micro
     forward ──▶ waiting ──▶ first half ──▶ between ──▶ second half, gone    between: all but the moved bytes stay,
                                                                             also recomputed ones
 
-Two layers have not left, or are back: the last layer of the latest forward, until another forward begins; and the first
-layer of the next backward, which is read ahead while the last layer of the turn before it runs, and then waits through the
-forwards in between. Moments that hold nothing beyond another one are left out.
+Note [Microbatches in flight]. Each has its own kept, host and disk bytes: of a stage p of P with one chunk and M
+microbatches min(M, P - p) under 1F1B, all under GPipe; of several chunks as many as the order of turns has, moment by
+moment. Two layers have not left, or are back: the last layer of the latest forward, until another forward begins, and
+it leaves beside the first layer of that; and the first layer of the next backward, which is read ahead while the last
+layer of the turn before it runs, and then waits through the forwards in between. A stage's last layer does not move,
+but is computed again if it has left.
+
+Moments that hold nothing beyond another one are left out.
 """
 
 from __future__ import annotations

@@ -1,8 +1,15 @@
-"""Candidates for the device's memory peak in a stage's step, by the rules of `memo.mip.activation.plan`.
+"""Candidates for the device's memory peak in a stage's step.
 
 Owns the counts: which layers are whole on the device at a candidate, and in how many microbatches each of the others is
 held. A candidate does not know the plan of a layer, so that the linear program and the prediction use the same rows;
 `stage_memory` puts a plan in, and says by use what the device holds at the highest of them.
+
+Note [Two whole layers]. While layer i runs, in either direction, the device holds static bytes, what the embedding has
+saved, the kept bytes of layers j < i-1, and two rounding buffers: layer i whole, which is all that autograd saves and
+what its recompute is given besides, and layer i-1, whole if it can be divided. If it cannot, that is all that it saves
+at its point, since what it recomputes is dropped when its forward ends, and is there again when its own backward
+begins. While the head runs, layer n-1 is there as layer i-1 is. Of every other microbatch in flight the kept bytes are
+there.
 """
 
 from __future__ import annotations
@@ -383,6 +390,14 @@ class _MomentPeaks:
             if between:
                 tally.hold({Use.TRANSIENT: between * sum(self._layers[number].between_bytes for number in chunk)})
         return tally
+
+    # Note [Transients]: on top come, in a forward, the layer's transients of forward; in a backward those of backward, and
+    # where a part is recomputed (of a split backward in the first half) what the recompute holds besides, with which it is
+    # at least a forward; while the embedding or the head runs, their own.
+    #
+    # Note [Between the halves]: of a split backward each half takes half of its time, the first one the recompute too.
+    # Between them a call holds what has not moved, recomputed or not, and the gradients of its results; what has moved
+    # leaves again, and returns for the second half, which runs from the first layer on.
 
     def candidates(self, *, turn_ends_only: bool) -> Iterator[PeakCandidate]:
         """Candidates within the running chunk."""
