@@ -17,16 +17,17 @@ def attach(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any]
 
     Args:
         package: `__name__` of the package.
-        homes: public names by module, separated by spaces; modules are named relative to the package.
+        homes: public names by module, separated by spaces; modules are named relative to the package, `.other.module` one
+            of the package around it.
 
     Returns:
         The functions `__getattr__` and `__dir__`, and the list `__all__`.
     """
-    home = {name: f"{package}.{module}" for module, names in homes.items() for name in names.split()}
+    home = {name: f".{module}" for module, names in homes.items() for name in names.split()}
 
     def resolve(name: str) -> Any:
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(home[name]), name)
+        return getattr(importlib.import_module(home[name], package), name)
 
     return resolve, lambda: sorted(home), sorted(home)

@@ -59,6 +59,21 @@ def broken(document: Path, text: str) -> list[str]:
     return missing
 
 
+NOTE = re.compile(r"Note \[[^\]\n]+\]")
+
+
+def test_a_note_that_is_cited_is_written_once() -> None:
+    """`Note [Its name].` or `:` begins it; anything else cites it."""
+    written: list[str] = []
+    cited_notes: set[str] = set()
+    for top in ("memo", "swap", "allocator", "mip", "kernels"):
+        for path in (ROOT / top).rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            written += re.findall(rf"^(?: *# )?({NOTE.pattern})[.:] ", text, re.MULTILINE)
+            cited_notes |= set(NOTE.findall(text))
+    assert sorted(written) == sorted(cited_notes)
+
+
 def test_every_rule_and_ordering_that_is_cited_has_one_entry_in_the_design() -> None:
     entries = ENTRY.findall(DESIGN.read_text(encoding="utf-8"))
     assert len(entries) == len(set(entries))

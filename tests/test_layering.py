@@ -28,8 +28,9 @@ IMPORTS = {
     "mip": "memo",
     "mip/address": "memo mip",
     "mip/inputs": "memo mip",
-    "mip/activation": "memo mip mip/address mip/inputs",
-    "mip/simulate": "memo mip/inputs mip/activation",
+    "mip/simulate": "memo mip/inputs",
+    "mip/activation": "memo mip mip/address mip/inputs mip/simulate",
+    "mip/simulate face": "memo mip/simulate mip/activation",
     "mip/cluster": "memo mip mip/inputs mip/activation",
     "allocator": "memo mip mip/address",
     "swap": "memo",
@@ -51,7 +52,7 @@ IMPORTS = {
     "memo/compression": "memo kernels memo/parallel",
     "memo/loss": "memo memo/parallel",
     "memo/autoplan": "memo mip/inputs mip/activation allocator swap face memo/machine",
-    "memo/manager": "memo kernels mip/activation mip/simulate allocator swap/backends swap/disk swap/tiers swap face "
+    "memo/manager": "memo kernels mip/activation mip/simulate face allocator swap/backends swap/disk swap/tiers swap face "
     "memo/trace memo/out_of_memory memo/machine memo/parallel memo/autoplan",
     "memo/gpt/optim": "memo",
     "memo/gpt": "memo memo/parallel memo/compression memo/gpt/optim",
@@ -74,14 +75,14 @@ IMPORTS = {
     "memo face": "memo allocator swap swap/recompute/tape memo/parallel memo/loss memo/manager memo/profiling "
     "memo/rehearsal",
     "memo/integrations": "memo memo face",
-    "memo/cli/tables": "memo mip/address mip/inputs mip/activation mip/cluster mip/simulate memo/trace memo/search "
+    "memo/cli/tables": "memo mip/address mip/inputs mip/activation mip/cluster mip/simulate face memo/trace memo/search "
     "memo/rehearsal",
     "memo/cli/inputs": "memo memo/gpt memo/record memo/hugging_face memo/rehearsal mip/activation mip/inputs",
     "memo/cli/terminal": "memo mip memo/trace",
     "memo/cli/planning": "memo memo/parallel memo/gpt memo/gpt/arithmetic memo/gpt/checkpoint memo/hugging_face "
-    "mip/address mip/activation mip/cluster mip/inputs mip/simulate memo/trace memo/search "
+    "mip/address mip/activation mip/cluster mip/inputs mip/simulate face memo/trace memo/search "
     "memo/cli/tables memo/cli/inputs memo/cli/terminal",
-    "memo/cli": "memo allocator mip mip/address mip/inputs mip/activation mip/simulate swap face memo/trace "
+    "memo/cli": "memo allocator mip mip/address mip/inputs mip/activation mip/simulate face swap face memo/trace "
     "memo/trace/live memo/out_of_memory memo/machine memo/parallel memo/compression memo/gpt/optim memo/gpt "
     "memo/gpt/arithmetic memo/gpt/train memo/record memo/dry_run memo/hugging_face memo/search "
     "memo/rehearsal memo face memo/cli/tables memo/cli/inputs memo/cli/terminal memo/cli/planning",

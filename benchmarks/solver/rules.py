@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from memo.mip.activation.checker import check_plan
 from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, LayerPlan
+from memo.mip.activation.simulator import simulate
 from memo.mip.activation.solver import find_plan
 from memo.mip.inputs.profile import ALL, ATTENTION, INPUT, MATMULS, LayerProfile
-from memo.mip.simulate.simulator import simulate
 
 __all__ = ["RULES", "Outcome", "best_of", "placed", "plan_of"]
 

@@ -1,4 +1,4 @@
-"""`memo check`: checks a plan against every rule, with a checker that shares no code with the planner."""
+"""`memo check`: checks a plan against every rule; a simulator that shares no code with the planner counts its bytes."""
 
 from __future__ import annotations
 

@@ -1,30 +1,36 @@
-"""Independent checker of activation plans: every rule of `memo.mip.activation.plan`.
+"""Checker of activation plans: rules of their structure, and the bytes and seconds of a simulated step.
 
-Shares no code with the planner. It walks through one microbatch layer by layer with a clock and a balance of bytes, or
-through a whole step turn by turn where a rank has several chunks, and compares what it finds with the budgets and with
-the plan's own prediction. The first broken rule is returned, in the order of `Rule`; a plan is valid when there is
-none.
+Owns what a plan may say: points and tiers that exist, whole layers in one place, figures that are those of its layers.
+Bytes and seconds it does not count itself. The simulator, which shares no code with the planner, plays each stage by
+itself; no budget may be below what it finds, and no figure of the plan better. The first broken rule is returned, in the
+order of `Rule`; a plan is valid when there is none.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Iterator, Sequence
 
 from memo.errors import PlanInvalid
-from memo.mip.activation.check_pipeline import own_layers, walk_turns
-from memo.mip.activation.check_step import Walk, walk_microbatch
-from memo.mip.activation.plan import ActivationPlan
-from memo.mip.inputs.pipeline_schedules import PipelineSchedule
+from memo.events import Lane, Tier
+from memo.mip.activation.cost import predict_stages, rounding_bytes
+from memo.mip.activation.plan import ActivationPlan, ChunkPrediction, StagePrediction, stage_layers
+from memo.mip.activation.proof import shortened
+from memo.mip.activation.simulator import simulate_stage
+from memo.mip.simulate.result import StageSimulation
 from memo.units import format_bytes
 
 __all__ = ["Rule", "Violation", "check_plan", "require_valid"]
 
 PREDICTION_TOLERANCE = 1e-3
-"""Relative deviation of a plan's prediction from the checker's arithmetic that is accepted."""
+"""Relative deviation of a plan's figures from its rules, and of these from a simulation, that is accepted."""
 
 LEAST_TOKENS = 16
 """Tokens of the smallest piece that a runtime recomputes at once."""
+
+ROUNDS = 4
+"""Microbatches for each stage that are played of schedules with several chunks, if those hold as much as all."""
 
 SECONDS_A_DAY = 24 * 60 * 60
 
@@ -47,7 +53,7 @@ class Rule(enum.StrEnum):
     WEAR = "wear"
     """Bytes written to a node's disks in a day stay within the budget."""
     PREDICTION = "prediction"
-    """Step time and peaks are as the plan predicts."""
+    """Times and peaks are as the plan predicts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,55 +77,26 @@ def require_valid(plan: ActivationPlan) -> None:
 
 
 def check_plan(plan: ActivationPlan) -> Violation | None:
-    """Returns the first violation in the order of `Rule`, or None for a valid plan."""
+    """Returns the first violation in the order of `Rule`, or None for a valid plan.
+
+    Raises:
+        PlanInvalid: the step is too long to be simulated.
+    """
     violation = _layers(plan)
     if violation is not None:
         return violation
     pipeline = plan.problem.pipeline
-    if pipeline.chunks > 1:
-        walks = [walk_turns(plan, stage) for stage in range(pipeline.stages)]
-    else:
-        walks = [
-            walk_microbatch(
-                plan,
-                *bounds,
-                flight=_flight(plan, stage),
-                rates=plan.problem.machine_of(stage).lanes,
-                message_bytes=plan.problem.message_bytes(stage),
-            )
-            for stage, bounds in enumerate(_bounds(plan))
-        ]
-    return _device(plan, walks) or _shared(plan, walks) or _prediction(plan, walks)
-
-
-def _bounds(plan: ActivationPlan) -> list[tuple[int, int]]:
-    """First and last layer of each stage."""
-    count, stages = len(plan.layers), plan.problem.pipeline.stages
-    sizes = list(plan.problem.pipeline.layers)
-    if not sizes:
-        sizes = [count // stages + (1 if stage < count % stages else 0) for stage in range(stages)]
-    return [(sum(sizes[:stage]), sum(sizes[: stage + 1]) - 1) for stage in range(stages)]
-
-
-def _flight(plan: ActivationPlan, stage: int) -> int:
-    """Microbatches that a stage of one chunk holds at once."""
-    pipeline = plan.problem.pipeline
-    if pipeline.schedule is PipelineSchedule.GPIPE:
-        return pipeline.microbatches
-    return pipeline.held or min(pipeline.microbatches, pipeline.stages - stage)
-
-
-def _own(plan: ActivationPlan, stage: int) -> list[int]:
-    """The layers of a stage."""
-    if plan.problem.pipeline.chunks > 1:
-        return own_layers(plan, stage)
-    first, last = _bounds(plan)[stage]
-    return list(range(first, last + 1))
+    short = shortened(plan, ROUNDS * pipeline.stages * len(plan.layers)) if pipeline.chunks > 1 else plan
+    played = [simulate_stage(short, stage) for stage in range(pipeline.stages)]
+    rules = predict_stages(plan.problem, plan.layers)
+    own = rules if short is plan else predict_stages(short.problem, plan.layers)
+    over = _device(plan, rules, played) or _shared(plan, rules, played)
+    return over or _prediction(plan, rules) or _played(short, own, played)
 
 
 def _layers(plan: ActivationPlan) -> Violation | None:
     problem = plan.problem
-    stages = [_own(plan, stage) for stage in range(problem.pipeline.stages)]
+    stages = [stage_layers(problem, stage) for stage in range(problem.pipeline.stages)]
     stage_of = {index: stage for stage, own in enumerate(stages) for index in own}
     machines = [problem.machine_of(stage) for stage in range(problem.pipeline.stages)]
     for index, (known, layer) in enumerate(zip(problem.profile.layer_profiles(), plan.layers, strict=True)):
@@ -151,83 +128,101 @@ def _layers(plan: ActivationPlan) -> Violation | None:
     return None
 
 
-def _device(plan: ActivationPlan, walks: list[Walk]) -> Violation | None:
-    for stage, walk in enumerate(walks):
-        budget = plan.problem.machine_of(stage).budgets.device_bytes
-        if walk.peak > budget + 0.5:
-            where = "an end of the model" if walk.peak_layer is None else f"layer {walk.peak_layer}"
-            over = format_bytes(walk.peak - budget, up=True)
-            message = f"{format_bytes(walk.peak)} at {where} are {over} above the budget of {format_bytes(budget)}"
-            return Violation(rule=Rule.DEVICE, message=message, layer=walk.peak_layer)
+def _most(plan: ActivationPlan, rules: StagePrediction, played: StageSimulation, tier: Tier) -> int:
+    """Peak bytes of a tier by the plan's rules or the simulation, whichever has more."""
+    return max(_peaks(rules)[tier], played.peak(tier).nbytes - _rounded_bytes(plan))
+
+
+def _rounded_bytes(plan: ActivationPlan) -> int:
+    """Bytes that the simulator, which rounds each part of each call to bytes, may have too many or too few."""
+    return 4 * len(plan.layers) * plan.problem.pipeline.microbatches
+
+
+def _peaks(stage: StagePrediction) -> dict[Tier, int]:
+    return {Tier.DEVICE: stage.peak_device_bytes, Tier.HOST: stage.peak_host_bytes, Tier.DISK: stage.peak_disk_bytes}
+
+
+def _device(
+    plan: ActivationPlan, rules: Sequence[StagePrediction], played: Sequence[StageSimulation]
+) -> Violation | None:
+    for stage, pair in enumerate(zip(rules, played, strict=True)):
+        held, budget = _most(plan, *pair, Tier.DEVICE), plan.problem.machine_of(stage).budgets.device_bytes
+        if held > budget:
+            where, over = pair[1].peak(Tier.DEVICE).where, format_bytes(held - budget, up=True)
+            message = f"{format_bytes(held)} in {where} are {over} above the budget of {format_bytes(budget)}"
+            return Violation(rule=Rule.DEVICE, message=message)
     return None
 
 
-def _shared(plan: ActivationPlan, walks: list[Walk]) -> Violation | None:
+def _shared(
+    plan: ActivationPlan, rules: Sequence[StagePrediction], played: Sequence[StageSimulation]
+) -> Violation | None:
     """Checks host, disk and wear, which the ranks of each node share."""
-    pipeline = plan.problem.pipeline
-    step_s = pipeline.microbatches * max(walk.clock_s for walk in walks)  # no step is shorter
-    for node in _nodes(plan):
-        here = [(walks[stage], ranks) for stage, ranks in node.items()]
-        budgets = plan.problem.machine_of(min(node)).budgets
-        for rule, moved, budget in (
-            (Rule.HOST, [walk.host for walk, _ in here], budgets.host_bytes),
-            (Rule.DISK, [walk.disk for walk, _ in here], budgets.disk_bytes),
+    problem = plan.problem
+    rounding = [
+        rounding_bytes(problem, stage, divided=any(plan.layers[index].divided for index in own))
+        for stage, own in enumerate(stage_layers(problem, stage) for stage in range(problem.pipeline.stages))
+    ]
+    step_s = problem.pipeline.microbatches * max(stage.microbatch_s for stage in rules)  # no step is shorter
+    for node in problem.nodes:
+        budgets = problem.machine_of(min(node)).budgets
+        for rule, tier, budget in (
+            (Rule.HOST, Tier.HOST, budgets.host_bytes),
+            (Rule.DISK, Tier.DISK, budgets.disk_bytes),
         ):
-            used = sum(
-                ranks * (nbytes + walk.rounding) for nbytes, (walk, ranks) in zip(moved, here, strict=True) if nbytes
-            )
-            if used > budget + 0.5:
+            held = {stage: _most(plan, rules[stage], played[stage], tier) for stage in node}
+            used = sum(ranks * (held[stage] + rounding[stage]) for stage, ranks in node.items() if held[stage])
+            if used > budget + 0.5 * sum(node.values()):  # peaks are rounded to bytes
                 over = format_bytes(used - budget, up=True)
                 message = f"{format_bytes(used)} on a node are {over} above its {rule} budget of {format_bytes(budget)}"
-                rounded = ", rounded to whole storages and pages" if any(walk.rounding for walk, _ in here) else ""
+                rounded = ", rounded to whole storages and pages" if any(rounding[stage] for stage in node) else ""
                 return Violation(rule=rule, message=f"{message}{rounded}")
         wear = budgets.disk_wear_bytes_per_day
-        a_day = pipeline.microbatches * sum(ranks * walk.written for walk, ranks in here)
-        a_day *= SECONDS_A_DAY / step_s if step_s else 0.0
+        written = sum(ranks * rules[stage].disk_written_bytes for stage, ranks in node.items())
+        a_day = written * SECONDS_A_DAY / step_s if step_s else 0.0
         if wear is not None and a_day > wear * (1 + 1e-9) + 1:
             message = f"{a_day / 1e12:.4g} TB a day are written to a node's disks, above the {wear / 1e12:.4g} allowed"
             return Violation(rule=Rule.WEAR, message=message)
     return None
 
 
-def _nodes(plan: ActivationPlan) -> list[dict[int, int]]:
-    """Ranks of each stage on a node, once for all nodes that are alike."""
-    problem, pipeline = plan.problem, plan.problem.pipeline
-    nodes: list[dict[int, int]] = []
-    filling: dict[int, int] = {}
-    for stage in range(pipeline.stages):
-        machine = problem.machine_of(stage)
-        size = machine.budgets.ranks_per_node
-        if machine.new_node:
-            nodes.append(filling)
-            filling = {}
-        left = machine.node_ranks or pipeline.stage_ranks or size
-        room = size - sum(filling.values())
-        if 0 < room <= left:
-            nodes.append(filling | {stage: room})
-            full, left = divmod(left - room, size)
-            nodes += [{stage: size}] * bool(full)
-            filling = {}
-        if left:
-            filling[stage] = left
-    return [node for node in [*nodes, filling] if node]
-
-
-def _prediction(plan: ActivationPlan, walks: list[Walk]) -> Violation | None:
-    microbatches = plan.problem.pipeline.microbatches
-    for number, (walk, stage) in enumerate(zip(walks, plan.stages, strict=True)):
-        for name, claimed, found in (
-            ("microbatch_s", stage.microbatch_s, walk.clock_s),
-            ("recompute_s", stage.recompute_s, walk.recompute_s),
-            ("communication_s", stage.communication_s, walk.communication_s),
-            ("sync_s", stage.sync_s, walk.sync_s),
-            ("peak_device_bytes", stage.peak_device_bytes, walk.peak),
-            ("peak_host_bytes", stage.peak_host_bytes, walk.host),
-            ("peak_disk_bytes", stage.peak_disk_bytes, walk.disk),
-            ("disk_written_bytes", stage.disk_written_bytes, walk.written * microbatches),
-        ):
+def _prediction(plan: ActivationPlan, rules: Sequence[StagePrediction]) -> Violation | None:
+    """Checks every figure of the plan against its own rules."""
+    for number, (stage, own) in enumerate(zip(plan.stages, rules, strict=True)):
+        for (name, claimed), (_, found) in zip(_figures(stage), _figures(own), strict=False):
             slack = 1e-9 if name.endswith("_s") else len(plan.layers)
             if abs(claimed - found) > PREDICTION_TOLERANCE * abs(found) + slack:
                 message = f"stage {number} claims {name} {claimed:.6g}, but the plan's rules give {found:.6g}"
                 return Violation(rule=Rule.PREDICTION, message=message)
+    return None
+
+
+def _figures(stage: StagePrediction) -> Iterator[tuple[str, float]]:
+    """Names and values of a stage's figures, those of its chunks included."""
+    yield "microbatch_s", stage.microbatch_s
+    parts: tuple[StagePrediction | ChunkPrediction, ...] = (stage, *(stage.chunks or ()))
+    for known in parts:
+        for field in dataclasses.fields(known):
+            if field.name != "chunks":
+                yield field.name, getattr(known, field.name) or 0.0
+
+
+def _played(
+    plan: ActivationPlan, rules: Sequence[StagePrediction], played: Sequence[StageSimulation]
+) -> Violation | None:
+    """Checks that the simulated stages take no longer than by the rules, and hold and write as much."""
+    pipeline = plan.problem.pipeline
+    for number, (own, stage) in enumerate(zip(rules, played, strict=True)):
+        microbatches = pipeline.microbatches if pipeline.chunks > 1 else pipeline.in_flight(number)
+        written = own.disk_written_bytes * microbatches / pipeline.microbatches
+        figures: list[tuple[str, float, float]] = [("written bytes", written, stage.moved_nbytes(Lane.DISK_WRITE))]
+        figures += [(f"{tier} bytes", nbytes, stage.peak(tier).nbytes) for tier, nbytes in _peaks(own).items()]
+        wrong = [one for one in figures if abs(one[1] - one[2]) > PREDICTION_TOLERANCE * one[2] + _rounded_bytes(plan)]
+        seconds = microbatches * own.microbatch_s + own.sync_s
+        if stage.end_s > seconds * (1 + PREDICTION_TOLERANCE) + 1e-9:
+            wrong.append(("seconds", seconds, stage.end_s))
+        if wrong:
+            name, said, found = wrong[0]
+            message = f"stage {number} has {said:.6g} {name} by the plan's rules, and {found:.6g} played event by event"
+            return Violation(rule=Rule.PREDICTION, message=message)
     return None

@@ -1,4 +1,4 @@
-"""Cost model of an activation plan, by the rules of `memo.mip.activation.plan`: time by cause, and peaks by tier.
+"""Cost model of an activation plan: time by cause, and peaks by tier.
 
 Plain arithmetic on one plan; the planner predicts with it after rounding. The simulator plays the same rules event by
 event and shares no code with it.
@@ -65,8 +65,13 @@ class Traffic:
         return by_link, _time(self.disk_bytes, min(link, disk)) + self.host_bytes * disk_delay(link, disk)
 
 
+# Note [Two tiers share a link]: host bytes h and disk bytes d cross the link at once, in equal shares while both last; then
+# disk bytes go on through the disk's lane. With L the link's rate and W <= L the disk's, a copy takes
+# max((h + d) / L,  d / W + h max(0, 2 / L - 1 / W)).
+
+
 def disk_delay(link: float, disk: float) -> float:
-    """Seconds that each host byte delays the disk bytes that share the link with it, by the rule `lanes`."""
+    """Seconds that each host byte delays the disk bytes that share the link with it."""
     return max(2 / link - 1 / min(link, disk), 0.0) if link and disk else 0.0
 
 
@@ -99,6 +104,11 @@ def predict_kept_times(problem: ActivationProblem) -> tuple[StagePrediction, ...
             known[key] = _predict_stage(problem, stage, plans, peaks=False)
         found.append(known[key])
     return tuple(found)
+
+
+# Note [Whole storages]: a storage goes to one place whole, kept ones within the planned bytes, and a place in a tier is of
+# whole pages. So a stage that moves leaves free, of each tier's budget and for each microbatch in flight, a page for each
+# storage of layers that can move; and where it divides a layer, its largest storage.
 
 
 def rounding_bytes(problem: ActivationProblem, stage: int, *, divided: bool) -> int:
@@ -183,12 +193,13 @@ def _coding_s(
 
 def _most(problem: ActivationProblem, stage: int, nbytes: Sequence[float]) -> float:
     """Peak bytes of all microbatches in flight; `nbytes` are of the stage's layers."""
-    of_layers, of_chunks = iter(nbytes), []
-    for chunk in chunk_layers(problem, stage):
-        of_chunks.append(sum(next(of_layers) for _ in chunk))
+    of_layers = iter(nbytes)
+    of_chunks = [[next(of_layers) for _ in chunk] for chunk in chunk_layers(problem, stage)]
     return max(
-        sum(count * of_chunk for count, of_chunk in zip(held, of_chunks, strict=True))
-        for held in problem.pipeline.peak_in_flight(stage)
+        sum(count * sum(of_chunk) for count, of_chunk in zip(moment.held, of_chunks, strict=True))
+        - of_chunks[moment.chunk][-1]  # leaves beside the next forward
+        for moment in problem.pipeline.moments(stage)
+        if moment.kind is Kind.FORWARD
     )
 
 

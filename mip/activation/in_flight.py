@@ -6,9 +6,14 @@ Owns the counting alone. A call is one chunk's forward and backward of one micro
     forward ──▶ waiting ──▶ first half ──▶ between ──▶ second half, gone    between: all but the moved bytes stay,
                                                                             also recomputed ones
 
-Two layers have not left, or are back: the last layer of the latest forward, until another forward begins; and the first
-layer of the next backward, which is read ahead while the last layer of the turn before it runs, and then waits through the
-forwards in between. Moments that hold nothing beyond another one are left out.
+Note [Microbatches in flight]. Each has its own kept, host and disk bytes: of a stage p of P with one chunk and M
+microbatches min(M, P - p) under 1F1B, all under GPipe; of several chunks as many as the order of turns has, moment by
+moment. Two layers have not left, or are back: the last layer of the latest forward, until another forward begins, and
+it leaves beside the first layer of that; and the first layer of the next backward, which is read ahead while the last
+layer of the turn before it runs, and then waits through the forwards in between. A stage's last layer does not move,
+but is computed again if it has left.
+
+Moments that hold nothing beyond another one are left out.
 """
 
 from __future__ import annotations
@@ -37,7 +42,6 @@ class Moment:
 
     chunk: int
     kind: Kind
-    """A BACKWARD covers a forward in which the same calls are held, unless `ahead` waits through that."""
     waiting: tuple[int, ...]
     """By chunk: number of other microbatches between forward and backward."""
     between: tuple[int, ...]
@@ -121,15 +125,12 @@ def in_flight_within(turns: tuple[Turn, ...], bound: tuple[Turn, ...], *, chunks
 
 
 def _places(moment: Moment) -> tuple[object, ...]:
-    """The chunks whose layers are whole; moments with the same ones are alike but for the calls that are held."""
-    return moment.chunk, moment.whole_chunk, moment.ahead
+    """The pass and the chunks whose layers are whole; moments with equal ones differ in the calls that are held."""
+    return moment.chunk, moment.kind, moment.whole_chunk, moment.ahead
 
 
 def _covers(other: Moment, one: Moment) -> bool:
-    alike = _places(other) == _places(one)
-    # Layers hold the same in a forward, and no recompute runs in it.
-    of_kind = other.kind is one.kind or (one.kind is Kind.FORWARD and one.ahead is None and other.kind is Kind.BACKWARD)
-    return alike and of_kind and _at_least(other.waiting + other.between, one.waiting + one.between)
+    return _places(other) == _places(one) and _at_least(other.waiting + other.between, one.waiting + one.between)
 
 
 def _at_least(these: Iterable[int], those: Iterable[int]) -> bool:

@@ -167,6 +167,7 @@ class Model:
             device holds what it holds of layers that can be.
         kinds: for each layer of the profile what it is by its forward, where classes tell layers apart for their plan
             alone; None: its class. Layers share where their chunk is of one kind and they are of one class.
+        bounds: a part that is recomputed holds its part alone, so that the solution is a bound on any plan's step.
     """
 
     def __init__(
@@ -182,8 +183,9 @@ class Model:
         hides_storages: bool = False,
         leaves_whole: bool = False,
         kinds: Sequence[str] | None = None,
+        bounds: bool = False,
     ) -> None:
-        self.problem = problem
+        self.problem, self._bounds = problem, bounds
         self.hides_storages, self.leaves_whole = hides_storages, leaves_whole
         self.kinds = problem.profile.layers if kinds is None else tuple(kinds)
         self.pieces = pieces or {}
@@ -412,11 +414,12 @@ class Model:
     ) -> pulp.LpAffineExpression:
         """H of a group; an upper bound, also after tokens are rounded."""
         held = {known.name: known.held_bytes / self._byte for known in layer.points if known.held_bytes}
-        if self.at_one_point(layer) or not held:
-            return pulp.lpSum(x[point] * nbytes for point, nbytes in held.items())
-        if layer.name in self.pieces:
-            return pulp.lpSum([self.pieces[layer.name] * max(held.values())])
-        most = self._program.add_variable(f"holds_{name}", 0, None)
+        again = layer.repeated_bytes / self._byte
+        if self.at_one_point(layer) or self._bounds:
+            return pulp.lpSum(x[point] * max(held.get(point, 0.0), again) for point in x if point != ALL)
+        if layer.name in self.pieces or not held:
+            return pulp.lpSum([max(self.pieces.get(layer.name, 0.0) * max(held.values(), default=0.0), again)])
+        most = self._program.add_variable(f"holds_{name}", again, None)
         for point, nbytes in held.items():
             self._program += most >= x[point] * nbytes
         _, gained = most_gained_bytes(layer, self.problem.profile.signature.rank_tokens)

@@ -1,8 +1,15 @@
-"""Candidates for the device's memory peak in a stage's step, by the rules of `memo.mip.activation.plan`.
+"""Candidates for the device's memory peak in a stage's step.
 
 Owns the counts: which layers are whole on the device at a candidate, and in how many microbatches each of the others is
 held. A candidate does not know the plan of a layer, so that the linear program and the prediction use the same rows;
 `stage_memory` puts a plan in, and says by use what the device holds at the highest of them.
+
+Note [Two whole layers]. While layer i runs, in either direction, the device holds static bytes, what the embedding has
+saved, the kept bytes of layers j < i-1, and two rounding buffers: layer i whole, which is all that autograd saves and
+what its recompute is given besides, and layer i-1, whole if it can be divided. If it cannot, that is all that it saves
+at its point, since what it recomputes is dropped when its forward ends, and is there again when its own backward
+begins. While the head runs, layer n-1 is there as layer i-1 is. Of every other microbatch in flight the kept bytes are
+there.
 """
 
 from __future__ import annotations
@@ -191,7 +198,8 @@ def grouped_peak_candidates(
     starts = [0, *itertools.accumulate(sizes[:-1])]
     held = np.stack([one.counts for one in candidates])
     counts = np.add.reduceat(held, starts, axis=2).swapaxes(1, 2)  # of each candidate, group and form
-    resident = np.array([one.resident_bytes for one in candidates])
+    again = np.array([layer.repeated_bytes * layer.divisible for layer in _own_layers(problem, stage)])
+    resident = np.array([one.resident_bytes for one in candidates]) + held[:, _Residence.RECOMPUTING] @ again
     amounts = np.column_stack((resident, counts.reshape(len(candidates), -1)))
     kept = held[:, (_Residence.KEPT, _Residence.SAVED, _Residence.UNMOVED)].sum(axis=(1, 2))
     found: list[int] = []
@@ -222,10 +230,15 @@ def stage_memory(problem: ActivationProblem, stage: int, plans: Sequence[LayerPl
         stage: number of the stage.
         plans: plan of each layer of the model.
     """
-    known, own = problem.profile.layer_profiles(), stage_layers(problem, stage)
-    layers = _LayerBytes.of([known[index] for index in own], [plans[index] for index in own])
+    own = stage_layers(problem, stage)
+    layers = _LayerBytes.of(_own_layers(problem, stage), [plans[index] for index in own])
     peak = max(device_peak_candidates(problem, stage), key=lambda place: place.nbytes(layers))
     return DeviceMemory(stage=stage, where=peak.name, phase=peak.phase, uses=peak.uses(layers))
+
+
+def _own_layers(problem: ActivationProblem, stage: int) -> list[LayerProfile]:
+    known = problem.profile.layer_profiles()
+    return [known[index] for index in stage_layers(problem, stage)]
 
 
 def highest_memory(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> DeviceMemory:
@@ -345,10 +358,9 @@ class _MomentPeaks:
     def __init__(self, problem: ActivationProblem, stage: int, moment: Moment, static: StaticBytes) -> None:
         self._moment = moment
         self._indices = stage_layers(problem, stage)
-        known = problem.profile.layer_profiles()
-        self._layers = [known[index] for index in self._indices]
+        self._layers = _own_layers(problem, stage)
         self._embedding, self._head = problem.profile.embedding, problem.profile.head
-        self._starts, ends = self._indices[0] == 0, self._indices[-1] == len(known) - 1
+        self._starts, ends = self._indices[0] == 0, self._indices[-1] == len(problem.profile.layers) - 1
         self._chunks: list[range] = []
         for chunk in chunk_layers(problem, stage):
             first = self._chunks[-1].stop if self._chunks else 0
@@ -379,6 +391,14 @@ class _MomentPeaks:
                 tally.hold({Use.TRANSIENT: between * sum(self._layers[number].between_bytes for number in chunk)})
         return tally
 
+    # Note [Transients]: on top come, in a forward, the layer's transients of forward; in a backward those of backward, and
+    # where a part is recomputed (of a split backward in the first half) what the recompute holds besides, with which it is
+    # at least a forward; while the embedding or the head runs, their own.
+    #
+    # Note [Between the halves]: of a split backward each half takes half of its time, the first one the recompute too.
+    # Between them a call holds what has not moved, recomputed or not, and the gradients of its results; what has moved
+    # leaves again, and returns for the second half, which runs from the first layer on.
+
     def candidates(self, *, turn_ends_only: bool) -> Iterator[PeakCandidate]:
         """Candidates within the running chunk."""
         kind, own = self._moment.kind, self._own
@@ -393,25 +413,15 @@ class _MomentPeaks:
             if halves:  # gradients of the layers that the first half has been through, and the second not yet
                 resident[Use.TRANSIENT] = sum(layer.between_bytes for layer in self._layers[number : own.stop])
             layer, name, running = self._layers[number], f"layer {self._indices[number]}", self._running(number)
-            left = forward and number > own[0]
-            in_forward = forward or (kind is Kind.BACKWARD and layer.peaks_in_forward)
-            yield self._at(
-                name,
-                _with(resident, layer.transient_bytes, layer.gathered_bytes),
-                running,
-                phase="forward" if in_forward else "backward",
-                ends_turn=ends_turn,
-                latest_left=left,
-            )
-            if kind in (Kind.BACKWARD, Kind.INPUT) and any(point.held_bytes for point in layer.points):
-                yield self._at(
-                    name,
-                    _with(resident, layer.backward_transient_bytes, layer.backward_gathered_bytes),
-                    running,
-                    phase="recompute",
-                    ends_turn=ends_turn,
-                    recomputing=number,
-                )
+            if forward:
+                resident = _with(resident, layer.forward_transient_bytes, layer.forward_gathered_bytes)
+                left = number > own[0]
+                yield self._at(name, resident, running, phase="forward", ends_turn=ends_turn, latest_left=left)
+                continue
+            resident = _with(resident, layer.backward_transient_bytes, layer.backward_gathered_bytes)
+            yield self._at(name, resident, running, phase="backward", ends_turn=ends_turn)
+            if not second_half and (layer.repeated_bytes or any(point.held_bytes for point in layer.points)):
+                yield self._at(name, resident, running, phase="recompute", ends_turn=ends_turn, recomputing=number)
         if self._has_head:
             running = {} if second_half else self._running(own.stop)
             resident = _of_end(self._head, Use.HEAD)

@@ -1,8 +1,14 @@
 """Load of the network by one rank of a stage, and its exposed part: seconds that collectives last beyond the work beside.
 
 Owns the pairing of collectives (gathers of sharded weights, reductions of their gradients) with the layers whose work
-hides them, by the rules of `memo.mip.activation.plan`. Collectives for which compute waits in any case are part of a
-layer's own time.
+hides them. Collectives for which compute waits in any case are part of a layer's own time.
+
+Note [Collectives beside layers]. A layer's sharded weights are gathered before each of its passes while the layer
+before it in that pass runs, and its gradients, if each microbatch reduces them, are reduced while the layer after it in
+backward runs. What takes longer than that layer's work, or has no layer beside it (the gather before a forward, the
+reduction after a backward), is exposed. A chunk's last layer stays gathered between forward and backward. Gradients
+that are reduced once a step follow one another on the network as the stage's last pass has them ready, behind its work
+and recompute and after its gathers; those of another chunk are done by then.
 """
 
 from __future__ import annotations

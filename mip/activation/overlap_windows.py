@@ -1,8 +1,13 @@
 """Overlap windows: for each copy of a stage the layer whose work hides it, in which direction, and how often in a step.
 
-Owns the pairing alone, by the rules of `memo.mip.activation.plan`. Layers are counted within the stage. Within a chunk,
-a layer is copied out beside the next one's forward and in beside its backward; for the second half of a split backward,
-which runs from the first layer on, in beside the previous layer. At a chunk's ends the order of turns decides.
+Owns the pairing alone. Layers are counted within the stage. At a chunk's ends the order of turns decides.
+
+Note [A copy has a layer's work]. The copy out of layer i starts when layer i+1 starts forward and must end before layer
+i+2 (or the head) starts: a window of F(i+1). The copy in starts when layer i+1 starts backward, with its recompute, and
+must end before layer i starts: a window of B(i+1) + R(i+1); the recompute of layer i runs between that and its
+backward. For the second half of a split backward it is beside layer i-1. Collectives that last longer than the layer's
+work are a part of its window. What exceeds the window stalls compute. A stage's last layer never moves: it is needed
+next.
 """
 
 from __future__ import annotations

@@ -1,8 +1,12 @@
 """Time of a pipeline's step, given the time of one microbatch on each stage.
 
-Owns the dependencies alone: a forward waits for the previous stage, a backward for the next one, the second half of a
-split backward only for its own rank. Messages from one stage to another cross the link one after another. The simulator
-plays the same with every copy, and shares no code with this.
+Owns the dependencies alone. The simulator plays the same with every copy, and shares no code with this.
+
+Note [Stages wait]. A forward waits for the previous stage, a backward for the next one, the second half of a split
+backward only for its own rank. A message arrives after the time of a send, which begins when the one before it on this
+way has arrived. Stages may have different numbers of layers, and each its own machine; those that stand on other nodes
+than the ones before begin a new node. The optimizer runs when all stages have their gradients, as a clip of their norm
+needs, and as long as the slowest one's.
 """
 
 from __future__ import annotations

@@ -1,60 +1,23 @@
 """Data types of activation planning: budgets, the problem, and the plan of each layer's tensors.
 
-All are frozen and pure data. This file also defines what it means to run a plan, for planner, checker, simulator and
-runtime alike. One rank, one microbatch, layers 0 to n-1; F, B, R are a layer's forward, backward and recompute time
-(R is zero where nothing is recomputed):
+All are frozen and pure data, with no time and no order. A **problem** is a profile (classes of layers, each with a curve of
+points: bytes saved and seconds of recompute), the machine of each pipeline stage, budgets of device, host and disk, and a
+pipeline. A **plan** says for each layer at which points its tokens are, and which fractions of the saved bytes stay on the
+device, go to the host or to the disk; and for each stage which times and peaks follow.
 
-    device     while layer i runs, in either direction:  static + saved by the embedding
-               + sum of kept bytes of layers j < i-1  +  whole bytes of layer i: all that autograd saves, and what its
-               recompute is given besides  +  layer i-1 (the two are the rounding buffers): whole if it can be divided;
-               if it cannot, all that it saves at its point, since what it recomputes is dropped when its forward ends,
-               and is there again when its own backward begins
-               + transient bytes of layer i: the larger of forward's and backward's, and in backward (of a split one the
-               first half) at least backward's and what the recompute holds; while the head runs: layer n-1 is there
-               as layer i-1 is, and the head's own bytes come on top
-    copy out   of layer i starts when layer i+1 starts forward and must end before layer i+2 (or the head) starts:
-               a window of F(i+1). The last layer is never moved: it is needed next
-    copy in    of layer i starts when layer i+1 starts backward, with its recompute, and must end before layer i
-               starts: a window of R(i+1) + B(i+1); recompute of layer i runs between that and its backward
-    lanes      host bytes h and disk bytes d cross the link at once, in equal shares while both last; then disk bytes go
-               on through the disk's lane. With L the link's rate and W <= L the disk's, a copy takes
-               max((h + d) / L,  d / W + h max(0, 2 / L - 1 / W)). What exceeds its window stalls the compute stream
-    points     a layer that can be divided has a fraction of its tokens at each of its points, and bytes and seconds are
-               the sum of these fractions; one that cannot is at one point
-    dividing   a layer whose tokens are at more than one point takes a little time besides, counted with R
-    pieces     a range of tokens is recomputed in pieces, one after another, of at most the plan's fraction of the layer's
-               tokens. The recompute of a layer that can be divided holds what its largest piece does, which is in
-               proportion to the piece's tokens; each piece of a range but the first one takes a little time besides
-    codec      of a layer that moves, so many bytes less than it saves are on links and in tiers as its class says: at point
-               all those saved at every point and the point's; where tokens are divided each point's, less the last one's,
-               which moves whole. Coding takes its time in forward, decoding in backward, and in both halves of a split
-               one, in proportion to what is coded
-    rounding   a storage goes to one place whole, kept ones within the planned bytes, and a place in a tier is of whole
-               pages. So a stage that moves leaves free, of each tier's budget and for each microbatch in flight, a page
-               for each storage of layers that can move; and where it divides a layer, its largest storage
-    pipeline   stage p of P, M microbatches (1F1B): min(M, P - p) of them are in flight, each with its own kept, host
-               and disk bytes; where that is more than one, the last layer of one of them is there as layer i-1 is; a
-               forward waits for the stage before, a backward for the stage after. A stage that is planned alone gives its
-               number
-    chunks     under schedules that give a rank several runs of consecutive layers, a stage is all of these chunks, and
-               the microbatches in flight of each are counted moment by moment (memo.mip.activation.in_flight). The last
-               layer of each chunk but the last one moves, too: out beside the first layer of the next forward, and gone
-               when the next layer or the head runs; back in beside the last layer of the backward before, of whichever
-               chunk, and there one turn early
-    network    a layer's sharded weights are gathered before each of its passes while the layer before it in that pass
-               runs, and its gradients, if each microbatch reduces them, while the layer after it in backward runs; what
-               takes longer than that layer's work, or has no layer beside it (the gather before a forward, the reduction
-               after a backward), is exposed. A chunk's last layer stays gathered between forward and backward. A copy's
-               window is as long as what runs in it, exposed collectives included. Gradients that are reduced once a step
-               follow one another on the network as the stage's last pass has them ready, behind its work and recompute
-               and after its gathers; those of another chunk are done by then. A message to the next stage arrives after
-               the time of a send, which begins when the one before it on this way has arrived
-    machines   stages may have different numbers of layers, and each its own machine: its rates, budgets and links to the
-               next stage. Stages that stand on other nodes than those before begin a new node. The optimizer runs when
-               all stages have their gradients, as a clip of their norm needs, and as long as the slowest one's
-    halves     where backward is split, each half takes half of B, the first one R too. Between them a call holds on the
-               device what has not moved, recomputed or not, and the gradients of its results; what has moved leaves
-               again, and returns again for the second half, which runs from the first layer on
+What it means to run a plan is said twice in code, by the planner's rows and prediction and by the simulator
+(`memo.mip.activation.simulator`, `memo.mip.simulate`), which the checker compares, and once in words, beside the planner's:
+
+    memory_peaks       Note [Two whole layers]          the running layer and the one before it are whole
+                       Note [Transients]                of forward, backward and recompute
+                       Note [Between the halves]        of a split backward
+    overlap_windows    Note [A copy has a layer's work] as its window, and what exceeds it stalls compute
+    cost               Note [Two tiers share a link]    seconds of a copy to host and disk at once
+                       Note [Whole storages]            what rounding may take of a tier
+    in_flight          Note [Microbatches in flight]    and layers that have not left, or are back
+    network_load       Note [Collectives beside layers] gathers and reductions
+    pipeline_time      Note [Stages wait]               for messages, and for the slowest optimizer
+    here               Note [Tokens at points], Note [Codes]
 
 By these rules one rank's copies out and in never run at the same time. What they share with other ranks is divided by
 `Hardware.lanes`: each of a node's ranks gets its part of switches, host memory and disks.
@@ -257,12 +220,13 @@ class Pipeline:
         yield from [Kind.BACKWARD] * ahead
 
     def moments(self, stage: int) -> tuple[Moment, ...]:
-        """Moments at which the stage may hold most. With one chunk, that is a backward with all others in flight."""
+        """Moments at which the stage may hold most. With one chunk, those are passes with all others in flight."""
         if self.chunks > 1:
             return moments_of(self.turns(stage), self.chunks)
         others = self.in_flight(stage) - 1
-        return (
-            Moment(chunk=0, kind=Kind.BACKWARD, waiting=(others,), between=(0,), whole_chunk=0 if others else None),
+        return tuple(
+            Moment(chunk=0, kind=kind, waiting=(others,), between=(0,), whole_chunk=0 if others else None)
+            for kind in (Kind.FORWARD, Kind.BACKWARD)
         )
 
     def peak_in_flight(self, stage: int) -> tuple[tuple[int, ...], ...]:
@@ -515,6 +479,11 @@ class LayerPlan:
         saved = self.saved_bytes(layer)
         return layer.spared_bytes(self.points) / saved if layer.coding is not None and saved else 0.0
 
+    # Note [Codes]: of a layer that moves, so many bytes less than it saves are on links and in tiers as its class says: at
+    # point `all` those saved at every point and the point's; where tokens are divided each point's, less the last one's,
+    # which moves whole. Coding takes its time in forward, decoding in backward, and in both halves of a split one, in
+    # proportion to what is coded.
+
     def moved_bytes(self, layer: LayerProfile) -> tuple[float, float]:
         """Bytes that the layer moves, as they are in the tier: (to the host, to the disk)."""
         moving = self.saved_bytes(layer) * (1 - self.coded_share(layer))
@@ -538,11 +507,21 @@ class LayerPlan:
             return 0.0
         return sum(known.beside_bytes * self.fraction(known.name) for known in layer.points)
 
+    # Note [Tokens at points]: a layer that can be divided has a fraction of its tokens at each of its points, and bytes and
+    # seconds are the sum of these fractions; one that cannot is at one point. Tokens at more than one point take a little
+    # time besides. A range of tokens is recomputed in pieces, one after another, of at most the plan's fraction of the
+    # layer's tokens. The recompute of a layer that can be divided holds what its largest piece does, in proportion to the
+    # piece's tokens; each piece of a range but the first one takes a little time besides.
+
     def held_bytes(self, layer: LayerProfile) -> float:
-        """Bytes that the recompute holds at once, on top of backward's transient."""
+        """Bytes that the recompute holds at once, on top of backward's transient; at least what forward holds."""
+        if not self.recomputes:
+            return 0.0
         if not layer.divisible:
-            return sum(known.held_bytes * self.fraction(known.name) for known in layer.points)
-        return max(known.held_bytes * min(self.fraction(known.name), self.piece) for known in layer.points)
+            held = sum(known.held_bytes * self.fraction(known.name) for known in layer.points)
+        else:
+            held = max(known.held_bytes * min(self.fraction(known.name), self.piece) for known in layer.points)
+        return max(held, layer.repeated_bytes)
 
     @property
     def further_pieces(self) -> int:

@@ -188,7 +188,7 @@ def relaxed_step_s(problem: ActivationProblem) -> float | None:
     """A lower bound of the step under any plan, by the linear program with each layer free to mix its points.
 
     Nothing is rounded, a recompute holds nothing, and neither pieces nor dividing a layer take time. The bound is of the
-    rules of `memo.mip.activation.plan`, on one pipeline stage; with several it is the program's objective.
+    planner's rules, on one pipeline stage; with several it is the program's objective.
 
     Returns:
         Seconds; None where not even this has a solution.
@@ -204,7 +204,7 @@ def relaxed_step_s(problem: ActivationProblem) -> float | None:
             coding=_free(layer.coding),
         ),
     )
-    model = Model(free, sharing=Sharing.NONE)
+    model = Model(free, sharing=Sharing.NONE, bounds=True)
     if not model.solve():
         return None
     return model.step_s + problem.profile.optimizer_s + problem.profile.optimizer_exchange_s

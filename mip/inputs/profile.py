@@ -276,14 +276,9 @@ class LayerProfile:
         return max(self.forward_transient_bytes, self.backward_transient_bytes)
 
     @property
-    def peaks_in_forward(self) -> bool:
-        """Whether `transient_bytes` is forward's."""
-        return self.forward_transient_bytes > self.backward_transient_bytes
-
-    @property
-    def gathered_bytes(self) -> int:
-        """The part of `transient_bytes` in gathered weights and their gradients."""
-        return self.forward_gathered_bytes if self.peaks_in_forward else self.backward_gathered_bytes
+    def repeated_bytes(self) -> int:
+        """Forward's transient beyond backward's, which a recompute has again; 0 where there is no recompute."""
+        return self.transient_bytes - self.backward_transient_bytes if len(self.points) > 1 else 0
 
     def spared_bytes(self, points: Mapping[str, float]) -> float:
         """Bytes by which what is saved is fewer as codes, with these fractions of the layer at its points.

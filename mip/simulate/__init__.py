@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
-    from memo.mip.simulate.proof import agrees as agrees, play as play, prove as prove
+    from memo.mip.activation.proof import agrees as agrees, play as play, prove as prove
+    from memo.mip.activation.simulator import simulate as simulate
     from memo.mip.simulate.result import (
         Peak as Peak,
         Simulation as Simulation,
         StageSimulation as StageSimulation,
         Wait as Wait,
     )
-    from memo.mip.simulate.simulator import simulate as simulate
     from memo.mip.simulate.trace_events import stage_events as stage_events
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "proof": "agrees play prove",
+            ".activation.proof": "agrees play prove",
+            ".activation.simulator": "simulate",
             "result": "Peak Simulation StageSimulation Wait",
-            "simulator": "simulate",
             "trace_events": "stage_events",
         },
     )

@@ -1,6 +1,6 @@
 """Data types of a simulation: the work of each layer as input, and the events of one step as output.
 
-Pure data, made by `memo.mip.simulate.simulator` and turned into traces by `memo.mip.simulate.trace_events`. A plan that
+Pure data, made by `memo.mip.activation.simulator` and turned into traces by `memo.mip.simulate.trace_events`. A plan that
 does not fit has peaks above their budgets, which `overflows` names. Times are seconds since the step began; bytes are
 of one rank.
 """

@@ -9,7 +9,8 @@ model: the time of a step follows from the events alone.
                                    them what is recomputed; of a layer that cannot be divided that went when it ended
 
     backward   head | ... | layer 2 | layer 1 | layer 0         reaching layer 2 issues the reload of layer 1, if there
-    reloads               |   in 1  |   in 0  |                 is room on the device; if not, reaching layer 1 does
+    reloads               |   in 1  |   in 0  |                 is room on the device; if not, reaching layer 1 does; the
+                                                                head is a layer in this
 
     network    | gather 1 | gather 2 | ...                      a layer's weights are gathered while the one before runs,
                                                                 its gradients reduced while the one after it in backward
@@ -114,6 +115,7 @@ class Stage:
         self._chunks = chunks
         self._turns = collections.deque(turn for turn in turns if turn.kind is not Kind.FORWARD)
         self._ends = (embedding or EndWork(name="embedding"), head or EndWork(name="head"))
+        self._has_head = head is not None
         self._links = Links(rates)
         self._ledger = _Ledger(budgets or {})
         self._static_nbytes = static_nbytes
@@ -170,6 +172,8 @@ class Stage:
         order = calls if turn.kind is Kind.WEIGHT else calls[::-1]
         has_head, has_embedding = turn.chunk == len(self._chunks) - 1, turn.chunk == 0
         if has_head and turn.kind is not Kind.WEIGHT:
+            if self._has_head and self._may_prefetch(order[0], same_turn=True):
+                self._fetch(order[0], UseKind.PREFETCHED)
             self._end_backward(head, turn.kind, last=last)
         then, before = self._next_turn(), None
         for call, following in zip(order, [*order[1:], None], strict=True):
@@ -310,10 +314,10 @@ class Stage:
             self._fetch(following, UseKind.PREFETCHED)
 
     def _may_prefetch(self, following: _Call, *, same_turn: bool) -> bool:
-        """Whether a call is away, fits, and is needed next; one of another turn only if it has bytes to copy."""
+        """Whether a call is away, fits, and is needed next; a stage's last one in another turn only if it has copies."""
         if following.state is not _State.AWAY or not self._ledger.fits(Tier.DEVICE, following.away_nbytes):
             return False
-        return same_turn or bool(following.out)
+        return same_turn or bool(following.out) or following.work is not self._chunks[-1][-1]
 
     def _leave_again(self, call: _Call) -> None:
         """Frees moved bytes after the first half of backward, without a copy; recomputed bytes stay."""

@@ -20,8 +20,8 @@ from benchmarks.solver.problems import UNLIKE, Named, problems, with_budget
 from benchmarks.solver.rules import RULES, best_of, greedy, lp
 from memo.mip.activation.checker import check_plan
 from memo.mip.activation.plan import LayerPlan
+from memo.mip.activation.simulator import simulate
 from memo.mip.activation.solver import relaxed_step_s
-from memo.mip.simulate.simulator import simulate
 
 SOME = (0, 6, 9, 11, 19)
 """Of the thirty: a host for a third, a host that binds, a fast link, a slow one, unlike layers."""

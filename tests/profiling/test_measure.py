@@ -18,9 +18,9 @@ from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
 from memo.gpt.config import GPTConfig, preset
 from memo.gpt.train_config import Precision
 from memo.mip.activation.plan import Budgets
+from memo.mip.activation.proof import prove
 from memo.mip.inputs.hardware import hardware_preset
 from memo.mip.inputs.profile import ALL, Profile, Role
-from memo.mip.simulate.proof import prove
 from memo.profiling.layer_timer import time_step
 from memo.record.step import Step, gpt_step
 from memo.swap.token_levels import comparing_nbytes

@@ -8,8 +8,8 @@ from small_clusters import all_candidates, every_division, random_space
 
 from memo.gpt import GPTConfig
 from memo.mip.activation import Budgets, find_plan
-from memo.mip.simulate.proof import AGREEMENT_IN_TURNS, agrees
-from memo.mip.simulate.simulator import require_within_budgets, simulate
+from memo.mip.activation.proof import AGREEMENT_IN_TURNS, agrees
+from memo.mip.activation.simulator import require_within_budgets, simulate
 from memo.search import Candidate, Found, Space, runs_under_memo_train, search_layouts
 
 EQUAL = 1e-9

@@ -1,19 +1,29 @@
-"""The checker of activation plans names the rule that is broken, and shares no code with the planner."""
+"""The checker of activation plans names the rule that is broken."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
-from activation_problems import layer, machine, profile_of
+from activation_problems import layer, machine, profile_of, random_problem, with_codes, with_collectives
 
 from memo.errors import PlanInvalid
 from memo.events import Tier
 from memo.mip.activation.checker import Rule, check_plan, require_valid
 from memo.mip.activation.cost import predict_stages
-from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
+from memo.mip.activation.plan import (
+    ActivationPlan,
+    ActivationProblem,
+    Budgets,
+    LayerPlan,
+    Pipeline,
+    StagePrediction,
+    stage_layers,
+)
+from memo.mip.activation.simulator import simulate
+from memo.mip.inputs.pipeline_schedules import PipelineSchedule
 from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, EndProfile, PointProfile, StaticBytes
-from memo.mip.simulate.simulator import simulate
 
 BLOCK = layer(always=20, all=140, matmuls=None, attention=4.0, static=StaticBytes(other=10))
 ENDS = EndProfile(forward_s=1.0, backward_s=2.0, saved_bytes=7, transient_bytes=11, static=StaticBytes(other=3))
@@ -214,6 +224,42 @@ def test_a_broken_rule_is_named(name: str) -> None:
     assert violation.rule is rule
     with pytest.raises(PlanInvalid, match=f"rule {rule}: "):
         require_valid(plan)
+
+
+@pytest.mark.parametrize("schedule", PipelineSchedule)
+@pytest.mark.parametrize("factor", [0.0, 0.5, 0.99, 1.01, 2.0])
+def test_no_figure_of_a_plan_may_be_another_one(schedule: PipelineSchedule, factor: float) -> None:
+    """Neither better nor worse; of every stage and every chunk."""
+    pipeline = Pipeline(stages=2, microbatches=4, schedule=schedule)
+    problem = with_codes(with_collectives(random_problem(3, layers=9, classes=2, pipeline=pipeline), 3), 3)
+    problem = dataclasses.replace(problem, budgets=dataclasses.replace(ROOMY, device_bytes=1 << 40, host_bytes=1 << 40))
+    lasts = {stage_layers(problem, stage)[-1] for stage in range(2)}
+    moved = LayerPlan(points={ALL: 0.5, ATTENTION: 0.5}, kept=0.2, host=0.5, disk=0.3)
+    layers = tuple(LayerPlan() if number in lasts else moved for number in range(9))
+    plan = ActivationPlan(problem=problem, layers=layers, stages=predict_stages(problem, layers))
+    assert check_plan(plan) is None
+    changed = 0
+    for number, stage in enumerate(plan.stages):
+        for other in changed_figures(stage, factor):
+            stages = (*plan.stages[:number], other, *plan.stages[number + 1 :])
+            violation = check_plan(dataclasses.replace(plan, stages=stages))
+            assert violation is not None, other
+            assert violation.rule is Rule.PREDICTION
+            changed += 1
+    assert changed >= 2 * 8
+
+
+def changed_figures(stage: StagePrediction, factor: float) -> Iterator[StagePrediction]:
+    for field in dataclasses.fields(stage):
+        value = getattr(stage, field.name)
+        if field.name == "chunks":
+            for number, chunk in enumerate(value or ()):
+                for name in ("forward_s", "backward_s", "weight_s"):
+                    if getattr(chunk, name):
+                        other = dataclasses.replace(chunk, **{name: factor * getattr(chunk, name)})
+                        yield dataclasses.replace(stage, chunks=(*value[:number], other, *value[number + 1 :]))
+        elif value:
+            yield dataclasses.replace(stage, **{field.name: type(value)(factor * value)})
 
 
 def test_wear_just_within_its_budget_is_valid() -> None:

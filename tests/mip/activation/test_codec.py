@@ -14,10 +14,10 @@ from memo.errors import Infeasible, PlanError
 from memo.mip.activation.checker import Rule, check_plan
 from memo.mip.activation.files import plan_from_json, plan_to_json
 from memo.mip.activation.plan import Budgets, LayerPlan
+from memo.mip.activation.proof import prove
 from memo.mip.activation.solver import fits, relaxed_step_s, solve_problem
 from memo.mip.inputs.coded_classes import least_spared_share
 from memo.mip.inputs.profile import LayerProfile, Profile
-from memo.mip.simulate.proof import prove
 
 TIGHT = Budgets(device_bytes=340, host_bytes=10_000)
 

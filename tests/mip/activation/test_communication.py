@@ -18,12 +18,12 @@ from memo.mip.activation.plan import (
     LayerPlan,
     Pipeline,
 )
+from memo.mip.activation.proof import prove
 from memo.mip.activation.solver import solve_problem
 from memo.mip.activation.stage_plans import extract_stage_plan
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
 from memo.mip.inputs.profile import EndProfile
 from memo.mip.simulate import simulate
-from memo.mip.simulate.proof import prove
 
 PIPELINES = {
     "one stage": Pipeline(microbatches=3),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 
 import pytest
 
@@ -82,7 +83,8 @@ def test_one_chunk_read_turn_by_turn_is_the_closed_form(ranks: int) -> None:
         pipeline = Pipeline(stages=ranks, microbatches=6, schedule=schedule)
         for rank in range(ranks):
             order = rank_turns(schedule, ranks=ranks, rank=rank, microbatches=6)
-            (closed,) = pipeline.moments(rank)
+            closed, backward = pipeline.moments(rank)
+            assert backward == dataclasses.replace(closed, kind=Kind.BACKWARD)
             assert max(moment.waiting for moment in moments_of(order, 1)) == closed.waiting
             assert peak_in_flight(order, 1) == pipeline.peak_in_flight(rank)
             assert closed.whole_chunk == (None if closed.waiting == (0,) else 0)

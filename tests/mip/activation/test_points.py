@@ -15,12 +15,12 @@ from memo.mip.activation.checker import check_plan
 from memo.mip.activation.files import plan_from_json, plan_to_json
 from memo.mip.activation.linear_program import Model
 from memo.mip.activation.plan import ActivationProblem, Budgets, LayerPlan, Pipeline
+from memo.mip.activation.proof import prove
 from memo.mip.activation.rounding import LEAST_TOKENS, in_tiles, most_gained_bytes, tile_of
 from memo.mip.activation.solver import DoesNotFit, solve_problem
 from memo.mip.activation.whole_points import round_points
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
 from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, LayerProfile, PointProfile
-from memo.mip.simulate.proof import prove
 
 PIPELINES = [
     Pipeline(),
@@ -131,7 +131,7 @@ def test_brute_force_finds_little_better_where_layers_cannot_be_divided(seed: in
 def test_every_plan_is_within_budgets_simulates_as_predicted_and_is_the_same_again(
     divisible: bool, pipeline: Pipeline
 ) -> None:
-    """With bytes that recomputes hold. The checker and the simulation share no code with the planner."""
+    """With bytes that recomputes hold. The simulation shares no code with the planner."""
     solved = mixed = 0
     for seed in range(10):
         problem = random_problem(seed, layers=9, classes=1 + seed % 2, pipeline=pipeline)

@@ -18,11 +18,11 @@ from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.files import plan_from_json, plan_to_json
 from memo.mip.activation.linear_program import Model, Sharing
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
+from memo.mip.activation.proof import prove
 from memo.mip.activation.rounding import LEAST_TOKENS
+from memo.mip.activation.simulator import simulate
 from memo.mip.activation.solver import DoesNotFit, solve_problem
 from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS
-from memo.mip.simulate.proof import prove
-from memo.mip.simulate.simulator import simulate
 
 
 def copy_s(host, disk, link, drive):
@@ -427,7 +427,7 @@ def test_whole_layers_move_where_there_is_no_room_for_what_is_gathered_of_divide
 
 
 def test_what_is_gathered_of_divided_layers_has_room() -> None:
-    """Told by the walk and the simulation, which share no code with the planner; some layers are divided, others not."""
+    """By the simulation, which shares no code with the planner; some layers are divided, others not."""
     divided = whole = 0
     for seed in range(40):
         problem = gathering(random_problem(seed, layers=5))

@@ -10,10 +10,10 @@ from activation_problems import random_problem
 from memo.errors import Infeasible
 from memo.mip.activation.checker import check_plan
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Pipeline, stage_layers
+from memo.mip.activation.simulator import require_within_budgets, simulate
 from memo.mip.activation.solver import solve_problem
 from memo.mip.activation.stage_plans import extract_stage_plan, lower_tier_nbytes
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
-from memo.mip.simulate.simulator import require_within_budgets, simulate
 
 STAGES = 3
 

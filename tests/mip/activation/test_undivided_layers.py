@@ -13,6 +13,8 @@ from memo.mip.activation.checker import check_plan
 from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.memory_peaks import Use, stage_memory
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline, stage_layers
+from memo.mip.activation.proof import prove
+from memo.mip.activation.simulator import simulate
 from memo.mip.activation.solver import DoesNotFit, relaxed_step_s, solve_problem
 from memo.mip.inputs.hardware import PRESETS
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
@@ -27,8 +29,6 @@ from memo.mip.inputs.profile import (
     Role,
     Signature,
 )
-from memo.mip.simulate.proof import prove
-from memo.mip.simulate.simulator import simulate
 
 BLOCK = layer(always=2, all=8, matmuls=(4, 1.0), attention=4.0, divisible=False)
 """Saves 10 bytes, 6 at `matmuls`, 2 at `attention`."""

@@ -11,7 +11,7 @@ import pytest
 from activation_problems import layer, machine, profile_of, random_problem, with_collectives
 
 from memo.errors import Infeasible, PlanError
-from memo.mip.activation.checker import _nodes, check_plan
+from memo.mip.activation.checker import Rule, check_plan
 from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.files import plan_from_json, plan_to_json
 from memo.mip.activation.plan import (
@@ -24,11 +24,11 @@ from memo.mip.activation.plan import (
     chunk_layers,
     stage_layers,
 )
+from memo.mip.activation.proof import prove
+from memo.mip.activation.simulator import simulate
 from memo.mip.activation.solver import solve_problem
 from memo.mip.activation.stage_plans import extract_stage_plan
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
-from memo.mip.simulate.proof import prove
-from memo.mip.simulate.simulator import simulate
 
 GPIPE, F1B = PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B
 INTERLEAVED, ZERO_BUBBLE, V = (
@@ -36,6 +36,29 @@ INTERLEAVED, ZERO_BUBBLE, V = (
     PipelineSchedule.ZERO_BUBBLE,
     PipelineSchedule.ZERO_BUBBLE_V,
 )
+
+
+def nodes_one_by_one(plan: ActivationPlan) -> list[dict[int, int]]:
+    """Ranks of each stage on a node, once for all nodes that are alike."""
+    problem, pipeline = plan.problem, plan.problem.pipeline
+    nodes: list[dict[int, int]] = []
+    filling: dict[int, int] = {}
+    for stage in range(pipeline.stages):
+        machine = problem.machine_of(stage)
+        size = machine.budgets.ranks_per_node
+        if machine.new_node:
+            nodes.append(filling)
+            filling = {}
+        left = machine.node_ranks or pipeline.stage_ranks or size
+        room = size - sum(filling.values())
+        if 0 < room <= left:
+            nodes.append(filling | {stage: room})
+            full, left = divmod(left - room, size)
+            nodes += [{stage: size}] * bool(full)
+            filling = {}
+        if left:
+            filling[stage] = left
+    return [node for node in [*nodes, filling] if node]
 
 
 def kept(problem: ActivationProblem) -> ActivationPlan:
@@ -170,7 +193,8 @@ def test_the_checker_has_each_stages_own_budgets_and_links() -> None:
     small = dataclasses.replace(base, budgets=Budgets(device_bytes=plan.stages[1].peak_device_bytes - 1))
     found = check_plan(dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, machines=(base, small))))
     assert found is not None
-    assert (found.rule, found.layer) == ("device", 3)
+    assert found.rule is Rule.DEVICE
+    assert "in layers.3 forward" in found.message
     unlinked = dataclasses.replace(
         base, hardware=machine(d2h_bytes_per_s=0.0), budgets=Budgets(device_bytes=1 << 40, host_bytes=1 << 40)
     )
@@ -260,7 +284,7 @@ def test_planner_and_checker_agree_who_shares_a_node() -> None:
             budgets = dataclasses.replace(base.budgets, ranks_per_node=size)
             machines.append(dataclasses.replace(base.machine_of(0), budgets=budgets, new_node=new, node_ranks=ranks))
         problem = dataclasses.replace(base, machines=tuple(machines))
-        theirs = {tuple(node.items()) for node in _nodes(kept(problem))}
+        theirs = {tuple(node.items()) for node in nodes_one_by_one(kept(problem))}
         ours = {tuple(node.items()) for node in problem.nodes}
         assert ours <= theirs, seed
         assert {stage for node in ours for stage, _ in node} == set(range(stages))

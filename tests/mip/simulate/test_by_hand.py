@@ -12,11 +12,11 @@ from memo.errors import PlanInvalid
 from memo.events import Lane, StallCause, Tier, UseKind
 from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
+from memo.mip.activation.simulator import layer_work, simulate
 from memo.mip.inputs.pipeline_schedules import Kind, Turn
 from memo.mip.inputs.profile import ALL, ATTENTION, EndProfile, StaticBytes
 from memo.mip.simulate.links import Queue, shares
 from memo.mip.simulate.result import EndWork, Part, StageSimulation
-from memo.mip.simulate.simulator import layer_work, simulate
 from memo.mip.simulate.stage import Stage
 
 EXACT = 1e-9
@@ -211,7 +211,8 @@ def test_a_plan_becomes_whole_bytes_and_nothing_is_lost() -> None:
     work = layer_work("layers.0", known, half)
     assert dict(work.nbytes) == {Part.KEPT: 105, Part.HOST: 70, Part.DISK: 35, Part.RECOMPUTED: 101}
     assert work.recompute_s == 2
-    assert (work.forward_transient_nbytes, work.backward_transient_nbytes) == (70, 70)  # a recompute is a forward
+    assert (work.forward_transient_nbytes, work.backward_transient_nbytes) == (70, 30)
+    assert work.recompute_held_nbytes == 70 - 30  # a recompute is a forward
     assert layer_work("layers.0", known, LayerPlan()).backward_transient_nbytes == 30
 
 

@@ -9,13 +9,14 @@ import pytest
 from activation_problems import layer, machine, profile_of, random_problem
 
 from memo.errors import Infeasible, PlanInvalid
+from memo.mip.activation import proof
 from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
+from memo.mip.activation.proof import most_early_s, play, prove
 from memo.mip.activation.solver import solve_problem
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
 from memo.mip.inputs.profile import ATTENTION
-from memo.mip.simulate import proof, simulate
-from memo.mip.simulate.proof import most_early_s, play, prove
+from memo.mip.simulate import simulate
 
 PLAN = solve_problem(random_problem(2, layers=8))
 

@@ -8,8 +8,8 @@ import pytest
 from step_problems import random_step
 
 from memo.errors import Infeasible
+from memo.mip.activation.proof import prove
 from memo.mip.activation.solver import solve_problem
-from memo.mip.simulate.proof import prove
 
 SHARE = 100
 """Seeds in the ordinary tests; all are twenty times as many."""

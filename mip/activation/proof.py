@@ -11,9 +11,9 @@ import dataclasses
 from memo.errors import PlanInvalid
 from memo.mip.activation.in_flight import in_flight_within
 from memo.mip.activation.plan import ActivationPlan, Pipeline, chunk_layers
+from memo.mip.activation.simulator import MAX_CALLS, require_within_budgets, simulate
 from memo.mip.inputs.pipeline_schedules import Kind
 from memo.mip.simulate.result import Simulation
-from memo.mip.simulate.simulator import MAX_CALLS, require_within_budgets, simulate
 
 __all__ = ["AGREEMENT", "AGREEMENT_IN_TURNS", "agrees", "most_early_s", "play", "prove"]
 
@@ -46,11 +46,11 @@ def play(plan: ActivationPlan, *, most: int = MAX_CALLS) -> tuple[ActivationPlan
         plan: the plan of the step.
         most: product of layers and microbatches up to which all of them are played; two of each stage always are.
     """
-    played = _playable(plan, most)
+    played = shortened(plan, most)
     return played, dataclasses.replace(simulate(played), rest_s=plan.step_s - played.step_s)
 
 
-def _playable(plan: ActivationPlan, most: int) -> ActivationPlan:
+def shortened(plan: ActivationPlan, most: int) -> ActivationPlan:
     """The plan, or the same one for a step of fewer microbatches, if that holds as much."""
     problem, pipeline = plan.problem, plan.problem.pipeline
     if pipeline.microbatches * len(plan.layers) <= most or pipeline.own is not None:

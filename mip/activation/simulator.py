@@ -15,18 +15,18 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 
 from memo.errors import PlanInvalid
 from memo.events import Tier
-from memo.mip.activation.plan import ActivationPlan, ActivationProblem, LayerPlan, Pipeline, chunk_layers, stage_layers
+from memo.mip.activation.plan import ActivationPlan, ActivationProblem, LayerPlan, chunk_layers, stage_layers
 from memo.mip.inputs.pipeline_schedules import Kind
 from memo.mip.inputs.profile import EndProfile, LayerProfile
 from memo.mip.simulate.result import EndWork, LayerWork, Part, Simulation, StageSimulation
 from memo.mip.simulate.stage import Stage
 from memo.units import format_bytes
 
-__all__ = ["MAX_CALLS", "layer_work", "require_within_budgets", "simulate"]
+__all__ = ["MAX_CALLS", "layer_work", "require_within_budgets", "simulate", "simulate_stage"]
 
 MAX_CALLS = 200_000
 """Largest product of layers and microbatches; each takes about 20 microseconds and 3 KiB."""
@@ -48,12 +48,11 @@ def simulate(plan: ActivationPlan, problem: ActivationProblem | None = None) -> 
     if len(problem.profile.layers) != len(plan.layers):
         raise PlanInvalid(f"the plan has {len(plan.layers)} layers and the profile {len(problem.profile.layers)}")
     pipeline = problem.pipeline
-    if pipeline.microbatches * len(plan.layers) > MAX_CALLS:
-        raise PlanInvalid(
-            f"{pipeline.microbatches} microbatches of {len(plan.layers)} layers are more than the {MAX_CALLS} passes "
-            "that are simulated; a step of fewer microbatches shows the same"
-        )
-    stages = [_stage(plan.layers, problem, number) for number in range(pipeline.stages)]
+    _require_playable(pipeline.microbatches, len(plan.layers))
+    budgets = [problem.machine_of(number).budgets.device_bytes for number in range(pipeline.stages)]
+    stages = [
+        _stage(plan.layers, problem, number, budgets={Tier.DEVICE: device}) for number, device in enumerate(budgets)
+    ]
     if pipeline.chunks > 1:
         _run_turns(stages, problem)
     else:
@@ -70,6 +69,40 @@ def simulate(plan: ActivationPlan, problem: ActivationProblem | None = None) -> 
         step_s=max(stage.now_s for stage in stages),
         stages=tuple(_with_node_budgets(results, problem, number) for number in range(len(results))),
     )
+
+
+def simulate_stage(plan: ActivationPlan, number: int) -> StageSimulation:
+    """Simulates one stage, as if no other one kept it waiting and its device had room for all that it reloads.
+
+    Returns:
+        Its passes until all gradients are reduced; of a stage of one chunk those of the microbatches in flight, since
+        all that follow are like them.
+
+    Raises:
+        PlanInvalid: these are too many.
+    """
+    pipeline = plan.problem.pipeline
+    if pipeline.chunks > 1:
+        order = [(turn.chunk, turn.kind) for turn in pipeline.turns(number)]
+    else:
+        order = [(0, kind) for kind in (Kind.FORWARD, Kind.BACKWARD) for _ in range(pipeline.in_flight(number))]
+    _require_playable(len(order) // 2, -(-len(plan.layers) // pipeline.stages))
+    stage = _stage(plan.layers, plan.problem, number, budgets={})
+    for left, (chunk, kind) in zip(reversed(range(len(order))), order, strict=True):
+        if kind is Kind.FORWARD:
+            stage.forward(chunk)
+        else:
+            stage.backward(last=not left)
+    stage.step(0.0)
+    return stage.result()
+
+
+def _require_playable(microbatches: int, layers: int) -> None:
+    if microbatches * layers > MAX_CALLS:
+        raise PlanInvalid(
+            f"{microbatches} microbatches of {layers} layers are more than the {MAX_CALLS} passes that are simulated; a "
+            "step of fewer microbatches shows the same"
+        )
 
 
 def require_within_budgets(simulation: Simulation) -> None:
@@ -95,8 +128,6 @@ def layer_work(name: str, layer: LayerProfile, plan: LayerPlan) -> LayerWork:
     recompute_s = plan.recompute_s(layer)
     encode_s, decode_s = plan.coding_s(layer)
     in_host, on_disk = (math.floor(nbytes + _ALMOST) for nbytes in plan.moved_bytes(layer))
-    backward = layer.transient_bytes if recompute_s else layer.backward_transient_bytes
-    recomputing = layer.backward_transient_bytes + math.floor(plan.held_bytes(layer) + _ALMOST)
     return LayerWork(
         name=name,
         forward_s=layer.forward_s + encode_s,
@@ -117,13 +148,19 @@ def layer_work(name: str, layer: LayerProfile, plan: LayerPlan) -> LayerWork:
         tier_nbytes={Part.HOST: in_host, Part.DISK: on_disk},
         between_nbytes=layer.between_bytes,
         forward_transient_nbytes=layer.forward_transient_bytes,
-        backward_transient_nbytes=backward,
-        recompute_held_nbytes=max(0, recomputing - backward),
+        backward_transient_nbytes=layer.backward_transient_bytes,
+        recompute_held_nbytes=math.floor(plan.held_bytes(layer) + _ALMOST),
         drops_early=not layer.divisible,
     )
 
 
-def _stage(plans: Sequence[LayerPlan], problem: ActivationProblem, number: int) -> Stage:
+def _stage(
+    plans: Sequence[LayerPlan],
+    problem: ActivationProblem,
+    number: int,
+    *,
+    budgets: Mapping[Tier, int],
+) -> Stage:
     profile, machine = problem.profile, problem.machine_of(number)
     known, mine, pipeline = profile.layer_profiles(), stage_layers(problem, number), problem.pipeline
     first, last = mine[0] == 0, mine[-1] == len(known) - 1
@@ -138,7 +175,7 @@ def _stage(plans: Sequence[LayerPlan], problem: ActivationProblem, number: int) 
         turns=pipeline.turns(number) if pipeline.chunks > 1 else (),
         rates=machine.lanes,
         static_nbytes=static,
-        budgets={Tier.DEVICE: machine.budgets.device_bytes},
+        budgets=budgets,
         embedding=_end_work("embedding", profile.embedding) if first else None,
         head=_end_work("head", profile.head) if last else None,
     )
@@ -179,7 +216,7 @@ def _end_work(name: str, end: EndProfile) -> EndWork:
 class _Progress:
     """Position of a stage in its order, and when what its microbatches send in both directions has arrived."""
 
-    order: list[bool]
+    order: list[Kind]
     at: int = 0
     forward_s: list[float] = dataclasses.field(default_factory=list)
     backward_s: list[float] = dataclasses.field(default_factory=list)
@@ -191,27 +228,17 @@ def _run(stages: Sequence[Stage], problem: ActivationProblem) -> None:
     Stages share nothing but these times, so each pass can be played as soon as the time it waits for is known.
     """
     count = len(stages)
-    done = [_Progress(list(_order(problem.pipeline, number))) for number in range(count)]
+    done = [_Progress(list(problem.pipeline.order(number))) for number in range(count)]
     while any(own.at < len(own.order) for own in done):
         for number, (stage, own) in enumerate(zip(stages, done, strict=True)):
             while own.at < len(own.order) and _advance(stage, number, done, problem):
                 own.at += 1
 
 
-def _order(pipeline: Pipeline, stage: int) -> Iterator[bool]:
-    """1F1B: True for the forward, False for the backward of the next microbatch, in the stage's order."""
-    ahead = pipeline.in_flight(stage)
-    yield from [True] * ahead
-    for _ in range(pipeline.microbatches - ahead):
-        yield False
-        yield True
-    yield from [False] * ahead
-
-
 def _advance(stage: Stage, number: int, done: Sequence[_Progress], problem: ActivationProblem) -> bool:
     """Plays a stage's next pass; False while the neighbour's part of it is not known yet."""
     own = done[number]
-    forward = own.order[own.at]
+    forward = own.order[own.at] is Kind.FORWARD
     neighbour = number - 1 if forward else number + 1
     if 0 <= neighbour < len(done):
         times = done[neighbour].forward_s if forward else done[neighbour].backward_s
