@@ -18,8 +18,6 @@ from memo.gpt import Precision
 from memo.gpt.arithmetic import (
     ADAM_FP32,
     ADAM_PURE,
-    KernelRates,
-    KernelTimes,
     Layout,
     Optimizer,
     Recompute,
@@ -34,7 +32,6 @@ from memo.hugging_face.fused_attention import NAME as FUSED
 from memo.hugging_face.layer_kinds import LayerKind, ShortModel, short_model
 from memo.hugging_face.recorded_step import RecordedEnd, RecordedLayer, RecordedStep, recorded_step
 from memo.mip.inputs import (
-    ALL,
     ATTENTION,
     Collectives,
     EndProfile,
@@ -164,13 +161,12 @@ class HuggingFaceModel:
         """
         key = (machine, tokens, batch)
         if key not in self._recorded:
-            times = KernelTimes(machine, KernelRates.of(machine))
             self._recorded[key] = recorded_step(
                 self._short,
                 name=self.name,
                 tokens=tokens,
                 batch=batch,
-                times=times,
+                machine=machine,
                 without_logits=self._without_logits,
                 with_logits=self._with_logits.get(key),
                 say=self._say,
@@ -218,10 +214,8 @@ class HuggingFaceModel:
             sharded_over=sharded_over,
             gathered_bytes=_STATES[self._precision].weight,
             optimizer_offload=optimizer_offload,
-            reduces_once=True,
             accumulates=accumulate > 1,
             whole_in_step=layout.pp > 1,
-            recompute=recompute or Recompute.NONE,
         )
         tokens = layout.tokens // layout.cp
         step = self.recorded(machine, tokens=tokens, batch=layout.batch)
@@ -406,27 +400,7 @@ class _Rank:
             storages=len(own.storages) + (2 if len(own.points) > 1 else 0),
             largest_storage_bytes=largest,
         )
-        if recompute is None:
-            return profile
-        whole = dataclasses.replace(profile, points=profile.points[:1])
-        return whole if recompute is not Recompute.FULL else self._recomputed(whole, own)
-
-    def _recomputed(self, whole: LayerProfile, own: RecordedLayer) -> LayerProfile:
-        """The layer with its input alone saved, and all of it repeated in backward."""
-        again = max(whole.full_bytes - own.input_nbytes, 0)
-        return dataclasses.replace(
-            whole,
-            always_bytes=own.input_nbytes,
-            other_bytes=0,
-            points=(PointProfile(name=ALL, saved_bytes=0),),
-            backward_s=whole.backward_s + whole.forward_s,
-            backward_flops=whole.backward_flops + whole.forward_flops,
-            backward_exchange_s=whole.backward_exchange_s + whole.forward_exchange_s,
-            forward_transient_bytes=whole.forward_transient_bytes + again,
-            backward_transient_bytes=whole.backward_transient_bytes + again,
-            storages=1,
-            largest_storage_bytes=own.input_nbytes,
-        )
+        return profile if recompute is None else recompute.of(profile, input_bytes=own.input_nbytes)
 
     def _point(self, point: PointProfile, own: RecordedLayer) -> PointProfile:
         if point.name != ATTENTION:

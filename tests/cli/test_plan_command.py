@@ -527,7 +527,6 @@ def test_what_is_sharded_and_offloaded_changes_the_memory(capsys: pytest.Capture
     ("more", "words"),
     [
         (["--mlp-tiles", "4", "--recompute", "full"], "--mlp-tiles 4 has no meaning with --recompute full"),
-        (["--precision", "fp32", "--recompute", "full"], "planned in bf16, not in fp32"),
         (["--heads", "7"], "7 heads do not divide a hidden size of 4096"),
     ],
 )
@@ -575,7 +574,6 @@ def test_an_exchange_that_takes_the_memory_of_activations_is_not_chosen(capsys: 
         (["--model", "1.3b", "--gpus", "8"], "the embedding is the output projection, too"),
         (["--model", "7b", "--gpus", "8", "--tp", "8"], "no other rank has the embedding's rows"),
         (["--model", "7b", "--gpus", "8", "--zero", "1"], "under ZeRO 1"),
-        (["--model", "7b", "--gpus", "8", "--recompute", "full"], "without a fixed method"),
         (["--model", "qwen3-8b", "--gpus", "8"], "applies to sizes of memo's GPT only"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

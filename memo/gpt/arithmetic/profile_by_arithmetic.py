@@ -20,6 +20,7 @@ from memo.errors import UsageError
 from memo.gpt.arithmetic.block_bytes import FLOAT, Block, Coded, ElementSizes
 from memo.gpt.arithmetic.collectives import Ranks, exchange_s
 from memo.gpt.arithmetic.embedding_exchange import RowExchange
+from memo.gpt.arithmetic.fixed_methods import Recompute
 from memo.gpt.arithmetic.flops import (
     adapter_parameter_count,
     expert_layer_parameter_count,
@@ -28,13 +29,11 @@ from memo.gpt.arithmetic.flops import (
     layer_parameter_count,
     parameter_count,
 )
-from memo.gpt.arithmetic.framework_profile import profile_of_training
-from memo.gpt.arithmetic.kernel_times import KernelRates
 from memo.gpt.arithmetic.layout import Layout
 from memo.gpt.arithmetic.mixture_bytes import mixture_block
 from memo.gpt.arithmetic.optimizers import Optimizer, end_states, layer_states, orthogonalisation_flops
 from memo.gpt.arithmetic.step_collectives import ChunkOfLayers, StepCollectives, padded_elements
-from memo.gpt.arithmetic.training import ADAM_FP32, ADAM_PURE, Loss, Recompute, Training
+from memo.gpt.arithmetic.training import ADAM_FP32, ADAM_PURE, Training
 from memo.gpt.arithmetic.weight_exchange import WeightExchange
 from memo.gpt.config import GPTConfig
 from memo.gpt.train_config import Precision
@@ -62,7 +61,7 @@ if TYPE_CHECKING:
     from memo.gpt.arithmetic.collectives import Collective
     from memo.gpt.arithmetic.step_collectives import WeightUnit
 
-__all__ = ["Layout", "derive_profile"]
+__all__ = ["Layout", "derive_profile", "require_divided"]
 
 # memo train stores weights and Adam's state in this precision, sharded by torch's FSDP; autocast is not FSDP's affair.
 STATES = {Precision.FP32: ADAM_FP32, Precision.BF16_AUTOCAST: ADAM_FP32, Precision.BF16: ADAM_PURE}
@@ -90,8 +89,6 @@ def derive_profile(
     optimizer: Optimizer = Optimizer.ADAMW,
     lora: int = 0,
     recompute: Recompute | None = None,
-    training: Training | None = None,
-    rates: KernelRates | None = None,
     sparse_embedding: bool = False,
     codec: str | None = None,
     name: str = "gpt",
@@ -102,45 +99,38 @@ def derive_profile(
         config: the model, with the number of MLP tiles.
         machine: rates and memories of the machine.
         layout: size of the step and its parallelism.
-        precision: number format of weights and arithmetic, of memo's own engine.
+        precision: number format of weights and arithmetic.
         accumulate: microbatches in a step, whose gradients are added up before they are reduced.
         zero: what is sharded over data-parallel ranks, as `Training.zero`; memo train shards everything.
         sharded_over: ranks that share one copy, as `Training.sharded_over`; memo train shards over all of them.
         optimizer_offload: whether optimizer state and its step are on the host.
-        optimizer: of memo's own engine; its states are kept in the weights' format.
+        optimizer: which; its states are kept in the weights' format.
         lora: rank of adapters on all matrices of the layers, which alone are trained; 0: everything is.
-        recompute: a fixed method for every layer, instead of points to plan with; in bf16 only.
-        training: all choices of another framework, which computes in 16 bits; None is memo's own engine.
-        rates: what kernels reach on the machine, for `training`; None is what the machine's description says.
-        sparse_embedding: exchange the embedding's gradient as rows; of memo's own engine without a fixed method of
-            recompute. The profile's `embedding_exchange` has the times of both ways.
-        codec: what moves is coded, `int8` or `fp8`; of memo's own engine without a fixed method of recompute.
+        recompute: a fixed method for every layer, instead of points to plan with.
+        sparse_embedding: exchange the embedding's gradient as rows. The profile's `embedding_exchange` has the times of
+            both ways.
+        codec: what moves is coded, `int8` or `fp8`; without a fixed method of recompute.
         name: name of the model in the profile.
 
     Raises:
         UsageError: the layout does not divide the model, or the choices contradict one another; the sparse exchange is
             not possible.
     """
-    if codec is not None and (training is not None or recompute is not None):
-        raise UsageError(f"a codec is planned without a fixed method of recompute; leave out --codec {codec}")
+    if codec is not None and recompute is not None:
+        raise UsageError(f"--codec {codec} has no meaning with --recompute {recompute}")
     _check_experts(
         config,
         layout,
         {
-            "--recompute": recompute is not None,
             "--lora": lora > 0,
             "--optimizer muon": optimizer is Optimizer.MUON,
             "--mlp-tiles": config.mlp_tiles > 1,
         },
     )
-    _check_pattern(config, layout, recompute=recompute is not None or training is not None)
-    if config.heads % layout.tp or config.kv_heads % layout.tp or config.ffn % layout.tp:
-        raise UsageError(f"tp {layout.tp} does not divide {config.heads} heads, {config.kv_heads} key/value heads")
-    if config.layers < layout.pp:
-        raise UsageError(f"{config.layers} layers do not make {layout.pp} pipeline stages; use a smaller pp")
+    require_divided(config, layout)
     smallest = min(min(shape) for shape in layer_matrices(config))
     adam = STATES[precision]
-    own = Training(
+    training = Training(
         states=layer_states(optimizer, adam, smallest=smallest),
         end_states=end_states(optimizer, adam, smallest=config.hidden),
         lora=lora,
@@ -148,29 +138,9 @@ def derive_profile(
         sharded_over=sharded_over,
         gathered_bytes=STATES[precision].weight,
         optimizer_offload=optimizer_offload,
-        reduces_once=True,
         accumulates=accumulate > 1,
         whole_in_step=layout.pp > 1,  # weights stay gathered through a step of a pipeline
-        loss=Loss.CHUNKED,
-        recompute=recompute or Recompute.NONE,
-        dropout=config.dropout,
     )
-    if recompute is not None and precision is not Precision.BF16:
-        raise UsageError(f"a fixed method of recompute is planned in bf16, not in {precision}")
-    if recompute is not None and layout.ring:
-        raise UsageError("a ring is planned without a fixed method of recompute; leave out --cp-attention ring")
-    if recompute is not None and lora:
-        raise UsageError("adapters are planned without a fixed method of recompute; leave out one of the two")
-    if sparse_embedding and (training is not None or recompute is not None):
-        raise UsageError(
-            "a sparse exchange of the embedding's gradient is planned without a fixed method of recompute only"
-        )
-    if training is not None:
-        return profile_of_training(config, machine, layout, training, rates=rates, name=name)
-    if recompute is not None:
-        profile = profile_of_training(config, machine, layout, own, rates=KernelRates.of(machine), name=name)
-        fixed = tuple(dataclasses.replace(layer, points=layer.points[:1]) for layer in profile.classes)
-        return dataclasses.replace(profile, classes=fixed)
     signature = Signature(
         model=name,
         batch=layout.batch,
@@ -183,7 +153,7 @@ def derive_profile(
         ep=layout.ep,
     )
     sizes = ElementSizes.of(precision)
-    weights = _Weights(layout, WeightExchange(machine, layout, own))
+    weights = _Weights(layout, WeightExchange(machine, layout, training))
     table = config.vocab_size * config.hidden
     rows = RowExchange.of(config, weights.exchange, accumulate=accumulate, held=weights.end_static(table))
     if sparse_embedding and isinstance(rows, str):
@@ -196,6 +166,10 @@ def derive_profile(
         kind: _layer(config, machine, layout, sizes, weights, step, kind, coded=codec is not None)
         for kind in dict.fromkeys(kinds)
     }
+    planned = list(classes.values())
+    if recompute is not None:
+        nbytes = round(config.hidden * sizes.stream * layout.rank_tokens)
+        planned = [recompute.of(layer, input_bytes=nbytes) for layer in planned]
     # Of the largest stage.
     stage_layers = layout.layers_of_stage(config.layers)
     with_experts = min(-(-stage_layers // config.moe.every), config.moe_layers) if config.moe is not None else 0
@@ -218,7 +192,7 @@ def derive_profile(
     return Profile(
         signature=signature,
         role=Role.DERIVED,
-        classes=tuple(classes.values()),
+        classes=tuple(planned),
         layers=tuple(classes[kind].name for kind in kinds),
         mlp_tiles=config.mlp_tiles,
         embedding=ends.embedding(),
@@ -264,13 +238,13 @@ def _check_experts(config: GPTConfig, layout: Layout, given: dict[str, bool]) ->
         raise UsageError(f"a mixture of experts is not planned with {flag}; leave it out")
 
 
-def _check_pattern(config: GPTConfig, layout: Layout, *, recompute: bool) -> None:
-    """Raises UsageError where layers with local attention are trained in a way that is not planned for them."""
-    if not config.is_local_within(layout.tokens):
-        return
-    if recompute:
-        raise UsageError("local attention is planned without a fixed method of recompute; leave out --recompute")
-    if layout.rings(config.heads):
+def require_divided(config: GPTConfig, layout: Layout) -> None:
+    """Raises UsageError where the layout does not divide the model's heads, widths and layers, or its local attention."""
+    if config.heads % layout.tp or config.kv_heads % layout.tp or config.ffn % layout.tp:
+        raise UsageError(f"tp {layout.tp} does not divide {config.heads} heads, {config.kv_heads} key/value heads")
+    if config.layers < layout.pp:
+        raise UsageError(f"{config.layers} layers do not make {layout.pp} pipeline stages; use a smaller pp")
+    if config.is_local_within(layout.tokens) and layout.rings(config.heads):
         raise UsageError(
             "local attention is not possible with ring attention; choose --cp so that it divides the heads, or 1"
         )
