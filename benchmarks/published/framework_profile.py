@@ -15,7 +15,7 @@ from benchmarks.published.framework_layer import E, FrameworkLayer
 from benchmarks.published.framework_training import GATHERED, Loss, Recompute
 from benchmarks.published.kernel_times import KernelRates, KernelTimes
 from benchmarks.published.transformer import Transformer
-from memo.gpt.arithmetic import WeightExchange
+from memo.gpt.arithmetic import RankWeights
 from memo.gpt.arithmetic.flops import flops_per_token, layer_parameter_count, mlp_parameter_count
 from memo.gpt.arithmetic.profile_by_arithmetic import require_divided
 from memo.mip.inputs import (
@@ -71,6 +71,23 @@ def profile_of_training(
     return _Parts(config, machine, layout, training, KernelTimes(machine, rates)).profile(name)
 
 
+class FrameworkWeights(RankWeights):
+    """Weights of a framework, which under `zero` 2 and 3 frees them behind each backward and reduces gradients in each."""
+
+    @property
+    def gathers_each_pass(self) -> bool:
+        """Whether weights are gathered, and gradients reduced, in each microbatch."""
+        return not self.training.whole_in_step and self.training.zero >= 2
+
+    def reduce_s(self, parameters: float) -> float:
+        """Seconds to reduce gradients in each backward."""
+        return super().sync_s(parameters) if self.gathers_each_pass else 0.0
+
+    def sync_s(self, parameters: float) -> float:
+        """Seconds to reduce gradients once a step."""
+        return 0.0 if self.gathers_each_pass else super().sync_s(parameters)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Parts:
     """Parts of the profile."""
@@ -86,8 +103,8 @@ class _Parts:
         return FrameworkLayer(self.config, self.layout, self.training, self.times)
 
     @property
-    def _exchange(self) -> WeightExchange:
-        return WeightExchange(self.machine, self.layout, self.training)
+    def _exchange(self) -> FrameworkWeights:
+        return FrameworkWeights(self.machine, self.layout, self.training)
 
     @property
     def _dense(self) -> float:
@@ -195,7 +212,7 @@ class _Parts:
 
     def _accumulation_s(self, parameters: float) -> float:
         """Seconds to add a microbatch's gradients, as products leave them, to those before."""
-        if self.training.fused_accumulation or self._exchange.reduces_each_pass:
+        if self.training.fused_accumulation or self._exchange.gathers_each_pass:
             return 0.0
         return self.times.passes_s((GATHERED + 2 * self.training.states.gradient) * parameters)
 

@@ -94,7 +94,6 @@ class FrameworkTraining(Training):
 
     states: StateBytes = ADAM_MIXED
     gathered_bytes: int = GATHERED
-    reduces_once: bool = False
     recompute: Recompute = Recompute.NONE
     stops_early: bool = False
     """Full recompute ends with the last tensor that backward needs, before the MLP's last product: torch's checkpoints

@@ -27,14 +27,15 @@ if TYPE_CHECKING:
         orthogonalisation_flops as orthogonalisation_flops,
     )
     from memo.gpt.arithmetic.profile_by_arithmetic import derive_profile as derive_profile
+    from memo.gpt.arithmetic.rank_weights import RankWeights as RankWeights
     from memo.gpt.arithmetic.step_collectives import ChunkOfLayers as ChunkOfLayers, StepCollectives as StepCollectives
     from memo.gpt.arithmetic.training import (
         ADAM_FP32 as ADAM_FP32,
         ADAM_PURE as ADAM_PURE,
+        STATES as STATES,
         StateBytes as StateBytes,
         Training as Training,
     )
-    from memo.gpt.arithmetic.weight_exchange import WeightExchange as WeightExchange
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
@@ -47,7 +48,7 @@ else:
             "optimizers": "Optimizer end_states layer_states orthogonalisation_flops",
             "profile_by_arithmetic": "derive_profile",
             "step_collectives": "ChunkOfLayers StepCollectives",
-            "training": "ADAM_FP32 ADAM_PURE StateBytes Training",
-            "weight_exchange": "WeightExchange",
+            "training": "ADAM_FP32 ADAM_PURE STATES StateBytes Training",
+            "rank_weights": "RankWeights",
         },
     )

@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 
 from memo.errors import UsageError
+from memo.gpt.train_config import Precision
 from memo.mip.inputs import StaticBytes
 
-__all__ = ["ADAM_FP32", "ADAM_PURE", "StateBytes", "Training"]
+__all__ = ["ADAM_FP32", "ADAM_PURE", "STATES", "StateBytes", "Training"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,8 @@ ADAM_FP32 = StateBytes(weight=4, gradient=4, optimizer=8, reduced=4, passes=28)
 """Weights in float32, cast for each product: torch's FSDP with mixed precision."""
 ADAM_PURE = StateBytes(weight=2, gradient=2, optimizer=4, reduced=2, passes=14)
 """Everything in bfloat16."""
+STATES = {Precision.FP32: ADAM_FP32, Precision.BF16_AUTOCAST: ADAM_FP32, Precision.BF16: ADAM_PURE}
+"""By the precision in which weights are stored; autocast is not FSDP's affair."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +59,8 @@ class Training:
     """Ranks that share one copy, for hybrid sharding; None is all data-parallel ranks."""
     gathered_bytes: int
     """Bytes per parameter of a gathered weight."""
-    reduces_once: bool = True
-    """Under `zero` 2 and 3: gradients are added up whole and reduced with a step's last microbatch."""
     accumulates: bool = False
-    """Whether a step has several microbatches."""
+    """Whether a step has several microbatches, whose gradients are added up whole and reduced with the last one."""
     whole_in_step: bool = False
     """Under `zero` 2 and 3: weights are gathered once a step and stay until its end, and gradients are added up whole:
     torch's FSDP under pipeline schedules."""
@@ -90,7 +91,7 @@ class Training:
         gathered = whole_gradient = 0.0
         if zero >= 2 and shards > 1 and self.whole_in_step:
             gathered, whole_gradient = self.gathered_bytes if zero == 3 else 0, states.reduced
-        elif zero >= 2 and shards > 1 and self.reduces_once and self.accumulates:
+        elif zero >= 2 and shards > 1 and self.accumulates:
             whole_gradient = states.gradient
         weight = states.weight / (shards if zero >= 3 else 1)
         gradient = 0.0 if self.optimizer_offload and zero >= 2 else states.gradient / (shards if zero >= 2 else 1)
