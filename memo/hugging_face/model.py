@@ -31,12 +31,10 @@ from memo.hugging_face.fused_attention import NAME as FUSED
 from memo.hugging_face.layer_kinds import LayerKind, ShortModel, short_model
 from memo.hugging_face.recorded_step import RecordedEnd, RecordedLayer, RecordedStep, recorded_step
 from memo.mip.inputs import (
-    ATTENTION,
     Collectives,
     EndProfile,
     Hardware,
     LayerProfile,
-    PointProfile,
     Profile,
     Role,
     Signature,
@@ -343,7 +341,7 @@ class _Rank:
             name=kind.name,
             always_bytes=own.always_nbytes,
             other_bytes=max(own.saved_nbytes - saved, 0),
-            points=tuple(self._point(point, own) for point in own.points),
+            points=own.points,
             divisible=own.costs is None or own.costs.divisible,
             piece_s=0.0 if own.costs is None else own.costs.piece_s,
             forward_s=forward_s,
@@ -365,11 +363,6 @@ class _Rank:
         gathered, gradients = weights.gathered_bytes(parameters), weights.gathered_bytes(kind.trained)
         profile = weights.with_gathered(profile, weights=gathered, gradients=gradients)
         return profile if recompute is None else recompute.of(profile, input_bytes=own.input_nbytes)
-
-    def _point(self, point: PointProfile, own: RecordedLayer) -> PointProfile:
-        if point.name != ATTENTION:
-            return point
-        return dataclasses.replace(point, recompute_flops=own.again_flops)
 
     def embedding(self) -> EndProfile:
         """The end before the layers; FSDP reduces both ends' gradients together where one rank has both."""

@@ -57,8 +57,6 @@ class RecordedLayer:
     always_nbytes: int
     forward: Spent
     backward: Spent
-    again_flops: float
-    """Of products that a recompute at point `attention` repeats."""
     attention_share: float
     entering_nbytes: int
     leaving_nbytes: int
@@ -278,7 +276,7 @@ class _Recording:
         repeated = again.spent[f"{layer.name}.backward"].product_flops - backward.product_flops
         attended = attended_in(layer.module)
         storages = saved.inside[layer.name]
-        always, points = (0, ()) if costs is None else points_of(costs)
+        always, points = (0, ()) if costs is None else points_of(costs, again_flops=max(repeated, 0.0))
         if not points:
             points = (PointProfile(name="all", saved_bytes=sum(storages)),)
         return RecordedLayer(
@@ -290,7 +288,6 @@ class _Recording:
             always_nbytes=always,
             forward=forward,
             backward=backward,
-            again_flops=max(repeated, 0.0),
             attention_share=max((one.share for one in attended), default=1.0),
             entering_nbytes=sum(one.entering_nbytes for one in attended),
             leaving_nbytes=sum(one.leaving_nbytes for one in attended),
