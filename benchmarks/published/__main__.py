@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.published import fully_sharded, lengths, megatron_ci, megatron_papers
-from benchmarks.published.fit import FITTED, RATES_MODULE, fit_all, rates_module, read_fitted
+from benchmarks.published.fit import FITTED, fit_all, read_fitted
 from benchmarks.published.report import compare, fittable, print_report, result_body
 from benchmarks.published.rows import TABLES
 from benchmarks.results import write_result
@@ -23,7 +23,7 @@ ALL = (*megatron_papers.TABLES, *fully_sharded.TABLES, *megatron_ci.TABLES, *len
 # Tables without a run to predict.
 ELSEWHERE = {
     "alcf_longest_lengths.csv": "longest sequences without machine and layout; held by benchmarks.searched",
-    "korthikanti_table2_formulas.csv": "formulas of bytes: held by tests/gpt/arithmetic/test_framework_layer.py",
+    "korthikanti_table2_formulas.csv": "formulas of bytes: held by tests/benchmarks/test_framework_layer.py",
     "galvatron_hardware_profile.csv": "collectives on a machine that the file does not name; held by benchmarks.searched",
     "galvatron_llama2_7b_compute_profile.csv": "forwards on a GPU that the file does not name; held by benchmarks.searched",
     "galvatron_llama2_7b_memory_profile.csv": "models of one and two layers, options not stated; benchmarks.searched",
@@ -44,8 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if asked.fit:
         found = fit_all(list(fittable(ALL, asked.tables)))
         FITTED.write_text(json.dumps(found, indent=2) + "\n")
-        RATES_MODULE.write_text(rates_module(found))
-        print(f"Wrote {FITTED} and {RATES_MODULE}")
+        print(f"Wrote {FITTED}")
     fitted, bodies = read_fitted(), []
     for table in ALL:
         if asked.only in table.file:

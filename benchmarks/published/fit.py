@@ -17,17 +17,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.published.kernel_times import KernelRates
 from benchmarks.published.rows import TABLES
 from benchmarks.published.run import Fitted
 from benchmarks.published.target import Target
-from memo.gpt.arithmetic import KernelRates
 
-__all__ = ["FITTED", "RATES_MODULE", "fit_all", "kind_of", "rates_module", "read_fitted"]
+__all__ = ["FITTED", "fit_all", "kind_of", "read_fitted"]
 
 FITTED = TABLES / "fitted.json"
 """Result of the fit."""
-RATES_MODULE = Path(__file__).parents[2] / "memo" / "gpt" / "arithmetic" / "fitted_rates.py"
-"""The same, for memo."""
 
 # Parameter: start, least, most. Physical bounds: nothing is above its peak.
 PARAMETERS: dict[str, tuple[float, float, float]] = {
@@ -72,27 +70,6 @@ def fit_all(targets: Sequence[Target]) -> dict[str, Any]:
         counts = collections.Counter(target.table for target in own)
         kinds[kind] = {"rates": _fit(own), "numbers_by_table": dict(sorted(counts.items()))}
     return {"fitted_on": "rows whose text's SHA-256 begins with an even byte", "kinds": kinds}
-
-
-def rates_module(found: dict[str, Any]) -> str:
-    """Source of the module with the kernels' rates, for `memo.gpt.arithmetic`."""
-    lines = [
-        '"""Rates of kernels by GPU, fitted on published runs: `python -m benchmarks.published --fit` writes this file."""',
-        "",
-        "from __future__ import annotations",
-        "",
-        "from memo.gpt.arithmetic.kernel_times import KernelRates",
-        "",
-        '__all__ = ["FITTED"]',
-        "",
-        "FITTED: dict[str, KernelRates] = {",
-    ]
-    for kind, known in found["kinds"].items():
-        lines.append(f'    "{kind}": KernelRates(')
-        lines += [f"        {name}={known['rates'][name]}," for name in RATES]
-        lines.append("    ),")
-    lines += ["}", '"""By kind of GPU; a100 is both of 40 and of 80 GB, h100-96g the one with HBM2e at 500 W."""', ""]
-    return "\n".join(lines)
 
 
 def _fitted(values: dict[str, float]) -> Fitted:

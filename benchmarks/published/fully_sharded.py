@@ -8,19 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from benchmarks.published.framework_training import ContextExchange, FrameworkTraining, Kernels, Loss, Recompute
 from benchmarks.published.rows import Inexpressible, Row
 from benchmarks.published.run import Run
 from benchmarks.published.target import Table, Target, step_target
-from memo.gpt.arithmetic import (
-    ADAM_FP32,
-    ADAM_PURE,
-    ContextExchange,
-    Kernels,
-    Layout,
-    Loss,
-    Recompute,
-    Training,
-)
+from memo.gpt.arithmetic import ADAM_FP32, ADAM_PURE, Layout
 from memo.gpt.config import PRESETS, GPTConfig
 from memo.mip.inputs import hardware_preset
 
@@ -72,7 +64,7 @@ def _mpt(row: Row) -> list[Target]:
     pure = row["MP Mode"] == "PURE"
     states = ADAM_PURE if row["Precision"] == "bf16" else ADAM_FP32
     states = dataclasses.replace(states, reduced=2 if pure else 4, passes=NOT_FUSED * states.passes)
-    training = Training(
+    training = FrameworkTraining(
         states=states,
         zero={"FULL_SHARD": 3, "SHARD_GRAD_OP": 2}.get(row["Sharding Strategy"], 0),
         recompute=Recompute.FULL if row.flag("Activation Checkpointing") else Recompute.NONE,
@@ -96,7 +88,7 @@ def _torchtitan(row: Row) -> list[Target]:
     seq, gpus = row.count("seq"), row.count("gpus")
     microbatches = pp if pp > 1 else 1
     interleaved = technique.lower().startswith("interleaved")
-    training = Training(
+    training = FrameworkTraining(
         states=ADAM_FP32,
         zero=3,
         recompute=Recompute.FULL if row["ac"] == "full" else Recompute.EVERY_OTHER,

@@ -12,10 +12,12 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from benchmarks.published.framework_training import FrameworkTraining, Kernels, Loss, Recompute
 from benchmarks.published.rows import Inexpressible, Row
 from benchmarks.published.run import Fitted, Run
 from benchmarks.published.target import Table, Target, step_target
-from memo.gpt.arithmetic import Kernels, Layout, Loss, Recompute, StateBytes, Training, Transformer
+from benchmarks.published.transformer import Transformer
+from memo.gpt.arithmetic import Layout, StateBytes
 from memo.gpt.arithmetic.flops import parameter_count
 from memo.gpt.config import GPTConfig
 from memo.mip.inputs import hardware_preset
@@ -70,7 +72,7 @@ def _alst(row: Row) -> list[Target]:
         head_norms=row["model"].startswith("Qwen"),
     )
     ranks, liger = row.count("n_gpus_sp"), row.flag("liger")
-    training = Training(
+    training = FrameworkTraining(
         states=STATES,
         zero=3,
         recompute=Recompute.FULL,
@@ -143,7 +145,7 @@ ARGONNE = GPTConfig(
     ffn=4 * 6144,
     max_seq=2048,
 )
-NEW = Training(
+NEW = FrameworkTraining(
     states=StateBytes(weight=2, gradient=2, optimizer=12, reduced=2, passes=28),
     recompute=Recompute.FULL,
     dropout=0.1,

@@ -18,21 +18,19 @@ from __future__ import annotations
 import functools
 import math
 
-from benchmarks.published.rows import TABLES as FOLDER, Inexpressible, Row, read_rows
-from benchmarks.published.run import Fitted, Run
-from benchmarks.published.target import Table, Target
-from memo.gpt.arithmetic import (
-    ADAM_FP32,
+from benchmarks.published.framework_training import (
     ADAM_MIXED,
     AttentionKernel,
     ContextExchange,
-    Experts,
-    Layout,
+    FrameworkTraining,
     Loss,
     Recompute,
-    Training,
-    Transformer,
 )
+from benchmarks.published.rows import TABLES as FOLDER, Inexpressible, Row, read_rows
+from benchmarks.published.run import Fitted, Run
+from benchmarks.published.target import Table, Target
+from benchmarks.published.transformer import Experts, Transformer
+from memo.gpt.arithmetic import ADAM_FP32, Layout
 
 __all__ = ["TABLES"]
 
@@ -190,7 +188,7 @@ def _config(row: Row, flags: Row, tp: int) -> Transformer:
     )
 
 
-def _training(row: Row, flags: Row, gpu: str, ranks: int) -> Training:
+def _training(row: Row, flags: Row, gpu: str, ranks: int) -> FrameworkTraining:
     half = row.flag("bf16") or flags.flag("fp16")
     te = flags["transformer-impl"] != "local"  # the default is Transformer Engine
     # On "dracooci" values are of the time when every test ran with NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0. Context
@@ -205,7 +203,7 @@ def _training(row: Row, flags: Row, gpu: str, ranks: int) -> Training:
         row["recompute-granularity"], Recompute.NONE
     )
     workspace = 2 * 32 + ((4 if gpu.startswith("a100") else 32) if te else 0)
-    return Training(
+    return FrameworkTraining(
         states=ADAM_MIXED if half else ADAM_FP32,
         zero=zero,
         recompute=recompute,

@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+from benchmarks.published.framework_training import AttentionKernel, FrameworkTraining, Recompute
 from benchmarks.published.rows import Inexpressible, Row
 from benchmarks.published.run import Fitted, Run
 from benchmarks.published.target import Table, Target, step_target
-from memo.gpt.arithmetic import AttentionKernel, Layout, Recompute, StateBytes, Training
+from memo.gpt.arithmetic import Layout, StateBytes
 from memo.gpt.config import GPTConfig
 from memo.mip.activation.memory_peaks import stage_static
 
@@ -36,7 +37,7 @@ ARTIFACT = {
     (8, 64): (1, None),
 }
 STATES = StateBytes(weight=2, gradient=2, optimizer=12, reduced=2, passes=28)
-FULL = Training(
+FULL = FrameworkTraining(
     states=STATES,
     attention=AttentionKernel.MATERIALISED,
     recompute=Recompute.FULL,

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.published.fit import kind_of
+from benchmarks.published.kernel_times import KernelRates
 from benchmarks.published.rows import Inexpressible, Row, read_rows
 from benchmarks.published.run import Fitted
 from benchmarks.published.target import Table, Target
 from memo.errors import MemoError
-from memo.gpt.arithmetic import KernelRates
 from memo.mip.inputs import hardware_preset
 
 __all__ = ["Comparison", "TableReport", "compare", "fittable", "print_report", "result_body"]

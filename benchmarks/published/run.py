@@ -9,7 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from memo.gpt.arithmetic import KernelRates, Layout, Training, derive_profile
+from benchmarks.published.framework_profile import profile_of_training
+from benchmarks.published.framework_training import FrameworkTraining
+from benchmarks.published.kernel_times import KernelRates
+from memo.gpt.arithmetic import Layout
 from memo.gpt.config import GPTConfig
 from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline, predict_stages
 from memo.mip.inputs import Hardware, PipelineSchedule, Profile, hardware_preset
@@ -35,7 +38,7 @@ class Run:
     gpu: str
     config: GPTConfig
     layout: Layout
-    training: Training
+    training: FrameworkTraining
     microbatches: int = 1
     chunks: int = 1
 
@@ -49,8 +52,9 @@ class Run:
 
     def profile(self, fitted: Fitted) -> Profile:
         """Profile of one rank's microbatch."""
-        return derive_profile(
-            self.config, self.machine(fitted), self.layout, training=self.training, rates=fitted.rates, name="published"
+        machine = self.machine(fitted)
+        return profile_of_training(
+            self.config, machine, self.layout, self.training, rates=fitted.rates, name="published"
         )
 
     @functools.cached_property

@@ -35,7 +35,9 @@ def mlp_tiles_of(modules: Iterable[nn.Module]) -> int:
     return max((tiles for tiles in found if isinstance(tiles, int)), default=1)
 
 
-def points_of(costs: LayerCosts, *, whole: bool = False) -> tuple[int, tuple[PointProfile, ...]]:
+def points_of(
+    costs: LayerCosts, *, whole: bool = False, again_flops: float | None = None
+) -> tuple[int, tuple[PointProfile, ...]]:
     """Converts costs to the bytes that are saved at every point, and the points.
 
     A point that saves no less than the one before it is left out, and so is a level that never ran. A curve's points
@@ -44,9 +46,10 @@ def points_of(costs: LayerCosts, *, whole: bool = False) -> tuple[int, tuple[Poi
     Args:
         costs: of a layer.
         whole: the curve by whole storages, also of a layer whose tokens can be divided.
+        again_flops: of products that a recompute at point `attention` repeats, where they were counted.
     """
     if not costs.points or (costs.divisible and not whole):
-        return costs.always_bytes, _falling(_levels(costs))
+        return costs.always_bytes, _falling(_levels(costs), again_flops)
     curve = (
         PointProfile(
             name=point.name,
@@ -58,7 +61,7 @@ def points_of(costs: LayerCosts, *, whole: bool = False) -> tuple[int, tuple[Poi
         )
         for point in costs.points
     )
-    return 0, _falling(curve)
+    return 0, _falling(curve, again_flops)
 
 
 def _levels(costs: LayerCosts) -> Iterator[PointProfile]:
@@ -78,10 +81,12 @@ def _levels(costs: LayerCosts) -> Iterator[PointProfile]:
         )
 
 
-def _falling(points: Iterable[PointProfile]) -> tuple[PointProfile, ...]:
+def _falling(points: Iterable[PointProfile], again_flops: float | None) -> tuple[PointProfile, ...]:
     """The points that save less than all before them."""
     found: list[PointProfile] = []
     for point in points:
+        if point.name == ATTENTION and again_flops is not None:
+            point = dataclasses.replace(point, recompute_flops=again_flops)
         if not found or point.saved_bytes < found[-1].saved_bytes:
             found.append(point)
     return tuple(found)

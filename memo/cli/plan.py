@@ -19,14 +19,14 @@ from memo.cli.inputs.stage_layers import add_stage_layers_flag
 from memo.cli.planning.changes import changes_that_fit, explain_misfit
 from memo.cli.planning.former_plan import FormerPlan
 from memo.cli.planning.layouts import add_search_flags, refuse_search_flags, run_search
-from memo.cli.planning.request import AUTO, METHODS, TILE_TOKENS, parse_request
+from memo.cli.planning.request import AUTO, TILE_TOKENS, parse_request
 from memo.cli.planning.search import describe_longest, fewest_gpus, longest_sequence
 from memo.cli.tables.activation import activation_summary, activation_table
 from memo.cli.terminal.output_files import display_name, file_name, refuse_existing, require_matplotlib
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.gpt import EmbeddingGradients
-from memo.gpt.arithmetic import Optimizer
+from memo.gpt.arithmetic import Optimizer, Recompute
 from memo.mip.activation import (
     DoesNotFit,
     plan_to_json,
@@ -91,7 +91,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("training of a named model")
     how.add_argument(
         "--recompute",
-        choices=("plan", *METHODS),
+        choices=("plan", *map(str, Recompute)),
         default="plan",
         help="what layers compute again: plan chooses; none, selective (scores: as none, since "
         "attention is fused) and full (the layer) are fixed methods, counted as compute, that move nothing unless --host "

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memo.allocator import AllocationSite
-from memo.gpt.arithmetic import KernelTimes
+from memo.mip.inputs import Hardware
 from memo.swap import is_attention, work_of
 from memo.torch_private import TorchDispatchMode
 
@@ -51,16 +51,18 @@ class KernelClock(TorchDispatchMode):
     """Counts while it is entered. `AllocationSites` tells it which layer runs.
 
     Args:
-        times: seconds of kernels on the machine.
+        machine: whose kernels run.
         most: operators that may run before `TooManyOperators` is raised; 0: any number.
     """
 
-    def __init__(self, times: KernelTimes, *, most: int = 0) -> None:
+    def __init__(self, machine: Hardware, *, most: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.site = AllocationSite()
         self.spent: dict[str, Spent] = collections.defaultdict(Spent)
         """By `LAYER.forward`, `LAYER.backward`, and the same of the ends."""
-        self._times = times
+        self._products_per_s = machine.peak_flops * machine.matmul_efficiency
+        self._attention_per_s = machine.peak_flops * machine.attention_efficiency
+        self._bytes_per_s = machine.hbm_bytes_per_s
         self._between = EMBEDDING
         self._phase = "forward"
         self._operators, self._most = 0, most
@@ -91,8 +93,8 @@ class KernelClock(TorchDispatchMode):
         work = work_of(func, args, kwargs, out)
         if is_attention(func):
             spent.attention_flops += work.flops
-            spent.attention_s += self._times.attention_s(work.flops)
+            spent.attention_s += work.flops / self._attention_per_s
             return
         flops = work.flops if getattr(func, "overloadpacket", None) in _PRODUCTS else 0
         spent.product_flops += flops
-        spent.seconds += max(self._times.products_s(flops), self._times.passes_s(work.nbytes))
+        spent.seconds += max(flops / self._products_per_s, work.nbytes / self._bytes_per_s)

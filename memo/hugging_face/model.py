@@ -16,15 +16,12 @@ import torch
 from memo.errors import UsageError
 from memo.gpt import Precision
 from memo.gpt.arithmetic import (
-    ADAM_FP32,
-    ADAM_PURE,
-    KernelRates,
-    KernelTimes,
+    STATES,
     Layout,
     Optimizer,
+    RankWeights,
     Recompute,
     Training,
-    WeightExchange,
     end_states,
     layer_states,
     orthogonalisation_flops,
@@ -34,13 +31,10 @@ from memo.hugging_face.fused_attention import NAME as FUSED
 from memo.hugging_face.layer_kinds import LayerKind, ShortModel, short_model
 from memo.hugging_face.recorded_step import RecordedEnd, RecordedLayer, RecordedStep, recorded_step
 from memo.mip.inputs import (
-    ALL,
-    ATTENTION,
     Collectives,
     EndProfile,
     Hardware,
     LayerProfile,
-    PointProfile,
     Profile,
     Role,
     Signature,
@@ -53,10 +47,8 @@ __all__ = ["HuggingFaceModel"]
 LEAST_TRANSFORMERS = 5
 """Version from which models save the bytes that are predicted; in older ones experts loop in Python (docs/versions.md)."""
 _DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
-_STATES = {Precision.BF16: ADAM_PURE, Precision.FP32: ADAM_FP32}
 # Attention's backward makes five products of the scores' size where forward makes two (Dao et al. 2022).
 _ATTENTION_BACKWARD = 2.5
-_MOST_LINK_SHARE = 0.5
 
 
 class HuggingFaceModel:
@@ -164,13 +156,12 @@ class HuggingFaceModel:
         """
         key = (machine, tokens, batch)
         if key not in self._recorded:
-            times = KernelTimes(machine, KernelRates.of(machine))
             self._recorded[key] = recorded_step(
                 self._short,
                 name=self.name,
                 tokens=tokens,
                 batch=batch,
-                times=times,
+                machine=machine,
                 without_logits=self._without_logits,
                 with_logits=self._with_logits.get(key),
                 say=self._say,
@@ -209,23 +200,22 @@ class HuggingFaceModel:
         self._check(layout)
         matrices = [shape for kind in self._short.kinds for shape in kind.matrices()]
         smallest = min((min(shape) for shape in matrices), default=1)
-        adam = _STATES[self._precision]
+        adam = STATES[self._precision]
         training = Training(
             states=layer_states(optimizer, adam, smallest=smallest),
             end_states=end_states(optimizer, adam, smallest=smallest),
             lora=self._lora,
             zero=zero,
             sharded_over=sharded_over,
-            gathered_bytes=_STATES[self._precision].weight,
+            gathered_bytes=adam.weight,
             optimizer_offload=optimizer_offload,
-            reduces_once=True,
             accumulates=accumulate > 1,
             whole_in_step=layout.pp > 1,
-            recompute=recompute or Recompute.NONE,
         )
+        weights = RankWeights(machine, layout, training)
         tokens = layout.tokens // layout.cp
         step = self.recorded(machine, tokens=tokens, batch=layout.batch)
-        of_rank = _Rank(self._short, step, machine, layout, training)
+        of_rank = _Rank(self._short, step, machine, layout, weights)
         classes = tuple(of_rank.layer(kind, recompute) for kind in self._short.kinds if kind.name not in step.idle)
         flops = of_rank.model_flops()
         return Profile(
@@ -242,9 +232,9 @@ class HuggingFaceModel:
             layers=of_rank.layers,
             embedding=of_rank.embedding(),
             head=of_rank.head(),
-            optimizer_s=of_rank.update_bytes() / machine.hbm_bytes_per_s
+            optimizer_s=weights.optimizer_s(of_rank.trained)
             + (of_rank.orthogonalisation_s() if optimizer is Optimizer.MUON else 0.0),
-            optimizer_exchange_s=of_rank.exchange.update_s(of_rank.trained),
+            optimizer_exchange_s=weights.update_s(of_rank.trained),
             send_s=of_rank.send_s(),
             send_bytes=of_rank.send_bytes,
             link_share=of_rank.link_share(classes, accumulate),
@@ -284,7 +274,7 @@ class _Rank:
     step: RecordedStep
     machine: Hardware
     layout: Layout
-    training: Training
+    weights: RankWeights
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -302,11 +292,6 @@ class _Rank:
         return self.short.embedding_parameters + idle
 
     @property
-    def exchange(self) -> WeightExchange:
-        """Collectives over weights."""
-        return WeightExchange(self.machine, self.layout, self.training)
-
-    @property
     def stage_parameters(self) -> int:
         """Of the largest stage, taken as its share of the layers and the larger end."""
         by_name = {kind.name: kind.parameters for kind in self.short.kinds}
@@ -318,7 +303,7 @@ class _Rank:
     @property
     def trained(self) -> int:
         """Of `stage_parameters`, those that the optimizer updates."""
-        if not self.training.lora:
+        if not self.weights.training.lora:
             return self.stage_parameters
         by_name = {kind.name: kind.trained for kind in self.short.kinds}
         return self._of_stage(sum(by_name[name] for name in self.layers))
@@ -330,15 +315,12 @@ class _Rank:
         return -(-count * self.layout.stage_layers // len(self.layers))
 
     def orthogonalisation_s(self) -> float:
-        """Seconds of Muon's products in a step; the matrices are divided over the ranks that share one copy."""
-        if self.training.optimizer_offload:
-            return 0.0
+        """Seconds of Muon's products in a step."""
         by_name = {kind.name: orthogonalisation_flops(kind.matrices()) for kind in self.short.kinds}
         flops = sum(by_name[name] for name in self.layers) / self.layout.pp
         if self.layout.stage_layers:
             flops *= self.layout.pp * self.layout.stage_layers / len(self.layers)
-        shards = self.exchange.shards if self.training.zero else 1
-        return flops / shards / (self.machine.peak_flops * self.machine.matmul_efficiency)
+        return self.weights.orthogonalisation_s(flops)
 
     @property
     def _head_parameters(self) -> int:
@@ -346,34 +328,10 @@ class _Rank:
         copied = self.short.projection_parameters if self.short.is_tied and self.layout.pp > 1 else 0
         return self.short.head_parameters + copied
 
-    def update_bytes(self) -> float:
-        """Bytes that the optimizer reads and writes on the device."""
-        training = self.training
-        shards = self.exchange.shards if training.zero else 1
-        return 0.0 if training.optimizer_offload else training.states.passes * self.trained / shards
-
-    def _gathered(self, parameters: float) -> float:
-        gathers = self.exchange.gathers_each_pass and self.exchange.shards > 1
-        return self.training.gathered_bytes * parameters if gathers else 0.0
-
-    def _static(self, parameters: int, *, trained: int, of_end: bool = False) -> StaticBytes:
-        return self.training.static_bytes(parameters, self.exchange.shards, trained=trained, of_end=of_end)
-
-    def _end_static(self, parameters: int) -> StaticBytes:
-        """FSDP has the ends' weights whole from forward to backward, and their gradients until it reduces them, last."""
-        gathered, gradients = self._gathered(parameters), 0.0
-        trained = 0 if self.training.lora else parameters
-        if gathered and not self.training.accumulates:
-            gradients = self.training.states.gradient * trained
-        return self._static(parameters, trained=trained, of_end=True) + StaticBytes(
-            gathered=round(gathered), gradients=round(gradients)
-        )
-
     def layer(self, kind: LayerKind, recompute: Recompute | None) -> LayerProfile:
         """A kind's profile."""
-        own, parameters = self.step.layers[kind.name], kind.parameters
+        own, parameters, weights = self.step.layers[kind.name], kind.parameters, self.weights
         context_s = self._context_s(own)
-        gathered, gradients = self._gathered(parameters), self._gathered(kind.trained)
         # Heads are exchanged for tokens: a rank's heads see all tokens, cp times those that were recorded.
         attention_s, attention_flops = (self.layout.cp * amount for amount in (own.attention_s, own.attention_flops))
         forward_s = own.forward.seconds + attention_s + context_s
@@ -383,7 +341,7 @@ class _Rank:
             name=kind.name,
             always_bytes=own.always_nbytes,
             other_bytes=max(own.saved_nbytes - saved, 0),
-            points=tuple(self._point(point, own) for point in own.points),
+            points=own.points,
             divisible=own.costs is None or own.costs.divisible,
             piece_s=0.0 if own.costs is None else own.costs.piece_s,
             forward_s=forward_s,
@@ -394,44 +352,17 @@ class _Rank:
             attention_s=attention_s,
             forward_exchange_s=context_s,
             backward_exchange_s=context_s,
-            gather_s=self.exchange.gather_s(parameters),
-            sync_s=self.exchange.sync_s(kind.trained),
-            # The layer that runs and the next one, which is gathered meanwhile.
-            forward_transient_bytes=round(2 * gathered) + own.forward_transient_nbytes + comparing_nbytes(largest),
-            # With the gradients of the layer's weights and of the one before, until they are reduced.
-            backward_transient_bytes=round(2 * gathered + 2 * gradients) + own.backward_transient_nbytes,
-            forward_gathered_bytes=round(2 * gathered),
-            backward_gathered_bytes=round(2 * gathered + 2 * gradients),
-            static=self._static(parameters, trained=kind.trained) + StaticBytes(cast=own.weights_nbytes),
+            gather_s=weights.gather_s(parameters),
+            sync_s=weights.sync_s(kind.trained),
+            forward_transient_bytes=own.forward_transient_nbytes + comparing_nbytes(largest),
+            backward_transient_bytes=own.backward_transient_nbytes,
+            static=weights.static(parameters, trained=kind.trained) + StaticBytes(cast=own.weights_nbytes),
             storages=len(own.storages) + (2 if len(own.points) > 1 else 0),
             largest_storage_bytes=largest,
         )
-        if recompute is None:
-            return profile
-        whole = dataclasses.replace(profile, points=profile.points[:1])
-        return whole if recompute is not Recompute.FULL else self._recomputed(whole, own)
-
-    def _recomputed(self, whole: LayerProfile, own: RecordedLayer) -> LayerProfile:
-        """The layer with its input alone saved, and all of it repeated in backward."""
-        again = max(whole.full_bytes - own.input_nbytes, 0)
-        return dataclasses.replace(
-            whole,
-            always_bytes=own.input_nbytes,
-            other_bytes=0,
-            points=(PointProfile(name=ALL, saved_bytes=0),),
-            backward_s=whole.backward_s + whole.forward_s,
-            backward_flops=whole.backward_flops + whole.forward_flops,
-            backward_exchange_s=whole.backward_exchange_s + whole.forward_exchange_s,
-            forward_transient_bytes=whole.forward_transient_bytes + again,
-            backward_transient_bytes=whole.backward_transient_bytes + again,
-            storages=1,
-            largest_storage_bytes=own.input_nbytes,
-        )
-
-    def _point(self, point: PointProfile, own: RecordedLayer) -> PointProfile:
-        if point.name != ATTENTION:
-            return point
-        return dataclasses.replace(point, recompute_flops=own.again_flops)
+        gathered, gradients = weights.gathered_bytes(parameters), weights.gathered_bytes(kind.trained)
+        profile = weights.with_gathered(profile, weights=gathered, gradients=gradients)
+        return profile if recompute is None else recompute.of(profile, input_bytes=own.input_nbytes)
 
     def embedding(self) -> EndProfile:
         """The end before the layers; FSDP reduces both ends' gradients together where one rank has both."""
@@ -445,17 +376,17 @@ class _Rank:
         return self._end(self.step.head, parameters, sync=parameters if self.layout.pp > 1 else 0)
 
     def _end(self, own: RecordedEnd, parameters: int, *, sync: int) -> EndProfile:
-        waits_s = self.exchange.gather_s(parameters) if parameters else 0.0
+        waits_s = self.weights.end_gather_s(parameters)
         return EndProfile(
             forward_s=own.forward.seconds + own.forward.attention_s + waits_s,
             backward_s=own.backward.seconds + _ATTENTION_BACKWARD * own.forward.attention_s,
             forward_flops=own.forward.product_flops,
             backward_flops=own.backward.product_flops,
             forward_exchange_s=waits_s,
-            sync_s=self.exchange.sync_s(sync) if sync and not self.training.lora else 0.0,
+            sync_s=self.weights.end_sync_s(sync),
             saved_bytes=own.saved_nbytes,
             transient_bytes=own.transient_nbytes,
-            static=self._end_static(parameters),
+            static=self.weights.end_static(parameters),
         )
 
     def _context_s(self, own: RecordedLayer) -> float:
@@ -480,16 +411,11 @@ class _Rank:
 
     def link_share(self, classes: tuple[LayerProfile, ...], accumulate: int) -> float:
         """Fraction of a GPU's link to the host that collectives of the layers' passes take, in one direction."""
-        rate_of, nodes = Collectives(self.machine).host_link_bytes_per_s, self.machine.gpus_per_node
-        context, data = rate_of(self.layout.context_group(nodes)), rate_of(self.layout.data_group(nodes))
-        nbytes = seconds = 0.0
+        rate = Collectives(self.machine).host_link_bytes_per_s(self.layout.context_group(self.machine.gpus_per_node))
         by_name = {layer.name: layer for layer in classes}
-        for layer in (by_name[name] for name in self.layers):
-            weights_s = 2 * layer.gather_s + layer.reduce_s + layer.sync_s / accumulate
-            nbytes += (layer.forward_exchange_s + layer.backward_exchange_s) * context + weights_s * data
-            seconds += max(layer.forward_s + layer.backward_s, weights_s)
-        link = min(self.machine.d2h_bytes_per_s, self.machine.h2d_bytes_per_s)
-        return min(nbytes / seconds / link, _MOST_LINK_SHARE) if link and seconds else 0.0
+        layers = [by_name[name] for name in self.layers]
+        exchanged = [(layer.forward_exchange_s + layer.backward_exchange_s) * rate for layer in layers]
+        return self.weights.link_share(zip(layers, exchanged, strict=True), accumulate)
 
     def model_flops(self) -> tuple[float, float]:
         """FLOPs per token, forward and backward: 6N + attention, causal and of the full square.
@@ -502,7 +428,7 @@ class _Rank:
         products += 2 * self.short.projection_parameters * tokens
         attention = self.layout.cp * sum(layer.attention_flops for layer in layers)
         passes, adapters = 3, 0
-        if self.training.lora:  # 4N, since frozen weights need no gradients, and those of the adapters
+        if self.weights.training.lora:  # 4N, since frozen weights need no gradients, and those of the adapters
             passes = 2
             by_name = {kind.name: kind.trained for kind in self.short.kinds}
             adapters = 2 * sum(by_name[name] for name in self.layers) * tokens

@@ -19,13 +19,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from memo.allocator import Allocation, AllocationTrace, BytelessMode
 from memo.autoplan import points_of
 from memo.errors import MemoError, UsageError
-from memo.gpt.arithmetic import KernelTimes
 from memo.hugging_face.configuration import one_line, quiet
 from memo.hugging_face.fused_attention import attended_in
 from memo.hugging_face.kernel_clock import EMBEDDING, HEAD, MOST_OPERATORS, KernelClock, Spent, TooManyOperators
 from memo.hugging_face.layer_kinds import ShortModel
 from memo.loss import loss_without_logits
-from memo.mip.inputs import PointProfile
+from memo.mip.inputs import Hardware, PointProfile
 from memo.record import AllocationSites, OffloadWithoutBytes, Step, record_step
 from memo.swap import Layer, LayerCosts, Rates, argument_storages, cast_of_parameter, find_layers, layer_input
 from memo.units import format_tokens
@@ -58,8 +57,6 @@ class RecordedLayer:
     always_nbytes: int
     forward: Spent
     backward: Spent
-    again_flops: float
-    """Of products that a recompute at point `attention` repeats."""
     attention_share: float
     entering_nbytes: int
     leaving_nbytes: int
@@ -117,7 +114,7 @@ def recorded_step(
     name: str,
     tokens: int,
     batch: int,
-    times: KernelTimes,
+    machine: Hardware,
     without_logits: bool,
     with_logits: RecordedStep | None = None,
     say: Callable[[str], None] = lambda _: None,
@@ -129,7 +126,7 @@ def recorded_step(
         name: of the model in error messages.
         tokens: of each sequence.
         batch: sequences.
-        times: seconds of the machine's kernels.
+        machine: rates of its kernels.
         without_logits: whether the loss is that of `memo.loss_without_logits`.
         with_logits: the same step with the model's own loss, of which all but the head is the same.
         say: is told which kind of layers runs.
@@ -137,7 +134,7 @@ def recorded_step(
     Raises:
         UsageError: the model's code cannot run so; the message says what failed.
     """
-    recording = _Recording(short, tokens=tokens, batch=batch, times=times, without_logits=without_logits)
+    recording = _Recording(short, tokens=tokens, batch=batch, machine=machine, without_logits=without_logits)
     try:
         with quiet(), recording.told(say):
             return recording.run(with_logits)
@@ -154,10 +151,10 @@ def recorded_step(
 
 
 class _Recording:
-    def __init__(self, short: ShortModel, *, tokens: int, batch: int, times: KernelTimes, without_logits: bool) -> None:
+    def __init__(self, short: ShortModel, *, tokens: int, batch: int, machine: Hardware, without_logits: bool) -> None:
         self._short = short
         self._shape = (batch, tokens)
-        self._times = times
+        self._machine = machine
         self._without_logits = without_logits
         flat = [layer for stack in short.stacks for layer in stack]
         self._layers = find_layers(short.model, flat)
@@ -232,7 +229,7 @@ class _Recording:
         )
 
     def _counted(self, loss: Callable[[], torch.Tensor]) -> tuple[_Saved, KernelClock]:
-        clock, saved = KernelClock(self._times, most=MOST_OPERATORS), _Saved(self._short.model, self._layers)
+        clock, saved = KernelClock(self._machine, most=MOST_OPERATORS), _Saved(self._short.model, self._layers)
         with clock, AllocationSites(clock, self._short.model, self._layers) as sites:
             sites.phase("forward")
             with saved.watching():
@@ -244,17 +241,17 @@ class _Recording:
 
     def _recomputed(self, loss: Callable[[], torch.Tensor]) -> tuple[KernelClock, dict[str, LayerCosts]]:
         """Kernels of a step that recomputes all but attention, and the layers' costs."""
-        machine, rates = self._times.machine, self._times.rates
+        machine = self._machine
         replays = Rates(
-            flops_per_s=round(machine.peak_flops * rates.matmul_efficiency),
-            bytes_per_s=round(machine.hbm_bytes_per_s * rates.memory_share),
+            flops_per_s=round(machine.peak_flops * machine.matmul_efficiency),
+            bytes_per_s=round(machine.hbm_bytes_per_s),
             launch_ps=_LAUNCH_PS,
         )
         offload = OffloadWithoutBytes(self._short.model, self._layers, 0.0, min_bytes=0, rates=replays)
-        clock = KernelClock(self._times)
+        clock = KernelClock(self._machine)
         try:
             for _ in range(_WARM_UPS):
-                clock = KernelClock(self._times)
+                clock = KernelClock(self._machine)
                 with clock, AllocationSites(clock, self._short.model, self._layers) as sites:
                     sites.phase("forward")
                     with offload.manager:
@@ -279,7 +276,7 @@ class _Recording:
         repeated = again.spent[f"{layer.name}.backward"].product_flops - backward.product_flops
         attended = attended_in(layer.module)
         storages = saved.inside[layer.name]
-        always, points = (0, ()) if costs is None else points_of(costs)
+        always, points = (0, ()) if costs is None else points_of(costs, again_flops=max(repeated, 0.0))
         if not points:
             points = (PointProfile(name="all", saved_bytes=sum(storages)),)
         return RecordedLayer(
@@ -291,7 +288,6 @@ class _Recording:
             always_nbytes=always,
             forward=forward,
             backward=backward,
-            again_flops=max(repeated, 0.0),
             attention_share=max((one.share for one in attended), default=1.0),
             entering_nbytes=sum(one.entering_nbytes for one in attended),
             leaving_nbytes=sum(one.leaving_nbytes for one in attended),

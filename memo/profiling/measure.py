@@ -19,7 +19,7 @@ from torch import nn
 from memo.autoplan import classes_of, mlp_tiles_of, points_of
 from memo.errors import UsageError
 from memo.manager import offload
-from memo.mip.inputs import ATTENTION, EndProfile, LayerProfile, Profile, Role, Signature, StaticBytes
+from memo.mip.inputs import EndProfile, LayerProfile, Profile, Role, Signature, StaticBytes
 from memo.profiling.layer_flops import Flops, forward_flops, repeated_flops
 from memo.profiling.layer_timer import TimedStep, time_step
 from memo.profiling.saved_storages import saved_storages
@@ -214,14 +214,11 @@ class _Measured:
 def _layer(layer: Layer, number: int, measured: _Measured) -> LayerProfile:
     costs, flop, forward_s = measured.costs[number], measured.flops[number], measured.times.forward_s[number]
     repeated = (flop.whole - flop.attention) * measured.repeated
-    (always_bytes, points), storages = points_of(costs), measured.storages[number]
+    (always_bytes, points), storages = points_of(costs, again_flops=repeated), measured.storages[number]
     return LayerProfile(
         name=type(layer.module).__name__,
         always_bytes=always_bytes,
-        points=tuple(
-            dataclasses.replace(known, recompute_flops=repeated) if known.name == ATTENTION else known
-            for known in points
-        ),
+        points=points,
         divisible=costs.divisible,
         piece_s=costs.piece_s,
         forward_s=forward_s,

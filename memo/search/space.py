@@ -256,7 +256,7 @@ class Space:
         if not isinstance(config, GPTConfig) or config.is_local_within(request.layout.tokens):
             return False
         known = config.head_dim % 8 == 0 and request.precision is not Precision.FP32
-        return known and request.recompute is None and asked in (None, True)
+        return known and asked in (None, True)
 
     def _context_options(self, tp: int | None) -> tuple[str, Sequence[int]]:
         """Words for what ranks of context parallelism divide, and the numbers of ranks that do, ascending."""
@@ -369,7 +369,7 @@ class Space:
         """Whether the embedding's gradient is exchanged as rows: the ways to try."""
         request, ranks = self.request, shape.dp * shape.cp
         config, asked = request.config, request.embedding
-        if asked is EmbeddingGradients.DENSE or not isinstance(config, GPTConfig) or request.recompute is not None:
+        if asked is EmbeddingGradients.DENSE or not isinstance(config, GPTConfig):
             return (False,)
         reason = reason_not_sparse(tied=config.tie_embeddings, ranks=ranks, zero=zero, lora=request.lora)
         if reason is not None or sharded_over is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import statistics
 from pathlib import Path
@@ -11,12 +10,14 @@ import pytest
 
 from benchmarks.published import fully_sharded, lengths, megatron_ci, megatron_papers
 from benchmarks.published.__main__ import ALL, ELSEWHERE, main
-from benchmarks.published.fit import PARAMETERS, RATES_MODULE, fit_all, rates_module, read_fitted
+from benchmarks.published.fit import PARAMETERS, fit_all, read_fitted
+from benchmarks.published.framework_training import FrameworkTraining
+from benchmarks.published.kernel_times import KernelRates
 from benchmarks.published.report import compare, fittable
 from benchmarks.published.rows import TABLES, Inexpressible, Row, read_rows
 from benchmarks.published.run import Fitted, Run
 from benchmarks.published.target import Table, Target
-from memo.gpt.arithmetic import KernelRates, Layout, Training
+from memo.gpt.arithmetic import Layout
 from memo.gpt.config import preset
 
 RATES = Fitted(rates=KernelRates(matmul_efficiency=0.7, half_size=60, attention_efficiency=0.3))
@@ -49,7 +50,7 @@ def test_lines_of_sources_are_no_rows(tmp_path: Path) -> None:
 
 def run_of(tokens: int) -> Run:
     config = preset("350m", max_seq=tokens)
-    return Run(gpu="a100-80g", config=config, layout=Layout(tokens=tokens, batch=8), training=Training())
+    return Run(gpu="a100-80g", config=config, layout=Layout(tokens=tokens, batch=8), training=FrameworkTraining())
 
 
 def target_of(tokens: int, published: float) -> Target:
@@ -89,11 +90,6 @@ def test_the_fit_sees_the_fitted_half_alone(tmp_path: Path) -> None:
     seen = list(fittable([table(file)], tmp_path))
     assert {target.label for target in seen} == {"3.6B", "145.6B", "529.6B"}
     assert all(target.table == file for target in seen)
-
-
-def test_rates_module_is_what_the_fit_wrote() -> None:
-    kinds = {kind: {"rates": dataclasses.asdict(known.rates)} for kind, known in read_fitted().items()}
-    assert RATES_MODULE.read_text() == rates_module({"kinds": kinds})
 
 
 def test_rows_of_a_table_elsewhere_are_predicted_and_strange_ones_say_why(

@@ -26,11 +26,9 @@ if TYPE_CHECKING:
     from memo.hugging_face import HuggingFaceModel
     from memo.mip.inputs import Profile, Signature
 
-__all__ = ["AUTO", "METHODS", "TILE_TOKENS", "parse_request"]
+__all__ = ["AUTO", "TILE_TOKENS", "parse_request"]
 
 AUTO = "auto"
-METHODS = {"none": Recompute.NONE, "selective": Recompute.SCORES, "full": Recompute.FULL}
-"""Fixed methods of recompute by their flag."""
 TILE_TOKENS = 1024
 """Tokens of each context-parallel rank by which lengths differ."""
 _METHOD_WORDS = {"none": " without recompute", "selective": " selective recompute", "full": " full recompute"}
@@ -94,7 +92,7 @@ def parse_request(
         budgets=budgets_of(args, machine),
         accumulate=accumulate,
         schedule=_schedule(args, layout, accumulate),
-        recompute=METHODS.get(args.recompute),
+        recompute=None if args.recompute == "plan" else Recompute(args.recompute),
         zero=args.zero,
         optimizer_offload=args.optimizer_offload,
         optimizer=Optimizer(args.optimizer),
@@ -118,8 +116,6 @@ def _codec(
         return profile.codec
     if asked is not None and not isinstance(config, GPTConfig):
         raise UsageError(f"--codec {asked} applies to sizes of memo's GPT only; {args.model} is planned without it")
-    if asked is not None and args.recompute != "plan":
-        raise UsageError(f"--codec {asked} has no meaning with --recompute {args.recompute}")
     return asked
 
 
@@ -187,7 +183,7 @@ def _embedding(args: argparse.Namespace) -> EmbeddingGradients:
         raise UsageError(
             f"--embedding-exchange sparse applies to sizes of memo's GPT only; {args.model} exchanges its own gradients"
         )
-    return EmbeddingGradients.DENSE if args.recompute != "plan" and asked is EmbeddingGradients.AUTO else asked
+    return asked
 
 
 def _tiles(

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
         EmbeddingTraffic as EmbeddingTraffic,
         reason_not_sparse as reason_not_sparse,
     )
+    from memo.gpt.arithmetic.fixed_methods import Recompute as Recompute
     from memo.gpt.arithmetic.flops import parameter_count as parameter_count
-    from memo.gpt.arithmetic.kernel_times import KernelRates as KernelRates, KernelTimes as KernelTimes
     from memo.gpt.arithmetic.layout import Layout as Layout
     from memo.gpt.arithmetic.optimizers import (
         Optimizer as Optimizer,
@@ -27,37 +27,28 @@ if TYPE_CHECKING:
         orthogonalisation_flops as orthogonalisation_flops,
     )
     from memo.gpt.arithmetic.profile_by_arithmetic import derive_profile as derive_profile
+    from memo.gpt.arithmetic.rank_weights import RankWeights as RankWeights
     from memo.gpt.arithmetic.step_collectives import ChunkOfLayers as ChunkOfLayers, StepCollectives as StepCollectives
     from memo.gpt.arithmetic.training import (
         ADAM_FP32 as ADAM_FP32,
-        ADAM_MIXED as ADAM_MIXED,
         ADAM_PURE as ADAM_PURE,
-        AttentionKernel as AttentionKernel,
-        ContextExchange as ContextExchange,
-        Kernels as Kernels,
-        Loss as Loss,
-        Recompute as Recompute,
+        STATES as STATES,
         StateBytes as StateBytes,
         Training as Training,
     )
-    from memo.gpt.arithmetic.transformer import Experts as Experts, Transformer as Transformer
-    from memo.gpt.arithmetic.weight_exchange import WeightExchange as WeightExchange
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
             "collectives": "Collective CollectiveKind Ranks exchange_s",
             "embedding_traffic": "EmbeddingTraffic reason_not_sparse",
+            "fixed_methods": "Recompute",
             "flops": "parameter_count",
-            "kernel_times": "KernelRates KernelTimes",
             "layout": "Layout",
             "optimizers": "Optimizer end_states layer_states orthogonalisation_flops",
             "profile_by_arithmetic": "derive_profile",
             "step_collectives": "ChunkOfLayers StepCollectives",
-            "training": (
-                "ADAM_FP32 ADAM_MIXED ADAM_PURE AttentionKernel ContextExchange Kernels Loss Recompute StateBytes Training"
-            ),
-            "transformer": "Experts Transformer",
-            "weight_exchange": "WeightExchange",
+            "training": "ADAM_FP32 ADAM_PURE STATES StateBytes Training",
+            "rank_weights": "RankWeights",
         },
     )

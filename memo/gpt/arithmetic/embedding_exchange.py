@@ -14,7 +14,7 @@ from memo.gpt.arithmetic.embedding_traffic import EmbeddingTraffic, reason_not_s
 from memo.mip.inputs import EmbeddingExchange, StaticBytes
 
 if TYPE_CHECKING:
-    from memo.gpt.arithmetic.weight_exchange import WeightExchange
+    from memo.gpt.arithmetic.rank_weights import RankWeights
     from memo.gpt.config import GPTConfig
 
 __all__ = ["RowExchange"]
@@ -24,15 +24,13 @@ __all__ = ["RowExchange"]
 class RowExchange:
     """The sparse exchange of one rank's rows, once a step."""
 
-    exchange: WeightExchange
+    exchange: RankWeights
     traffic: EmbeddingTraffic
     held: StaticBytes
     """What a rank holds of the table under the dense exchange."""
 
     @classmethod
-    def of(
-        cls, config: GPTConfig, exchange: WeightExchange, *, accumulate: int, held: StaticBytes
-    ) -> RowExchange | str:
+    def of(cls, config: GPTConfig, exchange: RankWeights, *, accumulate: int, held: StaticBytes) -> RowExchange | str:
         """The exchange, or why it is not possible.
 
         Args:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from memo.errors import UsageError
 from memo.gpt.arithmetic.block_bytes import FLOAT, Block, Coded, ElementSizes
 from memo.gpt.arithmetic.collectives import Ranks, exchange_s
 from memo.gpt.arithmetic.embedding_exchange import RowExchange
+from memo.gpt.arithmetic.fixed_methods import Recompute
 from memo.gpt.arithmetic.flops import (
     adapter_parameter_count,
     expert_layer_parameter_count,
@@ -28,14 +29,12 @@ from memo.gpt.arithmetic.flops import (
     layer_parameter_count,
     parameter_count,
 )
-from memo.gpt.arithmetic.framework_profile import profile_of_training
-from memo.gpt.arithmetic.kernel_times import KernelRates
 from memo.gpt.arithmetic.layout import Layout
 from memo.gpt.arithmetic.mixture_bytes import mixture_block
 from memo.gpt.arithmetic.optimizers import Optimizer, end_states, layer_states, orthogonalisation_flops
-from memo.gpt.arithmetic.step_collectives import ChunkOfLayers, StepCollectives, padded_elements
-from memo.gpt.arithmetic.training import ADAM_FP32, ADAM_PURE, Loss, Recompute, Training
-from memo.gpt.arithmetic.weight_exchange import WeightExchange
+from memo.gpt.arithmetic.rank_weights import RankWeights
+from memo.gpt.arithmetic.step_collectives import CHUNK_LOGITS, ChunkOfLayers, StepCollectives, padded_elements
+from memo.gpt.arithmetic.training import STATES, Training
 from memo.gpt.config import GPTConfig
 from memo.gpt.train_config import Precision
 from memo.mip.inputs import (
@@ -59,20 +58,15 @@ from memo.mip.inputs import (
 from memo.swap import comparing_nbytes
 
 if TYPE_CHECKING:
-    from memo.gpt.arithmetic.collectives import Collective
     from memo.gpt.arithmetic.step_collectives import WeightUnit
 
-__all__ = ["Layout", "derive_profile"]
+__all__ = ["Layout", "derive_profile", "require_divided"]
 
-# memo train stores weights and Adam's state in this precision, sharded by torch's FSDP; autocast is not FSDP's affair.
-STATES = {Precision.FP32: ADAM_FP32, Precision.BF16_AUTOCAST: ADAM_FP32, Precision.BF16: ADAM_PURE}
-LOGITS = 1 << 25  # in one chunk of the loss: memo.loss.chunked_cross_entropy.CHUNK_LOGITS
 LOGIT_BYTES = 2 * 4  # a logit and its gradient in float32
 # Attention's backward makes five products of the scores' size where forward makes two (Dao et al. 2022).
 ATTENTION_BACKWARD = 2.5
 TILE_ROWS = 128  # rows of a block in a GPU's matrix product
 REPLAYED = 33  # kernels of a recompute of all but attention, at most
-MOST_LINK_SHARE = 0.5  # of a link that both use, each gets half
 LAUNCHES, LAUNCH_S = 8, 5e-6  # kernels of one tile in one pass, and the launch time of one
 
 
@@ -90,8 +84,6 @@ def derive_profile(
     optimizer: Optimizer = Optimizer.ADAMW,
     lora: int = 0,
     recompute: Recompute | None = None,
-    training: Training | None = None,
-    rates: KernelRates | None = None,
     sparse_embedding: bool = False,
     codec: str | None = None,
     name: str = "gpt",
@@ -102,75 +94,48 @@ def derive_profile(
         config: the model, with the number of MLP tiles.
         machine: rates and memories of the machine.
         layout: size of the step and its parallelism.
-        precision: number format of weights and arithmetic, of memo's own engine.
+        precision: number format of weights and arithmetic.
         accumulate: microbatches in a step, whose gradients are added up before they are reduced.
         zero: what is sharded over data-parallel ranks, as `Training.zero`; memo train shards everything.
         sharded_over: ranks that share one copy, as `Training.sharded_over`; memo train shards over all of them.
         optimizer_offload: whether optimizer state and its step are on the host.
-        optimizer: of memo's own engine; its states are kept in the weights' format.
+        optimizer: which; its states are kept in the weights' format.
         lora: rank of adapters on all matrices of the layers, which alone are trained; 0: everything is.
-        recompute: a fixed method for every layer, instead of points to plan with; in bf16 only.
-        training: all choices of another framework, which computes in 16 bits; None is memo's own engine.
-        rates: what kernels reach on the machine, for `training`; None is what the machine's description says.
-        sparse_embedding: exchange the embedding's gradient as rows; of memo's own engine without a fixed method of
-            recompute. The profile's `embedding_exchange` has the times of both ways.
-        codec: what moves is coded, `int8` or `fp8`; of memo's own engine without a fixed method of recompute.
+        recompute: a fixed method for every layer, instead of points to plan with.
+        sparse_embedding: exchange the embedding's gradient as rows. The profile's `embedding_exchange` has the times of
+            both ways.
+        codec: what moves is coded, `int8` or `fp8`; without a fixed method of recompute.
         name: name of the model in the profile.
 
     Raises:
         UsageError: the layout does not divide the model, or the choices contradict one another; the sparse exchange is
             not possible.
     """
-    if codec is not None and (training is not None or recompute is not None):
-        raise UsageError(f"a codec is planned without a fixed method of recompute; leave out --codec {codec}")
+    if codec is not None and recompute is not None:
+        raise UsageError(f"--codec {codec} has no meaning with --recompute {recompute}")
     _check_experts(
         config,
         layout,
         {
-            "--recompute": recompute is not None,
             "--lora": lora > 0,
             "--optimizer muon": optimizer is Optimizer.MUON,
             "--mlp-tiles": config.mlp_tiles > 1,
         },
     )
-    _check_pattern(config, layout, recompute=recompute is not None or training is not None)
-    if config.heads % layout.tp or config.kv_heads % layout.tp or config.ffn % layout.tp:
-        raise UsageError(f"tp {layout.tp} does not divide {config.heads} heads, {config.kv_heads} key/value heads")
-    if config.layers < layout.pp:
-        raise UsageError(f"{config.layers} layers do not make {layout.pp} pipeline stages; use a smaller pp")
+    require_divided(config, layout)
     smallest = min(min(shape) for shape in layer_matrices(config))
-    adam = STATES[precision]
-    own = Training(
-        states=layer_states(optimizer, adam, smallest=smallest),
-        end_states=end_states(optimizer, adam, smallest=config.hidden),
+    training = Training(
+        states=layer_states(optimizer, STATES[precision], smallest=smallest),
+        end_states=end_states(optimizer, STATES[precision], smallest=config.hidden),
         lora=lora,
         zero=zero,
         sharded_over=sharded_over,
         gathered_bytes=STATES[precision].weight,
         optimizer_offload=optimizer_offload,
-        reduces_once=True,
         accumulates=accumulate > 1,
         whole_in_step=layout.pp > 1,  # weights stay gathered through a step of a pipeline
-        loss=Loss.CHUNKED,
-        recompute=recompute or Recompute.NONE,
-        dropout=config.dropout,
     )
-    if recompute is not None and precision is not Precision.BF16:
-        raise UsageError(f"a fixed method of recompute is planned in bf16, not in {precision}")
-    if recompute is not None and layout.ring:
-        raise UsageError("a ring is planned without a fixed method of recompute; leave out --cp-attention ring")
-    if recompute is not None and lora:
-        raise UsageError("adapters are planned without a fixed method of recompute; leave out one of the two")
-    if sparse_embedding and (training is not None or recompute is not None):
-        raise UsageError(
-            "a sparse exchange of the embedding's gradient is planned without a fixed method of recompute only"
-        )
-    if training is not None:
-        return profile_of_training(config, machine, layout, training, rates=rates, name=name)
-    if recompute is not None:
-        profile = profile_of_training(config, machine, layout, own, rates=KernelRates.of(machine), name=name)
-        fixed = tuple(dataclasses.replace(layer, points=layer.points[:1]) for layer in profile.classes)
-        return dataclasses.replace(profile, classes=fixed)
+    weights = RankWeights(machine, layout, training)
     signature = Signature(
         model=name,
         batch=layout.batch,
@@ -183,9 +148,8 @@ def derive_profile(
         ep=layout.ep,
     )
     sizes = ElementSizes.of(precision)
-    weights = _Weights(layout, WeightExchange(machine, layout, own))
-    table = config.vocab_size * config.hidden
-    rows = RowExchange.of(config, weights.exchange, accumulate=accumulate, held=weights.end_static(table))
+    table = config.vocab_size * config.hidden / layout.tp
+    rows = RowExchange.of(config, weights, accumulate=accumulate, held=weights.end_static(table))
     if sparse_embedding and isinstance(rows, str):
         raise UsageError(f"--embedding-exchange sparse: {rows}; use --embedding-exchange dense")
     sparse = rows if sparse_embedding and isinstance(rows, RowExchange) else None
@@ -193,32 +157,32 @@ def derive_profile(
     ends = _Ends(config, machine, layout, sizes, weights, step, sparse)
     kinds = [_LayerKind.of(config, layer, layout.tokens) for layer in range(config.layers)]
     classes = {
-        kind: _layer(config, machine, layout, sizes, weights, step, kind, coded=codec is not None)
-        for kind in dict.fromkeys(kinds)
+        kind: _layer(config, sizes, weights, step, kind, coded=codec is not None) for kind in dict.fromkeys(kinds)
     }
+    planned = list(classes.values())
+    if recompute is not None:
+        nbytes = round(config.hidden * sizes.stream * layout.rank_tokens)
+        planned = [recompute.of(layer, input_bytes=nbytes) for layer in planned]
     # Of the largest stage.
     stage_layers = layout.layers_of_stage(config.layers)
     with_experts = min(-(-stage_layers // config.moe.every), config.moe_layers) if config.moe is not None else 0
-    trained = weights.trained(config, step, layers=stage_layers - with_experts, with_experts=with_experts)
+    trained = _trained_count(config, weights, step, layers=stage_layers - with_experts, with_experts=with_experts)
     apart = step.layer_units(experts=True)[1:] if with_experts else []
     shares = sum(unit.elements / unit.shards for unit in apart)
-    optimizer_s = (
-        weights.update_bytes(trained + with_experts * shares * weights.update_shards) / machine.hbm_bytes_per_s
-    )
-    exchanged_s = weights.exchange.update_s(trained) + ends.tied_s()
-    if not weights.exchange.gathers_each_pass:
+    optimizer_s = weights.optimizer_s(trained + with_experts * shares * weights.update_shards)
+    exchanged_s = weights.update_s(trained) + ends.tied_s()
+    if not weights.gathers_each_pass:
         exchanged_s += with_experts * weights.apart_s(step.gather, apart)
     if sparse is not None:
         optimizer_s += sparse.whole_update_s
-        exchanged_s += weights.exchange.update_s(trained - table / layout.tp) - weights.exchange.update_s(trained)
-    if optimizer is Optimizer.MUON and not (lora or optimizer_offload):
-        # The matrices are divided over the ranks that share one copy, each orthogonalised whole on one of them.
+        exchanged_s += weights.update_s(trained - table) - weights.update_s(trained)
+    if optimizer is Optimizer.MUON and not lora:
         flops = stage_layers * orthogonalisation_flops(layer_matrices(config)) / layout.tp
-        optimizer_s += flops / weights.update_shards / (machine.peak_flops * machine.matmul_efficiency)
+        optimizer_s += weights.orthogonalisation_s(flops)
     return Profile(
         signature=signature,
         role=Role.DERIVED,
-        classes=tuple(classes.values()),
+        classes=tuple(planned),
         layers=tuple(classes[kind].name for kind in kinds),
         mlp_tiles=config.mlp_tiles,
         embedding=ends.embedding(),
@@ -229,7 +193,7 @@ def derive_profile(
         send_s=exchange_s([step.send()], machine, layout),
         send_bytes=step.send().nbytes if layout.pp > 1 else 0.0,
         link_share=max(
-            _link_share(layer, machine, layout, step, accumulate, experts=kind.experts)
+            weights.link_share([(layer, _exchanged_on_link(weights, step, experts=kind.experts))], accumulate)
             for kind, layer in classes.items()
         ),
         model_flops_causal_per_token=flops_per_token(config, layout.tokens, lora=lora),
@@ -264,16 +228,16 @@ def _check_experts(config: GPTConfig, layout: Layout, given: dict[str, bool]) ->
         raise UsageError(f"a mixture of experts is not planned with {flag}; leave it out")
 
 
-def _check_pattern(config: GPTConfig, layout: Layout, *, recompute: bool) -> None:
-    """Raises UsageError where layers with local attention are trained in a way that is not planned for them."""
-    if not config.is_local_within(layout.tokens):
-        return
-    if recompute:
-        raise UsageError("local attention is planned without a fixed method of recompute; leave out --recompute")
-    if layout.rings(config.heads):
+def require_divided(config: GPTConfig, layout: Layout) -> None:
+    """Raises UsageError where the layout does not divide the model's heads, widths and layers, or its local attention."""
+    if config.is_local_within(layout.tokens) and layout.rings(config.heads):
         raise UsageError(
             "local attention is not possible with ring attention; choose --cp so that it divides the heads, or 1"
         )
+    if config.heads % layout.tp or config.kv_heads % layout.tp or config.ffn % layout.tp:
+        raise UsageError(f"tp {layout.tp} does not divide {config.heads} heads, {config.kv_heads} key/value heads")
+    if config.layers < layout.pp:
+        raise UsageError(f"{config.layers} layers do not make {layout.pp} pipeline stages; use a smaller pp")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -296,16 +260,15 @@ class _LayerKind:
 
 def _layer(
     config: GPTConfig,
-    machine: Hardware,
-    layout: Layout,
     sizes: ElementSizes,
-    weights: _Weights,
+    weights: RankWeights,
     step: StepCollectives,
     kind: _LayerKind,
     *,
     coded: bool,
 ) -> LayerProfile:
     """Profile of a layer of a kind; `coded`: what moves are codes."""
+    machine, layout = weights.machine, weights.layout
     tokens, experts, window = layout.rank_tokens, kind.experts, kind.window
     tp, cp, rings = layout.tp, layout.cp, step.rings
     # As memo train shards experts: over ranks with the same ones, and all that have different tokens.
@@ -332,19 +295,18 @@ def _layer(
     )
     context_s = 0.0 if step.rings else exchange_s(step.context_forward(), machine, layout)
     own, *apart = step.layer_units(experts=experts)
-    parameters = _own_parameter_count(config, layout, apart, experts=experts)
-    gathered_weights = weights.gathered_bytes(parameters, apart)
+    elements = padded_elements(own.shapes, weights.shards)
+    on_rank = _own_parameter_count(config, layout, apart, experts=experts) / tp
+    gathered_weights = weights.gathered_bytes(on_rank, apart)
     # Adapters are whole on every tensor-parallel rank. They read what the frozen maps read, which autograd saves for their
     # gradients, and save what is between their two products; a frozen weight has no gradient.
-    lora = weights.exchange.training.lora
+    lora = weights.training.lora
     adapters = adapter_parameter_count(config, lora)
     between_adapters = len(layer_matrices(config)) * lora * sizes.product * tokens
     beside_adapters = max(max(shape) for shape in layer_matrices(config)) / layout.tp * sizes.product * tokens
     beside_adapters = beside_adapters if lora else 0.0
-    gathered_gradients = 0.0 if lora else gathered_weights
     # Autocast's copies of the weights live from their first use until backward has used them.
-    on_rank = parameters / layout.tp + sum(unit.elements for unit in apart)
-    copied_weights = sizes.product * on_rank if sizes.casts else 0.0
+    copied_weights = sizes.product * (on_rank + sum(unit.elements for unit in apart)) if sizes.casts else 0.0
     if experts and sizes.stream != FLOAT:  # a router's is copied to float32
         copied_weights += FLOAT * config.expert_count * config.hidden
     points = (
@@ -398,26 +360,19 @@ def _layer(
         attention_s=attention_s if window is None else 0.0,
         forward_exchange_s=forward_exchange_s,
         backward_exchange_s=backward_exchange_s,
-        gather_s=weights.gather_s(own, apart, step),
-        sync_s=weights.exchange.sync_s(adapters) if lora else weights.sync_s(own, apart, step),
-        # The layer that runs and the next one, which is gathered meanwhile.
-        forward_transient_bytes=round(2 * gathered_weights + block.forward_transient * tokens + beside_adapters)
+        gather_s=weights.gather_s(elements) + weights.apart_s(step.gather, apart) if weights.gathers_each_pass else 0.0,
+        sync_s=weights.sync_s(adapters) if lora else weights.sync_s(elements) + weights.apart_s(step.reduce, apart),
+        forward_transient_bytes=round(block.forward_transient * tokens + beside_adapters)
         + comparing_nbytes(round(block.largest * tokens)),
-        # With the gradients of the layer's weights and of the one before, until they are reduced.
-        backward_transient_bytes=round(
-            2 * gathered_weights
-            + 2 * gathered_gradients
-            + copied_weights
-            + block.backward_transient * tokens
-            + beside_adapters
-        ),
-        forward_gathered_bytes=round(2 * gathered_weights),
-        backward_gathered_bytes=round(2 * gathered_weights + 2 * gathered_gradients),
+        backward_transient_bytes=round(copied_weights + block.backward_transient * tokens + beside_adapters),
         between_bytes=round(block.between * tokens),
-        static=weights.static(parameters, apart, adapters=adapters) + StaticBytes(cast=round(copied_weights)),
+        static=weights.static(on_rank + adapters, apart, trained=adapters if lora else on_rank)
+        + StaticBytes(cast=round(copied_weights)),
         storages=block.storages,
         largest_storage_bytes=round(block.largest * tokens),
     )
+    gradients = 0.0 if lora else gathered_weights
+    layer = weights.with_gathered(layer, weights=gathered_weights, gradients=gradients)
     return _coded(layer, block.coded, machine, sizes, tokens) if coded else layer
 
 
@@ -451,92 +406,25 @@ def _own_parameter_count(config: GPTConfig, layout: Layout, apart: Sequence[Weig
     return expert_layer_parameter_count(config) - sum(others)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Weights:
-    """Parameters of memo train on one rank: their bytes and their collectives."""
+def _trained_count(
+    config: GPTConfig, weights: RankWeights, step: StepCollectives, *, layers: int, with_experts: int
+) -> float:
+    """Trained parameters of the ends and of so many layers of both kinds, on a rank before sharding.
 
-    layout: Layout
-    exchange: WeightExchange
-
-    @property
-    def _training(self) -> Training:
-        return self.exchange.training
-
-    def gathered_bytes(self, parameters: float, apart: Sequence[WeightUnit] = ()) -> float:
-        """Bytes of a layer's gathered weights, where they are not on the device all the time.
-
-        Args:
-            parameters: those that the ranks with the same parameters share, before division by tensor parallelism.
-            apart: those that other ranks share.
-        """
-        if not self.exchange.gathers_each_pass:
-            return 0.0
-        own = parameters / self.layout.tp if self.exchange.shards > 1 else 0.0
-        return self._training.gathered_bytes * (own + sum(unit.elements for unit in apart if unit.shards > 1))
-
-    def gather_s(self, own: WeightUnit, apart: Sequence[WeightUnit], step: StepCollectives) -> float:
-        """Seconds to gather a layer's weights once; 0 where a rank has them."""
-        if not self.exchange.gathers_each_pass:
-            return 0.0
-        return self.exchange.gather_s(padded_elements(own.shapes, self.exchange.shards)) + self.apart_s(
-            step.gather, apart
-        )
-
-    def sync_s(self, own: WeightUnit, apart: Sequence[WeightUnit], step: StepCollectives) -> float:
-        """Seconds to reduce a layer's gradients once a step."""
-        elements = padded_elements(own.shapes, self.exchange.shards)
-        return self.exchange.sync_s(elements) + self.apart_s(step.reduce, apart)
-
-    def apart_s(self, collective: Callable[[WeightUnit], Iterable[Collective]], apart: Sequence[WeightUnit]) -> float:
-        """Seconds of a collective over each of some units apart."""
-        return sum(exchange_s(collective(unit), self.exchange.machine, self.layout) for unit in apart)
-
-    def trained(self, config: GPTConfig, step: StepCollectives, *, layers: int, with_experts: int) -> float:
-        """Trained parameters of the ends and of so many layers of both kinds, on a rank before sharding.
-
-        Those of units apart are not among them.
-        """
-        lora, tp = self._training.lora, self.layout.tp
-        if lora:
-            return layers * adapter_parameter_count(config, lora)
-        dense = dataclasses.replace(config, moe=None)
-        ends = config.vocab_size * config.hidden
-        if self.layout.pp == 1:
-            ends = parameter_count(dense) - config.layers * layer_parameter_count(config)
-        mixed = 0
-        if with_experts:
-            apart = step.layer_units(experts=True)[1:]
-            mixed = with_experts * _own_parameter_count(config, self.layout, apart, experts=True)
-        return (layers * layer_parameter_count(config) + mixed + ends) / tp
-
-    def end_static(self, parameters: float) -> StaticBytes:
-        """Bytes of an end's parameters on the device all the time.
-
-        torch's FSDP has the ends' weights whole from forward to backward, and their gradients until it reduces them, last.
-        """
-        training = self._training
-        gathered, gradients = self.gathered_bytes(parameters), 0.0
-        if gathered and not (training.accumulates or training.lora):
-            gradients = training.states.gradient * parameters / self.layout.tp
-        own = parameters / self.layout.tp
-        static = training.static_bytes(own, self.exchange.shards, trained=0 if training.lora else own, of_end=True)
-        return static + StaticBytes(gathered=round(gathered), gradients=round(gradients))
-
-    def static(self, parameters: float, apart: Sequence[WeightUnit], *, adapters: float) -> StaticBytes:
-        """Bytes of a layer's parameters that are on the device all the time; as `gathered_bytes`."""
-        own, training = parameters / self.layout.tp + adapters, self._training
-        found = training.static_bytes(own, self.exchange.shards, trained=adapters if training.lora else own)
-        return sum((training.static_bytes(unit.elements, unit.shards) for unit in apart), start=found)
-
-    @property
-    def update_shards(self) -> int:
-        """Ranks that divide the optimizer's step."""
-        return self.exchange.shards if self._training.zero else 1
-
-    def update_bytes(self, trained: float) -> float:
-        """Bytes that the optimizer reads and writes on the device for so many of a rank's parameters, before sharding."""
-        passes = 0.0 if self._training.optimizer_offload else self._training.states.passes
-        return passes * trained / self.update_shards
+    Those of units apart are not among them.
+    """
+    layout, lora = weights.layout, weights.training.lora
+    if lora:
+        return layers * adapter_parameter_count(config, lora)
+    dense = dataclasses.replace(config, moe=None)
+    ends = config.vocab_size * config.hidden
+    if layout.pp == 1:
+        ends = parameter_count(dense) - config.layers * layer_parameter_count(config)
+    mixed = 0
+    if with_experts:
+        apart = step.layer_units(experts=True)[1:]
+        mixed = with_experts * _own_parameter_count(config, layout, apart, experts=True)
+    return (layers * layer_parameter_count(config) + mixed + ends) / layout.tp
 
 
 def _tiling_s(config: GPTConfig, block: Block, machine: Hardware) -> float:
@@ -547,12 +435,10 @@ def _tiling_s(config: GPTConfig, block: Block, machine: Hardware) -> float:
     return config.mlp_tiles * (rows_s + LAUNCHES * LAUNCH_S)
 
 
-def _link_share(
-    layer: LayerProfile, machine: Hardware, layout: Layout, step: StepCollectives, accumulate: int, *, experts: bool
-) -> float:
-    """Fraction of a GPU's link to the host that collectives of a layer's two passes take, in one direction."""
+def _exchanged_on_link(weights: RankWeights, step: StepCollectives, *, experts: bool) -> float:
+    """Bytes that a layer's exchanges move over a GPU's link to the host in two passes, in one direction."""
+    machine, layout = weights.machine, weights.layout
     rate_of, nodes = Collectives(machine).host_link_bytes_per_s, machine.gpus_per_node
-    weights_s = 2 * layer.gather_s + layer.reduce_s + layer.sync_s / accumulate
     there, back = step.tensor_forward(experts=experts), step.tensor_backward(experts=experts)
     tensor_s = exchange_s((*there, *back), machine, layout)
     context_s = exchange_s((*step.context_forward(), *step.context_backward()), machine, layout)
@@ -560,10 +446,7 @@ def _link_share(
     if experts:
         routed_s = exchange_s((*step.expert_forward(), *step.expert_backward()), machine, layout)
         nbytes += routed_s * rate_of(layout.expert_group(nodes))
-    nbytes += weights_s * rate_of(layout.data_group(nodes))
-    seconds = max(layer.forward_s + layer.backward_s, weights_s)
-    link = min(machine.d2h_bytes_per_s, machine.h2d_bytes_per_s)
-    return min(nbytes / seconds / link, MOST_LINK_SHARE) if link else 0.0
+    return nbytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -574,7 +457,7 @@ class _Ends:
     machine: Hardware
     layout: Layout
     sizes: ElementSizes
-    weights: _Weights
+    weights: RankWeights
     step: StepCollectives
     sparse: RowExchange | None
     """The exchange of the embedding's gradient as rows; None for the dense one."""
@@ -585,7 +468,7 @@ class _Ends:
         chunk = ChunkOfLayers(layers=0, is_first=first or alone, is_last=not first or alone)
         if alone and not first:
             return 0
-        return padded_elements(self.step.end_shapes(chunk), self.weights.exchange.shards)
+        return padded_elements(self.step.end_shapes(chunk), self.weights.shards)
 
     @property
     def _head_weights(self) -> int:
@@ -595,24 +478,14 @@ class _Ends:
 
     def tied_s(self) -> float:
         """Seconds to add the two copies' gradients of a tied table, once a step; 0 where there is one copy."""
-        if not self.config.tie_embeddings or self.layout.pp == 1 or self.weights.exchange.training.lora:
+        if not self.config.tie_embeddings or self.layout.pp == 1 or self.weights.training.lora:
             return 0.0
-        exchange, nodes = self.weights.exchange, self.machine.gpus_per_node
-        nbytes = exchange.training.states.gradient * self._head_weights / self.layout.tp / exchange.shards
+        weights, nodes = self.weights, self.machine.gpus_per_node
+        nbytes = weights.training.states.gradient * self._head_weights / self.layout.tp / weights.shards
         group = Group(size=2, per_node=1 if self.layout.leaves_node(nodes) else 2)
         if self.layout.ends_apart:
             group = Group.across([Group(size=1, per_node=1)] * 2)
         return Collectives(self.machine).all_reduce_s(nbytes, group)
-
-    def _sync_s(self, *, first: bool) -> float:
-        """Seconds to reduce the gradients of an end's parameters; 0 where they are frozen."""
-        exchange, elements = self.weights.exchange, self._gathered(first=first)
-        return 0.0 if exchange.training.lora or not elements else exchange.sync_s(elements)
-
-    def _gather_s(self, *, first: bool) -> float:
-        """Seconds to gather them, once: they stay until backward."""
-        elements = self._gathered(first=first)
-        return self.weights.exchange.gather_s(elements) if elements else 0.0
 
     def embedding(self) -> EndProfile:
         """Embedding: reads a row per token, adds to it in backward; the float32 rotary tables live for all layers.
@@ -622,8 +495,9 @@ class _Ends:
         """
         config, machine, tokens = self.config, self.machine, self.layout.rank_tokens
         row = config.hidden * self.sizes.stream
-        parameters, sparse = config.vocab_size * config.hidden, self.sparse
-        waits_s = self._gather_s(first=True) + exchange_s(self.step.embedding_forward(), machine, self.layout)
+        parameters, sparse = config.vocab_size * config.hidden / self.layout.tp, self.sparse
+        elements = self._gathered(first=True)
+        waits_s = self.weights.end_gather_s(elements) + exchange_s(self.step.embedding_forward(), machine, self.layout)
         backward_waits_s = exchange_s(self.step.embedding_backward(), machine, self.layout)
         transient = row * tokens * (1 if self.layout.tp == 1 else 2 * self.layout.tp + 1)
         rotary = 4 * config.hidden // config.heads * self.layout.tokens / self.layout.cp
@@ -633,7 +507,7 @@ class _Ends:
             forward_exchange_s=waits_s,
             backward_exchange_s=backward_waits_s,
             # Without a pipeline the head's come last, too: FSDP reduces the ends together.
-            sync_s=(sparse.rows_s if sparse else 0.0) + self._sync_s(first=True),
+            sync_s=(sparse.rows_s if sparse else 0.0) + self.weights.end_sync_s(elements),
             saved_bytes=round(8 * tokens + (rotary if config.positions == "rotary" else 0)),
             transient_bytes=round(max(transient, sparse.received_bytes if sparse else 0)),
             static=(sparse.static if sparse else self.weights.end_static(parameters)) + self._positions_static(),
@@ -643,32 +517,30 @@ class _Ends:
         """Bytes of a learned position table, which is sharded over all ranks with different tokens."""
         if self.config.positions != "learned":
             return StaticBytes()
-        parameters, exchange = self.layout.tokens * self.config.hidden, self.weights.exchange
+        parameters, weights = self.layout.tokens * self.config.hidden, self.weights
         if self.layout.tp == 1:
-            return self.weights.end_static(parameters)
-        trained = 0 if exchange.training.lora else parameters
-        return exchange.training.static_bytes(
-            parameters, exchange.shards * self.layout.tp, trained=trained, of_end=True
-        )
+            return weights.end_static(parameters)
+        trained = 0 if weights.training.lora else parameters
+        return weights.training.static_bytes(parameters, weights.shards * self.layout.tp, trained=trained, of_end=True)
 
     def head(self) -> EndProfile:
         """Head: norm, projection and loss, whose gradients the chunked loss computes in forward."""
         config, machine, tokens = self.config, self.machine, self.layout.rank_tokens
         flops = 2.0 * config.vocab_size * config.hidden * tokens
         row = config.hidden * self.sizes.stream * tokens
-        weights = self._head_weights
-        exchange = self.weights.exchange
-        waits_s = self._gather_s(first=False) + exchange_s(self.step.head_forward(), machine, self.layout)
+        weights, elements = self.weights, self._gathered(first=False)
+        waits_s = weights.end_gather_s(elements) + exchange_s(self.step.head_forward(), machine, self.layout)
         backward_waits_s = exchange_s(self.step.head_backward(), machine, self.layout)
-        logits = LOGIT_BYTES * min(LOGITS, tokens * config.vocab_size)
+        logits = LOGIT_BYTES * min(CHUNK_LOGITS, tokens * config.vocab_size)
         # Gradient of the projection's weight in float32, and its copy in the dtype of products, which backward reads.
         matrix = config.vocab_size * config.hidden / self.layout.tp
         products = 3
         mixed = config.has_experts(config.layers - 1)
         apart = self.step.layer_units(experts=mixed)[1:]
         # The last layer's weights, but for those that are gathered apart.
-        stays = round(self.weights.gathered_bytes(_own_parameter_count(config, self.layout, apart, experts=mixed)))
-        if exchange.training.lora:  # a frozen projection
+        own = _own_parameter_count(config, self.layout, apart, experts=mixed)
+        stays = round(weights.gathered_bytes(own / self.layout.tp))
+        if weights.training.lora:  # a frozen projection
             matrix, products = 0.0, 2
         return EndProfile(
             forward_s=products * flops / (machine.peak_flops * machine.matmul_efficiency)
@@ -677,11 +549,11 @@ class _Ends:
             backward_s=6 * row / machine.hbm_bytes_per_s + backward_waits_s,
             forward_exchange_s=waits_s,
             backward_exchange_s=backward_waits_s,
-            sync_s=self._sync_s(first=False),
+            sync_s=weights.end_sync_s(elements),
             forward_flops=products * flops,
             # The norm's input, its output, the output's gradient, and the weight's.
             saved_bytes=round(3 * row + self.sizes.product * matrix),
             transient_bytes=round(logits + row + 4 * matrix) + stays,
             gathered_bytes=stays,
-            static=self.weights.end_static(weights),
+            static=weights.end_static(self._head_weights / self.layout.tp),
         )

@@ -9,7 +9,6 @@ import pytest
 from memo.errors import UsageError
 from memo.gpt.arithmetic import Layout, derive_profile
 from memo.gpt.arithmetic.embedding_traffic import EmbeddingTraffic, reason_not_sparse
-from memo.gpt.arithmetic.training import Recompute
 from memo.gpt.config import preset
 from memo.mip.inputs import hardware_preset
 from memo.mip.inputs.profile import Profile
@@ -136,5 +135,3 @@ def test_all_is_as_before_where_rows_cannot_be_exchanged() -> None:
         UsageError, match="output projection, too, whose gradient has every row; use --embedding-exchange"
     ):
         derive_profile(tied, MACHINE, Layout(tokens=2048, gpus=8), sparse_embedding=True)
-    with pytest.raises(UsageError, match="without a fixed method"):
-        derive_profile(LLAMA, MACHINE, Layout(tokens=2048, gpus=8), sparse_embedding=True, recompute=Recompute.FULL)

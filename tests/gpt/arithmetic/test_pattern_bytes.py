@@ -14,7 +14,6 @@ from memo.gpt.arithmetic.block_bytes import Block, ElementSizes
 from memo.gpt.arithmetic.flops import flops_per_token, mfu_causal
 from memo.gpt.arithmetic.layout import Layout as ArithmeticLayout
 from memo.gpt.arithmetic.profile_by_arithmetic import derive_profile
-from memo.gpt.arithmetic.training import Recompute
 from memo.gpt.attention_pattern import AttentionPattern
 from memo.gpt.config import GPTConfig, MoeConfig, preset
 from memo.gpt.train_config import Precision
@@ -132,21 +131,11 @@ def test_a_short_window_takes_no_less_than_its_tiles_and_its_traffic() -> None:
     assert times[0] - (without.forward_s - without.attention_s) == pytest.approx(max(tile, traffic), rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("layout", "recompute", "words"),
-    [
-        (ArithmeticLayout(tokens=4096, cp=2, gpus=2, ring=True), None, "not possible with ring attention"),
-        (ArithmeticLayout(tokens=4096), Recompute.FULL, "leave out --recompute"),
-    ],
-)
-def test_what_is_not_planned_is_refused_in_one_line(
-    layout: ArithmeticLayout, recompute: Recompute | None, words: str
-) -> None:
+def test_a_ring_is_refused_in_one_line() -> None:
     config = preset("tiny", positions="rotary", pattern=AttentionPattern(window=64))
-    with pytest.raises(UsageError, match=words) as raised:
-        derive_profile(config, H100, layout, recompute=recompute)
+    layout = ArithmeticLayout(tokens=4096, cp=2, gpus=2, ring=True)
+    with pytest.raises(UsageError, match="not possible with ring attention") as raised:
+        derive_profile(config, H100, layout)
     assert "\n" not in str(raised.value)
     # A window of the sequence is full attention.
-    derive_profile(
-        dataclasses.replace(config, pattern=AttentionPattern(window=4096)), H100, layout, recompute=recompute
-    )
+    derive_profile(dataclasses.replace(config, pattern=AttentionPattern(window=4096)), H100, layout)

@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from memo.errors import UsageError
 from memo.gpt.arithmetic.flops import layer_parameter_count, recompute_flops_per_token
 from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
-from memo.gpt.arithmetic.training import Recompute
 from memo.gpt.config import GPTConfig, Variant, preset
 from memo.gpt.model.model import Block
 from memo.gpt.model.rotary import rotary_tables
@@ -27,6 +26,7 @@ from memo.mip.inputs.profile import ALL, ATTENTION, LayerProfile, Profile
 GIB = 1 << 30
 PAPER = Layout(tokens=1 << 20, gpus=8, tp=8)
 A800 = hardware_preset("a800")
+SHORT = preset("7b", max_seq=2048)
 # Per token, the paper counts whole tensors alone: statistics of attention (one float a head) and of the norms (two
 # bfloat16 each) come on top of its 16 units.
 STATISTICS = 4 * 32 + 2 * 2 * 2
@@ -296,16 +296,6 @@ def test_what_is_sharded_less_takes_more_memory_and_no_more_gathers() -> None:
     assert gathers == [False, False, False, True]
 
 
-@pytest.mark.parametrize("recompute", list(Recompute))
-def test_fixed_methods_hold_the_weights_that_plans_hold(recompute: Recompute) -> None:
-    for layout in (Layout(tokens=4096, gpus=16), Layout(tokens=4096, gpus=2, pp=2), Layout(tokens=4096, gpus=16, pp=2)):
-        for accumulate in (1, 4):
-            own, fixed = (
-                static_bytes(preset("13b"), layout, accumulate=accumulate, recompute=how) for how in (None, recompute)
-            )
-            assert fixed == pytest.approx(own, rel=0.01)
-
-
 def test_gradients_of_several_microbatches_are_added_up_whole() -> None:
     config, layout = preset("13b"), Layout(tokens=4096, gpus=16, tp=4)
     added = static_bytes(config, layout, accumulate=2) - static_bytes(config, layout)
@@ -396,3 +386,25 @@ def test_precision_says_how_many_bytes_the_stream_takes() -> None:
 def test_gpus_are_a_multiple_of_what_is_asked_of_them() -> None:
     with pytest.raises(UsageError, match="not a multiple"):
         Layout(tokens=1024, gpus=8, tp=4, cp=4)
+
+
+def test_gathers_and_reductions_take_time_beyond_a_node() -> None:
+    one, many = (derive_profile(SHORT, A800, Layout(tokens=4096, gpus=gpus)) for gpus in (8, 1024))
+    assert many.classes[0].gather_s > 2 * one.classes[0].gather_s > 0
+    assert many.classes[0].sync_s > 2 * one.classes[0].sync_s > 0
+    alone = derive_profile(SHORT, A800, Layout(tokens=4096))
+    assert alone.classes[0].gather_s == alone.classes[0].sync_s == alone.link_share == alone.send_s == 0
+
+
+def test_exchanges_are_a_part_of_the_passes() -> None:
+    (layer,) = derive_profile(SHORT, A800, Layout(tokens=4096, gpus=8, tp=4, cp=2)).classes
+    alone = derive_profile(SHORT, A800, Layout(tokens=512)).classes[0]
+    assert 0 < layer.forward_exchange_s < layer.forward_s
+    assert layer.forward_s - layer.forward_exchange_s == pytest.approx(alone.forward_s, rel=0.15)
+
+
+def test_collectives_beyond_a_node_take_a_part_of_the_link_to_the_host() -> None:
+    within, beyond = (derive_profile(SHORT, A800, Layout(tokens=1 << 16, gpus=tp, tp=tp)) for tp in (8, 16))
+    assert within.link_share == 0
+    assert 0 < beyond.link_share < 1
+    assert derive_profile(SHORT, A800, Layout(tokens=4096, gpus=16, tp=8, pp=2)).send_s > 0

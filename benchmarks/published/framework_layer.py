@@ -1,7 +1,7 @@
-"""One layer as a framework runs it, under the choices of `Training`: bytes that it saves and holds, times of its passes.
+"""One layer as a framework runs it, under its choices: bytes that it saves and holds, times of its passes.
 
 Owns the list of a layer's products, element-wise passes and saved tensors, for kernels fused as Megatron's or run one by
-one as by Hugging Face. memo's own layer is in block_bytes.py. Needs no torch.
+one as by Hugging Face. memo's own layer is in memo/gpt/arithmetic/block_bytes.py.
 
     saved, per token, in elements of h (hidden), q (queries), p (queries, keys and values), f (MLP)
     beside the matrices        input h | norm h | residual h | norm h | with dropout two masks, a byte an element
@@ -18,15 +18,15 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING
 
-from memo.gpt.arithmetic.kernel_times import KernelTimes
-from memo.gpt.arithmetic.training import AttentionKernel, ContextExchange, Kernels, Recompute
-from memo.gpt.arithmetic.transformer import Transformer
+from benchmarks.published.framework_training import AttentionKernel, ContextExchange, Kernels, Recompute
+from benchmarks.published.kernel_times import KernelTimes
+from benchmarks.published.transformer import Transformer
 from memo.mip.inputs import Collectives
 from memo.parallel import key_copies
 
 if TYPE_CHECKING:
-    from memo.gpt.arithmetic.layout import Layout
-    from memo.gpt.arithmetic.training import Training
+    from benchmarks.published.framework_training import FrameworkTraining
+    from memo.gpt.arithmetic import Layout
     from memo.gpt.config import GPTConfig
 
 __all__ = ["FrameworkLayer", "Seconds"]
@@ -69,7 +69,7 @@ class FrameworkLayer:
 
     config: GPTConfig
     layout: Layout
-    training: Training
+    training: FrameworkTraining
     times: KernelTimes
 
     # Sizes.

@@ -1,16 +1,16 @@
-"""Profiles of frameworks' training runs: states, collectives of weights, ends, and memo's own beyond one node."""
+"""Profiles of frameworks' training runs: states, collectives of weights and ends."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import pytest
 
-from benchmarks.published.fit import FITTED as FITTED_FILE, RATES
+from benchmarks.published.fit import read_fitted
+from benchmarks.published.framework_profile import profile_of_training
+from benchmarks.published.framework_training import ADAM_MIXED, FrameworkTraining, Loss, Recompute
 from memo.errors import UsageError
-from memo.gpt.arithmetic import ADAM_MIXED, Layout, Loss, Recompute, Training, derive_profile
-from memo.gpt.arithmetic.fitted_rates import FITTED
+from memo.gpt.arithmetic import Layout
 from memo.gpt.arithmetic.flops import layer_parameter_count
 from memo.gpt.config import preset
 from memo.mip.activation import (
@@ -29,35 +29,38 @@ MODEL = preset("7b", max_seq=2048)
 SIXTEEN = Layout(tokens=2048, gpus=16)
 
 
-def profile(training: Training, layout: Layout = SIXTEEN, machine: Hardware = A100) -> Profile:
-    return derive_profile(MODEL, machine, layout, training=training)
+RATES = read_fitted()["a100"].rates
+
+
+def profile(training: FrameworkTraining, layout: Layout = SIXTEEN, machine: Hardware = A100) -> Profile:
+    return profile_of_training(MODEL, machine, layout, training, rates=RATES)
 
 
 @pytest.mark.parametrize(("zero", "bytes_each"), [(0, 18.0), (1, 6 + 12 / 16), (2, 2 + 16 / 16), (3, 18 / 16)])
 def test_each_degree_of_sharding_divides_more_of_the_states(zero: int, bytes_each: float) -> None:
-    (layer,) = profile(Training(zero=zero)).classes
+    (layer,) = profile(FrameworkTraining(zero=zero)).classes
     assert layer.static_bytes == pytest.approx(bytes_each * layer_parameter_count(MODEL), abs=1)
 
 
 def test_hybrid_sharding_divides_over_its_group_alone() -> None:
-    (layer,) = profile(Training(zero=3, sharded_over=8)).classes
+    (layer,) = profile(FrameworkTraining(zero=3, sharded_over=8)).classes
     assert layer.static_bytes == pytest.approx(18 / 8 * layer_parameter_count(MODEL), abs=1)
-    (whole,) = profile(Training(zero=3)).classes
+    (whole,) = profile(FrameworkTraining(zero=3)).classes
     assert layer.gather_s < whole.gather_s, "the group is one node"
 
 
 def test_what_is_offloaded_is_not_on_the_gpu() -> None:
-    training = Training(zero=3, optimizer_offload=True, parameter_offload=True)
+    training = FrameworkTraining(zero=3, optimizer_offload=True, parameter_offload=True)
     found = profile(training)
     assert found.classes[0].static_bytes == 0
     assert found.optimizer_s == 0
-    assert profile(Training(zero=1, optimizer_offload=True)).classes[0].static_bytes == pytest.approx(
+    assert profile(FrameworkTraining(zero=1, optimizer_offload=True)).classes[0].static_bytes == pytest.approx(
         (ADAM_MIXED.weight + ADAM_MIXED.gradient) * layer_parameter_count(MODEL), abs=1
     )
 
 
 def test_sharding_decides_which_collectives_there_are() -> None:
-    none, optimizer, everything = (profile(Training(zero=zero)) for zero in (0, 1, 3))
+    none, optimizer, everything = (profile(FrameworkTraining(zero=zero)) for zero in (0, 1, 3))
     (layer,) = none.classes
     assert layer.sync_s > 0
     assert layer.gather_s == layer.reduce_s == none.optimizer_exchange_s == 0
@@ -70,7 +73,7 @@ def test_sharding_decides_which_collectives_there_are() -> None:
 
 
 def test_gradients_that_wait_for_the_end_are_exposed() -> None:
-    beside, behind = (profile(Training(overlaps_gradients=overlaps)) for overlaps in (True, False))
+    beside, behind = (profile(FrameworkTraining(overlaps_gradients=overlaps)) for overlaps in (True, False))
     assert behind.classes[0].sync_s == 0
     total = 32 * beside.classes[0].sync_s + beside.embedding.sync_s + beside.head.sync_s
     assert behind.optimizer_exchange_s == pytest.approx(total, rel=0.02), "one collective has less latency than many"
@@ -78,21 +81,21 @@ def test_gradients_that_wait_for_the_end_are_exposed() -> None:
 
 def test_weights_gathered_for_the_step_stay_with_their_gradients() -> None:
     pipelined = Layout(tokens=2048, gpus=16, pp=2)
-    training = Training(zero=3, whole_in_step=True)
+    training = FrameworkTraining(zero=3, whole_in_step=True)
     (layer,) = profile(training, pipelined).classes
     assert layer.gather_s == layer.reduce_s == 0
     assert layer.static_bytes == pytest.approx((18 / 8 + 2 + 4) * layer_parameter_count(MODEL), abs=1)
 
 
 def test_the_loss_decides_what_the_head_holds() -> None:
-    held = {loss: profile(Training(loss=loss)).head.transient_bytes for loss in Loss}
+    held = {loss: profile(FrameworkTraining(loss=loss)).head.transient_bytes for loss in Loss}
     assert held[Loss.CHUNKED] < held[Loss.FUSED] < held[Loss.FLOAT32] < held[Loss.COMPILED] < held[Loss.EAGER]
     assert held[Loss.FLOAT32] - held[Loss.FUSED] == 4 * 2048 * MODEL.vocab_size
 
 
 def test_a_fixed_plan_of_a_framework_passes_the_checker() -> None:
     """Every layer at its class's only point; time and peaks are the plan's own."""
-    training = Training(zero=3, recompute=Recompute.FULL)
+    training = FrameworkTraining(zero=3, recompute=Recompute.FULL)
     found = profile(training, Layout(tokens=2048, gpus=16, pp=2))
     problem = ActivationProblem(
         profile=found,
@@ -111,7 +114,7 @@ def test_a_plan_with_every_layer_at_its_input_takes_the_time_of_full_recompute()
     plans = []
     for recompute, points in ((Recompute.FULL, {ALL: 1.0}), (Recompute.NONE, {INPUT: 1.0})):
         problem = ActivationProblem(
-            profile=profile(Training(recompute=recompute)),
+            profile=profile(FrameworkTraining(recompute=recompute)),
             hardware=A100,
             budgets=Budgets(device_bytes=A100.device_bytes),
             pipeline=Pipeline(microbatches=3),
@@ -127,43 +130,11 @@ def test_a_plan_with_every_layer_at_its_input_takes_the_time_of_full_recompute()
 
 def test_impossible_choices_are_refused() -> None:
     with pytest.raises(UsageError, match="zero is 4"):
-        Training(zero=4)
+        FrameworkTraining(zero=4)
     with pytest.raises(UsageError, match="only under full recompute"):
-        Training(input_offload=True)
+        FrameworkTraining(input_offload=True)
     with pytest.raises(UsageError, match="dropout"):
-        Training(dropout=1.0)
+        FrameworkTraining(dropout=1.0)
     unconnected = dataclasses.replace(A100.network, nics_per_node=0, nic_bytes_per_s=0)
     with pytest.raises(UsageError, match="no network"):
-        profile(Training(zero=3), machine=dataclasses.replace(A100, network=unconnected))
-
-
-def test_fitted_rates_are_those_of_the_fits_file() -> None:
-    kinds = json.loads(FITTED_FILE.read_text())["kinds"]
-    assert FITTED.keys() == kinds.keys()
-    for kind, rates in FITTED.items():
-        assert {name: getattr(rates, name) for name in RATES} == {name: kinds[kind]["rates"][name] for name in RATES}
-
-
-# memo's own engine.
-
-
-def test_gathers_and_reductions_of_memos_own_engine_take_time_beyond_a_node() -> None:
-    one, many = (derive_profile(MODEL, A100, Layout(tokens=4096, gpus=gpus)) for gpus in (8, 1024))
-    assert many.classes[0].gather_s > 2 * one.classes[0].gather_s > 0
-    assert many.classes[0].sync_s > 2 * one.classes[0].sync_s > 0
-    alone = derive_profile(MODEL, A100, Layout(tokens=4096))
-    assert alone.classes[0].gather_s == alone.classes[0].sync_s == alone.link_share == alone.send_s == 0
-
-
-def test_exchanges_are_a_part_of_the_passes() -> None:
-    (layer,) = derive_profile(MODEL, A100, Layout(tokens=4096, gpus=8, tp=4, cp=2)).classes
-    alone = derive_profile(MODEL, A100, Layout(tokens=512)).classes[0]
-    assert 0 < layer.forward_exchange_s < layer.forward_s
-    assert layer.forward_s - layer.forward_exchange_s == pytest.approx(alone.forward_s, rel=0.15)
-
-
-def test_collectives_beyond_a_node_take_a_part_of_the_link_to_the_host() -> None:
-    within, beyond = (derive_profile(MODEL, A100, Layout(tokens=1 << 16, gpus=tp, tp=tp)) for tp in (8, 16))
-    assert within.link_share == 0
-    assert 0 < beyond.link_share < 1
-    assert derive_profile(MODEL, A100, Layout(tokens=4096, gpus=16, tp=8, pp=2)).send_s > 0
+        profile(FrameworkTraining(zero=3), machine=dataclasses.replace(A100, network=unconnected))

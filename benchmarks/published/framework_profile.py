@@ -1,22 +1,23 @@
 """Profile of a model as a framework trains it: layers from framework_layer.py, embedding, head, optimizer, collectives.
 
-Owns the profile's composition for a `Training`. A method of recompute is part of the layer: point `all` saves what the
-method keeps. Where that is more than the layer's input there is a second point, `input`, at which a plan recomputes the
-layer whole. memo's own engine is in profile_by_arithmetic.py. Needs no torch.
+Owns the profile's composition for a `FrameworkTraining`. A method of recompute is part of the layer: point `all` saves
+what the method keeps. Where that is more than the layer's input there is a second point, `input`, at which a plan
+recomputes the layer whole. memo's own engine is in memo/gpt/arithmetic.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING
 
-from memo.gpt.arithmetic.fitted_rates import FITTED
+from benchmarks.published.framework_layer import E, FrameworkLayer
+from benchmarks.published.framework_training import GATHERED, Loss, Recompute
+from benchmarks.published.kernel_times import KernelRates, KernelTimes
+from benchmarks.published.transformer import Transformer
+from memo.gpt.arithmetic import RankWeights
 from memo.gpt.arithmetic.flops import flops_per_token, layer_parameter_count, mlp_parameter_count
-from memo.gpt.arithmetic.framework_layer import E, FrameworkLayer
-from memo.gpt.arithmetic.kernel_times import KernelRates, KernelTimes
-from memo.gpt.arithmetic.training import GATHERED, Loss, Recompute
-from memo.gpt.arithmetic.transformer import Transformer
-from memo.gpt.arithmetic.weight_exchange import WeightExchange
+from memo.gpt.arithmetic.profile_by_arithmetic import require_divided
 from memo.mip.inputs import (
     ALL,
     INPUT,
@@ -31,8 +32,8 @@ from memo.mip.inputs import (
 )
 
 if TYPE_CHECKING:
-    from memo.gpt.arithmetic.layout import Layout
-    from memo.gpt.arithmetic.training import Training
+    from benchmarks.published.framework_training import FrameworkTraining
+    from memo.gpt.arithmetic import Layout
     from memo.gpt.config import GPTConfig
     from memo.mip.inputs import Hardware
 
@@ -43,13 +44,14 @@ LOGIT_BYTES = {Loss.FLOAT32: 6, Loss.COMPILED: 10, Loss.EAGER: 14, Loss.FUSED: 2
 LOGIT_PASSES = {Loss.FLOAT32: 54, Loss.COMPILED: 30, Loss.EAGER: 40, Loss.FUSED: 8, Loss.CHUNKED: 8}
 
 
+@functools.lru_cache(maxsize=4096)
 def profile_of_training(
     config: GPTConfig,
     machine: Hardware,
     layout: Layout,
-    training: Training,
+    training: FrameworkTraining,
     *,
-    rates: KernelRates | None = None,
+    rates: KernelRates,
     name: str = "gpt",
 ) -> Profile:
     """Derives the profile of one rank's microbatch.
@@ -59,17 +61,31 @@ def profile_of_training(
         machine: peaks, memories and links of the machine.
         layout: size of the step and its parallelism.
         training: the framework's choices.
-        rates: what kernels reach on the machine; None is what was fitted for it, else what its description says.
+        rates: what kernels reach on the machine.
         name: name of the model in the profile.
+
+    Raises:
+        UsageError: the layout does not divide the model.
     """
-    parts = _Parts(config, machine, layout, training, KernelTimes(machine, rates or _known_rates(machine)))
-    return parts.profile(name)
+    require_divided(config, layout)
+    return _Parts(config, machine, layout, training, KernelTimes(machine, rates)).profile(name)
 
 
-def _known_rates(machine: Hardware) -> KernelRates:
-    """Rates fitted on the machine's kind of GPU: by its name, or by its chip's, which is the name's first part."""
-    fitted = FITTED.get(machine.name) or FITTED.get(machine.name.split("-")[0])
-    return fitted or KernelRates.of(machine)
+class FrameworkWeights(RankWeights):
+    """Weights of a framework, which under `zero` 2 and 3 frees them behind each backward and reduces gradients in each."""
+
+    @property
+    def gathers_each_pass(self) -> bool:
+        """Whether weights are gathered, and gradients reduced, in each microbatch."""
+        return not self.training.whole_in_step and self.training.zero >= 2
+
+    def reduce_s(self, parameters: float) -> float:
+        """Seconds to reduce gradients in each backward."""
+        return super().sync_s(parameters) if self.gathers_each_pass else 0.0
+
+    def sync_s(self, parameters: float) -> float:
+        """Seconds to reduce gradients once a step."""
+        return 0.0 if self.gathers_each_pass else super().sync_s(parameters)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,7 +95,7 @@ class _Parts:
     config: GPTConfig
     machine: Hardware
     layout: Layout
-    training: Training
+    training: FrameworkTraining
     times: KernelTimes
 
     @property
@@ -87,8 +103,8 @@ class _Parts:
         return FrameworkLayer(self.config, self.layout, self.training, self.times)
 
     @property
-    def _exchange(self) -> WeightExchange:
-        return WeightExchange(self.machine, self.layout, self.training)
+    def _exchange(self) -> FrameworkWeights:
+        return FrameworkWeights(self.machine, self.layout, self.training)
 
     @property
     def _dense(self) -> float:
@@ -196,7 +212,7 @@ class _Parts:
 
     def _accumulation_s(self, parameters: float) -> float:
         """Seconds to add a microbatch's gradients, as products leave them, to those before."""
-        if self.training.fused_accumulation or self._exchange.reduces_each_pass:
+        if self.training.fused_accumulation or self._exchange.gathers_each_pass:
             return 0.0
         return self.times.passes_s((GATHERED + 2 * self.training.states.gradient) * parameters)
 

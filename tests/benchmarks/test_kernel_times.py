@@ -6,8 +6,7 @@ import dataclasses
 
 import pytest
 
-from memo.gpt.arithmetic import KernelRates
-from memo.gpt.arithmetic.kernel_times import KernelTimes
+from benchmarks.published.kernel_times import KernelRates, KernelTimes
 from memo.mip.inputs import hardware_preset
 
 A100 = hardware_preset("a100-80g")
