@@ -77,17 +77,16 @@ def require_valid(plan: ActivationPlan) -> None:
 
 
 def check_plan(plan: ActivationPlan) -> Violation | None:
-    """Returns the first violation in the order of `Rule`, or None for a valid plan.
-
-    Raises:
-        PlanInvalid: the step is too long to be simulated.
-    """
+    """Returns the first violation in the order of `Rule`, or None for a valid plan."""
     violation = _layers(plan)
     if violation is not None:
         return violation
     pipeline = plan.problem.pipeline
     short = shortened(plan, ROUNDS * pipeline.stages * len(plan.layers)) if pipeline.chunks > 1 else plan
-    played = [simulate_stage(short, stage) for stage in range(pipeline.stages)]
+    try:
+        played = [simulate_stage(short, stage) for stage in range(pipeline.stages)]
+    except PlanInvalid as error:  # too long to be simulated
+        return Violation(rule=Rule.PREDICTION, message=str(error))
     rules = predict_stages(plan.problem, plan.layers)
     own = rules if short is plan else predict_stages(short.problem, plan.layers)
     over = _device(plan, rules, played) or _shared(plan, rules, played)

@@ -21,7 +21,8 @@ Bytes are in units of the largest layer's, times in units of the mean layer's, t
          + unmoved(q, j) (full_j + G_j - h_j - d_j) + recomputing(q, j) H_j <= device
          at each position q of a stage (memo.mip.activation.memory_peaks), with G = sum_p x_p beside_p, and H >= x_p held_p
          for each p; H = piece max_p held_p where the recompute runs in pieces; H = sum_p x_p held_p where the layer is
-         not divided; least_j, the S of its last point, is in resident(q). Under 1F1B kept is (flight - 1) for each
+         not divided; at least a forward's transient beyond backward's, which is in resident(q) where the layer can be
+         divided; least_j, the S of its last point, is in resident(q). Under 1F1B kept is (flight - 1) for each
          layer, 1 more where j < behind(q); whole is 1 for the running layer, and for the one before it where that can be
          divided; where it cannot, saved is 1 instead
     (7)  sum over a node of flight (sum h) <= host - rounding;  likewise d <= disk - rounding; of several chunks H_s
@@ -412,18 +413,20 @@ class Model:
     def _held_at_once(
         self, layer: LayerProfile, x: Mapping[str, pulp.LpVariable], name: str
     ) -> pulp.LpAffineExpression:
-        """H of a group; an upper bound, also after tokens are rounded."""
+        """H of a group, less what `resident` has of it; an upper bound, also after tokens are rounded."""
         held = {known.name: known.held_bytes / self._byte for known in layer.points if known.held_bytes}
         again = layer.repeated_bytes / self._byte
+        resident = again if layer.divisible else 0.0
         if self.at_one_point(layer) or self._bounds:
-            return pulp.lpSum(x[point] * max(held.get(point, 0.0), again) for point in x if point != ALL)
+            return pulp.lpSum(x[point] * max(held.get(point, 0.0), again) for point in x if point != ALL) - resident
         if layer.name in self.pieces or not held:
-            return pulp.lpSum([max(self.pieces.get(layer.name, 0.0) * max(held.values(), default=0.0), again)])
+            most_held = self.pieces.get(layer.name, 0.0) * max(held.values(), default=0.0)
+            return pulp.lpSum([max(most_held - resident, 0.0)])
         most = self._program.add_variable(f"holds_{name}", again, None)
         for point, nbytes in held.items():
             self._program += most >= x[point] * nbytes
         _, gained = most_gained_bytes(layer, self.problem.profile.signature.rank_tokens)
-        return most + gained / self._byte
+        return most + gained / self._byte - resident
 
     # Rows.
 

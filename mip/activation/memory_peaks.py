@@ -192,7 +192,8 @@ def grouped_peak_candidates(
     """Candidates of a stage's peak that no other one dominates, where layers in groups of these sizes share a plan.
 
     Returns:
-        For each its name, the bytes that do not depend on the plan, and its counts of each group.
+        For each its name, the bytes that do not depend on the plan, with what a recompute of layers that can be divided
+        holds of a forward's transient, and its counts of each group.
     """
     candidates = device_peak_candidates(problem, stage)
     starts = [0, *itertools.accumulate(sizes[:-1])]
@@ -206,9 +207,7 @@ def grouped_peak_candidates(
     for number in np.lexsort((-resident, -kept)).tolist():
         if not (amounts[found] >= amounts[number]).all(axis=1).any():
             found.append(number)
-    return tuple(
-        (candidates[at].name, candidates[at].resident_bytes, tuple(map(tuple, counts[at].tolist()))) for at in found
-    )
+    return tuple((candidates[at].name, int(resident[at]), tuple(map(tuple, counts[at].tolist()))) for at in found)
 
 
 def _likely(moments: Sequence[Moment]) -> list[Moment]:

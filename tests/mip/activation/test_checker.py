@@ -262,6 +262,13 @@ def changed_figures(stage: StagePrediction, factor: float) -> Iterator[StagePred
             yield dataclasses.replace(stage, **{field.name: type(value)(factor * value)})
 
 
+def test_a_step_that_is_too_long_to_be_simulated_is_no_valid_one() -> None:
+    plan = plan_of(*LAYERS, budgets=ROOMY, pipeline=Pipeline(microbatches=1 << 17, schedule=PipelineSchedule.GPIPE))
+    violation = check_plan(plan)
+    assert violation is not None
+    assert "131072 microbatches of 4 layers are more than the 200000 passes that are simulated" in violation.message
+
+
 def test_wear_just_within_its_budget_is_valid() -> None:
     assert check_plan(plan_of(*LAYERS, budgets=budgets(disk_wear_bytes_per_day=DISK / 130 * 86400 * 1.001))) is None
 
