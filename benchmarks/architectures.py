@@ -147,7 +147,7 @@ def _train(model: nn.Module, buffers: dict[str, torch.Tensor], manager: Manager 
         run.results[f"buffer {name}"] = buffer.clone()
     if manager is not None:
         run.recomputed_bytes = manager.stats.bytes_recomputed
-        run.refused = dict(collections.Counter(getattr(manager.report().tokenwise, "refused", {}).values()))
+        run.refused = dict(collections.Counter(getattr(manager.report().recompute, "refused", {}).values()))
         run.reasons = reasons_of(manager)
     return run
 

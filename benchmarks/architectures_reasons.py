@@ -50,7 +50,7 @@ def _entry(manager: Manager, layer: Layer) -> dict[str, Any]:
         told = manager.explain(layer.name)
     except UsageError as error:
         return {"module": type(layer.module).__name__, "whole": str(error).partition(" has no tape: ")[2] or str(error)}
-    last = manager._tokenwise._plans.last(layer.name)  # its tape, of which the explanation says less
+    last = manager._recompute_policy._plans.last(layer.name)  # its tape, of which the explanation says less
     if told.refused is not None or last is None:
         return {"module": told.module, "whole": told.refused}
     choice, setting, _ = last

@@ -139,7 +139,7 @@ def _first_line(error: Exception) -> str:
 
 
 def release_memory() -> None:
-    """Gives back what torch keeps for later: device memory, and page-locked memory in powers of two."""
+    """Gives back what torch keeps for later: device memory, and pinned memory in powers of two."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -142,7 +142,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seq", type=parse_tokens, default=64 << 10, metavar="TOKENS", help="default 64k")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="default 20")
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="default 1")
-    parser.add_argument("--host", default="64GiB", metavar="SIZE", help="page-locked memory, default 64GiB")
+    parser.add_argument("--host", default="64GiB", metavar="SIZE", help="pinned memory, default 64GiB")
     return parser.parse_args(argv)
 
 

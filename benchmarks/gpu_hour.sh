@@ -29,7 +29,7 @@ else  # the rehearsal: the same commands, where nothing is fast
   export PYTEST_ADDOPTS="${PYTEST_ADDOPTS:-} -k '$some'"
 fi
 
-quick="keep everything; full checkpointing; memo"  # page-locking for the others takes a minute each
+quick="keep everything; full checkpointing; memo"  # pinning for the others takes a minute each
 part=${1:-}
 here=$(cd "$(dirname "$0")" && pwd)
 work=${GPU_HOUR_WORK:-/tmp/memo-hour}

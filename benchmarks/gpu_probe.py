@@ -1,10 +1,10 @@
 """The facts of a GPU machine that the design rests on, in a minute: one line each, the most telling first.
 
-    python3 -m benchmarks.gpu_probe            memory up to 16 GiB is page-locked
+    python3 -m benchmarks.gpu_probe            memory up to 16 GiB is pinned
     python3 -m benchmarks.gpu_probe --small    the same code at small sizes, for testing it
 
     host        cores, memory, huge pages, limits on locked memory
-    locking     seconds to page-lock and to unlock, by size
+    locking     seconds to pin and to unlock, by size
     link        bytes per second each way, alone and together, and what it costs the host to ask for a copy
     issue       host time of each call that the engine makes at a layer's edge
     rows        whether a matrix product over fewer rows repeats the bits of the whole: token-wise recompute rests on it
@@ -77,12 +77,12 @@ def _read(path: str) -> str:
 
 def locking(device: torch.device, sizes: Sizes) -> dict[str, Any]:
     """Seconds to lock fresh pages in one call, to give them back, and to lock a slab whose pages threads make first."""
-    from memo.swap.memory.pinned import PinnedSlab, page_locked
+    from memo.swap.memory.pinned import PinnedSlab, empty_pinned
 
     found = {}
     for nbytes in sizes.locked_bytes:
         begin = time.perf_counter()
-        memory = page_locked(nbytes)
+        memory = empty_pinned(nbytes)
         locked = time.perf_counter()
         del memory
         unlocked = time.perf_counter()
@@ -102,10 +102,10 @@ def link(device: torch.device, sizes: Sizes) -> dict[str, Any]:
     import torch
 
     from memo.swap.backends.cuda import CudaBackend
-    from memo.swap.memory.pinned import page_locked
+    from memo.swap.memory.pinned import empty_pinned
 
     backend, nbytes = CudaBackend(device), sizes.copied_bytes
-    memory = page_locked(2 * nbytes)
+    memory = empty_pinned(2 * nbytes)
     on_device = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
 
     def out() -> None:
@@ -135,10 +135,10 @@ def issue(device: torch.device, sizes: Sizes) -> dict[str, Any]:
     import torch
 
     from memo.swap.backends.cuda import CudaBackend
-    from memo.swap.memory.pinned import page_locked
+    from memo.swap.memory.pinned import empty_pinned
 
     backend = CudaBackend(device)
-    memory, small = page_locked(1 << 16), torch.empty(1 << 16, dtype=torch.uint8, device=device)
+    memory, small = empty_pinned(1 << 16), torch.empty(1 << 16, dtype=torch.uint8, device=device)
     event = backend.compute_event()
     calls: dict[str, Callable[[], Any]] = {
         "copy of 64 KiB": lambda: backend.d2h.copy(memory, small),

@@ -64,7 +64,7 @@ def tokens(device: torch.device) -> str:
     got = _gradients(model, manager)
     off = max(float((a - b).norm() / b.norm()) for a, b in zip(got, want, strict=True))
     manager.close()
-    use = manager.report().tokenwise
+    use = manager.report().recompute
     assert use is not None
     assert not use.refused, use.refused
     assert off <= ROUNDINGS, f"gradients are off by {off:.1e}"
@@ -90,7 +90,7 @@ def kernels(device: torch.device) -> str:
 
 
 def link(device: torch.device) -> str:
-    """Copies between the device and page-locked memory."""
+    """Copies between the device and pinned memory."""
     from memo.machine.link_bandwidth import measure_lanes
 
     rates = measure_lanes(device, host=True, directories=[], seconds=0.3)

@@ -56,7 +56,7 @@ from memo.swap.backends.protocol import HostStamp
 from memo.swap.engine.engine import Engine
 from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.layers import find_layers
-from memo.swap.recompute.policy import Tapes
+from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
 from memo.swap.tiers.protocol import Tier
 from memo.swap.token_levels import TokenLevels, setting_of
@@ -264,7 +264,7 @@ class Bench:
             ids = torch.randint(0, 257, (1, case.tokens + 1))
             self._batch = (ids[:, :-1], ids[:, 1:])
 
-    def manager(self) -> tuple[Manager, Engine, Tapes]:
+    def manager(self) -> tuple[Manager, Engine, RecomputePolicy]:
         """With lanes as the case has them, and nothing decided yet."""
         case = self.case
         if isinstance(case, Computed):
@@ -278,8 +278,12 @@ class Bench:
                 disk = PacedDisk(room, write_bytes_per_s=case.disk_bytes_per_s, read_bytes_per_s=case.disk_bytes_per_s)
                 tiers.append(DiskTier(disk, room))
         engine = Engine(backend, tiers, min_bytes=4096, when_full=WhenFull.STAY, tracer=self.tracer)
-        tokenwise = Tapes(engine, TokenLevels(all=1.0))
-        return Manager(self.model, find_layers(self.model), engine, tokenwise=tokenwise), engine, tokenwise
+        recompute_policy = RecomputePolicy(engine, TokenLevels(all=1.0))
+        return (
+            Manager(self.model, find_layers(self.model), engine, recompute_policy=recompute_policy),
+            engine,
+            recompute_policy,
+        )
 
     def link(self, _: int) -> LinkRates | None:
         """The rate that is paced; one that is not is measured in the step."""
@@ -305,11 +309,11 @@ class Predictor:
 
     def __init__(self, bench: Bench, plan: ActivationPlan) -> None:
         self._bench, self._plan = bench, plan
-        self.manager, self._engine, self._tokenwise = bench.manager()
+        self.manager, self._engine, self._recompute_policy = bench.manager()
         self._timeline = StepTimeline(bench.tracer)
         self._engine.listen(self._timeline)
         layers = find_layers(bench.model)
-        self._tokenwise.choose({layer.name: setting_of(MEASURING) for layer in layers})
+        self._recompute_policy.choose({layer.name: setting_of(MEASURING) for layer in layers})
 
     def step(self) -> float:
         """Predicted seconds of a step by the plan."""
@@ -319,7 +323,7 @@ class Predictor:
         self._engine.end_step()
         times = self._timeline.times()
         assert times is not None
-        costs = {one.layer: one for one in self._tokenwise.costs()}
+        costs = {one.layer: one for one in self._recompute_policy.costs()}
         problem = self._plan.problem
         profile = measured_profile(times, costs, problem.profile.signature, is_measuring=True)
         return predicted_s(dataclasses.replace(problem, profile=profile), self._plan.layers, paced=self._bench.is_paced)
@@ -411,9 +415,9 @@ class Row:
 def run(case: Case | Computed, rounds: int) -> Row:
     """All arms take turns, so that what the machine does besides is everybody's."""
     bench = Bench(case)
-    automatic, engine, tokenwise = bench.manager()
+    automatic, engine, recompute_policy = bench.manager()
     memory = DeviceBudget(total_bytes=case.device_bytes, peak_bytes=lambda: 0, restart=lambda: None)
-    actuator = Actuator(engine, tokenwise, automatic.layers, memory, tracer=None, link=bench.link)
+    actuator = Actuator(engine, recompute_policy, automatic.layers, memory, tracer=None, link=bench.link)
     planning = AutoPlan(actuator, checked_plan, tracer=bench.tracer)
     automatic.plan_with(planning)
     while planning.outcome().phase != "settled":

@@ -7,7 +7,7 @@ hidden        1 - (step - compute) / copies. Copies: the seconds that the bytes 
               full checkpointing's; where that did not fit, the other's times the ratio of their FLOPs. Blank where
               neither ran, nothing moved, there is no GPU, or the way computes what neither does.
 mfu_causal    as in memo.gpt.arithmetic.flops, without the FLOPs that were done twice
-device, host  peaks; a peer's host memory is what torch page-locked for it, rounded up to powers of two
+device, host  peaks; a peer's host memory is what torch pinned for it, rounded up to powers of two
 gradients     largest relative norm of a parameter's difference to keep-everything's, or to the first way's that ran;
               "bit for bit" where every bit is equal
 """
@@ -38,7 +38,7 @@ class Row:
     """Date and time of day, UTC."""
     compute: Compute
     start_s: float | None = None
-    """To put the way around the model: page-locking, mostly."""
+    """To put the way around the model: pinning, mostly."""
     step_s: float | None = None
     loss: float | None = None
     moved: Moved = dataclasses.field(default_factory=Moved)

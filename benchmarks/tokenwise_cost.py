@@ -38,9 +38,9 @@ from memo.swap.layers import find_layers
 from memo.swap.token_levels import setting_of
 
 try:
-    from memo.swap.recompute.policy import Tapes
+    from memo.swap.recompute.policy import RecomputePolicy
 except ModuleNotFoundError:  # a checkout from before there were tapes
-    from memo.swap.recompute.token_wise import TokenWise as Tapes  # type: ignore[import-not-found,no-redef]
+    from memo.swap.recompute.token_wise import TokenWise as RecomputePolicy  # type: ignore[import-not-found,no-redef]
 
 LAYERS = 16
 TOKENS = 64
@@ -130,8 +130,11 @@ class Steps:
                 backend = CpuBackend()
                 backend.empty = lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)  # type: ignore[method-assign]
                 engine = Engine(backend, [KeepsTheSource()], min_bytes=1)
-                tokenwise = Tapes(engine, setting_of(SETTINGS[name]))
-                self._arms[f"{kind}, {name}"] = model, Manager(model, find_layers(model), engine, tokenwise=tokenwise)
+                recompute_policy = RecomputePolicy(engine, setting_of(SETTINGS[name]))
+                self._arms[f"{kind}, {name}"] = (
+                    model,
+                    Manager(model, find_layers(model), engine, recompute_policy=recompute_policy),
+                )
 
     def round(self) -> Times:
         return {name: self._step(model, context) for name, (model, context) in self._arms.items()}

@@ -46,7 +46,7 @@ from memo.mip.activation import (
 )
 from memo.mip.address import write_file
 from memo.mip.inputs import Hardware, PipelineSchedule, hardware_of
-from memo.mip.simulate import prove
+from memo.mip.simulate import verify_by_simulation
 from memo.record import gpt_step, record_step
 from memo.units import format_bytes, parse_bytes, parse_tokens
 
@@ -118,7 +118,7 @@ def by_plan(asked: Namespace, description: str | None, file: str) -> list[str]:
         return ActivationProblem(profile=profile, hardware=machine, budgets=budgets, pipeline=pipeline)
 
     plan = solve_mlp_tiles(problem, MLP_TILE_COUNTS if asked.mlp_tiles is None else [asked.mlp_tiles])
-    prove(plan)
+    verify_by_simulation(plan)
     write_file(file, plan_to_json(plan), overwrite=True)
     if LEADS:
         print(activation_table(plan), flush=True)

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from memo.swap.memory.host_pool import HostPool as HostPool
     from memo.swap.memory.numa import node_of_pci_device as node_of_pci_device
     from memo.swap.memory.page_aligned import aligned_empty as aligned_empty
-    from memo.swap.memory.pinned import page_locked as page_locked
+    from memo.swap.memory.pinned import empty_pinned as empty_pinned
     from memo.swap.memory.slab import touched_slab_bytes as touched_slab_bytes
     from memo.swap.placement import Placement as Placement, Quota as Quota
     from memo.swap.recompute.axis.attention import is_attention as is_attention
     from memo.swap.recompute.axis.token_axis import Axis as Axis
     from memo.swap.recompute.explanation import LayerExplanation as LayerExplanation
-    from memo.swap.recompute.policy import Tapes as Tapes
+    from memo.swap.recompute.policy import RecomputePolicy as RecomputePolicy
     from memo.swap.recompute.rank_agreement import (
         equal_on_all_ranks as equal_on_all_ranks,
         gather_values as gather_values,
@@ -82,7 +82,7 @@ else:
             "memory.host_pool": "HostPool",
             "memory.numa": "node_of_pci_device",
             "memory.page_aligned": "aligned_empty",
-            "memory.pinned": "page_locked",
+            "memory.pinned": "empty_pinned",
             "memory.slab": "touched_slab_bytes",
             "placement": "Placement Quota",
             "recompute.axis.attention": "is_attention",
@@ -92,7 +92,7 @@ else:
             "recompute.tape.bans": "Bans",
             "recompute.tape.work": "Rates Work picoseconds_of work_of",
             "recompute.explanation": "LayerExplanation",
-            "recompute.policy": "Tapes",
+            "recompute.policy": "RecomputePolicy",
             "saving_hooks": "SavingHooks",
             "stats": "Stats",
             "tensor_kinds": "argument_storages cast_of_parameter has_storage layer_input local_part parameter_behind",

@@ -1,8 +1,8 @@
 """Recompute levels: how much of a layer's activations is saved, and how it is divided among the levels.
 
-Pure data: a planner chooses it, Tapes (memo.swap.recompute.policy) applies it: the cheapest cut that saves at most the bytes
-of the fractions. In pieces, a layer's tokens are divided into consecutive ranges in the order of the levels, so the saved
-part of any tensor is one prefix of its tokens.
+Pure data: a planner chooses it, RecomputePolicy (memo.swap.recompute.policy) applies it: the cheapest cut that saves at
+most the bytes of the fractions. In pieces, a layer's tokens are divided into consecutive ranges in the order of the levels,
+so the saved part of any tensor is one prefix of its tokens.
 
     tokens      0            k1              k2            s
                 |  SAVE_ALL  |  SAVE_MATMULS   |  SAVE_ATTENTION   |

@@ -240,7 +240,7 @@ def _peak(options: Options, family: Family, way: str, cap: int, steps: int, toke
 
 
 def _is_memory(why: str | None) -> bool:
-    if why is None or "pin_memory" in why:  # of page-locked memory without a GPU
+    if why is None or "pin_memory" in why:  # of pinned memory without a GPU
         return False
     return "memory" in why or "budget" in why or "ended with" in why
 

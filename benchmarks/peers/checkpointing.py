@@ -3,7 +3,7 @@
 Each is a context manager that puts torch's non-reentrant checkpoint around every layer while it is open.
 
     full         layers' inputs stay on the device, all else is computed again
-    offloaded    likewise, with the inputs in page-locked host memory (Unsloth's way, copies on side streams)
+    offloaded    likewise, with the inputs in pinned host memory (Unsloth's way, copies on side streams)
     selective    results of attention and of every second matrix product stay, all else is computed again (torchtitan's way)
 """
 

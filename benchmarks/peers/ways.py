@@ -5,7 +5,7 @@
     save_on_cpu, pinned        torch.autograd.graph.save_on_cpu
     TRL OffloadActivations     streams and defaults as in TRL
     full checkpointing         torch's non-reentrant checkpoint around every layer
-    offloaded checkpointing    likewise, inputs in page-locked host memory
+    offloaded checkpointing    likewise, inputs in pinned host memory
     selective checkpointing    attention and every second matrix product saved, as torchtitan does
     sac_ilp                    selective checkpointing with what torch's own solver saves in half of a layer's memory
     DeepSpeed checkpointing    its own, on a GPU with inputs on the CPU
@@ -80,7 +80,7 @@ class Running:
     moved: Callable[[], Moved] = Moved
     """Copied so far."""
     host_bytes: Callable[[], int] | None = None
-    """The most host memory that held activations; None: what torch page-locked."""
+    """The most host memory that held activations; None: what torch pinned."""
     waited_s: Callable[[], float | None] = lambda: None
     """Spent waiting for copies so far, where it is measured."""
     hidden: Callable[[], float | None] = lambda: None

@@ -22,7 +22,7 @@ from memo.mip.inputs import (
     ALL,
     INPUT,
     Collectives,
-    EndProfile,
+    EmbeddingOrHeadProfile,
     LayerProfile,
     PointProfile,
     Profile,
@@ -216,14 +216,14 @@ class _Parts:
             return 0.0
         return self.times.passes_s((GATHERED + 2 * self.training.states.gradient) * parameters)
 
-    def _embedding(self) -> EndProfile:
+    def _embedding(self) -> EmbeddingOrHeadProfile:
         layer, exchange = self._layer, self._exchange
         row = layer.input_bytes
         parameters = self._vocabulary + self._positions
         waits = exchange.gather_s(parameters)
         masks = row / E if self.training.dropout else 0.0
         gathered = GATHERED * parameters * (self.training.zero >= 3)
-        return EndProfile(
+        return EmbeddingOrHeadProfile(
             forward_s=self.times.passes_s(2 * row) + waits,
             backward_s=self.times.passes_s(4 * row) + waits + exchange.reduce_s(parameters),
             forward_exchange_s=waits,
@@ -235,7 +235,7 @@ class _Parts:
             static=self._static(dense=parameters),
         )
 
-    def _head(self) -> EndProfile:
+    def _head(self) -> EmbeddingOrHeadProfile:
         layer, exchange, training = self._layer, self._exchange, self.training
         row, tokens = layer.input_bytes, layer.tokens
         width = self.config.vocab_size / self.layout.tp
@@ -246,7 +246,7 @@ class _Parts:
         logits = LOGIT_BYTES[training.loss] * tokens * width
         gathered = E * self.config.hidden * tokens if training.sequence_parallel and self.layout.tp > 1 else 0.0
         weights = GATHERED * self._vocabulary * (2 if training.zero >= 3 else 0)
-        return EndProfile(
+        return EmbeddingOrHeadProfile(
             forward_s=forward + passes / 2 + waits,
             backward_s=backward
             + passes / 2

@@ -25,7 +25,7 @@ from memo.mip.activation import (
 from memo.mip.inputs import (
     ALL,
     INPUT,
-    EndProfile,
+    EmbeddingOrHeadProfile,
     LayerProfile,
     PointProfile,
     Profile,
@@ -126,7 +126,7 @@ def _profile(tp: int) -> Profile:
         role=Role.MEASURED,
         classes=(layer,),
         layers=("layer",) * LAYERS,
-        head=EndProfile(
+        head=EmbeddingOrHeadProfile(
             forward_s=rest_s,
             backward_s=BACKWARD * rest_s,
             saved_bytes=memory["other_act"],

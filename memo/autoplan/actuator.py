@@ -1,4 +1,4 @@
-"""Applies an ActivationPlan to one manager: placements to the Engine, points of recompute to Tapes.
+"""Applies an ActivationPlan to one manager: placements to the Engine, points of recompute to RecomputePolicy.
 
 Owns the conversion of a plan's fractions, and the device bytes that a plan may use: what parameters, gradients,
 optimizer state and transient tensors leave of the budget.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from memo.events import Lane, Tracer
     from memo.machine import LinkRates
     from memo.mip.activation import ActivationPlan, LayerPlan
-    from memo.swap import Engine, Layer, LayerCosts, Tapes
+    from memo.swap import Engine, Layer, LayerCosts, RecomputePolicy
 
 __all__ = ["Actuator", "settings_of"]
 
@@ -41,7 +41,7 @@ class Actuator:
     """Applies plans and levels to one manager's engine, and measures its steps; implements ActuatorProtocol.
 
     Args:
-        engine, tokenwise: what settings are applied to.
+        engine, recompute_policy: what settings are applied to.
         layers: the managed layers, in the order of the model.
         budget: the device's budget and counters.
         tracer: the run's own trace, or None.
@@ -53,7 +53,7 @@ class Actuator:
     def __init__(
         self,
         engine: Engine,
-        tokenwise: Tapes,
+        recompute_policy: RecomputePolicy,
         layers: Sequence[Layer],
         budget: DeviceBudget,
         *,
@@ -63,7 +63,7 @@ class Actuator:
         missing_gradient_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._engine = engine
-        self._tokenwise = tokenwise
+        self._recompute_policy = recompute_policy
         self._layers = layers
         self._planned = list(enumerate(layers))  # those that a plan is for, with their numbers
         self._budget = budget
@@ -76,7 +76,7 @@ class Actuator:
         self._held_bytes = budget.used_bytes()  # before the first step
         self._trials = 0
         engine.when_idle(_weakly(self._when_idle))
-        tokenwise.keep_within(lambda: budget.total_bytes - budget.used_bytes())
+        recompute_policy.keep_within(lambda: budget.total_bytes - budget.used_bytes())
 
     @property
     def idle(self) -> bool:
@@ -104,15 +104,15 @@ class Actuator:
             room = max(0, self._budget.total_bytes - self._budget.used_bytes()) // 2
         if isinstance(setting, Level):
             self._engine.place({}, rest_bytes=room)
-            self._tokenwise.choose({layer.name: setting_of(setting) for layer in self._layers})
+            self._recompute_policy.choose({layer.name: setting_of(setting) for layer in self._layers})
         else:
             placements, chosen = self._settings_of(setting)
             late = self.late_bytes(setting) or None  # without a disk a GPU's streams wait, and not the host
             self._engine.place(placements, rest_bytes=room, late_bytes=late)
             self._expect(dict(zip((Tier.HOST, Tier.DISK), lower_tier_nbytes(setting), strict=True)))
             others = {layer.name: setting_of(MEASURING) for layer in self._layers if layer.name not in chosen}
-            self._tokenwise.choose({**others, **chosen})
-        self._tokenwise.begin_forwards(self._layers)
+            self._recompute_policy.choose({**others, **chosen})
+        self._recompute_policy.begin_forwards(self._layers)
 
     def late_bytes(self, plan: ActivationPlan) -> int:
         """Bytes on their way to the disk that the device may hold beside what the plan counts: up to a layer's.
@@ -162,7 +162,7 @@ class Actuator:
         return {self._planned[at][0]: placement for at, placement in placements.items()}, chosen
 
     def prepare_host(self) -> None:
-        """Begins to page-lock the host memory that a plan may use: all that is saved and has no room on the device."""
+        """Begins to pin the host memory that a plan may use: all that is saved and has no room on the device."""
         saved = [known.points[0].saved_bytes for known in self.costs().values() if known.points]
         kept = self.limits().device_bytes - 2 * max(saved, default=0)  # two layers come and go
         need = max(0, sum(saved) - max(0, kept))
@@ -179,7 +179,7 @@ class Actuator:
         claims: list[int] = []
         carried: Mapping[Tier, float] = {}
         for number, layer in self._planned:
-            sizes = self._tokenwise.moved_nbytes(layer.name, chosen[layer.name])
+            sizes = self._recompute_policy.moved_nbytes(layer.name, chosen[layer.name])
             placement = placements[number]
             quota = Quota(placement, expected_nbytes=sum(sizes), carried={} if placement.begins else carried)
             claims += [nbytes for nbytes in sizes if quota.choose(nbytes) is Tier.HOST]
@@ -189,7 +189,7 @@ class Actuator:
 
     def costs(self) -> Mapping[str, LayerCosts]:
         """Costs by level of the layers recomputed by tokens, by layer name."""
-        return {costs.layer: costs for costs in self._tokenwise.costs()}
+        return {costs.layer: costs for costs in self._recompute_policy.costs()}
 
     def limits(self, growth: float = 1.0) -> Limits:
         """Budgets of saved tensors: device memory that the last step used for anything else is taken off.
@@ -294,11 +294,11 @@ class Actuator:
 
     def repeated(self) -> Collection[str]:
         """Layers that were recomputed whole, for lack of room or by their level."""
-        return frozenset(self._tokenwise.repeated)
+        return frozenset(self._recompute_policy.repeated)
 
     def take_trials(self) -> int:
         """Number of trial recomputes of all layers since the last call."""
-        before, self._trials = self._trials, self._tokenwise.trials_run
+        before, self._trials = self._trials, self._recompute_policy.trials_run
         return self._trials - before
 
     def take_peak(self, *, growth: float | None = None) -> int:
@@ -319,7 +319,7 @@ class Actuator:
 
         Recomputes that have passed their trial are tried again only in steps that are not watched closely.
         """
-        self._tokenwise.tries_again = not closely
+        self._recompute_policy.tries_again = not closely
         self._peaks.by_layer = closely and self._budget.frees_at_once
         boundaries = self._peaks.by_layer or self._budget.trim is not None
         # A resident set does not fall at once when a recompute's tensors are freed.
@@ -357,7 +357,7 @@ def _weakly(method: Callable[..., object]) -> Callable[..., None]:
 def settings_of(
     plan: ActivationPlan, layers: Sequence[Layer]
 ) -> tuple[dict[int, Placement], dict[str, TokenLevels | Mix]]:
-    """Converts a plan to placements by layer number, for the Engine, and points by layer name, for Tapes."""
+    """Converts a plan to placements by layer number, for the Engine, and points by layer name, for RecomputePolicy."""
     known = plan.problem.profile.layer_profiles()
     begins = {chunk.start for chunk in chunk_layers(plan.problem, 0)}
     placements = {

@@ -19,7 +19,7 @@ from memo.mip.inputs import (
     CODE_BYTES,
     MATMULS,
     Coding,
-    EndProfile,
+    EmbeddingOrHeadProfile,
     Hardware,
     LayerProfile,
     PointProfile,
@@ -82,8 +82,8 @@ def measured_profile(
         role=Role.MEASURED,
         classes=classes,
         layers=names,
-        embedding=EndProfile(forward_s=max(0, times.first_layer_ns - times.begin_ns) / 1e9),
-        head=EndProfile(forward_s=max(0, head_ns) / 1e9),
+        embedding=EmbeddingOrHeadProfile(forward_s=max(0, times.first_layer_ns - times.begin_ns) / 1e9),
+        head=EmbeddingOrHeadProfile(forward_s=max(0, head_ns) / 1e9),
         mlp_tiles=mlp_tiles,
         codec=codec,
     )
@@ -220,8 +220,8 @@ def saved_alone(profile: Profile) -> Profile:
     return dataclasses.replace(
         profile,
         classes=tuple(bare(layer) for layer in profile.classes),
-        embedding=EndProfile(),
-        head=EndProfile(),
+        embedding=EmbeddingOrHeadProfile(),
+        head=EmbeddingOrHeadProfile(),
         send_bytes=0.0,
     )
 
@@ -292,7 +292,7 @@ def scaled_profile(profile: Profile, signature: Signature) -> Profile:
             largest_storage_bytes=round(known.largest_storage_bytes * linear),
         )
 
-    def end(known: EndProfile) -> EndProfile:
+    def end(known: EmbeddingOrHeadProfile) -> EmbeddingOrHeadProfile:
         return dataclasses.replace(
             known, forward_s=known.forward_s * linear, saved_bytes=round(known.saved_bytes * linear)
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from memo.autoplan.actuator_protocol import Limits
 from memo.autoplan.layer_classes import classes_of
-from memo.mip.inputs import EndProfile, LayerProfile, Profile
+from memo.mip.inputs import EmbeddingOrHeadProfile, LayerProfile, Profile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -136,7 +136,7 @@ def _slowest_layer(layers: Sequence[LayerProfile]) -> LayerProfile:
     )
 
 
-def _slowest_end(ends: Sequence[EndProfile]) -> EndProfile:
+def _slowest_end(ends: Sequence[EmbeddingOrHeadProfile]) -> EmbeddingOrHeadProfile:
     return dataclasses.replace(ends[0], forward_s=max(end.forward_s for end in ends))
 
 

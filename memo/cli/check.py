@@ -10,7 +10,7 @@ from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.errors import ExitCode, PlanInvalid
 from memo.mip.activation import ActivationPlan, check_plan, read_any_plan
 from memo.mip.address import check
-from memo.mip.simulate import prove
+from memo.mip.simulate import verify_by_simulation
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def _check_activations(plan: ActivationPlan, args: argparse.Namespace) -> ExitCo
     rule, message = (None, None) if violation is None else (violation.rule.value, violation.message)
     if rule is None:
         try:
-            prove(plan)
+            verify_by_simulation(plan)
         except PlanInvalid as error:
             rule, message = "simulation", str(error)
     if args.json:

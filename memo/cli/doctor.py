@@ -152,7 +152,7 @@ def _host_rows(host: HostFacts) -> list[tuple[str, str]]:
     limit = host.memlock_limit_bytes
     return [
         ("host memory free", format_bytes(host.memory_available_bytes)),
-        ("may be page-locked", "without limit" if limit is None else format_bytes(limit)),
+        ("may be pinned", "without limit" if limit is None else format_bytes(limit)),
         ("host copy", rate(host.copy_bytes_per_s)),
     ]
 

@@ -17,7 +17,7 @@ from memo.cli.inputs.budgets import add_budget_flags
 from memo.cli.inputs.planned_model import add_model_flags
 from memo.cli.inputs.stage_layers import add_stage_layers_flag
 from memo.cli.planning.changes import changes_that_fit, explain_misfit
-from memo.cli.planning.former_plan import FormerPlan
+from memo.cli.planning.former_plan import CheckpointPlan
 from memo.cli.planning.layouts import add_search_flags, refuse_search_flags, run_search
 from memo.cli.planning.request import AUTO, TILE_TOKENS, parse_request
 from memo.cli.planning.search import describe_longest, fewest_gpus, longest_sequence
@@ -32,7 +32,7 @@ from memo.mip.activation import (
     plan_to_json,
 )
 from memo.mip.inputs import CODECS, PRESETS, PipelineSchedule
-from memo.mip.simulate import prove
+from memo.mip.simulate import verify_by_simulation
 from memo.parallel import ContextAttention
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def run(args: argparse.Namespace) -> ExitCode:
             "--plot draws a sweep only; add --sweep seq, device or host, or use memo simulate for a timeline"
         )
     what = " ".join(["planning", *(given for given in (args.model, args.seq and f"at {args.seq}") if given)])
-    former = None if args.former is None else FormerPlan.read(args.former, model=args.model)
+    former = None if args.former is None else CheckpointPlan.read(args.former, model=args.model)
     with WaitingLine("memo plan", what, quiet=args.json) as waiting:
         request, found = _request(args, say=waiting.say)
         if former is not None:
@@ -237,7 +237,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         if args.sweep is None:
             try:
                 plan = request.plan()
-                simulation = prove(plan)
+                simulation = verify_by_simulation(plan)
             except DoesNotFit as error:
                 misfit = error, changes_that_fit(request, error, say=waiting.say)
     if misfit is not None:
@@ -260,7 +260,7 @@ def _run_on_cluster(args: argparse.Namespace) -> ExitCode:
     with WaitingLine("memo plan", f"planning {args.model} on {args.cluster}", quiet=args.json):
         asked = ClusterRequest.of(args)
         best = asked.plan()
-        simulation = prove(best.plan)
+        simulation = verify_by_simulation(best.plan)
     found = _Found(lines=(f"best placement: {best.placement.describe()}", *best.lines), summary=best.summary)
     return _finish(args, best.plan, simulation, found, asked.request.assumed)
 

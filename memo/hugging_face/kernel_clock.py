@@ -17,7 +17,7 @@ from memo.mip.inputs import Hardware
 from memo.swap import is_attention, work_of
 from memo.torch_private import TorchDispatchMode
 
-__all__ = ["EMBEDDING", "HEAD", "MOST_OPERATORS", "KernelClock", "Spent"]
+__all__ = ["EMBEDDING", "HEAD", "MOST_OPERATORS", "KernelClock", "PassCost"]
 
 EMBEDDING, HEAD = "embedding", "head"
 _ATEN = torch.ops.aten
@@ -31,7 +31,7 @@ MOST_OPERATORS = 30_000
 
 
 @dataclasses.dataclass(slots=True)
-class Spent:
+class PassCost:
     """What one pass of a layer or an end does."""
 
     operators: int = 0
@@ -58,7 +58,7 @@ class KernelClock(TorchDispatchMode):
     def __init__(self, machine: Hardware, *, most: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.site = AllocationSite()
-        self.spent: dict[str, Spent] = collections.defaultdict(Spent)
+        self.spent: dict[str, PassCost] = collections.defaultdict(PassCost)
         """By `LAYER.forward`, `LAYER.backward`, and the same of the ends."""
         self._products_per_s = machine.peak_flops * machine.matmul_efficiency
         self._attention_per_s = machine.peak_flops * machine.attention_efficiency
@@ -85,7 +85,7 @@ class KernelClock(TorchDispatchMode):
             return site.group
         return f"{self._between}.{self._phase}"
 
-    def _count(self, spent: Spent, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _count(self, spent: PassCost, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         spent.operators += 1
         name = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func)
         if "attention" in name and "backward" in name:

@@ -32,7 +32,7 @@ from memo.hugging_face.layer_kinds import LayerKind, ShortModel, short_model
 from memo.hugging_face.recorded_step import RecordedEnd, RecordedLayer, RecordedStep, recorded_step
 from memo.mip.inputs import (
     Collectives,
-    EndProfile,
+    EmbeddingOrHeadProfile,
     Hardware,
     LayerProfile,
     Profile,
@@ -364,20 +364,20 @@ class _Rank:
         profile = weights.with_gathered(profile, weights=gathered, gradients=gradients)
         return profile if recompute is None else recompute.of(profile, input_bytes=own.input_nbytes)
 
-    def embedding(self) -> EndProfile:
+    def embedding(self) -> EmbeddingOrHeadProfile:
         """The end before the layers; FSDP reduces both ends' gradients together where one rank has both."""
         parameters = self._embedding_parameters
         both = parameters + (self.short.head_parameters if self.layout.pp == 1 else 0)
         return self._end(self.step.embedding, parameters, sync=both)
 
-    def head(self) -> EndProfile:
+    def head(self) -> EmbeddingOrHeadProfile:
         """The end behind the layers, with the loss."""
         parameters = self._head_parameters
         return self._end(self.step.head, parameters, sync=parameters if self.layout.pp > 1 else 0)
 
-    def _end(self, own: RecordedEnd, parameters: int, *, sync: int) -> EndProfile:
+    def _end(self, own: RecordedEnd, parameters: int, *, sync: int) -> EmbeddingOrHeadProfile:
         waits_s = self.weights.end_gather_s(parameters)
-        return EndProfile(
+        return EmbeddingOrHeadProfile(
             forward_s=own.forward.seconds + own.forward.attention_s + waits_s,
             backward_s=own.backward.seconds + _ATTENTION_BACKWARD * own.forward.attention_s,
             forward_flops=own.forward.product_flops,

@@ -21,7 +21,7 @@ from memo.autoplan import points_of
 from memo.errors import MemoError, UsageError
 from memo.hugging_face.configuration import one_line, quiet
 from memo.hugging_face.fused_attention import attended_in
-from memo.hugging_face.kernel_clock import EMBEDDING, HEAD, MOST_OPERATORS, KernelClock, Spent, TooManyOperators
+from memo.hugging_face.kernel_clock import EMBEDDING, HEAD, MOST_OPERATORS, KernelClock, PassCost, TooManyOperators
 from memo.hugging_face.layer_kinds import ShortModel
 from memo.loss import loss_without_logits
 from memo.mip.inputs import Hardware, PointProfile
@@ -55,8 +55,8 @@ class RecordedLayer:
     """What it moves and recomputes; None where nothing of it can be recomputed."""
     points: tuple[PointProfile, ...]
     always_nbytes: int
-    forward: Spent
-    backward: Spent
+    forward: PassCost
+    backward: PassCost
     attention_share: float
     entering_nbytes: int
     leaving_nbytes: int
@@ -83,8 +83,8 @@ class RecordedLayer:
 class RecordedEnd:
     """Embedding or head."""
 
-    forward: Spent
-    backward: Spent
+    forward: PassCost
+    backward: PassCost
     saved_nbytes: int
     transient_nbytes: int
 

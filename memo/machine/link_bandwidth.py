@@ -1,6 +1,6 @@
 """Bandwidth measurements: disk write and read, host copy, D2H and H2D; each direction alone and both at once.
 
-They use the engine's own paths: the disk through a DiskStore, the GPU's link through page-locked memory. Every
+They use the engine's own paths: the disk through a DiskStore, the GPU's link through pinned memory. Every
 measurement is bounded in time, not in bytes, so a slow disk takes no longer to measure than a fast one.
 """
 
@@ -48,7 +48,7 @@ class DiskRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRates:
-    """Rates of one GPU's link to page-locked host memory; `together` with the other direction."""
+    """Rates of one GPU's link to pinned host memory; `together` with the other direction."""
 
     d2h_bytes_per_s: float
     h2d_bytes_per_s: float
@@ -195,19 +195,19 @@ def host_facts(*, seconds: float) -> HostFacts:
 
 
 def measure_link(device: torch.device, *, seconds: float, room_bytes: int = 8 * _TENSOR_BYTES) -> LinkRates:
-    """Measures page-locked copies of a GPU on copy streams like the engine's. Takes three times `seconds`.
+    """Measures pinned copies of a GPU on copy streams like the engine's. Takes three times `seconds`.
 
     Args:
         device: the GPU.
         seconds: length of one measurement.
         room_bytes: device memory that the copies may take; 2 MiB at least.
     """
-    from memo.swap import page_locked
+    from memo.swap import empty_pinned
     from memo.swap.backends import copy_stream
 
     nbytes = min(4 * _TENSOR_BYTES, max(1 << 20, room_bytes // 2))
     with torch.cuda.device(device):
-        pairs = [(page_locked(nbytes), torch.empty(nbytes, dtype=torch.uint8, device=device)) for _ in range(2)]
+        pairs = [(empty_pinned(nbytes), torch.empty(nbytes, dtype=torch.uint8, device=device)) for _ in range(2)]
         torch.cuda.synchronize(device)
         out = (copy_stream(device), pairs[0][0], pairs[0][1])
         back = (copy_stream(device), pairs[1][1], pairs[1][0])

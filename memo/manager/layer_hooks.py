@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memo.manager.plan_source import PlanSource
-    from memo.swap import Engine, Group, Layer, LayerHook, Tapes
+    from memo.swap import Engine, Group, Layer, LayerHook, RecomputePolicy
 
 __all__ = ["LayerHooks"]
 
@@ -53,12 +53,14 @@ class LayerHooks:
         """Names of the layers whose forwards have begun since `install`."""
         return [self._layers[position].name for position in self._running]
 
-    def install(self, engine: Engine, tokenwise: Tapes, source: Callable[[], PlanSource | None]) -> None:
+    def install(
+        self, engine: Engine, recompute_policy: RecomputePolicy, source: Callable[[], PlanSource | None]
+    ) -> None:
         """Hooks all layers, for the calling thread."""
         self._thread = threading.get_ident()
         self.failed = None
         for position, layer in enumerate(self._layers):
-            self._hooks.append(self._hook(position, layer, engine, tokenwise, source))
+            self._hooks.append(self._hook(position, layer, engine, recompute_policy, source))
             self._hooks[-1].install()
 
     def forget_open(self) -> None:
@@ -82,7 +84,7 @@ class LayerHooks:
         position: int,
         layer: Layer,
         engine: Engine,
-        tokenwise: Tapes,
+        recompute_policy: RecomputePolicy,
         source: Callable[[], PlanSource | None],
     ) -> LayerHook:
         device = engine.backend.device
@@ -100,7 +102,7 @@ class LayerHooks:
                 plan_source.before_layer(args, kwargs)
             group = engine.begin_layer(position, layer.name, args, kwargs, last=layer.last)
             self._running.setdefault(position, []).append(group)
-            tokenwise.begin(layer, group, args, kwargs)
+            recompute_policy.begin(layer, group, args, kwargs)
 
         def end(module: nn.Module, args: object, output: object) -> None:
             if not runs_as_written():
@@ -110,7 +112,7 @@ class LayerHooks:
                 group = running.pop()
                 if output is None:
                     self.failed = layer.name
-                tokenwise.end(group, output)
+                recompute_policy.end(group, output)
                 engine.end_layer(group, between=not layer.last)
 
         return hook_forward(layer.module, begin, end)

@@ -97,7 +97,7 @@ class Machine:
         """Opens the disk for the device, and its store, if it has one.
 
         A CPU's tensors are written by the store directly. A GPU's go to disk by GPUDirect Storage where a trial shows that
-        it works, and through page-locked host blocks otherwise. Checksums need the bytes in host memory.
+        it works, and through pinned host blocks otherwise. Checksums need the bytes in host memory.
 
         Args:
             directories: of the scratch files.
@@ -108,14 +108,14 @@ class Machine:
         if self.host_is_device:
             store = DiskStore(directories, nbytes, verify=verify)
             return store, store
-        from memo.swap import page_locked
+        from memo.swap import empty_pinned
         from memo.swap.backends import copy_stream, numa_node
         from memo.swap.disk import GdsDisk, StagedDisk, obstacles, try_gds
 
         if not verify and not any(obstacles(directory) or try_gds(directory) for directory in directories):
             return GdsDisk(directories, nbytes, new_stream=lambda: copy_stream(device)), None
         store = DiskStore(directories, nbytes, verify=verify)
-        staging = functools.partial(page_locked, node=numa_node(device))
+        staging = functools.partial(empty_pinned, node=numa_node(device))
         return StagedDisk(store, copy_stream(device), copy_stream(device), staging), store
 
 

@@ -27,10 +27,10 @@ from memo.manager.arguments import LayerLevels, layer_at, settings_by_layer
 from memo.manager.forwards import ForwardHooks, entries_of
 from memo.manager.layer_hooks import LayerHooks
 from memo.manager.memory_errors import MemoryWatch
-from memo.manager.opening import Opening, Parts
+from memo.manager.opening import OffloadOptions, Runtime
 from memo.manager.report import DiskUse, Report
 from memo.manager.step_ends import StepEnds
-from memo.manager.unmanaged import BackwardWatch
+from memo.manager.unmanaged import ForgottenAttach
 from memo.manager.unseen import Unseen
 from memo.swap import (
     Engine,
@@ -38,9 +38,9 @@ from memo.swap import (
     LayerCosts,
     LayerExplanation,
     LayerHook,
+    RecomputePolicy,
     SavingHooks,
     Stats,
-    Tapes,
     TokenLevels,
     runs_as_written,
 )
@@ -89,8 +89,8 @@ class Manager:
         recorder: TraceRecorder | None = None,
         store: DiskStore | None = None,
         *,
-        tokenwise: Tapes | None = None,
-        opening: Opening | None = None,
+        recompute_policy: RecomputePolicy | None = None,
+        opening: OffloadOptions | None = None,
     ) -> None:
         self._name = type(model).__name__
         self._model = model
@@ -116,18 +116,18 @@ class Manager:
         self._is_closed = False
         self._logged_plan: ActivationPlan | None = None
         self._logged_progress = ""
-        self._parts: Parts | None = None
+        self._parts: Runtime | None = None
         self._opening = opening
         self._has_schedule = opening is not None and opening.order is not None
-        self._watch: BackwardWatch | None = None
+        self._watch: ForgottenAttach | None = None
         if opening is not None:
             if opening.device() is not None:
                 self._open()
-            self._watch = BackwardWatch(model, layers)
+            self._watch = ForgottenAttach(model, layers)
         else:
             assert engine is not None
-            tapes = Tapes(engine, TokenLevels(all=1.0)) if tokenwise is None else tokenwise
-            self._use(Parts(engine=engine, tokenwise=tapes, recorder=recorder, store=store))
+            tapes = RecomputePolicy(engine, TokenLevels(all=1.0)) if recompute_policy is None else recompute_policy
+            self._use(Runtime(engine=engine, recompute_policy=tapes, recorder=recorder, store=store))
 
     def _open(self) -> None:
         """Opens what the manager works with, for the device that the model is on; anew where it has moved since."""
@@ -147,14 +147,14 @@ class Manager:
         self._use(opening.open(device))
         log.info("%s: %d layers managed on %s", self._name, len(self._layers), device)
 
-    def _use(self, parts: Parts) -> None:
+    def _use(self, parts: Runtime) -> None:
         self._parts = parts
         self._engine = engine = parts.engine
         self._recorder = parts.recorder
         self._sampler = parts.sampler
         self._memory_watch = MemoryWatch(engine, parts.owned, parts.recorder, parts.sampler)
         self._store = parts.store
-        self._tokenwise = parts.tokenwise
+        self._recompute_policy = parts.recompute_policy
         self._plan_source = parts.source
         self._steps = model_steps(self._model, engine.backend.device)
         engine.keep(self._model.parameters(), self._model.buffers())
@@ -227,10 +227,10 @@ class Manager:
             hooks.install()
         if self._steps is not None:
             self._hooks.append(self._steps.hook(idle=self._is_idle))
-        self._layer_hooks.install(self._engine, self._tokenwise, lambda: self._plan_source)
+        self._layer_hooks.install(self._engine, self._recompute_policy, lambda: self._plan_source)
         # Without recompute the engine packs directly, which saves one call per saved tensor.
-        idle = self._tokenwise.is_idle and self._plan_source is None  # a plan may change that at the first layer
-        pack: Callable[[torch.Tensor], Any] = self._engine.pack if idle else self._tokenwise.pack
+        idle = self._recompute_policy.is_idle and self._plan_source is None  # a plan may change that at the first layer
+        pack: Callable[[torch.Tensor], Any] = self._engine.pack if idle else self._recompute_policy.pack
         pack = self._unseen.watch(pack, lambda: self.open_layer)
         self._saving = SavingHooks(pack, self._engine.unpack)
         self._saving.install()
@@ -258,7 +258,7 @@ class Manager:
             self._plan_source.before_forward(may_end=has_ended)
             self._log_plan(self._plan_source)
         self._engine.begin_forwards()
-        self._tokenwise.begin_forwards(self._layers)
+        self._recompute_policy.begin_forwards(self._layers)
 
     def _log_plan(self, source: PlanSource) -> None:
         """Logs the progress of planning where it has changed, as from step to step, and a new plan."""
@@ -279,7 +279,7 @@ class Manager:
             return
         claims.require_alone(self)
         if not self._is_prepared:
-            self._tokenwise.end_forwards()
+            self._recompute_policy.end_forwards()
             self._engine.end_forwards()
             self._layer_hooks.forget_open()
             self._begin_forward()
@@ -392,7 +392,7 @@ class Manager:
         if self._saving is not None:
             self._saving.remove()
             self._saving = None
-        self._tokenwise.end_forwards()
+        self._recompute_policy.end_forwards()
         self._layer_hooks.remove()
         while self._hooks:
             self._hooks[-1].remove()
@@ -423,7 +423,7 @@ class Manager:
             self._plan_source = None
             self._engine.place({})
             self._engine.listen(self._recorder)
-        self._tokenwise.choose(chosen)
+        self._recompute_policy.choose(chosen)
 
     def levels_profile(self) -> list[LayerCosts]:
         """Returns the bytes moved and the recompute seconds of each layer at each level, as measured so far.
@@ -434,7 +434,7 @@ class Manager:
         Returns:
             One LayerCosts for each layer that has run so, in bytes and seconds per token of one sequence.
         """
-        return [] if self._parts is None else self._tokenwise.costs()
+        return [] if self._parts is None else self._recompute_policy.costs()
 
     def explain(self, layer: int | str) -> LayerExplanation:
         """Explains what the last forward of a layer did, what of it is kept and what is replayed in backward.
@@ -451,7 +451,7 @@ class Manager:
         found = layer_at(self._layers, layer, argument="explain")
         if self._parts is None:
             raise UsageError(f"{found.name} has no tape: no forward of it has run in the manager yet")
-        return self._tokenwise.explain(found)
+        return self._recompute_policy.explain(found)
 
     def plan_with(self, source: PlanSource) -> None:
         """Sets the plan source that is asked at each forward from now on.
@@ -508,7 +508,7 @@ class Manager:
             self._engine,
             layers=len(self._layers),
             disk=self._disk_use(),
-            tokenwise=self._tokenwise,
+            recompute_policy=self._recompute_policy,
             plan=None if self._plan_source is None else self._plan_source.outcome(),
             unseen=self._unseen.reasons,
             spills=self._engine.spills(self.step),

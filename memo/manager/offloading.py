@@ -19,7 +19,7 @@ from memo.manager.arguments import (
 )
 from memo.manager.disabled import DisabledManager, is_disabled
 from memo.manager.manager import Manager
-from memo.manager.opening import OnFull, Opening
+from memo.manager.opening import OffloadOptions, OnFull
 from memo.manager.plan_source import own_part, read_plan
 from memo.parallel import PipelineOrder
 from memo.swap import TokenLevels, find_layers, setting_of
@@ -193,7 +193,7 @@ def offload(
         require_choice("codec", codec, get_args(CodecName))
     found = find_layers(require_manageable(model), layers)
     order = None if schedule is None else PipelineOrder.of(schedule, [layer.module for layer in found])
-    opening = Opening(
+    opening = OffloadOptions(
         model=model,
         layers=found,
         plan=None if fixed is None else own_part(fixed, order),

@@ -1,7 +1,7 @@
 """Parts of one manager, opened for the device that its model is on: tiers, engine, recompute, plan source.
 
-`memo.offload` checks its arguments into an Opening. It is opened at once where the model's device is known, and at the first
-forward where the model was on the meta device or has moved to a GPU since.
+`memo.offload` checks its arguments into OffloadOptions, from which the parts are opened at once where the model's device is
+known, and at the first forward where the model was on the meta device or has moved to a GPU since.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from memo.autoplan import Actuator, AutoPlan, missing_gradient_bytes, single_ran
 from memo.manager.device_memory import MemorySampler, OwnedMemory
 from memo.manager.machine import machine_of
 from memo.manager.plan_source import FixedPlan, FixedSetting, PlanSource, checked_plan
-from memo.manager.resources import Room, device_of, open_recorder, open_tiers
+from memo.manager.resources import TierBudgets, device_of, open_recorder, open_tiers
 from memo.mip.activation import lower_tier_nbytes
 from memo.parallel import PipelineOrder, gather_values, group_of
-from memo.swap import Bans, Engine, Layer, Setting, Tapes, WhenFull
+from memo.swap import Bans, Engine, Layer, RecomputePolicy, Setting, WhenFull
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from memo.swap.disk import DiskStore
     from memo.trace import TraceRecorder
 
-__all__ = ["OnFull", "Opening", "Parts"]
+__all__ = ["OffloadOptions", "OnFull", "Runtime"]
 
 _Path = str | os.PathLike[str]
 
@@ -43,11 +43,11 @@ that makes its plans itself never raises, whichever it is."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class Runtime:
     """Parts of an open manager."""
 
     engine: Engine
-    tokenwise: Tapes
+    recompute_policy: RecomputePolicy
     recorder: TraceRecorder | None = None
     """None: no trace."""
     store: DiskStore | None = None
@@ -77,7 +77,7 @@ class Parts:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
+class OffloadOptions:
     """Arguments of `memo.offload`, checked; `open` may be called for one device after another."""
 
     model: nn.Module
@@ -115,11 +115,11 @@ class Opening:
         """
         return device_of(self.model)
 
-    def open(self, device: torch.device) -> Parts:
+    def open(self, device: torch.device) -> Runtime:
         """Opens everything for a device; nothing is left open after an error."""
         machine = machine_of(device)
         budget = machine.device_budget(self.device_bytes)
-        room = Room.of(
+        room = TierBudgets.of(
             machine,
             host=self.host,
             host_pool=self.host_pool,
@@ -144,7 +144,7 @@ class Opening:
         )
         if self.order is not None:
             engine.expect(self.order.backward)
-        tokenwise = Tapes(
+        recompute_policy = RecomputePolicy(
             engine,
             self.setting,
             exact=self.exact,
@@ -158,14 +158,21 @@ class Opening:
             engine.sample_memory(sampler.at_boundary)
             owned.when_stepped(sampler.stepped)
             recorder.on_change = sampler.at_change
-        parts = Parts(engine=engine, tokenwise=tokenwise, recorder=recorder, store=store, owned=owned, sampler=sampler)
+        parts = Runtime(
+            engine=engine,
+            recompute_policy=recompute_policy,
+            recorder=recorder,
+            store=store,
+            owned=owned,
+            sampler=sampler,
+        )
         with contextlib.ExitStack() as undo:
             undo.callback(parts.close)  # a plan that does not fit the model leaves no file or buffer behind
             if self.levels:
-                tokenwise.choose(self.levels)
+                recompute_policy.choose(self.levels)
             actuator = Actuator(
                 engine,
-                tokenwise,
+                recompute_policy,
                 self.layers,
                 budget,
                 tracer=recorder,

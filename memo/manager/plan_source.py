@@ -22,7 +22,7 @@ from memo.mip.activation import (
     read_activation_plan,
     require_valid,
 )
-from memo.mip.simulate import prove
+from memo.mip.simulate import verify_by_simulation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -73,7 +73,7 @@ def checked_plan(problem: ActivationProblem) -> ActivationPlan:
     from memo.mip.activation import solve_problem  # imported here: runs with a given plan need no solver
 
     plan = solve_problem(problem)
-    prove(plan)
+    verify_by_simulation(plan)
     return plan
 
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from memo.autoplan import PlanOutcome
-    from memo.swap import Engine, SpillFigures, Tapes
+    from memo.swap import Engine, RecomputePolicy, SpillFigures
 
-__all__ = ["CodecUse", "DiskUse", "Report", "TierUse", "TokenWiseUse"]
+__all__ = ["CodecUse", "DiskUse", "RecomputeUse", "Report", "TierUse"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class CodecUse:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TokenWiseUse:
+class RecomputeUse:
     """Recompute: the layers, their treatment and its cost."""
 
     levels: str
@@ -127,19 +127,19 @@ class TokenWiseUse:
     """Replays that were tried out, to compare them with what was saved."""
 
     @classmethod
-    def of(cls, engine: Engine, tokenwise: Tapes) -> TokenWiseUse | None:
+    def of(cls, engine: Engine, recompute_policy: RecomputePolicy) -> RecomputeUse | None:
         """Reads the counters; None where every tensor is moved whole by choice."""
-        if tokenwise.is_idle:
+        if recompute_policy.is_idle:
             return None
         return cls(
-            levels=tokenwise.described,
-            accepted=len(tokenwise.deviation),
-            repeated=dict(tokenwise.repeated),
-            refused=dict(tokenwise.refused),
-            deviation=tokenwise.worst_deviation,
+            levels=recompute_policy.described,
+            accepted=len(recompute_policy.deviation),
+            repeated=dict(recompute_policy.repeated),
+            refused=dict(recompute_policy.refused),
+            deviation=recompute_policy.worst_deviation,
             recomputed_bytes=engine.stats.bytes_recomputed,
             recompute_s=engine.stats.recompute_s,
-            trials=tokenwise.trials_run,
+            trials=recompute_policy.trials_run,
         )
 
     def lines(self) -> list[str]:
@@ -214,7 +214,7 @@ class Report:
     """Bytes that stayed on the device since no tier had room."""
     recomputed_for_room: SpillFigures | None = None
     """Bytes that no tier had room for, so that their layers were recomputed whole."""
-    tokenwise: TokenWiseUse | None = None
+    recompute: RecomputeUse | None = None
     """None: no recompute."""
     coded: CodecUse | None = None
     """None: nothing moved as codes."""
@@ -234,7 +234,7 @@ class Report:
         *,
         layers: int,
         disk: DiskUse | None = None,
-        tokenwise: Tapes | None = None,
+        recompute_policy: RecomputePolicy | None = None,
         plan: PlanOutcome | None = None,
         unseen: Mapping[str, str] | None = None,
         spills: Mapping[Outcome, SpillFigures] = MappingProxyType({}),
@@ -270,7 +270,7 @@ class Report:
             stalls_s={cause: ns / 1e9 for cause, ns in stats.stalls_ns.items()},
             untimed_waits=stats.untimed_waits,
             live_entries=stats.live_entries,
-            tokenwise=None if tokenwise is None else TokenWiseUse.of(engine, tokenwise),
+            recompute=None if recompute_policy is None else RecomputeUse.of(engine, recompute_policy),
             coded=CodecUse.of(engine),
             disk=disk,
             plan=plan,
@@ -327,7 +327,7 @@ class Report:
         plan = None if outcome is None else outcome.plan
         stage = plan.stages[0] if plan is not None else None if outcome is None else outcome.fallback
         if outcome is None or stage is None:
-            recompute_s = 0.0 if self.tokenwise is None else self.tokenwise.recompute_s
+            recompute_s = 0.0 if self.recompute is None else self.recompute.recompute_s
             if self.untimed_waits or recompute_s is None:
                 has_failed = outcome is not None and outcome.why_not is not None
                 return "time not measured (record a trace" + (")" if has_failed else ", or let it plan)")
@@ -412,8 +412,8 @@ class Report:
             lines.append(f"failed disk writes: {self.failed_writes} (their bytes went to another tier)")
         if self.plan is not None:
             lines += self.plan.lines()
-        if self.tokenwise is not None:
-            lines += self.tokenwise.lines()
+        if self.recompute is not None:
+            lines += self.recompute.lines()
         lines += _by_reason("not managed", self.unseen)
         if self.live_entries:
             lines.append(f"still saved: {self.live_entries} storages, whose backward is to come")

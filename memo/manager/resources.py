@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from memo.swap.disk import DiskStore
     from memo.swap.tiers import Tier
 
-__all__ = ["Room", "device_of", "open_recorder", "open_tiers"]
+__all__ = ["TierBudgets", "device_of", "open_recorder", "open_tiers"]
 
 AUTO_HOST_SHARE = 0.7
 """Share of the free host memory that `host="auto"` takes; the rest is for data loader, checkpoints and system."""
@@ -43,7 +43,7 @@ _Path = str | os.PathLike[str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class TierBudgets:
     """Budgets of one rank's host and disk tiers."""
 
     machine: Machine
@@ -66,7 +66,7 @@ class Room:
         disk: _Path | Sequence[_Path] | None,
         disk_budget: int | str | None,
         weights: tuple[int, int] = (1, 1),
-    ) -> Room:
+    ) -> TierBudgets:
         """Reads the budgets given to `memo.offload`. With a process group a collective call: a node's ranks share them.
 
         Args:
@@ -141,7 +141,7 @@ def _directories(disk: _Path | Sequence[_Path] | None, machine: Machine, host_by
     return [Path(directory) for directory in disk]
 
 
-def open_tiers(room: Room, backend: Backend, *, verify: bool) -> tuple[list[Tier], DiskStore | None]:
+def open_tiers(room: TierBudgets, backend: Backend, *, verify: bool) -> tuple[list[Tier], DiskStore | None]:
     """Opens the host tier, then the disk tier; also returns the disk tier's store, whose counters the report shows."""
     tiers: list[Tier] = []
     store = None
@@ -158,7 +158,7 @@ def open_tiers(room: Room, backend: Backend, *, verify: bool) -> tuple[list[Tier
 
 
 def open_recorder(
-    trace: _Path, model: nn.Module, room: Room, *, stacks: bool = False, now_ns: Callable[[], int]
+    trace: _Path, model: nn.Module, room: TierBudgets, *, stacks: bool = False, now_ns: Callable[[], int]
 ) -> TraceRecorder:
     """Opens this rank's trace; its header has the budgets and the rates of the links, measured alone."""
     machine = room.machine

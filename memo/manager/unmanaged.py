@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
     from memo.swap import Layer
 
-__all__ = ["BackwardWatch"]
+__all__ = ["ForgottenAttach"]
 
-_watched: weakref.WeakKeyDictionary[nn.Module, BackwardWatch] = weakref.WeakKeyDictionary()
+_watched: weakref.WeakKeyDictionary[nn.Module, ForgottenAttach] = weakref.WeakKeyDictionary()
 """Model -> its watch, which ends where another manager of the model begins one."""
 
 
-class BackwardWatch:
+class ForgottenAttach:
     """Waits for a backward of a model of which no forward was managed.
 
     Args:
@@ -76,7 +76,7 @@ class _Hook:
 
     __torch_unserializable__ = True  # torch then leaves it out of files without a warning
 
-    def __init__(self, watch: BackwardWatch) -> None:
+    def __init__(self, watch: ForgottenAttach) -> None:
         self._watch = watch
 
     def __call__(self, gradient: torch.Tensor) -> None:

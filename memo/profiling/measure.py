@@ -19,7 +19,7 @@ from torch import nn
 from memo.autoplan import classes_of, mlp_tiles_of, points_of
 from memo.errors import UsageError
 from memo.manager import offload
-from memo.mip.inputs import EndProfile, LayerProfile, Profile, Role, Signature, StaticBytes
+from memo.mip.inputs import EmbeddingOrHeadProfile, LayerProfile, Profile, Role, Signature, StaticBytes
 from memo.profiling.layer_flops import Flops, forward_flops, repeated_flops
 from memo.profiling.layer_timer import TimedStep, time_step
 from memo.profiling.saved_storages import saved_storages
@@ -108,12 +108,12 @@ def profile(
         role=Role.MEASURED,
         classes=classes,
         layers=names,
-        embedding=EndProfile(
+        embedding=EmbeddingOrHeadProfile(
             forward_s=max(times.embedding_forward_s, 0.0),
             backward_s=max(times.embedding_backward_s, 0.0),
             saved_bytes=transients.saved_outside,
         ),
-        head=EndProfile(
+        head=EmbeddingOrHeadProfile(
             forward_s=max(times.head_forward_s, 0.0),
             backward_s=max(times.head_backward_s, 0.0),
             forward_flops=max(whole.whole - sum(flop.whole for flop in flops), 0.0),

@@ -14,7 +14,7 @@ import torch
 
 from memo.events import Lane, Tier as TierName
 from memo.manager import Manager
-from memo.swap import Engine, Tapes, TokenLevels
+from memo.swap import Engine, RecomputePolicy, TokenLevels
 from memo.swap.backends import Done, OneComputeStream
 from memo.units import parse_bytes
 
@@ -54,8 +54,8 @@ class OffloadWithoutBytes:
     ) -> None:
         self._tier = _UnboundedTier()
         self.engine = Engine(_BytelessBackend(), [self._tier], min_bytes=min_bytes)
-        self.tapes = Tapes(self.engine, TokenLevels.of_alpha(alpha), rates=rates)
-        self.manager = Manager(model, layers, self.engine, tokenwise=self.tapes)
+        self.tapes = RecomputePolicy(self.engine, TokenLevels.of_alpha(alpha), rates=rates)
+        self.manager = Manager(model, layers, self.engine, recompute_policy=self.tapes)
 
     @property
     def moved_nbytes(self) -> int:
@@ -70,7 +70,7 @@ class OffloadWithoutBytes:
     @property
     def whole_layers(self) -> dict[str, str]:
         """Layers that move whole tensors although alpha is below 1, and the reason of each."""
-        use = self.manager.report().tokenwise
+        use = self.manager.report().recompute
         return {} if use is None else dict(use.refused)
 
 

@@ -1,4 +1,4 @@
-"""Backend of a simulated GPU: copy streams, page-locked host memory and disk on the device's clocks.
+"""Backend of a simulated GPU: copy streams, pinned host memory and disk on the device's clocks.
 
 Implements memo.swap's Backend, HostSlab and Disk. Copies move no bytes; each takes its bytes at the link's rate, after what
 it waits for and what its stream was given before. While the other direction copies, too, it has the rate of both together.
@@ -82,7 +82,7 @@ class _Lane:
 
 
 class _Slab:
-    """Page-locked host memory, which a thread locks piece by piece."""
+    """Pinned host memory, which a thread locks piece by piece."""
 
     def __init__(self, clock: Clock, nbytes: int, seconds_per_byte: float) -> None:
         self.memory = _address_space(nbytes)
@@ -198,7 +198,7 @@ class SimulatedBackend(OneComputeStream):
     Args:
         clock: the device's clocks.
         link: rates of its link.
-        lock_s_per_byte: seconds that page-locking takes for each byte.
+        lock_s_per_byte: seconds that pinning takes for each byte.
     """
 
     device = torch.device("cpu")

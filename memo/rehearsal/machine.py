@@ -32,7 +32,7 @@ FIRMWARE_BYTES = 841 << 20
 OUTSIDE_BYTES = 700 << 20
 """Bytes of a GPU that its context and torch's kernels take before the first tensor: H100, CUDA 13."""
 LOCK_S_PER_GIB = 0.1
-"""Page-locking as memo does it: 0.075 to 0.12 s a GiB (benchmarks/results, H100 and H200)."""
+"""Pinning as memo does it: 0.075 to 0.12 s a GiB (benchmarks/results, H100 and H200)."""
 LAUNCH_NS = 6_000
 """Host time of an eager operator, estimated."""
 GIB = 1 << 30

@@ -415,7 +415,7 @@ class _Counts:
             moved_bytes=stats.bytes_host + stats.bytes_disk,
             recompute_s=stats.recompute_s or 0.0,
             stall_s=stats.stall_s or 0.0,
-            trials=0 if report.tokenwise is None else report.tokenwise.trials,
+            trials=0 if report.recompute is None else report.recompute.trials,
         )
 
     def since(self, before: _Counts) -> _Counts:

@@ -45,9 +45,18 @@ from memo.mip.inputs import Kind
 
 if TYPE_CHECKING:
     from memo.mip.activation import ActivationProblem, PeakCandidate, StageMachine, StagePrediction
-    from memo.mip.inputs import EndProfile, LayerProfile
+    from memo.mip.inputs import EmbeddingOrHeadProfile, LayerProfile
 
-__all__ = ["Bound", "Ladder", "has_room", "keeps_all", "kept_bounds", "link_bound", "schedule_bounds", "work_bounds"]
+__all__ = [
+    "Bound",
+    "BoundSequence",
+    "has_room",
+    "keeps_all",
+    "kept_bounds",
+    "link_bound",
+    "schedule_bounds",
+    "work_bounds",
+]
 
 MOMENTS = 2
 """Fullest moments of a stage that count, by each of two orders."""
@@ -68,7 +77,7 @@ class Bound(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ladder:
+class BoundSequence:
     """Bounds of a candidate, or of several at once, in ascending order."""
 
     steps: tuple[tuple[Bound, float], ...] = ()
@@ -78,20 +87,20 @@ class Ladder:
         """The highest bound."""
         return self.steps[-1][1] if self.steps else 0.0
 
-    def raised(self, *more: tuple[Bound, float]) -> Ladder:
+    def raised(self, *more: tuple[Bound, float]) -> BoundSequence:
         """With further bounds, of which those that are not higher are left out."""
         steps = list(self.steps)
         for kind, seconds in more:
             if not steps or seconds > steps[-1][1]:
                 steps.append((kind, seconds))
-        return Ladder(tuple(steps))
+        return BoundSequence(tuple(steps))
 
     def kind(self, beyond_s: float) -> Bound:
         """The kind of the first bound above `beyond_s`, or of the highest."""
         return next((kind for kind, seconds in self.steps if seconds > beyond_s), self.steps[-1][0])
 
 
-def work_bounds(problem: ActivationProblem) -> Ladder:
+def work_bounds(problem: ActivationProblem) -> BoundSequence:
     """Bounds by the slowest stage's work, under any schedule, division of the layers and sharding.
 
     Of a problem in which nothing is sharded: the optimizer's step depends on the sharding and is left out. A stage has a
@@ -101,20 +110,20 @@ def work_bounds(problem: ActivationProblem) -> Ladder:
     profile, pipeline = problem.profile, problem.pipeline
     known, times = profile.layer_profiles(), pipeline.microbatches
     most = -(-len(known) // pipeline.stages)
-    parts: list[LayerProfile | EndProfile] = [*known, profile.embedding, profile.head]
+    parts: list[LayerProfile | EmbeddingOrHeadProfile] = [*known, profile.embedding, profile.head]
     work, exchanged = zip(*map(_work_s, parts), strict=True)
     layers_s = [work_s - exchanged_s for work_s, exchanged_s in zip(work, exchanged, strict=True)][: len(known)]
     alone = max((math.fsum(work) - math.fsum(exchanged)) / pipeline.stages, most * min(layers_s))
     waiting = max(math.fsum(work) / pipeline.stages, most * min(work[: len(known)]))
-    return Ladder().raised((Bound.COMPUTE, times * alone), (Bound.COMMUNICATION, times * waiting))
+    return BoundSequence().raised((Bound.COMPUTE, times * alone), (Bound.COMMUNICATION, times * waiting))
 
 
-def _work_s(part: LayerProfile | EndProfile) -> tuple[float, float]:
+def _work_s(part: LayerProfile | EmbeddingOrHeadProfile) -> tuple[float, float]:
     """Seconds of a microbatch's two passes, and those of them in which it waits for collectives."""
     return part.forward_s + part.backward_s, part.forward_exchange_s + part.backward_exchange_s
 
 
-def kept_bounds(problem: ActivationProblem) -> tuple[Ladder, ActivationPlan]:
+def kept_bounds(problem: ActivationProblem) -> tuple[BoundSequence, ActivationPlan]:
     """Bounds by the step that keeps everything, and that plan, whether or not it fits, without its peaks."""
     layers = (LayerPlan(),) * len(problem.profile.layers)
     plan = ActivationPlan(problem=problem, layers=layers, stages=predict_kept_times(problem))
@@ -122,11 +131,11 @@ def kept_bounds(problem: ActivationProblem) -> tuple[Ladder, ActivationPlan]:
     alone = times * max(stage.compute_s for stage in plan.stages) + last.optimizer_s
     waiting = max(times * stage.microbatch_s + stage.sync_s for stage in plan.stages)
     waiting += last.optimizer_s + last.optimizer_exchange_s
-    found = Ladder().raised((Bound.COMPUTE, alone), (Bound.COMMUNICATION, waiting), (Bound.BUBBLE, plan.step_s))
+    found = BoundSequence().raised((Bound.COMPUTE, alone), (Bound.COMMUNICATION, waiting), (Bound.BUBBLE, plan.step_s))
     return found, plan
 
 
-def schedule_bounds(problem: ActivationProblem) -> Ladder:
+def schedule_bounds(problem: ActivationProblem) -> BoundSequence:
     """Bounds by a schedule, under any sharding: of a problem in which nothing is sharded.
 
     Reductions of gradients and the optimizer's step depend on the sharding and are left out.

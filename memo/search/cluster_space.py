@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 from memo.errors import UsageError
 from memo.mip.activation import Budgets
 from memo.mip.cluster import Cluster, Crossing, Placement, ProfileOf, StagePlace, balanced_layers
-from memo.search.bounds import Bound, Ladder
+from memo.search.bounds import Bound, BoundSequence
 from memo.search.candidates import Candidate
 from memo.search.space import Space
 
 if TYPE_CHECKING:
     from memo.mip.activation import ActivationProblem
     from memo.mip.cluster import NodeGroup
-    from memo.mip.inputs import EndProfile, Hardware, LayerProfile, Profile
+    from memo.mip.inputs import EmbeddingOrHeadProfile, Hardware, LayerProfile, Profile
     from memo.search.candidates import Setting, Shape
     from memo.search.request import Request
 
@@ -112,7 +112,7 @@ class ClusterSpace(Space):
             budgets_of=self._budgets_of,
         )
 
-    def least_work(self, shape: Shape, setting: Setting) -> Ladder:
+    def least_work(self, shape: Shape, setting: Setting) -> BoundSequence:
         """Bound by the work on the placement that suits it best."""
         request = self.request_of(Candidate(shape=shape, setting=setting, zero=0))
 
@@ -131,7 +131,7 @@ class ClusterSpace(Space):
             ends += max(work(group)[2] for group in places[-1].groups) / layer_s[-1]
             count = work(places[0].groups[0])[3]
             steps.append(setting.accumulate * (count + ends) / sum(1 / seconds for seconds in layer_s))
-        return Ladder(((Bound.COMPUTE, min(steps)),)) if steps else Ladder()
+        return BoundSequence(((Bound.COMPUTE, min(steps)),)) if steps else BoundSequence()
 
     def _placements(self, shape: Shape) -> tuple[tuple[StagePlace, ...], ...]:
         """Stages' places of a shape; none where it has no place on the groups of nodes."""
@@ -175,6 +175,6 @@ def _profile_of(request: Request, tiles: int) -> ProfileOf:
     return profile_of
 
 
-def _work_s(part: LayerProfile | EndProfile) -> float:
+def _work_s(part: LayerProfile | EmbeddingOrHeadProfile) -> float:
     """Seconds of a microbatch's two passes, without waits for collectives."""
     return part.forward_s + part.backward_s - part.forward_exchange_s - part.backward_exchange_s

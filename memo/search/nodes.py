@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from memo.errors import UsageError
-from memo.search.bounds import Bound, Ladder, has_room, keeps_all, kept_bounds, link_bound, schedule_bounds
+from memo.search.bounds import Bound, BoundSequence, has_room, keeps_all, kept_bounds, link_bound, schedule_bounds
 from memo.search.candidates import Candidate
 from memo.search.divisions import moved_layers, roomier_layers
 
@@ -53,7 +53,7 @@ class Node:
     """A part of the space that is open."""
 
     stage: Stage
-    ladder: Ladder
+    ladder: BoundSequence
     shapes: Sequence[Shape]
     setting: Setting | None = None
     schedule: Candidate | None = None
@@ -122,7 +122,7 @@ def _beside(candidate: Candidate) -> Node:
     """The node of a candidate beside the space, whose bounds are still to come."""
     return Node(
         stage=Stage.CANDIDATE,
-        ladder=Ladder(((Bound.COMPUTE, 0.0),)),
+        ladder=BoundSequence(((Bound.COMPUTE, 0.0),)),
         shapes=(candidate.shape,),
         setting=candidate.setting,
         candidate=candidate,

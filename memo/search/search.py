@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from memo.errors import SolverFailed
 from memo.gpt import GPTConfig
 from memo.mip.activation import find_plan
-from memo.search.bounds import Bound, Ladder
+from memo.search.bounds import Bound, BoundSequence
 from memo.search.candidates import Candidate
 from memo.search.nodes import Node, Stage, moved, problem_of, refine, roomier
 
@@ -209,7 +209,7 @@ class _Search:
         tokens = space.global_batch * space.request.layout.tokens
         for gpus, shapes in itertools.groupby(space.shapes, key=lambda shape: shape.gpus):
             least_s = 0.0 if rate is None else rate[0] * tokens / (gpus * rate[1])
-            self._push(Node(stage=Stage.GPUS, ladder=Ladder(((Bound.COMPUTE, least_s),)), shapes=tuple(shapes)))
+            self._push(Node(stage=Stage.GPUS, ladder=BoundSequence(((Bound.COMPUTE, least_s),)), shapes=tuple(shapes)))
 
     def _highest_flops(self) -> tuple[float, float] | None:
         """FLOPs of a token, and FLOP/s that no GPU exceeds; None for an empty space."""

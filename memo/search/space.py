@@ -30,7 +30,7 @@ from memo.gpt import EmbeddingGradients, GPTConfig, Precision
 from memo.gpt.arithmetic import EmbeddingTraffic, reason_not_sparse
 from memo.mip.cluster import StageCosts, divide_equal_layers, divide_layers
 from memo.mip.inputs import PipelineSchedule
-from memo.search.bounds import Ladder, work_bounds
+from memo.search.bounds import BoundSequence, work_bounds
 from memo.search.candidates import Candidate, Setting, Shape
 from memo.search.sizes import ModelSizes, divisors_of
 
@@ -216,12 +216,12 @@ class Space:
         """Where the candidate's stages are, if nodes are not alike."""
         return None
 
-    def least_work(self, shape: Shape, setting: Setting) -> Ladder:
+    def least_work(self, shape: Shape, setting: Setting) -> BoundSequence:
         """Bounds by the work of a shape and a setting, whatever the rest of a candidate is."""
         with contextlib.suppress(UsageError):
             candidate = Candidate(shape=shape, setting=setting, zero=0)
             return work_bounds(self.request_of(candidate).problem(self.request.tiles[0]))
-        return Ladder()
+        return BoundSequence()
 
     @property
     def machines(self) -> tuple[Hardware, ...]:

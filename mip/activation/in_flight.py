@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from memo.mip.inputs.pipeline_schedules import Kind, Turn
 
 __all__ = [
-    "Moment",
+    "SchedulePoint",
     "TurnCopy",
     "copies_between_turns",
     "in_flight_within",
@@ -37,7 +37,7 @@ __all__ = [
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class SchedulePoint:
     """A turn of one chunk, with the other calls that the rank holds meanwhile."""
 
     chunk: int
@@ -62,7 +62,7 @@ class Moment:
 
 
 @functools.lru_cache(maxsize=1024)
-def moments_of(turns: tuple[Turn, ...], chunks: int) -> tuple[Moment, ...]:
+def moments_of(turns: tuple[Turn, ...], chunks: int) -> tuple[SchedulePoint, ...]:
     """Moments that may hold most, in order of time.
 
     Args:
@@ -71,7 +71,7 @@ def moments_of(turns: tuple[Turn, ...], chunks: int) -> tuple[Moment, ...]:
     """
     waiting, between = [0] * chunks, [0] * chunks
     latest: tuple[int, int] | None = None  # whose last layer is whole
-    found: dict[Moment, None] = {}
+    found: dict[SchedulePoint, None] = {}
     read_ahead = _read_ahead(turns)
     for at, turn in enumerate(turns):
         if turn.kind in (Kind.BACKWARD, Kind.INPUT):
@@ -81,7 +81,7 @@ def moments_of(turns: tuple[Turn, ...], chunks: int) -> tuple[Moment, ...]:
             between[turn.chunk] -= 1
         ahead = read_ahead[at]
         found[
-            Moment(
+            SchedulePoint(
                 chunk=turn.chunk,
                 kind=turn.kind,
                 waiting=tuple(waiting),
@@ -95,7 +95,7 @@ def moments_of(turns: tuple[Turn, ...], chunks: int) -> tuple[Moment, ...]:
             latest = turn.call
         elif turn.kind is Kind.INPUT:
             between[turn.chunk] += 1
-    alike: collections.defaultdict[tuple[object, ...], list[Moment]] = collections.defaultdict(list)
+    alike: collections.defaultdict[tuple[object, ...], list[SchedulePoint]] = collections.defaultdict(list)
     for moment in found:
         alike[_places(moment)].append(moment)
     return tuple(
@@ -124,12 +124,12 @@ def in_flight_within(turns: tuple[Turn, ...], bound: tuple[Turn, ...], *, chunks
     return all(any(other == one or _covers(other, one) for other in others) for one in moments_of(turns, chunks))
 
 
-def _places(moment: Moment) -> tuple[object, ...]:
+def _places(moment: SchedulePoint) -> tuple[object, ...]:
     """The pass and the chunks whose layers are whole; moments with equal ones differ in the calls that are held."""
     return moment.chunk, moment.kind, moment.whole_chunk, moment.ahead
 
 
-def _covers(other: Moment, one: Moment) -> bool:
+def _covers(other: SchedulePoint, one: SchedulePoint) -> bool:
     return _places(other) == _places(one) and _at_least(other.waiting + other.between, one.waiting + one.between)
 
 

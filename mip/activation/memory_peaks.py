@@ -29,9 +29,9 @@ from memo.mip.inputs.pipeline_schedules import Kind
 from memo.mip.inputs.profile import StaticBytes
 
 if TYPE_CHECKING:
-    from memo.mip.activation.in_flight import Moment
+    from memo.mip.activation.in_flight import SchedulePoint
     from memo.mip.activation.plan import ActivationProblem, LayerPlan
-    from memo.mip.inputs.profile import EndProfile, LayerProfile
+    from memo.mip.inputs.profile import EmbeddingOrHeadProfile, LayerProfile
 
 __all__ = [
     "DeviceMemory",
@@ -171,7 +171,7 @@ def device_peak_candidates(
             layers the first and the last one that run.
     """
     static = stage_static(problem, stage)
-    moments: Sequence[Moment] = problem.pipeline.moments(stage)
+    moments: Sequence[SchedulePoint] = problem.pipeline.moments(stage)
     if likely_only and len(moments) > LIKELY:
         moments = _likely(moments)
     return tuple(
@@ -210,9 +210,9 @@ def grouped_peak_candidates(
     return tuple((candidates[at].name, int(resident[at]), tuple(map(tuple, counts[at].tolist()))) for at in found)
 
 
-def _likely(moments: Sequence[Moment]) -> list[Moment]:
+def _likely(moments: Sequence[SchedulePoint]) -> list[SchedulePoint]:
     """Moments of each kind with most in flight, and with most between the halves of a backward."""
-    found: dict[Moment, None] = {}
+    found: dict[SchedulePoint, None] = {}
     for kind in Kind:
         own = [moment for moment in moments if moment.kind is kind]
         by_all = sorted(own, key=lambda moment: -sum(moment.waiting) - sum(moment.between))
@@ -354,7 +354,7 @@ class _Tally:
 class _MomentPeaks:
     """One moment: the calls besides the running one, and the running chunk layer by layer."""
 
-    def __init__(self, problem: ActivationProblem, stage: int, moment: Moment, static: StaticBytes) -> None:
+    def __init__(self, problem: ActivationProblem, stage: int, moment: SchedulePoint, static: StaticBytes) -> None:
         self._moment = moment
         self._indices = stage_layers(problem, stage)
         self._layers = _own_layers(problem, stage)
@@ -470,7 +470,7 @@ class _MomentPeaks:
         return tally.candidate(name, phase)
 
 
-def _of_end(end: EndProfile, use: Use) -> dict[Use, int]:
+def _of_end(end: EmbeddingOrHeadProfile, use: Use) -> dict[Use, int]:
     """Transient bytes of an end of the model."""
     return {use: end.transient_bytes - end.gathered_bytes, Use.GATHERED: end.gathered_bytes}
 

@@ -31,7 +31,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from memo.errors import PlanError
-from memo.mip.activation.in_flight import Moment, moments_of, peak_in_flight, split_chunks
+from memo.mip.activation.in_flight import SchedulePoint, moments_of, peak_in_flight, split_chunks
 from memo.mip.activation.pipeline_time import microbatches_s
 from memo.mip.inputs.hardware import Hardware, LaneRates
 from memo.mip.inputs.pipeline_schedules import Kind, PipelineSchedule, Turn, rank_turns
@@ -219,13 +219,13 @@ class Pipeline:
         yield from [Kind.BACKWARD, Kind.FORWARD] * (self.microbatches - ahead)
         yield from [Kind.BACKWARD] * ahead
 
-    def moments(self, stage: int) -> tuple[Moment, ...]:
+    def moments(self, stage: int) -> tuple[SchedulePoint, ...]:
         """Moments at which the stage may hold most. With one chunk, those are passes with all others in flight."""
         if self.chunks > 1:
             return moments_of(self.turns(stage), self.chunks)
         others = self.in_flight(stage) - 1
         return tuple(
-            Moment(chunk=0, kind=kind, waiting=(others,), between=(0,), whole_chunk=0 if others else None)
+            SchedulePoint(chunk=0, kind=kind, waiting=(others,), between=(0,), whole_chunk=0 if others else None)
             for kind in (Kind.FORWARD, Kind.BACKWARD)
         )
 

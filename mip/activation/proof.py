@@ -15,7 +15,7 @@ from memo.mip.activation.simulator import MAX_CALLS, require_within_budgets, sim
 from memo.mip.inputs.pipeline_schedules import Kind
 from memo.mip.simulate.result import Simulation
 
-__all__ = ["AGREEMENT", "AGREEMENT_IN_TURNS", "agrees", "most_early_s", "play", "prove"]
+__all__ = ["AGREEMENT", "AGREEMENT_IN_TURNS", "agrees", "most_early_s", "play", "verify_by_simulation"]
 
 AGREEMENT = 0.02
 """Largest deviation of the predicted step time from the simulated one, as a fraction of it."""
@@ -23,7 +23,7 @@ AGREEMENT_IN_TURNS = 0.1
 """The same where ranks have several chunks, of whose waits the prediction has the mean."""
 
 
-def prove(plan: ActivationPlan) -> Simulation:
+def verify_by_simulation(plan: ActivationPlan) -> Simulation:
     """Simulates one step of a plan and compares it with the plan's prediction.
 
     Raises:

@@ -21,7 +21,7 @@ from memo.errors import PlanInvalid
 from memo.events import Tier
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, LayerPlan, chunk_layers, stage_layers
 from memo.mip.inputs.pipeline_schedules import Kind
-from memo.mip.inputs.profile import EndProfile, LayerProfile
+from memo.mip.inputs.profile import EmbeddingOrHeadProfile, LayerProfile
 from memo.mip.simulate.result import EndWork, LayerWork, Part, Simulation, StageSimulation
 from memo.mip.simulate.stage import Stage
 from memo.units import format_bytes
@@ -199,7 +199,7 @@ def _with_node_budgets(stages: Sequence[StageSimulation], problem: ActivationPro
     return dataclasses.replace(stages[number], peaks=tuple(peaks))
 
 
-def _end_work(name: str, end: EndProfile) -> EndWork:
+def _end_work(name: str, end: EmbeddingOrHeadProfile) -> EndWork:
     return EndWork(
         name=name,
         forward_s=end.forward_s,

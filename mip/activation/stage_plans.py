@@ -17,7 +17,7 @@ from memo.mip.activation.plan import (
     chunk_layers,
     stage_layers,
 )
-from memo.mip.inputs.profile import EndProfile, StaticBytes
+from memo.mip.inputs.profile import EmbeddingOrHeadProfile, StaticBytes
 
 __all__ = ["extract_stage_plan", "lower_tier_nbytes"]
 
@@ -42,7 +42,7 @@ def extract_stage_plan(plan: ActivationPlan, stage: int) -> ActivationPlan:
     profile, machine = problem.profile, problem.machine_of(stage)
     ranks = machine.budgets.ranks_per_node
     host, disk = lower_tier_nbytes(plan, stage)
-    embedding = profile.embedding if own[0] == 0 else EndProfile()
+    embedding = profile.embedding if own[0] == 0 else EmbeddingOrHeadProfile()
     messages = problem.message_bytes(stage)  # they stand all the time, and the stage alone has no neighbours
     return dataclasses.replace(
         plan,
@@ -52,7 +52,7 @@ def extract_stage_plan(plan: ActivationPlan, stage: int) -> ActivationPlan:
                 profile,
                 layers=tuple(profile.layers[index] for index in own),
                 embedding=dataclasses.replace(embedding, static=embedding.static + StaticBytes(other=messages)),
-                head=profile.head if own[-1] == len(profile.layers) - 1 else EndProfile(),
+                head=profile.head if own[-1] == len(profile.layers) - 1 else EmbeddingOrHeadProfile(),
                 optimizer_s=machine.optimizer_s,
                 optimizer_exchange_s=machine.optimizer_exchange_s,
                 send_s=machine.send_s,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         INPUT as INPUT,
         MATMULS as MATMULS,
         EmbeddingExchange as EmbeddingExchange,
-        EndProfile as EndProfile,
+        EmbeddingOrHeadProfile as EmbeddingOrHeadProfile,
         LayerProfile as LayerProfile,
         PointProfile as PointProfile,
         Profile as Profile,
@@ -52,7 +52,7 @@ else:
             "hardware": "Hardware PRESETS hardware_of hardware_preset peak_flops",
             "network": "Collectives Group Level Network parse_network",
             "pipeline_schedules": "Kind PipelineSchedule Turn",
-            "profile": "ALL ATTENTION INPUT MATMULS EmbeddingExchange EndProfile LayerProfile PointProfile Profile Role "
-            "Signature StaticBytes",
+            "profile": "ALL ATTENTION INPUT MATMULS EmbeddingExchange EmbeddingOrHeadProfile LayerProfile PointProfile "
+            "Profile Role Signature StaticBytes",
         },
     )

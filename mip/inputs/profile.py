@@ -34,7 +34,7 @@ __all__ = [
     "MATMULS",
     "MAX_LAYERS",
     "EmbeddingExchange",
-    "EndProfile",
+    "EmbeddingOrHeadProfile",
     "LayerProfile",
     "PointProfile",
     "Profile",
@@ -300,7 +300,7 @@ class LayerProfile:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class EndProfile:
+class EmbeddingOrHeadProfile:
     """Embedding before the layers, or head after them (final norm, projection to the vocabulary, loss)."""
 
     forward_s: float = 0.0
@@ -400,8 +400,8 @@ class Profile:
     classes: tuple[LayerProfile, ...]
     layers: tuple[str, ...]
     """The class of each layer, in forward order."""
-    embedding: EndProfile = EndProfile()
-    head: EndProfile = EndProfile()
+    embedding: EmbeddingOrHeadProfile = EmbeddingOrHeadProfile()
+    head: EmbeddingOrHeadProfile = EmbeddingOrHeadProfile()
     mlp_tiles: int = 1
     """Number of tiles in which every layer computes its MLP (`memo.gpt.model`)."""
     embedding_exchange: EmbeddingExchange | None = None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
-    from memo.mip.activation.proof import agrees as agrees, play as play, prove as prove
+    from memo.mip.activation.proof import agrees as agrees, play as play, verify_by_simulation as verify_by_simulation
     from memo.mip.activation.simulator import simulate as simulate
     from memo.mip.simulate.result import (
         Peak as Peak,
@@ -20,7 +20,7 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            ".activation.proof": "agrees play prove",
+            ".activation.proof": "agrees play verify_by_simulation",
             ".activation.simulator": "simulate",
             "result": "Peak Simulation StageSimulation Wait",
             "trace_events": "stage_events",

@@ -139,7 +139,7 @@ class CudaStream:
             self._latest = event
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> _CudaCopy:
-        """Issues a copy in either direction; asynchronous where the host buffer is page-locked."""
+        """Issues a copy in either direction; asynchronous where the host buffer is pinned."""
         timing = self._clock is not None
         begin = torch.cuda.Event(enable_timing=True) if timing else None
         # Blocking: disk threads that wait for a copy sleep instead of each spinning on a core.
@@ -268,7 +268,7 @@ class CudaBackend:
         self._owner[buffer.untyped_storage()] = self.current_stream()
 
     def host_slab(self, nbytes: int) -> PinnedSlab:
-        """Reserves addresses of page-locked memory on the GPU's NUMA node."""
+        """Reserves addresses of pinned memory on the GPU's NUMA node."""
         return PinnedSlab(nbytes, self.device, node=numa_node(self.device))
 
     def synchronize(self) -> None:

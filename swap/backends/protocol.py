@@ -233,7 +233,7 @@ class Backend(Protocol):
         """Declares memory that the program allocated on the caller's compute stream, and has written there."""
 
     def host_slab(self, nbytes: int) -> HostSlab:
-        """Reserves addresses for `nbytes` of host memory, page-locked where the device has a bus to cross.
+        """Reserves addresses for `nbytes` of host memory, pinned where the device has a bus to cross.
 
         Raises:
             SwapError: The system refuses them.

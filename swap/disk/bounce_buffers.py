@@ -1,4 +1,4 @@
-"""Disk tier for device tensors without GPUDirect Storage: device -> page-locked staging blocks -> disk, and back.
+"""Disk tier for device tensors without GPUDirect Storage: device -> pinned staging blocks -> disk, and back.
 
 Two threads, one for each direction, each with its own ring of staging blocks and its own copy stream. A storage is
 split into parts of one block; while one block is written to disk the next one is copied from the device. The slower of
@@ -58,7 +58,7 @@ class StagedDisk:
         disk: Underlying store; closed together with this one.
         out: Copy stream for device to host.
         back: Copy stream for host to device.
-        empty_host: Allocates the staging memory, uint8, page-locked where the device has a bus to cross.
+        empty_host: Allocates the staging memory, uint8, pinned where the device has a bus to cross.
         block_bytes: Bytes of one staging block.
         blocks: Staging blocks in each direction.
     """

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from memo.swap.backends.protocol import Backend
     from memo.swap.engine.saved_storage import Hold
 
-__all__ = ["Recompute", "Rows", "Take", "TokenPrefix", "TokenRange", "Wanted", "pack_prefixes"]
+__all__ = ["FillCallback", "Recompute", "Rows", "TokenPrefix", "TokenRange", "Wanted", "pack_prefixes"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class Wanted(Protocol):
         """Its storage's Hold; dead when no handle is left."""
 
 
-class Take(Protocol):
+class FillCallback(Protocol):
     """Receives recomputed tokens."""
 
     def __call__(self, span: TokenRange, wanted: Wanted, recomputed: torch.Tensor, /, *, owned: bool = False) -> None:
@@ -87,7 +87,7 @@ class Recompute(Protocol):
     def together(self) -> bool:
         """True if it has collectives: all ranks must run it at the same place in their backward."""
 
-    def recompute(self, take: Take) -> None:
+    def recompute(self, take: FillCallback) -> None:
         """Computes the tokens that are still missing; `take` receives those of each wanted tensor."""
 
 

@@ -1,1 +1,1 @@
-"""Host memory: page-aligned and page-locked blocks, NUMA placement, free lists, planned layout."""
+"""Host memory: page-aligned and pinned blocks, NUMA placement, free lists, planned layout."""

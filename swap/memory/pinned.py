@@ -1,4 +1,4 @@
-"""Page-locked host memory, which a GPU reads and writes at the full rate of its link.
+"""Pinned host memory, which a GPU reads and writes at the full rate of its link.
 
 torch's pinned allocator rounds to a power of two (1.78 times the request, measured) and never gives memory back. Here memory
 is a private mapping of which exactly the requested pages are locked in place. A `PinnedSlab` is locked from its start, piece
@@ -41,9 +41,9 @@ from memo.units import format_bytes, format_duration
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["PinnedSlab", "copy_pieces", "page_locked"]
+__all__ = ["PinnedSlab", "copy_pieces", "empty_pinned"]
 
-_HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context, as torch's own pinned memory
+_HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context, as torch's own pinned memory
 _MADV_POPULATE_WRITE = 23  # <linux/mman.h>, since Linux 5.14; Python has no name for it
 _FAULTED_BYTES = 64 << 20
 """Bytes that a thread faults in by one call; between calls it checks whether the slab is closed."""
@@ -68,8 +68,8 @@ _starts: list[int] = []  # addresses at which registrations begin, sorted
 _starts_lock = threading.RLock()  # of changes; a garbage collection may unlock pages meanwhile
 
 
-def page_locked(nbytes: int, *, node: int | None = None) -> torch.Tensor:
-    """Returns page-locked host memory as a uint8 tensor of `nbytes`; it is unlocked when its storage dies.
+def empty_pinned(nbytes: int, *, node: int | None = None) -> torch.Tensor:
+    """Returns pinned host memory as a uint8 tensor of `nbytes`; it is unlocked when its storage dies.
 
     Args:
         nbytes: bytes; whole pages are locked.
@@ -88,7 +88,7 @@ def copy_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
 
     Args:
         target: uint8 tensor.
-        source: uint8 tensor of the same size; at most one of the two is page-locked memory of this module.
+        source: uint8 tensor of the same size; at most one of the two is pinned memory of this module.
     """
     borders = _borders(target) or _borders(source)  # the other one is the device's
     if not borders:
@@ -108,7 +108,7 @@ def _borders(block: torch.Tensor) -> list[int]:
 
 
 class PinnedSlab:
-    """A `memo.swap.backends.protocol.HostSlab` whose first bytes are page-locked in the background, as far as `grow` asks.
+    """A `memo.swap.backends.protocol.HostSlab` whose first bytes are pinned in the background, as far as `grow` asks.
 
     Args:
         nbytes: size of the address range, of which nothing is locked yet.
@@ -143,7 +143,7 @@ class PinnedSlab:
             self._error = None
             if not self._locking:
                 before, self._locking = self._thread, True
-                self._thread = threading.Thread(target=self._work, args=(before,), name="memo-page-lock", daemon=True)
+                self._thread = threading.Thread(target=self._work, args=(before,), name="memo-pin", daemon=True)
                 try:
                     start_thread(self._thread)
                 except BaseException as error:
@@ -207,7 +207,7 @@ class PinnedSlab:
                 self._end()
         progress.end()
         took = format_duration(time.monotonic() - begin)
-        _log.info("page-locked %s of host memory in %s", format_bytes(self._ready - first), took)
+        _log.info("pinned %s of host memory in %s", format_bytes(self._ready - first), took)
 
     def _next_piece(self) -> tuple[int, int] | None:
         with self._changed:
@@ -236,7 +236,7 @@ class PinnedSlab:
 
 
 class _Pages:
-    """A private mapping and its page-locked ranges, which are unlocked before it is unmapped."""
+    """A private mapping and its pinned ranges, which are unlocked before it is unmapped."""
 
     def __init__(self, mapping: mmap.mmap, address: int) -> None:
         self._mapping = mapping
@@ -278,7 +278,7 @@ class _Pages:
         np.frombuffer(self._mapping, dtype=np.uint8)[start:stop:PAGE_BYTES] = 0  # an older kernel
 
     def lock(self, start: int, stop: int) -> None:
-        """Page-locks a range as one registration.
+        """Pins a range as one registration.
 
         Raises:
             SwapError: the driver refuses; nothing is locked.
@@ -288,7 +288,7 @@ class _Pages:
         if code != 0:
             _clear_cuda_error()
             raise SwapError(
-                f"cannot page-lock {format_bytes(nbytes)} of host memory beside {format_bytes(start)} locked already "
+                f"cannot pin {format_bytes(nbytes)} of host memory beside {format_bytes(start)} locked already "
                 f"(CUDA error {code}); "
                 f"lower the host budget (containers and WSL limit it; ulimit -l does not)"
             )
@@ -317,7 +317,7 @@ class _Progress:
         """Prints bytes locked of bytes requested."""
         if wanted >= _PROGRESS_BYTES and sys.stderr.isatty():
             self._shown = True
-            print(f"\rmemo: page-locked {format_bytes(done)} of {format_bytes(wanted)}\x1b[K", end="", file=sys.stderr)
+            print(f"\rmemo: pinned {format_bytes(done)} of {format_bytes(wanted)}\x1b[K", end="", file=sys.stderr)
 
     def end(self) -> None:
         """Erases the line."""

@@ -1,4 +1,4 @@
-"""Pageable host slab, for devices that need no page-locking: pages are taken from the system as they are touched.
+"""Pageable host slab, for devices that need no pinning: pages are taken from the system as they are touched.
 
 Where host memory is the device, a slab's pages are part of the process's resident memory and count against the budget of
 the host tier: `touched_slab_bytes` is what the device's count leaves out.

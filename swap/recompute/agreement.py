@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from memo.swap.recompute.tape.log import Collective
     from memo.swap.recompute.tape.tape import Tape
 
-__all__ = ["Agreed", "Agreements", "Shared"]
+__all__ = ["Agreements", "CollectiveAgreement", "Shared"]
 
 MOST_KINDS = 256
 """Kinds of calls remembered of one layer; counted by layer, so that all ranks forget alike."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Agreed:
+class CollectiveAgreement:
     """Agreement on a kind of call, equal on all ranks, and the findings of this rank's trial of it."""
 
     repeats: tuple[bool, ...]
@@ -64,7 +64,7 @@ class Shared:
     """Steps that are agreed on."""
     apart: frozenset[int]
     """Steps that talk to ranks which take part in no agreement; never repeated."""
-    agreed: Agreed | None
+    agreed: CollectiveAgreement | None
 
     def allow(self, steps: Sequence[int] | frozenset[int]) -> bool:
         """True if a replay of these steps is as agreed."""
@@ -95,7 +95,7 @@ class Agreements:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._kinds: dict[str, LRU[tuple[Any, ...], Agreed]] = {}
+        self._kinds: dict[str, LRU[tuple[Any, ...], CollectiveAgreement]] = {}
 
     def shared(self, layer: str, kind: tuple[Any, ...], collectives: Sequence[Collective]) -> Shared:
         """The collectives of a call.
@@ -116,10 +116,10 @@ class Agreements:
 
     def settle(self, layer: str, shared: Shared, repeated: tuple[bool, ...]) -> Shared:
         """Agreement on the collectives that every rank would repeat. A collective call."""
-        agreed = Agreed(self._ranks.all_of(layer, repeated))
+        agreed = CollectiveAgreement(self._ranks.all_of(layer, repeated))
         return dataclasses.replace(shared, agreed=agreed)
 
-    def add(self, layer: str, shared: Shared, agreed: Agreed) -> Shared:
+    def add(self, layer: str, shared: Shared, agreed: CollectiveAgreement) -> Shared:
         """Keeps an agreement for the calls of its kind."""
         self._kinds.setdefault(layer, LRU(MOST_KINDS))[shared.kind] = agreed
         return dataclasses.replace(shared, agreed=agreed)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from memo.swap.recompute.recorded_call import OpenCall, RecordedCall
     from memo.swap.token_levels import LayerCosts, Setting
 
-__all__ = ["AlikeCalls"]
+__all__ = ["PlanReuse"]
 
 MOST_FORMS = 512
 CLASSES_A_DOUBLING = 4
@@ -45,7 +45,7 @@ class _Planned(NamedTuple):
     costs: LayerCosts | None
 
 
-class AlikeCalls:
+class PlanReuse:
     """Plans by the form of a call: everything that a plan depends on, except sizes."""
 
     def __init__(self) -> None:

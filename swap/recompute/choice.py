@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from memo.swap.recompute.tape.bans import NO_BANS, Bans, banned
 from memo.swap.recompute.tape.cut import Cut, Problem, cheapest, curve
 from memo.swap.recompute.tape.fitting import fitting_cut
-from memo.swap.recompute.tape.log import Birth
+from memo.swap.recompute.tape.log import Origin
 from memo.swap.recompute.tape.plan import Plan, Sources, keep_bits, plan_of, problem_of
 from memo.swap.token_levels import Level, Mix, Setting, TokenLevels
 
@@ -132,7 +132,7 @@ class Choice:
         return sum(
             tape.storage(content)[1]
             for content in cut.kept
-            if tape.contents[content].storage not in there and tape.storage(content)[0] is Birth.MADE
+            if tape.contents[content].storage not in there and tape.storage(content)[0] is Origin.MADE
         )
 
 

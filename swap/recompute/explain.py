@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from memo.swap.recompute.explanation import Fate, LayerExplanation, Point, Row, TokenRange
 from memo.swap.recompute.ranges.ranged_plan import RangedPlan
 from memo.swap.recompute.tape.cut import Cut
-from memo.swap.recompute.tape.log import Birth
+from memo.swap.recompute.tape.log import Origin
 from memo.swap.recompute.tape.plan import plan_of, problem_of
 from memo.swap.recompute.tape.tape import uses_in
 from memo.swap.token_levels import Level
@@ -30,11 +30,11 @@ NAMED_POINTS = {"matmuls": Level.SAVE_MATMULS, "attention": Level.SAVE_ATTENTION
 """Points of every layer's curve; besides them the first, `all`."""
 
 _FROM = {
-    Birth.INPUT: "hidden states",
-    Birth.GIVEN: "argument",
-    Birth.PARAMETER: "parameter",
-    Birth.FOUND: "other tensor",
-    Birth.MADE: "",
+    Origin.INPUT: "hidden states",
+    Origin.GIVEN: "argument",
+    Origin.PARAMETER: "parameter",
+    Origin.FOUND: "other tensor",
+    Origin.MADE: "",
 }
 _NOW = "now"
 """Point of a call that could not keep what its plan would: the first one, before which nothing was known."""

@@ -15,11 +15,11 @@ import torch
 
 from memo.errors import SwapError
 from memo.lru import LRU
-from memo.swap.recompute.agreement import Agreed, Agreements, Shared
-from memo.swap.recompute.alike import AlikeCalls
+from memo.swap.recompute.agreement import Agreements, CollectiveAgreement, Shared
+from memo.swap.recompute.alike import PlanReuse
 from memo.swap.recompute.choice import Choice, single_level
 from memo.swap.recompute.ranges.ranged_plan import RangedPlan, ranged_costs_of, ranged_plan_of
-from memo.swap.recompute.ranges.rows import TokenRows, Way, reading_in, readings_of
+from memo.swap.recompute.ranges.rows import TokenLayout, TokenRows, token_layout, token_layouts
 from memo.swap.recompute.tape.bans import NO_BANS, Bans
 from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.tape.step_costs import step_costs
@@ -97,14 +97,14 @@ class Plans:
         self._found: LRU[tuple[Any, ...], Found] = LRU(MOST_PLANS)
         self._tapes: LRU[tuple[Any, ...], Tape] = LRU(MOST_PLANS)
         self._opaque: LRU[tuple[Any, ...], frozenset[int]] = LRU(MOST_PLANS)
-        self._ways: LRU[tuple[Any, ...], Way] = LRU(MOST_PLANS)
+        self._ways: LRU[tuple[Any, ...], TokenLayout] = LRU(MOST_PLANS)
         """Form of calls, setting, and what can be kept -> how ranges of tokens divided them."""
         self._holds: LRU[tuple[Any, ...], Holds] = LRU(MOST_KINDS)
         self._recorded: LRU[tuple[Any, ...], bool] = LRU(MOST_KINDS)
         """Kinds, without their setting, of calls that have been recorded."""
         self._undivided: LRU[tuple[Any, ...], bool] = LRU(MOST_PLANS)
         """Kinds of calls of which ranges of tokens did no better than whole storages, or failed their trial."""
-        self._alike_calls = AlikeCalls()
+        self._alike_calls = PlanReuse()
         self._last: dict[str, tuple[str, Ended, frozenset[int], Setting]] = {}  # layer -> key of its last call's plan
         self._others_nbytes: dict[str, int] = {}
         """Layer -> bytes that autograd saved in it and that its tape does not have."""
@@ -381,7 +381,7 @@ class Plans:
             unlike = self.trials.unlike(case, plan)
             if self._ranks.all_have(case.layer, unlike is None):
                 assert settled.agreed is not None
-                agreed = Agreed(
+                agreed = CollectiveAgreement(
                     repeats=settled.agreed.repeats,
                     operators=tuple(step.operator for step in steps),
                     wrong=wrong,
@@ -390,7 +390,7 @@ class Plans:
                 return plan, self._agreements.add(case.layer, shared, agreed)
             if unlike is not None:
                 wrong |= {step.number for step in steps} if unlike.step is None else {unlike.step}
-        return None, self._agreements.add(case.layer, shared, Agreed((False,) * len(shared.numbers)))
+        return None, self._agreements.add(case.layer, shared, CollectiveAgreement((False,) * len(shared.numbers)))
 
     def _proposed(self, case: Case, shared: Shared, wrong: Iterable[int]) -> tuple[bool, ...]:
         """Which collectives this rank would repeat, in this call and in the ones that are held for."""
@@ -410,11 +410,11 @@ class Plans:
         least = {level: alone.at(level).keep_cost for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION)}
         form = (case.form, levels, choice.sources, choice.always)  # what can be kept decides, too
         if (known := self._ways.get(form)) is not None:
-            rows = reading_in(tape, known, case.call.recorder.carried)
+            rows = token_layout(tape, known, case.call.recorder.carried)
             if (plan := _divided(rows, levels, choice, least)) is not None:
                 return plan
         if tape.readings is None:
-            tape.readings = list(readings_of(tape, case.call.recorder.carried))
+            tape.readings = list(token_layouts(tape, case.call.recorder.carried))
         for rows in tape.readings:
             if (plan := _divided(rows, levels, choice, least)) is not None:
                 self._ways[form] = rows.way

@@ -29,7 +29,7 @@ from memo.swap.recompute.choice import single_level
 from memo.swap.recompute.explain import NAMED_POINTS, explain
 from memo.swap.recompute.plans import Plans, Refused
 from memo.swap.recompute.ranges.ranged_plan import RangedPlan
-from memo.swap.recompute.rank_agreement import Hearing, Ranks
+from memo.swap.recompute.rank_agreement import CollectiveRecorder, Ranks
 from memo.swap.recompute.recorded_call import OpenCall, Parts, RecordedCall
 from memo.swap.recompute.tape.bans import Bans
 from memo.swap.recompute.tape.checksums import Checksums
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from memo.swap.recompute.tape.cut import Cut
     from memo.swap.recompute.tape.work import Rates
 
-__all__ = ["Tapes"]
+__all__ = ["RecomputePolicy"]
 
 MOST_WARNED = 256
 MOST_COUNTED = 512
@@ -61,7 +61,7 @@ MOST_OPERATORS = 20_000
 """Operators of a layer whose recompute is planned: some seconds on a slow host."""
 
 
-class Tapes:
+class RecomputePolicy:
     """Recompute policy of one manager's layers.
 
     Args:
@@ -113,7 +113,7 @@ class Tapes:
         """False for a device that is not here: nothing unseen changes its tensors."""
         self._gathered: Collection[torch.nn.Parameter] = ()
         """Parameters that had no memory before the first forward: something else gathers them, and releases them."""
-        self._hearing: Hearing | None = None
+        self._hearing: CollectiveRecorder | None = None
 
     def pack(self, tensor: torch.Tensor) -> Handle | Kept | Sharded:
         """The engine's hook for a tensor that autograd saves, which a recorder of the layer is told of."""

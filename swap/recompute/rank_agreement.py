@@ -18,7 +18,7 @@ from memo.swap.recompute.axis.operators import call, group_of, operator_of
 from memo.swap.tensor_kinds import are_wrapped
 from memo.torch_private import OpOverload, TorchDispatchMode
 
-__all__ = ["Hearing", "Ranks", "equal_on_all_ranks", "gather_values"]
+__all__ = ["CollectiveRecorder", "Ranks", "equal_on_all_ranks", "gather_values"]
 
 _T = TypeVar("_T")
 _Told = Mapping[str, tuple[str, str | None]]  # by layer: what this rank was told of it, and what is known against it
@@ -51,7 +51,7 @@ def _is_fake(group: dist.ProcessGroup | None) -> bool:
     return bool(dist.get_backend(group) == "fake")
 
 
-class Hearing(TorchDispatchMode):
+class CollectiveRecorder(TorchDispatchMode):
     """Dispatch mode that records the process groups of the collectives in a layer's first forward.
 
     Operators on the local parts of sharded tensors do not count: each rank can compute those again by itself.
@@ -96,11 +96,11 @@ class Ranks:
         """True when the run has more than one rank."""
         return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
-    def listen(self, layer: str, given: str) -> Hearing | None:
+    def listen(self, layer: str, given: str) -> CollectiveRecorder | None:
         """A recorder of the layer's collectives for its first forward; None once they are known."""
-        return Hearing(layer, given) if layer not in self._groups and self.several else None
+        return CollectiveRecorder(layer, given) if layer not in self._groups and self.several else None
 
-    def heard(self, hearing: Hearing, told: str) -> None:
+    def heard(self, hearing: CollectiveRecorder, told: str) -> None:
         """A layer's first forward has ended; `told` is what this rank was told to do with it. A collective call."""
         layer = hearing.layer
         self._groups[layer] = tuple(hearing.groups.values())

@@ -16,7 +16,7 @@ from memo.swap.engine.token_prefix import Rows, TokenPrefix
 from memo.swap.kept import is_kept
 from memo.swap.layers import Layer, is_gathered_whole
 from memo.swap.recompute.ranges.ranged_replay import RangedReplay, Slice, part_to_keep, slices_of
-from memo.swap.recompute.tape.log import Birth
+from memo.swap.recompute.tape.log import Origin
 from memo.swap.recompute.tape.plan import Plan, Sources
 from memo.swap.recompute.tape.recorder import is_recordable
 from memo.swap.recompute.tape.replay import Brought, Replay, Wanted
@@ -112,7 +112,7 @@ class RecordedCall:
         for number, tensor in recorder.tensors.items():
             birth, nbytes, *_ = storages[number]
             storage = tensor.untyped_storage()
-            if birth is Birth.PARAMETER:
+            if birth is Origin.PARAMETER:
                 is_there = storage.nbytes() == nbytes and number_of(storage) == number
                 if is_there and not (gathered and tensor in gathered):
                     free.add(number)
@@ -124,26 +124,26 @@ class RecordedCall:
                     self.saved[number] = known
                     if is_kept(storage):
                         free.add(number)
-            elif storage.nbytes() != nbytes or (birth is Birth.GIVEN and tensor.is_inference()):
+            elif storage.nbytes() != nbytes or (birth is Origin.GIVEN and tensor.is_inference()):
                 continue  # freed by its owner, as sharded parameters are; or what nothing counts the changes of
-            elif birth is Birth.GIVEN or known is not None or engine.stays(storage):
+            elif birth is Origin.GIVEN or known is not None or engine.stays(storage):
                 free.add(number)
             else:
-                if own is None and birth is Birth.FOUND:
+                if own is None and birth is Origin.FOUND:
                     own = {ref(local_part(tensor).untyped_storage()) for tensor in _own_tensors(call.layer.module)}
-                if birth is Birth.FOUND and own is not None and ref(storage) in own:
+                if birth is Origin.FOUND and own is not None and ref(storage) in own:
                     free.add(number)
                     self._lent.add(number)
                 else:
                     held.add(number)
                     if number in outputs:
                         self._returned.add(number)
-        given = {number for number, (birth, *_) in enumerate(storages) if birth in (Birth.GIVEN, Birth.FOUND)}
+        given = {number for number, (birth, *_) in enumerate(storages) if birth in (Origin.GIVEN, Origin.FOUND)}
         self._others = given - saved - recorder.lent
         lent = recorder.lent - free - saved
         passed_on |= free
         stuck = tuple(
-            sorted(number for number in self.saved if number in passed_on or storages[number][0] is not Birth.MADE)
+            sorted(number for number in self.saved if number in passed_on or storages[number][0] is not Origin.MADE)
         )
         wanted = tuple(sorted(number for number in self.saved if number not in stuck))
         sources = Sources(
@@ -267,7 +267,7 @@ class RecordedCall:
         """Packs what a plan keeps, all of it or some of its tokens, on the stream on which it was held."""
         recorder, storage = self._call.recorder, tensor.untyped_storage()
         beside = tuple(map(Guard, recorder.beside.get(number, {}).values()))
-        if number >= 0 and recorder.storages[number][0] is Birth.PARAMETER:
+        if number >= 0 and recorder.storages[number][0] is Origin.PARAMETER:
             known = None if is_gathered_whole(self._call.layer.module) else ref(storage)
             return Brought(Kept(tensor), storage.nbytes(), known, beside)
         whole = recorder.sharded.get(ref(storage))
@@ -314,7 +314,7 @@ def _shapes_given(recorder: Recorder) -> set[torch.Size]:
     Not so what a layer shows besides, as the weights of its attention, which the program drops.
     """
     given = enumerate(recorder.storages)  # arguments are the first values, one for each storage
-    return {recorder.values[number][2] for number, (birth, *_) in given if birth in (Birth.INPUT, Birth.GIVEN)}
+    return {recorder.values[number][2] for number, (birth, *_) in given if birth in (Origin.INPUT, Origin.GIVEN)}
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from memo.swap.recompute.tape.plan import Plan
     from memo.swap.recompute.tape.replay import Replay, Wanted
 
-__all__ = ["BOUND", "Unlike", "try_out", "try_out_ranges"]
+__all__ = ["BOUND", "ReplayMismatch", "try_out", "try_out_ranges"]
 
 # Largest accepted root-mean-square difference between a replayed and a saved tensor, in units of the type's epsilon and of
 # the tensor's own root mean square. A matrix product of another height may run through another kernel, which adds in
@@ -31,7 +31,7 @@ __all__ = ["BOUND", "Unlike", "try_out", "try_out_ranges"]
 BOUND = {torch.float64: 16.0, torch.float32: 16.0, torch.bfloat16: 1.0, torch.float16: 1.0}
 
 
-class Unlike(Exception):
+class ReplayMismatch(Exception):
     """The replay gave something else; `step` is the earliest one at fault, None where that is not known."""
 
     def __init__(self, step: int | None, reason: str) -> None:
@@ -48,7 +48,7 @@ def try_out(replay: Replay, *, release: Callable[[int, SavedStorage], bool] | No
             replay has the same bits, which then takes its place where it returns True.
 
     Raises:
-        Unlike: a step could not run again, or a storage differs where autograd saved a part of it.
+        ReplayMismatch: a step could not run again, or a storage differs where autograd saved a part of it.
         torch.OutOfMemoryError: there was no device memory for it.
     """
     plan = replay.plan
@@ -72,11 +72,11 @@ def try_out(replay: Replay, *, release: Callable[[int, SavedStorage], bool] | No
     try:
         replay.run(compare)
     except ReplayFailed as failure:
-        raise Unlike(failure.step, f"it cannot run again ({failure})") from failure.__cause__
+        raise ReplayMismatch(failure.step, f"it cannot run again ({failure})") from failure.__cause__
     except MemoError as error:
-        raise Unlike(None, str(error)) from error
+        raise ReplayMismatch(None, str(error)) from error
     if worst is not None:
-        raise Unlike(worst, f"repeating {plan.tape.steps[worst].name} gave something else")
+        raise ReplayMismatch(worst, f"repeating {plan.tape.steps[worst].name} gave something else")
 
 
 def _equal(plan: Plan, storage: int, source: torch.Tensor, made: torch.Tensor) -> bool:
@@ -106,8 +106,8 @@ def try_out_ranges(replays: Sequence[Replay], *, exact: bool) -> float:
         Largest difference of a part of the tokens found, in units of BOUND; 0 for equal bits.
 
     Raises:
-        Unlike: a step could not run on a part of the tokens, or what it gave differs by more than the bound; or, where it is
-            to be `exact` or is replayed whole, by as much as a rounding.
+        ReplayMismatch: a step could not run on a part of the tokens, or what it gave differs by more than the bound; or,
+            where it is to be `exact` or is replayed whole, by as much as a rounding.
         torch.OutOfMemoryError: there was no device memory for it.
     """
     worst = 0.0
@@ -127,11 +127,11 @@ def try_out_ranges(replays: Sequence[Replay], *, exact: bool) -> float:
         try:
             replay.run(compare)
         except ReplayFailed as failure:
-            raise Unlike(None, f"a part of its tokens cannot run again ({failure})") from failure.__cause__
+            raise ReplayMismatch(None, f"a part of its tokens cannot run again ({failure})") from failure.__cause__
         except MemoError as error:
-            raise Unlike(None, str(error)) from error
+            raise ReplayMismatch(None, str(error)) from error
     if not worst <= 1.0 or (exact and worst > 0):  # after all replays, in which other ranks may take part
-        raise Unlike(None, f"a part of its tokens differs by {worst:.3g} times the bound")
+        raise ReplayMismatch(None, f"a part of its tokens differs by {worst:.3g} times the bound")
     for replay in replays:
         if not isinstance(replay, RangedReplay):
             try_out(replay)

@@ -15,7 +15,7 @@ import torch
 from memo.lru import LRU
 from memo.swap.recompute.tape.form import sizes_of
 from memo.swap.recompute.tape.plan import Plan
-from memo.swap.recompute.trial import Unlike, try_out, try_out_ranges
+from memo.swap.recompute.trial import ReplayMismatch, try_out, try_out_ranges
 from memo.swap.token_levels import Setting, comparing_nbytes
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class Trials:
             run = (case.layer, case.recorded.key)
             self._passed[run] = frozenset(plan.steps).union(self._passed.get(run) or ())
 
-    def again(self, case: Case, found: Plan | RangedPlan) -> Unlike | None:
+    def again(self, case: Case, found: Plan | RangedPlan) -> ReplayMismatch | None:
         """Tries a plan that is in use again, if there is room; what it shows now is all that is known of it."""
         try:
             if isinstance(found, Plan):
@@ -165,7 +165,7 @@ class Trials:
             self._passed[case.layer, case.recorded.key] = frozenset()
         return unlike
 
-    def unlike(self, case: Case, plan: Plan) -> Unlike | None:
+    def unlike(self, case: Case, plan: Plan) -> ReplayMismatch | None:
         """Tries a plan out; None if it gave what autograd saved, or for a device that is not here."""
         if self._rates is not None:
             self.unit_s[case.layer] = _S_PER_PS
@@ -176,11 +176,13 @@ class Trials:
             has_room = self._has_room(plan)
             with self._engine.trial(case.call.group, has_room=has_room):
                 try_out(case.recorded.replay(plan, self._engine), release=None if has_room else case.release)
-        except Unlike as unlike:
+        except ReplayMismatch as unlike:
             if unlike.step is not None:  # a later call may not show it: all of it may be zero there
                 self._wrong[case.layer, *case.operators] = self.wrong_of(case) | {unlike.step}
             self._passed[case.layer, case.recorded.key] = frozenset()
-            return Unlike(unlike.step, str(unlike))  # a fresh one: the frames of this one hold the call's tensors
+            return ReplayMismatch(
+                unlike.step, str(unlike)
+            )  # a fresh one: the frames of this one hold the call's tensors
         self._timed(case.layer, plan.cost, self._finished_s() - began)
         return None
 
@@ -188,7 +190,7 @@ class Trials:
         """The largest difference that a trial of these token ranges found; None for none."""
         return self._shown.get(self._ranged_form(case, plan))
 
-    def of_ranges(self, case: Case, plan: RangedPlan) -> tuple[float, Unlike | None]:
+    def of_ranges(self, case: Case, plan: RangedPlan) -> tuple[float, ReplayMismatch | None]:
         """Tries token ranges out; the largest difference, and the failure if they may not be used."""
         if self._rates is not None:
             self.unit_s[case.layer] = _S_PER_PS
@@ -222,14 +224,14 @@ class Trials:
         """
         return (case.form, plan.form, plan.steps, sizes_of(plan.rows.tape, plan.divided_steps))
 
-    def _worst_of(self, case: Case, plan: RangedPlan) -> tuple[float, Unlike | None]:
+    def _worst_of(self, case: Case, plan: RangedPlan) -> tuple[float, ReplayMismatch | None]:
         """Tries token ranges out; the largest difference, and the failure if they may not be used."""
         self.run += 1
         began = self._finished_s()
         try:
             worst = try_out_ranges(case.recorded.ranges(plan, self._engine), exact=self._exact)
-        except Unlike as unlike:
-            return math.inf, Unlike(unlike.step, str(unlike))  # fresh, as in _unlike
+        except ReplayMismatch as unlike:
+            return math.inf, ReplayMismatch(unlike.step, str(unlike))  # fresh, as in _unlike
         self._timed(case.layer, plan.cost, self._finished_s() - began)
         self.worst_deviation = max(self.worst_deviation, worst)
         return worst, None

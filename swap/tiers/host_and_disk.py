@@ -82,7 +82,7 @@ class _Ledger(Generic[_AnyPlace]):
 class HostTier(_Ledger["_HostPlace"]):
     """Host arena: one slab that grows in place as it is needed, never above the budget.
 
-    Page-locking takes some tenths of a second to a second per GiB (memo.swap.memory.pinned): a small model should not pay
+    Pinning takes some tenths of a second to a second per GiB (memo.swap.memory.pinned): a small model should not pay
     for a large budget, and no memory is locked twice. So the slab is never replaced. The first step's claims are placed by
     first fit, and the slab grows with them; later steps follow an address plan of these claims. Where an activation plan
     announces the bytes of later steps (`expect`), the slab grows to that size at once, in the background. After a step's

@@ -22,7 +22,7 @@ from memo.manager.plan_source import checked_plan
 from memo.swap.engine.engine import Engine
 from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.layers import find_layers
-from memo.swap.recompute.policy import Tapes
+from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.stats import Stats
 from memo.swap.tiers.host_and_disk import HostTier
 from memo.swap.token_levels import TokenLevels
@@ -196,12 +196,16 @@ class Run:
             total_bytes=budget, peak_bytes=lambda: device.peak, restart=device.restart, used_bytes=lambda: device.live
         )
 
-    def manager(self, host: int, levels: TokenLevels) -> tuple[Manager, Engine, Tapes]:
+    def manager(self, host: int, levels: TokenLevels) -> tuple[Manager, Engine, RecomputePolicy]:
         backend = CountedBackend(d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9)
         tiers = [HostTier(backend, host, segment_bytes=1 << 20)]
         engine = Engine(backend, tiers, min_bytes=1024, when_full=WhenFull.STAY)
-        tokenwise = Tapes(engine, levels)
-        return Manager(self.model, find_layers(self.model), engine, tokenwise=tokenwise), engine, tokenwise
+        recompute_policy = RecomputePolicy(engine, levels)
+        return (
+            Manager(self.model, find_layers(self.model), engine, recompute_policy=recompute_policy),
+            engine,
+            recompute_policy,
+        )
 
 
 @pytest.mark.parametrize(("batch", "host"), [(1, 1.0), (1, 0.15), (2, 0.15), (4, 0.15)])
@@ -211,8 +215,10 @@ def test_all_of_a_planned_step_is_within_the_budget(share: float, batch: int, ho
     run = Run(batch)
     saved = run.plain - run.weights
     budget = run.weights + int(share * saved)
-    manager, engine, tokenwise = run.manager(int(host * saved), TokenLevels(all=1.0))
-    planning = AutoPlan(Actuator(engine, tokenwise, manager.layers, run.memory(budget), tracer=None), checked_plan)
+    manager, engine, recompute_policy = run.manager(int(host * saved), TokenLevels(all=1.0))
+    planning = AutoPlan(
+        Actuator(engine, recompute_policy, manager.layers, run.memory(budget), tracer=None), checked_plan
+    )
     manager.plan_with(planning)
     run.model.zero_grad(set_to_none=True)
     found: list[Step] = []
@@ -233,16 +239,16 @@ def test_all_of_a_planned_step_is_within_the_budget(share: float, batch: int, ho
 def test_recomputes_of_a_step_are_measured_apart() -> None:
     """What a recompute makes is not counted in its layer's backward, and trials of the first step nowhere."""
     run = Run(1)
-    manager, engine, tokenwise = run.manager(1 << 28, TokenLevels(attention=1.0))
-    tokenwise.tries_again = False
+    manager, engine, recompute_policy = run.manager(1 << 28, TokenLevels(attention=1.0))
+    recompute_policy.tries_again = False
     use = DevicePeaks(run.memory(1 << 40), engine.stats)
     engine.at_layer_boundaries(use.cross_boundary, use.cross_recompute)
     found = []
     for number in range(3):
-        before = tokenwise.trials_run
+        before = recompute_policy.trials_run
         run.step(number, manager)
         found.append(use.end_step().others)
-        assert (tokenwise.trials_run > before) == (number == 0)
+        assert (recompute_policy.trials_run > before) == (number == 0)
     names = [layer.name for layer in manager.layers]
     first, second, third = found
     assert third == second

@@ -23,7 +23,7 @@ from memo.mip.inputs.profile import Profile
 from memo.record import Step
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
-from memo.swap.recompute.policy import Tapes
+from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.recompute.ranges.ranged_plan import Piece
 from memo.swap.recompute.ranges.ranged_replay import RangedReplay
 from memo.swap.recompute.tape.settings import Settings
@@ -126,14 +126,14 @@ def test_what_replays_hold_is_what_the_plan_says(
     model, reference = model_of(), model_of()
     backend = CountedBackend(d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9)
     engine = Engine(backend, [HostTier(backend, 1 << 28, segment_bytes=1 << 20)], min_bytes=1024)
-    tokenwise = Tapes(engine, TokenLevels(all=1.0))
-    manager = Manager(model, find_layers(model), engine, tokenwise=tokenwise)
+    recompute_policy = RecomputePolicy(engine, TokenLevels(all=1.0))
+    manager = Manager(model, find_layers(model), engine, recompute_policy=recompute_policy)
     placements, settings = settings_of(plan, manager.layers)
     engine.place(placements)
-    tokenwise.choose(settings)
+    recompute_policy.choose(settings)
     want = train(reference, lambda step: forward(reference, step), steps=2)
     assert_equal(train(model, lambda step: forward(model, step), manager, steps=2), want)
-    assert tokenwise.refused == {}
+    assert recompute_policy.refused == {}
     with monkeypatch.context() as patch:
         with manager:
             loss = forward(model, 0)

@@ -42,7 +42,7 @@ from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.layers import find_layers
 from memo.swap.memory.page_aligned import PAGE_BYTES
 from memo.swap.placement import Placement
-from memo.swap.recompute.policy import Tapes
+from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.tiers.device import DeviceTier
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
 from memo.swap.token_levels import LayerCosts, Level as SwapLevel, Mix, PointCost, TokenLevels
@@ -52,23 +52,23 @@ ROOMY = DeviceBudget(total_bytes=ROOM, peak_bytes=lambda: 0, restart=lambda: Non
 FIXED = LayerPlan(points={ALL: 0.25, MATMULS: 0.5, ATTENTION: 0.25}, kept=0.5, host=0.5)
 
 
-def checked_manager(model: torch.nn.Module, *, policy: Any = "lazy") -> tuple[Manager, Engine, Tapes]:
+def checked_manager(model: torch.nn.Module, *, policy: Any = "lazy") -> tuple[Manager, Engine, RecomputePolicy]:
     backend = CheckingBackend(policy, seed=1)
     tiers = [HostTier(backend, ROOM, segment_bytes=1 << 20), DiskTier(CheckingDisk(backend, ROOM), ROOM)]
     engine = Engine(backend, tiers, min_bytes=1024)
-    tokenwise = Tapes(engine, TokenLevels(all=1.0))
-    return Manager(model, find_layers(model), engine, tokenwise=tokenwise), engine, tokenwise
+    recompute_policy = RecomputePolicy(engine, TokenLevels(all=1.0))
+    return Manager(model, find_layers(model), engine, recompute_policy=recompute_policy), engine, recompute_policy
 
 
 def paced_manager(
     model: torch.nn.Module, *, host: int = ROOM, codec: Codec | None = None
-) -> tuple[Manager, Engine, Tapes]:
+) -> tuple[Manager, Engine, RecomputePolicy]:
     """In real time, over a link of 20 MB/s, as a run that makes its plans itself."""
     backend = PacedBackend(d2h_bytes_per_s=20e6, h2d_bytes_per_s=20e6)
     tiers = [HostTier(backend, host, segment_bytes=1 << 20)]
     engine = Engine(backend, tiers, min_bytes=1024, codec=codec, when_full=WhenFull.STAY)
-    tokenwise = Tapes(engine, TokenLevels(all=1.0))
-    return Manager(model, find_layers(model), engine, tokenwise=tokenwise), engine, tokenwise
+    recompute_policy = RecomputePolicy(engine, TokenLevels(all=1.0))
+    return Manager(model, find_layers(model), engine, recompute_policy=recompute_policy), engine, recompute_policy
 
 
 def forward(model: torch.nn.Module, step: int) -> torch.Tensor:
@@ -163,10 +163,10 @@ def test_a_run_that_drops_layers_at_random_makes_no_plan_of_a_part_of_them(tmp_p
 
 def test_a_run_that_plans_itself_is_equal_in_every_phase_and_stays_in_its_budget() -> None:
     model, reference = fresh(8), fresh(8)
-    manager, engine, tokenwise = paced_manager(model)
+    manager, engine, recompute_policy = paced_manager(model)
     whole = _whole_bytes()
     memory = DeviceBudget(total_bytes=int(5 * whole), peak_bytes=lambda: 0, restart=lambda: None)
-    actuator = Actuator(engine, tokenwise, manager.layers, memory, tracer=None)
+    actuator = Actuator(engine, recompute_policy, manager.layers, memory, tracer=None)
     planning = AutoPlan(actuator, checked_plan)
     manager.plan_with(planning)
     phases = []
@@ -192,9 +192,9 @@ def test_a_run_that_plans_itself_is_equal_in_every_phase_and_stays_in_its_budget
 
 def test_a_run_with_a_codec_plans_with_codes() -> None:
     model = fresh(8)
-    manager, engine, tokenwise = paced_manager(model, codec=Codec.FP8)
+    manager, engine, recompute_policy = paced_manager(model, codec=Codec.FP8)
     memory = DeviceBudget(total_bytes=int(6 * _whole_bytes()), peak_bytes=lambda: 0, restart=lambda: None)
-    manager.plan_with(AutoPlan(Actuator(engine, tokenwise, manager.layers, memory, tracer=None), checked_plan))
+    manager.plan_with(AutoPlan(Actuator(engine, recompute_policy, manager.layers, memory, tracer=None), checked_plan))
     train(model, lambda step: forward(model, step), manager, steps=6)
     plan = manager.plan
     assert plan is not None
@@ -210,10 +210,10 @@ def test_a_run_with_a_codec_plans_with_codes() -> None:
 def test_a_program_that_restarts_the_peaks_of_memory_hides_nothing_from_the_plan() -> None:
     """Training loops log the peak after each step and start it anew."""
     model = fresh(4)
-    manager, engine, tokenwise = checked_manager(model, policy="eager")
+    manager, engine, recompute_policy = checked_manager(model, policy="eager")
     peak = 0
     memory = DeviceBudget(total_bytes=ROOM, peak_bytes=lambda: peak, restart=lambda: None)
-    actuator = Actuator(engine, tokenwise, manager.layers, memory, tracer=None)
+    actuator = Actuator(engine, recompute_policy, manager.layers, memory, tracer=None)
     with manager:
         loss = forward(model, 0)
     peak = ROOM // 2  # in backward
@@ -228,10 +228,10 @@ def test_a_program_that_restarts_the_peaks_of_memory_hides_nothing_from_the_plan
 
 def test_torchs_peaks_are_left_alone_once_a_plan_is_settled() -> None:
     model = fresh(4)
-    manager, engine, tokenwise = paced_manager(model)
+    manager, engine, recompute_policy = paced_manager(model)
     restarts = itertools.count()
     memory = DeviceBudget(total_bytes=ROOM, peak_bytes=lambda: 0, restart=lambda: next(restarts) and None)
-    planning = AutoPlan(Actuator(engine, tokenwise, manager.layers, memory, tracer=None), checked_plan)
+    planning = AutoPlan(Actuator(engine, recompute_policy, manager.layers, memory, tracer=None), checked_plan)
     manager.plan_with(planning)
     train(model, lambda step: forward(model, step), manager, steps=5)
     assert planning.outcome().phase == "settled"
@@ -245,9 +245,9 @@ def test_torchs_peaks_are_left_alone_once_a_plan_is_settled() -> None:
 def test_ever_new_lengths_are_equal_planned_and_within_the_budget() -> None:
     """The longest of them, too, which come when shorter ones have been measured."""
     model, reference = fresh(8), fresh(8)
-    manager, engine, tokenwise = paced_manager(model)
+    manager, engine, recompute_policy = paced_manager(model)
     memory = DeviceBudget(total_bytes=int(5 * _whole_bytes()), peak_bytes=lambda: 0, restart=lambda: None)
-    planning = AutoPlan(Actuator(engine, tokenwise, manager.layers, memory, tracer=None), checked_plan)
+    planning = AutoPlan(Actuator(engine, recompute_policy, manager.layers, memory, tracer=None), checked_plan)
     manager.plan_with(planning)
 
     def cut(module: torch.nn.Module, step: int) -> torch.Tensor:
@@ -274,9 +274,9 @@ def test_ever_new_lengths_are_equal_planned_and_within_the_budget() -> None:
 def test_microbatches_one_after_the_other_are_planned_as_one_in_flight() -> None:
     """Each backward runs before the next forward: what all of them save together never lies on the device."""
     model = fresh(8)
-    manager, engine, tokenwise = paced_manager(model)
+    manager, engine, recompute_policy = paced_manager(model)
     memory = DeviceBudget(total_bytes=int(5 * _whole_bytes()), peak_bytes=lambda: 0, restart=lambda: None)
-    manager.plan_with(AutoPlan(Actuator(engine, tokenwise, manager.layers, memory, tracer=None), checked_plan))
+    manager.plan_with(AutoPlan(Actuator(engine, recompute_policy, manager.layers, memory, tracer=None), checked_plan))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(5):
         for _ in range(3):
@@ -296,9 +296,9 @@ def test_a_run_measures_itself_wherever_a_plan_has_room(device: float, host: flo
     """Attention's results and inputs are an eighth of each of eight layers: the first two hosts have no room for them."""
     model, reference = fresh(8), fresh(8)
     whole = 2 * _whole_bytes()
-    manager, engine, tokenwise = paced_manager(model, host=int(host * whole))
+    manager, engine, recompute_policy = paced_manager(model, host=int(host * whole))
     memory = DeviceBudget(total_bytes=int(device * whole), peak_bytes=lambda: 0, restart=lambda: None)
-    planning = AutoPlan(Actuator(engine, tokenwise, manager.layers, memory, tracer=None), checked_plan)
+    planning = AutoPlan(Actuator(engine, recompute_policy, manager.layers, memory, tracer=None), checked_plan)
     manager.plan_with(planning)
     for step in range(7):
         assert_equal(
@@ -345,9 +345,9 @@ def test_a_plan_of_three_levels_is_settings_of_tokens_and_any_other_a_mix(
 
 
 def test_host_memory_is_prepared_for_all_that_the_device_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager, engine, tokenwise = paced_manager(fresh(3))
+    manager, engine, recompute_policy = paced_manager(fresh(3))
     memory = DeviceBudget(total_bytes=150_000, peak_bytes=lambda: 0, restart=lambda: None)
-    actuator = Actuator(engine, tokenwise, manager.layers, memory, tracer=None)
+    actuator = Actuator(engine, recompute_policy, manager.layers, memory, tracer=None)
     expected: list[int] = []
     monkeypatch.setattr(engine.tiers[0], "expect", expected.append)
 
@@ -383,8 +383,8 @@ def test_a_run_finds_room_for_all_storages_of_a_plan_that_the_host_has_addresses
     def excess_and_lacking(host: int) -> tuple[int, int]:
         """Bytes that the plan lacks by its proof, and that a run by it lacked."""
         model = fresh(4)
-        manager, engine, tokenwise = paced_manager(model, host=host)
-        actuator = Actuator(engine, tokenwise, manager.layers, ROOMY, tracer=None)
+        manager, engine, recompute_policy = paced_manager(model, host=host)
+        actuator = Actuator(engine, recompute_policy, manager.layers, ROOMY, tracer=None)
         actuator.apply(SwapLevel.SAVE_ATTENTION)
         train(model, lambda step: forward(model, step), manager, steps=1)
         excess = actuator.host_excess(plan)

@@ -21,7 +21,7 @@ from memo.manager.plan_source import checked_plan
 from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.plan import PAGE, ActivationPlan, ActivationProblem, Budgets, LayerPlan
 from memo.mip.inputs.hardware import hardware_preset
-from memo.mip.inputs.profile import EndProfile, Profile, StaticBytes
+from memo.mip.inputs.profile import EmbeddingOrHeadProfile, Profile, StaticBytes
 from memo.profiling.saved_storages import saved_storages
 from memo.swap.disk import raw_file
 from memo.swap.layers import find_layers
@@ -91,7 +91,9 @@ def saved_alone(profile: Profile) -> Profile:
     """What the engine counts: nothing but what the layers save."""
     (known,) = profile.classes
     bare = dataclasses.replace(known, static=StaticBytes(), forward_transient_bytes=0, backward_transient_bytes=0)
-    return dataclasses.replace(profile, classes=(bare,), embedding=EndProfile(), head=EndProfile())
+    return dataclasses.replace(
+        profile, classes=(bare,), embedding=EmbeddingOrHeadProfile(), head=EmbeddingOrHeadProfile()
+    )
 
 
 def random_problem(draw: random.Random, profile: Profile) -> ActivationProblem:

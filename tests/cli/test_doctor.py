@@ -138,7 +138,7 @@ def test_the_table_names_each_disk_and_what_it_can_do(tmp_path: Path, capsys: py
     code, out = run(capsys, "--disk-dir", str(paths[0]), "--disk-dir", str(paths[1]))
     flat = " ".join(out.split())
     assert code == ExitCode.OK
-    for word in ("host memory free", "may be page-locked", "host copy", "while reading", "while writing", "GPUDirect"):
+    for word in ("host memory free", "may be pinned", "host copy", "while reading", "while writing", "GPUDirect"):
         assert word in flat
     assert "striped over all write" in flat
     assert len(re.findall(r"^disk ", out, re.M)) == 2

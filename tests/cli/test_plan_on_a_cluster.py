@@ -12,7 +12,7 @@ import pytest
 from memo.cli.main import main
 from memo.errors import ExitCode
 from memo.mip.activation import check_plan, read_activation_plan
-from memo.mip.simulate import prove
+from memo.mip.simulate import verify_by_simulation
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "two_clusters.json"
@@ -44,7 +44,7 @@ def test_the_guide_shows_the_example_and_what_it_prints(tmp_path: Path, capsys: 
     assert f"```json\n{EXAMPLE.read_text()}```" in GUIDE
     plan = read_activation_plan(path)
     assert check_plan(plan) is None
-    prove(plan)
+    verify_by_simulation(plan)
     assert plan.problem.pipeline.layers == (19, 7, 6)
     assert [machine.hardware.name for machine in plan.problem.machines] == ["h100", "a100-80g", "a100-80g"]
     assert [machine.new_node for machine in plan.problem.machines] == [False, True, False]

@@ -19,7 +19,7 @@ from memo.cli.planning.on_cluster import ClusterRequest
 from memo.errors import ExitCode, UsageError
 from memo.mip.activation import DoesNotFit, check_plan, read_activation_plan
 from memo.mip.inputs import PipelineSchedule
-from memo.mip.simulate import prove
+from memo.mip.simulate import verify_by_simulation
 
 LAYERS, SEQUENCES = 4, 4
 SMALL = ["--model", "125m", "--layers", str(LAYERS), "--seq", "4k"]
@@ -109,7 +109,7 @@ def test_what_crosses_a_slow_connection_is_what_has_fewer_bytes(
     written = read_activation_plan(path)
     assert found["plan"]["step_s"] == written.step_s == found["runs"]["step_s"]
     assert check_plan(written) is None
-    prove(written)
+    verify_by_simulation(written)
     assert answer(capsys, [*large, "--batch-tokens", "512k"])["best"][0]["placement"].startswith("replicas: ")
 
 

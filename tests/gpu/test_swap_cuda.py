@@ -140,7 +140,7 @@ def test_recomputed_tokens_are_right_to_rounding(alpha: Any, device: torch.devic
     manager = memo.offload(model, alpha=alpha, host="2GiB")
     assert_equal_to_rounding(steps(model, device, manager, count=2, seq=2048), want)
     assert manager.stats.bytes_recomputed > 0
-    assert not manager.report().tokenwise.refused  # type: ignore[union-attr]
+    assert not manager.report().recompute.refused  # type: ignore[union-attr]
     manager.close()
 
 
@@ -219,9 +219,9 @@ def test_device_peak_falls(device: torch.device) -> None:
 
 
 def test_the_host_arena_is_exact_to_the_page(device: torch.device) -> None:
-    from memo.swap.memory.pinned import page_locked
+    from memo.swap.memory.pinned import empty_pinned
 
-    memory = page_locked(3 * 4096)
+    memory = empty_pinned(3 * 4096)
     assert memory.numel() == 3 * 4096
     assert memory.is_pinned()
 

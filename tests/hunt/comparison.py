@@ -149,7 +149,7 @@ def _compare_at(
     if managed:
         found.moved_bytes[name], found.recomputed_bytes[name] = managed[0].counts
         if name == "0":
-            found.whole += getattr(managed[0].manager.report().tokenwise, "refused", {}).values()
+            found.whole += getattr(managed[0].manager.report().recompute, "refused", {}).values()
     if way.may_be_full and isinstance(got.raised, HostBudgetExceeded | Infeasible | ScratchFull):
         return
     refused = _is_refused(program, name, got.raised)

@@ -25,7 +25,7 @@ from memo.swap.engine.engine import Engine
 from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.layers import find_layers
 from memo.swap.placement import Placement
-from memo.swap.recompute.policy import Tapes
+from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
 from memo.swap.token_levels import TokenLevels, setting_of
 from tests.hunt.names import DEVICE, Stack
@@ -106,7 +106,9 @@ def _checked(setting: str, policy: Any, *, tier: str = "host", kept: float = 0.0
         tiers = [disk] if tier == "disk" else [HostTier(backend, ROOM, segment_bytes=1 << 20), disk]
         engine = Engine(backend, tiers, min_bytes=512)
         layers = find_layers(model, model.layers)
-        manager = Manager(model, layers, engine, tokenwise=Tapes(engine, setting_of(SETTINGS[setting]), exact=True))
+        manager = Manager(
+            model, layers, engine, recompute_policy=RecomputePolicy(engine, setting_of(SETTINGS[setting]), exact=True)
+        )
         if kept:
             engine.place({number: Placement(kept=kept, host=1 - kept) for number in range(len(layers))})
         return Managed(manager=manager, races=lambda: [str(race) for race in backend.races])
@@ -118,8 +120,8 @@ def _automatic(model: Stack, seed: int, scratch: str) -> Managed:
     backend = PacedBackend(d2h_bytes_per_s=200e6, h2d_bytes_per_s=200e6)
     tiers = [HostTier(backend, ROOM, segment_bytes=1 << 20)]
     engine = Engine(backend, tiers, min_bytes=512, when_full=WhenFull.STAY)
-    tapes = Tapes(engine, TokenLevels(all=1.0), exact=True)
-    manager = Manager(model, find_layers(model, model.layers), engine, tokenwise=tapes)
+    tapes = RecomputePolicy(engine, TokenLevels(all=1.0), exact=True)
+    manager = Manager(model, find_layers(model, model.layers), engine, recompute_policy=tapes)
     memory = DeviceBudget(
         total_bytes=int(2 ** random.Random(seed).uniform(15, 20)), peak_bytes=lambda: 0, restart=lambda: None
     )

@@ -16,7 +16,7 @@ from memo.swap.backends.cuda import CudaBackend
 from memo.swap.engine import token_prefix
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
-from memo.swap.recompute.policy import Tapes
+from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.tiers.host_and_disk import HostTier
 
 DISTANT_ROWS = 2  # a batch of two: the first tokens of a storage are two runs
@@ -73,7 +73,9 @@ def managed(model: Stack, device: torch.device) -> Manager:
         return checked(model, "random", alpha=in_ranges(0.25, 0.5, 0.25)).manager
     backend = CudaBackend(device)
     engine = Engine(backend, [HostTier(backend, 1 << 24, segment_bytes=1 << 20)], min_bytes=512)
-    return Manager(model, find_layers(model), engine, tokenwise=Tapes(engine, in_ranges(0.25, 0.5, 0.25)))
+    return Manager(
+        model, find_layers(model), engine, recompute_policy=RecomputePolicy(engine, in_ranges(0.25, 0.5, 0.25))
+    )
 
 
 def steps(device: torch.device, *, with_memo: bool) -> list[Step]:
@@ -82,7 +84,7 @@ def steps(device: torch.device, *, with_memo: bool) -> list[Step]:
     torch.manual_seed(1)
     done = train(model, lambda step: model(ids(step, DISTANT_ROWS).to(device)), manager, steps=2)
     if manager is not None:
-        assert not manager.report().tokenwise.refused  # type: ignore[union-attr]
+        assert not manager.report().recompute.refused  # type: ignore[union-attr]
         assert manager.stats.bytes_recomputed > 0
         manager.close()
     return done

@@ -35,6 +35,6 @@ def test_a_model_and_its_engine_go_with_their_last_reference(options: Any, close
         del loss
     if closes:
         manager.close()
-    known = weakref.ref(model), weakref.ref(manager._engine), weakref.ref(manager._tokenwise)
+    known = weakref.ref(model), weakref.ref(manager._engine), weakref.ref(manager._recompute_policy)
     del model, manager
     assert [reference() for reference in known] == [None] * 3

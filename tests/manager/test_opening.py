@@ -16,7 +16,7 @@ import memo
 from memo.autoplan import Actuator, device_budget_of
 from memo.errors import HostBudgetExceeded, HostPoolUnusable, PlanError, ScratchUnusable, UsageError
 from memo.manager.machine import Machine
-from memo.manager.resources import Room
+from memo.manager.resources import TierBudgets
 from memo.swap import HostPool
 
 
@@ -164,7 +164,9 @@ def test_a_host_pool_that_others_have_is_a_full_tier(tmp_path: Path) -> None:
     with pytest.raises(HostBudgetExceeded, match=says), manager:
         model(ids())
     budget = device_budget_of(torch.device("cpu"), None)
-    actuator = Actuator(manager._engine, manager._tokenwise, manager.layers, budget, tracer=None, link=lambda _: None)
+    actuator = Actuator(
+        manager._engine, manager._recompute_policy, manager.layers, budget, tracer=None, link=lambda _: None
+    )
     assert actuator.limits().host_bytes == 64 << 10
     other.close()
     assert actuator.limits().host_bytes == need
@@ -183,6 +185,6 @@ def test_a_pool_that_cannot_be_used_leaves_nothing_open(tmp_path: Path) -> None:
 
 def test_a_rank_has_its_share_of_what_all_jobs_have_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memo.manager.resources.share_of_node", lambda nbytes, *, weight: nbytes // 4)
-    room = Room.of(Machine(torch.device("cpu")), host="8GiB", host_pool="pool", disk=None, disk_budget=None)
+    room = TierBudgets.of(Machine(torch.device("cpu")), host="8GiB", host_pool="pool", disk=None, disk_budget=None)
     assert room.host_bytes == 2 << 30
     assert room.pool == ("pool", 8 << 30)

@@ -16,7 +16,7 @@ from memo.events import Tier, UseKind
 from memo.manager.plan_source import FixedPlan
 from memo.manager.report import DiskUse
 from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, LayerPlan, predict_stages
-from memo.mip.inputs import EndProfile, Profile, Role, Signature, StaticBytes
+from memo.mip.inputs import EmbeddingOrHeadProfile, Profile, Role, Signature, StaticBytes
 from memo.trace.reader import read_trace
 from memo.trace.stats import rank_stats
 from memo.units import format_bytes
@@ -55,7 +55,7 @@ def test_a_recompute_that_was_not_bit_for_bit_is_still_told_when_levels_have_cha
     train(model, lambda step: model(ids(step)), manager, steps=1)
     assert "bound" in str(manager.report())
     manager.choose_levels({0: 0.5})
-    use = manager.report().tokenwise
+    use = manager.report().recompute
     assert use is not None
     assert use.deviation == 0.25
     manager.close()
@@ -183,7 +183,7 @@ def test_a_given_plans_saved_tensors_are_predicted_without_weights_and_transient
     known = layer(
         always=mib, all=7 * mib, matmuls=None, attention=None, static=static, backward_transient_bytes=1 << 30
     )
-    head = EndProfile(saved_bytes=1 << 30, transient_bytes=2 << 30, static=static)
+    head = EmbeddingOrHeadProfile(saved_bytes=1 << 30, transient_bytes=2 << 30, static=static)
     problem = ActivationProblem(
         profile=Profile(
             signature=Signature(model="any", batch=2, tokens=32, dtype="float32"),

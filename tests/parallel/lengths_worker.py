@@ -121,7 +121,7 @@ def compare(make: Callable[[], nn.Module], part: int, options: Mapping[str, Any]
     manager = memo.offload(model, layers=layers_of(model), **options)
     with closing(manager):
         require_equal(run(model, part, manager), want)
-        use = manager.report().tokenwise
+        use = manager.report().recompute
         assert use is None or use.refused == {}, use
         assert sum(gather_values(manager.stats.bytes_recomputed)) > 0
     return manager
@@ -193,7 +193,7 @@ def talking() -> None:
             loss.backward()
             got.append([loss.detach(), *(local(p.grad) for p in model.parameters())])
             model.zero_grad()
-            use = manager.report().tokenwise
+            use = manager.report().recompute
             assert use is not None
             reasons.append(set(use.refused.values()))
             recomputed.append(manager.stats.bytes_recomputed)

@@ -67,7 +67,7 @@ def measured(shape: GPTConfig, layout: Layout, precision: Precision, alpha: Any)
         assert trainer.step(1) is not None
         with Collectives() as collectives:
             assert trainer.step(2) is not None
-        use = manager.report().tokenwise
+        use = manager.report().recompute
         assert use is None or use.refused == {}, use
         assert alpha == 1.0 or manager.stats.bytes_recomputed > 0
         return collectives.counts, manager.levels_profile()

@@ -90,7 +90,7 @@ def offload(model: torch.nn.Module, options: dict[str, Any] | None, **others: An
 def moved(manager: memo.Manager, setting: str) -> int:
     """Bytes that were moved, once the report says what it should."""
     with closing(manager):
-        use = manager.report().tokenwise
+        use = manager.report().recompute
         if setting == "whole":
             assert use is None, use
         else:

@@ -202,8 +202,8 @@ def check(name: str, case: str, alphas: list[float]) -> Iterator[str]:
                 check_spills(got, layout, world, trace)
             elif case == "recompute":
                 assert got.report is not None
-                assert got.report.tokenwise is not None
-                assert got.report.tokenwise.repeated or alpha < 1, got.report.tokenwise
+                assert got.report.recompute is not None
+                assert got.report.recompute.repeated or alpha < 1, got.report.recompute
         yield f"equal {name} alpha {alpha:g} {case}"
 
 

@@ -247,7 +247,7 @@ def run(styles: Styles, options: dict[str, Any] | None) -> PipelineOrder:
     if manager is None:
         return PipelineOrder(steps=steps, collectives=collectives.counts, nbytes=0)
     with closing(manager):
-        use = manager.report().tokenwise
+        use = manager.report().recompute
         if options["alpha"] != 1.0:
             assert use is not None
             assert use.refused == {}, use

@@ -18,7 +18,7 @@ from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
 from memo.gpt.config import GPTConfig, preset
 from memo.gpt.train_config import Precision
 from memo.mip.activation.plan import Budgets
-from memo.mip.activation.proof import prove
+from memo.mip.activation.proof import verify_by_simulation
 from memo.mip.inputs.hardware import hardware_preset
 from memo.mip.inputs.profile import ALL, Profile, Role
 from memo.profiling.layer_timer import time_step
@@ -89,7 +89,7 @@ def test_a_plan_made_from_it_is_valid_and_simulated_as_predicted(measured: Profi
     tight = static + measured.embedding.saved_bytes + buffers + layer.full_bytes // 2
     plan = plan_activations(measured, machine, Budgets(device_bytes=tight, host_bytes=1 << 30))
     assert plan.declined is None
-    assert prove(plan).step_s == pytest.approx(plan.step_s)
+    assert verify_by_simulation(plan).step_s == pytest.approx(plan.step_s)
 
 
 class Slow(nn.Module):

@@ -1,4 +1,4 @@
-"""Copies, page-locking and disk of a simulated GPU: begin and end of each operation, by hand."""
+"""Copies, pinning and disk of a simulated GPU: begin and end of each operation, by hand."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from small_clusters import all_candidates, random_space
 
 from memo.mip.activation import find_plan
 from memo.search import Bound, Candidate
-from memo.search.bounds import Ladder, has_room, keeps_all, kept_bounds, link_bound, schedule_bounds, work_bounds
+from memo.search.bounds import BoundSequence, has_room, keeps_all, kept_bounds, link_bound, schedule_bounds, work_bounds
 
 ROUNDING = 1e-9
 
@@ -55,7 +55,9 @@ def test_a_bound_rises_when_memory_falls() -> None:
 
 
 def test_a_ladder_names_the_first_bound_that_is_too_high() -> None:
-    ladder = Ladder().raised((Bound.COMPUTE, 1.0), (Bound.BUBBLE, 3.0), (Bound.COMMUNICATION, 2.0), (Bound.LINK, 4.0))
+    ladder = BoundSequence().raised(
+        (Bound.COMPUTE, 1.0), (Bound.BUBBLE, 3.0), (Bound.COMMUNICATION, 2.0), (Bound.LINK, 4.0)
+    )
     assert ladder.seconds == 4.0
     assert [ladder.kind(limit) for limit in (0.5, 1.5, 3.5)] == [Bound.COMPUTE, Bound.BUBBLE, Bound.LINK]
     assert ladder.raised((Bound.MEMORY, math.inf)).kind(9.0) is Bound.MEMORY

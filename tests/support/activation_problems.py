@@ -15,7 +15,7 @@ from memo.mip.inputs.profile import (
     ALL,
     ATTENTION,
     MATMULS,
-    EndProfile,
+    EmbeddingOrHeadProfile,
     LayerProfile,
     PointProfile,
     Profile,
@@ -171,7 +171,7 @@ def random_problem(seed: int, *, layers: int, classes: int = 1, pipeline: Pipeli
         for number in range(classes)
     ]
     chosen = [draw.choice(kinds) for _ in range(layers)]
-    ends = EndProfile(
+    ends = EmbeddingOrHeadProfile(
         forward_s=1.0, backward_s=2.0, saved_bytes=draw.randint(0 * MIB, 30 * MIB), transient_bytes=draw.randint(0, 60)
     )
     everything = sum(kind.full_bytes for kind in chosen)

@@ -50,11 +50,11 @@ def assert_divided(manager: memo.Manager, layers: int, *, forwards: int = STEPS)
         forwards: The least number of training forwards.
     """
     report = manager.report()
-    assert report.tokenwise is not None, "nothing is recomputed"
-    assert report.tokenwise.refused == {}
-    assert report.tokenwise.repeated == {}
-    assert report.tokenwise.accepted == report.layers == layers
-    assert report.tokenwise.recomputed_bytes >= forwards * layers * MIN_BYTES
+    assert report.recompute is not None, "nothing is recomputed"
+    assert report.recompute.refused == {}
+    assert report.recompute.repeated == {}
+    assert report.recompute.accepted == report.layers == layers
+    assert report.recompute.recomputed_bytes >= forwards * layers * MIN_BYTES
     assert report.live_entries == 0
 
 

@@ -126,11 +126,11 @@ def compare(
 
 
 def refused(manager: memo.Manager) -> dict[str, str]:
-    use = manager.report().tokenwise
+    use = manager.report().recompute
     assert use is not None
     return use.refused
 
 
 def assert_split(manager: memo.Manager, alpha: Any) -> None:
-    assert manager.report().tokenwise is None if alpha == 1.0 else refused(manager) == {}
+    assert manager.report().recompute is None if alpha == 1.0 else refused(manager) == {}
     assert (manager.stats.bytes_recomputed > 0) == (alpha != 1.0)

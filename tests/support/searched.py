@@ -8,7 +8,7 @@ from typing import Any
 
 from memo.cli.planning.picture import search_page
 from memo.cli.tables.layouts import search_summary
-from memo.mip.simulate import Simulation, prove
+from memo.mip.simulate import Simulation, verify_by_simulation
 from memo.search import Found, Planned, Space, runs_under_memo_train, search_layouts
 
 HOSTILE = "</script><b>model\u202e"
@@ -29,7 +29,7 @@ def searched(space: Space, *, model: str = "small") -> Searched:
     space = dataclasses.replace(space, request=dataclasses.replace(request, model=model, machine=machine))
     found = search_layouts(space, runs=runs_under_memo_train)
     runs = [] if found.runnable is None or found.runnable in found.best else [found.runnable]
-    shown = [(one, prove(one.plan)) for one in (*found.best, *runs)]
+    shown = [(one, verify_by_simulation(one.plan)) for one in (*found.best, *runs)]
     written = found.runnable or found.best[0]
     steps = {one.candidate: simulation.step_s for one, simulation in shown}
     answer = {

@@ -14,7 +14,7 @@ from memo.manager.manager import Manager
 from memo.swap.engine.engine import Engine
 from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.layers import find_layers
-from memo.swap.recompute.policy import Tapes
+from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
 from memo.swap.token_levels import TokenLevels, setting_of
 
@@ -132,14 +132,14 @@ def checked(
     budget: int = 1 << 24,
     alpha: Any = 1.0,
     when_full: WhenFull = WhenFull.SPILL,
-    **tokenwise: Any,
+    **recompute_policy: Any,
 ) -> Checked:
     backend = CheckingBackend(policy, seed=seed)
     host = HostTier(backend, budget, segment_bytes=1 << 20)
     tiers = [host] if tier == "host" else [DiskTier(CheckingDisk(backend, budget), budget)]
     made = engine(backend, tiers, min_bytes=512, when_full=when_full)
-    wise = Tapes(made, setting_of(alpha), **tokenwise)
-    return Checked(Manager(model, find_layers(model), made, tokenwise=wise), backend, made)
+    wise = RecomputePolicy(made, setting_of(alpha), **recompute_policy)
+    return Checked(Manager(model, find_layers(model), made, recompute_policy=wise), backend, made)
 
 
 def in_ranges(every: float, matmuls: float = 0.0, attention: float | None = None) -> TokenLevels:

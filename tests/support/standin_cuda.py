@@ -96,7 +96,7 @@ class StandinCuda:
         self.now_ms = 0.0
         self.streams: list[Stream] = []
         self.locked: dict[int, int] = {}
-        """Page-locked ranges."""
+        """Pinned ranges."""
         self.locked_ever = 0
         self.lock_limit: int | None = None
         self.at_lock: Callable[[], object] = lambda: None

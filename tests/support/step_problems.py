@@ -11,7 +11,7 @@ from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.memory_peaks import device_peak_candidates
 from memo.mip.activation.plan import ActivationProblem, Budgets, LayerPlan, Pipeline
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
-from memo.mip.inputs.profile import EndProfile, LayerProfile, StaticBytes
+from memo.mip.inputs.profile import EmbeddingOrHeadProfile, LayerProfile, StaticBytes
 
 __all__ = ["random_step"]
 
@@ -68,9 +68,9 @@ def _layer(draw: random.Random, layer: LayerProfile, *, communicates: bool) -> L
     return dataclasses.replace(layer, **found)  # type: ignore[arg-type]
 
 
-def _end(draw: random.Random, *, weight: int) -> EndProfile:
+def _end(draw: random.Random, *, weight: int) -> EmbeddingOrHeadProfile:
     """An end of about so many layers' bytes and seconds."""
-    return EndProfile(
+    return EmbeddingOrHeadProfile(
         forward_s=weight * draw.uniform(0.0, 10.0),
         backward_s=weight * draw.uniform(0.0, 20.0),
         saved_bytes=int(weight * draw.uniform(0.0, 100.0) * MIB),

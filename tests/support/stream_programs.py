@@ -163,7 +163,7 @@ def run(name: str, *, whole: list[str] | None = None, **offload: Any) -> Gradien
         return steps(model, manager)
     finally:
         if manager is not None:
-            used = manager.report().tokenwise
+            used = manager.report().recompute
             if whole is not None and used is not None:
                 whole += used.refused
             manager.close()

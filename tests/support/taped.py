@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memo.swap.recompute.tape.bans import NO_BANS, Bans, banned
 from memo.swap.recompute.tape.checksums import Checksums
 from memo.swap.recompute.tape.cut import cheapest
-from memo.swap.recompute.tape.log import Birth
+from memo.swap.recompute.tape.log import Origin
 from memo.swap.recompute.tape.plan import Plan, Sources, plan_of, problem_of
 from memo.swap.recompute.tape.recorder import Recorder, aside
 from memo.swap.recompute.tape.step_costs import step_costs
@@ -37,12 +37,12 @@ class Taped:
     @property
     def wanted(self) -> tuple[int, ...]:
         """Saved storages that the layer made."""
-        return tuple(number for number in sorted(self.sources) if self.tape.storages[number][0] is Birth.MADE)
+        return tuple(number for number in sorted(self.sources) if self.tape.storages[number][0] is Origin.MADE)
 
     def there(self) -> Sources:
         """What can be kept: arguments and parameters for nothing, and what autograd saved or the recorder holds."""
         births = {number: self.tape.storages[number][0] for number in self.recorder.tensors}
-        free = {number for number, birth in births.items() if birth not in (Birth.MADE, Birth.FOUND)}
+        free = {number for number, birth in births.items() if birth not in (Origin.MADE, Origin.FOUND)}
         saved = {number for number in self.sources if number not in free}
         return Sources(
             free=frozenset(free),
@@ -99,7 +99,7 @@ def record(
     saved = {
         number: content(recorder.tensors[number])
         for number in sorted(tape.saved_storages)
-        if tape.storages[number][0] is not Birth.PARAMETER
+        if tape.storages[number][0] is not Origin.PARAMETER
     }
     return Taped(recorder, tape, out, saved)
 

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from memo.mip.activation import ActivationProblem
     from memo.mip.inputs import Hardware
 
-__all__ = ["FormerPlan", "checkpoint_bytes_per_s", "layout_of"]
+__all__ = ["CheckpointPlan", "checkpoint_bytes_per_s", "layout_of"]
 
 
 _NOT_OWN = "--from is for sizes of memo's GPT, which memo train trains"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class FormerPlan:
+class CheckpointPlan:
     """The plan of the run that wrote a checkpoint."""
 
     name: str
@@ -32,7 +32,7 @@ class FormerPlan:
     problem: ActivationProblem
 
     @classmethod
-    def read(cls, path: str, *, model: str | None) -> FormerPlan:
+    def read(cls, path: str, *, model: str | None) -> CheckpointPlan:
         """Reads the plan, for a run of a model that a flag names.
 
         Raises:

@@ -16,7 +16,7 @@ from memo.cli.inputs.pattern_flags import PATTERN_FLAGS
 from memo.cli.inputs.planned_model import SHAPE_FLAGS
 from memo.cli.planning.cluster_launch import cluster_launch
 from memo.cli.planning.cluster_layouts import cluster_of
-from memo.cli.planning.former_plan import FormerPlan
+from memo.cli.planning.former_plan import CheckpointPlan
 from memo.cli.planning.picture import search_page
 from memo.cli.planning.request import TILE_TOKENS, parse_request
 from memo.cli.tables.layouts import longest_words, search_summary, search_table, smallest_table
@@ -28,7 +28,7 @@ from memo.gpt.arithmetic import reason_not_sparse
 from memo.mip.activation import plan_to_json
 from memo.mip.address import write_file
 from memo.mip.inputs import PipelineSchedule
-from memo.mip.simulate import play, prove
+from memo.mip.simulate import play, verify_by_simulation
 from memo.parallel import ContextAttention
 from memo.search import (
     DIMENSIONS,
@@ -114,7 +114,7 @@ def run_search(args: argparse.Namespace) -> ExitCode:
         Infeasible: no layout fits.
     """
     refuse_others(args)
-    former = None if args.former is None else FormerPlan.read(args.former, model=args.model)
+    former = None if args.former is None else CheckpointPlan.read(args.former, model=args.model)
     space = _space(args) if args.cluster is None else _space_on_cluster(args)
     if former is not None:
         former.require_model(args.model, space.request.config)
@@ -187,10 +187,10 @@ def _proven(found: Found, *, runnable: bool) -> Planned | None:
     ranked = running or list(found.planned)
     for one in ranked[:-1]:
         with contextlib.suppress(PlanInvalid):
-            prove(one.plan)
+            verify_by_simulation(one.plan)
             return one
     for one in ranked[-1:]:
-        prove(one.plan)
+        verify_by_simulation(one.plan)
         return one
     return None
 

@@ -23,7 +23,7 @@ from memo.mip.activation import (
     predict_stages,
 )
 from memo.mip.inputs import MATMULS
-from memo.mip.simulate import prove
+from memo.mip.simulate import verify_by_simulation
 from memo.search import Shares
 from memo.units import format_bytes, format_duration, format_tokens
 
@@ -83,7 +83,7 @@ class Point:
             plan = request.plan()
         except Infeasible as error:
             return here(infeasible=str(error))
-        prove(plan)
+        verify_by_simulation(plan)
         figures = utilisation(plan)
         stage = max(plan.stages, key=lambda stage: stage.microbatch_s)
         fit = Fit(

@@ -44,7 +44,7 @@ from memo.mip.inputs import (
     MATMULS,
     Coding,
     Collectives,
-    EndProfile,
+    EmbeddingOrHeadProfile,
     Group,
     Hardware,
     LayerProfile,
@@ -487,7 +487,7 @@ class _Ends:
             group = Group.across([Group(size=1, per_node=1)] * 2)
         return Collectives(self.machine).all_reduce_s(nbytes, group)
 
-    def embedding(self) -> EndProfile:
+    def embedding(self) -> EmbeddingOrHeadProfile:
         """Embedding: reads a row per token, adds to it in backward; the float32 rotary tables live for all layers.
 
         Tensor-parallel ranks look up all tokens of their group. In backward they hold the gradient of all of them, and a
@@ -501,7 +501,7 @@ class _Ends:
         backward_waits_s = exchange_s(self.step.embedding_backward(), machine, self.layout)
         transient = row * tokens * (1 if self.layout.tp == 1 else 2 * self.layout.tp + 1)
         rotary = 4 * config.hidden // config.heads * self.layout.tokens / self.layout.cp
-        return EndProfile(
+        return EmbeddingOrHeadProfile(
             forward_s=2 * row * tokens / machine.hbm_bytes_per_s + waits_s,
             backward_s=4 * row * tokens / machine.hbm_bytes_per_s + backward_waits_s,
             forward_exchange_s=waits_s,
@@ -523,7 +523,7 @@ class _Ends:
         trained = 0 if weights.training.lora else parameters
         return weights.training.static_bytes(parameters, weights.shards * self.layout.tp, trained=trained, of_end=True)
 
-    def head(self) -> EndProfile:
+    def head(self) -> EmbeddingOrHeadProfile:
         """Head: norm, projection and loss, whose gradients the chunked loss computes in forward."""
         config, machine, tokens = self.config, self.machine, self.layout.rank_tokens
         flops = 2.0 * config.vocab_size * config.hidden * tokens
@@ -542,7 +542,7 @@ class _Ends:
         stays = round(weights.gathered_bytes(own / self.layout.tp))
         if weights.training.lora:  # a frozen projection
             matrix, products = 0.0, 2
-        return EndProfile(
+        return EmbeddingOrHeadProfile(
             forward_s=products * flops / (machine.peak_flops * machine.matmul_efficiency)
             + 4 * row / machine.hbm_bytes_per_s
             + waits_s,

@@ -23,7 +23,7 @@ from memo.swap.recompute.tape.replay import Replay, ReplayFailed
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
-    from memo.swap.engine.token_prefix import Rows, Take
+    from memo.swap.engine.token_prefix import FillCallback, Rows
     from memo.swap.recompute.axis.token_axis import Axis
     from memo.swap.recompute.ranges.rows import TokenRows
     from memo.swap.recompute.tape.plan import Kept
@@ -148,7 +148,7 @@ class RangedReplay(Replay):
         self.span = span
         self._slices = slices
 
-    def recompute(self, take: Take) -> None:
+    def recompute(self, take: FillCallback) -> None:
         """Runs the pieces that are not in place; `take` gets the bytes of each wanted storage.
 
         Raises:

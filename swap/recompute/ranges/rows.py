@@ -29,11 +29,11 @@ from memo.swap.recompute.axis.operator_rules import TRIANGLES, Call, Unproven, m
 from memo.swap.recompute.axis.token_axis import MIXED, SAME, Axis, Meaning, part_layout, rows_by_strides
 from memo.swap.recompute.ranges.places import rounds_by_place
 from memo.swap.recompute.tape.bans import is_cheap
-from memo.swap.recompute.tape.log import Birth, Function, Geometry
+from memo.swap.recompute.tape.log import Function, Geometry, Origin
 from memo.swap.recompute.tape.tape import Carried, Hidden, Step, Tape, Use, uses_in
 from memo.swap.token_levels import LEAST_TOKENS, tile_of
 
-__all__ = ["TokenRows", "Way", "reading_in", "readings_of"]
+__all__ = ["TokenLayout", "TokenRows", "token_layout", "token_layouts"]
 
 _SIZES_AT = {"empty": 0, "full": 0, "ones": 0, "zeros": 0, "new_empty": 1, "new_full": 1, "new_ones": 1, "new_zeros": 1}
 """Operators that make a tensor of a size and of no number of another one, and the position of that size."""
@@ -46,7 +46,7 @@ _ELEMENTWISE = frozenset({torch.ops.aten.masked_fill, torch.ops.aten.masked_fill
 """Pointwise, though not tagged so."""
 
 
-class Way(NamedTuple):
+class TokenLayout(NamedTuple):
     """A way to read a tape's tokens."""
 
     dim: int
@@ -81,7 +81,7 @@ class TokenRows:
     axes: Mapping[tuple[int, int], Axis]
     mixes: Mapping[int, str]
     sized: Mapping[int, tuple[int, Axis]]
-    way: Way
+    way: TokenLayout
     shifted: frozenset[int] = frozenset()
     """Steps that depend on the number of a token, as `tril`: their second argument is counted from the first token."""
 
@@ -118,31 +118,31 @@ class TokenRows:
         return [*step.args[:position], sizes, *step.args[position + 1 :]]
 
 
-def readings_of(tape: Tape, carried: Sequence[Any] = ()) -> Iterable[TokenRows]:
+def token_layouts(tape: Tape, carried: Sequence[Any] = ()) -> Iterable[TokenRows]:
     """Ways to read a tape's tokens, the usual one first; each is right, and they differ in what they can divide.
 
     Batch first and sequence first, and of more dimensions than three each but the features.
     """
-    if not tape.storages or tape.storages[0][0] is not Birth.INPUT:
+    if not tape.storages or tape.storages[0][0] is not Origin.INPUT:
         return
     size = tape.geometry(0)[2]
     dims = range(len(size) - 2, -1, -1)
     for dim in sorted(dims, key=lambda dim: size[dim] < LEAST_TOKENS + tile_of(0)):
         if size[dim] < LEAST_TOKENS + tile_of(0):
             continue
-        for found_runs in (False, True) if any(birth is Birth.FOUND for birth, *_ in tape.storages) else (False,):
-            reader = _Reader(tape, Way(dim, found_runs), carried)
+        for found_runs in (False, True) if any(birth is Origin.FOUND for birth, *_ in tape.storages) else (False,):
+            reader = _Reader(tape, TokenLayout(dim, found_runs), carried)
             yield reader.read()
             whole: frozenset[int] = frozenset()
             while reader.needed > whole:
                 whole = frozenset(reader.needed)
-                reader = _Reader(tape, Way(dim, found_runs, whole), carried)
+                reader = _Reader(tape, TokenLayout(dim, found_runs, whole), carried)
                 rows = reader.read()
             if whole:
                 yield rows
 
 
-def reading_in(tape: Tape, way: Way, carried: Sequence[Any] = ()) -> TokenRows:
+def token_layout(tape: Tape, way: TokenLayout, carried: Sequence[Any] = ()) -> TokenRows:
     """The reading of a tape in one way, which was found for another of its form."""
     return _Reader(tape, way, carried).read()
 
@@ -150,7 +150,7 @@ def reading_in(tape: Tape, way: Way, carried: Sequence[Any] = ()) -> TokenRows:
 class _Reader:
     """Reads a tape once, in order; `of` is what the rules ask of a stand-in."""
 
-    def __init__(self, tape: Tape, way: Way, carried: Sequence[Any]) -> None:
+    def __init__(self, tape: Tape, way: TokenLayout, carried: Sequence[Any]) -> None:
         dim, whole = way.dim, way.whole
         self._way = way
         size = tape.geometry(0)[2]
@@ -203,17 +203,17 @@ class _Reader:
         firsts = {geometry[0]: value for value, geometry in reversed(list(enumerate(self._tape.values)))}
         for content, known in enumerate(self._tape.contents):
             birth = self._tape.storages[known.storage][0]
-            if known.version > 0 or birth is Birth.MADE:
+            if known.version > 0 or birth is Origin.MADE:
                 continue
             self._content[known.storage] = content
             value = firsts.get(known.storage)
             axis: Axis | None = None
-            if value is not None and birth is Birth.INPUT:
+            if value is not None and birth is Origin.INPUT:
                 axis = Axis(dim=dim)
-            elif value is not None and birth is Birth.GIVEN:
+            elif value is not None and birth is Origin.GIVEN:
                 axes = token_axes(self._tape.geometry(value)[2], self.tokens, joined=sorted(joined))
                 axis = axes[0] if axes else None  # of a mask over pairs of tokens that of the queries
-            elif value is not None and birth is Birth.FOUND and found_runs:
+            elif value is not None and birth is Origin.FOUND and found_runs:
                 axis = self.guess(value, ())
             if content in self._whole:
                 axis = None
@@ -356,7 +356,7 @@ class _Reader:
         for use in uses:
             if self._meaning(use.value, use.content) is SAME:
                 continue
-            if self._tape.storage(use.content)[0] is not Birth.INPUT:
+            if self._tape.storage(use.content)[0] is not Origin.INPUT:
                 self.needed.add(use.content)
 
     def _in_result(self, use: Use, ndim: int) -> Axis | None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memo.errors import UsageError
-from memo.swap.recompute.tape.log import Birth, Function
+from memo.swap.recompute.tape.log import Function, Origin
 from memo.swap.recompute.tape.tape import Use
 from memo.swap.token_levels import Level
 from memo.torch_private import OpOverloadPacket
@@ -247,7 +247,7 @@ def _comes_from_activations(tape: Tape, content: int) -> bool:
             continue
         seen.add(at)
         birth = tape.storage(at)[0]
-        if birth in (Birth.INPUT, Birth.GIVEN):
+        if birth in (Origin.INPUT, Origin.GIVEN):
             return True
         writer = tape.contents[at].writer
         if writer >= 0:

@@ -31,13 +31,13 @@ __all__ = [
     "OUTPUTS",
     "SAVED",
     "TRUE",
-    "Birth",
     "Collective",
     "Function",
     "Geometry",
     "Holds",
     "Key",
     "Marker",
+    "Origin",
     "Ref",
     "Storage",
     "word_of",
@@ -70,7 +70,7 @@ OUTPUTS, SAVED, TRUE, FALSE, CARRIED = Marker.OUTPUTS, Marker.SAVED, Marker.TRUE
 LIST, NAMED, HIDDEN, OTHER = Marker.LIST, Marker.NAMED, Marker.HIDDEN, Marker.OTHER
 
 
-class Birth(enum.Enum):
+class Origin(enum.Enum):
     """Where a storage comes from."""
 
     __hash__ = object.__hash__
@@ -103,7 +103,7 @@ def word_of(value: int) -> Ref:
     return _REFS.setdefault(value, Ref(value)) if known is None else known  # at once, whichever threads ask
 
 
-Storage = tuple[Birth, int, int, str]
+Storage = tuple[Origin, int, int, str]
 """Origin, bytes, the number of the operator that made it (-1 for others), and the type of its device."""
 
 

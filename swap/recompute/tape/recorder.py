@@ -27,12 +27,12 @@ from memo.swap.recompute.tape.log import (
     OUTPUTS,
     SAVED,
     TRUE,
-    Birth,
     Collective,
     Function,
     Geometry,
     Holds,
     Key,
+    Origin,
     Ref,
     Storage,
     word_of,
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 __all__ = ["Aside", "Recorder", "aside", "is_recordable", "leave_mode"]
 
 _PLAIN = (torch.Tensor, Parameter)
-_OTHERS = (Birth.FOUND, Birth.GIVEN)
+_OTHERS = (Origin.FOUND, Origin.GIVEN)
 _CONSTANTS = frozenset({type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 _ADINPLACE = DispatchKey.ADInplaceOrView
 _FAKE, _PROXY = TorchDispatchModeKey.FAKE, TorchDispatchModeKey.PROXY  # of what is traced, not run
@@ -226,11 +226,11 @@ class Recorder(TorchDispatchMode):
         self._count = 0
         self._exact = False
         self._has_complex = False  # only then a view may be conjugated or negated
-        self._born(hidden, Birth.INPUT)
+        self._born(hidden, Origin.INPUT)
         for tensor in given:
             number = self._numbers.get(ref(tensor.untyped_storage()))
             if number is None:
-                self._born(tensor, Birth.GIVEN)
+                self._born(tensor, Origin.GIVEN)
             elif type(tensor) is not Parameter:
                 self._counted(number, tensor)
         if checksums is not None:
@@ -409,12 +409,12 @@ class Recorder(TorchDispatchMode):
             if not is_recordable(tensor):
                 return HIDDEN
             number = self._born(
-                tensor, Birth.MADE if made else Birth.PARAMETER if isinstance(tensor, Parameter) else Birth.FOUND
+                tensor, Origin.MADE if made else Origin.PARAMETER if isinstance(tensor, Parameter) else Origin.FOUND
             )
             if made:
                 self._count_changes(number, tensor)
         elif type(tensor) is Parameter and tensor is not self.tensors.get(number):
-            if self.storages[number][0] is not Birth.PARAMETER:
+            if self.storages[number][0] is not Origin.PARAMETER:
                 self.lent.add(number)
             else:
                 self.beside.setdefault(number, {})[id(tensor)] = tensor
@@ -455,17 +455,17 @@ class Recorder(TorchDispatchMode):
         self.values.append(geometry)
         return word
 
-    def _born(self, tensor: torch.Tensor, birth: Birth) -> int:
+    def _born(self, tensor: torch.Tensor, birth: Origin) -> int:
         storage = tensor.untyped_storage()
         number = self._numbers[ref(storage)] = len(self.storages)
-        maker = self._count if birth is Birth.MADE else -1
+        maker = self._count if birth is Origin.MADE else -1
         self.storages.append((birth, storage.nbytes(), maker, tensor.device.type))
-        if birth is Birth.PARAMETER:
+        if birth is Origin.PARAMETER:
             self.tensors[number] = tensor
-        elif birth is not Birth.MADE:
+        elif birth is not Origin.MADE:
             self.tensors[number] = _alias(tensor)
             self._roots[number] = {id(tensor if tensor._base is None else tensor._base)}
-        if birth is not Birth.MADE:
+        if birth is not Origin.MADE:
             self._value((number, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype))
             if self._checksums is not None:
                 self._checksums.note([tensor])
@@ -531,7 +531,7 @@ class Recorder(TorchDispatchMode):
         number = self.values[word.value][0]
         if self._checksums is not None:
             self._check(local)
-        if self.storages[number][0] is not Birth.PARAMETER:
+        if self.storages[number][0] is not Origin.PARAMETER:
             base = local if local._base is None else local._base  # which a detached view has no more
             self.tensors[number] = base.detach()
 

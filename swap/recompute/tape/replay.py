@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
     from memo.swap.engine.handles import Packed
     from memo.swap.engine.saved_storage import Hold
-    from memo.swap.engine.token_prefix import Take
+    from memo.swap.engine.token_prefix import FillCallback
     from memo.swap.recompute.tape.plan import Plan
 
 __all__ = ["Brought", "Replay", "ReplayFailed", "Wanted", "Whole"]
@@ -116,7 +116,7 @@ class Replay:
         self._sums = [_sum_of(each) for each in kept] if verify else None
         self._lock = threading.Lock()
 
-    def recompute(self, take: Take) -> None:
+    def recompute(self, take: FillCallback) -> None:
         """Runs the steps unless all that they give is in place; `take` gets the bytes of each wanted storage.
 
         Raises:
@@ -142,7 +142,7 @@ class Replay:
                     return False
         return True
 
-    def run(self, take: Take) -> None:
+    def run(self, take: FillCallback) -> None:
         """Runs the steps, even where all of it is in place already.
 
         Raises:

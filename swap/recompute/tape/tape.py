@@ -26,10 +26,10 @@ from memo.swap.recompute.tape.log import (
     OUTPUTS,
     SAVED,
     TRUE,
-    Birth,
     Function,
     Geometry,
     Key,
+    Origin,
     Ref,
     Storage,
 )
@@ -123,7 +123,7 @@ class Tape:
         self._uninitialised: set[int] = set()  # of which something was read that nothing had written
         for number, (birth, *_) in enumerate(self.storages):
             self._now.append(-1)
-            if birth is not Birth.MADE:
+            if birth is not Origin.MADE:
                 self._make(number, -1)
         self._read(iter(log))
         self.last = self._now
@@ -306,7 +306,7 @@ class Tape:
     def _mark_opaque(self) -> None:
         """Extends opacity from storages to the steps that touch them, and to allocations that nothing filled."""
         for content in self.contents:
-            if content.writer >= 0 and self.storages[content.storage][0] is not Birth.MADE:
+            if content.writer >= 0 and self.storages[content.storage][0] is not Origin.MADE:
                 self.opaque.add(content.storage)  # the layer writes into what is not its own
         for step in self.steps:
             if not step.makes or step.opaque is not None:

@@ -129,8 +129,8 @@ def test_figures_reach_those_that_report(tmp_path: Path) -> None:
     assert [event.step for event in steps] == [*range(1, STEPS + 1)]
     assert ours.manager is not None
     report = ours.manager.report()
-    assert report.tokenwise is not None
-    assert sum(event.value for event in steps) * 2**30 == pytest.approx(report.tokenwise.recomputed_bytes, rel=1e-4)
+    assert report.recompute is not None
+    assert sum(event.value for event in steps) * 2**30 == pytest.approx(report.recompute.recomputed_bytes, rel=1e-4)
     moved = sum(event.value for event in events.Scalars("train/memo_moved_gib_per_step")) * 2**30
     assert moved == pytest.approx(sum(use.moved_bytes for use in report.tiers[1:]), rel=1e-4)
     assert logged(trainer, "memo_disk_peak_gib")[-1] * 2**30 == report.tiers[-1].peak_bytes

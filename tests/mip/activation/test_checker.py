@@ -23,10 +23,12 @@ from memo.mip.activation.plan import (
 )
 from memo.mip.activation.simulator import simulate
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
-from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, EndProfile, PointProfile, StaticBytes
+from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, EmbeddingOrHeadProfile, PointProfile, StaticBytes
 
 BLOCK = layer(always=20, all=140, matmuls=None, attention=4.0, static=StaticBytes(other=10))
-ENDS = EndProfile(forward_s=1.0, backward_s=2.0, saved_bytes=7, transient_bytes=11, static=StaticBytes(other=3))
+ENDS = EmbeddingOrHeadProfile(
+    forward_s=1.0, backward_s=2.0, saved_bytes=7, transient_bytes=11, static=StaticBytes(other=3)
+)
 HALF = LayerPlan(points={ALL: 0.5, ATTENTION: 0.5}, kept=0.2, host=0.5, disk=0.3)
 LAYERS = (HALF, HALF, LayerPlan(), LayerPlan())
 

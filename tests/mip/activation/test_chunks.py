@@ -26,7 +26,7 @@ from memo.mip.activation.plan import (
 from memo.mip.activation.simulator import simulate
 from memo.mip.activation.solver import solve_problem
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule, rank_turns
-from memo.mip.inputs.profile import ALL, ATTENTION, EndProfile
+from memo.mip.inputs.profile import ALL, ATTENTION, EmbeddingOrHeadProfile
 
 TWO = [schedule for schedule in PipelineSchedule if schedule.default_chunks > 1]
 CHUNKS = [(schedule, 2) for schedule in TWO]
@@ -79,7 +79,7 @@ def test_playing_every_turn_finds_what_is_predicted(
 @pytest.mark.parametrize(("schedule", "chunks"), CHUNKS)
 def test_heavy_ends_stand_beside_what_is_read_ahead(schedule: PipelineSchedule, chunks: int) -> None:
     """As much as ten layers, so that each end's passes are the fullest moments of its stage."""
-    heavy = EndProfile(forward_s=1.0, backward_s=2.0, saved_bytes=100 * MIB, transient_bytes=1000 * MIB)
+    heavy = EmbeddingOrHeadProfile(forward_s=1.0, backward_s=2.0, saved_bytes=100 * MIB, transient_bytes=1000 * MIB)
     pipeline = Pipeline(stages=2, microbatches=4, schedule=schedule, chunks=chunks)
     for seed in range(4):
         problem = random_problem(seed, layers=2 * chunks + seed % 2, pipeline=pipeline)
@@ -148,7 +148,7 @@ def test_the_layer_of_the_forward_before_leaves_beside_the_first_layer_of_the_ne
     assert " ".join(f"{turn.chunk}{turn.kind}{turn.microbatch}" for turn in turns) == "0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1"
     blocks = [light] * (2 * layers - 1) + [heavy if layers == 2 else light]
     problem = ActivationProblem(
-        profile=profile_of(*blocks, head=EndProfile(transient_bytes=2000 if layers == 1 else 0)),
+        profile=profile_of(*blocks, head=EmbeddingOrHeadProfile(transient_bytes=2000 if layers == 1 else 0)),
         hardware=machine(),
         budgets=Budgets(device_bytes=ENDLESS),
         pipeline=Pipeline(microbatches=2, own=StageTurns(layers=(layers, layers), turns=turns)),

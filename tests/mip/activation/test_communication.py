@@ -18,11 +18,11 @@ from memo.mip.activation.plan import (
     LayerPlan,
     Pipeline,
 )
-from memo.mip.activation.proof import prove
+from memo.mip.activation.proof import verify_by_simulation
 from memo.mip.activation.solver import solve_problem
 from memo.mip.activation.stage_plans import extract_stage_plan
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
-from memo.mip.inputs.profile import EndProfile
+from memo.mip.inputs.profile import EmbeddingOrHeadProfile
 from memo.mip.simulate import simulate
 
 PIPELINES = {
@@ -42,7 +42,7 @@ def kept(problem: ActivationProblem) -> ActivationPlan:
 
 def three_layers(**rest: float) -> ActivationProblem:
     """Layers of 10 s forward and 20 s backward between two ends of 1 s and 2 s; nothing has to move."""
-    end = EndProfile(forward_s=1.0, backward_s=2.0)
+    end = EmbeddingOrHeadProfile(forward_s=1.0, backward_s=2.0)
     return ActivationProblem(
         profile=profile_of(*[layer(**rest)] * 3, embedding=end, head=end),
         hardware=machine(),
@@ -114,7 +114,7 @@ def test_prediction_checker_and_simulator_agree_on_any_plan(pipeline: Pipeline) 
             plan = solve_problem(problem)  # its checker has passed it
         except Infeasible:
             continue
-        prove(plan)
+        verify_by_simulation(plan)
         for stage in range(pipeline.stages):
             assert check_plan(extract_stage_plan(plan, stage)) is None, seed
 
@@ -155,7 +155,7 @@ def test_a_part_is_not_longer_than_the_whole() -> None:
     with pytest.raises(PlanError, match="communicates for longer than it runs"):
         layer(forward_exchange_s=10.5)
     with pytest.raises(PlanError, match="communicates for longer than it runs"):
-        EndProfile(forward_s=1.0, forward_exchange_s=2.0)
+        EmbeddingOrHeadProfile(forward_s=1.0, forward_exchange_s=2.0)
 
 
 def test_a_plan_that_waits_for_the_network_moves_more_for_free() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from memo.errors import PlanError
 from memo.mip.activation.in_flight import (
-    Moment,
+    SchedulePoint,
     TurnCopy,
     copies_between_turns,
     in_flight_within,
@@ -132,5 +132,5 @@ def test_turns_that_are_no_step_are_refused(order: str, words: str) -> None:
 
 
 def test_a_moment_counts_the_running_microbatch_as_held() -> None:
-    moment = Moment(chunk=1, kind=Kind.INPUT, waiting=(2, 0), between=(0, 1))
+    moment = SchedulePoint(chunk=1, kind=Kind.INPUT, waiting=(2, 0), between=(0, 1))
     assert moment.held == (2, 2)

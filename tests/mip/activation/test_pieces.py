@@ -20,7 +20,7 @@ from memo.mip.activation.rounding import in_tiles, piece_candidates, piece_token
 from memo.mip.activation.solver import DoesNotFit, solve_problem
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
 from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, LayerProfile
-from memo.mip.simulate import prove, simulate
+from memo.mip.simulate import simulate, verify_by_simulation
 
 TOKENS = 1 << 20
 
@@ -59,7 +59,7 @@ def test_a_piece_holds_its_part_and_each_further_one_takes_its_seconds() -> None
         assert check_plan(made) is None
         simulated = simulate(made).stages[0]
         assert simulated.peak(Tier.DEVICE).nbytes == made.stages[0].peak_device_bytes
-        prove(made)
+        verify_by_simulation(made)
 
 
 def test_a_range_shorter_than_a_piece_holds_what_it_has() -> None:
@@ -117,7 +117,7 @@ def test_pieces_make_a_plan_fit_where_one_piece_does_not() -> None:
     known = holding(held=2000)
     device = 2 * 160 + 6 * 20 + 40
     plan = solve_problem(problem_of(known, device, host=0))
-    prove(plan)
+    verify_by_simulation(plan)
     uncut = [dataclasses.replace(part, piece=1.0) for part in plan.layers]
     assert predict_stages(plan.problem, uncut)[0].peak_device_bytes > device
     assert plan_from_json(plan_to_json(plan)) == plan
@@ -141,7 +141,7 @@ def test_no_size_of_a_piece_is_better_than_the_chosen_one(seed: int) -> None:
         plan = solve_problem(problem)
     except Infeasible:
         return
-    prove(plan)
+    verify_by_simulation(plan)
     for pieces in piece_candidates(problem):
         cut = [dataclasses.replace(part, piece=pieces.get(name, 1.0)) for name, part in _named(plan)]
         layers, stages = in_tiles(problem, cut)

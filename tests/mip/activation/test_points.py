@@ -15,7 +15,7 @@ from memo.mip.activation.checker import check_plan
 from memo.mip.activation.files import plan_from_json, plan_to_json
 from memo.mip.activation.linear_program import Model
 from memo.mip.activation.plan import ActivationProblem, Budgets, LayerPlan, Pipeline
-from memo.mip.activation.proof import prove
+from memo.mip.activation.proof import verify_by_simulation
 from memo.mip.activation.rounding import LEAST_TOKENS, in_tiles, most_gained_bytes, tile_of
 from memo.mip.activation.solver import DoesNotFit, solve_problem
 from memo.mip.activation.whole_points import round_points
@@ -141,7 +141,7 @@ def test_every_plan_is_within_budgets_simulates_as_predicted_and_is_the_same_aga
         except Infeasible:
             continue
         solved += 1
-        prove(plan)
+        verify_by_simulation(plan)
         mixed += len({name for part in plan.layers for name in part.points}) > 2
         assert divisible or all(len(part.points) == 1 for part in plan.layers)
         assert plan_to_json(solve_problem(problem)) == plan_to_json(plan)
@@ -168,7 +168,7 @@ def test_layers_of_both_kinds_are_planned_together() -> None:
     fast = machine(d2h_bytes_per_s=1e6, h2d_bytes_per_s=1e6, duplex_bytes_per_s=2e6)
     budgets = Budgets(device_bytes=2 * divided.full_bytes, host_bytes=4300)
     plan = plan_activations(profile_of(*[divided, whole] * 6), fast, budgets)
-    prove(plan)
+    verify_by_simulation(plan)
     assert any(len(part.points) == 2 for part in plan.layers[::2])
     assert all(len(part.points) == 1 for part in plan.layers[1::2])
     assert 4200 < plan.stages[0].peak_host_bytes <= 4300
@@ -190,7 +190,7 @@ def test_a_point_whose_recompute_has_no_room_is_not_taken_although_a_mix_of_it_w
     assert round_points(relaxed) is None
     plan = solve_problem(problem)
     assert {name for part in plan.layers[1:4] for name in part.points} <= {ALL, "p2"}
-    prove(plan)
+    verify_by_simulation(plan)
 
 
 def test_where_no_layer_fits_at_any_point_the_budget_that_is_named_fits() -> None:

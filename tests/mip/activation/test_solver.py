@@ -18,7 +18,7 @@ from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.files import plan_from_json, plan_to_json
 from memo.mip.activation.linear_program import Model, Sharing
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
-from memo.mip.activation.proof import prove
+from memo.mip.activation.proof import verify_by_simulation
 from memo.mip.activation.rounding import LEAST_TOKENS
 from memo.mip.activation.simulator import simulate
 from memo.mip.activation.solver import DoesNotFit, solve_problem
@@ -323,7 +323,7 @@ def test_a_stage_that_is_planned_alone_is_predicted_as_in_the_whole(stage: int) 
     plan = ActivationPlan(problem=alone, layers=part, stages=predict_stages(alone, part))
     assert plan_from_json(plan_to_json(plan)) == plan
     assert check_plan(plan) is None
-    assert prove(plan).step_s == pytest.approx(plan.step_s, rel=0.02)
+    assert verify_by_simulation(plan).step_s == pytest.approx(plan.step_s, rel=0.02)
 
 
 @pytest.mark.parametrize("wrong", [{"stages": 2, "held": 1}, {"held": 0}, {"microbatches": 2, "held": 3}])
@@ -435,7 +435,7 @@ def test_what_is_gathered_of_divided_layers_has_room() -> None:
             plan = solve_problem(problem)
         except Infeasible:
             continue
-        prove(plan)
+        verify_by_simulation(plan)
         linear = Model(problem)
         if plan.declined is None and linear.solve():
             assert plan.step_s <= 1.1 * linear.step_s, "rounding to tiles included"

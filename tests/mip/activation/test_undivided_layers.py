@@ -13,7 +13,7 @@ from memo.mip.activation.checker import check_plan
 from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.memory_peaks import Use, stage_memory
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline, stage_layers
-from memo.mip.activation.proof import prove
+from memo.mip.activation.proof import verify_by_simulation
 from memo.mip.activation.simulator import simulate
 from memo.mip.activation.solver import DoesNotFit, relaxed_step_s, solve_problem
 from memo.mip.inputs.hardware import PRESETS
@@ -22,7 +22,7 @@ from memo.mip.inputs.profile import (
     ALL,
     ATTENTION,
     MATMULS,
-    EndProfile,
+    EmbeddingOrHeadProfile,
     LayerProfile,
     PointProfile,
     Profile,
@@ -53,10 +53,13 @@ def at(point: str, *, kept: float = 1.0) -> LayerPlan:
 
 
 def plan_of(
-    known: LayerProfile, *layers: LayerPlan, pipeline: Pipeline | None = None, head: EndProfile | None = None
+    known: LayerProfile,
+    *layers: LayerPlan,
+    pipeline: Pipeline | None = None,
+    head: EmbeddingOrHeadProfile | None = None,
 ) -> ActivationPlan:
     problem = ActivationProblem(
-        profile=profile_of(*[known] * len(layers), head=head or EndProfile()),
+        profile=profile_of(*[known] * len(layers), head=head or EmbeddingOrHeadProfile()),
         hardware=machine(),
         budgets=Budgets(device_bytes=1 << 40, host_bytes=1 << 40),
         pipeline=pipeline or Pipeline(),
@@ -83,7 +86,7 @@ CASES = {
     ),
     "a recompute holds bytes": (plan_of(HELD, at(ATTENTION), at(ATTENTION), at(ATTENTION)), 2 + 2 + (10 + 3)),
     "the head has what the last layer saves beside it": (
-        plan_of(BLOCK, at(ATTENTION), at(ATTENTION), head=EndProfile(saved_bytes=20, transient_bytes=5)),
+        plan_of(BLOCK, at(ATTENTION), at(ATTENTION), head=EmbeddingOrHeadProfile(saved_bytes=20, transient_bytes=5)),
         2 + 2 + 20 + 5,
     ),
     "three microbatches in flight": (
@@ -124,7 +127,7 @@ def test_a_budget_below_two_whole_layers_is_enough(layers: int) -> None:
     )
     plan = solve_problem(problem)
     assert plan.stages[0].peak_device_bytes <= 16
-    prove(plan)
+    verify_by_simulation(plan)
     bound_s = relaxed_step_s(problem)
     assert bound_s is not None
     assert bound_s <= plan.step_s
@@ -136,13 +139,13 @@ def test_a_budget_below_two_whole_layers_is_enough(layers: int) -> None:
 def test_the_last_layer_recomputes_where_the_head_needs_room() -> None:
     """Its 10 bytes and the head's 20 are more than 25; the 2 that it saves at `attention` are not."""
     problem = ActivationProblem(
-        profile=profile_of(BLOCK, BLOCK, head=EndProfile(transient_bytes=20)),
+        profile=profile_of(BLOCK, BLOCK, head=EmbeddingOrHeadProfile(transient_bytes=20)),
         hardware=machine(),
         budgets=Budgets(device_bytes=25),
     )
     plan = solve_problem(problem)
     assert [dict(part.points) for part in plan.layers] == [{ATTENTION: 1.0}] * 2
-    assert prove(plan).stages[0].recompute_s == plan.stages[0].recompute_s == 8.0
+    assert verify_by_simulation(plan).stages[0].recompute_s == plan.stages[0].recompute_s == 8.0
 
 
 def test_the_budget_that_is_named_is_of_what_the_layer_before_saves() -> None:

@@ -47,7 +47,7 @@ from memo.mip.inputs import (
     Signature,
     hardware_preset,
 )
-from memo.mip.simulate import prove
+from memo.mip.simulate import verify_by_simulation
 
 GB, MB = 1e9, 1e6
 SCHEDULES = (PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.INTERLEAVED, PipelineSchedule.ZERO_BUBBLE_V)
@@ -255,7 +255,7 @@ def test_a_uniform_cluster_described_as_groups_has_the_same_times_to_the_bit(
     for problem in across:
         again = solve_problem(problem)
         assert (again.step_s, again.stages, again.layers) == (plan.step_s, plan.stages, plan.layers)
-        assert prove(again).step_s == prove(plan).step_s
+        assert verify_by_simulation(again).step_s == verify_by_simulation(plan).step_s
 
 
 def test_replicas_on_two_groups_of_a_uniform_cluster_have_the_same_times_to_the_bit() -> None:
@@ -391,7 +391,7 @@ def test_plans_of_groups_that_differ_pass_the_checker_and_the_simulator(schedule
         sizes = balanced_layers(placement, profile_of, schedule=schedule)
         problem = placement.problem_inputs(profile_of, microbatches=8, layers=sizes, schedule=schedule)
         plan = solve_problem(problem)
-        prove(plan)
+        verify_by_simulation(plan)
         names = {problem.profile.layers[index] for index in range(12)}
         assert len(names) == 2, "a layer of each kind of GPU"
         for stage, machine in enumerate(problem.machines):

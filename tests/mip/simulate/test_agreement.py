@@ -20,7 +20,7 @@ from memo.mip.activation.simulator import require_within_budgets, simulate
 from memo.mip.activation.solver import solve_problem
 from memo.mip.inputs.hardware import hardware_preset
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
-from memo.mip.inputs.profile import ALL, ATTENTION, EndProfile, LayerProfile, StaticBytes
+from memo.mip.inputs.profile import ALL, ATTENTION, EmbeddingOrHeadProfile, LayerProfile, StaticBytes
 from memo.mip.simulate.result import Simulation
 from memo.units import format_bytes
 
@@ -224,7 +224,7 @@ def scaled_layer(layer: LayerProfile) -> LayerProfile:
     )
 
 
-def scaled_end(end: EndProfile) -> EndProfile:
+def scaled_end(end: EmbeddingOrHeadProfile) -> EmbeddingOrHeadProfile:
     return dataclasses.replace(
         end,
         saved_bytes=end.saved_bytes * SCALE,

@@ -14,7 +14,7 @@ from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
 from memo.mip.activation.simulator import layer_work, simulate
 from memo.mip.inputs.pipeline_schedules import Kind, Turn
-from memo.mip.inputs.profile import ALL, ATTENTION, EndProfile, StaticBytes
+from memo.mip.inputs.profile import ALL, ATTENTION, EmbeddingOrHeadProfile, StaticBytes
 from memo.mip.simulate.links import Queue, shares
 from memo.mip.simulate.result import EndWork, Part, StageSimulation
 from memo.mip.simulate.stage import Stage
@@ -224,8 +224,10 @@ def test_each_stage_has_its_layers_and_ends() -> None:
     profile = profile_of(
         dataclasses.replace(known, name="one"),
         dataclasses.replace(known, name="two", static=StaticBytes(other=2000)),
-        embedding=EndProfile(forward_s=3, backward_s=5, static=StaticBytes(other=100), saved_bytes=1),
-        head=EndProfile(forward_s=7, backward_s=11, static=StaticBytes(other=200), saved_bytes=2, transient_bytes=4),
+        embedding=EmbeddingOrHeadProfile(forward_s=3, backward_s=5, static=StaticBytes(other=100), saved_bytes=1),
+        head=EmbeddingOrHeadProfile(
+            forward_s=7, backward_s=11, static=StaticBytes(other=200), saved_bytes=2, transient_bytes=4
+        ),
         optimizer_s=13,
     )
     problem = ActivationProblem(

@@ -12,7 +12,7 @@ from memo.errors import Infeasible, PlanInvalid
 from memo.mip.activation import proof
 from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
-from memo.mip.activation.proof import most_early_s, play, prove
+from memo.mip.activation.proof import most_early_s, play, verify_by_simulation
 from memo.mip.activation.solver import solve_problem
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
 from memo.mip.inputs.profile import ATTENTION
@@ -22,20 +22,20 @@ PLAN = solve_problem(random_problem(2, layers=8))
 
 
 def test_a_plan_that_keeps_its_word_is_simulated_to_the_same_time() -> None:
-    assert prove(PLAN).step_s == pytest.approx(PLAN.step_s, rel=1e-9)
+    assert verify_by_simulation(PLAN).step_s == pytest.approx(PLAN.step_s, rel=1e-9)
 
 
 def test_one_that_promises_three_percent_too_much_is_refused() -> None:
     (stage,) = PLAN.stages
     sooner = dataclasses.replace(stage, compute_s=stage.compute_s - 0.03 * stage.microbatch_s)
     with pytest.raises(PlanInvalid, match="played event by event"):
-        prove(dataclasses.replace(PLAN, stages=(sooner,)))
+        verify_by_simulation(dataclasses.replace(PLAN, stages=(sooner,)))
 
 
 def test_one_that_breaks_a_budget_is_refused() -> None:
     budgets = dataclasses.replace(PLAN.problem.budgets, device_bytes=PLAN.stages[0].peak_device_bytes - (1 << 20))
     with pytest.raises(PlanInvalid, match="device holds"):
-        prove(dataclasses.replace(PLAN, problem=dataclasses.replace(PLAN.problem, budgets=budgets)))
+        verify_by_simulation(dataclasses.replace(PLAN, problem=dataclasses.replace(PLAN.problem, budgets=budgets)))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_step_is_shorter_by_the_recomputes_that_it_is_spared(pipeline: Pipelin
     layers = tuple(LayerPlan(points={ATTENTION: 1.0}) for _ in problem.profile.layers)
     plan = ActivationPlan(problem=problem, layers=layers, stages=predict_stages(problem, layers))
     assert most_early_s(plan) == pytest.approx(spared)
-    assert plan.step_s - spared <= prove(plan).step_s < plan.step_s
+    assert plan.step_s - spared <= verify_by_simulation(plan).step_s < plan.step_s
 
 
 @pytest.mark.parametrize(
@@ -93,12 +93,12 @@ def test_a_step_that_is_too_long_to_play_is_proven_by_its_beginning(monkeypatch:
     problem = dataclasses.replace(random_problem(2, layers=8), pipeline=Pipeline(microbatches=4_000))
     plan = solve_problem(problem)
     monkeypatch.setattr(proof, "play", functools.partial(play, most=800))
-    assert len(prove(plan).stages[0].spans) < 8 * 4_000
-    assert prove(plan).whole_step_s == pytest.approx(plan.step_s, rel=0.02)
+    assert len(verify_by_simulation(plan).stages[0].spans) < 8 * 4_000
+    assert verify_by_simulation(plan).whole_step_s == pytest.approx(plan.step_s, rel=0.02)
     (stage,) = plan.stages
     sooner = dataclasses.replace(plan, stages=(dataclasses.replace(stage, compute_s=0.9 * stage.compute_s),))
     budgets = dataclasses.replace(problem.budgets, device_bytes=stage.peak_device_bytes - (1 << 20))
     with pytest.raises(PlanInvalid, match="device holds"):
-        prove(dataclasses.replace(plan, problem=dataclasses.replace(problem, budgets=budgets)))
+        verify_by_simulation(dataclasses.replace(plan, problem=dataclasses.replace(problem, budgets=budgets)))
     with pytest.raises(PlanInvalid, match="played event by event"):
-        prove(sooner)
+        verify_by_simulation(sooner)

@@ -8,7 +8,7 @@ import pytest
 from step_problems import random_step
 
 from memo.errors import Infeasible
-from memo.mip.activation.proof import prove
+from memo.mip.activation.proof import verify_by_simulation
 from memo.mip.activation.solver import solve_problem
 
 SHARE = 100
@@ -22,7 +22,7 @@ def tried(seed: int) -> str:
         plan = solve_problem(problem)
     except Infeasible:
         return "infeasible"
-    prove(plan)
+    verify_by_simulation(plan)
     return "planned" if plan.declined is None else "declined"
 
 

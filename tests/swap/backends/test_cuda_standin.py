@@ -20,8 +20,8 @@ from memo.swap.disk.bounce_buffers import StagedDisk
 from memo.swap.disk.store import DiskStore
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
-from memo.swap.memory.pinned import page_locked
-from memo.swap.recompute.policy import Tapes
+from memo.swap.memory.pinned import empty_pinned
+from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
 from memo.swap.token_levels import setting_of
 
@@ -44,10 +44,14 @@ def managed(model: torch.nn.Module, tier: str, alpha: float, directory: Path) ->
     else:
         store = DiskStore([directory], 1 << 24)
         device = torch.device("cuda", 0)
-        staged = StagedDisk(store, copy_stream(device), copy_stream(device), page_locked, block_bytes=1 << 14, blocks=3)
+        staged = StagedDisk(
+            store, copy_stream(device), copy_stream(device), empty_pinned, block_bytes=1 << 14, blocks=3
+        )
         tiers = [DiskTier(staged, 1 << 24)]
     engine = Engine(backend, tiers, min_bytes=512)
-    return Manager(model, find_layers(model), engine, tokenwise=Tapes(engine, setting_of(alpha))), backend
+    return Manager(
+        model, find_layers(model), engine, recompute_policy=RecomputePolicy(engine, setting_of(alpha))
+    ), backend
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
@@ -257,9 +261,9 @@ def test_what_a_layer_saves_while_it_captures_stays_on_the_device(name: str, cud
 
 def test_pages_that_cannot_be_locked_are_an_error_that_no_later_kernel_is_blamed_for(cuda: StandinCuda) -> None:
     cuda.lock_limit = 1 << 20
-    held = page_locked(1 << 20)
+    held = empty_pinned(1 << 20)
     with pytest.raises(SwapError, match="lower the host budget"):
-        page_locked(1 << 12)
+        empty_pinned(1 << 12)
     assert cuda.last_error == 0
     address = held.data_ptr()
     assert cuda.locked == {address: 1 << 20}
@@ -270,7 +274,7 @@ def test_pages_that_cannot_be_locked_are_an_error_that_no_later_kernel_is_blamed
 @pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="Linux alone has it")
 def test_a_forked_worker_does_not_get_the_locked_pages(cuda: StandinCuda) -> None:
     """The kernel would copy them all at the fork: a data loader's workers would each take the host budget once more."""
-    memory = page_locked(1 << 20)
+    memory = empty_pinned(1 << 20)
     address = memory.data_ptr()
 
     def is_mapped() -> bool:

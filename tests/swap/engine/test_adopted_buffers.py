@@ -16,7 +16,7 @@ from memo.swap.engine.engine import Engine
 from memo.swap.engine.handles import Handle
 from memo.swap.engine.saved_storage import AWAY, BACK, RETURNING, Hold, SavedStorage
 from memo.swap.engine.stream_order import StreamOrder
-from memo.swap.engine.token_prefix import Rows, Take, TokenPrefix
+from memo.swap.engine.token_prefix import FillCallback, Rows, TokenPrefix
 from memo.swap.tiers.host_and_disk import HostTier
 
 FLOATS = 1024
@@ -51,7 +51,7 @@ class Replay:
         self.fails_after: int | None = None
         self.made: list[weakref.ref[torch.UntypedStorage]] = []
 
-    def recompute(self, take: Take) -> None:
+    def recompute(self, take: FillCallback) -> None:
         self.runs += 1
         self.made.clear()
         for number, one in enumerate(self.wanted):

@@ -17,7 +17,7 @@ from memo.swap.backends.cpu import CpuBackend
 from memo.swap.disk.store import DiskStore
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
-from memo.swap.recompute.policy import Tapes
+from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.recompute.recorded_call import RecordedCall
 from memo.swap.tiers.host_and_disk import DiskTier
 from memo.swap.token_levels import TokenLevels
@@ -91,12 +91,12 @@ def test_what_other_ranks_take_part_in_is_never_late(together: bool, monkeypatch
     model = stack(layers=LAYERS)
     backend = CheckingBackend("lazy", hosted_disk=True)
     engine = Engine(backend, [DiskTier(CheckingDisk(backend, ROOM), ROOM)], min_bytes=512, late_bytes=ENOUGH)
-    tokenwise = Tapes(engine, TokenLevels.of_alpha(0.25))
+    recompute_policy = RecomputePolicy(engine, TokenLevels.of_alpha(0.25))
     for name in ("replay", "ranges"):
         made = getattr(RecordedCall, name)
         alone = functools.partialmethod(_with_others, made, others=together)
         monkeypatch.setattr(RecordedCall, name, alone)
-    with Manager(model, find_layers(model), engine, tokenwise=tokenwise) as manager:
+    with Manager(model, find_layers(model), engine, recompute_policy=recompute_policy) as manager:
         loss = model(ids())
     assert (backend.host_stops > 0) == together
     loss.backward()

@@ -15,7 +15,7 @@ from memo.swap.engine.engine import Engine
 from memo.swap.engine.layer_calls import Call, Group, LayerCalls
 from memo.swap.engine.saved_storage import AWAY
 from memo.swap.layers import find_layers
-from memo.swap.recompute.policy import Tapes
+from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.tiers.host_and_disk import HostTier
 from memo.swap.token_levels import TokenLevels
 
@@ -121,7 +121,9 @@ def test_a_group_comes_again_only_where_another_comes_between() -> None:
 def managed(model: Stack, *, alpha: float) -> Manager:
     backend = CheckingBackend("eager")
     engine = Engine(backend, [HostTier(backend, 1 << 24, segment_bytes=1 << 20)], min_bytes=512)
-    return Manager(model, find_layers(model), engine, tokenwise=Tapes(engine, TokenLevels.of_alpha(alpha)))
+    return Manager(
+        model, find_layers(model), engine, recompute_policy=RecomputePolicy(engine, TokenLevels.of_alpha(alpha))
+    )
 
 
 def microbatches(model: Stack, manager: Manager, order: Sequence[int]) -> None:

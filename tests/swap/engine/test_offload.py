@@ -176,7 +176,7 @@ def test_another_thread_may_run_the_model_and_may_not_enter(offload: Callable[..
     )
     first.remove()
     assert len(beside) == 3
-    assert manager._tokenwise.refused == {}
+    assert manager._recompute_policy.refused == {}
     fresh = stack()
     want = torch.autograd.grad(fresh(ids(7)), list(fresh.parameters()))
     assert all(map(torch.equal, beside[0], want))

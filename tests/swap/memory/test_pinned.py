@@ -1,4 +1,4 @@
-"""The page-locked slab over the stand-in for torch.cuda: bytes locked once, none leaked, copies within one registration."""
+"""The pinned slab over the stand-in for torch.cuda: bytes locked once, none leaked, copies within one registration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memo.swap.backends.cuda import CudaStream
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
 from memo.swap.memory.pinned import PinnedSlab
-from memo.swap.recompute.policy import Tapes
+from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.tiers.host_and_disk import PAGE, HostTier
 from memo.swap.token_levels import setting_of
 
@@ -42,7 +42,7 @@ def managed(model: torch.nn.Module, alpha: float) -> tuple[Manager, HostTier]:
     backend = OnHostMemory()
     tier = HostTier(backend, 1 << 24, segment_bytes=SEGMENT)
     engine = Engine(backend, [tier], min_bytes=512)
-    return Manager(model, find_layers(model), engine, tokenwise=Tapes(engine, setting_of(alpha))), tier
+    return Manager(model, find_layers(model), engine, recompute_policy=RecomputePolicy(engine, setting_of(alpha))), tier
 
 
 @pytest.mark.parametrize("alpha", [1.0, 0.25])
@@ -103,9 +103,7 @@ def test_what_is_refused_is_raised_where_it_is_needed_and_what_was_given_serves(
     slab = PinnedSlab(8 * PAGE, DEVICE, piece_bytes=PAGE)
     slab.grow(8 * PAGE)
     slab.wait(3 * PAGE)
-    with pytest.raises(
-        SwapError, match=r"^cannot page-lock 4 KiB of host memory beside 16 KiB .* lower the host budget.*$"
-    ):
+    with pytest.raises(SwapError, match=r"^cannot pin 4 KiB of host memory beside 16 KiB .* lower the host budget.*$"):
         slab.wait(5 * PAGE)
     assert slab.nbytes == 4 * PAGE
     assert cuda.last_error == 0
@@ -123,7 +121,7 @@ def test_an_arena_that_cannot_be_locked_is_counted_nowhere_and_the_next_step_wor
     model = stack(layers=4)
     manager, tier = managed(model, 1.0)
     cuda.lock_limit = 0
-    with pytest.raises(SwapError, match="page-lock"), manager:
+    with pytest.raises(SwapError, match="pin"), manager:
         model(ids())
     assert (tier.used, tier.reserved, manager.stats.live_entries) == (0, 0, 0)
     assert tier._space.used == 0

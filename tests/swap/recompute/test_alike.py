@@ -86,7 +86,7 @@ def test_ever_other_numbers_of_rows_are_planned_a_few_times(
     assert len(searched) <= 4 * layers, (
         "of ten calls each: the first, the next ones, which hold more, another class of size"
     )
-    plans = manager._tokenwise._plans
+    plans = manager._recompute_policy._plans
     assert len(plans._found) == len(searched), "calls that a plan was carried over to are not remembered"
     for layer in manager.layers:
         told = manager.explain(layer.name)

@@ -57,7 +57,7 @@ def steps(how: str, alpha: float | None) -> tuple[list[torch.Tensor], Any]:
             parameter.grad = None
     if manager is not None:
         manager.close()
-    return found, None if manager is None else (manager.stats, manager.report().tokenwise)
+    return found, None if manager is None else (manager.stats, manager.report().recompute)
 
 
 @pytest.mark.timeout(400)

@@ -63,7 +63,7 @@ def test_an_architecture_is_equal_in_pieces(name: str, tmp_path: Path) -> None:
     manager = memo.offload(model, alpha=in_ranges(0.3), disk=tmp_path, min_bytes=1)
     got = train(model, lambda step: loss_of(model, step), manager, steps=2)
     assert manager.stats.bytes_recomputed > 0
-    assert manager.report().tokenwise.deviation == 0.0  # type: ignore[union-attr]
+    assert manager.report().recompute.deviation == 0.0  # type: ignore[union-attr]
     manager.close()
     assert_equal(got, train(reference, lambda step: loss_of(reference, step), steps=2))
     assert 2 * moved(model, 0.0, tmp_path) <= moved(model, 1.0, tmp_path)
@@ -78,7 +78,7 @@ def test_other_ways_to_compute_experts_are_equal(experts: str, tmp_path: Path) -
     model, reference = fresh(name, experts=experts), fresh(name, experts=experts)
     model.load_state_dict(reference.state_dict())
     manager = memo.offload(model, alpha=in_ranges(0.3), disk=tmp_path, min_bytes=1)
-    tapes = manager._tokenwise
+    tapes = manager._recompute_policy
     assert tapes is not None
     got = train(model, lambda step: loss_of(model, step), manager, steps=6)
     assert tapes.trials_run <= 6 * len(manager.layers) / 2

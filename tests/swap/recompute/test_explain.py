@@ -22,7 +22,7 @@ from memo.swap.recompute import trials
 from memo.swap.recompute.explanation import Fate, LayerExplanation, Row
 from memo.swap.recompute.tape.replay import Replay
 from memo.swap.recompute.tape.settings import Settings
-from memo.swap.recompute.trial import Unlike
+from memo.swap.recompute.trial import ReplayMismatch
 from memo.swap.token_levels import Level
 
 LEVELS = {"matmuls": Level.SAVE_MATMULS, "attention": Level.SAVE_ATTENTION, "input": Level.SAVE_INPUT}
@@ -224,7 +224,7 @@ def test_a_step_that_a_trial_found_wrong_says_so(monkeypatch: pytest.MonkeyPatch
     def try_out(replay: Replay, **options: Any) -> None:
         for number in replay.plan.steps:
             if replay.plan.tape.steps[number].name == "aten.gelu":
-                raise Unlike(number, "it gave something else")
+                raise ReplayMismatch(number, "it gave something else")
 
     monkeypatch.setattr(trials, "try_out", try_out)
     found = explained(stack(), alpha=0.0)
@@ -236,7 +236,7 @@ def test_a_step_that_a_trial_found_wrong_says_so(monkeypatch: pytest.MonkeyPatch
 
 def test_a_layer_that_moves_whole_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def try_out(replay: Replay, **options: Any) -> None:
-        raise Unlike(None, "a parameter has gone")
+        raise ReplayMismatch(None, "a parameter has gone")
 
     monkeypatch.setattr(trials, "try_out", try_out)
     with pytest.warns(RuntimeWarning, match="a parameter has gone"):

@@ -62,7 +62,7 @@ def steps(alpha: float | None, **how: Any) -> tuple[list[torch.Tensor], list[int
     assert len(found) == 3 * (1 + len(list(model.parameters())))
     if manager is None:
         return found, alive, 0
-    use = manager.report().tokenwise
+    use = manager.report().recompute
     assert use is None or use.refused == {}, use
     assert manager.stats.live_entries == 0
     manager.close()

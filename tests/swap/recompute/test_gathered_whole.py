@@ -84,7 +84,7 @@ def steps(alpha: float | None, *, gathered: bool) -> tuple[list[torch.Tensor], i
             parameter.grad = None
     if manager is None:
         return found, 0, alive
-    use = manager.report().tokenwise
+    use = manager.report().recompute
     assert use is None or use.refused == {}, use
     manager.close()
     return found, manager.stats.bytes_host, alive

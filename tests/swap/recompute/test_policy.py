@@ -23,7 +23,7 @@ from memo.lru import LRU
 from memo.swap.recompute import plans, trials
 from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.tape.recorder import Recorder
-from memo.swap.recompute.trial import Unlike
+from memo.swap.recompute.trial import ReplayMismatch
 from memo.swap.token_levels import Level, Mix, TokenLevels, comparing_nbytes, setting_of
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def offload(model: nn.Module, tmp_path: Path, **options: Any) -> memo.Manager:
 
 
 def refused(manager: memo.Manager) -> dict[str, str]:
-    use = manager.report().tokenwise
+    use = manager.report().recompute
     assert use is not None
     return use.refused
 
@@ -115,7 +115,7 @@ def test_a_trial_that_fails_speaks_for_its_layer_alone(tmp_path: Path, monkeypat
 
     def fails(replay: Any, **options: Any) -> None:
         if replay.name == "layers.0":
-            raise Unlike(None, "it is fickle")
+            raise ReplayMismatch(None, "it is fickle")
         try_out(replay, **options)
 
     monkeypatch.setattr(trials, "try_out", fails)
@@ -165,7 +165,7 @@ def test_a_trial_that_has_no_room_is_left_out_if_others_have_shown_all_its_steps
         tried.clear()
         model, reference = stack(layers=2), stack(layers=2)
         manager = offload(model, tmp_path)
-        tapes = manager._tokenwise
+        tapes = manager._recompute_policy
         assert tapes is not None
         got = train(model, lambda step: model(ids(step)), manager, steps=1)
         assert tried == ["layers.0", "layers.1"]
@@ -221,7 +221,7 @@ def test_the_first_call_at_a_new_setting_holds_what_its_plan_keeps_and_no_more(
     monkeypatch.setattr(Recorder, "__init__", noted)
     model, reference = (stack(layers=2, make=Widens) for _ in range(2))
     manager = offload(model, tmp_path)
-    tapes = manager._tokenwise
+    tapes = manager._recompute_policy
     assert tapes is not None
     got = train(model, lambda step: model(ids(step)), manager, steps=1)
     assert held == [None, None], "nothing is known"
@@ -246,7 +246,7 @@ def test_what_is_remembered_of_ever_new_lengths_is_bounded(tmp_path: Path, monke
     for bound in ("MOST_PLANS", "MOST_KINDS"):
         monkeypatch.setattr(plans, bound, 4)
     manager = equal_over([*range(30, 42), 41, 30], tmp_path)
-    remembered = [value for value in vars(manager._tokenwise._plans).values() if isinstance(value, LRU)]
+    remembered = [value for value in vars(manager._recompute_policy._plans).values() if isinstance(value, LRU)]
     assert len(remembered) >= 4
     assert all(len(known) <= 4 for known in remembered)
     manager.close()
@@ -474,7 +474,7 @@ def test_plans_hold_no_tensor(tmp_path: Path) -> None:
         loss.backward()
     del loss
     gc.collect()
-    plans = [plan for plan in manager._tokenwise._plans._found._entries.values() if isinstance(plan, Plan)]
+    plans = [plan for plan in manager._recompute_policy._plans._found._entries.values() if isinstance(plan, Plan)]
     assert len(plans) >= LAYERS
     seen: set[int] = set()
 

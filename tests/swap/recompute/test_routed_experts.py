@@ -21,8 +21,8 @@ def routed(*, behind: bool = False) -> nn.Module:
 
 
 def plan_of(manager: memo.Manager, layer: int = 0) -> Plan:
-    assert manager._tokenwise is not None
-    last = manager._tokenwise._plans.last(f"layers.{layer}")
+    assert manager._recompute_policy is not None
+    last = manager._recompute_policy._plans.last(f"layers.{layer}")
     assert last is not None
     assert isinstance(last[2], Plan)
     return last[2]
@@ -77,7 +77,7 @@ def test_a_planner_is_told_the_curve_of_such_a_layer(offload: Callable[..., memo
     model = routed()
     manager = offload(model, alpha=0.5, min_bytes=1)
     train(model, lambda step: model(ids(step)), manager)
-    tapes, told = manager._tokenwise, manager.explain(0)
+    tapes, told = manager._recompute_policy, manager.explain(0)
     assert tapes is not None
     costs = next(costs for costs in tapes.costs() if costs.layer == "layers.0")
     assert not costs.divisible

@@ -61,7 +61,7 @@ def test_a_sequence_as_long_as_something_is_wide(shape: tuple[int, int], padded:
                 got = gradients(model)
             assert len(got) == len(want) > 10
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    use = manager.report().tokenwise
+    use = manager.report().recompute
     assert use is not None
     assert use.refused == {}
     assert manager.stats.bytes_recomputed > 0

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import memo
 from memo.errors import ModifiedAfterSave, SwapError, UsageError
 from memo.events import Tier
-from memo.swap.recompute.trial import Unlike
+from memo.swap.recompute.trial import ReplayMismatch
 from memo.swap.recompute.trials import Trials
 from memo.swap.token_levels import Level
 
@@ -34,7 +34,7 @@ def offload(model: nn.Module, tmp_path: Path, **options: Any) -> memo.Manager:
 
 
 def reasons(manager: memo.Manager) -> set[str]:
-    use = manager.report().tokenwise
+    use = manager.report().recompute
     assert use is not None
     return set(use.refused.values())
 
@@ -402,10 +402,10 @@ class Flushes(Block):
 
 def test_the_error_of_a_trial_holds_no_frames_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its traceback it held the call, its handles and what they save, in a cycle that only a collection ends."""
-    found: list[Unlike] = []
+    found: list[ReplayMismatch] = []
     known = Trials.unlike
 
-    def unlike(self: Trials, *args: Any) -> Unlike | None:
+    def unlike(self: Trials, *args: Any) -> ReplayMismatch | None:
         error = known(self, *args)
         found.extend(() if error is None else (error,))
         return error

@@ -13,7 +13,7 @@ from torch import nn
 
 import memo
 from memo.swap.recompute import trials
-from memo.swap.recompute.trial import Unlike
+from memo.swap.recompute.trial import ReplayMismatch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,7 +73,7 @@ def test_one_warning_for_all_layers_of_one_reason(tmp_path: Path, monkeypatch: p
     """Where nothing of a layer can run again it moves whole, is equal all the same, and says why once."""
 
     def refuses(replay: Any, **options: Any) -> None:
-        raise Unlike(None, "it says so")
+        raise ReplayMismatch(None, "it says so")
 
     monkeypatch.setattr(trials, "try_out", refuses)
     monkeypatch.setattr(trials, "try_out_ranges", lambda replays, exact: refuses(replays))
@@ -145,7 +145,7 @@ def test_a_kernel_that_rounds_by_place_gives_the_same_bits_again(exact: bool, tm
     manager = memo.offload(model, alpha=0.0, exact=exact, disk=tmp_path, min_bytes=1024)
     got = train(model, lambda step: model(ids(step, batch=1)), manager)
     assert_equal(got, train(reference, lambda step: reference(ids(step, batch=1))))
-    use = manager.report().tokenwise
+    use = manager.report().recompute
     assert use is not None
     assert use.refused == {}
     assert use.deviation == 0.0
@@ -160,7 +160,7 @@ def test_another_rounding_of_a_part_is_within_the_stated_bound_or_not_taken(exac
     manager = memo.offload(model, alpha=in_ranges(0.25), exact=exact, disk=tmp_path, min_bytes=1024)
     got = train(model, lambda step: model(ids(step, batch=1)), manager, steps=1)
     want = train(reference, lambda step: reference(ids(step, batch=1)), steps=1)
-    use = manager.report().tokenwise
+    use = manager.report().recompute
     assert use is not None
     assert use.refused == {}
     assert use.deviation <= (0.0 if exact else 1.0)

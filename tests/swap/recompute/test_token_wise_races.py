@@ -28,7 +28,7 @@ def test_gradients_are_equal_and_nothing_races(policy: str, alpha: Any, batch: i
     gc.collect()
     assert made.manager.stats.live_entries == 0
     assert made.manager.stats.bytes_recomputed > 0
-    assert not made.manager.report().tokenwise.refused  # type: ignore[union-attr]
+    assert not made.manager.report().recompute.refused  # type: ignore[union-attr]
     made.manager.close()
     assert made.manager.stats.device_bytes == 0
     assert all(tier.used == 0 for tier in made.engine.tiers)

@@ -14,7 +14,7 @@ from taped import Taped, record
 import memo
 from memo.errors import ModifiedAfterSave
 from memo.swap.recompute.tape.replay import ReplayFailed
-from memo.swap.recompute.trial import Unlike, try_out
+from memo.swap.recompute.trial import ReplayMismatch, try_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,7 +61,9 @@ def test_one_wrong_bit_anywhere_is_found_and_its_step_is_named() -> None:
                 made[made.numel() // 2] ^= 1
 
         writer = taped.tape.contents[taped.tape.last[storage]].writer
-        with pytest.raises(Unlike, match=f"repeating {taped.tape.steps[writer].name} gave something else") as caught:
+        with pytest.raises(
+            ReplayMismatch, match=f"repeating {taped.tape.steps[writer].name} gave something else"
+        ) as caught:
             try_out(Replayed(taped, plan, flip))  # type: ignore[arg-type]
         assert caught.value.step == writer
 
@@ -69,7 +71,7 @@ def test_one_wrong_bit_anywhere_is_found_and_its_step_is_named() -> None:
 def test_of_several_wrong_results_the_earliest_step_is_named() -> None:
     taped = block()
     plan = taped.plan()
-    with pytest.raises(Unlike) as caught:
+    with pytest.raises(ReplayMismatch) as caught:
         try_out(Replayed(taped, plan, lambda position, made: made.bitwise_not_()))  # type: ignore[arg-type]
     writers = [taped.tape.contents[taped.tape.last[storage]].writer for storage in plan.wanted]
     assert caught.value.step == min(writers)
@@ -95,7 +97,7 @@ def test_gaps_between_the_elements_that_autograd_saved_do_not_count() -> None:
             made.view(-1, width)[:, 7 * 4] += 1
 
     try_out(Replayed(taped, plan, beyond))  # type: ignore[arg-type]
-    with pytest.raises(Unlike):
+    with pytest.raises(ReplayMismatch):
         try_out(Replayed(taped, plan, within))  # type: ignore[arg-type]
 
 
@@ -121,7 +123,7 @@ def test_a_replay_that_fails_is_unlike(error: Exception, step: int | None, reaso
         def run(self, take: Any) -> None:
             raise error
 
-    with pytest.raises(Unlike, match=reason) as caught:
+    with pytest.raises(ReplayMismatch, match=reason) as caught:
         try_out(Fails())  # type: ignore[arg-type]
     assert caught.value.step == step
 
@@ -143,5 +145,5 @@ def test_a_function_that_differs_in_its_second_run_is_found() -> None:
         return x.detach() * (1.0 if torch.is_grad_enabled() else 2.0)
 
     taped = record(lambda x: x * fickle(x.cos()).exp(), torch.randn(2, 16, 32, requires_grad=True))
-    with pytest.raises(Unlike):
+    with pytest.raises(ReplayMismatch):
         try_out(Replayed(taped, taped.plan()))  # type: ignore[arg-type]

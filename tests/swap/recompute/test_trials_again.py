@@ -108,7 +108,7 @@ def runs(
         told |= {number: str(caught[0].message)} if caught else {}
         if not all(map(torch.equal, want[1:], got[1:])):
             wrong.append(number)
-        use = manager.report().tokenwise
+        use = manager.report().recompute
         assert use is not None
         trials.append(use.trials)
     manager.close()
@@ -336,5 +336,5 @@ def test_an_input_that_is_always_zero_is_not_tried_for_good() -> None:
         with manager:
             x = model[0](torch.zeros(1, 8, HIDDEN))
             model[1](x).sum().backward()
-        trials.append(manager.report().tokenwise.trials)
+        trials.append(manager.report().recompute.trials)
     assert trials[-1] == trials[4]

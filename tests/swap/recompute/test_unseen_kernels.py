@@ -123,7 +123,7 @@ def steps_are_equal(
         loss.backward()
         for want, got in zip(gradients(plain), gradients(ours), strict=True):
             assert torch.equal(want, got), f"step {step}"  # type: ignore[arg-type]
-    use = manager.report().tokenwise
+    use = manager.report().recompute
     assert use is not None
     manager.close()
     return set(use.refused.values()), manager.stats.bytes_recomputed

@@ -31,7 +31,7 @@ def offload(model: nn.Module, tmp_path: Path, **options: Any) -> memo.Manager:
 
 
 def repeated(manager: memo.Manager) -> dict[str, str]:
-    use = manager.report().tokenwise
+    use = manager.report().recompute
     assert use is not None
     return use.repeated
 

@@ -120,7 +120,7 @@ def megatron(kind: str, scratch: str, alpha: Any) -> list[Any]:
 
 
 def check(manager: memo.Manager) -> None:
-    use = manager.report().tokenwise
+    use = manager.report().recompute
     assert use is not None
     assert use.refused == {}, use
     assert manager.stats.bytes_recomputed > 0, use

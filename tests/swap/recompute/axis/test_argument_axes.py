@@ -110,7 +110,7 @@ def test_a_square_table_is_cut_by_tokens_or_its_layer_moves_whole(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*whole")
         assert_equal(train(model, steps(model), manager), train(reference, steps(reference)))
-    use = manager.report().tokenwise
+    use = manager.report().recompute
     assert use is not None
     if kind is Row:
         assert not use.refused, use

@@ -206,7 +206,7 @@ def steps(how: str, alpha: float | Level | None, monkeypatch: pytest.MonkeyPatch
         model.zero_grad()
     if manager is not None:
         manager.close()
-    return found, None if manager is None else manager.report().tokenwise
+    return found, None if manager is None else manager.report().recompute
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

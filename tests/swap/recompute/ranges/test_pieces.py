@@ -21,7 +21,7 @@ from memo.kernels import pack_mask
 from memo.manager.manager import Manager
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
-from memo.swap.recompute.policy import Tapes
+from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.recompute.ranges.ranged_plan import Piece, Span
 from memo.swap.recompute.ranges.ranged_replay import RangedReplay, _bits_of
 from memo.swap.recompute.tape.plan import Plan
@@ -35,7 +35,7 @@ SEQ = 96
 def managed(model: torch.nn.Module, alpha: Any) -> Manager:
     backend = CheckingBackend("lazy", seed=0)
     engine = Engine(backend, [HostTier(backend, 1 << 24, segment_bytes=1 << 20)], min_bytes=512)
-    return Manager(model, find_layers(model), engine, tokenwise=Tapes(engine, setting_of(alpha)))
+    return Manager(model, find_layers(model), engine, recompute_policy=RecomputePolicy(engine, setting_of(alpha)))
 
 
 class Replays:

@@ -281,7 +281,7 @@ def test_whole_storages_are_used_where_a_part_rounds_in_another_way_and_is_to_be
         warnings.simplefilter("error", RuntimeWarning)
         got = train(model, lambda step: model(ids(step, batch=1)), manager, steps=1)
     want = train(reference, lambda step: reference(ids(step, batch=1)), steps=1)
-    use = manager.report().tokenwise
+    use = manager.report().recompute
     assert use is not None
     assert use.refused == {}
     if exact:
@@ -318,11 +318,11 @@ def test_calls_with_other_counts_of_routed_rows_are_not_read_by_tokens_again(
 ) -> None:
     read: list[int] = []
 
-    def readings_of(*args: Any) -> Any:
+    def token_layouts(*args: Any) -> Any:
         read.append(len(args))
-        return rows.readings_of(*args)
+        return rows.token_layouts(*args)
 
-    monkeypatch.setattr(plans, "readings_of", readings_of)
+    monkeypatch.setattr(plans, "token_layouts", token_layouts)
     model, reference = stack(make=Routed), stack(make=Routed)
     manager = memo.offload(model, alpha=in_ranges(0.5), disk=tmp_path, min_bytes=512)
     got = train(model, lambda step: model(ids(step)), manager, steps=3)

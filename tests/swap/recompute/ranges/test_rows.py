@@ -10,7 +10,7 @@ from taped import Taped, record
 from torch.nn import functional as F
 
 from memo.swap.recompute.axis.token_axis import Axis, cut
-from memo.swap.recompute.ranges.rows import TokenRows, readings_of
+from memo.swap.recompute.ranges.rows import TokenRows, token_layouts
 from memo.swap.recompute.tape.tape import uses_in
 
 TOKENS, BATCH, HIDDEN = 48, 2, 16
@@ -19,7 +19,7 @@ TOKENS, BATCH, HIDDEN = 48, 2, 16
 def read(function: Any, hidden: torch.Tensor, *given: torch.Tensor) -> tuple[Taped, TokenRows]:
     """The usual reading of a recorded call."""
     taped = record(function, hidden, *given)
-    return taped, next(iter(readings_of(taped.tape, taped.recorder.carried)))
+    return taped, next(iter(token_layouts(taped.tape, taped.recorder.carried)))
 
 
 def hidden(*shape: int) -> torch.Tensor:
@@ -96,7 +96,7 @@ def attend(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("mask", [(BATCH, TOKENS, TOKENS), (TOKENS, TOKENS), (BATCH, 1, TOKENS), (TOKENS, 1)], ids=str)
 def test_attention_written_out_is_divided_by_queries_once_all_keys_are_there(mask: tuple[int, ...]) -> None:
     taped = record(attend, hidden(BATCH, TOKENS, HIDDEN // 2), torch.randn(mask))
-    usual, rows = readings_of(taped.tape, taped.recorder.carried)
+    usual, rows = token_layouts(taped.tape, taped.recorder.carried)
     first, second = (taped.step("aten.bmm", which) for which in (0, 1))
     keys = taped.step("aten.cos")
     assert {first.number, second.number} <= set(usual.mixes)
@@ -110,7 +110,7 @@ def test_attention_written_out_is_divided_by_queries_once_all_keys_are_there(mas
 def test_products_onto_which_something_is_added_are_divided_by_queries(added: tuple[int, ...]) -> None:
     """As slopes over the keys are."""
     taped = record(lambda x, bias: torch.baddbmm(bias, x.sin(), x.cos().mT).exp(), hidden(), torch.randn(added))
-    _, rows = readings_of(taped.tape, taped.recorder.carried)
+    _, rows = token_layouts(taped.tape, taped.recorder.carried)
     assert axis_of(taped, rows, "aten.baddbmm") == axis_of(taped, rows, "aten.exp") == Axis(dim=1)
     assert taped.step("aten.baddbmm").number not in rows.mixes
 
@@ -121,7 +121,7 @@ def test_distances_between_tokens_are_divided_by_queries() -> None:
         return x + F.embedding((positions[:, None] - positions.abs()[None]).abs() % 7, table).sum(1)
 
     taped = record(layer, hidden(), torch.randn(7, HIDDEN))
-    _, rows = readings_of(taped.tape, taped.recorder.carried)
+    _, rows = token_layouts(taped.tape, taped.recorder.carried)
     assert axis_of(taped, rows, "aten.sub") == Axis(dim=0)
     assert axis_of(taped, rows, "aten.embedding") == Axis(dim=0)
 
@@ -129,7 +129,7 @@ def test_distances_between_tokens_are_divided_by_queries() -> None:
 def test_products_with_as_few_bytes_as_their_factors_are_not_read_so() -> None:
     """They are kept, and their right factor may be divided."""
     taped = record(lambda x: (x.sin().mT @ x.cos()).mT.exp(), hidden(BATCH, TOKENS, 2 * TOKENS))
-    assert all(not rows.whole for rows in readings_of(taped.tape, taped.recorder.carried))
+    assert all(not rows.whole for rows in token_layouts(taped.tape, taped.recorder.carried))
 
 
 def test_what_is_made_of_parameters_alone_is_the_same_for_all_tokens() -> None:
@@ -146,7 +146,7 @@ def test_sequence_first_is_read_by_its_first_dimension() -> None:
 
 
 def test_too_few_tokens_are_not_read() -> None:
-    assert list(readings_of(record(lambda x: x.exp(), hidden(2, 16, HIDDEN)).tape)) == []
+    assert list(token_layouts(record(lambda x: x.exp(), hidden(2, 16, HIDDEN)).tape)) == []
 
 
 def test_a_size_among_the_arguments_follows_the_tokens() -> None:

@@ -15,8 +15,8 @@ from hypothesis import given, settings, strategies as st
 from taped import Taped, record
 
 from memo.swap.recompute.axis.token_axis import cut
-from memo.swap.recompute.ranges.rows import TokenRows, readings_of
-from memo.swap.recompute.tape.log import Birth
+from memo.swap.recompute.ranges.rows import TokenRows, token_layouts
+from memo.swap.recompute.tape.log import Origin
 from memo.swap.recompute.tape.tape import Step, Use, uses_in
 
 LEAST = 24
@@ -32,7 +32,7 @@ class Whole:
         self.tape, self.carried = taped.tape, taped.recorder.carried
         self.blocks: dict[int, torch.Tensor] = {}
         for number, (birth, *_) in enumerate(self.tape.storages):
-            if birth is not Birth.MADE:
+            if birth is not Origin.MADE:
                 self.blocks[number] = taped.recorder.tensors[number].detach()
 
     def tensor(self, value: int) -> torch.Tensor:
@@ -139,7 +139,7 @@ def test_a_step_on_a_part_has_the_bits_of_the_whole(case: str, data: st.DataObje
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     x = torch.randn(batch, tokens, features, generator=generator).round(decimals=2).requires_grad_()
     taped = record(function, x, torch.randn(features, features + 2, generator=generator))
-    ran = [check(taped, rows, first, stop) for rows in readings_of(taped.tape, taped.recorder.carried)]
+    ran = [check(taped, rows, first, stop) for rows in token_layouts(taped.tape, taped.recorder.carried)]
     assert any(name in names for names in ran), f"{name} runs on no part"
 
 
@@ -166,7 +166,7 @@ REFUSED: dict[str, Case] = {
 def test_what_is_not_proven_never_runs_on_a_part(case: str, batch: int, tokens: int, features: int, first: int) -> None:
     x = torch.randn(batch, tokens, features).round(decimals=2).requires_grad_()
     taped = record(REFUSED[case], x, torch.randn(features, features + 2))
-    for rows in readings_of(taped.tape, taped.recorder.carried):
+    for rows in token_layouts(taped.tape, taped.recorder.carried):
         check(taped, rows, first, tokens)
         if rows.tokens == tokens and tokens not in (batch, features):
             assert rows.mixes, "some step mixes tokens"
@@ -190,7 +190,7 @@ def test_tokens_are_found_in_each_dimension_of_four(
         return (pairs.view(-1, 8) @ weight).tanh().unflatten(0, size).sum(0 if dim else 1)
 
     taped = record(layer, x)
-    found = [rows for rows in readings_of(taped.tape, taped.recorder.carried) if rows.tokens == tokens]
+    found = [rows for rows in token_layouts(taped.tape, taped.recorder.carried) if rows.tokens == tokens]
     assert found
     for rows in found:
         assert not rows.mixes

@@ -50,7 +50,7 @@ def test_bytes_that_move_are_those_of_the_cut(kind: str, level: Level, tmp_path:
     before = manager.stats.bytes_disk
     with manager:
         loss = forward(model, 2)
-    tapes = manager._tokenwise
+    tapes = manager._recompute_policy
     plans = [tapes._plans.last(layer.name)[2] for layer in manager.layers]
     kept = [plan.kept_bits for plan in plans if isinstance(plan, Plan)]
     assert len(kept) == len(manager.layers)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memo
-from memo.swap.recompute.tape.log import HIDDEN, Birth, Function, Marker
+from memo.swap.recompute.tape.log import HIDDEN, Function, Marker, Origin
 from memo.swap.recompute.tape.recorder import Recorder, aside
 from memo.swap.recompute.tape.tape import Tape
 
@@ -91,9 +91,14 @@ def test_births() -> None:
         return ((x * given) * weight * table).sin()
 
     births = [birth for birth, *_ in record(layer, hidden(), torch.ones(4)).tape.storages]
-    made = births.count(Birth.MADE)
-    assert births[:2] == [Birth.INPUT, Birth.GIVEN]
-    assert sorted(birth.name for birth in births if birth is not Birth.MADE) == ["FOUND", "GIVEN", "INPUT", "PARAMETER"]
+    made = births.count(Origin.MADE)
+    assert births[:2] == [Origin.INPUT, Origin.GIVEN]
+    assert sorted(birth.name for birth in births if birth is not Origin.MADE) == [
+        "FOUND",
+        "GIVEN",
+        "INPUT",
+        "PARAMETER",
+    ]
     assert made == len(births) - 4 > 0
 
 
