@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 LAYERS = 32
 ROUNDS = 60
-BUDGET_US = 13.0
+BUDGET_US = 25.0
 
 
 class Instant:

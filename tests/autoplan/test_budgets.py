@@ -63,6 +63,7 @@ def test_a_step_above_the_budget_is_told_and_planned_anew_though_all_was_settled
     assert auto.outcome().phase == "settled"
 
 
+@pytest.mark.promise("P2")
 @pytest.mark.filterwarnings("ignore:a step of .* more device memory than its budget:RuntimeWarning")
 def test_a_peak_above_the_budget_makes_the_next_plan_keep_less() -> None:
     machine = tight(4.5)

@@ -126,6 +126,7 @@ class Linears(nn.Module):
         return x + self.down(torch.relu(self.up(x)) * self.shift)
 
 
+@pytest.mark.promise("P1")
 @suite(TORCHTUNE)
 @pytest.mark.parametrize("tier", ["host", "disk", "both"])
 def test_a_step_is_the_one_without(promised_by: str, tier: str, tmp_path: Path) -> None:
@@ -185,6 +186,7 @@ def test_a_restored_tensor_lives_as_long_as_views_that_backward_made_of_it(
     assert saved > 0
 
 
+@pytest.mark.promise("R2")
 @suite(TRL)
 def test_a_tensor_and_its_views_move_once(promised_by: str) -> None:
     def views(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -266,6 +268,7 @@ def test_every_number_format_moves_and_comes_back_as_it_was(dtype: torch.dtype, 
     assert stats.bytes_host > 0
 
 
+@pytest.mark.promise("R3")
 @suite(TRL)
 def test_parameters_and_buffers_and_views_of_them_stay(promised_by: str) -> None:
     class Weights(nn.Module):
@@ -305,6 +308,7 @@ def test_a_marked_tensor_stays_and_others_move(marked: bool, promised_by: str) -
     assert 0 < moved <= LAYERS if marked else moved > LAYERS
 
 
+@pytest.mark.promise("R2")
 @suite(TRL)
 def test_memory_that_is_used_again_is_not_taken_for_what_it_held(promised_by: str) -> None:
     """A layer's tensor takes the address of one that an earlier layer has saved and the engine has dropped.
@@ -331,6 +335,7 @@ def test_memory_that_is_used_again_is_not_taken_for_what_it_held(promised_by: st
     assert stats.deduplicated == 0
 
 
+@pytest.mark.promise("R4")
 @suite(DEEPSPEED)
 def test_a_saved_tensor_that_was_changed_is_an_error_that_says_so(promised_by: str) -> None:
     layers = layers_of(Linears)

@@ -91,6 +91,7 @@ class Branches(nn.Module):
         return self.block(x)
 
 
+@pytest.mark.promise("R1")
 @suite(f"{TRL}; {TE}")
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_branches_without_backward_leave_nothing_from_step_to_step(tier: str, tmp_path: Path, promised_by: str) -> None:
@@ -241,6 +242,7 @@ def test_forwards_before_their_backwards_in_any_order(
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
 
 
+@pytest.mark.promise("R1")
 @suite(TE)
 def test_backward_twice_and_of_backward(model: Stack, manager: memo.Manager, promised_by: str) -> None:
     def derivatives(run: Any, loss: torch.Tensor) -> list[torch.Tensor]:
@@ -347,6 +349,7 @@ def test_outputs_too_are_those_without(model: Stack, manager: memo.Manager, prom
     assert torch.equal(ours, stack()(ids()))
 
 
+@pytest.mark.promise("P2")
 @suite(MEGATRON_PINNED)
 def test_a_full_tier_raises_and_what_is_in_it_is_not_overwritten(promised_by: str) -> None:
     model = stack()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import ModuleType
 
+import pytest
+
 from memo.events import CounterEvent, Owned, Owner, StateChange, StepMark, TensorState, Tier
 from memo.trace.device_memory import device_stack, largest_holders
 from memo.trace.reader import Trace
@@ -63,6 +65,7 @@ def test_the_stack_is_as_high_as_each_sample(make_trace: Callable[..., Trace]) -
     assert memory.peak((6, 8)).nbytes == memory.peak((20, 30)).nbytes == 150
 
 
+@pytest.mark.promise("P4")
 def test_holders_add_up_to_the_stack(make_trace: Callable[..., Trace]) -> None:
     trace = make_trace(EVENTS)
     lifetimes = lifetimes_of(trace.events)

@@ -54,6 +54,7 @@ def managed(model: torch.nn.Module, tier: str, alpha: float, directory: Path) ->
     ), backend
 
 
+@pytest.mark.promise("R10")
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("alpha", [1.0, 0.25])
 def test_gradients_are_equal_over_streams_that_put_everything_off(

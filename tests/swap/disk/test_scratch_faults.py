@@ -140,6 +140,7 @@ def test_a_device_that_refuses_direct_writes_works_through_the_cache(
     store.close()
 
 
+@pytest.mark.promise("R9")
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EISDIR])
 def test_without_unnamed_files_the_name_is_gone_before_the_first_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
@@ -229,6 +230,7 @@ def test_scratch_is_private_and_not_inherited(tmp_path: Path, monkeypatch: pytes
 # Row 9: several jobs, one directory
 
 
+@pytest.mark.promise("R9")
 def test_jobs_in_one_directory_never_meet(tmp_path: Path) -> None:
     code = """
     mark = int(sys.argv[2])

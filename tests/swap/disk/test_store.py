@@ -121,6 +121,7 @@ def test_a_file_gets_exactly_its_share_of_the_capacity(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.promise("R8")
 def test_the_budget_is_hard_and_released_space_is_reused(store: DiskStore) -> None:
     extents = [store.reserve(1 << 20) for _ in range(4)]
     assert all(extents)

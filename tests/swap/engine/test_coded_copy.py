@@ -53,6 +53,7 @@ def test_values_come_back_within_the_bound(dtype: torch.dtype, codec: Codec, rel
     engine.close()
 
 
+@pytest.mark.promise("R6")
 @pytest.mark.parametrize("codec", CODECS)
 def test_backward_gets_the_same_whether_or_not_the_source_is_still_there(codec: Codec) -> None:
     saved = torch.randn(64, 64)

@@ -64,6 +64,7 @@ def test_nothing_is_expected_beyond_a_call_that_is_still_to_be_made() -> None:
     assert keys(groups, made[1, 0]) == [(0, 0)]
 
 
+@pytest.mark.promise("R7")
 def test_the_step_before_is_expected_again_and_says_more_than_the_schedule() -> None:
     groups = LayerCalls()
     groups.expect(first_in_first_out(2))
@@ -136,6 +137,7 @@ def microbatches(model: Stack, manager: Manager, order: Sequence[int]) -> None:
     gc.collect()
 
 
+@pytest.mark.promise("P3")
 def test_with_the_order_told_nothing_is_reloaded_late_even_in_the_first_step() -> None:
     """Microbatches backwarded first in, first out: the guess reloads the wrong one at each turn.
 

@@ -115,6 +115,7 @@ def test_addresses_that_the_system_refuses_are_one_line_and_the_next_step_works(
     manager.close()
 
 
+@pytest.mark.promise("R8")
 def test_a_host_budget_is_refused_before_anything_is_taken() -> None:
     model = stack()
     manager = memo.offload(model, alpha=1.0, host="40KiB", disk=[], min_bytes=512)

@@ -52,6 +52,7 @@ def plain(model: Stack, steps: int = 3) -> list[Step]:
     return [step for n in range(steps) for step in train(model, lambda _, n=n: model(ids(n)), steps=1)]
 
 
+@pytest.mark.promise("R10")
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_are_equal_under_every_schedule_and_nothing_races(policy: str, tier: str) -> None:
@@ -106,6 +107,7 @@ def caught(model: Stack, made: Checked) -> bool:
     return bool(made.backend.races)
 
 
+@pytest.mark.promise("R5")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # races found while closing, too
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize(("edge", "policy"), MUTANTS)

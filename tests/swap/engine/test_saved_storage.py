@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,9 +13,26 @@ from torch import nn
 from torch.nn import functional as F
 
 import memo
+from memo.swap.engine.saved_storage import _NEXT, SavedStorage, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+@pytest.mark.promise("R11")
+@pytest.mark.parametrize(("before", "after"), [*itertools.product(State, repeat=2)])
+def test_a_state_follows_by_the_table_alone_and_each_change_is_told(before: State, after: State) -> None:
+    told: list[State] = []
+    group: Any = None
+    storage = SavedStorage(torch.ones(4), 16, (0, None), group, 0, lambda _: None, lambda it: told.append(it.state))
+    storage.state = before
+    if after in _NEXT[before]:
+        storage.move_to(after)
+        assert (storage.state, told) == (after, [after])
+    else:
+        with pytest.raises(AssertionError, match="cannot go"):
+            storage.move_to(after)
+        assert (storage.state, told) == (before, [])
 
 
 def test_a_buffer_rewritten_after_a_save_is_not_taken_for_its_old_content(
