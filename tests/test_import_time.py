@@ -48,3 +48,50 @@ def test_offload_loads_no_package_before_it_is_used() -> None:
     assert isinstance(new, list)
     assert "memo.manager.manager" in new
     assert not set(LATER) & set(new)
+
+
+def test_a_fixed_alpha_needs_torch_and_numpy_alone() -> None:
+    """Each package but torch, numpy and what they require is hidden: a step with memo is the one without."""
+    code = """
+import json, re, sys
+from importlib import metadata
+needed, waiting = set(), ["torch", "numpy"]
+while waiting:
+    name = re.split(r"[ ;<>=!~\\[(]", waiting.pop())[0].lower().replace("_", "-")
+    if name not in needed:
+        needed.add(name)
+        try:
+            waiting += [one for one in metadata.requires(name) or () if "extra ==" not in one]
+        except metadata.PackageNotFoundError:
+            pass
+hidden = []
+for package, owners in metadata.packages_distributions().items():
+    if package != "memo" and package not in sys.modules and not needed & {one.lower().replace("_", "-") for one in owners}:
+        sys.modules[package] = None
+        hidden.append(package)
+import torch, memo
+def step(managed):
+    torch.manual_seed(0)
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(3))
+    x = torch.randn(2, 48, 32)
+    manager = memo.offload(model, alpha=0.5, host="16MiB", min_bytes=1) if managed else None
+    def forward(x):
+        for layer in model.layers:
+            x = layer(x)
+        return x.square().mean()
+    if manager is None:
+        forward(x).backward()
+    else:
+        with manager:
+            loss = forward(x)
+        loss.backward()
+        assert manager.stats.bytes_host and manager.stats.bytes_recomputed, manager.stats
+        print(manager.report(), file=sys.stderr)
+        manager.close()
+    return [each.grad for each in model.parameters()]
+print(json.dumps({"hidden": hidden, "equal": all(map(torch.equal, step(True), step(False)))}))
+"""
+    told = _told(code)
+    assert {"pulp", "highspy", "rich", "pynvml"} <= set(told["hidden"])  # type: ignore[call-overload]
+    assert told["equal"] is True

@@ -147,7 +147,7 @@ class RecomputeUse:
         exact = "bit for bit" if self.deviation == 0 else f"off by up to {100 * self.deviation:.0f} % of the bound"
         seconds = "not measured" if self.recompute_s is None else format_duration(self.recompute_s)
         lines = [
-            f"recompute by tokens: {self.levels}, {self.accepted} layers ({exact}), "
+            f"recompute: {self.levels}, {self.accepted} layers ({exact}), "
             f"{format_bytes(self.recomputed_bytes)}, time {seconds}"
         ]
         lines += _by_reason("recomputed whole, attention included", self.repeated)
