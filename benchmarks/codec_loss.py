@@ -25,8 +25,8 @@ from benchmarks.results import ROOT, write_result
 MARGIN = 0.02
 CODECS = (None, "int8", "fp8")
 MODEL = ["--model", "tiny", "--layers", "4", "--hidden", "128", "--heads", "4", "--seq", "128", "--batch", "2"]
-RUN = [*MODEL, "--device", "cpu", "--precision", "fp32", "--warmup", "20", "--lr", "1e-3"]
-MOVED = ["--offload", "host", "--host-budget", "1GiB", "--alpha", "1"]
+RUN = [*MODEL, "--on", "cpu", "--precision", "fp32", "--warmup", "20", "--lr", "1e-3"]
+MOVED = ["--offload", "host", "--host", "1GiB", "--alpha", "1"]
 
 
 def losses(data: Path, folder: Path, *, steps: int, seed: int, codec: str | None) -> list[float]:

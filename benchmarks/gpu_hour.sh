@@ -119,7 +119,7 @@ case $part in
   4)  # longer plans; a training run under the planned allocator
     run 160 benchmarks.gpu_bench plan $model $long $host --ways "$quick"
     run 240 benchmarks.gpu_bench plan $model $longer $most_host --ways "$quick"
-    run 110 memo.cli.main train --model $larger --seq $trained --steps 6 --offload auto --host-budget $train_host \
+    run 110 memo.cli.main train --model $larger --seq $trained --steps 6 --offload auto --host $train_host \
       --precision bf16 --planned-allocator --metrics "$OUT/train-$(date -u +%H%M%S).jsonl"
     ;;
   5)  # unmodified models of transformers by memo.offload(model) with nothing else: where time is short, the first to run

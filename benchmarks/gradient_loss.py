@@ -39,7 +39,7 @@ RUN += [
     "4",
     "--accumulate",
     "2",
-    "--device",
+    "--on",
     "cpu",
     "--precision",
     "fp32",

@@ -44,7 +44,7 @@ class Setup:
 
     def flags(self) -> list[str]:
         """Arguments of `memo train` that both runs share."""
-        return [*self.model, "--seq", str(self.seq), "--steps", str(self.steps), "--seed", "1", "--device", self.device]
+        return [*self.model, "--seq", str(self.seq), "--steps", str(self.steps), "--seed", "1", "--on", self.device]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,7 @@ def setup_for_gpu() -> Setup:
     host_budget = min(seq << 19, free_host // 2)
     # Equal bits in two runs need deterministic GPU kernels, with or without memo.
     model = ["--model", "125m", "--precision", "bf16-autocast", "--deterministic"]
-    offload = ["--offload", "disk", "--host-budget", str(host_budget)]
+    offload = ["--offload", "disk", "--host", str(host_budget)]
     return Setup(device="cuda", model=model, seq=seq, steps=8, offload=offload)
 
 

@@ -50,12 +50,12 @@ from memo.mip.simulate import verify_by_simulation
 from memo.record import gpt_step, record_step
 from memo.units import format_bytes, parse_bytes, parse_tokens
 
-LAPTOP_ALPHA = 0.25  # fraction of the tokens whose activations go to disk; the rest is recomputed
+LAPTOP_ALPHA = 0.25  # most of what can be recomputed that goes to disk instead
 
 LEADS = os.environ.get("RANK", "0") == "0"  # the first of torchrun's processes
 # Heads of 128 are the fastest for the attention kernels of GPUs; rotary positions need no memory at any length.
 PRESETS = {
-    "laptop": ["--model", "tiny", "--seq", "32k", "--steps", "3", "--device", "cpu"],
+    "laptop": ["--model", "tiny", "--seq", "32k", "--steps", "3", "--on", "cpu"],
     "350m": ["--model", "350m", "--variant", "llama", "--heads", "8", "--seq", "1m"],
     "7b": ["--model", "7b", "--variant", "llama", "--seq", "1m", "--tp", "8"],
 }
@@ -83,7 +83,7 @@ def main() -> int:
 def read(flags: list[str]) -> Namespace:
     """Sizes in the flags of `memo train`; the last of each flag counts, as it does there."""
     sizes = ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("model", "variant", "seq", "device-budget", "host-budget", "alpha", "offload", "device"):
+    for name in ("model", "variant", "seq", "device", "host", "alpha", "offload", "on"):
         sizes.add_argument(f"--{name}")
     for name in ("layers", "hidden", "heads", "mlp-tiles", "batch", "accumulate", "dp", "tp", "cp", "pp"):
         sizes.add_argument(f"--{name}", type=int)
@@ -96,7 +96,7 @@ def read(flags: list[str]) -> Namespace:
     asked.config = preset(asked.model, variant=asked.variant, max_seq=tokens, **shape)
     ways = {name: getattr(asked, name) for name in ("tp", "cp", "pp")}
     asked.layout = Layout(tokens=tokens, batch=asked.batch, gpus=ranks, **ways)
-    asked.on_gpu = asked.device != "cpu" and torch.cuda.is_available()
+    asked.on_gpu = asked.on != "cpu" and torch.cuda.is_available()
     asked.precision = asked.precision or (Precision.BF16_AUTOCAST if asked.on_gpu else Precision.FP32)
     asked.says_where = asked.alpha is not None or asked.offload is not None
     return asked
@@ -105,8 +105,8 @@ def read(flags: list[str]) -> Namespace:
 def by_plan(asked: Namespace, description: str | None, file: str) -> list[str]:
     """Solves for the shortest step within the machine's memory; returns the flags that run the plan."""
     machine = this_gpu() if description is None else read_hardware(description)
-    device = int(0.95 * machine.device_bytes) if asked.device_budget is None else parse_bytes(asked.device_budget)
-    host = int(0.8 * machine.host_bytes) if asked.host_budget is None else parse_bytes(asked.host_budget)
+    device = int(0.95 * machine.device_bytes) if asked.device is None else parse_bytes(asked.device)
+    host = int(0.8 * machine.host_bytes) if asked.host is None else parse_bytes(asked.host)
     together = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     budgets = Budgets(device_bytes=device, host_bytes=host, ranks_per_node=together)
     turns = {"microbatches": asked.accumulate, "schedule": asked.schedule}
@@ -122,7 +122,7 @@ def by_plan(asked: Namespace, description: str | None, file: str) -> list[str]:
     write_file(file, plan_to_json(plan), overwrite=True)
     if LEADS:
         print(activation_table(plan), flush=True)
-    return ["--offload", "auto", "--plan", file, "--host-budget", str(host)]
+    return ["--offload", "auto", "--plan", file, "--host", str(host)]
 
 
 def this_gpu() -> Hardware:

@@ -42,7 +42,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument(
-        "--disk-dir",
+        "--disk",
+        dest="disk_dir",
         action="append",
         metavar="DIR",
         help="scratch directory whose disk is measured; repeat the option for several disks (default: the current "
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     from memo.machine import examine
 
     if "" in (args.disk_dir or []):
-        raise UsageError("--disk-dir: an empty name is no directory; leave the option out for the current directory")
+        raise UsageError("--disk: an empty name is no directory; leave the option out for the current directory")
     directories = [Path(name) for name in args.disk_dir or ["."]]
     if args.seconds is None:
         seconds = min(_LONGEST_S, _MEASURING_S / (6 * (len(directories) + 1)))

@@ -64,11 +64,17 @@ def _wait_for_first_rank() -> None:
         time.sleep(_FIRST_RANK_S)
 
 
+_RENAMED = {"--device-budget": "--device", "--host-budget": "--host", "--disk-dir": "--disk", "--nvme": "--disk-budget"}
+"""Former names of flags, which an error names."""
+
+
 class _Parser(argparse.ArgumentParser):
     """Reports a usage error in one line on stderr, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         _wait_for_first_rank()
+        words = [word.partition("=")[0] for word in message.split()]
+        message = next((f"{word} is now {_RENAMED[word]}" for word in words if word in _RENAMED), message)
         self.exit(ExitCode.USAGE, f"{self.prog}: {_inert(message)} (see {self.prog} --help)\n")
 
 

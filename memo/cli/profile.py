@@ -51,7 +51,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="number of times that each kind of step runs; the shortest time counts (default 3)",
     )
     parser.add_argument(
-        "--disk-dir",
+        "--disk",
+        dest="disk_dir",
         metavar="DIR",
         help="directory of the scratch file (default: the system's temporary directory)",
     )
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     refuse_existing(args.output, force=args.force)
     tokens = parse_tokens(args.seq, what="--seq")
     if args.disk_dir is not None and not os.path.isdir(args.disk_dir):
-        raise UsageError(f"--disk-dir {display_name(args.disk_dir)}: no such directory")
+        raise UsageError(f"--disk {display_name(args.disk_dir)}: no such directory")
     steps = 2 * args.repeats + 6
     what = f"measuring about {steps} steps of {args.model} at {format_tokens(tokens)}"
     with WaitingLine("memo profile", what, quiet=args.json):

@@ -35,7 +35,7 @@ _EPILOG = f"""\
 examples:
   memo rehearse --model llama-3-8b --lora 16 --seq 32k --loss-without-logits --gpu h100
   memo rehearse --model qwen3-8b --lora 16 --lengths 8k,32k,12k --device 40GiB --host 64GiB
-  memo rehearse --model ./config.json --seq 16k --gpu rtx4090 --disk 1TiB --disk-write 3GB --disk-read 6GB
+  memo rehearse --model ./config.json --seq 16k --gpu rtx4090 --disk-space 1TiB --disk-write 3GB --disk-read 6GB
 
 Exit code 3: the training does not fit, or a budget was exceeded. Exit code 4: no plan settled in as many steps as are tried.
 
@@ -114,8 +114,8 @@ def _add_machine(where: argparse._ArgumentGroup) -> None:
     where.add_argument(
         "--host", default="auto", metavar="SIZE", help="budget of host memory (default: 70 %% of what is free)"
     )
-    where.add_argument("--disk", default="0", metavar="SIZE", help="disk space; 0 is none (default 0)")
-    where.add_argument("--disk-budget", metavar="SIZE", help="budget of disk space (default: all of --disk)")
+    where.add_argument("--disk-space", default="0", metavar="SIZE", help="disk space; 0 is none (default 0)")
+    where.add_argument("--disk-budget", metavar="SIZE", help="budget of disk space (default: all of --disk-space)")
     for what in ("write", "read"):
         where.add_argument(
             f"--disk-{what}",
@@ -222,20 +222,22 @@ def _machine_options(args: argparse.Namespace) -> dict[str, Any]:
             raise UsageError(
                 f"--device {args.device} is not within the {most} of {hardware.name}; give another size or --gpu"
             )
-    disk = parse_bytes(args.disk, what="--disk")
+    disk = parse_bytes(args.disk_space, what="--disk-space")
     if args.host != "auto" and parse_bytes(args.host, what="--host") == 0 and not disk and args.way == "memo":
-        raise UsageError("--host 0 without --disk leaves nowhere to move activations to; give one of them")
+        raise UsageError("--host 0 without --disk-space leaves nowhere to move activations to; give one of them")
     for flag in ("disk_budget", "disk_write", "disk_read"):
         given = getattr(args, flag)
         if given is None:
             continue
         size = parse_bytes(given, what=f"--{flag.replace('_', '-')}")
         if not disk:
-            raise UsageError(f"--{flag.replace('_', '-')} needs a disk; give --disk, such as --disk 1TiB")
+            raise UsageError(f"--{flag.replace('_', '-')} needs a disk; give --disk-space, such as --disk-space 1TiB")
         if not size:
-            raise UsageError(f"--{flag.replace('_', '-')} 0: a disk without space or speed is none; leave out --disk")
+            raise UsageError(
+                f"--{flag.replace('_', '-')} 0: a disk without space or speed is none; leave out --disk-space"
+            )
     if args.disk_budget is not None and parse_bytes(args.disk_budget) > disk:
-        raise UsageError(f"--disk-budget {args.disk_budget} is more than --disk {args.disk}")
+        raise UsageError(f"--disk-budget {args.disk_budget} is more than --disk-space {args.disk_space}")
     if args.assume is not None and not math.isfinite(args.assume):
         raise UsageError(f"--assume {args.assume} is not a finite number")
     return {

@@ -42,7 +42,7 @@ __all__ = ["configure", "run"]
 
 _EPILOG = """\
 example:
-  memo train --model 125m --seq 32k --data texts/ --offload disk --disk-dir /scratch --steps 100 \\
+  memo train --model 125m --seq 32k --data texts/ --offload disk --disk /scratch --steps 100 \\
              --checkpoint-dir run1 --checkpoint-every 20 --metrics run1.jsonl
 
   torchrun --nproc-per-node 8 -m memo.cli.main train --tp 4 --dp 2 --model 7b --seq 128k --batch 1 ...
@@ -297,14 +297,16 @@ def _offload_flags(group: argparse._ArgumentGroup) -> None:
         "--plan", type=Path, metavar="FILE", help="with --offload auto: run this plan, written by memo plan"
     )
     group.add_argument(
-        "--device-budget",
-        type=_bytes,
+        "--device",
+        dest="device_budget",
+        type=_device_bytes,
         metavar="SIZE",
         help="with --offload auto: limit of device memory for the whole training (default: 94 %% of the "
         "GPU's memory, which is also the most; on a CPU 80 %% of the free memory)",
     )
     group.add_argument(
-        "--host-budget",
+        "--host",
+        dest="host_budget",
         type=_bytes,
         metavar="SIZE",
         help="limit of host memory for activations, such as 8GiB (default: a share of the free memory on a GPU, else "
@@ -314,10 +316,11 @@ def _offload_flags(group: argparse._ArgumentGroup) -> None:
         "--host-pool",
         type=Path,
         metavar="FILE",
-        help="share --host-budget with all jobs of this node that name the same file, such as /dev/shm/memo-host",
+        help="share --host with all jobs of this node that name the same file, such as /dev/shm/memo-host",
     )
     group.add_argument(
-        "--disk-dir",
+        "--disk",
+        dest="disk_dir",
         type=Path,
         metavar="DIR",
         help="directory of the scratch file (default with --offload disk: the system's temporary directory)",
@@ -399,7 +402,8 @@ def _output_flags(group: argparse._ArgumentGroup) -> None:
 
 def _device_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--device",
+        "--on",
+        dest="device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
         help="device to train on; auto is a GPU if there is one (default auto)",
@@ -521,6 +525,14 @@ def _one_of(kinds: type[_E]) -> Callable[[str], _E]:
 
 
 _bytes = _argument(parse_bytes)
+
+
+def _device_bytes(text: str) -> int:
+    if text in ("auto", "cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"a budget is a size, such as 40GiB; to train on a device write --on {text}")
+    return _bytes(text)
+
+
 _tokens = _argument(parse_tokens)
 _mode = _argument(_one_of(OffloadMode))
 _precision = _argument(_one_of(Precision))

@@ -83,10 +83,10 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         given = {
             "--plan": self.plan,
-            "--device-budget": self.device_budget,
-            "--host-budget": self.host_budget,
+            "--device": self.device_budget,
+            "--host": self.host_budget,
             "--host-pool": self.host_pool,
-            "--disk-dir": self.disk_dir,
+            "--disk": self.disk_dir,
             "--disk-budget": self.disk_budget,
             "--alpha": self.alpha,
             "--codec": self.codec,
@@ -96,12 +96,12 @@ class OffloadConfig:
         }
         useless = {
             OffloadMode.NONE: list(given),
-            OffloadMode.HOST: ["--plan", "--device-budget", "--disk-dir", "--disk-budget"],
-            OffloadMode.DISK: ["--plan", "--device-budget"],
+            OffloadMode.HOST: ["--plan", "--device", "--disk", "--disk-budget"],
+            OffloadMode.DISK: ["--plan", "--device"],
         }.get(self.mode, [])
         for flag in useless:
             if given[flag] is not None:
-                if flag in ("--plan", "--device-budget"):
+                if flag in ("--plan", "--device"):
                     fitting = "auto"
                 else:
                     fitting = "disk or auto" if flag.startswith("--disk") else "host, disk or auto"
@@ -109,9 +109,9 @@ class OffloadConfig:
         if self.trace_stacks and self.trace is None:
             raise UsageError("--trace-stacks needs --trace; it adds Python lines to the trace")
         if self.mode is OffloadMode.HOST and self.host_budget == 0:
-            raise UsageError("--host-budget 0 leaves --offload host no memory; give some, or use --offload disk")
+            raise UsageError("--host 0 leaves --offload host no memory; give some, or use --offload disk")
         if self.host_pool is not None and not self.host_budget:
-            raise UsageError("--host-pool needs --host-budget SIZE: the budget of all jobs that share the file")
+            raise UsageError("--host-pool needs --host SIZE: the budget of all jobs that share the file")
         if self.plan is not None and self.alpha is not None:
             raise UsageError("--plan and --alpha both set the fraction of tokens that move; give one of them")
         if self.alpha is not None and not 0 <= self.alpha <= 1:
@@ -214,7 +214,7 @@ class RunConfig:
         if self.resume == "latest" and self.checkpoint_dir is None:
             raise UsageError("--resume needs --checkpoint-dir, or the path of a checkpoint")
         if self.planned_allocator and self.device == "cpu":
-            raise UsageError("--planned-allocator needs a GPU; leave it out with --device cpu")
+            raise UsageError("--planned-allocator needs a GPU; leave it out with --on cpu")
         if self.pipeline_dtype is not None and self.layout.pp == 1:
             raise UsageError(f"--pipeline-dtype {self.pipeline_dtype} has no meaning without --pp")
         if self.pipeline_dtype is not None and self.precision is Precision.BF16:

@@ -111,7 +111,7 @@ def train_arguments(
     train += ["--batch", str(setting.batch), "--accumulate", str(setting.accumulate)]
     train += ["--offload", "auto", "--plan", plan_file]
     if any(stage.peak_host_bytes for stage in plan.stages):
-        train += ["--host-budget", str(budgets.host_bytes)]
+        train += ["--host", str(budgets.host_bytes)]
     if any(stage.peak_disk_bytes for stage in plan.stages):
-        train += ["--disk-dir", "/scratch", "--disk-budget", str(budgets.disk_bytes)]
+        train += ["--disk", "/scratch", "--disk-budget", str(budgets.disk_bytes)]
     return tuple(train)

@@ -441,7 +441,7 @@ def test_a_model_on_the_cpu_has_no_steps_to_plan(installed: SimpleNamespace) -> 
 
 
 def test_train_refuses_what_cannot_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--planned-allocator", "--device", "cpu"]) == ExitCode.USAGE
+    assert main(["train", "--planned-allocator", "--on", "cpu"]) == ExitCode.USAGE
     assert "needs a GPU" in capsys.readouterr().err
 
 

@@ -73,7 +73,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
 
 
 def test_json_is_one_object_whose_numbers_carry_their_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out = run(capsys, "--json", "--disk-dir", str(tmp_path))
+    code, out = run(capsys, "--json", "--disk", str(tmp_path))
     assert code == ExitCode.OK
     found = json.loads(out)
     assert found["disks"][0]["directory"] == str(tmp_path)
@@ -100,7 +100,7 @@ def of_ranks(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_ranks_measure_collectives_and_the_first_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    done = of_ranks("--json", "--disk-dir", str(tmp_path))
+    done = of_ranks("--json", "--disk", str(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
     assert_units(found)
@@ -122,7 +122,7 @@ def test_ranks_measure_collectives_and_the_first_prints(tmp_path: Path, capsys: 
 
 
 def test_the_table_of_ranks_has_a_line_for_each_collective(tmp_path: Path) -> None:
-    done = of_ranks("--disk-dir", str(tmp_path))
+    done = of_ranks("--disk", str(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
     said = " ".join(done.stdout.split())
     assert "collectives 2 ranks, gloo" in said
@@ -135,7 +135,7 @@ def test_the_table_names_each_disk_and_what_it_can_do(tmp_path: Path, capsys: py
     paths = [tmp_path / "one", tmp_path / "two"]
     for path in paths:
         path.mkdir()
-    code, out = run(capsys, "--disk-dir", str(paths[0]), "--disk-dir", str(paths[1]))
+    code, out = run(capsys, "--disk", str(paths[0]), "--disk", str(paths[1]))
     flat = " ".join(out.split())
     assert code == ExitCode.OK
     for word in ("host memory free", "may be pinned", "host copy", "while reading", "while writing", "GPUDirect"):
@@ -147,20 +147,20 @@ def test_the_table_names_each_disk_and_what_it_can_do(tmp_path: Path, capsys: py
 def test_an_unusable_directory_is_said_and_the_rest_is_still_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out = run(capsys, "--json", "--disk-dir", str(tmp_path / "absent"), "--disk-dir", str(tmp_path))
+    code, out = run(capsys, "--json", "--disk", str(tmp_path / "absent"), "--disk", str(tmp_path))
     first, second = json.loads(out)["disks"]
     assert code == ExitCode.FAILURE
     assert "ENOENT" in first["problem"]
     assert first["rates"] is None
     assert second["problem"] is None
     assert second["rates"]["write_bytes_per_s"] > 0
-    assert run(capsys, "--disk-dir", str(tmp_path / "absent"))[0] == ExitCode.FAILURE
+    assert run(capsys, "--disk", str(tmp_path / "absent"))[0] == ExitCode.FAILURE
 
 
 def test_control_characters_in_a_name_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hostile = tmp_path / "a\x1b[31m[bold]b"
     hostile.mkdir()
-    _, out = run(capsys, "--disk-dir", str(hostile))
+    _, out = run(capsys, "--disk", str(hostile))
     assert "\x1b" not in out
     assert "[bold]" in out.replace("\n", "").replace(" ", "")
 
@@ -170,8 +170,8 @@ def test_a_duration_that_means_nothing_is_a_usage_error(capsys: pytest.CaptureFi
 
 
 def test_an_empty_directory_name_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--disk-dir", ""]) == ExitCode.USAGE
-    assert "--disk-dir: an empty name is no directory" in capsys.readouterr().err
+    assert main(["doctor", "--disk", ""]) == ExitCode.USAGE
+    assert "--disk: an empty name is no directory" in capsys.readouterr().err
 
 
 def test_the_default_stays_within_half_a_minute_for_any_number_of_disks(
@@ -186,7 +186,7 @@ def test_the_default_stays_within_half_a_minute_for_any_number_of_disks(
 
     monkeypatch.setattr(doctor, "examine", note)
     for count in (1, 4, 16):
-        args = [part for index in range(count) for part in ("--disk-dir", str(tmp_path / str(index)))]
+        args = [part for index in range(count) for part in ("--disk", str(tmp_path / str(index)))]
         assert main(["doctor", *args]) == ExitCode.OK
     assert max(asked) < 25
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ready_python
 
-SIZE = ["--model", "tiny", "--layers", "2", "--hidden", "64", "--heads", "2", "--device", "cpu"]
+SIZE = ["--model", "tiny", "--layers", "2", "--hidden", "64", "--heads", "2", "--on", "cpu"]
 STEADY = ["--warmup", "0", "--lr", "3e-4", "--min-lr", "3e-4"]  # the same rate in a run of any length
 LLAMA = [*SIZE, *STEADY, "--variant", "llama"]
 

@@ -151,7 +151,7 @@ def test_an_optimizer_on_the_host_takes_room_there(capsys: pytest.CaptureFixture
 
 
 def test_disks_and_their_wear(capsys: pytest.CaptureFixture[str]) -> None:
-    less_host = [word if word != "2TiB" else "512GiB" for word in PAPER] + ["--nvme", "8TiB"]
+    less_host = [word if word != "2TiB" else "512GiB" for word in PAPER] + ["--disk-budget", "8TiB"]
     free = of_json(capsys, less_host)
     assert free["stages"][0]["disk_written_bytes"] > 0
     assert main(less_host) == ExitCode.OK

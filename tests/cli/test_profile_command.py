@@ -17,7 +17,7 @@ TINY = ["profile", "--model", "tiny", "--seq", "128", "--layers", "2", "--repeat
 
 def test_a_profile_is_written_and_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, machine = tmp_path / "profile.json", tmp_path / "machine.json"
-    assert main([*TINY, "--disk-dir", str(tmp_path), "-o", str(path)]) == ExitCode.OK
+    assert main([*TINY, "--disk", str(tmp_path), "-o", str(path)]) == ExitCode.OK
     out = capsys.readouterr().out
     assert out.splitlines()[-1] == f"Wrote {path}"
     assert "attention" in out

@@ -142,7 +142,7 @@ def test_a_budget_in_which_no_plan_can_fit_is_said_before_the_first_backward(
 def test_a_full_host_tier_is_exit_code_3(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(rehearsed(config, "--host", "64MiB", "--alpha", "1")) == ExitCode.INFEASIBLE
     assert "step 0 does not fit: HostBudgetExceeded: no room for " in capsys.readouterr().err
-    disk = ["--disk", "1GiB", "--disk-budget", "900MiB", "--disk-write", "20GB", "--disk-read", "20GB"]
+    disk = ["--disk-space", "1GiB", "--disk-budget", "900MiB", "--disk-write", "20GB", "--disk-read", "20GB"]
     assert main(rehearsed(config, "--host", "64MiB", "--alpha", "1", "--steps", "1", *disk)) == ExitCode.OK
     assert "  disk " in capsys.readouterr().out
 
@@ -199,7 +199,7 @@ def test_a_gpu_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--device", "8"], "can be read in several ways"),
         (["--host", "0"], "nowhere to move activations"),
         (["--disk-write", "5GB"], "needs a disk"),
-        (["--disk", "1TiB", "--disk-budget", "2TiB"], "is more than --disk 1TiB"),
+        (["--disk-space", "1TiB", "--disk-budget", "2TiB"], "is more than --disk-space 1TiB"),
         (["--seq", "8k", "--lengths", "8k"], "exclude each other"),
         (["--lengths", "8k,none"], "cannot read 'none'"),
         (["--assume", "nan"], "not a finite number"),

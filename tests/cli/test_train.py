@@ -17,7 +17,7 @@ import ready_python
 
 from memo.gpt.config import PRESETS
 
-SMALL = ["--model", "tiny", "--layers", "2", "--hidden", "64", "--heads", "1", "--seq", "256", "--device", "cpu"]
+SMALL = ["--model", "tiny", "--layers", "2", "--hidden", "64", "--heads", "1", "--seq", "256", "--on", "cpu"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -95,8 +95,8 @@ def test_a_plan_says_in_how_many_tiles_the_mlps_are_computed(text: Path, tmp_pat
         check=True,
     )
     assert "MLPs in 4 tiles" in made.stdout
-    run = ["--model", "tiny", "--seq", "512", "--device", "cpu", "--data", text, "--steps", "1"]
-    run += ["--offload", "auto", "--host-budget", "64MiB", "--plan", plan]
+    run = ["--model", "tiny", "--seq", "512", "--on", "cpu", "--data", text, "--steps", "1"]
+    run += ["--offload", "auto", "--host", "64MiB", "--plan", plan]
     followed = memo_train(*run)
     assert followed.returncode == 0, followed.stderr
     refused = memo_train(*run, "--mlp-tiles", "2")
@@ -105,8 +105,8 @@ def test_a_plan_says_in_how_many_tiles_the_mlps_are_computed(text: Path, tmp_pat
 
 
 def test_a_codec_from_the_command_line_is_told_at_the_end(text: Path) -> None:
-    run = ["--model", "tiny", "--seq", "256", "--device", "cpu", "--data", text, "--steps", "2"]
-    done = memo_train(*run, "--offload", "host", "--host-budget", "64MiB", "--alpha", 0.5, "--codec", "fp8")
+    run = ["--model", "tiny", "--seq", "256", "--on", "cpu", "--data", text, "--steps", "2"]
+    done = memo_train(*run, "--offload", "host", "--host", "64MiB", "--codec", "fp8")
     assert done.returncode == 0, done.stderr
     assert re.search(r"^codec: .* moved as .*, largest error 3\.\d+ %", done.stdout, re.MULTILINE)
 
@@ -117,7 +117,7 @@ def test_tiles_and_masked_documents_from_the_command_line(text: Path, tmp_path: 
     documents.write_text("".join(json.dumps({"text": f"line {i}, {i * i}"}) + "\n" for i in range(2000)))
     found = {}
     pool = tmp_path / "pool"
-    split = ("--offload", "host", "--host-budget", "64MiB", "--host-pool", pool, "--alpha", 0.25, "--exact")
+    split = ("--offload", "host", "--host", "64MiB", "--host-pool", pool, "--alpha", 0.25, "--exact")
     runs: dict[str, tuple[object, ...]] = {
         "plain": (),
         "masked": ("--mask-documents",),
@@ -181,7 +181,7 @@ def test_offload_to_disk_gives_the_same_losses_and_counts_what_it_moved(
     plain = memo_train(*flags, "--metrics", tmp_path / "plain")
     assert plain.returncode == 0, plain.stderr
     trace = tmp_path / "trace.rank0.jsonl"
-    disk = ["--offload", "disk", "--disk-dir", scratch, "--disk-budget", "256MiB", "--trace", trace]
+    disk = ["--offload", "disk", "--disk", scratch, "--disk-budget", "256MiB", "--trace", trace]
     moved = memo_train(*flags, *disk, "--metrics", tmp_path / "moved")
     assert moved.returncode == 0, moved.stderr
     assert losses(tmp_path / "plain") == losses(tmp_path / "moved")
@@ -235,7 +235,7 @@ def test_sigterm_is_the_same_request(text: Path, tmp_path: Path) -> None:
 def test_kill_9_leaves_nothing_in_the_scratch_directory_and_training_resumes(
     text: Path, tmp_path: Path, scratch: Path
 ) -> None:
-    flags = [*SMALL, "--data", text, "--steps", 30, "--offload", "disk", "--disk-dir", scratch]
+    flags = [*SMALL, "--data", text, "--steps", 30, "--offload", "disk", "--disk", scratch]
     straight = memo_train(*flags, "--metrics", tmp_path / "straight")
     assert straight.returncode == 0, straight.stderr
     saving = [*flags, "--metrics", tmp_path / "m", "--checkpoint-dir", tmp_path / "run", "--checkpoint-every", 2]
@@ -256,18 +256,18 @@ USAGE = [
     (["--steps", "-1"], "steps -1 is less than 1"),
     (["--seed", "9" * 30], "--seed is above"),
     (["--clip", "-1"], "0 is no clipping"),
-    (["--offload", "host", "--host-budget", "0"], "--host-budget 0 leaves --offload host no memory"),
+    (["--offload", "host", "--host", "0"], "--host 0 leaves --offload host no memory"),
     (["--model", "9b"], "one of tiny, moe-tiny, local-tiny, 125m"),
     (["--sliding-window", "0"], "is not a whole number of tokens from 1"),
-    (["--offload", "disk", "--host-budget", "8 gigs"], "write for instance 8GiB"),
+    (["--offload", "disk", "--host", "8 gigs"], "write for instance 8GiB"),
     (["--offload", "everywhere"], "none, host, disk, auto"),
-    (["--offload", "host", "--host-pool", "pool"], "--host-pool needs --host-budget SIZE"),
-    (["--host-budget", "8GiB"], "--host-budget has no meaning with --offload none"),
+    (["--offload", "host", "--host-pool", "pool"], "--host-pool needs --host SIZE"),
+    (["--host", "8GiB"], "--host has no meaning with --offload none"),
     (["--codec", "int8"], "--codec has no meaning with --offload none; use --offload host, disk or auto"),
     (["--trace"], "--trace has no meaning with --offload none"),
     (
-        ["--offload", "host", "--disk-dir", "/"],
-        "--disk-dir has no meaning with --offload host; use --offload disk or auto",
+        ["--offload", "host", "--disk", "/"],
+        "--disk has no meaning with --offload host; use --offload disk or auto",
     ),
     (["--seq", "32kk"], "write for instance 4096, 32k or 1m"),
     (["--steps", "0"], "steps 0"),
@@ -277,7 +277,10 @@ USAGE = [
     (["--alpha", "2", "--offload", "disk"], "alpha 2.0"),
     (["--exact"], "--exact has no meaning with --offload none"),
     (["--plan", "p.json", "--offload", "disk"], "--plan has no meaning with --offload disk"),
-    (["--device-budget", "1GiB"], "--device-budget has no meaning with --offload none; use --offload auto"),
+    (["--device", "1GiB"], "--device has no meaning with --offload none; use --offload auto"),
+    (["--device", "cpu"], "to train on a device write --on cpu"),
+    (["--offload", "host", "--host-budget", "8GiB"], "--host-budget is now --host"),
+    (["--disk-dir=/scratch"], "--disk-dir is now --disk"),
     (["--plan", "p.json", "--alpha", "0.5", "--offload", "auto"], "give one of them"),
     (["--documents", "books"], "none of packed, whole"),
     (["--documents", "whole", "--mask-documents"], "a row is of one document"),
@@ -315,13 +318,13 @@ def test_missing_data_is_named(tmp_path: Path) -> None:
 
 
 def test_a_scratch_directory_that_does_not_exist_is_named(text: Path, tmp_path: Path) -> None:
-    flags = [*SMALL, "--data", text, "--offload", "disk", "--disk-dir", tmp_path / "nowhere"]
+    flags = [*SMALL, "--data", text, "--offload", "disk", "--disk", tmp_path / "nowhere"]
     assert_one_line(memo_train(*flags, "--metrics", tmp_path / "m"), code=1, says="nowhere")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_budget_beyond_the_disk_is_refused_at_the_start(text: Path, tmp_path: Path, scratch: Path) -> None:
-    flags = [*SMALL, "--data", text, "--offload", "disk", "--disk-dir", scratch, "--disk-budget", "4000TiB"]
+    flags = [*SMALL, "--data", text, "--offload", "disk", "--disk", scratch, "--disk-budget", "4000TiB"]
     assert_one_line(memo_train(*flags, "--checkpoint-dir", tmp_path / "run"), code=1, says=str(scratch))
     assert not (tmp_path / "run").exists()
 

@@ -28,7 +28,7 @@ SHAPE = [
     "--full-every",
     "3",
 ]
-RUN = ["--seq", "512", "--steps", "2", "--warmup", "1", "--device", "cpu", "--precision", "fp32"]
+RUN = ["--seq", "512", "--steps", "2", "--warmup", "1", "--on", "cpu", "--precision", "fp32"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 # So slow that moving, keeping and repeating are all worth something.
 SLOW = {"peak_flops": 1e10, "hbm_bytes_per_s": 1e9, "duplex_bytes_per_s": 6e7, "gpus_per_node": 1, "network": None}
@@ -59,7 +59,7 @@ def test_a_pattern_is_planned_by_arithmetic_and_carried_out_bit_for_bit(tmp_path
     plain = memo("train", *SHAPE, *RUN, "--metrics", tmp_path / "plain")
     assert plain.returncode == ExitCode.OK, plain.stderr
     assert "blocks of queries, by torch, within 96 tokens; in other layers flash, in torch" in plain.stdout
-    given = ["--offload", "auto", "--plan", plan, "--host-budget", "64MiB"]
+    given = ["--offload", "auto", "--plan", plan, "--host", "64MiB"]
     carried_out = memo("train", *SHAPE, *RUN, *given, "--metrics", tmp_path / "planned")
     assert carried_out.returncode == ExitCode.OK, carried_out.stderr
     assert losses(tmp_path / "planned") == losses(tmp_path / "plain")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import ready_python
 
-SMALL = ["--model", "tiny", "--layers", "2", "--hidden", "64", "--heads", "1", "--seq", "128", "--device", "cpu"]
+SMALL = ["--model", "tiny", "--layers", "2", "--hidden", "64", "--heads", "1", "--seq", "128", "--on", "cpu"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 TRAIN = "import sys; from memo.cli.main import main; sys.exit(main(['train', *sys.argv[1:]]))"
 # From its second checkpoint on the disk never finishes.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from ready_ranks import run_ranks
 
-RUN = ["--layers", 2, "--hidden", 64, "--heads", 4, "--seq", 64, "--device", "cpu", "--lr", 1e-3, "--warmup", 2]
+RUN = ["--layers", 2, "--hidden", 64, "--heads", 4, "--seq", 64, "--on", "cpu", "--lr", 1e-3, "--warmup", 2]
 MARGINS = {"int8": 0.02, "powersgd": 0.1}
 """In nats a token, declared for the last tenth of 200 steps in benchmarks/gradient_loss.py."""
 FALL = 0.9

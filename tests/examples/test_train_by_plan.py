@@ -71,9 +71,9 @@ def test_a_plan_is_carried_out_layer_by_layer(tmp_path: Path, tp: int, pp: int, 
     lacking = int(0.6 * sum(saved_bytes(free)) / pp)
     train = [EXAMPLES / "train_1m.py", "--preset", "laptop", *size, "--steps", 2, "--warmup", 0]
     budgets = [
-        "--device-budget",
+        "--device",
         free.stages[0].peak_device_bytes - lacking,
-        "--host-budget",
+        "--host",
         int(host * lacking) * ranks,
     ]
     by_plan = [

@@ -62,7 +62,7 @@ def test_a_measured_hybrid_is_planned_and_trains_to_equal_bits(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "hybrids", raising=False)
     command = ["profile", "--model", f"hybrids:{kind}", "--seq", str(TOKENS), "--repeats", "1", "-o", "profile.json"]
-    assert main([*command, "--disk-dir", str(tmp_path)]) == ExitCode.OK
+    assert main([*command, "--disk", str(tmp_path)]) == ExitCode.OK
     profile = read_profile(tmp_path / "profile.json")
     assert len(profile.classes) >= CLASSES[kind]
     threads = torch.get_num_threads()

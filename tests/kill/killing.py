@@ -29,7 +29,7 @@ STEPS = 40
 _LONGEST_S = 300.0
 _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 _MODEL = ["--model", "tiny", "--layers", 2, "--hidden", 64, "--heads", 1, "--seq", 128, "--dropout", 0.1]
-_WHERE = ["--device", "cpu", "--offload", "disk"]
+_WHERE = ["--on", "cpu", "--offload", "disk"]
 
 
 class Find(AssertionError):
@@ -121,7 +121,7 @@ class _Line:
         self.text.write_text("".join(f"line {i} of a small training text, {i * i}\n" for i in range(2000)))
 
     def start(self) -> ready_python.Program:
-        files = ["--data", self.text, "--metrics", self.metrics, "--disk-dir", self.scratch]
+        files = ["--data", self.text, "--metrics", self.metrics, "--disk", self.scratch]
         saving = ["--checkpoint-dir", self.saved, "--checkpoint-every", 1, "--checkpoint-keep", 3, "--resume"]
         return ready_python.start(
             "-m", "memo.cli.main", "train", *_MODEL, *_WHERE, "--steps", STEPS, *files, *saving, env=_ENVIRONMENT

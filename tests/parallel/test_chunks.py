@@ -24,7 +24,7 @@ def test_a_rank_of_two_stages_keeps_what_its_turns_leave_room_for() -> None:
 
 @pytest.mark.parallel
 def test_ranks_of_three_chunks_train_as_one_process_does(tmp_path: Path) -> None:
-    flags = ["--device", "cpu", "--layers", "6", "--hidden", "32", "--heads", "4", "--seq", "128", "--steps", "3"]
+    flags = ["--on", "cpu", "--layers", "6", "--hidden", "32", "--heads", "4", "--seq", "128", "--steps", "3"]
     flags += ["--global-batch", "4", "--accumulate", "4", "--warmup", "1"]
     chunks = ["--pp", "2", "--schedule", "interleaved-1f1b", "--chunks", "3"]
     losses = []

@@ -18,7 +18,7 @@ from launching import run_ranks
 # float32 sums in another order, over some steps of training: as in test_interruptions.py.
 BOUND = 1e-5
 STEPS, KEPT = 12, 6
-SIZES = ["--layers", "4", "--hidden", "64", "--heads", "16", "--seq", "64", "--device", "cpu", "--variant", "llama"]
+SIZES = ["--layers", "4", "--hidden", "64", "--heads", "16", "--seq", "64", "--on", "cpu", "--variant", "llama"]
 LAYOUT = ["--dp", "2", "--tp", "2"]
 
 

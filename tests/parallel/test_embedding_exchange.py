@@ -37,7 +37,7 @@ def test_three_ranks_are_within_the_bound() -> None:
     assert "dp3: equal within the bound" in launch(3, "embedding_worker.py", "dp3")
 
 
-SMALL = ["--model", "tiny", "--variant", "llama", "--layers", "2", "--hidden", "64", "--heads", "2", "--device", "cpu"]
+SMALL = ["--model", "tiny", "--variant", "llama", "--layers", "2", "--hidden", "64", "--heads", "2", "--on", "cpu"]
 SMALL += ["--seq", "32", "--batch", "1", "--steps", "3"]
 
 
@@ -55,7 +55,7 @@ def test_train_exchanges_as_the_flag_or_the_plan_says_and_says_so(tmp_path: Path
     made += ["--seq", "4k", "--gpu", "h100", "--gpus", "2", "--embedding-exchange", "sparse", "--mlp-tiles", "1"]
     plan = tmp_path / "plan.json"
     assert main([*made, "-o", str(plan)]) == 0
-    kinds["plan"] = ("--offload", "auto", "--plan", str(plan), "--device-budget", "8GiB")
+    kinds["plan"] = ("--offload", "auto", "--plan", str(plan), "--device", "8GiB")
     said = {}
     for name, flags in kinds.items():
         done = trained("--dp", 2, "--metrics", tmp_path / name, *flags)

@@ -19,9 +19,9 @@ SEQUENCES, STEPS = 8, 3
 # As in test_experts_resumed.py: float32 sums in another order; a choice between two almost equal experts takes more.
 BOUND = 1e-4
 WITH_MEMO = {
-    "host": ["--offload", "host", "--host-budget", "256MiB"],
+    "host": ["--offload", "host", "--host", "256MiB"],
     "disk": ["--offload", "disk"],
-    "host, half": ["--offload", "host", "--host-budget", "256MiB", "--alpha", 0.5],
+    "host, half": ["--offload", "host", "--host", "256MiB", "--alpha", 0.5],
     "disk, nothing": ["--offload", "disk", "--alpha", 0],
 }
 
@@ -37,7 +37,7 @@ def trained(ranks: int, ep: int, memo: str | None = None) -> tuple[list[float], 
             "moe-tiny",
             "--seq",
             64,
-            "--device",
+            "--on",
             "cpu",
             "--warmup",
             1,

@@ -24,7 +24,7 @@ RUN = [
     4,
     "--seq",
     64,
-    "--device",
+    "--on",
     "cpu",
     "--warmup",
     2,

@@ -42,7 +42,7 @@ MACHINE = Hardware(
 
 
 def losses(metrics: Path, ranks: int, *flags: str) -> list[float]:
-    common = ["--device", "cpu", "--steps", str(STEPS), "--warmup", "1", "--metrics", str(metrics)]
+    common = ["--on", "cpu", "--steps", str(STEPS), "--warmup", "1", "--metrics", str(metrics)]
     done = run_ranks(ranks, "-m", "memo.cli.main", "train", *flags, *common, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]

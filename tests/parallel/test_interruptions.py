@@ -44,7 +44,7 @@ def training(data: Path, metrics: Path, *flags: str) -> list[str]:
         "4",
     ]
     files = ["--data", str(data), "--metrics", str(metrics), "--eval-every", "6", "--eval-steps", "3"]
-    return ["-m", "memo.cli.main", "train", "--device", "cpu", "--warmup", "2", *model, *files, *flags]
+    return ["-m", "memo.cli.main", "train", "--on", "cpu", "--warmup", "2", *model, *files, *flags]
 
 
 def losses(metrics: Path) -> list[float]:
@@ -128,7 +128,7 @@ def alive(process: int) -> bool:
 def test_a_killed_rank_ends_all_and_a_restart_goes_on(data: Path, uninterrupted: list[float], tmp_path: Path) -> None:
     metrics, kept, scratch = tmp_path / "metrics", tmp_path / "kept", tmp_path / "scratch"
     scratch.mkdir()
-    run = ["--steps", "24", "--offload", "disk", "--disk-dir", str(scratch), "--dp", "2", "--tp", "2"]
+    run = ["--steps", "24", "--offload", "disk", "--disk", str(scratch), "--dp", "2", "--tp", "2"]
     flags = [*run, "--checkpoint-dir", str(kept), "--checkpoint-every", "3", "--resume"]
     finish([*torchrun(4), *training(data, tmp_path / "undisturbed", *run)])
     victim_step = random.randrange(4, 16)
@@ -170,7 +170,7 @@ def test_the_first_rank_that_fails_is_named_by_all(data: Path, tmp_path: Path) -
         "from memo.cli.main import main\n"
         f"there = {str(tmp_path)!r}\n"
         "directory = '/nowhere' if os.environ['RANK'] == '2' else there\n"
-        "sys.exit(main([*sys.argv[1:], '--offload', 'disk', '--disk-dir', directory]))\n"
+        "sys.exit(main([*sys.argv[1:], '--offload', 'disk', '--disk', directory]))\n"
     )
     command = [*torchrun(4), str(script), *training(data, tmp_path / "metrics", "--dp", "4", "--steps", "3")[2:]]
     begin = time.monotonic()

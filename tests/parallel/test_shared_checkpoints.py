@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from launching import torchrun
 
-SMALL = ["--model", "tiny", "--layers", "2", "--hidden", "64", "--heads", "1", "--seq", "128", "--device", "cpu"]
+SMALL = ["--model", "tiny", "--layers", "2", "--hidden", "64", "--heads", "1", "--seq", "128", "--on", "cpu"]
 CONSTANT = ["--lr", "1e-3", "--min-lr", "1e-3", "--warmup", "0"]  # the same rates however long the run is
 
 

@@ -18,7 +18,7 @@ from memo.gpt.config import preset
 from memo.parallel.layout import Layout, PipelineSchedule
 
 SHAPE = ["--layers", "6", "--hidden", "32", "--heads", "4", "--seq", "128"]
-RUN = ["--device", "cpu", *SHAPE, "--steps", "3", "--global-batch", "4", "--accumulate", "4", "--warmup", "1"]
+RUN = ["--on", "cpu", *SHAPE, "--steps", "3", "--global-batch", "4", "--accumulate", "4", "--warmup", "1"]
 CLUSTER = {
     "format": "memo-cluster",
     "version": 1,
@@ -59,7 +59,7 @@ def test_a_plan_for_a_cluster_is_carried_out_on_its_numbers_of_layers(tmp_path: 
     assert "4, 2" in made.stdout
     assert json.loads(plan.read_text())["problem"]["pipeline"]["layers"] == [4, 2]
     alone = losses(tmp_path / "alone", [sys.executable])
-    flags = ["--pp", "2", "--offload", "auto", "--host-budget", "64MiB", "--plan", str(plan)]
+    flags = ["--pp", "2", "--offload", "auto", "--host", "64MiB", "--plan", str(plan)]
     assert losses(tmp_path / "planned", torchrun(2), *flags) == pytest.approx(alone, rel=1e-5)
 
 

@@ -21,13 +21,19 @@ the rest."""
 
 
 def add_budget_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds --device, --host, --nvme and --wear."""
+    """Adds --device, --host, --disk-budget and --wear."""
     within = parser.add_argument_group("budgets")
     within.add_argument("--device", metavar="SIZE", help="memory of one GPU, such as 80GiB (default: 95 %% of it)")
     within.add_argument(
         "--host", metavar="SIZE", help="host memory of one node, for all its ranks; 0 is none (default: 80 %% of it)"
     )
-    within.add_argument("--nvme", default="0", metavar="SIZE", help="disk space of one node; 0 is none (default 0)")
+    within.add_argument(
+        "--disk-budget",
+        dest="disk_budget",
+        default="0",
+        metavar="SIZE",
+        help="disk space of one node; 0 is none (default 0)",
+    )
     within.add_argument(
         "--wear",
         type=float,
@@ -73,7 +79,7 @@ def budgets_of(args: argparse.Namespace, machine: Hardware) -> Budgets:
     return Budgets(
         device_bytes=device,
         host_bytes=host,
-        disk_bytes=parse_bytes(args.nvme, what="--nvme"),
+        disk_bytes=parse_bytes(args.disk_budget, what="--disk-budget"),
         disk_wear_bytes_per_day=None if args.wear is None else args.wear * 1e12,
         ranks_per_node=min(max(args.gpus, 1), machine.gpus_per_node),
     )

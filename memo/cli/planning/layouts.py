@@ -136,7 +136,7 @@ def run_search(args: argparse.Namespace) -> ExitCode:
     if written is None and isinstance(space, ClusterSpace):
         raise Infeasible(
             f"no layout of {space.request.model} at {format_tokens(space.request.layout.tokens)} tokens fits on the "
-            f"{space.gpus} GPUs of {args.cluster}; give more --host or --nvme, or a shorter --seq"
+            f"{space.gpus} GPUs of {args.cluster}; give more --host or --disk-budget, or a shorter --seq"
         )
     if written is None:
         raise _does_not_fit(space, smallest_table(space, smallest), as_json=args.json)

@@ -282,7 +282,7 @@ class ClusterRequest:
 
 def _budgets(args: argparse.Namespace, group: NodeGroup) -> Budgets:
     budgets = budgets_of(args, group.machine)
-    disk = budgets.disk_bytes if args.nvme != "0" else group.disk_bytes
+    disk = budgets.disk_bytes if args.disk_budget != "0" else group.disk_bytes
     return dataclasses.replace(budgets, disk_bytes=disk)
 
 

@@ -143,7 +143,7 @@ def smallest_table(space: Space, smallest: Smallest | None) -> tuple[str, dict[s
     options = []
     if smallest.nodes is not None:
         options.append(f"--nodes {smallest.nodes}")
-    flags = {"host": "--host", "disk": "--nvme", "device": "--device"}
+    flags = {"host": "--host", "disk": "--disk-budget", "device": "--device"}
     for tier, flag in flags.items():
         nbytes = smallest.least_bytes.get(tier)
         if nbytes is not None and (tier != "device" or nbytes <= space.request.machine.device_bytes):

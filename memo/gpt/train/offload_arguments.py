@@ -69,7 +69,7 @@ def _tiers(config: OffloadConfig, device: torch.device) -> dict[str, Any]:
     budget = config.host_budget
     if config.mode is OffloadMode.HOST:
         if budget is None and device.type == "cpu":
-            raise UsageError("--offload host on a CPU needs --host-budget, since host memory is the device there")
+            raise UsageError("--offload host on a CPU needs --host, since host memory is the device there")
         return {"host": "auto" if budget is None else budget, "disk": None}
     if config.mode is OffloadMode.DISK:
         return {"host": budget or 0, "disk": config.disk_dir or Path(tempfile.gettempdir())}

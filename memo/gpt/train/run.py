@@ -291,7 +291,7 @@ def _prepare(config: RunConfig) -> torch.device:
         use_planned_allocator()
     has_gpu = torch.cuda.is_available()
     if config.device == "cuda" and not has_gpu:
-        raise UsageError("--device cuda: torch sees no CUDA GPU on this machine; use --device cpu")
+        raise UsageError("--on cuda: torch sees no CUDA GPU on this machine; use --on cpu")
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
         torch.use_deterministic_algorithms(True, warn_only=True)

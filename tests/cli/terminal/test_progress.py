@@ -144,7 +144,7 @@ def test_train_says_what_it_sets_up_and_ends_the_line_before_the_first_step_is_t
     said: list[str] = []
     monkeypatch.setattr(WaitingLine, "say", lambda _, text: said.append(text))
     monkeypatch.setattr(WaitingLine, "end", lambda _: said.append(f"end {capsys.readouterr().out.count('loss')}"))
-    small = ["--layers", "2", "--hidden", "32", "--heads", "2", "--seq", "32", "--steps", "1", "--device", "cpu"]
+    small = ["--layers", "2", "--hidden", "32", "--heads", "2", "--seq", "32", "--steps", "1", "--on", "cpu"]
     assert main(["train", "--model", "tiny", *small]) == ExitCode.OK
     assert said[:4] == ["reading the data", "building the model", "running the first step", "end 0"]
 
