@@ -18,7 +18,7 @@ class Stats:
     packed: int = 0
     """Tensors that autograd saved through the engine and that may move."""
     deduplicated: int = 0
-    """Of these, tensors whose storage had been saved already."""
+    """Number of these tensors whose storage had been saved already."""
     live_entries: int = 0
     """Storages that have handles now."""
     bytes_host: int = 0

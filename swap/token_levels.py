@@ -197,7 +197,7 @@ class PointCost:
     """Most bytes of the recompute beside the layer's saved tensors."""
     recompute_s: float = 0.0
     beside_bytes: int = 0
-    """Those of `saved_bytes` that autograd does not save; they stand beside the whole layer."""
+    """Part of `saved_bytes` that autograd does not save; it stands beside the whole layer."""
     recompute_flops: float = 0.0
 
 
@@ -216,14 +216,14 @@ class LayerCosts:
     """Further bytes moved for each token at that level; a dropout mask takes one bit an element. A layer without a proven
     token axis has level SAVE_ALL only."""
     beside_per_token: dict[Level, float] = dataclasses.field(default_factory=dict)
-    """Those of `bytes_per_token` that autograd does not save and a recompute at that level reuses."""
+    """Part of `bytes_per_token` that autograd does not save and a recompute at that level reuses."""
     held_per_token: dict[Level, float] = dataclasses.field(default_factory=dict)
     """Most bytes that a recompute at that level holds for each token that it computes at once, beside the layer's saved
     tensors."""
     piece_s: float = 0.0
     """Seconds that a recompute takes for each further piece of tokens."""
     recompute_s_per_token: dict[Level, float]
-    """By the fastest trial of the layer and the operators that each level repeats; SAVE_ALL with 0."""
+    """Seconds by the fastest trial of the layer and the operators that each level repeats; SAVE_ALL with 0."""
     points: tuple[PointCost, ...] = ()
     """The layer's curve by whole storages, point `all` first: the layer is at one of them."""
     divisible: bool = True

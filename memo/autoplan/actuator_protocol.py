@@ -33,11 +33,11 @@ class Limits:
     others_bytes: int
     """Most bytes of device memory in use for anything but saved tensors."""
     around_bytes: int = 0
-    """The same before, after and between the layers."""
+    """Most device bytes beside saved tensors before, after and between the layers."""
     beside_layers: tuple[int, ...] = ()
-    """The same while each layer runs; empty where only the whole step was measured."""
+    """Most such bytes while each layer runs; empty where only the whole step was measured."""
     beside_recomputes: tuple[int, ...] = ()
-    """The same while each layer is recomputed, what the recompute holds included; 0 for those that were not."""
+    """Most such bytes while each layer is recomputed, what the recompute holds included; 0 for those that were not."""
     host_bytes: int
     disk_bytes: int
 

@@ -29,8 +29,8 @@ __all__ = ["DeviceBudget", "device_budget_of", "missing_gradient_bytes"]
 USABLE = 0.94
 """Usable share of a GPU's memory; the CUDA context and library workspaces take the rest."""
 USABLE_FIXED = 0.85
-"""The same where the allocator's segments are of fixed size, which gaps between tensors fragment: an 8B model with LoRA at
-32k and 64k tokens on an H100 fits by plans within 0.88 of its memory (rehearsed), and not within 0.94 (measured)."""
+"""Usable fraction where the allocator's segments are of fixed size, which gaps between tensors fragment: an 8B model with
+LoRA at 32k and 64k tokens on an H100 fits by plans within 0.88 of its memory (rehearsed), and not within 0.94 (measured)."""
 USABLE_RSS = 0.8
 """Usable share of the free host memory on a CPU, which other processes share."""
 UNSEEN_RSS_BYTES = 16 << 20

@@ -57,9 +57,9 @@ class StepPeaks:
     """Peaks of one step, in bytes; each may be at another time."""
 
     saved_bytes: int
-    """Of saved tensors."""
+    """Peak of saved tensors."""
     others: Mapping[Part, int]
-    """Of everything else, by part."""
+    """Peak of everything else, by part."""
 
 
 class DevicePeaks:
@@ -90,7 +90,7 @@ class DevicePeaks:
 
     @property
     def planned_peak_bytes(self) -> int:
-        """The same up to the end of the last backward: what a plan can make less."""
+        """Peak up to the end of the last backward: what a plan can make less."""
         saved = self._stats.recent_peak_bytes
         if saved == self._seen_saved_bytes:
             saved = 0

@@ -43,7 +43,7 @@ class Phase(enum.Enum):
     WARM_UP = enum.auto()
     """First step: kernels are chosen, and each layer's recompute is tried."""
     PROFILING = enum.auto()
-    """The same once more, measured; the plan is made of it."""
+    """The step runs once more, measured; the plan is made of it."""
     PLANNED = enum.auto()
     """The plan's first step."""
     COMPARING = enum.auto()
@@ -83,7 +83,7 @@ class CachedPlan:
     host_margin_bytes: int = 0
     """Bytes that the host tier lacked in steps by a plan; the next plan leaves them free."""
     disk_margin_bytes: int = 0
-    """The same of the disk tier."""
+    """Bytes that the disk tier lacked; the next plan leaves them free."""
     short_plans: int = 0
     """Plans made since a lower tier lacked room in a step by the one before."""
     others_bytes: int = 0

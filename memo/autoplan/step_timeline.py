@@ -31,7 +31,7 @@ class LayerTimes:
     recomputes: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     """Begins and ends of the recomputes in `backward_ns`."""
     waits: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    """Those of the waits for reloads; a recompute waits, too."""
+    """Begin and end of each wait for reloads; a recompute waits, too."""
     saved_bytes: int = 0
     """Bytes of the storages that may be moved."""
     storages: int = 0
@@ -77,7 +77,7 @@ class StepTimes:
     """Times of one step; points in time are nanoseconds of the trace's clock."""
 
     layers: dict[str, LayerTimes]
-    """By name, in the order of their forwards."""
+    """Times by layer name, in the order of their forwards."""
     lanes: dict[Lane, LaneUse]
     begin_ns: int
     """Begin of the first forward of the model."""

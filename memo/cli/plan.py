@@ -253,7 +253,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 
 def _run_on_cluster(args: argparse.Namespace) -> ExitCode:
-    """The same for groups of nodes that are not alike."""
+    """Plans a layout of groups of nodes that are not alike."""
     from memo.cli.planning.on_cluster import ClusterRequest
 
     refuse_existing(args.output, force=args.force)

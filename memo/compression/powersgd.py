@@ -39,7 +39,7 @@ class _Part:
     offset: int
     """Values before it in a shard."""
     rows: int
-    """Of a shard, padding of FSDP included; the matrix has as many for each rank."""
+    """Rows of a shard, padding of FSDP included; the matrix has as many for each rank."""
     columns: int
 
     def of(self, parts: torch.Tensor) -> torch.Tensor:

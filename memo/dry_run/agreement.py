@@ -93,7 +93,7 @@ def memberships(place: Place, groups: Mapping[Ranks, Sequence[int]]) -> list[str
 
 
 def moved_to(calls: Sequence[CollectiveCall], here: Place, there: Place) -> list[CollectiveCall]:
-    """The same calls as another rank of the same kind issues them: over its own groups, with its own peers."""
+    """Returns the calls as another rank of the same kind issues them: over its own groups, with its own peers."""
     own = {here.group(group): there.group(group) for group in GROUPS}
     found = []
     for call in calls:
@@ -202,12 +202,12 @@ class Tolerance:
 
 # Measured on 2026-11-24 over 40 plans of 0.1b to 13b, all schedules, precisions and kinds of parallelism, of 2 to 256 ranks.
 STATES = Tolerance(above=0.01, below=0.01, nbytes=1 << 20)
-"""Of weights and optimizer state. Measured: 0.1 % more, by the rows with which FSDP fills up shards."""
+"""Tolerance for weights and optimizer state. Measured: 0.1 % more, by the rows with which FSDP fills up shards."""
 PEAK = Tolerance(above=0.02, below=0.2, nbytes=32 << 20)
+"""Tolerance for the peak. Measured: 1.2 % more. As much as 16 % less where sequences are short, since the plan adds the most
+of each transient, and those of different layers and of the ends do not all come at once; 5 % less from 64k tokens on."""
 SMALL = 0.05
 """Largest fraction of what is planned by which a tolerance in bytes lets a rank hold more."""
-"""Of the peak. Measured: 1.2 % more. As much as 16 % less where sequences are short, since the plan adds the most of each
-transient, and those of different layers and of the ends do not all come at once; 5 % less from 64k tokens on."""
 
 
 def memory(

@@ -42,7 +42,7 @@ class RankKind:
     stage: int
     ranks: tuple[int, ...]
     step: RankStep
-    """Of the first of them."""
+    """Step of the first of them."""
     planned: tuple[Collective, ...]
     """Its collectives by the plan's model."""
 

@@ -31,7 +31,7 @@ class CollectiveCall:
     nbytes: int
     """As `memo.gpt.arithmetic.Collective.nbytes`."""
     shape: tuple[int, ...]
-    """Of this rank's operand, or of what it receives."""
+    """Shape of this rank's operand, or of what it receives."""
     dtype: str
     peer: int | None = None
     """Global number of the rank that a message goes to or comes from."""

@@ -33,7 +33,7 @@ class PlannedRun:
     precision: Precision
     layout: Layout
     tokens: int
-    """Of a sequence, over all ranks that share it."""
+    """Tokens of a sequence, over all ranks that share it."""
     rows: int
     """Sequences of a microbatch, over all ranks."""
     microbatches: int

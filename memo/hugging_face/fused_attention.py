@@ -27,9 +27,9 @@ class Attended:
     share: float
     """Scores that the window leaves, as a share of all that causality leaves."""
     entering_nbytes: int
-    """Of queries, keys and values."""
+    """Bytes of queries, keys and values."""
     leaving_nbytes: int
-    """Of the result."""
+    """Bytes of the result."""
 
 
 def register() -> None:

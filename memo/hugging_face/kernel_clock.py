@@ -27,7 +27,7 @@ _PRODUCTS = frozenset(
     if hasattr(_ATEN, name)
 )
 MOST_OPERATORS = 30_000
-"""Of one forward and backward of a few layers; more are a loop over tokens."""
+"""Most operators of one forward and backward of a few layers; more are a loop over tokens."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -39,7 +39,7 @@ class PassCost:
     """Without attention's kernel."""
     product_flops: float = 0.0
     attention_flops: float = 0.0
-    """Of fused attention, causal where it is."""
+    """FLOPs of fused attention, causal where it is."""
     attention_s: float = 0.0
 
 
@@ -59,7 +59,7 @@ class KernelClock(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.site = AllocationSite()
         self.spent: dict[str, PassCost] = collections.defaultdict(PassCost)
-        """By `LAYER.forward`, `LAYER.backward`, and the same of the ends."""
+        """Costs by `LAYER.forward`, `LAYER.backward`, and the same of the ends."""
         self._products_per_s = machine.peak_flops * machine.matmul_efficiency
         self._attention_per_s = machine.peak_flops * machine.attention_efficiency
         self._bytes_per_s = machine.hbm_bytes_per_s

@@ -38,7 +38,7 @@ class LayerKind:
     name: str
     parameters: int
     trained: int
-    """Those of adapters alone, where there are some."""
+    """Trained parameters: of adapters alone, where there are some."""
     layer: nn.Module
     """The one that the copy has."""
 
@@ -61,9 +61,9 @@ class ShortModel:
     """The kind of each layer of the whole model, in forward order."""
     embedding_parameters: int
     head_parameters: int
-    """Of all that is neither in a layer nor the embedding; without an output projection that is the embedding."""
+    """Parameters of all that is neither in a layer nor the embedding; without an output projection that is the embedding."""
     projection_parameters: int
-    """Of the output projection, which multiplies every token."""
+    """Parameters of the output projection, which multiplies every token."""
     is_tied: bool
     vocabulary: int
     attention: str

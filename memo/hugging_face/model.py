@@ -97,7 +97,7 @@ class HuggingFaceModel:
         self._other: HuggingFaceModel | None = None
 
     def with_loss_without_logits(self) -> HuggingFaceModel | None:
-        """The same model with the loss of `memo.loss_without_logits`; None where it has that loss, or none else."""
+        """Returns the model with the loss of `memo.loss_without_logits`; None where it has that loss, or none else."""
         if self._without_logits or not self._short.projection_parameters:
             return None
         if self._other is None:
@@ -293,7 +293,7 @@ class _Rank:
 
     @property
     def stage_parameters(self) -> int:
-        """Of the largest stage, taken as its share of the layers and the larger end."""
+        """Parameters of the largest stage, taken as its share of the layers and the larger end."""
         by_name = {kind.name: kind.parameters for kind in self.short.kinds}
         stages = self.layout.pp
         inside = sum(by_name[name] for name in self.layers)
@@ -302,7 +302,7 @@ class _Rank:
 
     @property
     def trained(self) -> int:
-        """Of `stage_parameters`, those that the optimizer updates."""
+        """Number of the `stage_parameters` that the optimizer updates."""
         if not self.weights.training.lora:
             return self.stage_parameters
         by_name = {kind.name: kind.trained for kind in self.short.kinds}

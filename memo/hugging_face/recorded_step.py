@@ -35,7 +35,7 @@ _LAUNCH_PS = 5_000_000
 _MANY_OPERATORS = 500
 """In one forward of a layer; those with a kernel for what they do have about a hundred."""
 _CHUNKS = 4
-"""Of the loss without logits as it is recorded; as it runs it has so many that each has few logits."""
+"""Chunks of the loss without logits as it is recorded; as it runs it has so many that each has few logits."""
 _LOGITS = 1 << 25  # in one chunk of the loss: memo.loss.chunked_cross_entropy.CHUNK_LOGITS
 _LOGIT_BYTES = 2 * 4  # a logit and its gradient in float32
 _WARM_UPS = 2
@@ -50,7 +50,7 @@ class RecordedLayer:
     storages: tuple[int, ...]
     """Bytes of each storage that autograd saves in it, its input included; as `memo record` counts them."""
     weights_nbytes: int
-    """Of converted copies of parameters, which are saved, too, and stay."""
+    """Bytes of converted copies of parameters, which are saved, too, and stay."""
     costs: LayerCosts | None
     """What it moves and recomputes; None where nothing of it can be recomputed."""
     points: tuple[PointProfile, ...]
@@ -65,12 +65,12 @@ class RecordedLayer:
 
     @property
     def saved_nbytes(self) -> int:
-        """Of all that autograd saves, without copies of parameters."""
+        """Bytes of all that autograd saves, without copies of parameters."""
         return sum(self.storages)
 
     @property
     def attention_flops(self) -> float:
-        """Of attention's scores in one forward, with its window."""
+        """FLOPs of attention's scores in one forward, with its window."""
         return self.forward.attention_flops * self.attention_share
 
     @property

@@ -28,7 +28,7 @@ SMALLEST_BYTES = 1 << 10
 LARGEST_BYTES = 1 << 30
 MOST_BYTES_PER_S = 1e15
 FACTOR = 4
-"""Of each size to the one before."""
+"""Ratio of each size to the one before."""
 ROUNDS, FEWEST_ROUNDS = 7, 3
 _MOST_CALLS = 1000  # in a round
 _SLOWEST = 0.5  # of a collective's time may pass in the rounds of its largest size

@@ -88,7 +88,7 @@ class OffloadOptions:
     automatic: bool
     """Plans are made while training."""
     setting: Setting
-    """Of layers that `levels` does not name."""
+    """Setting of layers that `levels` does not name."""
     levels: Mapping[str, Setting]
     exact: bool
     bans: Mapping[str, Bans]
@@ -99,7 +99,7 @@ class OffloadOptions:
     disk_budget: int | str | None
     min_bytes: int
     codec: Codec | None
-    """Of what moves; None: exact."""
+    """Codec of what moves; None: exact."""
     on_full: OnFull
     verify: bool
     trace: _Path | None

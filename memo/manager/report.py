@@ -81,7 +81,7 @@ class CodecUse:
     exact: int
     """Storages that moved as they are, since a value was NaN, infinite or too large."""
     largest_error: float
-    """As a share of the largest magnitude in the group of 128 values."""
+    """Largest error as a share of the largest magnitude in the group of 128 values."""
 
     @classmethod
     def of(cls, engine: Engine) -> CodecUse | None:
@@ -189,7 +189,7 @@ class Report:
     saved_tensors: int
     """Tensors that autograd saved inside the manager."""
     deduplicated: int
-    """Of these, tensors whose storage had been saved already."""
+    """Number of these tensors whose storage had been saved already."""
     kept_bytes: int
     """Bytes that stayed on the device by the plan."""
     reloaded_bytes: int

@@ -71,11 +71,11 @@ class HeldMemory:
     holders: Sequence[Holder]
     """Largest first."""
     requested_nbytes: int | None = None
-    """Of the allocation that failed."""
+    """Size of the allocation that failed."""
     reserved_nbytes: int | None = None
     """That the allocator had from the device, in use or not."""
     capacity_nbytes: int | None = None
-    """Of the device, or its budget."""
+    """Memory of the device, or its budget."""
     moved_nbytes: int = 0
     """Saved bytes in host memory and on disk at that time."""
     outside_layers: bool = False

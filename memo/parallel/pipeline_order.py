@@ -34,7 +34,7 @@ class PipelineOrder:
     """Pipeline order of one rank, which may have several stages."""
 
     stages: int
-    """Of the whole pipeline."""
+    """Stages of the whole pipeline."""
     own: tuple[int, ...]
     """Stage indices of this rank."""
     held: int

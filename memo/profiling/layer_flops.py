@@ -66,7 +66,7 @@ _flash_flop._get_raw = True  # type: ignore[attr-defined]  # torch then gives te
 
 
 def _local_flop(query: Any, key: Any, _: object, window: int, **__: object) -> int:
-    """Of local attention, twice, since half of it is taken; (batch, tokens, heads, head size) each."""
+    """FLOPs of local attention, twice, since half of it is taken; (batch, tokens, heads, head size) each."""
     batch, queries, heads, width = query
     seen = min(window, key[1])  # by all but the first tokens
     return int(4 * batch * queries * heads * width * (2 * seen - seen * seen / key[1]))

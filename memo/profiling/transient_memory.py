@@ -20,9 +20,9 @@ class TransientMemory:
     """Peaks of one step, in bytes, not rounded to allocator blocks."""
 
     forward: dict[str, int]
-    """By layer name: allocated and freed within its forward."""
+    """Bytes by layer name, allocated and freed within its forward."""
     backward: dict[str, int]
-    """By layer name: gradients alive within its backward, except those of parameters."""
+    """Bytes by layer name, of gradients alive within its backward, except those of parameters."""
     saved_outside: int
     """Bytes saved by embedding and head."""
     outside: int

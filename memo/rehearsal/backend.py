@@ -33,7 +33,7 @@ class SimulatedEvent:
         self.begin_ns = begin_ns
         self.end_ns = end_ns
         self.is_of_host = is_of_host
-        """Of a thread of the host, as a disk's are: a stream of the device cannot wait for it."""
+        """Whether it is a thread of the host, as a disk's are: a stream of the device cannot wait for it."""
 
     def query(self) -> bool:
         """True once the host's clock has passed it."""
@@ -52,7 +52,7 @@ class SimulatedEvent:
         return False
 
     def ns(self) -> int:
-        """As a stamp: its time."""
+        """Time of the stamp."""
         return self.end_ns
 
 

@@ -64,11 +64,11 @@ class Rival:
     planned: Planned | None
     """None where no layout of the family was planned."""
     shape: Shape
-    """Of `planned`, or of the lowest bound."""
+    """Shape of `planned`, or of the lowest bound."""
     slower_s: float
     """Seconds by which its step is longer, or at least so many."""
     items: Mapping[Item, float]
-    """The same by item; empty where it was not planned."""
+    """Seconds by item by which its step is longer; empty where it was not planned."""
     kind: Bound | None = None
     """Kind of the lowest bound where it was not planned."""
 

@@ -201,11 +201,11 @@ class _Group:
     layer: LayerProfile
     count: int
     weights: tuple[tuple[int, int], ...]
-    """By moment: number of microbatches whose kept bytes are held, and of those that hold all but what has moved."""
+    """For each moment numbers of microbatches whose kept bytes are held, and of those that hold all but what has moved."""
     copied: bool
     """Whether what moves is copied in every microbatch; not so between two passes."""
     points: dict[str, int] = dataclasses.field(default_factory=dict)
-    """By point but `all`: the variable of the number of layers at it."""
+    """For each point but `all` the variable of the number of layers at it."""
     host: int | None = None
     disk: int | None = None
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["PORT", "Launch", "launch_of", "runs_under_memo_train", "train_arguments", "why_not_trained"]
 
 PORT = 29500
-"""Of the first node, where torchrun's processes meet."""
+"""Port of the first node, where torchrun's processes meet."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

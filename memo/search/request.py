@@ -50,7 +50,7 @@ class Request:
     lora: int
     """Rank of adapters; 0: everything is trained."""
     chunks: int | None
-    """Of each pipeline rank; None is the schedule's own number."""
+    """Chunks of each pipeline rank; None is the schedule's own number."""
     sharded_over: int | None = None
     """Ranks that share one copy of what `zero` shards, for hybrid sharding; None is all data-parallel ranks."""
     stage_layers: tuple[int, ...] = ()

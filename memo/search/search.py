@@ -97,7 +97,7 @@ class Found:
     planned: tuple[Planned, ...]
     """All that were planned, in ascending order."""
     without_plan: tuple[Candidate, ...]
-    """Those for which the planner found that no plan fits."""
+    """Candidates for which the planner found that no plan fits."""
     closed: tuple[Closed, ...]
     moved: int = 0
     """Number of these that are beside the space: candidates with single layers on other stages."""

@@ -79,7 +79,7 @@ def _by_memory(space: Space) -> list[tuple[int, Candidate, ActivationProblem]]:
 
 
 def _leanest(space: Space) -> Iterator[Candidate]:
-    """Of each shape on all GPUs the simplest of the candidates that hold least."""
+    """Yields of each shape on all GPUs the simplest of the candidates that hold least."""
     for shape in space.shapes:
         if shape.gpus == space.gpus:
             yield from leanest(space, shape)[:1]

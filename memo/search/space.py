@@ -47,7 +47,7 @@ DIMENSIONS = ("pp", "dp", "cp", "tp", "ep", "ring", "zero", "schedule", "chunks"
 MOST_CHUNKS = 4
 """Chunks of a pipeline rank that are tried."""
 MOST_TURNS = 1 << 17
-"""Of all ranks of a pipeline with several chunks, which the planner follows turn by turn."""
+"""Most turns of all ranks of a pipeline with several chunks, which the planner follows turn by turn."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

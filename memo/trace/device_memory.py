@@ -80,7 +80,7 @@ class DeviceMemory:
     above: tuple[str, ...]
     """Bands over them."""
     changes: tuple[MemoryChange, ...]
-    """By time; at one instant releases come first."""
+    """Changes by time; at one instant releases come first."""
     is_measured: bool
     """The trace has samples of the device's total; otherwise saved and owned bytes are all there is."""
 

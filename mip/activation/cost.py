@@ -213,7 +213,7 @@ class _Stalls:
     disk_read_s: float = 0.0
     of_turns: dict[tuple[int, Kind], float] = dataclasses.field(default_factory=dict)
     within: dict[tuple[int, Kind], float] = dataclasses.field(default_factory=dict)
-    """By layer that runs meanwhile, and kind of its pass; without those between two passes."""
+    """Seconds by layer that runs meanwhile, and kind of its pass; without those between two passes."""
 
     @classmethod
     def of(

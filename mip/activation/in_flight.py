@@ -43,9 +43,9 @@ class SchedulePoint:
     chunk: int
     kind: Kind
     waiting: tuple[int, ...]
-    """By chunk: number of other microbatches between forward and backward."""
+    """For each chunk the number of other microbatches between forward and backward."""
     between: tuple[int, ...]
-    """By chunk: number of other microbatches between the two halves of backward."""
+    """For each chunk the number of other microbatches between the two halves of backward."""
     whole_chunk: int | None = None
     """The chunk whose last layer has not left; one of those that wait."""
     ahead: tuple[int, bool] | None = None
@@ -54,7 +54,7 @@ class SchedulePoint:
 
     @property
     def held(self) -> tuple[int, ...]:
-        """By chunk: number of microbatches, the running one included."""
+        """For each chunk the number of microbatches, the running one included."""
         return tuple(
             waiting + between + (chunk == self.chunk)
             for chunk, (waiting, between) in enumerate(zip(self.waiting, self.between, strict=True))

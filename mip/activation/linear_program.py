@@ -67,7 +67,7 @@ __all__ = ["DAY_S", "Limit", "Model", "Resource", "Sharing"]
 
 DAY_S = 86400.0
 TIME_LIMIT_S, WHOLE_TIME_LIMIT_S = 60.0, 10.0
-"""Of programs without and with integers; of the latter, what was found by then is taken."""
+"""Time limits of programs without and with integers; of the latter, what was found by then is taken."""
 WHOLE_GAP = 0.01
 """Part of the objective by which a program with integers may miss its optimum."""
 
@@ -128,7 +128,7 @@ class _Group:
     recompute_extra_bytes: pulp.LpAffineExpression
     """G: bytes that its recompute is given and autograd does not save."""
     pieces: pulp.LpAffineExpression
-    """Of `recompute`, what pieces add."""
+    """Seconds of `recompute` that pieces add."""
     held: pulp.LpAffineExpression
     """H: bytes that its recompute holds at once."""
     codes: float = 1.0
@@ -257,7 +257,7 @@ class Model:
 
     @property
     def priced_s(self) -> float:
-        """The same with the prices that break ties, by which programs of one problem are compared."""
+        """Step time with the prices that break ties, by which programs of one problem are compared."""
         return self.step_s + float(pulp.value(self._prices) or 0.0) * self._second
 
     @property

@@ -108,17 +108,17 @@ class PeakCandidate:
     resident: Mapping[Use, int]
     """Bytes that do not depend on the plan: static ones, rounding buffers, transients, embedding and head."""
     kept: tuple[int, ...]
-    """By layer of the stage: number of microbatches that hold only its kept bytes."""
+    """For each layer of the stage the number of microbatches that hold only its kept bytes."""
     whole: tuple[int, ...]
-    """By layer: number that hold it whole, where its recompute is then also given bytes."""
+    """For each layer the number that hold it whole, where its recompute is then also given bytes."""
     saved: tuple[int, ...]
-    """By layer: number that hold what it saves at its point, of which the least of any point is in `resident`."""
+    """For each layer the number that hold what it saves at its point, of which the least of any point is in `resident`."""
     unmoved: tuple[int, ...]
-    """By layer: number that hold all of it but the moved bytes."""
+    """For each layer the number that hold all of it but the moved bytes."""
     recomputing: tuple[int, ...]
-    """By layer: number whose recompute runs."""
+    """For each layer the number whose recompute runs."""
     running: tuple[int, ...]
-    """By layer: number that hold rounding buffers of it in `resident`: all that autograd saves, or the least saved."""
+    """For each layer how many hold rounding buffers of it in `resident`: all that autograd saves, or the least saved."""
     counts: np.ndarray = dataclasses.field(compare=False, repr=False)
     """`kept`, `whole`, `saved`, `unmoved` and `recomputing` as one array, [5, layers]."""
 
@@ -132,7 +132,7 @@ class PeakCandidate:
         return self.resident_bytes + self._saved(layers) + self._recompute(layers)
 
     def uses(self, layers: _LayerBytes) -> dict[Use, int]:
-        """The same bytes by use, which add up to `nbytes` rounded to a byte."""
+        """Returns the bytes by use, which add up to `nbytes` rounded to a byte."""
         uses = dict.fromkeys(Use, 0) | dict(self.resident)
         uses[Use.ROUNDING] += round(_sum((self.saved, layers.above_least))) - round(_sum((self.running, layers.kept)))
         uses[Use.RECOMPUTE] += int(self._recompute(layers))

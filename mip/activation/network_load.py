@@ -43,7 +43,7 @@ class PassLoad:
     """Seconds of collectives in one pass over the layers of a chunk."""
 
     while_running: tuple[float, ...]
-    """By layer of the chunk, in forward order: hidden by the layer's work as far as that lasts."""
+    """Seconds by layer of the chunk, in forward order: hidden by the layer's work as far as that lasts."""
     before_s: float
     """Before the first layer of the pass, where nothing hides it."""
     after_s: float
@@ -145,9 +145,9 @@ class ExposedCommunication:
     """Exposed gathers and reductions of one microbatch, in seconds."""
 
     of_turns: dict[tuple[int, Kind], float]
-    """By chunk and kind of pass."""
+    """Seconds by chunk and kind of pass."""
     of_layers: dict[tuple[int, Kind], float]
-    """By layer of the stage that runs meanwhile, and kind."""
+    """Seconds by layer of the stage that runs meanwhile, and kind."""
 
     @classmethod
     def of(

@@ -294,7 +294,7 @@ class ActivationProblem:
     hardware: Hardware
     """Machine of every stage; where `machines` is given, the one that is shown."""
     budgets: Budgets
-    """Likewise."""
+    """Budgets of every stage's ranks; where `machines` is given, of the one that is shown."""
     pipeline: Pipeline = ONE_STAGE
     machines: tuple[StageMachine, ...] = ()
     """Machine of each stage, where they are not alike. The seconds of a layer are those on its stage's machine."""

@@ -20,7 +20,7 @@ __all__ = ["AGREEMENT", "AGREEMENT_IN_TURNS", "agrees", "most_early_s", "play", 
 AGREEMENT = 0.02
 """Largest deviation of the predicted step time from the simulated one, as a fraction of it."""
 AGREEMENT_IN_TURNS = 0.1
-"""The same where ranks have several chunks, of whose waits the prediction has the mean."""
+"""Agreement where ranks have several chunks, of whose waits the prediction has the mean."""
 
 
 def verify_by_simulation(plan: ActivationPlan) -> Simulation:

@@ -43,7 +43,7 @@ LEAST_TOKENS = 16
 """Smallest range whose products are recomputed: kernels of smaller products round differently."""
 
 MOST_HALVINGS = 6
-"""Of the bytes held; a 64th is less than one tensor of the hidden size."""
+"""Halvings of the bytes held; a 64th is less than one tensor of the hidden size."""
 
 ALMOST_WHOLE = 1e-6
 """Part of a storage that floating-point errors may take from it."""

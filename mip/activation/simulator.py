@@ -262,7 +262,7 @@ def _advance(stage: Stage, number: int, done: Sequence[_Progress], problem: Acti
 
 
 def _run_turns(stages: Sequence[Stage], problem: ActivationProblem) -> None:
-    """The same with several chunks a stage, in the order of their turns. A single stage waits for no other."""
+    """Runs stages with several chunks a stage, in the order of their turns. A single stage waits for no other."""
     pipeline = problem.pipeline
     stage_of = {place: number for number in range(len(stages)) for place in pipeline.chunk_positions(number)}
     waiting = [collections.deque(pipeline.turns(number)) for number in range(len(stages))]

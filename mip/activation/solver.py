@@ -65,7 +65,7 @@ class DoesNotFit(Infeasible):
         self.problem, self.memory, self.least_bytes = problem, memory, dict(least_bytes)
 
     def with_message(self, message: str) -> DoesNotFit:
-        """The same with another message."""
+        """Returns the answer with another message."""
         return DoesNotFit(message, problem=self.problem, memory=self.memory, least_bytes=self.least_bytes)
 
 

@@ -48,7 +48,7 @@ class Outcome:
 
     answer: Answer
     offsets: tuple[int, ...]
-    """By buffer index; empty unless FOUND."""
+    """Offset of each buffer by its index; empty unless FOUND."""
     nodes: int
 
 

@@ -35,7 +35,7 @@ class Method(enum.StrEnum):
     MIP = "mip"
     """Portfolio, then one flat mixed-integer program by HiGHS; for small problems and comparison."""
     MIP_CBC = "mip-cbc"
-    """The same by CBC."""
+    """The mixed-integer program, solved by CBC."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

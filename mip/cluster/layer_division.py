@@ -25,7 +25,7 @@ class StageCosts:
     """Seconds and bytes of each layer on the machine of one run of consecutive layers."""
 
     seconds: Sequence[float]
-    """Of a microbatch, by layer of the model."""
+    """Seconds of a microbatch, by layer of the model."""
     nbytes: Sequence[int]
     """Static bytes, by layer."""
     room_bytes: int
@@ -96,7 +96,7 @@ def _divide(costs: Sequence[StageCosts], *, bounded: bool) -> tuple[int, ...] | 
 
 
 def _shortest_sum(cost: Callable[[int, int, int], float], count: int, layers: int, bound: float) -> tuple[int, ...]:
-    """Of the divisions whose runs are all within the bound, the one with the shortest sum, then the most even one."""
+    """Returns of the divisions whose runs are within the bound the one with the shortest sum, then the most even one."""
     sums: list[list[tuple[float, int]]] = []
     before = {0: 0.0}
     for run in range(count):

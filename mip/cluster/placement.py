@@ -76,7 +76,7 @@ class Placement:
 
     cluster: Cluster
     places: tuple[StagePlace, ...]
-    """By stage."""
+    """Place of each stage."""
     tp: int
     cp: int
 

@@ -188,7 +188,7 @@ class Group:
         )
 
     def over(self, level: Level, gpus_per_node: int) -> Group:
-        """The same ranks with the units of a level in the place of nodes; of one part, if the units are of nodes."""
+        """Returns the ranks with the units of a level in the place of nodes; of one part, if the units are of nodes."""
         if not level.nodes:
             sizes = [part.size for part in self.parts] or [self.size]
             return Group(size=self.size, per_node=max(sizes), fewest=min(sizes), nodes=len(sizes))

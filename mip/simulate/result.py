@@ -66,9 +66,9 @@ class LayerWork:
     sync_s: float = 0.0
     """Collective that follows its last backward of a step."""
     nbytes: Mapping[Part, int]
-    """By part: all that autograd saves and a recompute is given, as present while the layer's forward runs."""
+    """Bytes of each part: all that autograd saves and a recompute is given, as present while the layer's forward runs."""
     tier_nbytes: Mapping[Part, int] = dataclasses.field(default_factory=dict)
-    """Of parts that move, their bytes as codes; of others, those of `nbytes`."""
+    """Bytes in lower tiers: of parts that move, their bytes as codes; of others, those of `nbytes`."""
     forward_transient_nbytes: int = 0
     """Peak bytes of its forward beside what it saves."""
     backward_transient_nbytes: int = 0
@@ -220,7 +220,7 @@ class StageSimulation:
     peaks: tuple[Peak, ...]
     """One for each tier."""
     static_nbytes: int = 0
-    """Of parameters, gradients and optimizer state, on the device throughout."""
+    """Bytes of parameters, gradients and optimizer state, on the device throughout."""
 
     @property
     def compute_s(self) -> float:

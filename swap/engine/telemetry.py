@@ -58,7 +58,7 @@ class Telemetry:
         self.boundary_callback: Callable[[str | None], None] | None = None
         """Layer-boundary callback; see `Engine.at_layer_boundaries`."""
         self.recompute_callback: Callable[[str | None, bool], None] | None = None
-        """Likewise of recomputes, and for None of trials."""
+        """Called at the begin and end of recomputes, and for None of trials."""
         self.memory_callback: Callable[[], None] | None = None
         """Called at layer boundaries before that one, which may restart the device's peak; see `Engine.sample_memory`."""
         self.entered: str | None = None

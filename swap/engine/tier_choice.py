@@ -217,7 +217,7 @@ class TierChoice:
         return sum(nbytes for nbytes, place in zip(wanted, places, strict=True) if place is None)
 
     def _lacking_nbytes(self, group: Group, sizes: Sequence[tuple[int, int]]) -> int:
-        """The same of tiers, where they and the device lack room, by their sums alone."""
+        """Bytes of a group that tiers have no room for, where they and the device lack it, by sums alone."""
         if group.nbytes + PAGE * len(group.saved) <= self._free_nbytes() or group.wait_for_next:
             return 0
         self._make_room()

@@ -33,9 +33,9 @@ class HostBytes:
     """Bytes of addresses, in whole pages, from the begin of the arena to the end of its last block."""
 
     first_step: int
-    """By first fit."""
+    """Bytes by first fit."""
     later_steps: int
-    """By the layout that is planned of the first step."""
+    """Bytes by the layout that is planned of the first step."""
 
 
 def claims_in_turn(sizes: Sequence[int]) -> list[Claim]:

@@ -175,7 +175,7 @@ class Bounce:
 
     @property
     def address(self) -> int:
-        """Of its first byte."""
+        """Address of its first byte."""
         return self._mapped().ctypes.data
 
     @property

@@ -33,9 +33,9 @@ class CollectiveAgreement:
     """Agreement on a kind of call, equal on all ranks, and the findings of this rank's trial of it."""
 
     repeats: tuple[bool, ...]
-    """Of each collective of the call: replays run it."""
+    """For each collective of the call whether replays run it."""
     operators: tuple[Any, ...] = ()
-    """Of the tape that was tried out."""
+    """Operators of the tape that was tried out."""
     wrong: frozenset[int] = frozenset()
     """Its steps that gave something else."""
     opaque: frozenset[int] = frozenset()
@@ -73,7 +73,7 @@ class Shared:
         return self.agreed is not None and self.repeated_by(steps) == self.agreed.repeats
 
     def repeated_by(self, steps: Sequence[int] | frozenset[int]) -> tuple[bool, ...]:
-        """Of each collective that is agreed on: it is one of these steps."""
+        """For each collective that is agreed on whether it is one of these steps."""
         return tuple(number in steps for number in self.numbers)
 
     @property

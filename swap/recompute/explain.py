@@ -290,7 +290,7 @@ class _RangedRows(_Rows):
         return (min(spans)[0], max(stop for _, stop in spans)) if spans else None
 
     def _replay_share(self, step: int) -> float:
-        """Of the time for all tokens; more than 1 for a step that runs in ranges and for the keys besides."""
+        """Share of the time for all tokens; more than 1 for a step that runs in ranges and for the keys besides."""
         spans = [span for span in self._plan.spans if step in span.plan.steps]
         whole = sum(step in plan.steps for plan in self._plan.wholes)
         if not spans and not whole:

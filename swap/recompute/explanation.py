@@ -43,10 +43,10 @@ class Row:
     operator: str
     """Name of the operator; for memory that was there, where it is from."""
     shape: tuple[int, ...]
-    """Of the first result."""
+    """Shape of the first result."""
     dtype: str
     nbytes: int
-    """Of the memory that the step makes or writes into; 0 for a view."""
+    """Bytes of the memory that the step makes or writes into; 0 for a view."""
     is_saved: bool
     """Autograd saved it, or a view of it."""
     fate: Fate
@@ -84,7 +84,7 @@ class Point:
     """`all`, `matmuls`, `attention` and `input` as the levels; others p1, p2 ...; `ranges` for ranges of tokens."""
     kept_nbytes: int
     kept_fraction: float
-    """Of the bytes that autograd saved and that may move."""
+    """Fraction of the bytes that autograd saved and that may move."""
     replay_us: float
     """Derived time of all that is replayed."""
     replayed_steps: int
@@ -106,12 +106,12 @@ class LayerExplanation:
     """Why all of it moves; None: what can be replayed at this setting is."""
     saved_storages: int
     saved_nbytes: int
-    """Of the storages that autograd saved and that may move."""
+    """Bytes of the storages that autograd saved and that may move."""
     rows: tuple[Row, ...]
     points: tuple[Point, ...]
     """From the most kept to the least."""
     tokens: int | None = None
-    """Of one sequence, where ranges of them are kept and replayed."""
+    """Tokens of one sequence, where ranges of them are kept and replayed."""
     ranges: tuple[TokenRange, ...] = ()
     """That are replayed, in the order of the tokens; of those before the first all is kept."""
 

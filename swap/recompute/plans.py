@@ -115,9 +115,9 @@ class Plans:
         self._written_unseen: set[str] = set()
         """Layers in which something unseen has written: each of their calls is recorded with checksums."""
         self._counted: LRU[tuple[Any, ...], LayerCosts] = LRU(MOST_PLANS)
-        """By the key of a plan, and used when it is, so that it is not forgotten before it."""
+        """Costs of a layer's points by its plan's key; used with the plan, so that both are forgotten together."""
         self._alike: LRU[tuple[Any, ...], LayerCosts] = LRU(MOST_PLANS)
-        """By what calls share whose rows are routed to other experts: these are not counted again."""
+        """Costs by what calls share whose rows are routed to other experts: these are not counted again."""
         self._costs: dict[str, LayerCosts] = {}
         """Layer -> costs of its last call of which any are known."""
 

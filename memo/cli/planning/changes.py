@@ -144,7 +144,7 @@ class _Trial:
             yield from itertools.islice(_shorter(request), 1)
 
     def _fewest(self, changed: Request) -> Request:
-        """The same less changes of the layout that the fit does not need, and on the fewest GPUs."""
+        """Returns the request less changes of the layout that the fit does not need, and on the fewest GPUs."""
         was = self._request
         for name in ("tokens", "tp", "ep", "pp", "cp"):
             less = _on(changed, **{name: getattr(was.layout, name)})

@@ -27,7 +27,7 @@ class _Nodes:
 
     group: int
     stage: int
-    """Of their first rank."""
+    """Pipeline stage of their first rank."""
     count: int
     ranks: int
     """On each of them."""

@@ -241,7 +241,7 @@ def _space(args: argparse.Namespace) -> Space:
 
 
 def _space_on_cluster(args: argparse.Namespace) -> Space:
-    """The same for groups of nodes that are not alike."""
+    """Makes the space for groups of nodes that are not alike."""
     asked, request, nodes = cluster_of(without_layout(args))
     return space_of(args, request, nodes=nodes, cluster=asked)
 

@@ -87,7 +87,7 @@ class ClusterRequest:
     request: Request
     cluster: Cluster
     budgets: Mapping[str, Budgets]
-    """By the name of the group: those of the flags, or their parts of the group's own memories."""
+    """Budgets by the name of the group: those of the flags, or their parts of the group's own memories."""
     profiles: dict[int, ProfileOf] = dataclasses.field(default_factory=dict)
     """Profiles that were derived, by the number of MLP tiles."""
 

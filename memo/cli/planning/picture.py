@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["search_page"]
 
 MOST_SPANS = 40_000
-"""Of all timelines of a page; number one's is always there."""
+"""Most spans of all timelines of a page; number one's is always there."""
 FRACTIONS = (0.0, *(1 / (1 << power) for power in (16, 14, 12, 11, 10, 9)), 1.0)
 """Fractions of a step below which spans are joined, tried one after the other."""
 UNITS = 1_000_000

@@ -30,7 +30,7 @@ class Longest:
     """Result of the search for the longest sequence."""
 
     request: Request
-    """Of the longest sequence that fits."""
+    """Request for the longest sequence that fits."""
     tile: int
     """Tokens by which lengths differ."""
     binds: str | None

@@ -69,13 +69,13 @@ class Coded:
     """Values of a token that a codec may code: floats, but for statistics (memo.swap.engine.coded_copy)."""
 
     values: float
-    """Of all that is saved."""
+    """Number of all values that are saved."""
     always: float
     """Bytes by which codes make those fewer that are saved at every level."""
     all: float
-    """Likewise of all others."""
+    """Bytes by which codes make all others fewer."""
     matmuls: float
-    """Likewise of those at level `matmuls`."""
+    """Bytes by which codes make those fewer that are saved at level `matmuls`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,7 @@ class Block:
     held_at_matmuls: float
     """Largest number of bytes that a recompute at level `matmuls` holds at once, of tokens that it computes at once."""
     held_at_attention: float
-    """Likewise at level `attention`."""
+    """Largest number of bytes that a recompute at level `attention` holds at once."""
     ring_traffic: tuple[float, float]
     """Bytes that a ring's hop reads and writes beside attention's kernel, forward and backward; 0 without a ring."""
     storages: int

@@ -61,8 +61,8 @@ class Collective:
     kind: CollectiveKind
     ranks: Ranks
     nbytes: float
-    """Of an all-gather the result on each rank, of a reduce-scatter and an all-to-all the operand, of an all-reduce the
-    tensor, of a message or a rotation what is sent."""
+    """Size: of an all-gather the result on each rank, of a reduce-scatter and an all-to-all the operand, of an all-reduce
+    the tensor, of a message or a rotation what is sent."""
     count: int = 1
 
     def times(self, count: int) -> Collective:

@@ -203,7 +203,7 @@ def derive_profile(
 
 
 def _fewer(points: Sequence[PointProfile]) -> tuple[PointProfile, ...]:
-    """Those that save fewer bytes than all before them."""
+    """Returns the points that save fewer bytes than all before them."""
     found: list[PointProfile] = []
     for point in points:
         if not found or point.saved_bytes < found[-1].saved_bytes:
@@ -247,7 +247,7 @@ class _LayerKind:
     experts: bool
     """Experts are in the place of the MLP."""
     window: int | None
-    """Of local attention; None is full attention."""
+    """Window of local attention; None is full attention."""
 
     @classmethod
     def of(cls, config: GPTConfig, layer: int, tokens: int) -> _LayerKind:

@@ -301,7 +301,7 @@ class StepCollectives:
         return [WeightUnit(shapes=tuple(own), shards=self.replicas), *apart]
 
     def _layer_shapes(self, *, experts: bool) -> list[Shape]:
-        """Those of norms, attention and an MLP, which may be shared experts."""
+        """Shapes of norms, attention and an MLP, which may be shared experts."""
         config, tp = self.config, self.layout.tp
         h, qkv = config.hidden, config.qkv_width // tp
         ffn = (self._moe.shared_hidden if experts else config.ffn) // tp
@@ -394,7 +394,7 @@ class StepCollectives:
         return traffic.row_collectives
 
     def shard_rows(self, chunks: Iterable[ChunkOfLayers], *, tp_rank: int, replica: int) -> tuple[Shape, ...]:
-        """Of each parameter of chunks of layers and their ends, the rows before sharding and those of one replica."""
+        """Rows of each parameter of chunks of layers and their ends, the rows before sharding and those of one replica."""
         found: list[Shape] = []
         for chunk in chunks:
             units = [unit for _, experts in _kinds(chunk) for unit in self.layer_units(experts=experts)]

@@ -37,7 +37,7 @@ ADAM_FP32 = StateBytes(weight=4, gradient=4, optimizer=8, reduced=4, passes=28)
 ADAM_PURE = StateBytes(weight=2, gradient=2, optimizer=4, reduced=2, passes=14)
 """Everything in bfloat16."""
 STATES = {Precision.FP32: ADAM_FP32, Precision.BF16_AUTOCAST: ADAM_FP32, Precision.BF16: ADAM_PURE}
-"""By the precision in which weights are stored; autocast is not FSDP's affair."""
+"""Bytes of a parameter's states by the precision in which weights are stored; autocast is not FSDP's affair."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Training:
 
     states: StateBytes
     end_states: StateBytes | None = None
-    """Those of the embedding and the head; None: the same."""
+    """States of the embedding and the head; None: the same."""
     lora: int = 0
     """Rank of the adapters on every linear map of a layer (Hu et al. 2021), which alone are trained; 0: everything is."""
     zero: int = 0

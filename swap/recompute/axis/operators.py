@@ -114,7 +114,7 @@ class Operator:
         self.heeds_precision = is_overload and (self.calls_others or _PRODUCT.search(func._schema.name) is not None)
         """It computes products, or may."""
         self.overwrites = _overwrites(func, self.writes, is_random=self.is_random) if self.writes else ()
-        """Those of `writes` of which it sets every element and reads none."""
+        """Arguments of `writes` of which it sets every element and reads none."""
 
 
 _OPERATORS: dict[int, Operator] = {}

@@ -50,7 +50,7 @@ class Axis:
         return self.outer * tokens * self.inner
 
     def at(self, dim: int) -> Axis:
-        """The same axis as another dimension."""
+        """Returns the axis as another dimension."""
         return dataclasses.replace(self, dim=dim)
 
     def joined(self, ranks: int) -> Axis:

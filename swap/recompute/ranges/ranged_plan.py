@@ -182,7 +182,7 @@ class RangedPlan:
 
     @property
     def holds(self) -> Mapping[int, tuple[Any, tuple[int, ...], bool]]:
-        """As a Plan's: what the recorder of the next call must hold."""
+        """What the recorder of the next call must hold."""
         found: dict[int, tuple[Any, tuple[int, ...], bool]] = {}
         for plan in self._plans:
             for maker, (operator, positions, as_bits) in plan.holds.items():
@@ -197,7 +197,7 @@ class RangedPlan:
 
     @property
     def divided_steps(self) -> frozenset[int]:
-        """Those that run again on a part of the tokens."""
+        """Steps that run again on a part of the tokens."""
         return frozenset(number for span in self.spans for number in span.cut.replayed)
 
     @property
@@ -207,7 +207,7 @@ class RangedPlan:
 
     @property
     def nbytes(self) -> int:
-        """Of all that is kept."""
+        """Bytes of all that is kept."""
         return sum(nbytes for _, nbytes in self.kept_nbytes)
 
     @property

@@ -44,7 +44,7 @@ class Slice:
     first: int
     count: int
     rows: Rows | None = None
-    """Of a storage; None for one that is the same for all tokens."""
+    """Rows of a storage; None for one that is the same for all tokens."""
     bits: tuple[tuple[int, ...], Axis] | None = None
     """Sizes of the whole tensor of zeros and ones, and its axis."""
 

@@ -39,9 +39,9 @@ _SIZES_AT = {"empty": 0, "full": 0, "ones": 0, "zeros": 0, "new_empty": 1, "new_
 """Operators that make a tensor of a size and of no number of another one, and the position of that size."""
 
 _PRODUCTS = frozenset({torch.ops.aten.bmm, torch.ops.aten.baddbmm})
-"""Of which the rows of the left factor may be tokens, while the right one runs over other tokens."""
+"""Products of which the rows of the left factor may be tokens, while the right one runs over other tokens."""
 _SELECTIONS = frozenset({torch.ops.aten.index_select})
-"""Of which the first operand may run over tokens, while the second one counts others: keys by their numbers."""
+"""Selections of which the first operand may run over tokens, while the second one counts others: keys by their numbers."""
 _ELEMENTWISE = frozenset({torch.ops.aten.masked_fill, torch.ops.aten.masked_fill_})
 """Pointwise, though not tagged so."""
 
@@ -422,7 +422,7 @@ class _Reader:
         return meaning_of(Call(func=operator.func, args=args, kwargs=kwargs, out=out, tokens=self, given=given))
 
     def _declared(self, operator: Function, args: Sequence[Any], given: Sequence[torch.Tensor]) -> Meaning:
-        """Of a token-local function."""
+        """Meaning of a token-local function's results."""
         meanings = [self.of(tensor) for tensor in given]
         if operator.axis_after is None or not args:
             raise Unproven(f"{operator} is kept")

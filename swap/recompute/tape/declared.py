@@ -61,7 +61,7 @@ class TokenLocalCall:
     axis_after: AxisAfter
     x: torch.Tensor
     others: tuple[Any, ...]
-    """The same for all tokens."""
+    """Arguments that are the same for all tokens."""
 
     def run(self) -> torch.Tensor:
         """Calls the function."""

@@ -181,7 +181,7 @@ class Collective(NamedTuple):
     """A collective of the call, or a function of the program that ran some."""
 
     number: int
-    """Of the operator."""
+    """Number of the operator."""
     name: str
     groups: tuple[str, ...]
     """Names of the process groups of several ranks that it was given."""

@@ -66,9 +66,9 @@ class Brought(NamedTuple):
 
     packed: Packed
     nbytes: int
-    """Of its storage."""
+    """Bytes of its storage."""
     storage: weakref.ref[torch.UntypedStorage] | None = None
-    """Of a parameter: its memory may be freed and come back, but another one would be another parameter."""
+    """Storage of a parameter: its memory may be freed and come back, but another one would be another parameter."""
     beside: tuple[Guard, ...] = ()
     """Guards of other tensors in the same memory, each with a version counter of its own."""
 

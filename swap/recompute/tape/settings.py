@@ -47,7 +47,7 @@ _LEAST = 2.2250738585072014e-308
 
 
 def _flushes_denormals() -> bool:
-    """Of this thread; Python computes by the same unit."""
+    """Whether this thread does; Python computes by the same unit."""
     return _LEAST / 2 == 0.0
 
 
@@ -59,7 +59,7 @@ _FLAGS: tuple[tuple[Callable[[], Any], Callable[..., object]], ...] = (
     (_flushes_denormals, torch.set_flush_denormal),
 )
 _PRECISIONS = tuple((backend, kind) for backend in ("cuda", "mkldnn") for kind in ("matmul", "conv", "rnn"))
-"""Of float32 operators, by torch.backends: each inherits its backend's, and that the one of all, where it is "none"."""
+"""Float32 precisions by torch.backends: each inherits its backend's, and that the one of all, where it is "none"."""
 _precision: Callable[[str, str], str] = get_fp32_precision_getter
 _set_precision: Callable[[str, str, str], object] = set_fp32_precision_setter
 _REDUCED_AT = tuple(at for at, name in enumerate(filter(_pair, _NAMES)) if name.startswith("cublas_"))
@@ -84,7 +84,7 @@ class Settings(NamedTuple):
 
     @classmethod
     def now(cls) -> Settings:
-        """Those in force."""
+        """Returns the settings in force."""
         return cls(
             tuple([_told(read) for read, _ in _FLAGS]),
             tuple([_precision(*each) for each in _PRECISIONS]),

@@ -113,7 +113,7 @@ class Tape:
         """Content of each storage at the end."""
         self.opaque = set(opaque)
         self.costs: list[int] = []
-        """Of repeating each step, in picoseconds (step_costs.py)."""
+        """Cost of repeating each step, in picoseconds (step_costs.py)."""
         self.is_by_vectors = False
         """Its replays are to be exact on a CPU, whose kernels compute what stands at an end one by one (places.py)."""
         self.readings: list[Any] | None = None

@@ -225,7 +225,7 @@ def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
 
 def _local_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, keys: int, window: int) -> int:
-    """Of causal attention in which each query has `window` keys, the first ones fewer."""
+    """FLOPs of causal attention in which each query has `window` keys, the first ones fewer."""
     seen = 2 * window * keys - window * window  # twice the keys of all queries of a sequence
     return _attention_flops(query, key, value, keys=seen, causal=True) // keys
 
@@ -243,7 +243,7 @@ def _window(given: Mapping[str, Any], keys: int) -> int | None:
 def _named_attention_flops(
     args: Sequence[Any], kwargs: Mapping[str, Any], schema: Any, written: Sequence[torch.Tensor]
 ) -> int:
-    """Of attention that is known by its name: queries, keys and values come first, causal as most of it is.
+    """FLOPs of attention that is known by its name: queries, keys and values come first, causal as most of it is.
 
     FlexAttention has heads before tokens; other packages have tokens first, of a batch or of several sequences in a row,
     whose longest is then told.
