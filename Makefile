@@ -30,13 +30,16 @@ demo: setup
 SHARED_OUT = $(BIN)/pytest -n $(WORKERS) --dist worksteal --durations 20
 
 test: setup
+	@echo "expected: some 30 minutes on two quiet cores; the first dot after two"
 	$(SHARED_OUT) -m "not gpu and not parallel and not slow" $(PYTEST_ARGS)
 
 test-all: setup
+	@echo "expected: some 36 minutes on two quiet cores; the first dot after two"
 	$(SHARED_OUT) -m "not gpu and not parallel" $(PYTEST_ARGS)
 
-# Every layout over gloo on this machine's processors, up to eight processes; under 15 minutes on two cores.
+# Every layout over gloo on this machine's processors, up to eight processes.
 test-parallel: setup
+	@echo "expected: some 50 minutes on two quiet cores"
 	$(BIN)/pytest tests/parallel --timeout 900 --durations 20 $(PYTEST_ARGS)
 
 # Random programs with and without memo, bit for bit: docs/reliability.md. HUNT_ARGS="--programs 500 --seed 7" for some.
