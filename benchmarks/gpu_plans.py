@@ -170,7 +170,7 @@ def _plot(steps: dict[float, float | None], checkpointing: float | None, title: 
     axes.plot(list(known), list(known.values()), marker="o", label="memo")
     if checkpointing is not None:
         axes.axhline(checkpointing, linestyle="--", color="grey", label="full checkpointing")
-    axes.set(xlabel="alpha: fraction of the tokens that moves", ylabel="step time (s)", title=title, ylim=(0, None))
+    axes.set(xlabel="alpha: largest fraction that moves", ylabel="step time (s)", title=title, ylim=(0, None))
     axes.legend()
     figure.savefig(path, dpi=150)
     return True

@@ -94,7 +94,7 @@ def arguments() -> argparse.Namespace:
         "--tp", type=int, default=1, help="processes that divide the model, started by torchrun (default 1)"
     )
     parser.add_argument(
-        "--alpha", type=float, help="fraction of the tokens to move; the rest is recomputed (default: planned)"
+        "--alpha", type=float, help="most of what can be recomputed that moves, 0 to 1 (default: planned)"
     )
     parser.add_argument("--host", default="auto", help="host memory for activations, such as 64GiB (default auto)")
     parser.add_argument(

@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     if args.batch < 1:
         raise UsageError("--batch must be at least 1")
     if args.alpha is not None and not 0 <= args.alpha <= 1:
-        raise UsageError(f"--alpha {args.alpha} is not between 0 (recompute all tokens) and 1 (move all tokens)")
+        raise UsageError(f"--alpha {args.alpha} is not between 0 (recompute all) and 1 (move all)")
     refuse_existing(args.output, force=args.force)
     tokens = parse_tokens(args.seq, what="--seq")
     what = f"recording a step of {args.model} at {format_tokens(tokens)}"

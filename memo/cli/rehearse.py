@@ -191,7 +191,7 @@ def _check(args: argparse.Namespace) -> None:
         if number is not None and number < 1:
             raise UsageError(f"--{flag} {number} is less than 1")
     if args.alpha is not None and not 0 <= args.alpha <= 1:
-        raise UsageError(f"--alpha {args.alpha} is not between 0 (recompute all tokens) and 1 (move all tokens)")
+        raise UsageError(f"--alpha {args.alpha} is not between 0 (recompute all) and 1 (move all)")
     for flag in ("alpha", "trace", "attach"):
         if args.way != "memo" and getattr(args, flag) not in (None, False):
             raise UsageError(f"--{flag} applies to --way memo; leave it out")

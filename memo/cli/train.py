@@ -335,7 +335,7 @@ def _offload_flags(group: argparse._ArgumentGroup) -> None:
         "--alpha",
         type=float,
         metavar="F",
-        help="fraction of tokens whose activations move, from 0 to 1; the rest is recomputed (default: 1 with --offload "
+        help="most of what can be recomputed that moves, a fraction from 0 to 1 (default: 1 with --offload "
         "host and disk, planned with auto)",
     )
     group.add_argument(

@@ -70,7 +70,7 @@ class OffloadConfig:
     disk_budget: int | None = None
     """Size of the scratch file, in bytes."""
     alpha: float | None = None
-    """Fraction of tokens whose activations move; the rest is recomputed."""
+    """Largest fraction of what can be recomputed that moves."""
     codec: str | None = None
     """Format of what moves, "int8" or "fp8"; None: exact."""
     exact: bool = False
@@ -113,9 +113,9 @@ class OffloadConfig:
         if self.host_pool is not None and not self.host_budget:
             raise UsageError("--host-pool needs --host SIZE: the budget of all jobs that share the file")
         if self.plan is not None and self.alpha is not None:
-            raise UsageError("--plan and --alpha both set the fraction of tokens that move; give one of them")
+            raise UsageError("--plan and --alpha both say what moves; give one of them")
         if self.alpha is not None and not 0 <= self.alpha <= 1:
-            raise UsageError(f"--alpha {self.alpha} is not between 0 (recompute all tokens) and 1 (move all tokens)")
+            raise UsageError(f"--alpha {self.alpha} is not between 0 (recompute all) and 1 (move all)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ class StepMeter:
         precision: number format; decides whether the known peak applies.
         peak: peak FLOPs per second of one device; None looks the device up by name.
         manager: the offload manager; None without offloading.
-        alpha: fraction of tokens that moves, where all layers have the same.
+        alpha: largest fraction that moves, where all layers have the same.
         devices: number of devices that share the run's tokens.
     """
 
