@@ -59,6 +59,7 @@ if TYPE_CHECKING:
         parameter_behind as parameter_behind,
     )
     from memo.swap.token_levels import (
+        AT_ONCE as AT_ONCE,
         LayerCosts as LayerCosts,
         Level as Level,
         Mix as Mix,
@@ -96,6 +97,6 @@ else:
             "saving_hooks": "SavingHooks",
             "stats": "Stats",
             "tensor_kinds": "argument_storages cast_of_parameter has_storage layer_input local_part parameter_behind",
-            "token_levels": "LayerCosts Level Mix PointCost Setting TokenLevels comparing_nbytes setting_of",
+            "token_levels": "AT_ONCE LayerCosts Level Mix PointCost Setting TokenLevels comparing_nbytes setting_of",
         },
     )

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from memo.errors import UsageError
 
 __all__ = [
+    "AT_ONCE",
     "COMPARED",
     "LEAST_TOKENS",
     "LayerCosts",
@@ -43,6 +44,9 @@ LEAST_TOKENS = 16
 
 COMPARED = 1 << 19
 """Elements that a trial compares at once; bounds `comparing_nbytes`."""
+
+AT_ONCE = 1 - 1e-7
+"""Piece of all tokens: they are divided among the levels, and each level's are computed at once."""
 
 # tolerance for fractions that come out of floating-point arithmetic
 _SLACK = 1e-6
@@ -72,7 +76,7 @@ class TokenLevels:
     attention: float = 0.0
     piece: float = 1.0
     """Largest fraction of the tokens that a replay computes at once, where a token axis is proven: it bounds what the replay
-    holds. 1: tokens are not divided."""
+    holds. AT_ONCE: tokens are divided, and each level's computed at once. 1: they are not divided."""
 
     def __post_init__(self) -> None:
         _require_fractions((self.all, self.matmuls, self.attention), argument="TokenLevels")
@@ -113,7 +117,9 @@ class TokenLevels:
         return self.all >= 1 - _SLACK
 
     def __str__(self) -> str:
-        pieces = f", in pieces of {self.piece:g}" if self.piece < 1 else ""
+        pieces = (
+            f", in pieces of {self.piece:g}" if self.piece < AT_ONCE else ", of the tokens" if self.piece < 1 else ""
+        )
         if self.matmuls < _SLACK:
             return f"alpha {self.all:g}{pieces}"
         return f"levels {self.all:g} all, {self.matmuls:g} matmuls, {self.attention:g} attention{pieces}"

@@ -18,7 +18,7 @@ from memo.autoplan.layer_classes import mlp_tiles_of
 from memo.events import Tier
 from memo.mip.activation import chunk_layers, lower_tier_nbytes
 from memo.mip.inputs import ALL, ATTENTION, MATMULS
-from memo.swap import Level, Mix, Placement, Quota, TokenLevels, claims_in_turn, host_bytes_needed, setting_of
+from memo.swap import AT_ONCE, Level, Mix, Placement, Quota, TokenLevels, claims_in_turn, host_bytes_needed, setting_of
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
@@ -375,12 +375,9 @@ def settings_of(
 
 
 def _points(part: LayerPlan) -> TokenLevels | Mix:
-    """Three levels where the plan has no other points."""
+    """Three levels where the plan has no other points; the tokens are divided among them as the plan counts."""
     if set(part.points) <= {ALL, MATMULS, ATTENTION}:
-        return TokenLevels(
-            all=part.fraction(ALL),
-            matmuls=part.fraction(MATMULS),
-            attention=part.fraction(ATTENTION),
-            piece=part.piece,
-        )
+        shares = part.fraction(ALL), part.fraction(MATMULS), part.fraction(ATTENTION)
+        piece = part.piece if max(shares) >= 1 else min(part.piece, AT_ONCE)
+        return TokenLevels(all=shares[0], matmuls=shares[1], attention=shares[2], piece=piece)
     return Mix(points=part.points)

@@ -1,4 +1,4 @@
-"""`memo check`: checks a plan against every rule; a simulator that shares no code with the planner counts its bytes."""
+"""`memo check`: checks a plan against every rule; a simulator, event by event, counts its bytes."""
 
 from __future__ import annotations
 

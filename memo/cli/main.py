@@ -64,8 +64,14 @@ def _wait_for_first_rank() -> None:
         time.sleep(_FIRST_RANK_S)
 
 
-_RENAMED = {"--device-budget": "--device", "--host-budget": "--host", "--disk-dir": "--disk", "--nvme": "--disk-budget"}
-"""Former names of flags, which an error names."""
+_RENAMED = {
+    "train": {"--device-budget": "--device", "--host-budget": "--host", "--disk-dir": "--disk"},
+    "plan": {"--nvme": "--disk-budget"},
+    "doctor": {"--disk-dir": "--disk"},
+    "profile": {"--disk-dir": "--disk"},
+    "rehearse": {"--disk": "--disk-space"},
+}
+"""Former names of a command's flags, of which an error tells the new one."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,7 +80,8 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         _wait_for_first_rank()
         words = [word.partition("=")[0] for word in message.split()]
-        message = next((f"{word} is now {_RENAMED[word]}" for word in words if word in _RENAMED), message)
+        renamed = _RENAMED.get(self.prog.rpartition(" ")[2], {})
+        message = next((f"{word} is now {renamed[word]}" for word in words if word in renamed), message)
         self.exit(ExitCode.USAGE, f"{self.prog}: {_inert(message)} (see {self.prog} --help)\n")
 
 

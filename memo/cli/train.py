@@ -528,8 +528,9 @@ _bytes = _argument(parse_bytes)
 
 
 def _device_bytes(text: str) -> int:
-    if text in ("auto", "cpu", "cuda"):
-        raise argparse.ArgumentTypeError(f"a budget is a size, such as 40GiB; to train on a device write --on {text}")
+    if text.partition(":")[0] in ("auto", "cpu", "cuda"):
+        device = text.partition(":")[0]
+        raise argparse.ArgumentTypeError(f"a budget is a size, such as 40GiB; to train on a device write --on {device}")
     return _bytes(text)
 
 

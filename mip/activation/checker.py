@@ -1,9 +1,9 @@
 """Checker of activation plans: rules of their structure, and the bytes and seconds of a simulated step.
 
 Owns what a plan may say: points and tiers that exist, whole layers in one place, figures that are those of its layers.
-Bytes and seconds it does not count itself. The simulator, which shares no code with the planner, plays each stage by
-itself; no budget may be below what it finds, and no figure of the plan better. The first broken rule is returned, in the
-order of `Rule`; a plan is valid when there is none.
+Bytes and seconds it does not count itself. The simulator, which shares with the planner only what a layer saves, holds and
+moves, plays each stage by itself; no budget may be below what it finds, and no figure of the plan better. The first broken
+rule is returned, in the order of `Rule`; a plan is valid when there is none.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Cost model of an activation plan: time by cause, and peaks by tier.
 
 Plain arithmetic on one plan; the planner predicts with it after rounding. The simulator plays the same rules event by
-event and shares no code with it.
+event and shares with it only what a layer saves, holds and moves.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ from memo.swap.placement import Placement
 from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.tiers.device import DeviceTier
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
-from memo.swap.token_levels import LayerCosts, Level as SwapLevel, Mix, PointCost, TokenLevels
+from memo.swap.token_levels import AT_ONCE, LayerCosts, Level as SwapLevel, Mix, PointCost, TokenLevels
 
 ROOM = 1 << 28
 ROOMY = DeviceBudget(total_bytes=ROOM, peak_bytes=lambda: 0, restart=lambda: None)
@@ -317,7 +317,7 @@ def test_a_run_measures_itself_wherever_a_plan_has_room(device: float, host: flo
 @pytest.mark.parametrize(
     ("points", "setting"),
     [
-        ({ALL: 0.25, MATMULS: 0.5, ATTENTION: 0.25}, TokenLevels(all=0.25, matmuls=0.5, attention=0.25)),
+        ({ALL: 0.25, MATMULS: 0.5, ATTENTION: 0.25}, TokenLevels(all=0.25, matmuls=0.5, attention=0.25, piece=AT_ONCE)),
         ({ALL: 0.5, "p3": 0.5}, Mix(points={ALL: 0.5, "p3": 0.5})),
         ({INPUT: 1.0}, Mix(points={INPUT: 1.0})),
     ],

@@ -25,7 +25,7 @@ from memo.gpt.train_config import Precision
 from memo.parallel.layout import Layout
 from memo.parallel.world import World, join
 from memo.swap.recompute.axis.operator_rules import tensors_in
-from memo.swap.token_levels import LayerCosts, Level, TokenLevels
+from memo.swap.token_levels import AT_ONCE, LayerCosts, Level, TokenLevels
 
 LAYERS = 3
 SHAPE: dict[str, Any] = {
@@ -94,7 +94,7 @@ def check(name: str) -> None:
         at_attention += Counts(_allgather_base_=2, _reduce_scatter_base_=1)
     elif layout.tp > 1:
         at_attention += Counts(allreduce_=1)
-    mixed = TokenLevels(all=0.25, matmuls=0.5, attention=0.25, piece=0.99)
+    mixed = TokenLevels(all=0.25, matmuls=0.5, attention=0.25, piece=AT_ONCE)
     for alpha, expected in [
         ((0, 1, 0), at_matmuls),
         ((0, 0, 1), at_attention),

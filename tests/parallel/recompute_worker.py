@@ -27,12 +27,12 @@ from memo.swap.recompute.axis.token_axis import Axis
 from memo.swap.recompute.plans import Plans
 from memo.swap.recompute.ranges.ranged_plan import RangedPlan
 from memo.swap.recompute.tape.declared import TokenLocalCall
-from memo.swap.token_levels import Level, TokenLevels
+from memo.swap.token_levels import AT_ONCE, Level, TokenLevels
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "whole": {"alpha": 1.0},
     "quarter": {"alpha": 0.25},
-    "levels": {"alpha": TokenLevels(all=0.25, matmuls=0.5, attention=0.25, piece=0.99)},
+    "levels": {"alpha": TokenLevels(all=0.25, matmuls=0.5, attention=0.25, piece=AT_ONCE)},
     "middle": {"alpha": (0, 1, 0)},
     "nothing": {"alpha": 0.25, "levels": {0: Level.SAVE_INPUT}},
 }

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memo
 from memo.errors import ModifiedAfterSave
-from memo.swap.token_levels import Level, TokenLevels, setting_of
+from memo.swap.token_levels import AT_ONCE, Level, TokenLevels, setting_of
 
 LAYERS, BATCH, HIDDEN, HEADS, FFN, VOCAB = 3, 2, 64, 8, 96, 61
 HEAD_DIM = HIDDEN // HEADS
@@ -42,7 +42,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "whole": {"alpha": 1.0},
     "zero": {"alpha": 0.0},
     "half": {"alpha": 0.5},
-    "levels": {"alpha": TokenLevels(all=0.25, matmuls=0.5, attention=0.25, piece=0.99)},
+    "levels": {"alpha": TokenLevels(all=0.25, matmuls=0.5, attention=0.25, piece=AT_ONCE)},
     "middle": {"alpha": (0, 1, 0)},
     "nothing": {"alpha": 0.5, "levels": {0: Level.SAVE_INPUT}},
 }

@@ -16,7 +16,7 @@ from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.layers import find_layers
 from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
-from memo.swap.token_levels import TokenLevels, setting_of
+from memo.swap.token_levels import AT_ONCE, TokenLevels, setting_of
 
 SEQ = 48
 
@@ -143,5 +143,6 @@ def checked(
 
 
 def in_ranges(every: float, matmuls: float = 0.0, attention: float | None = None) -> TokenLevels:
-    """A setting that replays the last tokens as ranges: pieces of nearly all of them, since without pieces none are used."""
-    return TokenLevels(all=every, matmuls=matmuls, attention=1 - every if attention is None else attention, piece=0.99)
+    """A setting that divides the tokens among the levels, as a plan's fractions are."""
+    rest = 1 - every if attention is None else attention
+    return TokenLevels(all=every, matmuls=matmuls, attention=rest, piece=AT_ONCE)
