@@ -75,19 +75,15 @@ def test_the_level_is_the_point_in_use(tmp_path: Path, capsys: pytest.CaptureFix
         assert kind["layers"] == ["model.layers.0", "model.layers.1"]
 
 
-def test_ranges_of_tokens_are_columns_of_the_table_and_objects_in_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [*SHORT, "--model", config(tmp_path, **LLAMA), "--alpha", "0.5"]
-    assert main(arguments) == ExitCode.OK
-    text = capsys.readouterr().out
-    assert "\ntokens 16-31: replayed in 1 piece, " in text
-    assert any("divided" in line and " 0-15 " in line and " 16-31 " in line for line in text.splitlines())
-    assert main([*arguments, "--json"]) == ExitCode.OK
+def test_a_fraction_is_a_cut_within_its_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHORT, "--model", config(tmp_path, **LLAMA), "--alpha", "0.5", "--json"]) == ExitCode.OK
     (kind,) = json.loads(capsys.readouterr().out)["kinds"]
-    assert (kind["tokens"], kind["ranges"][0]["first"], kind["ranges"][0]["stop"]) == (32, 16, 32)
-    divided = [row for row in kind["rows"] if row["fate"] == "divided"]
-    assert {tuple(row["kept_tokens"]) for row in divided} == {(0, 16)}
+    points = {point["name"]: point for point in kind["points"]}
+    (used,) = (point for point in kind["points"] if point["is_used"])
+    assert points["attention"]["kept_nbytes"] < used["kept_nbytes"]
+    assert used["kept_nbytes"] <= (kind["saved_nbytes"] + points["attention"]["kept_nbytes"]) / 2
+    assert used["replay_us"] < points["attention"]["replay_us"]
+    assert not kind["ranges"]
 
 
 def test_one_layer_and_the_users_own_bans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

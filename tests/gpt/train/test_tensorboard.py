@@ -41,7 +41,7 @@ def test_without_the_package_the_message_says_what_to_install() -> None:
     program = (
         "import sys; sys.modules['tensorboard'] = None; sys.modules['torch.utils.tensorboard'] = None; "
         "from memo.cli.main import main; "
-        "sys.exit(main(['train', '--model', 'tiny', '--steps', '1', '--tensorboard', 'runs', '--device', 'cpu']))"
+        "sys.exit(main(['train', '--model', 'tiny', '--steps', '1', '--tensorboard', 'runs', '--on', 'cpu']))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 2

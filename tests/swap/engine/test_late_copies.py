@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from faulty_file import Faults
 from race_checker import CheckingBackend, CheckingDisk
-from small_models import Stack, assert_equal, ids, stack, train
+from small_models import Stack, assert_equal, ids, in_ranges, stack, train
 
 from memo.errors import StoreWriteError
 from memo.events import StallCause
@@ -20,7 +20,6 @@ from memo.swap.layers import find_layers
 from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.recompute.recorded_call import RecordedCall
 from memo.swap.tiers.host_and_disk import DiskTier
-from memo.swap.token_levels import TokenLevels
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,7 +90,7 @@ def test_what_other_ranks_take_part_in_is_never_late(together: bool, monkeypatch
     model = stack(layers=LAYERS)
     backend = CheckingBackend("lazy", hosted_disk=True)
     engine = Engine(backend, [DiskTier(CheckingDisk(backend, ROOM), ROOM)], min_bytes=512, late_bytes=ENOUGH)
-    recompute_policy = RecomputePolicy(engine, TokenLevels.of_alpha(0.25))
+    recompute_policy = RecomputePolicy(engine, in_ranges(0.25))
     for name in ("replay", "ranges"):
         made = getattr(RecordedCall, name)
         alone = functools.partialmethod(_with_others, made, others=together)
