@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import math
 import sys
 import warnings
 from contextlib import closing
@@ -273,6 +274,11 @@ def moving_nbytes(styles: Styles, levels: TokenLevels) -> int:
     all_ = statistics + 2 * gathered * HIDDEN + projections + summed + 4 * activations
     matmuls = projections + 2 * activations + summed
     first, second = levels.ends(tokens)
+    if (
+        0 < levels.all < 1 and levels.piece == 1
+    ):  # a share of the bytes; sums that are not repeated are kept in any case
+        kept += 2 * summed
+        first = second = math.ceil(levels.all * tokens)
     return 2 * (LAYERS - 1) * 4 * (kept * tokens + all_ * first + matmuls * (second - first))
 
 
