@@ -1,4 +1,4 @@
-"""How a framework trains, beside what `memo.gpt.arithmetic.Training` has: kernels, recompute, overlaps, offloading.
+"""Choices of a framework beside those of `memo.gpt.arithmetic.Training`: kernels, recompute, overlaps, offloading.
 
 Owns the choices. What a layer saves and takes under them is framework_layer.py's.
 """
@@ -30,7 +30,7 @@ ADAM_MIXED = StateBytes(weight=2, gradient=4, optimizer=12, reduced=4, passes=30
 
 
 class AttentionKernel(enum.StrEnum):
-    """How attention computes its scores."""
+    """Kernel of attention's scores."""
 
     FUSED = "fused"
     """In tiles, causal, never in memory (Dao et al. 2022)."""
@@ -39,7 +39,7 @@ class AttentionKernel(enum.StrEnum):
 
 
 class Kernels(enum.StrEnum):
-    """How element-wise operations run, and which tensors they save."""
+    """Kernels of element-wise operations, which decide what these save."""
 
     FUSED = "fused"
     """One kernel for a norm, for bias and activation, for bias, dropout and residual: Megatron, compiled code."""
@@ -48,7 +48,7 @@ class Kernels(enum.StrEnum):
 
 
 class Recompute(enum.StrEnum):
-    """What every layer computes again in backward, as a fixed method."""
+    """Fixed method of activation checkpointing, the same for every layer."""
 
     NONE = "none"
     SCORES = "scores"
@@ -60,13 +60,13 @@ class Recompute(enum.StrEnum):
 
 
 class Loss(enum.StrEnum):
-    """How cross entropy is computed from the logits."""
+    """Kernels of cross entropy, from the logits on."""
 
     FLOAT32 = "float32"
     """Logits are copied to float32, which becomes probability and gradient in place: Megatron's vocabulary-parallel
     loss."""
     COMPILED = "compiled"
-    """The same steps compiled together, whose copy does not replace the one before it."""
+    """Steps of `FLOAT32` compiled together: the float32 copy does not replace the logits."""
     EAGER = "eager"
     """Logits, a float32 copy, its logarithms and their gradient: torch's own, as models of Hugging Face call it."""
     FUSED = "fused"
@@ -76,7 +76,7 @@ class Loss(enum.StrEnum):
 
 
 class ContextExchange(enum.StrEnum):
-    """What ranks of context parallelism exchange."""
+    """Exchange among ranks of context parallelism."""
 
     HEADS = "heads"
     """Heads for tokens, four all-to-alls (Jacobs et al. 2023)."""
@@ -125,7 +125,7 @@ class FrameworkTraining(Training):
     parameter_offload: bool = False
     """Weights rest on the host, and come to the device layer by layer."""
     input_offload: bool = False
-    """What full recompute keeps of a layer goes to the host."""
+    """Whether the inputs that full recompute keeps go to the host."""
     workspace_bytes: int = 0
     """Memory that libraries hold on a GPU all the time."""
 
