@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -23,7 +22,7 @@ from memo.manager.manager import Manager
 from memo.manager.opening import OffloadOptions, OnFull
 from memo.manager.plan_source import own_part, read_plan
 from memo.parallel import PipelineOrder
-from memo.swap import AT_ONCE, TokenLevels, find_layers, setting_of
+from memo.swap import TokenLevels, find_layers, setting_of
 from memo.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -194,21 +193,13 @@ def offload(
         require_choice("codec", codec, get_args(CodecName))
     found = find_layers(require_manageable(model), layers)
     order = None if schedule is None else PipelineOrder.of(schedule, [layer.module for layer in found])
-    setting = setting_of(1.0 if alpha is None else alpha)
-    if (
-        codec is not None
-        and isinstance(setting, TokenLevels)
-        and max(setting.all, setting.matmuls, setting.attention) < 1
-    ):
-        # What whole storages are recomputed from moves as it is: tokens are divided, of which the first ones are coded.
-        setting = dataclasses.replace(setting, piece=min(setting.piece, AT_ONCE))
     opening = OffloadOptions(
         model=model,
         layers=found,
         plan=None if fixed is None else own_part(fixed, order),
         plan_name=os.fspath(plan) if isinstance(plan, str | os.PathLike) else "the plan",
         automatic=fixed is None and alpha is None and levels is None,
-        setting=setting,
+        setting=setting_of(1.0 if alpha is None else alpha),
         levels=settings_by_layer(found, levels or {}),
         exact=exact,
         bans=bans_by_layer(found, keep, repeat),

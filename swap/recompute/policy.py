@@ -7,6 +7,7 @@ backward   the engine asks for a storage that no tier has; its Replay runs the p
 
 from __future__ import annotations
 
+import dataclasses
 import traceback
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -37,7 +38,7 @@ from memo.swap.recompute.tape.cut import cheapest, curve
 from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.tape.recorder import Recorder, aside, is_recordable, leave_mode
 from memo.swap.tensor_kinds import has_storage, is_sharded, layer_input, local_part, tensors_within
-from memo.swap.token_levels import LayerCosts, Level, Setting, TokenLevels
+from memo.swap.token_levels import AT_ONCE, LayerCosts, Level, Setting, TokenLevels
 from memo.torch_private import top_saved_tensors_default_hooks
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class RecomputePolicy:
         verify: bool = False,
         rates: Rates | None = None,
     ) -> None:
-        self.default = default
+        self.default = _coded(default) if engine.codec is not None else default
         self.refused: dict[str, str] = {}
         """Layer -> reason, for layers that move whole tensors though they should not."""
         self.repeated: dict[str, str] = {}
@@ -158,7 +159,8 @@ class RecomputePolicy:
 
     def choose(self, settings: Mapping[str, Setting]) -> None:
         """Sets per-layer settings from the next forward on; unnamed layers use the default. Clears refusals."""
-        self._chosen = dict(settings)
+        is_coded = self._engine.codec is not None
+        self._chosen = {name: _coded(one) if is_coded else one for name, one in settings.items()}
         self.refused.clear()
         self.repeated.clear()
         self.deviation.clear()
@@ -464,3 +466,10 @@ def _shape_of_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 
 def _described(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     return tuple((tensor.size(), tensor.stride(), tensor.dtype, tensor.requires_grad) for tensor in tensors)
+
+
+def _coded(setting: Setting) -> Setting:
+    """The setting with a codec: what whole storages are recomputed from moves as it is, so a fraction divides tokens."""
+    if not isinstance(setting, TokenLevels) or single_level(setting) is not None or setting.repeats_nothing:
+        return setting
+    return dataclasses.replace(setting, piece=min(setting.piece, AT_ONCE))

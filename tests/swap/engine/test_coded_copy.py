@@ -193,6 +193,11 @@ def test_checksums_are_of_what_moves(alpha: float) -> None:
         assert torch.equal(one, other)
 
 
+def test_fractions_of_single_layers_are_coded_too() -> None:
+    _, report = trained("int8", levels={0: 0.5, 1: 0.5, 2: 0.5}, host="16MiB")
+    assert report.coded is not None
+
+
 def test_an_unknown_codec_is_one_line() -> None:
     with pytest.raises(UsageError, match="'int4' is none of 'int8', 'fp8'"):
         trained("int4", host="1MiB")
