@@ -10,8 +10,8 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from memo.errors import UsageError
+from memo.swap.levels import Level
 from memo.swap.recompute.explanation import Fate
-from memo.swap.token_levels import Level
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -44,7 +44,7 @@ from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, LayerProfile
 from memo.record import record_step
 from memo.record.step import gpt_step
 from memo.swap.engine import h2d
-from memo.swap.token_levels import TokenLevels
+from memo.swap.levels import Level
 
 NO_DISK = "no disk"
 """Asked of problems that have one."""
@@ -125,7 +125,7 @@ def engine(rounds: int) -> Iterator[dict[str, Any]]:
         managers = {}
         for part in ENGINE:
             managers[part], _, tapes = bench.manager()
-            tapes.choose({layer.name: TokenLevels(all=1.0) for layer in managers[part].layers})
+            tapes.choose({layer.name: Level.SAVE_ALL for layer in managers[part].layers})
         taken: dict[str, list[float]] = {part: [] for part in ENGINE}
         for number in range(rounds + 2):
             for part, off in ENGINE.items():

@@ -56,10 +56,10 @@ from memo.swap.backends.protocol import HostStamp
 from memo.swap.engine.engine import Engine
 from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.layers import find_layers
+from memo.swap.levels import Level, setting_of
 from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
 from memo.swap.tiers.protocol import Tier
-from memo.swap.token_levels import TokenLevels, setting_of
 from memo.units import format_bytes
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
@@ -278,7 +278,7 @@ class Bench:
                 disk = PacedDisk(room, write_bytes_per_s=case.disk_bytes_per_s, read_bytes_per_s=case.disk_bytes_per_s)
                 tiers.append(DiskTier(disk, room))
         engine = Engine(backend, tiers, min_bytes=4096, when_full=WhenFull.STAY, tracer=self.tracer)
-        recompute_policy = RecomputePolicy(engine, TokenLevels(all=1.0))
+        recompute_policy = RecomputePolicy(engine, Level.SAVE_ALL)
         return (
             Manager(self.model, find_layers(self.model), engine, recompute_policy=recompute_policy),
             engine,
@@ -432,7 +432,7 @@ def run(case: Case | Computed, rounds: int) -> Row:
     }
     others = [predictor.manager]
     if bench.is_paced:
-        for name, levels in {"swap all": TokenLevels(all=1.0), "recompute all": TokenLevels(attention=1.0)}.items():
+        for name, levels in {"swap all": Level.SAVE_ALL, "recompute all": Level.SAVE_ATTENTION}.items():
             fixed, _, treatment = bench.manager()
             treatment.choose({layer.name: levels for layer in fixed.layers})
             others.append(fixed)

@@ -35,7 +35,7 @@ from memo.manager.manager import Manager
 from memo.swap.backends.cpu import CpuBackend
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
-from memo.swap.token_levels import setting_of
+from memo.swap.levels import setting_of
 
 try:
     from memo.swap.recompute.policy import RecomputePolicy

@@ -38,8 +38,8 @@ __all__ = [
     "offload",
     "parallelize",
     "profile",
+    "recomputable",
     "rehearse",
-    "token_local",
     "use_planned_allocator",
 ]
 
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from memo.profiling.measure import profile
     from memo.rehearsal.run import rehearse
     from memo.swap.kept import keep
-    from memo.swap.recompute.tape.declared import memoize, token_local
+    from memo.swap.recompute.tape.declared import memoize, recomputable
 else:
     from memo.lazy import attach
 
@@ -72,6 +72,6 @@ else:
             "profiling.measure": "profile",
             "rehearsal.run": "rehearse",
             "swap.kept": "keep",
-            "swap.recompute.tape.declared": "memoize token_local",
+            "swap.recompute.tape.declared": "memoize recomputable",
         },
     )

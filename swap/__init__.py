@@ -18,6 +18,15 @@ if TYPE_CHECKING:
         hook_forward as hook_forward,
         runs_as_written as runs_as_written,
     )
+    from memo.swap.levels import (
+        LayerCosts as LayerCosts,
+        Level as Level,
+        Mix as Mix,
+        PointCost as PointCost,
+        Setting as Setting,
+        comparing_nbytes as comparing_nbytes,
+        setting_of as setting_of,
+    )
     from memo.swap.memory.host_bytes import (
         claims_in_turn as claims_in_turn,
         host_bytes_needed as host_bytes_needed,
@@ -32,16 +41,15 @@ if TYPE_CHECKING:
     from memo.swap.memory.pinned import empty_pinned as empty_pinned
     from memo.swap.memory.slab import touched_slab_bytes as touched_slab_bytes
     from memo.swap.placement import Placement as Placement, Quota as Quota
-    from memo.swap.recompute.axis.attention import is_attention as is_attention
-    from memo.swap.recompute.axis.token_axis import Axis as Axis
     from memo.swap.recompute.explanation import LayerExplanation as LayerExplanation
     from memo.swap.recompute.policy import RecomputePolicy as RecomputePolicy
     from memo.swap.recompute.rank_agreement import (
         equal_on_all_ranks as equal_on_all_ranks,
         gather_values as gather_values,
     )
+    from memo.swap.recompute.tape.attention import is_attention as is_attention
     from memo.swap.recompute.tape.bans import Bans as Bans
-    from memo.swap.recompute.tape.declared import memoize as memoize, token_local as token_local
+    from memo.swap.recompute.tape.declared import memoize as memoize, recomputable as recomputable
     from memo.swap.recompute.tape.work import (
         Rates as Rates,
         Work as Work,
@@ -57,17 +65,6 @@ if TYPE_CHECKING:
         layer_input as layer_input,
         local_part as local_part,
         parameter_behind as parameter_behind,
-    )
-    from memo.swap.token_levels import (
-        AT_ONCE as AT_ONCE,
-        LayerCosts as LayerCosts,
-        Level as Level,
-        Mix as Mix,
-        PointCost as PointCost,
-        Setting as Setting,
-        TokenLevels as TokenLevels,
-        comparing_nbytes as comparing_nbytes,
-        setting_of as setting_of,
     )
 else:
     __getattr__, __dir__, __all__ = attach(
@@ -86,10 +83,9 @@ else:
             "memory.pinned": "empty_pinned",
             "memory.slab": "touched_slab_bytes",
             "placement": "Placement Quota",
-            "recompute.axis.attention": "is_attention",
-            "recompute.axis.token_axis": "Axis",
+            "recompute.tape.attention": "is_attention",
             "recompute.rank_agreement": "equal_on_all_ranks gather_values",
-            "recompute.tape.declared": "memoize token_local",
+            "recompute.tape.declared": "memoize recomputable",
             "recompute.tape.bans": "Bans",
             "recompute.tape.work": "Rates Work picoseconds_of work_of",
             "recompute.explanation": "LayerExplanation",
@@ -97,6 +93,6 @@ else:
             "saving_hooks": "SavingHooks",
             "stats": "Stats",
             "tensor_kinds": "argument_storages cast_of_parameter has_storage layer_input local_part parameter_behind",
-            "token_levels": "AT_ONCE LayerCosts Level Mix PointCost Setting TokenLevels comparing_nbytes setting_of",
+            "levels": "LayerCosts Level Mix PointCost Setting comparing_nbytes setting_of",
         },
     )

@@ -48,7 +48,7 @@ class Stats:
     largest_coded_error: float = 0.0
     """Largest difference of a coded value from what was saved, as a share of the largest magnitude in its group."""
     device_bytes: int = 0
-    """Bytes of saved storages on the device now, by the engine's own count, and of their packed token prefixes."""
+    """Bytes of saved storages on the device now, by the engine's own count."""
     peak_device_bytes: int = 0
     """Largest value of `device_bytes`."""
     recent_peak_bytes: int = 0

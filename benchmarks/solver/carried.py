@@ -30,8 +30,8 @@ from memo.mip.activation.plan import ActivationPlan, ActivationProblem, LayerPla
 from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, LayerProfile
 from memo.swap.backends.protocol import HostStamp
 from memo.swap.engine.engine import Engine
+from memo.swap.levels import setting_of
 from memo.swap.placement import Placement
-from memo.swap.token_levels import TokenLevels
 
 __all__ = ["CASES", "carried", "pairs_in_order"]
 
@@ -197,7 +197,7 @@ class _Times:
             manager, engine, tapes = bench.manager()
             bench.tracer = before
             engine.place(dict.fromkeys(range(len(manager.layers)), Placement(kept=1.0)))
-            tapes.choose(dict.fromkeys((layer.name for layer in manager.layers), TokenLevels(**shares)))
+            tapes.choose(dict.fromkeys((layer.name for layer in manager.layers), setting_of(shares)))
             engine.backend.stamp = _Undelayed  # type: ignore[method-assign]
             running[name] = manager, engine
         steps: list[tuple[float, dict[str, list[float]]]] = []

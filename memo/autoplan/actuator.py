@@ -17,8 +17,7 @@ from memo.autoplan.device_peaks import DevicePeaks, Outside, Recompute
 from memo.autoplan.layer_classes import mlp_tiles_of
 from memo.events import Tier
 from memo.mip.activation import chunk_layers, lower_tier_nbytes
-from memo.mip.inputs import ALL, ATTENTION, MATMULS
-from memo.swap import AT_ONCE, Level, Mix, Placement, Quota, TokenLevels, claims_in_turn, host_bytes_needed, setting_of
+from memo.swap import Level, Placement, Quota, Setting, claims_in_turn, host_bytes_needed, setting_of
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from memo.autoplan.device_peaks import Part
     from memo.events import Lane, Tracer
     from memo.machine import LinkRates
-    from memo.mip.activation import ActivationPlan, LayerPlan
+    from memo.mip.activation import ActivationPlan
     from memo.swap import Engine, Layer, LayerCosts, RecomputePolicy
 
 __all__ = ["Actuator", "settings_of"]
@@ -157,7 +156,7 @@ class Actuator:
         """
         self._planned = [pair for pair in enumerate(self._layers) if not names or pair[1].name in names]
 
-    def _settings_of(self, plan: ActivationPlan) -> tuple[dict[int, Placement], dict[str, TokenLevels | Mix]]:
+    def _settings_of(self, plan: ActivationPlan) -> tuple[dict[int, Placement], dict[str, Setting]]:
         placements, chosen = settings_of(plan, [layer for _, layer in self._planned])
         return {self._planned[at][0]: placement for at, placement in placements.items()}, chosen
 
@@ -280,7 +279,7 @@ class Actuator:
         if not first:
             return unsplit
         since = max(0, self._budget.used_bytes() - self._idle_bytes) + self._budget.unseen_bytes
-        largest = max((max(costs.sizes, default=costs.input_bytes) for costs in known), default=0)
+        largest = max((max(costs.sizes, default=0) for costs in known), default=0)
         return unsplit + since + round(largest * max(1.0, 2 * growth - 1))
 
     def forget_peaks(self) -> None:
@@ -354,9 +353,7 @@ def _weakly(method: Callable[..., object]) -> Callable[..., None]:
     return call
 
 
-def settings_of(
-    plan: ActivationPlan, layers: Sequence[Layer]
-) -> tuple[dict[int, Placement], dict[str, TokenLevels | Mix]]:
+def settings_of(plan: ActivationPlan, layers: Sequence[Layer]) -> tuple[dict[int, Placement], dict[str, Setting]]:
     """Converts a plan to placements by layer number, for the Engine, and points by layer name, for RecomputePolicy."""
     known = plan.problem.profile.layer_profiles()
     begins = {chunk.start for chunk in chunk_layers(plan.problem, 0)}
@@ -370,14 +367,5 @@ def settings_of(
         )
         for number, part in enumerate(plan.layers)
     }
-    points = {layer.name: _points(part) for layer, part in zip(layers, plan.layers, strict=True)}
+    points = {layer.name: setting_of(part.points) for layer, part in zip(layers, plan.layers, strict=True)}
     return placements, points
-
-
-def _points(part: LayerPlan) -> TokenLevels | Mix:
-    """Three levels where the plan has no other points; the tokens are divided among them as the plan counts."""
-    if set(part.points) <= {ALL, MATMULS, ATTENTION}:
-        shares = part.fraction(ALL), part.fraction(MATMULS), part.fraction(ATTENTION)
-        piece = part.piece if max(shares) >= 1 else min(part.piece, AT_ONCE)
-        return TokenLevels(all=shares[0], matmuls=shares[1], attention=shares[2], piece=piece)
-    return Mix(points=part.points)

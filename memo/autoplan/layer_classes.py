@@ -8,7 +8,6 @@ times, so that noise does not make equal layers differ.
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from memo.mip.inputs import ALL, ATTENTION, MATMULS, LayerProfile, PointProfile
 from memo.swap import Level
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import nn
 
@@ -36,49 +35,15 @@ def mlp_tiles_of(modules: Iterable[nn.Module]) -> int:
 
 
 def points_of(
-    costs: LayerCosts, *, whole: bool = False, again_flops: float | None = None
+    costs: LayerCosts, *, again_flops: float | None = None
 ) -> tuple[int, tuple[PointProfile, ...]]:
-    """Converts costs to the bytes that are saved at every point, and the points.
-
-    A point that saves no less than the one before it is left out, and so is a level that never ran. A curve's points
-    say all that is saved, so that nothing is saved at every point.
+    """Converts a layer's curve to points; one that saves no less than the one before it is left out.
 
     Args:
         costs: of a layer.
-        whole: the curve by whole storages, also of a layer whose tokens can be divided.
         again_flops: of products that a recompute at point `attention` repeats, where they were counted.
     """
-    if not costs.points or (costs.divisible and not whole):
-        return costs.always_bytes, _falling(_levels(costs), again_flops)
-    curve = (
-        PointProfile(
-            name=point.name,
-            saved_bytes=point.saved_bytes,
-            beside_bytes=min(point.beside_bytes, point.saved_bytes),
-            recompute_s=point.recompute_s,
-            recompute_flops=point.recompute_flops,
-            held_bytes=point.held_bytes,
-        )
-        for point in costs.points
-    )
-    return 0, _falling(curve, again_flops)
-
-
-def _levels(costs: LayerCosts) -> Iterator[PointProfile]:
-    """The three levels as points, without those that never ran."""
-    for name, level in _LEVELS.items():
-        per_token = 0.0 if name == ALL else costs.recompute_s_per_token.get(level)
-        if level not in costs.bytes_per_token or per_token is None:
-            continue
-        nbytes = round(costs.bytes_per_token[level] * costs.tokens)
-        beside = round(costs.beside_per_token.get(level, 0.0) * costs.tokens)
-        yield PointProfile(
-            name=name,
-            saved_bytes=nbytes,
-            beside_bytes=min(beside, nbytes),
-            recompute_s=per_token * costs.tokens,
-            held_bytes=math.ceil(costs.held_per_token.get(level, 0.0) * costs.tokens),
-        )
+    return 0, _falling((PointProfile(**dataclasses.asdict(point)) for point in costs.points), again_flops)
 
 
 def _falling(points: Iterable[PointProfile], again_flops: float | None) -> tuple[PointProfile, ...]:

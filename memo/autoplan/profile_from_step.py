@@ -1,7 +1,7 @@
 """Conversion of one measured step to the planner's input: a profile of the model and a description of the machine.
 
 Owns the arithmetic from the times of a step (memo.autoplan.step_timeline) and the layers' costs by point
-(memo.swap.token_levels) to Profile and Hardware (memo.mip.inputs). Measures nothing itself.
+(memo.swap.levels) to Profile and Hardware (memo.mip.inputs). Measures nothing itself.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _layer(name: str, times: LayerTimes, costs: LayerCosts | None) -> LayerProfi
     always_bytes = 0
     points: tuple[PointProfile, ...] = (PointProfile(name=ALL, saved_bytes=times.saved_bytes // calls),)
     if costs is not None and _recomputes(costs):
-        always_bytes, points = points_of(costs, whole=True)
+        always_bytes, points = points_of(costs)
     return LayerProfile(
         name="layer",
         always_bytes=always_bytes,
@@ -158,7 +158,7 @@ def _by_class(layers: Sequence[LayerProfile]) -> list[list[int]]:
 
 def _recomputes(costs: LayerCosts) -> bool:
     """Whether the layer has a curve, or a level other than SAVE_ALL has run: its trial was accepted."""
-    return bool(costs.points) or len(costs.recompute_s_per_token) > 1
+    return bool(costs.points)
 
 
 def beside_layers(profile: Profile, limits: Limits) -> tuple[Profile, int]:

@@ -344,11 +344,6 @@ def _offload_flags(group: argparse._ArgumentGroup) -> None:
         help="move values as one-byte codes with a bounded error (default: bit for bit)",
     )
     group.add_argument(
-        "--exact",
-        action="store_true",
-        help="recompute only layers whose results are bit-identical (default: also those that round differently)",
-    )
-    group.add_argument(
         "--trace",
         nargs="?",
         const="trace.rank0.jsonl",
@@ -456,7 +451,6 @@ def _config(args: argparse.Namespace) -> RunConfig:
         "disk_budget",
         "alpha",
         "codec",
-        "exact",
         "trace",
         "trace_stacks",
     )

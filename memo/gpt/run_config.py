@@ -73,8 +73,6 @@ class OffloadConfig:
     """Largest fraction of what can be recomputed that moves."""
     codec: str | None = None
     """Format of what moves, "int8" or "fp8"; None: exact."""
-    exact: bool = False
-    """Move all tensors of layers whose recompute rounds differently."""
     trace: str | Path | None = None
     """Trace file; a name that ends in a slash is a directory."""
     trace_stacks: bool = False
@@ -90,7 +88,6 @@ class OffloadConfig:
             "--disk-budget": self.disk_budget,
             "--alpha": self.alpha,
             "--codec": self.codec,
-            "--exact": self.exact or None,
             "--trace": self.trace,
             "--trace-stacks": self.trace_stacks or None,
         }

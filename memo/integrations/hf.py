@@ -51,7 +51,6 @@ class MemoArguments:
     memo_alpha: float | None = dataclasses.field(
         default=None, metadata={"help": "Fraction, 0 to 1, that is moved; the rest is recomputed. Default: planned."}
     )
-    memo_exact: bool = dataclasses.field(default=True, metadata={"help": "Recompute only what comes back bit for bit."})
     memo_keep: list[str] | None = dataclasses.field(
         default=None, metadata={"help": "Operators whose results are never recomputed, such as aten.mm or attention."}
     )

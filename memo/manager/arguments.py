@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from memo.errors import UsageError
 from memo.mip.activation import ActivationPlan
-from memo.swap import Bans, Level, TokenLevels, setting_of
+from memo.swap import Bans, Level, setting_of
 
 if TYPE_CHECKING:
     from memo.swap import Layer, Setting
@@ -33,7 +33,7 @@ __all__ = [
     "settings_by_layer",
 ]
 
-LayerLevels = float | Sequence[float] | Level | TokenLevels
+LayerLevels = float | Sequence[float] | Level
 """Levels of one layer, as a caller writes them."""
 
 Names = Collection[str] | Mapping[int | str, Collection[str]]

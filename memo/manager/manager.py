@@ -38,10 +38,10 @@ from memo.swap import (
     LayerCosts,
     LayerExplanation,
     LayerHook,
+    Level,
     RecomputePolicy,
     SavingHooks,
     Stats,
-    TokenLevels,
     runs_as_written,
 )
 
@@ -126,7 +126,7 @@ class Manager:
             self._watch = ForgottenAttach(model, layers)
         else:
             assert engine is not None
-            tapes = RecomputePolicy(engine, TokenLevels(all=1.0)) if recompute_policy is None else recompute_policy
+            tapes = RecomputePolicy(engine, Level.SAVE_ALL) if recompute_policy is None else recompute_policy
             self._use(Runtime(engine=engine, recompute_policy=tapes, recorder=recorder, store=store))
 
     def _open(self) -> None:
@@ -407,7 +407,7 @@ class Manager:
 
         Args:
             levels: Level of each named layer, by position or name: a fraction as `alpha` of `memo.offload`, three
-                fractions, TokenLevels, or a Level. Layers not named have the levels of `alpha`.
+                fractions, or a Level. Layers not named have the levels of `alpha`.
 
         Raises:
             UsageError: Unknown layer, invalid level, a forward is under way, or the model has had no memory yet. Levels are

@@ -22,7 +22,7 @@ from memo.manager.manager import Manager
 from memo.manager.opening import OffloadOptions, OnFull
 from memo.manager.plan_source import own_part, read_plan
 from memo.parallel import PipelineOrder
-from memo.swap import TokenLevels, find_layers, setting_of
+from memo.swap import find_layers, setting_of
 from memo.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -45,9 +45,8 @@ def offload(
     model: nn.Module,
     *,
     plan: ActivationPlan | _Path | None = None,
-    alpha: float | Sequence[float] | TokenLevels | None = None,
+    alpha: LayerLevels | None = None,
     levels: Mapping[int | str, LayerLevels] | None = None,
-    exact: bool = True,
     keep: Names | None = None,
     repeat: Names | None = None,
     device: int | str | None = None,
@@ -67,8 +66,8 @@ def offload(
 ) -> Manager:
     """Manages the activations that a model's repeated layers save for backward: keeps, moves or recomputes them.
 
-    Gradients are bit-identical to the same model without memo. Moved tensors always are; recomputed ones are where
-    `exact` is True.
+    Gradients are bit-identical to the same model without memo: each recompute is tried in the forward, and compared with
+    what autograd saved.
 
     Without `plan`, `alpha` and `levels`, the first two steps recompute everything but attention and offload the rest,
     and the second one is measured. A solver then makes the plan with the shortest step that fits the budgets, and later
@@ -82,16 +81,12 @@ def offload(
             `alpha` and `levels`. A plan for several pipeline stages needs `schedule`, which says which stage is here.
         alpha: Fraction of the bytes that can be recomputed, 0 to 1, that is moved at most. The rest is recomputed in
             backward by replaying the operators that take least time for it. Layer inputs and attention outputs are
-            always moved. 1.0 moves everything. Three fractions that sum to 1 move at most the bytes of a layer divided
-            among the levels SAVE_ALL (move everything), SAVE_MATMULS (move matrix products, recompute element-wise
-            work) and SAVE_ATTENTION (recompute all but attention); TokenLevels with a `piece` below 1 divide its tokens
-            among them. Default None: planned, or 1.0 where `levels` is given.
-        levels: Levels of single layers, by position or name; each value is a fraction or fractions as for `alpha`,
-            TokenLevels, or a Level. `Level.SAVE_INPUT` moves the least, and recomputes attention too. Default None.
+            always moved. 1.0 moves everything. Three fractions that sum to 1 are of the levels SAVE_ALL (move everything),
+            SAVE_MATMULS (move matrix products, recompute element-wise work) and SAVE_ATTENTION (recompute all but
+            attention): at most the bytes of that mix are moved. Default None: planned, or 1.0 where `levels` is given.
+        levels: Levels of single layers, by position or name; each value is a fraction or fractions as for `alpha`, or a
+            Level. `Level.SAVE_INPUT` moves the least, and recomputes attention too. Default None.
             `Manager.choose_levels` changes them between steps.
-        exact: Default True recomputes whole tensors of a layer where a part of its tokens is not bit-identical to what it
-            saved. False accepts differences within a few roundings, as matrix kernels make for another number of
-            tokens; the report shows the largest one.
         keep: Names of operators whose results are never recomputed, such as "aten.mm" or "mm", or of groups: "attention",
             "matmul", "collective", "scan", "sort", "scatter". A list for all layers, or a dict from layers, by position or
             name, to lists. Default None: the level decides.
@@ -201,7 +196,6 @@ def offload(
         automatic=fixed is None and alpha is None and levels is None,
         setting=setting_of(1.0 if alpha is None else alpha),
         levels=settings_by_layer(found, levels or {}),
-        exact=exact,
         bans=bans_by_layer(found, keep, repeat),
         device_bytes=None if device is None else parse_bytes(device, what="device"),
         host=host,

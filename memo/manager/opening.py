@@ -90,7 +90,6 @@ class OffloadOptions:
     setting: Setting
     """Setting of layers that `levels` does not name."""
     levels: Mapping[str, Setting]
-    exact: bool
     bans: Mapping[str, Bans]
     device_bytes: int | None
     host: int | str
@@ -147,7 +146,6 @@ class OffloadOptions:
         recompute_policy = RecomputePolicy(
             engine,
             self.setting,
-            exact=self.exact,
             bans=self.bans,
             verify=self.verify,
         )

@@ -117,9 +117,6 @@ class RecomputeUse:
     """Layers of which all that can be is recomputed, attention included, and the reason of each."""
     refused: dict[str, str]
     """Layers of which nothing is recomputed though it should be, and the reason of each."""
-    deviation: float
-    """Largest difference between recomputed and saved values in any trial, as a share of the accepted bound; 0 means
-    bit-identical."""
     recomputed_bytes: int
     recompute_s: float | None
     """None: the device's time is not measured."""
@@ -133,10 +130,9 @@ class RecomputeUse:
             return None
         return cls(
             levels=recompute_policy.described,
-            accepted=len(recompute_policy.deviation),
+            accepted=len(recompute_policy.recomputed),
             repeated=dict(recompute_policy.repeated),
             refused=dict(recompute_policy.refused),
-            deviation=recompute_policy.worst_deviation,
             recomputed_bytes=engine.stats.bytes_recomputed,
             recompute_s=engine.stats.recompute_s,
             trials=recompute_policy.trials_run,
@@ -144,10 +140,9 @@ class RecomputeUse:
 
     def lines(self) -> list[str]:
         """Formats one line, and one more for each reason with its layers."""
-        exact = "bit for bit" if self.deviation == 0 else f"off by up to {100 * self.deviation:.0f} % of the bound"
         seconds = "not measured" if self.recompute_s is None else format_duration(self.recompute_s)
         lines = [
-            f"recompute: {self.levels}, {self.accepted} layers ({exact}), "
+            f"recompute: {self.levels}, {self.accepted} layers (bit for bit), "
             f"{format_bytes(self.recomputed_bytes)}, time {seconds}"
         ]
         lines += _by_reason("recomputed whole, attention included", self.repeated)

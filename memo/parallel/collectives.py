@@ -9,9 +9,8 @@
     exchange    heads for tokens           <->  tokens for heads
     exchange_rows  rows to their ranks     <->  the rows' gradients back
 
-None of them saves a tensor. They wait for the collective, so results are complete when they return. The exchanges
-between ranks declare their effect on the token axis (`memo.swap.token_local`), so that layers made of them can be
-recomputed by tokens.
+None of them saves a tensor. They wait for the collective, so results are complete when they return. Exchanges between
+ranks are declared (`memo.swap.recomputable`), so that layers made of them can be recomputed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from memo.swap import Axis, memoize, token_local
+from memo.swap import memoize, recomputable
 
 __all__ = [
     "all_gathered",
@@ -200,24 +199,7 @@ def own_shard(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     return x.narrow(dim, group.rank() * part, part)
 
 
-def _axis_gathered(axis: Axis, x: torch.Tensor, group: Group, dim: int) -> Axis:
-    return axis.joined(group.size()) if dim == axis.dim else axis
-
-
-def _axis_scattered(axis: Axis, x: torch.Tensor, group: Group, dim: int) -> Axis | None:
-    return axis.divided(group.size()) if dim == axis.dim else axis
-
-
-def _axis_summed(axis: Axis, x: torch.Tensor, group: Group) -> Axis:
-    return axis
-
-
-def _axis_exchanged(axis: Axis, x: torch.Tensor, group: Group, scatter: int, gather: int) -> Axis | None:
-    scattered = _axis_scattered(axis, x, group, scatter)
-    return None if scattered is None else _axis_gathered(scattered, x, group, gather)
-
-
-@token_local(axis_after=_axis_gathered)
+@recomputable
 def all_gathered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """All-gather along `dim`, contiguous; not differentiable."""
     parts = x.new_empty((group.size(), *x.shape))
@@ -226,7 +208,7 @@ def all_gathered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
-@token_local(axis_after=_axis_scattered)
+@recomputable
 def reduce_scattered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """Reduce-scatter along `dim`; not differentiable."""
     parts = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
@@ -235,14 +217,14 @@ def reduce_scattered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     return result
 
 
-@token_local(axis_after=_axis_summed)
+@recomputable
 def _summed(x: torch.Tensor, group: Group) -> torch.Tensor:
     result = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(result, group=group)
     return result
 
 
-@token_local(axis_after=_axis_exchanged)
+@recomputable
 def _exchanged(x: torch.Tensor, group: Group, scatter: int, gather: int) -> torch.Tensor:
     parts = x.unflatten(scatter, (group.size(), -1)).movedim(scatter, 0).contiguous()
     received = torch.empty_like(parts)

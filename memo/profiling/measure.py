@@ -25,7 +25,7 @@ from memo.profiling.layer_timer import TimedStep, time_step
 from memo.profiling.saved_storages import saved_storages
 from memo.profiling.transient_memory import TransientMemory, transient_memory_of
 from memo.record import Step
-from memo.swap import Layer, LayerCosts, Level, comparing_nbytes, find_layers
+from memo.swap import Layer, LayerCosts, PointCost, comparing_nbytes, find_layers
 
 __all__ = ["profile"]
 
@@ -160,10 +160,7 @@ def _only_whole(layer: str, nbytes: int, tokens: int) -> LayerCosts:
     return LayerCosts(
         layer=layer,
         tokens=tokens,
-        input_bytes=0,
-        always_bytes=0,
-        bytes_per_token={Level.SAVE_ALL: nbytes / tokens},
-        recompute_s_per_token={},
+        points=(PointCost(name="all", saved_bytes=nbytes),),
     )
 
 
@@ -219,8 +216,7 @@ def _layer(layer: Layer, number: int, measured: _Measured) -> LayerProfile:
         name=type(layer.module).__name__,
         always_bytes=always_bytes,
         points=points,
-        divisible=costs.divisible,
-        piece_s=costs.piece_s,
+        divisible=False,
         forward_s=forward_s,
         backward_s=measured.times.backward_s[number],
         forward_flops=flop.whole,

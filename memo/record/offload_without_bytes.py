@@ -14,7 +14,7 @@ import torch
 
 from memo.events import Lane, Tier as TierName
 from memo.manager import Manager
-from memo.swap import Engine, RecomputePolicy, TokenLevels
+from memo.swap import Engine, RecomputePolicy, setting_of
 from memo.swap.backends import Done, OneComputeStream
 from memo.units import parse_bytes
 
@@ -54,7 +54,7 @@ class OffloadWithoutBytes:
     ) -> None:
         self._tier = _UnboundedTier()
         self.engine = Engine(_BytelessBackend(), [self._tier], min_bytes=min_bytes)
-        self.tapes = RecomputePolicy(self.engine, TokenLevels.of_alpha(alpha), rates=rates)
+        self.tapes = RecomputePolicy(self.engine, setting_of(alpha), rates=rates)
         self.manager = Manager(model, layers, self.engine, recompute_policy=self.tapes)
 
     @property

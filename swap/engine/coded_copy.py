@@ -97,21 +97,18 @@ class CodedCopy:
         self._checked.synchronize()
         return bool(self._on_host[0] > 0)
 
-    def rounded(self, source: torch.Tensor, head: torch.Tensor, backend: Backend) -> torch.Tensor:
+    def rounded(self, source: torch.Tensor, backend: Backend) -> torch.Tensor:
         """Returns a new buffer with what a reload would bring, made on the current stream: nothing is waited for.
 
         Args:
             source: all bytes of the storage.
-            head: view of the bytes of `source` that move, in the order in which they move; of any shape.
             backend: is told that the current stream writes the buffer.
         """
         assert self.block is not None
         assert self._found is not None
-        buffer = source.clone()
-        decoded = torch.empty(head.numel(), dtype=torch.uint8, device=source.device)
+        decoded = torch.empty_like(source)
         unpack_views(self.block, [decoded.view(self.dtype)], codec=self.codec)
-        part = buffer.as_strided(head.size(), head.stride(), head.storage_offset())
-        part.copy_(torch.where(self._found[0] > 0, head, decoded.view(head.shape)))
+        buffer = torch.where(self._found[0] > 0, source, decoded)
         backend.compute_uses(buffer)
         self.is_rounded = True
         return buffer

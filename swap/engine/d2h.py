@@ -29,16 +29,15 @@ import collections
 from typing import TYPE_CHECKING
 
 from memo.errors import StoreWriteError
-from memo.events import StallCause, Tier as TierName
+from memo.events import StallCause
 from memo.swap.checksum import checksum
 from memo.swap.engine.saved_storage import AWAY, LEAVING, LIVE, by_home
 from memo.swap.engine.tier_choice import WhenFull
-from memo.swap.engine.token_prefix import pack_prefixes
 from memo.swap.kept import is_kept
 from memo.torch_private import get_sequence_nr
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from weakref import ref
 
     from memo.swap.backends.protocol import Backend, Event
@@ -52,7 +51,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CopyOut"]
 
-_DEVICE = TierName.DEVICE
 _DRAIN, _DISK_QUEUE = StallCause.DRAIN, StallCause.DISK_QUEUE
 
 
@@ -128,26 +126,22 @@ class CopyOut:
         Raises:
             HostBudgetExceeded, ScratchFull: no tier has room; the storage stays LIVE.
         """
-        prefix, source, telemetry = saved.prefix, saved.source, self._telemetry
+        source, telemetry = saved.source, self._telemetry
         assert source is not None
-        nbytes = saved.nbytes if prefix is None else prefix.head_nbytes
         if self._verify:
             with self._backend.stream_context(saved.home):
                 saved.sum = checksum(source)
-        if nbytes == 0:  # all of it will be recomputed
+        if saved.replay is not None:
             saved.move_to(LEAVING)
             self._drop_source(saved)
             return
         if is_kept(source.untyped_storage()):
-            telemetry.stats.bytes_kept += nbytes
+            telemetry.stats.bytes_kept += saved.nbytes
             return
-        place = self._tier_choice.claim(saved, nbytes)
+        place = self._tier_choice.claim(saved)
         if place is None:
             return  # it stays, by plan or for lack of room
         saved.place = place
-        if prefix is not None:
-            self._pack_prefixes([saved])
-            source = prefix.packed(source)
         tier, coded = place.tier, saved.coded
         if coded is not None:
             with self._backend.stream_context(saved.home):
@@ -162,11 +156,8 @@ class CopyOut:
                 saved.out = place.copy_out(source, after=written)
         telemetry.left(saved, tier.name)
         saved.move_to(LEAVING)
-        if tier.name is not _DEVICE:
-            if telemetry.trace is not None:
-                telemetry.trace.copying(saved, tier.lane_out, saved.out)
-        elif not _is_shared(saved):
-            self._drop_source(saved)  # the compute stream made the copy, so its later work is ordered after it
+        if telemetry.trace is not None:
+            telemetry.trace.copying(saved, tier.lane_out, saved.out)
 
     def send_living(self, group: Group) -> None:
         """Issues the copies out of a group's storages that are still LIVE."""
@@ -174,27 +165,16 @@ class CopyOut:
         waiting = [saved for saved in group.living() if saved.state is LIVE and saved.source is not None]
         for home, there in by_home(waiting).items():
             with self._backend.stream_context(home):
-                self._pack_prefixes(there)
                 written = self._order.written(home)  # one event for them all
                 for saved in there:
                     self._send(saved, written)
 
     def drop_recomputed(self, group: Group) -> None:
-        """Releases the sources of a group's storages that are recomputed whole; the others wait for another layer."""
+        """Releases the sources of a group's storages that are recomputed; the others wait for another layer."""
         for saved in group.living():
-            prefix = saved.prefix
-            if saved.state is LIVE and saved.source is not None and prefix is not None and not prefix.head_nbytes:
+            if saved.state is LIVE and saved.source is not None and saved.replay is not None:
                 saved.move_to(LEAVING)
                 self._drop_source(saved)
-
-    def _pack_prefixes(self, waiting: Iterable[SavedStorage]) -> None:
-        """Packs moving tokens that are not contiguous; the packed blocks stay until their sources are released."""
-        prefixes = [
-            (saved.prefix, saved.source)
-            for saved in waiting
-            if saved.prefix is not None and saved.prefix.must_pack and saved.source is not None
-        ]
-        self._telemetry.stats.came_to_device(pack_prefixes(prefixes, self._backend))
 
     def layer_begins(self) -> None:
         """Issues the copies of what was saved before, also those that waited for another layer, which now begins."""
@@ -233,7 +213,7 @@ class CopyOut:
                 ready, stops_host = [], False
                 for saved in leaving:
                     if saved.out is not None and self._would_block(saved, saved.out):
-                        if not _is_shared(saved) and late + saved.nbytes <= self._room_for_late(ended):
+                        if late + saved.nbytes <= self._room_for_late(ended):
                             late += saved.nbytes
                             continue
                         stops_host = True
@@ -273,8 +253,6 @@ class CopyOut:
             if saved.state is not LIVE and coded.needs_exact():
                 self._copy_exact(saved)
             stats.device_bytes -= coded.drop(stats)
-        if saved.prefix is not None:
-            stats.device_bytes -= saved.prefix.drop_packed()
         if saved.state is LIVE:  # no other tier has room, and it may stay
             saved.coded = None
             return
@@ -285,7 +263,7 @@ class CopyOut:
     def _copy_elsewhere(self, saved: SavedStorage, error: str) -> bool:
         """Copies a storage whose write failed to another tier; False where none has room, with the source still held.
 
-        Where it may stay on the device it does, and is LIVE: unless other ranks release its source now, too.
+        Where it may stay on the device it does, and is LIVE.
         """
         stats = self._telemetry.stats
         stats.failed_writes += 1
@@ -297,9 +275,9 @@ class CopyOut:
         failed.release()
         place = self._tier_choice.claim_elsewhere(saved, than=failed.tier)
         if place is None:
-            if self._tier_choice.when_full is not WhenFull.STAY or _is_shared(saved):
+            if self._tier_choice.when_full is not WhenFull.STAY:
                 return False
-            self._tier_choice.stays(saved, saved.moving_nbytes, full=failed.tier.name)
+            self._tier_choice.stays(saved, saved.nbytes, full=failed.tier.name)
             return True
         self._telemetry.warn("disk-write", f"{error}; the bytes went to the {place.tier.name} tier instead")
         self._copy_again(saved, place)
@@ -319,25 +297,14 @@ class CopyOut:
             self._copy_again(saved, place)
 
     def _copy_again(self, saved: SavedStorage, place: Place) -> None:
-        """Copies what moves of a storage, or its codes, to another place, and orders the home stream after that."""
+        """Copies a storage, or its codes, to another place, and orders the home stream after that."""
         source = saved.source
         assert source is not None
         if saved.coded is not None:
             assert saved.coded.block is not None
             source = saved.coded.block
-        elif saved.prefix is not None:
-            source = saved.prefix.packed(source)
         saved.place = place
         saved.out = place.copy_out(source, after=self._order.written(saved.home))
         self._telemetry.left(saved, place.tier.name)
         saved.move_to(LEAVING)
         self._order.copied_out(saved)
-
-
-def _is_shared(saved: SavedStorage) -> bool:
-    """True for a storage whose recompute has collectives.
-
-    Its source is released at the end of the same layer on all ranks, whichever tier had room and however far its copy is:
-    a rank that still had the source would not recompute.
-    """
-    return saved.prefix is not None and saved.prefix.call.together

@@ -38,10 +38,9 @@ from memo.swap.engine.telemetry import Telemetry
 from memo.swap.engine.tier_choice import TierChoice, WhenFull
 from memo.swap.generators import leaves_generators
 from memo.swap.tensor_kinds import argument_storages, has_hidden_state, has_storage, is_sharded, layer_input, local_part
-from memo.swap.tiers.device import DeviceTier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from typing import Any
 
     from memo.events import Tier as TierName, Tracer
@@ -49,8 +48,7 @@ if TYPE_CHECKING:
     from memo.swap.backends.protocol import Backend
     from memo.swap.engine.handles import Packed
     from memo.swap.engine.layer_calls import Call, Group
-    from memo.swap.engine.saved_storage import Content, Geometry
-    from memo.swap.engine.token_prefix import TokenPrefix
+    from memo.swap.engine.saved_storage import Content, Geometry, Recompute
     from memo.swap.placement import Placement
     from memo.swap.stats import Stats
     from memo.swap.tiers.protocol import Tier
@@ -115,7 +113,6 @@ class Engine:
         self._spills = Spills()
         self._tier_choice = TierChoice(
             tiers,
-            DeviceTier(backend, self._stats),
             when_full=when_full,
             stats=self._stats,
             spills=self._spills,
@@ -319,15 +316,15 @@ class Engine:
         """True for a storage that never moves: small, a parameter's or buffer's, or found to be such at a save."""
         return storage.nbytes() < self._min_bytes or self._find(ref(storage)) is STAYS
 
-    def copy_out_held(self, group: Group, prefixes: Mapping[SavedStorage, TokenPrefix]) -> None:
-        """Copies out a held group's storages: the first tokens of those in `prefixes`, the others whole."""
+    def copy_out_held(self, group: Group, replays: Mapping[SavedStorage, Recompute]) -> None:
+        """Copies out a held group's storages, but for those with a replay, which gives them in backward."""
         with self._lock:
             group.held = False
             for saved in group.living():
-                saved.prefix = prefixes.get(saved)
-                if prefixes and saved.prefix is None:
-                    saved.coded = None  # replays read it
-            group.together = any(prefix.call.together for prefix in prefixes.values())
+                saved.replay = replays.get(saved)
+                if any(replay.reads(saved) for replay in dict.fromkeys(replays.values())):
+                    saved.coded = None
+            group.together = any(replay.together for replay in replays.values())
             if not group.wait_for_next:
                 self._copy_out.send_living(group)
             elif self.when_full is WhenFull.STAY:
@@ -338,23 +335,17 @@ class Engine:
         """Response to a full tier."""
         return self._tier_choice.when_full
 
-    def lacking_nbytes(
-        self, group: Group, prefixes: Mapping[SavedStorage, TokenPrefix], *, besides: Sequence[int]
-    ) -> int:
+    def lacking_nbytes(self, group: Group, replayed: Collection[SavedStorage], *, besides: Sequence[int]) -> int:
         """Bytes of a held group that move and find no room now; 0: all do.
 
         Args:
             group: the group.
-            prefixes: its storages of which only the first tokens move.
+            replayed: its storages that do not move.
             besides: sizes of blocks that must have room too; not with STAY.
         """
         with self._lock:
-            sizes = []
-            for saved in group.living():
-                prefix = prefixes.get(saved)
-                nbytes = saved.nbytes if prefix is None else prefix.head_nbytes
-                coded = None if prefixes and prefix is None else saved.coded  # as in `copy_out_held`
-                sizes.append((nbytes, nbytes if coded is None else coded.nbytes(nbytes)))
+            moving = [saved for saved in group.living() if saved not in replayed]
+            sizes = [(saved.nbytes, saved.nbytes if replayed else saved.place_nbytes) for saved in moving]
             return self._tier_choice.lacking_nbytes(group, sizes, besides=besides)
 
     def recomputes_for_room(self, group: Group, lacking_nbytes: int) -> None:
@@ -482,8 +473,7 @@ class Engine:
                 self._reload.recompute_together(saved.group)
             while True:
                 with self._lock:
-                    prefix = saved.prefix
-                    if prefix is None or saved.source is not None or prefix.filled:
+                    if saved.replay is None or not saved.lacks_replay:
                         if by_backward and saved.group is not self._layer_calls.reading and not reload.closed:
                             reload.reach(saved.group)
                         if saved.state is not BACK:
@@ -499,7 +489,7 @@ class Engine:
                             self.backend.compute_uses(buffer, writes=False)
                         break
                 # Not under the lock: its results may be gone again when we have the lock, and are then asked for once more.
-                reload.recompute(saved, prefix)
+                reload.recompute(saved)
         finally:  # also after an error: nobody else would end what was dropped meanwhile
             if self._dropped:
                 self._release.end_dropped()

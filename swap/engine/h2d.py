@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memo.errors import SwapError
-from memo.events import StallCause, Tier as TierName, UseKind
+from memo.events import StallCause, UseKind
 from memo.swap.engine.saved_storage import AWAY, BACK, LEAVING, LIVE, RETURNING, by_home
 
 if TYPE_CHECKING:
@@ -25,14 +25,12 @@ if TYPE_CHECKING:
     from memo.swap.engine.coded_copy import CodedCopy
     from memo.swap.engine.layer_calls import Group, LayerCalls
     from memo.swap.engine.release import Release
-    from memo.swap.engine.saved_storage import SavedStorage
+    from memo.swap.engine.saved_storage import SavedStorage, Wanted
     from memo.swap.engine.stream_order import StreamOrder
     from memo.swap.engine.telemetry import Telemetry
-    from memo.swap.engine.token_prefix import TokenPrefix, TokenRange, Wanted
 
 __all__ = ["Reload"]
 
-_DEVICE = TierName.DEVICE
 _RELOAD = StallCause.RELOAD
 _LIVE, _PREFETCHED, _FETCHED = UseKind.LIVE, UseKind.PREFETCHED, UseKind.FETCHED
 
@@ -92,8 +90,7 @@ class Reload:
             self.hand_over(saved)
         except SwapError:
             saved.returned = saved.returning = None
-            if saved.prefix is not None:
-                self._telemetry.stats.device_bytes -= saved.prefix.discard()
+            saved.replayed = False
             if saved.coded is not None:
                 self._telemetry.stats.device_bytes -= saved.coded.discard()
             self._telemetry.stats.device_bytes -= saved.nbytes
@@ -101,9 +98,6 @@ class Reload:
             raise
         if saved.coded is not None:
             self._telemetry.stats.device_bytes -= saved.coded.finish_reload(self._backend)
-        if saved.prefix is not None:
-            assert saved.returned is not None
-            self._telemetry.stats.device_bytes -= saved.prefix.finish_reload(saved.returned, self._backend)
         saved.move_to(BACK)
         telemetry.stats.uses[how] += 1
         if telemetry.trace is not None:
@@ -121,12 +115,12 @@ class Reload:
                 self._order.copied_back(saved)
             finally:
                 telemetry.waited(began, _RELOAD, saved.group.module, saved.id)
-        if saved.prefix is not None or saved.coded is not None:
+        if saved.replay is not None or saved.coded is not None:
             self._order.taken_over(saved)
         saved.user = backend.current_stream()
 
-    def recompute(self, saved: SavedStorage, prefix: TokenPrefix) -> None:
-        """Recomputes the missing tokens of `saved` and of its layer's other storages, while their first tokens arrive.
+    def recompute(self, saved: SavedStorage) -> None:
+        """Recomputes `saved` and its layer's other storages that no tier has.
 
         Raises:
             SwapError: the engine is closed.
@@ -135,15 +129,14 @@ class Reload:
             self._refuse_if_closed(saved)
             if saved.group is not self._layer_calls.reading and not self.closed:
                 self.reach(saved.group)
-            if saved.state is AWAY and saved.place is not None:
-                self._fetch([saved])
         began = self._backend.stamp()
         self._telemetry.at_recompute(saved.module, begins=True)
         with self._telemetry.issuing("recompute", saved.module):
-            prefix.call.recompute(self._fill)
+            assert saved.replay is not None
+            saved.replay.recompute(self._fill)
         self._telemetry.at_recompute(saved.module, begins=False)
         self._telemetry.recomputed(began, saved.module)
-        if not prefix.filled and saved.source is None:
+        if saved.lacks_replay:
             raise AssertionError(f"the recompute of {saved.module} did not give saved storage {saved.id}")
 
     def recompute_together(self, group: Group) -> None:
@@ -156,9 +149,8 @@ class Reload:
             SwapError: the engine is closed.
         """
         for saved in group.living():
-            prefix = saved.prefix
-            if prefix is not None and prefix.call.together and not prefix.filled and saved.source is None:
-                self.recompute(saved, prefix)
+            if saved.replay is not None and saved.replay.together and saved.lacks_replay:
+                self.recompute(saved)
                 return
 
     def reach(self, group: Group) -> None:
@@ -171,15 +163,14 @@ class Reload:
         if self._telemetry.trace is not None:
             self._telemetry.trace.backward_reached(group.module)
         self._release.poll_limbo()
-        # Storages without bytes in a tier have nothing to transfer: a recompute brings their buffers, or fills new ones.
-        away = [saved for saved in group.living() if saved.state is AWAY and saved.place is not None]
+        away = _away_in_tiers(group)
         if away and not self._fetch_group(group, away):
             return
         room = self.prefetch_bytes
         for ahead, following in enumerate(self._layer_calls.after(group)):
             if ahead and room is None:  # one layer ahead is what overlap needs in any case
                 break
-            away = _away_in_lower_tiers(following)
+            away = _away_in_tiers(following)
             if room is not None:
                 nbytes = sum([saved.nbytes for saved in away])
                 if ahead and nbytes > room:
@@ -195,7 +186,7 @@ class Reload:
         """
         first = next(self._layer_calls.upcoming(), None)
         if first is not None:
-            self._fetch_group(first, _away_in_lower_tiers(first))
+            self._fetch_group(first, _away_in_tiers(first))
 
     def _drop_reloaded(self, group: Group) -> None:
         """Drops a group's reload buffers until the second half of its split backward; the tiers still have the bytes.
@@ -203,7 +194,7 @@ class Reload:
         Recomputed storages stay, since they would have to be recomputed once more.
         """
         for saved in group.living():
-            if saved.state is BACK and saved.prefix is None and saved.returned is not None:
+            if saved.state is BACK and saved.replay is None and saved.returned is not None:
                 # Each user has waited for it, and its home stream waits for each user: E3 and E4 hold for the next reload.
                 saved.returned = saved.returning = None
                 self._telemetry.stats.device_bytes -= saved.nbytes
@@ -235,8 +226,7 @@ class Reload:
         assert source is not None
         if not coded.is_rounded:
             with self._backend.stream_context(saved.home):
-                head = source if saved.prefix is None else saved.prefix.head(source)
-                saved.source = rounded = coded.rounded(source, head, self._backend)
+                saved.source = rounded = coded.rounded(source, self._backend)
             self._backend.compute_uses(source, saved.home, writes=False)
             saved.user = saved.home
             source = rounded
@@ -248,16 +238,9 @@ class Reload:
 
         The rest is reloaded on demand, when less device memory is taken than now.
         """
-        in_turn = away[::-1]  # backward asks in about this order
-        on_device = [saved for saved in in_turn if saved.place is not None and saved.place.tier.name is _DEVICE]
-        if on_device:
-            in_turn = [saved for saved in in_turn if saved not in on_device]
         try:
-            if in_turn:
-                self._fetch(in_turn)
-            for saved in on_device:
-                # One by one: each releases its copy in the device tier before the next allocates a buffer.
-                self._fetch([saved])
+            if away:
+                self._fetch(away[::-1])  # backward asks in about this order
         except torch.OutOfMemoryError:
             self._telemetry.warn("prefetch", f"no device memory to reload {group.module} ahead; reloading on demand")
             return False
@@ -284,16 +267,12 @@ class Reload:
         nbytes = 0
         try:
             for saved in wanted:
-                prefix, size = saved.prefix, saved.nbytes
-                buffer = target = empty(size)
-                if prefix is not None:
-                    target = prefix.reload_target(buffer, backend)
-                    nbytes += prefix.unpacking_nbytes
+                buffer = target = empty(saved.nbytes)
                 if saved.coded is not None and saved.place is not None:
                     target = saved.coded.reload_target(target, backend)
                     nbytes += saved.coded.arriving_nbytes
                 made.append((saved, buffer, target))
-                nbytes += size
+                nbytes += saved.nbytes
         finally:
             if made:
                 self._telemetry.stats.came_to_device(nbytes)
@@ -303,42 +282,38 @@ class Reload:
 
     def _issue_reload(self, saved: SavedStorage, buffer: torch.Tensor, target: torch.Tensor, event: Event) -> None:
         place = saved.place
-        if place is not None:  # None where all of it is recomputed
+        if place is not None:  # None where it is recomputed
             tier, trace = place.tier, self._telemetry.trace
             if trace is None:
                 saved.returning = place.copy_in(target, after=event)
             else:
                 with trace.range(f"{tier.lane_in} {saved.group.module}"):
                     saved.returning = place.copy_in(target, after=event)
-            if tier.name is not _DEVICE:
-                self._telemetry.stats.bytes_reloaded += saved.place_nbytes
-                if trace is not None:
-                    trace.copying(saved, tier.lane_in, saved.returning)
+            self._telemetry.stats.bytes_reloaded += saved.place_nbytes
+            if trace is not None:
+                trace.copying(saved, tier.lane_in, saved.returning)
         saved.returned = buffer
         saved.user = saved.home
         saved.move_to(RETURNING)
 
-    def _fill(self, span: TokenRange, wanted: Wanted, recomputed: torch.Tensor, *, owned: bool = False) -> None:
-        """Writes recomputed tokens of a storage into its reload buffer, behind the tokens from the tier.
-
-        With `owned` and nothing in a tier, `recomputed` may be the buffer itself.
-        """
+    def _fill(self, wanted: Wanted, recomputed: torch.Tensor) -> None:
+        """Takes a recomputed storage as the reload buffer, or copies it into one."""
         hold = wanted.hold()
         if hold is None:
             return  # no handle is left
         saved = hold.saved
         with self._lock:
-            prefix = saved.prefix
-            if saved.source is not None or prefix is None or not prefix.lacks(span.first):
+            if not saved.lacks_replay:
                 return
-            if saved.state is AWAY:
-                if owned and prefix.is_all(span) and self._adopt(saved, recomputed):
-                    self._telemetry.stats.bytes_recomputed += prefix.adopted()
-                    return
-                self._fetch([saved])
-            assert saved.returned is not None
-            self._order.taken_over(saved)
-            self._telemetry.stats.bytes_recomputed += prefix.fill(saved.returned, recomputed, span, self._backend)
+            if saved.state is not AWAY or not self._adopt(saved, recomputed):
+                if saved.state is AWAY:
+                    self._fetch([saved])
+                assert saved.returned is not None
+                self._order.taken_over(saved)
+                saved.returned.copy_(recomputed)
+                self._backend.compute_uses(saved.returned)
+            saved.replayed = True
+            self._telemetry.stats.bytes_recomputed += saved.nbytes
 
     def _adopt(self, saved: SavedStorage, recomputed: torch.Tensor) -> bool:
         """Makes a recomputed storage the reload buffer; False where it is not exactly that, on the home stream.
@@ -365,10 +340,6 @@ class Reload:
             )
 
 
-def _away_in_lower_tiers(group: Group) -> list[SavedStorage]:
-    """Storages of a group whose bytes rest in other tiers than the device's; those are reloaded when backward asks."""
-    return [
-        saved
-        for saved in group.living()
-        if saved.state is AWAY and saved.place is not None and saved.place.tier.name is not _DEVICE
-    ]
+def _away_in_tiers(group: Group) -> list[SavedStorage]:
+    """Storages of a group whose bytes rest in a tier; a recompute brings the buffers of the others."""
+    return [saved for saved in group.living() if saved.state is AWAY and saved.place is not None]

@@ -149,8 +149,7 @@ class Release:
             self._telemetry.left(saved, saved.place.tier.name, -1)
             self._free(saved)
         else:
-            if saved.prefix is not None:
-                saved.prefix.abandon()
+            saved.replay = None  # and all that it holds
             self._limbo.append(saved)  # E5
 
     def _free(self, saved: SavedStorage) -> None:
@@ -159,8 +158,6 @@ class Release:
         if saved.source is not None or saved.returned is not None:
             stats.device_bytes -= saved.nbytes
         saved.source = saved.returned = None
-        if saved.prefix is not None:
-            stats.device_bytes -= saved.prefix.drop_packed() + saved.prefix.discard()
         if saved.coded is not None:
             stats.device_bytes -= saved.coded.drop(stats) + saved.coded.discard()
         if place is not None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from weakref import ref
 
 import torch
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from memo.swap.backends.protocol import Timed
     from memo.swap.engine.coded_copy import CodedCopy
     from memo.swap.engine.layer_calls import Group
-    from memo.swap.engine.token_prefix import TokenPrefix
     from memo.swap.tiers.protocol import Place
 
 __all__ = [
@@ -44,8 +43,10 @@ __all__ = [
     "RETURNING",
     "UNCHANGED",
     "Content",
+    "FillCallback",
     "Geometry",
     "Hold",
+    "Recompute",
     "SavedStorage",
     "State",
     "by_home",
@@ -103,6 +104,42 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+class Wanted(Protocol):
+    """A saved storage that a recompute gives."""
+
+    @property
+    def hold(self) -> ref[Hold]:
+        """Its Hold; dead when no handle is left."""
+
+
+class FillCallback(Protocol):
+    """Receives recomputed storages."""
+
+    def __call__(self, wanted: Wanted, recomputed: torch.Tensor, /) -> None:
+        """Receives one of them.
+
+        Args:
+            wanted: the saved storage.
+            recomputed: all its bytes, in a storage allocated and written on the caller's stream that nobody writes from now
+                on, and that is read on other streams only where the backend is told (`Backend.compute_uses`): the engine
+                may keep it.
+        """
+
+
+class Recompute(Protocol):
+    """Recompute of those of a layer's saved storages that no tier has."""
+
+    @property
+    def together(self) -> bool:
+        """True if it has collectives: all ranks must run it at the same place in their backward."""
+
+    def reads(self, saved: SavedStorage, /) -> bool:
+        """True for a saved storage that it needs."""
+
+    def recompute(self, take: FillCallback, /) -> None:
+        """Computes the storages unless all are there; `take` receives each."""
+
+
 _ids = itertools.count(1)
 
 
@@ -110,7 +147,7 @@ class SavedStorage:
     """One storage with one content, from its first save to its release.
 
     Owner of the bytes by state: LIVE and LEAVING `source`; AWAY `place`; RETURNING and BACK `place` and `returned`.
-    With `prefix`, `place` has the first tokens alone, and is None where there are none.
+    With `replay`, `place` is None: no tier has the bytes, and `returned` gets them once the replay has run.
 
     Args:
         source: all bytes of the storage.
@@ -135,7 +172,8 @@ class SavedStorage:
         "nbytes",
         "out",
         "place",
-        "prefix",
+        "replay",
+        "replayed",
         "returned",
         "returning",
         "source",
@@ -167,7 +205,8 @@ class SavedStorage:
         self.place: Place | None = None
         self.out: Timed | None = None  # end of the copy out
         self.sum: torch.Tensor | None = None  # checksum of the source as it was copied out; None: not verified
-        self.prefix: TokenPrefix | None = None  # set where only the first tokens move and the others are recomputed
+        self.replay: Recompute | None = None  # gives the bytes in backward, in place of a tier
+        self.replayed = False  # the reload buffer has them
         self.coded: CodedCopy | None = None  # set where what moves is coded
         self.returned: torch.Tensor | None = None  # the reload buffer
         self.returning: Timed | None = None  # end of the reload
@@ -209,14 +248,14 @@ class SavedStorage:
         return self.group.module
 
     @property
-    def moving_nbytes(self) -> int:
-        """Bytes that move: all, or the first tokens."""
-        return self.nbytes if self.prefix is None else self.prefix.head_nbytes
+    def place_nbytes(self) -> int:
+        """Bytes that rest in a tier, or would: all, or their codes."""
+        return self.nbytes if self.coded is None else self.coded.nbytes(self.nbytes)
 
     @property
-    def place_nbytes(self) -> int:
-        """Bytes that rest in a tier: the moving ones, or their codes."""
-        return self.moving_nbytes if self.coded is None else self.coded.nbytes(self.moving_nbytes)
+    def lacks_replay(self) -> bool:
+        """True until its replay has run."""
+        return self.replay is not None and self.source is None and not self.replayed
 
     @property
     def on_device(self) -> bool:

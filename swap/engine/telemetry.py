@@ -75,10 +75,10 @@ class Telemetry:
         self.changed = None if self.trace is None else self.trace.changed
 
     def left(self, saved: SavedStorage, tier: Tier, sign: int = 1) -> None:
-        """Counts what moves of a storage as gone to `tier`; with `sign` -1 as not gone."""
+        """Counts a storage as gone to `tier`; with `sign` -1 as not gone."""
         nbytes = saved.place_nbytes
         if saved.coded is not None:
-            self.stats.bytes_coded += sign * saved.moving_nbytes
+            self.stats.bytes_coded += sign * saved.nbytes
             self.stats.bytes_codes += sign * nbytes
         self.stats.moved(tier, sign * nbytes)
 

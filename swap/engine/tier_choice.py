@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from memo.swap.engine.spills import Spills
     from memo.swap.placement import Placement
     from memo.swap.stats import Stats
-    from memo.swap.tiers.device import DeviceTier
     from memo.swap.tiers.protocol import Place, Tier
 
 __all__ = ["TierChoice", "WhenFull"]
@@ -49,7 +48,6 @@ class TierChoice:
 
     Args:
         tiers: destinations in the order they are tried.
-        on_device: takes the kept prefixes of storages whose other tokens are recomputed; whole storages just stay.
         when_full: response to a full tier.
         stats: counters to update.
         spills: what found no room in its tier.
@@ -60,7 +58,6 @@ class TierChoice:
     def __init__(
         self,
         tiers: Sequence[Tier],
-        on_device: DeviceTier,
         *,
         when_full: WhenFull,
         stats: Stats,
@@ -77,7 +74,7 @@ class TierChoice:
         self._make_room = make_room
         # For each tier: that tier, then the others in order, for when it is full.
         self._beginning_with: dict[TierName, list[Tier]] = {
-            first.name: [first, *(tier for tier in tiers if tier is not first)] for first in (on_device, *tiers)
+            first.name: [first, *(tier for tier in tiers if tier is not first)] for first in tiers
         }
         self._placements: dict[int, Placement] = {}
         self._rest_bytes = 0
@@ -91,7 +88,7 @@ class TierChoice:
         Raises:
             UsageError: a placement sends bytes to a tier that is not there; nothing changes.
         """
-        present = self._beginning_with.keys()
+        present = (TierName.DEVICE, *self._beginning_with)
         for layer, placement in placements.items():
             for tier, fraction in placement.fractions.items():
                 if fraction > 0 and tier not in present:
@@ -120,13 +117,13 @@ class TierChoice:
         self._latest = layer, quota
         return quota
 
-    def claim(self, saved: SavedStorage, nbytes: int) -> Place | None:
-        """Claims room for the `nbytes` of `saved` that move, or for their codes; None where it stays on the device.
+    def claim(self, saved: SavedStorage) -> Place | None:
+        """Claims room for a storage, or for its codes; None where it stays on the device.
 
         Raises:
             HostBudgetExceeded, ScratchFull: no tier has room, and it may not stay; nothing is claimed.
         """
-        quota, room = saved.group.quota, saved.place_nbytes
+        quota, nbytes, room = saved.group.quota, saved.nbytes, saved.place_nbytes
         if quota is None:
             place = self._first.claim(room)
             if place is not None:
@@ -134,7 +131,7 @@ class TierChoice:
             chosen, tiers = self._first.name, self._tiers
         else:
             chosen = quota.choose(nbytes)
-            tiers = self._beginning_with[chosen]
+            tiers = self._beginning_with.get(chosen, self._tiers)
             if not saved.group.recomputed_for_room:
                 self._saved_nbytes[saved.group.key[0]] = quota.nbytes
                 self._largest_nbytes = max(self._largest_nbytes, nbytes)
@@ -149,10 +146,8 @@ class TierChoice:
             if quota is not None and owed and (owed >= nbytes or self.when_full is not WhenFull.STAY):
                 quota.keeps_instead(chosen, nbytes)
         saved.coded = None  # what the device keeps is exact
-        if saved.prefix is None:
-            self._stats.bytes_kept += nbytes
-            return None
-        return self._beginning_with[TierName.DEVICE][0].claim(nbytes)
+        self._stats.bytes_kept += nbytes
+        return None
 
     def claim_elsewhere(self, saved: SavedStorage, *, than: Tier) -> Place | None:
         """Claims room for what moves of `saved` in another tier than the one whose write failed; None: there is none."""
@@ -165,7 +160,7 @@ class TierChoice:
         Raises:
             HostBudgetExceeded, ScratchFull: no tier has room, and it may not stay; nothing is claimed.
         """
-        tiers, nbytes = self._beginning_with[like.name], saved.moving_nbytes
+        tiers, nbytes = self._beginning_with[like.name], saved.nbytes
         place = self._claim(saved, nbytes, tiers)
         if place is None:
             self._stay_or_raise(saved, nbytes, tiers)

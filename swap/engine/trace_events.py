@@ -84,7 +84,7 @@ class TraceEvents:
 
     def copying(self, saved: SavedStorage, lane: Lane, event: Timed) -> None:
         """Records an issued copy of a storage."""
-        values = None if saved.coded is None else saved.moving_nbytes
+        values = None if saved.coded is None else saved.nbytes
         self._copies.append((saved.id, saved.place_nbytes, values, lane, event))
 
     def begin(self, name: str) -> Began:

@@ -40,8 +40,6 @@ class CollectiveAgreement:
     """Its steps that gave something else."""
     opaque: frozenset[int] = frozenset()
     """Its storages that something unseen writes into."""
-    ranges: tuple[Any, ...] | None = None
-    """Ranges of tokens that are replayed; None: whole storages."""
 
     def known_of(self, tape: Tape) -> tuple[frozenset[int], frozenset[int]]:
         """Wrong steps and opaque storages of another tape: those of the part that both have in common."""

@@ -3,8 +3,7 @@
 A router sends other numbers of rows to a rank's experts in each call, so each call has a log of its own, and to plan it anew
 takes longer than the layer. But the decision does not depend on sizes: what is kept, and which steps run again. Two calls
 have the same form where their operators, their contents, and what can be kept of these are equal. Then only the code of
-what is replayed whole is written anew, with the new call's sizes. Ranges of tokens are carried over where nothing that they
-read or make has another size.
+what is replayed is written anew, with the new call's sizes.
 
 A plan made where experts had few rows may keep too much where they have many. So calls of one form are told apart by the
 bytes that they save, to within a fifth, and a plan that would keep a much larger share of them is not carried over.
@@ -16,16 +15,14 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memo.lru import LRU
-from memo.swap.recompute.ranges.other_sizes import ranged_plan_on
-from memo.swap.recompute.ranges.ranged_plan import RangedPlan
 from memo.swap.recompute.tape.form import have_same_form
 from memo.swap.recompute.tape.plan import Plan, plan_on
 from memo.swap.recompute.tape.tape import Tape
 
 if TYPE_CHECKING:
+    from memo.swap.levels import LayerCosts, Setting
     from memo.swap.recompute.plans import Found
     from memo.swap.recompute.recorded_call import OpenCall, RecordedCall
-    from memo.swap.token_levels import LayerCosts, Setting
 
 __all__ = ["PlanReuse"]
 
@@ -84,11 +81,6 @@ class PlanReuse:
             most = MOST_SHARE_GROWTH * found.cut.keep_cost * recorded.saved_nbytes
             found = plan_on(tape, found)
             if found is not None and found.cut.keep_cost * before.saved_nbytes > most:
-                return None
-        elif isinstance(found, RangedPlan):
-            most = MOST_SHARE_GROWTH * found.nbytes * recorded.saved_nbytes
-            found = ranged_plan_on(tape, found, (*recorded.wanted, *recorded.stuck))
-            if found is not None and found.nbytes * before.saved_nbytes > most:
                 return None
         return None if found is None else (found, before.costs)
 

@@ -6,18 +6,18 @@ import dataclasses
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
+from memo.swap.levels import Level, Setting
 from memo.swap.recompute.tape.bans import NO_BANS, Bans, banned
 from memo.swap.recompute.tape.cut import Cut, Problem, cheapest, curve
 from memo.swap.recompute.tape.fitting import fitting_cut
 from memo.swap.recompute.tape.log import Origin
 from memo.swap.recompute.tape.plan import Plan, Sources, keep_bits, plan_of, problem_of
-from memo.swap.token_levels import Level, Mix, Setting, TokenLevels
 
 if TYPE_CHECKING:
     from memo.swap.recompute.agreement import Shared
     from memo.swap.recompute.tape.tape import Tape
 
-__all__ = ["Choice", "single_level"]
+__all__ = ["Choice"]
 
 MOST_POINTS = 12
 """Corners of a curve between its ends that a planner is told."""
@@ -70,35 +70,33 @@ class Choice:
         )
 
     def at(self, level: Level) -> Cut:
-        """The cut with the fewest bytes at a level.
+        """The cut of a level: the one with the fewest bytes that repeats no more.
 
         Raises:
             ValueError: a step that other ranks repeat cannot be repeated here.
         """
+        if level is Level.SAVE_ALL:
+            return cheapest(self.problem(Level.SAVE_ATTENTION), 0, 1)
         return cheapest(self.problem(level), 1, 0)
 
     def cut(self, setting: Setting) -> Cut:
-        """The cut for a setting: a named point of the curve, or the one nearest below the bytes of a mixture.
+        """The cut for a setting: a point of the curve, or the cheapest cut that keeps at most the bytes of several.
 
         Raises:
             ValueError: a step that other ranks repeat cannot be repeated here.
         """
         if isinstance(setting, Level):
             return self.at(setting)
-        named = None if isinstance(setting, Mix) else single_level(setting)
-        if named is not None:
-            return self.at(named)
         if not self.sources.everything:
             best = self.for_next.cut(setting)
             if self._can_keep(best):  # else it would be chosen again, for a target by what this call happens to have
                 return best
-        if isinstance(setting, Mix):
-            known = self.points()
-            target = sum(share * known[name].keep_cost for name, share in setting.points.items() if name in known)
-            return min(known.values(), key=lambda cut: (cut.keep_cost > target, abs(target - cut.keep_cost)))
-        attention, matmuls = self.at(Level.SAVE_ATTENTION), self.at(Level.SAVE_MATMULS)
-        target = setting.all * 8 * self.saved_nbytes
-        target += setting.matmuls * matmuls.keep_cost + setting.attention * attention.keep_cost
+        known = self.points()
+        if setting.point is not None:  # of a call with fewer corners the last one, which keeps least
+            return known.get(setting.point) or known[min(known, key=lambda name: known[name].keep_cost)]
+        bits = {"matmuls": self.at(Level.SAVE_MATMULS).keep_cost, "input": self.at(Level.SAVE_INPUT).keep_cost}
+        bits |= {name: cut.keep_cost for name, cut in known.items()}
+        target = sum(share * bits.get(name, bits["input"]) for name, share in setting.points.items())
         return fitting_cut(self.tape, self.problem(Level.SAVE_ATTENTION), self.wanted, target)
 
     def _can_keep(self, best: Cut) -> bool:
@@ -134,10 +132,3 @@ class Choice:
             for content in cut.kept
             if tape.contents[content].storage not in there and tape.storage(content)[0] is Origin.MADE
         )
-
-
-def single_level(levels: TokenLevels) -> Level | None:
-    """The level that all tokens are at; None for several."""
-    if levels.attention >= 1:
-        return Level.SAVE_ATTENTION
-    return Level.SAVE_MATMULS if levels.matmuls >= 1 else None

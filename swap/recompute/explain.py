@@ -7,27 +7,21 @@ Reads the tape, the cut that was chosen and the bans that it kept to; decides no
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from memo.swap.recompute.explanation import Fate, LayerExplanation, Point, Row, TokenRange
-from memo.swap.recompute.ranges.ranged_plan import RangedPlan
-from memo.swap.recompute.tape.cut import Cut
+from memo.swap.recompute.explanation import Fate, LayerExplanation, Point, Row
 from memo.swap.recompute.tape.log import Origin
 from memo.swap.recompute.tape.plan import plan_of, problem_of
 from memo.swap.recompute.tape.tape import uses_in
-from memo.swap.token_levels import Level
 
 if TYPE_CHECKING:
     from memo.swap.layers import Layer
-    from memo.swap.recompute.ranges.ranged_plan import Span
+    from memo.swap.recompute.tape.cut import Cut
     from memo.swap.recompute.tape.plan import Sources
     from memo.swap.recompute.tape.tape import Step, Tape
 
-__all__ = ["NAMED_POINTS", "explain"]
-
-NAMED_POINTS = {"matmuls": Level.SAVE_MATMULS, "attention": Level.SAVE_ATTENTION, "input": Level.SAVE_INPUT}
-"""Points of every layer's curve; besides them the first, `all`."""
+__all__ = ["explain"]
 
 _FROM = {
     Origin.INPUT: "hidden states",
@@ -40,8 +34,6 @@ _NOW = "now"
 """Point of a call that could not keep what its plan would: the first one, before which nothing was known."""
 _BETWEEN = "between"
 """Point between two corners of the curve, where more storages are kept than at the lower one."""
-_RANGES = "ranges"
-"""Point of a call of which ranges of tokens are replayed."""
 _US_PER_PS = 1e-6
 
 
@@ -55,7 +47,7 @@ def explain(
     wanted: Sequence[int],
     stuck: Sequence[int],
     reasons: Mapping[int, str],
-    used: Cut | RangedPlan,
+    used: Cut,
     best: Cut | None,
     named: Mapping[str, Cut],
     curve: Sequence[Cut],
@@ -71,15 +63,12 @@ def explain(
         wanted: storages that autograd saved and that a replay may give.
         stuck: storages that autograd saved and that move in any case.
         reasons: steps that are never repeated at this setting, and why.
-        used: the cut that was chosen, or the ranges of tokens.
+        used: the cut that was chosen.
         best: the cut that would be chosen if all that the layer makes could be kept; None where that is not asked.
         named: the points that have names.
         curve: the corners of the curve.
     """
     saved = sum(tape.storages[storage][1] for storage in (*wanted, *stuck))
-    common = (tape, sources, wanted, stuck, reasons)
-    ranged = used if isinstance(used, RangedPlan) else None
-    rows = _Rows(*common, used) if isinstance(used, Cut) else _RangedRows(*common, used)
     return LayerExplanation(
         layer=layer.name,
         module=type(layer.module).__name__,
@@ -87,23 +76,9 @@ def explain(
         refused=refused,
         saved_storages=len(wanted) + len(stuck),
         saved_nbytes=saved,
-        rows=tuple(rows.all()),
+        rows=tuple(_Rows(tape, sources, wanted, stuck, reasons, used).all()),
         points=tuple(_points(tape, sources, wanted, saved, used, best, named, curve)),
-        tokens=None if ranged is None else ranged.rows.tokens,
-        ranges=() if ranged is None else tuple(_ranges(ranged.spans)),
     )
-
-
-def _ranges(spans: Iterable[Span]) -> Iterator[TokenRange]:
-    """The ranges of tokens, in their order."""
-    for span in sorted(spans, key=lambda span: span.first):
-        yield TokenRange(
-            first=span.first,
-            stop=span.stop,
-            pieces=len(span.pieces),
-            replay_us=span.cut.replay_cost * (span.stop - span.first) / span.rows.tokens * _US_PER_PS,
-            held_nbytes=span.held_bytes,
-        )
 
 
 class _Rows:
@@ -116,11 +91,10 @@ class _Rows:
         wanted: Iterable[int],
         stuck: Iterable[int],
         reasons: Mapping[int, str],
-        used: Cut | None,
+        used: Cut,
     ) -> None:
         self._tape, self._sources, self._reasons = tape, sources, reasons
-        self._kept: frozenset[int] = frozenset() if used is None else used.kept
-        self._replayed: frozenset[int] = frozenset() if used is None else used.replayed
+        self._kept, self._replayed = used.kept, used.replayed
         self._wanted = {tape.last[storage] for storage in wanted}
         self._stuck = {tape.last[storage] for storage in stuck}
         problem = problem_of(tape, reasons, sources, wanted, stuck, tape.costs)
@@ -155,7 +129,6 @@ class _Rows:
         birth, nbytes, *_ = tape.storages[storage]
         _, _, size, _, dtype = next(geometry for geometry in tape.values if geometry[0] == storage)
         fate = self._fate(content)
-        kept = self._kept_nbytes(content)
         return Row(
             step=None,
             operator=_FROM[birth],
@@ -164,10 +137,9 @@ class _Rows:
             nbytes=nbytes,
             is_saved=content in self._saved_contents,
             fate=fate,
-            kept_nbytes=kept,
+            kept_nbytes=self._kept_nbytes(content),
             why="it was there before the layer" if fate is Fate.MOVED else "",
             replay_us=None,
-            kept_tokens=self._kept_tokens([content]),
         )
 
     def _step(self, step: Step) -> Row:
@@ -189,22 +161,11 @@ class _Rows:
             fate=fate,
             kept_nbytes=sum(map(self._kept_nbytes, made)),
             why="" if content is None else self._why(step, content, fate),
-            replay_us=self._replay_share(step.number) * tape.costs[step.number] * _US_PER_PS if made else None,
-            kept_tokens=self._kept_tokens(made),
-            replayed_tokens=self._replayed_tokens(step.number),
+            replay_us=tape.costs[step.number] * _US_PER_PS if made else None,
         )
 
     def _kept_nbytes(self, content: int) -> int:
         return (self._keep[content] or 0) // 8 if self._fate(content) is Fate.MOVED else 0
-
-    def _kept_tokens(self, contents: Iterable[int]) -> tuple[int, int] | None:
-        return None
-
-    def _replayed_tokens(self, step: int) -> tuple[int, int] | None:
-        return None
-
-    def _replay_share(self, step: int) -> float:
-        return 1.0
 
     def _fate(self, content: int) -> Fate:
         writer, storage = self._tape.contents[content].writer, self._tape.contents[content].storage
@@ -225,8 +186,6 @@ class _Rows:
                 return "backward needs it"
             reader = next(number for number in sorted(self._replayed) if content in self._tape.steps[number].reads)
             return f"step {reader} reads it"
-        if fate is Fate.DIVIDED:
-            return "backward needs it"
         if content in self._stuck:
             return "it is the layer's result"
         if number in self._reasons:
@@ -234,85 +193,20 @@ class _Rows:
         return "keeping it is cheapest" if self._runs[number] else "what it is made of is not kept"
 
 
-class _RangedRows(_Rows):
-    """Writes the rows of a tape of which ranges of tokens are kept or replayed."""
-
-    def __init__(
-        self,
-        tape: Tape,
-        sources: Sources,
-        wanted: Iterable[int],
-        stuck: Iterable[int],
-        reasons: Mapping[int, str],
-        used: RangedPlan,
-    ) -> None:
-        super().__init__(tape, sources, wanted, stuck, {**used.never, **reasons}, None)
-        self._plan, self._division = used, used.rows
-        self._again = frozenset(storage for plan in used.wholes for storage in plan.wanted)
-        self._nbytes: dict[int, int] = dict(used.kept_nbytes)
-        self._beside: dict[int, tuple[int, int]] = {}
-        for span in used.spans:  # the last tokens first
-            for content, _ in span.kept_nbytes():
-                self._beside[content] = span.first, self._beside.get(content, (0, span.stop))[1]
-        self._replayed = used.steps
-        self._kept = frozenset(content for span in used.spans for content in span.cut.kept)
-        self._kept |= self._nbytes.keys()
-
-    def _fate(self, content: int) -> Fate:
-        storage = self._tape.contents[content].storage
-        is_last = content == self._tape.last[storage]
-        if is_last and (storage in self._again or self._plan.heads.get(storage, (0, 1))[1] == 0):
-            return Fate.REPLAYED
-        if is_last and storage in self._plan.heads:
-            return Fate.DIVIDED
-        if content in self._nbytes:
-            return Fate.MOVED
-        return super()._fate(content)
-
-    def _kept_nbytes(self, content: int) -> int:
-        return self._nbytes.get(content, 0)
-
-    def _kept_tokens(self, contents: Iterable[int]) -> tuple[int, int] | None:
-        for content in contents:
-            storage = self._tape.contents[content].storage
-            if self._fate(content) is Fate.DIVIDED:
-                return 0, self._plan.heads[storage][1]
-            if content in self._beside and content in self._division.rows:
-                return self._beside[content]
-            if content in self._nbytes and content in self._division.rows:
-                return 0, self._division.tokens
-        return None
-
-    def _replayed_tokens(self, step: int) -> tuple[int, int] | None:
-        spans = [(span.first, span.stop) for span in self._plan.spans if step in span.plan.steps]
-        if any(step in plan.steps for plan in self._plan.wholes):
-            spans.append((0, self._division.tokens))
-        return (min(spans)[0], max(stop for _, stop in spans)) if spans else None
-
-    def _replay_share(self, step: int) -> float:
-        """Share of the time for all tokens; more than 1 for a step that runs in ranges and for the keys besides."""
-        spans = [span for span in self._plan.spans if step in span.plan.steps]
-        whole = sum(step in plan.steps for plan in self._plan.wholes)
-        if not spans and not whole:
-            return 1.0
-        return whole + sum(span.stop - span.first for span in spans) / self._division.tokens
-
-
 def _points(
     tape: Tape,
     sources: Sources,
     wanted: Sequence[int],
     saved: int,
-    used: Cut | RangedPlan,
+    used: Cut,
     best: Cut | None,
     named: Mapping[str, Cut],
     curve: Sequence[Cut],
 ) -> list[Point]:
-    ranged = used if isinstance(used, RangedPlan) else None
     cuts: list[tuple[str, Cut]] = list(named.items())
     others = [cut for cut in curve if cut not in named.values()]
     cuts += [(f"p{number}", cut) for number, cut in enumerate(others, 1)]
-    if not isinstance(used, RangedPlan) and used not in [cut for _, cut in cuts]:
+    if used not in [cut for _, cut in cuts]:
         cuts.append((_BETWEEN if used == best else _NOW, used))
     free = dataclasses.replace(sources, everything=True)
     at = next((name for name, cut in cuts if cut == used), None)
@@ -328,18 +222,6 @@ def _points(
         )
         for name, cut in cuts
     ]
-    if ranged is not None:
-        points.append(
-            Point(
-                name=_RANGES,
-                kept_nbytes=ranged.nbytes,
-                kept_fraction=ranged.nbytes / saved if saved else 0.0,
-                replay_us=ranged.cost * _US_PER_PS,
-                replayed_steps=len(ranged.steps),
-                held_nbytes=ranged.held_bytes,
-                is_used=True,
-            )
-        )
     return sorted(points, key=lambda point: (-point.kept_nbytes, point.replay_us))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from memo.units import format_bytes
 
-__all__ = ["Fate", "LayerExplanation", "Point", "Row", "TokenRange"]
+__all__ = ["Fate", "LayerExplanation", "Point", "Row"]
 
 
 class Fate(enum.StrEnum):
@@ -24,8 +24,6 @@ class Fate(enum.StrEnum):
     """It stays on the device: a parameter, an argument, a small tensor."""
     MOVED = "moved"
     """It is kept: the engine moves it to a tier, or leaves it on the device where the plan says so."""
-    DIVIDED = "divided"
-    """Its first tokens are kept, and the others are replayed."""
     REPLAYED = "replayed"
     """It is dropped, and its operator runs again in backward."""
     VIEW = "view"
@@ -55,25 +53,7 @@ class Row:
     why: str
     """Reason of the fate."""
     replay_us: float | None
-    """Derived time of repeating it, for the tokens that are replayed; None where nothing could be repeated."""
-    kept_tokens: tuple[int, int] | None = None
-    """First token that is kept and the one after the last; None for none, and for what is not divided by tokens."""
-    replayed_tokens: tuple[int, int] | None = None
-    """First token that is replayed and the one after the last."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TokenRange:
-    """Tokens of each sequence that are replayed by one cut."""
-
-    first: int
-    stop: int
-    """After the last."""
-    pieces: int
-    """Replays, one after the other."""
-    replay_us: float
-    held_nbytes: int
-    """The most that one of them holds at once beside what is kept."""
+    """Derived time of repeating it; None where nothing could be repeated."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +61,7 @@ class Point:
     """One choice of what is kept."""
 
     name: str
-    """`all`, `matmuls`, `attention` and `input` as the levels; others p1, p2 ...; `ranges` for ranges of tokens."""
+    """`all`, `matmuls`, `attention` and `input` as the levels; others p1, p2 ..."""
     kept_nbytes: int
     kept_fraction: float
     """Fraction of the bytes that autograd saved and that may move."""
@@ -110,10 +90,6 @@ class LayerExplanation:
     rows: tuple[Row, ...]
     points: tuple[Point, ...]
     """From the most kept to the least."""
-    tokens: int | None = None
-    """Tokens of one sequence, where ranges of them are kept and replayed."""
-    ranges: tuple[TokenRange, ...] = ()
-    """That are replayed, in the order of the tokens; of those before the first all is kept."""
 
     @property
     def used(self) -> Point:
@@ -134,20 +110,17 @@ class LayerExplanation:
             f"replayed: {used.replayed_steps} of {_counted(len(steps), 'step')}, {_time(used.replay_us)} derived, "
             f"{format_bytes(used.held_nbytes)} held at once",
         ]
-        head += [_range(one) for one in self.ranges]
         if self.refused is not None:
             head.append(f"moved whole: {self.refused}")
         return "\n".join([*head, "", self._rows(), "", _table(_POINT_HEADER, map(_point, self.points))])
 
     def _rows(self) -> str:
-        header = [name for name in _ROW_HEADER if self.tokens is not None or name not in _OF_RANGES]
-        return _table(header, ([cells.get(name, "") for name in header] for cells in _folded(self.rows)))
+        return _table(_ROW_HEADER, ([cells.get(name, "") for name in _ROW_HEADER] for cells in _folded(self.rows)))
 
 
-_OF_RANGES = ("kept tokens", "replayed")
-_ROW_HEADER = ("step", "operator", "result", "dtype", "bytes", "saved", "fate", *_OF_RANGES, "replay", "why")
+_ROW_HEADER = ("step", "operator", "result", "dtype", "bytes", "saved", "fate", "replay", "why")
 _POINT_HEADER = ("point", "used", "kept", "share", "replay", "steps", "held")
-_RIGHT = frozenset({"step", "bytes", *_OF_RANGES, "replay", "kept", "share", "steps", "held"})
+_RIGHT = frozenset({"step", "bytes", "replay", "kept", "share", "steps", "held"})
 
 
 def _folded(rows: Sequence[Row]) -> list[dict[str, str]]:
@@ -190,22 +163,9 @@ def _cells(row: Row) -> dict[str, str]:
         "bytes": "" if is_view else format_bytes(row.nbytes),
         "saved": _mark(row.is_saved),
         "fate": "" if is_view else row.fate,
-        "kept tokens": _span(row.kept_tokens),
-        "replayed": _span(row.replayed_tokens),
         "replay": "" if row.replay_us is None else _time(row.replay_us),
         "why": row.why,
     }
-
-
-def _span(tokens: tuple[int, int] | None) -> str:
-    return "" if tokens is None else f"{tokens[0]}-{tokens[1] - 1}"
-
-
-def _range(tokens: TokenRange) -> str:
-    return (
-        f"tokens {_span((tokens.first, tokens.stop))}: replayed in {_counted(tokens.pieces, 'piece')}, "
-        f"{_time(tokens.replay_us)} derived, {format_bytes(tokens.held_nbytes)} held at once"
-    )
 
 
 def _point(point: Point) -> tuple[str, ...]:

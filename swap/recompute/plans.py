@@ -15,23 +15,15 @@ import torch
 
 from memo.errors import SwapError
 from memo.lru import LRU
+from memo.swap.levels import LayerCosts, Level, PointCost, Setting
 from memo.swap.recompute.agreement import Agreements, CollectiveAgreement, Shared
 from memo.swap.recompute.alike import PlanReuse
-from memo.swap.recompute.choice import Choice, single_level
-from memo.swap.recompute.ranges.ranged_plan import RangedPlan, ranged_costs_of, ranged_plan_of
-from memo.swap.recompute.ranges.rows import TokenLayout, TokenRows, token_layout, token_layouts
+from memo.swap.recompute.choice import Choice
 from memo.swap.recompute.tape.bans import NO_BANS, Bans
 from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.tape.step_costs import step_costs
 from memo.swap.recompute.tape.tape import Tape
 from memo.swap.recompute.trials import Case, Trials
-from memo.swap.token_levels import (
-    LayerCosts,
-    Level,
-    PointCost,
-    Setting,
-    TokenLevels,
-)
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
@@ -49,8 +41,6 @@ MOST_TRIALS = 12
 """Trials of one call until it moves whole."""
 MOST_SHORT = 3
 """Trials of one layer that find no memory until its call moves whole for good."""
-MOST_OVER = 9 / 8
-"""Bytes that token ranges may keep, over what whole storages keep at the same setting; above, these are used."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +54,7 @@ class Refused:
     """The next call is tried out again."""
 
 
-Found = Plan | RangedPlan | Refused
+Found = Plan | Refused
 
 
 class Plans:
@@ -74,7 +64,6 @@ class Plans:
         engine: packs what is kept.
         ranks: the ranks that layers talk to.
         bans: layer -> operators that the user keeps or repeats by name.
-        exact: refuses token ranges whose replay differs by as much as a rounding; whole storages never do.
         rates: of a device that is not here: replays take what follows from them, and are not tried out.
     """
 
@@ -84,26 +73,20 @@ class Plans:
         ranks: Ranks,
         bans: Mapping[str, Bans],
         *,
-        exact: bool = False,
         rates: Rates | None = None,
     ) -> None:
         self._engine = engine
         self._ranks = ranks
         self._bans = bans
-        self._exact = exact
         self._rates = rates
-        self.trials = Trials(engine, exact=exact, rates=rates)
+        self.trials = Trials(engine, rates=rates)
         self._agreements = Agreements(ranks)
         self._found: LRU[tuple[Any, ...], Found] = LRU(MOST_PLANS)
         self._tapes: LRU[tuple[Any, ...], Tape] = LRU(MOST_PLANS)
         self._opaque: LRU[tuple[Any, ...], frozenset[int]] = LRU(MOST_PLANS)
-        self._ways: LRU[tuple[Any, ...], TokenLayout] = LRU(MOST_PLANS)
-        """Form of calls, setting, and what can be kept -> how ranges of tokens divided them."""
         self._holds: LRU[tuple[Any, ...], Holds] = LRU(MOST_KINDS)
         self._recorded: LRU[tuple[Any, ...], bool] = LRU(MOST_KINDS)
         """Kinds, without their setting, of calls that have been recorded."""
-        self._undivided: LRU[tuple[Any, ...], bool] = LRU(MOST_PLANS)
-        """Kinds of calls of which ranges of tokens did no better than whole storages, or failed their trial."""
         self._alike_calls = PlanReuse()
         self._last: dict[str, tuple[str, Ended, frozenset[int], Setting]] = {}  # layer -> key of its last call's plan
         self._others_nbytes: dict[str, int] = {}
@@ -131,7 +114,7 @@ class Plans:
         if last is None:
             return []
         choice = last[0].for_next
-        if setting is Level.SAVE_ALL or (isinstance(setting, TokenLevels) and setting.repeats_nothing):
+        if setting is Level.SAVE_ALL:
             moved = {*choice.wanted, *choice.stuck}
         else:
             plan = choice.plan(choice.cut(setting))
@@ -146,7 +129,7 @@ class Plans:
         At a setting that is new, it holds what the last call's plan at this setting would have kept.
         """
         last, holds = self._last.get(layer), self._holds.get(kind)
-        if last is not None and holds is None and _is_whole(setting):
+        if last is not None and holds is None:
             found = self.last(layer)
             assert found is not None
             choice = found[0].for_next
@@ -193,22 +176,22 @@ class Plans:
         key = (layer, recorded.ended, opaque, setting)
         self._last[layer] = key
         found, counted = self._found.get(key), self._counted.get(key)
-        if found is None or not _is_allowed(found, shared):
+        if found is None or not shared.allow(_steps_of(found)):
             alike = self._alike_calls.plan_of(call, recorded, setting, opaque)
             found, counted = (None, None) if alike is None else alike
         if call.untried is not None and found is not None and not self._passes_again(call, recorded, found, key):
             self._alike_calls.drop(call, recorded, setting, opaque)
             found = counted = None
-        if found is None or not _is_allowed(found, shared):
+        if found is None or not shared.allow(_steps_of(found)):
             case = self._case(call, recorded, setting, opaque)
-            known = self.trials.run, case.form in self._undivided
+            trials = self.trials.run
             found, shared = self._made(case, shared)
             tries_again = isinstance(found, Refused) and found.for_now
-            if self.trials.run != known[0] and not self.trials.proves(call):
+            if self.trials.run != trials and not self.trials.proves(call):
                 tries_again = True
             if not tries_again:
                 self._found[key] = found
-            if call.kind not in self._holds or (self.trials.run, case.form in self._undivided) != known:
+            if call.kind not in self._holds or self.trials.run != trials:
                 following = self._next(case, shared, found)
                 self._holds[call.kind] = {} if isinstance(following, Refused) else following.holds
             if layer in self.trials.unit_s and not isinstance(found, Refused):
@@ -233,7 +216,7 @@ class Plans:
         tape = self._tapes.get((log, opaque))
         if tape is None:
             tape, device = Tape(log, opaque), self._rates or self._engine.backend.kernels
-            tape.costs, tape.is_by_vectors = step_costs(tape, device), self._exact and device == "cpu"
+            tape.costs = step_costs(tape, device)
             self._tapes[log, opaque] = tape  # whole: an interruption leaves no tape without costs behind
         return tape
 
@@ -276,30 +259,9 @@ class Plans:
             SwapError: other ranks repeat a collective that this one cannot repeat, of which they know nothing.
         """
         if shared.numbers and shared.agreed is None:
-            settled = self._settled_ranges(case, shared)
-            if settled is not None:
-                return settled
             plan, shared = self._settled(case, shared)
             if plan is not None:
                 return plan, shared
-        if not shared.numbers:
-            is_new = case.form not in self._undivided
-            ranged = self._in_ranges(case, case.choice.under(shared)) if is_new else None
-            if ranged is not None and (shown := self._shown_ranges(case, ranged)) is not None:
-                return shown, shared
-            if case.call.kind in self._holds:  # the first call may not have held what ranges keep
-                self._undivided[case.form] = True
-        elif shared.agreed is not None and shared.agreed.ranges is not None:
-            ranged = self._in_ranges(case, case.choice.under(shared))
-            if any(shared.agreed.repeats):
-                if ranged is None or ranged.form != shared.agreed.ranges:
-                    raise SwapError(
-                        f"{case.layer} was to be recomputed together with other ranks in ranges of tokens, and cannot be"
-                        " divided alike in this call; exclude it with alpha=1"
-                    )
-                return ranged, shared
-            if ranged is not None and (shown := self._shown_ranges(case, ranged)) is not None:
-                return shown, shared
         if not shared.always:
             return self._tried(case, shared), shared
         assert shared.agreed is not None
@@ -316,19 +278,11 @@ class Plans:
     def _next(self, case: Case, shared: Shared, found: Found) -> Found:
         """The plan that the next call is recorded for: as if all that this one made could be kept."""
         choice = case.choice.for_next.under(shared)
-        if isinstance(found, RangedPlan):
-            return self._in_ranges(case, choice) or found
-        if not shared.numbers and case.form not in self._undivided:
-            ranged = self._in_ranges(case, choice)
-            if ranged is not None:
-                return ranged
         try:
             cut = choice.cut(case.setting)
         except ValueError:
             return found
         return choice.plan(cut) if cut.replayed else found
-
-    # -- whole storages
 
     def _plan(self, case: Case, choice: Choice) -> Plan | None:
         """A plan that repeats the collectives that were agreed on; None if there is none."""
@@ -398,156 +352,33 @@ class Plans:
         cuts = [each.cut(case.setting) for each in (choice, choice.for_next)]
         return tuple(map(all, zip(*(shared.repeated_by(cut.replayed) for cut in cuts), strict=True)))
 
-    # -- ranges of tokens
-
-    def _in_ranges(self, case: Case, choice: Choice, setting: Setting | None = None) -> RangedPlan | None:
-        """Token ranges for a setting in pieces; None where whole storages do better, as everywhere without pieces."""
-        levels = case.setting if setting is None else setting
-        if not isinstance(levels, TokenLevels) or levels.piece >= 1:
-            return None
-        tape = choice.tape
-        alone = dataclasses.replace(choice.for_next, always=frozenset())  # not by what this call happens to have
-        least = {level: alone.at(level).keep_cost for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION)}
-        form = (case.form, levels, choice.sources, choice.always)  # what can be kept decides, too
-        if (known := self._ways.get(form)) is not None:
-            rows = token_layout(tape, known, case.call.recorder.carried)
-            if (plan := _divided(rows, levels, choice, least)) is not None:
-                return plan
-        if tape.readings is None:
-            tape.readings = list(token_layouts(tape, case.call.recorder.carried))
-        for rows in tape.readings:
-            if (plan := _divided(rows, levels, choice, least)) is not None:
-                self._ways[form] = rows.way
-                return plan
-        return None
-
-    def _settled_ranges(self, case: Case, shared: Shared) -> tuple[RangedPlan, Shared] | None:
-        """Agrees with other ranks on ranges of tokens, which are the same on all of them, and tries them out together.
-
-        All that decides here is exchanged; None on every rank or on none.
-        """
-        layer, ranks = case.layer, self._ranks
-        both = (case.choice, case.choice.for_next)
-        plans = [self._in_ranges(case, choice.under(shared)) for choice in both]
-        repeated = [shared.repeated_by(plan.steps) for plan in plans if plan is not None]
-        if not ranks.all_have(layer, len(repeated) == len(both)):
-            return None
-        settled = self._agreements.settle(layer, shared, tuple(map(all, zip(*repeated, strict=True))))
-        plans = [self._in_ranges(case, choice.under(settled)) for choice in both]
-        forms = [None if plan is None or not settled.allow(plan.steps) else plan.form for plan in plans]
-        same = ranks.say_the_same(layer, forms)
-        plan = plans[0]
-        if not ranks.all_have(layer, same and None not in forms and forms[0] == forms[1]):
-            return None
-        assert plan is not None
-        assert settled.agreed is not None
-        shown = self._shown_ranges(case, plan, together=any(settled.agreed.repeats))
-        if not ranks.all_have(layer, shown is not None):
-            return None
-        assert shown is not None
-        opaque = self._opaque_in(case.call, case.recorded)
-        agreed = dataclasses.replace(settled.agreed, opaque=opaque, ranges=plan.form)
-        return shown, self._agreements.add(layer, shared, agreed)
-
-    def _shown_ranges(self, case: Case, plan: RangedPlan, *, together: bool = False) -> RangedPlan | None:
-        """A plan of token ranges after its trial; None where it fails and whole storages are to be used."""
-        if not together and (known := self.trials.deviation_of(case, plan)) is not None:
-            return dataclasses.replace(plan, deviation=known)
-        try:
-            deviation, unlike = self.trials.of_ranges(case, plan)
-        except torch.OutOfMemoryError:
-            if together:
-                raise  # of this rank alone, and the others wait for it in a collective
-            return None
-        return None if unlike is not None else dataclasses.replace(plan, deviation=deviation)
-
     # -- costs
 
     def _counts(self, case: Case) -> LayerCosts:
-        """Costs of the named levels at this call's sizes."""
+        """Costs of the curve's points at this call's sizes."""
         each_s, choice = self.trials.unit_s[case.layer], case.choice.for_next
-        at = {level: choice.at(level) for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION, Level.SAVE_INPUT)}
-        least, saved = at[Level.SAVE_ATTENTION].keep_cost // 8, set(case.recorded.saved)
+        saved = set(case.recorded.saved)
         others = self._others_nbytes[case.layer] = case.recorded.others_nbytes
-        points = tuple(
-            PointCost(
-                name=point,
-                saved_bytes=others + cut.keep_cost // 8,
-                recompute_s=each_s * cut.replay_cost,
-                beside_bytes=choice.beside_nbytes(cut, saved),
-                held_bytes=choice.plan(cut).held_bytes,
-            )
-            for point, cut in choice.points().items()
-        )
-        half = self._in_ranges(case, choice, TokenLevels(all=0.5, attention=0.5, piece=0.5))
-        if half is not None:
-            rows = half.rows
-            counts = ranged_costs_of(rows, choice.banned, choice.sources, choice.wanted, choice.stuck)
-            tokens = rows.tokens
-        else:
-            size = case.call.recorder.values[0][2]  # of the hidden states; of their memory a view may have been saved
-            tokens = max(1, size[-2] if len(size) > 1 else 1)
-            counts = {
-                "always_bytes": least,
-                "bytes_per_token": {
-                    Level.SAVE_ALL: (choice.saved_nbytes - least) / tokens,
-                    Level.SAVE_MATMULS: (at[Level.SAVE_MATMULS].keep_cost // 8 - least) / tokens,
-                    Level.SAVE_ATTENTION: 0.0,
-                },
-                "beside_per_token": {Level.SAVE_MATMULS: choice.beside_nbytes(at[Level.SAVE_MATMULS], saved) / tokens},
-            }
-        counts["always_bytes"] += others
+        size = case.call.recorder.values[0][2]  # of the hidden states; of their memory a view may have been saved
         return LayerCosts(
             layer=case.layer,
-            tokens=tokens,
-            input_bytes=others + at[Level.SAVE_INPUT].keep_cost // 8,
-            recompute_s_per_token={
-                Level.SAVE_ALL: 0.0,
-                **{level: each_s * cut.replay_cost / tokens for level, cut in at.items()},
-            },
-            points=points,
-            divisible=half is not None,
+            tokens=max(1, size[-2] if len(size) > 1 else 1),
+            points=tuple(
+                PointCost(
+                    name=point,
+                    saved_bytes=others + cut.keep_cost // 8,
+                    recompute_s=each_s * cut.replay_cost,
+                    beside_bytes=choice.beside_nbytes(cut, saved),
+                    held_bytes=choice.plan(cut).held_bytes,
+                )
+                for point, cut in choice.points().items()
+            ),
             sizes=tuple(case.tape.storages[storage][1] for storage in case.tape.saved_storages),
-            **counts,
         )
-
-
-def _divided(rows: TokenRows, levels: TokenLevels, choice: Choice, least: Mapping[Level, int]) -> RangedPlan | None:
-    """Token ranges by one reading; None where they would keep more than whole storages, of `least` bits at each level."""
-    first, second = ends = levels.ends(rows.tokens)
-    if first == rows.tokens:
-        return None
-    plan = ranged_plan_of(
-        rows,
-        ends,
-        choice.banned,
-        choice.sources,
-        choice.wanted,
-        choice.stuck,
-        piece=levels.piece_tokens(rows.tokens),
-        always=choice.always,
-    )
-    bits = first * 8 * choice.saved_nbytes + (second - first) * least[Level.SAVE_MATMULS]
-    bits += (rows.tokens - second) * least[Level.SAVE_ATTENTION]
-    return None if plan is None or 8 * plan.nbytes * rows.tokens > MOST_OVER * bits else plan
 
 
 def _without(setting: Setting, kind: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(part for part in kind if part is not setting)
-
-
-def _is_whole(setting: Setting) -> bool:
-    """True for a setting by whole storages."""
-    return not isinstance(setting, TokenLevels) or setting.piece >= 1 or single_level(setting) is not None
-
-
-def _is_allowed(found: Found, shared: Shared) -> bool:
-    """True if a plan that was found is as other ranks have agreed."""
-    if not shared.allow(_steps_of(found)):
-        return False
-    if shared.agreed is None or not any(shared.agreed.repeats):
-        return True
-    return shared.agreed.ranges == (found.form if isinstance(found, RangedPlan) else None)
 
 
 def _steps_of(found: Found) -> Sequence[int] | frozenset[int]:

@@ -7,7 +7,6 @@ backward   the engine asks for a storage that no tier has; its Replay runs the p
 
 from __future__ import annotations
 
-import dataclasses
 import traceback
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -23,22 +22,18 @@ from memo.errors import SwapError, UsageError
 from memo.lru import LRU
 from memo.swap.engine.handles import Guard, Kept, Sharded
 from memo.swap.engine.tier_choice import WhenFull
-from memo.swap.engine.token_prefix import Rows, TokenPrefix
 from memo.swap.generators import leaves_generators
 from memo.swap.layers import Layer, is_gathered_whole, is_transformed
-from memo.swap.recompute.choice import single_level
-from memo.swap.recompute.explain import NAMED_POINTS, explain
+from memo.swap.levels import LayerCosts, Level, Setting, setting_of
+from memo.swap.recompute.explain import explain
 from memo.swap.recompute.plans import Plans, Refused
-from memo.swap.recompute.ranges.ranged_plan import RangedPlan
 from memo.swap.recompute.rank_agreement import CollectiveRecorder, Ranks
-from memo.swap.recompute.recorded_call import OpenCall, Parts, RecordedCall
+from memo.swap.recompute.recorded_call import OpenCall, RecordedCall
 from memo.swap.recompute.tape.bans import Bans
 from memo.swap.recompute.tape.checksums import Checksums
-from memo.swap.recompute.tape.cut import cheapest, curve
-from memo.swap.recompute.tape.plan import Plan
+from memo.swap.recompute.tape.cut import curve
 from memo.swap.recompute.tape.recorder import Recorder, aside, is_recordable, leave_mode
 from memo.swap.tensor_kinds import has_storage, is_sharded, layer_input, local_part, tensors_within
-from memo.swap.token_levels import AT_ONCE, LayerCosts, Level, Setting, TokenLevels
 from memo.torch_private import top_saved_tensors_default_hooks
 
 if TYPE_CHECKING:
@@ -47,8 +42,9 @@ if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
     from memo.swap.engine.handles import Handle
     from memo.swap.engine.layer_calls import Group
+    from memo.swap.engine.saved_storage import SavedStorage
     from memo.swap.recompute.explanation import LayerExplanation
-    from memo.swap.recompute.tape.cut import Cut
+    from memo.swap.recompute.tape.replay import Replay
     from memo.swap.recompute.tape.work import Rates
 
 __all__ = ["RecomputePolicy"]
@@ -69,7 +65,6 @@ class RecomputePolicy:
         engine: packs what moves; its `pack` is replaced by this object's while a forward runs.
         default: setting of layers that `choose` has not named.
         bans: layer -> operators that the user keeps or repeats by name.
-        exact: refuses token ranges whose replay differs by as much as a rounding; whole storages never do.
         verify: compares by checksums what replays read with what it was in the forward.
         rates: of a device that is not here, from which the costs of replays then follow.
     """
@@ -79,18 +74,17 @@ class RecomputePolicy:
         engine: Engine,
         default: Setting,
         *,
-        exact: bool = False,
         bans: Mapping[str, Bans] | None = None,
         verify: bool = False,
         rates: Rates | None = None,
     ) -> None:
-        self.default = _coded(default) if engine.codec is not None else default
+        self.default = setting_of(default)
         self.refused: dict[str, str] = {}
         """Layer -> reason, for layers that move whole tensors though they should not."""
         self.repeated: dict[str, str] = {}
         """Layer -> reason, for layers of which all is repeated for lack of room."""
-        self.deviation: dict[str, float] = {}
-        """Divided layer -> largest difference found by its trial, in units of its bound; 0: equal bit for bit."""
+        self.recomputed: set[str] = set()
+        """Layers of which something is recomputed."""
         self._engine = engine
         self._chosen: dict[str, Setting] = {}
         self._bans = dict(bans or {})
@@ -109,7 +103,7 @@ class RecomputePolicy:
         self._long: dict[str, str] = {}
         """Layer -> reason, for layers of more operators than are planned, which are not recorded again."""
         self._ranks = Ranks(engine.backend.device)
-        self._plans = Plans(engine, self._ranks, self._bans, exact=exact, rates=rates)
+        self._plans = Plans(engine, self._ranks, self._bans, rates=rates)
         self._has_bytes = rates is None
         """False for a device that is not here: nothing unseen changes its tensors."""
         self._gathered: Collection[torch.nn.Parameter] = ()
@@ -140,30 +134,23 @@ class RecomputePolicy:
         self._plans.trials.device_room = device_room
 
     @property
-    def worst_deviation(self) -> float:
-        """Largest difference of all passed trials, also of earlier lengths and settings."""
-        return self._plans.trials.worst_deviation
-
-    @property
     def is_idle(self) -> bool:
         """True where all tensors move whole anyway."""
         return self._engine.when_full is not WhenFull.RECOMPUTE and all(
-            _moves_all(setting) for setting in (self.default, *self._chosen.values())
+            setting is Level.SAVE_ALL for setting in (self.default, *self._chosen.values())
         )
 
     @property
     def described(self) -> str:
         """Text for reports."""
-        default = str(self.default.name) if isinstance(self.default, Level) else str(self.default)
-        return f"{default}, {len(self._chosen)} layers with their own" if self._chosen else default
+        return f"{self.default}, {len(self._chosen)} layers with their own" if self._chosen else str(self.default)
 
     def choose(self, settings: Mapping[str, Setting]) -> None:
         """Sets per-layer settings from the next forward on; unnamed layers use the default. Clears refusals."""
-        is_coded = self._engine.codec is not None
-        self._chosen = {name: _coded(one) if is_coded else one for name, one in settings.items()}
+        self._chosen = {name: setting_of(one) for name, one in settings.items()}
         self.refused.clear()
         self.repeated.clear()
-        self.deviation.clear()
+        self.recomputed.clear()
 
     def costs(self) -> list[LayerCosts]:
         """Bytes and seconds of each level, for layers that have been recorded."""
@@ -186,43 +173,28 @@ class RecomputePolicy:
         if last is None:
             raise UsageError(f"{layer.name} has no tape: {self._why_no_tape(layer.name)}")
         choice, setting, found = last
-        level = setting if isinstance(setting, Level) else None
-        if isinstance(setting, TokenLevels):
-            is_for_matmuls = isinstance(found, RangedPlan) and not setting.attention
-            level = Level.SAVE_MATMULS if is_for_matmuls else single_level(setting)
-        level = level or Level.SAVE_ATTENTION
+        level = setting if isinstance(setting, Level) else Level.SAVE_ATTENTION
         free = choice.for_next
-        at_attention = free.problem(Level.SAVE_ATTENTION)
-        settings = [setting.name if isinstance(setting, Level) else str(setting), str(choice.bans)]
-        best: Cut | None = None
-        if isinstance(found, RangedPlan):
-            used: Cut | RangedPlan = found
-        elif isinstance(found, Refused):  # all of it moves
-            used = cheapest(choice.problem(level), 0, 1)
-        else:
-            used, best = choice.cut(setting), free.cut(setting)
+        is_refused = isinstance(found, Refused)  # all of it moves
         return explain(
             layer,
-            setting="; ".join(filter(None, settings)),
+            setting="; ".join(filter(None, (str(setting), str(choice.bans)))),
             refused=self.refused.get(layer.name),
             tape=choice.tape,
             reasons=choice.banned(level),
             sources=choice.sources,
             wanted=choice.wanted,
             stuck=choice.stuck,
-            used=used,
-            best=best,
-            named={
-                "all": cheapest(at_attention, 0, 1),
-                **{called: free.at(at) for called, at in NAMED_POINTS.items()},
-            },
-            curve=curve(at_attention),
+            used=choice.at(Level.SAVE_ALL) if is_refused else choice.cut(setting),
+            best=None if is_refused else free.cut(setting),
+            named={each.point: free.at(each) for each in Level},
+            curve=curve(free.problem(Level.SAVE_ATTENTION)),
         )
 
     def _why_no_tape(self, name: str) -> str:
         if name in self.refused:
             return f"it moves whole tensors: {self.refused[name]}"
-        if _moves_all(self._chosen.get(name, self.default)) and self._engine.when_full is not WhenFull.RECOMPUTE:
+        if self._chosen.get(name, self.default) is Level.SAVE_ALL and self._engine.when_full is not WhenFull.RECOMPUTE:
             return "all that it saves is moved, so its forward is not recorded"
         return "no forward of it has run in the manager yet"
 
@@ -251,7 +223,7 @@ class RecomputePolicy:
             self._hearing = self._ranks.listen(layer.name, _shape_of_input(args, kwargs))
         if self._hearing is not None:
             self._hearing.__enter__()  # type: ignore[no-untyped-call]
-        if _moves_all(setting) and not group.may_lack_room and self._engine.when_full is not WhenFull.RECOMPUTE:
+        if setting is Level.SAVE_ALL and not group.may_lack_room and self._engine.when_full is not WhenFull.RECOMPUTE:
             return
         hooks = top_saved_tensors_default_hooks(False)
         if hooks is None or hooks[1] != self._engine.unpack:
@@ -318,15 +290,15 @@ class RecomputePolicy:
                 return
             call.recorder.__exit__(None, None, None)
             self._open = None
-        parts: Parts = {}
+        replays: Mapping[SavedStorage, Replay] = {}
         try:
             self._heard(group.module, output)
             if call is not None and output is not None:  # None after an exception: nothing is to come back
-                parts = self._decide(call, output)
+                replays = self._decide(call, output)
         finally:
             if call is not None:
                 call = None  # and with it what the recorder holds: sources go one by one as they are copied out
-                self._engine.copy_out_held(group, parts)
+                self._engine.copy_out_held(group, replays)
 
     @leaves_generators
     def end_forwards(self) -> None:
@@ -350,7 +322,7 @@ class RecomputePolicy:
         if output is not None:
             self._ranks.heard(hearing, self._told(name))
 
-    def _decide(self, call: OpenCall, output: Any) -> Parts:
+    def _decide(self, call: OpenCall, output: Any) -> Mapping[SavedStorage, Replay]:
         name = call.layer.name
         if name in self._ranks.disagreed:
             self._refuse(name, self._ranks.disagreed[name])
@@ -365,42 +337,44 @@ class RecomputePolicy:
             self._refuse(name, reason)
             return {}
         recorded = RecordedCall.of(call, output, self._engine, self._gathered)
-        parts = self._planned(call, recorded, call.setting)
+        replays = self._planned(call, recorded, call.setting)
         if recorded.has_copied and name not in self._changing and has_storage(local_part(call.hidden)):
             self._inputs[name] = Guard(call.hidden)
-        if parts and call.setting is Level.SAVE_INPUT:
+        if replays and call.setting is Level.SAVE_INPUT:
             self.repeated[name] = "as chosen"
-        return self._fitting(call, recorded, parts)
+        return self._fitting(call, recorded, replays)
 
-    def _fitting(self, call: OpenCall, recorded: RecordedCall, parts: Parts) -> Parts:
-        """`parts`, or where they have no room those of the least level, if the response to a full tier is to recompute.
+    def _fitting(
+        self, call: OpenCall, recorded: RecordedCall, replays: Mapping[SavedStorage, Replay]
+    ) -> Mapping[SavedStorage, Replay]:
+        """`replays`, or where they have no room those of the least level, if the response to a full tier is to recompute.
 
         With STAY layers that run collectives stay as they are: ranks would have to agree at each of their calls.
         """
         name, when_full = call.layer.name, self._engine.when_full
         stays = when_full is WhenFull.STAY
         if not (when_full is WhenFull.RECOMPUTE or (stays and not self._ranks.talks(name))):
-            return parts
+            return replays
         besides = [] if stays else self._inputs_after(call)
-        lacking = self._engine.lacking_nbytes(call.group, parts, besides=besides)
+        lacking = self._engine.lacking_nbytes(call.group, replays, besides=besides)
         if self._ranks.all_have(name, not lacking) or call.has_released:
-            return parts
+            return replays
         least = self._planned(call, recorded, Level.SAVE_INPUT)
         if least and stays:
             self._engine.recomputes_for_room(call.group, lacking)
         elif least:
             self.repeated[name] = reason = "no tier has room for it"
             self._warn(reason, f"{name} is replayed whole in backward, attention too: {reason}")
-        return least or parts
+        return least or replays
 
     def _inputs_after(self, call: OpenCall) -> list[int]:
         """Bytes that the layers after this one need at least: one input each, as large as its own."""
         after = len(self._position) - 1 - self._position[call.layer.name]
         return [call.recorder.storages[0][1]] * after
 
-    def _planned(self, call: OpenCall, recorded: RecordedCall, setting: Setting) -> Parts:
-        """The storages that are replayed instead of moved."""
-        if _moves_all(setting):
+    def _planned(self, call: OpenCall, recorded: RecordedCall, setting: Setting) -> dict[SavedStorage, Replay]:
+        """The storages that are replayed instead of moved, with the replay."""
+        if setting is Level.SAVE_ALL:
             return {}
         name = call.layer.name
         try:
@@ -419,16 +393,10 @@ class RecomputePolicy:
             if found.reason is not None:
                 self._refuse(name, found.reason)
             return {}
-        self.deviation[name] = 0.0 if isinstance(found, Plan) else found.deviation
+        self.recomputed.add(name)
         self.refused.pop(name, None)
-        if isinstance(found, RangedPlan):
-            return recorded.parts(found, recorded.ranges(found, self._engine, together=together))
         replay = recorded.replay(found, self._engine, together=together)
-        return {
-            saved: TokenPrefix(replay, Rows(rows=1, width=saved.nbytes), tokens=1, first=0)
-            for storage in found.wanted
-            if (saved := recorded.saved.get(storage)) is not None
-        }
+        return {saved: replay for storage in found.wanted if (saved := recorded.saved.get(storage)) is not None}
 
     def _told(self, name: str) -> str:
         """Text of all settings of a layer on this rank, compared between ranks."""
@@ -438,7 +406,7 @@ class RecomputePolicy:
 
     def _refuse(self, name: str, reason: str) -> None:
         self.refused[name] = reason
-        self.deviation.pop(name, None)
+        self.recomputed.discard(name)
         self._warn(reason, f"{name} moves whole tensors: {reason}")
 
     def _warn(self, reason: str, message: str) -> None:
@@ -455,10 +423,6 @@ def _without_memory(layers: Sequence[Layer]) -> Collection[torch.nn.Parameter]:
     return WeakIdKeyDictionary({each: True for each in own if local_part(each).numel() == 0})
 
 
-def _moves_all(setting: Setting) -> bool:
-    return setting is Level.SAVE_ALL or (isinstance(setting, TokenLevels) and setting.repeats_nothing)
-
-
 def _shape_of_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     hidden = layer_input(args, kwargs)
     return "no tensor" if hidden is None else str(tuple(hidden.shape))
@@ -466,10 +430,3 @@ def _shape_of_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 
 def _described(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     return tuple((tensor.size(), tensor.stride(), tensor.dtype, tensor.requires_grad) for tensor in tensors)
-
-
-def _coded(setting: Setting) -> Setting:
-    """The setting with a codec: what whole storages are recomputed from moves as it is, so a fraction divides tokens."""
-    if not isinstance(setting, TokenLevels) or single_level(setting) is not None or setting.repeats_nothing:
-        return setting
-    return dataclasses.replace(setting, piece=min(setting.piece, AT_ONCE))

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from memo.swap.recompute.axis.operators import call, group_of, operator_of
+from memo.swap.recompute.tape.operators import call, group_of, operator_of
 from memo.swap.tensor_kinds import are_wrapped
 from memo.torch_private import OpOverload, TorchDispatchMode
 

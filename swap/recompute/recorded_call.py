@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
@@ -12,10 +12,8 @@ import torch
 
 from memo.swap.engine.handles import Guard, Kept, Sharded
 from memo.swap.engine.saved_storage import content_of
-from memo.swap.engine.token_prefix import Rows, TokenPrefix
 from memo.swap.kept import is_kept
 from memo.swap.layers import Layer, is_gathered_whole
-from memo.swap.recompute.ranges.ranged_replay import RangedReplay, Slice, part_to_keep, slices_of
 from memo.swap.recompute.tape.log import Origin
 from memo.swap.recompute.tape.plan import Plan, Sources
 from memo.swap.recompute.tape.recorder import is_recordable
@@ -27,18 +25,14 @@ if TYPE_CHECKING:
     from memo.swap.engine.handles import Packed
     from memo.swap.engine.layer_calls import Group
     from memo.swap.engine.saved_storage import SavedStorage
-    from memo.swap.recompute.ranges.ranged_plan import RangedPlan, Span
+    from memo.swap.levels import Setting
     from memo.swap.recompute.tape.log import Key
     from memo.swap.recompute.tape.recorder import Recorder
-    from memo.swap.token_levels import Setting
 
 SMALL = 512
 """Bytes of a constant that is copied, so that the program may change it later: one block of torch's allocator."""
 
-__all__ = ["Ended", "OpenCall", "Parts", "RecordedCall"]
-
-Parts = dict["SavedStorage", "TokenPrefix"]
-"""Storages that are replayed, or of which a part moves."""
+__all__ = ["Ended", "OpenCall", "RecordedCall"]
 
 
 class Ended(NamedTuple):
@@ -188,7 +182,7 @@ class RecordedCall:
         """Saved storages that move in any case."""
         return self.ended.stuck
 
-    def replay(self, plan: Plan, engine: Engine, *, before: Replay | None = None, together: bool = False) -> Replay:
+    def replay(self, plan: Plan, engine: Engine, *, together: bool = False) -> Replay:
         """The replay of this call by a plan."""
         recorder = self._call.recorder
         kept = [
@@ -206,65 +200,12 @@ class RecordedCall:
             carried=recorder.carried,
             precision=recorder.precision,
             wanted=wanted,
-            before=before,
             together=together,
             verify=self._call.verify,
         )
 
-    def ranges(self, plan: RangedPlan, engine: Engine, *, together: bool = False) -> list[Replay]:
-        """The replays of this call by a plan of token ranges, in the order in which they run."""
-        found: list[Replay] = []
-        for one in plan.replays:
-            before = found[-1] if found else None
-            if isinstance(one, Plan):
-                found.append(self.replay(one, engine, before=before))
-            else:
-                found.append(self._range(one, engine, before, together=together))
-        return found
-
-    def _range(self, span: Span, engine: Engine, before: Replay | None, *, together: bool) -> RangedReplay:
-        recorder, tokens = self._call.recorder, span.rows.tokens
-        slices, kept = slices_of(span, self.sources.free | self.sources.saved), []
-        for item, part in zip(span.plan.kept, slices, strict=True):
-            if item.bits_of >= 0:
-                kept.append(self._brought(recorder.bits[item.bits_of], -1 - item.bits_of, engine, part, tokens))
-            else:
-                kept.append(self._brought(recorder.tensors[item.storage], item.storage, engine, part, tokens))
-        return RangedReplay(
-            engine,
-            self._call.layer.name,
-            span,
-            kept,
-            slices,
-            carried=recorder.carried,
-            precision=recorder.precision,
-            wanted=[Wanted(self.saved[storage].hold, self.saved[storage].nbytes) for storage in span.wanted],
-            before=before,
-            together=together,
-            verify=self._call.verify,
-        )
-
-    def parts(self, plan: RangedPlan, replays: Sequence[Replay]) -> Parts:
-        """The storages of which a plan of token ranges moves a part."""
-        rows = plan.rows
-        found: Parts = {}
-        for storage, (at, first) in plan.heads.items():
-            saved = self.saved[storage]
-            lies, tokens = Rows(rows=1, width=saved.nbytes), 1
-            if isinstance(replays[at], RangedReplay):
-                lies, tokens = rows.rows[rows.tape.last[storage]], rows.tokens
-            found[saved] = TokenPrefix(replays[at], lies, tokens=tokens, first=first)
-        return found
-
-    def _brought(
-        self,
-        tensor: torch.Tensor,
-        number: int,
-        engine: Engine,
-        part: Slice | None = None,
-        tokens: int = 0,
-    ) -> Brought:
-        """Packs what a plan keeps, all of it or some of its tokens, on the stream on which it was held."""
+    def _brought(self, tensor: torch.Tensor, number: int, engine: Engine) -> Brought:
+        """Packs what a plan keeps, on the stream on which it was held."""
         recorder, storage = self._call.recorder, tensor.untyped_storage()
         beside = tuple(map(Guard, recorder.beside.get(number, {}).values()))
         if number >= 0 and recorder.storages[number][0] is Origin.PARAMETER:
@@ -280,8 +221,6 @@ class RecordedCall:
         given = tensor
         is_small = number in self._others and storage.nbytes() <= SMALL
         with nullcontext() if here or home is None else engine.backend.stream_context(home):
-            if part is not None:
-                tensor = part_to_keep(tensor, part, tokens)
             is_input = number == 0 and tensor is recorder.tensors[0] and not self._is_saved(tensor, engine)
             if (is_small or number in self._returned) and tensor is recorder.tensors[number]:
                 tensor, is_input = self._copied(tensor, number), False

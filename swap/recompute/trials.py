@@ -6,17 +6,14 @@ A trial holds for later calls of the same operators, but not the first ones whos
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memo.lru import LRU
-from memo.swap.recompute.tape.form import sizes_of
-from memo.swap.recompute.tape.plan import Plan
-from memo.swap.recompute.trial import ReplayMismatch, try_out, try_out_ranges
-from memo.swap.token_levels import Setting, comparing_nbytes
+from memo.swap.levels import Setting, comparing_nbytes
+from memo.swap.recompute.trial import ReplayMismatch, try_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,8 +21,8 @@ if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
     from memo.swap.engine.saved_storage import SavedStorage
     from memo.swap.recompute.choice import Choice
-    from memo.swap.recompute.ranges.ranged_plan import RangedPlan
     from memo.swap.recompute.recorded_call import OpenCall, RecordedCall
+    from memo.swap.recompute.tape.plan import Plan
     from memo.swap.recompute.tape.tape import Tape
     from memo.swap.recompute.tape.work import Rates
 
@@ -74,11 +71,6 @@ class Case:
         self.call.recorder.tensors.pop(storage, None)
         return True
 
-    @property
-    def form(self) -> tuple[Any, ...]:
-        """Key of calls that token ranges divide alike."""
-        return (self.call.kind, *self.operators)
-
 
 def _is_blank(call: OpenCall) -> bool:
     """True for an input of zeros: what is wrong elsewhere may show nothing there. False where nobody can tell."""
@@ -96,13 +88,10 @@ class Trials:
 
     Args:
         engine: packs what is kept.
-        exact: refuses token ranges whose replay differs by as much as a rounding; whole storages never do.
         rates: of a device that is not here: replays take what follows from them, and are not tried out.
     """
 
-    def __init__(self, engine: Engine, *, exact: bool, rates: Rates | None) -> None:
-        self.worst_deviation = 0.0
-        """Largest difference of all passed trials."""
+    def __init__(self, engine: Engine, *, rates: Rates | None) -> None:
         self.run = 0
         """Number of trials."""
         self.device_room: Callable[[], int] | None = None
@@ -112,10 +101,9 @@ class Trials:
         self._blank: dict[str, int] = {}
         """Layer -> trials that proved nothing."""
         self._engine = engine
-        self._exact = exact
         self._rates = rates
-        self._shown: LRU[tuple[Any, ...], float] = LRU(MOST_FORMS)
-        """Form of a replay that has passed its trial -> largest difference that this found."""
+        self._shown: LRU[tuple[Any, ...], bool] = LRU(MOST_FORMS)
+        """Forms of replays that have passed their trial."""
         self._passed: LRU[tuple[Any, ...], frozenset[int]] = LRU(MOST_FORMS)
         """Layer and the log of a call -> steps that have run again in trials that passed."""
         self._wrong: LRU[tuple[Any, ...], frozenset[int]] = LRU(MOST_FORMS)
@@ -143,24 +131,18 @@ class Trials:
         """Notes that a plan's trial has passed, where that says something of other calls."""
         if self.proves(case.call):
             for form in self._forms(case, plan):
-                self._shown[form] = 0.0
+                self._shown[form] = True
             run = (case.layer, case.recorded.key)
             self._passed[run] = frozenset(plan.steps).union(self._passed.get(run) or ())
 
-    def again(self, case: Case, found: Plan | RangedPlan) -> ReplayMismatch | None:
+    def again(self, case: Case, found: Plan) -> ReplayMismatch | None:
         """Tries a plan that is in use again, if there is room; what it shows now is all that is known of it."""
         try:
-            if isinstance(found, Plan):
-                forms: tuple[tuple[Any, ...], ...] = self._forms(case, found)
-                unlike = self.unlike(case, found) if self._has_room(found) else None
-            else:
-                forms = (self._ranged_form(case, found),)
-                has_room = self.device_room is None or case.recorded.saved_nbytes <= self.device_room()
-                unlike = self._worst_of(case, found)[1] if has_room else None
+            unlike = self.unlike(case, found) if self._has_room(found) else None
         except torch.OutOfMemoryError:
             return None
         if unlike is not None:
-            for form in forms:
+            for form in self._forms(case, found):
                 self._shown.pop(form)
             self._passed[case.layer, case.recorded.key] = frozenset()
         return unlike
@@ -186,20 +168,6 @@ class Trials:
         self._timed(case.layer, plan.cost, self._finished_s() - began)
         return None
 
-    def deviation_of(self, case: Case, plan: RangedPlan) -> float | None:
-        """The largest difference that a trial of these token ranges found; None for none."""
-        return self._shown.get(self._ranged_form(case, plan))
-
-    def of_ranges(self, case: Case, plan: RangedPlan) -> tuple[float, ReplayMismatch | None]:
-        """Tries token ranges out; the largest difference, and the failure if they may not be used."""
-        if self._rates is not None:
-            self.unit_s[case.layer] = _S_PER_PS
-            return plan.deviation, None
-        worst, unlike = self._worst_of(case, plan)
-        if unlike is None and self.proves(case.call):
-            self._shown[self._ranged_form(case, plan)] = worst
-        return worst, unlike
-
     def _forms(self, case: Case, plan: Plan) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Keys of a passed trial: for any sizes, as routed rows differ, and for saved bytes within a factor of 2."""
         form = (case.layer, case.setting, *case.operators, plan.steps)
@@ -216,25 +184,6 @@ class Trials:
             return True
         largest = max((plan.tape.storages[storage][1] for storage in plan.wanted), default=0)
         return plan.trial_bytes + comparing_nbytes(largest) <= self.device_room()
-
-    def _ranged_form(self, case: Case, plan: RangedPlan) -> tuple[Any, ...]:
-        """Key of a trial: the same operators in the same order, for as many tokens. Routed rows differ in each call.
-
-        But a part of the tokens rounds as all of them do at one size, and not at another: what runs on a part has the same.
-        """
-        return (case.form, plan.form, plan.steps, sizes_of(plan.rows.tape, plan.divided_steps))
-
-    def _worst_of(self, case: Case, plan: RangedPlan) -> tuple[float, ReplayMismatch | None]:
-        """Tries token ranges out; the largest difference, and the failure if they may not be used."""
-        self.run += 1
-        began = self._finished_s()
-        try:
-            worst = try_out_ranges(case.recorded.ranges(plan, self._engine), exact=self._exact)
-        except ReplayMismatch as unlike:
-            return math.inf, ReplayMismatch(unlike.step, str(unlike))  # fresh, as in _unlike
-        self._timed(case.layer, plan.cost, self._finished_s() - began)
-        self.worst_deviation = max(self.worst_deviation, worst)
-        return worst, None
 
     def _finished_s(self) -> float:
         """The host's clock in seconds, after all work of the device."""

@@ -15,7 +15,7 @@ from memo.autoplan.controller import MAX_CORRECTIONS, AutoPlan
 from memo.errors import PlanError
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Pipeline
 from memo.mip.activation.solver import solve_problem
-from memo.swap.token_levels import Level
+from memo.swap.levels import Level
 
 
 def test_the_plan_of_a_longer_step_leaves_room_for_what_else_grows() -> None:

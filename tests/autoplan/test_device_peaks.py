@@ -22,10 +22,10 @@ from memo.manager.plan_source import checked_plan
 from memo.swap.engine.engine import Engine
 from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.layers import find_layers
+from memo.swap.levels import TokenLevels
 from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.stats import Stats
 from memo.swap.tiers.host_and_disk import HostTier
-from memo.swap.token_levels import TokenLevels
 
 TOKENS = 512
 

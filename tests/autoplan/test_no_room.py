@@ -21,9 +21,9 @@ from memo.mip.activation.plan import ActivationPlan
 from memo.swap.engine.engine import Engine
 from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.layers import find_layers
+from memo.swap.levels import TokenLevels
 from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.tiers.host_and_disk import HostTier
-from memo.swap.token_levels import TokenLevels
 
 LAYERS = 8
 LAYER = 16 * 2 * 48 * 32 * 4

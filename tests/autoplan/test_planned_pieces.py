@@ -23,12 +23,12 @@ from memo.mip.inputs.profile import Profile
 from memo.record import Step
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
+from memo.swap.levels import TokenLevels
 from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.recompute.ranges.ranged_plan import Piece
 from memo.swap.recompute.ranges.ranged_replay import RangedReplay
 from memo.swap.recompute.tape.settings import Settings
 from memo.swap.tiers.host_and_disk import HostTier
-from memo.swap.token_levels import TokenLevels
 
 TOKENS, LAYERS = 2048, 4
 """Long enough for tiles of 256 tokens."""

@@ -40,12 +40,12 @@ from memo.parallel.pipeline_order import PipelineOrder
 from memo.swap.engine.engine import Engine
 from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.layers import find_layers
+from memo.swap.levels import AT_ONCE, LayerCosts, Level as SwapLevel, Mix, PointCost, TokenLevels
 from memo.swap.memory.page_aligned import PAGE_BYTES
 from memo.swap.placement import Placement
 from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.tiers.device import DeviceTier
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
-from memo.swap.token_levels import AT_ONCE, LayerCosts, Level as SwapLevel, Mix, PointCost, TokenLevels
 
 ROOM = 1 << 28
 ROOMY = DeviceBudget(total_bytes=ROOM, peak_bytes=lambda: 0, restart=lambda: None)

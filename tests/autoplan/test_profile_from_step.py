@@ -14,7 +14,7 @@ from memo.errors import PlanError
 from memo.events import Lane
 from memo.machine.link_bandwidth import LinkRates
 from memo.mip.inputs.profile import ALL, ATTENTION, INPUT, MATMULS, PointProfile, Profile, Role, Signature
-from memo.swap.token_levels import LayerCosts, Level as SwapLevel, PointCost
+from memo.swap.levels import LayerCosts, Level as SwapLevel, PointCost
 
 MS = 1_000_000
 SIGNATURE = Signature(model="m", batch=2, tokens=100, dtype="float32")

@@ -21,7 +21,7 @@ from memo.autoplan.actuator_protocol import MEASURING
 from memo.autoplan.controller import AutoPlan
 from memo.mip.activation.plan import ActivationPlan
 from memo.mip.activation.solver import solve_problem
-from memo.swap.token_levels import Level
+from memo.swap.levels import Level
 
 
 @pytest.mark.filterwarnings("ignore:a step of .* more device memory than its budget:RuntimeWarning")

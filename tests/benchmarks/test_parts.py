@@ -14,7 +14,7 @@ from benchmarks.solver.problems import Named, problems
 from benchmarks.solver.rules import lp
 from memo.mip.inputs.profile import MATMULS
 from memo.swap.engine import h2d
-from memo.swap.token_levels import TokenLevels
+from memo.swap.levels import TokenLevels
 
 BINDING = 6
 """Of the thirty: 1.3b at 16k tokens, whose link hides a part of the copies."""

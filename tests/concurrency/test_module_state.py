@@ -16,8 +16,7 @@ from memo.lru import LRU
 from memo.manager import memory_errors
 from memo.swap.memory import pinned
 from memo.swap.memory.slab import PageableSlab, touched_slab_bytes
-from memo.swap.recompute.axis import operators
-from memo.swap.recompute.tape import log
+from memo.swap.recompute.tape import log, operators
 
 pytestmark = pytest.mark.usefixtures("switching")
 

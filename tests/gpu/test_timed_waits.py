@@ -27,7 +27,7 @@ import json, sys
 import torch
 from stream_programs import Block, Blocks, batch
 import memo
-from memo.swap.token_levels import Level
+from memo.swap.levels import Level
 
 FORWARD_MS, BACKWARD_MS = 2, 4
 

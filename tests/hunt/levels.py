@@ -24,10 +24,10 @@ from memo.swap import Level
 from memo.swap.engine.engine import Engine
 from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.layers import find_layers
+from memo.swap.levels import TokenLevels, setting_of
 from memo.swap.placement import Placement
 from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
-from memo.swap.token_levels import TokenLevels, setting_of
 from tests.hunt.names import DEVICE, Stack
 
 __all__ = ["LEVELS", "VERIFIED", "Managed", "Way", "levels_of"]

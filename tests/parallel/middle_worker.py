@@ -24,8 +24,8 @@ from memo.gpt.train.parallel_step import ParallelTrainer
 from memo.gpt.train_config import Precision
 from memo.parallel.layout import Layout
 from memo.parallel.world import World, join
+from memo.swap.levels import AT_ONCE, LayerCosts, Level, TokenLevels
 from memo.swap.recompute.axis.operator_rules import tensors_in
-from memo.swap.token_levels import AT_ONCE, LayerCosts, Level, TokenLevels
 
 LAYERS = 3
 SHAPE: dict[str, Any] = {

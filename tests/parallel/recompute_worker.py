@@ -23,11 +23,11 @@ from memo.gpt.model.build_rank import build_stages
 from memo.gpt.train.parallel_step import ParallelTrainer
 from memo.parallel.collectives import exchange, gather, scatter_sum, sum_out
 from memo.parallel.world import World, join
+from memo.swap.levels import AT_ONCE, Level, TokenLevels
 from memo.swap.recompute.axis.token_axis import Axis
 from memo.swap.recompute.plans import Plans
 from memo.swap.recompute.ranges.ranged_plan import RangedPlan
 from memo.swap.recompute.tape.declared import TokenLocalCall
-from memo.swap.token_levels import AT_ONCE, Level, TokenLevels
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "whole": {"alpha": 1.0},

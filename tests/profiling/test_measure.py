@@ -23,7 +23,7 @@ from memo.mip.inputs.hardware import hardware_preset
 from memo.mip.inputs.profile import ALL, Profile, Role
 from memo.profiling.layer_timer import time_step
 from memo.record.step import Step, gpt_step
-from memo.swap.token_levels import comparing_nbytes
+from memo.swap.levels import comparing_nbytes
 
 TOKENS, BATCH = 192, 2
 

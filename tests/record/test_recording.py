@@ -27,9 +27,9 @@ from memo.record.recording import Recording, Role, record_step
 from memo.record.step import Step, gpt_step, load_step
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
+from memo.swap.levels import TokenLevels
 from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.tiers.host_and_disk import DiskTier
-from memo.swap.token_levels import TokenLevels
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from memo.events import Lane, Span, StateChange, TensorState, Tracer
 from memo.machine.link_bandwidth import LinkRates
 from memo.mip.activation.plan import ActivationPlan
 from memo.mip.activation.solver import solve_problem
-from memo.swap.token_levels import LayerCosts, Level, PointCost
+from memo.swap.levels import LayerCosts, Level, PointCost
 
 LAYERS = [f"layers.{n}" for n in range(6)]
 TOKENS = 64

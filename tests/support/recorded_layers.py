@@ -19,7 +19,7 @@ from memo.record.record_rank import rank_step
 from memo.record.recording import Recording, Role, record_step
 from memo.record.step import gpt_step
 from memo.swap.layers import find_layers
-from memo.swap.token_levels import LayerCosts
+from memo.swap.levels import LayerCosts
 
 TOKENS, HIDDEN, HEADS, LAYERS = 1152, 128, 8, 3
 MIDDLE = "layers.1"

@@ -14,9 +14,9 @@ from memo.manager.manager import Manager
 from memo.swap.engine.engine import Engine
 from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.layers import find_layers
+from memo.swap.levels import AT_ONCE, TokenLevels, setting_of
 from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
-from memo.swap.token_levels import AT_ONCE, TokenLevels, setting_of
 
 SEQ = 48
 

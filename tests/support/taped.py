@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from memo.swap.levels import Level
 from memo.swap.recompute.tape.bans import NO_BANS, Bans, banned
 from memo.swap.recompute.tape.checksums import Checksums
 from memo.swap.recompute.tape.cut import cheapest
@@ -17,7 +18,6 @@ from memo.swap.recompute.tape.plan import Plan, Sources, plan_of, problem_of
 from memo.swap.recompute.tape.recorder import Recorder, aside
 from memo.swap.recompute.tape.step_costs import step_costs
 from memo.swap.recompute.tape.tape import Step, Tape
-from memo.swap.token_levels import Level
 
 
 @dataclasses.dataclass

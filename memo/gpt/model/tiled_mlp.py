@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from memo.swap import token_local
+from memo.swap import recomputable
 
 __all__ = ["tiled_mlp"]
 
@@ -137,7 +137,7 @@ class _TiledMlp(torch.autograd.Function):
 _Pair = tuple[torch.Tensor, torch.Tensor | None]
 
 
-@token_local
+@recomputable
 def _tile_by_tile(
     x: torch.Tensor, tiles: int, activation: Activation, parameters: Sequence[torch.Tensor | None]
 ) -> torch.Tensor:

@@ -52,7 +52,6 @@ def open_manager(
         # A named tier means that everything moves there; mode auto makes a plan.
         alpha=1.0 if config.alpha is None and config.mode is not OffloadMode.AUTO else config.alpha,
         codec=config.codec,  # type: ignore[arg-type]  # the manager checks it
-        exact=config.exact,
         host_pool=config.host_pool,
         disk_budget=config.disk_budget,
         layers=layers,

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memo.errors import UsageError
+from memo.swap.levels import Level
 from memo.swap.recompute.tape.log import Function, Origin
 from memo.swap.recompute.tape.tape import Use
-from memo.swap.token_levels import Level
 from memo.torch_private import OpOverloadPacket
 
 if TYPE_CHECKING:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from memo.swap.recompute.tape.plan import mask_of
-from memo.swap.recompute.tape.tape import Hidden, Step, Tape, uses_in
+from memo.swap.recompute.tape.tape import Hidden, Step, Tape
 
-__all__ = ["have_same_form", "sizes_of"]
+__all__ = ["have_same_form"]
 
 
 def have_same_form(one: Tape, other: Tape) -> bool:
@@ -23,28 +23,6 @@ def have_same_form(one: Tape, other: Tape) -> bool:
         and all(_are_alike(ours, theirs) for ours, theirs in zip(one.steps, other.steps, strict=True))
         and _masks(one) == _masks(other)
     )
-
-
-def sizes_of(tape: Tape, steps: Iterable[int]) -> tuple[Any, ...]:
-    """Arguments of these steps, and sizes of all that they read and make; where they are equal, the steps round alike."""
-    return tuple(
-        (
-            _hashable((step.args, step.kwargs)),
-            *(
-                (tape.geometry(use.value), tape.storage(use.content)[1])
-                for use in uses_in((step.args, step.kwargs, step.out))
-            ),
-        )
-        for step in (tape.steps[number] for number in sorted(steps))
-    )
-
-
-def _hashable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return tuple((name, _hashable(item)) for name, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_hashable, value))
-    return Hidden if isinstance(value, Hidden) else value
 
 
 def _without_bytes(storage: Sequence[Any]) -> Any:

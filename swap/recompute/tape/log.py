@@ -14,12 +14,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-
-if TYPE_CHECKING:
-    from memo.swap.recompute.axis.token_axis import Axis
 
 __all__ = [
     "CARRIED",
@@ -140,28 +137,19 @@ class Function:
 
     Args:
         function: takes and returns tensors.
-        repeats: it may be called again, as `token_local` declares; results of a memoized function are kept.
+        repeats: it may be called again, as `recomputable` declares; results of a memoized function are kept.
         talks: it ran collectives.
-        axis_after: declared token axis of the result (`token_local`).
     """
 
-    __slots__ = ("axis_after", "function", "repeats", "talks")
+    __slots__ = ("function", "repeats", "talks")
     is_random = False
     non_blocking_at = None
     func = None
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        *,
-        repeats: bool,
-        talks: bool = False,
-        axis_after: Callable[..., Axis | None] | None = None,
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], *, repeats: bool, talks: bool = False) -> None:
         self.function = function
         self.repeats = repeats
         self.talks = talks
-        self.axis_after = axis_after
 
     @property
     def _key(self) -> tuple[Any, ...]:

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memo.kernels import unpack_mask
-from memo.swap.recompute.axis.operators import NON_BLOCKING
 from memo.swap.recompute.tape import cut as cuts
-from memo.swap.recompute.tape.log import Function, Geometry, Holds
+from memo.swap.recompute.tape.log import Function, Holds
+from memo.swap.recompute.tape.operators import NON_BLOCKING
 from memo.swap.recompute.tape.tape import Carried, Use, uses_in
 from memo.torch_private import OpOverload
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from memo.swap.recompute.tape.cut import Cut, Problem
     from memo.swap.recompute.tape.tape import Step, Tape
 
-__all__ = ["Kept", "Plan", "Sources", "Writer", "keep_bits", "mask_of", "plan_of", "plan_on", "problem_of"]
+__all__ = ["Kept", "Plan", "Sources", "keep_bits", "mask_of", "plan_of", "plan_on", "problem_of"]
 
 _MASKS = frozenset({"bernoulli_", "bernoulli", "native_dropout"})
 """Random operators of zeros and ones."""
@@ -204,7 +204,7 @@ def mask_of(tape: Tape, number: int) -> Use | None:
 
 def plan_of(tape: Tape, cut: Cut, sources: Sources, wanted: Iterable[int]) -> Plan:
     """The plan of a cut."""
-    return Writer(tape, cut, sources, wanted).plan()
+    return _Writer(tape, cut, sources, wanted).plan()
 
 
 def plan_on(tape: Tape, plan: Plan) -> Plan | None:
@@ -219,11 +219,8 @@ def plan_on(tape: Tape, plan: Plan) -> Plan | None:
     return dataclasses.replace(other, wrong=plan.wrong)
 
 
-class Writer:
-    """Writes the replay of a cut, of all tokens; a subclass writes that of a part of them."""
-
-    gives_memory = True
-    """What is given is not held besides: whoever takes it has it as it is."""
+class _Writer:
+    """Writes the replay of a cut. What it gives is not held besides: whoever takes it has it as it is."""
 
     def __init__(self, tape: Tape, cut: Cut, sources: Sources, wanted: Iterable[int]) -> None:
         self._tape = tape
@@ -240,7 +237,7 @@ class Writer:
         self._lines: list[str] = []
         self._names: dict[int, str] = {}  # content -> its variable
         self._shown: dict[str, Any] = {}  # variable -> geometry of its tensor
-        self.env: dict[str, Any] = {"view": _view, "within": _view, "fresh": _fresh, "mask": _mask, "blank": _blank}
+        self.env: dict[str, Any] = {"view": _view, "fresh": _fresh, "mask": _mask, "blank": _blank}
         self._objects: dict[int, str] = {}
         self._kept: list[Kept] = []
         self._held: dict[str, int] = {}  # variable -> bytes that stand beside what is given and kept
@@ -253,7 +250,7 @@ class Writer:
         tape = self._tape
         last_use: dict[int, int] = {}
         for step in self._steps:
-            for content in self._touched(step):
+            for content in step.reads:
                 last_use[content] = step.number
         line_steps: dict[int, int] = {}
         for step in self._steps:
@@ -264,10 +261,9 @@ class Writer:
             for content, name in made.items():
                 if content in self._finals:
                     self._give(self._finals.pop(content), name)
-                    if self.gives_memory:
-                        self._lent[name] = self._held.pop(name, 0)
-                        self._given += self._lent[name]
-            for content in sorted({*self._touched(step), *made}):
+                    self._lent[name] = self._held.pop(name, 0)
+                    self._given += self._lent[name]
+            for content in sorted({*step.reads, *made}):
                 if content in self._names and last_use.get(content, -1) <= step.number:
                     name = self._names.pop(content)
                     self._held.pop(name, None)
@@ -301,28 +297,13 @@ class Writer:
         self._peak = max(self._peak, self._given + held)
         self._trial_peak = max(self._trial_peak, held + sum(self._lent.values()))
 
-    def _geometry(self, value: int, content: int) -> Geometry:
-        """Geometry of a value over what its storage holds then."""
-        return self._tape.geometry(value)
-
     def _nbytes(self, content: int) -> int:
         """Bytes of a content's storage."""
         return self._tape.storage(content)[1]
 
-    def _args(self, step: Step) -> Sequence[Any]:
-        """Arguments of a step."""
-        return step.args
-
     def _give(self, at: int, name: str) -> None:
         """Hands over a wanted storage."""
         self._line(f"give({at}, {name})")
-
-    def _brings(self, content: int, name: str) -> None:
-        """Something kept is about to be read."""
-
-    def _touched(self, step: Step) -> list[int]:
-        """Contents of which the step needs the bytes."""
-        return list(step.reads)
 
     def _line(self, line: str) -> None:
         self._lines.append(line)
@@ -348,7 +329,7 @@ class Writer:
         self._names.update(made)
         operator = step.operator
         function = self._object(_callable_of(operator))
-        args = [self._argument(value, step, changes) for value in self._args(step)]
+        args = [self._argument(value, step, changes) for value in step.args]
         named = {name: self._argument(value, step, changes) for name, value in step.kwargs.items()}
         if NON_BLOCKING in named:  # what the program waits by for a copy to the host is no step
             named[NON_BLOCKING] = "False"
@@ -371,7 +352,7 @@ class Writer:
         if not isinstance(out, Use) or out.content not in step.makes or out.content in made:
             return "_"
         name = made[out.content] = f"c{out.content}"
-        self._shown[name] = self._geometry(out.value, out.content)[1:]
+        self._shown[name] = self._tape.geometry(out.value)[1:]
         if out.content not in self._cut.kept:
             self._held[name] = self._nbytes(out.content)
         return name
@@ -379,7 +360,7 @@ class Writer:
     def _argument(self, value: Any, step: Step, changes: Mapping[int, int]) -> str:
         if isinstance(value, Use):
             content = changes.get(self._tape.geometry(value.value)[0], value.content)
-            _, offset, size, stride, dtype = self._geometry(value.value, content)
+            _, offset, size, stride, dtype = self._tape.geometry(value.value)
             if content not in step.reads and content not in step.makes:  # its shape is read, and no number of it
                 lies = ", ".join(self._object(part) for part in (size, stride, dtype))
                 return f"blank({lies}, {self._device(content)})"
@@ -390,9 +371,8 @@ class Writer:
             is_made = shown is not None and name.startswith("c")
             if is_made and shown[3] is dtype and not isinstance(step.operator, Function):
                 return f"{name}.as_strided({self._object(size)}, {self._object(stride)}, {offset})"  # in half the time
-            view = "within" if name.startswith("k") else "view"
             lies = ", ".join(self._object(part) for part in (size, stride, dtype))
-            return f"{view}({name}, {offset}, {lies})"
+            return f"view({name}, {offset}, {lies})"
         if isinstance(value, list) and value and all(type(item) is int for item in value):
             return self._object(value)
         if isinstance(value, list):
@@ -416,17 +396,14 @@ class Writer:
             self._kept.append(Kept(storage))
             self._line(f"{name} = kept({at})")
             self._shown[name] = None
-            self._brings(content, name)
         else:
             self._kept.append(Kept(storage, writer))
-            _, offset, size, stride, dtype = self._geometry(use.value, content)
+            _, offset, size, stride, dtype = tape.geometry(use.value)
             lies = ", ".join(self._object(part) for part in (size, stride, dtype))
             self._line(f"{name} = mask(kept({at}), {lies}, {self._device(content)})")
             self._shown[name] = (offset, size, stride, dtype)
-            is_final = content in self._finals
-            if is_final:  # autograd saved it, and it moves as bits alone
+            if content in self._finals:  # autograd saved it, and it moves as bits alone
                 self._give(self._finals.pop(content), name)
-            if is_final and self.gives_memory:
                 self._given += self._nbytes(content)
             else:
                 self._held[name] = self._nbytes(content)

@@ -16,7 +16,6 @@ from torch.nn import Parameter
 from memo.kernels import pack_mask
 from memo.swap.dynamo import keep_from_dynamo
 from memo.swap.generators import leaves_generators
-from memo.swap.recompute.axis.operators import Operator, apart, call, group_of, operator_of
 from memo.swap.recompute.tape.log import (
     CARRIED,
     FALSE,
@@ -37,6 +36,7 @@ from memo.swap.recompute.tape.log import (
     Storage,
     word_of,
 )
+from memo.swap.recompute.tape.operators import Operator, apart, call, group_of, operator_of
 from memo.swap.recompute.tape.settings import precision_of_products
 from memo.swap.recompute.tape.uncounted_writes import uncounted_writes
 from memo.swap.tensor_kinds import has_storage, is_sharded, local_part
@@ -58,7 +58,6 @@ from memo.torch_private import (
 
 if TYPE_CHECKING:
     from memo.swap.recompute.tape.checksums import Checksums
-    from memo.swap.recompute.tape.declared import TokenLocalCall
 
 __all__ = ["Aside", "Recorder", "aside", "is_recordable", "leave_mode"]
 
@@ -563,15 +562,9 @@ class Recorder(TorchDispatchMode):
         """Runs a function whose results are kept (memo.memoize)."""
         return self._run(Function(function, repeats=False), function, args, kwargs)
 
-    def token_local(self, call: TokenLocalCall) -> torch.Tensor:
-        """Runs a function that may be called again (memo.token_local)."""
-        result: torch.Tensor = self._run(
-            Function(call.function, repeats=precision_of_products() == self.precision, axis_after=call.axis_after),
-            call.function,
-            (call.x, *call.others),
-            {},
-        )
-        return result
+    def recomputable(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a function that may be called again (memo.recomputable)."""
+        return self._run(Function(function, repeats=precision_of_products() == self.precision), function, args, kwargs)
 
     def _run(
         self, operator: Function, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

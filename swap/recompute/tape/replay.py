@@ -6,11 +6,10 @@ frees itself.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,11 +26,10 @@ from memo.swap.tensor_kinds import local_part
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
     from memo.swap.engine.handles import Packed
-    from memo.swap.engine.saved_storage import Hold
-    from memo.swap.engine.token_prefix import FillCallback
+    from memo.swap.engine.saved_storage import FillCallback, Hold, SavedStorage
     from memo.swap.recompute.tape.plan import Plan
 
-__all__ = ["Brought", "Replay", "ReplayFailed", "Wanted", "Whole"]
+__all__ = ["Brought", "Replay", "ReplayFailed", "Wanted"]
 
 
 class ReplayFailed(Exception):
@@ -48,17 +46,6 @@ class Wanted(NamedTuple):
     hold: weakref.ref[Hold]
     """Dead when backward is through with it."""
     nbytes: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Whole:
-    """All tokens, as the engine counts them here: one."""
-
-    first: int = 0
-    stop: int = 1
-
-
-_WHOLE = Whole()
 
 
 class Brought(NamedTuple):
@@ -84,7 +71,6 @@ class Replay:
         carried: arguments of the call that the plan does not hold.
         precision: of products, where the call began.
         wanted: storages that it gives, in the plan's order.
-        before: replay that runs first, of something that this one may need to be whole.
         together: other ranks run it at the same place in their backward.
         verify: sums the bytes of what is kept now, and again when they are read.
     """
@@ -99,13 +85,11 @@ class Replay:
         carried: Sequence[Any],
         precision: tuple[Any, ...],
         wanted: Sequence[Wanted],
-        before: Replay | None = None,
         together: bool = False,
         verify: bool = False,
     ) -> None:
         self.name = name
         self.plan = plan
-        self.before = before
         self.together = together
         self.wanted = wanted
         self._engine = engine
@@ -116,6 +100,14 @@ class Replay:
         self._sums = [_sum_of(each) for each in kept] if verify else None
         self._lock = threading.Lock()
 
+    def reads(self, saved: SavedStorage) -> bool:
+        """True for a saved storage that the plan keeps."""
+        return any(
+            type(packed) is Handle and packed.hold.saved is saved
+            for kept in self._kept
+            for packed in (kept.packed.local if isinstance(kept.packed, Sharded) else kept.packed,)
+        )
+
     def recompute(self, take: FillCallback) -> None:
         """Runs the steps unless all that they give is in place; `take` gets the bytes of each wanted storage.
 
@@ -123,8 +115,6 @@ class Replay:
             ModifiedAfterSave: what is kept was changed in place since the forward.
             SwapError: it could not run.
         """
-        if self.before is not None:
-            self.before.recompute(take)
         with self._lock:
             if self._is_filled():
                 return
@@ -136,10 +126,8 @@ class Replay:
     def _is_filled(self) -> bool:
         for want in self.wanted:
             hold = want.hold()
-            if hold is not None and hold.saved.source is None:
-                prefix = hold.saved.prefix
-                if prefix is not None and prefix.lacks(0):
-                    return False
+            if hold is not None and hold.saved.lacks_replay:
+                return False
         return True
 
     def run(self, take: FillCallback) -> None:
@@ -155,22 +143,18 @@ class Replay:
             storage = made.untyped_storage()
             if storage.nbytes() != want.nbytes:
                 raise ReplayFailed(None, f"it made {storage.nbytes()} bytes where there were {want.nbytes}")
-            take(_WHOLE, want, torch.empty(0, dtype=torch.uint8, device=made.device).set_(storage), owned=True)
+            take(want, torch.empty(0, dtype=torch.uint8, device=made.device).set_(storage))
 
-        self._run(self.plan, self._bring, give)
-
-    def _run(self, plan: Plan, bring: Callable[[int], torch.Tensor], give: Callable[..., None]) -> None:
-        """Runs the code of a plan."""
         device = self._engine.backend.device
         with _as_recorded(device, self._settings):
             try:
-                plan.replay(bring, self._carried, give, device)
+                self.plan.replay(self._bring, self._carried, give, device)
             except (MemoError, ReplayFailed, torch.OutOfMemoryError):
                 raise
             except Exception as error:
                 if is_interruption(error):
                     raise
-                raise ReplayFailed(self._failed_step(plan, error), _first_line(error)) from error
+                raise ReplayFailed(self._failed_step(error), _first_line(error)) from error
 
     def _bring(self, position: int) -> torch.Tensor:
         """What the plan keeps at `position`, back on the device.
@@ -211,7 +195,7 @@ class Replay:
 
     def _verify(self, kept: Brought, known: torch.Tensor | None, tensor: torch.Tensor) -> None:
         """Raises ModifiedAfterSave if bytes that came back are not those of the forward."""
-        is_replayed = type(kept.packed) is Handle and kept.packed.hold.saved.prefix is not None
+        is_replayed = type(kept.packed) is Handle and kept.packed.hold.saved.replay is not None
         if known is not None and not is_replayed and checksum(tensor, kept.nbytes).item() != known.item():
             raise ModifiedAfterSave(
                 f"{self.name} is recomputed from a tensor of shape {tuple(tensor.shape)} and type {tensor.dtype} whose bytes"
@@ -219,10 +203,9 @@ class Replay:
                 " memory that is damaged"
             )
 
-    @staticmethod
-    def _failed_step(plan: Plan, error: BaseException) -> int | None:
+    def _failed_step(self, error: BaseException) -> int | None:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<replay>"]
-        return plan.line_steps.get(lines[0]) if lines and lines[0] is not None else None
+        return self.plan.line_steps.get(lines[0]) if lines and lines[0] is not None else None
 
 
 def _sum_of(kept: Brought) -> torch.Tensor | None:

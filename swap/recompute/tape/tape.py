@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from memo.swap.recompute.axis.attention import drops_by
+from memo.swap.recompute.tape.attention import drops_by
 from memo.swap.recompute.tape.filled import Region, covers, region_of
 from memo.swap.recompute.tape.log import (
     CARRIED,
@@ -75,7 +75,7 @@ class Step:
 
     number: int
     operator: Any
-    """Its facts (memo.swap.recompute.axis.operators), or a Function of the program."""
+    """Its facts (memo.swap.recompute.tape.operators), or a Function of the program."""
     args: tuple[Any, ...]
     """Arguments; Use, Carried and Hidden in place of tensors and of what may differ from call to call."""
     kwargs: dict[str, Any]
@@ -114,10 +114,6 @@ class Tape:
         self.opaque = set(opaque)
         self.costs: list[int] = []
         """Cost of repeating each step, in picoseconds (step_costs.py)."""
-        self.is_by_vectors = False
-        """Its replays are to be exact on a CPU, whose kernels compute what stands at an end one by one (places.py)."""
-        self.readings: list[Any] | None = None
-        """Ways to divide it by tokens (rows.py); None: not read yet."""
         self._now: list[int] = []
         self._written: dict[int, list[Region] | None] = {}  # regions of storages that were allocated without writing
         self._uninitialised: set[int] = set()  # of which something was read that nothing had written

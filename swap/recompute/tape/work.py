@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from memo.swap.recompute.axis.attention import is_attention
+from memo.swap.recompute.tape.attention import is_attention
 from memo.torch_private import tree_leaves
 
 __all__ = ["Rates", "Work", "picoseconds_of", "rates_of", "work_of"]

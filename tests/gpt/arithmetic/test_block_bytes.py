@@ -25,7 +25,7 @@ from memo.gpt.model import tiled_mlp
 from memo.gpt.model.model import GPT
 from memo.gpt.train_config import Precision
 from memo.parallel.layout import Layout
-from memo.swap.token_levels import Level
+from memo.swap.levels import Level
 
 LAYOUTS = [ONE_RANK, Layout(tp=4), Layout(cp=2), Layout(tp=2, cp=2)]
 SHARED = [Layout(cp=8), Layout(tp=2, cp=4)]  # context-parallel ranks share the 4 key/value heads, two and two

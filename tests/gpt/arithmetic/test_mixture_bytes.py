@@ -16,7 +16,7 @@ from memo.gpt.config import GPTConfig, MoeConfig
 from memo.gpt.model.experts import Experts
 from memo.gpt.train_config import Precision
 from memo.parallel.layout import Layout
-from memo.swap.token_levels import Level
+from memo.swap.levels import Level
 
 MIXTURES: list[dict[str, int]] = [
     {},

@@ -18,7 +18,7 @@ from memo.gpt.model.attention import attend, attend_within
 from memo.gpt.model.attention_kernel import Choice, Kernel, Kind, choose
 from memo.gpt.model.model import GPT
 from memo.gpt.model.packed_documents import DocumentSpans
-from memo.swap.token_levels import Level
+from memo.swap.levels import Level
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -20,10 +20,10 @@ from memo.swap.disk.bounce_buffers import StagedDisk
 from memo.swap.disk.store import DiskStore
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
+from memo.swap.levels import setting_of
 from memo.swap.memory.pinned import empty_pinned
 from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
-from memo.swap.token_levels import setting_of
 
 if TYPE_CHECKING:
     from memo.swap.tiers.protocol import Tier

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from memo.swap.recompute.axis.operators import group_of
+from memo.swap.recompute.tape.operators import group_of
 
 X = torch.ones(2, 3)
 _OPS = torch.ops._c10d_functional

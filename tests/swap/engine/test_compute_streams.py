@@ -18,9 +18,9 @@ from memo.swap.engine import d2h, h2d
 from memo.swap.engine.h2d import Reload
 from memo.swap.engine.saved_storage import RETURNING, SavedStorage, by_home
 from memo.swap.engine.stream_order import StreamOrder
+from memo.swap.levels import Level
 from memo.swap.placement import Placement
 from memo.swap.tiers.host_and_disk import HostTier
-from memo.swap.token_levels import Level
 
 POLICIES = ["lazy", "eager", "random"]
 

@@ -15,9 +15,9 @@ from memo.swap.engine.engine import Engine
 from memo.swap.engine.layer_calls import Call, Group, LayerCalls
 from memo.swap.engine.saved_storage import AWAY
 from memo.swap.layers import find_layers
+from memo.swap.levels import TokenLevels
 from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.tiers.host_and_disk import HostTier
-from memo.swap.token_levels import TokenLevels
 
 LAYERS = 3
 

@@ -18,10 +18,10 @@ from memo.manager.manager import Manager
 from memo.swap.backends.cuda import CudaStream
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
+from memo.swap.levels import setting_of
 from memo.swap.memory.pinned import PinnedSlab
 from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.tiers.host_and_disk import PAGE, HostTier
-from memo.swap.token_levels import setting_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

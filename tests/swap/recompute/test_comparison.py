@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from live_bytes import LiveBytes
 
+from memo.swap.levels import comparing_nbytes
 from memo.swap.recompute import comparison
 from memo.swap.recompute.comparison import have_same_bits, relative_difference
 from memo.swap.recompute.trial import BOUND
-from memo.swap.token_levels import comparing_nbytes
 
 MIB = 1 << 20
 dtypes = st.sampled_from(list(BOUND))

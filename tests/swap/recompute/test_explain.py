@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memo
 from memo.errors import UsageError
 from memo.manager.manager import Manager
+from memo.swap.levels import Level
 from memo.swap.recompute import trials
 from memo.swap.recompute.explanation import Fate, LayerExplanation, Row
 from memo.swap.recompute.tape.replay import Replay
 from memo.swap.recompute.tape.settings import Settings
 from memo.swap.recompute.trial import ReplayMismatch
-from memo.swap.token_levels import Level
 
 LEVELS = {"matmuls": Level.SAVE_MATMULS, "attention": Level.SAVE_ATTENTION, "input": Level.SAVE_INPUT}
 

@@ -20,11 +20,11 @@ from torch.utils.checkpoint import checkpoint
 
 import memo
 from memo.lru import LRU
+from memo.swap.levels import Level, Mix, TokenLevels, comparing_nbytes, setting_of
 from memo.swap.recompute import plans, trials
 from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.tape.recorder import Recorder
 from memo.swap.recompute.trial import ReplayMismatch
-from memo.swap.token_levels import Level, Mix, TokenLevels, comparing_nbytes, setting_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -10,7 +10,7 @@ from small_models import assert_equal, ids, stack, train
 import memo
 from memo.swap.engine.handles import Handle
 from memo.swap.engine.saved_storage import AWAY, BACK, RETURNING
-from memo.swap.token_levels import Level
+from memo.swap.levels import Level
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,8 +12,8 @@ from small_models import assert_equal, checked, gradients, ids, plain, stack, tr
 from torch import nn
 
 import memo
+from memo.swap.levels import TokenLevels
 from memo.swap.recompute.tape.plan import Plan
-from memo.swap.token_levels import TokenLevels
 
 
 def routed(*, behind: bool = False) -> nn.Module:

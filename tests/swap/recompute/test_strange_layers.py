@@ -20,9 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import memo
 from memo.errors import ModifiedAfterSave, SwapError, UsageError
 from memo.events import Tier
+from memo.swap.levels import Level
 from memo.swap.recompute.trial import ReplayMismatch
 from memo.swap.recompute.trials import Trials
-from memo.swap.token_levels import Level
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import memo
 from memo.errors import SwapError, UsageError
+from memo.swap.levels import Level, TokenLevels, setting_of
 from memo.swap.recompute.ranges.ranged_plan import Piece
 from memo.swap.recompute.ranges.ranged_replay import RangedReplay
-from memo.swap.token_levels import Level, TokenLevels, setting_of
 
 if TYPE_CHECKING:
     from pathlib import Path

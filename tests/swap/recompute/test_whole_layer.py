@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import memo
 from memo.errors import HostBudgetExceeded, UsageError
 from memo.swap.engine.tier_choice import WhenFull
-from memo.swap.token_levels import Level
+from memo.swap.levels import Level
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,10 +13,10 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import memo
 from memo.swap import is_attention
-from memo.swap.recompute.axis.operators import operator_of
+from memo.swap.levels import Level
 from memo.swap.recompute.tape.bans import Bans, banned
+from memo.swap.recompute.tape.operators import operator_of
 from memo.swap.recompute.tape.work import work_of
-from memo.swap.token_levels import Level
 
 # As the packages register them; the kernels hub's have the hash of a build in their names.
 FORWARDS = [

@@ -21,13 +21,13 @@ from memo.kernels import pack_mask
 from memo.manager.manager import Manager
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
+from memo.swap.levels import LEAST_TOKENS, TokenLevels, setting_of, tile_of
 from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.recompute.ranges.ranged_plan import Piece, Span
 from memo.swap.recompute.ranges.ranged_replay import RangedReplay, _bits_of
 from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.tape.settings import Settings
 from memo.swap.tiers.host_and_disk import HostTier
-from memo.swap.token_levels import LEAST_TOKENS, TokenLevels, setting_of, tile_of
 
 SEQ = 96
 

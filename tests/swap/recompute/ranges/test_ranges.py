@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import memo
+from memo.swap.levels import TokenLevels
 from memo.swap.recompute import plans, trials
 from memo.swap.recompute.axis import operator_rules
 from memo.swap.recompute.ranges import rows
-from memo.swap.token_levels import TokenLevels
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,13 +12,13 @@ from taped import record
 from torch import nn
 from torch.nn import functional as F
 
+from memo.swap.levels import Level
 from memo.swap.recompute.tape import fitting
 from memo.swap.recompute.tape.bans import banned
 from memo.swap.recompute.tape.cut import Problem, cheapest, curve
 from memo.swap.recompute.tape.fitting import fitting_cut
 from memo.swap.recompute.tape.plan import problem_of
 from memo.swap.recompute.tape.tape import Tape
-from memo.swap.token_levels import Level
 
 
 def problem(links: int = 24, choices: Sequence[int] = (8, 64, 128, 256)) -> tuple[Tape, Problem, tuple[int, ...]]:

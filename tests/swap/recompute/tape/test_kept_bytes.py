@@ -12,8 +12,8 @@ from small_models import gradients
 from twelve_kinds import KINDS
 
 import memo
+from memo.swap.levels import Level
 from memo.swap.recompute.tape.plan import Plan
-from memo.swap.token_levels import Level
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,8 +10,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from memo.swap.recompute.axis.attention import drops_by, is_attention
-from memo.swap.recompute.axis.operator_rules import COLLECTIVES
+from memo.swap.recompute.tape.attention import drops_by, is_attention
 from memo.torch_private import (
     DispatchKey,
     ForceDispatchKeyGuard,
@@ -28,6 +27,10 @@ __all__ = ["NON_BLOCKING", "Operator", "apart", "call", "group_of", "operator_of
 _ATEN = torch.ops.aten
 # These say when a collective's result is there, and change nothing in it.
 _AWAIT = frozenset({"_c10d_functional::_wrap_tensor_autograd", "_c10d_functional::wait_tensor"})
+# torch's own, which give new tensors.
+_COLLECTIVES = frozenset(
+    f"_c10d_functional::{name}" for name in ("all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor")
+)
 _COLLECTIVE_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d")
 # Their results are memory that nothing was written into.
 _ALLOCATE = frozenset(
@@ -94,11 +97,11 @@ class Operator:
         self.is_random = is_overload and is_random(func)
         name = func._schema.name if is_overload else ""
         self.awaits = name in _AWAIT
-        self.is_collective = name in COLLECTIVES
+        self.is_collective = name in _COLLECTIVES
         self.is_known = (
             (is_overload and func.namespace in ("aten", "prim", "prims")) or self.is_collective or self.is_attention
         )
-        """It is one of those that may have a rule for tokens (memo.swap.recompute.axis.operator_rules)."""
+        """It is one of torch's own, or attention: its schema says all that its kernel reads and writes."""
         self.group_at = _group_at(func) if is_overload else None
         """The position of the process group, if it is given one."""
         self.non_blocking_at = _position(func, NON_BLOCKING) if is_overload else None
