@@ -34,9 +34,7 @@ def mlp_tiles_of(modules: Iterable[nn.Module]) -> int:
     return max((tiles for tiles in found if isinstance(tiles, int)), default=1)
 
 
-def points_of(
-    costs: LayerCosts, *, again_flops: float | None = None
-) -> tuple[int, tuple[PointProfile, ...]]:
+def points_of(costs: LayerCosts, *, again_flops: float | None = None) -> tuple[int, tuple[PointProfile, ...]]:
     """Converts a layer's curve to points; one that saves no less than the one before it is left out.
 
     Args:

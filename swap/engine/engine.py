@@ -40,7 +40,7 @@ from memo.swap.generators import leaves_generators
 from memo.swap.tensor_kinds import argument_storages, has_hidden_state, has_storage, is_sharded, layer_input, local_part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from typing import Any
 
     from memo.events import Tier as TierName, Tracer
@@ -322,7 +322,7 @@ class Engine:
             group.held = False
             for saved in group.living():
                 saved.replay = replays.get(saved)
-                if any(replay.reads(saved) for replay in dict.fromkeys(replays.values())):
+                if _is_read(saved, replays):
                     saved.coded = None
             group.together = any(replay.together for replay in replays.values())
             if not group.wait_for_next:
@@ -335,17 +335,19 @@ class Engine:
         """Response to a full tier."""
         return self._tier_choice.when_full
 
-    def lacking_nbytes(self, group: Group, replayed: Collection[SavedStorage], *, besides: Sequence[int]) -> int:
+    def lacking_nbytes(self, group: Group, replays: Mapping[SavedStorage, Recompute], *, besides: Sequence[int]) -> int:
         """Bytes of a held group that move and find no room now; 0: all do.
 
         Args:
             group: the group.
-            replayed: its storages that do not move.
+            replays: those of its storages that do not move.
             besides: sizes of blocks that must have room too; not with STAY.
         """
         with self._lock:
-            moving = [saved for saved in group.living() if saved not in replayed]
-            sizes = [(saved.nbytes, saved.nbytes if replayed else saved.place_nbytes) for saved in moving]
+            moving = [saved for saved in group.living() if saved not in replays]
+            sizes = [
+                (saved.nbytes, saved.nbytes if _is_read(saved, replays) else saved.place_nbytes) for saved in moving
+            ]
             return self._tier_choice.lacking_nbytes(group, sizes, besides=besides)
 
     def recomputes_for_room(self, group: Group, lacking_nbytes: int) -> None:
@@ -563,3 +565,8 @@ class Engine:
         for tier in self.tiers:
             tier.close()
         self.backend.close()
+
+
+def _is_read(saved: SavedStorage, replays: Mapping[SavedStorage, Recompute]) -> bool:
+    """True for a storage that one of a layer's replays needs: it moves as it is, not as codes."""
+    return any(replay.reads(saved) for replay in dict.fromkeys(replays.values()))

@@ -215,7 +215,7 @@ def test_all_of_a_planned_step_is_within_the_budget(share: float, batch: int, ho
     run = Run(batch)
     saved = run.plain - run.weights
     budget = run.weights + int(share * saved)
-    manager, engine, recompute_policy = run.manager(int(host * saved), TokenLevels(all=1.0))
+    manager, engine, recompute_policy = run.manager(int(host * saved), Level.SAVE_ALL)
     planning = AutoPlan(
         Actuator(engine, recompute_policy, manager.layers, run.memory(budget), tracer=None), checked_plan
     )

@@ -21,7 +21,6 @@ from memo.mip.activation.plan import ActivationPlan
 from memo.swap.engine.engine import Engine
 from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.layers import find_layers
-from memo.swap.levels import TokenLevels
 from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.tiers.host_and_disk import HostTier
 
@@ -38,7 +37,7 @@ class Run:
         backend = PacedBackend(d2h_bytes_per_s=2e9, h2d_bytes_per_s=2e9)
         self.host = HostTier(backend, int(host * LAYER), segment_bytes=1 << 20)
         self.engine = Engine(backend, [self.host], min_bytes=512, when_full=WhenFull.STAY)
-        tapes = RecomputePolicy(self.engine, TokenLevels(all=1.0))
+        tapes = RecomputePolicy(self.engine, Level.SAVE_ALL)
         self.manager = Manager(self.model, find_layers(self.model), self.engine, recompute_policy=tapes)
         memory = DeviceBudget(total_bytes=int(device * LAYER), peak_bytes=lambda: 0, restart=lambda: None)
         actuator = Actuator(self.engine, tapes, self.manager.layers, memory, tracer=None)

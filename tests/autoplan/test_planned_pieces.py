@@ -23,7 +23,6 @@ from memo.mip.inputs.profile import Profile
 from memo.record import Step
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
-from memo.swap.levels import TokenLevels
 from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.recompute.ranges.ranged_plan import Piece
 from memo.swap.recompute.ranges.ranged_replay import RangedReplay
@@ -126,7 +125,7 @@ def test_what_replays_hold_is_what_the_plan_says(
     model, reference = model_of(), model_of()
     backend = CountedBackend(d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9)
     engine = Engine(backend, [HostTier(backend, 1 << 28, segment_bytes=1 << 20)], min_bytes=1024)
-    recompute_policy = RecomputePolicy(engine, TokenLevels(all=1.0))
+    recompute_policy = RecomputePolicy(engine, Level.SAVE_ALL)
     manager = Manager(model, find_layers(model), engine, recompute_policy=recompute_policy)
     placements, settings = settings_of(plan, manager.layers)
     engine.place(placements)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from offload_models import gpt, token_ids
 from race_checker import CheckingBackend, CheckingDisk
-from small_models import assert_equal, ids, in_ranges, stack, train
+from small_models import assert_equal, ids, stack, train
 from throttled_backend import PacedBackend
 
 import memo
@@ -40,7 +40,7 @@ from memo.parallel.pipeline_order import PipelineOrder
 from memo.swap.engine.engine import Engine
 from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.layers import find_layers
-from memo.swap.levels import AT_ONCE, LayerCosts, Level as SwapLevel, Mix, PointCost, TokenLevels
+from memo.swap.levels import LayerCosts, Level as SwapLevel, Mix, PointCost
 from memo.swap.memory.page_aligned import PAGE_BYTES
 from memo.swap.placement import Placement
 from memo.swap.recompute.policy import RecomputePolicy
@@ -56,7 +56,7 @@ def checked_manager(model: torch.nn.Module, *, policy: Any = "lazy") -> tuple[Ma
     backend = CheckingBackend(policy, seed=1)
     tiers = [HostTier(backend, ROOM, segment_bytes=1 << 20), DiskTier(CheckingDisk(backend, ROOM), ROOM)]
     engine = Engine(backend, tiers, min_bytes=1024)
-    recompute_policy = RecomputePolicy(engine, TokenLevels(all=1.0))
+    recompute_policy = RecomputePolicy(engine, Level.SAVE_ALL)
     return Manager(model, find_layers(model), engine, recompute_policy=recompute_policy), engine, recompute_policy
 
 
@@ -67,7 +67,7 @@ def paced_manager(
     backend = PacedBackend(d2h_bytes_per_s=20e6, h2d_bytes_per_s=20e6)
     tiers = [HostTier(backend, host, segment_bytes=1 << 20)]
     engine = Engine(backend, tiers, min_bytes=1024, codec=codec, when_full=WhenFull.STAY)
-    recompute_policy = RecomputePolicy(engine, TokenLevels(all=1.0))
+    recompute_policy = RecomputePolicy(engine, Level.SAVE_ALL)
     return Manager(model, find_layers(model), engine, recompute_policy=recompute_policy), engine, recompute_policy
 
 
@@ -87,7 +87,7 @@ def test_kept_tokens_of_divided_tensors_stay_and_the_rest_of_them_goes(policy: s
     """Kept by half at mixed levels: the sources go, what is kept of them is on the device, and gradients are equal."""
     model = fresh(4)
     manager, engine, _ = checked_manager(model, policy=policy)
-    manager.choose_levels(dict.fromkeys(range(4), in_ranges(0.25, 0.5, 0.25)))
+    manager.choose_levels(dict.fromkeys(range(4), (0.25, 0.5, 0.25)))
     engine.place({n: Placement(kept=0.5, host=0.5) for n in range(4)})
     got = train(model, lambda step: forward(model, step), manager)
     reference = fresh(4)
@@ -118,7 +118,7 @@ def test_what_is_kept_of_a_layer_gives_way_storage_by_storage_to_what_comes_back
     """A layer's kept halves and all of its whole tensors never take room at the same time."""
     model = fresh(4)
     manager, engine, _ = checked_manager(model)
-    manager.choose_levels(dict.fromkeys(range(4), in_ranges(0.5)))
+    manager.choose_levels(dict.fromkeys(range(4), 0.5))
     engine.place({n: Placement(kept=1.0) for n in range(4)})
     train(model, lambda step: forward(model, step), manager, steps=1)
     aside = cast("DeviceTier", engine._tier_choice._beginning_with[Tier.DEVICE][0])
@@ -317,7 +317,7 @@ def test_a_run_measures_itself_wherever_a_plan_has_room(device: float, host: flo
 @pytest.mark.parametrize(
     ("points", "setting"),
     [
-        ({ALL: 0.25, MATMULS: 0.5, ATTENTION: 0.25}, TokenLevels(all=0.25, matmuls=0.5, attention=0.25, piece=AT_ONCE)),
+        ({ALL: 0.25, MATMULS: 0.5, ATTENTION: 0.25}, (0.25, 0.5, 0.25)),
         ({ALL: 0.5, "p3": 0.5}, Mix(points={ALL: 0.5, "p3": 0.5})),
         ({INPUT: 1.0}, Mix(points={INPUT: 1.0})),
     ],
@@ -340,7 +340,7 @@ def test_a_plan_of_three_levels_is_settings_of_tokens_and_any_other_a_mix(
     parts = (LayerPlan(points=points),) * 2 + (LayerPlan(),)
     plan = dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, profile=profile), layers=parts)
     placements, settings = settings_of(plan, find_layers(stack(layers=3)))
-    assert list(settings.values()) == [setting, setting, TokenLevels(all=1.0)]
+    assert list(settings.values()) == [setting, setting, Level.SAVE_ALL]
     assert placements[0].nbytes == int(parts[0].saved_bytes(known))
 
 

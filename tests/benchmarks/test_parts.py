@@ -14,7 +14,7 @@ from benchmarks.solver.problems import Named, problems
 from benchmarks.solver.rules import lp
 from memo.mip.inputs.profile import MATMULS
 from memo.swap.engine import h2d
-from memo.swap.levels import TokenLevels
+from memo.swap.levels import Level
 
 BINDING = 6
 """Of the thirty: 1.3b at 16k tokens, whose link hides a part of the copies."""
@@ -59,7 +59,7 @@ def test_reloads_are_not_ahead_where_that_is_off_and_gradients_are_the_same_bits
     of_part = {}
     for part, off in ENGINE.items():
         manager, _, tapes = bench.manager()
-        tapes.choose({layer.name: TokenLevels(all=1.0) for layer in manager.layers})
+        tapes.choose({layer.name: Level.SAVE_ALL for layer in manager.layers})
         ahead = 0
         with off():
             for _ in range(2):

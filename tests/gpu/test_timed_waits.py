@@ -41,7 +41,7 @@ class Slow(torch.autograd.Function):
         torch.cuda._sleep(BACKWARD_MS * 1_000_000)
         return gradient
 
-@memo.token_local  # a replay runs it again: the sleep is no operator
+@memo.recomputable  # a replay runs it again: the sleep is no operator
 def slow(x):
     return Slow.apply(x)
 

@@ -579,7 +579,7 @@ custom operator that calls others | 1 | bsh
 memoized | 1 | bsh
     {o} = memoized_noise({bsh}) * {bsh}.sin()
 token-local | 1 | bsh
-    {o} = token_local_gate({bsh}, {P:H})
+    {o} = recomputable_gate({bsh}, {P:H})
 kept | 1 | bsh
     {o} = memo.keep({bsh} * {c}).sin()
 

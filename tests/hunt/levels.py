@@ -24,7 +24,7 @@ from memo.swap import Level
 from memo.swap.engine.engine import Engine
 from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.layers import find_layers
-from memo.swap.levels import TokenLevels, setting_of
+from memo.swap.levels import setting_of
 from memo.swap.placement import Placement
 from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {
     "0.5": 0.5,
     "0": 0.0,
     "matmuls": (0.0, 1.0, 0.0),
-    "pieces": TokenLevels(all=0.25, matmuls=0.25, attention=0.5, piece=0.3),
+    "mix": (0.25, 0.25, 0.5),
     "input": Level.SAVE_INPUT,
 }
 """Name of a setting to its alpha or level."""
@@ -107,7 +107,7 @@ def _checked(setting: str, policy: Any, *, tier: str = "host", kept: float = 0.0
         engine = Engine(backend, tiers, min_bytes=512)
         layers = find_layers(model, model.layers)
         manager = Manager(
-            model, layers, engine, recompute_policy=RecomputePolicy(engine, setting_of(SETTINGS[setting]), exact=True)
+            model, layers, engine, recompute_policy=RecomputePolicy(engine, setting_of(SETTINGS[setting]))
         )
         if kept:
             engine.place({number: Placement(kept=kept, host=1 - kept) for number in range(len(layers))})
@@ -120,7 +120,7 @@ def _automatic(model: Stack, seed: int, scratch: str) -> Managed:
     backend = PacedBackend(d2h_bytes_per_s=200e6, h2d_bytes_per_s=200e6)
     tiers = [HostTier(backend, ROOM, segment_bytes=1 << 20)]
     engine = Engine(backend, tiers, min_bytes=512, when_full=WhenFull.STAY)
-    tapes = RecomputePolicy(engine, TokenLevels(all=1.0), exact=True)
+    tapes = RecomputePolicy(engine, Level.SAVE_ALL)
     manager = Manager(model, find_layers(model, model.layers), engine, recompute_policy=tapes)
     memory = DeviceBudget(
         total_bytes=int(2 ** random.Random(seed).uniform(15, 20)), peak_bytes=lambda: 0, restart=lambda: None
@@ -134,7 +134,7 @@ _ANYWHERE: dict[str, Way] = {
     "0.5": _offloaded("0.5", host="256MiB"),
     "0": _offloaded("0", host="256MiB"),
     "matmuls": _offloaded("matmuls", host="256MiB"),
-    "pieces": _offloaded("pieces", host="256MiB"),
+    "mix": _offloaded("mix", host="256MiB"),
     "input": _offloaded("input", host="256MiB"),
     "1, disk": _offloaded("1", host=0, disk=True),
     "0.5, disk, verified": _offloaded("0.5", host=0, disk=True, verify=True),
@@ -153,7 +153,7 @@ _ON_A_CPU: dict[str, Way] = {
     "0.5, late": _checked("0.5", "lazy", kept=0.5),
     "0.5, at random": _checked("0.5", "random"),
     "0, late, disk": _checked("0", "lazy", tier="disk"),
-    "pieces, at random": _checked("pieces", "random", kept=0.3),
+    "mix, at random": _checked("mix", "random", kept=0.3),
     "automatic": Way(make=_automatic, rounds=3, may_be_full=True),
 }
 LEVELS = _ANYWHERE | (_ON_A_CPU if DEVICE == "cpu" else {})

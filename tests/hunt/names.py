@@ -144,8 +144,8 @@ def memoized_noise(x: torch.Tensor) -> torch.Tensor:
     return x.sigmoid() + torch.rand_like(x)
 
 
-@memo.token_local
-def token_local_gate(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+@memo.recomputable
+def recomputable_gate(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Of each token alone."""
     return (x * scale).sigmoid() * x
 

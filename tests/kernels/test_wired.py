@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Stack, Step, assert_equal, checked, ids, in_ranges, train
+from small_models import Stack, Step, assert_equal, ids, train
 from torch import nn
 
-from memo.kernels import masks, staging
+from memo.kernels import Codec, masks, staging
 from memo.manager.manager import Manager
+from memo.swap.backends.cpu import CpuBackend
 from memo.swap.backends.cuda import CudaBackend
-from memo.swap.engine import token_prefix
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
+from memo.swap.levels import Level
 from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.tiers.host_and_disk import HostTier
-
-DISTANT_ROWS = 2  # a batch of two: the first tokens of a storage are two runs
 
 
 class Mixed(nn.Module):
@@ -40,7 +39,6 @@ class Launches:
     """Counts the launches of two modules of kernels, and sends tensors of any device to them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, on: bool) -> None:
-        self.views: list[int] = []
         self.names: list[str] = []
         for module in (staging, masks):
             monkeypatch.setattr(module, "on_triton", lambda _: on)
@@ -56,8 +54,6 @@ class Launches:
     def _counting(self, name: str, launch: Any) -> Any:
         def counted(*args: Any) -> Any:
             self.names.append(name)
-            if name == "pack views":
-                self.views.append(len(args[0]))
             return launch(*args)
 
         return counted
@@ -68,42 +64,37 @@ def model_on(device: torch.device) -> Stack:
     return Stack(layers=3, make=Mixed).to(device)
 
 
-def managed(model: Stack, device: torch.device) -> Manager:
-    if device.type == "cpu":
-        return checked(model, "random", alpha=in_ranges(0.25, 0.5, 0.25)).manager
-    backend = CudaBackend(device)
-    engine = Engine(backend, [HostTier(backend, 1 << 24, segment_bytes=1 << 20)], min_bytes=512)
-    return Manager(
-        model, find_layers(model), engine, recompute_policy=RecomputePolicy(engine, in_ranges(0.25, 0.5, 0.25))
-    )
+def managed(model: Stack, device: torch.device, codec: Codec | None) -> Manager:
+    """With a codec everything moves, as codes; without one masks are kept as bits and the rest is recomputed."""
+    backend = CpuBackend() if device.type == "cpu" else CudaBackend(device)
+    engine = Engine(backend, [HostTier(backend, 1 << 24, segment_bytes=1 << 20)], min_bytes=512, codec=codec)
+    level = Level.SAVE_ATTENTION if codec is None else Level.SAVE_ALL
+    return Manager(model, find_layers(model), engine, recompute_policy=RecomputePolicy(engine, level))
 
 
-def steps(device: torch.device, *, with_memo: bool) -> list[Step]:
+def steps(device: torch.device, *, with_memo: bool, codec: Codec | None = None) -> list[Step]:
     model = model_on(device)
-    manager = managed(model, device) if with_memo else None
+    manager = managed(model, device, codec) if with_memo else None
     torch.manual_seed(1)
-    done = train(model, lambda step: model(ids(step, DISTANT_ROWS).to(device)), manager, steps=2)
+    done = train(model, lambda step: model(ids(step).to(device)), manager, steps=2)
     if manager is not None:
-        assert not manager.report().recompute.refused  # type: ignore[union-attr]
-        assert manager.stats.bytes_recomputed > 0
+        assert (manager.stats.bytes_recomputed > 0) == (codec is None)
         manager.close()
     return done
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("codec", "names"), [(None, "mask"), (Codec.INT8, "views")])
 def test_a_run_with_kernels_equals_the_run_with_references_bit_for_bit(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
+    codec: Codec | None, names: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
         Launches(patched, on=False)
-        want = steps(device, with_memo=True)
+        want = steps(device, with_memo=True, codec=codec)
     launches = Launches(monkeypatch, on=True)
-    assert_equal(steps(device, with_memo=True), want)
-    assert set(launches.names) == {"pack views", "unpack views", "pack mask", "unpack mask"}
-    # Both steps, both layers that send anything: one launch for all that a layer divides.
-    assert len(launches.views) == 2 * 2
-    assert min(launches.views) > 1
-    if device.type == "cpu":
+    assert_equal(steps(device, with_memo=True, codec=codec), want)
+    assert set(launches.names) == {f"pack {names}", f"unpack {names}"}
+    if device.type == "cpu" and codec is None:
         assert_equal(want, steps(device, with_memo=False))
 
 
@@ -112,15 +103,4 @@ def test_a_cpu_never_asks_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     from memo.kernels import staging_triton
 
     monkeypatch.setattr(staging_triton, "pack", None)
-    steps(torch.device("cpu"), with_memo=True)
-
-
-def test_what_a_layer_divides_is_gathered_into_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks: list[int] = []
-    pack = token_prefix.pack_views
-    monkeypatch.setattr(
-        token_prefix, "pack_views", lambda views, block: (blocks.append(len(views)), pack(views, block))
-    )
-    steps(torch.device("cpu"), with_memo=True)
-    assert len(blocks) == 2 * 2
-    assert min(blocks) > 1
+    steps(torch.device("cpu"), with_memo=True, codec=Codec.INT8)

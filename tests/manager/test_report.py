@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from activation_problems import layer, machine
-from small_models import ids, in_ranges, stack, train
+from small_models import ids, stack, train
 
 import memo
 from memo.autoplan.plan_outcome import PlanOutcome
@@ -51,7 +51,7 @@ def test_a_recompute_that_was_not_bit_for_bit_is_still_told_when_levels_have_cha
     """Whether a kernel rounds otherwise at another length is the processor's matter; here the trial says so."""
     monkeypatch.setattr("memo.swap.recompute.trials.try_out_ranges", lambda replays, exact: 0.25)
     model = stack(layers=3)
-    manager = memo.offload(model, alpha=in_ranges(0.5), disk=tmp_path, min_bytes=512)
+    manager = memo.offload(model, alpha=0.5, disk=tmp_path, min_bytes=512)
     train(model, lambda step: model(ids(step)), manager, steps=1)
     assert "bound" in str(manager.report())
     manager.choose_levels({0: 0.5})

@@ -30,7 +30,7 @@ import memo.manager.opening
 from memo.autoplan.device_budget import DeviceBudget
 from memo.errors import UsageError
 from memo.parallel.rank_agreement import gather_values
-from memo.swap.recompute.tape.declared import token_local
+from memo.swap.recompute.tape.declared import recomputable
 
 PATIENCE = datetime.timedelta(seconds=60)
 LENGTHS = [[40, 40, 56, 24, 60, 40], [24, 56, 56, 40, 32, 56]]
@@ -156,11 +156,7 @@ def one_plan() -> None:
     assert plans[0] == plans[1] is not None
 
 
-def _stays(axis: Any, x: torch.Tensor) -> Any:
-    return axis
-
-
-@token_local(axis_after=_stays)
+@recomputable
 def counted(x: torch.Tensor) -> torch.Tensor:
     """Talks to the other rank, of nothing that has the shape of a batch."""
     ranks = torch.ones(1)

@@ -24,8 +24,8 @@ from memo.gpt.train.parallel_step import ParallelTrainer
 from memo.gpt.train_config import Precision
 from memo.parallel.layout import Layout
 from memo.parallel.world import World, join
-from memo.swap.levels import AT_ONCE, LayerCosts, Level, TokenLevels
-from memo.swap.recompute.axis.operator_rules import tensors_in
+from memo.swap.levels import Level
+from memo.swap.tensor_kinds import tensors_within
 
 LAYERS = 3
 SHAPE: dict[str, Any] = {
@@ -50,13 +50,13 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         moves = func.namespace in ("c10d", "_c10d_functional")
-        if moves and any(tensor.is_floating_point() for tensor in tensors_in(args)):
+        if moves and any(tensor.is_floating_point() for tensor in tensors_within(args)):
             self.counts[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
 
 
-def measured(shape: GPTConfig, layout: Layout, precision: Precision, alpha: Any) -> tuple[Counts, list[LayerCosts]]:
-    """The collectives of a second step, which tries nothing out, and what each layer's levels cost."""
+def measured(shape: GPTConfig, layout: Layout, precision: Precision, alpha: Any) -> tuple[Counts, list[float]]:
+    """The collectives of a second step, which tries nothing out, and the bytes a token of level SAVE_MATMULS."""
     world = World.of(layout, "cpu")
     autocast = torch.bfloat16 if precision is Precision.BF16_AUTOCAST else None
     stages = build_stages(shape, world, seq=SEQ, device=CPU, dtype=torch.float32, seed=7, autocast=autocast)
@@ -70,7 +70,14 @@ def measured(shape: GPTConfig, layout: Layout, precision: Precision, alpha: Any)
         use = manager.report().recompute
         assert use is None or use.refused == {}, use
         assert alpha == 1.0 or manager.stats.bytes_recomputed > 0
-        return collectives.counts, manager.levels_profile()
+        policy = manager._recompute_policy
+        assert policy is not None
+        middle, least = (
+            [sum(policy.moved_nbytes(layer.name, level)) for layer in manager.layers]
+            for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION)
+        )
+        tokens = SEQ // (layout.cp * (layout.tp if layout.shards_tokens else 1))
+        return collectives.counts, [(more - less) / tokens for more, less in zip(middle, least, strict=True)]
 
 
 def check(name: str) -> None:
@@ -94,18 +101,17 @@ def check(name: str) -> None:
         at_attention += Counts(_allgather_base_=2, _reduce_scatter_base_=1)
     elif layout.tp > 1:
         at_attention += Counts(allreduce_=1)
-    mixed = TokenLevels(all=0.25, matmuls=0.5, attention=0.25, piece=AT_ONCE)
+    mixed = (0.25, 0.5, 0.25)
     for alpha, expected in [
         ((0, 1, 0), at_matmuls),
         ((0, 0, 1), at_attention),
         (mixed, at_attention + at_matmuls),  # each range repeats its own
     ]:
-        counts, costs = measured(shape, layout, precision, alpha)
+        counts, told = measured(shape, layout, precision, alpha)
         again = {kind: count / (LAYERS - 1) for kind, count in (counts - plain).items()}  # the last layer stays
         assert all(count <= expected[kind] for kind, count in again.items()), f"{name} at {alpha}: {again}"
-        assert len(costs) == LAYERS
+        assert len(told) == LAYERS
         if layout.tp == 1 or layout.shards_tokens:
-            told = {cost.bytes_per_token[Level.SAVE_MATMULS] for cost in costs}
             assert max(told) <= ROWS * block.matmuls, (
                 f"{name}: {told} bytes a token, more than {ROWS} x {block.matmuls}"
             )

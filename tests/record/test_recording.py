@@ -27,7 +27,7 @@ from memo.record.recording import Recording, Role, record_step
 from memo.record.step import Step, gpt_step, load_step
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
-from memo.swap.levels import TokenLevels
+from memo.swap.levels import setting_of
 from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.tiers.host_and_disk import DiskTier
 
@@ -136,7 +136,7 @@ def real_engine_lives(step: Step, alpha: float) -> list[tuple[int, int, int]]:
         nn.init.normal_(parameter, std=0.02)
     backend = CheckingBackend("eager")
     engine = Engine(backend, [DiskTier(CheckingDisk(backend, 64 << 20), None)], min_bytes=64 << 10)
-    recompute_policy = RecomputePolicy(engine, TokenLevels.of_alpha(alpha))
+    recompute_policy = RecomputePolicy(engine, setting_of(alpha))
     manager = Manager(step.model, find_layers(step.model), engine, recompute_policy=recompute_policy)
     for recorder in (Recorder(), Recorder(), Recorder()):
         recorder.adopt([*step.model.parameters(), *step.inputs])

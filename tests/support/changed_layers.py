@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from small_models import Stack, assert_equal, gradients, ids, in_ranges, train
+from small_models import Stack, assert_equal, gradients, ids, train
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 RECOMPUTES = [
-    {"alpha": in_ranges(0.25)},
-    {"alpha": in_ranges(0.25, 0.5, 0.25)},
+    {"alpha": 0.25},
+    {"alpha": (0.25, 0.5, 0.25)},
     {"alpha": None, "levels": dict.fromkeys(range(3), Level.SAVE_INPUT)},
 ]
 by_recompute = pytest.mark.parametrize("how", RECOMPUTES, ids=["tokens", "matmuls", "whole"])

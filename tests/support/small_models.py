@@ -14,7 +14,7 @@ from memo.manager.manager import Manager
 from memo.swap.engine.engine import Engine
 from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.layers import find_layers
-from memo.swap.levels import AT_ONCE, TokenLevels, setting_of
+from memo.swap.levels import setting_of
 from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
 
@@ -140,9 +140,3 @@ def checked(
     made = engine(backend, tiers, min_bytes=512, when_full=when_full)
     wise = RecomputePolicy(made, setting_of(alpha), **recompute_policy)
     return Checked(Manager(model, find_layers(model), made, recompute_policy=wise), backend, made)
-
-
-def in_ranges(every: float, matmuls: float = 0.0, attention: float | None = None) -> TokenLevels:
-    """A setting that divides the tokens among the levels, as a plan's fractions are."""
-    rest = 1 - every if attention is None else attention
-    return TokenLevels(all=every, matmuls=matmuls, attention=rest, piece=AT_ONCE)

@@ -14,19 +14,12 @@ from race_checker import CheckingBackend
 
 from memo.swap.engine.engine import Engine
 from memo.swap.engine.handles import Handle
-from memo.swap.engine.saved_storage import AWAY, BACK, RETURNING, Hold, SavedStorage
+from memo.swap.engine.saved_storage import AWAY, BACK, RETURNING, FillCallback, Hold, SavedStorage
 from memo.swap.engine.stream_order import StreamOrder
-from memo.swap.engine.token_prefix import FillCallback, Rows, TokenPrefix
 from memo.swap.tiers.host_and_disk import HostTier
 
 FLOATS = 1024
 NBYTES = 4 * FLOATS
-
-
-@dataclasses.dataclass(frozen=True)
-class Whole:
-    first: int = 0
-    stop: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,14 +35,16 @@ class Replay:
 
     together = False
 
-    def __init__(self, backend: CheckingBackend, *, owned: bool = True, more: int = 0) -> None:
+    def __init__(self, backend: CheckingBackend, *, more: int = 0) -> None:
         self.backend = backend
-        self.owned = owned
         self.more = more  # bytes that its storages are larger by
         self.wanted: list[One] = []
         self.runs = 0
         self.fails_after: int | None = None
         self.made: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def reads(self, saved: SavedStorage) -> bool:
+        return False
 
     def recompute(self, take: FillCallback) -> None:
         self.runs += 1
@@ -58,13 +53,13 @@ class Replay:
             if number == self.fails_after:
                 raise RuntimeError("broken off")
             hold = one.hold()
-            if hold is None or not hold.saved.prefix.lacks(0):  # type: ignore[union-attr]
+            if hold is None or not hold.saved.lacks_replay:
                 continue
             made = torch.full((FLOATS + self.more // 4,), one.value)
             self.backend.allocates(made)
             self.made.append(weakref.ref(made.untyped_storage()))
             block = torch.empty(0, dtype=torch.uint8).set_(made.untyped_storage(), 0, (NBYTES,), (1,))
-            take(Whole(), one, block, owned=self.owned)
+            take(one, block)
 
 
 class Saving:
@@ -96,10 +91,7 @@ class Saving:
                 handles.append(handle)
         for number, handle in enumerate(handles):
             self.replay.wanted.append(One(handle.hold.saved.hold, float(number)))
-        rows = Rows(rows=1, width=NBYTES)
-        engine.copy_out_held(
-            group, {handle.hold.saved: TokenPrefix(self.replay, rows, tokens=1, first=0) for handle in handles}
-        )
+        engine.copy_out_held(group, {handle.hold.saved: self.replay for handle in handles})
         engine.end_layer(group, between=False)
         engine.end_forwards()
         assert engine.stats.device_bytes == 0
@@ -143,9 +135,8 @@ def test_what_a_recompute_made_is_the_buffer_and_nothing_is_allocated_or_copied(
     assert all(made() is None for made in saving.replay.made)
 
 
-@pytest.mark.parametrize("replay", [{"owned": False}, {"more": 64}])
-def test_memory_that_lives_on_or_is_larger_is_copied(replay: dict[str, Any]) -> None:
-    saving = Saving(**replay)
+def test_memory_that_is_larger_is_copied() -> None:
+    saving = Saving(more=64)
     for number in range(3):
         saving.read(number)
     assert saving.allocated == 3 * NBYTES

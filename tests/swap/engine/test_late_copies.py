@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from faulty_file import Faults
 from race_checker import CheckingBackend, CheckingDisk
-from small_models import Stack, assert_equal, ids, in_ranges, stack, train
+from small_models import Stack, assert_equal, ids, stack, train
 
 from memo.errors import StoreWriteError
 from memo.events import StallCause
@@ -17,8 +16,6 @@ from memo.swap.backends.cpu import CpuBackend
 from memo.swap.disk.store import DiskStore
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
-from memo.swap.recompute.policy import RecomputePolicy
-from memo.swap.recompute.recorded_call import RecordedCall
 from memo.swap.tiers.host_and_disk import DiskTier
 
 if TYPE_CHECKING:
@@ -76,32 +73,6 @@ def test_the_host_stops_only_for_what_is_beyond_the_late_bytes() -> None:
     layer = all_layers / LAYERS
     assert two_layers < three_layers <= two_layers + 1.2 * layer
     assert three_layers < 0.7 * all_layers
-
-
-def _with_others(
-    call: RecordedCall, made: Any, plan: Any, engine: Engine, *, others: bool, together: bool = False
-) -> Any:
-    return made(call, plan, engine, together=others)
-
-
-@pytest.mark.parametrize("together", [False, True])
-def test_what_other_ranks_take_part_in_is_never_late(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it is computed again must not depend on how far this rank's disk has come."""
-    model = stack(layers=LAYERS)
-    backend = CheckingBackend("lazy", hosted_disk=True)
-    engine = Engine(backend, [DiskTier(CheckingDisk(backend, ROOM), ROOM)], min_bytes=512, late_bytes=ENOUGH)
-    recompute_policy = RecomputePolicy(engine, in_ranges(0.25))
-    for name in ("replay", "ranges"):
-        made = getattr(RecordedCall, name)
-        alone = functools.partialmethod(_with_others, made, others=together)
-        monkeypatch.setattr(RecordedCall, name, alone)
-    with Manager(model, find_layers(model), engine, recompute_policy=recompute_policy) as manager:
-        loss = model(ids())
-    assert (backend.host_stops > 0) == together
-    loss.backward()
-    assert backend.races == []
-    assert (manager.stats.bytes_recomputed > 0) == together
-    manager.close()
 
 
 def test_the_host_never_stops_where_copies_keep_up() -> None:

@@ -338,7 +338,7 @@ class Told(nn.Module):
         self.tell = tell
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        @memo.token_local
+        @memo.recomputable
         def noted(h: torch.Tensor) -> torch.Tensor:
             self.said.append(self.tell())
             return h.sin()

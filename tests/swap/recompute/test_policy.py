@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memo
 from memo.lru import LRU
-from memo.swap.levels import Level, Mix, TokenLevels, comparing_nbytes, setting_of
+from memo.swap.levels import Level, Mix, comparing_nbytes, setting_of
 from memo.swap.recompute import plans, trials
 from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.tape.recorder import Recorder
@@ -126,7 +126,7 @@ def test_a_trial_that_fails_speaks_for_its_layer_alone(tmp_path: Path, monkeypat
 
 
 def test_a_step_that_gives_something_else_is_kept_and_the_rest_is_still_divided(tmp_path: Path) -> None:
-    @memo.token_local
+    @memo.recomputable
     def fickle(x: torch.Tensor) -> torch.Tensor:
         return x.detach() * (1.0 if torch.is_grad_enabled() else 2.0)
 
@@ -205,7 +205,7 @@ class Widens(nn.Module):
 
 @pytest.mark.parametrize(
     "setting",
-    [TokenLevels(matmuls=1.0), Level.SAVE_INPUT, Mix(points={"p1": 1.0})],
+    [Level.SAVE_MATMULS, Level.SAVE_INPUT, Mix(points={"p1": 1.0})],
     ids=["matmuls", "input", "a point of the curve"],
 )
 def test_the_first_call_at_a_new_setting_holds_what_its_plan_keeps_and_no_more(

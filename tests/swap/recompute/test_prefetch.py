@@ -22,9 +22,9 @@ LAYERS = 5
 
 def kept_by_replay(saved: SavedStorage) -> list[SavedStorage]:
     """Storages in a tier that the replay of a saved storage reads."""
-    if saved.prefix is None:
+    if saved.replay is None:
         return []
-    packed = (kept.packed for kept in saved.prefix.call._kept)  # type: ignore[attr-defined]
+    packed = (kept.packed for kept in saved.replay._kept)  # type: ignore[attr-defined]
     there = [handle.hold.saved for handle in packed if type(handle) is Handle]
     return [kept for kept in there if kept.source is None and kept.place is not None]
 
@@ -49,21 +49,22 @@ def test_what_a_replay_reads_is_reloaded_while_the_layer_before_it_computes(alph
         reached.append(group.index)
         reach(group)
 
-    def watch_recompute(saved: SavedStorage, prefix: Any) -> None:
-        with_reach = prefix.call.recompute
+    def watch_recompute(saved: SavedStorage) -> None:
+        replay: Any = saved.replay
+        with_reach = replay.recompute
 
         def run(take: Any) -> None:
-            replaying.append(prefix)
+            replaying.append(replay)
             try:
                 with_reach(take)
             finally:
                 replaying.pop()
 
-        prefix.call.recompute = run
+        replay.recompute = run
         try:
-            recompute(saved, prefix)
+            recompute(saved)
         finally:
-            del prefix.call.recompute
+            del replay.recompute
 
     def watch_fetch(wanted: Any) -> None:
         for saved in wanted:

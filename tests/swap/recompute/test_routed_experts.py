@@ -12,7 +12,6 @@ from small_models import assert_equal, checked, gradients, ids, plain, stack, tr
 from torch import nn
 
 import memo
-from memo.swap.levels import TokenLevels
 from memo.swap.recompute.tape.plan import Plan
 
 
@@ -31,7 +30,7 @@ def plan_of(manager: memo.Manager, layer: int = 0) -> Plan:
 @pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize(
     "alpha",
-    [0.2, 0.5, 0.8, (0.25, 0.5, 0.25), TokenLevels(attention=1.0, piece=0.4), TokenLevels.of_alpha(0.4)],
+    [0.2, 0.5, 0.8, (0.25, 0.5, 0.25), 0.0, 0.4],
     ids=str,
 )
 def test_gradients_are_equal_while_routing_changes(
@@ -40,7 +39,6 @@ def test_gradients_are_equal_while_routing_changes(
     model = routed(behind=behind)
     manager = offload(model, alpha=alpha, min_bytes=1)
     assert_equal(train(model, lambda step: model(ids(step)), manager), plain(lambda: routed(behind=behind)))
-    assert not manager.explain(0).ranges, "which rows are a token's differs by call"
     assert plan_of(manager).steps
 
 
@@ -80,7 +78,6 @@ def test_a_planner_is_told_the_curve_of_such_a_layer(offload: Callable[..., memo
     tapes, told = manager._recompute_policy, manager.explain(0)
     assert tapes is not None
     costs = next(costs for costs in tapes.costs() if costs.layer == "layers.0")
-    assert not costs.divisible
     assert {point.saved_bytes for point in costs.points} <= {point.kept_nbytes for point in told.points}
 
 

@@ -38,7 +38,7 @@ class Replayed:
     def run(self, take: Any) -> None:
         for position, made in enumerate(self.taped.replay(self.plan).values()):
             self.change(position, made)
-            take(None, self.wanted[position], made, owned=True)
+            take(self.wanted[position], made)
 
 
 def block(seed: int = 0) -> Taped:
@@ -140,7 +140,7 @@ def test_a_replay_without_memory_says_so() -> None:
 
 
 def test_a_function_that_differs_in_its_second_run_is_found() -> None:
-    @memo.token_local
+    @memo.recomputable
     def fickle(x: torch.Tensor) -> torch.Tensor:
         return x.detach() * (1.0 if torch.is_grad_enabled() else 2.0)
 

@@ -41,13 +41,13 @@ def overwrites(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-@memo.token_local
+@memo.recomputable
 def factor(x: torch.Tensor) -> torch.Tensor:
     """Another one in a replay, once it has begun."""
     return x.detach() * (2.0 if Late.begun and not torch.is_grad_enabled() else 1.0)
 
 
-@memo.token_local
+@memo.recomputable
 def factor_of_many(x: torch.Tensor) -> torch.Tensor:
     """Another one in a replay with many rows."""
     return x.detach() * (2.0 if x.shape[1] > 8 and not torch.is_grad_enabled() else 1.0)
@@ -146,7 +146,7 @@ def test_a_recompute_is_tried_again_at_larger_sizes() -> None:
     assert runs(drifts_where_large, steps=8, rows=lambda number: 8 if number < 5 else 64)[:2] == ([], {})
 
 
-@memo.token_local
+@memo.recomputable
 def local_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.linear(x, weight)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import in_ranges
 from torch import nn
 
 import memo
@@ -58,14 +57,13 @@ def step(alpha: Any, *, size: int = 64, across: bool = False, min_bytes: int = 4
     return [each.grad for each in model.parameters() if each.grad is not None]
 
 
-@pytest.mark.parametrize("alpha", [in_ranges(0.5), 0.0], ids=str)
+@pytest.mark.parametrize("alpha", [0.5, 0.0], ids=str)
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("min_bytes", [1, 40 << 10])
 def test_small_constants_may_change(alpha: Any, across: bool, min_bytes: int) -> None:
     assert all(map(torch.equal, step(alpha, across=across, min_bytes=min_bytes), step(None, across=across)))
 
 
-@pytest.mark.parametrize("alpha", [in_ranges(0.5), 0.0], ids=str)
-def test_a_layer_must_not_write_into_what_another_reads(alpha: Any) -> None:
+def test_a_layer_must_not_write_into_what_another_reads() -> None:
     with pytest.raises(ModifiedAfterSave, match="another layer's forward"):
-        step(alpha, size=8192, across=True)
+        step(0.0, size=8192, across=True)

@@ -247,10 +247,10 @@ def test_a_memoized_function_is_one_operator_whose_results_are_kept() -> None:
     assert calls == 1
 
 
-def test_a_token_local_function_is_one_operator_that_may_run_again() -> None:
+def test_a_recomputable_function_is_one_operator_that_may_run_again() -> None:
     calls = 0
 
-    @memo.token_local
+    @memo.recomputable
     def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
         nonlocal calls
         calls += 1

@@ -18,7 +18,7 @@ KINDS = ["fsdp", "fsdp-bf16", "fsdp-inner", "megatron", "tensor", "sequence", *S
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    return launched(Path(__file__).parent / "token_wise_worker.py", KINDS, tmp_path_factory.mktemp("scratch"))
+    return launched(Path(__file__).parent / "two_ranks_worker.py", KINDS, tmp_path_factory.mktemp("scratch"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

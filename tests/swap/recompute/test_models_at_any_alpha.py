@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from offload_models import SEQ, assert_split, causal, compare, gpt, hugging_face, ours, refused
-from small_models import assert_equal, ids, in_ranges, stack, train
+from small_models import assert_equal, ids, stack, train
 from torch import nn
 
 import memo
@@ -76,7 +76,6 @@ def test_one_warning_for_all_layers_of_one_reason(tmp_path: Path, monkeypatch: p
         raise ReplayMismatch(None, "it says so")
 
     monkeypatch.setattr(trials, "try_out", refuses)
-    monkeypatch.setattr(trials, "try_out_ranges", lambda replays, exact: refuses(replays))
     model, reference = stack(), stack()
     manager = memo.offload(model, alpha=0.25, disk=tmp_path, min_bytes=512)
     with pytest.warns(RuntimeWarning, match=r"layers.0 moves whole tensors: it says so") as caught:
@@ -138,60 +137,14 @@ class RoundsByPlace(nn.Module):
         return x + self.down(self.up(x).abs().pow(1.3))
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_a_kernel_that_rounds_by_place_gives_the_same_bits_again(exact: bool, tmp_path: Path) -> None:
-    """The same operators on the same shapes: `exact` has nothing to refuse."""
+def test_a_kernel_that_rounds_by_place_gives_the_same_bits_again(tmp_path: Path) -> None:
+    """The same operators run on the same shapes."""
     model, reference = stack(make=RoundsByPlace), stack(make=RoundsByPlace)
-    manager = memo.offload(model, alpha=0.0, exact=exact, disk=tmp_path, min_bytes=1024)
+    manager = memo.offload(model, alpha=0.0, disk=tmp_path, min_bytes=1024)
     got = train(model, lambda step: model(ids(step, batch=1)), manager)
     assert_equal(got, train(reference, lambda step: reference(ids(step, batch=1))))
     use = manager.report().recompute
     assert use is not None
     assert use.refused == {}
-    assert use.deviation == 0.0
     assert manager.stats.bytes_recomputed > 0
-    manager.close()
-
-
-@pytest.mark.parametrize("exact", [False, True])
-def test_another_rounding_of_a_part_is_within_the_stated_bound_or_not_taken(exact: bool, tmp_path: Path) -> None:
-    """To be exact, whole storages are replayed instead of a part of the tokens."""
-    model, reference = stack(make=RoundsByPlace), stack(make=RoundsByPlace)
-    manager = memo.offload(model, alpha=in_ranges(0.25), exact=exact, disk=tmp_path, min_bytes=1024)
-    got = train(model, lambda step: model(ids(step, batch=1)), manager, steps=1)
-    want = train(reference, lambda step: reference(ids(step, batch=1)), steps=1)
-    use = manager.report().recompute
-    assert use is not None
-    assert use.refused == {}
-    assert use.deviation <= (0.0 if exact else 1.0)
-    assert manager.stats.bytes_recomputed > 0
-    if exact:
-        assert_equal(got, want)
-    assert torch.equal(got[0].loss, want[0].loss)
-    for mine, theirs in zip(got[0].gradients, want[0].gradients, strict=True):
-        assert mine is not None
-        assert theirs is not None
-        assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
-    manager.close()
-
-
-class Gated(nn.Module):
-    """A gate of one number for each token, as that of a shared expert: a few numbers, of which some stand at an end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.gate = nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.sigmoid(self.gate(x)) * self.down(self.up(x).relu())
-
-
-def test_a_trial_that_is_equal_by_chance_decides_nothing(tmp_path: Path) -> None:
-    """Of a sigmoid on a CPU one number in thirty is rounded by its place: it is no part of the tokens that is computed."""
-    model, reference = stack(make=Gated), stack(make=Gated)
-    manager = memo.offload(model, alpha=in_ranges(0.5), disk=tmp_path, min_bytes=256)
-    got = train(model, lambda step: model(ids(step)), manager, steps=16)
-    assert_equal(got, train(reference, lambda step: reference(ids(step)), steps=16))
-    told = manager.explain("layers.0")
-    assert told.ranges, "what it multiplies is divided all the same"
     manager.close()

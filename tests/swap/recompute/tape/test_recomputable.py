@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 calls = 0
 
 
-@memo.token_local
+@memo.recomputable
 def summed(x: torch.Tensor) -> torch.Tensor:
     """As a sum over ranks: a new tensor."""
     global calls
@@ -78,7 +78,7 @@ def differentiated(x: torch.Tensor) -> torch.Tensor:
     return summed(x)
 
 
-@memo.token_local
+@memo.recomputable
 def saving(x: torch.Tensor) -> torch.Tensor:
     return x.sigmoid()
 
