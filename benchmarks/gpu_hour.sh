@@ -21,7 +21,7 @@ else  # the rehearsal: the same commands, where nothing is fast
   headline="--seq 1k --layers 12 --rounds 1" alphas="--seq 512 --layers 2 --rounds 1" million="--seq 1k --layers 2,1 --minutes 5"
   short="--seq 256 --rounds 1" length="--seq 2k --cap 64MiB --minutes 1" trained=512
   long="--seq 1k --layers 12 --rounds 1" longer="--seq 1k --layers 14 --rounds 1"
-  published="--model qwen2.5-0.5b+lora4 --layers 2 --seq 64 --rounds 1" probe="--small" kernels="--tokens 64 --width 256 --asked 0"
+  published="--model qwen2.5-0.5b+lora4 --layers 2 --seq 64 --rounds 1" probe="--small" kernels="--values 16k --asked 0"
   programs="--programs 10 --ranks 0 --write" classes=(--workers 1 --settings 1,0 --only LlamaForCausalLM)
   allocator="--seq 512 --steps 2"
   short="$model $short" million="$model $million"

@@ -27,8 +27,8 @@ ASKED = 0.85
 ROUNDS = 15
 WARM_UP = 3
 SLEEP_CYCLES = 4_000_000  # some two milliseconds; a launch from Python takes a tenth of one
-# Three activations of 256 MiB in bfloat16: far beyond any GPU's cache.
-ROWS, TOKENS, WIDTH = 2, 16384, 4096
+COUNT = 3 << 27
+"""Values, 768 MiB in bfloat16: far beyond any GPU's cache."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,30 +41,26 @@ class Case:
     work: Callable[[], Any]
 
 
-def cases(device: torch.device, *, rows: int = ROWS, tokens: int = TOKENS, width: int = WIDTH) -> Iterator[Case]:
-    """Every public function of memo.kernels on the tail half of some tokens, in bfloat16."""
+def cases(device: torch.device, *, count: int = COUNT) -> Iterator[Case]:
+    """Every public function of memo.kernels on some values in bfloat16."""
     import torch
 
-    from memo.kernels.codec import Codec
-    from memo.kernels.staging import pack_views, staging_nbytes, unpack_views
+    from memo.kernels import Codec, decode, encode
 
-    first = tokens // 2
-    buffers = [torch.randn(rows, tokens, width, device=device, dtype=torch.bfloat16) for _ in range(3)]
-    views = [buffer[:, first:] for buffer in buffers]
-    values = sum(view.nbytes for view in views)
+    values = torch.randn(count, device=device, dtype=torch.bfloat16)
     for codec in Codec:
-        block = torch.empty(staging_nbytes(views, codec), dtype=torch.uint8, device=device)
+        block = torch.empty(codec.nbytes(count), dtype=torch.uint8, device=device)
 
-        def pack(block: torch.Tensor = block, codec: Codec = codec) -> None:
-            pack_views(views, block, codec=codec)
+        def code(block: torch.Tensor = block, codec: Codec = codec) -> None:
+            encode(values, block, codec)
 
-        def unpack(block: torch.Tensor = block, codec: Codec = codec) -> None:
-            unpack_views(block, views, codec=codec)
+        def values_of(block: torch.Tensor = block, codec: Codec = codec) -> None:
+            decode(block, values, codec)
 
-        nbytes = values + block.numel()
-        yield Case(name=f"pack, {codec.name.lower()}", nbytes=nbytes, work=pack)
-        yield Case(name=f"unpack, {codec.name.lower()}", nbytes=nbytes, work=unpack)
-    yield from _masks(views[0])
+        nbytes = values.nbytes + block.numel()
+        yield Case(name=f"encode, {codec.name.lower()}", nbytes=nbytes, work=code)
+        yield Case(name=f"decode, {codec.name.lower()}", nbytes=nbytes, work=values_of)
+    yield from _masks(values)
 
 
 def _masks(like: torch.Tensor) -> Iterator[Case]:
@@ -110,8 +106,7 @@ def measure(case: Case, device: torch.device) -> dict[str, float]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels")
-    parser.add_argument("--tokens", type=parse_tokens, default=TOKENS, help=f"in each of {ROWS} rows, default {TOKENS}")
-    parser.add_argument("--width", type=int, default=WIDTH, help=f"default {WIDTH}")
+    parser.add_argument("--values", type=parse_tokens, default=COUNT, help=f"default {COUNT}")
     parser.add_argument("--asked", type=float, default=ASKED, help=f"share of a copy's bandwidth, default {ASKED}")
     args = parser.parse_args(arguments)
     found = gpu()
@@ -124,7 +119,7 @@ def main(arguments: list[str]) -> int:
     results: dict[str, dict[str, float]] = {}
     path = None
     print(f"{'kernel':14} {'GB/s':>7} {'copy GB/s':>10} {'of copy':>8}")
-    for case in cases(device, tokens=args.tokens, width=args.width):
+    for case in cases(device, count=args.values):
         row = results[case.name] = measure(case, device)
         rates = (row["nbytes"] / row[f"{arm}_median_s"] / 1e9 for arm in ("kernel", "copy"))
         slow = "  slower than asked" if row["of_copy"] < args.asked else ""

@@ -124,9 +124,7 @@ class Run:
             self._backward(layer, layers[layer], reload_done[layer])
         self._compute("optimizer", "optimizer", work.forward_ns // 2)
         if self._step == 0:
-            self._emit(
-                Note(t=self._clock, step=0, cause="fallback", message="layers.3.mlp: whole-tensor swap, not token-wise")
-            )
+            self._emit(Note(t=self._clock, step=0, cause="fallback", message="layers.3.mlp: whole-tensor swap"))
         self._emit(StepMark(t=self._clock, step=self._step, phase="end"))
 
     def _own(self) -> None:

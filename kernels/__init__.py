@@ -4,9 +4,7 @@ Public functions dispatch by device: CUDA tensors run the Triton kernel where Tr
 reference, which is also the kernel's test oracle. Triton is imported at the first launch, not before. A module
 `x_triton` holds the kernels and launches of module `x`, which alone imports it.
 
-    strided_runs   layout of a strided view: rows of contiguous runs
-    staging        packs token ranges of several tensors into one contiguous block and back, exact or quantised
-    codec          quantisation formats, their layout and error bounds
+    codec          one-byte codes of floats, their layout and error bounds
     masks          0/1 masks, one bit per element
 """
 
@@ -22,21 +20,16 @@ if TYPE_CHECKING:
         GROUP as GROUP,
         VALUES as VALUES,
         Codec as Codec,
+        coded_error as coded_error,
+        decode as decode,
+        encode as encode,
     )
     from memo.kernels.masks import pack_mask as pack_mask, unpack_mask as unpack_mask
-    from memo.kernels.staging import (
-        coded_error as coded_error,
-        pack_views as pack_views,
-        staging_nbytes as staging_nbytes,
-        staging_offsets as staging_offsets,
-        unpack_views as unpack_views,
-    )
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "codec": "ALIGNMENT GROUP VALUES Codec",
+            "codec": "ALIGNMENT GROUP VALUES Codec coded_error decode encode",
             "masks": "pack_mask unpack_mask",
-            "staging": "coded_error pack_views staging_nbytes staging_offsets unpack_views",
         },
     )

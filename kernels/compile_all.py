@@ -15,15 +15,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from memo.kernels import masks_triton, staging_triton
+from memo.kernels import codec_triton, masks_triton
 
 __all__ = ["compile_all", "kernels"]
 
-_NAMES = {tl.float32: "fp32", tl.bfloat16: "bf16", tl.float16: "fp16"}
+_TYPES = ("fp32", "bf16", "fp16")
 
 
 def compile_all(capability: int) -> Iterator[dict[str, Any]]:
@@ -32,9 +31,12 @@ def compile_all(capability: int) -> Iterator[dict[str, Any]]:
     Args:
         capability: Compute capability times ten, such as 90 for 9.0.
     """
-    for name, kernel, signature, constants in kernels():
+    for name, kernel, signature, constants, aligned in kernels():
         source = ASTSource(
-            fn=kernel, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=dict(constants)
+            fn=kernel,
+            signature=signature | dict.fromkeys(constants, "constexpr"),
+            constexprs=dict(constants),
+            attrs={(at,): [["tt.divisibility", 16]] for at in range(len(signature))} if aligned else None,
         )
         built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
         assembly = built.asm["ptx"]
@@ -51,43 +53,21 @@ def compile_all(capability: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def kernels() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
-    """Yields name, kernel, argument types and constants of each kernel variant that a launch can ask for."""
-    st, table = staging_triton, {"table": "*i64"}
-    for word, aligned in ((tl.int64, True), (tl.int64, False), (tl.int32, False), (tl.int16, False), (tl.int8, False)):
-        for packs in (True, False):
-            constants = {"TENSORS": st.LEAST_ROOM, "WORD": word, "ALIGNED": aligned, "SIZE": st.WORDS, "PACKS": packs}
-            yield (
-                f"{'pack' if packs else 'unpack'} {word.name}{' aligned' if aligned else ''}",
-                st._copy_kernel,
-                table,
-                constants,
-            )
-    for value, name in _NAMES.items():
-        for code, even, aligned in itertools.product(("int8", "fp8"), (True, False), (True, False)):
-            if aligned and not even:
-                continue
-            constants = {
-                "TENSORS": st.LEAST_ROOM,
-                "VALUE": value,
-                "INT8": code == "int8",
-                "EVEN": even,
-                "ALIGNED": aligned,
-            }
-            constants["SIZE"] = st.GROUPS
-            which = f"{name} {code}{' even' if even else ''}{' aligned' if aligned else ''}"
-            yield f"encode {which}", st._encode_kernel, table, constants
-            yield f"decode {which}", st._decode_kernel, table, constants
-    for name, even in itertools.product(("u8", "fp32", "bf16"), (True, False)):
-        strides = dict.fromkeys(("run", "stride", "count", "per_run"), "i64")
-        constants, which = {"EVEN": even, "SIZE": masks_triton.SIZE}, f"{name}{' even' if even else ''}"
-        yield f"pack mask {which}", masks_triton._pack_kernel, {"mask": f"*{name}", "bits": "*u8"} | strides, constants
-        yield (
-            f"unpack mask {which}",
-            masks_triton._unpack_kernel,
-            {"bits": "*u8", "out": f"*{name}"} | strides,
-            constants,
-        )
+def kernels() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], bool]]:
+    """Yields name, kernel, argument types, constants, and whether addresses are multiples of 16, of each variant."""
+    for name, code, aligned in itertools.product(_TYPES, ("int8", "fp8"), (True, False)):
+        types = {"values": f"*{name}", "codes": "*u8", "scales": "*fp32", "count": "i64"}
+        constants = {"INT8": code == "int8", "SIZE": codec_triton.GROUPS}
+        which = f"{name} {code}{' aligned' if aligned else ''}"
+        yield f"encode {which}", codec_triton._encode_kernel, types, constants, aligned
+        order = {key: types[key] for key in ("codes", "scales", "values", "count")}
+        yield f"decode {which}", codec_triton._decode_kernel, order, constants, aligned
+    for name in ("u8", "fp32", "bf16"):
+        constants = {"SIZE": masks_triton.SIZE}
+        packs = {"mask": f"*{name}", "bits": "*u8", "count": "i64"}
+        yield f"pack mask {name}", masks_triton._pack_kernel, packs, constants, False
+        unpacks = {"bits": "*u8", "out": f"*{name}", "count": "i64"}
+        yield f"unpack mask {name}", masks_triton._unpack_kernel, unpacks, constants, False
 
 
 def main(capabilities: list[str]) -> None:

@@ -23,7 +23,7 @@ def pack_mask(mask: torch.Tensor) -> torch.Tensor:
     """Packs `mask != 0`.
 
     Args:
-        mask: Any shape and dtype; copied unless it is rows of contiguous runs (memo.kernels.strided_runs).
+        mask: Any shape and dtype; copied unless it is contiguous.
 
     Returns:
         uint8 of shape (mask_nbytes(mask.numel()),).
@@ -41,19 +41,21 @@ def unpack_mask(bits: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
     Args:
         bits: uint8 of shape (mask_nbytes(out.numel()),).
-        out: Any shape and dtype, rows of contiguous runs (memo.kernels.strided_runs); overwritten.
+        out: Any shape and dtype, contiguous; overwritten.
 
     Returns:
         `out`.
 
     Raises:
-        UsageError: `bits` has another dtype or size. `out` is unchanged.
+        UsageError: `bits` has another dtype or size, or `out` is not contiguous. `out` is unchanged.
     """
     if bits.dtype is not torch.uint8 or bits.ndim != 1 or bits.numel() != mask_nbytes(out.numel()):
         raise UsageError(
             f"a packed mask of {out.numel()} elements is {mask_nbytes(out.numel())} uint8, not {bits.numel()} of"
             f" {bits.dtype}"
         )
+    if not out.is_contiguous():
+        raise UsageError(f"a mask is unpacked into contiguous memory, not into strides {out.stride()}")
     if on_triton(out):
         from memo.kernels import masks_triton
 

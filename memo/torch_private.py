@@ -139,7 +139,6 @@ torch:Tensor._is_zerotensor | tells zeros without memory
 torch:UntypedStorage._cdata | tells whether two tensors share memory | public: data_ptr, 0 of all that are empty
 torch._dynamo.eval_frame:OptimizedModule._orig_mod | tells compiled modules
 torch._ops:OpOverload._op | calls an operator with a Python frame less
-torch._ops:OpOverload._overloadname | chooses a rule for tokens
 torch._ops:OpOverload._schema | arguments of an operator, those that it writes, and its results
 torch.autograd:forward_ad._current_level | tells whether there may be tangents
 torch.autograd:graph._allow_mutation_on_saved_tensors_enabled | memo stands aside where torch copies what is saved

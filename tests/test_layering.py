@@ -37,13 +37,11 @@ IMPORTS = {
     "swap/memory": "memo mip/address",
     "swap/backends": "memo swap/memory",
     "swap/disk": "memo swap/memory swap/backends",
-    "swap/tiers": "memo swap swap/memory swap/backends",
+    "swap/tiers": "memo swap/memory swap/backends",
     "swap/engine": "memo kernels swap swap/backends swap/tiers",
-    "swap/recompute/axis": "memo swap/engine",
-    "swap/recompute/tape": "memo kernels swap swap/engine swap/recompute/axis",
-    "swap/recompute/ranges": "memo kernels swap swap/engine swap/recompute/axis swap/recompute/tape",
-    "swap/recompute": "memo swap swap/engine swap/recompute/axis swap/recompute/tape swap/recompute/ranges",
-    "swap face": "memo swap swap/memory swap/engine swap/recompute/axis swap/recompute/tape swap/recompute",
+    "swap/recompute/tape": "memo kernels swap swap/engine",
+    "swap/recompute": "memo swap swap/engine swap/recompute/tape",
+    "swap face": "memo swap swap/memory swap/engine swap/recompute/tape swap/recompute",
     "memo/trace": "memo mip/address",
     "memo/trace/live": "memo memo/trace",
     "memo/out_of_memory": "memo memo/trace",
@@ -267,5 +265,5 @@ def test_a_run_that_plans_nothing_loads_no_solver() -> None:
 def test_imports_are_seen_wherever_they_stand() -> None:
     source = "def f():\n    from memo.manager import offload\n    import memo.mip.strict_json, os\n"
     assert imported(source) == [ROOT / "memo" / "manager" / "__init__.py", ROOT / "mip" / "strict_json.py"]
-    assert package_of(ROOT / "swap" / "recompute" / "axis" / "operators.py") == "swap"
+    assert package_of(ROOT / "swap" / "recompute" / "tape" / "operators.py") == "swap"
     assert file_of("memo.no_such_module") is None

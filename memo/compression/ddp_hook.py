@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from memo.compression.int8_sum import CODEC, block_bytes, summed_shard
 from memo.compression.traffic import GradientTraffic
-from memo.kernels import coded_error, pack_views, unpack_views
+from memo.kernels import coded_error, decode, encode
 from memo.parallel import all_gathered
 
 __all__ = ["int8_mean_hook"]
@@ -30,12 +30,12 @@ def int8_mean_hook(
     parts = torch.nn.functional.pad(buffer, (0, ranks * count - buffer.numel())).view(ranks, count)
     own = summed_shard(parts, group, traffic) / ranks
     codes = torch.empty(block_bytes(count), dtype=torch.uint8, device=buffer.device)
-    pack_views([own], codes, codec=CODEC)
+    encode(own, codes, CODEC)
     traffic.note_error(coded_error(own, codes, CODEC)[1])
     traffic.add_bytes((ranks - 1) * codes.numel(), exact=(ranks - 1) * count * buffer.itemsize)
     decoded = torch.empty(ranks, count, device=buffer.device)
     for row, theirs in zip(decoded, all_gathered(codes, group, 0).view(ranks, -1), strict=True):
-        unpack_views(theirs, [row], codec=CODEC)
+        decode(theirs, row, CODEC)
     buffer.copy_(decoded.view(-1)[: buffer.numel()])
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(buffer)

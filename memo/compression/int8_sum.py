@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from memo.compression.traffic import GradientTraffic
-from memo.kernels import ALIGNMENT, VALUES, Codec, coded_error, pack_views, unpack_views
+from memo.kernels import ALIGNMENT, VALUES, Codec, coded_error, decode, encode
 
 __all__ = ["CODEC", "Int8ReduceScatter", "block_bytes", "summed_shard"]
 
@@ -63,7 +63,8 @@ def summed_shard(parts: torch.Tensor, group: dist.ProcessGroup, traffic: Gradien
     values = parts if parts.dtype in VALUES else parts.float()
     block = block_bytes(count)
     sent = torch.empty(ranks * block, dtype=torch.uint8, device=parts.device)
-    pack_views(list(values), sent, codec=CODEC)
+    for row, codes in zip(values, sent.view(ranks, block), strict=True):
+        encode(row, codes, CODEC)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     traffic.add_bytes((ranks - 1) * block, exact=(ranks - 1) * count * parts.itemsize)
@@ -72,11 +73,11 @@ def summed_shard(parts: torch.Tensor, group: dist.ProcessGroup, traffic: Gradien
     total = torch.zeros(count, device=parts.device)
     decoded = torch.empty_like(total)
     for codes in received.view(ranks, block):
-        unpack_views(codes, [decoded], codec=CODEC)
+        decode(codes, decoded, CODEC)
         total += decoded
     return total
 
 
 def block_bytes(count: int) -> int:
     """Bytes of the codes and scales of a shard; the next shard's begin at a multiple of ALIGNMENT."""
-    return -(-CODEC.nbytes(count, 1) // ALIGNMENT) * ALIGNMENT
+    return -(-CODEC.nbytes(count) // ALIGNMENT) * ALIGNMENT

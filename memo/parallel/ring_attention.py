@@ -51,7 +51,6 @@ class Ring:
         return _attend(query, key, value, self._group)
 
 
-# On some of the tokens the ring would be another one, so a token-wise recompute reuses the result.
 @memoize
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     groups = query.shape[2] // key.shape[2]

@@ -21,10 +21,10 @@ CODE_BYTES = 1 + 4 / 128
 
 ENCODE_TRAFFIC, DECODE_TRAFFIC = 45.0, 6.0
 """Bytes of device memory read and written for each value, in coding and in decoding. Those of coding include finding the
-error, which operators of torch compute in float32 (memo.kernels.staging.coded_error). Counted from the code; equal for
+error, which operators of torch compute in float32 (memo.kernels.codec.coded_error). Counted from the code; equal for
 bfloat16 and float32 within a tenth."""
 CHECKED_VALUES, CHECKED_BYTES = 1 << 24, 14
-"""Values of one pass of the error computation (memo.kernels.staging.CHECKED), and the most bytes that it takes for each."""
+"""Values of one pass of the error computation (memo.kernels.codec.CHECKED), and the most bytes that it takes for each."""
 
 
 def checking_nbytes(values: float) -> int:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memo.kernels import VALUES, Codec, coded_error, pack_views, unpack_views
+from memo.kernels import VALUES, Codec, coded_error, decode, encode
 
 if TYPE_CHECKING:
     from memo.swap.backends.protocol import Backend, Event
@@ -68,7 +68,7 @@ class CodedCopy:
 
     def nbytes(self, moving_nbytes: int) -> int:
         """Returns the bytes of the coded block of `moving_nbytes` bytes of values."""
-        return self.codec.nbytes(moving_nbytes // self.dtype.itemsize, self.dtype.itemsize)
+        return self.codec.nbytes(moving_nbytes // self.dtype.itemsize)
 
     def encode(self, moving: torch.Tensor, backend: Backend) -> int:
         """Codes the moving bytes (uint8, one dimension) on the current stream; returns bytes of device memory taken."""
@@ -76,7 +76,7 @@ class CodedCopy:
             return 0
         block = backend.empty(self.nbytes(moving.numel()))
         values = moving.view(self.dtype)
-        pack_views([values], block, codec=self.codec)
+        encode(values, block, self.codec)
         backend.compute_uses(block)
         self._found = found = coded_error(values, block, self.codec)
         self._on_host = found if found.device.type == "cpu" else torch.empty(2, device="cpu", pin_memory=True)
@@ -107,7 +107,7 @@ class CodedCopy:
         assert self.block is not None
         assert self._found is not None
         decoded = torch.empty_like(source)
-        unpack_views(self.block, [decoded.view(self.dtype)], codec=self.codec)
+        decode(self.block, decoded.view(self.dtype), self.codec)
         buffer = torch.where(self._found[0] > 0, source, decoded)
         backend.compute_uses(buffer)
         self.is_rounded = True
@@ -128,7 +128,7 @@ class CodedCopy:
         """Decodes the block that has arrived, on the current stream, and ends its use."""
         if self._arriving is not None and self._target is not None:
             backend.compute_uses(self._arriving)
-            unpack_views(self._arriving, [self._target.view(self.dtype)], codec=self.codec)
+            decode(self._arriving, self._target.view(self.dtype), self.codec)
             backend.compute_uses(self._target)
         return self.discard()
 

@@ -1,1 +1,1 @@
-"""Token-wise recompute: replays a layer in backward on the tokens whose saved tensors did not move."""
+"""Recompute: replays, in backward, the operators of a layer whose results were not saved."""

@@ -117,7 +117,7 @@ def test_tiles_and_masked_documents_from_the_command_line(text: Path, tmp_path: 
     documents.write_text("".join(json.dumps({"text": f"line {i}, {i * i}"}) + "\n" for i in range(2000)))
     found = {}
     pool = tmp_path / "pool"
-    split = ("--offload", "host", "--host", "64MiB", "--host-pool", pool, "--alpha", 0.25, "--exact")
+    split = ("--offload", "host", "--host", "64MiB", "--host-pool", pool, "--alpha", 0.25)
     runs: dict[str, tuple[object, ...]] = {
         "plain": (),
         "masked": ("--mask-documents",),
@@ -275,7 +275,6 @@ USAGE = [
     (["--lr", "-1"], "lr -1.0"),
     (["--clip", "-1"], "clip -1.0"),
     (["--alpha", "2", "--offload", "disk"], "alpha 2.0"),
-    (["--exact"], "--exact has no meaning with --offload none"),
     (["--plan", "p.json", "--offload", "disk"], "--plan has no meaning with --offload disk"),
     (["--device", "1GiB"], "--device has no meaning with --offload none; use --offload auto"),
     (["--device", "cpu"], "to train on a device write --on cpu"),

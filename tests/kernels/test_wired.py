@@ -10,7 +10,7 @@ import torch
 from small_models import Stack, Step, assert_equal, ids, train
 from torch import nn
 
-from memo.kernels import Codec, masks, staging
+from memo.kernels import Codec, codec as codecs, masks
 from memo.manager.manager import Manager
 from memo.swap.backends.cpu import CpuBackend
 from memo.swap.backends.cuda import CudaBackend
@@ -40,14 +40,14 @@ class Launches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, on: bool) -> None:
         self.names: list[str] = []
-        for module in (staging, masks):
+        for module in (codecs, masks):
             monkeypatch.setattr(module, "on_triton", lambda _: on)
         if not on:
             return
-        from memo.kernels import masks_triton, staging_triton
+        from memo.kernels import codec_triton, masks_triton
 
-        for module, name in ((staging_triton, "pack"), (staging_triton, "unpack")):
-            monkeypatch.setattr(module, name, self._counting(f"{name} views", getattr(module, name)))
+        for module, name in ((codec_triton, "encode"), (codec_triton, "decode")):
+            monkeypatch.setattr(module, name, self._counting(name, getattr(module, name)))
         for module, name in ((masks_triton, "pack"), (masks_triton, "unpack")):
             monkeypatch.setattr(module, name, self._counting(f"{name} mask", getattr(module, name)))
 
@@ -84,23 +84,23 @@ def steps(device: torch.device, *, with_memo: bool, codec: Codec | None = None) 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("codec", "names"), [(None, "mask"), (Codec.INT8, "views")])
+@pytest.mark.parametrize(("codec", "names"), [(None, {"pack mask", "unpack mask"}), (Codec.INT8, {"encode", "decode"})])
 def test_a_run_with_kernels_equals_the_run_with_references_bit_for_bit(
-    codec: Codec | None, names: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    codec: Codec | None, names: set[str], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
         Launches(patched, on=False)
         want = steps(device, with_memo=True, codec=codec)
     launches = Launches(monkeypatch, on=True)
     assert_equal(steps(device, with_memo=True, codec=codec), want)
-    assert set(launches.names) == {f"pack {names}", f"unpack {names}"}
+    assert set(launches.names) == names
     if device.type == "cpu" and codec is None:
         assert_equal(want, steps(device, with_memo=False))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the kernels are triton's")
 def test_a_cpu_never_asks_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memo.kernels import staging_triton
+    from memo.kernels import codec_triton
 
-    monkeypatch.setattr(staging_triton, "pack", None)
+    monkeypatch.setattr(codec_triton, "encode", None)
     steps(torch.device("cpu"), with_memo=True, codec=Codec.INT8)

@@ -116,7 +116,7 @@ def recompute_flops_per_token(config: GPTConfig, fraction: float = 1.0) -> float
     """FLOPs per token of recomputing `fraction` of the tokens in every layer.
 
     Two FLOPs per weight of the layer, without its last projection, on which no saved tensor depends, and without attention,
-    whose output is kept (docs/design.md, "Token-wise recompute").
+    whose output is kept (docs/design.md, "Recompute").
     """
     redone = _layer_weights(config) - config.ffn * config.hidden
     return 2.0 * config.layers * redone * fraction

@@ -58,8 +58,8 @@ def attend_within(
 ) -> torch.Tensor:
     """Causal attention within each document; tensors and errors as for `attend`.
 
-    The kernel is called once per document; the flash_attn package takes all documents in one call. Token-wise recompute
-    reuses the result (`memoize`), since a part of the tokens would have other documents.
+    The kernel is called once per document; the flash_attn package takes all documents in one call. Recompute
+    reuses the result (`memoize`).
 
     Args:
         query: (batch, tokens, heads, head size).

@@ -172,9 +172,9 @@ def test_arguments_are_parsed_beside_trainers(tmp_path: Path) -> None:
         "attention",
         "mm",
     ]
-    _, ours = parser.parse_args_into_dataclasses([*told, "--memo_on_full", "recompute", "--memo_exact", "False"])
+    _, ours = parser.parse_args_into_dataclasses([*told, "--memo_on_full", "recompute"])
     assert ours.options()["keep"] == ["attention", "mm"]
-    assert (ours.memo_alpha, ours.memo_host, ours.memo_on_full, ours.memo_exact) == (0.5, "1GiB", "recompute", False)
+    assert (ours.memo_alpha, ours.memo_host, ours.memo_on_full) == (0.5, "1GiB", "recompute")
     manager = memo.offload(llama(), **ours.options())
     manager.close()
     defaults = memo.offload.__kwdefaults__

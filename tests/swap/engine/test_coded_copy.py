@@ -49,7 +49,7 @@ def test_values_come_back_within_the_bound(dtype: torch.dtype, codec: Codec, rel
     off = (got.t().double() - saved.double()).abs().flatten()
     assert not torch.equal(got, saved.t())
     assert (off <= error_bound(saved.flatten(), codec)).all()
-    assert engine.stats.bytes_codes == codec.nbytes(VALUES, saved.itemsize) == engine.tiers[0].peak
+    assert engine.stats.bytes_codes == codec.nbytes(VALUES) == engine.tiers[0].peak
     engine.close()
 
 
@@ -87,7 +87,7 @@ def test_on_disk_it_is_exact_too_and_what_is_saved_beside_it_is_coded(value: flo
     assert torch.equal(got.view(torch.int32), want.view(torch.int32))
     assert not torch.equal(coded, others)
     assert engine.stats.coded_exact == 1
-    assert engine.stats.bytes_disk == 4 * VALUES + codec.nbytes(VALUES, 4)
+    assert engine.stats.bytes_disk == 4 * VALUES + codec.nbytes(VALUES)
     engine.close()
 
 
@@ -126,7 +126,7 @@ def test_a_storage_whose_coding_had_no_memory_is_not_taken_for_coded(
     engine, saved, hidden = engine_of(Codec.INT8), torch.randn(64, 64), torch.empty(VALUES)
     group = engine.begin_layer(0, "first", (hidden,), {}, last=False)
     handle = engine.pack(saved.clone())
-    monkeypatch.setattr("memo.swap.engine.coded_copy.pack_views", _no_memory)
+    monkeypatch.setattr("memo.swap.engine.coded_copy.encode", _no_memory)
     with pytest.raises(torch.OutOfMemoryError):
         engine.end_layer(group, between=False)
     monkeypatch.undo()
