@@ -338,6 +338,11 @@ class Engine:
         """Response to a full tier."""
         return self._tier_choice.when_full
 
+    def has_room_for(self, group: Group, *, calls: int) -> bool:
+        """True where the tiers' free bytes take all that so many calls save, each as much as a held group."""
+        with self._lock:
+            return self._tier_choice.has_room_for(group, calls=calls)
+
     def lacking_nbytes(
         self, group: Group, prefixes: Mapping[SavedStorage, TokenPrefix], *, besides: Sequence[int]
     ) -> int:
