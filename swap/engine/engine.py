@@ -339,7 +339,7 @@ class Engine:
         return self._tier_choice.when_full
 
     def has_room_for(self, group: Group, *, calls: int) -> bool:
-        """True where the tiers' free bytes take all that so many calls save, each as much as a held group."""
+        """True where so many calls, each of which saves as much as a held group, have room by sums alone."""
         with self._lock:
             return self._tier_choice.has_room_for(group, calls=calls)
 

@@ -200,7 +200,7 @@ class TierChoice:
         return lacking > 0 and self._stats.device_bytes + saved + lacking > self._rest_bytes
 
     def has_room_for(self, group: Group, *, calls: int) -> bool:
-        """True where the tiers' free bytes take all that so many calls save, each as much as a group, in one piece or not."""
+        """True where so many calls, each of which saves as much as `group`, have room by sums alone."""
         return calls * (group.nbytes + PAGE * len(group.saved)) <= self._free_nbytes()
 
     def lacking_nbytes(self, group: Group, sizes: Sequence[tuple[int, int]], *, besides: Sequence[int]) -> int:

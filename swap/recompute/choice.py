@@ -127,7 +127,7 @@ class Choice:
         return plan_of(self.tape, cut, self.sources, self.wanted)
 
     def moved_by(self, plan: Plan) -> set[int]:
-        """Storages that move by a plan: those that its replay does not give, and what it keeps for it. Masks are left out."""
+        """Storages that move by a plan: what its replay does not give, and what is kept for it. Masks are left out."""
         kept = {item.storage for item in plan.kept if item.bits_of < 0} - self.sources.free - self.sources.lent
         return ({*self.wanted, *self.stuck} - set(plan.wanted)) | kept
 
