@@ -137,7 +137,8 @@ def ranks_of_a_layer_agree() -> None:
     plans, both = gather_values(plan), gather_values(phases)
     assert plans[0] == plans[1]
     assert both[0] == both[1]
-    assert plan.problem.budgets.device_bytes == 5 * whole
+    # Less what a plan leaves free that no step has shown: at most the largest tensor, and what the allocator may not split.
+    assert 0 <= 5 * whole - plan.problem.budgets.device_bytes < whole // 2
     assert plan.declined is None
     assert kept(plan) < 1.0
     assert peak <= 5 * whole, (peak / whole, phases)
