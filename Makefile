@@ -30,14 +30,14 @@ demo: setup
 SHARED_OUT = $(BIN)/pytest -n $(WORKERS) --dist worksteal --durations 20
 
 test: setup
-	@echo "expected: some 30 minutes on two quiet cores; the first dot after two"
+	@echo "expected: some 31 minutes on two quiet cores; the first dot after two"
 	$(SHARED_OUT) -m "not gpu and not parallel and not slow" $(PYTEST_ARGS)
 
 test-all: setup
-	@echo "expected: some 36 minutes on two quiet cores; the first dot after two"
+	@echo "expected: some 37 minutes on two quiet cores; the first dot after two"
 	$(SHARED_OUT) -m "not gpu and not parallel" $(PYTEST_ARGS)
 
-# Every layout over gloo on this machine's processors, up to eight processes.
+# Every layout over gloo on this machine's processors, up to eight processes. `make test` has those not marked parallel.
 test-parallel: setup
 	@echo "expected: some 50 minutes on two quiet cores"
 	$(BIN)/pytest tests/parallel --timeout 900 --durations 20 $(PYTEST_ARGS)

@@ -335,6 +335,11 @@ class Engine:
         """Response to a full tier."""
         return self._tier_choice.when_full
 
+    def has_room_for(self, group: Group, *, calls: int) -> bool:
+        """True where so many calls, each of which saves as much as a held group, have room by sums alone."""
+        with self._lock:
+            return self._tier_choice.has_room_for(group, calls=calls)
+
     def lacking_nbytes(self, group: Group, replays: Mapping[SavedStorage, Recompute], *, besides: Sequence[int]) -> int:
         """Bytes of a held group that move and find no room now; 0: all do.
 

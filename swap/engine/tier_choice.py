@@ -37,7 +37,8 @@ class WhenFull(enum.Enum):
     SPILL = enum.auto()
     """The next tier with room takes the bytes."""
     RECOMPUTE = enum.auto()
-    """The next tier; a layer that no tier has room for is recomputed whole and moves its input alone."""
+    """The next tier; a layer that no tier has room for is recomputed whole and moves its input alone, and what is kept at
+    every level. As much is left free for each layer after it."""
     STAY = enum.auto()
     """The next tier, then the device within `rest_bytes`; a layer that neither has room for is recomputed whole, and what
     cannot be recomputed stays on the device all the same."""
@@ -193,6 +194,10 @@ class TierChoice:
         lacking = saved * (1 - placement.kept) + self._largest_nbytes - self._free_nbytes()
         return lacking > 0 and self._stats.device_bytes + saved + lacking > self._rest_bytes
 
+    def has_room_for(self, group: Group, *, calls: int) -> bool:
+        """True where so many calls, each of which saves as much as `group`, have room by sums alone."""
+        return calls * (group.nbytes + PAGE * len(group.saved)) <= self._free_nbytes()
+
     def lacking_nbytes(self, group: Group, sizes: Sequence[tuple[int, int]], *, besides: Sequence[int]) -> int:
         """Bytes of a group's storages that have no room now; 0: all have.
 
@@ -213,7 +218,7 @@ class TierChoice:
 
     def _lacking_nbytes(self, group: Group, sizes: Sequence[tuple[int, int]]) -> int:
         """Bytes of a group that tiers have no room for, where they and the device lack it, by sums alone."""
-        if group.nbytes + PAGE * len(group.saved) <= self._free_nbytes() or group.wait_for_next:
+        if self.has_room_for(group, calls=1) or group.wait_for_next:
             return 0
         self._make_room()
         lacking = sum(-(-nbytes // PAGE) * PAGE for nbytes in _moving(group.quota, sizes)) - self._free_nbytes()

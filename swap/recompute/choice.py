@@ -124,6 +124,11 @@ class Choice:
         """The plan of a cut."""
         return plan_of(self.tape, cut, self.sources, self.wanted)
 
+    def moved_by(self, plan: Plan) -> set[int]:
+        """Storages that move by a plan: what its replay does not give, and what is kept for it. Masks are left out."""
+        kept = {item.storage for item in plan.kept if item.bits_of < 0} - self.sources.free - self.sources.lent
+        return ({*self.wanted, *self.stuck} - set(plan.wanted)) | kept
+
     def beside_nbytes(self, cut: Cut, saved: Collection[int]) -> int:
         """Bytes that a cut keeps and autograd does not save."""
         tape, there = self.tape, self.sources.free.union(saved)

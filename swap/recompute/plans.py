@@ -101,6 +101,8 @@ class Plans:
         """Costs of a layer's points by its plan's key; used with the plan, so that both are forgotten together."""
         self._alike: LRU[tuple[Any, ...], LayerCosts] = LRU(MOST_PLANS)
         """Costs by what calls share whose rows are routed to other experts: these are not counted again."""
+        self._least: LRU[tuple[Any, ...], tuple[int, ...]] = LRU(MOST_PLANS)
+        """Sizes of what a call moves at SAVE_INPUT, by its log and what was agreed on it."""
         self._costs: dict[str, LayerCosts] = {}
         """Layer -> costs of its last call of which any are known."""
 
@@ -117,11 +119,25 @@ class Plans:
         if setting is Level.SAVE_ALL:
             moved = {*choice.wanted, *choice.stuck}
         else:
-            plan = choice.plan(choice.cut(setting))
-            kept = {item.storage for item in plan.kept if item.bits_of < 0} - choice.sources.free - choice.sources.lent
-            moved = ({*choice.wanted, *choice.stuck} - set(plan.wanted)) | kept
+            moved = choice.moved_by(choice.plan(choice.cut(setting)))
         others = self._others_nbytes.get(layer, 0)
         return [*(choice.tape.storages[storage][1] for storage in sorted(moved)), *([others] if others else [])]
+
+    def least_nbytes(self, call: OpenCall, recorded: RecordedCall) -> tuple[int, ...]:
+        """Bytes of the storages that a call that has just ended moves at SAVE_INPUT, by its cut; nothing is tried out."""
+        layer, opaque = call.layer.name, self._opaque_in(call, recorded)
+        shared = self._agreements.shared(
+            layer, (Level.SAVE_INPUT, call.recorder.values[0][2]), call.recorder.collectives
+        )
+        key = (layer, recorded.ended, opaque, shared.agreed)
+        known = self._least.get(key)
+        if known is None:
+            case = self._case(call, recorded, Level.SAVE_INPUT, opaque)
+            plan = self._plan(case, case.choice.under(shared, self.trials.wrong_of(case)))
+            moved = case.choice.moved_by(plan) if plan is not None else {*recorded.wanted, *recorded.stuck}
+            sizes = [case.choice.tape.storages[storage][1] for storage in sorted(moved)]
+            known = self._least[key] = tuple(filter(None, (*sizes, recorded.others_nbytes)))
+        return known
 
     def expected(self, layer: str, kind: tuple[Any, ...], setting: Setting) -> tuple[Ended | None, Holds | None]:
         """How the layer's last call ended, and what a call of this kind holds for its plan; None where nothing is known.

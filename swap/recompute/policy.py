@@ -355,7 +355,7 @@ class RecomputePolicy:
         stays = when_full is WhenFull.STAY
         if not (when_full is WhenFull.RECOMPUTE or (stays and not self._ranks.talks(name))):
             return replays
-        besides = [] if stays else self._inputs_after(call)
+        besides = [] if stays else self._least_after(call, recorded)
         lacking = self._engine.lacking_nbytes(call.group, replays, besides=besides)
         if self._ranks.all_have(name, not lacking) or call.has_released:
             return replays
@@ -367,10 +367,16 @@ class RecomputePolicy:
             self._warn(reason, f"{name} is replayed whole in backward, attention too: {reason}")
         return least or replays
 
-    def _inputs_after(self, call: OpenCall) -> list[int]:
-        """Bytes that the layers after this one need at least: one input each, as large as its own."""
+    def _least_after(self, call: OpenCall, recorded: RecordedCall) -> list[int]:
+        """Bytes that the layers after this one need at least: each as much as this one would move when recomputed whole.
+
+        That is its input, and what no replay makes again: results of collectives, and of functions declared as kept. It is
+        not looked for where there is room for all that they save.
+        """
         after = len(self._position) - 1 - self._position[call.layer.name]
-        return [call.recorder.storages[0][1]] * after
+        if self._engine.has_room_for(call.group, calls=1 + after):
+            return []
+        return [*self._plans.least_nbytes(call, recorded)] * after
 
     def _planned(self, call: OpenCall, recorded: RecordedCall, setting: Setting) -> dict[SavedStorage, Replay]:
         """The storages that are replayed instead of moved, with the replay."""

@@ -16,10 +16,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bytes_worker import LAYER, LAYERS, MICROBATCHES
 from equality_worker import CPU
 from launching import SCHEDULES
-from plans_worker import Steps, divided, managed, only_saved_tensors, require_equal, run
+from plans_worker import Steps, divided, managed, require_equal, run
+from saved_tensors_machine import SavedTensorsMachine
 
-import memo.manager.opening
 from memo.errors import PlanError
+from memo.manager import use_machine
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, Pipeline
 from memo.mip.activation.solver import solve_problem
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
@@ -121,9 +122,8 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", message=".*whole tensors|the plan for")
-    memo.manager.opening.device_budget_of = only_saved_tensors
     before: ActivationPlan | None = None
-    with join(CPU):
+    with join(CPU), use_machine(SavedTensorsMachine()):
         for schedule in TWO:
             world = World.of(Layout(pp=2, schedule=schedule), "cpu")
             _, trainer = divided(world)

@@ -21,14 +21,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
+from saved_tensors_machine import SavedTensorsMachine
 from small_models import Block, Stack
 
 import memo
-import memo.manager.opening
-from memo.autoplan.device_budget import DeviceBudget
 from memo.errors import UsageError
+from memo.manager import use_machine
 from memo.parallel.rank_agreement import gather_values
 from memo.swap.recompute.tape.declared import recomputable
 
@@ -40,11 +41,6 @@ AUTO: dict[str, Any] = {"device": "640KiB", "host": "16MiB", "min_bytes": 256}
 """So little that a plan has to move and to recompute."""
 
 Steps = list[list[torch.Tensor]]
-
-
-def only_saved_tensors(device: torch.device, budget: int | None) -> DeviceBudget:
-    """A device that holds nothing but saved tensors: the budget is theirs, whatever this process weighs."""
-    return DeviceBudget(total_bytes=1 << 40 if budget is None else budget, peak_bytes=lambda: 0, restart=lambda: None)
 
 
 def ids(step: int, part: int) -> torch.Tensor:
@@ -231,10 +227,10 @@ def disagreeing() -> None:
 def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    memo.manager.opening.device_budget_of = only_saved_tensors
     dist.init_process_group("gloo", timeout=PATIENCE)
     for case in sys.argv[1:]:
-        globals()[case]()
+        with use_machine(SavedTensorsMachine()):
+            globals()[case]()
         if dist.get_rank() == 0:
             print(f"equal {case}", flush=True)
     dist.destroy_process_group()

@@ -17,13 +17,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bytes_worker import HIDDEN, LAYER, MICROBATCHES, ROWS, SMALLEST, shape
 from equality_worker import CPU, SEED, SEQ, Drawn, training
 from launching import SCHEDULES
+from saved_tensors_machine import SavedTensorsMachine
 
 import memo
-import memo.manager.opening
-from memo.autoplan.device_budget import DeviceBudget
 from memo.gpt.model.build_rank import build_stages
 from memo.gpt.model.pipeline_stage import PipelineStage
 from memo.gpt.train.parallel_step import ParallelTrainer
+from memo.manager import use_machine
 from memo.manager.manager import Manager
 from memo.mip.activation.plan import ActivationPlan
 from memo.parallel.layout import Layout, PipelineSchedule
@@ -34,12 +34,6 @@ from memo.swap.engine.saved_storage import AWAY
 
 HOST = 256 << 20
 Steps = list[tuple[float, float, list[torch.Tensor]]]
-
-
-def only_saved_tensors(device: torch.device, budget: int | None) -> DeviceBudget:
-    """A device that holds nothing but saved tensors: the budget is theirs, whatever this process weighs."""
-    assert budget is not None
-    return DeviceBudget(total_bytes=budget, peak_bytes=lambda: 0, restart=lambda: None)
 
 
 def divided(world: World) -> tuple[list[PipelineStage], ParallelTrainer]:
@@ -143,7 +137,8 @@ def ranks_of_a_layer_agree() -> None:
     plans, both = gather_values(plan), gather_values(phases)
     assert plans[0] == plans[1]
     assert both[0] == both[1]
-    assert plan.problem.budgets.device_bytes == 5 * whole
+    # Less what a plan leaves free that no step has shown: at most the largest tensor, and what the allocator may not split.
+    assert 0 <= 5 * whole - plan.problem.budgets.device_bytes < whole // 2
     assert plan.declined is None
     assert kept(plan) < 1.0
     assert peak <= 5 * whole, (peak / whole, phases)
@@ -187,11 +182,9 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", message=".*whole tensors|the plan for")
-    memo.manager.opening.device_budget_of = only_saved_tensors
-    with join(CPU):
+    with join(CPU), use_machine(SavedTensorsMachine()):
         early_stages_keep_less()
         ranks_of_a_layer_agree()
-        memo.manager.opening.device_budget_of = lambda device, budget: only_saved_tensors(device, 1 << 40)
         schedules_are_followed_from_the_first_step()
 
 

@@ -14,7 +14,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from launching import SCHEDULES, launch, torchrun
 
 
-@pytest.mark.parallel
 def test_a_rank_of_two_stages_keeps_what_its_turns_leave_room_for() -> None:
     said = launch(2, "chunks_worker.py", timeout_s=600)
     for schedule in SCHEDULES:

@@ -125,11 +125,16 @@ def test_the_gradient_of_a_key_value_head_is_the_sum_of_those_of_all_ranks_that_
         assert f"equal {name} within" in told, told
 
 
-def test_tensor_sequence_and_data_parallel_training_is_equal_to_one_process() -> None:
-    """The part of the above that runs with every change."""
-    assert "equal dp2_tp2 within" in launch(4, "equality_worker.py", "1", "dp2_tp2")
+EVERY_CHANGE = {
+    2: ["dp2", "tp2_llama", "cp2_ring", "cp2_local_float64", "pp2_1f1b", "pp2_zbv", "dp2_ep2_moe_float64"],
+    4: ["dp2_tp2", "pp2_dp2_ep2_moe_float64"],
+}
+"""The part of the above that runs with every change: each way to divide a training, and some together."""
 
 
-def test_local_attention_over_exchanged_heads_is_equal_to_one_process() -> None:
-    """Likewise."""
-    assert "equal cp2_local_float64 within" in launch(2, "equality_worker.py", "0.5", "cp2_local_float64")
+@pytest.mark.parametrize("ranks", EVERY_CHANGE)
+def test_each_way_to_divide_is_equal_to_one_process_and_to_itself_with_memo(ranks: int) -> None:
+    names = [name for name in EVERY_CHANGE[ranks] if SPLITS_BACKWARD or not splits(name)]
+    told = launch(ranks, "equality_worker.py", "0.5", *names)
+    for name in names:
+        assert f"equal {name} within" in told, told

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from offload_models import causal, compare, gpt, hugging_face, ours, refused
-from small_models import assert_equal, checked, ids, stack, train
+from small_models import Block, assert_equal, checked, ids, stack, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -165,6 +165,34 @@ def test_with_room_for_inputs_alone_nothing_else_moves(alpha: Any) -> None:
         got = train(model, seeded(model), made.manager)
     assert_equal(got, train(reference, seeded(reference)))
     assert made.manager.stats.bytes_host == 3 * 5 * entry  # the last layer's stay: its backward comes next
+    made.manager.close()
+
+
+@memo.memoize
+def as_routed(x: torch.Tensor) -> torch.Tensor:
+    """Stands for rows that ranks have exchanged, which are kept at every level."""
+    return 2 * x
+
+
+class Routed(Block):
+    """Of which four units more than the input are kept."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(as_routed(self.up(self.norm2(super().forward(x))))))
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.5])
+def test_layers_leave_room_for_what_later_ones_keep_when_repeated_whole(alpha: float) -> None:
+    """Not for inputs alone: then the first layer would move whole, and the last ones find no room."""
+    model, reference = (stack(layers=6, make=lambda: Routed(32, 2)) for _ in range(2))
+    entry = 2 * 48 * 32 * 4
+    budget = 7 * (1 + 4) * entry  # one whole layer and all later inputs
+    made = checked(model, budget=budget, alpha=alpha, when_full=WhenFull.RECOMPUTE)
+    with pytest.warns(RuntimeWarning, match="is replayed whole in backward, attention too: no tier has room"):
+        got = train(model, seeded(model), made.manager)
+    assert_equal(got, train(reference, seeded(reference)))
+    assert made.manager.stats.bytes_host == 3 * 5 * (1 + 4) * entry
+    assert made.engine.tiers[0].peak <= budget
     made.manager.close()
 
 
