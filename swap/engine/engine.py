@@ -322,8 +322,8 @@ class Engine:
             group.held = False
             for saved in group.living():
                 saved.replay = replays.get(saved)
-                if _is_read(saved, replays):
-                    saved.coded = None
+                if replays:
+                    saved.coded = None  # replays read it
             group.together = any(replay.together for replay in replays.values())
             if not group.wait_for_next:
                 self._copy_out.send_living(group)
@@ -350,9 +350,7 @@ class Engine:
         """
         with self._lock:
             moving = [saved for saved in group.living() if saved not in replays]
-            sizes = [
-                (saved.nbytes, saved.nbytes if _is_read(saved, replays) else saved.place_nbytes) for saved in moving
-            ]
+            sizes = [(saved.nbytes, saved.nbytes if replays else saved.place_nbytes) for saved in moving]
             return self._tier_choice.lacking_nbytes(group, sizes, besides=besides)
 
     def recomputes_for_room(self, group: Group, lacking_nbytes: int) -> None:
@@ -570,8 +568,3 @@ class Engine:
         for tier in self.tiers:
             tier.close()
         self.backend.close()
-
-
-def _is_read(saved: SavedStorage, replays: Mapping[SavedStorage, Recompute]) -> bool:
-    """True for a storage that one of a layer's replays needs: it moves as it is, not as codes."""
-    return any(replay.reads(saved) for replay in dict.fromkeys(replays.values()))

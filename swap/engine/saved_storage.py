@@ -133,9 +133,6 @@ class Recompute(Protocol):
     def together(self) -> bool:
         """True if it has collectives: all ranks must run it at the same place in their backward."""
 
-    def reads(self, saved: SavedStorage, /) -> bool:
-        """True for a saved storage that it needs."""
-
     def recompute(self, take: FillCallback, /) -> None:
         """Computes the storages unless all are there; `take` receives each."""
 

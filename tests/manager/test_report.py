@@ -45,22 +45,6 @@ def test_the_report_counts_bytes_peaks_and_hits(tmp_path: Path) -> None:
     manager.close()
 
 
-def test_a_recompute_that_was_not_bit_for_bit_is_still_told_when_levels_have_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether a kernel rounds otherwise at another length is the processor's matter; here the trial says so."""
-    monkeypatch.setattr("memo.swap.recompute.trials.try_out_ranges", lambda replays, exact: 0.25)
-    model = stack(layers=3)
-    manager = memo.offload(model, alpha=0.5, disk=tmp_path, min_bytes=512)
-    train(model, lambda step: model(ids(step)), manager, steps=1)
-    assert "bound" in str(manager.report())
-    manager.choose_levels({0: 0.5})
-    use = manager.report().recompute
-    assert use is not None
-    assert use.deviation == 0.25
-    manager.close()
-
-
 def test_wear_and_rates_are_bytes_over_their_own_time() -> None:
     use = DiskUse(written_bytes=10**9, read_bytes=2 * 10**9, write_busy_s=0.5, read_busy_s=2.0, elapsed_s=100.0)
     assert use.write_bytes_per_s == 2e9

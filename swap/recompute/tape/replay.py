@@ -26,7 +26,7 @@ from memo.swap.tensor_kinds import local_part
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
     from memo.swap.engine.handles import Packed
-    from memo.swap.engine.saved_storage import FillCallback, Hold, SavedStorage
+    from memo.swap.engine.saved_storage import FillCallback, Hold
     from memo.swap.recompute.tape.plan import Plan
 
 __all__ = ["Brought", "Replay", "ReplayFailed", "Wanted"]
@@ -99,14 +99,6 @@ class Replay:
         self._writes = uncounted_writes.begin()
         self._sums = [_sum_of(each) for each in kept] if verify else None
         self._lock = threading.Lock()
-
-    def reads(self, saved: SavedStorage) -> bool:
-        """True for a saved storage that the plan keeps."""
-        return any(
-            type(packed) is Handle and packed.hold.saved is saved
-            for kept in self._kept
-            for packed in (kept.packed.local if isinstance(kept.packed, Sharded) else kept.packed,)
-        )
 
     def recompute(self, take: FillCallback) -> None:
         """Runs the steps unless all that they give is in place; `take` gets the bytes of each wanted storage.

@@ -43,9 +43,6 @@ class Replay:
         self.fails_after: int | None = None
         self.made: list[weakref.ref[torch.UntypedStorage]] = []
 
-    def reads(self, saved: SavedStorage) -> bool:
-        return False
-
     def recompute(self, take: FillCallback) -> None:
         self.runs += 1
         self.made.clear()
