@@ -110,7 +110,8 @@ def offload(
         codec: Format of what moves: "int8" or "fp8", one byte a value and a scale for each 128. Gradients are then those of
             values with a bounded error, and the report shows the largest. Exact all the same: tensors of other types than
             float32, bfloat16 and float16, those with at most 1/8 of the values of the layer's hidden states, any
-            with a NaN or an infinity, and those of layers of which anything is recomputed. Default None: everything moves bit for bit.
+            with a NaN or an infinity, and those of layers of which anything is recomputed. Default None: everything moves
+            bit for bit.
         on_full: Response to a full tier. "spill" (default) uses the next tier, and raises where none has room; "raise"
             raises at once; "recompute" uses the next tier, recomputes all of a layer that can be recomputed, attention too,
             where none has room for its tensors, and raises where none has room for its input. Without `plan`, `alpha` and
