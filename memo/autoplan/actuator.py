@@ -1,6 +1,6 @@
 """Applies an ActivationPlan to one manager: placements to the Engine, points of recompute to RecomputePolicy.
 
-Owns the conversion of a plan's fractions, and the device bytes that a plan may use: what parameters, gradients,
+Owns the conversion of a plan's points and fractions, and the device bytes that a plan may use: what parameters, gradients,
 optimizer state and transient tensors leave of the budget.
 """
 
@@ -17,8 +17,8 @@ from memo.autoplan.device_peaks import DevicePeaks, Outside, Recompute
 from memo.autoplan.layer_classes import mlp_tiles_of
 from memo.events import Tier
 from memo.mip.activation import chunk_layers, lower_tier_nbytes
-from memo.mip.inputs import ALL, ATTENTION, MATMULS
-from memo.swap import AT_ONCE, Level, Mix, Placement, Quota, TokenLevels, claims_in_turn, host_bytes_needed, setting_of
+from memo.mip.inputs import ALL, ATTENTION, INPUT, MATMULS
+from memo.swap import Level, Mix, Placement, Quota, TokenLevels, claims_in_turn, host_bytes_needed, setting_of
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
@@ -28,10 +28,17 @@ if TYPE_CHECKING:
     from memo.autoplan.device_peaks import Part
     from memo.events import Lane, Tracer
     from memo.machine import LinkRates
-    from memo.mip.activation import ActivationPlan, LayerPlan
+    from memo.mip.activation import ActivationPlan
     from memo.swap import Engine, Layer, LayerCosts, RecomputePolicy
 
 __all__ = ["Actuator", "settings_of"]
+
+_LEVELS = {
+    ALL: Level.SAVE_ALL,
+    MATMULS: Level.SAVE_MATMULS,
+    ATTENTION: Level.SAVE_ATTENTION,
+    INPUT: Level.SAVE_INPUT,
+}
 
 UNBOUNDED_DISK = 1 << 60
 """Bytes of a scratch file without budget: a full disk is found by a failed write, and its bytes go to another tier."""
@@ -157,7 +164,7 @@ class Actuator:
         """
         self._planned = [pair for pair in enumerate(self._layers) if not names or pair[1].name in names]
 
-    def _settings_of(self, plan: ActivationPlan) -> tuple[dict[int, Placement], dict[str, TokenLevels | Mix]]:
+    def _settings_of(self, plan: ActivationPlan) -> tuple[dict[int, Placement], dict[str, TokenLevels | Level | Mix]]:
         placements, chosen = settings_of(plan, [layer for _, layer in self._planned])
         return {self._planned[at][0]: placement for at, placement in placements.items()}, chosen
 
@@ -356,7 +363,7 @@ def _weakly(method: Callable[..., object]) -> Callable[..., None]:
 
 def settings_of(
     plan: ActivationPlan, layers: Sequence[Layer]
-) -> tuple[dict[int, Placement], dict[str, TokenLevels | Mix]]:
+) -> tuple[dict[int, Placement], dict[str, TokenLevels | Level | Mix]]:
     """Converts a plan to placements by layer number, for the Engine, and points by layer name, for RecomputePolicy."""
     known = plan.problem.profile.layer_profiles()
     begins = {chunk.start for chunk in chunk_layers(plan.problem, 0)}
@@ -370,14 +377,10 @@ def settings_of(
         )
         for number, part in enumerate(plan.layers)
     }
-    points = {layer.name: _points(part) for layer, part in zip(layers, plan.layers, strict=True)}
+    points = {layer.name: _setting(part.point) for layer, part in zip(layers, plan.layers, strict=True)}
     return placements, points
 
 
-def _points(part: LayerPlan) -> TokenLevels | Mix:
-    """Three levels where the plan has no other points; the tokens are divided among them as the plan counts."""
-    if set(part.points) <= {ALL, MATMULS, ATTENTION}:
-        shares = part.fraction(ALL), part.fraction(MATMULS), part.fraction(ATTENTION)
-        piece = part.piece if max(shares) >= 1 else min(part.piece, AT_ONCE)
-        return TokenLevels(all=shares[0], matmuls=shares[1], attention=shares[2], piece=piece)
-    return Mix(points=part.points)
+def _setting(point: str) -> TokenLevels | Level | Mix:
+    """The level of a point that has one; another point of the layer's curve by its name."""
+    return setting_of(_LEVELS[point]) if point in _LEVELS else Mix(points={point: 1.0})

@@ -8,15 +8,13 @@ times, so that noise does not make equal layers differ.
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 from typing import TYPE_CHECKING
 
-from memo.mip.inputs import ALL, ATTENTION, MATMULS, LayerProfile, PointProfile
-from memo.swap import Level
+from memo.mip.inputs import ATTENTION, LayerProfile, PointProfile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import nn
 
@@ -24,8 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["classes_of", "mlp_tiles_of", "points_of"]
 
-_LEVELS = {ALL: Level.SAVE_ALL, MATMULS: Level.SAVE_MATMULS, ATTENTION: Level.SAVE_ATTENTION}
-_TIMES = ("forward_s", "backward_s", "attention_s", "piece_s", "divided_s")
+_TIMES = ("forward_s", "backward_s", "attention_s")
 _PEAKS = ("forward_transient_bytes", "backward_transient_bytes", "storages", "largest_storage_bytes")
 
 
@@ -35,60 +32,30 @@ def mlp_tiles_of(modules: Iterable[nn.Module]) -> int:
     return max((tiles for tiles in found if isinstance(tiles, int)), default=1)
 
 
-def points_of(
-    costs: LayerCosts, *, whole: bool = False, again_flops: float | None = None
-) -> tuple[int, tuple[PointProfile, ...]]:
-    """Converts costs to the bytes that are saved at every point, and the points.
+def points_of(costs: LayerCosts, *, again_flops: float | None = None) -> tuple[PointProfile, ...]:
+    """Converts a layer's curve to points, without those that save no less than the one before.
 
-    A point that saves no less than the one before it is left out, and so is a level that never ran. A curve's points
-    say all that is saved, so that nothing is saved at every point.
+    A point of a curve says all that is saved, so that nothing is saved at every point.
 
     Args:
         costs: of a layer.
-        whole: the curve by whole storages, also of a layer whose tokens can be divided.
         again_flops: of products that a recompute at point `attention` repeats, where they were counted.
     """
-    if not costs.points or (costs.divisible and not whole):
-        return costs.always_bytes, _falling(_levels(costs), again_flops)
-    curve = (
-        PointProfile(
-            name=point.name,
-            saved_bytes=point.saved_bytes,
-            beside_bytes=min(point.beside_bytes, point.saved_bytes),
-            recompute_s=point.recompute_s,
-            recompute_flops=point.recompute_flops,
-            held_bytes=point.held_bytes,
-        )
-        for point in costs.points
-    )
-    return 0, _falling(curve, again_flops)
-
-
-def _levels(costs: LayerCosts) -> Iterator[PointProfile]:
-    """The three levels as points, without those that never ran."""
-    for name, level in _LEVELS.items():
-        per_token = 0.0 if name == ALL else costs.recompute_s_per_token.get(level)
-        if level not in costs.bytes_per_token or per_token is None:
-            continue
-        nbytes = round(costs.bytes_per_token[level] * costs.tokens)
-        beside = round(costs.beside_per_token.get(level, 0.0) * costs.tokens)
-        yield PointProfile(
-            name=name,
-            saved_bytes=nbytes,
-            beside_bytes=min(beside, nbytes),
-            recompute_s=per_token * costs.tokens,
-            held_bytes=math.ceil(costs.held_per_token.get(level, 0.0) * costs.tokens),
-        )
-
-
-def _falling(points: Iterable[PointProfile], again_flops: float | None) -> tuple[PointProfile, ...]:
-    """The points that save less than all before them."""
     found: list[PointProfile] = []
-    for point in points:
-        if point.name == ATTENTION and again_flops is not None:
-            point = dataclasses.replace(point, recompute_flops=again_flops)
-        if not found or point.saved_bytes < found[-1].saved_bytes:
-            found.append(point)
+    for point in costs.points:
+        again = again_flops if point.name == ATTENTION and again_flops is not None else point.recompute_flops
+        if found and point.saved_bytes >= found[-1].saved_bytes:
+            continue
+        found.append(
+            PointProfile(
+                name=point.name,
+                saved_bytes=point.saved_bytes,
+                beside_bytes=min(point.beside_bytes, point.saved_bytes) if found else 0,
+                recompute_s=point.recompute_s,
+                recompute_flops=again,
+                held_bytes=point.held_bytes,
+            )
+        )
     return tuple(found)
 
 
@@ -108,7 +75,7 @@ def classes_of(layers: Sequence[LayerProfile]) -> tuple[tuple[LayerProfile, ...]
 def _class_key(layer: LayerProfile) -> tuple[object, ...]:
     points = ((point.name, point.saved_bytes, point.beside_bytes, point.held_bytes) for point in layer.points)
     # Local and full attention save the same bytes and take different times; FLOPs are known of a measured profile alone.
-    return layer.name, layer.always_bytes, layer.other_bytes, layer.divisible, layer.attention_flops, *points
+    return layer.name, layer.always_bytes, layer.other_bytes, layer.attention_flops, *points
 
 
 def _merged(name: str, alike: Sequence[LayerProfile]) -> LayerProfile:

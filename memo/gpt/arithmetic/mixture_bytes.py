@@ -197,12 +197,6 @@ class _MixtureFigures(BlockFigures):
         """Bytes of the largest saved storage."""
         return max(self.stream, self.q, self.f, self._arriving, self._wide, FLOAT * self.config.hidden)
 
-    def _in_pieces(self) -> float:
-        return 0.0  # whole storages move
-
-    def _products_in_pieces(self) -> float:
-        return 0.0
-
     # Read and written.
 
     def _activation(self) -> float:
