@@ -443,7 +443,7 @@ def test_a_profile_of_curves_is_planned_shown_checked_and_simulated(
     """Layers that cannot be divided, with points beyond the three levels: the table has a column for each that is used."""
     problem = with_curves(random_problem(3, layers=9, classes=2), 8, seed=3, divisible=False, held=True)
     plan = solve_problem(problem)
-    used = {name for part in plan.layers for name in part.points}
+    used = {part.point for part in plan.layers}
     path = tmp_path / "plan.json"
     path.write_text(plan_to_json(plan))
     assert main(["check", str(path)]) == ExitCode.OK

@@ -121,7 +121,7 @@ def test_recompute_that_is_cheaper_than_waiting_is_chosen_and_the_other_way_roun
         return plan_activations(profile_of(*[block] * 8), machine(), budgets).layers[0]
 
     # The forward window of 10 s takes 100 bytes of 420 at 10 bytes/s; the others stall it for 32 s, and backward for 22 s.
-    assert chosen(53.0).point == ATTENTION
+    assert chosen(1.0).point == ATTENTION
     assert chosen(1000.0).point == ALL
 
 
