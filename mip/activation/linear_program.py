@@ -122,7 +122,7 @@ class _Moved:
     saved: pulp.LpAffineExpression | pulp.LpVariable | int = 0
     """As they are saved."""
     coded: pulp.LpVariable | int = 0
-    """Those of them that move as codes."""
+    """The part of them that moves as codes."""
     sent: pulp.LpAffineExpression | pulp.LpVariable | int = 0
     """As they are on links and in the tier."""
 

@@ -45,11 +45,11 @@ from memo.swap.placement import Placement
 from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.tiers.device import DeviceTier
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
-from memo.swap.token_levels import AT_ONCE, LayerCosts, Level as SwapLevel, Mix, PointCost, TokenLevels
+from memo.swap.token_levels import LayerCosts, Level as SwapLevel, Mix, PointCost, TokenLevels, setting_of
 
 ROOM = 1 << 28
 ROOMY = DeviceBudget(total_bytes=ROOM, peak_bytes=lambda: 0, restart=lambda: None)
-FIXED = LayerPlan(points={ALL: 0.25, MATMULS: 0.5, ATTENTION: 0.25}, kept=0.5, host=0.5)
+FIXED = LayerPlan(point=MATMULS, kept=0.5, host=0.5)
 
 
 def checked_manager(model: torch.nn.Module, *, policy: Any = "lazy") -> tuple[Manager, Engine, RecomputePolicy]:
@@ -315,16 +315,16 @@ def test_a_run_measures_itself_wherever_a_plan_has_room(device: float, host: flo
 
 
 @pytest.mark.parametrize(
-    ("points", "setting"),
+    ("point", "setting"),
     [
-        ({ALL: 0.25, MATMULS: 0.5, ATTENTION: 0.25}, TokenLevels(all=0.25, matmuls=0.5, attention=0.25, piece=AT_ONCE)),
-        ({ALL: 0.5, "p3": 0.5}, Mix(points={ALL: 0.5, "p3": 0.5})),
-        ({INPUT: 1.0}, Mix(points={INPUT: 1.0})),
+        (ALL, setting_of(SwapLevel.SAVE_ALL)),
+        (MATMULS, setting_of(SwapLevel.SAVE_MATMULS)),
+        (ATTENTION, setting_of(SwapLevel.SAVE_ATTENTION)),
+        (INPUT, SwapLevel.SAVE_INPUT),
+        ("p3", Mix(points={"p3": 1.0})),
     ],
 )
-def test_a_plan_of_three_levels_is_settings_of_tokens_and_any_other_a_mix(
-    points: dict[str, float], setting: object
-) -> None:
+def test_a_point_of_a_plan_is_its_level_or_has_its_name(point: str, setting: object) -> None:
     known = LayerProfile(
         name="layer",
         always_bytes=10,
@@ -337,10 +337,10 @@ def test_a_plan_of_three_levels_is_settings_of_tokens_and_any_other_a_mix(
     )
     plan = given_plan(3)
     profile = dataclasses.replace(plan.problem.profile, classes=(known,), layers=("layer",) * 3)
-    parts = (LayerPlan(points=points),) * 2 + (LayerPlan(),)
+    parts = (LayerPlan(point=point),) * 2 + (LayerPlan(),)
     plan = dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, profile=profile), layers=parts)
     placements, settings = settings_of(plan, find_layers(stack(layers=3)))
-    assert list(settings.values()) == [setting, setting, TokenLevels(all=1.0)]
+    assert list(settings.values()) == [setting, setting, setting_of(SwapLevel.SAVE_ALL)]
     assert placements[0].nbytes == int(parts[0].saved_bytes(known))
 
 
@@ -377,7 +377,7 @@ def test_host_memory_is_prepared_for_all_that_the_device_has_no_room_for(monkeyp
 
 @pytest.mark.parametrize(("point", "kept"), [(ALL, 0.5), (MATMULS, 0.0), (ATTENTION, 0.25), (INPUT, 0.0)])
 def test_a_run_finds_room_for_all_storages_of_a_plan_that_the_host_has_addresses_for(point: str, kept: float) -> None:
-    part = LayerPlan(points={point: 1.0}, kept=kept, host=1 - kept)
+    part = LayerPlan(point=point, kept=kept, host=1 - kept)
     plan = dataclasses.replace(given_plan(4), layers=(part, part, part, LayerPlan()))
 
     def excess_and_lacking(host: int) -> tuple[int, int]:

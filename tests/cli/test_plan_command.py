@@ -440,8 +440,8 @@ def test_a_schedule_that_cannot_be_is_refused_in_a_line(
 def test_a_profile_of_curves_is_planned_shown_checked_and_simulated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Layers that cannot be divided, with points beyond the three levels: the table has a column for each that is used."""
-    problem = with_curves(random_problem(3, layers=9, classes=2), 8, seed=3, divisible=False, held=True)
+    """With points beyond the three levels."""
+    problem = with_curves(random_problem(3, layers=9, classes=2), 8, seed=3, held=True)
     plan = solve_problem(problem)
     used = {part.point for part in plan.layers}
     path = tmp_path / "plan.json"
@@ -450,16 +450,18 @@ def test_a_profile_of_curves_is_planned_shown_checked_and_simulated(
     assert main(["simulate", str(path)]) == ExitCode.OK
     capsys.readouterr()
     assert main(["show", str(path)]) == ExitCode.OK
-    header = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("layers"))
-    assert header.split() == ["layers", "points:", "all", *sorted(used - {"all"}), "bytes:", "kept", "host", "disk"]
+    shown = capsys.readouterr().out
+    header = next(line for line in shown.splitlines() if line.startswith("layers"))
+    assert header.split() == ["layers", "point", "bytes:", "kept", "host", "disk"]
+    assert all(f" {point} " in shown for point in used)
     report = of_json(capsys, ["show", str(path)])
-    assert sum((part["points"] != {"all": 1.0}) for part in report["layer_plans"]) > 1
+    assert sum(part["point"] != "all" for part in report["layer_plans"]) > 1
     profile, machine = tmp_path / "profile.json", tmp_path / "machine.json"
     profile.write_text(profile_to_json(problem.profile))
     machine.write_text(hardware_to_json(problem.hardware))
     budgets = ["--device", str(problem.budgets.device_bytes), "--host", str(problem.budgets.host_bytes)]
     again = of_json(capsys, ["plan", "--profile", str(profile), "--gpu", str(machine), *budgets])
-    assert {name for part in again["layer_plans"] for name in part["points"]} > {"all"}
+    assert {part["point"] for part in again["layer_plans"]} > {"all"}
     swept = of_json(capsys, ["plan", "--profile", str(profile), "--gpu", str(machine), *budgets, "--sweep", "device"])
     shares = [point["fit"]["shares"] for point in swept["points"] if point["fit"]]
     assert all(share["alpha"] + sum(share["points"].values()) == pytest.approx(1.0) for share in shares)

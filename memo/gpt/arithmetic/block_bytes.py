@@ -117,10 +117,8 @@ class Block:
     """Largest number of bytes that forward holds at once beyond everything it saves."""
     backward_transient: float
     """Largest number of bytes that backward holds at once beyond everything that is saved."""
-    held_at_matmuls: float
-    """Largest number of bytes that a recompute at level `matmuls` holds at once, of tokens that it computes at once."""
-    held_at_attention: float
-    """Largest number of bytes that a recompute at level `attention` holds at once."""
+    held: float
+    """Largest number of bytes that a recompute holds at once beside the layer's saved tensors."""
     ring_traffic: tuple[float, float]
     """Bytes that a ring's hop reads and writes beside attention's kernel, forward and backward; 0 without a ring."""
     storages: int
@@ -217,8 +215,7 @@ class BlockFigures:
             exchanges_again_at_matmuls=self._exchanges_at_matmuls(),
             forward_transient=max(self._behind_mlp(), self._behind_attention() - saved, 0),
             backward_transient=max(self._backward_of_mlp(), self._backward_of_attention() - saved, 0),
-            held_at_matmuls=self._held_at_matmuls(),
-            held_at_attention=max(self._inner_at_once(), self.q + (5 * h if self.exchanged else self.repeated + 4 * h)),
+            held=3 * h if self.tiled else 0,  # a tiled MLP makes no wide activation anew, but what it reads
             ring_traffic=(RING_TRAFFIC[0] * h, RING_TRAFFIC[1] * h) if self.rings else (0.0, 0.0),
             storages=self.storages(),
             largest=self.largest(),
@@ -259,15 +256,6 @@ class BlockFigures:
 
     def _inner(self) -> float:
         return 0 if self.tiled else (4 if self.gated else 2) * self.f
-
-    def _inner_at_once(self) -> float:
-        """Bytes of the MLP's inner tensors that a recompute of all of them makes, until each is where it belongs."""
-        return 0 if self.tiled else (3 if self.gated else 2) * self.f
-
-    def _held_at_matmuls(self) -> float:
-        """The activation's result and operand, or with tensor parallelism all of the MLP; or the residual stream's."""
-        inner = self._inner_at_once() - (self.f if self.tp == 1 and not self.tiled else 0)
-        return max(inner, 4 * self.h)
 
     def _casts_twice(self) -> bool:
         return self.gated and self.sizes.casts and self.tp == 1 and not self.tiled

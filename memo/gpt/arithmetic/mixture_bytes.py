@@ -102,8 +102,7 @@ class _MixtureFigures(BlockFigures):
             mlp=0.0,
             forward_transient=max(self._behind_experts(), self._behind_attention() - saved, 0),
             backward_transient=max(self._backward_of_experts(), self._backward_of_attention() - saved, 0),
-            held_at_matmuls=self._behind_experts(),
-            held_at_attention=max(self._behind_experts(), self.q + self.repeated),
+            held=max(self._behind_experts(), self.q + self.repeated),
         )
 
     # Saved.

@@ -316,7 +316,7 @@ def _layer(
             saved_bytes=round(block.matmuls * tokens + between_adapters),
             beside_bytes=round(block.beside * tokens),
             recompute_s=block.elementwise_again * memory_s + block.exchanges_again_at_matmuls * context_s,
-            held_bytes=round(block.held_at_matmuls * tokens),
+            held_bytes=round(block.held * tokens),
         ),
         PointProfile(
             name=ATTENTION,
@@ -326,7 +326,7 @@ def _layer(
             + exchange_s(step.tensor_again(experts=experts), machine, layout)
             + block.exchanges_again * context_s,
             recompute_flops=block.projections_again * tokens,
-            held_bytes=round(block.held_at_attention * tokens),
+            held_bytes=round(block.held * tokens),
         ),
     )
     layer = LayerProfile(
