@@ -6,6 +6,7 @@ and check. A plan that the independent checker refuses is never returned.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -163,12 +164,13 @@ def _whole_layers(problem: ActivationProblem) -> Solution | None:
     if model is None:
         return None
     found = round_points(model)
-    if found is not None and found.objective <= model.objective * (1 + WHOLE_GAP):
-        return found
-    if found is not None:
-        return min([found, *_integral(problem, [model.staying])], key=lambda each: each.step_s)
-    options = sorted(_staying_options(problem), key=lambda staying: staying != model.staying)
-    return next(_integral(problem, options), None)
+    if found is None:
+        options = sorted(_staying_options(problem), key=lambda staying: staying != model.staying)
+        found = next(_integral(problem, options), None)
+    elif found.objective > model.objective * (1 + WHOLE_GAP):
+        found = min([found, *_integral(problem, [model.staying])], key=lambda each: each.step_s)
+    # With points given, more of a resource would leave them as they are: the fractions say what it is worth.
+    return None if found is None else dataclasses.replace(found, limits=tuple(model.limits()))
 
 
 def _integral(
