@@ -138,12 +138,8 @@ def _arm(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _described(plan: Any) -> str:
-    alike = {(tuple(part.points.items()), part.kept) for part in plan.layers}
-    shown = (
-        "/".join(f"{share:.3g} {name}" for name, share in points) + f", kept {kept:.3g}"
-        for points, kept in sorted(alike)
-    )
-    return "; ".join(shown)
+    alike = {(part.point, part.kept) for part in plan.layers}
+    return "; ".join(f"{point}, kept {kept:.3g}" for point, kept in sorted(alike))
 
 
 def lasting_rows(

@@ -296,10 +296,7 @@ def _carried_rules(body: dict[str, Any]) -> str:
         f"Carried out, {agreeing} of {pairs} pairs of rules whose simulated steps are more than 2 % apart were measured in"
         f" that order: medians over the quieter half of the rounds, without the time that the process waited for a"
         f" processor. Measured steps are {min(shares):.3f} to {max(shares):.3f} of the simulated ones, by rule in the"
-        f" median, and the least of any rule is {_least(rules):.3f} of the LP's. What it takes to divide a layer among"
-        " points of recompute is a part of these problems, measured in them. Spread over all layers, as earlier, it had the"
-        " cost model put plans that divide each layer before greedy, which leaves most of them whole and was faster"
-        " ([activation plan](activation-plan.md#what-dividing-a-layer-takes))."
+        f" median, and the least of any rule is {_least(rules):.3f} of the LP's."
     )
 
 

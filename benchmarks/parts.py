@@ -81,11 +81,9 @@ def one_setting(problem: ActivationProblem) -> float | None:
     shares = [part / GRID for part in range(GRID + 1)]
 
     def candidates() -> Iterator[Sequence[LayerPlan]]:
-        for whole, middle, kept in itertools.product(shares, shares, shares):
-            if whole + middle <= 1:
-                points = {ALL: whole, MATMULS: middle, ATTENTION: 1 - whole - middle}
-                one = LayerPlan(points=points, kept=kept, host=1 - kept)
-                yield placed(problem, layers, [*[one] * (len(layers) - 1), LayerPlan()])
+        for point, kept in itertools.product((ALL, MATMULS, ATTENTION), shares):
+            one = LayerPlan(point=point, kept=kept, host=1 - kept)
+            yield placed(problem, layers, [*[one] * (len(layers) - 1), LayerPlan()])
 
     found = best_of(problem, candidates())
     return None if found is None else found.step_s

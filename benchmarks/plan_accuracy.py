@@ -457,12 +457,8 @@ def run(case: Case | Computed, rounds: int) -> Row:
         predicted_s=seconds.pop("predicted"),
         fixed_s=seconds,
         peak_bytes=peak,
-        levels=f"{_points(first)}, kept {first.kept:.2f}",
+        levels=f"{first.point}, kept {first.kept:.2f}",
     )
-
-
-def _points(part: LayerPlan) -> str:
-    return "/".join(f"{part.fraction(name):.2f}" for name in ("all", "matmuls", "attention"))
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:

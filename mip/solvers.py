@@ -21,7 +21,7 @@ import numpy as np
 
 from memo.errors import SolverFailed
 
-__all__ = ["Backend", "RowProgram", "Solved", "pulp", "solve_model"]
+__all__ = ["Backend", "RowProgram", "Solved", "pulp", "solve_fixed", "solve_model"]
 
 
 def _imported_alone(name: str) -> Any:
@@ -86,23 +86,64 @@ def solve_model(model: pulp.LpProblem, *, backend: Backend, time_limit_s: float,
         solver = pulp.PULP_CBC_CMD(msg=False, timeLimit=limit, threads=1, warmStart=True, gapRel=gap)
     else:
         solver = _WarmHiGHS(msg=False, timeLimit=limit, threads=1, gapRel=gap)
+    solved = _run(model, solver)
+    if backend is Backend.HIGHS and model.solverModel.getModelStatus() == highspy.HighsModelStatus.kUnknown:
+        # Its dual simplex lost its way, as in nearly infeasible programs; the primal one has not been seen to.
+        solver = pulp.HiGHS(msg=False, timeLimit=limit, threads=1, gapRel=gap, simplex_strategy=PRIMAL_SIMPLEX)
+        solved = _run(model, solver)
+    if model.status == pulp.LpStatusUndefined:
+        raise SolverFailed(f"{backend.value} failed: it ended without a status")
+    return solved
+
+
+def _run(model: pulp.LpProblem, solver: Any) -> Solved:
     # PuLP goes through all rows each time that it asks for them; these do not change while it solves.
     listed = model.variables()
     model.variables = lambda: listed
     try:
         model.solve(solver)
-        if backend is Backend.HIGHS and model.solverModel.getModelStatus() == highspy.HighsModelStatus.kUnknown:
-            # Its dual simplex lost its way, as in nearly infeasible programs; the primal one has not been seen to.
-            solver = pulp.HiGHS(msg=False, timeLimit=limit, threads=1, gapRel=gap, simplex_strategy=PRIMAL_SIMPLEX)
-            model.solve(solver)
     except Exception as error:  # PuLP lets whatever its backends raise through
-        raise SolverFailed(f"{backend.value} failed: {type(error).__name__}: {str(error)[:200]}") from error
+        raise SolverFailed(f"{solver.name} failed: {type(error).__name__}: {str(error)[:200]}") from error
     finally:
         del model.variables
-    if model.status == pulp.LpStatusUndefined:
-        raise SolverFailed(f"{backend.value} failed: it ended without a status")
     infeasible = model.status == pulp.LpStatusInfeasible
     return Solved(found=model.sol_status in (OPTIMAL, FOUND), proven=infeasible or model.sol_status == OPTIMAL)
+
+
+class _Resumed(pulp.HiGHS):  # type: ignore[misc]
+    """HiGHS on a model that it has solved, with some variables fixed at other values: it goes on from that solution."""
+
+    def __init__(self, fixed: Mapping[pulp.LpVariable, float]) -> None:
+        super().__init__(msg=False)
+        self._fixed = fixed
+
+    def createAndConfigureSolver(self, lp: pulp.LpProblem) -> None:
+        """The model has its solver."""
+
+    def buildSolverModel(self, lp: pulp.LpProblem) -> None:
+        numbers = np.array([variable.index for variable in self._fixed], dtype=np.int32)
+        values = np.array(list(self._fixed.values()), dtype=np.float64)
+        lp.solverModel.changeColsBounds(len(numbers), numbers, values, values)
+
+
+def solve_fixed(model: pulp.LpProblem, fixed: Mapping[pulp.LpVariable, float], *, time_limit_s: float) -> Solved:
+    """Solves a model without integers with these variables fixed; again with others in a fraction of the time.
+
+    Args:
+        model: the model.
+        fixed: value of each variable that is ever fixed.
+        time_limit_s: seconds after which it gives up.
+
+    Raises:
+        SolverFailed: the solver crashed or could not be run.
+    """
+    for variable, value in fixed.items():
+        variable.lowBound = variable.upBound = value
+    if getattr(model, "solverModel", None) is not None:
+        solved = _run(model, _Resumed(fixed))
+        if solved.proven:
+            return solved
+    return solve_model(model, backend=Backend.HIGHS, time_limit_s=time_limit_s)
 
 
 class RowProgram:

@@ -191,7 +191,6 @@ class _Parts:
             name="block",
             always_bytes=round(kept),
             points=points,
-            divisible=False,
             forward_s=forward.total,
             backward_s=backward.total + self._accumulation_s(parameters),
             forward_exchange_s=forward.exchange,

@@ -79,7 +79,7 @@ def _side(plan: ActivationPlan) -> dict[str, Any]:
 def _published_plan() -> ActivationPlan:
     """The plan that checkpoints the layers that the file names, under dp alone."""
     (row,) = (row for row in _rows("galvatron_searched_plan_llama2_7b_8gpu_36GB.csv") if row["key"] == "checkpoint")
-    layers = tuple(LayerPlan(points={INPUT if int(flag) else ALL: 1.0}) for flag in row["value"].split(","))
+    layers = tuple(LayerPlan(point=INPUT if int(flag) else ALL) for flag in row["value"].split(","))
     problem = _problem(1, 0)
     return ActivationPlan(problem=problem, layers=layers, stages=predict_stages(problem, layers))
 
@@ -111,7 +111,6 @@ def _profile(tp: int) -> Profile:
             PointProfile(name=ALL, saved_bytes=memory["act"] - checkpoint),
             PointProfile(name=INPUT, saved_bytes=0, recompute_s=compute_s + sync_s),
         ),
-        divisible=False,
         forward_s=forward_s,
         backward_s=BACKWARD * compute_s + sync_s + slower * 2 * whole_s,
         forward_exchange_s=sync_s,

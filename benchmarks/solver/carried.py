@@ -1,9 +1,8 @@
 """Problems carried out: real copies, waits and recomputes on the paced CPU engine, each rule's plan in turn.
 
 Bytes and budgets of a problem are those that memo measures in the run; the lanes have the rates at which they are paced.
-Its times are medians over several rounds of three settings, which take turns: everything saved, each layer at one
-point of recompute, and each layer with half of its tokens there. From a single step they would be off by as much as plans
-differ, and what dividing a layer takes (`LayerProfile.divided_s`) shows only beside a layer that is whole.
+Its times are medians over several rounds of two settings, which take turns: everything saved, and each layer at one point
+of recompute. From a single step they would be off by as much as plans differ.
 
 Time in which the computing thread was ready to run and had no processor, as on a machine that is shared, is taken off (Linux
 counts it); and of twice as many rounds those count in which that was least, since links go on meanwhile.
@@ -27,15 +26,17 @@ from memo.events import Event, Lane, Span, Stall
 from memo.manager.manager import Manager
 from memo.manager.plan_source import checked_plan
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, LayerPlan
-from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, LayerProfile
+from memo.mip.inputs.profile import ATTENTION, MATMULS, LayerProfile
+from memo.swap import Level, setting_of
 from memo.swap.backends.protocol import HostStamp
 from memo.swap.engine.engine import Engine
-from memo.swap.levels import setting_of
 from memo.swap.placement import Placement
 
 __all__ = ["CASES", "carried", "pairs_in_order"]
 
 _T = TypeVar("_T")
+
+_LEVELS = {MATMULS: Level.SAVE_MATMULS, ATTENTION: Level.SAVE_ATTENTION}
 
 CASES = [
     Case(tokens=512, link_bytes_per_s=30e6, device_layers=3.2, host_layers=LAYERS),
@@ -147,8 +148,7 @@ def pairs_in_order(predicted: Mapping[str, float], measured: Mapping[str, float 
 
 
 def _told(layer: LayerPlan) -> str:
-    points = ", ".join(f"{name} {share:.3f}" for name, share in layer.points.items())
-    return f"{points}; kept {layer.kept:.3f}, host {layer.host:.3f}, disk {layer.disk:.3f}, piece {layer.piece:g}"
+    return f"{layer.point}; kept {layer.kept:.3f}, host {layer.host:.3f}, disk {layer.disk:.3f}"
 
 
 def _problem(bench: Bench, rounds: int) -> ActivationProblem:
@@ -183,21 +183,19 @@ class _Times:
     """Where everything is saved."""
     recompute_s: float
     """Time that a layer at `point` takes beyond that."""
-    divided_s: float
-    """Time that one with half of its tokens there takes beyond half of that."""
 
     @classmethod
     def measured(cls, bench: Bench, point: str, rounds: int) -> _Times:
-        """Steps of the three settings in turn; everything that is saved stays, so that nothing waits for a link."""
-        settings = {"saved": {ALL: 1.0}, "again": {point: 1.0}, "divided": {ALL: 0.5, point: 0.5}}
+        """Steps of both settings in turn; everything that is saved stays, so that nothing waits for a link."""
+        settings = {"saved": Level.SAVE_ALL, "again": _LEVELS[point]}
         traces = {name: _Trace() for name in settings}
         running: dict[str, tuple[Manager, Engine]] = {}
-        for name, shares in settings.items():
+        for name, level in settings.items():
             bench.tracer, before = traces[name], bench.tracer  # type: ignore[assignment]
             manager, engine, tapes = bench.manager()
             bench.tracer = before
             engine.place(dict.fromkeys(range(len(manager.layers)), Placement(kept=1.0)))
-            tapes.choose(dict.fromkeys((layer.name for layer in manager.layers), setting_of(shares)))
+            tapes.choose(dict.fromkeys((layer.name for layer in manager.layers), setting_of(level)))
             engine.backend.stamp = _Undelayed  # type: ignore[method-assign]
             running[name] = manager, engine
         steps: list[tuple[float, dict[str, list[float]]]] = []
@@ -222,7 +220,6 @@ class _Times:
             forward_s=statistics.median(one["saved"][0] for one in rounds_s),
             backward_s=statistics.median(one["saved"][1] for one in rounds_s),
             recompute_s=longer_s("again"),
-            divided_s=max(longer_s("divided") - longer_s("again") / 2, 0.0),
         )
 
     def of(self, layer: LayerProfile) -> LayerProfile:
@@ -233,7 +230,6 @@ class _Times:
             layer,
             forward_s=self.forward_s,
             backward_s=self.backward_s,
-            divided_s=self.divided_s,
             points=tuple(dataclasses.replace(one, recompute_s=one.recompute_s * scale) for one in layer.points),
         )
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from memo.mip.activation.checker import check_plan
@@ -28,9 +29,7 @@ __all__ = ["RULES", "Outcome", "best_of", "placed", "plan_of"]
 
 KEPT_LAST = 2
 PARTS = 8
-"""A layer's bytes or tokens are divided into so many by the greedy rule."""
-PIECES = (1.0, 0.125)
-"""Pieces of a recompute that are tried in turn: the smaller ones where it does not fit at once."""
+"""The bytes that a layer moves are divided into so many by the greedy rule."""
 ROUNDING = 0.98
 """Share of a tier that a rule fills: storages are placed whole, in pages."""
 LEAST_GAIN = 1e-9
@@ -59,13 +58,9 @@ def best_of(problem: ActivationProblem, candidates: Iterator[Sequence[LayerPlan]
     """The shortest predicted step among the candidates that the checker accepts; None where it accepts none."""
     found = None
     for layers in candidates:
-        for piece in PIECES:
-            cut = [dataclasses.replace(plan, piece=piece) if plan.recomputes else plan for plan in layers]
-            plan = plan_of(problem, cut)
-            if check_plan(plan) is None:
-                if found is None or plan.step_s < found.plan.step_s * (1 - LEAST_GAIN):
-                    found = Outcome(plan=plan)
-                break
+        plan = plan_of(problem, layers)
+        if check_plan(plan) is None and (found is None or plan.step_s < found.plan.step_s * (1 - LEAST_GAIN)):
+            found = Outcome(plan=plan)
     return found
 
 
@@ -95,8 +90,8 @@ def _deepest(layer: LayerProfile) -> str:
     return [known.name for known in layer.points if known.name in (ALL, MATMULS, ATTENTION)][-1]
 
 
-def _moved(points: dict[str, float] | None = None, share: float = 1.0) -> LayerPlan:
-    return LayerPlan(points=points or {ALL: 1.0}, kept=1 - share, host=share, disk=0.0)
+def _moved(point: str = ALL, share: float = 1.0) -> LayerPlan:
+    return LayerPlan(point=point, kept=1 - share, host=share, disk=0.0)
 
 
 def _link(problem: ActivationProblem) -> float:
@@ -128,16 +123,13 @@ def all_swap(problem: ActivationProblem) -> Outcome | None:
 
 def all_recompute(problem: ActivationProblem) -> Outcome | None:
     """Attention and inputs kept, all else computed again, in every layer."""
-    return best_of(problem, iter([[LayerPlan(points={_deepest(layer): 1.0}) for layer in _layers(problem)]]))
+    return best_of(problem, iter([[LayerPlan(point=_deepest(layer)) for layer in _layers(problem)]]))
 
 
 def checkpoint_every(problem: ActivationProblem) -> Outcome | None:
     """Every n-th layer computed again whole from its kept input."""
     layers = _layers(problem)
-    again = [
-        LayerPlan(points={INPUT if any(known.name == INPUT for known in layer.points) else _deepest(layer): 1.0})
-        for layer in layers
-    ]
+    again = [LayerPlan(point=INPUT if layer.point(INPUT) else _deepest(layer)) for layer in layers]
 
     def candidates() -> Iterator[list[LayerPlan]]:
         for number in range(1, len(layers) + 1):
@@ -147,22 +139,28 @@ def checkpoint_every(problem: ActivationProblem) -> Outcome | None:
 
 
 def uniform_alpha(problem: ActivationProblem) -> Outcome | None:
-    """The largest alpha by MEMO's inequalities: copies within a layer's forward, bytes within the host's memory."""
+    """The largest alpha by MEMO's inequalities: copies within a layer's forward, bytes within the host's memory.
+
+    So many layers, evenly spread, are saved whole.
+    """
     layers, budgets = _layers(problem), problem.budgets
     first, point = layers[0], _deepest(layers[0])
     if point == ALL:
         return None
-    least = LayerPlan(points={point: 1.0}).saved_bytes(first)
+    least = LayerPlan(point=point).saved_bytes(first)
     other = LayerPlan().saved_bytes(first) - least
     by_link = (first.forward_s * _link(problem) - least) / other
     tiers = (budgets.host_bytes + budgets.disk_bytes) / budgets.ranks_per_node
     by_memory = (tiers / max(len(layers) - KEPT_LAST, 1) - least) / other
     alpha = max(0.0, min(1.0, by_link, by_memory))
-    moved = _moved({ALL: alpha, point: 1 - alpha})
+    moved = [
+        _moved(ALL if math.floor((number + 1) * alpha) > math.floor(number * alpha) else point)
+        for number in range(len(layers))
+    ]
 
     def candidates() -> Iterator[list[LayerPlan]]:
         for kept in (KEPT_LAST, 1):
-            yield placed(problem, layers, [moved] * (len(layers) - kept) + [KEEP] * kept)
+            yield placed(problem, layers, moved[: len(layers) - kept] + [KEEP] * kept)
 
     return best_of(problem, candidates())
 
@@ -191,15 +189,13 @@ def greedy(problem: ActivationProblem) -> Outcome | None:
         return None
 
     def state(count: int) -> list[LayerPlan]:
-        moves, at = [0] * len(layers), {MATMULS: [0] * len(layers), ATTENTION: [0] * len(layers)}
+        moves, at = [0] * len(layers), [ALL] * len(layers)
         for index, point in steps[:count]:
-            (moves if point is None else at[point])[index] += 1
-        plans = []
-        for index, moved in enumerate(moves):
-            deep = at[ATTENTION][index] / PARTS
-            middle = max(at[MATMULS][index] / PARTS - deep, 0.0)
-            points = {ALL: 1 - middle - deep, MATMULS: middle, ATTENTION: deep}
-            plans.append(_moved(points, moved / PARTS))
+            if point is None:
+                moves[index] += 1
+            elif at[index] != ATTENTION:
+                at[index] = point
+        plans = [_moved(point, moved / PARTS) for point, moved in zip(at, moves, strict=True)]
         return placed(problem, layers, plans)
 
     def is_valid(count: int) -> bool:
@@ -238,7 +234,7 @@ def _greedy_steps(problem: ActivationProblem, layers: Sequence[LayerProfile]) ->
         for known in layer.points[1:]:
             if known.name in (MATMULS, ATTENTION) and known.saved_bytes < before.saved_bytes:
                 price = (known.recompute_s - before.recompute_s) / (before.saved_bytes - known.saved_bytes)
-                priced.extend([(price, index, known.name)] * PARTS)
+                priced.append((price, index, known.name))
                 before = known
     priced.sort(key=lambda one: one[0])
     return ((index, point) for _, index, point in priced)

@@ -1,6 +1,6 @@
 """Applies an ActivationPlan to one manager: placements to the Engine, points of recompute to RecomputePolicy.
 
-Owns the conversion of a plan's fractions, and the device bytes that a plan may use: what parameters, gradients,
+Owns the conversion of a plan's points and fractions, and the device bytes that a plan may use: what parameters, gradients,
 optimizer state and transient tensors leave of the budget.
 """
 
@@ -367,5 +367,5 @@ def settings_of(plan: ActivationPlan, layers: Sequence[Layer]) -> tuple[dict[int
         )
         for number, part in enumerate(plan.layers)
     }
-    points = {layer.name: setting_of(part.points) for layer, part in zip(layers, plan.layers, strict=True)}
+    points = {layer.name: setting_of({part.point: 1.0}) for layer, part in zip(layers, plan.layers, strict=True)}
     return placements, points

@@ -413,7 +413,7 @@ class AutoPlan:
             return None
         known = cached.profile.layer_profiles()
         point = ATTENTION if cached.setting is MEASURING else INPUT
-        layers = [LayerPlan(points={point if layer.point(point) else ALL: 1.0}, kept=0.0, host=1.0) for layer in known]
+        layers = [LayerPlan(point=point if layer.point(point) else ALL, kept=0.0, host=1.0) for layer in known]
         layers[-1] = dataclasses.replace(layers[-1], kept=1.0, host=0.0)
         budgets = Budgets(device_bytes=0, host_bytes=1 << 60)
         problem = ActivationProblem(profile=cached.profile, hardware=self._hardware, budgets=budgets)
@@ -758,8 +758,6 @@ def _corrected(profile: Profile, measured: Profile) -> Profile:
             known,
             forward_s=forward_s,
             backward_s=backward_s,
-            piece_s=known.piece_s * speed,
-            divided_s=known.divided_s * speed,
             points=tuple(dataclasses.replace(point, recompute_s=point.recompute_s * speed) for point in known.points),
         )
 

@@ -11,8 +11,7 @@ import dataclasses
 import statistics
 from typing import TYPE_CHECKING
 
-from memo.mip.inputs import ALL, ATTENTION, MATMULS, LayerProfile, PointProfile
-from memo.swap import Level
+from memo.mip.inputs import ATTENTION, LayerProfile, PointProfile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["classes_of", "mlp_tiles_of", "points_of"]
 
-_LEVELS = {ALL: Level.SAVE_ALL, MATMULS: Level.SAVE_MATMULS, ATTENTION: Level.SAVE_ATTENTION}
-_TIMES = ("forward_s", "backward_s", "attention_s", "piece_s", "divided_s")
+_TIMES = ("forward_s", "backward_s", "attention_s")
 _PEAKS = ("forward_transient_bytes", "backward_transient_bytes", "storages", "largest_storage_bytes")
 
 
@@ -34,24 +32,30 @@ def mlp_tiles_of(modules: Iterable[nn.Module]) -> int:
     return max((tiles for tiles in found if isinstance(tiles, int)), default=1)
 
 
-def points_of(costs: LayerCosts, *, again_flops: float | None = None) -> tuple[int, tuple[PointProfile, ...]]:
-    """Converts a layer's curve to points; one that saves no less than the one before it is left out.
+def points_of(costs: LayerCosts, *, again_flops: float | None = None) -> tuple[PointProfile, ...]:
+    """Converts a layer's curve to points, without those that save no less than the one before.
+
+    A point of a curve says all that is saved, so that nothing is saved at every point.
 
     Args:
         costs: of a layer.
         again_flops: of products that a recompute at point `attention` repeats, where they were counted.
     """
-    return 0, _falling((PointProfile(**dataclasses.asdict(point)) for point in costs.points), again_flops)
-
-
-def _falling(points: Iterable[PointProfile], again_flops: float | None) -> tuple[PointProfile, ...]:
-    """The points that save less than all before them."""
     found: list[PointProfile] = []
-    for point in points:
-        if point.name == ATTENTION and again_flops is not None:
-            point = dataclasses.replace(point, recompute_flops=again_flops)
-        if not found or point.saved_bytes < found[-1].saved_bytes:
-            found.append(point)
+    for point in costs.points:
+        again = again_flops if point.name == ATTENTION and again_flops is not None else point.recompute_flops
+        if found and point.saved_bytes >= found[-1].saved_bytes:
+            continue
+        found.append(
+            PointProfile(
+                name=point.name,
+                saved_bytes=point.saved_bytes,
+                beside_bytes=min(point.beside_bytes, point.saved_bytes) if found else 0,
+                recompute_s=point.recompute_s,
+                recompute_flops=again,
+                held_bytes=point.held_bytes,
+            )
+        )
     return tuple(found)
 
 
@@ -71,7 +75,7 @@ def classes_of(layers: Sequence[LayerProfile]) -> tuple[tuple[LayerProfile, ...]
 def _class_key(layer: LayerProfile) -> tuple[object, ...]:
     points = ((point.name, point.saved_bytes, point.beside_bytes, point.held_bytes) for point in layer.points)
     # Local and full attention save the same bytes and take different times; FLOPs are known of a measured profile alone.
-    return layer.name, layer.always_bytes, layer.other_bytes, layer.divisible, layer.attention_flops, *points
+    return layer.name, layer.always_bytes, layer.other_bytes, layer.attention_flops, *points
 
 
 def _merged(name: str, alike: Sequence[LayerProfile]) -> LayerProfile:

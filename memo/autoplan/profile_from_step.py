@@ -90,32 +90,20 @@ def measured_profile(
 
 
 def _coded(layer: LayerProfile, times: LayerTimes) -> LayerProfile:
-    """The layer with what codes spare of it: the share that they spare of all its storages.
-
-    At another point than `all`, the recompute reads what moves, and that moves as it is.
-    """
+    """The layer with what codes spare of it: the share that they spare of all its storages."""
     share = times.spared_bytes / times.saved_bytes if times.saved_bytes else 0.0
-    points = (
-        dataclasses.replace(point, spared_bytes=int(share * point.saved_bytes) if point.name == ALL else 0)
-        for point in layer.points
-    )
-    coding = Coding(spared_bytes=int(share * layer.fixed_bytes))
-    return dataclasses.replace(layer, points=tuple(points), coding=coding)
+    return dataclasses.replace(layer, coding=Coding(spared_bytes=int(share * layer.full_bytes)))
 
 
 def _layer(name: str, times: LayerTimes, costs: LayerCosts | None) -> LayerProfile:
     if not times.calls or not times.backward_ns:
         raise PlanError(f"{name} ran {times.calls} forwards and no backward in the step that was measured")
     calls = times.calls
-    always_bytes = 0
-    points: tuple[PointProfile, ...] = (PointProfile(name=ALL, saved_bytes=times.saved_bytes // calls),)
-    if costs is not None and _recomputes(costs):
-        always_bytes, points = points_of(costs)
+    points = () if costs is None else points_of(costs)
     return LayerProfile(
         name="layer",
-        always_bytes=always_bytes,
-        points=points,
-        divisible=False,
+        always_bytes=0,
+        points=points or (PointProfile(name=ALL, saved_bytes=times.saved_bytes // calls),),
         forward_s=times.forward_ns / calls / 1e9,
         backward_s=times.own_backward_ns / calls / 1e9,
         storages=-(-times.storages // calls),
@@ -154,11 +142,6 @@ def _by_class(layers: Sequence[LayerProfile]) -> list[list[int]]:
     for number, name in enumerate(classes_of(layers)[1]):
         numbers.setdefault(name, []).append(number)
     return list(numbers.values())
-
-
-def _recomputes(costs: LayerCosts) -> bool:
-    """Whether the layer has a curve, or a level other than SAVE_ALL has run: its trial was accepted."""
-    return bool(costs.points)
 
 
 def beside_layers(profile: Profile, limits: Limits) -> tuple[Profile, int]:
@@ -228,7 +211,7 @@ def saved_alone(profile: Profile) -> Profile:
 
 def _codes_bytes(layer: LayerProfile) -> int:
     """Most bytes of the codes of two layers, which are on the device on their way; of 16-bit values no fewer are codes."""
-    return int(2 * layer.spared_bytes({ALL: 1.0}) * CODE_BYTES / (2 - CODE_BYTES))
+    return int(2 * layer.coding.spared_bytes * CODE_BYTES / (2 - CODE_BYTES)) if layer.coding is not None else 0
 
 
 def _keys(
@@ -287,7 +270,6 @@ def scaled_profile(profile: Profile, signature: Signature) -> Profile:
             points=_scaled_points(known, linear),
             forward_s=known.forward_s * factor,
             backward_s=known.backward_s * factor,
-            divided_s=known.divided_s * linear,
             coding=None if known.coding is None else Coding(spared_bytes=int(known.coding.spared_bytes * linear)),
             largest_storage_bytes=round(known.largest_storage_bytes * linear),
         )
@@ -321,7 +303,6 @@ def _scaled_points(layer: LayerProfile, factor: float) -> tuple[PointProfile, ..
                     recompute_s=point.recompute_s * factor,
                     recompute_flops=point.recompute_flops * factor,
                     held_bytes=round(point.held_bytes * factor),
-                    spared_bytes=None if point.spared_bytes is None else int(point.spared_bytes * factor),
                 )
             )
     return tuple(found)

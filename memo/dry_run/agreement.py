@@ -56,7 +56,7 @@ def against_plan(
         place: of the rank.
         calls: its collectives in one step.
         planned: those of the plan's model, without recompute.
-        again: at most what recompute repeats, in pieces of any size; none where nothing is recomputed.
+        again: at most what recompute repeats, in calls of any size; none where nothing is recomputed.
     """
     room: collections.Counter[tuple[CollectiveKind, tuple[int, ...]]] = collections.Counter()
     for each in again:

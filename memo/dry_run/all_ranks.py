@@ -25,7 +25,6 @@ from memo.dry_run.places import Place
 from memo.dry_run.simulated_step import RankStep, groups_of_rank, step_of_rank
 from memo.gpt.arithmetic import Collective, Ranks
 from memo.mip.activation import chunk_layers, stage_static
-from memo.mip.inputs import ALL
 
 if TYPE_CHECKING:
     from memo.dry_run.recorded_collectives import CollectiveCall
@@ -122,9 +121,9 @@ def recomputed(run: PlannedRun, stage: int) -> list[Collective]:
     if run.plan is None:
         return []
     plans = [run.plan.layers[index] for chunk in chunk_layers(run.plan.problem, stage) for index in chunk]
-    tokens = sum(1.0 - plan.fraction(ALL) for plan in plans)
+    layers = sum(plan.recomputes for plan in plans)
     return [
-        dataclasses.replace(each, nbytes=each.nbytes * tokens).times(run.microbatches)
+        dataclasses.replace(each, nbytes=each.nbytes * layers).times(run.microbatches)
         for each in run.collectives.layer_again()
     ]
 

@@ -336,13 +336,11 @@ class _Rank:
         attention_s, attention_flops = (self.layout.cp * amount for amount in (own.attention_s, own.attention_flops))
         forward_s = own.forward.seconds + attention_s + context_s
         largest = max(own.storages, default=0)
-        saved = own.always_nbytes + own.points[0].saved_bytes
         profile = LayerProfile(
             name=kind.name,
-            always_bytes=own.always_nbytes,
-            other_bytes=max(own.saved_nbytes - saved, 0),
+            always_bytes=0,
+            other_bytes=max(own.saved_nbytes - own.points[0].saved_bytes, 0),
             points=own.points,
-            divisible=False,
             forward_s=forward_s,
             backward_s=own.backward.seconds + _ATTENTION_BACKWARD * attention_s + context_s,
             forward_flops=own.forward.product_flops + attention_flops,

@@ -24,7 +24,7 @@ from memo.hugging_face.fused_attention import attended_in
 from memo.hugging_face.kernel_clock import EMBEDDING, HEAD, MOST_OPERATORS, KernelClock, PassCost, TooManyOperators
 from memo.hugging_face.layer_kinds import ShortModel
 from memo.loss import loss_without_logits
-from memo.mip.inputs import Hardware, PointProfile
+from memo.mip.inputs import ALL, Hardware, PointProfile
 from memo.record import AllocationSites, OffloadWithoutBytes, Step, record_step
 from memo.swap import Layer, LayerCosts, Rates, argument_storages, cast_of_parameter, find_layers, layer_input
 from memo.units import format_tokens
@@ -51,10 +51,7 @@ class RecordedLayer:
     """Bytes of each storage that autograd saves in it, its input included; as `memo record` counts them."""
     weights_nbytes: int
     """Bytes of converted copies of parameters, which are saved, too, and stay."""
-    costs: LayerCosts | None
-    """What it moves and recomputes; None where nothing of it can be recomputed."""
     points: tuple[PointProfile, ...]
-    always_nbytes: int
     forward: PassCost
     backward: PassCost
     attention_share: float
@@ -276,16 +273,12 @@ class _Recording:
         repeated = again.spent[f"{layer.name}.backward"].product_flops - backward.product_flops
         attended = attended_in(layer.module)
         storages = saved.inside[layer.name]
-        always, points = (0, ()) if costs is None else points_of(costs, again_flops=max(repeated, 0.0))
-        if not points:
-            points = (PointProfile(name="all", saved_bytes=sum(storages)),)
+        points = () if costs is None else points_of(costs, again_flops=max(repeated, 0.0))
         return RecordedLayer(
             input_nbytes=saved.inputs[layer.name],
             storages=tuple(storages),
             weights_nbytes=sum(saved.weights[layer.name]),
-            costs=costs,
-            points=points,
-            always_nbytes=always,
+            points=points or (PointProfile(name=ALL, saved_bytes=sum(storages)),),
             forward=forward,
             backward=backward,
             attention_share=max((one.share for one in attended), default=1.0),

@@ -1,7 +1,7 @@
 """`memo.profile`: bytes saved at each point and times of each layer, measured in real steps.
 
-Runs a few steps under `memo.offload` with a third of the tokens at each level, for bytes and recompute times; a few
-plain steps under a timer; and one step on byteless tensors, for transient memory. The device needs room for one plain
+Runs a few steps under `memo.offload` that recompute all but attention, for bytes and recompute times; a few plain steps
+under a timer; and one step on byteless tensors, for transient memory. The device needs room for one plain
 step.
 """
 
@@ -19,17 +19,24 @@ from torch import nn
 from memo.autoplan import classes_of, mlp_tiles_of, points_of
 from memo.errors import UsageError
 from memo.manager import offload
-from memo.mip.inputs import EmbeddingOrHeadProfile, LayerProfile, Profile, Role, Signature, StaticBytes
+from memo.mip.inputs import (
+    ALL,
+    EmbeddingOrHeadProfile,
+    LayerProfile,
+    PointProfile,
+    Profile,
+    Role,
+    Signature,
+    StaticBytes,
+)
 from memo.profiling.layer_flops import Flops, forward_flops, repeated_flops
 from memo.profiling.layer_timer import TimedStep, time_step
 from memo.profiling.saved_storages import saved_storages
 from memo.profiling.transient_memory import TransientMemory, transient_memory_of
 from memo.record import Step
-from memo.swap import Layer, LayerCosts, PointCost, comparing_nbytes, find_layers
+from memo.swap import Layer, LayerCosts, comparing_nbytes, find_layers
 
 __all__ = ["profile"]
-
-THIRDS = (1 / 3, 1 / 3, 1 / 3)
 
 
 def profile(
@@ -85,7 +92,7 @@ def profile(
     step = build()
     layers = find_layers(step.model)
     where = next(step.model.parameters()).device if device is None else device
-    costs, storages = _costs(step, tokens=tokens, repeats=repeats, disk=disk)
+    costs, storages = _costs(step, repeats=repeats, disk=disk)
     again = repeated_flops(step, disk=disk)
     modules = [layer.module for layer in layers]
     step.loss().backward()  # the first plain step is slower than those that follow
@@ -130,16 +137,11 @@ def profile(
 # Measurements.
 
 
-def _costs(
-    step: Step, *, tokens: int, repeats: int, disk: str | Path | None
-) -> tuple[list[LayerCosts], list[list[int]]]:
-    """Measures costs by level and sizes of storages of each layer, in steps under the engine.
-
-    Of a layer that cannot be recomputed by tokens only the bytes at SAVE_ALL are known.
-    """
+def _costs(step: Step, *, repeats: int, disk: str | Path | None) -> tuple[list[LayerCosts | None], list[list[int]]]:
+    """Measures costs by point and sizes of storages of each layer, in steps under the engine."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of layers that move whole tensors, as the profile shows
-        manager = offload(step.model, alpha=THIRDS, min_bytes=0, disk=disk)
+        manager = offload(step.model, alpha=0.0, min_bytes=0, disk=disk)
         try:
             for _ in range(repeats + 1):
                 with manager:
@@ -150,18 +152,7 @@ def _costs(
         finally:
             manager.close()
     whole = saved_storages(step.loss, manager.layers)
-    costs = [
-        known.get(layer.name) or _only_whole(layer.name, sum(whole[layer.name]), tokens) for layer in manager.layers
-    ]
-    return costs, list(whole.values())
-
-
-def _only_whole(layer: str, nbytes: int, tokens: int) -> LayerCosts:
-    return LayerCosts(
-        layer=layer,
-        tokens=tokens,
-        points=(PointCost(name="all", saved_bytes=nbytes),),
-    )
+    return [known.get(layer.name) for layer in manager.layers], list(whole.values())
 
 
 def _optimizer(step: Step, device: torch.device) -> tuple[float, dict[nn.Parameter, StaticBytes]]:
@@ -197,7 +188,8 @@ def _optimizer(step: Step, device: torch.device) -> tuple[float, dict[nn.Paramet
 class _Measured:
     """Measurements of all layers, in the order of the model."""
 
-    costs: Sequence[LayerCosts]
+    costs: Sequence[LayerCosts | None]
+    """None: a layer that cannot be recomputed."""
     storages: Sequence[Sequence[int]]
     times: TimedStep
     flops: Sequence[Flops]
@@ -211,12 +203,11 @@ class _Measured:
 def _layer(layer: Layer, number: int, measured: _Measured) -> LayerProfile:
     costs, flop, forward_s = measured.costs[number], measured.flops[number], measured.times.forward_s[number]
     repeated = (flop.whole - flop.attention) * measured.repeated
-    (always_bytes, points), storages = points_of(costs, again_flops=repeated), measured.storages[number]
+    points, storages = () if costs is None else points_of(costs, again_flops=repeated), measured.storages[number]
     return LayerProfile(
         name=type(layer.module).__name__,
-        always_bytes=always_bytes,
-        points=points,
-        divisible=False,
+        always_bytes=0,
+        points=points or (PointProfile(name=ALL, saved_bytes=sum(storages)),),
         forward_s=forward_s,
         backward_s=measured.times.backward_s[number],
         forward_flops=flop.whole,

@@ -35,14 +35,14 @@ class Shares:
         by_point = float(sum(layer.points[0].saved_bytes for layer, _ in layers)) or 1.0
 
         def at(point: str) -> float:
-            return sum(layer.points[0].saved_bytes * own.fraction(point) for layer, own in layers) / by_point
+            return sum(layer.points[0].saved_bytes * (own.point == point) for layer, own in layers) / by_point
 
         def of_bytes(share: Callable[[LayerPlan], float]) -> float:
             return sum(own.saved_bytes(layer) * share(own) for layer, own in layers) / whole
 
         return cls(
             alpha=at(ALL),
-            points={name: at(name) for _, own in layers for name in own.points if name != ALL},
+            points={own.point: at(own.point) for _, own in layers if own.recomputes},
             kept=of_bytes(lambda own: own.kept),
             host=of_bytes(lambda own: own.host),
             disk=of_bytes(lambda own: own.disk),

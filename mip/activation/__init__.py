@@ -1,4 +1,4 @@
-"""Activation planning: problem, linear program, rounding to token tiles, cost model and checker."""
+"""Activation planning: problem, linear program, points of whole layers, cost model and checker."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Checker of activation plans: rules of their structure, and the bytes and seconds of a simulated step.
 
-Owns what a plan may say: points and tiers that exist, whole layers in one place, figures that are those of its layers.
+Owns what a plan may say: points and tiers that exist, figures that are those of its layers.
 Bytes and seconds it does not count itself. The simulator, which shares with the planner only what a layer saves, holds and
 moves, plays each stage by itself; no budget may be below what it finds, and no figure of the plan better. The first broken
 rule is returned, in the order of `Rule`; a plan is valid when there is none.
@@ -26,9 +26,6 @@ __all__ = ["Rule", "Violation", "check_plan", "require_valid"]
 PREDICTION_TOLERANCE = 1e-3
 """Relative deviation of a plan's figures from its rules, and of these from a simulation, that is accepted."""
 
-LEAST_TOKENS = 16
-"""Tokens of the smallest piece that a runtime recomputes at once."""
-
 ROUNDS = 4
 """Microbatches for each stage that are played of schedules with several chunks, if those hold as much as all."""
 
@@ -39,9 +36,7 @@ class Rule(enum.StrEnum):
     """Rules of a valid plan."""
 
     POINT = "point"
-    """Nothing is at a point that its layer cannot have, and a layer that cannot be divided is at one point."""
-    PIECE = "piece"
-    """A layer that cannot be divided is recomputed in one piece, and no piece is smaller than the runtime computes."""
+    """Each layer is at a point that its class has."""
     LAST = "last"
     """The last layer of a stage does not move."""
     TIER = "tier"
@@ -99,18 +94,9 @@ def _layers(plan: ActivationPlan) -> Violation | None:
     stage_of = {index: stage for stage, own in enumerate(stages) for index in own}
     machines = [problem.machine_of(stage) for stage in range(problem.pipeline.stages)]
     for index, (known, layer) in enumerate(zip(problem.profile.layer_profiles(), plan.layers, strict=True)):
-        strange = set(layer.points) - {point.name for point in known.points}
-        if strange:
-            message = f"layer {index} is at point {min(strange)[:40]!r}, which its class {known.name!r} cannot have"
+        if known.point(layer.point) is None:
+            message = f"layer {index} is at point {layer.point[:40]!r}, which its class {known.name!r} cannot have"
             return Violation(rule=Rule.POINT, message=message, layer=index)
-        if not known.divisible and max(layer.points.values()) != 1:
-            message = f"layer {index} is at {len(layer.points)} points, and its class {known.name!r} cannot be divided"
-            return Violation(rule=Rule.POINT, message=message, layer=index)
-        cut = layer.piece * problem.profile.signature.rank_tokens
-        if layer.piece < 1 and not (known.divisible and cut > LEAST_TOKENS - 0.5):
-            why = f"fewer than {LEAST_TOKENS}" if known.divisible else f"and its class {known.name!r} cannot be divided"
-            message = f"layer {index} is recomputed in pieces of {cut:.0f} tokens, {why}"
-            return Violation(rule=Rule.PIECE, message=message, layer=index)
         machine = machines[stage_of[index]]
         rates, budgets = machine.lanes, machine.budgets
         link = min(rates.d2h_bytes_per_s, rates.h2d_bytes_per_s) > 0

@@ -1,9 +1,8 @@
 """JSON files of profiles, hardware and activation plans: strict, versioned, equal bytes for equal values.
 
 Owns the three formats of docs/activation-plan.md. A plan carries its whole problem, so that a plan file alone can be
-checked, shown and simulated. Plans and profiles of version 1, which spoke of three levels instead of points, and of
-versions 2 and 3, which knew no pieces and no collectives, of version 4, which did not tell weights, gradients and
-optimizer state apart, and of version 5, whose stages had one machine and equal numbers of layers, are read, too.
+checked, shown and simulated. Plans and profiles of an earlier version are refused: until version 6 a layer could be at
+several points of its curve.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from memo.mip.activation.plan import ActivationPlan
 from memo.mip.address.files import PLAN_FORMAT as ADDRESS_PLAN_FORMAT, address_plan_of
 from memo.mip.address.problem import Plan
 from memo.mip.inputs.hardware import Hardware
-from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, Profile
+from memo.mip.inputs.profile import Profile
 from memo.mip.strict_json import decode, encode, parse_json, read_as, require_format, write_json
 
 __all__ = [
@@ -30,9 +29,8 @@ __all__ = [
 ]
 
 PLAN_FORMAT, PROFILE_FORMAT, HARDWARE_FORMAT = "memo-activation-plan", "memo-profile", "memo-hardware"
-VERSIONS = {PLAN_FORMAT: 6, PROFILE_FORMAT: 6, HARDWARE_FORMAT: 1}
-_LEVELS = {"all_tokens": ALL, "matmul_tokens": MATMULS, "attention_tokens": ATTENTION}
-"""Keys of a layer plan of version 1, and the points that they were fractions of."""
+VERSIONS = {PLAN_FORMAT: 7, PROFILE_FORMAT: 7, HARDWARE_FORMAT: 1}
+_MAKERS = {PLAN_FORMAT: "memo plan", PROFILE_FORMAT: "memo profile"}
 
 Path_ = str | os.PathLike[str]
 T = TypeVar("T")
@@ -118,54 +116,8 @@ def _parse(text: str, kind: type[T], name: str) -> T:
 
 
 def _decode_root(root: dict[str, Any], kind: type[T], name: str) -> T:
-    if name != HARDWARE_FORMAT and root.get("format") == name and type(root.get("version")) is int:
-        root = _upgraded(root, name)
-    require_format(root, name, version=VERSIONS[name])
+    version, reads = root.get("version"), VERSIONS[name]
+    if root.get("format") == name and type(version) is int and 1 <= version < reads:
+        raise PlanError(f"version is {version}, of an earlier memo; this one reads {reads}: run {_MAKERS[name]} anew")
+    require_format(root, name, version=reads)
     return decode(kind, root, "the file", ignore=("format", "version"))
-
-
-def _upgraded(root: dict[str, Any], name: str) -> dict[str, Any]:
-    """A plan or profile of an earlier version as one of the latest; what is not in the format stays, to be refused."""
-    if root["version"] not in (1, 2, 3, 4, 5):
-        return root
-    problem = root.get("problem")
-    profile = problem.get("profile") if isinstance(problem, dict) else root
-    if isinstance(problem, dict) and root["version"] < 4:
-        _name_stage_ranks(problem)
-    if isinstance(profile, dict):
-        _keep_static_whole(profile)
-    if root["version"] != 1:  # in one piece and without collectives, which are the defaults
-        return {**root, "version": VERSIONS[name]}
-    classes = profile.get("classes") if isinstance(profile, dict) else None
-    for layer in _objects(classes):
-        if isinstance(layer.get("levels"), list) and "points" not in layer:
-            layer["points"] = layer.pop("levels")
-            for point in _objects(layer["points"]):
-                if "level" in point and "name" not in point:
-                    point["name"] = point.pop("level")
-    for plan in _objects(root.get("layers")):
-        if "points" not in plan:
-            defaults = {ALL: 1.0, MATMULS: 0.0, ATTENTION: 0.0}
-            plan["points"] = {name: plan.pop(key, defaults[name]) for key, name in _LEVELS.items()}
-    return {**root, "version": VERSIONS[name]}
-
-
-def _keep_static_whole(profile: dict[str, Any]) -> None:
-    """Takes the one number of static bytes of a layer or an end as bytes that are not told apart."""
-    for part in (*_objects(profile.get("classes")), *_objects([profile.get("embedding"), profile.get("head")])):
-        if "static_bytes" in part and "static" not in part:
-            part["static"] = {"other": part.pop("static_bytes")}
-
-
-def _name_stage_ranks(problem: dict[str, Any]) -> None:
-    """Says the ranks of a stage where a plan before version 4 says the stages of a node."""
-    pipeline, budgets = problem.get("pipeline"), problem.get("budgets")
-    if isinstance(pipeline, dict) and isinstance(budgets, dict) and "stage_ranks" not in pipeline:
-        together, ranks = pipeline.get("stages_per_node"), budgets.get("ranks_per_node", 1)
-        if type(together) is int and type(ranks) is int and together > 0 and ranks % together == 0:
-            del pipeline["stages_per_node"]
-            pipeline["stage_ranks"] = ranks // together
-
-
-def _objects(value: object) -> list[dict[str, Any]]:
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from memo.mip.inputs.hardware import Hardware
-from memo.mip.inputs.profile import ALL, Profile
+from memo.mip.inputs.profile import Profile
 
 __all__ = ["free_swap_tokens"]
 
@@ -26,7 +26,7 @@ def free_swap_tokens(profile: Profile, machine: Hardware, *, ranks_per_node: int
     rates = machine.lanes(ranks_per_node)
     longest = 0.0
     for layer in profile.classes:
-        moved = layer.full_bytes - layer.spared_bytes({ALL: 1.0})
+        moved = layer.full_bytes * (1 - layer.coded_share)
         encode_s, decode_s = (layer.coding.encode_s, layer.coding.decode_s) if layer.coding else (0.0, 0.0)
         forward = _multiple(moved, rates.d2h_bytes_per_s, layer.forward_s + encode_s, layer.attention_s)
         backward = _multiple(moved, rates.h2d_bytes_per_s, layer.backward_s + decode_s, 2 * layer.attention_s)

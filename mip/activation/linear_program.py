@@ -9,9 +9,7 @@ Bytes are in units of the largest layer's, times in units of the mean layer's, t
     (2)  S = fixed + sum_p x_p saved_p;  K = S - h - d >= 0  what is saved, what of it is kept
     (3)  T >= T_s = C + sum R + sum stalls                   the first microbatch visits all, each further one takes
                                                              as long as the slowest, stage or message
-    (4)  out_i >= (h + d) / d2h - W(i+1),  d / write + h w - W(i+1); with a codec h and d are here, and in (7) and (8),
-         bytes of codes: a fixed share of those in (2), since no row can say what mixed points spare
-         (memo.mip.inputs.coded_classes), and W and T have the seconds of coding them
+    (4)  out_i >= (h + d) / d2h - W(i+1),  d / write + h w - W(i+1)
     (5)  in_i  >= (h + d) / h2d - W'(i+1),  d / read + h w' - W'(i+1)
          with the windows W = F + e and W' = B + R + e': a layer's work and what collectives last beyond it
          (memo.mip.activation.network_load), e >= load - F, e' >= load' - B - R; these e are part of T_s, too
@@ -19,28 +17,26 @@ Bytes are in units of the largest layer's, times in units of the mean layer's, t
          with several chunks, and with split backwards, memo.mip.activation.overlap_windows gives the pairs i and i+1
     (6)  resident(q) + sum_j kept(q, j) K_j + whole(q, j) G_j + saved(q, j) (S_j - least_j)
          + unmoved(q, j) (full_j + G_j - h_j - d_j) + recomputing(q, j) H_j <= device
-         at each position q of a stage (memo.mip.activation.memory_peaks), with G = sum_p x_p beside_p, and H >= x_p held_p
-         for each p; H = piece max_p held_p where the recompute runs in pieces; H = sum_p x_p held_p where the layer is
-         not divided; at least a forward's transient beyond backward's, which is in resident(q) where the layer can be
-         divided; least_j, the S of its last point, is in resident(q). Under 1F1B kept is (flight - 1) for each
-         layer, 1 more where j < behind(q); whole is 1 for the running layer, and for the one before it where that can be
-         divided; where it cannot, saved is 1 instead
+         at each position q of a stage (memo.mip.activation.memory_peaks), with G = sum_p x_p beside_p and
+         H = sum_p x_p held_p, where held_p is at least a forward's transient beyond backward's; least_j, the S of its last
+         point, is in resident(q). Under 1F1B kept is (flight - 1) for each layer, 1 more where j < behind(q); whole is 1
+         for the running layer, saved is 1 for the one before it
     (7)  sum over a node of flight (sum h) <= host - rounding;  likewise d <= disk - rounding; of several chunks H_s
          instead, with H_s >= sum over the chunks of as many as are held at one time (sum h), for each such time
     (8)  sum over a node of M (sum d) <= wear a day / 86400 s * M (C + sum R) of each of its stages
     (9)  h = d = 0 for a stage's last layer
-   (10)  h = d = 0 for the last few and K = 0 for all others: only where no layer is to be divided
+   (10)  h = d = 0 for the last few and K = 0 for all others: only where no layer's bytes are to be divided
    (11)  D_k >= D_(k-1) - W'_k - in_k + load'_k + sync_k,  D_k >= sync_k for the steps k of the first stage's last pass;
          the step takes the last D longer: gradients that are reduced once a step, and are not behind that pass
-  (12)  h + d <= k q, with q the bytes of a storage and k q the most that F(i+1) hides: only where copies are to be hidden
-        whole, since the storages that the engine moves for a part of one would not be
+  (12)  with a codec h and d have two parts each, of bytes that move as codes and of others: the first ones
+        <= x_all S_all together, the others <= S - x_all S_all. In (4), (5), (7) and (8) h and d are bytes of codes then, and
+        W and T have the seconds of coding the first ones
 
 Of these, MEMO (SIGMOD 2025, section 4.1) has two inequalities: (4) with out_i = 0, and (7), with x_all its alpha. The
-numbers are of this list, not of the paper's equations. Fractions of tokens are rounded to tiles afterwards, downwards,
-which no row objects to; and a tier may hold any part of a layer's storages. Of a layer that cannot be divided, x is
-given (`points`) or binary (`whole`); without either its x are fractions, too, a lower bound on the step
-(memo.mip.activation.whole_points). Only `whole` brings integers. Where a stage's layers are of one class most of them
-share their variables (`Sharing`).
+numbers are of this list, not of the paper's equations. A tier may hold any part of a layer's storages. Each layer of a
+plan is at one point: x is given (`Model.at`) or binary (`whole`); without either x are fractions, which give a lower
+bound on the step (memo.mip.activation.whole_points). Only `whole` brings integers. Where a stage's layers are of one
+class most of them share their variables (`Sharing`).
 """
 
 from __future__ import annotations
@@ -48,8 +44,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from memo.errors import SolverFailed
 from memo.mip.activation.cost import disk_delay, rounding_bytes, stage_compute_s
@@ -57,19 +53,19 @@ from memo.mip.activation.memory_peaks import grouped_peak_candidates
 from memo.mip.activation.network_load import pass_loads, sync_load
 from memo.mip.activation.overlap_windows import Window, copies_in, copies_out
 from memo.mip.activation.plan import ActivationProblem, LayerPlan, chunk_layers, stage_layers
-from memo.mip.activation.rounding import most_gained_bytes, most_lost_bytes, storage_bytes
-from memo.mip.inputs.coded_classes import least_spared_share, most_spared_share
 from memo.mip.inputs.pipeline_schedules import Kind
 from memo.mip.inputs.profile import ALL, LayerProfile
-from memo.mip.solvers import Backend, pulp, solve_model
+from memo.mip.solvers import Backend, pulp, solve_fixed, solve_model
 
-__all__ = ["DAY_S", "Limit", "Model", "Resource", "Sharing"]
+__all__ = ["DAY_S", "Limit", "Model", "Resource", "Sharing", "Solution"]
 
 DAY_S = 86400.0
 TIME_LIMIT_S, WHOLE_TIME_LIMIT_S = 60.0, 10.0
 """Time limits of programs without and with integers; of the latter, what was found by then is taken."""
 WHOLE_GAP = 0.01
 """Part of the objective by which a program with integers may miss its optimum."""
+
+T = TypeVar("T")
 
 MARGIN = 1e-6
 """Margin of hard budgets, in units of the largest layer's bytes; the solver tolerates violations of a tenth of it."""
@@ -101,6 +97,36 @@ class Limit:
     """Dual value: seconds of a step per further byte (device, host, disk, wear a day), or per second of a window."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """Solution of a program in which each layer is at a given point."""
+
+    points: tuple[str, ...]
+    layers: tuple[LayerPlan, ...]
+    """Plan of each layer of the profile."""
+    objective: float
+    """Seconds of a step, or bytes of the excess over the relaxed tier."""
+    step_s: float
+    limits: tuple[Limit, ...]
+    """Binding rows, as of `Model.limits`."""
+    changes: Sequence[Mapping[str, float]]
+    """Bounds from below of the change of the objective, if one layer were at another point, in units of the program. By
+    layer and name of the point. The objective is convex in the fractions of the points, so that reduced costs are such
+    bounds, and their sum is where several layers change."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Moved:
+    """Bytes of a group's layer that go to one tier, in units of the program."""
+
+    saved: pulp.LpAffineExpression | pulp.LpVariable | int = 0
+    """As they are saved."""
+    coded: pulp.LpVariable | int = 0
+    """The part of them that moves as codes."""
+    sent: pulp.LpAffineExpression | pulp.LpVariable | int = 0
+    """As they are on links and in the tier."""
+
+
 class Sharing(enum.Enum):
     """Layers of a chunk that share their variables, where all its layers are of one class."""
 
@@ -121,34 +147,37 @@ class _Group:
     members: list[int]
     """Positions within the stage."""
     x: dict[str, pulp.LpVariable]
-    host: pulp.LpVariable | int
-    disk: pulp.LpVariable | int
+    host: _Moved
+    disk: _Moved
     saved: pulp.LpAffineExpression
     recompute: pulp.LpAffineExpression
     recompute_extra_bytes: pulp.LpAffineExpression
     """G: bytes that its recompute is given and autograd does not save."""
-    pieces: pulp.LpAffineExpression
-    """Seconds of `recompute` that pieces add."""
     held: pulp.LpAffineExpression
     """H: bytes that its recompute holds at once."""
-    codes: float = 1.0
-    """Bytes of codes as a share of the moved bytes that they stand for."""
     encode_s: float = 0.0
-    """Time of coding for each byte that moves."""
+    """Time of coding for each byte that moves as codes."""
     decode_s: float = 0.0
 
     @property
+    def moves(self) -> bool:
+        return self.to_host or self.to_disk
+
+    @property
+    def to_host(self) -> bool:
+        return not isinstance(self.host.saved, int)
+
+    @property
+    def to_disk(self) -> bool:
+        return not isinstance(self.disk.saved, int)
+
+    @property
     def kept(self) -> pulp.LpAffineExpression:
-        return self.saved - self.host - self.disk
+        return self.saved - self.host.saved - self.disk.saved
 
     @property
-    def host_codes(self) -> pulp.LpAffineExpression | float:
-        """Bytes in the host tier and on the link."""
-        return self.codes * self.host
-
-    @property
-    def disk_codes(self) -> pulp.LpAffineExpression | float:
-        return self.codes * self.disk
+    def coded(self) -> pulp.LpAffineExpression:
+        return self.host.coded + self.disk.coded
 
 
 class Model:
@@ -160,15 +189,7 @@ class Model:
         staying: so many layers at the end of each stage stay whole and all others move whole, so that rounding takes
             less of the tiers; None: any part of any layer may stay.
         relaxed: the tier whose budget may be exceeded; the excess is then the objective.
-        points: for each layer of the profile the one point that it is at, or None where it is free; no layers share.
-        whole: layers that cannot be divided are at one point each; no layers share.
-        pieces: fraction of a layer's tokens that its recompute computes at once, by class name; 1 for the others.
-        hides_storages: each layer moves at most the whole storages that the next layer's forward hides.
-        leaves_whole: layers whose dividing takes time are at one point each, like those that cannot be divided; the
-            device holds what it holds of layers that can be.
-        kinds: for each layer of the profile what it is by its forward, where classes tell layers apart for their plan
-            alone; None: its class. Layers share where their chunk is of one kind and they are of one class.
-        bounds: a part that is recomputed holds its part alone, so that the solution is a bound on any plan's step.
+        whole: each layer is at one point, and no layers share.
     """
 
     def __init__(
@@ -178,28 +199,17 @@ class Model:
         sharing: Sharing = Sharing.INTERIOR,
         staying: int | None = None,
         relaxed: Resource | None = None,
-        points: Sequence[str | None] | None = None,
         whole: bool = False,
-        pieces: Mapping[str, float] | None = None,
-        hides_storages: bool = False,
-        leaves_whole: bool = False,
-        kinds: Sequence[str] | None = None,
-        bounds: bool = False,
     ) -> None:
-        self.problem, self._bounds = problem, bounds
-        self.hides_storages, self.leaves_whole = hides_storages, leaves_whole
-        self.kinds = problem.profile.layers if kinds is None else tuple(kinds)
-        self.pieces = pieces or {}
+        self.problem = problem
         self.staying = staying
-        self._points, self._whole = points, whole
-        self._sharing = Sharing.NONE if points is not None or whole else sharing
+        self._whole, self._sharing = whole, Sharing.NONE if whole else sharing
         self._rates = [problem.machine_of(stage).lanes for stage in range(problem.pipeline.stages)]
         layers = problem.profile.layer_profiles()
         self._byte = float(max(max(layer.full_bytes for layer in layers), 1))
         stages = range(problem.pipeline.stages)
         self._compute = [stage_compute_s(problem, stage) for stage in stages]
         self._second = sum(self._compute) / len(layers) or 1.0
-        self.solved = False
         self._program = pulp.LpProblem("activation_plan", pulp.LpMinimize)
         self._limits: list[tuple[pulp.LpConstraint, Resource, str, float]] = []
         self._excess = self._program.add_variable("excess", 0, None) if relaxed else None
@@ -209,7 +219,6 @@ class Model:
         self._total = pulp.LpAffineExpression()  # sum_s T_s
         self._stalls = 0
         self._stall_within: dict[tuple[int, int, Kind], pulp.LpVariable] = {}
-        self._unmoved_bytes: dict[tuple[int, int], pulp.LpVariable] = {}
         self._most_held: dict[tuple[Resource, int], pulp.LpVariable] = {}
         self._works: dict[tuple[int, int, Kind], pulp.LpAffineExpression] = {}
         self._exposed_s: dict[tuple[int, int, Kind, float], pulp.LpVariable | float] = {}
@@ -236,8 +245,34 @@ class Model:
         solved = solve_model(self._program, backend=Backend.HIGHS, time_limit_s=limit_s, gap=gap)
         if not solved.proven and not self._whole:
             raise SolverFailed(f"no answer to the activation plan's program in {TIME_LIMIT_S:.0f} s")
-        self.solved = solved.found
-        return self.solved
+        return solved.found
+
+    def at(self, points: Sequence[str]) -> Solution | None:
+        """Solves the program of unshared layers with each layer at the point given; None if it is infeasible.
+
+        Raises:
+            SolverFailed: as `solve`.
+        """
+        assert not self.shares
+        fixed = {
+            variable: float(name == points[stage_layers(self.problem, stage)[group.members[0]]])
+            for stage, groups in enumerate(self._stages)
+            for group in groups
+            for name, variable in group.x.items()
+        }
+        solved = solve_fixed(self._program, fixed, time_limit_s=TIME_LIMIT_S)
+        if not solved.proven:
+            raise SolverFailed(f"no answer to the activation plan's program in {TIME_LIMIT_S:.0f} s")
+        if not solved.found:
+            return None
+        return Solution(
+            points=tuple(points),
+            layers=tuple(self._of_layers(self._layer_plan)),
+            objective=self.objective,
+            step_s=self.step_s,
+            limits=tuple(self.limits()),
+            changes=self._of_layers(self._changes),
+        )
 
     @property
     def shares(self) -> bool:
@@ -266,36 +301,23 @@ class Model:
         assert self._excess is not None
         return float(self._excess.varValue or 0.0) * self._byte
 
-    def at_one_point(self, layer: LayerProfile) -> bool:
-        """Whether each layer of a class is at one point."""
-        return not layer.divisible or (self.leaves_whole and layer.divided_s > 0)
+    def fractions(self) -> list[Mapping[str, float]]:
+        """For each layer of the profile the fraction of it at each point, which add up to 1."""
+        return self._of_layers(self._fractions)
 
-    def layer_plans(self) -> list[LayerPlan]:
-        """The solution as one plan for each layer of the profile, in exact fractions."""
-        plans = [LayerPlan()] * len(self.problem.profile.layers)
+    def _of_layers(self, figure: Callable[[_Group], T]) -> list[T]:
+        """A figure of each layer of the profile, given that of its group."""
+        found: dict[int, T] = {}
         for stage, groups in enumerate(self._stages):
             indices = stage_layers(self.problem, stage)
             for group in groups:
-                plan = self._layer_plan(group)
-                for member in group.members:
-                    plans[indices[member]] = plan
-        return plans
+                found.update(dict.fromkeys((indices[member] for member in group.members), figure(group)))
+        return [found[index] for index in range(len(found))]
 
-    def least_changes(self) -> list[dict[str, float]]:
-        """Bounds from below of the change of the objective, if one layer were at another point than the one given.
-
-        By layer of the profile and name of the point, in units of the program. The objective is convex in the fractions
-        of the points, so that reduced costs are such bounds, and their sum is where several layers change.
-        """
-        found: list[dict[str, float]] = [{} for _ in self.problem.profile.layers]
-        for stage, groups in enumerate(self._stages):
-            indices = stage_layers(self.problem, stage)
-            for group in groups:
-                prices = {name: float(variable.dj or 0.0) for name, variable in group.x.items()}
-                now = sum(prices[name] * float(variable.varValue or 0.0) for name, variable in group.x.items())
-                for member in group.members:
-                    found[indices[member]] = {name: price - now for name, price in prices.items()}
-        return found
+    def _changes(self, group: _Group) -> dict[str, float]:
+        prices = {name: float(variable.dj or 0.0) for name, variable in group.x.items()}
+        now = sum(prices[name] * float(variable.varValue or 0.0) for name, variable in group.x.items())
+        return {name: price - now for name, price in prices.items()}
 
     def limits(self) -> list[Limit]:
         """Binding rows that keep the step from being shorter, the one with the highest dual value first."""
@@ -319,7 +341,7 @@ class Model:
         groups, start = [], 0
         for chunk, indices in enumerate(chunk_layers(self.problem, stage)):
             own = range(start, start + len(indices))
-            of_one_kind = len({self.kinds[index] for index in indices}) == 1
+            of_one_kind = len({layers[index].name for index in indices}) == 1
             members = self._members(mine, own) if of_one_kind else [[number] for number in own]
             groups += [self._group(stage, chunk, mine, together) for together in members]
             start = own.stop
@@ -338,17 +360,8 @@ class Model:
 
     def _group(self, stage: int, chunk: int, mine: Sequence[LayerProfile], members: list[int]) -> _Group:
         layer, name = mine[members[0]], f"{stage}_{members[0]}"
-        further = (1 / self.pieces[layer.name] if layer.name in self.pieces else 0.0) * layer.piece_s / self._second
-        x = self._point_variables(layer, stage, members[0], name)
+        x = self._point_variables(layer, name)
         self._program += pulp.lpSum(x.values()) == 1  # (1)
-        given = [known for known in layer.points if known.beside_bytes]
-        if self.at_one_point(layer):  # nothing is beside it at point `all`
-            given = [known for known in given if known.name != ALL]
-        alone = self.problem.pipeline.peak_in_flight(stage) == ((1,),)
-        if alone and members[-1] == len(mine) - 1 and given[:1] == [layer.points[0]]:
-            self._program += x[ALL] == 1  # it is whole in any case: nothing of it is gathered
-            given = []
-        pieces = pulp.lpSum(x[known.name] * further for known in layer.points[1:] if further)
         budgets, rates = self.problem.machine_of(stage).budgets, self._rates[stage]
         moves = members[-1] < len(mine) - (self.staying or 1)
         link = moves and rates.d2h_bytes_per_s > 0 and rates.h2d_bytes_per_s > 0  # (9)
@@ -361,72 +374,55 @@ class Model:
             layer=layer,
             members=members,
             x=x,
-            host=self._program.add_variable(f"h_{name}", 0, None) if to_host else 0,
-            disk=self._program.add_variable(f"d_{name}", 0, None) if to_disk else 0,
+            host=self._moved(f"h_{name}", layer) if to_host else _Moved(),
+            disk=self._moved(f"d_{name}", layer) if to_disk else _Moved(),
             saved=pulp.lpSum(
                 [layer.fixed_bytes / self._byte]
                 + [x[known.name] * (known.saved_bytes / self._byte) for known in layer.points]
             ),
-            recompute=pulp.lpSum(x[known.name] * (known.recompute_s / self._second) for known in layer.points) + pieces,
-            pieces=pieces,
-            recompute_extra_bytes=pulp.lpSum(x[known.name] * (known.beside_bytes / self._byte) for known in given),
-            held=self._held_at_once(layer, x, name),
-            codes=1 - least_spared_share(layer),
-            encode_s=self._coding_s(layer, layer.coding.encode_s if layer.coding else 0.0),
-            decode_s=self._coding_s(layer, layer.coding.decode_s if layer.coding else 0.0),
+            recompute=pulp.lpSum(x[known.name] * (known.recompute_s / self._second) for known in layer.points),
+            recompute_extra_bytes=pulp.lpSum(
+                x[known.name] * (known.beside_bytes / self._byte) for known in layer.points
+            ),
+            held=pulp.lpSum(
+                x[known.name] * (max(known.held_bytes, layer.repeated_bytes) / self._byte) for known in layer.points[1:]
+            ),
         )
-        if not self.at_one_point(layer):
-            beside, _ = most_gained_bytes(layer, self.problem.profile.signature.rank_tokens)
-            group.recompute_extra_bytes += beside / self._byte if given else 0.0
-        if to_host or to_disk:
+        if group.moves:
             # (2)
             self._program += group.kept >= 0
-        if self.hides_storages and (to_host or to_disk):
-            self._hide_storages(group, mine)
+            self._code(group)
         if self.staying is not None and moves:
             # (10)
             self._program += group.kept == 0
         return group
 
-    def _coding_s(self, layer: LayerProfile, whole_s: float) -> float:
-        """Time units of coding for each byte unit that moves; `whole_s` is that of all that can be coded."""
-        whole = layer.spared_bytes({ALL: 1.0})
-        return whole_s * most_spared_share(layer) / whole * self._byte / self._second if whole else 0.0
+    def _moved(self, name: str, layer: LayerProfile) -> _Moved:
+        """Variables of what goes to one tier."""
+        plain = self._program.add_variable(name, 0, None)
+        if not layer.coded_share:
+            return _Moved(saved=plain, sent=plain)
+        coded = self._program.add_variable(f"coded_{name}", 0, None)
+        return _Moved(saved=plain + coded, coded=coded, sent=plain + (1 - layer.coded_share) * coded)
 
-    def _hide_storages(self, group: _Group, mine: Sequence[LayerProfile]) -> None:
-        """Constraint (12)."""
-        size = storage_bytes(group.layer)
-        if size:
-            room = mine[group.members[-1] + 1].forward_s * self._rates[group.stage].d2h_bytes_per_s / group.codes
-            self._program += group.host + group.disk <= math.floor(room / size) * size / self._byte
+    def _code(self, group: _Group) -> None:
+        """Constraint (12), and the seconds of coding."""
+        layer, coding = group.layer, group.layer.coding
+        if coding is None or not layer.coded_share:
+            return
+        at_all = group.x[ALL] * (layer.full_bytes / self._byte)
+        self._program += group.coded <= at_all
+        self._program += group.host.saved + group.disk.saved - group.coded <= group.saved - at_all
+        group.encode_s, group.decode_s = (
+            seconds / self._second * self._byte / layer.full_bytes for seconds in (coding.encode_s, coding.decode_s)
+        )
 
-    def _point_variables(self, layer: LayerProfile, stage: int, member: int, name: str) -> dict[str, pulp.LpVariable]:
-        """The fractions x of a group, which are bounds alone where its point is given."""
-        at = None if self._points is None else self._points[stage_layers(self.problem, stage)[member]]
-        category = pulp.LpInteger if self._whole and not layer.divisible else pulp.LpContinuous
-        found = {}
-        for point in layer.points:
-            least, most = (0, 1) if at is None else (int(point.name == at),) * 2
-            found[point.name] = self._program.add_variable(f"x_{point.name}_{name}", least, most, category)
-        return found
-
-    def _held_at_once(
-        self, layer: LayerProfile, x: Mapping[str, pulp.LpVariable], name: str
-    ) -> pulp.LpAffineExpression:
-        """H of a group, less what `resident` has of it; an upper bound, also after tokens are rounded."""
-        held = {known.name: known.held_bytes / self._byte for known in layer.points if known.held_bytes}
-        again = layer.repeated_bytes / self._byte
-        resident = again if layer.divisible else 0.0
-        if self.at_one_point(layer) or self._bounds:
-            return pulp.lpSum(x[point] * max(held.get(point, 0.0), again) for point in x if point != ALL) - resident
-        if layer.name in self.pieces or not held:
-            most_held = self.pieces.get(layer.name, 0.0) * max(held.values(), default=0.0)
-            return pulp.lpSum([max(most_held - resident, 0.0)])
-        most = self._program.add_variable(f"holds_{name}", again, None)
-        for point, nbytes in held.items():
-            self._program += most >= x[point] * nbytes
-        _, gained = most_gained_bytes(layer, self.problem.profile.signature.rank_tokens)
-        return most + gained / self._byte - resident
+    def _point_variables(self, layer: LayerProfile, name: str) -> dict[str, pulp.LpVariable]:
+        """The fractions x of a group."""
+        category = pulp.LpInteger if self._whole else pulp.LpContinuous
+        return {
+            point.name: self._program.add_variable(f"x_{point.name}_{name}", 0, 1, category) for point in layer.points
+        }
 
     # Rows.
 
@@ -436,7 +432,9 @@ class Model:
         loads, fixed = self._loads(stage)
         total = pulp.lpSum(len(group.members) * group.recompute for group in groups)
         total += (self._compute[stage] + fixed) / self._second
-        total += pulp.lpSum(len(group.members) * self._coding(group) for group in groups if group.layer.coding)
+        total += pulp.lpSum(
+            len(group.members) * self._coding(group) for group in groups if group.encode_s or group.decode_s
+        )
         counts = collections.Counter(
             (group_of[number].members[0], kind, load) for (number, kind), load in loads.items() if load
         )
@@ -452,7 +450,7 @@ class Model:
     def _coding(self, group: _Group) -> pulp.LpAffineExpression:
         """Time of coding and decoding one layer of a group."""
         times = 2 if self.problem.pipeline.splits(group.stage, group.chunk) else 1
-        return (group.encode_s + times * group.decode_s) * (group.host + group.disk)
+        return (group.encode_s + times * group.decode_s) * group.coded
 
     def _message_row(self) -> None:
         """Constraint (3) of the links: each carries one message a microbatch in each direction."""
@@ -480,8 +478,8 @@ class Model:
             else:
                 share = 1.0 if kind is Kind.BACKWARD else 0.5
                 work = pulp.lpSum([share * group.layer.backward_s / self._second])
-            if group.layer.coding:
-                work = work + (group.encode_s if kind is Kind.FORWARD else group.decode_s) * (group.host + group.disk)
+            if group.encode_s or group.decode_s:
+                work = work + (group.encode_s if kind is Kind.FORWARD else group.decode_s) * group.coded
             self._works[key] = work + group.recompute if kind in (Kind.BACKWARD, Kind.INPUT) else work
         return self._works[key]
 
@@ -535,7 +533,7 @@ class Model:
         alike: dict[tuple[int, int | None, Kind, float], list[Window]] = {}
         for window in windows:
             moving = group_of[window.moving]
-            if isinstance(moving.host, int) and isinstance(moving.disk, int):
+            if not moving.moves:
                 continue
             hiding, load = None, 0.0
             if window.hidden_by is not None:
@@ -557,9 +555,7 @@ class Model:
         """Constraint (4): stall of a copy out."""
         rates = self._rates[moving.stage]
         moved = self._seconds(rates.d2h_bytes_per_s)
-        self._prices += (
-            len(moving.members) * moved * (MOVING_PRICE * moving.host_codes + DISK_PRICE * moving.disk_codes)
-        )
+        self._prices += len(moving.members) * moved * (MOVING_PRICE * moving.host.sent + DISK_PRICE * moving.disk.sent)
         lane = (rates.d2h_bytes_per_s, rates.disk_write_bytes_per_s)
         return self._copy(moving, *lane, self._room(hiding, window, load_s), Resource.COPY_OUT, window)
 
@@ -588,11 +584,11 @@ class Model:
         way = "forward" if resource is Resource.COPY_OUT else "backward"
         self._stalls += 1
         stall = self._program.add_variable(f"{way}_{moving.stage}_{window.moving}_{self._stalls}", 0, None)
-        row = stall >= (moving.host_codes + moving.disk_codes) * self._seconds(link) - room
+        row = stall >= (moving.host.sent + moving.disk.sent) * self._seconds(link) - room
         self._add(row, resource, f"the link's window in {way}", unit=self._second)
-        if not isinstance(moving.disk, int):
-            by_disk = moving.disk_codes * self._seconds(min(link, disk))
-            held_up = moving.host_codes * (disk_delay(link, disk) * self._byte / self._second)
+        if moving.to_disk:
+            by_disk = moving.disk.sent * self._seconds(min(link, disk))
+            held_up = moving.host.sent * (disk_delay(link, disk) * self._byte / self._second)
             row = stall >= by_disk + held_up - room
             self._add(row, resource, f"the disk's window in {way}", unit=self._second)
         return stall
@@ -617,35 +613,18 @@ class Model:
                 if of_recomputing:
                     used.add(of_recomputing, group.held)
                 if of_unmoved:
-                    used.add(of_unmoved, self._unmoved(group))
+                    used.add(of_unmoved, group.layer.full_bytes / self._byte)
+                    used.add(of_unmoved, group.recompute_extra_bytes - group.host.saved - group.disk.saved)
             room = (device - resident) / self._byte
             # (6)
             self._budget(used.expression(), room, Resource.DEVICE, f"at {name}")
-
-    def _unmoved(self, group: _Group) -> pulp.LpAffineExpression:
-        """Bytes that do not move, recomputed or not; an upper bound that also holds after tokens are rounded down."""
-        whole, moved = group.layer.full_bytes / self._byte + group.recompute_extra_bytes, group.host + group.disk
-        if isinstance(moved, int):
-            return whole
-        key = (group.stage, group.members[0])
-        if key not in self._unmoved_bytes:
-            lost = 0.0
-            if not self.at_one_point(group.layer):
-                lost = most_lost_bytes(group.layer, self.problem.profile.signature.rank_tokens) / self._byte
-            name = f"unmoved_{group.stage}_{group.members[0]}"
-            unmoved = self._unmoved_bytes[key] = self._program.add_variable(name, 0, None)
-            self._program += unmoved >= whole - moved
-            self._program += unmoved >= whole - group.saved + lost
-        return pulp.LpAffineExpression(self._unmoved_bytes[key])
 
     def _held(self, stage: int, tier: Resource) -> pulp.LpAffineExpression:
         """Peak bytes of a lower tier that one rank of a stage holds."""
         counts = self.problem.pipeline.peak_in_flight(stage)
         sums = [
             pulp.lpSum(
-                held[group.chunk]
-                * len(group.members)
-                * (group.host_codes if tier is Resource.HOST else group.disk_codes)
+                held[group.chunk] * len(group.members) * (group.host if tier is Resource.HOST else group.disk).sent
                 for group in self._stages[stage]
             )
             for held in counts
@@ -664,7 +643,7 @@ class Model:
         host = pulp.lpSum(ranks * self._held(stage, Resource.HOST) for stage, ranks in stages.items())
         disk = pulp.lpSum(ranks * self._held(stage, Resource.DISK) for stage, ranks in stages.items())
         written = pulp.lpSum(
-            ranks * len(group.members) * problem.pipeline.microbatches * group.disk_codes
+            ranks * len(group.members) * problem.pipeline.microbatches * group.disk.sent
             for stage, ranks in stages.items()
             for group in self._stages[stage]
         )
@@ -683,7 +662,7 @@ class Model:
         per_second = budgets.disk_wear_bytes_per_day / DAY_S / self._byte * self._second
         for stage in stages:
             busy = self._compute[stage] / self._second + pulp.lpSum(
-                len(group.members) * (group.recompute - group.pieces) for group in self._stages[stage]
+                len(group.members) * group.recompute for group in self._stages[stage]
             )
             least = per_second * problem.pipeline.microbatches * self._compute[stage] / self._second
             # (8)
@@ -706,22 +685,22 @@ class Model:
         """Time units per byte unit."""
         return self._byte / bytes_per_s / self._second
 
-    def _layer_plan(self, group: _Group) -> LayerPlan:
+    def _fractions(self, group: _Group) -> dict[str, float]:
         x = {name: min(max(float(variable.varValue or 0.0), 0.0), 1.0) for name, variable in group.x.items()}
-        if (self._whole or self._points is not None) and not group.layer.divisible:
-            x = {name: float(share > 0.5) for name, share in x.items()}
         x[ALL] = max(1.0 - sum(share for name, share in x.items() if name != ALL), 0.0)
-        saved = float(pulp.value(group.saved))
-        host, disk = (max(float(pulp.value(part) or 0.0), 0.0) for part in (group.host, group.disk))
+        return x
+
+    def _layer_plan(self, group: _Group) -> LayerPlan:
+        x, saved = self._fractions(group), float(pulp.value(group.saved))
+        host, disk = (max(float(pulp.value(part.saved) or 0.0), 0.0) for part in (group.host, group.disk))
         host, disk = (part if part > MARGIN else 0.0 for part in (host, disk))
         if saved - host - disk < MARGIN and host + disk > 0.0:
             saved = host + disk
         return LayerPlan(
-            points=x,
+            point=max(x, key=x.__getitem__),
             kept=max(saved - host - disk, 0.0) / saved if saved else 1.0,
             host=host / saved if saved else 0.0,
             disk=disk / saved if saved else 0.0,
-            piece=self.pieces.get(group.layer.name, 1.0),
         )
 
 

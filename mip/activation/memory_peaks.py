@@ -4,12 +4,11 @@ Owns the counts: which layers are whole on the device at a candidate, and in how
 held. A candidate does not know the plan of a layer, so that the linear program and the prediction use the same rows;
 `stage_memory` puts a plan in, and says by use what the device holds at the highest of them.
 
-Note [Two whole layers]. While layer i runs, in either direction, the device holds static bytes, what the embedding has
-saved, the kept bytes of layers j < i-1, and two rounding buffers: layer i whole, which is all that autograd saves and
-what its recompute is given besides, and layer i-1, whole if it can be divided. If it cannot, that is all that it saves
-at its point, since what it recomputes is dropped when its forward ends, and is there again when its own backward
-begins. While the head runs, layer n-1 is there as layer i-1 is. Of every other microbatch in flight the kept bytes are
-there.
+Note [One whole layer]. While layer i runs, in either direction, the device holds static bytes, what the
+embedding has saved, the kept bytes of layers j < i-1, and two rounding buffers: layer i whole, which is all that autograd
+saves and what its recompute is given besides, and all that layer i-1 saves at its point. What that one recomputes is
+dropped when its forward ends, and is there again when its own backward begins. While the head runs, layer n-1 is there
+as layer i-1 is. Of every other microbatch in flight the kept bytes are there.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ class PeakCandidate:
     kept: tuple[int, ...]
     """For each layer of the stage the number of microbatches that hold only its kept bytes."""
     whole: tuple[int, ...]
-    """For each layer the number that hold it whole, where its recompute is then also given bytes."""
+    """For each layer the number that hold it whole, where a recompute of it may be given bytes."""
     saved: tuple[int, ...]
     """For each layer the number that hold what it saves at its point, of which the least of any point is in `resident`."""
     unmoved: tuple[int, ...]
@@ -135,15 +134,15 @@ class PeakCandidate:
         """Returns the bytes by use, which add up to `nbytes` rounded to a byte."""
         uses = dict.fromkeys(Use, 0) | dict(self.resident)
         uses[Use.ROUNDING] += round(_sum((self.saved, layers.above_least))) - round(_sum((self.running, layers.kept)))
-        uses[Use.RECOMPUTE] += int(self._recompute(layers))
+        uses[Use.RECOMPUTE] += self._recompute(layers)
         uses[Use.SAVED] += round(self.nbytes(layers)) - sum(uses.values())
         return {use: nbytes for use, nbytes in uses.items() if nbytes}
 
     def _saved(self, layers: _LayerBytes) -> float:
         return _sum((self.kept, layers.kept), (self.saved, layers.above_least), (self.unmoved, layers.unmoved))
 
-    def _recompute(self, layers: _LayerBytes) -> float:
-        return _sum((self.whole, layers.recompute_extra), (self.recomputing, layers.held))
+    def _recompute(self, layers: _LayerBytes) -> int:
+        return int(_sum((self.whole, layers.recompute_extra), (self.recomputing, layers.held)))
 
 
 def stage_static(problem: ActivationProblem, stage: int) -> StaticBytes:
@@ -192,15 +191,13 @@ def grouped_peak_candidates(
     """Candidates of a stage's peak that no other one dominates, where layers in groups of these sizes share a plan.
 
     Returns:
-        For each its name, the bytes that do not depend on the plan, with what a recompute of layers that can be divided
-        holds of a forward's transient, and its counts of each group.
+        For each its name, the bytes that do not depend on the plan, and its counts of each group.
     """
     candidates = device_peak_candidates(problem, stage)
     starts = [0, *itertools.accumulate(sizes[:-1])]
     held = np.stack([one.counts for one in candidates])
     counts = np.add.reduceat(held, starts, axis=2).swapaxes(1, 2)  # of each candidate, group and form
-    again = np.array([layer.repeated_bytes * layer.divisible for layer in _own_layers(problem, stage)])
-    resident = np.array([one.resident_bytes for one in candidates]) + held[:, _Residence.RECOMPUTING] @ again
+    resident = np.array([one.resident_bytes for one in candidates])
     amounts = np.column_stack((resident, counts.reshape(len(candidates), -1)))
     kept = held[:, (_Residence.KEPT, _Residence.SAVED, _Residence.UNMOVED)].sum(axis=(1, 2))
     found: list[int] = []
@@ -287,7 +284,7 @@ class _Residence(enum.IntEnum):
     KEPT = 0
     WHOLE = 1
     SAVED = 2
-    """Before or after it runs: what it saves at its point. A layer that can be divided is whole."""
+    """Before or after it runs: what it saves at its point."""
     UNMOVED = 3
     RECOMPUTING = 4
     """Beside being whole: what the recompute holds."""
@@ -309,15 +306,11 @@ class _Tally:
             self._counts[how, numbers.start : numbers.stop] += times
             return
         for number in numbers:
-            layer = self._layers[number]
+            layer, saved = self._layers[number], how is _Residence.SAVED
             self._running[number] += times
-            if how is _Residence.SAVED and not layer.divisible:
-                self.hold({Use.ROUNDING: times * layer.least_saved_bytes})
-                self._counts[_Residence.SAVED, number] += times
-                continue
-            self.hold({Use.ROUNDING: times * layer.full_bytes})
-            if any(point.beside_bytes for point in layer.points):
-                self._counts[_Residence.WHOLE, number] += times
+            self.hold({Use.ROUNDING: times * (layer.least_saved_bytes if saved else layer.full_bytes)})
+            if saved or any(point.beside_bytes for point in layer.points):
+                self._counts[how, number] += times
 
     def hold(self, nbytes: Mapping[Use, int]) -> None:
         """Adds bytes that do not depend on the plan."""

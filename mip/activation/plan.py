@@ -2,13 +2,13 @@
 
 All are frozen and pure data, with no time and no order. A **problem** is a profile (classes of layers, each with a curve of
 points: bytes saved and seconds of recompute), the machine of each pipeline stage, budgets of device, host and disk, and a
-pipeline. A **plan** says for each layer at which points its tokens are, and which fractions of the saved bytes stay on the
-device, go to the host or to the disk; and for each stage which times and peaks follow.
+pipeline. A **plan** says for each layer at which point it is, and which fractions of the saved bytes stay on the device,
+go to the host or to the disk; and for each stage which times and peaks follow.
 
 What it means to run a plan is said twice in code, by the planner's rows and prediction and by the simulator
 (`memo.mip.activation.simulator`, `memo.mip.simulate`), which the checker compares, and once in words, beside the planner's:
 
-    memory_peaks       Note [Two whole layers]          the running layer and the one before it are whole
+    memory_peaks       Note [One whole layer]           the running one, and what the one before it saves
                        Note [Transients]                of forward, backward and recompute
                        Note [Between the halves]        of a split backward
     overlap_windows    Note [A copy has a layer's work] as its window, and what exceeds it stalls compute
@@ -17,7 +17,7 @@ What it means to run a plan is said twice in code, by the planner's rows and pre
     in_flight          Note [Microbatches in flight]    and layers that have not left, or are back
     network_load       Note [Collectives beside layers] gathers and reductions
     pipeline_time      Note [Stages wait]               for messages, and for the slowest optimizer
-    here               Note [Tokens at points], Note [Codes]
+    here               Note [Codes]
 
 By these rules one rank's copies out and in never run at the same time. What they share with other ranks is divided by
 `Hardware.lanes`: each of a node's ranks gets its part of switches, host memory and disks.
@@ -65,9 +65,6 @@ MAX_RANKS = 1 << 20
 
 TOLERANCE = 1e-6
 """Deviation from 1 that a sum of fractions may have."""
-
-LEAST_PIECE = 1e-12
-"""Least fraction that a piece may be, so that numbers of pieces stay numbers; a runtime cuts none as small."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -428,61 +425,42 @@ def stage_layers(problem: ActivationProblem, stage: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPlan:
-    """Plan of one layer: a fraction for each point of its class, a fraction of the saved bytes for each tier.
+    """Plan of one layer: a point of its class, and a fraction of the saved bytes for each tier."""
 
-    Tokens at one point are a consecutive range, in the order of the class's points.
-    """
-
-    points: Mapping[str, float] = dataclasses.field(default_factory=lambda: {ALL: 1.0})
-    """Fraction of the layer at each point, by name; points that are left out have 0. Not to be changed."""
+    point: str = ALL
     kept: float = 1.0
     host: float = 0.0
     disk: float = 0.0
-    piece: float = 1.0
-    """Largest fraction of the layer's tokens that its recompute computes at once; 1 for a layer that cannot be divided."""
 
     def __post_init__(self) -> None:
-        if not LEAST_PIECE <= self.piece <= 1:
-            raise PlanError(f"layer plan: a piece of {self.piece:g} is no fraction of a layer's tokens")
-        shares = tuple(self.points.values())
-        for what, parts in (("points", shares), ("bytes", (self.kept, self.host, self.disk))):
-            shown = ", ".join(f"{part:g}" for part in parts[:8])
-            if not all(math.isfinite(part) and 0 <= part <= 1 + TOLERANCE for part in parts):
-                raise PlanError(f"layer plan: ({shown}) are no fractions of its {what}")
-            if abs(sum(parts) - 1) > TOLERANCE:
-                raise PlanError(f"layer plan: ({shown}), the fractions of its {what}, do not add up to 1")
-        object.__setattr__(self, "points", {name: share for name, share in self.points.items() if share})
-
-    def __hash__(self) -> int:
-        return hash((frozenset(self.points.items()), self.kept, self.host, self.disk, self.piece))
-
-    def fraction(self, point: str) -> float:
-        """Fraction of the layer at this point."""
-        return self.points.get(point, 0.0)
+        parts = (self.kept, self.host, self.disk)
+        shown = ", ".join(f"{part:g}" for part in parts)
+        if not all(math.isfinite(part) and 0 <= part <= 1 + TOLERANCE for part in parts):
+            raise PlanError(f"layer plan: ({shown}) are no fractions of its bytes")
+        if abs(sum(parts) - 1) > TOLERANCE:
+            raise PlanError(f"layer plan: ({shown}), the fractions of its bytes, do not add up to 1")
 
     @property
     def recomputes(self) -> bool:
-        """Whether a part of the layer is at another point than `all`."""
-        return any(name != ALL for name in self.points)
+        """Whether the layer is at another point than `all`."""
+        return self.point != ALL
 
     @property
     def divided(self) -> bool:
         """Whether its storages go to more than one tier."""
         return sum(part > 0 for part in (self.kept, self.host, self.disk)) > 1
 
-    def saved_bytes(self, layer: LayerProfile) -> float:
-        """Bytes that the layer saves at these points, in all tiers together."""
-        return layer.fixed_bytes + sum(known.saved_bytes * self.fraction(known.name) for known in layer.points)
+    def saved_bytes(self, layer: LayerProfile) -> int:
+        """Bytes that the layer saves at its point, in all tiers together."""
+        return layer.fixed_bytes + layer.at(self.point).saved_bytes
+
+    # Note [Codes]: of a layer at point `all` that moves, so many bytes less than it saves are on links and in tiers as its
+    # class says; at any other point what moves moves whole. Coding takes its time in forward, decoding in backward, and in
+    # both halves of a split one, in proportion to what is coded.
 
     def coded_share(self, layer: LayerProfile) -> float:
         """Fraction by which codes make what moves fewer bytes than it saves; 0 without a codec."""
-        saved = self.saved_bytes(layer)
-        return layer.spared_bytes(self.points) / saved if layer.coding is not None and saved else 0.0
-
-    # Note [Codes]: of a layer that moves, so many bytes less than it saves are on links and in tiers as its class says: at
-    # point `all` those saved at every point and the point's; where tokens are divided each point's, less the last one's,
-    # which moves whole. Coding takes its time in forward, decoding in backward, and in both halves of a split one, in
-    # proportion to what is coded.
+        return layer.coded_share if self.point == ALL else 0.0
 
     def moved_bytes(self, layer: LayerProfile) -> tuple[float, float]:
         """Bytes that the layer moves, as they are in the tier: (to the host, to the disk)."""
@@ -491,50 +469,22 @@ class LayerPlan:
 
     def coding_s(self, layer: LayerProfile) -> tuple[float, float]:
         """Seconds of coding what moves: (in forward, in each backward that it comes back for)."""
-        coding, moving = layer.coding, self.host + self.disk
-        whole = layer.spared_bytes({ALL: 1.0}) if coding is not None and moving else 0.0
-        if coding is None or not whole:
+        if layer.coding is None or not self.coded_share(layer):
             return 0.0, 0.0
-        share = moving * layer.spared_bytes(self.points) / whole
-        return coding.encode_s * share, coding.decode_s * share
+        moving = self.host + self.disk
+        return layer.coding.encode_s * moving, layer.coding.decode_s * moving
 
-    def beside_bytes(self, layer: LayerProfile) -> float:
-        """Bytes on the device beside all that autograd saves, while the layer is whole there.
+    def beside_bytes(self, layer: LayerProfile) -> int:
+        """Bytes that its recompute is given beside all that autograd saves."""
+        return layer.at(self.point).beside_bytes
 
-        0 where all of it is saved: nothing is gathered to move, and nothing is given to a recompute.
-        """
-        if not self.recomputes:
-            return 0.0
-        return sum(known.beside_bytes * self.fraction(known.name) for known in layer.points)
-
-    # Note [Tokens at points]: a layer that can be divided has a fraction of its tokens at each of its points, and bytes and
-    # seconds are the sum of these fractions; one that cannot is at one point. Tokens at more than one point take a little
-    # time besides. A range of tokens is recomputed in pieces, one after another, of at most the plan's fraction of the
-    # layer's tokens. The recompute of a layer that can be divided holds what its largest piece does, in proportion to the
-    # piece's tokens; each piece of a range but the first one takes a little time besides.
-
-    def held_bytes(self, layer: LayerProfile) -> float:
+    def held_bytes(self, layer: LayerProfile) -> int:
         """Bytes that the recompute holds at once, on top of backward's transient; at least what forward holds."""
-        if not self.recomputes:
-            return 0.0
-        if not layer.divisible:
-            held = sum(known.held_bytes * self.fraction(known.name) for known in layer.points)
-        else:
-            held = max(known.held_bytes * min(self.fraction(known.name), self.piece) for known in layer.points)
-        return max(held, layer.repeated_bytes)
-
-    @property
-    def further_pieces(self) -> int:
-        """Pieces of its recompute, without the first one of each range."""
-        ranges = (share for name, share in self.points.items() if name != ALL)
-        return sum(math.ceil(share / self.piece - TOLERANCE) - 1 for share in ranges if share > self.piece)
+        return max(layer.at(self.point).held_bytes, layer.repeated_bytes) if self.recomputes else 0
 
     def recompute_s(self, layer: LayerProfile) -> float:
         """Seconds of recompute in backward."""
-        if not self.recomputes:
-            return 0.0
-        again = sum(known.recompute_s * self.fraction(known.name) for known in layer.points)
-        return again + layer.piece_s * self.further_pieces + (layer.divided_s if len(self.points) > 1 else 0.0)
+        return layer.at(self.point).recompute_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

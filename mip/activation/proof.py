@@ -10,9 +10,8 @@ import dataclasses
 
 from memo.errors import PlanInvalid
 from memo.mip.activation.in_flight import in_flight_within
-from memo.mip.activation.plan import ActivationPlan, Pipeline, chunk_layers
+from memo.mip.activation.plan import ActivationPlan, Pipeline
 from memo.mip.activation.simulator import MAX_CALLS, require_within_budgets, simulate
-from memo.mip.inputs.pipeline_schedules import Kind
 from memo.mip.simulate.result import Simulation
 
 __all__ = ["AGREEMENT", "AGREEMENT_IN_TURNS", "agrees", "most_early_s", "play", "verify_by_simulation"]
@@ -81,31 +80,10 @@ def agrees(plan: ActivationPlan, simulation: Simulation) -> bool:
 def most_early_s(plan: ActivationPlan) -> float:
     """Seconds by which a step may be shorter than predicted, beyond the agreement.
 
-    The prediction has every layer recomputed in every microbatch; one whose backward comes before another forward is
-    not. It has compute wait for copies that go on while compute waits for collectives; with several chunks also while
-    the rank is idle.
+    The prediction has compute wait for copies that go on while compute waits for collectives; with several chunks also
+    while the rank is idle.
     """
-    pipeline, stages = plan.problem.pipeline, range(plan.problem.pipeline.stages)
-    spared_s = sum(_spared_s(plan, stage) for stage in stages)
+    pipeline = plan.problem.pipeline
     several = pipeline.chunks > 1
     waits_s = [stage.stall_s if several else min(stage.stall_s, stage.communication_s) for stage in plan.stages]
-    return spared_s + sum(waits_s) + (pipeline.microbatches - 1) * max(waits_s)
-
-
-def _spared_s(plan: ActivationPlan, stage: int) -> float:
-    """Seconds of recompute that a stage is spared in a step, since the last layer of a forward was still whole.
-
-    One that cannot be divided never is.
-    """
-    problem, known = plan.problem, plan.problem.profile.layer_profiles()
-    pipeline, chunks = problem.pipeline, chunk_layers(problem, stage)
-    again_s = [known[own[-1]].divisible * plan.layers[own[-1]].recompute_s(known[own[-1]]) for own in chunks]
-    if pipeline.chunks == 1:
-        return again_s[0] * (pipeline.microbatches if pipeline.in_flight(stage) == 1 else 1)
-    spared_s, latest = 0.0, None
-    for turn in pipeline.turns(stage):
-        if turn.kind is Kind.FORWARD:
-            latest = turn.call
-        elif turn.kind is not Kind.WEIGHT and turn.call == latest:
-            spared_s += again_s[turn.chunk]
-    return spared_s
+    return sum(waits_s) + (pipeline.microbatches - 1) * max(waits_s)

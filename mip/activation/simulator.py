@@ -6,8 +6,8 @@ types with the planner: the two are compared before a plan is used.
     plan ── layer_work ──▶ LayerWork each ── Stage (one rank of each pipeline stage) ──▶ Simulation
 
 Ranks of a node act alike, so each has its share of links, disks and host memory. Bytes are whole: the fractions of a
-layer are rounded down to bytes for the device and each tier, and the remainder is recomputed, so that rounding cannot
-make a plan that fits to the last byte exceed a budget.
+layer are rounded down to bytes for the device and each tier, and the remainder counts as recomputed, so that rounding
+cannot make a plan that fits to the last byte exceed a budget.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def layer_work(name: str, layer: LayerProfile, plan: LayerPlan) -> LayerWork:
     """Work of a layer under its plan."""
     saved = plan.saved_bytes(layer)
     kept, host, disk = (math.floor(saved * share + _ALMOST) for share in (plan.kept, plan.host, plan.disk))
-    whole = layer.full_bytes + math.floor(plan.beside_bytes(layer) + _ALMOST)
+    whole = layer.full_bytes + plan.beside_bytes(layer)
     recompute_s = plan.recompute_s(layer)
     encode_s, decode_s = plan.coding_s(layer)
     in_host, on_disk = (math.floor(nbytes + _ALMOST) for nbytes in plan.moved_bytes(layer))
@@ -149,8 +149,7 @@ def layer_work(name: str, layer: LayerProfile, plan: LayerPlan) -> LayerWork:
         between_nbytes=layer.between_bytes,
         forward_transient_nbytes=layer.forward_transient_bytes,
         backward_transient_nbytes=layer.backward_transient_bytes,
-        recompute_held_nbytes=math.floor(plan.held_bytes(layer) + _ALMOST),
-        drops_early=not layer.divisible,
+        recompute_held_nbytes=plan.held_bytes(layer),
     )
 
 

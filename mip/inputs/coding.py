@@ -37,8 +37,8 @@ class Coding:
     """Coding of one class of layers."""
 
     spared_bytes: int = 0
-    """Bytes that codes spare of those that every point saves. Where a part of the layer is recomputed these move whole, as
-    the recompute reads them."""
+    """Bytes by which a layer at point `all` is fewer as codes. At any other point what is saved moves whole, as the
+    recompute reads it."""
     encode_s: float = 0.0
     """Seconds of coding all values that can be coded, in a forward; of a part of them, in proportion. 0 where a measured
     forward contains them."""

@@ -9,10 +9,9 @@ arithmetic, and says which. Layers of one class are equal and share one `LayerPr
     attention                     saved                                       saved                  nothing *
     *  and, beside what autograd saves, what a recompute is given: other products' results, dropout masks
 
-A class has points of one curve: from point to point fewer bytes are saved, and more seconds recomputed. A layer that can
-be divided may be at several points with a fraction each: half of it at a point saves half of that point's bytes, and
-takes half of its seconds. `recompute_s` is the time of recomputing the whole layer at that point. Seconds that were
-measured need not lie on the curve's convex hull; a plan gains nothing from a point above it.
+A class has points of one curve: from point to point fewer bytes are saved, and more seconds recomputed. Each layer is at
+one point, and different layers of a class may be at different ones. Seconds that were measured need not lie on the
+curve's convex hull.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import dataclasses
 import enum
 import functools
 import itertools
-from collections.abc import Mapping
 from typing import Any
 
 from memo.errors import PlanError
@@ -104,17 +102,13 @@ class PointProfile:
     saved_bytes: int
     """Saved bytes that depend on the point; what is always saved comes on top."""
     beside_bytes: int = 0
-    """Bytes on the device beside the whole layer where not all of it is at point `all`. Of `saved_bytes`, these are
-    what a recompute is given and autograd does not save, and what is gathered from several pieces into one block to
-    move."""
+    """The part of `saved_bytes` that a recompute is given and autograd does not save, on the device beside the whole
+    layer."""
     recompute_s: float = 0.0
     recompute_flops: float = 0.0
     held_bytes: int = 0
     """Peak bytes of the recompute beside the layer's saved tensors, on top of its backward's transient. 0: a
-    recompute holds what a forward holds. Of a layer that can be divided, the bytes grow with the tokens that are computed
-    at once."""
-    spared_bytes: int | None = None
-    """Bytes by which `saved_bytes` are fewer as codes; None is 0."""
+    recompute holds what a forward holds."""
 
     def __post_init__(self) -> None:
         if not (self.name.isascii() and self.name.isidentifier() and len(self.name) <= MAX_NAME):
@@ -122,8 +116,6 @@ class PointProfile:
         check_amounts(self, f"point {self.name}")
         if self.beside_bytes > self.saved_bytes:
             raise PlanError(f"point {self.name}: of {self.saved_bytes} bytes saved {self.beside_bytes} stand beside")
-        if (self.spared_bytes or 0) > self.saved_bytes:
-            raise PlanError(f"point {self.name}: of {self.saved_bytes} bytes saved a codec spares {self.spared_bytes}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,14 +162,6 @@ class LayerProfile:
     points: tuple[PointProfile, ...]
     """Points that the layer can have: `all` first, the only one where nothing can be recomputed, then ever fewer saved
     bytes."""
-    divisible: bool = True
-    """Whether one layer can be at several points, with a fraction of its tokens at each. If not, each layer is at one
-    point, and different layers of the class may be at different ones."""
-    piece_s: float = 0.0
-    """Seconds that each piece of tokens but a range's first adds to a recompute: its launches."""
-    divided_s: float = 0.0
-    """Seconds that a forward and backward take longer where the layer's tokens are divided among points, whatever the
-    fractions: parts of storages are copied and put together again. Counted with the recompute."""
     forward_s: float
     backward_s: float
     """Without any recompute."""
@@ -227,11 +211,11 @@ class LayerProfile:
         )
         if any(gathered > transient for gathered, transient in passes):
             raise PlanError(f"layer class {self.name[:80]!r}: gathered weights are a part of its transient bytes")
-        if self.coding is not None and self.coding.spared_bytes > self.fixed_bytes:
-            raise PlanError(
-                f"layer class {self.name[:80]!r}: a codec spares {self.coding.spared_bytes} of {self.fixed_bytes} bytes"
-            )
         self._check_points()
+        if self.coding is not None and self.coding.spared_bytes > self.full_bytes:
+            raise PlanError(
+                f"layer class {self.name[:80]!r}: a codec spares {self.coding.spared_bytes} of {self.full_bytes} bytes"
+            )
 
     def _check_points(self) -> None:
         where, names = f"layer class {self.name[:80]!r}", [point.name for point in self.points]
@@ -242,7 +226,7 @@ class LayerProfile:
         if len(names) > MAX_POINTS:
             raise PlanError(f"{where}: {len(names)} points; at most {MAX_POINTS} are possible")
         whole = self.points[0]
-        if whole.recompute_s or whole.recompute_flops or whole.held_bytes:
+        if whole.recompute_s or whole.recompute_flops or whole.held_bytes or whole.beside_bytes:
             raise PlanError(f"{where}: point '{ALL}' recomputes nothing")
         for before, point in itertools.pairwise(self.points):
             if point.saved_bytes >= before.saved_bytes:
@@ -280,23 +264,25 @@ class LayerProfile:
         """Forward's transient beyond backward's, which a recompute has again; 0 where there is no recompute."""
         return self.transient_bytes - self.backward_transient_bytes if len(self.points) > 1 else 0
 
-    def spared_bytes(self, points: Mapping[str, float]) -> float:
-        """Bytes by which what is saved is fewer as codes, with these fractions of the layer at its points.
-
-        Where a part is recomputed, what is saved of all tokens moves whole, since the recompute reads it: what every point
-        saves, and what the last of these points does.
-        """
-        if self.coding is None:
-            return 0.0
-        used = [known for known in self.points if points.get(known.name)]
-        if len(used) == 1 and used[0].name == ALL:
-            return self.coding.spared_bytes + (used[0].spared_bytes or 0)
-        whole = (used[-1].spared_bytes or 0) if used else 0
-        return sum(max((known.spared_bytes or 0) - whole, 0) * points[known.name] for known in used)
+    @property
+    def coded_share(self) -> float:
+        """Fraction by which codes make what a layer at point `all` moves fewer bytes; 0 without a codec."""
+        return self.coding.spared_bytes / self.full_bytes if self.coding is not None and self.full_bytes else 0.0
 
     def point(self, name: str) -> PointProfile | None:
         """The point of this name; None where the layer does not have it."""
         return next((known for known in self.points if known.name == name), None)
+
+    def at(self, name: str) -> PointProfile:
+        """The point of this name.
+
+        Raises:
+            PlanError: the layer does not have it.
+        """
+        found = self.point(name)
+        if found is None:
+            raise PlanError(f"layer class {self.name[:80]!r} has no point {name[:MAX_NAME]!r}")
+        return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,11 +370,6 @@ class Signature:
                 raise PlanError(f"signature: {name} is {getattr(self, name)}, not a count of 1 or more")
         if not (self.dtype.isascii() and self.dtype.isprintable() and 0 < len(self.dtype) <= MAX_NAME):
             raise PlanError(f"signature: dtype {self.dtype[:MAX_NAME]!a} is no name of a type")
-
-    @property
-    def rank_tokens(self) -> int:
-        """Tokens of a sequence that one rank computes; a plan's token ranges are parts of these."""
-        return -(-self.tokens // self.cp)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

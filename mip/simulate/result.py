@@ -77,9 +77,6 @@ class LayerWork:
     """Further bytes while it recomputes: of a split backward, in the first half."""
     between_nbytes: int = 0
     """Gradients held between the halves of its backward."""
-    drops_early: bool = False
-    """Whether recomputed bytes are on the device only while the layer runs. If not, they go and return with those that
-    move."""
 
     def of(self, part: Part) -> int:
         """Bytes of one part."""
@@ -98,11 +95,6 @@ class LayerWork:
     def moved_nbytes(self) -> int:
         """Bytes that go to other tiers."""
         return self.of(Part.HOST) + self.of(Part.DISK)
-
-    @property
-    def dropped_nbytes(self) -> int:
-        """Bytes that the device frees once the copies have ended, and needs again before backward."""
-        return self.moved_nbytes + (0 if self.drops_early else self.of(Part.RECOMPUTED))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@ model: the time of a step follows from the events alone.
 
     forward    layer 0 | layer 1 | layer 2 | ... | head         a layer's copies are issued when its forward ends
     copies             |  out 0  |  out 1  |
-    dropped                      ^ end of layer 1: the compute stream waits for out 0, then layer 0's sources go, and with
-                                   them what is recomputed; of a layer that cannot be divided that went when it ended
+    dropped                      ^ end of layer 1: the compute stream waits for out 0, then layer 0's sources go; what is
+                                   recomputed went when layer 0 ended
 
     backward   head | ... | layer 2 | layer 1 | layer 0         reaching layer 2 issues the reload of layer 1, if there
     reloads               |   in 1  |   in 0  |                 is room on the device; if not, reaching layer 1 does; the
@@ -16,10 +16,9 @@ model: the time of a step follows from the events alone.
                                                                 its gradients reduced while the one after it in backward
                                                                 does; compute waits for both before it goes on
 
-So the running layer's whole activations are on the device, and beside them those of the one before it: the two rounding
-buffers. The latter are whole where that layer can be divided; where it cannot, only what it saves, since what it
-recomputes returns when its own replay runs. The last layer is one of the two until another forward begins; where its
-backward follows at once it is never copied, and if it can be divided nothing of it is recomputed (R6).
+So the running layer's whole activations are on the device, and beside them what the one before it saves: the two rounding
+buffers. What that one recomputes returns when its own replay runs. The last layer is one of the two until another forward
+begins; where its backward follows at once it is never copied (R6).
 
 A stage may have several chunks, whose turns follow one another in a given order. The second half of a split backward
 runs from the first layer on; between the halves moved bytes leave again, and recomputed bytes stay.
@@ -66,7 +65,7 @@ class _State(enum.Enum):
     """Whole on the device; no copy is issued."""
     LEAVING = enum.auto()
     AWAY = enum.auto()
-    """The device holds only the kept bytes; between two halves also the recomputed ones."""
+    """The device holds no moved bytes."""
     RETURNING = enum.auto()
 
 
@@ -82,11 +81,6 @@ class _Call:
     how: UseKind = UseKind.LIVE
     """Reloads of moved bytes in backward."""
     computed_again: bool = False
-
-    @property
-    def away_nbytes(self) -> int:
-        """Bytes of device memory that backward, or its second half, needs to bring the call back."""
-        return self.work.moved_nbytes if self.computed_again else self.work.dropped_nbytes
 
 
 class Stage:
@@ -239,9 +233,8 @@ class Stage:
             self._collective(following.work.name, "forward", following.work.gather_s)
         self._run(work.name, "forward", work.forward_s, work.forward_exchange_s)
         self._hold(Tier.DEVICE, -work.forward_transient_nbytes)
-        if work.drops_early:
-            self._hold(Tier.DEVICE, -work.of(Part.RECOMPUTED))
-            self._change(call, TensorState.GONE, Part.RECOMPUTED)
+        self._hold(Tier.DEVICE, -work.of(Part.RECOMPUTED))
+        self._change(call, TensorState.GONE, Part.RECOMPUTED)
         if following is not None:
             self._await(self._network_free_s)
             self._send(call)
@@ -264,10 +257,8 @@ class Stage:
         """Waits until the copies out have ended, then frees all but the kept bytes."""
         self._wait(StallCause.DRAIN, call, call.out)
         call.state = _State.AWAY
-        self._hold(Tier.DEVICE, -call.work.dropped_nbytes)
+        self._hold(Tier.DEVICE, -call.work.moved_nbytes)
         self._change(call, TensorState.AWAY, Part.HOST, Part.DISK)
-        if not call.work.drops_early:
-            self._change(call, TensorState.GONE, Part.RECOMPUTED)
 
     # Backward.
 
@@ -280,7 +271,7 @@ class Stage:
         self._hold(Tier.DEVICE, transient, f"{work.name} backward")
         if kind is Kind.INPUT:
             self._hold(Tier.DEVICE, work.between_nbytes)
-        if work.drops_early and not call.computed_again:
+        if not call.computed_again:
             self._hold(Tier.DEVICE, work.of(Part.RECOMPUTED))
             self._change(call, TensorState.LIVE, Part.RECOMPUTED)
         self._reach(call, following, same_turn=same_turn)
@@ -289,7 +280,7 @@ class Stage:
             self._wait(StallCause.RELOAD, call, call.back)
             self._change(call, TensorState.BACK, Part.HOST, Part.DISK)
         self._use(call)
-        if (returning or work.drops_early) and not call.computed_again:
+        if not call.computed_again:
             self._work(Lane.RECOMPUTE, work.name, "backward", work.recompute_s)
             call.computed_again = True
         seconds = work.backward_s * _share(kind) + (work.decode_s if returning else 0.0)
@@ -315,24 +306,22 @@ class Stage:
 
     def _may_prefetch(self, following: _Call, *, same_turn: bool) -> bool:
         """Whether a call is away, fits, and is needed next; a stage's last one in another turn only if it has copies."""
-        if following.state is not _State.AWAY or not self._ledger.fits(Tier.DEVICE, following.away_nbytes):
+        if following.state is not _State.AWAY or not self._ledger.fits(Tier.DEVICE, following.work.moved_nbytes):
             return False
         return same_turn or bool(following.out) or following.work is not self._chunks[-1][-1]
 
     def _leave_again(self, call: _Call) -> None:
         """Frees moved bytes after the first half of backward, without a copy; recomputed bytes stay."""
         call.state = _State.AWAY
-        self._hold(Tier.DEVICE, -call.away_nbytes)
+        self._hold(Tier.DEVICE, -call.work.moved_nbytes)
         self._change(call, TensorState.AWAY, Part.HOST, Part.DISK)
 
     def _fetch(self, call: _Call, how: UseKind) -> None:
         """Takes the buffer and issues the reloads into it."""
         call.state, call.how = _State.RETURNING, how
-        self._hold(Tier.DEVICE, call.away_nbytes)
+        self._hold(Tier.DEVICE, call.work.moved_nbytes)
         call.back = [self._copy(call, part, queue) for part, _, _, queue in _MOVED if call.work.of(part)]
         self._change(call, TensorState.RETURNING, Part.HOST, Part.DISK)
-        if not (call.computed_again or call.work.drops_early):
-            self._change(call, TensorState.LIVE, Part.RECOMPUTED)
 
     def _copy(self, call: _Call, part: Part, queue: Queue) -> Copy:
         work = call.work

@@ -127,7 +127,7 @@ def test_microbatches_in_flight_each_keep_what_the_budget_has_room_for() -> None
     assert plan.problem.budgets.device_bytes == machine.device_bytes
     one = dataclasses.replace(plan.problem, pipeline=Pipeline())
     kept = sum(solve_problem(one).layers[n].kept for n in range(len(LAYERS)))
-    assert sum(layer.kept * (1 - layer.fraction("attention")) for layer in plan.layers) < kept
+    assert sum(layer.kept * (layer.point != "attention") for layer in plan.layers) < kept
 
 
 def test_the_schedule_says_how_many_microbatches_are_in_flight() -> None:

@@ -14,7 +14,7 @@ from throttled_backend import PacedBackend
 from memo.autoplan.actuator import Actuator
 from memo.autoplan.controller import AutoPlan
 from memo.autoplan.device_budget import DeviceBudget
-from memo.autoplan.device_peaks import DevicePeaks, Outside, Part, Recompute
+from memo.autoplan.device_peaks import DevicePeaks, Outside, Recompute
 from memo.gpt.config import preset
 from memo.gpt.model.model import GPT
 from memo.manager.manager import Manager
@@ -22,7 +22,7 @@ from memo.manager.plan_source import checked_plan
 from memo.swap.engine.engine import Engine
 from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.layers import find_layers
-from memo.swap.levels import TokenLevels
+from memo.swap.levels import Level
 from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.stats import Stats
 from memo.swap.tiers.host_and_disk import HostTier
@@ -196,7 +196,7 @@ class Run:
             total_bytes=budget, peak_bytes=lambda: device.peak, restart=device.restart, used_bytes=lambda: device.live
         )
 
-    def manager(self, host: int, levels: TokenLevels) -> tuple[Manager, Engine, RecomputePolicy]:
+    def manager(self, host: int, levels: Level) -> tuple[Manager, Engine, RecomputePolicy]:
         backend = CountedBackend(d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9)
         tiers = [HostTier(backend, host, segment_bytes=1 << 20)]
         engine = Engine(backend, tiers, min_bytes=1024, when_full=WhenFull.STAY)
@@ -239,7 +239,7 @@ def test_all_of_a_planned_step_is_within_the_budget(share: float, batch: int, ho
 def test_recomputes_of_a_step_are_measured_apart() -> None:
     """What a recompute makes is not counted in its layer's backward, and trials of the first step nowhere."""
     run = Run(1)
-    manager, engine, recompute_policy = run.manager(1 << 28, TokenLevels(attention=1.0))
+    manager, engine, recompute_policy = run.manager(1 << 28, Level.SAVE_ATTENTION)
     recompute_policy.tries_again = False
     use = DevicePeaks(run.memory(1 << 40), engine.stats)
     engine.at_layer_boundaries(use.cross_boundary, use.cross_recompute)
@@ -259,23 +259,3 @@ def test_recomputes_of_a_step_are_measured_apart() -> None:
         assert second[Recompute(name)] - second[Recompute(following)] == gradients, "of the layer that is behind it"
         assert second[Recompute(name)] < second[name], "its own gradients come after it"
     manager.close()
-
-
-def others(batch: int) -> dict[Part, int]:
-    """Beside saved tensors, where three quarters of the tokens move and the others are computed again."""
-    run = Run(batch)
-    manager, engine, _ = run.manager(1 << 28, TokenLevels(all=0.75, attention=0.25))
-    use = DevicePeaks(run.memory(1 << 40), engine.stats)
-    engine.at_layer_boundaries(use.cross_boundary)
-    for number in range(2):  # in the first one recomputes are tried out
-        run.step(number, manager)
-        step = use.end_step()
-    manager.close()
-    return dict(step.others)
-
-
-def test_blocks_in_which_first_tokens_of_several_sequences_are_gathered_count_as_saved() -> None:
-    alone, together = others(1), others(4)
-    assert alone.keys() == together.keys()
-    for place, nbytes in alone.items():
-        assert together[place] <= 1.02 * nbytes, place

@@ -21,6 +21,7 @@ from memo.mip.activation.plan import ActivationPlan
 from memo.swap.engine.engine import Engine
 from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.layers import find_layers
+from memo.swap.levels import Level
 from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.tiers.host_and_disk import HostTier
 

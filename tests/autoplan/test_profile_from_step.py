@@ -14,7 +14,7 @@ from memo.errors import PlanError
 from memo.events import Lane
 from memo.machine.link_bandwidth import LinkRates
 from memo.mip.inputs.profile import ALL, ATTENTION, INPUT, MATMULS, PointProfile, Profile, Role, Signature
-from memo.swap.levels import LayerCosts, Level as SwapLevel, PointCost
+from memo.swap.levels import LayerCosts, PointCost
 
 MS = 1_000_000
 SIGNATURE = Signature(model="m", batch=2, tokens=100, dtype="float32")
@@ -42,15 +42,17 @@ def times(layers: dict[str, LayerTimes], lanes: dict[Lane, LaneUse] | None = Non
     )
 
 
-def costs(name: str, always: int = 1000) -> LayerCosts:
+def costs(name: str, saved: int = 1000) -> LayerCosts:
+    """A layer of three points, of which the last one saves so many bytes."""
+    points = (
+        PointCost(name=ALL, saved_bytes=saved + 3000),
+        PointCost(name=MATMULS, saved_bytes=saved + 1200, beside_bytes=500, recompute_s=1e-3),
+        PointCost(name=ATTENTION, saved_bytes=saved, recompute_s=4e-3),
+    )
     return LayerCosts(
         layer=name,
         tokens=100,
-        input_bytes=400,
-        always_bytes=always,
-        bytes_per_token={SwapLevel.SAVE_ALL: 30.0, SwapLevel.SAVE_MATMULS: 12.0, SwapLevel.SAVE_ATTENTION: 0.0},
-        beside_per_token={SwapLevel.SAVE_MATMULS: 5.0, SwapLevel.SAVE_ATTENTION: 0.0},
-        recompute_s_per_token={SwapLevel.SAVE_ALL: 0.0, SwapLevel.SAVE_MATMULS: 1e-5, SwapLevel.SAVE_ATTENTION: 4e-5},
+        points=points,
     )
 
 
@@ -77,19 +79,19 @@ def test_like_layers_are_one_class_with_their_median_times() -> None:
     (known,) = profile.classes
     assert known.forward_s == pytest.approx(0.011)
     assert known.backward_s == pytest.approx(0.020), "of 30 ms, 4 were recompute and 6 waiting"
-    assert known.always_bytes == 1000
+    assert known.always_bytes == 0
     assert [(one.name, one.saved_bytes, one.beside_bytes) for one in known.points] == [
-        (ALL, 3000, 0),
-        (MATMULS, 1200, 500),
-        (ATTENTION, 0, 0),
+        (ALL, 4000, 0),
+        (MATMULS, 2200, 500),
+        (ATTENTION, 1000, 0),
     ]
     assert [one.recompute_s for one in known.points] == pytest.approx([0, 1e-3, 4e-3])
     assert profile.embedding.forward_s == pytest.approx(0.003)
     assert profile.head.forward_s == pytest.approx(0.007)
 
 
-def curved(name: str, *, held: int = 7, divisible: bool = False) -> LayerCosts:
-    """A layer with a curve; what its levels say is not read."""
+def curved(name: str, *, held: int = 7) -> LayerCosts:
+    """A layer with a curve of more points."""
     points = (
         PointCost(name=ALL, saved_bytes=4000),
         PointCost(name="p1", saved_bytes=3000, held_bytes=held, recompute_s=0.001, beside_bytes=20),
@@ -97,16 +99,15 @@ def curved(name: str, *, held: int = 7, divisible: bool = False) -> LayerCosts:
         PointCost(name=INPUT, saved_bytes=400, held_bytes=900, recompute_s=0.01, recompute_flops=5.0),
         PointCost(name="p3", saved_bytes=390, recompute_s=0.02),
     )
-    return dataclasses.replace(costs(name), recompute_s_per_token={}, points=points, divisible=divisible)
+    return dataclasses.replace(costs(name), points=points)
 
 
-@pytest.mark.parametrize("divisible", [False, True])
-def test_a_curve_is_the_profiles_and_says_all_that_is_saved(divisible: bool) -> None:
+def test_a_curve_is_the_profiles_and_says_all_that_is_saved() -> None:
     layers = {"a": layer(10, 30), "b": layer(10, 30)}
-    known_costs = {name: curved(name, divisible=divisible) for name in layers}
+    known_costs = {name: curved(name) for name in layers}
     profile = measured_profile(times(layers), known_costs, SIGNATURE)
     (known,) = profile.classes
-    assert (known.fixed_bytes, known.full_bytes, known.divisible) == (0, 4000, False)
+    assert (known.fixed_bytes, known.full_bytes) == (0, 4000)
     assert known.points == (
         PointProfile(name=ALL, saved_bytes=4000),
         PointProfile(name="p1", saved_bytes=3000, held_bytes=7, recompute_s=0.001, beside_bytes=20),
@@ -145,26 +146,6 @@ def test_ranks_agree_on_the_points_that_all_have_with_the_most_bytes_and_seconds
     assert merged.profile is not None
     (known,) = merged.profile.classes
     assert known.points[1:] == (PointProfile(name="p1", saved_bytes=50, held_bytes=9, recompute_s=2.0),)
-
-
-def holding(name: str) -> LayerCosts:
-    held = {SwapLevel.SAVE_MATMULS: 2.5, SwapLevel.SAVE_ATTENTION: 3.0}
-    return dataclasses.replace(costs(name), held_per_token=held)
-
-
-def test_what_recomputes_hold_by_the_token_is_the_profiles() -> None:
-    layers = {"a": layer(10, 30), "b": layer(10, 30)}
-    (known,) = measured_profile(times(layers), {name: holding(name) for name in layers}, SIGNATURE).classes
-    tokens = costs("a").tokens
-    assert [point.held_bytes for point in known.points] == [0, 5 * tokens // 2, 3 * tokens]
-    found = worst(
-        [
-            StepEvidence(profile=measured_profile(times(layers), {name: each(name) for name in layers}, SIGNATURE))
-            for each in (costs, holding)
-        ]
-    )
-    assert found.profile is not None
-    assert found.profile.classes == (known,), "the most that any rank has"
 
 
 def holding_points(name: str) -> LayerCosts:
@@ -212,7 +193,7 @@ def test_layers_whose_recomputes_hold_another_amount_are_other_classes() -> None
 
 def test_layers_that_save_other_bytes_are_other_classes() -> None:
     layers = {"a": layer(10, 30), "b": layer(10, 30)}
-    profile = measured_profile(times(layers), {"a": costs("a"), "b": costs("b", always=1001)}, SIGNATURE)
+    profile = measured_profile(times(layers), {"a": costs("a"), "b": costs("b", saved=1001)}, SIGNATURE)
     assert profile.layers == ("layer", "layer#2")
 
 
@@ -236,8 +217,8 @@ def profile() -> Profile:
 def test_another_length_takes_attention_by_the_square() -> None:
     longer = scaled_profile(profile(), Signature(model="m", batch=2, tokens=200, dtype="float32"))
     known = longer.classes[0]
-    assert (longer.role, known.always_bytes, known.points[0].saved_bytes) == (Role.DERIVED, 2000, 6000)
-    assert (known.points[1].saved_bytes, known.points[1].beside_bytes) == (2400, 1000)
+    assert (longer.role, known.always_bytes, known.points[0].saved_bytes) == (Role.DERIVED, 0, 8000)
+    assert (known.points[1].saved_bytes, known.points[1].beside_bytes) == (4400, 1000)
     # 4 of 10 ms are token-wise and double, 6 are attention's and quadruple
     assert known.forward_s == pytest.approx(2 * 0.004 + 4 * 0.006)
     assert known.points[2].recompute_s == pytest.approx(0.008)
@@ -312,10 +293,10 @@ def test_codes_spare_the_share_that_they_spare_of_what_was_saved() -> None:
     assert exact.codec is None
     assert exact.classes[0].coding is None
     assert known.coding is not None
-    assert known.coding.spared_bytes == int(0.525 * 1000)
-    assert [point.spared_bytes for point in known.points] == [int(0.525 * 3000), 0, 0], "a recompute reads no codes"
+    assert known.coding.spared_bytes == int(0.525 * 4000)
     longer = scaled_profile(
         measured_profile(times({"a": own}), {"a": costs("a")}, SIGNATURE, codec="int8"),
         dataclasses.replace(SIGNATURE, tokens=200),
     )
-    assert longer.classes[0].spared_bytes({"all": 1.0}) == pytest.approx(2 * 0.525 * 4000, abs=4)
+    assert longer.classes[0].coding is not None
+    assert longer.classes[0].coding.spared_bytes == pytest.approx(2 * 0.525 * 4000, abs=4)

@@ -106,7 +106,7 @@ def test_what_one_rank_cannot_do_is_planned_for_none() -> None:
     assert plan == autos[1].plan
     assert plan is not None
     assert [len(layer.points) for layer in plan.problem.profile.layer_profiles()] == [4, 4, 4, 1, 1, 1]
-    assert [layer.fraction("all") for layer in plan.layers[3:]] == [1.0] * 3
+    assert [layer.point for layer in plan.layers[3:]] == ["all"] * 3
 
 
 def test_a_rank_that_measured_nothing_has_all_save_their_inputs_alone() -> None:

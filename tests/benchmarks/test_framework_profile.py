@@ -110,16 +110,16 @@ def test_a_fixed_plan_of_a_framework_passes_the_checker() -> None:
 
 
 def test_a_plan_with_every_layer_at_its_input_takes_the_time_of_full_recompute() -> None:
-    """Of the peak it counts one layer more: a plan holds two whole layers at a time, a checkpoint one."""
+    """And holds as much: one whole layer at a time, and the inputs of the others."""
     plans = []
-    for recompute, points in ((Recompute.FULL, {ALL: 1.0}), (Recompute.NONE, {INPUT: 1.0})):
+    for recompute, point in ((Recompute.FULL, ALL), (Recompute.NONE, INPUT)):
         problem = ActivationProblem(
             profile=profile(FrameworkTraining(recompute=recompute)),
             hardware=A100,
             budgets=Budgets(device_bytes=A100.device_bytes),
             pipeline=Pipeline(microbatches=3),
         )
-        layers = (LayerPlan(points=points),) * MODEL.layers
+        layers = (LayerPlan(point=point),) * MODEL.layers
         plans.append(ActivationPlan(problem=problem, layers=layers, stages=predict_stages(problem, layers)))
     fixed, planned = plans
     assert planned.step_s == pytest.approx(fixed.step_s)

@@ -37,8 +37,8 @@ def test_a_level_that_is_off_is_in_no_layers_plan(binding: Named) -> None:
     found, off = lp(binding.problem), lp(_without(binding.problem, MATMULS))
     assert found is not None
     assert off is not None
-    assert any(plan.fraction(MATMULS) for plan in found.plan.layers)
-    assert not any(plan.fraction(MATMULS) for plan in off.plan.layers)
+    assert any(plan.point == MATMULS for plan in found.plan.layers)
+    assert not any(plan.point == MATMULS for plan in off.plan.layers)
 
 
 def test_reloads_are_not_ahead_where_that_is_off_and_gradients_are_the_same_bits(

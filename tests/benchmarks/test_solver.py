@@ -197,7 +197,7 @@ def test_more_room_never_makes_the_greedy_rule_slower(some: list[Named]) -> None
     least = problem.budgets.device_bytes
     steps = [found.step_s for room in (1.0, 1.1, 1.3) if (found := greedy(with_budget(problem, round(least * room))))]
     assert len(steps) == 3
-    assert steps == pytest.approx(sorted(steps, reverse=True), rel=5e-3)
+    assert steps == pytest.approx(sorted(steps, reverse=True), rel=1e-2)
 
 
 def test_a_problem_decides_where_a_rule_that_moves_bytes_is_slower_or_has_no_plan() -> None:

@@ -92,7 +92,7 @@ def test_unknown_names_say_what_there_is(capsys: pytest.CaptureFixture[str]) -> 
 def test_the_longest_sequence_is_that_of_planning_each_length(
     model: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name, device, count = ("125m", "1640MiB", 15) if model == "125m" else (str(folder), "100MiB", 6)
+    name, device, count = ("125m", "1640MiB", 40) if model == "125m" else (str(folder), "100MiB", 16)
     flags = ("--model", name, "--device", device, "--host", "1GiB")
     found = planned(capsys, *flags, "--max-seq")["max_seq"]
     fit = [main(["plan", *flags, "--gpu", "h100", "--seq", f"{tiles}k"]) == ExitCode.OK for tiles in range(1, count)]
@@ -149,7 +149,7 @@ LLAMA_405B = {
     ("model", "asked", "named"),
     [
         ("gpt-oss-120b", ("--seq", "128k", "--gpus", "8"), ["--loss without-logits --gpus 48 --cp 2"]),
-        (LLAMA_405B, ("--seq", "128k", "--gpus", "8"), ["--loss without-logits --gpus 512 --cp 8"]),
+        (LLAMA_405B, ("--seq", "128k", "--gpus", "8"), ["--loss without-logits --gpus 504 --cp 4 --pp 126"]),
         (DEEPSEEK_V3, ("--seq", "4k", "--gpus", "8"), ["--gpus 488 --pp 61"]),
     ],
     ids=["gpt-oss-120b", "llama-405b", "deepseek-v3"],

@@ -103,7 +103,7 @@ def carried_out(world: World, plan: ActivationPlan, plain: Steps) -> None:
         assert own.stages == (plan.stages[world.pp],)
         # A storage of which a part stays is beside itself while that part is copied.
         assert peak <= own.stages[0].peak_device_bytes + LARGEST, (world.pp, peak / LAYER)
-        all_stays = all(layer.kept == layer.fraction("all") == 1 for layer in own.layers)
+        all_stays = all(layer.kept == 1 and layer.point == "all" for layer in own.layers)
         assert all_stays == (manager.stats.bytes_recomputed + manager.stats.bytes_host == 0)
         assert not all_stays or world.pp > 0, "the first rank holds the most"
     print(f"rank {world.rank}: peak {peak / LAYER:.2f} of {own.stages[0].peak_device_bytes / LAYER:.2f}", flush=True)

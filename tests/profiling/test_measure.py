@@ -20,7 +20,7 @@ from memo.gpt.train_config import Precision
 from memo.mip.activation.plan import Budgets
 from memo.mip.activation.proof import verify_by_simulation
 from memo.mip.inputs.hardware import hardware_preset
-from memo.mip.inputs.profile import ALL, Profile, Role
+from memo.mip.inputs.profile import ALL, ATTENTION, Profile, Role
 from memo.profiling.layer_timer import time_step
 from memo.record.step import Step, gpt_step
 from memo.swap.levels import comparing_nbytes
@@ -39,21 +39,22 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     return memo.profile(build, name="tiny", batch=BATCH, tokens=TOKENS, repeats=2, disk=disk)
 
 
-def test_bytes_and_flops_are_those_of_arithmetic_at_every_level(measured: Profile) -> None:
+def test_bytes_and_flops_are_those_of_arithmetic(measured: Profile) -> None:
     (found,) = measured.classes
     (derived,) = derive_profile(config(), hardware_preset("a800"), Layout(tokens=TOKENS, batch=BATCH)).classes
     assert measured.role is Role.MEASURED
     assert measured.layers == ("Block",) * 3
-    assert found.always_bytes == derived.always_bytes
+    assert found.full_bytes == derived.full_bytes
     assert found.largest_storage_bytes == derived.largest_storage_bytes
     assert derived.storages <= found.storages <= derived.storages + 2, (
         "the rotary tables may be among the first layer's"
     )
-    assert [(one.name, one.saved_bytes) for one in found.points] == [(o.name, o.saved_bytes) for o in derived.points]
+    statistics = BATCH * TOKENS * 32  # bytes; a recompute makes them anew
+    attention = derived.fixed_bytes + derived.at(ATTENTION).saved_bytes
+    assert attention - statistics <= found.fixed_bytes + found.at(ATTENTION).saved_bytes <= attention
     assert found.forward_flops == derived.forward_flops
     assert found.attention_flops == derived.attention_flops
-    # Levels were measured with about a third of the tokens at each; all of them repeat what a third does, three times.
-    assert found.points[2].recompute_flops == pytest.approx(derived.points[2].recompute_flops)
+    assert found.at(ATTENTION).recompute_flops == pytest.approx(derived.at(ATTENTION).recompute_flops)
 
 
 def test_what_is_repeated_takes_time_and_more_of_it_where_less_is_saved(measured: Profile) -> None:

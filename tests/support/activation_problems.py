@@ -79,7 +79,7 @@ def layer(
 
 
 def with_curves(
-    problem: ActivationProblem, points: int, *, seed: int, divisible: bool = True, held: bool = False, room: float = 0.5
+    problem: ActivationProblem, points: int, *, seed: int, held: bool = False, room: float = 0.5
 ) -> ActivationProblem:
     """The same problem with so many points of a random convex curve for each class, and device bytes that fit them.
 
@@ -87,11 +87,7 @@ def with_curves(
     """
     draw = random.Random(seed)
     classes = tuple(
-        dataclasses.replace(
-            known,
-            points=_curve(draw, points, known.points[0].saved_bytes, held=held),
-            divisible=divisible,
-        )
+        dataclasses.replace(known, points=_curve(draw, points, known.points[0].saved_bytes, held=held))
         for known in problem.profile.classes
     )
     most = max(point.held_bytes for known in classes for point in known.points)
@@ -99,24 +95,18 @@ def with_curves(
     return dataclasses.replace(problem, profile=dataclasses.replace(problem.profile, classes=classes), budgets=budgets)
 
 
-def coded(known: LayerProfile, *, of_always: int, of_points: tuple[int, ...], **seconds: float) -> LayerProfile:
-    """The class with the bytes that codes spare of what is always saved and of each point, and seconds of coding."""
-    points = (
-        dataclasses.replace(point, spared_bytes=spared) for point, spared in zip(known.points, of_points, strict=True)
-    )
-    return dataclasses.replace(known, points=tuple(points), coding=Coding(spared_bytes=of_always, **seconds))  # type: ignore[arg-type]
+def coded(known: LayerProfile, *, spared: int, **seconds: float) -> LayerProfile:
+    """The class with the bytes that codes spare where everything is saved, and seconds of coding."""
+    return dataclasses.replace(known, coding=Coding(spared_bytes=spared, **seconds))  # type: ignore[arg-type]
 
 
 def with_codes(problem: ActivationProblem, seed: int) -> ActivationProblem:
-    """The problem with a codec, of which codes spare random parts; of what cannot be divided at point `all` alone."""
+    """The problem with a codec, of which codes spare random parts."""
     draw = random.Random(seed)
 
     def one(known: LayerProfile) -> LayerProfile:
         share, seconds = draw.uniform(0.2, 0.75), draw.choice([0.0, 0.3 * known.forward_s])
-        parts = [int(share * draw.uniform(0.5, 1.0) * point.saved_bytes) for point in known.points]
-        parts = [part if known.divisible or not number else 0 for number, part in enumerate(parts)]
-        spared = int(share * known.fixed_bytes)
-        return coded(known, of_always=spared, of_points=tuple(parts), encode_s=seconds, decode_s=seconds / 2)
+        return coded(known, spared=int(share * known.full_bytes), encode_s=seconds, decode_s=seconds / 2)
 
     profile = problem.profile
     profile = dataclasses.replace(profile, classes=tuple(one(known) for known in profile.classes), codec="fp8")

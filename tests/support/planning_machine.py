@@ -108,10 +108,6 @@ class Machine:
         return LayerCosts(
             layer=name,
             tokens=self.tokens,
-            input_bytes=INPUT_BYTES,
-            always_bytes=0,
-            bytes_per_token={},
-            recompute_s_per_token={Level.SAVE_ALL: 0.0},
             points=tuple(PointCost(name=name, saved_bytes=nbytes, recompute_s=s) for name, nbytes, s in curve),
         )
 

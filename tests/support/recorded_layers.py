@@ -10,8 +10,11 @@ from typing import Any
 
 from memo.allocator.byteless_tensors import BytelessMode
 from memo.allocator.trace import Allocation, AllocationTrace
+from memo.autoplan.layer_classes import points_of
+from memo.gpt.arithmetic.block_bytes import Block
 from memo.gpt.config import GPTConfig, preset
 from memo.gpt.train_config import Precision
+from memo.mip.inputs.profile import ATTENTION, MATMULS
 from memo.parallel.layout import Layout
 from memo.parallel.solo_rank import simulated_rank
 from memo.record.offload_without_bytes import OffloadWithoutBytes
@@ -81,8 +84,26 @@ def costs_of(config: GPTConfig, precision: Precision, layout: Layout) -> LayerCo
         with manager:
             step.loss()
         first, *others = manager.levels_profile()
-    assert all(cost.bytes_per_token == first.bytes_per_token for cost in others)
+    assert all(_sizes(cost) == _sizes(first) for cost in others)
     return first
+
+
+def _sizes(cost: LayerCosts) -> list[tuple[str, int]]:
+    return [(point.name, point.saved_bytes) for point in cost.points]
+
+
+def assert_points_are_bounded(block: Block, cost: LayerCosts) -> None:
+    """The block's points save and hold no less than those of the same name that a step records.
+
+    But for a few numbers of a norm. A point of another name is bounded by the block's next one, which recomputes more.
+    """
+    points, tokens = {point.name: point for point in points_of(cost)}, cost.tokens
+    assert points[ATTENTION].saved_bytes <= (block.always + block.at_attention) * tokens
+    if MATMULS in points:
+        assert points[MATMULS].saved_bytes <= (block.always + block.matmuls) * tokens
+        assert points[MATMULS].beside_bytes <= block.beside * tokens
+    held = max(block.held, block.forward_transient - block.backward_transient)  # at least what a forward holds
+    assert max(point.held_bytes for point in points.values()) <= (held + 1) * tokens
 
 
 def written_out_norms(config: GPTConfig, precision: Precision) -> int:

@@ -30,7 +30,7 @@ def random_step(seed: int) -> ActivationProblem:
     if kind < 0.1:
         problem = with_curves(problem, draw.randint(2, 5), seed=seed, held=draw.random() < 0.5)
     elif kind < 0.2:
-        problem = with_curves(problem, draw.randint(2, 4), seed=seed, divisible=False, held=draw.random() < 0.5)
+        problem = with_curves(problem, draw.randint(2, 4), seed=seed, held=draw.random() < 0.5)
     communicates = draw.random() < 0.4
     profile = dataclasses.replace(
         problem.profile,

@@ -22,7 +22,7 @@ from memo.mip.activation import (
     highest_memory,
     stage_layers,
 )
-from memo.mip.inputs import ALL, ATTENTION, MATMULS, Profile, Role
+from memo.mip.inputs import Profile, Role
 from memo.units import format_bytes, format_duration, format_tokens
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "utilisation",
 ]
 
+_RUNS = 6  # runs of layers of one plan that its row names
 _REASON = 300  # characters of a reason, which a plan's file has in words
 USES = {
     Use.GRADIENTS: "gradients of the weights",
@@ -151,7 +152,7 @@ def utilisation(plan: ActivationPlan) -> dict[str, float]:
     rate = problem.step_tokens / plan.step_s if plan.step_s else 0.0
     peak = problem.gpus * problem.hardware.peak_flops
     layers = zip(profile.layer_profiles(), plan.layers, strict=True)
-    repeated = sum(known.recompute_flops * own.fraction(known.name) for layer, own in layers for known in layer.points)
+    repeated = sum(layer.at(own.point).recompute_flops for layer, own in layers)
     repeated *= problem.gpus / problem.pipeline.stages * problem.pipeline.microbatches
     causal = profile.model_flops_causal_per_token * rate / peak
     return {
@@ -313,37 +314,15 @@ def _layers(plan: ActivationPlan) -> str:
     if plan.declined:
         kept = "every layer keeps what its fixed method saves" if _is_fixed(plan) else "every layer keeps everything"
         return f"nothing to move: {printable(plan.declined, width=_REASON)}; {kept}"
-    rows, points = [], _points(plan)
-    cut = any(layer.piece < 1 for layer in plan.layers)
+    numbers: dict[LayerPlan, list[str]] = {}
     for first, last, layer in _runs(plan):
-        name = f"{first}" if first == last else f"{first} to {last}"
-        figures = (*map(layer.fraction, points), layer.kept, layer.host, layer.disk)
-        piece = (_piece(layer, plan),) if cut else ()
-        rows.append((name, *(f"{100 * figure:.1f} %" if figure else "-" for figure in figures), *piece))
-    header = (
-        "layers",
-        f"points: {points[0]}",
-        *points[1:],
-        "bytes: kept",
-        "host",
-        "disk",
-        *(["recomputed at once"] * cut),
-    )
-    return table(header, rows)
-
-
-def _piece(layer: LayerPlan, plan: ActivationPlan) -> str:
-    """The most tokens that a layer's recompute computes at once."""
-    if layer.piece == 1:
-        return "each range" if layer.recomputes else "-"
-    return f"{format_tokens(round(layer.piece * plan.problem.profile.signature.rank_tokens))} tokens"
-
-
-def _points(plan: ActivationPlan) -> list[str]:
-    """Names of the points that some layer is at, in the order of the classes; the three levels also where none is."""
-    used = {ALL, *(name for layer in plan.layers for name in layer.points)}
-    known = [point.name for layer in plan.problem.profile.classes for point in layer.points]
-    return [name for name in dict.fromkeys(known) if name in used or name in (MATMULS, ATTENTION)]
+        numbers.setdefault(layer, []).append(f"{first}" if first == last else f"{first} to {last}")
+    rows = []
+    for layer, runs in numbers.items():
+        shares = (f"{100 * share:.1f} %" if share else "-" for share in (layer.kept, layer.host, layer.disk))
+        name = ", ".join(runs[:_RUNS]) + (", ..." if len(runs) > _RUNS else "")
+        rows.append((name, layer.point, *shares))
+    return table(("layers", "point", "bytes: kept", "host", "disk"), rows)
 
 
 def _reasons(plan: ActivationPlan) -> str:

@@ -70,12 +70,8 @@ class Coded:
 
     values: float
     """Number of all values that are saved."""
-    always: float
-    """Bytes by which codes make those fewer that are saved at every level."""
-    all: float
-    """Bytes by which codes make all others fewer."""
-    matmuls: float
-    """Bytes by which codes make those fewer that are saved at level `matmuls`."""
+    spared: float
+    """Bytes by which codes make those of a layer that saves everything fewer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +87,6 @@ class Block:
     tensor parallelism, attention's projection counts as a rank's share of the sum."""
     beside: float
     """Part of `matmuls` that autograd does not save, and that is held in addition."""
-    in_pieces: float
-    """Part of `all` that moves through a contiguous copy, since its first tokens are those of several sequences or ranks."""
-    products_in_pieces: float
-    """Part of `matmuls` that moves through a contiguous copy."""
     at_attention: float = 0.0
     """Bytes that level `attention` saves of `all`, and `matmuls` has in it, too: of experts what ranks have exchanged."""
     between: float
@@ -125,10 +117,8 @@ class Block:
     """Largest number of bytes that forward holds at once beyond everything it saves."""
     backward_transient: float
     """Largest number of bytes that backward holds at once beyond everything that is saved."""
-    held_at_matmuls: float
-    """Largest number of bytes that a recompute at level `matmuls` holds at once, of tokens that it computes at once."""
-    held_at_attention: float
-    """Largest number of bytes that a recompute at level `attention` holds at once."""
+    held: float
+    """Largest number of bytes that a recompute holds at once beside the layer's saved tensors."""
     ring_traffic: tuple[float, float]
     """Bytes that a ring's hop reads and writes beside attention's kernel, forward and backward; 0 without a ring."""
     storages: int
@@ -209,8 +199,6 @@ class BlockFigures:
             all=self.rest(),
             matmuls=self.q + h + (0 if self.tiled else ups * self.f),
             beside=h + (self.q if self._queries_are_made_anew() else 0),
-            in_pieces=self._in_pieces(),
-            products_in_pieces=self._products_in_pieces(),
             between=self._between(),
             elementwise=again + (self._activation() if self.tiled else 0) + 2 * self.stream + h,
             elementwise_again=again,
@@ -227,8 +215,7 @@ class BlockFigures:
             exchanges_again_at_matmuls=self._exchanges_at_matmuls(),
             forward_transient=max(self._behind_mlp(), self._behind_attention() - saved, 0),
             backward_transient=max(self._backward_of_mlp(), self._backward_of_attention() - saved, 0),
-            held_at_matmuls=self._held_at_matmuls(),
-            held_at_attention=max(self._inner_at_once(), self.q + (5 * h if self.exchanged else self.repeated + 4 * h)),
+            held=3 * h if self.tiled else 0,  # a tiled MLP makes no wide activation anew, but what it reads
             ring_traffic=(RING_TRAFFIC[0] * h, RING_TRAFFIC[1] * h) if self.rings else (0.0, 0.0),
             storages=self.storages(),
             largest=self.largest(),
@@ -243,15 +230,12 @@ class BlockFigures:
     # Saved.
 
     def coded(self) -> Coded:
-        """Values that a codec may code; at level `matmuls` also those that are kept for a recompute alone."""
+        """Values that a codec may code."""
         stream, product = self.sizes.stream, self.sizes.product
         wide, narrow = self._coded_in_rest()
-        products = self.q + self.h + (0 if self.tiled else (2 if self.gated else 1) * self.f)
         return Coded(
             values=(self.stream + wide) / stream + (self.h + narrow) / product,
-            always=_spared(self.stream, stream) + _spared(self.h, product),
-            all=_spared(wide, stream) + _spared(narrow, product),
-            matmuls=_spared(products, product),
+            spared=_spared(self.stream + wide, stream) + _spared(self.h + narrow, product),
         )
 
     def _coded_in_rest(self) -> tuple[float, float]:
@@ -272,29 +256,6 @@ class BlockFigures:
 
     def _inner(self) -> float:
         return 0 if self.tiled else (4 if self.gated else 2) * self.f
-
-    def _inner_at_once(self) -> float:
-        """Bytes of the MLP's inner tensors that a recompute of all of them makes, until each is where it belongs."""
-        return 0 if self.tiled else (3 if self.gated else 2) * self.f
-
-    def _held_at_matmuls(self) -> float:
-        """The activation's result and operand, or with tensor parallelism all of the MLP; or the residual stream's."""
-        inner = self._inner_at_once() - (self.f if self.tp == 1 and not self.tiled else 0)
-        return max(inner, 4 * self.h)
-
-    def _in_pieces(self) -> float:
-        """Bytes whose tokens are of several sequences or ranks: between gather and sum, or between two exchanges."""
-        if self.batch > 1:
-            return self.rest()
-        if self.tp > 1:
-            return self.attended + self._gathered() + (self.h if self.exchanged else 0) + self._inner()
-        return self.attended if self.exchanged else 0
-
-    def _products_in_pieces(self) -> float:
-        queries = 0 if self._queries_are_made_anew() else self.q
-        if self.batch > 1 or self.tp > 1:
-            return queries + (0 if self.tiled else (2 if self.gated else 1) * self.f)
-        return queries if self.exchanged else 0
 
     def _casts_twice(self) -> bool:
         return self.gated and self.sizes.casts and self.tp == 1 and not self.tiled

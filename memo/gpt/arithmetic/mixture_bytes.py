@@ -102,8 +102,7 @@ class _MixtureFigures(BlockFigures):
             mlp=0.0,
             forward_transient=max(self._behind_experts(), self._behind_attention() - saved, 0),
             backward_transient=max(self._backward_of_experts(), self._backward_of_attention() - saved, 0),
-            held_at_matmuls=self._behind_experts(),
-            held_at_attention=max(self._behind_experts(), self.q + self.repeated),
+            held=max(self._behind_experts(), self.q + self.repeated),
         )
 
     # Saved.
@@ -196,12 +195,6 @@ class _MixtureFigures(BlockFigures):
     def largest(self) -> float:
         """Bytes of the largest saved storage."""
         return max(self.stream, self.q, self.f, self._arriving, self._wide, FLOAT * self.config.hidden)
-
-    def _in_pieces(self) -> float:
-        return 0.0  # whole storages move
-
-    def _products_in_pieces(self) -> float:
-        return 0.0
 
     # Read and written.
 

@@ -66,7 +66,6 @@ LOGIT_BYTES = 2 * 4  # a logit and its gradient in float32
 # Attention's backward makes five products of the scores' size where forward makes two (Dao et al. 2022).
 ATTENTION_BACKWARD = 2.5
 TILE_ROWS = 128  # rows of a block in a GPU's matrix product
-REPLAYED = 33  # kernels of a recompute of all but attention, at most
 LAUNCHES, LAUNCH_S = 8, 5e-6  # kernels of one tile in one pass, and the launch time of one
 
 
@@ -310,18 +309,14 @@ def _layer(
     if experts and sizes.stream != FLOAT:  # a router's is copied to float32
         copied_weights += FLOAT * config.expert_count * config.hidden
     points = (
-        PointProfile(
-            name=ALL,
-            saved_bytes=round(block.all * tokens + between_adapters),
-            beside_bytes=round(block.in_pieces * tokens),
-        ),
+        PointProfile(name=ALL, saved_bytes=round(block.all * tokens + between_adapters)),
         # Sums over ranks are saved; gathered tensors are read by products only, whose results are saved.
         PointProfile(
             name=MATMULS,
             saved_bytes=round(block.matmuls * tokens + between_adapters),
-            beside_bytes=round((block.beside + block.products_in_pieces) * tokens),
+            beside_bytes=round(block.beside * tokens),
             recompute_s=block.elementwise_again * memory_s + block.exchanges_again_at_matmuls * context_s,
-            held_bytes=round(block.held_at_matmuls * tokens),
+            held_bytes=round(block.held * tokens),
         ),
         PointProfile(
             name=ATTENTION,
@@ -331,16 +326,13 @@ def _layer(
             + exchange_s(step.tensor_again(experts=experts), machine, layout)
             + block.exchanges_again * context_s,
             recompute_flops=block.projections_again * tokens,
-            held_bytes=round(block.held_at_attention * tokens),
+            held_bytes=round(block.held * tokens),
         ),
     )
     layer = LayerProfile(
         name=str(kind),
-        divisible=not experts,  # a part of the routed rows is not repeated
         always_bytes=round(block.always * tokens),
         points=_fewer(points),
-        # A piece costs its launches, and what the last blocks of rows of its products leave idle, as a tile does.
-        piece_s=REPLAYED * LAUNCH_S + TILE_ROWS / tokens * block.projections_again * products_s,
         forward_s=(block.projections + 2 * adapters) * products_s
         + attention_s
         + block.elementwise * memory_s
@@ -378,22 +370,16 @@ def _layer(
 
 def _coded(layer: LayerProfile, values: Coded, machine: Hardware, sizes: ElementSizes, tokens: float) -> LayerProfile:
     """A layer of which codes move. Two layers' codes are on the device at once, coming or going, and what a check takes."""
-    spared = {ALL: values.all, MATMULS: values.matmuls if layer.divisible else 0.0}
-    points = (
-        dataclasses.replace(point, spared_bytes=math.floor(spared.get(point.name, 0.0) * tokens))
-        for point in layer.points
-    )
     codes = math.ceil(2 * CODE_BYTES * values.values * tokens)
     checked = checking_nbytes(layer.largest_storage_bytes / min(sizes.product, sizes.stream))
     return dataclasses.replace(
         layer,
-        points=tuple(points),
         forward_transient_bytes=layer.forward_transient_bytes + codes + checked,
         backward_transient_bytes=layer.backward_transient_bytes + codes,
         coding=Coding.at_rate(
             machine.hbm_bytes_per_s,
             values=values.values * tokens,
-            spared_bytes=math.floor(values.always * tokens),
+            spared_bytes=math.floor(values.spared * tokens),
         ),
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from recorded_layers import TOKENS, costs_of, recorded, shape, written_out_norms
+from recorded_layers import TOKENS, assert_points_are_bounded, costs_of, recorded, shape, written_out_norms
 
 from memo.gpt.arithmetic.block_bytes import Block, ElementSizes
 from memo.gpt.arithmetic.mixture_bytes import SKEW, mixture_block
@@ -16,7 +16,6 @@ from memo.gpt.config import GPTConfig, MoeConfig
 from memo.gpt.model.experts import Experts
 from memo.gpt.train_config import Precision
 from memo.parallel.layout import Layout
-from memo.swap.levels import Level
 
 MIXTURES: list[dict[str, int]] = [
     {},
@@ -93,15 +92,10 @@ def test_saved_and_held_bytes_are_those_of_a_recorded_step(
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"tp{layout.tp}cp{layout.cp}ep{layout.ep}")
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.BF16_AUTOCAST])
 @pytest.mark.parametrize("moe", MIXTURES[1:4], ids=str)
-def test_levels_save_at_most_what_they_say(moe: dict[str, int], precision: Precision, layout: Layout) -> None:
-    """Also where a layer is divided by tokens, which keeps what experts exchange or a bottleneck gives them."""
+def test_points_save_and_hold_at_most_what_they_say(moe: dict[str, int], precision: Precision, layout: Layout) -> None:
     config = mixed(moe, positions="rotary")
     block, cost = block_of(config, precision, layout), costs_of(config, precision, layout)
-    always = cost.always_bytes / cost.tokens
-    assert always <= block.always + block.at_attention
-    assert always + cost.bytes_per_token[Level.SAVE_MATMULS] <= block.always + block.matmuls
-    held = [point.held_bytes / cost.tokens for point in cost.points]
-    assert max(held, default=0) <= block.held_at_attention
+    assert_points_are_bounded(block, cost)
 
 
 def test_experts_on_other_ranks_have_room_for_more_rows_than_the_mean() -> None:

@@ -25,11 +25,11 @@ from memo.mip.activation.simulator import simulate
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
 from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, EmbeddingOrHeadProfile, PointProfile, StaticBytes
 
-BLOCK = layer(always=20, all=140, matmuls=None, attention=4.0, static=StaticBytes(other=10))
+BLOCK = layer(always=20, all=140, matmuls=(70, 2.0), attention=None, static=StaticBytes(other=10))
 ENDS = EmbeddingOrHeadProfile(
     forward_s=1.0, backward_s=2.0, saved_bytes=7, transient_bytes=11, static=StaticBytes(other=3)
 )
-HALF = LayerPlan(points={ALL: 0.5, ATTENTION: 0.5}, kept=0.2, host=0.5, disk=0.3)
+HALF = LayerPlan(point=MATMULS, kept=0.2, host=0.5, disk=0.3)
 LAYERS = (HALF, HALF, LayerPlan(), LayerPlan())
 
 # By hand, for four layers of which the first two save 20 + 70 bytes and keep 18: parameters and the embedding's bytes are
@@ -87,7 +87,7 @@ def test_stalls_are_counted_by_cause_as_on_paper(rate: dict[str, float], late_s:
 
 
 def test_the_disks_bytes_wait_for_the_hosts_on_a_link_that_is_little_faster_than_the_disk() -> None:
-    mostly_disk = LayerPlan(points={ALL: 0.5, ATTENTION: 0.5}, kept=0.2, host=0.1, disk=0.7)
+    mostly_disk = LayerPlan(point=MATMULS, kept=0.2, host=0.1, disk=0.7)
     plan = plan_of(
         mostly_disk, LayerPlan(), LayerPlan(), budgets=ROOMY, d2h_bytes_per_s=5.0, disk_write_bytes_per_s=4.0
     )
@@ -110,11 +110,11 @@ def elsewhere(**rates: float) -> ActivationPlan:
     return dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, hardware=machine(**rates)))
 
 
-# Half of the tokens at point matmuls: 20 + 70 + 40 bytes are saved of which 10 stand beside all that autograd saves. Both
-# layers whole are the peak, as the layers of the middle keep nothing.
+# At point matmuls 20 + 80 bytes are saved of which 20 stand beside all that autograd saves. A running layer and what the
+# one before it saves are the peak, as the layers of the middle keep nothing.
 GIVEN = layer(always=20, all=140, matmuls=(80, 1.0), beside=20, attention=4.0)
-MIDDLE = LayerPlan(points={ALL: 0.5, MATMULS: 0.5}, kept=0.0, host=1.0)
-GIVEN_PEAK = 2 * (160 + 10)
+MIDDLE = LayerPlan(point=MATMULS, kept=0.0, host=1.0)
+GIVEN_PEAK = 160 + 20 + 100
 
 
 def given_plan(device_bytes: int) -> ActivationPlan:
@@ -127,15 +127,14 @@ def given_plan(device_bytes: int) -> ActivationPlan:
     return ActivationPlan(problem=problem, layers=layers, stages=predict_stages(problem, layers))
 
 
-def test_what_a_recompute_is_given_stands_beside_both_whole_layers() -> None:
+def test_what_a_recompute_is_given_stands_beside_the_running_layer() -> None:
     plan = given_plan(GIVEN_PEAK)
     assert plan.stages[0].peak_device_bytes == GIVEN_PEAK
     assert check_plan(plan) is None
     assert simulate(plan).stages[0].peak(Tier.DEVICE).nbytes == GIVEN_PEAK
 
 
-# Recomputes hold bytes, one range after the other: half of 40, then half of 60, on top of backward's transient of 5.
-# Layers 0 and 1 keep nothing.
+# Recomputes hold 60 bytes on top of backward's transient of 5, beside 20 + 10 bytes on their way. Layers 0 to 2 keep none.
 CURVE = dataclasses.replace(
     GIVEN,
     points=(
@@ -146,17 +145,16 @@ CURVE = dataclasses.replace(
     forward_transient_bytes=30,
     backward_transient_bytes=5,
 )
-HOLDING = LayerPlan(points={"p1": 0.5, "p2": 0.5}, kept=0.0, host=1.0)
-HOLDING_PEAK = 2 * 160 + 5 + 60 // 2
+HOLDING = LayerPlan(point="p2", kept=0.0, host=1.0)
+HOLDING_PEAK = 160 + 30 + 5 + 60
 
 
-def holding_plan(device_bytes: int, *, divisible: bool = True, pipeline: Pipeline | None = None) -> ActivationPlan:
+def holding_plan(device_bytes: int) -> ActivationPlan:
     layers = (HOLDING, HOLDING, HOLDING, LayerPlan())
     problem = ActivationProblem(
-        profile=profile_of(*[dataclasses.replace(CURVE, divisible=divisible)] * 4),
+        profile=profile_of(*[CURVE] * 4),
         hardware=machine(),
         budgets=dataclasses.replace(ROOMY, device_bytes=device_bytes),
-        pipeline=pipeline or Pipeline(),
     )
     return ActivationPlan(problem=problem, layers=layers, stages=predict_stages(problem, layers))
 
@@ -190,7 +188,6 @@ BROKEN = {
         ),
         Rule.PREDICTION,
     ),
-    "a layer that cannot be divided at two points": (holding_plan(1 << 30, divisible=False), Rule.POINT),
     "no byte for what a recompute is given": (given_plan(GIVEN_PEAK - 1), Rule.DEVICE),
     "one byte too few on the device": (plan_of(*LAYERS, budgets=budgets(device_bytes=PEAK - 1)), Rule.DEVICE),
     "one byte too few on the host": (plan_of(*LAYERS, budgets=budgets(host_bytes=HOST - 1)), Rule.HOST),
@@ -208,7 +205,7 @@ BROKEN = {
         Rule.LAST,
     ),
     "a point that the layers do not have": (
-        plan_of(LayerPlan(points={ALL: 0.5, MATMULS: 0.5}), *LAYERS[1:]),
+        dataclasses.replace(plan_of(*LAYERS), layers=(LayerPlan(point=ATTENTION), *LAYERS[1:])),
         Rule.POINT,
     ),
     "a step faster than its rules allow": (claiming(compute_s=125.0), Rule.PREDICTION),
@@ -236,7 +233,7 @@ def test_no_figure_of_a_plan_may_be_another_one(schedule: PipelineSchedule, fact
     problem = with_codes(with_collectives(random_problem(3, layers=9, classes=2, pipeline=pipeline), 3), 3)
     problem = dataclasses.replace(problem, budgets=dataclasses.replace(ROOMY, device_bytes=1 << 40, host_bytes=1 << 40))
     lasts = {stage_layers(problem, stage)[-1] for stage in range(2)}
-    moved = LayerPlan(points={ALL: 0.5, ATTENTION: 0.5}, kept=0.2, host=0.5, disk=0.3)
+    moved = LayerPlan(point=MATMULS, kept=0.2, host=0.5, disk=0.3)
     layers = tuple(LayerPlan() if number in lasts else moved for number in range(9))
     plan = ActivationPlan(problem=problem, layers=layers, stages=predict_stages(problem, layers))
     assert check_plan(plan) is None

@@ -26,7 +26,7 @@ from memo.mip.activation.plan import (
 from memo.mip.activation.simulator import simulate
 from memo.mip.activation.solver import solve_problem
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule, rank_turns
-from memo.mip.inputs.profile import ALL, ATTENTION, EmbeddingOrHeadProfile
+from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, EmbeddingOrHeadProfile
 
 TWO = [schedule for schedule in PipelineSchedule if schedule.default_chunks > 1]
 CHUNKS = [(schedule, 2) for schedule in TWO]
@@ -40,10 +40,10 @@ def any_plan(problem: ActivationProblem, seed: int) -> ActivationPlan:
     lasts = {stage_layers(problem, stage)[-1] for stage in range(problem.pipeline.stages)}
     layers = []
     for index in range(len(problem.profile.layers)):
-        tokens = draw.uniform(0, 1)
+        point = draw.choice((ALL, MATMULS, ATTENTION))
         kept, host = (1.0, 0.0) if index in lasts else (share := draw.uniform(0, 1), draw.uniform(0, 1 - share))
         disk = 1 - kept - host
-        layers.append(LayerPlan(points={ALL: tokens, ATTENTION: 1 - tokens}, kept=kept, host=host, disk=disk))
+        layers.append(LayerPlan(point=point, kept=kept, host=host, disk=disk))
     budgets = Budgets(device_bytes=ENDLESS, host_bytes=ENDLESS, disk_bytes=ENDLESS)
     problem = dataclasses.replace(problem, budgets=budgets)
     return ActivationPlan(problem=problem, layers=tuple(layers), stages=predict_stages(problem, layers))
@@ -63,7 +63,9 @@ def test_playing_every_turn_finds_what_is_predicted(
         assert violation is None, (seed, violation)
         for played, stage in zip(simulate(plan).stages, plan.stages, strict=True):
             assert played.peak(Tier.DEVICE).nbytes == pytest.approx(stage.peak_device_bytes, rel=1e-6)
-            assert played.peak(Tier.HOST).nbytes == pytest.approx(stage.peak_host_bytes, rel=1e-6)
+            assert played.peak(Tier.HOST).nbytes == pytest.approx(
+                stage.peak_host_bytes, rel=1e-6, abs=microbatches * layers
+            )
         peak = max(range(stages), key=lambda stage: plan.stages[stage].peak_device_bytes)
         tight = dataclasses.replace(
             plan.problem,
@@ -109,7 +111,7 @@ def test_a_chunks_last_layer_moves_unless_it_is_the_stages(schedule: PipelineSch
 
 
 def test_between_the_halves_what_moved_is_gone_and_what_was_computed_again_is_there() -> None:
-    """One layer a chunk, 160 bytes each, of which 60 are saved when its tokens are computed again."""
+    """One layer a chunk, 160 bytes each, of which 60 are saved when it is computed again."""
     block = layer(always=60, all=100, matmuls=None, attention=1.0)
     turns = rank_turns(PipelineSchedule.ZERO_BUBBLE, ranks=2, rank=1, microbatches=2)
     said = " ".join(f"{turn.chunk}{turn.kind}{turn.microbatch}" for turn in turns)
@@ -127,12 +129,12 @@ def test_between_the_halves_what_moved_is_gone_and_what_was_computed_again_is_th
         return stage.peak_device_bytes
 
     everything = LayerPlan()
-    again = LayerPlan(points={ATTENTION: 1.0})
+    again = LayerPlan(point=ATTENTION)
     away = LayerPlan(kept=0.0, host=1.0)
     assert peak(everything, everything) == 4 * 160
     # 1W0: one of the second chunk runs and one is between the halves, with all that was computed again; of the first chunk
-    # the one that 0I0 comes to next is whole already, and the other one waits.
-    assert peak(again, again) == 3 * 160 + 60
+    # two wait, as what they save.
+    assert peak(again, again) == 2 * 160 + 2 * 60
     assert peak(away, everything) == 3 * 160
     # Where the second chunk saves little and nothing moves, only its halves count whole.
     assert peak(everything, again) == 4 * 160
@@ -141,7 +143,7 @@ def test_between_the_halves_what_moved_is_gone_and_what_was_computed_again_is_th
 @pytest.mark.parametrize("layers", [1, 2])
 def test_the_layer_of_the_forward_before_leaves_beside_the_first_layer_of_the_next(layers: int) -> None:
     """160 bytes a layer, 60 of them saved: while the head runs, and the heavy layer after the first, 0F1 has left."""
-    again = LayerPlan(points={ATTENTION: 1.0})
+    again = LayerPlan(point=ATTENTION)
     light = layer(always=60, all=100, matmuls=None, attention=1.0)
     heavy = dataclasses.replace(light, name="heavy", forward_transient_bytes=1000)
     turns = rank_turns(PipelineSchedule.INTERLEAVED, ranks=2, rank=1, microbatches=2)
@@ -156,7 +158,7 @@ def test_the_layer_of_the_forward_before_leaves_beside_the_first_layer_of_the_ne
     plans = tuple([again] * len(blocks))
     stages = predict_stages(problem, plans)
     plan = ActivationPlan(problem=problem, layers=plans, stages=stages)
-    assert stages[0].peak_device_bytes == {1: 2 * 60 + 160 + 2000, 2: 4 * 60 + 2 * 160 + 1000}[layers]
+    assert stages[0].peak_device_bytes == {1: 3 * 60 + 2000, 2: 5 * 60 + 160 + 1000}[layers]
     assert simulate(plan).stages[0].peak(Tier.DEVICE).nbytes == stages[0].peak_device_bytes
     assert check_plan(plan) is None
 

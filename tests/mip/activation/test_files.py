@@ -26,7 +26,6 @@ from memo.mip.activation.solver import solve_problem
 from memo.mip.address.files import plan_to_json as address_plan_to_json, read_plan
 from memo.mip.address.problem import Plan, Problem
 from memo.mip.inputs.hardware import PRESETS
-from memo.mip.inputs.profile import StaticBytes
 
 PLAN = solve_problem(random_problem(2, layers=6, classes=2, pipeline=Pipeline(stages=2, microbatches=3)))
 TEXT = plan_to_json(PLAN)
@@ -37,7 +36,7 @@ def test_a_plan_comes_back_as_it_was_and_equal_plans_are_equal_bytes() -> None:
     assert plan_to_json(plan_from_json(TEXT)) == TEXT
 
 
-CURVED = solve_problem(with_curves(random_problem(3, layers=9, classes=2), 8, seed=3, divisible=False, held=True))
+CURVED = solve_problem(with_curves(random_problem(3, layers=9, classes=2), 8, seed=3, held=True))
 
 
 def test_a_plan_of_many_points_comes_back_as_it_was() -> None:
@@ -46,96 +45,18 @@ def test_a_plan_of_many_points_comes_back_as_it_was() -> None:
     assert plan_to_json(plan_from_json(plan_to_json(CURVED))) == plan_to_json(CURVED)
 
 
-def as_version_1(text: str) -> str:
-    """The same plan or profile, as the first version of the format wrote it: three levels, by name."""
-    root = json.loads(text)
-    root["version"] = 1
-    for known in root.get("problem", root).get("profile", root)["classes"]:
-        known["levels"] = [{"level": point.pop("name"), **point} for point in known.pop("points")]
-        del known["divisible"], known["piece_s"]
-        for level in known["levels"]:
-            del level["held_bytes"]
-    for part in root["layers"] if "problem" in root else ():
-        points = part.pop("points")
-        del part["piece"]
-        part |= {f"{name}_tokens": points.get(point, 0.0) for name, point in FIRST_KEYS.items()}
-    return json.dumps(root)
-
-
-FIRST_KEYS = {"all": "all", "matmul": "matmuls", "attention": "attention"}
-
-
-def test_a_plan_of_the_first_version_is_the_equal_plan(tmp_path: Path) -> None:
-    text = as_version_1(TEXT)
-    assert "points" not in text
-    assert "matmul_tokens" in text
-    assert plan_from_json(text) == PLAN
-    (tmp_path / "plan.json").write_text(text)
-    assert read_any_plan(tmp_path / "plan.json") == PLAN
-    (tmp_path / "profile.json").write_text(as_version_1(profile_to_json(PLAN.problem.profile)))
-    assert read_profile(tmp_path / "profile.json") == PLAN.problem.profile
-
-
-def test_a_plan_of_the_second_version_is_recomputed_in_one_piece() -> None:
-    root = json.loads(plan_to_json(CURVED))
-    root["version"] = 2
-    for known in root["problem"]["profile"]["classes"]:
-        del known["piece_s"]
-    for part in root["layers"]:
-        del part["piece"]
-    assert plan_from_json(json.dumps(root)) == CURVED
-
-
-@pytest.mark.parametrize(("together", "ranks"), [(1, 2), (2, 1)])
-def test_stages_of_a_node_are_ranks_of_a_stage_since_version_4(together: int, ranks: int) -> None:
-    root = json.loads(TEXT)
-    root["version"] = 3
-    del root["problem"]["pipeline"]["stage_ranks"]
-    root["problem"]["pipeline"]["stages_per_node"] = together
-    root["problem"]["budgets"]["ranks_per_node"] = 2
-    assert plan_from_json(json.dumps(root)).problem.pipeline.stage_ranks == ranks
-
-
-def test_static_bytes_of_the_fourth_version_are_not_told_apart() -> None:
-    root = json.loads(TEXT)
-    root["version"] = 4
-    profile = root["problem"]["profile"]
-    parts = [*profile["classes"], profile["embedding"], profile["head"]]
-    for number, part in enumerate(parts):
-        del part["static"]
-        part["static_bytes"] = 1000 + number
-    found = plan_from_json(json.dumps(root)).problem.profile
-    read = [part.static for part in (*found.classes, found.embedding, found.head)]
-    assert read == [StaticBytes(other=1000 + number) for number in range(len(parts))]
-
-
-def test_keys_that_the_first_version_left_out_have_their_defaults() -> None:
-    root = json.loads(as_version_1(TEXT))
-    for part in root["layers"]:
-        for key in ("all_tokens", "matmul_tokens", "attention_tokens"):
-            del part[key]
-    assert {tuple(part.points.items()) for part in plan_from_json(json.dumps(root)).layers} == {(("all", 1.0),)}
-
-
-@pytest.mark.parametrize(
-    ("edit", "words"),
-    [
-        (lambda root: root.update(layers=7), "layers is not an array"),
-        (lambda root: root.update(problem=7), "problem is not an object"),
-        (lambda root: root["layers"][0].update(matmul_tokens="half"), "matmuls is not a number"),
-        (lambda root: root["layers"][0].update(gpu=1), "unknown key 'gpu'"),
-        (lambda root: root["problem"]["profile"].update(classes={}), "classes is not an array"),
-        (lambda root: root["problem"]["profile"]["classes"][0].update(levels="all"), "unknown key 'levels'"),
-        (lambda root: root["problem"]["profile"]["classes"][0]["levels"][0].pop("level"), "has no name"),
-        (lambda root: root["problem"]["profile"]["classes"][0]["levels"].insert(0, 7), "is not an object"),
-    ],
-)
-def test_what_is_not_in_the_first_version_is_one_line(edit: Callable[[dict[str, Any]], object], words: str) -> None:
-    root = json.loads(as_version_1(TEXT))
-    edit(root)
-    with pytest.raises(PlanError, match=words) as raised:
-        plan_from_json(json.dumps(root))
-    assert "\n" not in str(raised.value)
+@pytest.mark.parametrize("version", [1, 6])
+def test_files_of_an_earlier_version_are_to_be_made_anew(version: int, tmp_path: Path) -> None:
+    older = f'"version": {version}'
+    words = f"version is {version}, of an earlier memo; this one reads 7: run memo plan anew"
+    with pytest.raises(PlanError, match=words):
+        plan_from_json(TEXT.replace('"version": 7', older))
+    (tmp_path / "plan.json").write_text(TEXT.replace('"version": 7', older))
+    with pytest.raises(PlanError, match=words):
+        read_any_plan(tmp_path / "plan.json")
+    (tmp_path / "profile.json").write_text(profile_to_json(PLAN.problem.profile).replace('"version": 7', older))
+    with pytest.raises(PlanError, match="run memo profile anew"):
+        read_profile(tmp_path / "profile.json")
 
 
 def test_profiles_and_machines_come_back(tmp_path: Path) -> None:
@@ -188,12 +109,12 @@ HOSTILE = {
     "nothing": ("", "not JSON"),
     "an array": ("[]", "not a JSON object"),
     "deep": ("[" * 100_000, "nested too deeply"),
-    "a number beyond every float": (TEXT.replace('"version": 6', '"version": 6e999'), "is too large"),
-    "a number of 5000 digits": (TEXT.replace('"version": 6', '"version": ' + "9" * 5000), "not JSON"),
-    "NaN": (TEXT.replace('"version": 6', '"version": NaN'), "not a JSON number"),
-    "a key twice": (TEXT.replace('"version": 6', '"version": 6, "version": 6'), "twice"),
+    "a number beyond every float": (TEXT.replace('"version": 7', '"version": 7e999'), "is too large"),
+    "a number of 5000 digits": (TEXT.replace('"version": 7', '"version": ' + "9" * 5000), "not JSON"),
+    "NaN": (TEXT.replace('"version": 7', '"version": NaN'), "not a JSON number"),
+    "a key twice": (TEXT.replace('"version": 7', '"version": 7, "version": 7'), "twice"),
     "another format": (edited(at("format", value="memo-profile")), "the format 'memo-profile', not"),
-    "another version": (edited(at("version", value=7)), "version is 7"),
+    "another version": (edited(at("version", value=8)), "version is 8"),
     "true as version": (edited(at("version", value=True)), "version is True"),
     "an unknown key": (edited(at("extra", value=1)), "unknown key 'extra'"),
     "an unknown key within": (edited(at(*BUDGETS, "gpu", value=1)), "unknown key 'gpu'"),
@@ -211,18 +132,20 @@ HOSTILE = {
         edited(at(*CLASS, "points", 1, "saved_bytes", value=1 << 50)),
         "not fewer than all",
     ),
-    "a number for yes or no": (edited(at(*CLASS, "divisible", value=1)), "neither true nor false"),
-    "a fraction that is no number": (edited(at("layers", 0, "points", value={"all": True})), "all is not a number"),
-    "a layer at no point": (edited(at("layers", 0, "points", value={})), "do not add up to 1"),
-    "points in an array": (edited(at("layers", 0, "points", value=[1.0])), "points is not an object"),
-    "a negative fraction": (edited(at("layers", 0, "points", value={"all": 1.5, "matmuls": -0.5})), "are no fractions"),
+    "a fraction that is no number": (edited(at("layers", 0, "kept", value=True)), "kept is not a number"),
+    "a layer at no point": (edited(at("layers", 0, "point", value=None)), "point is not a text"),
+    "a layer at two points": (
+        edited(at("layers", 0, "point", value={"all": 0.5, "input": 0.5})),
+        "point is not a text",
+    ),
+    "a negative fraction": (edited(at("layers", 0, "kept", value=-0.5)), "are no fractions"),
     "an unknown class": (edited(at("problem", "profile", "layers", 0, value="ghost")), "'ghost'"),
     "a class twice": (
         edited(lambda root: root["problem"]["profile"]["classes"].append(root["problem"]["profile"]["classes"][0])),
         "one name",
     ),
     "fractions above one": (edited(at("layers", 0, "host", value=1.5)), "no fractions"),
-    "fractions that do not add up": (edited(at("layers", 0, "points", value={"all": 0.123})), "add up"),
+    "fractions that do not add up": (edited(at("layers", 0, "kept", value=0.123)), "add up"),
     "a layer plan too few": (edited(lambda root: root["layers"].pop()), "layer plans for"),
     "a stage too few": (edited(lambda root: root["stages"].pop()), "predictions for"),
     "more stages than layers": (edited(at("problem", "pipeline", "stages", value=7)), "make no 7 stages"),

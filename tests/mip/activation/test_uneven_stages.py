@@ -288,14 +288,3 @@ def test_planner_and_checker_agree_who_shares_a_node() -> None:
         ours = {tuple(node.items()) for node in problem.nodes}
         assert ours <= theirs, seed
         assert {stage for node in ours for stage, _ in node} == set(range(stages))
-
-
-def test_a_plan_of_the_fifth_version_has_equal_stages_on_one_machine() -> None:
-    plan = kept(by_hand(Pipeline(stages=2, microbatches=2)))
-    root = json.loads(plan_to_json(plan))
-    root["version"] = 5
-    assert root["problem"].pop("machines") == []
-    assert root["problem"]["pipeline"].pop("layers") == []
-    assert root["problem"]["hardware"]["network"].pop("levels") == []
-    assert root["problem"]["profile"].pop("send_bytes") == 0.0
-    assert plan_from_json(json.dumps(root)) == plan

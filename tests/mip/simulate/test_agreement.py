@@ -98,7 +98,7 @@ def test_plans_that_no_planner_would_make(seed: int) -> None:
     problem = dataclasses.replace(problem, budgets=dataclasses.replace(problem.budgets, device_bytes=1 << 60))
     draw = itertools.cycle([0.0, 0.35, 0.8, 1.0, 0.55])
     layers = [
-        LayerPlan(points={ALL: a, ATTENTION: 1 - a}, kept=k, host=(1 - k) * h, disk=(1 - k) * (1 - h))
+        LayerPlan(point=ALL if a > 0.5 else ATTENTION, kept=k, host=(1 - k) * h, disk=(1 - k) * (1 - h))
         for a, k, h, _ in itertools.islice(zip(draw, draw, draw, draw, strict=False), len(problem.profile.layers) - 1)
     ]
     layers.append(LayerPlan())

@@ -1,4 +1,4 @@
-"""Device bytes of layers that cannot be divided: beside the running layer, the one before it has only what it saves."""
+"""Device bytes of whole layers: beside the running one, the one before it has only what it saves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets,
 from memo.mip.activation.proof import verify_by_simulation
 from memo.mip.activation.simulator import simulate
 from memo.mip.activation.solver import DoesNotFit, relaxed_step_s, solve_problem
-from memo.mip.inputs.hardware import PRESETS
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
 from memo.mip.inputs.profile import (
     ALL,
@@ -25,14 +24,11 @@ from memo.mip.inputs.profile import (
     EmbeddingOrHeadProfile,
     LayerProfile,
     PointProfile,
-    Profile,
-    Role,
-    Signature,
 )
 
-BLOCK = layer(always=2, all=8, matmuls=(4, 1.0), attention=4.0, divisible=False)
+BLOCK = layer(always=2, all=8, matmuls=(4, 1.0), attention=4.0)
 """Saves 10 bytes, 6 at `matmuls`, 2 at `attention`."""
-GIVEN = layer(always=2, all=8, matmuls=(4, 1.0), attention=4.0, beside=1, divisible=False)
+GIVEN = layer(always=2, all=8, matmuls=(4, 1.0), attention=4.0, beside=1)
 """Of the 6 bytes at `matmuls`, autograd does not save one."""
 HELD = dataclasses.replace(
     BLOCK, points=tuple(dataclasses.replace(point, held_bytes=3 * (point.name != ALL)) for point in BLOCK.points)
@@ -49,7 +45,7 @@ PIPELINES = (
 
 
 def at(point: str, *, kept: float = 1.0) -> LayerPlan:
-    return LayerPlan(points={point: 1.0}, kept=kept, host=1 - kept)
+    return LayerPlan(point=point, kept=kept, host=1 - kept)
 
 
 def plan_of(
@@ -93,10 +89,6 @@ CASES = {
         plan_of(BLOCK, at(ATTENTION), at(ATTENTION), pipeline=Pipeline(microbatches=4, held=3)),
         2 * (2 + 2) + 2 + 10,
     ),
-    "a layer that can be divided stays whole": (
-        plan_of(dataclasses.replace(BLOCK, divisible=True), at(ATTENTION), at(ATTENTION), at(ATTENTION)),
-        2 + 10 + 10,
-    ),
 }
 
 
@@ -131,9 +123,6 @@ def test_a_budget_below_two_whole_layers_is_enough(layers: int) -> None:
     bound_s = relaxed_step_s(problem)
     assert bound_s is not None
     assert bound_s <= plan.step_s
-    divided = dataclasses.replace(problem.profile, classes=(dataclasses.replace(BLOCK, divisible=True),))
-    with pytest.raises(DoesNotFit):
-        solve_problem(dataclasses.replace(problem, profile=divided))
 
 
 def test_the_last_layer_recomputes_where_the_head_needs_room() -> None:
@@ -144,7 +133,7 @@ def test_the_last_layer_recomputes_where_the_head_needs_room() -> None:
         budgets=Budgets(device_bytes=25),
     )
     plan = solve_problem(problem)
-    assert [dict(part.points) for part in plan.layers] == [{ATTENTION: 1.0}] * 2
+    assert [part.point for part in plan.layers] == [ATTENTION] * 2
     assert verify_by_simulation(plan).stages[0].recompute_s == plan.stages[0].recompute_s == 8.0
 
 
@@ -166,8 +155,8 @@ def any_plan(problem: ActivationProblem, seed: int) -> ActivationPlan:
     layers = []
     for number, known in enumerate(problem.profile.layer_profiles()):
         kept, host = (1.0 if number in last else draw.choice([0.0, 0.3, 1.0])), draw.random()
-        points = {draw.choice(known.points).name: 1.0}
-        layers.append(LayerPlan(points=points, kept=kept, host=(1 - kept) * host, disk=(1 - kept) * (1 - host)))
+        point = draw.choice(known.points).name
+        layers.append(LayerPlan(point=point, kept=kept, host=(1 - kept) * host, disk=(1 - kept) * (1 - host)))
     return ActivationPlan(problem=problem, layers=tuple(layers), stages=predict_stages(problem, layers))
 
 
@@ -177,8 +166,8 @@ def test_simulated_and_predicted_peaks_are_equal_under_any_plan(pipeline: Pipeli
     for seed in range(24):
         problem = random_problem(seed, layers=8 + seed % 5, classes=1 + seed % 3, pipeline=pipeline)
         if seed % 2:
-            problem = with_curves(problem, 6, seed=seed, divisible=False, held=True)
-        whole = tuple(dataclasses.replace(known, divisible=False) for known in problem.profile.classes)
+            problem = with_curves(problem, 6, seed=seed, held=True)
+        whole = tuple(dataclasses.replace(known) for known in problem.profile.classes)
         problem = dataclasses.replace(problem, profile=dataclasses.replace(problem.profile, classes=whole))
         plan = any_plan(problem, seed)
         assert check_plan(plan) is None
@@ -191,7 +180,7 @@ def test_simulated_and_predicted_peaks_are_equal_under_any_plan(pipeline: Pipeli
 
 def test_points_of_equal_layers_are_chosen_close_to_the_bound() -> None:
     """16 layers of two points: what a rounding of bytes alone gives misses the bound of fractions by more."""
-    block = layer(always=146, all=781, matmuls=None, attention=0.047, divisible=False, forward_s=0.047, backward_s=0.1)
+    block = layer(always=146, all=781, matmuls=None, attention=0.047, forward_s=0.047, backward_s=0.1)
     fast = machine(d2h_bytes_per_s=5200.0, h2d_bytes_per_s=5200.0, duplex_bytes_per_s=4600.0)
     for device, host in ((2300, 15000), (2800, 15000), (3300, 4300)):
         budgets = Budgets(device_bytes=device, host_bytes=host)
@@ -208,7 +197,7 @@ def test_layers_that_fit_only_beside_smaller_ones_take_turns() -> None:
         PointProfile(name=name, saved_bytes=saved, recompute_s=seconds, beside_bytes=beside)
         for name, (saved, seconds, beside) in curve.items()
     )
-    block = dataclasses.replace(layer(always=0, divisible=False, forward_s=9.5, backward_s=11.7), points=points)
+    block = dataclasses.replace(layer(always=0, forward_s=9.5, backward_s=11.7), points=points)
     budgets = Budgets(device_bytes=658, host_bytes=800)
     problem = ActivationProblem(profile=profile_of(*[block] * 12), hardware=machine(), budgets=budgets)
     bound_s, plan = relaxed_step_s(problem), solve_problem(problem)
@@ -217,32 +206,13 @@ def test_layers_that_fit_only_beside_smaller_ones_take_turns() -> None:
     assert check_plan(plan) is None
 
 
-def test_a_solvers_error_puts_no_layer_at_two_points() -> None:
-    """The program's fractions summed up to 1 - 3e-16 here, and the rest went to point `all`."""
-    rates = dict.fromkeys(("d2h_bytes_per_s", "h2d_bytes_per_s", "node_d2h_bytes_per_s", "node_h2d_bytes_per_s"), 1e15)
-    hardware = dataclasses.replace(PRESETS["h100"], duplex_bytes_per_s=2e15, gpus_per_node=1, **rates)
-    curve = {
-        "all": (1032192, 0.0),
-        "p2": (645120, 8.320339902261078e-05),
-        "p4": (193536, 0.0008895012049637759),
-        "attention": (129024, 0.00102832760970463),
-        "input": (64512, 0.0010876377573453134),
-    }
-    known = LayerProfile(
-        name="layer",
-        always_bytes=0,
-        divisible=False,
-        forward_s=0.0074354315,
-        backward_s=0.0063526915,
-        storages=8,
-        largest_storage_bytes=258048,
-        points=tuple(
-            PointProfile(name=name, saved_bytes=nbytes, recompute_s=seconds)
-            for name, (nbytes, seconds) in curve.items()
-        ),
-    )
-    signature = Signature(model="m", batch=2, tokens=63, dtype="float32")
-    profile = Profile(signature=signature, role=Role.MEASURED, classes=(known,), layers=("layer",) * 5)
-    budgets = Budgets(device_bytes=4064256, host_bytes=51609)
-    plan = solve_problem(ActivationProblem(profile=profile, hardware=hardware, budgets=budgets))
-    assert all(len(part.points) == 1 for part in plan.layers)
+def test_the_bound_is_the_step_itself_where_everything_fits() -> None:
+    budgets = Budgets(device_bytes=1 << 20)
+    problem = ActivationProblem(profile=profile_of(*[BLOCK] * 4), hardware=machine(), budgets=budgets)
+    assert relaxed_step_s(problem) == pytest.approx(solve_problem(problem).step_s)
+
+
+def test_nothing_bounds_what_has_no_plan() -> None:
+    budgets = Budgets(device_bytes=9)
+    problem = ActivationProblem(profile=profile_of(*[BLOCK] * 4), hardware=machine(), budgets=budgets)
+    assert relaxed_step_s(problem) is None
