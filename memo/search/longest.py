@@ -72,9 +72,15 @@ def leanest(space: Space, shape: Shape) -> list[Candidate]:
 
 
 def fits_any_plan(space: Space, candidate: Candidate) -> bool:
-    """Whether the candidate has a plan. The most MLP tiles need least memory."""
+    """Whether the candidate has a plan. The most MLP tiles need least memory, or where an MLP is narrow the fewest."""
+    return any(
+        _fits(space, candidate, tiles) for tiles in dict.fromkeys((space.request.tiles[-1], space.request.tiles[0]))
+    )
+
+
+def _fits(space: Space, candidate: Candidate, tiles: int) -> bool:
     try:
-        problem = space.problem(candidate, space.request.tiles[-1])
+        problem = space.problem(candidate, tiles)
     except UsageError:  # the host has no room for what is to be there in any case
         return False
     return has_room(problem) and math.isfinite(link_bound(kept_bounds(problem)[1])) and fits(problem)
