@@ -111,7 +111,7 @@ def planned() -> list[dict[str, Any]]:
 ENGINE: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "everything on": contextlib.nullcontext,
     "no reload before backward": lambda: mock.patch.object(h2d.Reload, "prefetch_first"),
-    "no reload ahead of its layer": lambda: mock.patch.object(h2d, "_away_in_lower_tiers", return_value=[]),
+    "no reload ahead of its layer": lambda: mock.patch.object(h2d, "_away_in_tiers", return_value=[]),
 }
 """Each part off, as a context around a step."""
 

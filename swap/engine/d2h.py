@@ -131,7 +131,7 @@ class CopyOut:
         if self._verify:
             with self._backend.stream_context(saved.home):
                 saved.sum = checksum(source)
-        if saved.replay is not None:
+        if saved.replay is not None or not saved.nbytes:  # there is nothing to copy
             saved.move_to(LEAVING)
             self._drop_source(saved)
             return

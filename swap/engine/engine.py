@@ -327,7 +327,7 @@ class Engine:
             group.together = any(replay.together for replay in replays.values())
             if not group.wait_for_next:
                 self._copy_out.send_living(group)
-            elif self.when_full is WhenFull.STAY:
+            elif self.when_full is WhenFull.STAY or not self._layer_calls.may_come_next(group):
                 self._copy_out.drop_recomputed(group)
 
     @property

@@ -166,6 +166,10 @@ class LayerCalls:
             if earlier is not None and earlier.alive:
                 yield earlier
 
+    def may_come_next(self, group: Group) -> bool:
+        """False where the expected order says that backward reaches another group first, as in a pipeline."""
+        return next(self.upcoming(), group) is group
+
     def upcoming(self) -> Iterator[Group]:
         """Groups that the expected order says backward reaches next, up to a call whose forward has not begun."""
         for at in range(self._position, len(self._expected)):

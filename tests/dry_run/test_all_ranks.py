@@ -262,7 +262,7 @@ def test_a_plan_that_moves_and_recomputes_agrees_and_holds_what_it_says(
     said = json.loads(capsys.readouterr().out)
     assert said["agrees"]
     for kind in said["kinds"]:
-        assert 0.9 < kind["peak_nbytes"] / kind["planned_peak_nbytes"] <= 1.02
+        assert 0.85 < kind["peak_nbytes"] / kind["planned_peak_nbytes"] <= 1.02
 
 
 def test_a_plan_whose_ranks_share_key_value_heads_holds_what_it_says(
