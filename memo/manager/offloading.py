@@ -22,7 +22,7 @@ from memo.manager.manager import Manager
 from memo.manager.opening import OffloadOptions, OnFull
 from memo.manager.plan_source import own_part, read_plan
 from memo.parallel import PipelineOrder
-from memo.swap import find_layers, setting_of
+from memo.swap import Level, find_layers, setting_of
 from memo.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -189,14 +189,21 @@ def offload(
         require_choice("codec", codec, get_args(CodecName))
     found = find_layers(require_manageable(model), layers)
     order = None if schedule is None else PipelineOrder.of(schedule, [layer.module for layer in found])
+    setting, single = setting_of(1.0 if alpha is None else alpha), settings_by_layer(found, levels or {})
+    automatic = fixed is None and alpha is None and levels is None
+    own = [single.get(layer.name, setting) for layer in found]
+    if codec is not None and fixed is None and not automatic and Level.SAVE_ALL not in own:
+        raise UsageError(
+            "codec: nothing would be coded, since what a layer is recomputed from moves as it is; give alpha=1, or no codec"
+        )
     opening = OffloadOptions(
         model=model,
         layers=found,
         plan=None if fixed is None else own_part(fixed, order),
         plan_name=os.fspath(plan) if isinstance(plan, str | os.PathLike) else "the plan",
-        automatic=fixed is None and alpha is None and levels is None,
-        setting=setting_of(1.0 if alpha is None else alpha),
-        levels=settings_by_layer(found, levels or {}),
+        automatic=automatic,
+        setting=setting,
+        levels=single,
         bans=bans_by_layer(found, keep, repeat),
         device_bytes=None if device is None else parse_bytes(device, what="device"),
         host=host,

@@ -72,10 +72,8 @@ def leanest(space: Space, shape: Shape) -> list[Candidate]:
 
 
 def fits_any_plan(space: Space, candidate: Candidate) -> bool:
-    """Whether the candidate has a plan. The most MLP tiles need least memory, or where an MLP is narrow the fewest."""
-    return any(
-        _fits(space, candidate, tiles) for tiles in dict.fromkeys((space.request.tiles[-1], space.request.tiles[0]))
-    )
+    """Whether the candidate has a plan."""
+    return any(_fits(space, candidate, tiles) for tiles in space.request.leanest_tiles)
 
 
 def _fits(space: Space, candidate: Candidate, tiles: int) -> bool:

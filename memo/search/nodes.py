@@ -150,15 +150,14 @@ def _bare(space: Space, node: Node) -> Node:
 
 
 def _kept(space: Space, node: Node) -> Node:
-    """Bounded by what every plan holds, with the most tiles, and by the step that keeps everything.
+    """Bounded by what every plan holds, and by the step that keeps everything.
 
     The step is that with the fewest tiles, since tiles only add work.
     """
     assert node.candidate is not None
-    tiles = space.request.tiles
-    if not _may_fit(space, node.candidate, tiles[-1]):
+    if not any(_may_fit(space, node.candidate, tiles) for tiles in space.request.leanest_tiles):
         return _unfit(node)
-    problem = problem_of(space, node.candidate, tiles[0])
+    problem = problem_of(space, node.candidate, space.request.tiles[0])
     if problem is None:
         return _unfit(node)
     ladder, _ = kept_bounds(problem)
@@ -206,6 +205,6 @@ def problem_of(space: Space, candidate: Candidate, tiles: int) -> ActivationProb
 
 
 def _may_fit(space: Space, candidate: Candidate, tiles: int) -> bool:
-    """Whether a candidate has room for what every plan of it holds; with more tiles that is less."""
+    """Whether a candidate has room for what every plan of it holds."""
     problem = problem_of(space, candidate, tiles)
     return problem is not None and has_room(problem)

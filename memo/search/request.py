@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from memo.errors import UsageError
 from memo.gpt import EmbeddingGradients, GPTConfig
 from memo.gpt.arithmetic import Layout, Optimizer, derive_profile
-from memo.mip.activation import ActivationProblem, DoesNotFit, Pipeline, solve_mlp_tiles, stage_static
+from memo.mip.activation import ActivationProblem, DoesNotFit, Pipeline, fits, solve_mlp_tiles, stage_static
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
@@ -59,6 +59,19 @@ class Request:
     """How the embedding's gradient is exchanged."""
     codec: str | None = None
     """Codec of what moves, `int8` or `fp8`."""
+
+    @property
+    def leanest_tiles(self) -> tuple[int, ...]:
+        """Numbers of MLP tiles of which one holds least: the most, or where an MLP is narrow the fewest."""
+        return tuple(dict.fromkeys((self.tiles[-1], self.tiles[0])))
+
+    def fits(self) -> bool:
+        """Whether some plan fits.
+
+        Raises:
+            UsageError: the layout does not divide the model, or the host has no room for what is there in any case.
+        """
+        return any(fits(self.problem(tiles)) for tiles in self.leanest_tiles)
 
     def plan(self) -> ActivationPlan:
         """Plan with the shortest step.

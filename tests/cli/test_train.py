@@ -106,7 +106,7 @@ def test_a_plan_says_in_how_many_tiles_the_mlps_are_computed(text: Path, tmp_pat
 
 def test_a_codec_from_the_command_line_is_told_at_the_end(text: Path) -> None:
     run = ["--model", "tiny", "--seq", "256", "--on", "cpu", "--data", text, "--steps", "2"]
-    done = memo_train(*run, "--offload", "host", "--host", "64MiB", "--alpha", 0.5, "--codec", "fp8")
+    done = memo_train(*run, "--offload", "host", "--host", "64MiB", "--codec", "fp8")
     assert done.returncode == 0, done.stderr
     assert re.search(r"^codec: .* moved as .*, largest error 3\.\d+ %", done.stdout, re.MULTILINE)
 

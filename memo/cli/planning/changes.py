@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from memo.cli.planning.search import gpu_counts
 from memo.cli.tables.activation import memory_summary, memory_table, use_name
 from memo.errors import UsageError
-from memo.mip.activation import Use, device_peak_candidates, fits
+from memo.mip.activation import Use, device_peak_candidates
 from memo.units import format_bytes, format_tokens
 
 if TYPE_CHECKING:
@@ -100,10 +100,10 @@ class _Trial:
         self._say = say
 
     def fits(self, changed: Request) -> bool:
-        """Whether a plan with the most MLP tiles, which needs least memory, fits."""
+        """Whether a plan fits."""
         self._say(f"trying {_flags(self._request, changed) or 'the request'}")
         try:
-            return self._weights_fit(changed) and fits(changed.problem(changed.tiles[-1]))
+            return self._weights_fit(changed) and changed.fits()
         except UsageError:  # the layout does not divide the model
             return False
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from memo.cli.planning.request import TILE_TOKENS
 from memo.errors import Infeasible, UsageError
-from memo.mip.activation import fits
 from memo.units import format_bytes, format_tokens
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def longest_sequence(request: Request) -> Longest:
     tile = TILE_TOKENS * request.layout.cp
 
     def does_fit(tiles: int) -> bool:
-        return _fits(_of_length(request, tiles * tile))
+        return _of_length(request, tiles * tile).fits()
 
     if not does_fit(1):
         _of_length(request, tile).plan()  # raises
@@ -86,7 +85,7 @@ def fewest_gpus(request_of: Callable[[int], Request], *, step: int, gpus_per_nod
     tried: list[int] = []
     for gpus in gpu_counts(step, gpus_per_node):
         request = request_of(gpus)
-        if _fits(request):
+        if request.fits():
             return request, tried
         tried.append(gpus)
     named = ", ".join(map(str, tried))
@@ -105,11 +104,6 @@ def _of_length(request: Request, tokens: int) -> Request:
     return dataclasses.replace(request, layout=dataclasses.replace(request.layout, tokens=tokens))
 
 
-def _fits(request: Request) -> bool:
-    """Whether some plan fits. The most tiles need least memory."""
-    return fits(request.problem(request.tiles[-1]))
-
-
 def _lacks(request: Request) -> str:
     """Message of a request that does not fit: the bytes that it lacks."""
     tiles = request.tiles[-1:]
@@ -124,7 +118,7 @@ def _proposal(request: Request, *, tokens: int) -> str | None:
     """The first of a few changes with which a longer sequence fits."""
     for words, changed in _changes(request):
         try:
-            if _fits(_of_length(changed, tokens)):
+            if _of_length(changed, tokens).fits():
                 return words
         except UsageError:  # the layout does not divide the model
             continue

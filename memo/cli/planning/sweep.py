@@ -18,7 +18,6 @@ from memo.errors import ExitCode, Infeasible, MemoError, UsageError
 from memo.mip.activation import (
     LayerPlan,
     device_peak_candidates,
-    fits,
     free_swap_tokens,
     predict_stages,
 )
@@ -171,7 +170,7 @@ def _least_host_bytes(request: Request, most: int) -> int:
 
     def does_fit(nbytes: int) -> bool:
         budgets = dataclasses.replace(request.budgets, host_bytes=nbytes)
-        return fits(dataclasses.replace(request, budgets=budgets).problem(request.tiles[-1]))
+        return dataclasses.replace(request, budgets=budgets).fits()
 
     low, high = 0, most
     if does_fit(low) or not does_fit(high):
