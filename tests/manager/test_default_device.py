@@ -55,7 +55,7 @@ def _gradients(default: str, steps: int = 3, **offload: Any) -> list[torch.Tenso
         {"alpha": 1.0},
         {"alpha": 0.5},
         {"alpha": 0.0},
-        {"alpha": 0.5, "codec": "int8"},
+        {"alpha": 1.0, "codec": "int8"},
         {"alpha": 0.5, "disk": True, "host": 0},
         {"alpha": 0.5, "disk": True, "host": 0, "verify": True},
         {"device": "4GiB"},
