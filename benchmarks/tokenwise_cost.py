@@ -2,10 +2,10 @@
 
     python -m benchmarks.tokenwise_cost [--beside CHECKOUT] [--rounds N] [--tokens N] [--only SETTING ...] [--no-write]
 
-A forward of a divided layer is noted operator by operator, and backward runs it again along what was noted. With layers so
+A forward is noted operator by operator, and backward runs a part of it again along what was noted. With layers so
 small that their kernels take next to nothing, what is left is the host's own work; copies are answered at once by the
 stand-in tier of hook_cost. Told is the processor time of this thread, a layer, forward and backward apart: of the step
-without memo, with whole tensors moved (the engine alone), and with tokens divided between two levels and three. The GPT is
+without memo, with all that is saved moved (the engine alone), and with cuts between two levels and three. The GPT is
 of fused kernels; the Llama is written in torch's operators as transformers has it, and saves some forty tensors a layer.
 `--beside` measures another checkout (with an environment in its `.venv`) in turn with this one, round by round.
 """
@@ -32,15 +32,10 @@ from benchmarks.results import write_result
 from memo.gpt.config import preset
 from memo.gpt.model.model import GPT
 from memo.manager.manager import Manager
+from memo.swap import find_layers, setting_of
 from memo.swap.backends.cpu import CpuBackend
 from memo.swap.engine.engine import Engine
-from memo.swap.layers import find_layers
-from memo.swap.levels import setting_of
-
-try:
-    from memo.swap.recompute.policy import RecomputePolicy
-except ModuleNotFoundError:  # a checkout from before there were tapes
-    from memo.swap.recompute.token_wise import TokenWise as RecomputePolicy  # type: ignore[import-not-found,no-redef]
+from memo.swap.recompute.policy import RecomputePolicy
 
 LAYERS = 16
 TOKENS = 64
