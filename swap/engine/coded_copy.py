@@ -1,15 +1,15 @@
 """Coded copy: the values of a saved storage that move as one-byte codes with scales (memo.kernels.codec), by choice.
 
-It owns the coded block of one storage on its way out and on its way back. It sits between what moves, which is the storage
-or its first tokens, and the place in a tier, which has the size of the coded block.
+It owns the coded block of one storage on its way out and on its way back. It sits between the storage and its place in a
+tier, which has the size of the coded block.
 
-    out     moving bytes --encode, home stream--> block --> place
-    back    place --> block --decode, stream that asks--> reload buffer, or the block of first tokens
+    out     storage --encode, home stream--> block --> place
+    back    place --> block --decode, stream that asks--> reload buffer
 
 Backward must not depend on how far a copy out is. So once a storage is coded, whoever reads it from its source gets what
 the reload would have brought (`rounded`). A storage with a NaN or an infinity is exact all the same: that is found while it
-is coded, read by the host when its source is to be released (`needs_exact`), and the moving bytes are then copied once more
-as they are.
+is coded, read by the host when its source is to be released (`needs_exact`), and the storage is then copied once more as it
+is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""H2D side of the engine: reloads on demand, prefetch for the next layers of backward, recompute of tokens in no tier.
+"""H2D side of the engine: reloads on demand, prefetch for the next layers of backward, recompute of what no tier has.
 
 It owns the order of reloads and how far they run ahead of backward. The invariant: autograd gets no tensor before its reload
-is ordered (E4) and, where only its first tokens moved, before the other tokens are recomputed.
+is ordered (E4) or its recompute is done.
 
     backward   ... | layer 2 | layer 1 | layer 0           first unpack of layer 2: reload 1 while 2 computes
     reloads        |    in 1 |    in 0 |                   unpack: compute waits for the reload it needs

@@ -11,7 +11,7 @@ order the caller's.
     E3  reload waits for an event of the home stream, taken when its buffer was allocated there
     E4  each stream that asks for the buffer waits for the reload before autograd sees it
     E5  a buffer whose copy is in flight when its last handle dies stays in limbo until that copy is done
-    E6  a stream that reads or writes a buffer runs after what another stream wrote into it: recomputed or scattered tokens
+    E6  a stream that reads or writes a buffer runs after what another stream wrote into it: recomputed or decoded bytes
     E7  a copy out into room that was given back waits for the reload that left it (memo.swap.tiers.host_and_disk)
 
 A buffer that a recompute allocated and wrote on the home stream (`Reload._adopt`) is ordered there by the program, and
