@@ -111,7 +111,7 @@ def setting_of(value: object, *, argument: str = "alpha") -> Setting:
     if isinstance(value, Mapping):
         try:
             value = Mix(points=value)
-        except UsageError as error:
+        except (UsageError, TypeError) as error:
             raise UsageError(f"{argument}: {error}") from None
     if not isinstance(value, Mix):
         raise UsageError(f"{argument}: {value!r} is neither a fraction, nor three of them, nor a Level")

@@ -115,8 +115,8 @@ class CodedCopy:
 
     def reload_target(self, target: torch.Tensor, backend: Backend) -> torch.Tensor:
         """Returns a new block that the reload writes; it will be decoded into `target` (uint8, contiguous)."""
-        self._target = target
         self._arriving = backend.empty(self.nbytes(target.numel()))
+        self._target = target
         return self._arriving
 
     @property

@@ -167,8 +167,14 @@ class LayerCalls:
                 yield earlier
 
     def may_come_next(self, group: Group) -> bool:
-        """False where the expected order says that backward reaches another group first, as in a pipeline."""
-        return next(self.upcoming(), group) is group
+        """False where the expected order says that backward reaches another group first, as in a pipeline.
+
+        What is still alive does not count, so that ranks that recompute a layer together decide alike.
+        """
+        if self._position == len(self._expected):
+            return True
+        layer, number = self._expected[self._position]
+        return number >= self._calls[layer] or (layer, number) == group.key
 
     def upcoming(self) -> Iterator[Group]:
         """Groups that the expected order says backward reaches next, up to a call whose forward has not begun."""

@@ -357,7 +357,8 @@ class RecomputePolicy:
             return replays
         besides = [] if stays else self._least_after(call, recorded)
         lacking = self._engine.lacking_nbytes(call.group, replays, besides=besides)
-        if self._ranks.all_have(name, not lacking) or call.has_released:
+        fits = self._ranks.all_have(name, not lacking)
+        if fits or not self._ranks.all_have(name, not call.has_released):
             return replays
         least = self._planned(call, recorded, Level.SAVE_INPUT)
         if least and stays:

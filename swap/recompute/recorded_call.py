@@ -86,7 +86,8 @@ class RecordedCall:
         self._lent: set[int] = set()  # local parts of parameters and buffers
         self._returned: set[int] = set()  # held, and the program has them too and may change them
         self._others: set[int] = set()  # given or found, and not saved: nothing may count the program's changes of them
-        self._copies: dict[int, torch.Tensor] = {}  # of these, and of the input
+        self._coded: set[int] = set()  # saved by another layer, whose reload gives codes' values
+        self._copies: dict[int, torch.Tensor] = {}  # of these three, and of the input
         self._call: OpenCall
 
     @classmethod
@@ -120,6 +121,9 @@ class RecordedCall:
                         free.add(number)
             elif storage.nbytes() != nbytes or (birth is Origin.GIVEN and tensor.is_inference()):
                 continue  # freed by its owner, as sharded parameters are; or what nothing counts the changes of
+            elif known is not None and known.coded is not None:
+                held.add(number)
+                self._coded.add(number)
             elif birth is Origin.GIVEN or known is not None or engine.stays(storage):
                 free.add(number)
             else:
@@ -222,7 +226,8 @@ class RecordedCall:
         is_small = number in self._others and storage.nbytes() <= SMALL
         with nullcontext() if here or home is None else engine.backend.stream_context(home):
             is_input = number == 0 and tensor is recorder.tensors[0] and not self._is_saved(tensor, engine)
-            if (is_small or number in self._returned) and tensor is recorder.tensors[number]:
+            is_copied = is_small or number in self._returned or number in self._coded
+            if is_copied and tensor is recorder.tensors[number]:
                 tensor, is_input = self._copied(tensor, number), False
             elif is_input and self._call.copies_input:
                 tensor, is_input, self.has_copied = self._copied(tensor, number), False, True

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 RECOMPUTES = [
-    {"alpha": 0.25},
-    {"alpha": (0.25, 0.5, 0.25)},
+    {"alpha": 0.0},
+    {"alpha": (0, 1, 0)},
     {"alpha": None, "levels": dict.fromkeys(range(3), Level.SAVE_INPUT)},
 ]
-by_recompute = pytest.mark.parametrize("how", RECOMPUTES, ids=["tokens", "matmuls", "whole"])
+by_recompute = pytest.mark.parametrize("how", RECOMPUTES, ids=["attention", "matmuls", "input"])
 
 
 def on_ids(model: Stack) -> Callable[[int], torch.Tensor]:

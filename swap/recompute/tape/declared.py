@@ -49,8 +49,8 @@ def recomputable(function: _Function) -> _Function:
     none. That is the risk: a function that is wrong only for other numbers or lengths gives wrong gradients.
 
     Args:
-        function: takes and returns tensors of any shape and dtype. It must not write into its arguments, draw random
-            numbers, or return a view of them. It may be a collective.
+        function: takes tensors of any shape and dtype, and returns one, or a list or tuple. It must not write into its
+            arguments, draw random numbers, or return a view of them. It may be a collective.
 
     Returns:
         The function with the same signature.

@@ -576,6 +576,7 @@ class Recorder(TorchDispatchMode):
             out = function(*args, **kwargs)
         finally:
             groups, self._within, self.asleep = tuple(dict.fromkeys(self._within)), None, False
+        operator.repeats = operator.repeats and isinstance(out, (torch.Tensor, list, tuple))
         with Aside(self):
             if groups:
                 operator.talks = True

@@ -204,3 +204,46 @@ def test_layers_of_which_something_is_recomputed_are_not_coded() -> None:
 def test_a_codec_for_nothing_is_refused_in_one_line(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r"^codec: nothing would be coded"):
         trained("int8", host="16MiB", **options)
+
+
+class Chooses(nn.Module):
+    """Ends in a tanh, whose result it saves and the next layer is given; the second one chooses rows of a table by it."""
+
+    def __init__(self, chooses: bool) -> None:
+        super().__init__()
+        self.linear, self.gate, self.chooses = nn.Linear(64, 64), nn.Linear(64, 512), chooses
+        self.table = nn.Embedding(512, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x + self.linear(x.sin())
+        return torch.tanh(h + self.table(self.gate(x).argmax(-1)) if self.chooses else h)
+
+
+@pytest.mark.promise("P1")
+def test_a_layer_is_not_recomputed_from_what_another_one_has_coded() -> None:
+    """Another row of the table would be chosen: wrong by far more than a code. The layers' levels change meanwhile."""
+
+    def run(codec: str | None) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model = nn.Sequential(*(Chooses(chooses) for chooses in (False, True, False)))
+        levels = {0: 0.0, 1: 0.0}
+        manager = memo.offload(model, layers=Chooses, min_bytes=1, levels=levels, codec=codec, host="64MiB")  # type: ignore[arg-type]
+        found = []
+        for step in range(5):
+            if step == 3:
+                manager.choose_levels({1: 0.0})
+            torch.manual_seed(step)
+            with manager:
+                loss = model(torch.randn(1024, 64)).sum()
+            model.zero_grad()
+            loss.backward()
+            found.append(model[1].table.weight.grad.clone())
+        report = manager.report()
+        assert report.recompute is not None
+        assert report.recompute.accepted == 1
+        assert (report.coded is not None) == (codec is not None)
+        manager.close()
+        return found
+
+    for ours, exact in zip(run("int8"), run(None), strict=True):
+        assert torch.equal(ours, exact)

@@ -1,4 +1,4 @@
-"""Token-wise recompute under FSDP2, torch's own tensor parallel styles and every kind of pipeline schedule. Over gloo."""
+"""Recompute under FSDP2, torch's own tensor parallel styles and every kind of pipeline schedule. Over gloo."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(1000)  # the first of them waits for all
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"]
 # Two neighbouring stages of a V are on one rank, and gloo in torch 2.11 has no connection of a rank to itself.
 V_SCHEDULES = ["ZBVZeroBubble", "DualPipeV"] if torch.__version__ >= "2.13" else []
-KINDS = ["fsdp", "fsdp-bf16", "fsdp-inner", "megatron", "tensor", "sequence", *SCHEDULES, *V_SCHEDULES]
+KINDS = ["fsdp", "fsdp-bf16", "fsdp-inner", "megatron", "tensor", "sequence", *SCHEDULES, *V_SCHEDULES, "unequal-room"]
 
 
 @pytest.fixture(scope="module")

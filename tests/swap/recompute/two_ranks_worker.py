@@ -1,4 +1,4 @@
-"""Runs under torchrun-like environment variables: token-wise steps of a sharded or pipelined model, bit for bit."""
+"""Runs under torchrun-like environment variables: steps of a sharded or pipelined model with recompute, bit for bit."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
@@ -119,6 +120,51 @@ def megatron(kind: str, scratch: str, alpha: Any) -> list[Any]:
     return flat
 
 
+class _Summed(torch.autograd.Function):
+    """Sum over the ranks, whose backward is that of a sum of equal parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return funcol.wait_tensor(funcol.all_reduce(x, "sum", dist.group.WORLD))  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0]
+
+
+class Talking(nn.Module):
+    """A layer whose ranks sum what they compute, as tensor parallelism does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.down(self.up(self.norm(x)).tanh())
+        return x + torch.tanh(_Summed.apply(inner))  # type: ignore[no-untyped-call]
+
+
+def unequal_room(kind: str, scratch: str, alpha: Any) -> list[Any]:
+    """The second rank has no device memory to try a recompute beside what is saved; then no tier has room on either."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(Talking() for _ in range(3))
+    options: dict[str, Any] = {"on_full": "recompute", "disk": scratch, "disk_budget": "5MiB", "min_bytes": 1}
+    if dist.get_rank() == 1:
+        options["device"] = "1MiB"
+    manager = None if alpha is None else memo.offload(layers, layers=[*layers], alpha=alpha, **options)
+    losses = []
+    for _ in range(2):
+        x = torch.randn(2048, 64)
+        with manager or contextlib.nullcontext():
+            for layer in layers:
+                x = layer(x)
+        x.square().mean().backward()
+        losses.append(x.detach())
+    if manager is not None:
+        manager.close()
+    return [*losses, *(parameter.grad for parameter in layers.parameters())]
+
+
 def check(manager: memo.Manager) -> None:
     use = manager.report().recompute
     assert use is not None
@@ -131,7 +177,8 @@ def check(manager: memo.Manager) -> None:
 
 def compare(kind: str, scratch: str) -> None:
     """Without memo and with it, at several fractions; says that all are equal, or raises."""
-    run = megatron if kind == "megatron" else sharded if kind in SHARDED else pipelined
+    special = {"megatron": megatron, "unequal-room": unequal_room}
+    run = special.get(kind, sharded if kind in SHARDED else pipelined)
     want = run(kind, scratch, None)
     for alpha in (0.0, 0.5, (0.25, 0.5, 0.25)):
         got = run(kind, scratch, alpha)

@@ -125,3 +125,21 @@ def test_of_a_product_and_its_sum_one_is_kept(between: Callable[[torch.Tensor], 
     train(model, lambda step: model(ids(step)), manager, steps=1)
     assert manager.stats.bytes_disk - before == 2 * 2 * 48 * (32 + 64) * 4
     manager.close()
+
+
+def test_what_gives_a_dict_is_kept_and_the_rest_of_its_layer_recomputed(tmp_path: Path) -> None:
+    @memo.recomputable
+    def both(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"sin": x.sin(), "cos": x.cos()}
+
+    def between(x: torch.Tensor) -> torch.Tensor:
+        return x * both(x.detach())["sin"]
+
+    model, reference = stack(make=lambda: Layer(between)), stack(make=lambda: Layer(between))
+    manager = memo.offload(model, alpha=0.0, disk=tmp_path, min_bytes=1)
+    assert_equal(
+        train(model, lambda step: model(ids(step)), manager), train(reference, lambda step: reference(ids(step)))
+    )
+    assert refused(manager) == {}
+    assert manager.stats.bytes_recomputed > 0
+    manager.close()
