@@ -32,7 +32,7 @@ def _named(value: Any, name: str) -> Any:
     return value + name if isinstance(value, str) else value
 
 
-_FIXED = frozenset(["format", "state", "status", "kind", "schedule", "action", "role", "dtype", "points"])
+_FIXED = frozenset(["format", "state", "status", "kind", "schedule", "action", "role", "dtype", "point", "points"])
 
 
 def _seed(reader: str, number: int = 0) -> Any:

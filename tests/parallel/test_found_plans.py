@@ -19,7 +19,7 @@ from memo.mip.activation.files import hardware_to_json, read_activation_plan
 from memo.mip.inputs import Hardware
 from memo.mip.inputs.network import Network
 
-SHAPE = ["--model", "tiny", "--layers", "8", "--hidden", "64", "--heads", "4", "--seq", "256"]
+SHAPE = ["--model", "tiny", "--layers", "8", "--hidden", "64", "--heads", "4", "--seq", "512"]
 SEQUENCES, STEPS = 8, 2
 # So slow that a tiny model takes longer than its collectives; links at which moving pays.
 MACHINE = Hardware(
@@ -85,13 +85,13 @@ def moves(plan: ActivationPlan) -> bool:
 
 
 def test_a_found_plan_is_carried_out_by_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (plan,) = carried_out(tmp_path, capsys, {"tight": ["--device", "6MiB"]}, gpus=2)
+    (plan,) = carried_out(tmp_path, capsys, {"tight": ["--device", "8.5MiB"]}, gpus=2)
     assert moves(plan)
 
 
 def test_a_found_plan_divides_experts_over_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     experts = ("--experts", "4", "--expert-hidden", "64", "--every", "2")
-    searches = {"experts": ["--ep", "2", "--device", "10MiB"]}
+    searches = {"experts": ["--ep", "2", "--device", "15MiB"]}
     (plan,) = carried_out(tmp_path, capsys, searches, gpus=2, others=experts)
     assert plan.problem.profile.signature.ep == 2
     assert moves(plan)
@@ -101,7 +101,7 @@ def test_a_found_plan_divides_experts_over_two_ranks(tmp_path: Path, capsys: pyt
 def test_a_found_plan_shares_a_key_value_head_among_four_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    searches = {"shared": ["--cp", "4", "--device", "6MiB"]}
+    searches = {"shared": ["--cp", "4", "--device", "8MiB"]}
     (plan,) = carried_out(tmp_path, capsys, searches, gpus=4, others=("--variant", "llama"))
     assert plan.problem.profile.signature.cp == 4
     assert not plan.problem.profile.signature.ring
@@ -113,7 +113,7 @@ def test_three_found_plans_are_carried_out_by_eight_ranks(tmp_path: Path, capsys
     searches = {
         "any": [],
         "pipelined": ["--pp", "2", "--schedule", "interleaved-1f1b"],
-        "tight": ["--dp", "2", "--device", "3MiB"],
+        "tight": ["--dp", "2", "--device", "4.5MiB"],
     }
     plans = carried_out(tmp_path, capsys, searches, gpus=8)
     layouts = {

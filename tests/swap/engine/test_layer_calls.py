@@ -209,7 +209,6 @@ def test_between_two_backwards_through_one_graph_the_device_holds_no_more_than_w
     manager.close()
 
 
-@pytest.mark.promise("P2")
 def test_the_last_layer_of_a_microbatch_that_waits_its_turn_keeps_nothing_that_is_computed_again() -> None:
     """In a pipeline backward comes to an earlier microbatch first: until then a plan counts what moves alone."""
     held = {}
