@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from memo.swap.engine.coded_copy import CodedCopy
     from memo.swap.engine.layer_calls import Group, LayerCalls
     from memo.swap.engine.release import Release
-    from memo.swap.engine.saved_storage import SavedStorage, Wanted
+    from memo.swap.engine.saved_storage import HasHold, SavedStorage
     from memo.swap.engine.stream_order import StreamOrder
     from memo.swap.engine.telemetry import Telemetry
 
@@ -296,7 +296,7 @@ class Reload:
         saved.user = saved.home
         saved.move_to(RETURNING)
 
-    def _fill(self, wanted: Wanted, recomputed: torch.Tensor) -> None:
+    def _fill(self, wanted: HasHold, recomputed: torch.Tensor) -> None:
         """Takes a recomputed storage as the reload buffer, or copies it into one."""
         hold = wanted.hold()
         if hold is None:

@@ -45,6 +45,7 @@ __all__ = [
     "Content",
     "FillCallback",
     "Geometry",
+    "HasHold",
     "Hold",
     "Recompute",
     "SavedStorage",
@@ -104,7 +105,7 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-class Wanted(Protocol):
+class HasHold(Protocol):
     """A saved storage that a recompute gives."""
 
     @property
@@ -115,7 +116,7 @@ class Wanted(Protocol):
 class FillCallback(Protocol):
     """Receives recomputed storages."""
 
-    def __call__(self, wanted: Wanted, recomputed: torch.Tensor, /) -> None:
+    def __call__(self, wanted: HasHold, recomputed: torch.Tensor, /) -> None:
         """Receives one of them.
 
         Args:

@@ -16,7 +16,7 @@ from memo.swap.recompute.tape.replay import ReplayFailed
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from memo.swap.engine.saved_storage import SavedStorage, Wanted
+    from memo.swap.engine.saved_storage import HasHold, SavedStorage
     from memo.swap.recompute.tape.plan import Plan
     from memo.swap.recompute.tape.replay import Replay
 
@@ -47,7 +47,7 @@ def try_out(replay: Replay, *, release: Callable[[int, SavedStorage], bool] | No
     worst: int | None = None
     storages = dict(zip(map(id, replay.wanted), plan.wanted, strict=True))
 
-    def compare(want: Wanted, made: torch.Tensor) -> None:
+    def compare(want: HasHold, made: torch.Tensor) -> None:
         nonlocal worst
         hold = want.hold()
         if hold is None or hold.saved.source is None:
