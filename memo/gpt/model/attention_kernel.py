@@ -2,7 +2,8 @@
 
 Owns the order of preference, the refusals of this process and the memory check of the quadratic kernel. A kind is device,
 dtype, heads and head size, not length: a kernel that refuses one length is excluded for every later call of that kind, so
-that one model does not round in two ways. The refusal comes in the first forward at a length, before anything of that forward is saved for backward.
+that one model does not round in two ways. The refusal comes in the first forward at a length, before anything of that
+forward is saved for backward.
 
     flash_attn    the flash_attn package, on CUDA in half precision
     cudnn, flash  torch's, the faster one on this GPU first
