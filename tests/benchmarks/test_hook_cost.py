@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -50,6 +51,6 @@ def calls_and_saved_tensors(layers: int, min_bytes: int) -> tuple[int, int]:
 def test_one_more_saved_tensor_costs_few_calls_however_many_there_are(min_bytes: int, most: int) -> None:
     """64 and 90 calls on 2026-11-28; `most` is a tenth above."""
     found = [calls_and_saved_tensors(layers, min_bytes) for layers in (4, 8, 24)]
-    few, many = ((b[0] - a[0]) / (b[1] - a[1]) for a, b in zip(found, found[1:], strict=False))
+    few, many = ((b[0] - a[0]) / (b[1] - a[1]) for a, b in pairwise(found))
     assert few < most
     assert many < 1.02 * few
