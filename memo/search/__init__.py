@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         runs_under_memo_train as runs_under_memo_train,
         train_arguments as train_arguments,
         why_not_trained as why_not_trained,
+        with_run as with_run,
     )
     from memo.search.longest import LongestFit as LongestFit, longest_that_fits as longest_that_fits
     from memo.search.request import Request as Request
@@ -43,7 +44,7 @@ else:
             "divisions": "roomier_layers",
             "candidates": "Candidate Setting Shape",
             "cluster_space": "MOST_PLACEMENTS ClusterSpace",
-            "launch": "PORT Launch launch_of runs_under_memo_train train_arguments why_not_trained",
+            "launch": "PORT Launch launch_of runs_under_memo_train train_arguments why_not_trained with_run",
             "longest": "LongestFit longest_that_fits",
             "request": "Request",
             "search": "Closed Found Planned search_layouts",
