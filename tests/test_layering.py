@@ -81,7 +81,7 @@ IMPORTS = {
     "mip/address mip/activation mip/cluster mip/inputs mip/simulate face memo/trace memo/search "
     "memo/cli/tables memo/cli/inputs memo/cli/terminal",
     "memo/cli": "memo allocator mip mip/address mip/inputs mip/activation mip/simulate face swap face memo/trace "
-    "memo/trace/live memo/out_of_memory memo/machine memo/parallel memo/compression memo/gpt/optim memo/gpt "
+    "memo/trace/live memo/out_of_memory memo/machine memo/parallel memo/gpt/optim memo/gpt "
     "memo/gpt/arithmetic memo/gpt/train memo/record memo/dry_run memo/hugging_face memo/search "
     "memo/rehearsal memo face memo/cli/tables memo/cli/inputs memo/cli/terminal memo/cli/planning",
 }
