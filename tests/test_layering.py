@@ -73,7 +73,7 @@ IMPORTS = {
     "memo face": "memo allocator swap swap/recompute/tape memo/parallel memo/loss memo/manager memo/profiling "
     "memo/rehearsal",
     "memo/integrations": "memo memo face",
-    "memo/cli/tables": "memo mip/address mip/inputs mip/activation mip/cluster mip/simulate face memo/trace memo/search "
+    "memo/cli/tables": "memo mip/address mip/inputs mip/activation mip/simulate face memo/trace memo/search "
     "memo/rehearsal",
     "memo/cli/inputs": "memo memo/gpt memo/record memo/hugging_face memo/rehearsal mip/activation mip/inputs",
     "memo/cli/terminal": "memo mip memo/trace",

@@ -168,9 +168,8 @@ def _named(classes: dict[str, LayerProfile], layer: LayerProfile, machine: str) 
     names = [layer.name, f"{layer.name} on {machine}"]
     names += [f"{layer.name} on {machine} ({number})" for number in range(2, len(classes) + 3)]
     for name in names:
-        if name not in classes:
-            classes[name] = dataclasses.replace(layer, name=name)
-        if classes[name] == dataclasses.replace(layer, name=name):
+        own = layer if name == layer.name else dataclasses.replace(layer, name=name)
+        if classes.setdefault(name, own) == own:
             return name
     raise AssertionError("more names than classes")
 
