@@ -16,7 +16,7 @@ from memo.autoplan.device_peaks import DevicePeaks, Outside, Recompute
 from memo.autoplan.layer_classes import mlp_tiles_of
 from memo.autoplan.limits import MEASURING, Limits
 from memo.events import Tier
-from memo.mip.activation import chunk_layers, lower_tier_nbytes
+from memo.mip.activation import lower_tier_nbytes
 from memo.swap import Level, Placement, Quota, Setting, claims_in_turn, host_bytes_needed, setting_of
 from memo.units import format_bytes
 
@@ -373,7 +373,7 @@ def _weakly(method: Callable[..., object]) -> Callable[..., None]:
 def settings_of(plan: ActivationPlan, layers: Sequence[Layer]) -> tuple[dict[int, Placement], dict[str, Setting]]:
     """Converts a plan to placements by layer number, for the Engine, and points by layer name, for RecomputePolicy."""
     known = plan.problem.profile.layer_profiles()
-    begins = {chunk.start for chunk in chunk_layers(plan.problem, 0)}
+    begins = {chunk.start for chunk in plan.problem.stages[0].chunks}
     placements = {
         number: Placement(
             kept=part.kept,

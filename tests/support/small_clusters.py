@@ -119,7 +119,7 @@ def _budgets_of_groups(chance: random.Random, space: Space) -> dict[str, Budgets
         kept = predict_stages(problem, [LayerPlan()] * len(problem.profile.layers))
         most = max(stage.peak_device_bytes for stage in kept)
         stages = range(problem.pipeline.stages)
-        least = max(place.resident_bytes for stage in stages for place in device_peak_candidates(problem, stage))
+        least = max(place.resident_bytes for stage in stages for place in device_peak_candidates(problem.stages[stage]))
         saved = sum(layer.full_bytes for layer in problem.profile.layer_profiles())
         ranks = group.machine.gpus_per_node
         found[group.name] = Budgets(
@@ -163,7 +163,7 @@ def _budgets(chance: random.Random, space: Space) -> Budgets:
     kept = predict_stages(problem, [LayerPlan()] * len(problem.profile.layers))
     most = max(stage.peak_device_bytes for stage in kept)
     stages = range(problem.pipeline.stages)
-    least = max(place.resident_bytes for stage in stages for place in device_peak_candidates(problem, stage))
+    least = max(place.resident_bytes for stage in stages for place in device_peak_candidates(problem.stages[stage]))
     saved = sum(layer.full_bytes for layer in problem.profile.layer_profiles())
     return Budgets(
         device_bytes=round(least + (most - least) * chance.uniform(0.0, 1.2)) + chance.choice([0, MIB]),
