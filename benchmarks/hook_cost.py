@@ -30,6 +30,7 @@ from memo.manager.manager import Manager
 from memo.swap.backends.cpu import CpuBackend
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
+from memo.swap.tiers import Extent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -73,35 +74,26 @@ class KeepsTheSource:
         self.reloading_ns = 0
         """Time spent in reloads since this was last set to zero."""
 
-    def claim(self, nbytes: int) -> KeptSource:
-        return KeptSource(self)
+    def reserve(self, nbytes: int) -> Extent:
+        return Extent(self, nbytes)
+
+    def write(self, extent: Extent, source: torch.Tensor, *, after: Event) -> Instant:
+        extent.room = source
+        return self.instant
+
+    def read(self, extent: Extent, target: torch.Tensor, *, after: Event) -> Instant:
+        begin = time.perf_counter_ns()
+        ctypes.memmove(target.data_ptr(), extent.room.data_ptr(), target.numel())
+        self.reloading_ns += time.perf_counter_ns() - begin
+        return self.instant
+
+    def release(self, extent: Extent) -> None:
+        return None
 
     def end_step(self) -> None:
         return None
 
     def close(self) -> None:
-        return None
-
-
-class KeptSource:
-    """Where one storage waits: where it was."""
-
-    __slots__ = ("_source", "tier")
-
-    def __init__(self, tier: KeepsTheSource) -> None:
-        self.tier = tier
-
-    def copy_out(self, source: torch.Tensor, *, after: Event) -> Instant:
-        self._source = source
-        return self.tier.instant
-
-    def copy_in(self, target: torch.Tensor, *, after: Event) -> Instant:
-        begin = time.perf_counter_ns()
-        ctypes.memmove(target.data_ptr(), self._source.data_ptr(), target.numel())
-        self.tier.reloading_ns += time.perf_counter_ns() - begin
-        return self.tier.instant
-
-    def release(self) -> None:
         return None
 
 

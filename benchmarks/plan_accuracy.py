@@ -39,9 +39,9 @@ from torch import nn
 import memo
 from benchmarks.results import ROOT, write_result
 from memo.autoplan.actuator import Actuator
-from memo.autoplan.actuator_protocol import MEASURING
 from memo.autoplan.controller import AutoPlan
 from memo.autoplan.device_budget import DeviceBudget
+from memo.autoplan.limits import MEASURING
 from memo.autoplan.profile_from_step import measured_profile
 from memo.autoplan.step_timeline import StepTimeline
 from memo.gpt.config import preset

@@ -60,7 +60,7 @@ IMPORTS = {
     "memo/gpt/model": "memo allocator swap face memo/machine memo/parallel memo/loss memo/gpt",
     "memo/gpt/train": "memo mip/inputs mip/activation allocator swap face memo/machine memo/parallel memo/compression "
     "memo/manager memo/gpt/optim memo/gpt memo/gpt/data memo/gpt/checkpoint memo/gpt/arithmetic memo/gpt/model",
-    "memo/record": "memo allocator swap/backends swap face memo/parallel memo/manager memo/gpt/optim memo/gpt "
+    "memo/record": "memo allocator swap/backends swap/tiers swap face memo/parallel memo/manager memo/gpt/optim memo/gpt "
     "memo/gpt/model memo/gpt/train",
     "memo/dry_run": "memo mip/activation allocator swap face memo/parallel memo/autoplan memo/gpt/optim memo/gpt "
     "memo/gpt/arithmetic memo/gpt/model memo/gpt/train memo/record",
@@ -73,7 +73,7 @@ IMPORTS = {
     "memo face": "memo allocator swap swap/recompute/tape memo/parallel memo/loss memo/manager memo/profiling "
     "memo/rehearsal",
     "memo/integrations": "memo memo face",
-    "memo/cli/tables": "memo mip/address mip/inputs mip/activation mip/cluster mip/simulate face memo/trace memo/search "
+    "memo/cli/tables": "memo mip/address mip/inputs mip/activation mip/simulate face memo/trace memo/search "
     "memo/rehearsal",
     "memo/cli/inputs": "memo memo/gpt memo/record memo/hugging_face memo/rehearsal mip/activation mip/inputs",
     "memo/cli/terminal": "memo mip memo/trace",

@@ -16,7 +16,6 @@ from benchmarks.published.run import Fitted, Run
 from benchmarks.published.target import Table, Target, step_target
 from memo.gpt.arithmetic import Layout, StateBytes
 from memo.gpt.config import GPTConfig
-from memo.mip.activation.memory_peaks import stage_static
 
 __all__ = ["TABLES"]
 
@@ -160,7 +159,7 @@ def _stage_memory(row: Row) -> list[Target]:
     def activations(fitted: Fitted, *, deallocates: bool) -> float:
         plan = run.plan(fitted)
         problem = plan.problem
-        nbytes = plan.stages[rank].peak_device_bytes - stage_static(problem, rank).nbytes
+        nbytes = plan.stages[rank].peak_device_bytes - problem.stages[rank].static.nbytes
         sent = 0 if deallocates or rank == 34 else problem.pipeline.in_flight(rank)
         return (nbytes + sent * 2 * SEQ * config.hidden) / 1e9
 

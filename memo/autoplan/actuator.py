@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
 from memo.allocator import unsplit_nbytes
-from memo.autoplan.actuator_protocol import MEASURING, Limits
 from memo.autoplan.backward_end import at_end_of_backward
 from memo.autoplan.device_peaks import DevicePeaks, Outside, Recompute
 from memo.autoplan.layer_classes import mlp_tiles_of
+from memo.autoplan.limits import MEASURING, Limits
 from memo.events import Tier
-from memo.mip.activation import chunk_layers, lower_tier_nbytes
+from memo.mip.activation import lower_tier_nbytes
 from memo.swap import Level, Placement, Quota, Setting, claims_in_turn, host_bytes_needed, setting_of
 from memo.units import format_bytes
 
@@ -37,7 +37,7 @@ UNBOUNDED_DISK = 1 << 60
 
 
 class Actuator:
-    """Applies plans and levels to one manager's engine, and measures its steps; implements ActuatorProtocol.
+    """Applies plans and levels to one manager's engine, and measures its steps: what AutoPlan knows of the engine.
 
     Args:
         engine, recompute_policy: what settings are applied to.
@@ -79,7 +79,7 @@ class Actuator:
 
     @property
     def idle(self) -> bool:
-        """True while nothing is saved."""
+        """True while nothing is saved: another setting may be applied."""
         return self._engine.stats.live_entries == 0
 
     def listen(self, tracer: Tracer | None) -> None:
@@ -97,7 +97,12 @@ class Actuator:
         return self._engine.backend.now_ns()
 
     def apply(self, setting: ActivationPlan | Level, *, growth: float = 1.0) -> None:
-        """Applies a plan or a level from the next layer call on."""
+        """Applies a plan, or one level to all layers, from the next layer call on.
+
+        Args:
+            setting: the plan or the level.
+            growth: tokens of the next step as a multiple of those of the last one.
+        """
         room = self.limits(growth).device_bytes
         if not self._others:  # nothing is known of what else a step needs
             room = max(0, self._budget.total_bytes - self._budget.used_bytes()) // 2
@@ -236,7 +241,11 @@ class Actuator:
         return rates
 
     def spare_bytes(self) -> tuple[int, int]:
-        """Bytes by which the device stayed below its budget, up to the end of backward and in all."""
+        """Bytes by which the device stayed below its budget since the last `take_peak` or `forget_peaks`.
+
+        Negative above the budget. The first number is up to the end of backward, which a plan decides on; the second of
+        all the time, an optimizer's step included.
+        """
         total = self._budget.total_bytes
         return total - self._peaks.planned_peak_bytes, total - self._peaks.peak_bytes
 
@@ -301,7 +310,15 @@ class Actuator:
         return self._trials - before
 
     def take_peak(self, *, growth: float | None = None) -> int:
-        """Returns the peak of saved tensors, and notes the other device memory that the step used."""
+        """Ends a measurement; returns the most bytes of saved tensors on the device at one time since the last call.
+
+        The other device memory in use is noted for `limits`.
+
+        Args:
+            growth: None after a step at a level. After a step by a plan, its tokens as a multiple of those of the
+                step noted before; that step's bytes still count where they are more, since another plan may recompute
+                more.
+        """
         step = self._peaks.end_step()
         before = {} if growth is None else {where: self._grown(where, growth) for where in self._others}
         self._others = before | {where: max(nbytes, before.get(where, 0)) for where, nbytes in step.others.items()}
@@ -356,7 +373,7 @@ def _weakly(method: Callable[..., object]) -> Callable[..., None]:
 def settings_of(plan: ActivationPlan, layers: Sequence[Layer]) -> tuple[dict[int, Placement], dict[str, Setting]]:
     """Converts a plan to placements by layer number, for the Engine, and points by layer name, for RecomputePolicy."""
     known = plan.problem.profile.layer_profiles()
-    begins = {chunk.start for chunk in chunk_layers(plan.problem, 0)}
+    begins = {chunk.start for chunk in plan.problem.stages[0].chunks}
     placements = {
         number: Placement(
             kept=part.kept,

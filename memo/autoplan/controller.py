@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memo.autoplan.actuator_protocol import MEASURING
+from memo.autoplan.limits import MEASURING
 from memo.autoplan.plan_cache import CachedPlan, Phase, PlanCache, growth, joint
 from memo.autoplan.plan_outcome import PlanOutcome, describe_level
 from memo.autoplan.profile_from_step import (
@@ -63,7 +63,7 @@ from memo.units import format_bytes, format_duration
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from memo.autoplan.actuator_protocol import ActuatorProtocol
+    from memo.autoplan.actuator import Actuator
     from memo.autoplan.step_evidence import AllGather
     from memo.autoplan.step_timeline import StepTimes
     from memo.events import Lane, Tracer
@@ -100,7 +100,7 @@ class AutoPlan:
 
     def __init__(
         self,
-        actuator: ActuatorProtocol,
+        actuator: Actuator,
         make_plan: Callable[[ActivationProblem], ActivationPlan],
         *,
         all_gather: AllGather = single_rank,

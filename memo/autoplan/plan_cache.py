@@ -18,7 +18,7 @@ import enum
 import math
 from typing import TYPE_CHECKING
 
-from memo.autoplan.actuator_protocol import MEASURING
+from memo.autoplan.limits import MEASURING
 from memo.autoplan.pace import Pace
 from memo.mip.inputs import Role, Signature
 from memo.swap import Level

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from memo.autoplan.actuator_protocol import MEASURING
+from memo.autoplan.limits import MEASURING
 from memo.autoplan.step_evidence import NOTHING_SAVED
 from memo.swap import Level
 from memo.units import format_bytes, format_duration

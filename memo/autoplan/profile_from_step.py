@@ -32,7 +32,7 @@ from memo.mip.inputs import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from memo.autoplan.actuator_protocol import Limits
+    from memo.autoplan.limits import Limits
     from memo.autoplan.step_timeline import LayerTimes, StepTimes
     from memo.machine import LinkRates
     from memo.swap import LayerCosts

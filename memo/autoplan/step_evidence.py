@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from memo.autoplan.actuator_protocol import Limits
 from memo.autoplan.layer_classes import classes_of
+from memo.autoplan.limits import Limits
 from memo.mip.inputs import EmbeddingOrHeadProfile, LayerProfile, Profile
 
 if TYPE_CHECKING:

@@ -233,15 +233,15 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 def _run_on_cluster(args: argparse.Namespace) -> ExitCode:
     """Plans a layout of groups of nodes that are not alike."""
-    from memo.cli.planning.on_cluster import ClusterRequest
+    from memo.cli.planning.on_cluster import plan_on_cluster, space_on_cluster
 
     refuse_existing(args.output, force=args.force)
     with WaitingLine("memo plan", f"planning {args.model} on {args.cluster}", quiet=args.json):
-        asked = ClusterRequest.of(args)
-        best = asked.plan()
-        simulation = verify_by_simulation(best.plan)
-    found = _Found(lines=(f"best placement: {best.placement.describe()}", *best.lines), summary=best.summary)
-    return _finish(args, with_run(best.plan, asked.request), simulation, found, asked.request.assumed)
+        space = space_on_cluster(args)
+        plan, lines, summary = plan_on_cluster(space)
+        simulation = verify_by_simulation(plan)
+    found = _Found(lines=lines, summary=summary)
+    return _finish(args, with_run(plan, space.request), simulation, found, space.request.assumed)
 
 
 def _finish(

@@ -25,7 +25,6 @@ from memo.dry_run.places import Place
 from memo.dry_run.simulated_step import RankStep, groups_of_rank, step_of_rank
 from memo.errors import UsageError
 from memo.gpt.arithmetic import Collective, Ranks
-from memo.mip.activation import chunk_layers, stage_static
 
 if TYPE_CHECKING:
     from memo.dry_run.recorded_collectives import CollectiveCall
@@ -116,7 +115,7 @@ def _memory(run: PlannedRun, plan: ActivationPlan, kinds: Sequence[RankKind]) ->
     """Compares what the ranks of each stage hold with the plan."""
     for stage, planned in enumerate(plan.stages):
         own = [kind for kind in kinds if kind.stage == stage]
-        static = stage_static(plan.problem, stage)
+        static = plan.problem.stages[stage].static
         states = {kind.ranks[0]: kind.step.states_bytes for kind in own}
         of_states = static.weights + static.optimizer
         yield from memory(states, of_states, STATES, stage=stage, what="its weights and optimizer state are")
@@ -128,7 +127,7 @@ def recomputed(run: PlannedRun, stage: int) -> list[Collective]:
     """At most what the plan's recompute repeats on a rank of a stage."""
     if run.plan is None:
         return []
-    plans = [run.plan.layers[index] for chunk in chunk_layers(run.plan.problem, stage) for index in chunk]
+    plans = [run.plan.layers[index] for index in run.plan.problem.stages[stage].indices]
     layers = sum(plan.recomputes for plan in plans)
     return [
         dataclasses.replace(each, nbytes=each.nbytes * layers).times(run.microbatches)

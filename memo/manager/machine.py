@@ -11,7 +11,7 @@ import functools
 import os
 import platform
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -93,7 +93,9 @@ class Machine:
         with torch.random.fork_rng(devices=[]):  # a step's own numbers go on as without a measurement
             return measure_lanes(self.device, host=host, directories=directories, seconds=LINK_SECONDS)
 
-    def disk(self, directories: Sequence[Path], nbytes: int | None, *, verify: bool) -> tuple[Disk, DiskStore | None]:
+    def disk(
+        self, directories: Sequence[Path], nbytes: int | None, *, verify: bool
+    ) -> tuple[Disk[Any], DiskStore | None]:
         """Opens the disk for the device, and its store, if it has one.
 
         A CPU's tensors are written by the store directly. A GPU's go to disk by GPUDirect Storage where a trial shows that

@@ -15,7 +15,6 @@ from memo.autoplan import PlanOutcome, saved_alone
 from memo.errors import PlanError
 from memo.mip.activation import (
     ActivationPlan,
-    chunk_layers,
     extract_stage_plan,
     in_flight_within,
     predict_stages,
@@ -125,7 +124,7 @@ def _require_room(plan: ActivationPlan, stage: int, order: PipelineOrder) -> Non
                 f"make a plan for its --schedule and --accumulate, or give no plan"
             )
         return
-    sizes = tuple(len(chunk) for chunk in chunk_layers(plan.problem, stage))
+    sizes = tuple(map(len, plan.problem.stages[stage].chunks))
     if order.turns is None or order.turns.layers != sizes:
         raise PlanError(f"plan: the stages of rank {stage} have {sizes} layers there, and others in the model")
     if not in_flight_within(order.turns.turns, pipeline.turns(stage), chunks=pipeline.chunks):

@@ -7,7 +7,6 @@ longer.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +15,7 @@ from memo.events import Lane, Tier as TierName
 from memo.manager import Manager
 from memo.swap import Engine, RecomputePolicy, setting_of
 from memo.swap.backends import Done, OneComputeStream
+from memo.swap.tiers import Extent
 from memo.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -77,23 +77,6 @@ class OffloadWithoutBytes:
 _DONE = Done()
 
 
-@dataclasses.dataclass(slots=True)
-class _Place:
-    """A storage's place in the tier; implements the tiers' Place."""
-
-    tier: _UnboundedTier
-    nbytes: int
-
-    def copy_out(self, source: torch.Tensor, *, after: Event) -> Done:
-        return _DONE
-
-    def copy_in(self, target: torch.Tensor, *, after: Event) -> Done:
-        return _DONE
-
-    def release(self) -> None:
-        self.tier.used -= self.nbytes
-
-
 class _UnboundedTier:
     """A tier that counts bytes and stores none; implements Tier."""
 
@@ -109,10 +92,19 @@ class _UnboundedTier:
         self.used = 0
         self.peak = 0
 
-    def claim(self, nbytes: int) -> _Place:
+    def reserve(self, nbytes: int) -> Extent:
         self.used += nbytes
         self.peak = max(self.peak, self.used)
-        return _Place(self, nbytes)
+        return Extent(self, nbytes)
+
+    def write(self, extent: Extent, source: torch.Tensor, *, after: Event) -> Done:
+        return _DONE
+
+    def read(self, extent: Extent, target: torch.Tensor, *, after: Event) -> Done:
+        return _DONE
+
+    def release(self, extent: Extent) -> None:
+        self.used -= extent.nbytes
 
     def expect(self, nbytes: int) -> None:
         return None

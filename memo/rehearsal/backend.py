@@ -6,8 +6,7 @@ it waits for and what its stream was given before. While the other direction cop
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -129,20 +128,8 @@ def _address_space(nbytes: int) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(byteless_storage(nbytes), 0, (nbytes,), (1,))
 
 
-class _Range(Protocol):
-    """What is needed of an extent."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Extent:
-    nbytes: int
-
-
 class SimulatedDisk:
-    """Disk tier with rates; implements Disk. Threads of the host write and read.
+    """Disk tier with rates; implements Disk, whose ranges are their numbers of bytes. Threads of the host write and read.
 
     Args:
         clock: the machine's clock.
@@ -157,28 +144,28 @@ class SimulatedDisk:
         self._rates = {"write": write_bytes_per_s, "read": read_bytes_per_s}
         self._free_ns = {"write": 0, "read": 0}
 
-    def reserve(self, nbytes: int) -> _Extent | None:
+    def reserve(self, nbytes: int) -> int | None:
         """Reserves bytes of the budget."""
         if self._left is not None:
             if nbytes > self._left:
                 return None
             self._left -= nbytes
-        return _Extent(nbytes)
+        return nbytes
 
     @property
     def refusal(self) -> None:
         """Nothing: there is no file system."""
 
-    def release(self, extent: _Range) -> None:
+    def release(self, extent: int) -> None:
         """Gives the bytes back."""
         if self._left is not None:
-            self._left += extent.nbytes
+            self._left += extent
 
-    def write(self, extent: _Range, source: torch.Tensor, *, after: Sequence[Event] = ()) -> SimulatedEvent:
+    def write(self, extent: int, source: torch.Tensor, *, after: Sequence[Event] = ()) -> SimulatedEvent:
         """Writes after the events."""
         return self._run("write", source.nbytes, after)
 
-    def read(self, extent: _Range, target: torch.Tensor, *, after: Sequence[Event] = ()) -> SimulatedEvent:
+    def read(self, extent: int, target: torch.Tensor, *, after: Sequence[Event] = ()) -> SimulatedEvent:
         """Reads after the events."""
         return self._run("read", target.nbytes, after)
 

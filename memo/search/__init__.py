@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from memo.search.answer import Item as Item, Rival as Rival, rivals as rivals, step_items as step_items
     from memo.search.bounds import Bound as Bound
     from memo.search.candidates import Candidate as Candidate, Setting as Setting, Shape as Shape
-    from memo.search.cluster_space import MOST_PLACEMENTS as MOST_PLACEMENTS, ClusterSpace as ClusterSpace
-    from memo.search.divisions import roomier_layers as roomier_layers
     from memo.search.launch import (
         PORT as PORT,
         Launch as Launch,
@@ -34,22 +32,24 @@ if TYPE_CHECKING:
     )
     from memo.search.shares import Shares as Shares
     from memo.search.smallest import Smallest as Smallest, smallest_that_fits as smallest_that_fits
-    from memo.search.space import DIMENSIONS as DIMENSIONS, Space as Space
+    from memo.search.space import (
+        DIMENSIONS as DIMENSIONS,
+        MOST_PLACEMENTS as MOST_PLACEMENTS,
+        Space as Space,
+    )
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
             "answer": "Item Rival rivals step_items",
             "bounds": "Bound",
-            "divisions": "roomier_layers",
             "candidates": "Candidate Setting Shape",
-            "cluster_space": "MOST_PLACEMENTS ClusterSpace",
             "launch": "PORT Launch launch_of runs_under_memo_train train_arguments why_not_trained with_run",
             "longest": "LongestFit longest_that_fits",
             "request": "Request",
             "search": "Closed Found Planned search_layouts",
             "shares": "Shares",
             "smallest": "Smallest smallest_that_fits",
-            "space": "DIMENSIONS Space",
+            "space": "DIMENSIONS MOST_PLACEMENTS Space",
         },
     )

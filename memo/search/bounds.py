@@ -35,16 +35,14 @@ from memo.mip import RowProgram
 from memo.mip.activation import (
     ActivationPlan,
     LayerPlan,
-    chunk_layers,
     device_peak_candidates,
     predict_kept_times,
     predict_stages,
-    stage_static,
 )
 from memo.mip.inputs import Kind
 
 if TYPE_CHECKING:
-    from memo.mip.activation import ActivationProblem, PeakCandidate, StageMachine, StagePrediction
+    from memo.mip.activation import ActivationProblem, PeakCandidate, StageMachine, StagePrediction, StageView
     from memo.mip.inputs import EmbeddingOrHeadProfile, LayerProfile
 
 __all__ = [
@@ -158,23 +156,21 @@ def has_room(problem: ActivationProblem) -> bool:
 
     The cheapest bound by memory: static bytes first, then the likely peaks of the stages whose memory counts.
     """
-    budgets = {
-        stage: problem.machine_of(stage).budgets.device_bytes for stage in _counted_stages(problem.pipeline.stages)
-    }
-    if any(stage_static(problem, stage).nbytes > budget for stage, budget in budgets.items()):
+    counted = [problem.stages[number] for number in _counted_stages(problem.pipeline.stages)]
+    if any(stage.static.nbytes > stage.machine.budgets.device_bytes for stage in counted):
         return False
     return all(
-        place.resident_bytes <= budget
-        for stage, budget in budgets.items()
-        for place in device_peak_candidates(problem, stage, likely_only=True)
+        place.resident_bytes <= stage.machine.budgets.device_bytes
+        for stage in counted
+        for place in device_peak_candidates(stage, likely_only=True)
     )
 
 
 def keeps_all(kept: ActivationPlan) -> bool:
     """Whether the plan that keeps everything fits the device."""
     problem = kept.problem
-    budgets = [problem.machine_of(stage).budgets.device_bytes for stage in range(problem.pipeline.stages)]
-    if any(_kept_bytes(problem, stage) > budget for stage, budget in enumerate(budgets)):
+    budgets = [stage.machine.budgets.device_bytes for stage in problem.stages]
+    if any(_kept_bytes(stage) > budget for stage, budget in zip(problem.stages, budgets, strict=True)):
         return False
     predictions = predict_stages(problem, kept.layers)
     return all(stage.peak_device_bytes <= budget for stage, budget in zip(predictions, budgets, strict=True))
@@ -222,7 +218,7 @@ class _Program:
         self._fits = True
         self._forward: list[int] = []
         self._backward: list[int] = []
-        self._stages = [self._stage(stage, prediction) for stage, prediction in enumerate(kept.stages)]
+        self._stages = [self._stage(*pair) for pair in zip(self._problem.stages, kept.stages, strict=True)]
         self._node_rows()
         self._step = self._program.variable()
         self._step_rows()
@@ -232,15 +228,14 @@ class _Program:
         least = self._program.minimum(self._step) if self._fits else None
         return None if least is None else least * self._second
 
-    def _stage(self, stage: int, prediction: StagePrediction) -> list[_Group]:
+    def _stage(self, stage: StageView, prediction: StagePrediction) -> list[_Group]:
         """Variables and rows of one stage; of a long pipeline only some of the stages have rows of memory."""
-        problem, program = self._problem, self._program
-        count = problem.pipeline.stages
-        moments = _fullest(problem, stage) if stage in _counted_stages(count) else []
-        groups, machine = self._groups(stage, moments), problem.machine_of(stage)
+        program = self._program
+        moments = _fullest(stage) if stage.number in _counted_stages(stage.pipeline.stages) else []
+        groups = self._groups(stage, moments)
         for group in groups:
-            self._variables(group, machine)
-        budget = machine.budgets.device_bytes * (1 + SAFETY)
+            self._variables(group, stage.machine)
+        budget = stage.machine.budgets.device_bytes * (1 + SAFETY)
         for number, (resident, *_) in enumerate(moments):
             terms: collections.defaultdict[int, float] = collections.defaultdict(float)
             held = 0.0
@@ -255,18 +250,15 @@ class _Program:
         self._time_rows(stage, prediction, groups)
         return groups
 
-    def _groups(self, stage: int, moments: Sequence[_Moment]) -> list[_Group]:
-        layers, number = self._problem.profile.layer_profiles(), 0
+    def _groups(self, stage: StageView, moments: Sequence[_Moment]) -> list[_Group]:
         found: dict[tuple[object, ...], _Group] = {}
-        chunks = chunk_layers(self._problem, stage)
-        for chunk in chunks:
-            for index in chunk:
-                weights = tuple((kept[number], unmoved[number]) for _, kept, unmoved in moments)
-                last = index == chunk[-1] and len(chunks) > 1
-                key = (layers[index].name, weights, last)
-                group = found.setdefault(key, _Group(layer=layers[index], count=0, weights=weights, copied=not last))
-                group.count += 1
-                number += 1
+        lasts = {own[-1] for own in stage.numbers if len(stage.numbers) > 1}
+        for number, layer in enumerate(stage.layers):
+            weights = tuple((kept[number], unmoved[number]) for _, kept, unmoved in moments)
+            last = number in lasts
+            key = (layer.name, weights, last)
+            group = found.setdefault(key, _Group(layer=layer, count=0, weights=weights, copied=not last))
+            group.count += 1
         return list(found.values())
 
     def _variables(self, group: _Group, machine: StageMachine) -> None:
@@ -306,23 +298,16 @@ class _Program:
                 terms[moved] -= weight
         return weight * group.count * group.layer.full_bytes / self._byte
 
-    def _time_rows(self, stage: int, prediction: StagePrediction, groups: Sequence[_Group]) -> None:
+    def _time_rows(self, stage: StageView, prediction: StagePrediction, groups: Sequence[_Group]) -> None:
         """F and B of a stage: at least as long as if all were kept, as the copies take, and as the work takes."""
-        program, problem = self._program, self._problem
-        rates, indices = (
-            problem.machine_of(stage).lanes,
-            [index for chunk in chunk_layers(problem, stage) for index in chunk],
-        )
-        known = problem.profile.layer_profiles()
-        ends = [problem.profile.embedding] * (indices[0] == 0)
-        ends += [problem.profile.head] * (indices[-1] == len(known) - 1)
-        ends_s = [sum(end.forward_s for end in ends), sum(end.backward_s for end in ends)]
+        program, rates = self._program, stage.machine.lanes
+        ends_s = [sum(end.forward_s for end in stage.ends), sum(end.backward_s for end in stage.ends)]
         backward_s = prediction.microbatch_s - prediction.forward_s
         forward = program.variable(prediction.forward_s / self._second)
         backward = program.variable(max(backward_s, 0.0) / self._second)
         self._forward.append(forward)
         self._backward.append(backward)
-        worked_s = sum(known[index].backward_s for index in indices) + ends_s[1]
+        worked_s = sum(layer.backward_s for layer in stage.layers) + ends_s[1]
         again = {
             group.points[point.name]: -point.recompute_s / self._second
             for group in groups
@@ -354,7 +339,7 @@ class _Program:
         """What a node's ranks move together."""
         problem = self._problem
         for node in problem.nodes:
-            budgets = problem.machine_of(min(node)).budgets
+            budgets = problem.stages[min(node)].machine.budgets
             for budget, tier in ((budgets.host_bytes, "host"), (budgets.disk_bytes, "disk")):
                 terms: dict[int, float] = {}
                 for stage, ranks in node.items():
@@ -425,28 +410,23 @@ _Moment = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Resident bytes, and by layer the microbatches whose kept bytes are held, and those that hold all but what has moved."""
 
 
-def _fullest(problem: ActivationProblem, stage: int) -> list[_Moment]:
+def _fullest(stage: StageView) -> list[_Moment]:
     """The likely moments of a stage that hold most: if everything is kept, and if nothing is."""
-    known = problem.profile.layer_profiles()
-    whole = [known[index].full_bytes for chunk in chunk_layers(problem, stage) for index in chunk]
-    places = device_peak_candidates(problem, stage, likely_only=True)
-    by_kept = sorted(places, key=lambda place: -_whole_bytes(place, whole))[:MOMENTS]
+    places = device_peak_candidates(stage, likely_only=True)
+    by_kept = sorted(places, key=lambda place: -_whole_bytes(place, stage))[:MOMENTS]
     by_resident = sorted(places, key=lambda place: -place.resident_bytes)[:MOMENTS]
     return list(dict.fromkeys((place.resident_bytes, place.kept, place.unmoved) for place in (*by_kept, *by_resident)))
 
 
-def _whole_bytes(place: PeakCandidate, whole: Sequence[int]) -> int:
+def _whole_bytes(place: PeakCandidate, stage: StageView) -> int:
     """Bytes on the device at a place if everything is kept."""
-    held = zip(place.kept, place.unmoved, whole, strict=True)
-    return place.resident_bytes + sum((kept + unmoved) * nbytes for kept, unmoved, nbytes in held)
+    held = zip(place.kept, place.unmoved, stage.layers, strict=True)
+    return place.resident_bytes + sum((kept + unmoved) * layer.full_bytes for kept, unmoved, layer in held)
 
 
-def _kept_bytes(problem: ActivationProblem, stage: int) -> int:
+def _kept_bytes(stage: StageView) -> int:
     """Bytes on the device at the fullest of the moments that count, if everything is kept."""
-    known = problem.profile.layer_profiles()
-    whole = [known[index].full_bytes for chunk in chunk_layers(problem, stage) for index in chunk]
-    places = device_peak_candidates(problem, stage, likely_only=True)
-    return max(_whole_bytes(place, whole) for place in places)
+    return max(_whole_bytes(place, stage) for place in device_peak_candidates(stage, likely_only=True))
 
 
 def _least_held(peaks: Sequence[Sequence[int]]) -> int:

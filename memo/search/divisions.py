@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from memo.mip.activation import device_peak_candidates, layers_of_runs, stage_layers, stage_static
+from memo.mip.activation import device_peak_candidates, layers_of_runs
 
 if TYPE_CHECKING:
-    from memo.mip.activation import ActivationPlan, ActivationProblem
+    from memo.mip.activation import ActivationPlan, ActivationProblem, StageView
     from memo.mip.inputs import LayerProfile
 
 __all__ = ["moved_layers", "roomier_layers"]
@@ -50,7 +50,7 @@ def roomier_layers(
         return None
     if _is_hopeless(problem):
         return None
-    lacking = [_lacking_bytes(problem, stage) for stage in range(pipeline.stages)]
+    lacking = [_lacking_bytes(stage) for stage in problem.stages]
     fitted, layers = max(lacking) <= 0, None
     for _ in range(MOST_STEPS):
         if sum(lacking) > 0 or (max(lacking) <= 0 and not fitted):
@@ -60,7 +60,7 @@ def roomier_layers(
         changed = None if tried is None else problem_of(tried)
         if changed is None:
             break
-        after = [_lacking_bytes(changed, stage) for stage in range(pipeline.stages)]
+        after = [_lacking_bytes(stage) for stage in changed.stages]
         if max(after[giver], after[taker]) >= lacking[giver]:
             break
         problem, lacking, layers = changed, after, tried
@@ -81,30 +81,27 @@ def _moved(problem: ActivationProblem, giver: int, taker: int) -> tuple[int, ...
 
 def _is_hopeless(problem: ActivationProblem) -> bool:
     """Whether all stages together lack memory, or the first or the last lacks it with one layer in each run."""
-    stages = range(problem.pipeline.stages)
-    budgets = [problem.machine_of(stage).budgets.device_bytes for stage in stages]
-    if sum(stage_static(problem, stage).nbytes for stage in stages) > sum(budgets):
+    stages = problem.stages
+    if sum(stage.static.nbytes for stage in stages) > sum(stage.machine.budgets.device_bytes for stage in stages):
         return True
-    return any(_lacking_bytes(problem, stage, fewest=True) > 0 for stage in (stages[0], stages[-1]))
+    return any(_lacking_bytes(stage, fewest=True) > 0 for stage in (stages[0], stages[-1]))
 
 
-def _lacking_bytes(problem: ActivationProblem, stage: int, *, fewest: bool = False) -> float:
+def _lacking_bytes(stage: StageView, *, fewest: bool = False) -> float:
     """Bytes by which a stage exceeds its device's budget with as little kept as can be; negative ones are room.
 
     Args:
-        problem: the problem.
-        stage: number of the stage.
+        stage: the stage.
         fewest: a lower bound of these bytes with one layer in each of the stage's runs.
     """
-    known, budgets = problem.profile.layer_profiles(), problem.machine_of(stage).budgets
+    own, budgets = stage.layers, stage.machine.budgets
     moves = budgets.host_bytes > 0 or budgets.disk_bytes > 0
-    own = [known[index] for index in stage_layers(problem, stage)]
-    counted = problem.pipeline.chunks if fewest else len(own)
+    counted = stage.pipeline.chunks if fewest else len(own)
     least = [0 if moves or number >= counted else _least_bytes(layer) for number, layer in enumerate(own)]
     held = max(
         place.resident_bytes
         + sum((kept + rest) * nbytes for kept, rest, nbytes in zip(place.kept, place.unmoved, least, strict=True))
-        for place in device_peak_candidates(problem, stage, likely_only=True)
+        for place in device_peak_candidates(stage, likely_only=True)
     )
     freed = sum(layer.static_bytes for layer in own[counted:])
     freed += max((layer.full_bytes for layer in own[counted:]), default=0)  # of one layer there is one rounding buffer

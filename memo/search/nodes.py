@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from memo.search.candidates import Setting, Shape
     from memo.search.space import Space
 
-__all__ = ["Node", "Stage", "moved", "problem_of", "refine", "roomier"]
+__all__ = ["Node", "Stage", "moved", "node_of", "problem_of", "refine", "roomier"]
 
 
 class Stage(enum.IntEnum):
@@ -78,7 +78,8 @@ def refine(space: Space, node: Node, *, cutoff_s: float) -> list[Node]:
         case Stage.SETTING:
             assert node.setting is not None
             bare = space.schedules(node.shapes[0], node.setting)
-            further = [(other, True) for one in bare for other in space.further(one)]
+            sharded = [other for one in bare for other in space.further(dataclasses.replace(one, zero=3))]
+            further = [(dataclasses.replace(other, zero=0), True) for other in sharded]
             return [
                 dataclasses.replace(node, stage=Stage.SCHEDULE, schedule=one, moved=beside)
                 for one, beside in ([(one, False) for one in bare] + further)
@@ -100,7 +101,7 @@ def refine(space: Space, node: Node, *, cutoff_s: float) -> list[Node]:
 def moved(space: Space, plan: ActivationPlan, candidate: Candidate) -> list[Node]:
     """The nodes of a planned candidate with one layer on another stage."""
     others = [dataclasses.replace(candidate, stage_layers=layers) for layers in moved_layers(plan)]
-    return [_beside(other) for other in others if not space.owns(other)]
+    return [node_of(other) for other in others if not space.owns(other)]
 
 
 def roomier(space: Space, candidate: Candidate) -> list[Node]:
@@ -115,18 +116,18 @@ def roomier(space: Space, candidate: Candidate) -> list[Node]:
     problem = problem_of(space, candidate, tiles)
     layers = None if problem is None else roomier_layers(problem, of_layers)
     other = None if layers is None else dataclasses.replace(candidate, stage_layers=layers)
-    return [] if other is None or space.owns(other) else [_beside(other)]
+    return [] if other is None or space.owns(other) else [node_of(other)]
 
 
-def _beside(candidate: Candidate) -> Node:
-    """The node of a candidate beside the space, whose bounds are still to come."""
+def node_of(candidate: Candidate, *, moved: bool = True) -> Node:
+    """The node of a candidate, beside the space or not, whose bounds are still to come."""
     return Node(
         stage=Stage.CANDIDATE,
         ladder=BoundSequence(((Bound.COMPUTE, 0.0),)),
         shapes=(candidate.shape,),
         setting=candidate.setting,
         candidate=candidate,
-        moved=True,
+        moved=moved,
     )
 
 

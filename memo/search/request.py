@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from memo.errors import UsageError
 from memo.gpt import EmbeddingGradients, GPTConfig
 from memo.gpt.arithmetic import Layout, Optimizer, derive_profile
-from memo.mip.activation import ActivationProblem, DoesNotFit, Pipeline, fits, solve_mlp_tiles, stage_static
+from memo.mip.activation import ActivationProblem, DoesNotFit, Pipeline, fits, solve_mlp_tiles
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
@@ -115,11 +115,8 @@ class Request:
         if not self.optimizer_offload or self.recompute is not None or self.config is None:
             return 0
         without = self._problem(tiles, optimizer_offload=False)
-        moved = (
-            stage_static(without, stage).nbytes - stage_static(problem, stage).nbytes
-            for stage in range(problem.pipeline.stages)
-        )
-        return max(moved) * problem.budgets.ranks_per_node
+        pairs = zip(without.stages, problem.stages, strict=True)
+        return max(kept.static.nbytes - stage.static.nbytes for kept, stage in pairs) * problem.budgets.ranks_per_node
 
     def _problem(self, tiles: int, *, optimizer_offload: bool) -> ActivationProblem:
         layout = self.layout

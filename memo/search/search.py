@@ -29,7 +29,7 @@ from memo.gpt import GPTConfig
 from memo.mip.activation import find_plan
 from memo.search.bounds import Bound, BoundSequence
 from memo.search.candidates import Candidate
-from memo.search.nodes import Node, Stage, moved, problem_of, refine, roomier
+from memo.search.nodes import Node, Stage, moved, node_of, problem_of, refine, roomier
 
 if TYPE_CHECKING:
     from memo.mip.activation import ActivationPlan, ActivationProblem
@@ -124,6 +124,7 @@ class Found:
 def search_layouts(
     space: Space,
     *,
+    candidates: Sequence[Candidate] | None = None,
     wanted: int = WANTED,
     runs: Callable[[Candidate], bool] | None = None,
     workers: int = 1,
@@ -133,6 +134,7 @@ def search_layouts(
 
     Args:
         space: what is searched.
+        candidates: those to search, with what is beside them; None: all of the space.
         wanted: number of best layouts.
         runs: whether a candidate can be carried out; the best of these is found and proven, too.
         workers: processes that plan, beside this one where more than 1.
@@ -142,7 +144,7 @@ def search_layouts(
         SolverFailed: a solver crashed, or a process that planned ended.
     """
     search = _Search(space, wanted=wanted, runs=runs, workers=workers, say=say)
-    return search.run()
+    return search.run(candidates)
 
 
 class _Search:
@@ -174,9 +176,13 @@ class _Search:
         self._worst_s = math.inf  # of the best layouts that are wanted
         self._runnable_s = math.inf
 
-    def run(self) -> Found:
+    def run(self, candidates: Sequence[Candidate] | None) -> Found:
         """Searches until the lowest bound of what is open is above what was found."""
-        self._begin()
+        if candidates is None:
+            self._begin()
+        for candidate in candidates or ():
+            self._known.add(candidate)
+            self._push(node_of(candidate, moved=False))
         try:
             while self._open:
                 round_ = self._round()
@@ -217,7 +223,7 @@ class _Search:
         own = isinstance(space.request.config, GPTConfig)
         rates = [
             machine.peak_flops * (max(machine.matmul_efficiency, machine.attention_efficiency) if own else 1.0)
-            for machine in space.machines
+            for _, _, machine, _ in space.groups
         ]
         for shape in space.shapes:
             for setting in space.settings(shape):

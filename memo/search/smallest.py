@@ -72,8 +72,7 @@ def _by_memory(space: Space) -> list[tuple[int, Candidate, ActivationProblem]]:
     for candidate in _leanest(space):
         with contextlib.suppress(UsageError):
             problem = space.problem(candidate, space.request.tiles[-1])
-            stages = range(problem.pipeline.stages)
-            places = (place for stage in stages for place in device_peak_candidates(problem, stage))
+            places = (place for stage in problem.stages for place in device_peak_candidates(stage))
             found.append((max(place.resident_bytes for place in places), candidate, problem))
     return sorted(found, key=lambda one: (one[0], one[1].key))
 

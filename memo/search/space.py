@@ -1,6 +1,7 @@
 """Space of a search: every way to run a step of a given size on a cluster, and the reasons why others are left out.
 
-Owns the dimensions and what divides what. Knows no times and no bytes.
+Owns the dimensions, what divides what, and what a placement on groups of nodes that are not alike changes: the problem of a
+candidate, whose stages have machines of their own, numbers of layers, hybrid sharding and the bound by work.
 
     shape        pp x dp x cp x tp ranks, on all GPUs of the cluster or on fewer: whole nodes, or a part of one; with
                  experts, how many of the dp ranks divide them
@@ -13,6 +14,13 @@ divide the query heads and may share key/value heads, or passes keys and values 
 ranks. Pipeline stages have equal numbers of layers, or those with which the slowest run of layers, embedding and head
 included, has least work; divisions.py has others, which a search tries beside the space. Schedules, chunks and
 microbatches are those that `memo train` runs.
+
+On a cluster of several groups of nodes every candidate is tried on every placement of its shape. Shapes are those of as
+many equal nodes as divide each node of the groups. Numbers of layers by each stage's speed and memory are tried beside equal
+ones. With M microbatches, and t(s) the shortest work of one layer on the machine of stage s, e(s) that of the embedding and
+the head there, without collectives, a step of n layers takes at least
+
+    M (n + sum_s e(s) / t(s)) / sum_s 1 / t(s)        on the placement where that is least, however layers are divided
 """
 
 from __future__ import annotations
@@ -21,26 +29,27 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memo.errors import UsageError
 from memo.gpt import EmbeddingGradients, GPTConfig, Precision
 from memo.gpt.arithmetic import EmbeddingTraffic, reason_not_sparse
-from memo.mip.cluster import StageCosts, divide_equal_layers, divide_layers
+from memo.mip.cluster import Crossing, Placement, StageCosts, balanced_layers, divide_equal_layers, divide_layers
 from memo.mip.inputs import PipelineSchedule
-from memo.search.bounds import BoundSequence, work_bounds
+from memo.search.bounds import Bound, BoundSequence, work_bounds
 from memo.search.candidates import Candidate, Setting, Shape
 from memo.search.sizes import ModelSizes, divisors_of
 
 if TYPE_CHECKING:
-    from memo.mip.activation import ActivationProblem
-    from memo.mip.cluster import Placement
-    from memo.mip.inputs import Hardware
+    from memo.mip.activation import ActivationProblem, Budgets
+    from memo.mip.cluster import Cluster, NodeGroup, ProfileOf, StagePlace
+    from memo.mip.inputs import EmbeddingOrHeadProfile, Hardware, LayerProfile, Profile
     from memo.search.request import Request
 
-__all__ = ["DIMENSIONS", "Space"]
+__all__ = ["DIMENSIONS", "MOST_PLACEMENTS", "Space"]
 
 DIMENSIONS = ("pp", "dp", "cp", "tp", "ep", "ring", "zero", "schedule", "chunks", "batch", "accumulate")
 """Dimensions that may be fixed."""
@@ -48,6 +57,8 @@ MOST_CHUNKS = 4
 """Chunks of a pipeline rank that are tried."""
 MOST_TURNS = 1 << 17
 """Most turns of all ranks of a pipeline with several chunks, which the planner follows turn by turn."""
+MOST_PLACEMENTS = 256
+"""Most placements of a shape that are searched, in the order of `Cluster.placements`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +76,13 @@ class Space:
     """Sequences in a step of all ranks."""
     fixed: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Values of dimensions that are not searched, by name."""
+    cluster: Cluster | None = None
+    """Groups of nodes that are not alike, whose nodes each have a multiple of the request's GPUs per node; None: all nodes
+    are the request's machine."""
+    budgets: Mapping[str, Budgets] = dataclasses.field(default_factory=dict)
+    """Budgets of a node by the name of its group, where there are groups."""
+    _known: dict[Shape, tuple[tuple[StagePlace, ...], ...]] = dataclasses.field(default_factory=dict, compare=False)
+    """Placements of shapes that were asked for."""
 
     def __post_init__(self) -> None:
         for name, value in self.fixed.items():
@@ -140,18 +158,27 @@ class Space:
         return [one for one in found if self._agrees(one)]
 
     def schedules(self, shape: Shape, setting: Setting) -> list[Candidate]:
-        """A candidate of each schedule of a shape and a setting, in which nothing is sharded."""
+        """A candidate of each schedule on each placement of a shape and a setting, in which nothing is sharded."""
         return [
-            Candidate(shape=shape, setting=setting, schedule=schedule, chunks=chunks, stage_layers=layers, zero=0)
+            Candidate(
+                shape=shape,
+                setting=setting,
+                schedule=schedule,
+                chunks=chunks,
+                stage_layers=layers,
+                zero=0,
+                places=places,
+            )
             for schedule, chunks in self._schedules(shape, setting)
             for layers in self._divisions(shape, chunks)
+            for places in self._placements(shape)
         ]
 
     def shardings(self, candidate: Candidate) -> list[Candidate]:
         """The candidate under every sharding and exchange of the embedding's gradient."""
         return [
             dataclasses.replace(candidate, zero=zero, sharded_over=ranks, sparse_embedding=sparse)
-            for zero, ranks in self._shardings(candidate)
+            for zero, ranks in self._shardings(candidate.shape, candidate.places)
             for sparse in self._exchanges(candidate.shape, candidate.setting, zero, ranks)
         ]
 
@@ -161,11 +188,12 @@ class Space:
 
     def count(self, shape: Shape, setting: Setting) -> int:
         """Number of its candidates."""
+        bare = sum(len(self._divisions(shape, chunks)) for _, chunks in self._schedules(shape, setting))
         ways = (
             self._exchanges(shape, setting, *sharding)
-            for sharding in self._shardings(Candidate(shape=shape, setting=setting))
+            for places in (self._placements(shape) if bare else ())
+            for sharding in self._shardings(shape, places)
         )
-        bare = sum(len(self._divisions(shape, chunks)) for _, chunks in self._schedules(shape, setting))
         return bare * sum(map(len, ways))
 
     def request_of(self, candidate: Candidate) -> Request:
@@ -199,34 +227,111 @@ class Space:
         """The planning problem of a candidate with so many MLP tiles.
 
         Raises:
-            UsageError: the host has no room for what is to be there in any case.
+            UsageError: the host has no room for what is to be there in any case, or the layout does not go with groups.
         """
-        return self.request_of(candidate).problem(tiles)
+        request, placement = self.request_of(candidate), self.placement(candidate)
+        if placement is None:
+            return request.problem(tiles)
+        return placement.problem_inputs(
+            _profile_of(request, tiles),
+            microbatches=request.accumulate,
+            layers=candidate.stage_layers or None,
+            schedule=candidate.schedule,
+            chunks=candidate.chunks,
+            budgets_of=self._budgets_of,
+        )
 
     def further(self, candidate: Candidate) -> list[Candidate]:
-        """Candidates beside the space that are tried with one in which nothing is sharded: other numbers of layers."""
-        return []
+        """Candidates that are tried beside one: with numbers of layers by its stages' speed and memory."""
+        placement = self.placement(candidate)
+        if placement is None or candidate.shape.pp == 1 or self.request.stage_layers:
+            return []
+        try:
+            layers = balanced_layers(
+                placement,
+                _profile_of(self.request_of(candidate), self.request.tiles[0]),
+                schedule=candidate.schedule,
+                chunks=candidate.chunks,
+                budgets_of=self._budgets_of,
+            )
+        except UsageError:
+            return []
+        other = dataclasses.replace(candidate, stage_layers=layers)
+        return [] if self.owns(other) else [other]
 
     def owns(self, candidate: Candidate) -> bool:
-        """Whether the candidate's numbers of layers are those of a candidate of the space."""
-        layers, own = candidate.stage_layers, self._divisions(candidate.shape, candidate.chunks)
+        """Whether the candidate's numbers of layers are those of a candidate of the space, or given for all."""
+        layers = candidate.stage_layers
+        if self.request.stage_layers:
+            return True
+        if candidate.places:
+            share, more = divmod(sum(layers), max(len(layers), 1))
+            return layers == tuple(share + (run < more) for run in range(len(layers)))
+        own = self._divisions(candidate.shape, candidate.chunks)
         return layers in own or (() in own and len(set(layers)) == 1)
 
     def placement(self, candidate: Candidate) -> Placement | None:
         """Where the candidate's stages are, if nodes are not alike."""
-        return None
+        if self.cluster is None:
+            return None
+        return Placement(cluster=self.cluster, places=candidate.places, tp=candidate.shape.tp, cp=candidate.shape.cp)
 
     def least_work(self, shape: Shape, setting: Setting) -> BoundSequence:
         """Bounds by the work of a shape and a setting, whatever the rest of a candidate is."""
+        request = self.request_of(Candidate(shape=shape, setting=setting, zero=0))
+        if self.cluster is not None:
+            return self._least_work(shape, request)
         with contextlib.suppress(UsageError):
-            candidate = Candidate(shape=shape, setting=setting, zero=0)
-            return work_bounds(self.request_of(candidate).problem(self.request.tiles[0]))
+            return work_bounds(request.problem(self.request.tiles[0]))
         return BoundSequence()
 
     @property
-    def machines(self) -> tuple[Hardware, ...]:
-        """The machines of its nodes."""
-        return (self.request.machine,)
+    def groups(self) -> list[tuple[str, int, Hardware, Budgets]]:
+        """Its kinds of nodes: name, empty where all are alike, number, machine and budgets of a node."""
+        if self.cluster is None:
+            return [("", self.nodes, self.request.machine, self.request.budgets)]
+        return [(one.name, one.nodes, one.machine, self.budgets[one.name]) for one in self.cluster.groups]
+
+    # Groups of nodes.
+
+    def _least_work(self, shape: Shape, request: Request) -> BoundSequence:
+        """Bound by the work on the placement that suits it best."""
+        groups = () if self.cluster is None else self.cluster.groups
+
+        @functools.cache
+        def work(group: int) -> tuple[float, float, float, int]:
+            """Seconds of a layer, of the embedding and of the head on a group's machine, and the number of layers."""
+            profile = _profile_of(request, self.request.tiles[0])(groups[group].machine)
+            layers = profile.layer_profiles()
+            return min(map(_work_s, layers)), _work_s(profile.embedding), _work_s(profile.head), len(layers)
+
+        steps = []
+        for places in self._placements(shape):
+            layer_s = [max(work(group)[0] for group in place.groups) for place in places]
+            ends = max(work(group)[1] for group in places[0].groups) / layer_s[0]
+            ends += max(work(group)[2] for group in places[-1].groups) / layer_s[-1]
+            count = work(places[0].groups[0])[3]
+            steps.append(request.accumulate * (count + ends) / sum(1 / seconds for seconds in layer_s))
+        return BoundSequence(((Bound.COMPUTE, min(steps)),)) if steps else BoundSequence()
+
+    def _placements(self, shape: Shape) -> tuple[tuple[StagePlace, ...], ...]:
+        """Stages' places of a shape: one without any on equal nodes; none where it has no place on the groups of nodes."""
+        if self.cluster is None:
+            return ((),)
+        if shape not in self._known:
+            layout = dataclasses.replace(
+                self.request.layout, gpus=shape.gpus, tp=shape.tp, cp=shape.cp, pp=shape.pp, ring=shape.ring
+            )
+            try:
+                placed = list(itertools.islice(self.cluster.placements(layout), MOST_PLACEMENTS))
+            except UsageError:
+                placed = []
+            across = shape.ep == 1  # experts are not planned on several groups
+            self._known[shape] = tuple(one.places for one in placed if across or one.crossing is not Crossing.REPLICAS)
+        return self._known[shape]
+
+    def _budgets_of(self, group: NodeGroup) -> Budgets:
+        return self.budgets[group.name]
 
     # What divides what.
 
@@ -336,9 +441,9 @@ class Space:
         ]
 
     def _divisions(self, shape: Shape, chunks: int) -> tuple[tuple[int, ...], ...]:
-        """Numbers of layers of the runs to try; empty ones are equal."""
+        """Numbers of layers of the runs to try; empty ones are equal, of groups the first ones one larger if need be."""
         layers, runs = ModelSizes.of(self.request).layers, shape.pp * chunks
-        if shape.pp == 1:
+        if shape.pp == 1 or self.cluster is not None:
             return ((),)
         equal = ((),) if layers % runs == 0 else ()
         balanced = _balanced(self._work, runs)
@@ -353,17 +458,17 @@ class Space:
         before_s, after_s = (end.forward_s + end.backward_s for end in (profile.embedding, profile.head))
         return _Work(layers, before_s=before_s, after_s=after_s, alike=len(profile.classes) == 1)
 
-    def _shardings(self, candidate: Candidate) -> list[tuple[int, int | None]]:
-        """What is sharded, over how many ranks."""
-        shape, fixed = candidate.shape, self.fixed.get("zero")
+    def _shardings(self, shape: Shape, places: tuple[StagePlace, ...] = ()) -> list[tuple[int, int | None]]:
+        """What is sharded, over how many ranks: all, those of a node, or those of each group with a part of the replicas."""
+        fixed = self.fixed.get("zero")
         ranks = shape.dp * shape.cp
         if ranks == 1 or ModelSizes.of(self.request).experts > 1:  # which are planned as memo train shards them
             return [(3, None)]
         found: list[tuple[int, int | None]] = [(zero, None) for zero in (3, 2, 1, 0) if fixed in (None, zero)]
-        within = self.gpus_per_node // shape.tp if shape.tp <= self.gpus_per_node else 1
-        if fixed is None and 1 < within < ranks and ranks % within == 0:
-            found.append((3, within))
-        return found
+        of_node = self.gpus_per_node // shape.tp if shape.tp <= self.gpus_per_node else 1
+        of_group = math.gcd(*places[0].replicas) * shape.cp if places and len(places[0].groups) > 1 else 1
+        within = [of_node] * (1 < of_node < ranks and ranks % of_node == 0) + [of_group] * (of_group > 1)
+        return found + [(3, each) for each in dict.fromkeys(within) if fixed is None]
 
     def _exchanges(self, shape: Shape, setting: Setting, zero: int, sharded_over: int | None) -> tuple[bool, ...]:
         """Whether the embedding's gradient is exchanged as rows: the ways to try."""
@@ -415,3 +520,18 @@ def _balanced(work: _Work, runs: int) -> tuple[int, ...]:
         seconds=work.layers_s, nbytes=[0] * count, room_bytes=0, before_s=work.before_s, after_s=work.after_s
     )
     return divide_layers([costs] * runs)
+
+
+def _profile_of(request: Request, tiles: int) -> ProfileOf:
+    """Profiles of a request on a machine, with the changes of a placement."""
+
+    @functools.lru_cache(maxsize=64)
+    def profile_of(machine: Hardware, **changes: Any) -> Profile:
+        return request.profile_on(machine, dataclasses.replace(request.layout, **changes), tiles=tiles)
+
+    return profile_of
+
+
+def _work_s(part: LayerProfile | EmbeddingOrHeadProfile) -> float:
+    """Seconds of a microbatch's two passes, without waits for collectives."""
+    return part.forward_s + part.backward_s - part.forward_exchange_s - part.backward_exchange_s

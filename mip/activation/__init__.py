@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         device_peak_candidates as device_peak_candidates,
         highest_memory as highest_memory,
         stage_memory as stage_memory,
-        stage_static as stage_static,
     )
     from memo.mip.activation.mlp_tiles import MLP_TILE_COUNTS as MLP_TILE_COUNTS, solve_mlp_tiles as solve_mlp_tiles
     from memo.mip.activation.plan import (
@@ -38,9 +37,7 @@ if TYPE_CHECKING:
         StageMachine as StageMachine,
         StagePrediction as StagePrediction,
         StageTurns as StageTurns,
-        chunk_layers as chunk_layers,
         layers_of_runs as layers_of_runs,
-        stage_layers as stage_layers,
     )
     from memo.mip.activation.solver import (
         DoesNotFit as DoesNotFit,
@@ -54,6 +51,7 @@ if TYPE_CHECKING:
         extract_stage_plan as extract_stage_plan,
         lower_tier_nbytes as lower_tier_nbytes,
     )
+    from memo.mip.activation.stage_view import StageView as StageView
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
@@ -63,11 +61,12 @@ else:
             "files": "plan_to_json profile_to_json read_activation_plan read_any_plan read_hardware read_profile",
             "free_swap_length": "free_swap_tokens",
             "in_flight": "in_flight_within peak_in_flight",
-            "memory_peaks": "DeviceMemory PeakCandidate Use device_peak_candidates highest_memory stage_memory stage_static",
+            "memory_peaks": "DeviceMemory PeakCandidate Use device_peak_candidates highest_memory stage_memory",
             "mlp_tiles": "MLP_TILE_COUNTS solve_mlp_tiles",
             "plan": "ActivationPlan ActivationProblem Budgets LayerPlan StageMachine StageTurns Pipeline StagePrediction "
-            "chunk_layers layers_of_runs stage_layers",
+            "layers_of_runs",
             "solver": "DoesNotFit find_plan fits misfit_of relaxed_step_s solve_problem",
             "stage_plans": "extract_stage_plan lower_tier_nbytes",
+            "stage_view": "StageView",
         },
     )

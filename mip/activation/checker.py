@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from memo.errors import PlanInvalid
 from memo.events import Lane, Tier
 from memo.mip.activation.cost import predict_stages, rounding_bytes
-from memo.mip.activation.plan import ActivationPlan, ChunkPrediction, StagePrediction, stage_layers
+from memo.mip.activation.plan import ActivationPlan, ChunkPrediction, StagePrediction
 from memo.mip.activation.proof import shortened
 from memo.mip.activation.simulator import simulate_stage
 from memo.mip.simulate.result import StageSimulation
@@ -90,18 +90,16 @@ def check_plan(plan: ActivationPlan) -> Violation | None:
 
 def _layers(plan: ActivationPlan) -> Violation | None:
     problem = plan.problem
-    stages = [stage_layers(problem, stage) for stage in range(problem.pipeline.stages)]
-    stage_of = {index: stage for stage, own in enumerate(stages) for index in own}
-    machines = [problem.machine_of(stage) for stage in range(problem.pipeline.stages)]
+    stage_of = {index: stage for stage in problem.stages for index in stage.indices}
     for index, (known, layer) in enumerate(zip(problem.profile.layer_profiles(), plan.layers, strict=True)):
         if known.point(layer.point) is None:
             message = f"layer {index} is at point {layer.point[:40]!r}, which its class {known.name!r} cannot have"
             return Violation(rule=Rule.POINT, message=message, layer=index)
-        machine = machines[stage_of[index]]
+        machine = stage_of[index].machine
         rates, budgets = machine.lanes, machine.budgets
         link = min(rates.d2h_bytes_per_s, rates.h2d_bytes_per_s) > 0
         drive = link and min(rates.disk_write_bytes_per_s, rates.disk_read_bytes_per_s) > 0
-        if index == stages[stage_of[index]][-1] and layer.host + layer.disk > 0:
+        if index == stage_of[index].indices[-1] and layer.host + layer.disk > 0:
             return Violation(rule=Rule.LAST, message=f"layer {index} is a stage's last and moves", layer=index)
         for name, fraction, budget, way in (
             ("host", layer.host, budgets.host_bytes, link),
@@ -130,10 +128,10 @@ def _peaks(stage: StagePrediction) -> dict[Tier, int]:
 def _device(
     plan: ActivationPlan, rules: Sequence[StagePrediction], played: Sequence[StageSimulation]
 ) -> Violation | None:
-    for stage, pair in enumerate(zip(rules, played, strict=True)):
-        held, budget = _most(plan, *pair, Tier.DEVICE), plan.problem.machine_of(stage).budgets.device_bytes
+    for stage, predicted, simulated in zip(plan.problem.stages, rules, played, strict=True):
+        held, budget = _most(plan, predicted, simulated, Tier.DEVICE), stage.machine.budgets.device_bytes
         if held > budget:
-            where, over = pair[1].peak(Tier.DEVICE).where, format_bytes(held - budget, up=True)
+            where, over = simulated.peak(Tier.DEVICE).where, format_bytes(held - budget, up=True)
             message = f"{format_bytes(held)} in {where} are {over} above the budget of {format_bytes(budget)}"
             return Violation(rule=Rule.DEVICE, message=message)
     return None
@@ -145,8 +143,8 @@ def _shared(
     """Checks host, disk and wear, which the ranks of each node share."""
     problem = plan.problem
     rounding = [
-        rounding_bytes(problem, stage, divided=any(plan.layers[index].divided for index in own))
-        for stage, own in enumerate(stage_layers(problem, stage) for stage in range(problem.pipeline.stages))
+        rounding_bytes(stage, divided=any(plan.layers[index].divided for index in stage.indices))
+        for stage in problem.stages
     ]
     step_s = problem.pipeline.microbatches * max(stage.microbatch_s for stage in rules)  # no step is shorter
     for node in problem.nodes:

@@ -11,17 +11,10 @@ from collections.abc import Sequence
 
 from memo.errors import PlanError
 from memo.mip.activation.memory_peaks import stage_memory
-from memo.mip.activation.network_load import ExposedCommunication, exchange_s, exposed_sync_s, work_s
+from memo.mip.activation.network_load import ExposedCommunication, exposed_sync_s, work_s
 from memo.mip.activation.overlap_windows import Window, copies_in, copies_out
-from memo.mip.activation.plan import (
-    PAGE,
-    ActivationProblem,
-    ChunkPrediction,
-    LayerPlan,
-    StagePrediction,
-    chunk_layers,
-    stage_layers,
-)
+from memo.mip.activation.plan import PAGE, ActivationProblem, ChunkPrediction, LayerPlan, StagePrediction
+from memo.mip.activation.stage_view import StageView
 from memo.mip.inputs.hardware import LaneRates
 from memo.mip.inputs.pipeline_schedules import Kind
 from memo.mip.inputs.profile import LayerProfile
@@ -33,7 +26,6 @@ __all__ = [
     "predict_kept_times",
     "predict_stages",
     "rounding_bytes",
-    "stage_compute_s",
 ]
 
 
@@ -81,7 +73,7 @@ def predict_stages(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> tu
     Raises:
         PlanError: the plans move bytes over a link that has no bandwidth.
     """
-    return tuple(_predict_stage(problem, stage, plans) for stage in range(problem.pipeline.stages))
+    return tuple(_predict_stage(stage, plans) for stage in problem.stages)
 
 
 def predict_kept_times(problem: ActivationProblem) -> tuple[StagePrediction, ...]:
@@ -90,18 +82,16 @@ def predict_kept_times(problem: ActivationProblem) -> tuple[StagePrediction, ...
     Stages of the same layers take equally long then, so that a long pipeline takes little more time than a short one.
     """
     plans = (LayerPlan(),) * len(problem.profile.layers)
-    pipeline, last = problem.pipeline, len(problem.profile.layers) - 1
     known: dict[tuple[object, ...], StagePrediction] = {}
     found = []
-    for stage in range(pipeline.stages):
-        chunks = chunk_layers(problem, stage)
-        key: tuple[object, ...] = (stage == 0, chunks[-1][-1] == last, chunks[0][0] == 0)
-        key += tuple(tuple(problem.profile.layers[index] for index in chunk) for chunk in chunks)
-        if len(chunks) > 1:
-            end = pipeline.turns(stage)[-1]
+    for stage in problem.stages:
+        key: tuple[object, ...] = (stage.number == 0, stage.has_head, stage.has_embedding)
+        key += tuple(tuple(problem.profile.layers[index] for index in chunk) for chunk in stage.chunks)
+        if len(stage.chunks) > 1:
+            end = stage.pipeline.turns(stage.number)[-1]
             key += (end.chunk, end.kind)
         if key not in known:
-            known[key] = _predict_stage(problem, stage, plans, peaks=False)
+            known[key] = _predict_stage(stage, plans, peaks=False)
         found.append(known[key])
     return tuple(found)
 
@@ -111,94 +101,70 @@ def predict_kept_times(problem: ActivationProblem) -> tuple[StagePrediction, ...
 # storage of layers that can move; and where it divides a layer, its largest storage.
 
 
-def rounding_bytes(problem: ActivationProblem, stage: int, *, divided: bool) -> int:
+def rounding_bytes(stage: StageView, *, divided: bool) -> int:
     """Bytes that one rank of a stage may take of a tier beyond the moved bytes, since storages and pages are whole.
 
     The last layer does not move. Where some layer is `divided` among tiers, the excess that each pass over a chunk
     carries from layer to layer is less than one storage.
     """
-    layers, last = problem.profile.layer_profiles(), stage_layers(problem, stage)[-1]
     of_chunks = []
-    for chunk in chunk_layers(problem, stage):
-        moving = [layers[index] for index in chunk if index != last]
+    for own in stage.numbers:
+        moving = stage.layers[own.start : min(own.stop, len(stage.layers) - 1)]
         largest = max((layer.largest_storage_bytes for layer in moving), default=0)
         of_chunks.append(PAGE * sum(layer.storages for layer in moving) + (largest if divided else 0))
     return max(
         sum(count * nbytes for count, nbytes in zip(held, of_chunks, strict=True))
-        for held in problem.pipeline.peak_in_flight(stage)
+        for held in stage.pipeline.peak_in_flight(stage.number)
     )
 
 
-def stage_compute_s(problem: ActivationProblem, stage: int) -> float:
-    """Seconds of a microbatch's forward and backward on a stage, without recompute, stalls and collectives beside it."""
-    layers = problem.profile.layer_profiles()
-    parts = [layers[index].forward_s + layers[index].backward_s for index in stage_layers(problem, stage)]
-    return sum(parts) + sum(sum(_ends_s(problem, index)) for index in stage_layers(problem, stage))
-
-
-def _ends_s(problem: ActivationProblem, index: int) -> tuple[float, float]:
-    """Forward and backward seconds of the embedding and the head, where this is the first or last layer."""
-    ends = [problem.profile.embedding] if index == 0 else []
-    if index == len(problem.profile.layers) - 1:
-        ends.append(problem.profile.head)
-    return sum(end.forward_s for end in ends), sum(end.backward_s for end in ends)
-
-
-def _predict_stage(
-    problem: ActivationProblem, stage: int, plans: Sequence[LayerPlan], *, peaks: bool = True
-) -> StagePrediction:
-    indices = stage_layers(problem, stage)
-    layers = [problem.profile.layer_profiles()[index] for index in indices]
-    mine = [plans[index] for index in indices]
-    traffic = [Traffic.of(layer, plan) for layer, plan in zip(layers, mine, strict=True)]
+def _predict_stage(stage: StageView, plans: Sequence[LayerPlan], *, peaks: bool = True) -> StagePrediction:
+    mine = [plans[index] for index in stage.indices]
+    traffic = [Traffic.of(layer, plan) for layer, plan in zip(stage.layers, mine, strict=True)]
     host, disk = ([getattr(moved, name) for moved in traffic] for name in ("host_bytes", "disk_bytes"))
-    network = ExposedCommunication.of(problem, stage, layers=layers, plans=mine)
-    stalls = _Stalls.of(problem, stage, layers=layers, plans=mine, traffic=traffic, network=network)
-    chunks = _predict_chunks(problem, stage, layers=layers, plans=mine, stalls=stalls, network=network)
-    exchanging_s = exchange_s(problem, indices)
+    network = ExposedCommunication.of(stage, mine)
+    stalls = _Stalls.of(stage, mine, traffic, network)
+    chunks = _predict_chunks(stage, mine, stalls, network)
+    exchanging_s = stage.exchange_s
     return StagePrediction(
-        compute_s=stage_compute_s(problem, stage) - exchanging_s,
+        compute_s=stage.compute_s - exchanging_s,
         communication_s=exchanging_s + sum(network.of_turns.values()),
-        sync_s=exposed_sync_s(problem, stage, layers=layers, plans=mine, waits=[network.of_layers, stalls.within]),
-        recompute_s=sum(plan.recompute_s(layer) for plan, layer in zip(mine, layers, strict=True)),
-        coding_s=_coding_s(problem, stage, layers=layers, plans=mine),
+        sync_s=exposed_sync_s(stage, mine, waits=[network.of_layers, stalls.within]),
+        recompute_s=sum(plan.recompute_s(layer) for plan, layer in zip(mine, stage.layers, strict=True)),
+        coding_s=_coding_s(stage, mine),
         forward_s=sum(chunk.forward_s for chunk in chunks),
         stall_d2h_s=stalls.d2h_s,
         stall_disk_write_s=stalls.disk_write_s,
         stall_h2d_s=stalls.h2d_s,
         stall_disk_read_s=stalls.disk_read_s,
-        peak_device_bytes=stage_memory(problem, stage, plans).nbytes if peaks else 0,
-        peak_host_bytes=round(_most(problem, stage, host)) if peaks else 0,
-        peak_disk_bytes=round(_most(problem, stage, disk)) if peaks else 0,
-        disk_written_bytes=round(problem.pipeline.microbatches * sum(disk)),
+        peak_device_bytes=stage_memory(stage, plans).nbytes if peaks else 0,
+        peak_host_bytes=round(_most(stage, host)) if peaks else 0,
+        peak_disk_bytes=round(_most(stage, disk)) if peaks else 0,
+        disk_written_bytes=round(stage.pipeline.microbatches * sum(disk)),
         chunks=tuple(chunks) if len(chunks) > 1 else None,
     )
 
 
-def _coding_s(
-    problem: ActivationProblem, stage: int, *, layers: Sequence[LayerProfile], plans: Sequence[LayerPlan]
-) -> float | None:
+def _coding_s(stage: StageView, plans: Sequence[LayerPlan]) -> float | None:
     """Seconds of coding and decoding in a microbatch; None without a codec."""
-    if problem.profile.codec is None:
+    if stage.problem.profile.codec is None:
         return None
-    own, seconds = iter(zip(layers, plans, strict=True)), 0.0
-    for chunk, indices in enumerate(chunk_layers(problem, stage)):
-        times = 2 if problem.pipeline.splits(stage, chunk) else 1
-        for _ in indices:
-            layer, plan = next(own)
-            encode_s, decode_s = plan.coding_s(layer)
+    seconds = 0.0
+    for chunk, own in enumerate(stage.numbers):
+        times = 2 if stage.splits(chunk) else 1
+        for number in own:
+            encode_s, decode_s = plans[number].coding_s(stage.layers[number])
             seconds += encode_s + times * decode_s
     return seconds
 
 
-def _most(problem: ActivationProblem, stage: int, nbytes: Sequence[float]) -> float:
+def _most(stage: StageView, nbytes: Sequence[float]) -> float:
     """Peak bytes of all microbatches in flight; `nbytes` are of the stage's layers."""
-    of_layers = iter(nbytes)
-    of_chunks = [[next(of_layers) for _ in chunk] for chunk in chunk_layers(problem, stage)]
+    of_chunks = [nbytes[own.start : own.stop] for own in stage.numbers]
     return max(
         sum(count * sum(of_chunk) for count, of_chunk in zip(moment.held, of_chunks, strict=True))
         - of_chunks[moment.chunk][-1]  # leaves beside the next forward
-        for moment in problem.pipeline.moments(stage)
+        for moment in stage.pipeline.moments(stage.number)
         if moment.kind is Kind.FORWARD
     )
 
@@ -217,24 +183,16 @@ class _Stalls:
 
     @classmethod
     def of(
-        cls,
-        problem: ActivationProblem,
-        stage: int,
-        *,
-        layers: Sequence[LayerProfile],
-        plans: Sequence[LayerPlan],
-        traffic: Sequence[Traffic],
-        network: ExposedCommunication,
+        cls, stage: StageView, plans: Sequence[LayerPlan], traffic: Sequence[Traffic], network: ExposedCommunication
     ) -> _Stalls:
-        """Computes the stalls of these layers of a stage."""
-        rates = problem.machine_of(stage).lanes
-        found = cls()
+        """Computes the stalls of a stage under these plans of its layers."""
+        rates, layers, found = stage.machine.lanes, stage.layers, cls()
         if not any(moved.host_bytes or moved.disk_bytes for moved in traffic):
             return found
-        for window in copies_out(problem, stage):
+        for window in copies_out(stage):
             late_s, by_link = _late(window, traffic[window.moving].out_s(rates), layers, plans, network)
             found._wait(window, late_s, "d2h_s" if by_link else "disk_write_s")
-        for window in copies_in(problem, stage):
+        for window in copies_in(stage):
             late_s, by_link = _late(window, traffic[window.moving].in_s(rates), layers, plans, network)
             found._wait(window, late_s, "h2d_s" if by_link else "disk_read_s")
         return found
@@ -264,26 +222,19 @@ def _late(
 
 
 def _predict_chunks(
-    problem: ActivationProblem,
-    stage: int,
-    *,
-    layers: Sequence[LayerProfile],
-    plans: Sequence[LayerPlan],
-    stalls: _Stalls,
-    network: ExposedCommunication,
+    stage: StageView, plans: Sequence[LayerPlan], stalls: _Stalls, network: ExposedCommunication
 ) -> list[ChunkPrediction]:
-    found, number = [], 0
-    for chunk, indices in enumerate(chunk_layers(problem, stage)):
+    found = []
+    for chunk, own in enumerate(stage.numbers):
         forward_s = backward_s = recompute_s = decode_s = 0.0
-        for index in indices:
-            ends_s = _ends_s(problem, index)
-            forward_s += layers[number].forward_s + ends_s[0]
-            backward_s += layers[number].backward_s + ends_s[1]
-            recompute_s += plans[number].recompute_s(layers[number])
-            coding_s = plans[number].coding_s(layers[number])
+        for number in own:
+            layer, plan, ends_s = stage.layers[number], plans[number], stage.ends_s(stage.indices[number])
+            forward_s += layer.forward_s + ends_s[0]
+            backward_s += layer.backward_s + ends_s[1]
+            recompute_s += plan.recompute_s(layer)
+            coding_s = plan.coding_s(layer)
             forward_s, decode_s = forward_s + coding_s[0], decode_s + coding_s[1]
-            number += 1
-        half = 0.5 if problem.pipeline.splits(stage, chunk) else 1.0
+        half = 0.5 if stage.splits(chunk) else 1.0
         waits = {
             kind: stalls.of_turns.get((chunk, kind), 0.0) + network.of_turns.get((chunk, kind), 0.0) for kind in Kind
         }

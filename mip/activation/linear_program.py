@@ -48,11 +48,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from memo.errors import SolverFailed
-from memo.mip.activation.cost import disk_delay, rounding_bytes, stage_compute_s
+from memo.mip.activation.cost import disk_delay, rounding_bytes
 from memo.mip.activation.memory_peaks import grouped_peak_candidates
 from memo.mip.activation.network_load import pass_loads, sync_load
 from memo.mip.activation.overlap_windows import Window, copies_in, copies_out
-from memo.mip.activation.plan import ActivationProblem, LayerPlan, chunk_layers, stage_layers
+from memo.mip.activation.plan import ActivationProblem, LayerPlan
 from memo.mip.inputs.pipeline_schedules import Kind
 from memo.mip.inputs.profile import ALL, LayerProfile
 from memo.mip.solvers import Backend, pulp, solve_fixed, solve_model
@@ -204,11 +204,11 @@ class Model:
         self.problem = problem
         self.staying = staying
         self._whole, self._sharing = whole, Sharing.NONE if whole else sharing
-        self._rates = [problem.machine_of(stage).lanes for stage in range(problem.pipeline.stages)]
+        self._rates = [stage.machine.lanes for stage in problem.stages]
         layers = problem.profile.layer_profiles()
         self._byte = float(max(max(layer.full_bytes for layer in layers), 1))
         stages = range(problem.pipeline.stages)
-        self._compute = [stage_compute_s(problem, stage) for stage in stages]
+        self._compute = [stage.compute_s for stage in problem.stages]
         self._second = sum(self._compute) / len(layers) or 1.0
         self._program = pulp.LpProblem("activation_plan", pulp.LpMinimize)
         self._limits: list[tuple[pulp.LpConstraint, Resource, str, float]] = []
@@ -255,7 +255,7 @@ class Model:
         """
         assert not self.shares
         fixed = {
-            variable: float(name == points[stage_layers(self.problem, stage)[group.members[0]]])
+            variable: float(name == points[self.problem.stages[stage].indices[group.members[0]]])
             for stage, groups in enumerate(self._stages)
             for group in groups
             for name, variable in group.x.items()
@@ -309,7 +309,7 @@ class Model:
         """A figure of each layer of the profile, given that of its group."""
         found: dict[int, T] = {}
         for stage, groups in enumerate(self._stages):
-            indices = stage_layers(self.problem, stage)
+            indices = self.problem.stages[stage].indices
             for group in groups:
                 found.update(dict.fromkeys((indices[member] for member in group.members), figure(group)))
         return [found[index] for index in range(len(found))]
@@ -336,15 +336,11 @@ class Model:
     # Variables.
 
     def _groups(self, stage: int) -> list[_Group]:
-        layers = self.problem.profile.layer_profiles()
-        mine = [layers[index] for index in stage_layers(self.problem, stage)]
-        groups, start = [], 0
-        for chunk, indices in enumerate(chunk_layers(self.problem, stage)):
-            own = range(start, start + len(indices))
-            of_one_kind = len({layers[index].name for index in indices}) == 1
-            members = self._members(mine, own) if of_one_kind else [[number] for number in own]
-            groups += [self._group(stage, chunk, mine, together) for together in members]
-            start = own.stop
+        view, groups = self.problem.stages[stage], []
+        for chunk, own in enumerate(view.numbers):
+            of_one_kind = len({view.layers[number].name for number in own}) == 1
+            members = self._members(view.layers, own) if of_one_kind else [[number] for number in own]
+            groups += [self._group(stage, chunk, view.layers, together) for together in members]
         return groups
 
     def _members(self, mine: Sequence[LayerProfile], own: range) -> list[list[int]]:
@@ -362,7 +358,7 @@ class Model:
         layer, name = mine[members[0]], f"{stage}_{members[0]}"
         x = self._point_variables(layer, name)
         self._program += pulp.lpSum(x.values()) == 1  # (1)
-        budgets, rates = self.problem.machine_of(stage).budgets, self._rates[stage]
+        budgets, rates = self.problem.stages[stage].machine.budgets, self._rates[stage]
         moves = members[-1] < len(mine) - (self.staying or 1)
         link = moves and rates.d2h_bytes_per_s > 0 and rates.h2d_bytes_per_s > 0  # (9)
         drive = link and rates.disk_write_bytes_per_s > 0 and rates.disk_read_bytes_per_s > 0
@@ -439,8 +435,8 @@ class Model:
             (group_of[number].members[0], kind, load) for (number, kind), load in loads.items() if load
         )
         total += pulp.lpSum(count * self._exposed(group_of[key[0]], *key[1:]) for key, count in counts.items())
-        out = self._hidden(stage, copies_out(self.problem, stage), self._copy_out, loads)
-        back = self._hidden(stage, copies_in(self.problem, stage), self._copy_in, loads)
+        out = self._hidden(stage, copies_out(self.problem.stages[stage]), self._copy_out, loads)
+        back = self._hidden(stage, copies_in(self.problem.stages[stage]), self._copy_in, loads)
         total += pulp.lpSum(out + back)
         self._total += total
         if self.problem.pipeline.microbatches > 1:
@@ -461,12 +457,11 @@ class Model:
 
     def _loads(self, stage: int) -> tuple[dict[tuple[int, Kind], float], float]:
         """Seconds of collectives beside each layer's passes, and those of a microbatch that are beside none."""
-        loads, fixed, first = {}, 0.0, 0
-        for of_kinds in pass_loads(self.problem, stage):
+        loads, fixed, view = {}, 0.0, self.problem.stages[stage]
+        for own, of_kinds in zip(view.numbers, pass_loads(view), strict=True):
             for kind, load in of_kinds.items():
-                loads.update({(first + place, kind): seconds for place, seconds in enumerate(load.while_running)})
+                loads.update({(number, kind): s for number, s in zip(own, load.while_running, strict=True)})
                 fixed += load.before_s + load.after_s
-            first += len(load.while_running)
         return loads, fixed
 
     def _work(self, group: _Group, kind: Kind) -> pulp.LpAffineExpression:
@@ -501,7 +496,7 @@ class Model:
 
     def _sync_rows(self) -> None:
         """Constraint (11). Other stages than the first one have time while the pipeline drains."""
-        load = sync_load(self.problem, 0)
+        load = sync_load(self.problem.stages[0])
         if load is None:
             return
         group_of = {member: group for group in self._stages[0] for member in group.members}
@@ -594,11 +589,10 @@ class Model:
         return stall
 
     def _device_rows(self, stage: int) -> None:
-        device, groups = self.problem.machine_of(stage).budgets.device_bytes, self._stages[stage]
+        view, groups = self.problem.stages[stage], self._stages[stage]
         kept = [group.kept for group in groups]
-        for name, resident, counts in grouped_peak_candidates(
-            self.problem, stage, tuple(len(group.members) for group in groups)
-        ):
+        sizes = tuple(len(group.members) for group in groups)
+        for name, resident, counts in grouped_peak_candidates(view, sizes):
             used = _WeightedSum()
             for group, its_kept, (of_kept, of_whole, of_saved, of_unmoved, of_recomputing) in zip(
                 groups, kept, counts, strict=True
@@ -615,7 +609,7 @@ class Model:
                 if of_unmoved:
                     used.add(of_unmoved, group.layer.full_bytes / self._byte)
                     used.add(of_unmoved, group.recompute_extra_bytes - group.host.saved - group.disk.saved)
-            room = (device - resident) / self._byte
+            room = (view.machine.budgets.device_bytes - resident) / self._byte
             # (6)
             self._budget(used.expression(), room, Resource.DEVICE, f"at {name}")
 
@@ -639,7 +633,7 @@ class Model:
 
     def _node_rows(self, stages: Mapping[int, int]) -> None:
         """Rows of the budgets that a node's ranks share; `stages` is the number of ranks by stage."""
-        problem, budgets = self.problem, self.problem.machine_of(min(stages)).budgets
+        problem, budgets = self.problem, self.problem.stages[min(stages)].machine.budgets
         host = pulp.lpSum(ranks * self._held(stage, Resource.HOST) for stage, ranks in stages.items())
         disk = pulp.lpSum(ranks * self._held(stage, Resource.DISK) for stage, ranks in stages.items())
         written = pulp.lpSum(
@@ -648,7 +642,8 @@ class Model:
             for group in self._stages[stage]
         )
         rounding = sum(
-            ranks * rounding_bytes(problem, stage, divided=self.staying is None) for stage, ranks in stages.items()
+            ranks * rounding_bytes(problem.stages[stage], divided=self.staying is None)
+            for stage, ranks in stages.items()
         )
         for used, budget, tier in (
             (host, budgets.host_bytes, Resource.HOST),

@@ -13,7 +13,6 @@ as layer i-1 is. Of every other microbatch in flight the kept bytes are there.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import enum
 import functools
@@ -23,13 +22,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from memo.mip.activation.plan import chunk_layers, stage_layers
 from memo.mip.inputs.pipeline_schedules import Kind
-from memo.mip.inputs.profile import StaticBytes
 
 if TYPE_CHECKING:
     from memo.mip.activation.in_flight import SchedulePoint
     from memo.mip.activation.plan import ActivationProblem, LayerPlan
+    from memo.mip.activation.stage_view import StageView
     from memo.mip.inputs.profile import EmbeddingOrHeadProfile, LayerProfile
 
 __all__ = [
@@ -40,7 +38,6 @@ __all__ = [
     "grouped_peak_candidates",
     "highest_memory",
     "stage_memory",
-    "stage_static",
 ]
 
 
@@ -145,38 +142,22 @@ class PeakCandidate:
         return int(_sum((self.whole, layers.recompute_extra), (self.recomputing, layers.held)))
 
 
-def stage_static(problem: ActivationProblem, stage: int) -> StaticBytes:
-    """Bytes of parameters, gradients and optimizer state of one rank of a stage."""
-    layers, own = problem.profile.layer_profiles(), stage_layers(problem, stage)
-    statics = collections.Counter(layers[index].static for index in own)
-    static = sum((each * count for each, count in statics.items()), StaticBytes())
-    if own[0] == 0:
-        static += problem.profile.embedding.static
-    if own[-1] == len(layers) - 1:
-        static += problem.profile.head.static
-    return static + StaticBytes(other=problem.message_bytes(stage))
-
-
 @functools.lru_cache(maxsize=96)
-def device_peak_candidates(
-    problem: ActivationProblem, stage: int, *, likely_only: bool = False
-) -> tuple[PeakCandidate, ...]:
+def device_peak_candidates(stage: StageView, *, likely_only: bool = False) -> tuple[PeakCandidate, ...]:
     """Lists the candidates of a stage: for each moment the embedding, each layer and the head, in forward order.
 
     Args:
-        problem: the problem that is planned.
-        stage: number of the stage.
+        stage: the stage.
         likely_only: a few candidates where the peak is likely: of the moments those with most in flight, and of their
             layers the first and the last one that run.
     """
-    static = stage_static(problem, stage)
-    moments: Sequence[SchedulePoint] = problem.pipeline.moments(stage)
+    moments: Sequence[SchedulePoint] = stage.pipeline.moments(stage.number)
     if likely_only and len(moments) > LIKELY:
         moments = _likely(moments)
     return tuple(
         candidate
         for moment in moments
-        for candidate in _MomentPeaks(problem, stage, moment, static).candidates(turn_ends_only=likely_only)
+        for candidate in _MomentPeaks(stage, moment).candidates(turn_ends_only=likely_only)
     )
 
 
@@ -186,14 +167,14 @@ _GroupCounts = tuple[int, ...]
 
 @functools.lru_cache(maxsize=96)
 def grouped_peak_candidates(
-    problem: ActivationProblem, stage: int, sizes: tuple[int, ...]
+    stage: StageView, sizes: tuple[int, ...]
 ) -> tuple[tuple[str, int, tuple[_GroupCounts, ...]], ...]:
     """Candidates of a stage's peak that no other one dominates, where layers in groups of these sizes share a plan.
 
     Returns:
         For each its name, the bytes that do not depend on the plan, and its counts of each group.
     """
-    candidates = device_peak_candidates(problem, stage)
+    candidates = device_peak_candidates(stage)
     starts = [0, *itertools.accumulate(sizes[:-1])]
     held = np.stack([one.counts for one in candidates])
     counts = np.add.reduceat(held, starts, axis=2).swapaxes(1, 2)  # of each candidate, group and form
@@ -218,29 +199,21 @@ def _likely(moments: Sequence[SchedulePoint]) -> list[SchedulePoint]:
     return list(found)
 
 
-def stage_memory(problem: ActivationProblem, stage: int, plans: Sequence[LayerPlan]) -> DeviceMemory:
+def stage_memory(stage: StageView, plans: Sequence[LayerPlan]) -> DeviceMemory:
     """Says by use what one rank of a stage holds at its peak.
 
     Args:
-        problem: the problem that is planned.
-        stage: number of the stage.
+        stage: the stage.
         plans: plan of each layer of the model.
     """
-    own = stage_layers(problem, stage)
-    layers = _LayerBytes.of(_own_layers(problem, stage), [plans[index] for index in own])
-    peak = max(device_peak_candidates(problem, stage), key=lambda place: place.nbytes(layers))
-    return DeviceMemory(stage=stage, where=peak.name, phase=peak.phase, uses=peak.uses(layers))
-
-
-def _own_layers(problem: ActivationProblem, stage: int) -> list[LayerProfile]:
-    known = problem.profile.layer_profiles()
-    return [known[index] for index in stage_layers(problem, stage)]
+    layers = _LayerBytes.of(stage.layers, [plans[index] for index in stage.indices])
+    peak = max(device_peak_candidates(stage), key=lambda place: place.nbytes(layers))
+    return DeviceMemory(stage=stage.number, where=peak.name, phase=peak.phase, uses=peak.uses(layers))
 
 
 def highest_memory(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> DeviceMemory:
     """What a rank of the stage with the highest peak holds then; of equal stages the first."""
-    stages = range(problem.pipeline.stages)
-    return max((stage_memory(problem, stage, plans) for stage in stages), key=lambda memory: memory.nbytes)
+    return max((stage_memory(stage, plans) for stage in problem.stages), key=lambda memory: memory.nbytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,16 +320,11 @@ class _Tally:
 class _MomentPeaks:
     """One moment: the calls besides the running one, and the running chunk layer by layer."""
 
-    def __init__(self, problem: ActivationProblem, stage: int, moment: SchedulePoint, static: StaticBytes) -> None:
+    def __init__(self, stage: StageView, moment: SchedulePoint) -> None:
         self._moment = moment
-        self._indices = stage_layers(problem, stage)
-        self._layers = _own_layers(problem, stage)
-        self._embedding, self._head = problem.profile.embedding, problem.profile.head
-        self._starts, ends = self._indices[0] == 0, self._indices[-1] == len(problem.profile.layers) - 1
-        self._chunks: list[range] = []
-        for chunk in chunk_layers(problem, stage):
-            first = self._chunks[-1].stop if self._chunks else 0
-            self._chunks.append(range(first, first + len(chunk)))
+        self._indices, self._layers, self._chunks = stage.indices, stage.layers, stage.numbers
+        self._embedding, self._head = stage.problem.profile.embedding, stage.problem.profile.head
+        self._starts, ends, static = stage.has_embedding, stage.has_head, stage.static
         self._own = self._chunks[moment.chunk]
         self._has_head = ends and self._own is self._chunks[-1]
         resident = {

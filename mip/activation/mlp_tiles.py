@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from memo.mip.activation.cost import stage_compute_s
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem
 from memo.mip.activation.solver import find_plan, misfit_of
 
@@ -55,6 +54,5 @@ def solve_mlp_tiles(
 
 def _least_s(problem: ActivationProblem) -> float:
     """Lower bound on the step: the slowest stage's computation."""
-    stages = range(problem.pipeline.stages)
-    slowest = max(stage_compute_s(problem, stage) for stage in stages)
+    slowest = max(stage.compute_s for stage in problem.stages)
     return problem.pipeline.microbatches * slowest + problem.profile.optimizer_s

@@ -17,11 +17,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from memo.mip.activation.plan import chunk_layers
 from memo.mip.inputs.pipeline_schedules import Kind
 
 if TYPE_CHECKING:
-    from memo.mip.activation.plan import ActivationProblem, LayerPlan
+    from memo.mip.activation.plan import LayerPlan
+    from memo.mip.activation.stage_view import StageView
     from memo.mip.inputs.profile import LayerProfile
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "PassLoad",
     "SyncLoad",
     "SyncStep",
-    "exchange_s",
     "exposed_sync_s",
     "pass_load",
     "pass_loads",
@@ -68,25 +67,13 @@ def pass_load(layers: Sequence[LayerProfile], kind: Kind) -> PassLoad:
     )
 
 
-def pass_loads(problem: ActivationProblem, stage: int) -> list[dict[Kind, PassLoad]]:
+def pass_loads(stage: StageView) -> list[dict[Kind, PassLoad]]:
     """Loads of a stage's passes, by chunk and kind."""
-    known = problem.profile.layer_profiles()
     found = []
-    for chunk, indices in enumerate(chunk_layers(problem, stage)):
-        layers = [known[index] for index in indices]
-        split = problem.pipeline.splits(stage, chunk)
-        kinds = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT) if split else (Kind.FORWARD, Kind.BACKWARD)
-        found.append({kind: pass_load(layers, kind) for kind in kinds})
+    for chunk, own in enumerate(stage.numbers):
+        kinds = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT) if stage.splits(chunk) else (Kind.FORWARD, Kind.BACKWARD)
+        found.append({kind: pass_load(stage.layers[own.start : own.stop], kind) for kind in kinds})
     return found
-
-
-def exchange_s(problem: ActivationProblem, indices: Sequence[int]) -> float:
-    """Seconds of a microbatch in which compute waits for collectives of tensor and context parallelism."""
-    profile = problem.profile
-    known = profile.layer_profiles()
-    parts = [known[index].forward_exchange_s + known[index].backward_exchange_s for index in indices]
-    ends = [profile.embedding] * (0 in indices) + [profile.head] * (len(known) - 1 in indices)
-    return sum(parts) + sum(end.forward_exchange_s + end.backward_exchange_s for end in ends)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,29 +98,28 @@ class SyncLoad:
     """The kind of that pass."""
 
 
-def sync_load(problem: ActivationProblem, stage: int) -> SyncLoad | None:
+def sync_load(stage: StageView) -> SyncLoad | None:
     """Once-a-step reductions during the last pass of a stage; None where there are none."""
-    profile, chunks = problem.profile, chunk_layers(problem, stage)
-    known = profile.layer_profiles()
     chunk, kind = 0, Kind.BACKWARD
-    if problem.pipeline.chunks > 1:
-        last = problem.pipeline.turns(stage)[-1]
+    if stage.pipeline.chunks > 1:
+        last = stage.pipeline.turns(stage.number)[-1]
         chunk, kind = last.chunk, last.kind
-    own, first = chunks[chunk], sum(len(before) for before in chunks[:chunk])
+    own, indices = stage.numbers[chunk], stage.chunks[chunk]
     share = 1.0 if kind is Kind.BACKWARD else 0.5
-    load = pass_load([known[index] for index in own], kind)
+    load = pass_load(stage.layers[own.start : own.stop], kind)
     steps = [
-        SyncStep(layer=first + place, network_s=load.while_running[place], sync_s=known[index].sync_s)
-        for place, index in enumerate(own)
+        SyncStep(layer=number, network_s=beside_s, sync_s=stage.layers[number].sync_s)
+        for number, beside_s in zip(own, load.while_running, strict=True)
     ]
     if kind is not Kind.WEIGHT:
         steps.reverse()
     steps.append(SyncStep(layer=None, end_s=load.after_s, network_s=load.after_s, sync_s=0.0))
+    profile = stage.problem.profile
     head, embedding = profile.head, profile.embedding
-    if own[-1] == len(known) - 1:
+    if indices[-1] == len(profile.layers) - 1:
         at = len(steps) if kind is Kind.WEIGHT else 0
         steps.insert(at, SyncStep(layer=None, end_s=share * head.backward_s, sync_s=head.sync_s))
-    if own[0] == 0:
+    if indices[0] == 0:
         steps.append(SyncStep(layer=None, end_s=share * embedding.backward_s, sync_s=embedding.sync_s))
     if not any(step.sync_s for step in steps):
         return None
@@ -150,18 +136,14 @@ class ExposedCommunication:
     """Seconds by layer of the stage that runs meanwhile, and kind."""
 
     @classmethod
-    def of(
-        cls, problem: ActivationProblem, stage: int, *, layers: Sequence[LayerProfile], plans: Sequence[LayerPlan]
-    ) -> ExposedCommunication:
-        """Computes what is exposed of these layers of a stage."""
-        found, first = cls(of_turns={}, of_layers={}), 0
-        for chunk, loads in enumerate(pass_loads(problem, stage)):
+    def of(cls, stage: StageView, plans: Sequence[LayerPlan]) -> ExposedCommunication:
+        """Computes what is exposed of a stage under these plans of its layers."""
+        found = cls(of_turns={}, of_layers={})
+        for chunk, (own, loads) in enumerate(zip(stage.numbers, pass_loads(stage), strict=True)):
             for kind, load in loads.items():
-                own = range(first, first + len(load.while_running))
-                exposed = load.exposed_s([work_s(layers[number], plans[number], kind) for number in own])
+                exposed = load.exposed_s([work_s(stage.layers[number], plans[number], kind) for number in own])
                 found.of_layers.update({(number, kind): seconds for number, seconds in zip(own, exposed, strict=True)})
                 found.of_turns[chunk, kind] = load.before_s + sum(exposed) + load.after_s
-            first = own.stop
         return found
 
 
@@ -175,30 +157,23 @@ def work_s(layer: LayerProfile, plan: LayerPlan, kind: Kind) -> float:
 
 
 def exposed_sync_s(
-    problem: ActivationProblem,
-    stage: int,
-    *,
-    layers: Sequence[LayerProfile],
-    plans: Sequence[LayerPlan],
-    waits: Sequence[Mapping[tuple[int, Kind], float]],
+    stage: StageView, plans: Sequence[LayerPlan], *, waits: Sequence[Mapping[tuple[int, Kind], float]]
 ) -> float:
     """Seconds after a stage's last pass until the gradients that are reduced once a step are.
 
     Args:
-        problem: with the stage.
-        stage: its number.
-        layers: of the stage.
-        plans: of these layers.
+        stage: the stage.
+        plans: of its layers.
         waits: seconds by layer and kind of pass for which compute waits while the layer runs, by cause.
     """
-    load = sync_load(problem, stage)
+    load = sync_load(stage)
     if load is None:
         return 0.0
     late_s = 0.0
     for step in load.steps:
         free_s = step.end_s - step.network_s
         if step.layer is not None:
-            free_s += work_s(layers[step.layer], plans[step.layer], load.kind)
+            free_s += work_s(stage.layers[step.layer], plans[step.layer], load.kind)
             free_s += sum(of_layers.get((step.layer, load.kind), 0.0) for of_layers in waits)
         late_s = max(late_s - free_s, 0.0) + step.sync_s
     return late_s

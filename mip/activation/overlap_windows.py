@@ -17,11 +17,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from memo.mip.activation.in_flight import copies_between_turns
-from memo.mip.activation.plan import chunk_layers
 from memo.mip.inputs.pipeline_schedules import Kind
 
 if TYPE_CHECKING:
-    from memo.mip.activation.plan import ActivationProblem
+    from memo.mip.activation.stage_view import StageView
 
 __all__ = ["Window", "copies_in", "copies_out"]
 
@@ -54,36 +53,36 @@ class Window:
         return self.kind in (Kind.BACKWARD, Kind.INPUT)
 
 
-def copies_out(problem: ActivationProblem, stage: int) -> Iterator[Window]:
+def copies_out(stage: StageView) -> Iterator[Window]:
     """Yields the windows of one microbatch's copies out."""
-    for chunk, layers in enumerate(_numbers(problem, stage)):
+    for chunk, layers in enumerate(stage.numbers):
         for number in layers[:-1]:
             yield _within(number, number + 1, (chunk, Kind.FORWARD))
-    yield from _at_turns(problem, stage, forward=True)
+    yield from _at_turns(stage, forward=True)
 
 
-def copies_in(problem: ActivationProblem, stage: int) -> Iterator[Window]:
+def copies_in(stage: StageView) -> Iterator[Window]:
     """Yields the windows of one microbatch's copies in."""
-    for chunk, layers in enumerate(_numbers(problem, stage)):
-        split = problem.pipeline.splits(stage, chunk)
+    for chunk, layers in enumerate(stage.numbers):
+        split = stage.splits(chunk)
         kind = Kind.INPUT if split else Kind.BACKWARD
         for number in layers[:-1]:
             yield _within(number, number + 1, (chunk, kind))
         for number in layers[1:] if split else ():
             yield _within(number, number - 1, (chunk, Kind.WEIGHT))
-    yield from _at_turns(problem, stage, forward=False)
+    yield from _at_turns(stage, forward=False)
 
 
 def _within(moving: int, hidden_by: int, turn: tuple[int, Kind]) -> Window:
     return Window(moving=moving, hidden_by=hidden_by, kind=turn[1], times=1.0, waits=turn, within=True)
 
 
-def _at_turns(problem: ActivationProblem, stage: int, *, forward: bool) -> Iterator[Window]:
+def _at_turns(stage: StageView, *, forward: bool) -> Iterator[Window]:
     """Windows between turns. The stage's last layer has no bytes that move, here and above."""
-    if problem.pipeline.chunks == 1:
+    if stage.pipeline.chunks == 1:
         return
-    layers = _numbers(problem, stage)
-    for copy in copies_between_turns(problem.pipeline.turns(stage)):
+    layers = stage.numbers
+    for copy in copies_between_turns(stage.pipeline.turns(stage.number)):
         chunk, kind = copy.turn
         if (kind is Kind.FORWARD) is not forward:
             continue
@@ -96,15 +95,6 @@ def _at_turns(problem: ActivationProblem, stage: int, *, forward: bool) -> Itera
             moving=layers[chunk][0 if kind is Kind.WEIGHT else -1],
             hidden_by=hidden_by,
             kind=hiding_kind,
-            times=copy.times / problem.pipeline.microbatches,
+            times=copy.times / stage.pipeline.microbatches,
             waits=(copy.hidden_by or copy.turn) if forward else (chunk, kind),
         )
-
-
-def _numbers(problem: ActivationProblem, stage: int) -> list[range]:
-    """Layers of each chunk, counted within the stage."""
-    found, first = [], 0
-    for layers in chunk_layers(problem, stage):
-        found.append(range(first, first + len(layers)))
-        first += len(layers)
-    return found

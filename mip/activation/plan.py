@@ -26,9 +26,11 @@ By these rules one rank's copies out and in never run at the same time. What the
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from memo.errors import PlanError
 from memo.mip.activation.in_flight import SchedulePoint, moments_of, peak_in_flight, split_chunks
@@ -36,6 +38,9 @@ from memo.mip.activation.pipeline_time import microbatches_s
 from memo.mip.inputs.hardware import Hardware, LaneRates
 from memo.mip.inputs.pipeline_schedules import Kind, PipelineSchedule, Turn, rank_turns
 from memo.mip.inputs.profile import ALL, MAX_LAYERS, LayerProfile, Profile, check_amounts
+
+if TYPE_CHECKING:
+    from memo.mip.activation.stage_view import StageView
 
 __all__ = [
     "ONE_STAGE",
@@ -49,9 +54,7 @@ __all__ = [
     "StageMachine",
     "StagePrediction",
     "StageTurns",
-    "chunk_layers",
     "layers_of_runs",
-    "stage_layers",
 ]
 
 PAGE = 4096
@@ -283,7 +286,7 @@ class StageMachine:
         return self.hardware.lanes(self.budgets.ranks_per_node, taken=self.link_share)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ActivationProblem:
     """Input of the activation planner."""
 
@@ -313,6 +316,13 @@ class ActivationProblem:
         """Tokens of a step, of all replicas."""
         signature = self.profile.signature
         return self.replicas * signature.batch * signature.tokens * self.pipeline.microbatches
+
+    @functools.cached_property
+    def stages(self) -> tuple[StageView, ...]:
+        """Its pipeline stages."""
+        from memo.mip.activation.stage_view import StageView
+
+        return tuple(StageView(self, number) for number in range(self.pipeline.stages))
 
     def machine_of(self, stage: int) -> StageMachine:
         """Machine of one stage."""
@@ -398,29 +408,10 @@ class ActivationProblem:
         return [range(first, end) for first, end in itertools.pairwise(starts)]
 
 
-def chunk_layers(problem: ActivationProblem, stage: int) -> tuple[range, ...]:
-    """Layer indices of one stage, by chunk."""
-    pipeline, count = problem.pipeline, len(problem.profile.layers)
-    if pipeline.own is not None:
-        sizes: Sequence[int] = pipeline.own.layers
-    elif pipeline.layers:
-        sizes = pipeline.layers
-    else:
-        share, more = divmod(count, pipeline.stages * pipeline.chunks)
-        sizes = [share + (place < more) for place in range(pipeline.stages * pipeline.chunks)]
-    ends = list(itertools.accumulate(sizes))
-    return tuple(range(ends[place] - sizes[place], ends[place]) for place in pipeline.chunk_positions(stage))
-
-
 def layers_of_runs(problem: ActivationProblem) -> tuple[int, ...]:
     """Numbers of layers of the pipeline's runs of consecutive layers, in the order of the layers."""
-    runs = [chunk for stage in range(problem.pipeline.stages) for chunk in chunk_layers(problem, stage)]
+    runs = [chunk for stage in problem.stages for chunk in stage.chunks]
     return tuple(len(run) for run in sorted(runs, key=lambda run: run.start))
-
-
-def stage_layers(problem: ActivationProblem, stage: int) -> tuple[int, ...]:
-    """Layer indices of one stage, chunk after chunk."""
-    return tuple(index for chunk in chunk_layers(problem, stage) for index in chunk)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,8 @@ from collections.abc import Mapping, Sequence
 
 from memo.errors import PlanInvalid
 from memo.events import Tier
-from memo.mip.activation.plan import ActivationPlan, ActivationProblem, LayerPlan, chunk_layers, stage_layers
+from memo.mip.activation.plan import ActivationPlan, ActivationProblem, LayerPlan
+from memo.mip.activation.stage_view import StageView
 from memo.mip.inputs.pipeline_schedules import Kind
 from memo.mip.inputs.profile import EmbeddingOrHeadProfile, LayerProfile
 from memo.mip.simulate.result import EndWork, LayerWork, Part, Simulation, StageSimulation
@@ -49,9 +50,8 @@ def simulate(plan: ActivationPlan, problem: ActivationProblem | None = None) -> 
         raise PlanInvalid(f"the plan has {len(plan.layers)} layers and the profile {len(problem.profile.layers)}")
     pipeline = problem.pipeline
     _require_playable(pipeline.microbatches, len(plan.layers))
-    budgets = [problem.machine_of(number).budgets.device_bytes for number in range(pipeline.stages)]
     stages = [
-        _stage(plan.layers, problem, number, budgets={Tier.DEVICE: device}) for number, device in enumerate(budgets)
+        _stage(plan.layers, view, budgets={Tier.DEVICE: view.machine.budgets.device_bytes}) for view in problem.stages
     ]
     if pipeline.chunks > 1:
         _run_turns(stages, problem)
@@ -61,9 +61,8 @@ def simulate(plan: ActivationPlan, problem: ActivationProblem | None = None) -> 
         ready_s = max(stage.reduced_s for stage in stages)
         for stage in stages:
             stage.idle(ready_s)
-    for number, stage in enumerate(stages):
-        machine = problem.machine_of(number)
-        stage.step(machine.optimizer_s, machine.optimizer_exchange_s)
+    for stage, view in zip(stages, problem.stages, strict=True):
+        stage.step(view.machine.optimizer_s, view.machine.optimizer_exchange_s)
     results = [stage.result() for stage in stages]
     return Simulation(
         step_s=max(stage.now_s for stage in stages),
@@ -87,7 +86,7 @@ def simulate_stage(plan: ActivationPlan, number: int) -> StageSimulation:
     else:
         order = [(0, kind) for kind in (Kind.FORWARD, Kind.BACKWARD) for _ in range(pipeline.in_flight(number))]
     _require_playable(len(order) // 2, -(-len(plan.layers) // pipeline.stages))
-    stage = _stage(plan.layers, plan.problem, number, budgets={})
+    stage = _stage(plan.layers, plan.problem.stages[number], budgets={})
     for left, (chunk, kind) in zip(reversed(range(len(order))), order, strict=True):
         if kind is Kind.FORWARD:
             stage.forward(chunk)
@@ -153,30 +152,19 @@ def layer_work(name: str, layer: LayerProfile, plan: LayerPlan) -> LayerWork:
     )
 
 
-def _stage(
-    plans: Sequence[LayerPlan],
-    problem: ActivationProblem,
-    number: int,
-    *,
-    budgets: Mapping[Tier, int],
-) -> Stage:
-    profile, machine = problem.profile, problem.machine_of(number)
-    known, mine, pipeline = profile.layer_profiles(), stage_layers(problem, number), problem.pipeline
-    first, last = mine[0] == 0, mine[-1] == len(known) - 1
-    static = sum(known[layer].static_bytes for layer in mine)
-    static += profile.embedding.static_bytes * first + profile.head.static_bytes * last
-    static += problem.message_bytes(number)
+def _stage(plans: Sequence[LayerPlan], view: StageView, *, budgets: Mapping[Tier, int]) -> Stage:
+    profile, pipeline = view.problem.profile, view.pipeline
+    known = profile.layer_profiles()
+    static = sum(layer.static_bytes for layer in view.layers) + sum(end.static_bytes for end in view.ends)
+    static += view.problem.message_bytes(view.number)
     return Stage(
-        *(
-            [layer_work(f"layers.{layer}", known[layer], plans[layer]) for layer in chunk]
-            for chunk in chunk_layers(problem, number)
-        ),
-        turns=pipeline.turns(number) if pipeline.chunks > 1 else (),
-        rates=machine.lanes,
+        *([layer_work(f"layers.{layer}", known[layer], plans[layer]) for layer in chunk] for chunk in view.chunks),
+        turns=pipeline.turns(view.number) if pipeline.chunks > 1 else (),
+        rates=view.machine.lanes,
         static_nbytes=static,
         budgets=budgets,
-        embedding=_end_work("embedding", profile.embedding) if first else None,
-        head=_end_work("head", profile.head) if last else None,
+        embedding=_end_work("embedding", profile.embedding) if view.has_embedding else None,
+        head=_end_work("head", profile.head) if view.has_head else None,
     )
 
 

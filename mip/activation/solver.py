@@ -131,9 +131,9 @@ def fits(problem: ActivationProblem) -> bool:
 def _has_room(problem: ActivationProblem) -> bool:
     """Whether each device has room for what every plan holds at its fullest moment."""
     return all(
-        place.resident_bytes <= problem.machine_of(stage).budgets.device_bytes
-        for stage in range(problem.pipeline.stages)
-        for place in device_peak_candidates(problem, stage)
+        place.resident_bytes <= stage.machine.budgets.device_bytes
+        for stage in problem.stages
+        for place in device_peak_candidates(stage)
     )
 
 
@@ -188,7 +188,7 @@ def _staying_options(problem: ActivationProblem, relaxed: Resource | None = None
 
     Two layers are on the device at the end of the forward under any plan, so at most two are tried.
     """
-    every = [problem.machine_of(stage).budgets for stage in range(problem.pipeline.stages)]
+    every = [stage.machine.budgets for stage in problem.stages]
     budgets = {
         Resource.HOST: max(budgets.host_bytes for budgets in every),
         Resource.DISK: max(budgets.disk_bytes for budgets in every),
@@ -202,8 +202,10 @@ def _keep_all(problem: ActivationProblem) -> ActivationPlan | None:
     """The plan that keeps everything, if that fits; else None."""
     layers = tuple(LayerPlan() for _ in problem.profile.layers)
     stages = predict_stages(problem, layers)
-    budgets = [problem.machine_of(stage).budgets.device_bytes for stage in range(len(stages))]
-    held = [(stage.peak_device_bytes, budget) for stage, budget in zip(stages, budgets, strict=True)]
+    held = [
+        (predicted.peak_device_bytes, stage.machine.budgets.device_bytes)
+        for predicted, stage in zip(stages, problem.stages, strict=True)
+    ]
     if any(peak > budget for peak, budget in held):
         return None
     peak, budget = max(held, key=lambda pair: pair[0] - pair[1]) if problem.machines else max(held)

@@ -9,14 +9,8 @@ from __future__ import annotations
 import dataclasses
 
 from memo.mip.activation.cost import rounding_bytes
-from memo.mip.activation.plan import (
-    ActivationPlan,
-    ActivationProblem,
-    Pipeline,
-    StageTurns,
-    chunk_layers,
-    stage_layers,
-)
+from memo.mip.activation.plan import ActivationPlan, Pipeline, StageTurns
+from memo.mip.activation.stage_view import StageView
 from memo.mip.inputs.profile import EmbeddingOrHeadProfile, StaticBytes
 
 __all__ = ["extract_stage_plan", "lower_tier_nbytes"]
@@ -24,8 +18,8 @@ __all__ = ["extract_stage_plan", "lower_tier_nbytes"]
 
 def lower_tier_nbytes(plan: ActivationPlan, stage: int = 0) -> tuple[int, int]:
     """Bytes of (host, disk) that one rank of a stage may take, including the excess of whole storages and pages."""
-    own = stage_layers(plan.problem, stage)
-    rounding = rounding_bytes(plan.problem, stage, divided=any(plan.layers[index].divided for index in own))
+    view = plan.problem.stages[stage]
+    rounding = rounding_bytes(view, divided=any(plan.layers[index].divided for index in view.indices))
     known = plan.stages[stage]
     rounding += 1  # predicted peaks are rounded to bytes
     host, disk = known.peak_host_bytes, known.peak_disk_bytes
@@ -38,11 +32,11 @@ def extract_stage_plan(plan: ActivationPlan, stage: int) -> ActivationPlan:
     Returns:
         A plan of one stage that can be checked and run by itself.
     """
-    problem, own = plan.problem, stage_layers(plan.problem, stage)
-    profile, machine = problem.profile, problem.machine_of(stage)
+    problem, view = plan.problem, plan.problem.stages[stage]
+    profile, machine, own = problem.profile, view.machine, view.indices
     ranks = machine.budgets.ranks_per_node
     host, disk = lower_tier_nbytes(plan, stage)
-    embedding = profile.embedding if own[0] == 0 else EmbeddingOrHeadProfile()
+    embedding = profile.embedding if view.has_embedding else EmbeddingOrHeadProfile()
     messages = problem.message_bytes(stage)  # they stand all the time, and the stage alone has no neighbours
     return dataclasses.replace(
         plan,
@@ -52,7 +46,7 @@ def extract_stage_plan(plan: ActivationPlan, stage: int) -> ActivationPlan:
                 profile,
                 layers=tuple(profile.layers[index] for index in own),
                 embedding=dataclasses.replace(embedding, static=embedding.static + StaticBytes(other=messages)),
-                head=profile.head if own[-1] == len(profile.layers) - 1 else EmbeddingOrHeadProfile(),
+                head=profile.head if view.has_head else EmbeddingOrHeadProfile(),
                 optimizer_s=machine.optimizer_s,
                 optimizer_exchange_s=machine.optimizer_exchange_s,
                 send_s=machine.send_s,
@@ -63,17 +57,16 @@ def extract_stage_plan(plan: ActivationPlan, stage: int) -> ActivationPlan:
             budgets=dataclasses.replace(
                 machine.budgets, host_bytes=ranks * host, disk_bytes=ranks * disk, disk_wear_bytes_per_day=None
             ),
-            pipeline=_alone(problem, stage),
+            pipeline=_alone(view),
         ),
         layers=tuple(plan.layers[index] for index in own),
         stages=(plan.stages[stage],),
     )
 
 
-def _alone(problem: ActivationProblem, stage: int) -> Pipeline:
-    pipeline = problem.pipeline
+def _alone(stage: StageView) -> Pipeline:
+    pipeline = stage.pipeline
     if pipeline.chunks == 1:
-        return Pipeline(microbatches=pipeline.microbatches, held=pipeline.in_flight(stage))
-    sizes = tuple(len(chunk) for chunk in chunk_layers(problem, stage))
-    own = StageTurns(layers=sizes, turns=pipeline.turns(stage))
+        return Pipeline(microbatches=pipeline.microbatches, held=pipeline.in_flight(stage.number))
+    own = StageTurns(layers=tuple(map(len, stage.chunks)), turns=pipeline.turns(stage.number))
     return Pipeline(microbatches=pipeline.microbatches, own=own)

@@ -167,6 +167,15 @@ class Placement:
             budgets_of=budgets_of,
         )
 
+    @property
+    def named_places(self) -> list[list[dict[str, Any]]]:
+        """For each stage the names of its groups of nodes, each with its number of replicas."""
+        names = [group.name for group in self.cluster.groups]
+        return [
+            [{"group": names[group], "replicas": n} for group, n in zip(place.groups, place.replicas, strict=True)]
+            for place in self.places
+        ]
+
     def describe(self) -> str:
         """The placement in words, such as `stages 0 to 3 on ib, 4 and 5 on roce`."""
         names = [group.name for group in self.cluster.groups]

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from memo.mip.activation import ActivationProblem, Budgets, Pipeline, StageMachine, chunk_layers
+from memo.mip.activation import ActivationProblem, Budgets, Pipeline, StageMachine
 from memo.mip.cluster.cluster import NodeGroup, slowest_machine
 from memo.mip.cluster.layer_division import StageCosts, divide_layers
 from memo.mip.cluster.placement import Crossing
@@ -104,7 +104,7 @@ class _Stages:
         machines = [self.placement.machine(stage) for stage in range(count)]
         base = self._profile(known, machines[0], 0, 0)
         plain = ActivationProblem(profile=base, hardware=machines[0], budgets=self.budgets[0], pipeline=self.pipeline)
-        own = [[index for chunk in chunk_layers(plain, stage) for index in chunk] for stage in range(count)]
+        own = [stage.indices for stage in plain.stages]
         profiles = [self._profile(known, machines[stage], stage, len(own[stage])) for stage in range(count)]
         names = [""] * len(base.layers)
         classes: dict[str, LayerProfile] = {}
@@ -168,9 +168,8 @@ def _named(classes: dict[str, LayerProfile], layer: LayerProfile, machine: str) 
     names = [layer.name, f"{layer.name} on {machine}"]
     names += [f"{layer.name} on {machine} ({number})" for number in range(2, len(classes) + 3)]
     for name in names:
-        if name not in classes:
-            classes[name] = dataclasses.replace(layer, name=name)
-        if classes[name] == dataclasses.replace(layer, name=name):
+        own = layer if name == layer.name else dataclasses.replace(layer, name=name)
+        if classes.setdefault(name, own) == own:
             return name
     raise AssertionError("more names than classes")
 
@@ -283,19 +282,13 @@ class Communication:
 
 def communication(problem: ActivationProblem) -> Communication:
     """Collectives and messages of a step."""
-    profile, pipeline = problem.profile, problem.pipeline
-    known, tensor, data = profile.layer_profiles(), [], []
-    for stage in range(pipeline.stages):
-        chunks = chunk_layers(problem, stage)
-        layers = [known[index] for chunk in chunks for index in chunk]
-        ends = [profile.embedding] * (chunks[0][0] == 0) + [profile.head] * (chunks[-1][-1] == len(known) - 1)
-        exchanged = sum(layer.forward_exchange_s + layer.backward_exchange_s for layer in layers)
-        exchanged += sum(end.forward_exchange_s + end.backward_exchange_s for end in ends)
-        tensor.append(pipeline.microbatches * exchanged)
-        passes = sum(2 * layer.gather_s + layer.reduce_s for layer in layers)
-        once = sum(layer.sync_s for layer in layers) + sum(end.sync_s for end in ends)
-        data.append(pipeline.microbatches * passes + once + problem.machine_of(stage).optimizer_exchange_s)
+    pipeline, data = problem.pipeline, []
+    for stage in problem.stages:
+        passes = sum(2 * layer.gather_s + layer.reduce_s for layer in stage.layers)
+        once = sum(layer.sync_s for layer in stage.layers) + sum(end.sync_s for end in stage.ends)
+        data.append(pipeline.microbatches * passes + once + stage.machine.optimizer_exchange_s)
     stage_of = {run: stage for stage in range(pipeline.stages) for run in pipeline.chunk_positions(stage)}
     hops = [(stage_of[run], stage_of[run + 1]) for run in range(len(stage_of) - 1)]
     there = sum(problem.send_s(one, other) for one, other in hops if one != other)
-    return Communication(tensor_s=max(tensor), data_s=max(data), pipeline_s=2 * there)
+    tensor_s = pipeline.microbatches * max(stage.exchange_s for stage in problem.stages)
+    return Communication(tensor_s=tensor_s, data_s=max(data), pipeline_s=2 * there)

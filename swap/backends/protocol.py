@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,7 +26,6 @@ __all__ = [
     "CopyStream",
     "Disk",
     "Event",
-    "Extent",
     "HostSlab",
     "HostStamp",
     "OneComputeStream",
@@ -71,37 +70,31 @@ class CopyStream(Protocol):
         """Issues a copy of all of `source`; the caller keeps both buffers alive until the event is done."""
 
 
-class Extent(Protocol):
-    """Reserved range of the disk tier."""
-
-    @property
-    def nbytes(self) -> int:
-        """Capacity in bytes."""
-        ...
+_Range = TypeVar("_Range")
 
 
-class Disk(Protocol):
-    """Disk tier: reserved ranges, written and read asynchronously (rule R9).
+class Disk(Protocol[_Range]):
+    """Disk tier: reserved ranges, of a type of its own, written and read asynchronously (rule R9).
 
     Operations on different extents run in any order; `after` is the only ordering. The store keeps `source` and
     `target` alive until the event is done.
     """
 
-    def reserve(self, nbytes: int) -> Extent | None:
+    def reserve(self, nbytes: int) -> _Range | None:
         """Reserves at least `nbytes`; None when the budget is used up."""
 
     @property
     def refusal(self) -> str | None:
         """Why the file system gave no more, if it was that."""
 
-    def release(self, extent: Extent) -> None:
+    def release(self, extent: _Range) -> None:
         """Releases the range; no operation on it may be pending."""
 
-    def write(self, extent: Extent, source: torch.Tensor, *, after: Sequence[Event] = ()) -> Timed:
+    def write(self, extent: _Range, source: torch.Tensor, *, after: Sequence[Event] = ()) -> Timed:
         """Writes all of `source` to the start of `extent` once the events of `after` are done."""
         ...
 
-    def read(self, extent: Extent, target: torch.Tensor, *, after: Sequence[Event] = ()) -> Timed:
+    def read(self, extent: _Range, target: torch.Tensor, *, after: Sequence[Event] = ()) -> Timed:
         """Fills `target` from the start of `extent` once the events of `after` are done."""
         ...
 

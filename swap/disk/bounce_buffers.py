@@ -15,7 +15,7 @@ import dataclasses
 import queue
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memo.errors import SwapError
 from memo.swap.backends.cpu import HostEvent
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from memo.swap.backends.protocol import CopyStream, Disk, Event, Extent
+    from memo.swap.backends.protocol import CopyStream, Disk, Event
 
 __all__ = ["StagedDisk"]
 
@@ -36,7 +36,7 @@ class _Parts:
     """Extent of a StagedDisk: one extent of the underlying disk for each block."""
 
     nbytes: int
-    extents: tuple[Extent, ...]
+    extents: tuple[Any, ...]
     written: HostEvent | None = None
     """Latest write. A read waits for it: `after` orders uses of the tensor, not of the disk."""
 
@@ -65,7 +65,7 @@ class StagedDisk:
 
     def __init__(
         self,
-        disk: Disk,
+        disk: Disk[Any],
         out: CopyStream,
         back: CopyStream,
         empty_host: Callable[[int], torch.Tensor],
@@ -84,7 +84,7 @@ class StagedDisk:
 
     def reserve(self, nbytes: int) -> _Parts | None:
         """Reserves an extent for each block; None, with nothing reserved, when the disk is full."""
-        extents: list[Extent] = []
+        extents: list[Any] = []
         for start in range(0, nbytes, self._block_bytes):
             extent = self._disk.reserve(min(self._block_bytes, nbytes - start))
             if extent is None:
@@ -99,21 +99,18 @@ class StagedDisk:
         """Why the file system gave no more, if it was that."""
         return self._disk.refusal
 
-    def release(self, extent: Extent) -> None:
+    def release(self, extent: _Parts) -> None:
         """Releases the extents of all blocks."""
-        assert isinstance(extent, _Parts)
         for part in extent.extents:
             self._disk.release(part)
 
-    def write(self, extent: Extent, source: torch.Tensor, *, after: Sequence[Event] = ()) -> HostEvent:
+    def write(self, extent: _Parts, source: torch.Tensor, *, after: Sequence[Event] = ()) -> HostEvent:
         """Queues a write of all of `source` after the events of `after`."""
-        assert isinstance(extent, _Parts)
         extent.written = self._lanes[0].put(_Job(HostEvent(), extent, source, tuple(after)))
         return extent.written
 
-    def read(self, extent: Extent, target: torch.Tensor, *, after: Sequence[Event] = ()) -> HostEvent:
+    def read(self, extent: _Parts, target: torch.Tensor, *, after: Sequence[Event] = ()) -> HostEvent:
         """Queues a read into `target` after the latest write of `extent` and the events of `after`."""
-        assert isinstance(extent, _Parts)
         return self._lanes[1].put(_Job(HostEvent(), extent, target, tuple(after)))
 
     def close(self) -> None:
@@ -160,7 +157,7 @@ class StagedDisk:
 
     def _free_oldest(
         self,
-        pieces: Sequence[tuple[Extent, torch.Tensor]],
+        pieces: Sequence[tuple[Any, torch.Tensor]],
         number: int,
         reads: collections.deque[Event],
         copies: collections.deque[Event],
@@ -174,7 +171,7 @@ class StagedDisk:
 
     def _copy_oldest(
         self,
-        pieces: Sequence[tuple[Extent, torch.Tensor]],
+        pieces: Sequence[tuple[Any, torch.Tensor]],
         number: int,
         reads: collections.deque[Event],
         copies: collections.deque[Event],
@@ -185,7 +182,7 @@ class StagedDisk:
         piece = pieces[number][1]
         copies.append(stream.copy(piece, ring[number % len(ring)][: piece.numel()]))
 
-    def _pieces(self, job: _Job) -> list[tuple[Extent, torch.Tensor]]:
+    def _pieces(self, job: _Job) -> list[tuple[Any, torch.Tensor]]:
         size = self._block_bytes
         return [(part, job.tensor[i * size : (i + 1) * size]) for i, part in enumerate(job.parts.extents)]
 

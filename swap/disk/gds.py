@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from memo.errors import MemoError, ScratchUnusable, SwapError
-from memo.swap.disk.operation import DiskExtent, Kind, Piece, check_fits, own_extent
+from memo.swap.disk.operation import DiskExtent, Kind, Piece, check_fits
 from memo.swap.disk.raw_file import RawFile
 from memo.swap.disk.scratch import ScratchSpace
 
 if TYPE_CHECKING:
-    from memo.swap.backends.protocol import Event, Extent
+    from memo.swap.backends.protocol import Event
 
 __all__ = ["GdsDisk", "GdsOperation", "IoStream"]
 
@@ -186,29 +186,26 @@ class GdsDisk:
         """Why the file system gave no more, if it was that."""
         return self._space.refusal
 
-    def release(self, extent: Extent) -> None:
+    def release(self, extent: DiskExtent) -> None:
         """Releases the range.
 
         Raises:
             SwapError: An operation on it is pending, or it was already released; nothing changes.
         """
-        extent = own_extent(extent)
         with self._lock:
             for _, operation in self._running:
                 if operation.extent is extent and operation.query():
                     operation.settle()
         self._space.release(extent)
 
-    def write(self, extent: Extent, source: torch.Tensor, *, after: Sequence[Event] = ()) -> GdsOperation:
+    def write(self, extent: DiskExtent, source: torch.Tensor, *, after: Sequence[Event] = ()) -> GdsOperation:
         """Writes all of `source` to the start of `extent` once `after` is done."""
-        extent = own_extent(extent)
         check_fits(extent, source, extent.nbytes)
         extent.written_bytes = source.numel()
         return self._issue(Kind.WRITE, extent, source, after)
 
-    def read(self, extent: Extent, target: torch.Tensor, *, after: Sequence[Event] = ()) -> GdsOperation:
+    def read(self, extent: DiskExtent, target: torch.Tensor, *, after: Sequence[Event] = ()) -> GdsOperation:
         """Fills `target` with what was written to `extent`."""
-        extent = own_extent(extent)
         check_fits(extent, target, extent.written_bytes)
         return self._issue(Kind.READ, extent, target, after)
 

@@ -23,9 +23,9 @@ from memo import forks
 from memo.errors import MemoError, StoreReadError, StoreWriteError, SwapError
 
 if TYPE_CHECKING:
-    from memo.swap.backends.protocol import Event, Extent
+    from memo.swap.backends.protocol import Event
 
-__all__ = ["DiskExtent", "DiskOperation", "Kind", "Piece", "Stage", "check_fits", "own_extent"]
+__all__ = ["DiskExtent", "DiskOperation", "Kind", "Piece", "Stage", "check_fits"]
 
 
 class Kind(enum.Enum):
@@ -191,17 +191,6 @@ class DiskOperation:
         nbytes = sum(piece.nbytes for piece in self.pieces)
         where = f"offset {self.extent.offset} of the scratch in {self.place}"
         return f"rank {self.rank}: {self.kind.value} of {nbytes} bytes at {where}"
-
-
-def own_extent(extent: Extent) -> DiskExtent:
-    """Narrows the type of an extent.
-
-    Raises:
-        TypeError: It is of another disk implementation.
-    """
-    if not isinstance(extent, DiskExtent):
-        raise TypeError(f"{extent!r} is not an extent of a disk store")
-    return extent
 
 
 def check_fits(extent: DiskExtent, tensor: torch.Tensor, limit: int) -> None:

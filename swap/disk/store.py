@@ -18,9 +18,9 @@ import torch
 
 from memo import forks
 from memo.errors import SwapError
-from memo.swap.backends.protocol import Event, Extent
+from memo.swap.backends.protocol import Event
 from memo.swap.disk.io_threads import IoPool
-from memo.swap.disk.operation import DiskExtent, DiskOperation, Kind, check_fits, own_extent
+from memo.swap.disk.operation import DiskExtent, DiskOperation, Kind, check_fits
 from memo.swap.disk.raw_file import RawFile
 from memo.swap.disk.scratch import ScratchSpace
 from memo.swap.disk.transfer import Transfer
@@ -124,24 +124,22 @@ class DiskStore:
         """Why the file system gave no more, if it was that."""
         return self._space.refusal
 
-    def release(self, extent: Extent) -> None:
+    def release(self, extent: DiskExtent) -> None:
         """Releases the range.
 
         Raises:
             SwapError: An operation on it is pending, or it was already released; nothing changes.
         """
-        self._space.release(own_extent(extent))
+        self._space.release(extent)
 
-    def write(self, extent: Extent, source: torch.Tensor, *, after: Sequence[Event] = ()) -> DiskOperation:
+    def write(self, extent: DiskExtent, source: torch.Tensor, *, after: Sequence[Event] = ()) -> DiskOperation:
         """Writes all of `source` to the start of `extent` once `after` is done."""
-        extent = own_extent(extent)
         self._check(extent, source, extent.nbytes)
         extent.written_bytes = source.numel()
         return self._submit(Kind.WRITE, extent, source, after)
 
-    def read(self, extent: Extent, target: torch.Tensor, *, after: Sequence[Event] = ()) -> DiskOperation:
+    def read(self, extent: DiskExtent, target: torch.Tensor, *, after: Sequence[Event] = ()) -> DiskOperation:
         """Fills `target` from the start of `extent`. A verifying store takes only reads of all that was written."""
-        extent = own_extent(extent)
         self._check(extent, target, extent.written_bytes)
         if self._transfer.verify and target.numel() != extent.written_bytes:
             raise ValueError(f"a verified read takes all {extent.written_bytes} bytes, not {target.numel()}")

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from memo.swap.engine.stream_order import StreamOrder
     from memo.swap.engine.telemetry import Telemetry
     from memo.swap.engine.tier_choice import TierChoice
-    from memo.swap.tiers.protocol import Place
+    from memo.swap.tiers.protocol import Extent
 
 __all__ = ["CopyOut"]
 
@@ -60,7 +60,7 @@ class CopyOut:
     Args:
         backend: the device and its copy lanes.
         order: orderings between streams.
-        tier_choice: gives each storage its place.
+        tier_choice: reserves each storage its extent.
         release: its limbo counts as late copies, too.
         telemetry: counters and trace.
         late_bytes: the most bytes of sources whose copies only the host could wait for; None: those of one layer.
@@ -138,11 +138,11 @@ class CopyOut:
         if is_kept(source.untyped_storage()):
             telemetry.stats.bytes_kept += saved.nbytes
             return
-        place = self._tier_choice.claim(saved)
-        if place is None:
+        extent = self._tier_choice.reserve(saved)
+        if extent is None:
             return  # it stays, by plan or for lack of room
-        saved.place = place
-        tier, coded = place.tier, saved.coded
+        saved.extent = extent
+        tier, coded = extent.tier, saved.coded
         if coded is not None:
             with self._backend.stream_context(saved.home):
                 telemetry.stats.came_to_device(coded.encode(source, self._backend))
@@ -150,10 +150,10 @@ class CopyOut:
             assert coded.block is not None
             source = coded.block
         if telemetry.trace is None:
-            saved.out = place.copy_out(source, after=written)
+            saved.out = tier.write(extent, source, after=written)
         else:
             with telemetry.trace.range(f"{tier.lane_out} {saved.group.module}"):
-                saved.out = place.copy_out(source, after=written)
+                saved.out = tier.write(extent, source, after=written)
         telemetry.left(saved, tier.name)
         saved.move_to(LEAVING)
         if telemetry.trace is not None:
@@ -267,44 +267,44 @@ class CopyOut:
         """
         stats = self._telemetry.stats
         stats.failed_writes += 1
-        failed = saved.place
+        failed = saved.extent
         assert failed is not None
         assert saved.source is not None
         saved.move_to(LIVE)
-        saved.place = saved.out = None
-        failed.release()
-        place = self._tier_choice.claim_elsewhere(saved, than=failed.tier)
-        if place is None:
+        saved.extent = saved.out = None
+        failed.tier.release(failed)
+        extent = self._tier_choice.reserve_elsewhere(saved, than=failed.tier)
+        if extent is None:
             if self._tier_choice.when_full is not WhenFull.STAY:
                 return False
             self._tier_choice.stays(saved, saved.nbytes, full=failed.tier.name)
             return True
-        self._telemetry.warn("disk-write", f"{error}; the bytes went to the {place.tier.name} tier instead")
-        self._copy_again(saved, place)
+        self._telemetry.warn("disk-write", f"{error}; the bytes went to the {extent.tier.name} tier instead")
+        self._copy_again(saved, extent)
         return True
 
     def _copy_exact(self, saved: SavedStorage) -> None:
         """Copies a storage as it is, in the place of its codes: a value could not be coded. LIVE where it stays."""
-        coded_place = saved.place
-        assert coded_place is not None
-        place = self._tier_choice.claim_exact(saved, like=coded_place.tier)
+        coded_extent = saved.extent
+        assert coded_extent is not None
+        extent = self._tier_choice.reserve_exact(saved, like=coded_extent.tier)
         saved.move_to(LIVE)
-        self._telemetry.left(saved, coded_place.tier.name, -1)
+        self._telemetry.left(saved, coded_extent.tier.name, -1)
         self._telemetry.stats.coded_exact += 1
-        coded_place.release()
-        saved.coded = saved.place = saved.out = None
-        if place is not None:
-            self._copy_again(saved, place)
+        coded_extent.tier.release(coded_extent)
+        saved.coded = saved.extent = saved.out = None
+        if extent is not None:
+            self._copy_again(saved, extent)
 
-    def _copy_again(self, saved: SavedStorage, place: Place) -> None:
-        """Copies a storage, or its codes, to another place, and orders the home stream after that."""
+    def _copy_again(self, saved: SavedStorage, extent: Extent) -> None:
+        """Copies a storage, or its codes, to another extent, and orders the home stream after that."""
         source = saved.source
         assert source is not None
         if saved.coded is not None:
             assert saved.coded.block is not None
             source = saved.coded.block
-        saved.place = place
-        saved.out = place.copy_out(source, after=self._order.written(saved.home))
-        self._telemetry.left(saved, place.tier.name)
+        saved.extent = extent
+        saved.out = extent.tier.write(extent, source, after=self._order.written(saved.home))
+        self._telemetry.left(saved, extent.tier.name)
         saved.move_to(LEAVING)
         self._order.copied_out(saved)

@@ -204,12 +204,12 @@ class Reload:
         """Hands out a source that is not released yet (R6), and cancels its copy out if that has not begun."""
         stats = self._telemetry.stats
         if saved.state is LEAVING and saved.out is not None:
-            assert saved.place is not None
+            assert saved.extent is not None
             if saved.out.cancel():
                 stats.cancelled += 1
-                self._telemetry.left(saved, saved.place.tier.name, -1)
-                saved.place.release()
-                saved.place = saved.out = None
+                self._telemetry.left(saved, saved.extent.tier.name, -1)
+                saved.extent.tier.release(saved.extent)
+                saved.extent = saved.out = None
                 saved.move_to(LIVE)
         if saved.coded is not None and saved.coded.block is not None:
             self._round_source(saved, saved.coded)
@@ -268,7 +268,7 @@ class Reload:
         try:
             for saved in wanted:
                 buffer = target = empty(saved.nbytes)
-                if saved.coded is not None and saved.place is not None:
+                if saved.coded is not None and saved.extent is not None:
                     target = saved.coded.reload_target(target, backend)
                     nbytes += saved.coded.arriving_nbytes
                 made.append((saved, buffer, target))
@@ -281,14 +281,14 @@ class Reload:
                     self._issue_reload(saved, buffer, target, event)
 
     def _issue_reload(self, saved: SavedStorage, buffer: torch.Tensor, target: torch.Tensor, event: Event) -> None:
-        place = saved.place
-        if place is not None:  # None where it is recomputed
-            tier, trace = place.tier, self._telemetry.trace
+        extent = saved.extent
+        if extent is not None:  # None where it is recomputed
+            tier, trace = extent.tier, self._telemetry.trace
             if trace is None:
-                saved.returning = place.copy_in(target, after=event)
+                saved.returning = tier.read(extent, target, after=event)
             else:
                 with trace.range(f"{tier.lane_in} {saved.group.module}"):
-                    saved.returning = place.copy_in(target, after=event)
+                    saved.returning = tier.read(extent, target, after=event)
             self._telemetry.stats.bytes_reloaded += saved.place_nbytes
             if trace is not None:
                 trace.copying(saved, tier.lane_in, saved.returning)
@@ -342,4 +342,4 @@ class Reload:
 
 def _away_in_tiers(group: Group) -> list[SavedStorage]:
     """Storages of a group whose bytes rest in a tier; a recompute brings the buffers of the others."""
-    return [saved for saved in group.living() if saved.state is AWAY and saved.place is not None]
+    return [saved for saved in group.living() if saved.state is AWAY and saved.extent is not None]

@@ -1,4 +1,4 @@
-"""Release of saved storages: memory and places are given back when the last handle dies, in any thread.
+"""Release of saved storages: memory and extents are given back when the last handle dies, in any thread.
 
 It owns the dropped storages that wait for the engine lock, and the limbo (E5): storages without handles whose memory a copy
 still touches. It waits for a copy only where that memory is needed.
@@ -144,25 +144,25 @@ class Release:
         if saved.state is BACK or self._order.in_flight(saved) is None:  # BACK: the reload has been waited for
             self._free(saved)
         elif saved.state is LEAVING and saved.out is not None and saved.out.cancel():
-            assert saved.place is not None
+            assert saved.extent is not None
             stats.cancelled += 1
-            self._telemetry.left(saved, saved.place.tier.name, -1)
+            self._telemetry.left(saved, saved.extent.tier.name, -1)
             self._free(saved)
         else:
             saved.replay = None  # and all that it holds
             self._limbo.append(saved)  # E5
 
     def _free(self, saved: SavedStorage) -> None:
-        stats, place = self._telemetry.stats, saved.place
+        stats, extent = self._telemetry.stats, saved.extent
         counted = stats.device_bytes
         if saved.source is not None or saved.returned is not None:
             stats.device_bytes -= saved.nbytes
         saved.source = saved.returned = None
         if saved.coded is not None:
             stats.device_bytes -= saved.coded.drop(stats) + saved.coded.discard()
-        if place is not None:
-            saved.place = None
-            place.release()
+        if extent is not None:
+            saved.extent = None
+            extent.tier.release(extent)
         if saved.group.is_lost:
             stats.device_bytes = counted
         saved.move_to(GONE)

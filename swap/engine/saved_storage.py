@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from memo.swap.backends.protocol import Timed
     from memo.swap.engine.coded_copy import CodedCopy
     from memo.swap.engine.layer_calls import Group
-    from memo.swap.tiers.protocol import Place
+    from memo.swap.tiers.protocol import Extent
 
 __all__ = [
     "AWAY",
@@ -144,8 +144,8 @@ _ids = itertools.count(1)
 class SavedStorage:
     """One storage with one content, from its first save to its release.
 
-    Owner of the bytes by state: LIVE and LEAVING `source`; AWAY `place`; RETURNING and BACK `place` and `returned`.
-    With `replay`, `place` is None: no tier has the bytes, and `returned` gets them once the replay has run.
+    Owner of the bytes by state: LIVE and LEAVING `source`; AWAY `extent`; RETURNING and BACK `extent` and `returned`.
+    With `replay`, `extent` is None: no tier has the bytes, and `returned` gets them once the replay has run.
 
     Args:
         source: all bytes of the storage.
@@ -162,6 +162,7 @@ class SavedStorage:
         "coded",
         "content",
         "dropped",
+        "extent",
         "group",
         "hold",
         "home",
@@ -169,7 +170,6 @@ class SavedStorage:
         "is_read",
         "nbytes",
         "out",
-        "place",
         "replay",
         "replayed",
         "returned",
@@ -200,7 +200,7 @@ class SavedStorage:
         self.state = LIVE
         self.source: torch.Tensor | None = source
         self.is_read = False  # from its source, by backward
-        self.place: Place | None = None
+        self.extent: Extent | None = None
         self.out: Timed | None = None  # end of the copy out
         self.sum: torch.Tensor | None = None  # checksum of the source as it was copied out; None: not verified
         self.replay: Recompute | None = None  # gives the bytes in backward, in place of a tier

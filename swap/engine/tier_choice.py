@@ -1,7 +1,7 @@
 """Tier choice: the tier that a storage is copied to, the first with room or the one of its layer's placement (R8).
 
 It owns the tiers' order, the placements and their quotas, and the response to full tiers (`WhenFull`). It does not own the
-bytes: whoever gets a place fills it and gives it back. Not thread-safe: callers hold the engine lock, except for `place`.
+bytes: whoever gets an extent fills it and gives it back. Not thread-safe: callers hold the engine lock, except for `place`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from memo.swap.engine.spills import Spills
     from memo.swap.placement import Placement
     from memo.swap.stats import Stats
-    from memo.swap.tiers.protocol import Place, Tier
+    from memo.swap.tiers.protocol import Extent, Tier
 
 __all__ = ["TierChoice", "WhenFull"]
 
@@ -118,17 +118,17 @@ class TierChoice:
         self._latest = layer, quota
         return quota
 
-    def claim(self, saved: SavedStorage) -> Place | None:
-        """Claims room for a storage, or for its codes; None where it stays on the device.
+    def reserve(self, saved: SavedStorage) -> Extent | None:
+        """Reserves room for a storage, or for its codes; None where it stays on the device.
 
         Raises:
-            HostBudgetExceeded, ScratchFull: no tier has room, and it may not stay; nothing is claimed.
+            HostBudgetExceeded, ScratchFull: no tier has room, and it may not stay; nothing is reserved.
         """
         quota, nbytes, room = saved.group.quota, saved.nbytes, saved.place_nbytes
         if quota is None:
-            place = self._first.claim(room)
-            if place is not None:
-                return place
+            extent = self._first.reserve(room)
+            if extent is not None:
+                return extent
             chosen, tiers = self._first.name, self._tiers
         else:
             chosen = quota.choose(nbytes)
@@ -137,9 +137,9 @@ class TierChoice:
                 self._saved_nbytes[saved.group.key[0]] = quota.nbytes
                 self._largest_nbytes = max(self._largest_nbytes, nbytes)
         if chosen is not TierName.DEVICE:
-            place = self._claim(saved, room, tiers)
-            if place is not None:
-                return place
+            extent = self._reserve(saved, room, tiers)
+            if extent is not None:
+                return extent
             owed = 0.0 if quota is None or self.when_full is WhenFull.RAISE else quota.unkept_nbytes
             if not owed or self.when_full is WhenFull.STAY:
                 self._stay_or_raise(saved, nbytes, tiers)
@@ -150,22 +150,22 @@ class TierChoice:
         self._stats.bytes_kept += nbytes
         return None
 
-    def claim_elsewhere(self, saved: SavedStorage, *, than: Tier) -> Place | None:
-        """Claims room for what moves of `saved` in another tier than the one whose write failed; None: there is none."""
+    def reserve_elsewhere(self, saved: SavedStorage, *, than: Tier) -> Extent | None:
+        """Reserves room for what moves of `saved` in another tier than the one whose write failed; None: there is none."""
         others = [] if self.when_full is WhenFull.RAISE else [tier for tier in self._tiers if tier is not than]
-        return _first_place(others, saved.place_nbytes)
+        return _first_extent(others, saved.place_nbytes)
 
-    def claim_exact(self, saved: SavedStorage, *, like: Tier) -> Place | None:
-        """Claims room, beginning with the tier `like`, for a storage that moves again as it is; None where it stays.
+    def reserve_exact(self, saved: SavedStorage, *, like: Tier) -> Extent | None:
+        """Reserves room, beginning with the tier `like`, for a storage that moves again as it is; None where it stays.
 
         Raises:
-            HostBudgetExceeded, ScratchFull: no tier has room, and it may not stay; nothing is claimed.
+            HostBudgetExceeded, ScratchFull: no tier has room, and it may not stay; nothing is reserved.
         """
         tiers, nbytes = self._beginning_with[like.name], saved.nbytes
-        place = self._claim(saved, nbytes, tiers)
-        if place is None:
+        extent = self._reserve(saved, nbytes, tiers)
+        if extent is None:
             self._stay_or_raise(saved, nbytes, tiers)
-        return place
+        return extent
 
     def stays(self, saved: SavedStorage, nbytes: int, *, full: TierName) -> None:
         """Counts bytes that no tier has room for and that stay on the device; warns once where it has no room either."""
@@ -210,11 +210,13 @@ class TierChoice:
             return self._lacking_nbytes(group, sizes)
         self._make_room()
         wanted = [nbytes for nbytes in (*_moving(group.quota, sizes), *besides) if nbytes]
-        places = [_first_place(self._tiers, nbytes) for nbytes in wanted]  # claimed to find out, and given back at once
-        for place in places:
-            if place is not None:
-                place.release()
-        return sum(nbytes for nbytes, place in zip(wanted, places, strict=True) if place is None)
+        extents = [
+            _first_extent(self._tiers, nbytes) for nbytes in wanted
+        ]  # reserved to find out, and given back at once
+        for extent in extents:
+            if extent is not None:
+                extent.tier.release(extent)
+        return sum(nbytes for nbytes, extent in zip(wanted, extents, strict=True) if extent is None)
 
     def _lacking_nbytes(self, group: Group, sizes: Sequence[tuple[int, int]]) -> int:
         """Bytes of a group that tiers have no room for, where they and the device lack it, by sums alone."""
@@ -227,16 +229,16 @@ class TierChoice:
     def _free_nbytes(self) -> float:
         return sum(math.inf if tier.free is None else tier.free for tier in self._tiers)
 
-    def _claim(self, saved: SavedStorage, nbytes: int, tiers: Sequence[Tier]) -> Place | None:
-        """Claims room in the first of `tiers`, or where it is full and may be left in the first with room."""
-        place = tiers[0].claim(nbytes)
-        if place is None:
+    def _reserve(self, saved: SavedStorage, nbytes: int, tiers: Sequence[Tier]) -> Extent | None:
+        """Reserves room in the first of `tiers`, or where it is full and may be left in the first with room."""
+        extent = tiers[0].reserve(nbytes)
+        if extent is None:
             self._make_room()
-            place = _first_place(tiers[:1] if self.when_full is WhenFull.RAISE else tiers, nbytes)
-            if place is not None and place.tier is not tiers[0]:
+            extent = _first_extent(tiers[:1] if self.when_full is WhenFull.RAISE else tiers, nbytes)
+            if extent is not None and extent.tier is not tiers[0]:
                 self._stats.spilled += 1
-                self._spills.add(saved.group, nbytes, tiers[0].name, place.tier.name)
-        return place
+                self._spills.add(saved.group, nbytes, tiers[0].name, extent.tier.name)
+        return extent
 
     def _stay_or_raise(self, saved: SavedStorage, nbytes: int, tiers: Sequence[Tier]) -> None:
         """Counts a storage that no tier has room for as staying, or raises."""
@@ -258,8 +260,8 @@ def _moving(quota: Quota | None, sizes: Sequence[tuple[int, int]]) -> list[int]:
     return [room for nbytes, room in sizes if nbytes and trial.choose(nbytes) is not TierName.DEVICE]
 
 
-def _first_place(tiers: Sequence[Tier], nbytes: int) -> Place | None:
-    return next((place for tier in tiers if (place := tier.claim(nbytes)) is not None), None)
+def _first_extent(tiers: Sequence[Tier], nbytes: int) -> Extent | None:
+    return next((extent for tier in tiers if (extent := tier.reserve(nbytes)) is not None), None)
 
 
 def _state(tier: Tier) -> str:

@@ -72,7 +72,7 @@ class TraceEvents:
                 id=saved.id,
                 to=saved.state,
                 nbytes=saved.nbytes,
-                tier=saved.place.tier.name if saved.place is not None else None,
+                tier=saved.extent.tier.name if saved.extent is not None else None,
                 module=saved.module if first is not None else None,
                 shape=tuple(first.shape) if first is not None else None,
                 dtype=str(first.dtype).removeprefix("torch.") if first is not None else None,

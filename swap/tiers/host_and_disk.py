@@ -5,20 +5,21 @@ They own the budget and the room; the backend owns the copy lanes, and the store
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, TypeVar
+import dataclasses
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from memo.events import Lane, Tier as TierName
 from memo.swap.memory.free_list import FreeList
 from memo.swap.memory.page_aligned import PAGE_BYTES, whole_pages
 from memo.swap.memory.planned_layout import StepRecorder
+from memo.swap.tiers.protocol import Extent
 
 if TYPE_CHECKING:
     import torch
 
-    from memo.swap.backends.protocol import Backend, Disk, Event, Extent, HostSlab, Timed
+    from memo.swap.backends.protocol import Backend, Disk, Event, HostSlab, Timed
     from memo.swap.memory.host_pool import HostPool
-    from memo.swap.tiers.protocol import Place
 
 __all__ = ["DiskTier", "HostTier"]
 
@@ -27,20 +28,17 @@ SURPLUS = 20
 """A slab keeps up to 1/20 more than steps need, and grows by 1/20 at least."""
 
 
-_AnyPlace = TypeVar("_AnyPlace", bound="_HostPlace | _DiskPlace")
-
-
-class _Ledger(Generic[_AnyPlace]):
+class _Ledger:
     """Counts the bytes that a tier holds, and their peak.
 
-    Its references to places are weak: `forget_lost` counts out one whose release was interrupted, once nobody holds it.
+    Its references to extents are weak: `forget_lost` counts out one whose release was interrupted, once nobody holds it.
     """
 
     def __init__(self, budget: int | None) -> None:
         self.budget = budget
         self.used = 0
         self.peak = 0
-        self._places: dict[int, ref[_AnyPlace]] = {}  # by identity
+        self._extents: dict[int, ref[Extent]] = {}  # by identity
 
     @property
     def obtainable(self) -> int | None:
@@ -49,7 +47,7 @@ class _Ledger(Generic[_AnyPlace]):
 
     @property
     def free(self) -> int | None:
-        """Bytes of further claims that have room."""
+        """Bytes of further extents that have room."""
         return None if self.obtainable is None else max(0, self.obtainable - self.used)
 
     @property
@@ -57,36 +55,49 @@ class _Ledger(Generic[_AnyPlace]):
         """Reason why the tier did not grow to its budget; None without one."""
         return None
 
-    def take(self, place: _AnyPlace) -> _AnyPlace:
-        """Counts the bytes of a claimed place, and returns it."""
-        self._places[id(place)] = ref(place)
-        self.used += place.nbytes
+    def _count(self, extent: Extent) -> Extent:
+        """Counts the bytes of a reserved extent, and returns it."""
+        self._extents[id(extent)] = ref(extent)
+        self.used += extent.nbytes
         self.peak = max(self.peak, self.used)
-        return place
+        return extent
 
-    def gave(self, place: _AnyPlace) -> bool:
-        """Counts out the bytes of a released place; False if `forget_lost` has done so."""
-        if self._places.pop(id(place), None) is None:
+    def _count_out(self, extent: Extent) -> bool:
+        """Counts out the bytes of a released extent; False if `forget_lost` has done so."""
+        if self._extents.pop(id(extent), None) is None:
             return False
-        self.used -= place.nbytes
+        self.used -= extent.nbytes
         return True
 
-    def forget_lost(self) -> list[_AnyPlace]:
-        """Counts out places that were freed without a release. Returns those that are left."""
-        held = [place for weak in self._places.values() if (place := weak()) is not None]
-        self._places = {id(place): ref(place) for place in held}
-        self.used = sum(place.nbytes for place in held)
+    def forget_lost(self) -> list[Extent]:
+        """Counts out extents that were freed without a release. Returns those that are left."""
+        held = [extent for weak in self._extents.values() if (extent := weak()) is not None]
+        self._extents = {id(extent): ref(extent) for extent in held}
+        self.used = sum(extent.nbytes for extent in held)
         return held
 
 
-class HostTier(_Ledger["_HostPlace"]):
+@dataclasses.dataclass(slots=True)
+class _Block:
+    """Room of an extent in the slab."""
+
+    memory: torch.Tensor
+    offset: int
+    number: int
+    """Of the extent within its step, by the recorder."""
+    step: int
+    reload: tuple[int, Timed] | None = None
+    """Number and event of its latest reload."""
+
+
+class HostTier(_Ledger):
     """Host arena: one slab that grows in place as it is needed, never above the budget.
 
     Pinning takes some tenths of a second to a second per GiB (memo.swap.memory.pinned): a small model should not pay
-    for a large budget, and no memory is locked twice. So the slab is never replaced. The first step's claims are placed by
-    first fit, and the slab grows with them; later steps follow an address plan of these claims. Where an activation plan
+    for a large budget, and no memory is locked twice. So the slab is never replaced. The first step's extents are placed by
+    first fit, and the slab grows with them; later steps follow an address plan of these. Where an activation plan
     announces the bytes of later steps (`expect`), the slab grows to that size at once, in the background. After a step's
-    claims have been planned, the slab gives back the surplus, if it is more than a twentieth and no activation plan may
+    extents have been planned, the slab gives back the surplus, if it is more than a twentieth and no activation plan may
     need it later.
 
     Args:
@@ -111,9 +122,9 @@ class HostTier(_Ledger["_HostPlace"]):
         self._space = FreeList(self._capacity, align=PAGE)
         self._slab: HostSlab | None = None
         self._recorder = StepRecorder()
-        self._was_full = False  # a claim of this step found no room
+        self._was_full = False  # an extent of this step found no room
         self._has_forecast = False  # an activation plan has announced the bytes of steps, and may announce others
-        self._forgets_steps = False  # the next claim while nothing is held begins a new record
+        self._forgets_steps = False  # the next extent while nothing is held begins a new record
         self._reloads = 0
         self._freed: tuple[int, Event] | None = None  # the latest reload out of room that has been released since
 
@@ -142,11 +153,11 @@ class HostTier(_Ledger["_HostPlace"]):
             self._has_forecast = True
             self._take(self._open(), min(whole_pages(nbytes), self._capacity))
 
-    def claim(self, nbytes: int) -> Place | None:
-        """Returns a block of the slab; None when the budget is used up.
+    def reserve(self, nbytes: int) -> Extent | None:
+        """Reserves a block of the slab; None when the budget is used up.
 
         Raises:
-            SwapError: the system refuses the memory; nothing is claimed.
+            SwapError: the system refuses the memory; nothing is reserved.
         """
         if self._forgets_steps and not self.used:
             self._recorder = StepRecorder()
@@ -165,7 +176,8 @@ class HostTier(_Ledger["_HostPlace"]):
             self._was_full = True
             return None
         self._recorder.placed(number, offset)
-        return self.take(_HostPlace(self, slab.memory[offset : offset + nbytes], offset, number))
+        block = _Block(slab.memory[offset : offset + nbytes], offset, number, self._recorder.step)
+        return self._count(Extent(self, nbytes, block))
 
     def _grow_to(self, end: int) -> HostSlab | None:
         """Grows the slab so that its first `end` bytes may be used, and returns it; None where the pool has too few.
@@ -207,11 +219,11 @@ class HostTier(_Ledger["_HostPlace"]):
 
     def end_step(self) -> None:
         """Plans the next step's layout and gives back the surplus of the slab; nothing is held now."""
-        self._space.keep({place.offset for place in self.forget_lost()})
+        self._space.keep({extent.room.offset for extent in self.forget_lost()})
         was_full, self._was_full = self._was_full, False
         if self._forgets_steps or not self._recorder.end_step(PAGE, self._capacity):
             return
-        # Where the step did not fit, the whole budget is kept: other claims may use what the plan leaves.
+        # Where the step did not fit, the whole budget is kept: other extents may use what the plan leaves.
         if not (was_full or self._has_forecast or self.used):
             self._shrink(self._recorder.nbytes)
 
@@ -222,34 +234,23 @@ class HostTier(_Ledger["_HostPlace"]):
             slab.shrink(nbytes)
             self._give_back_to_pool(slab)
 
-    def give_back(self, place: _HostPlace, number: int, step: int, reload: tuple[int, Event] | None) -> None:
-        """Frees a place.
+    def release(self, extent: Extent) -> None:
+        """Frees the block."""
+        block: _Block = extent.room
+        if block.reload is not None and (self._freed is None or self._freed[0] < block.reload[0]):
+            self._freed = block.reload
+        if self._count_out(extent):  # else its room may be another's by now
+            self._space.free(block.offset)
+            self._recorder.release(block.number, block.step)
 
-        Args:
-            place: the place.
-            number: of its claim in the recorder.
-            step: of its claim.
-            reload: number and event of its latest reload.
-        """
-        if reload is not None and (self._freed is None or self._freed[0] < reload[0]):
-            self._freed = reload
-        if self.gave(place):  # else its room may be another's by now
-            self._space.free(place.offset)
-            self._recorder.release(number, step)
-
-    @property
-    def step(self) -> int:
-        """Number of the current step; a place keeps that of its claim."""
-        return self._recorder.step
-
-    def copy_out(self, block: torch.Tensor, source: torch.Tensor, after: Event) -> Timed:
-        """Issues the copy of `source` into a block."""
+    def write(self, extent: Extent, source: torch.Tensor, *, after: Event) -> Timed:
+        """Issues the copy of `source` into the block."""
         self._after_reloads()
         self._backend.d2h.wait(after)
-        return self._backend.d2h.copy(block, source)
+        return self._backend.d2h.copy(extent.room.memory, source)
 
     def _after_reloads(self) -> None:
-        """E7: orders later copies out after the latest reload from a released place, and so after all reloads before it.
+        """E7: orders later copies out after the latest reload from a released extent, and so after all reloads before it.
 
         With one compute stream E4, the program's order and E1 imply this; a second compute stream has not waited for E4.
         """
@@ -257,11 +258,13 @@ class HostTier(_Ledger["_HostPlace"]):
             self._backend.d2h.wait(self._freed[1])
             self._freed = None
 
-    def copy_in(self, target: torch.Tensor, block: torch.Tensor, after: Event) -> tuple[int, Timed]:
-        """Issues the reload of a block into `target`; returns its number and its event."""
+    def read(self, extent: Extent, target: torch.Tensor, *, after: Event) -> Timed:
+        """Issues the reload of the block into `target`."""
         self._backend.h2d.wait(after)
         self._reloads += 1
-        return self._reloads, self._backend.h2d.copy(target, block)
+        reloaded = self._backend.h2d.copy(target, extent.room.memory)
+        extent.room.reload = self._reloads, reloaded
+        return reloaded
 
     def close(self) -> None:
         """Waits for copies in flight and gives the slab back."""
@@ -273,32 +276,7 @@ class HostTier(_Ledger["_HostPlace"]):
         self._slab = None
 
 
-class _HostPlace:
-    """A block of the slab."""
-
-    __slots__ = ("__weakref__", "_block", "_number", "_reload", "_step", "nbytes", "offset", "tier")
-
-    def __init__(self, tier: HostTier, block: torch.Tensor, offset: int, number: int) -> None:
-        self.tier = tier
-        self.nbytes = block.numel()
-        self.offset = offset
-        self._block = block
-        self._number = number
-        self._step = tier.step
-        self._reload: tuple[int, Timed] | None = None
-
-    def copy_out(self, source: torch.Tensor, *, after: Event) -> Timed:
-        return self.tier.copy_out(self._block, source, after)
-
-    def copy_in(self, target: torch.Tensor, *, after: Event) -> Timed:
-        self._reload = self.tier.copy_in(target, self._block, after)
-        return self._reload[1]
-
-    def release(self) -> None:
-        self.tier.give_back(self, self._number, self._step, self._reload)
-
-
-class DiskTier(_Ledger["_DiskPlace"]):
+class DiskTier(_Ledger):
     """Scratch file: extents written and read by the store's own threads.
 
     Args:
@@ -310,7 +288,7 @@ class DiskTier(_Ledger["_DiskPlace"]):
     lane_out = Lane.DISK_WRITE
     lane_in = Lane.DISK_READ
 
-    def __init__(self, disk: Disk, budget: int | None) -> None:
+    def __init__(self, disk: Disk[Any], budget: int | None) -> None:
         super().__init__(budget)
         self.disk = disk
 
@@ -322,12 +300,23 @@ class DiskTier(_Ledger["_DiskPlace"]):
         """Why the file system gave no more, if it was that."""
         return self.disk.refusal
 
-    def claim(self, nbytes: int) -> Place | None:
-        """Returns an extent of the file; None when the budget is used up."""
-        extent = self.disk.reserve(nbytes)
-        if extent is None:
-            return None
-        return self.take(_DiskPlace(self, extent, nbytes))
+    def reserve(self, nbytes: int) -> Extent | None:
+        """Reserves a range of the file; None when the budget is used up."""
+        room = self.disk.reserve(nbytes)
+        return None if room is None else self._count(Extent(self, nbytes, room))
+
+    def write(self, extent: Extent, source: torch.Tensor, *, after: Event) -> Timed:
+        """Issues the write of `source`."""
+        return self.disk.write(extent.room, source, after=(after,))
+
+    def read(self, extent: Extent, target: torch.Tensor, *, after: Event) -> Timed:
+        """Issues the read into `target`."""
+        return self.disk.read(extent.room, target, after=(after,))
+
+    def release(self, extent: Extent) -> None:
+        """Releases the range."""
+        self.disk.release(extent.room)
+        self._count_out(extent)
 
     def end_step(self) -> None:
         """Ends a step: nothing is held now."""
@@ -336,24 +325,3 @@ class DiskTier(_Ledger["_DiskPlace"]):
     def close(self) -> None:
         """Closes the store."""
         self.disk.close()
-
-
-class _DiskPlace:
-    """An extent of the scratch file."""
-
-    __slots__ = ("__weakref__", "_extent", "nbytes", "tier")
-
-    def __init__(self, tier: DiskTier, extent: Extent, nbytes: int) -> None:
-        self.tier = tier
-        self._extent = extent
-        self.nbytes = nbytes
-
-    def copy_out(self, source: torch.Tensor, *, after: Event) -> Timed:
-        return self.tier.disk.write(self._extent, source, after=(after,))
-
-    def copy_in(self, target: torch.Tensor, *, after: Event) -> Timed:
-        return self.tier.disk.read(self._extent, target, after=(after,))
-
-    def release(self) -> None:
-        self.tier.disk.release(self._extent)
-        self.tier.gave(self)

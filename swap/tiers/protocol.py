@@ -1,12 +1,13 @@
-"""Interface between the engine and a tier: places that bytes are copied to and from, under a budget.
+"""Interface between the engine and a tier: extents that bytes are copied to and from, under a budget.
 
-A tier hands out places. A place is written once, may be read many times, and is released once; its holder owns the bytes.
-Budgets are hard (R8): `claim` returns None when a tier is full, and a tier never takes more than its budget.
+An extent is written once, may be read many times, and is released once; its holder owns the bytes. Budgets are hard (R8):
+`reserve` returns None when a tier is full, and a tier never takes more than its budget.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import dataclasses
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -14,24 +15,17 @@ if TYPE_CHECKING:
     from memo.events import Lane, Tier as TierName
     from memo.swap.backends.protocol import Event, Timed
 
-__all__ = ["Place", "Tier"]
+__all__ = ["Extent", "Tier"]
 
 
-class Place(Protocol):
+@dataclasses.dataclass(slots=True, eq=False, weakref_slot=True)
+class Extent:
     """Room for one storage in a tier."""
 
-    @property
-    def tier(self) -> Tier:
-        """The tier of the room."""
-
-    def copy_out(self, source: torch.Tensor, *, after: Event) -> Timed:
-        """Issues the copy from the device to here, once `after` is done."""
-
-    def copy_in(self, target: torch.Tensor, *, after: Event) -> Timed:
-        """Issues the copy from here to the device, once `after` is done."""
-
-    def release(self) -> None:
-        """Gives the room back; no copy may be in flight."""
+    tier: Tier
+    nbytes: int
+    room: Any = None
+    """What it is of the tier's memory; the tier's own."""
 
 
 class Tier(Protocol):
@@ -41,7 +35,7 @@ class Tier(Protocol):
         name: device, host or disk.
         lane_out, lane_in: the trace's lanes for its copies.
         budget: bytes; None: unlimited.
-        used, peak: bytes claimed now, and the most so far.
+        used, peak: bytes reserved now, and the most so far.
     """
 
     name: TierName
@@ -57,20 +51,29 @@ class Tier(Protocol):
 
     @property
     def free(self) -> int | None:
-        """Bytes of further claims that have room if no gap between others is too small; None: unlimited."""
+        """Bytes of further extents that have room if no gap between others is too small; None: unlimited."""
 
     @property
     def refusal(self) -> str | None:
         """Reason why it did not grow to its budget; None without one."""
 
-    def claim(self, nbytes: int) -> Place | None:
-        """Returns room for `nbytes`; None when the tier is full."""
+    def reserve(self, nbytes: int) -> Extent | None:
+        """Reserves `nbytes`; None when the tier is full."""
+
+    def write(self, extent: Extent, source: torch.Tensor, *, after: Event) -> Timed:
+        """Issues the copy of all of `source`, on the device, to an extent, once `after` is done."""
+
+    def read(self, extent: Extent, target: torch.Tensor, *, after: Event) -> Timed:
+        """Issues the copy of an extent to `target`, on the device, once `after` is done."""
+
+    def release(self, extent: Extent) -> None:
+        """Gives the room back; no copy may be in flight."""
 
     def expect(self, nbytes: int) -> None:
         """Announces the most bytes that later steps will hold, by plan; 0: unknown."""
 
     def end_step(self) -> None:
-        """Ends a step, all of whose places have been released."""
+        """Ends a step, all of whose extents have been released."""
 
     def close(self) -> None:
         """Waits for pending copies and gives the memory back."""

@@ -10,8 +10,8 @@ import pytest
 import torch
 from planning_machine import CURVE, LAYER_BYTES, LAYERS, TOKENS, Machine, make, step, tight
 
-from memo.autoplan.actuator_protocol import MEASURING
 from memo.autoplan.controller import MAX_CORRECTIONS, AutoPlan
+from memo.autoplan.limits import MEASURING
 from memo.errors import PlanError
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Pipeline
 from memo.mip.activation.solver import solve_problem

@@ -11,8 +11,8 @@ import pytest
 import torch
 from planning_machine import TOKENS, Machine, make, step, tight
 
-from memo.autoplan.actuator_protocol import MEASURING
 from memo.autoplan.controller import MAX_CORRECTIONS, AutoPlan
+from memo.autoplan.limits import MEASURING
 from memo.mip.activation.plan import ActivationPlan
 
 

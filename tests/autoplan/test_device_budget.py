@@ -54,10 +54,10 @@ def test_bytes_in_the_host_tier_are_not_the_devices() -> None:
     source = filled(MIB)
     memory.restart()
     before, slabs = memory.used_bytes(), touched_slab_bytes()
-    places = [tier.claim(MIB) for _ in range(64)]
-    for place in places:
-        assert place is not None
-        place.copy_out(source, after=backend.compute_event()).synchronize()
+    extents = [tier.reserve(MIB) for _ in range(64)]
+    for extent in extents:
+        assert extent is not None
+        tier.write(extent, source, after=backend.compute_event()).synchronize()
     assert touched_slab_bytes() - slabs == 64 * MIB
     assert memory.used_bytes() - before < 8 * MIB
     assert memory.peak_bytes() - before < 8 * MIB

@@ -78,7 +78,7 @@ def test_a_host_that_is_fuller_than_the_plan_assumed_costs_no_error_and_the_next
     run = Run(device=device, host=2.2)
     plan = run.planned()
     assert run.manager.report().stayed is run.manager.report().recomputed_for_room is None
-    other = run.host.claim(run.host.free - (2 << 12))  # another job's
+    other = run.host.reserve(run.host.free - (2 << 12))  # another job's
     assert other is not None, "nothing is held between steps"
     run.step()
     report = run.manager.report()
@@ -92,7 +92,7 @@ def test_a_host_that_is_fuller_than_the_plan_assumed_costs_no_error_and_the_next
     for _ in range(6):
         run.step()
     assert run.host.peak <= int(2.2 * LAYER)
-    other.release()
+    other.tier.release(other)
     run.manager.close()
 
 

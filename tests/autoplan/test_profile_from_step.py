@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from memo.autoplan.actuator_protocol import Limits
+from memo.autoplan.limits import Limits
 from memo.autoplan.profile_from_step import beside_layers, measured_hardware, measured_profile, scaled_profile
 from memo.autoplan.step_evidence import StepEvidence, worst
 from memo.autoplan.step_timeline import LaneUse, LayerTimes, StepTimes

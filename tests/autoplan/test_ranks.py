@@ -17,8 +17,8 @@ from planning_machine import (
     tight,
 )
 
-from memo.autoplan.actuator_protocol import MEASURING
 from memo.autoplan.controller import AutoPlan
+from memo.autoplan.limits import MEASURING
 from memo.mip.activation.plan import ActivationPlan
 from memo.mip.activation.solver import solve_problem
 from memo.swap.levels import Level

@@ -15,7 +15,7 @@ import pytest
 
 from memo.cli import plan as plan_command, train as train_command
 from memo.cli.main import main
-from memo.cli.planning.on_cluster import ClusterRequest
+from memo.cli.planning.on_cluster import plan_on_cluster, space_on_cluster
 from memo.errors import ExitCode, UsageError
 from memo.mip.activation import DoesNotFit, check_plan, read_activation_plan
 from memo.mip.inputs import PipelineSchedule
@@ -48,7 +48,7 @@ def step_s(cluster: str, sizes: tuple[int, int, int, int], schedule: PipelineSch
     flags = [*SMALL, "--cluster", cluster, "--gpus", str(pp * dp * cp * tp), "--zero", str(zero), *rest]
     flags += ["--tp", str(tp), "--cp", str(cp), "--pp", str(pp), "--ep", "1", "--schedule", str(schedule)]
     try:
-        return ClusterRequest.of(parsed(*flags)).plan().plan.step_s
+        return plan_on_cluster(space_on_cluster(parsed(*flags)))[0].step_s
     except (UsageError, DoesNotFit):
         return math.inf
 

@@ -52,7 +52,7 @@ def test_the_memory_of_each_stage_is_the_plan_s(one: Searched) -> None:
     for (planned, _), drawing, entry in zip(one.shown, one.page["drawn"], entries, strict=False):
         stages = drawing["stages"]
         for number, stage in enumerate(stages):
-            memory = stage_memory(planned.plan.problem, number, planned.plan.layers)
+            memory = stage_memory(planned.plan.problem.stages[number], planned.plan.layers)
             assert stage["memory"]["peak_bytes"] == memory.nbytes == sum(stage["memory"]["uses_bytes"].values())
             assert stage["memory"]["uses_bytes"].keys() == one.page["uses"].keys()
         fullest = max(stages, key=lambda stage: stage["memory"]["peak_bytes"])

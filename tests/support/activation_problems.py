@@ -185,7 +185,7 @@ def random_problem(seed: int, *, layers: int, classes: int = 1, pipeline: Pipeli
     least = max(
         place.resident_bytes
         for stage in range(problem.pipeline.stages)
-        for place in device_peak_candidates(problem, stage)
+        for place in device_peak_candidates(problem.stages[stage])
     )
     most = max(stage.peak_device_bytes for stage in predict_stages(problem, [LayerPlan()] * layers))
     device = least + int(draw.uniform(0.0, 0.8) * (most - least))

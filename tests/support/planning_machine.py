@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from memo.autoplan.actuator_protocol import Limits
 from memo.autoplan.controller import AutoPlan
+from memo.autoplan.limits import Limits
 from memo.events import Lane, Span, StateChange, TensorState, Tracer
 from memo.machine.link_bandwidth import LinkRates
 from memo.mip.activation.plan import ActivationPlan
@@ -29,7 +29,7 @@ CURVE = (
 
 
 class Machine:
-    """Satisfies `ActuatorProtocol`: remembers the settings that were applied, and emits the events of a step by them."""
+    """In the place of an `Actuator`: remembers the settings that were applied, and emits the events of a step by them."""
 
     mlp_tiles = 2
     codec = None

@@ -14,7 +14,7 @@ from memo.mip.activation import Budgets, LayerPlan, device_peak_candidates, pred
 from memo.mip.cluster import Cluster, Connection, NodeGroup
 from memo.mip.inputs import Hardware, Level, PipelineSchedule
 from memo.mip.inputs.network import Network
-from memo.search import Candidate, ClusterSpace, Request, Setting, Shape, Space
+from memo.search import Candidate, Request, Setting, Shape, Space
 
 MIB = 1 << 20
 
@@ -75,7 +75,7 @@ def random_space(seed: int, *, most_gpus: int = 8, experts: bool = False, patter
     return dataclasses.replace(space, request=dataclasses.replace(request, budgets=_budgets(chance, space)))
 
 
-def random_cluster_space(seed: int, *, most_gpus: int = 4) -> ClusterSpace:
+def random_cluster_space(seed: int, *, most_gpus: int = 4) -> Space:
     """The same on two groups of nodes of other machines, with a slow or a fast connection between them."""
     chance = random.Random(f"cluster {seed}")
     space = random_space(seed, most_gpus=2)
@@ -99,7 +99,7 @@ def random_cluster_space(seed: int, *, most_gpus: int = 4) -> ClusterSpace:
         machine=dataclasses.replace(groups[0].machine, gpus_per_node=each),
     )
     wide = Budgets(device_bytes=1 << 40)
-    found = ClusterSpace(
+    found = Space(
         request=request,
         nodes=cluster.gpus // each,
         global_batch=chance.choice([2, 4]),
@@ -109,8 +109,9 @@ def random_cluster_space(seed: int, *, most_gpus: int = 4) -> ClusterSpace:
     return dataclasses.replace(found, budgets=_budgets_of_groups(chance, found))
 
 
-def _budgets_of_groups(chance: random.Random, space: ClusterSpace) -> dict[str, Budgets]:
+def _budgets_of_groups(chance: random.Random, space: Space) -> dict[str, Budgets]:
     """Budgets of each group around what some candidate needs."""
+    assert space.cluster is not None
     candidates = all_candidates(space)
     found = {}
     for group in space.cluster.groups:
@@ -118,7 +119,7 @@ def _budgets_of_groups(chance: random.Random, space: ClusterSpace) -> dict[str, 
         kept = predict_stages(problem, [LayerPlan()] * len(problem.profile.layers))
         most = max(stage.peak_device_bytes for stage in kept)
         stages = range(problem.pipeline.stages)
-        least = max(place.resident_bytes for stage in stages for place in device_peak_candidates(problem, stage))
+        least = max(place.resident_bytes for stage in stages for place in device_peak_candidates(problem.stages[stage]))
         saved = sum(layer.full_bytes for layer in problem.profile.layer_profiles())
         ranks = group.machine.gpus_per_node
         found[group.name] = Budgets(
@@ -162,7 +163,7 @@ def _budgets(chance: random.Random, space: Space) -> Budgets:
     kept = predict_stages(problem, [LayerPlan()] * len(problem.profile.layers))
     most = max(stage.peak_device_bytes for stage in kept)
     stages = range(problem.pipeline.stages)
-    least = max(place.resident_bytes for stage in stages for place in device_peak_candidates(problem, stage))
+    least = max(place.resident_bytes for stage in stages for place in device_peak_candidates(problem.stages[stage]))
     saved = sum(layer.full_bytes for layer in problem.profile.layer_profiles())
     return Budgets(
         device_bytes=round(least + (most - least) * chance.uniform(0.0, 1.2)) + chance.choice([0, MIB]),

@@ -97,7 +97,7 @@ def _device(draw: random.Random, problem: ActivationProblem) -> int:
     least = max(
         place.resident_bytes
         for stage in range(problem.pipeline.stages)
-        for place in device_peak_candidates(problem, stage)
+        for place in device_peak_candidates(problem.stages[stage])
     )
     everything = predict_stages(problem, [LayerPlan()] * len(problem.profile.layers))
     most = max(stage.peak_device_bytes for stage in everything)

@@ -55,7 +55,7 @@ def living(manager: Manager) -> dict[int, list[SavedStorage]]:
 
 
 def tier_of(saved: SavedStorage) -> Tier:
-    return Tier.DEVICE if saved.place is None else saved.place.tier.name
+    return Tier.DEVICE if saved.extent is None else saved.extent.tier.name
 
 
 def plain(model: Stack) -> Any:

@@ -177,8 +177,8 @@ class _Trial:
 def _places(request: Request) -> Iterator[PeakCandidate]:
     """Where a GPU's memory may peak."""
     problem = request.problem(request.tiles[-1])
-    for stage in range(problem.pipeline.stages):
-        yield from device_peak_candidates(problem, stage)
+    for stage in problem.stages:
+        yield from device_peak_candidates(stage)
 
 
 def _items(request: Request) -> dict[_Item, int]:

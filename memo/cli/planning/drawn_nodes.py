@@ -11,11 +11,9 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from memo.events import Lane
-from memo.mip.activation import chunk_layers
 from memo.mip.cluster import Crossing
 
 if TYPE_CHECKING:
-    from memo.mip.activation import ActivationProblem
     from memo.mip.cluster import Placement
     from memo.mip.inputs import Group, Hardware
     from memo.mip.simulate import Simulation
@@ -57,7 +55,8 @@ def groups_of(planned: Planned, simulation: Simulation, space: Space) -> list[di
         layout = dataclasses.replace(layout, **placement.changes(0))
         per_node = min(machine.gpus_per_node for machine in _machines(placement))
     divided = shape.tp * shape.cp * shape.ep > 1
-    exchanges = [_exchange_s(problem, stage) if divided else 0.0 for stage in range(problem.pipeline.stages)]
+    times = problem.pipeline.microbatches if divided else 0
+    exchanges = [times * stage.exchange_s for stage in problem.stages]
     weights = [
         sum(span.seconds for span in stage.spans if span.lane is Lane.NETWORK) - exchange_s
         for stage, exchange_s in zip(simulation.stages, exchanges, strict=True)
@@ -105,13 +104,3 @@ def _machines(placement: Placement) -> list[Hardware]:
 
 def _group(kind: str, group: Group, seconds: float | None) -> dict[str, Any]:
     return {"kind": kind, "ranks": group.size, "nodes": group.nodes, "seconds": seconds}
-
-
-def _exchange_s(problem: ActivationProblem, stage: int) -> float:
-    """Seconds of a step that a stage's rank exchanges activations."""
-    known = problem.profile.layer_profiles()
-    own = [index for chunk in chunk_layers(problem, stage) for index in chunk]
-    parts = [known[index].forward_exchange_s + known[index].backward_exchange_s for index in own]
-    ends = [problem.profile.embedding] * (0 in own) + [problem.profile.head] * (len(known) - 1 in own)
-    parts += [end.forward_exchange_s + end.backward_exchange_s for end in ends]
-    return problem.pipeline.microbatches * sum(parts)

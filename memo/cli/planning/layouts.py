@@ -12,8 +12,8 @@ import time
 from typing import TYPE_CHECKING
 
 from memo.cli.planning.cluster_launch import cluster_launch
-from memo.cli.planning.cluster_layouts import cluster_of
 from memo.cli.planning.former_plan import CheckpointPlan
+from memo.cli.planning.on_cluster import space_on_cluster
 from memo.cli.planning.picture import search_page
 from memo.cli.planning.request import TILE_TOKENS, parse_request
 from memo.cli.tables.layouts import longest_words, search_summary, search_table, smallest_table
@@ -29,7 +29,6 @@ from memo.mip.simulate import play, verify_by_simulation
 from memo.parallel import ContextAttention
 from memo.search import (
     DIMENSIONS,
-    ClusterSpace,
     Launch,
     Space,
     launch_of,
@@ -44,17 +43,9 @@ from memo.trace import render_page
 from memo.units import format_tokens, parse_tokens
 
 if TYPE_CHECKING:
-    from memo.cli.planning.on_cluster import ClusterRequest
     from memo.search import Found, Planned, Request
 
-__all__ = [
-    "add_search_flags",
-    "refuse_others",
-    "refuse_search_flags",
-    "run_search",
-    "space_of",
-    "without_layout",
-]
+__all__ = ["add_search_flags", "refuse_search_flags", "run_search"]
 
 PROCESSES = 2
 MOST_CALLS = 20_000
@@ -107,9 +98,9 @@ def run_search(args: argparse.Namespace) -> ExitCode:
         UsageError: a flag does not go with --search, or no layout divides the model and the step.
         Infeasible: no layout fits.
     """
-    refuse_others(args)
+    _refuse_others(args)
     former = None if args.former is None else CheckpointPlan.read(args.former, model=args.model)
-    space = _space(args) if args.cluster is None else _space_on_cluster(args)
+    space = _space(args)
     if former is not None:
         former.require_model(args.model, space.request.config)
     reason = why_not_trained(space.request)
@@ -120,14 +111,14 @@ def run_search(args: argparse.Namespace) -> ExitCode:
             space = longest.space
         found = search_layouts(space, runs=runs_under_memo_train, workers=PROCESSES, say=waiting.say)
         seconds = time.monotonic() - begin_s
-        smallest = None if found.best or isinstance(space, ClusterSpace) else smallest_that_fits(space)
+        smallest = None if found.best or space.cluster is not None else smallest_that_fits(space)
         waiting.say("simulating the best plans")
         shown = []
         for one in _shown(found):
             played, simulation = play(one.plan, most=MOST_CALLS)
             shown.append((dataclasses.replace(one, plan=played), simulation))
         written = _proven(found, runnable=reason is None)
-    if written is None and isinstance(space, ClusterSpace):
+    if written is None and space.cluster is not None:
         raise Infeasible(
             f"no layout of {space.request.model} at {format_tokens(space.request.layout.tokens)} tokens fits on the "
             f"{space.gpus} GPUs of {args.cluster}; give more --host or --disk-budget, or a shorter --seq"
@@ -195,8 +186,8 @@ def _shown(found: Found) -> list[Planned]:
     return [*found.best, *runnable]
 
 
-def refuse_others(args: argparse.Namespace) -> None:
-    """Refuses flags that do not go with --search."""
+def _refuse_others(args: argparse.Namespace) -> None:
+    """Refuses flags that do not go with --search, or with its cluster, and too small ones."""
     instead = {
         "gpus": "--nodes and --gpus-per-node",
         "sweep": "no --sweep",
@@ -216,67 +207,29 @@ def refuse_others(args: argparse.Namespace) -> None:
         raise UsageError("--batch-tokens does not go with --max-seq; give --global-batch (default: one sequence)")
     if args.global_batch is not None and args.batch_tokens is not None:
         raise UsageError("--global-batch and --batch-tokens are the same size; give one of them")
+    for name in ("nodes", "gpus_per_node"):
+        flag, number = f"--{name.replace('_', '-')}", getattr(args, name)
+        if number is not None and args.cluster is not None:
+            raise UsageError(f"{flag} does not go with --search --cluster; leave it out")
+        if number is not None and number < 1:
+            raise UsageError(f"{flag} {number} is less than 1")
 
 
 def _space(args: argparse.Namespace) -> Space:
-    """The space that the flags describe."""
-    nodes = 1 if args.nodes is None else args.nodes
-    for flag, number in (("nodes", nodes), ("gpus-per-node", args.gpus_per_node)):
-        if number is not None and number < 1:
-            raise UsageError(f"--{flag} {number} is less than 1")
-    request = parse_request(without_layout(args))
-    machine = request.machine
-    if args.gpus_per_node is not None:
-        machine = dataclasses.replace(machine, gpus_per_node=args.gpus_per_node)
-    if args.max_seq:  # a length that the ranks of every layout divide
-        ranks = math.lcm(nodes * machine.gpus_per_node, getattr(request.config, "heads", 0) or 1, args.cp or 1)
-        request = dataclasses.replace(request, layout=dataclasses.replace(request.layout, tokens=TILE_TOKENS * ranks))
-    return space_of(args, dataclasses.replace(request, machine=machine), nodes=nodes)
-
-
-def _space_on_cluster(args: argparse.Namespace) -> Space:
-    """Makes the space for groups of nodes that are not alike."""
-    asked, request, nodes = cluster_of(without_layout(args))
-    return space_of(args, request, nodes=nodes, cluster=asked)
-
-
-def without_layout(args: argparse.Namespace) -> argparse.Namespace:
-    """The flags with a layout of one GPU, as the search replaces it."""
-    ones = {"gpus": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "batch": None, "accumulate": None, "global_batch": None}
-    later = {"schedule": str(PipelineSchedule.ONE_F_ONE_B), "chunks": None, "zero": 3}
-    return argparse.Namespace(**{**vars(args), **ones, **later})
-
-
-def space_of(args: argparse.Namespace, request: Request, *, nodes: int, cluster: ClusterRequest | None = None) -> Space:
-    """The space of a request on so many nodes of its machine, with the dimensions fixed that are given.
-
-    Args:
-        args: the flags.
-        request: the model and the machine.
-        nodes: number of nodes.
-        cluster: groups of nodes that are not alike, which `request` describes as equal ones.
+    """The space that the flags describe, with the dimensions fixed that are given.
 
     Raises:
         UsageError: no layout divides the model and the step, or flags contradict each other.
     """
+    one_gpu = _with_one_gpu(args)
+    space = _of_equal_nodes(args, parse_request(one_gpu)) if args.cluster is None else space_on_cluster(one_gpu)
     fixed = {name: getattr(args, name) for name in DIMENSIONS if getattr(args, name, None) is not None}
     if args.cp_attention not in (None, ContextAttention.AUTO):
         fixed["ring"] = args.cp_attention == ContextAttention.RING
     if "schedule" in fixed:
         fixed["schedule"] = PipelineSchedule(fixed["schedule"])
-    batch = _global_batch(args, request)
-    if cluster is None:
-        space = Space(request=request, nodes=nodes, global_batch=batch, fixed=fixed)
-    else:
-        space = ClusterSpace(
-            request=request,
-            nodes=nodes,
-            global_batch=batch,
-            fixed=fixed,
-            cluster=cluster.cluster,
-            budgets=cluster.budgets,
-        )
-    config = request.config
+    request, config = space.request, space.request.config
+    space = dataclasses.replace(space, global_batch=_global_batch(args, request), fixed=fixed)
     if request.embedding is EmbeddingGradients.SPARSE and isinstance(config, GPTConfig):
         reason = reason_not_sparse(tied=config.tie_embeddings, ranks=space.gpus, lora=request.lora)
         if reason is not None:
@@ -287,6 +240,24 @@ def space_of(args: argparse.Namespace, request: Request, *, nodes: int, cluster:
     if not space.shapes:
         raise UsageError(space.why_empty)
     return space
+
+
+def _with_one_gpu(args: argparse.Namespace) -> argparse.Namespace:
+    """The flags with a layout of one GPU, as the search replaces it."""
+    ones = {"gpus": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "batch": None, "accumulate": None, "global_batch": None}
+    later = {"schedule": str(PipelineSchedule.ONE_F_ONE_B), "chunks": None, "zero": 3}
+    return argparse.Namespace(**{**vars(args), **ones, **later})
+
+
+def _of_equal_nodes(args: argparse.Namespace, request: Request) -> Space:
+    """The space of a request on equal nodes."""
+    machine, nodes = request.machine, 1 if args.nodes is None else args.nodes
+    if args.gpus_per_node is not None:
+        machine = dataclasses.replace(machine, gpus_per_node=args.gpus_per_node)
+    if args.max_seq:  # a length that the ranks of every layout divide
+        ranks = math.lcm(nodes * machine.gpus_per_node, getattr(request.config, "heads", 0) or 1, args.cp or 1)
+        request = dataclasses.replace(request, layout=dataclasses.replace(request.layout, tokens=TILE_TOKENS * ranks))
+    return Space(request=dataclasses.replace(request, machine=machine), nodes=nodes, global_batch=1)
 
 
 def _global_batch(args: argparse.Namespace, request: Request) -> int:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from memo.cli.planning.drawn_nodes import groups_of, nodes_of
 from memo.cli.tables.activation import memory_summary, use_name
 from memo.events import Lane, StallCause
-from memo.mip.activation import Use, chunk_layers, stage_memory
+from memo.mip.activation import Use, stage_memory
 
 if TYPE_CHECKING:
-    from memo.mip.activation import ActivationProblem
+    from memo.mip.activation import StageView
     from memo.mip.simulate import Simulation, StageSimulation
     from memo.search import Candidate, Planned, Space
 
@@ -77,11 +77,11 @@ def _drawing(planned: Planned, simulation: Simulation, space: Space) -> dict[str
         "nodes": nodes_of(planned.candidate, space),
         "stages": [
             {
-                "layers": [[chunk[0], chunk[-1]] for chunk in chunk_layers(problem, number)],
-                "memory": memory_summary(problem, stage_memory(problem, number, layers)),
+                "layers": [[chunk[0], chunk[-1]] for chunk in view.chunks],
+                "memory": memory_summary(problem, stage_memory(view, layers)),
                 "seconds": _seconds(stage, simulation.step_s),
             }
-            for number, stage in enumerate(simulation.stages)
+            for view, stage in zip(problem.stages, simulation.stages, strict=True)
         ],
     }
 
@@ -136,7 +136,7 @@ _Item = tuple[float, float, int, int]
 def _timelines(planned: Planned, simulation: Simulation, *, most: int) -> list[dict[str, Any]]:
     """Passes and spans of each stage, joined until they are at most so many, or a pass is one span."""
     problem, unit_s = planned.plan.problem, simulation.step_s / UNITS
-    stages = [_items(problem, number, stage) for number, stage in enumerate(simulation.stages)]
+    stages = [_items(*pair) for pair in zip(problem.stages, simulation.stages, strict=True)]
     for fraction in FRACTIONS:
         joined = [_joined(items, fraction * simulation.step_s, unit_s) for _, items in stages]
         if sum(map(len, joined)) <= most:
@@ -160,11 +160,11 @@ def _joined(items: Sequence[_Item], least_s: float, unit_s: float) -> list[_Draw
     return found
 
 
-def _items(problem: ActivationProblem, number: int, stage: StageSimulation) -> tuple[list[str], list[_Item]]:
+def _items(view: StageView, stage: StageSimulation) -> tuple[list[str], list[_Item]]:
     """Names of a stage's passes in order, such as `F3` or `B3.1` (microbatch and chunk), and what its compute does."""
-    chunks = {f"layers.{index}": chunk for chunk, own in enumerate(chunk_layers(problem, number)) for index in own} | {
+    chunks = {f"layers.{index}": chunk for chunk, own in enumerate(view.chunks) for index in own} | {
         "embedding": 0,
-        "head": problem.pipeline.chunks - 1,
+        "head": view.pipeline.chunks - 1,
     }
     events = [
         (span.start_s, span.end_s, _WORK if span.lane is Lane.COMPUTE else _RECOMPUTE, span.phase, span.module)
@@ -186,12 +186,12 @@ def _items(problem: ActivationProblem, number: int, stage: StageSimulation) -> t
                 phases.append(phase)
             seen.add((kind, module))
         items.append((start_s, end_s, kind, max(len(phases) - 1, 0)))
-    return _names(problem, number, phases), items
+    return _names(view, phases), items
 
 
-def _names(problem: ActivationProblem, number: int, phases: Sequence[str]) -> list[str]:
+def _names(view: StageView, phases: Sequence[str]) -> list[str]:
     """Names of passes; without microbatches where they are not those of the schedule."""
-    wanted = list(_schedule(problem, number))
+    wanted = list(_schedule(view))
     first = [{"forward": "F", "backward": "B", "optimizer": "O"}[phase] for phase in phases]
     passes = [letter for letter in first if letter != "O"]
     if len(wanted) != len(passes):
@@ -199,8 +199,8 @@ def _names(problem: ActivationProblem, number: int, phases: Sequence[str]) -> li
     return [*wanted, *first[len(passes) :]]
 
 
-def _schedule(problem: ActivationProblem, number: int) -> Iterator[str]:
-    pipeline = problem.pipeline
+def _schedule(view: StageView) -> Iterator[str]:
+    pipeline, number = view.pipeline, view.number
     if pipeline.chunks > 1:
         yield from (f"{turn.kind}{turn.microbatch}.{turn.chunk}" for turn in pipeline.turns(number))
         return

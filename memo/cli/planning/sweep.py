@@ -136,8 +136,7 @@ def _lengths(request: Request) -> list[Request]:
 def _devices(request: Request) -> list[Request]:
     """Requests with device budgets from the smallest useful one to one that keeps everything, or to the GPU's memory."""
     problem = request.problem()
-    stages = range(problem.pipeline.stages)
-    least = max(place.resident_bytes for stage in stages for place in device_peak_candidates(problem, stage))
+    least = max(place.resident_bytes for stage in problem.stages for place in device_peak_candidates(stage))
     most = max(
         stage.peak_device_bytes for stage in predict_stages(problem, [LayerPlan()] * len(problem.profile.layers))
     )

@@ -17,10 +17,8 @@ from memo.mip.activation import (
     LayerPlan,
     StagePrediction,
     Use,
-    chunk_layers,
     free_swap_tokens,
     highest_memory,
-    stage_layers,
 )
 from memo.mip.inputs import Profile, Role
 from memo.units import format_bytes, format_duration, format_tokens
@@ -83,11 +81,11 @@ def activation_summary(plan: ActivationPlan) -> dict[str, Any]:
                 **dataclasses.asdict(stage),
                 "stall_s": stage.stall_s,
                 "microbatch_s": stage.microbatch_s,
-                "layers": len(stage_layers(problem, number)),
-                "hardware": problem.machine_of(number).hardware.name,
-                "device_budget_bytes": problem.machine_of(number).budgets.device_bytes,
+                "layers": len(view.indices),
+                "hardware": view.machine.hardware.name,
+                "device_budget_bytes": view.machine.budgets.device_bytes,
             }
-            for number, stage in enumerate(plan.stages)
+            for view, stage in zip(problem.stages, plan.stages, strict=True)
         ],
         "memory": memory_summary(problem, highest_memory(problem, plan.layers)),
         "embedding_exchange": None
@@ -197,7 +195,7 @@ def _headline(plan: ActivationPlan) -> str:
 
 def _tiers(plan: ActivationPlan) -> str:
     problem = plan.problem
-    machines = [problem.machine_of(stage) for stage in range(len(plan.stages))]
+    machines = [stage.machine for stage in problem.stages]
 
     def of_node(figure: Callable[[StagePrediction], int], budget: Callable[[Budgets], int]) -> tuple[int, int]:
         """Budget and bytes of the node with the smallest part of its budget left."""
@@ -238,17 +236,16 @@ def _stages(plan: ActivationPlan) -> str:
     if not (problem.machines or problem.pipeline.layers):
         return ""
     rows = []
-    for number, stage in enumerate(plan.stages):
-        machine = problem.machine_of(number)
-        sizes = " + ".join(str(len(chunk)) for chunk in chunk_layers(problem, number))
+    for view, stage in zip(problem.stages, plan.stages, strict=True):
+        machine, sizes = view.machine, " + ".join(str(len(chunk)) for chunk in view.chunks)
         peak, budget = stage.peak_device_bytes, machine.budgets.device_bytes
         rows.append(
             (
-                f"{number}",
+                f"{view.number}",
                 sizes,
                 printable(machine.hardware.name),
                 _time(stage.microbatch_s),
-                _time(machine.send_s) if number + 1 < len(plan.stages) else "-",
+                _time(machine.send_s) if view.number + 1 < len(plan.stages) else "-",
                 f"{format_bytes(peak)} of {format_bytes(budget)}",
             )
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memo.cli.tables.activation import activation_summary, activation_table, memory_summary, use_name, utilisation
 from memo.cli.tables.address import table
@@ -32,9 +32,6 @@ from memo.search import (
     step_items,
 )
 from memo.units import format_bytes, format_duration, format_tokens
-
-if TYPE_CHECKING:
-    from memo.mip.cluster import Placement
 
 __all__ = ["longest_words", "search_summary", "search_table", "smallest_table"]
 
@@ -348,7 +345,7 @@ def _shape_summary(shape: Shape) -> dict[str, Any]:
 
 def _candidate_summary(candidate: Candidate, space: Space) -> dict[str, Any]:
     placement = space.placement(candidate)
-    placed = {} if placement is None else {"placement": placement.describe(), "places": _places(placement)}
+    placed = {} if placement is None else {"placement": placement.describe(), "places": placement.named_places}
     return {
         **_shape_summary(candidate.shape),
         "family": candidate.shape.family,
@@ -363,15 +360,6 @@ def _candidate_summary(candidate: Candidate, space: Space) -> dict[str, Any]:
         "memo_train": runs_under_memo_train(candidate),
         **placed,
     }
-
-
-def _places(placement: Placement) -> list[list[dict[str, Any]]]:
-    """Groups of nodes of each stage, with their numbers of replicas."""
-    names = [group.name for group in placement.cluster.groups]
-    return [
-        [{"group": names[group], "replicas": count} for group, count in zip(place.groups, place.replicas, strict=True)]
-        for place in placement.places
-    ]
 
 
 def _entry(found: Found, one: Planned, simulated_s: Mapping[Candidate, float]) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from memo.mip.activation.plan import (
     LayerPlan,
     Pipeline,
     StagePrediction,
-    stage_layers,
 )
 from memo.mip.activation.simulator import simulate
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
@@ -232,7 +231,7 @@ def test_no_figure_of_a_plan_may_be_another_one(schedule: PipelineSchedule, fact
     pipeline = Pipeline(stages=2, microbatches=4, schedule=schedule)
     problem = with_codes(with_collectives(random_problem(3, layers=9, classes=2, pipeline=pipeline), 3), 3)
     problem = dataclasses.replace(problem, budgets=dataclasses.replace(ROOMY, device_bytes=1 << 40, host_bytes=1 << 40))
-    lasts = {stage_layers(problem, stage)[-1] for stage in range(2)}
+    lasts = {problem.stages[stage].indices[-1] for stage in range(2)}
     moved = LayerPlan(point=MATMULS, kept=0.2, host=0.5, disk=0.3)
     layers = tuple(LayerPlan() if number in lasts else moved for number in range(9))
     plan = ActivationPlan(problem=problem, layers=layers, stages=predict_stages(problem, layers))

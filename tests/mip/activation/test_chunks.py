@@ -21,7 +21,6 @@ from memo.mip.activation.plan import (
     LayerPlan,
     Pipeline,
     StageTurns,
-    stage_layers,
 )
 from memo.mip.activation.simulator import simulate
 from memo.mip.activation.solver import solve_problem
@@ -37,7 +36,7 @@ ENDLESS = 1 << 60
 def any_plan(problem: ActivationProblem, seed: int) -> ActivationPlan:
     """What no planner would make: every layer otherwise."""
     draw = random.Random(seed)
-    lasts = {stage_layers(problem, stage)[-1] for stage in range(problem.pipeline.stages)}
+    lasts = {problem.stages[stage].indices[-1] for stage in range(problem.pipeline.stages)}
     layers = []
     for index in range(len(problem.profile.layers)):
         point = draw.choice((ALL, MATMULS, ATTENTION))
@@ -101,7 +100,7 @@ def test_a_chunks_last_layer_moves_unless_it_is_the_stages(schedule: PipelineSch
         budgets=Budgets(device_bytes=ENDLESS, host_bytes=ENDLESS),
         pipeline=Pipeline(stages=2, microbatches=4, schedule=schedule),
     )
-    first, last = stage_layers(problem, 0)[1], stage_layers(problem, 0)[-1]
+    first, last = problem.stages[0].indices[1], problem.stages[0].indices[-1]
     for moving, allowed in ((first, True), (last, False)):
         layers = tuple(LayerPlan(kept=0.5, host=0.5) if index == moving else LayerPlan() for index in range(8))
         plan = ActivationPlan(problem=problem, layers=layers, stages=predict_stages(problem, layers))

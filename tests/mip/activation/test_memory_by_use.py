@@ -70,7 +70,7 @@ def test_uses_add_up_to_the_peak_whether_a_plan_fits_or_not(name: str, layout: d
         assert plan.memory.nbytes <= plan.least_bytes["device"] <= 1.01 * plan.memory.nbytes
         return
     peaks = [stage.peak_device_bytes for stage in plan.stages]
-    found = [stage_memory(asked, stage, plan.layers) for stage in range(asked.pipeline.stages)]
+    found = [stage_memory(asked.stages[stage], plan.layers) for stage in range(asked.pipeline.stages)]
     assert [sum(memory.uses.values()) for memory in found] == peaks
     highest = highest_memory(asked, plan.layers)
     assert highest.nbytes == max(peaks)

@@ -9,7 +9,7 @@ from activation_problems import random_problem
 
 from memo.errors import Infeasible
 from memo.mip.activation.checker import check_plan
-from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Pipeline, stage_layers
+from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Pipeline
 from memo.mip.activation.simulator import require_within_budgets, simulate
 from memo.mip.activation.solver import solve_problem
 from memo.mip.activation.stage_plans import extract_stage_plan, lower_tier_nbytes
@@ -53,7 +53,7 @@ def solved(request: pytest.FixtureRequest) -> list[ActivationPlan]:
 def test_the_parts_are_valid_plans_and_make_up_the_whole(solved: list[ActivationPlan]) -> None:
     for plan in solved:
         parts = [extract_stage_plan(plan, stage) for stage in range(STAGES)]
-        own = [index for stage in range(STAGES) for index in stage_layers(plan.problem, stage)]
+        own = [index for stage in range(STAGES) for index in plan.problem.stages[stage].indices]
         assert sorted(own) == list(range(len(plan.layers)))
         assert [layer for part in parts for layer in part.layers] == [plan.layers[index] for index in own]
         assert tuple(part.stages[0] for part in parts) == plan.stages

@@ -21,8 +21,6 @@ from memo.mip.activation.plan import (
     LayerPlan,
     Pipeline,
     StageMachine,
-    chunk_layers,
-    stage_layers,
 )
 from memo.mip.activation.proof import verify_by_simulation
 from memo.mip.activation.simulator import simulate
@@ -106,11 +104,11 @@ def cut(layers: int, runs: int, draw: random.Random) -> tuple[int, ...]:
 
 def test_each_stage_has_the_layers_that_the_pipeline_says() -> None:
     problem = by_hand(Pipeline(stages=2, microbatches=2, layers=(3, 1)))
-    assert [stage_layers(problem, stage) for stage in (0, 1)] == [(0, 1, 2), (3,)]
+    assert [problem.stages[stage].indices for stage in (0, 1)] == [(0, 1, 2), (3,)]
     runs = Pipeline(stages=2, microbatches=4, schedule=V, layers=(1, 3, 2, 1))
     problem = by_hand(runs, layers=7)  # in a V stage 0 has the first and the last run
-    assert chunk_layers(problem, 0) == (range(1), range(6, 7))
-    assert chunk_layers(problem, 1) == (range(1, 4), range(4, 6))
+    assert problem.stages[0].chunks == (range(1), range(6, 7))
+    assert problem.stages[1].chunks == (range(1, 4), range(4, 6))
 
 
 def test_a_step_of_uneven_stages_by_hand() -> None:

@@ -12,7 +12,7 @@ from memo.events import Tier
 from memo.mip.activation.checker import check_plan
 from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.memory_peaks import Use, stage_memory
-from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline, stage_layers
+from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
 from memo.mip.activation.proof import verify_by_simulation
 from memo.mip.activation.simulator import simulate
 from memo.mip.activation.solver import DoesNotFit, relaxed_step_s, solve_problem
@@ -98,7 +98,7 @@ def test_the_peak_is_as_counted_by_hand(case: str) -> None:
     assert plan.stages[0].peak_device_bytes == nbytes
     assert check_plan(plan) is None
     assert simulate(plan).stages[0].peak(Tier.DEVICE).nbytes == nbytes
-    memory = stage_memory(plan.problem, 0, plan.layers)
+    memory = stage_memory(plan.problem.stages[0], plan.layers)
     assert memory.nbytes == nbytes
     assert all(used > 0 for used in memory.uses.values())
 
@@ -106,7 +106,7 @@ def test_the_peak_is_as_counted_by_hand(case: str) -> None:
 def test_what_moves_is_a_rounding_buffer_and_what_stays_a_saved_tensor() -> None:
     """Layer 2 of 3 runs: all 10 bytes of it, and half of the 6 of layer 1 on their way out; layer 0 is gone."""
     plan = plan_of(BLOCK, at(ATTENTION, kept=0.0), at(MATMULS, kept=0.5), at(ALL))
-    assert stage_memory(plan.problem, 0, plan.layers).uses == {Use.ROUNDING: 3, Use.SAVED: 3 + 10}
+    assert stage_memory(plan.problem.stages[0], plan.layers).uses == {Use.ROUNDING: 3, Use.SAVED: 3 + 10}
 
 
 @pytest.mark.parametrize("layers", [3, 4])
@@ -151,7 +151,7 @@ def any_plan(problem: ActivationProblem, seed: int) -> ActivationPlan:
     draw = random.Random(seed)
     budgets = Budgets(device_bytes=1 << 60, host_bytes=1 << 60, disk_bytes=1 << 60)
     problem = dataclasses.replace(problem, budgets=budgets)
-    last = {stage_layers(problem, stage)[-1] for stage in range(problem.pipeline.stages)}
+    last = {problem.stages[stage].indices[-1] for stage in range(problem.pipeline.stages)}
     layers = []
     for number, known in enumerate(problem.profile.layer_profiles()):
         kept, host = (1.0 if number in last else draw.choice([0.0, 0.3, 1.0])), draw.random()

@@ -106,7 +106,7 @@ def test_the_report_says_in_one_line_what_stayed_and_in_which_step_most() -> Non
         with manager:
             loss = model(ids(step, batch=2 * times))
         if times == 2:
-            staying = {saved.module for saved in lives(manager) if saved.place is None} - {f"layers.{LAYERS - 1}"}
+            staying = {saved.module for saved in lives(manager) if saved.extent is None} - {f"layers.{LAYERS - 1}"}
         loss.backward()
         manager.step_done()
     stayed = manager.report().stayed

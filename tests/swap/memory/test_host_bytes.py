@@ -32,13 +32,13 @@ def run(tier: HostTier, claims: list[Claim]) -> int | None:
     failed = False
     for _, is_claim, at in times:
         if is_claim:
-            place = held[at] = tier.claim(claims[at].nbytes)
-            if place is None:
+            extent = held[at] = tier.reserve(claims[at].nbytes)
+            if extent is None:
                 failed = True
             else:
-                end = max(end, place.offset + whole_pages(claims[at].nbytes))
-        elif (place := held.pop(at)) is not None:
-            place.release()
+                end = max(end, extent.room.offset + whole_pages(claims[at].nbytes))
+        elif (extent := held.pop(at)) is not None:
+            extent.tier.release(extent)
     tier.end_step()
     return None if failed else end
 

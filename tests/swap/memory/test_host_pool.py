@@ -108,28 +108,28 @@ def _tier(path: Path, pages: int) -> HostTier:
 def test_a_tier_holds_in_the_pool_what_its_slab_has(tmp_path: Path) -> None:
     path = tmp_path / "pool"
     one, other = _tier(path, 8), _tier(path, 8)
-    places = [one.claim(PAGE) for _ in range(5)]
-    assert all(places)
+    extents = [one.reserve(PAGE) for _ in range(5)]
+    assert all(extents)
     assert one.reserved == held(path) == 5 * PAGE
     assert other.obtainable == 3 * PAGE
-    assert other.claim(4 * PAGE) is None  # full, as a budget is
+    assert other.reserve(4 * PAGE) is None  # full, as a budget is
     assert other.reserved == 0
-    mine = other.claim(3 * PAGE)
+    mine = other.reserve(3 * PAGE)
     assert mine is not None
-    assert one.claim(1) is None
+    assert one.reserve(1) is None
     assert one.obtainable == 5 * PAGE
-    for place in places:
-        place.release()
+    for extent in extents:
+        extent.tier.release(extent)
     one.end_step()  # its layout needs five pages again, and the slab keeps them
     assert held(path) == 8 * PAGE
     one.close()
-    places.clear()
-    del place
+    extents.clear()
+    del extent
     assert held(path) == 3 * PAGE
-    again = other.claim(5 * PAGE)
+    again = other.reserve(5 * PAGE)
     assert again is not None
-    mine.release()
-    again.release()
+    mine.tier.release(mine)
+    again.tier.release(again)
     other.close()
     del mine, again
     assert held(path) == 0
@@ -139,10 +139,10 @@ def test_the_surplus_of_a_slab_goes_back_to_the_pool(tmp_path: Path) -> None:
     path = tmp_path / "pool"
     backend = CheckingBackend("lazy")
     tier = HostTier(backend, 64 * PAGE, segment_bytes=16 * PAGE, pool=HostPool(path, 64 * PAGE))
-    place = tier.claim(PAGE)
-    assert place is not None
+    extent = tier.reserve(PAGE)
+    assert extent is not None
     assert held(path) == 16 * PAGE
-    place.release()
+    extent.tier.release(extent)
     tier.end_step()
     assert held(path) == tier.reserved == PAGE
     tier.close()
@@ -150,11 +150,11 @@ def test_the_surplus_of_a_slab_goes_back_to_the_pool(tmp_path: Path) -> None:
 
 def test_a_share_is_held_until_the_last_view_of_the_memory_is_gone(tmp_path: Path) -> None:
     tier = _tier(tmp_path / "pool", 8)
-    place = tier.claim(2 * PAGE)
-    assert place is not None
+    extent = tier.reserve(2 * PAGE)
+    assert extent is not None
     tier.close()
     assert held(tmp_path / "pool") == 2 * PAGE
-    del place
+    del extent
     assert held(tmp_path / "pool") == 0
 
 
@@ -170,7 +170,7 @@ def test_memory_that_the_system_refuses_is_given_back_to_the_pool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = _tier(tmp_path / "pool", 8)
-    place = tier.claim(PAGE)
+    extent = tier.reserve(PAGE)
     slab = tier._slab
 
     def refuse(nbytes: int) -> None:
@@ -179,10 +179,10 @@ def test_memory_that_the_system_refuses_is_given_back_to_the_pool(
 
     monkeypatch.setattr(slab, "wait", refuse)
     with pytest.raises(MemoryError):
-        tier.claim(2 * PAGE)
+        tier.reserve(2 * PAGE)
     assert held(tmp_path / "pool") == PAGE
-    assert place is not None
-    place.release()
+    assert extent is not None
+    extent.tier.release(extent)
     tier.close()
 
 

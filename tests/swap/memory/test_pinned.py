@@ -69,15 +69,15 @@ def test_pages_are_locked_once_and_in_the_first_step(cuda: StandinCuda, alpha: f
 
 def test_a_plan_that_needs_more_locks_the_difference(cuda: StandinCuda) -> None:
     tier = HostTier(OnHostMemory(), 1 << 20, segment_bytes=PAGE)
-    place = tier.claim(10 * PAGE)
-    assert place is not None
-    place.release()
+    extent = tier.reserve(10 * PAGE)
+    assert extent is not None
+    extent.tier.release(extent)
     tier.end_step()
     tier.expect(40 * PAGE)
-    place = tier.claim(40 * PAGE)
-    assert place is not None
+    extent = tier.reserve(40 * PAGE)
+    assert extent is not None
     assert cuda.locked_ever == 40 * PAGE
-    place.release()
+    extent.tier.release(extent)
     tier.close()
 
 

@@ -19,19 +19,19 @@ from memo.swap.memory.planned_layout import KEPT_LAYOUTS, KEPT_SIZES
 from memo.swap.tiers.host_and_disk import PAGE, HostTier
 
 if TYPE_CHECKING:
-    from memo.swap.tiers.protocol import Place
+    from memo.swap.tiers.protocol import Extent
 
 
-def run(tier: HostTier, script: list[tuple[str, int]]) -> list[Place | None]:
+def run(tier: HostTier, script: list[tuple[str, int]]) -> list[Extent | None]:
     """("claim", pages) and ("release", index of the claim)."""
-    places: list[Place | None] = []
+    extents: list[Extent | None] = []
     for what, value in script:
         if what == "claim":
-            places.append(tier.claim(value * PAGE))
-        elif (place := places[value]) is not None:
-            place.release()
+            extents.append(tier.reserve(value * PAGE))
+        elif (extent := extents[value]) is not None:
+            extent.tier.release(extent)
     tier.end_step()
-    return places
+    return extents
 
 
 # First fit puts the large one behind the hole that the first leaves: seven pages where five are enough.
@@ -52,8 +52,8 @@ def test_a_step_that_differs_is_served_and_planned_anew() -> None:
     tier = HostTier(CpuBackend(), 1 << 30, segment_bytes=64 * PAGE)
     run(tier, FRAGMENTING)
     longer = [*FRAGMENTING[:-2], ("claim", 3), ("release", 1), ("release", 2), ("release", 3)]
-    places = run(tier, longer)
-    assert all(place is not None for place in places)
+    extents = run(tier, longer)
+    assert all(extent is not None for extent in extents)
     assert tier.used == 0
     run(tier, longer)
     assert tier._recorder.misses == 0
@@ -66,8 +66,8 @@ def test_a_place_still_held_is_never_given_to_another() -> None:
     live: list[Any] = []
     for what, value in late[:3]:
         assert what == "claim"
-        live.append(tier.claim(value * PAGE))
-    blocks = [(place._block.data_ptr(), place._block.data_ptr() + place._block.numel()) for place in live]
+        live.append(tier.reserve(value * PAGE))
+    blocks = [(extent.room.memory.data_ptr(), extent.room.memory.data_ptr() + extent.nbytes) for extent in live]
     blocks.sort()
     assert all(first[1] <= second[0] for first, second in itertools.pairwise(blocks))
 
@@ -109,14 +109,14 @@ def test_what_is_expected_is_taken_at_once_and_less_later_gives_nothing_back() -
 
 def test_another_need_waits_until_nothing_is_held() -> None:
     tier = HostTier(CpuBackend(), 9 * PAGE, segment_bytes=PAGE)
-    held = tier.claim(3 * PAGE)
+    held = tier.reserve(3 * PAGE)
     assert held is not None
     tier.expect(6 * PAGE)
     tier.end_step()
-    other = tier.claim(PAGE)
+    other = tier.reserve(PAGE)
     assert other is not None
-    held.release()
-    other.release()
+    held.tier.release(held)
+    other.tier.release(other)
     run(tier, [("claim", 3), ("release", 0)])
     assert tier.reserved == 6 * PAGE
     tier.expect(0)
@@ -140,21 +140,21 @@ def test_no_sequence_of_claims_exceeds_the_budget_or_shares_a_byte(
     tier = HostTier(CpuBackend(), budget, segment_bytes=segment)
     held: list[Any] = []
     for what, value in script:
-        if what == "claim" and (place := tier.claim(value)) is not None:
-            held.append(place)
+        if what == "claim" and (extent := tier.reserve(value)) is not None:
+            held.append(extent)
         elif what == "release" and held:
-            held.pop(value % len(held)).release()
+            tier.release(held.pop(value % len(held)))
         elif what == "expect":
             tier.expect(value * PAGE)
         elif what == "end":
             while held:
-                held.pop().release()
+                tier.release(held.pop())
             tier.end_step()
         assert tier.reserved <= budget
-        ends = sorted((place.offset, place.offset + place._block.numel()) for place in held)
+        ends = sorted((extent.room.offset, extent.room.offset + extent.nbytes) for extent in held)
         assert all(first[1] <= second[0] for first, second in itertools.pairwise(ends))
         assert not ends or ends[-1][1] <= tier.reserved
-        assert tier.used == sum(place._block.numel() for place in held)
+        assert tier.used == sum(extent.nbytes for extent in held)
 
 
 @pytest.mark.parametrize("lengths", [(48, 48, 48, 48), (48, 32, 48, 32, 48, 32), (24, 48, 40, 16)])

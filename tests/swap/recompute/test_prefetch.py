@@ -26,7 +26,7 @@ def kept_by_replay(saved: SavedStorage) -> list[SavedStorage]:
         return []
     packed = (kept.packed for kept in saved.replay._kept)  # type: ignore[attr-defined]
     there = [handle.hold.saved for handle in packed if type(handle) is Handle]
-    return [kept for kept in there if kept.source is None and kept.place is not None]
+    return [kept for kept in there if kept.source is None and kept.extent is not None]
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, (0.25, 0.5, 0.25), Level.SAVE_MATMULS, Level.SAVE_INPUT], ids=str)
@@ -68,7 +68,7 @@ def test_what_a_replay_reads_is_reloaded_while_the_layer_before_it_computes(alph
 
     def watch_fetch(wanted: Any) -> None:
         for saved in wanted:
-            if replaying and saved.state is AWAY and saved.place is not None:
+            if replaying and saved.state is AWAY and saved.extent is not None:
                 seen["in a replay"] += 1
         fetch(wanted)
 
