@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 from standin_runtime import Call, Driver, Standin, open_standin
 
+from memo.allocator import trace_of
 from memo.allocator.native import Begun, Native
 from memo.allocator.plan_from_events import layout_of, problem_of, recording_of
 from memo.allocator.step import EventKind, Reason, StepSummary
-from memo.allocator.trace import trace_of
 from memo.errors import AllocatorError
-from memo.mip.address import read_annotated
-from memo.mip.address.checker import require_valid
-from memo.mip.address.solver import Method, solve
+from memo.mip.address import Method, read_annotated, require_valid, solve
 
 DATA = Path(__file__).parent.parent / "mip" / "data"
 KIB = 1024

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from standin_runtime import SOURCE
 
-from memo.mip.compile_cpp import build
+from memo.mip import build
 
 HARNESS = Path(__file__).with_name("arena_fuzz.cpp")
 ALLOCATOR = Path(__file__).parent.parent.parent / "allocator"

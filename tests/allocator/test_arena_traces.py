@@ -8,12 +8,11 @@ from collections.abc import Iterator
 import pytest
 from standin_runtime import Call, Driver, open_standin
 
+from memo.allocator import AllocationTrace
 from memo.allocator.native import Native
 from memo.allocator.planned_allocator import PlannedAllocator, Stage
-from memo.allocator.trace import AllocationTrace
-from memo.gpt.config import preset
-from memo.record.recording import record_step
-from memo.record.step import gpt_step
+from memo.gpt import preset
+from memo.record import gpt_step, record_step
 
 WAYS = {
     "plain": {},

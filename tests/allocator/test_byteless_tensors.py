@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from memo.allocator.byteless_tensors import BytelessMode
+from memo.allocator import BytelessMode
 
 
 def test_a_limit_of_the_processs_data_does_not_count_byteless_tensors() -> None:

@@ -8,15 +8,16 @@ import random
 
 import pytest
 
-from memo.allocator.caching_model import (
+from memo.allocator import (
+    Allocation,
+    AllocationTrace,
     Block,
     CachingAllocator,
     Segments,
-    round_size,
     simulate_caching,
     unsplit_nbytes,
 )
-from memo.allocator.trace import Allocation, AllocationTrace
+from memo.allocator.caching_model import round_size
 
 KIB, MIB = 1 << 10, 1 << 20
 

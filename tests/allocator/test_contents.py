@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from memo.allocator.byteless_tensors import BytelessMode
+from memo.allocator import BytelessMode
 from memo.errors import RecordError
 
 

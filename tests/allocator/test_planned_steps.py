@@ -19,8 +19,7 @@ from memo.allocator.plan_in_background import Planning
 from memo.allocator.planned_allocator import PlannedAllocator, Stage
 from memo.allocator.step import Event, EventKind, Reason
 from memo.errors import AllocatorError, SolverFailed
-from memo.mip.address.checker import check
-from memo.mip.address.problem import Buffer, Problem
+from memo.mip.address import Buffer, Problem, check
 
 KIB = 1024
 SIDE = 0x77

@@ -17,27 +17,26 @@ from small_models import ids, stack
 from standin_runtime import Call, Driver, Standin, open_standin
 
 import memo
-from memo.allocator import pluggable
-from memo.allocator.native import FREE, MALLOC, RECORD_STREAM, Native
-from memo.allocator.planned_allocator import PlannedAllocator, Stage
-from memo.allocator.pluggable import (
-    ModelSteps,
+from memo.allocator import (
     allocated_bytes,
     memory_stats,
     peak_allocated_bytes,
+    pluggable,
     restart_peaks,
     use_planned_allocator,
 )
-from memo.autoplan.device_budget import device_budget_of
+from memo.allocator.native import FREE, MALLOC, RECORD_STREAM, Native
+from memo.allocator.planned_allocator import PlannedAllocator, Stage
+from memo.allocator.pluggable import ModelSteps
+from memo.autoplan import device_budget_of
 from memo.cli.main import main
 from memo.errors import AllocatorError, ExitCode, UsageError
-from memo.gpt.config import preset
+from memo.gpt import Precision, preset
 from memo.gpt.model import attention_kernel
 from memo.gpt.train.step import StepResult
 from memo.gpt.train.step_metrics import StepMeter
-from memo.gpt.train_config import Precision
 from memo.manager import Machine
-from memo.mip.compile_cpp import build
+from memo.mip import build
 
 KIB = 1024
 

@@ -11,9 +11,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from memo.allocator.byteless_tensors import BytelessMode
-from memo.allocator.record_step import AllocationSite, Recorder
-from memo.allocator.trace import Allocation, AllocationTrace, trace_of, trace_to_csv, trace_to_json
+from memo.allocator import (
+    Allocation,
+    AllocationSite,
+    AllocationTrace,
+    BytelessMode,
+    Recorder,
+    trace_of,
+    trace_to_csv,
+    trace_to_json,
+)
 from memo.errors import PlanError, RecordError
 from memo.mip.address import read_annotated
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from planning_machine import CURVE, LAYER_BYTES, LAYERS, TOKENS, Machine, make, step, tight
 
-from memo.autoplan.controller import MAX_CORRECTIONS, AutoPlan
+from memo.autoplan import AutoPlan
+from memo.autoplan.controller import MAX_CORRECTIONS
 from memo.autoplan.limits import MEASURING
 from memo.errors import PlanError
-from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Pipeline
-from memo.mip.activation.solver import solve_problem
-from memo.swap.levels import Level
+from memo.mip.activation import ActivationPlan, ActivationProblem, Pipeline, solve_problem
+from memo.swap import Level
 
 
 def test_the_plan_of_a_longer_step_leaves_room_for_what_else_grows() -> None:

@@ -11,9 +11,10 @@ import pytest
 import torch
 from planning_machine import TOKENS, Machine, make, step, tight
 
-from memo.autoplan.controller import MAX_CORRECTIONS, AutoPlan
+from memo.autoplan import AutoPlan
+from memo.autoplan.controller import MAX_CORRECTIONS
 from memo.autoplan.limits import MEASURING
-from memo.mip.activation.plan import ActivationPlan
+from memo.mip.activation import ActivationPlan
 
 
 def test_the_plan_comes_after_one_measured_step_and_then_stays() -> None:

@@ -8,11 +8,10 @@ import sys
 import pytest
 import torch
 
-from memo.autoplan import device_budget
-from memo.autoplan.device_budget import device_budget_of
-from memo.swap.backends.cpu import CpuBackend
-from memo.swap.memory.slab import touched_slab_bytes
-from memo.swap.tiers.host_and_disk import HostTier
+from memo.autoplan import device_budget, device_budget_of
+from memo.swap import touched_slab_bytes
+from memo.swap.backends import CpuBackend
+from memo.swap.tiers import HostTier
 
 MIB = 1 << 20
 

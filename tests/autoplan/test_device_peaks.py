@@ -11,21 +11,14 @@ import torch
 from live_bytes import CountedDevice
 from throttled_backend import PacedBackend
 
-from memo.autoplan.actuator import Actuator
-from memo.autoplan.controller import AutoPlan
-from memo.autoplan.device_budget import DeviceBudget
+from memo.autoplan import Actuator, AutoPlan, DeviceBudget
 from memo.autoplan.device_peaks import DevicePeaks, Outside, Recompute
-from memo.gpt.config import preset
-from memo.gpt.model.model import GPT
-from memo.manager.manager import Manager
+from memo.gpt import preset
+from memo.gpt.model import GPT
+from memo.manager import Manager
 from memo.manager.plan_source import checked_plan
-from memo.swap.engine.engine import Engine
-from memo.swap.engine.tier_choice import WhenFull
-from memo.swap.layers import find_layers
-from memo.swap.levels import Level
-from memo.swap.recompute.policy import RecomputePolicy
-from memo.swap.stats import Stats
-from memo.swap.tiers.host_and_disk import HostTier
+from memo.swap import Engine, Level, RecomputePolicy, Stats, WhenFull, find_layers
+from memo.swap.tiers import HostTier
 
 TOKENS = 512
 

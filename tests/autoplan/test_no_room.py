@@ -11,19 +11,13 @@ from small_models import assert_equal, ids, stack, train
 from throttled_backend import PacedBackend
 
 import memo
-from memo.autoplan.actuator import Actuator
-from memo.autoplan.controller import AutoPlan
-from memo.autoplan.device_budget import DeviceBudget
+from memo.autoplan import Actuator, AutoPlan, DeviceBudget
 from memo.errors import HostBudgetExceeded
-from memo.manager.manager import Manager
+from memo.manager import Manager
 from memo.manager.plan_source import checked_plan
-from memo.mip.activation.plan import ActivationPlan
-from memo.swap.engine.engine import Engine
-from memo.swap.engine.tier_choice import WhenFull
-from memo.swap.layers import find_layers
-from memo.swap.levels import Level
-from memo.swap.recompute.policy import RecomputePolicy
-from memo.swap.tiers.host_and_disk import HostTier
+from memo.mip.activation import ActivationPlan
+from memo.swap import Engine, Level, RecomputePolicy, WhenFull, find_layers
+from memo.swap.tiers import HostTier
 
 LAYERS = 8
 LAYER = 16 * 2 * 48 * 32 * 4

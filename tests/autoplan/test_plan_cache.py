@@ -8,9 +8,8 @@ import pytest
 from activation_problems import random_problem
 
 from memo.autoplan.plan_cache import LENGTHS_PER_OCTAVE, MAX_PLANS, CachedPlan, Phase, PlanCache, joint
-from memo.mip.activation.plan import ActivationPlan
-from memo.mip.activation.solver import solve_problem
-from memo.mip.inputs.profile import Signature
+from memo.mip.activation import ActivationPlan, solve_problem
+from memo.mip.inputs import Signature
 
 
 @pytest.fixture(scope="module")

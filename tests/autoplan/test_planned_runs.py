@@ -18,31 +18,42 @@ from small_models import assert_equal, ids, stack, train
 from throttled_backend import PacedBackend
 
 import memo
-from memo.autoplan.actuator import Actuator, settings_of
-from memo.autoplan.controller import AutoPlan
-from memo.autoplan.device_budget import DeviceBudget
+from memo.autoplan import Actuator, AutoPlan, DeviceBudget, settings_of
 from memo.errors import PlanError, UsageError
-from memo.gpt.config import preset
-from memo.gpt.model.model import GPT
+from memo.gpt import preset
+from memo.gpt.model import GPT
 from memo.kernels import Codec
-from memo.manager.manager import Manager
+from memo.manager import Manager
 from memo.manager.plan_source import checked_plan, own_part
-from memo.mip.activation.cost import predict_stages
-from memo.mip.activation.files import plan_to_json
-from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline, StageTurns
-from memo.mip.activation.stage_plans import extract_stage_plan
-from memo.mip.inputs.hardware import PRESETS
-from memo.mip.inputs.pipeline_schedules import PipelineSchedule, rank_turns
-from memo.mip.inputs.profile import ALL, ATTENTION, INPUT, MATMULS, LayerProfile, PointProfile, Profile, Role, Signature
-from memo.parallel.pipeline_order import PipelineOrder
-from memo.swap.engine.engine import Engine
-from memo.swap.engine.tier_choice import WhenFull
-from memo.swap.layers import find_layers
-from memo.swap.levels import LayerCosts, Level, Mix, PointCost
+from memo.mip.activation import (
+    ActivationPlan,
+    ActivationProblem,
+    Budgets,
+    LayerPlan,
+    Pipeline,
+    StageTurns,
+    extract_stage_plan,
+    plan_to_json,
+    predict_stages,
+)
+from memo.mip.inputs import (
+    ALL,
+    ATTENTION,
+    INPUT,
+    MATMULS,
+    PRESETS,
+    LayerProfile,
+    PipelineSchedule,
+    PointProfile,
+    Profile,
+    Role,
+    Signature,
+)
+from memo.mip.inputs.pipeline_schedules import rank_turns
+from memo.parallel import PipelineOrder
+from memo.swap import Engine, LayerCosts, Level, Mix, Placement, PointCost, RecomputePolicy, WhenFull, find_layers
 from memo.swap.memory.page_aligned import PAGE_BYTES
-from memo.swap.placement import Placement
-from memo.swap.recompute.policy import RecomputePolicy
-from memo.swap.tiers.host_and_disk import DiskTier, HostTier
+from memo.swap.tiers import DiskTier, HostTier
 
 ROOM = 1 << 28
 ROOMY = DeviceBudget(total_bytes=ROOM, peak_bytes=lambda: 0, restart=lambda: None)

@@ -13,18 +13,16 @@ from small_models import assert_equal, train
 
 import memo
 from memo.errors import Infeasible
-from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
-from memo.gpt.config import preset
-from memo.gpt.model.model import GPT
-from memo.gpt.train_config import Precision
+from memo.gpt import Precision, preset
+from memo.gpt.arithmetic import Layout, derive_profile
+from memo.gpt.model import GPT
 from memo.manager.plan_source import checked_plan
-from memo.mip.activation.cost import predict_stages
-from memo.mip.activation.plan import PAGE, ActivationPlan, ActivationProblem, Budgets, LayerPlan
-from memo.mip.inputs.hardware import hardware_preset
-from memo.mip.inputs.profile import EmbeddingOrHeadProfile, Profile, StaticBytes
+from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, LayerPlan, predict_stages
+from memo.mip.activation.plan import PAGE
+from memo.mip.inputs import EmbeddingOrHeadProfile, Profile, StaticBytes, hardware_preset
 from memo.profiling.saved_storages import saved_storages
+from memo.swap import find_layers
 from memo.swap.disk import raw_file
-from memo.swap.layers import find_layers
 from memo.swap.tiers import host_and_disk
 
 # Slow enough beside its links that whatever finds room moves.

@@ -12,9 +12,9 @@ from memo.autoplan.step_evidence import StepEvidence, worst
 from memo.autoplan.step_timeline import LaneUse, LayerTimes, StepTimes
 from memo.errors import PlanError
 from memo.events import Lane
-from memo.machine.link_bandwidth import LinkRates
-from memo.mip.inputs.profile import ALL, ATTENTION, INPUT, MATMULS, PointProfile, Profile, Role, Signature
-from memo.swap.levels import LayerCosts, PointCost
+from memo.machine import LinkRates
+from memo.mip.inputs import ALL, ATTENTION, INPUT, MATMULS, PointProfile, Profile, Role, Signature
+from memo.swap import LayerCosts, PointCost
 
 MS = 1_000_000
 SIGNATURE = Signature(model="m", batch=2, tokens=100, dtype="float32")

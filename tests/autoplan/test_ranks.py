@@ -17,11 +17,10 @@ from planning_machine import (
     tight,
 )
 
-from memo.autoplan.controller import AutoPlan
+from memo.autoplan import AutoPlan
 from memo.autoplan.limits import MEASURING
-from memo.mip.activation.plan import ActivationPlan
-from memo.mip.activation.solver import solve_problem
-from memo.swap.levels import Level
+from memo.mip.activation import ActivationPlan, solve_problem
+from memo.swap import Level
 
 
 @pytest.mark.filterwarnings("ignore:a step of .* more device memory than its budget:RuntimeWarning")

@@ -13,8 +13,8 @@ from benchmarks.published.framework_layer import FrameworkLayer
 from benchmarks.published.framework_training import AttentionKernel, FrameworkTraining, Kernels, Recompute
 from benchmarks.published.kernel_times import KernelRates, KernelTimes
 from benchmarks.published.transformer import Experts, Transformer
+from memo.gpt import GPTConfig
 from memo.gpt.arithmetic import Layout
-from memo.gpt.config import GPTConfig
 from memo.mip.inputs import hardware_preset
 
 FORMULAS = Path(__file__).parents[2] / "benchmarks" / "data" / "published" / "korthikanti_table2_formulas.csv"

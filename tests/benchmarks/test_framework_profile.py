@@ -10,9 +10,9 @@ from benchmarks.published.fit import read_fitted
 from benchmarks.published.framework_profile import profile_of_training
 from benchmarks.published.framework_training import ADAM_MIXED, FrameworkTraining, Loss, Recompute
 from memo.errors import UsageError
+from memo.gpt import preset
 from memo.gpt.arithmetic import Layout
 from memo.gpt.arithmetic.flops import layer_parameter_count
-from memo.gpt.config import preset
 from memo.mip.activation import (
     ActivationPlan,
     ActivationProblem,

@@ -12,7 +12,7 @@ from benchmarks import gpu_million
 from benchmarks.attention_probe import probe_attention
 from benchmarks.gpu_million import OURS, Request, choose_depth, measure, plan_within, run
 from benchmarks.peers.ways import CHECKPOINTING, OFFLOADED
-from memo.gpt.config import preset
+from memo.gpt import preset
 from memo.gpt.model.attention_kernel import Kernel
 
 REQUEST = Request(

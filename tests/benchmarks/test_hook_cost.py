@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from benchmarks import hook_cost
-from memo.gpt.config import preset
-from memo.gpt.model.model import GPT
-from memo.manager.manager import Manager
-from memo.swap.backends.cpu import CpuBackend
-from memo.swap.engine.engine import Engine
-from memo.swap.layers import find_layers
+from memo.gpt import preset
+from memo.gpt.model import GPT
+from memo.manager import Manager
+from memo.swap import Engine, find_layers
+from memo.swap.backends import CpuBackend
 
 
 def calls(work: object) -> int:

@@ -12,9 +12,9 @@ from benchmarks.parts import ENGINE, PLANNED, _without
 from benchmarks.plan_accuracy import LAYERS, Bench, Case
 from benchmarks.solver.problems import Named, problems
 from benchmarks.solver.rules import lp
-from memo.mip.inputs.profile import MATMULS
+from memo.mip.inputs import MATMULS
+from memo.swap import Level
 from memo.swap.engine import h2d
-from memo.swap.levels import Level
 
 BINDING = 6
 """Of the thirty: 1.3b at 16k tokens, whose link hides a part of the copies."""

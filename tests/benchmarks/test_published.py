@@ -17,8 +17,8 @@ from benchmarks.published.report import compare, fittable
 from benchmarks.published.rows import TABLES, Inexpressible, Row, read_rows
 from benchmarks.published.run import Fitted, Run
 from benchmarks.published.target import Table, Target
+from memo.gpt import preset
 from memo.gpt.arithmetic import Layout
-from memo.gpt.config import preset
 
 RATES = Fitted(rates=KernelRates(matmul_efficiency=0.7, half_size=60, attention_efficiency=0.3))
 

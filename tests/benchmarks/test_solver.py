@@ -18,10 +18,8 @@ from benchmarks.solver.__main__ import carried_summary, gap_of, is_deciding, sum
 from benchmarks.solver.carried import _delay_ns, _medians, _quietest, pairs_in_order
 from benchmarks.solver.problems import UNLIKE, Named, problems, with_budget
 from benchmarks.solver.rules import RULES, best_of, greedy, lp
-from memo.mip.activation.checker import check_plan
-from memo.mip.activation.plan import LayerPlan
+from memo.mip.activation import LayerPlan, check_plan, relaxed_step_s
 from memo.mip.activation.simulator import simulate
-from memo.mip.activation.solver import relaxed_step_s
 
 SOME = (0, 6, 9, 11, 19)
 """Of the thirty: a host for a third, a host that binds, a fast link, a slow one, unlike layers."""

@@ -34,9 +34,9 @@ from benchmarks.peers.ways import (
 )
 from benchmarks.table import Row, Table
 from memo.errors import UsageError
-from memo.gpt.config import preset
-from memo.gpt.model.model import GPT
-from memo.machine.link_bandwidth import LinkRates
+from memo.gpt import preset
+from memo.gpt.model import GPT
+from memo.machine import LinkRates
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

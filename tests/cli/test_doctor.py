@@ -19,12 +19,11 @@ from ready_ranks import run_ranks
 
 from memo.cli.main import main
 from memo.errors import ExitCode
-from memo.machine import doctor, link_bandwidth
-from memo.machine.doctor import examine
-from memo.machine.link_bandwidth import LinkRates, host_facts, measure_disk
-from memo.mip.activation.files import read_activation_plan
-from memo.swap.disk import gds_probe
-from memo.swap.disk.gds_probe import Mount, mount_of, obstacles, try_gds
+from memo.machine import LinkRates, doctor, examine, link_bandwidth
+from memo.machine.link_bandwidth import host_facts, measure_disk
+from memo.mip.activation import read_activation_plan
+from memo.swap.disk import gds_probe, mount_of, obstacles, try_gds
+from memo.swap.disk.gds_probe import Mount
 
 SECONDS = 0.02
 

@@ -15,8 +15,7 @@ import pytest
 from memo.cli.main import main
 from memo.errors import ExitCode, SolverFailed
 from memo.mip import compile_cpp
-from memo.mip.address.checker import check
-from memo.mip.address.files import read_plan, read_problem
+from memo.mip.address import check, read_plan, read_problem
 from memo.mip.address.portfolio import ArenaSolver
 
 DATA = Path(__file__).parents[1] / "mip" / "data"

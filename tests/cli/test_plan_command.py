@@ -15,11 +15,9 @@ from memo.cli.main import main
 from memo.errors import ExitCode
 from memo.gpt import preset
 from memo.gpt.arithmetic import parameter_count
-from memo.mip.activation.checker import check_plan
-from memo.mip.activation.files import hardware_to_json, plan_to_json, profile_to_json, read_activation_plan
-from memo.mip.activation.solver import solve_problem
-from memo.mip.inputs.hardware import PRESETS
-from memo.mip.inputs.network import Network
+from memo.mip.activation import check_plan, plan_to_json, profile_to_json, read_activation_plan, solve_problem
+from memo.mip.activation.files import hardware_to_json
+from memo.mip.inputs import PRESETS, Network
 
 PAPER = ["plan", "--model", "7b", "--seq", "1m", "--gpu", "a800", "--gpus", "8", "--tp", "8", "--host", "2TiB"]
 PAPER += ["--device", "80GiB"]

@@ -11,8 +11,8 @@ from memo.cli.main import main
 from memo.errors import ExitCode
 from memo.gpt import AttentionPattern
 from memo.gpt.arithmetic import planned_run
-from memo.mip.activation.files import read_activation_plan
-from memo.search.space import Space
+from memo.mip.activation import read_activation_plan
+from memo.search import Space
 
 MODEL = ["--model", "mgpt-1.3b", "--layers", "4", "--seq", "32k", "--gpu", "h100"]
 

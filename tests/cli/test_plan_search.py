@@ -11,8 +11,7 @@ import pytest
 from memo.cli import train
 from memo.cli.main import main
 from memo.errors import ExitCode
-from memo.mip.activation.checker import check_plan
-from memo.mip.activation.files import read_activation_plan
+from memo.mip.activation import check_plan, read_activation_plan
 
 SEARCH = ["plan", "--search", "--gpu", "a800"]
 SMALL = [*SEARCH, "--model", "125m", "--seq", "8k", "--batch-tokens", "64k", "--gpus-per-node", "4"]

@@ -9,8 +9,9 @@ import pytest
 
 from memo.cli.main import main
 from memo.errors import ExitCode
-from memo.mip.activation.files import hardware_to_json, read_profile
-from memo.mip.inputs.hardware import hardware_preset
+from memo.mip.activation import read_profile
+from memo.mip.activation.files import hardware_to_json
+from memo.mip.inputs import hardware_preset
 
 TINY = ["profile", "--model", "tiny", "--seq", "128", "--layers", "2", "--repeats", "1"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from memo.allocator.trace import trace_of
+from memo.allocator import trace_of
 from memo.cli.main import main
 from memo.errors import ExitCode
 from memo.mip.address import read_annotated

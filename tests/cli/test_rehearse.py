@@ -14,7 +14,7 @@ from memo.cli.tables.rehearsal import settled_line, step_line, what_would_fit
 from memo.errors import ExitCode
 from memo.events import Tier
 from memo.mip.activation.files import hardware_to_json
-from memo.mip.inputs.hardware import hardware_preset
+from memo.mip.inputs import hardware_preset
 from memo.rehearsal import Rehearsal, RehearsedStep
 
 GIB = 1 << 30

@@ -13,11 +13,10 @@ from activation_problems import plan_activations
 
 from memo.cli.main import main
 from memo.errors import ExitCode
-from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
-from memo.gpt.config import preset
-from memo.mip.activation.files import plan_to_json, profile_to_json
-from memo.mip.activation.plan import ActivationPlan, Budgets, Pipeline
-from memo.mip.inputs.hardware import hardware_preset
+from memo.gpt import preset
+from memo.gpt.arithmetic import Layout, derive_profile
+from memo.mip.activation import ActivationPlan, Budgets, Pipeline, plan_to_json, profile_to_json
+from memo.mip.inputs import hardware_preset
 from memo.trace.reader import read_trace
 
 TIB = 1 << 40

@@ -14,8 +14,8 @@ import pytest
 
 from memo.cli.main import main
 from memo.errors import ExitCode, MemoError
-from memo.mip.address.files import plan_to_json
-from memo.mip.address.problem import ArenaPlan, Buffer, Plan, Problem, Status
+from memo.mip.address import Buffer, Plan, Problem, plan_to_json
+from memo.mip.address.problem import ArenaPlan, Status
 
 ROOT = Path(__file__).parent.parent.parent
 HEADER = {"format": "memo-trace", "version": 1, "rank": 0, "world_size": 1, "origin_unix_ns": 5, "meta": {}}

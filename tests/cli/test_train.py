@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import ready_python
 
-from memo.gpt.config import PRESETS
+from memo.gpt import PRESETS
 
 SMALL = ["--model", "tiny", "--layers", "2", "--hidden", "64", "--heads", "1", "--seq", "256", "--on", "cpu"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -11,8 +11,9 @@ from pathlib import Path
 import ready_python
 
 from memo.errors import ExitCode
-from memo.mip.activation.files import hardware_to_json, read_activation_plan
-from memo.mip.inputs.hardware import hardware_preset
+from memo.mip.activation import read_activation_plan
+from memo.mip.activation.files import hardware_to_json
+from memo.mip.inputs import hardware_preset
 
 SHAPE = [
     "--model",

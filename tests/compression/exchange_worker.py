@@ -24,7 +24,7 @@ from memo.compression.traffic import GradientTraffic
 from memo.errors import UsageError
 from memo.kernels import Codec
 from memo.kernels.codec import error_bound
-from memo.parallel.world import join
+from memo.parallel import join
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 from live_bytes import LiveBytes

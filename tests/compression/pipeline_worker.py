@@ -9,14 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from memo.gpt.config import preset
+from memo.gpt import TrainConfig, preset
 from memo.gpt.model.build_rank import build_stages
-from memo.gpt.optim.lr_schedule import LrSchedule
-from memo.gpt.train.parallel_step import ParallelTrainer
-from memo.gpt.train_config import TrainConfig
-from memo.parallel import PipelineSchedule
-from memo.parallel.layout import Layout
-from memo.parallel.world import World, join
+from memo.gpt.optim import LrSchedule
+from memo.gpt.train import ParallelTrainer
+from memo.parallel import Layout, PipelineSchedule, World, join
 
 CPU = torch.device("cpu")
 SEQ, ROWS, HIDDEN, MICROBATCHES = 32, 2, 64, 8

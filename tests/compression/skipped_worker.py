@@ -10,15 +10,12 @@ import torch
 import torch.distributed as dist
 
 from memo.compression import GradientCompression
-from memo.gpt.config import preset
+from memo.gpt import TrainConfig, preset
 from memo.gpt.model.build_rank import build_stages
-from memo.gpt.optim.loss_guard import LossGuardConfig, OnNan
-from memo.gpt.optim.lr_schedule import LrSchedule
-from memo.gpt.train.parallel_step import ParallelTrainer
+from memo.gpt.optim import LossGuardConfig, LrSchedule, OnNan
+from memo.gpt.train import ParallelTrainer
 from memo.gpt.train.step import StepResult
-from memo.gpt.train_config import TrainConfig
-from memo.parallel.layout import Layout
-from memo.parallel.world import World, join
+from memo.parallel import Layout, World, join
 
 CPU = torch.device("cpu")
 SEQ, ROWS = 16, 4

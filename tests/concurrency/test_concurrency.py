@@ -11,7 +11,7 @@ import ready_python
 from small_models import Stack, assert_equal, ids, plain, stack, train
 
 import memo
-from memo.swap.memory.host_pool import HostPool
+from memo.swap import HostPool
 from memo.swap.recompute.tape import log, operators
 
 SUPPORT = Path(__file__).parent.parent / "support"

@@ -14,8 +14,9 @@ import torch
 
 from memo.lru import LRU
 from memo.manager import memory_errors
+from memo.swap import touched_slab_bytes
 from memo.swap.memory import pinned
-from memo.swap.memory.slab import PageableSlab, touched_slab_bytes
+from memo.swap.memory.slab import PageableSlab
 from memo.swap.recompute.tape import log, operators
 
 pytestmark = pytest.mark.usefixtures("switching")

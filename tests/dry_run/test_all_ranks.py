@@ -12,11 +12,10 @@ from memo.cli.main import main
 from memo.dry_run import all_ranks, dry_run
 from memo.dry_run.simulated_step import RankStep, step_of_rank
 from memo.errors import ExitCode, PlanError, UsageError
-from memo.gpt import Precision, preset
+from memo.gpt import AttentionPattern, MoeConfig, Precision, preset
 from memo.gpt.arithmetic import Collective, PlannedRun, StepCollectives, planned_run
-from memo.gpt.attention_pattern import AttentionPattern
-from memo.gpt.config import MoeConfig
-from memo.mip.activation.files import plan_from_json, plan_to_json
+from memo.mip.activation import plan_to_json
+from memo.mip.activation.files import plan_from_json
 from memo.mip.inputs import PipelineSchedule
 from memo.parallel import Layout
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from run_examples import EXAMPLES, example, run, run_on
 
-from memo.mip.activation.files import read_activation_plan
+from memo.mip.activation import read_activation_plan
 
 
 def test_a_million_tokens_on_a_laptop_made_small(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from run_examples import EXAMPLES, example, run, run_on
 
-from memo.mip.activation.files import hardware_to_json, read_activation_plan
-from memo.mip.activation.plan import ActivationPlan
-from memo.mip.inputs.hardware import Hardware
+from memo.mip.activation import ActivationPlan, read_activation_plan
+from memo.mip.activation.files import hardware_to_json
+from memo.mip.inputs import Hardware
 
 MIB = 1 << 20
 LAYERS, TOKENS = 6, 2048

@@ -142,8 +142,7 @@ def _run(command: str, path: Path, page: Path) -> None:
 
 @functools.cache
 def _activation_plan() -> Any:
-    from memo.mip.activation import solve_problem
-    from memo.mip.activation.plan import Pipeline
+    from memo.mip.activation import Pipeline, solve_problem
 
     return solve_problem(random_problem(2, layers=4, classes=2, pipeline=Pipeline(stages=2, microbatches=3)))
 
@@ -156,13 +155,13 @@ def _coded_plan() -> Any:
 
 
 def _activation_plans() -> list[bytes]:
-    from memo.mip.activation.files import plan_to_json
+    from memo.mip.activation import plan_to_json
 
     return [plan_to_json(plan).encode() for plan in (_activation_plan(), _coded_plan())]
 
 
 def _profiles() -> list[bytes]:
-    from memo.mip.activation.files import profile_to_json
+    from memo.mip.activation import profile_to_json
 
     return [profile_to_json(plan.problem.profile).encode() for plan in (_activation_plan(), _coded_plan())]
 
@@ -181,15 +180,14 @@ c,3,9,512,256,4-5 6-7,,saved
 
 
 def _address_problems() -> list[bytes]:
-    from memo.mip.address.files import problem_to_json, read_problem
+    from memo.mip.address import problem_to_json, read_problem
 
     return [_PROBLEM, problem_to_json(_parsed(read_problem, _PROBLEM)).encode()]
 
 
 @functools.cache
 def _address_plans() -> list[bytes]:
-    from memo.mip.address import Method, solve
-    from memo.mip.address.files import plan_to_json, read_problem
+    from memo.mip.address import Method, plan_to_json, read_problem, solve
 
     plan = solve(_parsed(read_problem, _PROBLEM), method=Method.MIP)
     return [plan_to_json(plan).encode()]
@@ -273,8 +271,9 @@ _DOCTOR = {
 
 
 def _with_rates(path: Path) -> object:
-    from memo.mip.activation.files import hardware_to_json, read_hardware
-    from memo.mip.inputs.doctor_rates import with_measured_rates
+    from memo.mip.activation import read_hardware
+    from memo.mip.activation.files import hardware_to_json
+    from memo.mip.inputs import with_measured_rates
 
     machine = with_measured_rates(PRESETS["a800"], path)
     path.with_name("again.json").write_text(hardware_to_json(machine))
@@ -293,19 +292,20 @@ def _comes_back(read: Callable[[Any], Any], write: Callable[[Any], str], path: P
 
 
 def _profile(path: Path) -> object:
-    from memo.mip.activation.files import profile_to_json, read_profile
+    from memo.mip.activation import profile_to_json, read_profile
 
     return _comes_back(read_profile, profile_to_json, path)
 
 
 def _hardware(path: Path) -> object:
-    from memo.mip.activation.files import hardware_to_json, read_hardware
+    from memo.mip.activation import read_hardware
+    from memo.mip.activation.files import hardware_to_json
 
     return _comes_back(read_hardware, hardware_to_json, path)
 
 
 def _activations(path: Path) -> object:
-    from memo.mip.activation.files import plan_to_json, read_activation_plan
+    from memo.mip.activation import plan_to_json, read_activation_plan
 
     return _comes_back(read_activation_plan, plan_to_json, path)
 
@@ -317,7 +317,7 @@ def _is_short(command: str, plan: Any) -> bool:
 
 def _problem(path: Path) -> object:
     from memo.allocator import Segments, simulate_caching, trace_of
-    from memo.mip.address.files import problem_to_json, read_annotated, read_problem
+    from memo.mip.address import problem_to_json, read_annotated, read_problem
 
     problem, notes = read_annotated(path)
     _comes_back(read_problem, problem_to_json, path)
@@ -327,8 +327,7 @@ def _problem(path: Path) -> object:
 
 
 def _address(path: Path) -> object:
-    from memo.mip.address.checker import check
-    from memo.mip.address.files import plan_to_json, read_plan
+    from memo.mip.address import check, plan_to_json, read_plan
     from memo.trace import address_plan_drawings
 
     plan = _comes_back(read_plan, plan_to_json, path)
@@ -357,7 +356,7 @@ def _trace(path: Path) -> object:
 
 def _followed(path: Path) -> object:
     from memo.trace import build_report
-    from memo.trace.live.follow import Follower
+    from memo.trace.live import Follower
 
     follower = Follower(path)
     follower.update()
@@ -505,8 +504,7 @@ def _pickled(data: bytes) -> bytes:
 
 
 def _held(path: Path) -> object:
-    from memo.out_of_memory import explain_memory
-    from memo.out_of_memory.snapshot import held_in_snapshot, read_snapshot
+    from memo.out_of_memory import explain_memory, held_in_snapshot, read_snapshot
 
     return explain_memory(held_in_snapshot(read_snapshot(path))).to_json()
 
@@ -517,8 +515,7 @@ def _held_apart(path: Path) -> object:
     The reader runs nothing that a snapshot names, and the limit of memory is the other process's.
     """
     from memo.errors import TraceError
-    from memo.out_of_memory import explain_apart
-    from memo.out_of_memory.snapshot import held_in_snapshot, read_snapshot
+    from memo.out_of_memory import explain_apart, held_in_snapshot, read_snapshot
 
     data = path.read_bytes()
     if _nests(data) or zlib.crc32(data) % APART_OF == 0:

@@ -10,9 +10,8 @@ import sys
 import pytest
 
 from memo.errors import UsageError
-from memo.gpt.arithmetic.flops import parameter_count
-from memo.gpt.attention_pattern import with_pattern
-from memo.gpt.config import PRESETS, GPTConfig, preset, preset_name
+from memo.gpt import PRESETS, GPTConfig, preset, preset_name, with_pattern
+from memo.gpt.arithmetic import parameter_count
 
 
 def test_paper_sizes_are_the_papers() -> None:

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from memo.parallel.ring_attention import Ring
-from memo.parallel.sequence_shards import SequenceShards
+from memo.parallel import Ring, SequenceShards
 
 BATCH, SEQ, HEADS, KV_HEADS, HEAD_DIM = 2, 1024, 8, 4, 64
 # bfloat16 results of order one, merged from parts: a few units in the last place, 2^-8 each.

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import memo
-from memo.gpt.config import preset
-from memo.gpt.model.model import GPT
+from memo.gpt import preset
+from memo.gpt.model import GPT
 
 pytestmark = pytest.mark.gpu
 

@@ -12,8 +12,8 @@ from small_models import Step, assert_equal, gradients
 
 import memo
 from memo.autoplan.device_peaks import DevicePeaks
-from memo.gpt.config import preset
-from memo.gpt.model.model import GPT
+from memo.gpt import preset
+from memo.gpt.model import GPT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -219,7 +219,7 @@ def test_device_peak_falls(device: torch.device) -> None:
 
 
 def test_the_host_arena_is_exact_to_the_page(device: torch.device) -> None:
-    from memo.swap.memory.pinned import empty_pinned
+    from memo.swap import empty_pinned
 
     memory = empty_pinned(3 * 4096)
     assert memory.numel() == 3 * 4096
@@ -227,7 +227,7 @@ def test_the_host_arena_is_exact_to_the_page(device: torch.device) -> None:
 
 
 def test_a_copy_over_several_registrations_is_whole(device: torch.device) -> None:
-    from memo.swap.backends.cuda import CudaBackend
+    from memo.swap.backends import CudaBackend
     from memo.swap.memory.pinned import PinnedSlab
 
     slab = PinnedSlab(1 << 20, device, piece_bytes=1 << 16)

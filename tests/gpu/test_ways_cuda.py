@@ -10,7 +10,7 @@ from benchmarks.comparison import Setup, compare
 from benchmarks.gpu_plans import at_alphas
 from benchmarks.longest import capped
 from benchmarks.peers.ways import KEEP, peers
-from memo.gpt.config import preset
+from memo.gpt import preset
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ import pytest
 
 from memo.cli.main import main
 from memo.errors import ExitCode
-from memo.hugging_face.configuration import configuration_from, model_class
+from memo.hugging_face import configuration_from, model_class
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ import torch
 import memo
 from memo.cli.main import main
 from memo.errors import ExitCode
-from memo.mip.activation import read_activation_plan
-from memo.mip.activation.files import read_profile
+from memo.mip.activation import read_activation_plan, read_profile
 
 pytest.importorskip("transformers")
 

@@ -15,19 +15,11 @@ from race_checker import CheckingBackend, CheckingDisk
 from throttled_backend import PacedBackend
 
 import memo
-from memo.autoplan.actuator import Actuator
-from memo.autoplan.controller import AutoPlan
-from memo.autoplan.device_budget import DeviceBudget
+from memo.autoplan import Actuator, AutoPlan, DeviceBudget
 from memo.manager import Manager
 from memo.manager.plan_source import checked_plan
-from memo.swap import Level
-from memo.swap.engine.engine import Engine
-from memo.swap.engine.tier_choice import WhenFull
-from memo.swap.layers import find_layers
-from memo.swap.levels import setting_of
-from memo.swap.placement import Placement
-from memo.swap.recompute.policy import RecomputePolicy
-from memo.swap.tiers.host_and_disk import DiskTier, HostTier
+from memo.swap import Engine, Level, Placement, RecomputePolicy, WhenFull, find_layers, setting_of
+from memo.swap.tiers import DiskTier, HostTier
 from tests.hunt.names import DEVICE, Stack
 
 __all__ = ["LEVELS", "VERIFIED", "Managed", "Way", "levels_of"]

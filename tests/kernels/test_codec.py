@@ -10,21 +10,10 @@ import pytest
 import torch
 
 from memo.errors import UsageError
-from memo.kernels import codec as codecs
-from memo.kernels.codec import (
-    GROUP,
-    LARGEST,
-    SMALLEST,
-    Codec,
-    coded_error,
-    decode,
-    decode_reference,
-    encode,
-    encode_reference,
-    error_bound,
-    scales_in,
-)
-from memo.mip.inputs.coding import CHECKED_VALUES, CODE_BYTES, CODECS
+from memo.kernels import GROUP, Codec, codec as codecs, coded_error, decode, encode
+from memo.kernels.codec import LARGEST, SMALLEST, decode_reference, encode_reference, error_bound, scales_in
+from memo.mip.inputs import CODE_BYTES, CODECS
+from memo.mip.inputs.coding import CHECKED_VALUES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from memo.errors import UsageError
-from memo.kernels.masks import mask_nbytes, pack_mask, pack_mask_reference, unpack_mask, unpack_mask_reference
+from memo.kernels import pack_mask, unpack_mask
+from memo.kernels.masks import mask_nbytes, pack_mask_reference, unpack_mask_reference
 
 DTYPES = (torch.bool, torch.uint8, torch.float32, torch.bfloat16, torch.float16)
 COUNTS = (1, 9, 77, 80, 4096, 5000, 39_961)

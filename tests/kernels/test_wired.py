@@ -11,14 +11,10 @@ from small_models import Stack, Step, assert_equal, ids, train
 from torch import nn
 
 from memo.kernels import Codec, codec as codecs, masks
-from memo.manager.manager import Manager
-from memo.swap.backends.cpu import CpuBackend
-from memo.swap.backends.cuda import CudaBackend
-from memo.swap.engine.engine import Engine
-from memo.swap.layers import find_layers
-from memo.swap.levels import Level
-from memo.swap.recompute.policy import RecomputePolicy
-from memo.swap.tiers.host_and_disk import HostTier
+from memo.manager import Manager
+from memo.swap import Engine, Level, RecomputePolicy, find_layers
+from memo.swap.backends import CpuBackend, CudaBackend
+from memo.swap.tiers import HostTier
 
 
 class Mixed(nn.Module):

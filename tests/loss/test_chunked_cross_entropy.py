@@ -7,14 +7,8 @@ import torch
 import torch.nn.functional as F
 from live_bytes import LiveBytes
 
-from memo.loss.chunked_cross_entropy import (
-    CHUNK_LOGITS,
-    IGNORE,
-    MAX_CHUNK_TOKENS,
-    Reduction,
-    chunk_tokens,
-    chunked_linear_cross_entropy,
-)
+from memo.loss import chunked_linear_cross_entropy
+from memo.loss.chunked_cross_entropy import CHUNK_LOGITS, IGNORE, MAX_CHUNK_TOKENS, Reduction, chunk_tokens
 from memo.loss.logit_transform_shape import LogitTransformShape
 
 

@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
 from live_bytes import LiveBytes
 
-from memo.loss.chunked_cross_entropy import IGNORE, chunked_linear_cross_entropy
+from memo.loss import VocabularyShard, chunked_linear_cross_entropy
+from memo.loss.chunked_cross_entropy import IGNORE
 from memo.loss.logit_transform_shape import LogitTransformShape
-from memo.loss.output_rows import VocabularyShard
-from memo.parallel.world import join
+from memo.parallel import join
 
 TOKENS, HIDDEN = 101, 24
 

@@ -12,14 +12,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import memo
 from memo.errors import UsageError
-from memo.gpt.config import preset
-from memo.gpt.model import model as gpt_model, pipeline_stage as gpt_stage
+from memo.gpt import preset
+from memo.gpt.model import GPT, model as gpt_model, pipeline_stage as gpt_stage
 from memo.gpt.model.build_rank import build_stages
-from memo.gpt.model.model import GPT
-from memo.machine import norm_limit
-from memo.machine.norm_limit import NORM_ELEMENTS, require_layer_within_norm_limit, require_within_norm_limit
-from memo.parallel.layout import Layout
-from memo.parallel.world import World
+from memo.machine import norm_limit, require_layer_within_norm_limit, require_within_norm_limit
+from memo.machine.norm_limit import NORM_ELEMENTS
+from memo.parallel import Layout, World
 
 WIDTH = 4096
 ROWS = NORM_ELEMENTS // WIDTH

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from memo.machine.process_memory import peak_rss_bytes, restart_peak_rss, rss_bytes, run_peak_rss_bytes
+from memo.machine import peak_rss_bytes, restart_peak_rss, rss_bytes, run_peak_rss_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and sets glibc's thresholds")
 

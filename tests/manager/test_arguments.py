@@ -13,8 +13,7 @@ from torch import nn
 
 import memo
 from memo.errors import MemoError, NoRepeatedLayers, UsageError
-from memo.mip.activation.files import plan_to_json
-from memo.mip.activation.solver import solve_problem
+from memo.mip.activation import plan_to_json, solve_problem
 
 
 class Block(nn.Module):

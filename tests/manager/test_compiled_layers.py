@@ -12,8 +12,8 @@ from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import memo
-from memo.gpt.config import preset
-from memo.gpt.model.model import GPT
+from memo.gpt import preset
+from memo.gpt.model import GPT
 
 VOCABULARY = 61
 

@@ -15,7 +15,7 @@ from torch import nn
 import memo
 from memo.autoplan import Actuator, device_budget_of
 from memo.errors import HostBudgetExceeded, HostPoolUnusable, PlanError, ScratchUnusable, UsageError
-from memo.manager.machine import Machine
+from memo.manager import Machine
 from memo.manager.resources import TierBudgets
 from memo.swap import HostPool
 

@@ -13,8 +13,8 @@ from memo.errors import PlanError
 from memo.events import Lane, Span
 from memo.gpt import GPTConfig, Precision, preset
 from memo.gpt.arithmetic import Layout, derive_profile
+from memo.gpt.model import GPT
 from memo.gpt.model.init_weights import initialise
-from memo.gpt.model.model import GPT
 from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, LayerPlan, predict_stages
 from memo.mip.inputs import hardware_preset
 from memo.mip.simulate import StageSimulation, simulate, stage_events

@@ -11,7 +11,7 @@ from activation_problems import layer, machine
 from small_models import ids, stack, train
 
 import memo
-from memo.autoplan.plan_outcome import PlanOutcome
+from memo.autoplan import PlanOutcome
 from memo.events import Tier, UseKind
 from memo.manager.plan_source import FixedPlan
 from memo.manager.report import DiskUse

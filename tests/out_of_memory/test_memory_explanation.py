@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 
-from memo.out_of_memory.explanation import SAVED, Cause, HeldMemory, explain_memory, parse_torch_error
-from memo.trace.device_memory import Holder
+from memo.out_of_memory import SAVED, HeldMemory, explain_memory, parse_torch_error
+from memo.out_of_memory.explanation import Cause
+from memo.trace import Holder
 
 GIB = 1 << 30
 HELD = HeldMemory(

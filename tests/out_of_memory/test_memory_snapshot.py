@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from memo.errors import TraceError
-from memo.out_of_memory.explanation import SAVED, Cause, explain_memory
-from memo.out_of_memory.snapshot import held_in_snapshot, read_snapshot
-from memo.trace.device_memory import TRANSIENT
+from memo.out_of_memory import SAVED, explain_memory, held_in_snapshot, read_snapshot
+from memo.out_of_memory.explanation import Cause
+from memo.trace import TRANSIENT
 
 MIB = 1 << 20
 

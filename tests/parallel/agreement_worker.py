@@ -6,7 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from memo.errors import UsageError
-from memo.parallel.rank_agreement import agree, gather_values, require_equal
+from memo.parallel import gather_values
+from memo.parallel.rank_agreement import agree, require_equal
 
 
 def main() -> None:

@@ -18,13 +18,11 @@ from equality_worker import CPU, SEED, SEQ, Drawn, training
 from launching import SCHEDULES
 
 import memo
-from memo.gpt.config import GPTConfig, preset
+from memo.gpt import GPTConfig, preset
 from memo.gpt.model.build_rank import build_stages
 from memo.gpt.model.pipeline_stage import PipelineStage
-from memo.gpt.train.parallel_step import ParallelTrainer
-from memo.parallel.layout import Layout, PipelineSchedule
-from memo.parallel.pipeline_order import PipelineOrder
-from memo.parallel.world import World, join
+from memo.gpt.train import ParallelTrainer
+from memo.parallel import Layout, PipelineOrder, PipelineSchedule, World, join
 
 ROWS, MICROBATCHES, LAYERS, HIDDEN, HEADS = 4, 8, 8, 32, 4
 UNIT = ROWS * SEQ * HIDDEN * 4

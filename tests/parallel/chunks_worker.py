@@ -21,12 +21,9 @@ from saved_tensors_machine import SavedTensorsMachine
 
 from memo.errors import PlanError
 from memo.manager import use_machine
-from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, Pipeline
-from memo.mip.activation.solver import solve_problem
-from memo.mip.inputs.pipeline_schedules import PipelineSchedule
-from memo.parallel.layout import Layout
-from memo.parallel.rank_agreement import gather_values
-from memo.parallel.world import World, join
+from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, Pipeline, solve_problem
+from memo.mip.inputs import PipelineSchedule
+from memo.parallel import Layout, World, gather_values, join
 
 TWO = [schedule for schedule in SCHEDULES if schedule.default_chunks > 1]
 LARGEST = LAYER // 4

@@ -17,11 +17,10 @@ from equality_worker import CPU, ROWS, SEQ, Drawn, layout_of, training
 import memo
 import memo.machine.node_share
 import memo.parallel.world
-from memo.gpt.config import preset
+from memo.gpt import preset
 from memo.gpt.model.build_rank import build_stages
-from memo.gpt.train.parallel_step import ParallelTrainer
-from memo.parallel.rank_agreement import gather_values
-from memo.parallel.world import World, join
+from memo.gpt.train import ParallelTrainer
+from memo.parallel import World, gather_values, join
 
 PATIENCE = datetime.timedelta(seconds=60)
 """Time that a rank waits for the other: less than the test's."""

@@ -9,15 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from memo.gpt.arithmetic.embedding_traffic import EmbeddingTraffic
-from memo.gpt.config import GPTConfig, preset
+from memo.gpt import GPTConfig, TrainConfig, preset
+from memo.gpt.arithmetic import EmbeddingTraffic
 from memo.gpt.model.build_rank import build_stages
-from memo.gpt.optim.lr_schedule import LrSchedule
-from memo.gpt.train import embedding_gradients
-from memo.gpt.train.parallel_step import ParallelTrainer
-from memo.gpt.train_config import TrainConfig
-from memo.parallel.layout import Layout
-from memo.parallel.world import World, join
+from memo.gpt.optim import LrSchedule
+from memo.gpt.train import ParallelTrainer, embedding_gradients
+from memo.parallel import Layout, World, join
 
 SEQ, ROWS, STEPS, SEED, VOCAB, HIDDEN = 16, 12, 3, 7, 499, 32
 CPU = torch.device("cpu")

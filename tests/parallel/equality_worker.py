@@ -13,17 +13,14 @@ import torch
 import torch.distributed as dist
 
 import memo
-from memo.gpt.attention_pattern import AttentionPattern
-from memo.gpt.config import GPTConfig, MoeConfig, preset
+from memo.gpt import AttentionPattern, GPTConfig, MoeConfig, TrainConfig, preset
+from memo.gpt.model import GPT
 from memo.gpt.model.build_rank import build_stages
 from memo.gpt.model.init_weights import initialise
-from memo.gpt.model.model import GPT
-from memo.gpt.optim.lr_schedule import LrSchedule
-from memo.gpt.train.parallel_step import ParallelTrainer
+from memo.gpt.optim import LrSchedule
+from memo.gpt.train import ParallelTrainer
 from memo.gpt.train.step import Trainer
-from memo.gpt.train_config import TrainConfig
-from memo.parallel.layout import ContextAttention, Layout, PipelineSchedule
-from memo.parallel.world import World, join
+from memo.parallel import ContextAttention, Layout, PipelineSchedule, World, join
 
 SEQ, ROWS, STEPS, SEED = 64, 4, 3, 7
 CPU = torch.device("cpu")

@@ -13,11 +13,10 @@ import torch.distributed as dist
 from equality_worker import CPU, ROWS, SEQ, Drawn, training
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memo.gpt.config import MoeConfig, preset
+from memo.gpt import MoeConfig, preset
 from memo.gpt.model.build_rank import build_stages
-from memo.gpt.train.parallel_step import ParallelTrainer
-from memo.parallel.layout import Layout
-from memo.parallel.world import World, join
+from memo.gpt.train import ParallelTrainer
+from memo.parallel import Layout, World, join
 
 HIDDEN = 32
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 import memo
 from memo.errors import UsageError
-from memo.parallel.vocabulary_parallel import VocabularyParallel
+from memo.parallel import VocabularyParallel
 
 Done = list[tuple[float, dict[str, Tensor]]]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from memo.parallel.layout import PipelineSchedule
+from memo.parallel import PipelineSchedule
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))  # workers import this file too
 from ready_ranks import run_ranks

@@ -30,8 +30,8 @@ from small_models import Block, Stack
 import memo
 from memo.errors import UsageError
 from memo.manager import use_machine
-from memo.parallel.rank_agreement import gather_values
-from memo.swap.recompute.tape.declared import recomputable
+from memo.parallel import gather_values
+from memo.swap import recomputable
 
 PATIENCE = datetime.timedelta(seconds=60)
 LENGTHS = [[40, 40, 56, 24, 60, 40], [24, 56, 56, 40, 32, 56]]

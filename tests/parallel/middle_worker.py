@@ -17,14 +17,12 @@ from equality_worker import CPU, ROWS, SEQ, Drawn, layout_of, training
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memo
+from memo.gpt import GPTConfig, Precision, preset
 from memo.gpt.arithmetic.block_bytes import Block, ElementSizes
-from memo.gpt.config import GPTConfig, preset
 from memo.gpt.model.build_rank import build_stages
-from memo.gpt.train.parallel_step import ParallelTrainer
-from memo.gpt.train_config import Precision
-from memo.parallel.layout import Layout
-from memo.parallel.world import World, join
-from memo.swap.levels import Level
+from memo.gpt.train import ParallelTrainer
+from memo.parallel import Layout, World, join
+from memo.swap import Level
 from memo.swap.tensor_kinds import tensors_within
 
 LAYERS = 3

@@ -23,15 +23,14 @@ from memo.dry_run.places import Place
 from memo.dry_run.recorded_collectives import CollectiveRecorder
 from memo.gpt import Precision, preset
 from memo.gpt.arithmetic import PlannedRun, derive_profile
+from memo.gpt.model import GPT
 from memo.gpt.model.build_rank import build_stages
 from memo.gpt.model.init_weights import initialise
-from memo.gpt.model.model import GPT
-from memo.gpt.train.parallel_step import ParallelTrainer
+from memo.gpt.train import ParallelTrainer
 from memo.gpt.train.step import Trainer
 from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, DoesNotFit, Pipeline, solve_problem
 from memo.mip.inputs import hardware_preset
-from memo.parallel.layout import Layout
-from memo.parallel.world import World, join
+from memo.parallel import Layout, World, join
 
 STEPS = 3
 LAYOUTS = {

@@ -22,14 +22,12 @@ from saved_tensors_machine import SavedTensorsMachine
 import memo
 from memo.gpt.model.build_rank import build_stages
 from memo.gpt.model.pipeline_stage import PipelineStage
-from memo.gpt.train.parallel_step import ParallelTrainer
-from memo.manager import use_machine
-from memo.manager.manager import Manager
-from memo.mip.activation.plan import ActivationPlan
-from memo.parallel.layout import Layout, PipelineSchedule
-from memo.parallel.rank_agreement import gather_values
-from memo.parallel.world import World, join
-from memo.swap.engine.layer_calls import Group, LayerCalls
+from memo.gpt.train import ParallelTrainer
+from memo.manager import Manager, use_machine
+from memo.mip.activation import ActivationPlan
+from memo.parallel import Layout, PipelineSchedule, World, gather_values, join
+from memo.swap import Group
+from memo.swap.engine.layer_calls import LayerCalls
 from memo.swap.engine.saved_storage import AWAY
 
 HOST = 256 << 20

@@ -17,11 +17,11 @@ from equality_worker import CPU, ROWS, SEQ, Drawn, Step, layout_of, steps, train
 from torch.distributed.device_mesh import init_device_mesh
 
 import memo
-from memo.gpt.config import GPTConfig, preset
+from memo.gpt import GPTConfig, preset
 from memo.gpt.model.build_rank import build_stages
-from memo.gpt.train.parallel_step import ParallelTrainer
-from memo.parallel.world import World, join
-from memo.swap.levels import Level
+from memo.gpt.train import ParallelTrainer
+from memo.parallel import World, join
+from memo.swap import Level
 from memo.swap.recompute.plans import Plans
 
 SETTINGS: dict[str, dict[str, Any]] = {

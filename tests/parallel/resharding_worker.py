@@ -12,16 +12,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from memo.gpt import GPTConfig, TrainConfig, preset
+from memo.gpt.checkpoint import reshard
 from memo.gpt.checkpoint.directory import Checkpoint
 from memo.gpt.checkpoint.distributed import load_distributed
-from memo.gpt.checkpoint.resharding import reshard
-from memo.gpt.config import GPTConfig, preset
 from memo.gpt.model.build_rank import build_stages
-from memo.gpt.optim.lr_schedule import LrSchedule
-from memo.gpt.train.parallel_step import ParallelTrainer
-from memo.gpt.train_config import TrainConfig
-from memo.parallel.layout import Layout
-from memo.parallel.world import World, join
+from memo.gpt.optim import LrSchedule
+from memo.gpt.train import ParallelTrainer
+from memo.parallel import Layout, World, join
 
 SEQ, SEED = 48, 7
 CPU = torch.device("cpu")

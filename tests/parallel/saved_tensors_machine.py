@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from memo.autoplan.device_budget import DeviceBudget
+from memo.autoplan import DeviceBudget
 from memo.manager import Machine
 
 __all__ = ["SavedTensorsMachine"]

@@ -23,15 +23,13 @@ import torch.nn.functional as F
 from equality_worker import CPU, layout_of, training
 
 import memo
+from memo.gpt import MoeConfig, Precision, preset
 from memo.gpt.arithmetic.block_bytes import ElementSizes
 from memo.gpt.arithmetic.mixture_bytes import SKEW, mixture_block
-from memo.gpt.config import MoeConfig, preset
 from memo.gpt.model.build_rank import build_stages
 from memo.gpt.model.experts import Router
-from memo.gpt.train.parallel_step import ParallelTrainer
-from memo.gpt.train_config import Precision
-from memo.parallel.layout import Layout
-from memo.parallel.world import World, join
+from memo.gpt.train import ParallelTrainer
+from memo.parallel import Layout, World, join
 from memo.trace import read_traces
 from memo.units import format_bytes
 

@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memo
 from memo.errors import ModifiedAfterSave
-from memo.swap.levels import Level, Setting, setting_of
+from memo.swap import Level, Setting, setting_of
 
 LAYERS, BATCH, HIDDEN, HEADS, FFN, VOCAB = 3, 2, 64, 8, 96, 61
 HEAD_DIM = HIDDEN // HEADS

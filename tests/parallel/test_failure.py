@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from memo.errors import HostBudgetExceeded, PeerLost
-from memo.parallel.failure import first_cause
+from memo.parallel import first_cause
 
 
 @pytest.fixture(autouse=True)

@@ -14,10 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from launching import run_ranks
 
 from memo.cli.main import main
-from memo.mip.activation import ActivationPlan
-from memo.mip.activation.files import hardware_to_json, read_activation_plan
-from memo.mip.inputs import Hardware
-from memo.mip.inputs.network import Network
+from memo.mip.activation import ActivationPlan, read_activation_plan
+from memo.mip.activation.files import hardware_to_json
+from memo.mip.inputs import Hardware, Network
 
 SHAPE = ["--model", "tiny", "--layers", "8", "--hidden", "64", "--heads", "4", "--seq", "512"]
 SEQUENCES, STEPS = 8, 2

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from memo.cli import train
-from memo.gpt.config import preset
+from memo.gpt import preset
 
 LAUNCH = Path(__file__).parents[2] / "docs" / "launch"
 

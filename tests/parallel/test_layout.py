@@ -17,10 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from launching import torchrun
 
 from memo.errors import ExitCode, UsageError
-from memo.gpt.attention_pattern import AttentionPattern
-from memo.gpt.config import MoeConfig, preset
-from memo.parallel.layout import ContextAttention, Layout, PipelineSchedule, key_copies
-from memo.parallel.pipeline import make_schedule
+from memo.gpt import AttentionPattern, MoeConfig, preset
+from memo.parallel import ContextAttention, Layout, PipelineSchedule, key_copies, make_schedule
 
 ULYSSES, RING = ContextAttention.ULYSSES, ContextAttention.RING
 V = PipelineSchedule.ZERO_BUBBLE_V

@@ -9,8 +9,8 @@ import pytest
 from torch import nn
 from torch.distributed.pipelining.schedules import _Action
 
-from memo.parallel.pipeline_order import PipelineOrder
-from memo.parallel.tensor_parallel_group import group_of, note_group
+from memo.parallel import PipelineOrder, group_of
+from memo.parallel.tensor_parallel_group import note_group
 
 
 def schedule(rank: int, order: str, stages: dict[int, nn.Module]) -> Any:

@@ -9,7 +9,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from launching import launch
 
-from memo.parallel.rank_agreement import agree, gather_values
+from memo.parallel import gather_values
+from memo.parallel.rank_agreement import agree
 
 
 def test_each_group_hears_its_own_first_rank_and_all_ranks_see_a_difference() -> None:

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from memo.parallel import ring_attention
-from memo.parallel.ring_attention import Ring
+from memo.parallel import Ring, ring_attention
 
 SHAPE, KV_SHAPE = (2, 64, 4, 16), (2, 64, 2, 16)
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from memo.mip.inputs.pipeline_schedules import Kind, PipelineSchedule, rank_turns
+from memo.mip.inputs import Kind, PipelineSchedule
+from memo.mip.inputs.pipeline_schedules import rank_turns
 from memo.parallel.pipeline import TORCH_NAMES
 
 RANKS, MICROBATCHES = (2, 3, 4, 8), range(1, 25)

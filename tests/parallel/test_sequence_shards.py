@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memo.parallel.sequence_shards import SequenceShards
+from memo.parallel import SequenceShards
 
 
 def places(of: SequenceShards) -> list[int]:

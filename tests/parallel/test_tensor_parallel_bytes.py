@@ -15,13 +15,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from memo.gpt.config import GPTConfig, preset
+from memo.gpt import GPTConfig, preset
 from memo.gpt.model.build_rank import build_stages
 from memo.gpt.model.rotary import rotary_tables
-from memo.parallel import collectives, gathered_input
-from memo.parallel.layout import ContextAttention, Layout
-from memo.parallel.world import World
-from memo.swap.tensor_kinds import cast_of_parameter
+from memo.parallel import ContextAttention, Layout, World, collectives, gathered_input
+from memo.swap import cast_of_parameter
 
 SEQ, HIDDEN, HEADS, BATCH = 256, 128, 16, 2
 UNIT = BATCH * SEQ * HIDDEN * 4

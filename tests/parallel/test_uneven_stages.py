@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from launching import torchrun
 
 from memo.errors import UsageError
-from memo.gpt.config import preset
-from memo.parallel.layout import Layout, PipelineSchedule
+from memo.gpt import preset
+from memo.parallel import Layout, PipelineSchedule
 
 SHAPE = ["--layers", "6", "--hidden", "32", "--heads", "4", "--seq", "128"]
 RUN = ["--on", "cpu", *SHAPE, "--steps", "3", "--global-batch", "4", "--accumulate", "4", "--warmup", "1"]

@@ -21,11 +21,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 from live_bytes import LiveLocalBytes
 
 from memo.errors import UsageError
-from memo.gpt.config import preset
+from memo.gpt import preset
 from memo.gpt.model.build_rank import build_stages
 from memo.loss import chunked_cross_entropy
-from memo.parallel.layout import Layout
-from memo.parallel.world import World
+from memo.parallel import Layout, World
 
 VOCAB, HIDDEN, SEQ, CHUNK_LOGITS = 8192, 64, 512, 1 << 16
 MATRIX, LOGITS = VOCAB * HIDDEN * 4, SEQ * VOCAB * 4

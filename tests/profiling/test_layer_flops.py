@@ -10,15 +10,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import memo
-from memo.gpt.arithmetic.layout import Layout
-from memo.gpt.arithmetic.profile_by_arithmetic import derive_profile
-from memo.gpt.attention_pattern import AttentionPattern
-from memo.gpt.config import preset
-from memo.gpt.train_config import Precision
-from memo.mip.inputs.hardware import hardware_preset
+from memo.gpt import AttentionPattern, Precision, preset
+from memo.gpt.arithmetic import Layout, derive_profile
+from memo.mip.inputs import hardware_preset
 from memo.profiling.layer_flops import _flash_flop, forward_flops
-from memo.record.step import gpt_step
-from memo.swap.layers import find_layers
+from memo.record import gpt_step
+from memo.swap import find_layers
 
 TOKENS, WINDOW = 192, 40
 FLASH = torch.ops.aten._flash_attention_forward

@@ -14,16 +14,14 @@ from torch import nn
 
 import memo
 from memo.errors import UsageError
-from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
-from memo.gpt.config import GPTConfig, preset
-from memo.gpt.train_config import Precision
-from memo.mip.activation.plan import Budgets
+from memo.gpt import GPTConfig, Precision, preset
+from memo.gpt.arithmetic import Layout, derive_profile
+from memo.mip.activation import Budgets
 from memo.mip.activation.proof import verify_by_simulation
-from memo.mip.inputs.hardware import hardware_preset
-from memo.mip.inputs.profile import ALL, ATTENTION, Profile, Role
+from memo.mip.inputs import ALL, ATTENTION, Profile, Role, hardware_preset
 from memo.profiling.layer_timer import time_step
-from memo.record.step import Step, gpt_step
-from memo.swap.levels import comparing_nbytes
+from memo.record import Step, gpt_step
+from memo.swap import comparing_nbytes
 
 TOKENS, BATCH = 192, 2
 

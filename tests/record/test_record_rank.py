@@ -7,13 +7,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from memo.gpt import GPTConfig, Precision, preset
 from memo.gpt.arithmetic.flops import layer_parameter_count
-from memo.gpt.config import GPTConfig, preset
-from memo.gpt.train_config import Precision
-from memo.parallel.layout import Layout
-from memo.parallel.solo_rank import simulated_rank
-from memo.record.record_rank import rank_step
-from memo.record.recording import Recording, Role, record_step
+from memo.parallel import Layout, simulated_rank
+from memo.record import Recording, Role, rank_step, record_step
 
 BATCH, TOKENS, HIDDEN, HEADS, LAYERS = 2, 256, 128, 16, 2
 ITEM = 2  # of a bfloat16

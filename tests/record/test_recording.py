@@ -16,20 +16,15 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from memo.allocator.record_step import Recorder
+from memo.allocator import Recorder
 from memo.errors import NoRepeatedLayers, RecordError, UsageError
-from memo.gpt.arithmetic.flops import parameter_count
-from memo.gpt.config import preset
-from memo.gpt.optim.optimizer import adamw, empty_state
-from memo.gpt.train_config import Precision
-from memo.manager.manager import Manager
-from memo.record.recording import Recording, Role, record_step
-from memo.record.step import Step, gpt_step, load_step
-from memo.swap.engine.engine import Engine
-from memo.swap.layers import find_layers
-from memo.swap.levels import setting_of
-from memo.swap.recompute.policy import RecomputePolicy
-from memo.swap.tiers.host_and_disk import DiskTier
+from memo.gpt import Precision, preset
+from memo.gpt.arithmetic import parameter_count
+from memo.gpt.optim import adamw, empty_state
+from memo.manager import Manager
+from memo.record import Recording, Role, Step, gpt_step, load_step, record_step
+from memo.swap import Engine, RecomputePolicy, find_layers, setting_of
+from memo.swap.tiers import DiskTier
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from memo.errors import RecordError, UsageError
-from memo.record.recording import record_step
-from memo.record.step import Step, load_step
+from memo.record import Step, load_step, record_step
 
 OPTIMIZERS = [None, "adamw", "sgd,momentum=0.9"]
 

@@ -22,7 +22,7 @@ from memo.gpt.checkpoint.background import BackgroundCheckpointDir
 from memo.gpt.train.checkpoint_cadence import CheckpointCadence
 from memo.machine import return_freed_memory, rss_bytes
 from memo.manager import Manager
-from memo.swap.disk.store import DiskStore
+from memo.swap.disk import DiskStore
 from tests.soak.faults import Fault, Injector
 from tests.soak.memory_group import MemoryGroup
 from tests.soak.pressure import Pressure

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memo.gpt.config import preset
-from memo.gpt.model.model import GPT
-from memo.gpt.optim.lr_schedule import LrSchedule
+from memo.gpt import TrainConfig, preset
+from memo.gpt.model import GPT
+from memo.gpt.optim import LrSchedule
 from memo.gpt.train.step import Trainer
-from memo.gpt.train_config import TrainConfig
 
 __all__ = ["EVAL_EVERY", "LONGEST", "Record", "step_of", "tell_records", "trainer_of"]
 

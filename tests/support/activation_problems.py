@@ -5,17 +5,24 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from memo.mip.activation.cost import predict_stages
-from memo.mip.activation.memory_peaks import device_peak_candidates
-from memo.mip.activation.plan import ONE_STAGE, ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
-from memo.mip.activation.solver import solve_problem
-from memo.mip.inputs.coding import Coding
-from memo.mip.inputs.hardware import Hardware
-from memo.mip.inputs.profile import (
+from memo.mip.activation import (
+    ActivationPlan,
+    ActivationProblem,
+    Budgets,
+    LayerPlan,
+    Pipeline,
+    device_peak_candidates,
+    predict_stages,
+    solve_problem,
+)
+from memo.mip.activation.plan import ONE_STAGE
+from memo.mip.inputs import (
     ALL,
     ATTENTION,
     MATMULS,
+    Coding,
     EmbeddingOrHeadProfile,
+    Hardware,
     LayerProfile,
     PointProfile,
     Profile,

@@ -6,7 +6,7 @@ import itertools
 import random
 from collections.abc import Sequence
 
-from memo.mip.address.problem import Buffer, Problem
+from memo.mip.address import Buffer, Problem
 
 HORIZON = 8
 

@@ -10,7 +10,7 @@ from small_models import Stack, assert_equal, gradients, ids, train
 from torch import nn
 from torch.nn import functional as F
 
-from memo.swap.levels import Level
+from memo.swap import Level
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from memo.swap.disk.raw_file import RawFile
-from memo.swap.disk.store import DiskStore
+from memo.swap.disk import DiskStore, RawFile
 
 if TYPE_CHECKING:
     import pytest

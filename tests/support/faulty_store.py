@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from faulty_file import Faults
 
-from memo.swap.disk.store import DiskStore
-from memo.swap.memory.page_aligned import aligned_empty
+from memo.swap import aligned_empty
+from memo.swap.disk import DiskStore
 
 KIB = 1 << 10
 BLOCK = 16 * KIB

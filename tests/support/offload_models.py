@@ -11,8 +11,8 @@ import torch
 from small_models import assert_equal, train
 
 import memo
-from memo.gpt.config import preset
-from memo.gpt.model.model import GPT
+from memo.gpt import preset
+from memo.gpt.model import GPT
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,13 +6,12 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from memo.autoplan.controller import AutoPlan
+from memo.autoplan import AutoPlan
 from memo.autoplan.limits import Limits
 from memo.events import Lane, Span, StateChange, TensorState, Tracer
-from memo.machine.link_bandwidth import LinkRates
-from memo.mip.activation.plan import ActivationPlan
-from memo.mip.activation.solver import solve_problem
-from memo.swap.levels import LayerCosts, Level, PointCost
+from memo.machine import LinkRates
+from memo.mip.activation import ActivationPlan, solve_problem
+from memo.swap import LayerCosts, Level, PointCost
 
 LAYERS = [f"layers.{n}" for n in range(6)]
 TOKENS = 64

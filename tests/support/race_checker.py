@@ -31,7 +31,7 @@ from memo.swap.memory.slab import PageableSlab
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from memo.swap.backends.protocol import Event
+    from memo.swap.backends import Event
 
 __all__ = ["CheckingBackend", "CheckingDisk", "Past", "Race"]
 

@@ -8,21 +8,14 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
-from memo.allocator.byteless_tensors import BytelessMode
-from memo.allocator.trace import Allocation, AllocationTrace
-from memo.autoplan.layer_classes import points_of
+from memo.allocator import Allocation, AllocationTrace, BytelessMode
+from memo.autoplan import points_of
+from memo.gpt import GPTConfig, Precision, preset
 from memo.gpt.arithmetic.block_bytes import Block
-from memo.gpt.config import GPTConfig, preset
-from memo.gpt.train_config import Precision
-from memo.mip.inputs.profile import ATTENTION, MATMULS
-from memo.parallel.layout import Layout
-from memo.parallel.solo_rank import simulated_rank
-from memo.record.offload_without_bytes import OffloadWithoutBytes
-from memo.record.record_rank import rank_step
-from memo.record.recording import Recording, Role, record_step
-from memo.record.step import gpt_step
-from memo.swap.layers import find_layers
-from memo.swap.levels import LayerCosts
+from memo.mip.inputs import ATTENTION, MATMULS
+from memo.parallel import Layout, simulated_rank
+from memo.record import OffloadWithoutBytes, Recording, Role, gpt_step, rank_step, record_step
+from memo.swap import LayerCosts, find_layers
 
 TOKENS, HIDDEN, HEADS, LAYERS = 1152, 128, 8, 3
 MIDDLE = "layers.1"

@@ -19,8 +19,7 @@ LANE_Y = {"compute": 12, "stalls": 34}  # pixels below the axis, see Timeline.st
 
 
 def report_of(folder: Path, traces: list[Path]) -> tuple[Path, dict[str, Any]]:
-    from memo.trace.reader import read_traces
-    from memo.trace.report import build_report
+    from memo.trace import build_report, read_traces
 
     page = folder / "report.html"
     assert main(["trace", "html", *map(str, traces), "-o", str(page)]) == ExitCode.OK

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from memo.events import Tier
 from memo.mip.inputs.hardware import LaneRates
-from memo.mip.simulate.result import LayerWork, Part, StageSimulation
+from memo.mip.simulate import StageSimulation
+from memo.mip.simulate.result import LayerWork, Part
 from memo.mip.simulate.stage import Stage
 
 

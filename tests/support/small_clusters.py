@@ -6,14 +6,11 @@ import dataclasses
 import math
 import random
 
-from memo.gpt import Precision
+from memo.gpt import AttentionPattern, GPTConfig, MoeConfig, Precision
 from memo.gpt.arithmetic import Layout, Optimizer
-from memo.gpt.attention_pattern import AttentionPattern
-from memo.gpt.config import GPTConfig, MoeConfig
 from memo.mip.activation import Budgets, LayerPlan, device_peak_candidates, predict_stages
 from memo.mip.cluster import Cluster, Connection, NodeGroup
-from memo.mip.inputs import Hardware, Level, PipelineSchedule
-from memo.mip.inputs.network import Network
+from memo.mip.inputs import Hardware, Level, Network, PipelineSchedule
 from memo.search import Candidate, Request, Setting, Shape, Space
 
 MIB = 1 << 20

@@ -10,13 +10,9 @@ import torch
 from race_checker import CheckingBackend, CheckingDisk
 from torch import nn
 
-from memo.manager.manager import Manager
-from memo.swap.engine.engine import Engine
-from memo.swap.engine.tier_choice import WhenFull
-from memo.swap.layers import find_layers
-from memo.swap.levels import setting_of
-from memo.swap.recompute.policy import RecomputePolicy
-from memo.swap.tiers.host_and_disk import DiskTier, HostTier
+from memo.manager import Manager
+from memo.swap import Engine, RecomputePolicy, WhenFull, find_layers, setting_of
+from memo.swap.tiers import DiskTier, HostTier
 
 SEQ = 48
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from memo.swap.backends.cuda import CudaBackend
+from memo.swap.backends import CudaBackend
 
 __all__ = ["OnHostMemory", "StandinCuda"]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from memo.allocator.native import Native
-from memo.mip.compile_cpp import build
+from memo.mip import build
 
 SOURCE = Path(__file__).parent.parent / "allocator" / "standin_runtime.cpp"
 FLAGS = ("-O1", "-std=c++20", "-shared", "-fPIC")

@@ -7,11 +7,8 @@ import random
 
 from activation_problems import MIB, random_problem, with_curves
 
-from memo.mip.activation.cost import predict_stages
-from memo.mip.activation.memory_peaks import device_peak_candidates
-from memo.mip.activation.plan import ActivationProblem, Budgets, LayerPlan, Pipeline
-from memo.mip.inputs.pipeline_schedules import PipelineSchedule
-from memo.mip.inputs.profile import EmbeddingOrHeadProfile, LayerProfile, StaticBytes
+from memo.mip.activation import ActivationProblem, Budgets, LayerPlan, Pipeline, device_peak_candidates, predict_stages
+from memo.mip.inputs import EmbeddingOrHeadProfile, LayerProfile, PipelineSchedule, StaticBytes
 
 __all__ = ["random_step"]
 

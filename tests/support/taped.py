@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from memo.swap.levels import Level
-from memo.swap.recompute.tape.bans import NO_BANS, Bans, banned
+from memo.swap import Bans, Level
+from memo.swap.recompute.tape.bans import NO_BANS, banned
 from memo.swap.recompute.tape.checksums import Checksums
 from memo.swap.recompute.tape.cut import cheapest
 from memo.swap.recompute.tape.log import Origin

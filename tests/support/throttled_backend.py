@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memo.swap.backends.cpu import CpuBackend, HostEvent, ThreadStream
+from memo.swap import aligned_empty
+from memo.swap.backends import CpuBackend
+from memo.swap.backends.cpu import HostEvent, ThreadStream
 from memo.swap.memory.free_list import FreeList
-from memo.swap.memory.page_aligned import aligned_empty
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from memo.swap.backends.protocol import Event
+    from memo.swap.backends import Event
 
 __all__ = ["PacedBackend", "PacedDisk"]
 

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from memo.errors import NoRepeatedLayers
-from memo.swap.layers import find_layers
+from memo.swap import find_layers
 
 
 class Block(nn.Module):

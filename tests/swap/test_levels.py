@@ -7,7 +7,7 @@ import math
 import pytest
 
 from memo.errors import UsageError
-from memo.swap.levels import Mix, setting_of
+from memo.swap import Mix, setting_of
 
 
 def test_mixes_of_equal_fractions_are_equal_and_named_in_their_order() -> None:

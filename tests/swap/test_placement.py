@@ -14,13 +14,10 @@ from small_models import Stack, assert_equal, ids, stack, train
 
 from memo.errors import HostBudgetExceeded, ModifiedAfterSave, UsageError
 from memo.events import Tier, UseKind
-from memo.manager.manager import Manager
-from memo.swap.engine.engine import Engine
+from memo.manager import Manager
+from memo.swap import Engine, Placement, Quota, WhenFull, find_layers
 from memo.swap.engine.saved_storage import LIVE, SavedStorage
-from memo.swap.engine.tier_choice import WhenFull
-from memo.swap.layers import find_layers
-from memo.swap.placement import Placement, Quota
-from memo.swap.tiers.host_and_disk import DiskTier, HostTier
+from memo.swap.tiers import DiskTier, HostTier
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

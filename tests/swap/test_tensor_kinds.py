@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from memo.swap.tensor_kinds import parameter_behind
+from memo.swap import parameter_behind
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from report_page import CHROMIUM
 
 from benchmarks.viewer import FLAGS
 from memo.events import Event, to_json
-from memo.trace.reader import Trace
+from memo.trace import Trace
 
 ROOT = Path(__file__).parent.parent.parent
 

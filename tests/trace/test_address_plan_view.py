@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from memo.mip.address.problem import ArenaPlan, Buffer, Plan, Problem, Status
-from memo.trace.address_plan_view import address_plan_drawings
+from memo.mip.address import Buffer, Plan, Problem
+from memo.mip.address.problem import ArenaPlan, Status
+from memo.trace import address_plan_drawings
 
 
 @pytest.fixture

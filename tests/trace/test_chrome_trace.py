@@ -13,8 +13,7 @@ from typing import Any
 from hypothesis import given, settings, strategies as st
 
 from memo.events import Event, Lane, Span, Stall, StallCause, StateChange, TensorState, Tier
-from memo.trace.chrome import chrome_trace
-from memo.trace.reader import Trace, read_traces
+from memo.trace import Trace, chrome_trace, read_traces
 
 MakeTrace = Callable[..., Trace]
 TIMES = st.integers(0, 10_000)

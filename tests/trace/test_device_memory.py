@@ -8,8 +8,7 @@ from types import ModuleType
 import pytest
 
 from memo.events import CounterEvent, Owned, Owner, StateChange, StepMark, TensorState, Tier
-from memo.trace.device_memory import device_stack, largest_holders
-from memo.trace.reader import Trace
+from memo.trace import Trace, device_stack, largest_holders
 from memo.trace.tensor_lifetimes import lifetimes_of
 
 

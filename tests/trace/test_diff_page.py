@@ -12,8 +12,7 @@ from report_page import needs_browser
 
 from memo.cli.main import main
 from memo.errors import ExitCode
-from memo.trace import build_report, compare_reports, diff_page, diff_sentence
-from memo.trace.reader import read_traces
+from memo.trace import build_report, compare_reports, diff_page, diff_sentence, read_traces
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from memo.errors import TraceError
-from memo.trace.live.follow import Follower
+from memo.trace.live import Follower
 from memo.trace.reader import Limits, read_trace
 
 

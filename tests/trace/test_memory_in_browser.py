@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 from report_page import domain, needs_browser, report_of
 
-from memo.trace.device_memory import device_stack, largest_holders
-from memo.trace.reader import read_traces
-from memo.trace.report import build_report
+from memo.trace import build_report, device_stack, largest_holders, read_traces
 
 pytestmark = needs_browser
 

@@ -27,12 +27,8 @@ from memo.events import (
     TensorState,
     Tier,
 )
-from memo.trace.device_memory import device_stack
-from memo.trace.html import embedded_json, render_page
-from memo.trace.html_data import page_data
-from memo.trace.reader import Trace, read_traces
-from memo.trace.report import build_report
-from memo.trace.tensor_lifetimes import residency_changes
+from memo.trace import Trace, build_report, device_stack, page_data, read_traces, render_page, residency_changes
+from memo.trace.html import embedded_json
 
 VIEWER = Path(__file__).parent.parent.parent / "memo" / "trace"
 MakeTrace = Callable[..., Trace]

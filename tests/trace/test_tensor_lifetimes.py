@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from memo.events import Event, Lane, Span, StateChange, TensorState, Tier, Use, UseKind
-from memo.trace.tensor_lifetimes import layer_of, lifetimes_of, residency_changes
+from memo.trace import residency_changes
+from memo.trace.tensor_lifetimes import layer_of, lifetimes_of
 
 S = TensorState
 

@@ -7,9 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from memo.events import Lane, Span, Stall, StallCause, StepMark
-from memo.trace.diff import DiffRow, compare_reports
-from memo.trace.reader import Trace
-from memo.trace.report import Report, build_report
+from memo.trace import DiffRow, Report, Trace, build_report, compare_reports
 
 MakeTrace = Callable[..., Trace]
 MS = 1_000_000

@@ -29,7 +29,8 @@ from memo.events import (
     Use,
     UseKind,
 )
-from memo.trace.reader import Limits, read_trace, read_traces
+from memo.trace import read_traces
+from memo.trace.reader import Limits, read_trace
 
 ONE_OF_EACH: list[Event] = [
     StepMark(t=0, step=0, phase="begin"),

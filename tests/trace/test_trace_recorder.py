@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from memo.trace import TraceRecorder
 from memo.trace.reader import read_trace
-from memo.trace.recorder import TraceRecorder
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from memo.events import (
     Use,
     UseKind,
 )
-from memo.trace.figures import StepStats, to_json
-from memo.trace.reader import Trace
+from memo.trace import StepStats, Trace
+from memo.trace.figures import to_json
 from memo.trace.stats import prediction_of, rank_stats, representative_step
 
 MakeTrace = Callable[..., Trace]

@@ -23,8 +23,7 @@ from memo.events import (
     Use,
     UseKind,
 )
-from memo.trace.reader import Trace
-from memo.trace.report import build_report
+from memo.trace import Trace, build_report
 from memo.trace.verdict import RULES
 
 MakeTrace = Callable[..., Trace]

@@ -85,12 +85,9 @@ def test_a_trace_of_nothing_opens(open_page: Callable[..., Any], tmp_path: Path)
 @pytest.fixture(scope="module")
 def packed(synthetic: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report with an address plan: two arenas, a few rectangles on a grid."""
-    from memo.mip.address.problem import ArenaPlan, Buffer, Plan, Problem, Status
-    from memo.trace.address_plan_view import address_plan_drawings
-    from memo.trace.html import render_page
-    from memo.trace.html_data import page_data
-    from memo.trace.reader import read_traces
-    from memo.trace.report import build_report
+    from memo.mip.address import Buffer, Plan, Problem
+    from memo.mip.address.problem import ArenaPlan, Status
+    from memo.trace import address_plan_drawings, build_report, page_data, read_traces, render_page
 
     folder = tmp_path_factory.mktemp("packed")
     synthetic.write(folder / "t.jsonl", synthetic.Workload(layers=4, steps=2))
@@ -135,10 +132,7 @@ def test_the_second_view_shows_the_address_plan(packed: Path, open_page: Callabl
 def test_a_thinned_page_says_so_and_still_draws(
     synthetic: ModuleType, open_page: Callable[..., Any], tmp_path: Path
 ) -> None:
-    from memo.trace.html import render_page
-    from memo.trace.html_data import page_data
-    from memo.trace.reader import read_traces
-    from memo.trace.report import build_report
+    from memo.trace import build_report, page_data, read_traces, render_page
 
     synthetic.write(tmp_path / "t.jsonl", synthetic.Workload(layers=8, tensors=8, steps=3))
     data = page_data(build_report(read_traces([tmp_path / "t.jsonl"])), max_items=1000)

@@ -11,7 +11,7 @@ from memo.cli.inputs.batch_sizes import batch_sizes
 from memo.cli.main import main
 from memo.cli.train import _config, configure
 from memo.errors import ExitCode, UsageError
-from memo.mip.activation.files import read_activation_plan
+from memo.mip.activation import read_activation_plan
 
 
 @pytest.mark.parametrize(

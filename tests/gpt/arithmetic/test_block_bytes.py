@@ -20,12 +20,10 @@ from recorded_layers import (
 )
 from torch.distributed.pipelining._backward import stage_backward_input
 
+from memo.gpt import GPTConfig, Precision
 from memo.gpt.arithmetic.block_bytes import ALIGNED, Block, ElementSizes
-from memo.gpt.config import GPTConfig
-from memo.gpt.model import tiled_mlp
-from memo.gpt.model.model import GPT
-from memo.gpt.train_config import Precision
-from memo.parallel.layout import Layout
+from memo.gpt.model import GPT, tiled_mlp
+from memo.parallel import Layout
 
 LAYOUTS = [ONE_RANK, Layout(tp=4), Layout(cp=2), Layout(tp=2, cp=2)]
 SHARED = [Layout(cp=8), Layout(tp=2, cp=4)]  # context-parallel ranks share the 4 key/value heads, two and two

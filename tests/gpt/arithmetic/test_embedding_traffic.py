@@ -7,11 +7,9 @@ import dataclasses
 import pytest
 
 from memo.errors import UsageError
-from memo.gpt.arithmetic import Layout, derive_profile
-from memo.gpt.arithmetic.embedding_traffic import EmbeddingTraffic, reason_not_sparse
-from memo.gpt.config import preset
-from memo.mip.inputs import hardware_preset
-from memo.mip.inputs.profile import Profile
+from memo.gpt import preset
+from memo.gpt.arithmetic import EmbeddingTraffic, Layout, derive_profile, reason_not_sparse
+from memo.mip.inputs import Profile, hardware_preset
 
 MACHINE = hardware_preset("h100")
 LLAMA = preset("llama3-8b")

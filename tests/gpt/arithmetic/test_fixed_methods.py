@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 from recorded_layers import MIDDLE, TOKENS, clipped, peak, shape
 
-from memo.allocator.trace import AllocationTrace
+from memo.allocator import AllocationTrace
 from memo.gpt import MoeConfig, Precision, preset
 from memo.gpt.arithmetic import Layout, Recompute, derive_profile
 from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, Pipeline, solve_problem
 from memo.mip.inputs import hardware_preset
-from memo.record.recording import Role, record_step
-from memo.record.step import gpt_step
+from memo.record import Role, gpt_step, record_step
 
 ROOMY = dataclasses.replace(hardware_preset("h100"), device_bytes=1 << 50)
 SEVEN = preset("7b", max_seq=8192)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from memo.gpt import PRESETS, GPTConfig, Variant, preset
 from memo.gpt.arithmetic import flops
-from memo.gpt.config import PRESETS, GPTConfig, Variant, preset
-from memo.gpt.model.model import GPT
+from memo.gpt.model import GPT
 
 
 def _parameters(config: GPTConfig) -> int:

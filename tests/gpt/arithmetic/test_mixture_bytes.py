@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 from recorded_layers import TOKENS, assert_points_are_bounded, costs_of, recorded, shape, written_out_norms
 
+from memo.gpt import GPTConfig, MoeConfig, Precision
 from memo.gpt.arithmetic.block_bytes import Block, ElementSizes
 from memo.gpt.arithmetic.mixture_bytes import SKEW, mixture_block
-from memo.gpt.config import GPTConfig, MoeConfig
-from memo.gpt.model.experts import Experts
-from memo.gpt.train_config import Precision
-from memo.parallel.layout import Layout
+from memo.gpt.model import Experts
+from memo.parallel import Layout
 
 MIXTURES: list[dict[str, int]] = [
     {},

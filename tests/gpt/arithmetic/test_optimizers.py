@@ -7,10 +7,17 @@ import torch
 
 from memo.errors import UsageError
 from memo.gpt import Precision, preset
-from memo.gpt.arithmetic import ADAM_FP32, ADAM_PURE, Layout, Optimizer, derive_profile, layer_states
+from memo.gpt.arithmetic import (
+    ADAM_FP32,
+    ADAM_PURE,
+    Layout,
+    Optimizer,
+    derive_profile,
+    layer_states,
+    orthogonalisation_flops,
+)
 from memo.gpt.arithmetic.flops import adapter_parameter_count, layer_matrices, layer_parameter_count
-from memo.gpt.arithmetic.optimizers import orthogonalisation_flops
-from memo.gpt.model.model import GPT
+from memo.gpt.model import GPT
 from memo.hugging_face import HuggingFaceModel, configuration_from
 from memo.mip.inputs import LayerProfile, Profile, hardware_preset
 

@@ -10,15 +10,12 @@ import torch
 from recorded_layers import TOKENS, costs_of, recorded, shape, written_out_norms
 
 from memo.errors import UsageError
+from memo.gpt import AttentionPattern, GPTConfig, MoeConfig, Precision, preset
+from memo.gpt.arithmetic import Layout as ArithmeticLayout, derive_profile
 from memo.gpt.arithmetic.block_bytes import Block, ElementSizes
 from memo.gpt.arithmetic.flops import flops_per_token, mfu_causal
-from memo.gpt.arithmetic.layout import Layout as ArithmeticLayout
-from memo.gpt.arithmetic.profile_by_arithmetic import derive_profile
-from memo.gpt.attention_pattern import AttentionPattern
-from memo.gpt.config import GPTConfig, MoeConfig, preset
-from memo.gpt.train_config import Precision
-from memo.mip.inputs.hardware import hardware_preset
-from memo.parallel.layout import Layout
+from memo.mip.inputs import hardware_preset
+from memo.parallel import Layout
 
 WINDOW = 160
 LAYOUTS = [Layout(), Layout(tp=2), Layout(cp=2), Layout(cp=2, tp=2)]

@@ -11,17 +11,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from memo.errors import UsageError
+from memo.gpt import GPTConfig, Precision, Variant, preset
+from memo.gpt.arithmetic import Layout, derive_profile
 from memo.gpt.arithmetic.flops import layer_parameter_count, recompute_flops_per_token
-from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
-from memo.gpt.config import GPTConfig, Variant, preset
 from memo.gpt.model.model import Block
 from memo.gpt.model.rotary import rotary_tables
-from memo.gpt.train_config import Precision
-from memo.mip.activation.free_swap_length import free_swap_tokens
-from memo.mip.activation.plan import Budgets
-from memo.mip.inputs.hardware import Hardware, hardware_preset
-from memo.mip.inputs.network import Network
-from memo.mip.inputs.profile import ALL, ATTENTION, LayerProfile, Profile
+from memo.mip.activation import Budgets, free_swap_tokens
+from memo.mip.inputs import ALL, ATTENTION, Hardware, LayerProfile, Network, Profile, hardware_preset
 
 GIB = 1 << 30
 PAPER = Layout(tokens=1 << 20, gpus=8, tp=8)

@@ -7,10 +7,9 @@ import dataclasses
 
 import pytest
 
-from memo.gpt import Precision, preset
+from memo.gpt import MoeConfig, Precision, preset
 from memo.gpt.arithmetic import Collective, CollectiveKind, Layout, Ranks, StepCollectives, derive_profile, exchange_s
 from memo.gpt.arithmetic.step_collectives import WeightUnit
-from memo.gpt.config import MoeConfig
 from memo.mip.inputs import hardware_preset, parse_network
 
 MACHINE = hardware_preset("h100")

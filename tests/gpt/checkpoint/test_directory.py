@@ -14,13 +14,12 @@ import pytest
 import torch
 
 from memo.errors import CheckpointError
+from memo.gpt import TrainConfig, preset
 from memo.gpt.checkpoint import directory as module
 from memo.gpt.checkpoint.directory import Checkpoint, CheckpointDir
-from memo.gpt.config import preset
-from memo.gpt.model.model import GPT
-from memo.gpt.optim.lr_schedule import LrSchedule
+from memo.gpt.model import GPT
+from memo.gpt.optim import LrSchedule
 from memo.gpt.train.step import Trainer
-from memo.gpt.train_config import TrainConfig
 
 SEQ = 16
 

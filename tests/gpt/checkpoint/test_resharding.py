@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from memo.errors import UsageError
+from memo.gpt import GPTConfig, Variant, preset
 from memo.gpt.arithmetic import parameter_count
 from memo.gpt.checkpoint import Resharding, reshard
 from memo.gpt.checkpoint.resharding import _parameters
-from memo.gpt.config import GPTConfig, Variant, preset
-from memo.gpt.model.model import GPT
+from memo.gpt.model import GPT
 from memo.parallel import Layout, PipelineSchedule
 
 LLAMA = preset("7b", variant="llama")

@@ -19,11 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 import memo
 from memo.errors import DeviceOutOfMemory, SwapError
-from memo.gpt.config import Variant, preset
-from memo.gpt.model import attention_kernel
+from memo.gpt import Variant, preset
+from memo.gpt.model import GPT, attention_kernel
 from memo.gpt.model.attention import attend, attend_within
 from memo.gpt.model.attention_kernel import Choice, Kernel, Kind, choose, is_refusal, refuse, score_bytes
-from memo.gpt.model.model import GPT
 from memo.gpt.model.packed_documents import DocumentSpans
 
 FLASH = {"_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"}

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 
 import memo
 from memo.errors import UsageError
-from memo.gpt.arithmetic.flops import matmul_parameter_count, parameter_count
-from memo.gpt.config import GPTConfig, MoeConfig, Variant, preset
-from memo.gpt.model.experts import Experts, MoeMlp
-from memo.gpt.model.model import GPT
+from memo.gpt import GPTConfig, MoeConfig, Variant, preset
+from memo.gpt.arithmetic import parameter_count
+from memo.gpt.arithmetic.flops import matmul_parameter_count
+from memo.gpt.model import GPT, Experts
+from memo.gpt.model.experts import MoeMlp
 
 HIDDEN, STEPS = 32, 3
 

@@ -11,14 +11,12 @@ import torch._dynamo
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memo
-from memo.gpt.attention_pattern import AttentionPattern
-from memo.gpt.config import GPTConfig, preset
-from memo.gpt.model import local_attention
+from memo.gpt import AttentionPattern, GPTConfig, preset
+from memo.gpt.model import GPT, local_attention
 from memo.gpt.model.attention import attend, attend_within
 from memo.gpt.model.attention_kernel import Choice, Kernel, Kind, choose
-from memo.gpt.model.model import GPT
 from memo.gpt.model.packed_documents import DocumentSpans
-from memo.swap.levels import Level
+from memo.swap import Level
 
 Tensors = tuple[torch.Tensor, ...]
 

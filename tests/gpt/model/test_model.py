@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from memo.errors import UsageError
-from memo.gpt.config import GPTConfig, Variant, preset
-from memo.gpt.model.model import GPT, Block
+from memo.gpt import GPTConfig, Variant, preset
+from memo.gpt.model import GPT
+from memo.gpt.model.model import Block
 from memo.gpt.model.rotary import rotary_tables
 
 VARIANTS: list[Variant] = ["gpt", "llama"]

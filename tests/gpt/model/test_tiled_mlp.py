@@ -13,8 +13,9 @@ from live_bytes import LiveBytes
 
 import memo
 from memo.errors import UsageError
-from memo.gpt.config import GPTConfig, Variant, preset
-from memo.gpt.model.model import GPT, GeluMlp, SwigluMlp
+from memo.gpt import GPTConfig, Variant, preset
+from memo.gpt.model import GPT
+from memo.gpt.model.model import GeluMlp, SwigluMlp
 
 HIDDEN = 64
 

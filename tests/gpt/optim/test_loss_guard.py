@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from memo.errors import TrainingDiverged, UsageError
-from memo.gpt.optim.loss_guard import MAX_SKIPS_IN_A_ROW, LossGuard, LossGuardConfig, OnNan, OnSpike
+from memo.gpt.optim import LossGuardConfig, OnNan, OnSpike
+from memo.gpt.optim.loss_guard import MAX_SKIPS_IN_A_ROW, LossGuard
 
 
 def noisy(steps: int, *, seed: int = 0) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memo.errors import UsageError
-from memo.gpt.optim.lr_schedule import LrSchedule
+from memo.gpt.optim import LrSchedule
 
 
 def test_rises_linearly_then_falls_to_the_floor() -> None:

@@ -9,13 +9,11 @@ import torch
 from torch import nn
 
 from memo.errors import TrainingDiverged
-from memo.gpt.config import preset
-from memo.gpt.model.model import GPT
-from memo.gpt.optim.loss_guard import LossGuardConfig, OnNan
-from memo.gpt.optim.lr_schedule import LrSchedule
-from memo.gpt.optim.optimizer import adamw
-from memo.gpt.train.step import Trainer, weight_dtype
-from memo.gpt.train_config import Precision, TrainConfig
+from memo.gpt import Precision, TrainConfig, preset
+from memo.gpt.model import GPT
+from memo.gpt.optim import LossGuardConfig, LrSchedule, OnNan, adamw
+from memo.gpt.train import weight_dtype
+from memo.gpt.train.step import Trainer
 
 SEQ = 32
 CPU = torch.device("cpu")

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from memo.gpt import Precision, preset
 from memo.gpt.arithmetic.flops import recompute_flops_per_token
-from memo.gpt.config import preset
 from memo.gpt.train.step import StepResult
 from memo.gpt.train.step_metrics import StepMeter
-from memo.gpt.train_config import Precision
-from memo.machine.process_memory import peak_rss_bytes
+from memo.machine import peak_rss_bytes
 from memo.mip.inputs import peak_flops
 
 SHAPE = preset("tiny")

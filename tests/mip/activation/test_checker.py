@@ -10,19 +10,20 @@ from activation_problems import layer, machine, profile_of, random_problem, with
 
 from memo.errors import PlanInvalid
 from memo.events import Tier
-from memo.mip.activation.checker import Rule, check_plan, require_valid
-from memo.mip.activation.cost import predict_stages
-from memo.mip.activation.plan import (
+from memo.mip.activation import (
     ActivationPlan,
     ActivationProblem,
     Budgets,
     LayerPlan,
     Pipeline,
     StagePrediction,
+    check_plan,
+    predict_stages,
+    require_valid,
 )
+from memo.mip.activation.checker import Rule
 from memo.mip.activation.simulator import simulate
-from memo.mip.inputs.pipeline_schedules import PipelineSchedule
-from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, EmbeddingOrHeadProfile, PointProfile, StaticBytes
+from memo.mip.inputs import ALL, ATTENTION, MATMULS, EmbeddingOrHeadProfile, PipelineSchedule, PointProfile, StaticBytes
 
 BLOCK = layer(always=20, all=140, matmuls=(70, 2.0), attention=None, static=StaticBytes(other=10))
 ENDS = EmbeddingOrHeadProfile(

@@ -11,21 +11,23 @@ from activation_problems import MIB, layer, machine, profile_of, random_problem
 
 from memo.errors import Infeasible, PlanError
 from memo.events import Tier
-from memo.mip.activation.checker import Rule, check_plan
-from memo.mip.activation.cost import predict_stages
-from memo.mip.activation.files import plan_from_json, plan_to_json
-from memo.mip.activation.plan import (
+from memo.mip.activation import (
     ActivationPlan,
     ActivationProblem,
     Budgets,
     LayerPlan,
     Pipeline,
     StageTurns,
+    check_plan,
+    plan_to_json,
+    predict_stages,
+    solve_problem,
 )
+from memo.mip.activation.checker import Rule
+from memo.mip.activation.files import plan_from_json
 from memo.mip.activation.simulator import simulate
-from memo.mip.activation.solver import solve_problem
-from memo.mip.inputs.pipeline_schedules import PipelineSchedule, rank_turns
-from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, EmbeddingOrHeadProfile
+from memo.mip.inputs import ALL, ATTENTION, MATMULS, EmbeddingOrHeadProfile, PipelineSchedule
+from memo.mip.inputs.pipeline_schedules import rank_turns
 
 TWO = [schedule for schedule in PipelineSchedule if schedule.default_chunks > 1]
 CHUNKS = [(schedule, 2) for schedule in TWO]

@@ -11,12 +11,11 @@ from activation_problems import coded, layer, machine, plan_activations, profile
 from step_problems import random_step
 
 from memo.errors import Infeasible, PlanError
-from memo.mip.activation.checker import Rule, check_plan
-from memo.mip.activation.files import plan_from_json, plan_to_json
-from memo.mip.activation.plan import Budgets, LayerPlan
+from memo.mip.activation import Budgets, LayerPlan, check_plan, fits, plan_to_json, relaxed_step_s, solve_problem
+from memo.mip.activation.checker import Rule
+from memo.mip.activation.files import plan_from_json
 from memo.mip.activation.proof import verify_by_simulation
-from memo.mip.activation.solver import fits, relaxed_step_s, solve_problem
-from memo.mip.inputs.profile import LayerProfile, Profile
+from memo.mip.inputs import LayerProfile, Profile
 
 TIGHT = Budgets(device_bytes=340, host_bytes=10_000)
 

@@ -8,22 +8,22 @@ import pytest
 from activation_problems import layer, machine, plan_activations, profile_of, random_problem, with_collectives
 
 from memo.errors import Infeasible, PlanError
-from memo.mip.activation.checker import Rule, check_plan
-from memo.mip.activation.cost import predict_stages
-from memo.mip.activation.linear_program import Model, Sharing
-from memo.mip.activation.plan import (
+from memo.mip.activation import (
     ActivationPlan,
     ActivationProblem,
     Budgets,
     LayerPlan,
     Pipeline,
+    check_plan,
+    extract_stage_plan,
+    predict_stages,
+    solve_problem,
 )
+from memo.mip.activation.checker import Rule
+from memo.mip.activation.linear_program import Model, Sharing
 from memo.mip.activation.proof import verify_by_simulation
-from memo.mip.activation.solver import solve_problem
-from memo.mip.activation.stage_plans import extract_stage_plan
 from memo.mip.activation.whole_points import round_points
-from memo.mip.inputs.pipeline_schedules import PipelineSchedule
-from memo.mip.inputs.profile import EmbeddingOrHeadProfile
+from memo.mip.inputs import EmbeddingOrHeadProfile, PipelineSchedule
 from memo.mip.simulate import simulate
 
 PIPELINES = {

@@ -11,21 +11,19 @@ import pytest
 from activation_problems import random_problem, with_curves
 
 from memo.errors import PlanError
-from memo.mip.activation.files import (
-    hardware_to_json,
-    plan_from_json,
+from memo.mip.activation import (
+    Pipeline,
     plan_to_json,
     profile_to_json,
     read_activation_plan,
     read_any_plan,
     read_hardware,
     read_profile,
+    solve_problem,
 )
-from memo.mip.activation.plan import Pipeline
-from memo.mip.activation.solver import solve_problem
-from memo.mip.address.files import plan_to_json as address_plan_to_json, read_plan
-from memo.mip.address.problem import Plan, Problem
-from memo.mip.inputs.hardware import PRESETS
+from memo.mip.activation.files import hardware_to_json, plan_from_json
+from memo.mip.address import Plan, Problem, plan_to_json as address_plan_to_json, read_plan
+from memo.mip.inputs import PRESETS
 
 PLAN = solve_problem(random_problem(2, layers=6, classes=2, pipeline=Pipeline(stages=2, microbatches=3)))
 TEXT = plan_to_json(PLAN)

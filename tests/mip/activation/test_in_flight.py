@@ -8,16 +8,10 @@ import dataclasses
 import pytest
 
 from memo.errors import PlanError
-from memo.mip.activation.in_flight import (
-    SchedulePoint,
-    TurnCopy,
-    copies_between_turns,
-    in_flight_within,
-    moments_of,
-    peak_in_flight,
-)
-from memo.mip.activation.plan import Pipeline, StageTurns
-from memo.mip.inputs.pipeline_schedules import Kind, PipelineSchedule, Turn, rank_turns
+from memo.mip.activation import Pipeline, StageTurns, in_flight_within, peak_in_flight
+from memo.mip.activation.in_flight import SchedulePoint, TurnCopy, copies_between_turns, moments_of
+from memo.mip.inputs import Kind, PipelineSchedule, Turn
+from memo.mip.inputs.pipeline_schedules import rank_turns
 
 TWO = [schedule for schedule in PipelineSchedule if schedule.default_chunks > 1]
 

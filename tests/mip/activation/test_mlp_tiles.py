@@ -7,14 +7,20 @@ import dataclasses
 import pytest
 
 from memo.errors import Infeasible, PlanError
-from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
-from memo.gpt.config import preset
-from memo.mip.activation.files import plan_from_json, plan_to_json
-from memo.mip.activation.mlp_tiles import MLP_TILE_COUNTS, solve_mlp_tiles
-from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets
-from memo.mip.activation.solver import DoesNotFit, solve_problem
-from memo.mip.inputs.hardware import hardware_preset
-from memo.mip.inputs.profile import Profile
+from memo.gpt import preset
+from memo.gpt.arithmetic import Layout, derive_profile
+from memo.mip.activation import (
+    MLP_TILE_COUNTS,
+    ActivationPlan,
+    ActivationProblem,
+    Budgets,
+    DoesNotFit,
+    plan_to_json,
+    solve_mlp_tiles,
+    solve_problem,
+)
+from memo.mip.activation.files import plan_from_json
+from memo.mip.inputs import Profile, hardware_preset
 
 MIB, GIB = 1 << 20, 1 << 30
 H200 = hardware_preset("h200")

@@ -9,15 +9,21 @@ import pytest
 from activation_problems import layer, machine, plan_activations, profile_of, random_problem, with_curves
 
 from memo.errors import Infeasible, PlanError
-from memo.mip.activation.checker import check_plan
-from memo.mip.activation.files import plan_from_json, plan_to_json
+from memo.mip.activation import (
+    ActivationProblem,
+    Budgets,
+    DoesNotFit,
+    Pipeline,
+    check_plan,
+    plan_to_json,
+    relaxed_step_s,
+    solve_problem,
+)
+from memo.mip.activation.files import plan_from_json
 from memo.mip.activation.linear_program import Model
-from memo.mip.activation.plan import ActivationProblem, Budgets, Pipeline
 from memo.mip.activation.proof import verify_by_simulation
-from memo.mip.activation.solver import DoesNotFit, relaxed_step_s, solve_problem
 from memo.mip.activation.whole_points import round_points
-from memo.mip.inputs.pipeline_schedules import PipelineSchedule
-from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, LayerProfile, PointProfile
+from memo.mip.inputs import ALL, ATTENTION, MATMULS, LayerProfile, PipelineSchedule, PointProfile
 
 PIPELINES = [
     Pipeline(),

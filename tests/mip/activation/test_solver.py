@@ -12,15 +12,23 @@ import pytest
 from activation_problems import layer, machine, plan_activations, profile_of, random_problem
 
 from memo.errors import Infeasible, PlanError
-from memo.mip.activation.checker import check_plan
-from memo.mip.activation.cost import predict_stages
-from memo.mip.activation.files import plan_from_json, plan_to_json
+from memo.mip.activation import (
+    ActivationPlan,
+    ActivationProblem,
+    Budgets,
+    DoesNotFit,
+    LayerPlan,
+    Pipeline,
+    check_plan,
+    plan_to_json,
+    predict_stages,
+    solve_problem,
+)
+from memo.mip.activation.files import plan_from_json
 from memo.mip.activation.linear_program import Model, Sharing
-from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
 from memo.mip.activation.proof import verify_by_simulation
 from memo.mip.activation.simulator import simulate
-from memo.mip.activation.solver import DoesNotFit, solve_problem
-from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS
+from memo.mip.inputs import ALL, ATTENTION, MATMULS
 
 
 @pytest.mark.parametrize("classes", [1, 3])

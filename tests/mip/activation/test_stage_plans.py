@@ -8,12 +8,17 @@ import pytest
 from activation_problems import random_problem
 
 from memo.errors import Infeasible
-from memo.mip.activation.checker import check_plan
-from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Pipeline
+from memo.mip.activation import (
+    ActivationPlan,
+    ActivationProblem,
+    Pipeline,
+    check_plan,
+    extract_stage_plan,
+    lower_tier_nbytes,
+    solve_problem,
+)
 from memo.mip.activation.simulator import require_within_budgets, simulate
-from memo.mip.activation.solver import solve_problem
-from memo.mip.activation.stage_plans import extract_stage_plan, lower_tier_nbytes
-from memo.mip.inputs.pipeline_schedules import PipelineSchedule
+from memo.mip.inputs import PipelineSchedule
 
 STAGES = 3
 

@@ -11,22 +11,24 @@ import pytest
 from activation_problems import layer, machine, profile_of, random_problem, with_collectives
 
 from memo.errors import Infeasible, PlanError
-from memo.mip.activation.checker import Rule, check_plan
-from memo.mip.activation.cost import predict_stages
-from memo.mip.activation.files import plan_from_json, plan_to_json
-from memo.mip.activation.plan import (
+from memo.mip.activation import (
     ActivationPlan,
     ActivationProblem,
     Budgets,
     LayerPlan,
     Pipeline,
     StageMachine,
+    check_plan,
+    extract_stage_plan,
+    plan_to_json,
+    predict_stages,
+    solve_problem,
 )
+from memo.mip.activation.checker import Rule
+from memo.mip.activation.files import plan_from_json
 from memo.mip.activation.proof import verify_by_simulation
 from memo.mip.activation.simulator import simulate
-from memo.mip.activation.solver import solve_problem
-from memo.mip.activation.stage_plans import extract_stage_plan
-from memo.mip.inputs.pipeline_schedules import PipelineSchedule
+from memo.mip.inputs import PipelineSchedule
 
 GPIPE, F1B = PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B
 INTERLEAVED, ZERO_BUBBLE, V = (

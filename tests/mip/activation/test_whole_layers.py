@@ -9,20 +9,29 @@ import pytest
 from activation_problems import layer, machine, profile_of, random_problem, with_curves
 
 from memo.events import Tier
-from memo.mip.activation.checker import check_plan
-from memo.mip.activation.cost import predict_stages
-from memo.mip.activation.memory_peaks import Use, stage_memory
-from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
+from memo.mip.activation import (
+    ActivationPlan,
+    ActivationProblem,
+    Budgets,
+    DoesNotFit,
+    LayerPlan,
+    Pipeline,
+    Use,
+    check_plan,
+    predict_stages,
+    relaxed_step_s,
+    solve_problem,
+    stage_memory,
+)
 from memo.mip.activation.proof import verify_by_simulation
 from memo.mip.activation.simulator import simulate
-from memo.mip.activation.solver import DoesNotFit, relaxed_step_s, solve_problem
-from memo.mip.inputs.pipeline_schedules import PipelineSchedule
-from memo.mip.inputs.profile import (
+from memo.mip.inputs import (
     ALL,
     ATTENTION,
     MATMULS,
     EmbeddingOrHeadProfile,
     LayerProfile,
+    PipelineSchedule,
     PointProfile,
 )
 

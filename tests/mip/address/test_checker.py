@@ -9,9 +9,9 @@ import pytest
 from address_problems import random_problem
 
 from memo.errors import PlanError, PlanInvalid
-from memo.mip.address.checker import Rule, check, require_valid
-from memo.mip.address.problem import DEVICE, ArenaPlan, Buffer, Plan, Problem, Status
-from memo.mip.address.solver import solve
+from memo.mip.address import DEVICE, Buffer, Plan, Problem, check, require_valid, solve
+from memo.mip.address.checker import Rule
+from memo.mip.address.problem import ArenaPlan, Status
 
 
 def plan_of(*buffers: tuple[Buffer, int], nbytes: int = 100, alignment: int = 1, capacity: int = 1000) -> Plan:

@@ -10,15 +10,12 @@ import pytest
 from address_problems import random_problem, smallest_arena
 
 from benchmarks.pack import generated
-from memo.mip.address import portfolio
-from memo.mip.address.checker import check
-from memo.mip.address.files import plan_to_json
+from memo.mip.address import DEVICE, Buffer, Plan, Problem, check, plan_to_json, portfolio, solve
 from memo.mip.address.instance import Instance, make_instance
 from memo.mip.address.lower_bound import peak
 from memo.mip.address.native_search import Answer, Compiled, Pure, Weights, make_engine
 from memo.mip.address.portfolio import ArenaSolver
-from memo.mip.address.problem import DEVICE, ArenaPlan, Buffer, Plan, Problem, Status
-from memo.mip.address.solver import solve
+from memo.mip.address.problem import ArenaPlan, Status
 
 FAR = 1e12
 WEIGHTS = Weights(by_size=0.5, by_width=0.5)

@@ -14,17 +14,15 @@ from hypothesis import given, settings, strategies as st
 
 from memo.errors import Infeasible, PlanInvalid, SolverFailed, SolverTimeout
 from memo.mip import solvers
+from memo.mip.address import DEVICE, Buffer, Method, Plan, Problem, check, plan_to_json, read_problem, solve
 from memo.mip.address.bilevel import solve_by_layers
 from memo.mip.address.buffer_orders import portfolio_orders
-from memo.mip.address.checker import check
-from memo.mip.address.files import plan_to_json, read_problem
 from memo.mip.address.instance import make_instance
 from memo.mip.address.lower_bound import peak
 from memo.mip.address.milp import overlapping_pairs, pack_in_order
 from memo.mip.address.native_search import Answer, Compiled, Engine, Pure, make_engine
 from memo.mip.address.portfolio import ArenaSolver, luby
-from memo.mip.address.problem import DEVICE, Buffer, Plan, Problem, Status
-from memo.mip.address.solver import Method, solve
+from memo.mip.address.problem import Status
 
 DATA = Path(__file__).parents[1] / "data"
 FAR = 1e12

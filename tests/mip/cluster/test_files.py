@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from memo.errors import PlanError
+from memo.mip import encode
 from memo.mip.activation.files import HARDWARE_FORMAT, VERSIONS
 from memo.mip.cluster import Cluster, NodeGroup, cluster_from_json, read_cluster
 from memo.mip.inputs import hardware_preset
-from memo.mip.strict_json import encode, write_json
+from memo.mip.strict_json import write_json
 
 GIB, GIGABIT = 1 << 30, 1e9 / 8
 EXAMPLE = Path(__file__).parents[3] / "examples" / "two_clusters.json"

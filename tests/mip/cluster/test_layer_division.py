@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from memo.mip.cluster.layer_division import StageCosts, divide_equal_layers, divide_layers
+from memo.mip.cluster import StageCosts, divide_equal_layers, divide_layers
 
 
 def slowest(costs: list[StageCosts], sizes: tuple[int, ...]) -> tuple[float, float]:

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from memo.errors import PlanError
-from memo.mip.inputs.doctor_rates import with_measured_rates
-from memo.mip.inputs.hardware import PRESETS, Hardware
-from memo.mip.inputs.network import Collectives, Group, Network
+from memo.mip.inputs import PRESETS, Collectives, Group, Hardware, Network, with_measured_rates
 
 GB = 1e9
 SIZES = [1 << 10, 1 << 20, 1 << 30]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memo.errors import UsageError
-from memo.mip.inputs.hardware import PRESETS, hardware_of, hardware_preset
+from memo.mip.inputs import PRESETS, hardware_of, hardware_preset
 
 
 @pytest.mark.parametrize(

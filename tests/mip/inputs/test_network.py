@@ -8,8 +8,7 @@ import random
 import pytest
 
 from memo.errors import PlanError, UsageError
-from memo.mip.inputs.hardware import PRESETS
-from memo.mip.inputs.network import Collectives, Group, Level, Network, parse_network
+from memo.mip.inputs import PRESETS, Collectives, Group, Level, Network, parse_network
 
 GB = 1e9
 # A GPU sends 100 GB/s to its peers, and its part of four NICs of 10 GB/s is 4 GB/s.

@@ -11,17 +11,29 @@ from activation_problems import plan_activations, random_problem
 
 from memo.errors import Infeasible, PlanInvalid
 from memo.events import Tier
-from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
-from memo.gpt.config import preset
-from memo.mip.activation.cost import predict_stages
-from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
+from memo.gpt import preset
+from memo.gpt.arithmetic import Layout, derive_profile
+from memo.mip.activation import (
+    ActivationPlan,
+    ActivationProblem,
+    Budgets,
+    LayerPlan,
+    Pipeline,
+    predict_stages,
+    solve_problem,
+)
 from memo.mip.activation.proof import AGREEMENT_IN_TURNS
 from memo.mip.activation.simulator import require_within_budgets, simulate
-from memo.mip.activation.solver import solve_problem
-from memo.mip.inputs.hardware import hardware_preset
-from memo.mip.inputs.pipeline_schedules import PipelineSchedule
-from memo.mip.inputs.profile import ALL, ATTENTION, EmbeddingOrHeadProfile, LayerProfile, StaticBytes
-from memo.mip.simulate.result import Simulation
+from memo.mip.inputs import (
+    ALL,
+    ATTENTION,
+    EmbeddingOrHeadProfile,
+    LayerProfile,
+    PipelineSchedule,
+    StaticBytes,
+    hardware_preset,
+)
+from memo.mip.simulate import Simulation
 from memo.units import format_bytes
 
 GIB, TIB = 1 << 30, 1 << 40

@@ -10,13 +10,12 @@ from simulated_steps import layer, rates, step
 
 from memo.errors import PlanInvalid
 from memo.events import Lane, StallCause, Tier, UseKind
-from memo.mip.activation.cost import predict_stages
-from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
+from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline, predict_stages
 from memo.mip.activation.simulator import layer_work, simulate
-from memo.mip.inputs.pipeline_schedules import Kind, Turn
-from memo.mip.inputs.profile import MATMULS, EmbeddingOrHeadProfile, StaticBytes
+from memo.mip.inputs import MATMULS, EmbeddingOrHeadProfile, Kind, StaticBytes, Turn
+from memo.mip.simulate import StageSimulation
 from memo.mip.simulate.links import Queue, shares
-from memo.mip.simulate.result import EndWork, Part, StageSimulation
+from memo.mip.simulate.result import EndWork, Part
 from memo.mip.simulate.stage import Stage
 
 EXACT = 1e-9

@@ -9,11 +9,9 @@ import pytest
 from activation_problems import random_problem
 
 from memo.errors import Infeasible, PlanInvalid
-from memo.mip.activation import proof
-from memo.mip.activation.plan import Pipeline
+from memo.mip.activation import Pipeline, proof, solve_problem
 from memo.mip.activation.proof import most_early_s, play, verify_by_simulation
-from memo.mip.activation.solver import solve_problem
-from memo.mip.inputs.pipeline_schedules import PipelineSchedule
+from memo.mip.inputs import PipelineSchedule
 from memo.mip.simulate import simulate
 
 PLAN = solve_problem(random_problem(2, layers=8))

@@ -12,8 +12,9 @@ from simulated_steps import rates, step
 
 from memo.events import Lane, TensorState, Tier
 from memo.mip.inputs.hardware import LaneRates
+from memo.mip.simulate import StageSimulation
 from memo.mip.simulate.links import Copy, Queue
-from memo.mip.simulate.result import LayerWork, Part, StageSimulation
+from memo.mip.simulate.result import LayerWork, Part
 from memo.mip.simulate.stage import Stage
 
 SLACK = 1 + 1e-9

@@ -8,8 +8,8 @@ import pytest
 from step_problems import random_step
 
 from memo.errors import Infeasible
+from memo.mip.activation import solve_problem
 from memo.mip.activation.proof import verify_by_simulation
-from memo.mip.activation.solver import solve_problem
 
 SHARE = 100
 """Seeds in the ordinary tests; all are twenty times as many."""

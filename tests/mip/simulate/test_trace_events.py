@@ -8,12 +8,10 @@ import pytest
 from simulated_steps import layer, rates, step
 
 from memo.events import Event, Lane, Tier
-from memo.mip.simulate.result import LayerWork, StageSimulation
-from memo.mip.simulate.trace_events import stage_events
-from memo.trace.device_memory import device_stack
-from memo.trace.figures import StepStats
+from memo.mip.simulate import StageSimulation, stage_events
+from memo.mip.simulate.result import LayerWork
+from memo.trace import StepStats, TraceRecorder, device_stack
 from memo.trace.reader import read_trace
-from memo.trace.recorder import TraceRecorder
 from memo.trace.stats import rank_stats
 from memo.trace.tensor_lifetimes import lifetimes_of
 

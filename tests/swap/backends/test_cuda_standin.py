@@ -14,19 +14,15 @@ from small_models import assert_equal, ids, stack, train
 from standin_cuda import OnHostMemory, StandinCuda, Stream
 
 from memo.errors import SwapError
-from memo.manager.manager import Manager
-from memo.swap.backends.cuda import CudaStream, copy_stream
-from memo.swap.disk.bounce_buffers import StagedDisk
-from memo.swap.disk.store import DiskStore
-from memo.swap.engine.engine import Engine
-from memo.swap.layers import find_layers
-from memo.swap.levels import setting_of
-from memo.swap.memory.pinned import empty_pinned
-from memo.swap.recompute.policy import RecomputePolicy
-from memo.swap.tiers.host_and_disk import DiskTier, HostTier
+from memo.manager import Manager
+from memo.swap import Engine, RecomputePolicy, empty_pinned, find_layers, setting_of
+from memo.swap.backends import copy_stream
+from memo.swap.backends.cuda import CudaStream
+from memo.swap.disk import DiskStore, StagedDisk
+from memo.swap.tiers import DiskTier, HostTier
 
 if TYPE_CHECKING:
-    from memo.swap.tiers.protocol import Tier
+    from memo.swap.tiers import Tier
 
 LAYERS = 4
 

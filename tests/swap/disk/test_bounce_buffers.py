@@ -12,10 +12,10 @@ import torch
 from faulty_file import Faults, ManualEvent
 
 from memo.errors import StoreReadError, StoreWriteError
-from memo.swap.backends.cpu import CpuBackend, HostEvent, ThreadStream
-from memo.swap.disk.bounce_buffers import StagedDisk
-from memo.swap.disk.store import DiskStore
-from memo.swap.memory.page_aligned import aligned_empty
+from memo.swap import aligned_empty
+from memo.swap.backends import CpuBackend
+from memo.swap.backends.cpu import HostEvent, ThreadStream
+from memo.swap.disk import DiskStore, StagedDisk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,10 +20,9 @@ from faulty_file import Faults, ManualEvent
 from faulty_store import BLOCK, SIZE, make, python, random_bytes, round_trip
 
 from memo.errors import CorruptBlock, ScratchFull, StoreReadError, StoreWriteError, SwapError
-from memo.swap.disk import io_threads, operation
+from memo.swap import aligned_empty
+from memo.swap.disk import DiskStore, io_threads, operation
 from memo.swap.disk.io_threads import IoPool
-from memo.swap.disk.store import DiskStore
-from memo.swap.memory.page_aligned import aligned_empty
 
 # Row 1: no space
 

@@ -16,7 +16,7 @@ import torch
 from faulty_file import ManualEvent
 
 from memo.errors import ScratchFull, ScratchUnusable, StoreReadError, StoreWriteError, SwapError
-from memo.swap.disk.gds import GdsDisk
+from memo.swap.disk import GdsDisk
 
 
 class Stream:

@@ -18,7 +18,7 @@ from faulty_file import Faults
 from faulty_store import make, python, round_trip
 
 from memo.errors import ScratchFull, ScratchUnusable
-from memo.swap.disk.store import DiskStore
+from memo.swap.disk import DiskStore
 
 # Row 6: the process ends
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from memo.swap.disk.operation import DiskExtent
-from memo.swap.disk.raw_file import BLOCK_ALIGN, RawFile
+from memo.swap.disk import DiskExtent, RawFile
+from memo.swap.disk.raw_file import BLOCK_ALIGN
 from memo.swap.disk.scratch import ScratchSpace
 
 BLOCKS = 64

@@ -16,8 +16,8 @@ from faulty_file import Faults, ManualEvent
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from memo.errors import StoreReadError, SwapError
-from memo.swap.disk.store import DiskStore
-from memo.swap.memory.page_aligned import aligned_empty
+from memo.swap import aligned_empty
+from memo.swap.disk import DiskStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,11 +12,11 @@ import torch
 from live_bytes import LiveBytes
 from race_checker import CheckingBackend
 
-from memo.swap.engine.engine import Engine
+from memo.swap import Engine
 from memo.swap.engine.handles import Handle
 from memo.swap.engine.saved_storage import AWAY, BACK, RETURNING, FillCallback, Hold, SavedStorage
 from memo.swap.engine.stream_order import StreamOrder
-from memo.swap.tiers.host_and_disk import HostTier
+from memo.swap.tiers import HostTier
 
 FLOATS = 1024
 NBYTES = 4 * FLOATS

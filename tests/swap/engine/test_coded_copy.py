@@ -13,8 +13,8 @@ import memo
 from memo.errors import UsageError
 from memo.kernels import Codec
 from memo.kernels.codec import LARGEST, error_bound
-from memo.swap.engine.engine import Engine
-from memo.swap.tiers.host_and_disk import DiskTier, HostTier
+from memo.swap import Engine
+from memo.swap.tiers import DiskTier, HostTier
 
 VALUES = 4096
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

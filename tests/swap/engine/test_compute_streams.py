@@ -13,14 +13,13 @@ from race_checker import CheckingBackend, Race
 from small_models import Block, Checked, Stack, Step, assert_equal, checked, gradients, ids, stack, train
 from torch import nn
 
-from memo.swap.backends.protocol import Event
+from memo.swap import Level, Placement
+from memo.swap.backends import Event
 from memo.swap.engine import d2h, h2d
 from memo.swap.engine.h2d import Reload
 from memo.swap.engine.saved_storage import RETURNING, SavedStorage, by_home
 from memo.swap.engine.stream_order import StreamOrder
-from memo.swap.levels import Level
-from memo.swap.placement import Placement
-from memo.swap.tiers.host_and_disk import HostTier
+from memo.swap.tiers import HostTier
 
 POLICIES = ["lazy", "eager", "random"]
 

@@ -17,18 +17,16 @@ from small_models import Stack, assert_equal, ids, stack, train
 from torch import nn
 
 from memo.errors import CorruptBlock, ScratchFull, StoreReadError, StoreWriteError
-from memo.manager.manager import Manager
-from memo.swap.backends.cpu import CpuBackend
-from memo.swap.disk.store import DiskStore
-from memo.swap.engine.engine import Engine
-from memo.swap.engine.tier_choice import WhenFull
-from memo.swap.layers import find_layers
-from memo.swap.tiers.host_and_disk import DiskTier, HostTier
+from memo.manager import Manager
+from memo.swap import Engine, WhenFull, find_layers
+from memo.swap.backends import CpuBackend
+from memo.swap.disk import DiskStore
+from memo.swap.tiers import DiskTier, HostTier
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from memo.swap.tiers.protocol import Tier
+    from memo.swap.tiers import Tier
 
 
 class Small(nn.Module):

@@ -10,9 +10,9 @@ import torch
 from race_checker import CheckingBackend
 from small_models import assert_equal, checked, gradients, ids, stack, train
 
-from memo.swap.engine.engine import Engine
+from memo.swap import Engine
 from memo.swap.engine.saved_storage import SavedStorage
-from memo.swap.tiers.host_and_disk import HostTier
+from memo.swap.tiers import HostTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,17 +11,16 @@ from small_models import Stack, assert_equal, ids, stack, train
 
 from memo.errors import StoreWriteError
 from memo.events import StallCause
-from memo.manager.manager import Manager
-from memo.swap.backends.cpu import CpuBackend
-from memo.swap.disk.store import DiskStore
-from memo.swap.engine.engine import Engine
-from memo.swap.layers import find_layers
-from memo.swap.tiers.host_and_disk import DiskTier
+from memo.manager import Manager
+from memo.swap import Engine, find_layers
+from memo.swap.backends import CpuBackend
+from memo.swap.disk import DiskStore
+from memo.swap.tiers import DiskTier
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from memo.swap.backends.protocol import Event
+    from memo.swap.backends import Event
 
 LAYERS = 6
 ROOM = 1 << 24

@@ -10,14 +10,11 @@ import torch
 from race_checker import CheckingBackend, Policy
 from small_models import Stack, ids, stack
 
-from memo.manager.manager import Manager
-from memo.swap.engine.engine import Engine
-from memo.swap.engine.layer_calls import Call, Group, LayerCalls
+from memo.manager import Manager
+from memo.swap import Engine, Group, RecomputePolicy, find_layers, setting_of
+from memo.swap.engine.layer_calls import Call, LayerCalls
 from memo.swap.engine.saved_storage import AWAY
-from memo.swap.layers import find_layers
-from memo.swap.levels import setting_of
-from memo.swap.recompute.policy import RecomputePolicy
-from memo.swap.tiers.host_and_disk import HostTier
+from memo.swap.tiers import HostTier
 
 LAYERS = 3
 

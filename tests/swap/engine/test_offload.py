@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 import memo
 from memo.errors import MemoError, NoRepeatedLayers, SwapError
-from memo.swap.layers import hook_forward
+from memo.swap import hook_forward
 from memo.units import parse_bytes
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from memo.swap.backends.cpu import CpuBackend
+from memo.swap.backends import CpuBackend
 from memo.swap.backends.protocol import HostStamp
 from memo.swap.engine.telemetry import Telemetry
 

@@ -18,11 +18,9 @@ from torch import nn
 from memo.errors import HostBudgetExceeded
 from memo.events import Tier
 from memo.kernels import Codec
-from memo.swap.engine.engine import Engine
-from memo.swap.engine.tier_choice import WhenFull
-from memo.swap.placement import Placement
+from memo.swap import Engine, Placement, WhenFull
 from memo.swap.recompute.tape.recorder import Recorder
-from memo.swap.tiers.host_and_disk import HostTier
+from memo.swap.tiers import HostTier
 from memo.units import format_bytes
 
 LAYER = 16 * 2 * 48 * 32 * 4 + (1 << 12)  # what one small block saves of two sequences

@@ -6,10 +6,12 @@ from typing import Any
 
 from hypothesis import given, settings, strategies as st
 
-from memo.swap.backends.cpu import CpuBackend
-from memo.swap.memory.host_bytes import Claim, HostBytes, claims_in_turn, host_bytes_needed
+from memo.swap import claims_in_turn, host_bytes_needed
+from memo.swap.backends import CpuBackend
+from memo.swap.memory.host_bytes import Claim, HostBytes
 from memo.swap.memory.page_aligned import whole_pages
-from memo.swap.tiers.host_and_disk import PAGE, HostTier
+from memo.swap.tiers import HostTier
+from memo.swap.tiers.host_and_disk import PAGE
 
 # First fit puts the large one behind the hole that the first leaves: seven pages where five are enough.
 FRAGMENTING = [

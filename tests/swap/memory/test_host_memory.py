@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from memo.swap.memory.host_memory import available_host_bytes, total_host_bytes
+from memo.swap import available_host_bytes, total_host_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path

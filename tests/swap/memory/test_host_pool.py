@@ -14,8 +14,8 @@ import pytest
 from race_checker import CheckingBackend
 
 from memo.errors import HostPoolUnusable
-from memo.swap.memory.host_pool import HostPool
-from memo.swap.tiers.host_and_disk import HostTier
+from memo.swap import HostPool
+from memo.swap.tiers import HostTier
 
 PAGE = 4096
 

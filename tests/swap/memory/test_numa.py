@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from memo.swap.memory.numa import node_of_pci_device, prefer_node
+from memo.swap import node_of_pci_device
+from memo.swap.memory.numa import prefer_node
 
 if TYPE_CHECKING:
     from pathlib import Path

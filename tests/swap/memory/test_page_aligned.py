@@ -9,7 +9,8 @@ import threading
 import pytest
 import torch
 
-from memo.swap.memory.page_aligned import PAGE_BYTES, PagePool, aligned_empty, padded_bytes
+from memo.swap import aligned_empty
+from memo.swap.memory.page_aligned import PAGE_BYTES, PagePool, padded_bytes
 
 
 @pytest.mark.parametrize("nbytes", [1, 64, 4095, 4096, 4097, 1 << 20, (1 << 20) + 3])

@@ -14,14 +14,12 @@ from small_models import assert_equal, ids, stack, train
 from standin_cuda import OnHostMemory, StandinCuda
 
 from memo.errors import SwapError
-from memo.manager.manager import Manager
+from memo.manager import Manager
+from memo.swap import Engine, RecomputePolicy, find_layers, setting_of
 from memo.swap.backends.cuda import CudaStream
-from memo.swap.engine.engine import Engine
-from memo.swap.layers import find_layers
-from memo.swap.levels import setting_of
 from memo.swap.memory.pinned import PinnedSlab
-from memo.swap.recompute.policy import RecomputePolicy
-from memo.swap.tiers.host_and_disk import PAGE, HostTier
+from memo.swap.tiers import HostTier
+from memo.swap.tiers.host_and_disk import PAGE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

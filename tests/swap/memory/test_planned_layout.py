@@ -12,14 +12,15 @@ from hypothesis import given, settings, strategies as st
 from small_models import assert_equal, ids, stack, train
 
 import memo
-from memo.swap.backends.cpu import CpuBackend
+from memo.swap.backends import CpuBackend
 from memo.swap.memory import planned_layout
 from memo.swap.memory.free_list import FreeList
 from memo.swap.memory.planned_layout import KEPT_LAYOUTS, KEPT_SIZES
-from memo.swap.tiers.host_and_disk import PAGE, HostTier
+from memo.swap.tiers import HostTier
+from memo.swap.tiers.host_and_disk import PAGE
 
 if TYPE_CHECKING:
-    from memo.swap.tiers.protocol import Extent
+    from memo.swap.tiers import Extent
 
 
 def run(tier: HostTier, script: list[tuple[str, int]]) -> list[Extent | None]:

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import memo
-from memo.gpt.config import preset
-from memo.gpt.model.model import GPT
+from memo.gpt import preset
+from memo.gpt.model import GPT
 
 if TYPE_CHECKING:
     from pathlib import Path

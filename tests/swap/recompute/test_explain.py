@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memo
 from memo.errors import UsageError
-from memo.manager.manager import Manager
-from memo.swap.levels import Level
+from memo.manager import Manager
+from memo.swap import LayerExplanation, Level
 from memo.swap.recompute import trials
-from memo.swap.recompute.explanation import Fate, LayerExplanation, Row
+from memo.swap.recompute.explanation import Fate, Row
 from memo.swap.recompute.tape.replay import Replay
 from memo.swap.recompute.tape.settings import Settings
 from memo.swap.recompute.trial import ReplayMismatch

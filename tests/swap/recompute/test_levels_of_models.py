@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import memo
 from memo.errors import SwapError, UsageError
-from memo.swap.levels import Level
+from memo.swap import Level
 from memo.swap.recompute.tape.replay import Replay
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memo
 from memo.lru import LRU
-from memo.swap.levels import Level, Mix, comparing_nbytes, setting_of
+from memo.swap import Level, Mix, comparing_nbytes, setting_of
 from memo.swap.recompute import plans, trials
 from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.tape.recorder import Recorder

@@ -8,9 +8,9 @@ import pytest
 from small_models import assert_equal, ids, stack, train
 
 import memo
+from memo.swap import Level
 from memo.swap.engine.handles import Handle
 from memo.swap.engine.saved_storage import AWAY, BACK, RETURNING
-from memo.swap.levels import Level
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ import pytest
 import torch
 from small_models import SEQ, Block, assert_equal, checked, gradients, ids, stack, train
 
-from memo.swap.levels import Level
+from memo.swap import Level
 
 ALPHAS = [0.0, 0.25, 0.5, 0.75, (0.25, 0.5, 0.25)]
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import memo
 from memo.errors import ModifiedAfterSave
-from memo.swap.levels import Level
+from memo.swap import Level
 
 if TYPE_CHECKING:
     from pathlib import Path

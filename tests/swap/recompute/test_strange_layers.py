@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import memo
 from memo.errors import ModifiedAfterSave, SwapError, UsageError
 from memo.events import Tier
-from memo.swap.levels import Level
+from memo.swap import Level
 from memo.swap.recompute.trial import ReplayMismatch
 from memo.swap.recompute.trials import Trials
 

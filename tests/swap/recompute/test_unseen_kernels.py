@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memo
-from memo.swap.levels import Level
+from memo.swap import Level
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,8 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import memo
 from memo.errors import HostBudgetExceeded, UsageError
-from memo.swap.engine.tier_choice import WhenFull
-from memo.swap.levels import Level
+from memo.swap import Level, WhenFull
 
 if TYPE_CHECKING:
     from collections.abc import Callable

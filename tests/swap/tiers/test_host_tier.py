@@ -6,8 +6,7 @@ import gc
 
 from race_checker import CheckingBackend
 
-from memo.swap.tiers.host_and_disk import HostTier
-from memo.swap.tiers.protocol import Extent
+from memo.swap.tiers import Extent, HostTier
 
 
 def test_host_memory_is_given_back_after_the_copies_that_use_it() -> None:

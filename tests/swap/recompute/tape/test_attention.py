@@ -12,11 +12,9 @@ from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 
 import memo
-from memo.swap import is_attention
-from memo.swap.levels import Level
-from memo.swap.recompute.tape.bans import Bans, banned
+from memo.swap import Bans, Level, is_attention, work_of
+from memo.swap.recompute.tape.bans import banned
 from memo.swap.recompute.tape.operators import operator_of
-from memo.swap.recompute.tape.work import work_of
 
 # As the packages register them; the kernels hub's have the hash of a build in their names.
 FORWARDS = [

@@ -11,8 +11,8 @@ from taped import Taped, record
 from torch import nn
 from torch.nn import functional as F
 
-from memo.swap.levels import Level
-from memo.swap.recompute.tape.bans import Bans, banned
+from memo.swap import Bans, Level
+from memo.swap.recompute.tape.bans import banned
 
 if TYPE_CHECKING:
     from collections.abc import Callable

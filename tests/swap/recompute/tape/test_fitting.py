@@ -12,7 +12,7 @@ from taped import record
 from torch import nn
 from torch.nn import functional as F
 
-from memo.swap.levels import Level
+from memo.swap import Level
 from memo.swap.recompute.tape import fitting
 from memo.swap.recompute.tape.bans import banned
 from memo.swap.recompute.tape.cut import Problem, cheapest, curve

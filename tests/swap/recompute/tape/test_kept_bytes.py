@@ -12,7 +12,7 @@ from small_models import gradients
 from twelve_kinds import KINDS
 
 import memo
-from memo.swap.levels import Level
+from memo.swap import Level
 from memo.swap.recompute.tape.plan import Plan
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from taped import Taped, assert_replays, record
 from torch import nn
 from torch.nn import functional as F
 
-from memo.swap.levels import Level
+from memo.swap import Level
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,7 @@ from small_models import assert_equal, ids, stack, train
 from torch import nn
 
 import memo
-from memo.swap.levels import Level
+from memo.swap import Level
 
 if TYPE_CHECKING:
     from pathlib import Path

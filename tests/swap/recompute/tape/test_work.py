@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from memo.swap.recompute.tape.work import Rates, Work, picoseconds_of, rates_of, work_of
+from memo.swap import Rates, Work, picoseconds_of, work_of
+from memo.swap.recompute.tape.work import rates_of
 
 ATEN = torch.ops.aten
 
