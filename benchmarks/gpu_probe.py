@@ -7,7 +7,7 @@
     locking     seconds to pin and to unlock, by size
     link        bytes per second each way, alone and together, and what it costs the host to ask for a copy
     issue       host time of each call that the engine makes at a layer's edge
-    rows        whether a matrix product over fewer rows repeats the bits of the whole: token-wise recompute rests on it
+    rows        whether a matrix product over fewer rows repeats the bits of the whole: recompute rests on it
     attention   the kernel that attention takes, deterministic or not
 
 Written to a result file after each. Exits 3 without a GPU, 1 when a measurement fails; the others still run.

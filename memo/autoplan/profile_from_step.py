@@ -261,8 +261,8 @@ def scaled_profile(profile: Profile, signature: Signature) -> Profile:
     def layer(known: LayerProfile) -> LayerProfile:
         attention = known.point(ATTENTION)
         again = known.forward_s if attention is None else attention.recompute_s
-        token_wise = min(again, known.forward_s) / known.forward_s if known.forward_s else 1.0
-        factor = token_wise * linear + (1 - token_wise) * square
+        repeatable = min(again, known.forward_s) / known.forward_s if known.forward_s else 1.0
+        factor = repeatable * linear + (1 - repeatable) * square
         return dataclasses.replace(
             known,
             always_bytes=round(known.always_bytes * linear),

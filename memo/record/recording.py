@@ -41,7 +41,7 @@ class Role(enum.StrEnum):
     """A layer's input."""
     ATTENTION = "attention"
     """The result of a fused attention kernel."""
-    TOKEN_WISE = "token_wise"
+    RECOMPUTABLE = "recomputable"
     """Any other result in a layer that depends on one token only; queries, keys and values included."""
     STATISTICS = "statistics"
     """Statistics that norms and softmax save beside their results."""
@@ -273,7 +273,7 @@ class _Saved:
             return Role.OUTSIDE
         if is_attention(life.operator):
             return Role.ATTENTION if life.result == 0 else Role.STATISTICS
-        return Role.STATISTICS if life.result > 0 and life.operator.overloadpacket in _NORMS else Role.TOKEN_WISE
+        return Role.STATISTICS if life.result > 0 and life.operator.overloadpacket in _NORMS else Role.RECOMPUTABLE
 
 
 _ATEN = torch.ops.aten

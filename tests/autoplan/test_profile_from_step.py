@@ -219,7 +219,7 @@ def test_another_length_takes_attention_by_the_square() -> None:
     known = longer.classes[0]
     assert (longer.role, known.always_bytes, known.points[0].saved_bytes) == (Role.DERIVED, 0, 8000)
     assert (known.points[1].saved_bytes, known.points[1].beside_bytes) == (4400, 1000)
-    # 4 of 10 ms are token-wise and double, 6 are attention's and quadruple
+    # 4 of 10 ms are of single tokens and double, 6 are attention's and quadruple
     assert known.forward_s == pytest.approx(2 * 0.004 + 4 * 0.006)
     assert known.points[2].recompute_s == pytest.approx(0.008)
 

@@ -92,7 +92,7 @@ def test_json_sums_up(capsys: pytest.CaptureFixture[str]) -> None:
     summary = json.loads(capsys.readouterr().out)
     unit = 128 * 128 * 2
     assert summary["saved_nbytes"]["input"] == summary["saved_nbytes"]["attention"] == 2 * unit
-    assert summary["saved_nbytes"]["token_wise"] == 2 * 14 * unit
+    assert summary["saved_nbytes"]["recomputable"] == 2 * 14 * unit
     assert summary["layers"] == 2
     assert summary["tokens"] == 128
     assert summary["peak_nbytes"] > 0
@@ -220,7 +220,7 @@ def test_a_rank_of_eight_saves_sixteen_gib_a_layer_at_a_million_tokens(capsys: p
     assert main(flags) == ExitCode.OK
     summary = json.loads(capsys.readouterr().out)
     saved = summary["saved_nbytes"]
-    assert saved["input"] + saved["attention"] + saved["token_wise"] == 4 * 16 << 30
+    assert saved["input"] + saved["attention"] + saved["recomputable"] == 4 * 16 << 30
     assert (summary["tp"], summary["sequence_parallel"]) == (8, True)
 
 

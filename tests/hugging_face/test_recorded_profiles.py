@@ -68,7 +68,7 @@ def test_saved_bytes_are_those_of_memo_record(kind: str) -> None:
         return Step(model=model, loss=lambda: model(input_ids=ids, labels=ids).loss, inputs=(ids,))
 
     roles = record_step(build, exact=True).saved_nbytes
-    recorded = sum(roles[role] for role in (Role.INPUT, Role.ATTENTION, Role.TOKEN_WISE, Role.STATISTICS))
+    recorded = sum(roles[role] for role in (Role.INPUT, Role.ATTENTION, Role.RECOMPUTABLE, Role.STATISTICS))
     assert sum(layer.full_bytes for layer in profile(kind).layer_profiles()) == recorded
 
 

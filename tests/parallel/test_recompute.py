@@ -1,4 +1,4 @@
-"""Token-wise recompute of layers that talk to other ranks: gradients equal bit for bit, and ranks that never part ways.
+"""Recompute of layers that talk to other ranks: gradients equal bit for bit, and ranks that never part ways.
 
 One launch runs several layouts, since starting a process costs more than what it computes here.
 """

@@ -169,8 +169,8 @@ def test_seven_billion_parameters_at_a_million_tokens_save_4096_gib() -> None:
     recording = record_step(lambda: gpt_step(config, batch=1, tokens=tokens), exact=True)
     saved, unit = recording.saved_nbytes, tokens * config.hidden * 2
     assert saved[Role.INPUT] == saved[Role.ATTENTION] == config.layers * unit
-    assert saved[Role.TOKEN_WISE] == config.layers * 14 * unit
-    assert saved[Role.INPUT] + saved[Role.ATTENTION] + saved[Role.TOKEN_WISE] == 4096 << 30
+    assert saved[Role.RECOMPUTABLE] == config.layers * 14 * unit
+    assert saved[Role.INPUT] + saved[Role.ATTENTION] + saved[Role.RECOMPUTABLE] == 4096 << 30
     norms, softmax = 2 * 2 * tokens * 2, tokens * config.heads * 4  # mean and deviation; one float32 a query and head
     assert saved[Role.STATISTICS] == config.layers * (norms + softmax)
     assert recording.static_nbytes == 2 * parameter_count(config) + 2 * tokens * 8
@@ -181,7 +181,7 @@ def test_a_checkpointed_step_saves_only_the_layers_inputs() -> None:
     plain, checkpointed = record_step(small(), exact=True), record_step(small(), exact=True, checkpointed=True)
     kept = checkpointed.saved_nbytes
     assert kept[Role.INPUT] == plain.saved_nbytes[Role.INPUT] == 3 * 2 * 96 * 128 * 4
-    assert kept[Role.ATTENTION] == kept[Role.TOKEN_WISE] == kept[Role.STATISTICS] == 0
+    assert kept[Role.ATTENTION] == kept[Role.RECOMPUTABLE] == kept[Role.STATISTICS] == 0
 
 
 def test_sizes_are_cudas_unless_exact_ones_are_asked_for() -> None:

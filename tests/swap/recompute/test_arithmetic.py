@@ -1,4 +1,4 @@
-"""Bytes and FLOPs of token-wise recompute, by arithmetic."""
+"""Bytes and FLOPs of recompute, by arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token-wise swap over the checking backend: no schedule of the copies races with the recompute or changes a gradient."""
+"""Swap and recompute over the checking backend: no schedule of the copies races with the recompute or changes a gradient."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Host cost of a managed layer: the step of a small GPT and of a small Llama against the same step without memo.
 
-    python -m benchmarks.tokenwise_cost [--beside CHECKOUT] [--rounds N] [--tokens N] [--only SETTING ...] [--no-write]
+    python -m benchmarks.recompute_cost [--beside CHECKOUT] [--rounds N] [--tokens N] [--only SETTING ...] [--no-write]
 
 A forward is noted operator by operator, and backward runs a part of it again along what was noted. With layers so
 small that their kernels take next to nothing, what is left is the host's own work; copies are answered at once by the
@@ -231,7 +231,7 @@ def main() -> None:
         "ms_a_layer": told,
     }
     if not options.no_write:
-        print(f"Wrote {write_result('tokenwise-cost', result)}")
+        print(f"Wrote {write_result('recompute-cost', result)}")
     return None
 
 
