@@ -20,11 +20,11 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from memo.mip.inputs.pipeline_schedules import Kind
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from memo.mip.activation.in_flight import SchedulePoint
     from memo.mip.activation.plan import ActivationProblem, LayerPlan
     from memo.mip.activation.stage_view import StageView
@@ -174,6 +174,8 @@ def grouped_peak_candidates(
     Returns:
         For each its name, the bytes that do not depend on the plan, and its counts of each group.
     """
+    import numpy as np
+
     candidates = device_peak_candidates(stage)
     starts = [0, *itertools.accumulate(sizes[:-1])]
     held = np.stack([one.counts for one in candidates])
@@ -267,6 +269,8 @@ class _Tally:
     """Running sum of the bytes on the device."""
 
     def __init__(self, layers: Sequence[LayerProfile], resident: Mapping[Use, int]) -> None:
+        import numpy as np  # here, since a manager with a fixed alpha imports this module and needs torch alone
+
         self._resident = dict(resident)
         self._layers = layers
         self._running = np.zeros(len(layers), np.int64)

@@ -125,10 +125,8 @@ def _direct_view(file: RawFile, tensor: torch.Tensor, piece: Piece) -> memoryvie
     address = tensor.data_ptr()
     if (address + piece.start) % file.memory_align:
         return None
-    if piece.nbytes % BLOCK_ALIGN == 0:
-        return tensor.numpy().data[piece.start : piece.start + piece.nbytes]
     length = _whole_blocks(piece.nbytes)
-    if piece.start + length > padded_bytes(address, tensor.numel()):
+    if length > piece.nbytes and piece.start + length > padded_bytes(address, tensor.numel()):
         return None
     return memoryview((ctypes.c_char * length).from_address(address + piece.start)).cast("B")
 

@@ -11,13 +11,13 @@ Invariant: a mapping is either under exactly one storage, or in the pool, or ret
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import sys
 import threading
 import weakref
 from collections import OrderedDict, deque
 
-import numpy as np
 import torch
 
 from memo.errors import SwapError
@@ -42,7 +42,7 @@ class PagePool:
         self.idle_bytes = 0
         self._idle: OrderedDict[int, list[mmap.mmap]] = OrderedDict()  # padded size -> mappings, least recent first
         self._returned: deque[mmap.mmap] = deque()
-        self._references: dict[int, weakref.ref[np.ndarray]] = {}
+        self._references: dict[int, weakref.ref[memoryview]] = {}
         self._lock = threading.Lock()
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -61,12 +61,12 @@ class PagePool:
             mapping = self._take(size)
         if mapping is None:
             mapping = private_pages(size)
-        array = np.frombuffer(mapping, dtype=np.uint8, count=nbytes)
-        tensor = torch.from_numpy(array)
+        view = memoryview(mapping)
+        tensor = torch.frombuffer(view, dtype=torch.uint8, count=nbytes)
         address = tensor.data_ptr()
         _live[address] = (nbytes, size)
-        # The storage holds `array`, `array` holds the mapping; the callback runs when the storage dies.
-        self._references[address] = weakref.ref(array, lambda _: self._give_back(address, mapping))
+        # The storage holds `view`, `view` holds the mapping; the callback runs when the storage dies.
+        self._references[address] = weakref.ref(view, lambda _: self._give_back(address, mapping))
         return tensor
 
     def clear(self) -> None:
@@ -166,19 +166,19 @@ class Bounce:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._pages: np.ndarray | None = None
+        self._pages: mmap.mmap | None = None
 
-    def _mapped(self) -> np.ndarray:
+    def _mapped(self) -> mmap.mmap:
         if self._pages is None:
-            self._pages = np.frombuffer(private_pages(self.nbytes), dtype=np.uint8)
+            self._pages = private_pages(self.nbytes)
         return self._pages
 
     @property
     def address(self) -> int:
         """Address of its first byte."""
-        return self._mapped().ctypes.data
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._mapped()))
 
     @property
     def view(self) -> memoryview:
         """Its bytes."""
-        return self._mapped().data
+        return memoryview(self._mapped())

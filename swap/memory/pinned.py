@@ -29,7 +29,6 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from memo.errors import SwapError
@@ -275,7 +274,7 @@ class _Pages:
             raise SwapError(
                 f"the system has no {format_bytes(stop - start)} of host memory left; lower the host budget"
             )
-        np.frombuffer(self._mapping, dtype=np.uint8)[start:stop:PAGE_BYTES] = 0  # an older kernel
+        torch.frombuffer(self._mapping, dtype=torch.uint8)[start:stop:PAGE_BYTES] = 0  # an older kernel
 
     def lock(self, start: int, stop: int) -> None:
         """Pins a range as one registration.
