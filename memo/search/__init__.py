@@ -21,7 +21,11 @@ if TYPE_CHECKING:
         train_arguments as train_arguments,
         why_not_trained as why_not_trained,
     )
-    from memo.search.longest import LongestFit as LongestFit, longest_that_fits as longest_that_fits
+    from memo.search.longest import (
+        LongestFit as LongestFit,
+        last_that_fits as last_that_fits,
+        longest_that_fits as longest_that_fits,
+    )
     from memo.search.request import Request as Request
     from memo.search.search import (
         Closed as Closed,
@@ -44,7 +48,7 @@ else:
             "bounds": "Bound",
             "candidates": "Candidate Setting Shape",
             "launch": "PORT Launch launch_of runs_under_memo_train train_arguments why_not_trained",
-            "longest": "LongestFit longest_that_fits",
+            "longest": "LongestFit last_that_fits longest_that_fits",
             "request": "Request",
             "search": "Closed Found Planned search_layouts",
             "shares": "Shares",
