@@ -17,13 +17,13 @@ from memo.lazy import attach
 if TYPE_CHECKING:
     from memo.mip.compile_cpp import build as build
     from memo.mip.solvers import RowProgram as RowProgram
-    from memo.mip.strict_json import STDIN as STDIN, encode as encode
+    from memo.mip.strict_json import STDIN as STDIN, decode as decode, encode as encode
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
             "compile_cpp": "build",
             "solvers": "RowProgram",
-            "strict_json": "STDIN encode",
+            "strict_json": "STDIN decode encode",
         },
     )

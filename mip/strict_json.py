@@ -15,9 +15,9 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from memo.bounded_files import MAX_FILE_NBYTES, Refused, parse_object, read_bytes, text_of
 from memo.errors import PlanError
@@ -144,7 +144,8 @@ def decode(kind: type[T], value: object, where: str, *, ignore: Collection[str] 
     """Converts a JSON object to a dataclass. Fields with a default may be missing.
 
     Args:
-        kind: the dataclass; fields are str, bool, int, float, enums, dataclasses, tuples, mappings by string, optional.
+        kind: the dataclass; fields are str, bool, int, float, enums, literals, dataclasses, tuples, mappings by string,
+            objects (any JSON value), or any of these or None.
         value: the parsed JSON value.
         where: its place in the document, for messages.
         ignore: keys that are allowed besides the fields and not read.
@@ -195,6 +196,10 @@ def _reader(kind: Any) -> Reader:
     origin = typing.get_origin(kind)
     if origin is tuple:
         return _tuple_reader(*typing.get_args(kind))
+    if origin is Literal:
+        return functools.partial(_one_of, typing.get_args(kind))
+    if kind is object:
+        return lambda value, _: value
     if origin is Mapping:
         return _mapping_reader(_reader(typing.get_args(kind)[1]))
     if dataclasses.is_dataclass(kind):
@@ -227,11 +232,14 @@ def _mapping_reader(read: Reader) -> Reader:
     return read_mapping
 
 
-def _member(kind: type[enum.Enum], value: object, where: str) -> enum.Enum:
-    known = [member.value for member in kind]
+def _one_of(known: Sequence[T], value: Any, where: str) -> T:
     if value not in known:
         raise PlanError(f"{where} is {str(value)[:80]!r}, none of {', '.join(map(str, known))}")
-    return kind(value)
+    return known[known.index(value)]
+
+
+def _member(kind: type[enum.Enum], value: object, where: str) -> enum.Enum:
+    return kind(_one_of([member.value for member in kind], value, where))
 
 
 def _truth(value: object, where: str) -> bool:

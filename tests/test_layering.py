@@ -56,13 +56,13 @@ IMPORTS = {
     "memo/gpt": "memo memo/parallel memo/compression memo/gpt/optim",
     "memo/gpt/data": "memo",
     "memo/gpt/checkpoint": "memo memo/parallel memo/gpt",
-    "memo/gpt/arithmetic": "memo mip/inputs swap face memo/parallel memo/gpt",
+    "memo/gpt/arithmetic": "memo mip mip/inputs mip/activation swap face memo/parallel memo/gpt",
     "memo/gpt/model": "memo allocator swap face memo/machine memo/parallel memo/loss memo/gpt",
     "memo/gpt/train": "memo mip/inputs mip/activation allocator swap face memo/machine memo/parallel memo/compression "
     "memo/manager memo/gpt/optim memo/gpt memo/gpt/data memo/gpt/checkpoint memo/gpt/arithmetic memo/gpt/model",
     "memo/record": "memo allocator swap/backends swap/tiers swap face memo/parallel memo/manager memo/gpt/optim memo/gpt "
     "memo/gpt/model memo/gpt/train",
-    "memo/dry_run": "memo mip/inputs mip/activation allocator swap face memo/parallel memo/autoplan memo/gpt/optim memo/gpt "
+    "memo/dry_run": "memo mip/activation allocator swap face memo/parallel memo/autoplan memo/gpt/optim memo/gpt "
     "memo/gpt/arithmetic memo/gpt/model memo/gpt/train memo/record",
     "memo/hugging_face": "memo mip/inputs allocator swap face memo/loss memo/autoplan memo/gpt memo/gpt/arithmetic "
     "memo/record",
@@ -81,7 +81,7 @@ IMPORTS = {
     "mip/address mip/activation mip/cluster mip/inputs mip/simulate face memo/trace memo/search "
     "memo/cli/tables memo/cli/inputs memo/cli/terminal",
     "memo/cli": "memo allocator mip mip/address mip/inputs mip/activation mip/simulate face swap face memo/trace "
-    "memo/trace/live memo/out_of_memory memo/machine memo/parallel memo/compression memo/gpt/optim memo/gpt "
+    "memo/trace/live memo/out_of_memory memo/machine memo/parallel memo/gpt/optim memo/gpt "
     "memo/gpt/arithmetic memo/gpt/train memo/record memo/dry_run memo/hugging_face memo/search "
     "memo/rehearsal memo face memo/cli/tables memo/cli/inputs memo/cli/terminal memo/cli/planning",
 }

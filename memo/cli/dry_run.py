@@ -7,24 +7,19 @@ another for ever. The run, and torch with it, is in memo.dry_run.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from memo.cli.inputs.expert_flags import add_expert_flags, expert_numbers
-from memo.cli.inputs.pattern_flags import add_pattern_flags, pattern_numbers
-from memo.cli.inputs.planned_model import SHAPE_FLAGS
 from memo.cli.tables.address import table
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, PlanInvalid
-from memo.gpt import GPTConfig, Variant, preset, with_experts, with_pattern
+from memo.gpt.arithmetic import planned_run
 from memo.mip.activation import read_activation_plan
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
     from memo.dry_run import DryRun
-    from memo.mip.activation import ActivationPlan
 
 __all__ = ["configure", "run"]
 
@@ -44,22 +39,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument("plan", help="activation plan of a named model, in JSON; - is standard input")
-    shape = parser.add_argument_group("model, where memo plan was given flags of its shape: the same flags")
-    shape.add_argument("--variant", choices=get_args(Variant), help="architecture of the layers (default: the plan's)")
-    for name in SHAPE_FLAGS:
-        shape.add_argument(f"--{name}", type=int, metavar="N", help="as for memo plan (default: the plan's)")
-    add_expert_flags(shape)
-    add_pattern_flags(shape)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Runs the ranks and compares; exit code 5 where something is not as planned."""
     require_kind(args.plan, FileKind.ACTIVATION_PLAN)
-    plan = read_activation_plan(args.plan)
-    from memo.dry_run import planned_run
-
-    planned = planned_run(plan, config=_config(args, plan))
+    planned = planned_run(read_activation_plan(args.plan))
     with WaitingLine("memo dry-run", "starting", quiet=args.json) as waiting:
         from memo.dry_run import dry_run
 
@@ -79,20 +65,6 @@ def run(args: argparse.Namespace) -> ExitCode:
         f"{result.duration_s:.0f} s"
     )
     return ExitCode.OK
-
-
-def _config(args: argparse.Namespace, plan: ActivationPlan) -> GPTConfig | None:
-    """The model of the flags; None where there are none."""
-    shape = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in SHAPE_FLAGS}
-    experts, pattern = expert_numbers(args), pattern_numbers(args)
-    if args.variant is None and all(size is None for size in (*shape.values(), *experts.values(), *pattern.values())):
-        return None
-    signature = plan.problem.profile.signature
-    vocabulary = shape.pop("vocab")
-    if shape["layers"] is None:
-        shape["layers"] = len(plan.problem.profile.layers)
-    config = with_experts(preset(signature.model, variant=args.variant, vocab_size=vocabulary, **shape), **experts)
-    return dataclasses.replace(with_pattern(config, **pattern), max_seq=signature.tokens)
 
 
 def _summary(result: DryRun) -> dict[str, Any]:

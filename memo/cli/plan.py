@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from memo.cli.inputs.batch_sizes import add_batch_flags
 from memo.cli.inputs.budgets import add_budget_flags
+from memo.cli.inputs.fields import add_fields
 from memo.cli.inputs.planned_model import add_model_flags
-from memo.cli.inputs.stage_layers import add_stage_layers_flag
 from memo.cli.planning.changes import changes_that_fit, explain_misfit
 from memo.cli.planning.former_plan import CheckpointPlan
 from memo.cli.planning.layouts import add_search_flags, refuse_search_flags, run_search
@@ -33,7 +33,8 @@ from memo.mip.activation import (
 )
 from memo.mip.inputs import CODECS, PRESETS, PipelineSchedule
 from memo.mip.simulate import verify_by_simulation
-from memo.parallel import ContextAttention
+from memo.parallel import Layout
+from memo.search import with_run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -149,29 +150,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="instead of --gpu: a JSON description of groups of nodes that are not alike and their links; plans every "
         "placement of the layout on them",
     )
-    for name, words in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline")):
-        where.add_argument(f"--{name}", type=int, metavar="N", help=f"ranks of {words} parallelism (default 1)")
-    where.add_argument(
-        "--ep", type=int, metavar="N", help="with experts: ranks of data parallelism that divide them (default 1)"
-    )
-    where.add_argument(
-        "--cp-attention",
-        choices=[str(kind) for kind in ContextAttention],
-        help="with --cp: ulysses exchanges heads for tokens; ring passes keys and values around, for any number of ranks "
-        "(default: ulysses where heads divide; with --search both are tried)",
-    )
-    where.add_argument(
-        "--schedule",
-        choices=[str(s) for s in PipelineSchedule],
-        help="with --pp: pipeline schedule (default 1f1b)",
-    )
-    where.add_argument(
-        "--chunks",
-        type=int,
-        metavar="N",
-        help="with an interleaved --schedule: runs of consecutive layers of each pipeline rank (default 2)",
-    )
-    add_stage_layers_flag(where, default="equal ones; with --cluster those with the shortest step")
+    add_fields(where, Layout, "tp cp pp ep cp_attention schedule chunks stage_layers")
     where.add_argument(
         "--net",
         metavar="NICS",
@@ -249,7 +228,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     if former is not None:
         row, summary = former.resharding_row(request.config, plan.problem)
         found = dataclasses.replace(found, rows=(*found.rows, row), summary={**found.summary, "resharding": summary})
-    return _finish(args, plan, simulation, found, request.assumed)
+    return _finish(args, with_run(plan, request), simulation, found, request.assumed)
 
 
 def _run_on_cluster(args: argparse.Namespace) -> ExitCode:
@@ -261,7 +240,8 @@ def _run_on_cluster(args: argparse.Namespace) -> ExitCode:
         space = space_on_cluster(args)
         plan, lines, summary = plan_on_cluster(space)
         simulation = verify_by_simulation(plan)
-    return _finish(args, plan, simulation, _Found(lines=lines, summary=summary), space.request.assumed)
+    found = _Found(lines=lines, summary=summary)
+    return _finish(args, with_run(plan, space.request), simulation, found, space.request.assumed)
 
 
 def _finish(

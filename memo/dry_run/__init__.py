@@ -8,12 +8,10 @@ from memo.lazy import attach
 
 if TYPE_CHECKING:
     from memo.dry_run.all_ranks import DryRun as DryRun, RankKind as RankKind, dry_run as dry_run
-    from memo.dry_run.run_of_plan import PlannedRun as PlannedRun, planned_run as planned_run
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
             "all_ranks": "DryRun RankKind dry_run",
-            "run_of_plan": "PlannedRun planned_run",
         },
     )

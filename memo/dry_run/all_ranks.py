@@ -23,14 +23,17 @@ from memo.dry_run.agreement import (
 )
 from memo.dry_run.places import Place
 from memo.dry_run.simulated_step import RankStep, groups_of_rank, step_of_rank
+from memo.errors import UsageError
 from memo.gpt.arithmetic import Collective, Ranks
 
 if TYPE_CHECKING:
     from memo.dry_run.recorded_collectives import CollectiveCall
-    from memo.dry_run.run_of_plan import PlannedRun
+    from memo.gpt.arithmetic import PlannedRun
     from memo.mip.activation import ActivationPlan
 
 __all__ = ["DryRun", "RankKind", "dry_run", "recomputed"]
+
+MOST_RANKS = 4096
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +67,13 @@ def dry_run(run: PlannedRun, *, progress: Callable[[str], None] = lambda _: None
         progress: called with what is done next.
 
     Raises:
+        UsageError: there are too many ranks, or one.
         RecordError: the step issues a collective that memo's training does not have.
     """
+    if run.layout.ranks == 1:
+        raise UsageError("the plan is for one rank, which talks to no other; memo simulate plays its step")
+    if run.layout.ranks > MOST_RANKS:
+        raise UsageError(f"the plan is for {run.layout.ranks:,} ranks; a dry run is of at most {MOST_RANKS:,}")
     begin = time.perf_counter()
     places = [Place.of(run.layout, rank) for rank in range(run.layout.ranks)]
     wrong: list[str] = []
@@ -129,7 +137,8 @@ def recomputed(run: PlannedRun, stage: int) -> list[Collective]:
 
 def _kind(run: PlannedRun, ranks: tuple[int, ...]) -> RankKind:
     place = Place.of(run.layout, ranks[0])
-    step, planned = step_of_rank(run, ranks[0]), run.collectives_of(place)
+    step = step_of_rank(run, ranks[0])
+    planned = run.collectives_of(stage=place.pp, tp_rank=place.tp, replica=place.replica)
     return RankKind(stage=place.pp, ranks=ranks, step=step, planned=tuple(planned))
 
 

@@ -31,7 +31,7 @@ from memo.swap import Rates, find_layers
 from memo.torch_private import fsdp_param, fsdp_param_group
 
 if TYPE_CHECKING:
-    from memo.dry_run.run_of_plan import PlannedRun
+    from memo.gpt.arithmetic import PlannedRun
     from memo.mip.activation import ActivationPlan
 
 __all__ = ["RankStep", "groups_of_rank", "step_of_rank"]

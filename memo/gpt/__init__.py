@@ -9,6 +9,7 @@ from memo.lazy import attach
 if TYPE_CHECKING:
     from memo.gpt.attention_pattern import AttentionPattern as AttentionPattern, with_pattern as with_pattern
     from memo.gpt.config import (
+        MOE_FLAGS as MOE_FLAGS,
         PRESETS as PRESETS,
         GPTConfig as GPTConfig,
         MoeConfig as MoeConfig,
@@ -32,7 +33,7 @@ else:
         __name__,
         {
             "attention_pattern": "AttentionPattern with_pattern",
-            "config": "GPTConfig MoeConfig PRESETS Variant preset preset_key preset_name variant_of with_experts",
+            "config": "GPTConfig MOE_FLAGS MoeConfig PRESETS Variant preset preset_key preset_name variant_of with_experts",
             "run_config": "Documents EmbeddingGradients OffloadConfig OffloadMode RunConfig",
             "train_config": "Precision TrainConfig",
         },

@@ -6,9 +6,10 @@ full_every 3    layer 0 local   1 local   2 full   3 local   4 local   5 full   
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from memo.errors import UsageError
+from memo.units import parse_tokens
 
 if TYPE_CHECKING:
     from memo.gpt.config import GPTConfig
@@ -24,11 +25,12 @@ class AttentionPattern:
         UsageError: a number is out of range.
     """
 
-    window: int
-    """Tokens that a token of a local layer attends to: itself and those before it. A window of at least the sequence is
-    full attention."""
+    window: Annotated[int, {"type": parse_tokens, "metavar": "TOKENS"}]
+    """Tokens that a token of a layer with local attention attends to, such as 1k: itself and those before it. A window of at
+    least the sequence is full attention."""
     full_every: int = 2
-    """Distance of the layers with full attention; the last of each `full_every` layers has it. 0: no layer has it."""
+    """With --sliding-window: distance of the layers with full attention; the last of each N layers has it; 0: no
+    layer has it."""
 
     def __post_init__(self) -> None:
         if self.window < 1:

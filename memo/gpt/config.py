@@ -17,6 +17,7 @@ from memo.gpt.rope_scaling import RopeScaling
 from memo.toml_tables import toml_tables
 
 __all__ = [
+    "MOE_FLAGS",
     "PRESETS",
     "GPTConfig",
     "Mlp",
@@ -51,21 +52,23 @@ class MoeConfig:
     """
 
     experts: int
+    """Experts of a layer that has them."""
     top_k: int = 2
-    """Experts of each token."""
+    """With --experts: experts of each token."""
     shared_experts: int = 0
-    """Experts that all tokens use besides, as one MLP of their widths together."""
+    """With --experts: experts that all tokens use besides, as one MLP of their widths together."""
     expert_hidden: int
-    """Inner width of one expert."""
+    """With --experts: inner width of an expert."""
     bottleneck: int = 0
-    """Numbers of a token that its routed experts get and return, and their ranks exchange: one projection of the layer
-    descends to them before the exchange, one ascends behind it (Jin et al. 2025, "BigMac"). 0: all of the hidden size."""
+    """With --experts: numbers of a token that its routed experts get and return, and their ranks exchange: one projection of
+    the layer descends to them before the exchange, one ascends behind it (Jin et al. 2025, "BigMac"). 0: all of the hidden
+    size."""
     every: int = 1
-    """Distance of the layers with experts; the last of each `every` layers has them."""
+    """With --experts: distance of the layers with experts; the last of each N layers has them."""
     balance_coefficient: float = 0.01
-    """Factor of the load-balancing loss (Fedus et al. 2021, "Switch Transformers", section 2.2)."""
+    """With --experts: factor of the load-balancing loss (Fedus et al. 2021, "Switch Transformers", section 2.2)."""
     z_coefficient: float = 0.001
-    """Factor of the router z-loss (Zoph et al. 2022, "ST-MoE", section 3.3)."""
+    """With --experts: factor of the router z-loss (Zoph et al. 2022, "ST-MoE", section 3.3)."""
 
     def __post_init__(self) -> None:
         for name, flag in (
@@ -108,11 +111,11 @@ class GPTConfig:
     hidden: int
     """Width of the residual stream."""
     layers: int
-    """Number of blocks."""
+    """Number of layers."""
     heads: int
     """Number of query heads; each has width hidden / heads."""
     kv_heads: int
-    """Number of key and value heads; fewer than `heads` is grouped-query attention."""
+    """Number of key and value heads; fewer than the query heads is grouped-query attention."""
     ffn: int
     """Inner width of the MLP."""
     max_seq: int
@@ -173,6 +176,11 @@ class GPTConfig:
             raise UsageError("model: rope_scaling is for rotary positions, and these are learned")
 
     @property
+    def variant(self) -> Variant:
+        """The architecture by its name: "llama" with RMSNorm, else "gpt"."""
+        return "llama" if self.norm == "rmsnorm" else "gpt"
+
+    @property
     def moe_layers(self) -> int:
         """Number of layers with experts."""
         return 0 if self.moe is None else self.layers // self.moe.every
@@ -229,8 +237,8 @@ PRESETS: dict[str, GPTConfig] = {
 }
 
 
-_OF_MOE = {"expert_bottleneck": "bottleneck", "balance_loss": "balance_coefficient", "z_loss": "z_coefficient"}
-"""Fields of MoeConfig by the names of their flags, where these are others."""
+MOE_FLAGS = {"bottleneck": "expert-bottleneck", "balance_coefficient": "balance-loss", "z_coefficient": "z-loss"}
+"""Flags of fields of MoeConfig that have not the field's name."""
 
 
 def with_experts(shape: GPTConfig, *, experts: int | None = None, **numbers: float | None) -> GPTConfig:
@@ -239,17 +247,17 @@ def with_experts(shape: GPTConfig, *, experts: int | None = None, **numbers: flo
     Args:
         shape: the model.
         experts: number of experts; None is the model's.
-        **numbers: the other numbers of a mixture by the names of their flags, such as `top_k`; None is the model's.
+        **numbers: the other numbers of a MoeConfig, such as `top_k`; None is the model's.
 
     Raises:
         UsageError: a number is out of range, or there are no experts.
     """
-    given: dict[str, Any] = {name: value for name, value in numbers.items() if value is not None}
+    fields: dict[str, Any] = {name: value for name, value in numbers.items() if value is not None}
     if shape.moe is None and experts is None:
-        if given:
-            raise UsageError(f"--{next(iter(given)).replace('_', '-')} has no meaning without --experts")
+        if fields:
+            name = next(iter(fields))
+            raise UsageError(f"--{MOE_FLAGS.get(name, name).replace('_', '-')} has no meaning without --experts")
         return shape
-    fields = {_OF_MOE.get(name, name): value for name, value in given.items()}
     fields |= {} if experts is None else {"experts": experts}
     if shape.moe is not None:
         return dataclasses.replace(shape, moe=dataclasses.replace(shape.moe, **fields))
@@ -276,11 +284,6 @@ def preset_name(name: str) -> str | None:
     return next((known for known in PRESETS if known == preset_key(name)), None)
 
 
-def _is_llama(shape: GPTConfig) -> bool:
-    """Whether a preset is of one architecture, Llama 3's; the others have a form of each variant."""
-    return shape.norm == "rmsnorm"
-
-
 def variant_of(name: str, asked: Variant | None) -> Variant:
     """The architecture of a preset.
 
@@ -292,7 +295,7 @@ def variant_of(name: str, asked: Variant | None) -> Variant:
         UsageError: the preset has one architecture, and another one is asked for.
     """
     known = preset_name(name)
-    if known is None or not _is_llama(PRESETS[known]):
+    if known is None or PRESETS[known].variant == "gpt":  # such presets have a form of each variant
         return asked or "gpt"
     if asked == "gpt":
         raise UsageError(f"{name} is a llama; leave out the variant")
@@ -336,7 +339,7 @@ def preset(
     for field, value in (("heads", heads), ("hidden", hidden)):
         if not isinstance(value, int):
             raise UsageError(f"model: {field} is {value!r}; it must be a whole number of at least 1")
-    if _is_llama(base):
+    if base.variant == "llama":
         derived = _proportional(base, hidden, heads)
     else:
         derived = _llama_fields(hidden, heads) if variant == "llama" else {"kv_heads": heads, "ffn": 4 * hidden}

@@ -7,14 +7,15 @@ import enum
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from memo.compression import GradientCompression
 from memo.errors import UsageError
-from memo.gpt.config import PRESETS, Variant
+from memo.gpt.config import GPTConfig
 from memo.gpt.rope_scaling import RopeScaling
 from memo.gpt.train_config import Precision, TrainConfig
 from memo.parallel import Layout
+from memo.units import parse_bytes, parse_tokens
 
 __all__ = ["Documents", "EmbeddingGradients", "OffloadConfig", "OffloadMode", "RunConfig"]
 
@@ -48,43 +49,71 @@ class Documents(enum.StrEnum):
     """Tokens of one document, from its beginning on; documents shorter than a row are skipped."""
 
 
+_SIZE = {"type": parse_bytes, "metavar": "SIZE"}
+_DIRECTORY = {"metavar": "DIR"}
+_STEPS = {"metavar": "STEPS"}
+_TRACE = {"type": str, "nargs": "?", "const": "trace.rank0.jsonl", "metavar": "FILE"}
+_FILES = {"type": str, "action": "extend", "nargs": "+", "metavar": "PATH"}
+_RESUME = {
+    "type": lambda text: text if text == "latest" else Path(text),
+    "nargs": "?",
+    "const": "latest",
+    "metavar": "CHECKPOINT",
+}
+_COMPRESSION = {"type": GradientCompression.parse, "metavar": "{int8,powersgd[:RANK]}"}
+
+
+def _device_bytes(text: str) -> int:
+    device = text.partition(":")[0]
+    if device in ("auto", "cpu", "cuda"):
+        raise UsageError(f"a budget is a size, such as 40GiB; to train on a device write --on {device}")
+    return parse_bytes(text)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
-    """Tiers and budgets of activation offloading.
+    """Tiers and budgets of activation offloading. `memo train` has a flag for each field.
 
     Raises:
         UsageError: options contradict each other or the mode.
     """
 
     mode: OffloadMode = OffloadMode.NONE
+    """Where activations wait between forward and backward: none leaves them on the device; host and disk move them; auto
+    measures the first steps and plans (default none; auto with --plan)."""
     plan: Path | None = None
-    """File of an activation plan, with mode auto; None plans from measured steps."""
-    device_budget: int | None = None
-    """Device memory for the whole training, in bytes; None is all there is."""
-    host_budget: int | None = None
-    """Host memory for activations, in bytes; with mode disk, it is filled before the disk."""
+    """Run this plan, written by memo plan: the model, the layout, the batch and the precision are the plan's."""
+    device: Annotated[int | None, {"type": _device_bytes, "metavar": "SIZE"}] = None
+    """With --offload auto: limit of device memory for the whole training (default: 94 % of the GPU's memory, which is also
+    the most; on a CPU 80 % of the free memory)."""
+    host: Annotated[int | None, _SIZE] = None
+    """Limit of host memory for activations, such as 8GiB (default: a share of the free memory on a GPU, else none; none with
+    --offload disk; the plan's with --plan)."""
     host_pool: Path | None = None
-    """File by which jobs of a node share `host_budget`."""
-    disk_dir: Path | None = None
-    """Directory of the scratch file; None is the system's temporary directory."""
-    disk_budget: int | None = None
-    """Size of the scratch file, in bytes."""
+    """Share --host with all jobs of this node that name the same file, such as /dev/shm/memo-host."""
+    disk: Annotated[Path | None, _DIRECTORY] = None
+    """Directory of the scratch file (default with --offload disk and plans that use the disk: the system's temporary
+    directory)."""
+    disk_budget: Annotated[int | None, _SIZE] = None
+    """Size of the scratch file, reserved at the start (default: grows up to the free disk space)."""
     alpha: float | None = None
-    """Largest fraction of what can be recomputed that moves."""
-    codec: str | None = None
-    """Format of what moves, "int8" or "fp8"; None: exact."""
-    trace: str | Path | None = None
-    """Trace file; a name that ends in a slash is a directory."""
+    """Most of what can be recomputed that moves, a fraction from 0 to 1 (default: 1 with --offload host and disk, planned
+    with auto)."""
+    codec: Literal["int8", "fp8"] | None = None
+    """Move values as one-byte codes with a bounded error (default: bit for bit; the plan's with --plan)."""
+    trace: Annotated[str | Path | None, _TRACE] = None
+    """Write a trace of every saved tensor to FILE, one file per rank; without a value to trace.rank0.jsonl; a name that ends
+    in / is a directory (default: no trace)."""
     trace_stacks: bool = False
-    """With `trace`: write the Python lines that saved each tensor."""
+    """With --trace: record the Python lines that saved each tensor (default: off)."""
 
     def __post_init__(self) -> None:
         given = {
             "--plan": self.plan,
-            "--device": self.device_budget,
-            "--host": self.host_budget,
+            "--device": self.device,
+            "--host": self.host,
             "--host-pool": self.host_pool,
-            "--disk": self.disk_dir,
+            "--disk": self.disk,
             "--disk-budget": self.disk_budget,
             "--alpha": self.alpha,
             "--codec": self.codec,
@@ -105,9 +134,9 @@ class OffloadConfig:
                 raise UsageError(f"{flag} has no meaning with --offload {self.mode}; use --offload {fitting}")
         if self.trace_stacks and self.trace is None:
             raise UsageError("--trace-stacks needs --trace; it adds Python lines to the trace")
-        if self.mode is OffloadMode.HOST and self.host_budget == 0:
+        if self.mode is OffloadMode.HOST and self.host == 0:
             raise UsageError("--host 0 leaves --offload host no memory; give some, or use --offload disk")
-        if self.host_pool is not None and not self.host_budget:
+        if self.host_pool is not None and not self.host:
             raise UsageError("--host-pool needs --host SIZE: the budget of all jobs that share the file")
         if self.plan is not None and self.alpha is not None:
             raise UsageError("--plan and --alpha both say what moves; give one of them")
@@ -117,85 +146,84 @@ class OffloadConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """One run of `memo train`.
+    """One run of `memo train`, which has a flag for each field but those of the model.
 
     Raises:
         UsageError: options contradict each other, or a number is out of range.
     """
 
     model: str
-    variant: Variant
-    seq: int
-    batch: int
-    """Sequences in a microbatch of all data-parallel ranks together."""
+    """The model's name."""
+    shape: GPTConfig
+    """Its shape; vocabulary and length of a learned position table follow from data and `seq`."""
     training: TrainConfig
     """Its precision is replaced by `precision` once the device is known."""
-    layers: int | None = None
-    """Replaces the preset's number; likewise `hidden`, `heads` and `dropout`."""
-    hidden: int | None = None
-    heads: int | None = None
-    dropout: float | None = None
-    experts: int | None = None
-    """Experts of a layer that has them; None is the preset's; likewise the numbers of `MoeConfig` below."""
-    top_k: int | None = None
-    shared_experts: int | None = None
-    expert_hidden: int | None = None
-    expert_bottleneck: int | None = None
-    every: int | None = None
-    balance_loss: float | None = None
-    z_loss: float | None = None
-    sliding_window: int | None = None
-    """Tokens of the window of local attention; None is the preset's."""
-    full_every: int | None = None
-    """Distance of the layers with full attention; None is the preset's, else 2."""
-    rope_theta: float | None = None
-    """Base of the rotary frequencies; None is the checkpoint's, else the model's."""
-    rope_scaling: str | None = None
-    """As of `RopeScaling.parse`; None is the checkpoint's, else none."""
-    mlp_tiles: int = 1
-    documents: Documents = Documents.PACKED
-    mask_documents: bool = False
-    """Attention does not cross document ends, and positions restart in each document."""
-    data: Sequence[str] | None = None
-    """Files, directories and globs; None is the source of Python's standard library."""
+    seq: Annotated[int, {"type": parse_tokens, "metavar": "TOKENS"}] = 1024
+    """Sequence length in tokens, such as 32k or 1m (default 1k)."""
+    batch: int = 1
+    """Sequences in a microbatch of all data-parallel ranks together."""
+    rope_theta: Annotated[float | None, {"metavar": "BASE"}] = None
+    """Base of the rotary frequencies (default: the checkpoint's with --resume, else the model's)."""
+    rope_scaling: Annotated[str | None, {"metavar": "KIND:FACTOR"}] = None
+    """Rotary positions of a model first trained on sequences FACTOR times shorter than --seq: linear, ntk or yarn, such as
+    yarn:8; none (default: the checkpoint's with --resume, else none)."""
+    data: Annotated[Sequence[str] | None, _FILES] = None
+    """Text files, directories, globs, .jsonl or .parquet files (default: the source of Python's standard library)."""
     field: str = "text"
-    tokenizer: str | None = None
+    """Name of the text field in .jsonl and .parquet."""
+    documents: Documents = Documents.PACKED
+    """How documents fill rows. packed: a sequence may cross document ends; whole: it lies in one document, and documents
+    shorter than --seq are skipped."""
+    mask_documents: bool = False
+    """With packed documents: attention does not cross document ends, and positions restart in each (default: it does)."""
+    tokenizer: Annotated[str | None, {"metavar": "FILE"}] = None
+    """Tokenizer.json of Hugging Face (default: one token per byte of text)."""
     seed: int = 0
+    """Random seed of weights, batches and dropout."""
     precision: Precision | None = None
-    """None is bf16-autocast on a GPU, fp32 on a CPU."""
-    deterministic: bool = False
-    eval_every: int = 0
+    """Number format of weights and arithmetic (default: bf16-autocast on a GPU, fp32 on a CPU; the plan's with --plan)."""
+    eval_every: Annotated[int, _STEPS] = 0
     """Steps between evaluations; 0 is never."""
-    checkpoint_dir: Path | None = None
-    checkpoint_every: int = 0
-    """Steps between checkpoints; 0 is never. There is always one at the end and after an interrupt."""
-    checkpoint_minutes: float = 0.0
-    """Minutes between checkpoints; 0 is never."""
+    metrics: Path | None = None
+    """Write the metrics of each step, one JSON object per line."""
+    tensorboard: Annotated[Path | None, _DIRECTORY] = None
+    """Write the same metrics for TensorBoard."""
+    checkpoint_dir: Annotated[Path | None, _DIRECTORY] = None
+    """Write a checkpoint at the end and when interrupted (default: no checkpoints)."""
+    checkpoint_every: Annotated[int, _STEPS] = 0
+    """Also write a checkpoint every STEPS steps; 0 is never."""
+    checkpoint_minutes: Annotated[float, {"metavar": "MIN"}] = 0.0
+    """Also write a checkpoint every MIN minutes; 0 is never (default 0)."""
     checkpoint_keep: int = 2
-    resume: Path | Literal["latest"] | None = None
+    """Number of newest checkpoints to keep."""
+    resume: Annotated[Path | Literal["latest"] | None, _RESUME] = None
+    """Continue from CHECKPOINT, or without a value from the newest one in --checkpoint-dir (default: a new run)."""
     keeps_batch: bool = False
     """With `resume`: take as many sequences a step as the checkpoint did, whatever `batch` and the training say."""
-    metrics: Path | None = None
-    tensorboard: Path | None = None
-    """Directory of TensorBoard's event files."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    peak_flops: float | None = None
-    """Peak FLOPs per second of the device; None looks the device up by name."""
-    offload: OffloadConfig = dataclasses.field(default_factory=OffloadConfig)
+    on: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to train on; auto is a GPU if there is one."""
+    deterministic: bool = False
+    """Use GPU kernels that give the same bits in every run; somewhat slower (default: off)."""
     planned_allocator: bool = False
-    """Allocate device memory at planned addresses of one arena."""
+    """Allocate GPU memory at planned addresses, without fragmentation (default: PyTorch's caching allocator)."""
+    peak_flops: Annotated[float | None, {"metavar": "FLOPS"}] = None
+    """Peak FLOPs per second of the device, for mfu (default: known by the GPU's name)."""
+    offload: OffloadConfig = dataclasses.field(default_factory=OffloadConfig)
     layout: Layout = dataclasses.field(default_factory=Layout)
     """Ranks of data, tensor, pipeline and context parallelism."""
-    embedding_gradients: EmbeddingGradients = EmbeddingGradients.DENSE
-    compress_gradients: GradientCompression | None = None
-    """Exchange of gradients between data-parallel ranks; None is exact."""
+    embedding_exchange: EmbeddingGradients = EmbeddingGradients.DENSE
+    """With --dp or --cp: exchange the embedding's gradient dense, as a whole table, or sparse, as the rows of the tokens
+    that a rank has seen, for which every rank has the table whole; auto takes the one of fewer bytes (default: the plan's
+    with --plan, else dense)."""
+    compress_gradients: Annotated[GradientCompression | None, _COMPRESSION] = None
+    """With --dp or --cp: exchange gradients with an error: int8 sends codes of one byte; powersgd two factors of each
+    matrix, of rank 4 or RANK, and feeds the error back (default: exact)."""
     pipeline_dtype: Literal["bf16"] | None = None
-    """Number format of hidden states and their gradients between pipeline stages; None is that of the weights."""
+    """With --pp: pass hidden states and their gradients between stages as bfloat16, half of float32's bytes (default: the
+    weights' number format)."""
 
     def __post_init__(self) -> None:
-        if self.model not in PRESETS:
-            raise UsageError(f"unknown model {self.model!r}; choose one of {', '.join(PRESETS)}")
-        for name in ("batch", "checkpoint_keep", "mlp_tiles"):
+        for name in ("batch", "checkpoint_keep"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)} is less than 1")
         for name in ("seed", "eval_every", "checkpoint_every"):
@@ -210,7 +238,7 @@ class RunConfig:
                 raise UsageError(f"--{name.replace('_', '-')} needs --checkpoint-dir")
         if self.resume == "latest" and self.checkpoint_dir is None:
             raise UsageError("--resume needs --checkpoint-dir, or the path of a checkpoint")
-        if self.planned_allocator and self.device == "cpu":
+        if self.planned_allocator and self.on == "cpu":
             raise UsageError("--planned-allocator needs a GPU; leave it out with --on cpu")
         if self.pipeline_dtype is not None and self.layout.pp == 1:
             raise UsageError(f"--pipeline-dtype {self.pipeline_dtype} has no meaning without --pp")

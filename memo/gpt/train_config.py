@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+from typing import Annotated
 
 from memo.errors import UsageError
 from memo.gpt.optim.loss_guard import LossGuardConfig
@@ -32,13 +33,14 @@ class TrainConfig:
     schedule: LrSchedule
     accumulate: int = 1
     """Microbatches in a step; their gradients are averaged."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, {"metavar": "RATE"}] = 0.1
+    """Weight decay of matrices, by AdamW."""
     betas: tuple[float, float] = (0.9, 0.95)
-    clip: float | None = 1.0
-    """Largest norm of all gradients together; None is no clipping."""
+    clip: Annotated[float | None, {"metavar": "NORM"}] = 1.0
+    """Clip the norm of all gradients together to NORM; None is off, and 0 on the command line."""
     precision: Precision = Precision.FP32
     eval_steps: int = 8
-    """Batches in one evaluation."""
+    """Batches in an evaluation."""
     loss_guard: LossGuardConfig = dataclasses.field(default_factory=LossGuardConfig)
 
     def __post_init__(self) -> None:

@@ -24,7 +24,10 @@ def _fields() -> dict[str, Any]:
     """Optional fields of a configuration, by name: an option that is not given has memo's own default."""
     kinds = typing.get_type_hints(MemoArguments)
     return {
-        field.name: (kinds[field.name] | None, pydantic.Field(default=None, description=field.metadata["help"]))
+        field.name: (
+            kinds[field.name] | None,
+            pydantic.Field(default=None, description=field.metadata["help"].replace("%%", "%")),
+        )
         for field in dataclasses.fields(MemoArguments)
     }
 

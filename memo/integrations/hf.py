@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import logging
+import re
 import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -38,6 +40,15 @@ _CHECKPOINTING = (
 _log = logging.getLogger("memo")
 
 
+def _argument(name: str) -> Any:
+    """The field of an argument of `memo.offload`: its default, and its paragraph of the docstring as help."""
+    (words,) = re.findall(
+        rf"^    {name}: (.*?)(?=^    \w)", inspect.getdoc(memo.offload) or "", re.MULTILINE | re.DOTALL
+    )
+    default = inspect.signature(memo.offload).parameters[name].default
+    return dataclasses.field(default=default, metadata={"help": " ".join(words.split()).replace("%", "%%")})
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoArguments:
     """Options of `memo.offload` for `HfArgumentParser((TrainingArguments, MemoArguments))`; `--memo_alpha 0.25` and so on.
@@ -45,46 +56,20 @@ class MemoArguments:
     Each field is the argument of `memo.offload` of that name, with its meaning and its default.
     """
 
-    memo_plan: str | None = dataclasses.field(
-        default=None, metadata={"help": "Plan file for all steps. Default: planned from the first steps."}
-    )
-    memo_alpha: float | None = dataclasses.field(
-        default=None, metadata={"help": "Fraction, 0 to 1, that is moved; the rest is recomputed. Default: planned."}
-    )
-    memo_keep: list[str] | None = dataclasses.field(
-        default=None, metadata={"help": "Operators whose results are never recomputed, such as aten.mm or attention."}
-    )
-    memo_repeat: list[str] | None = dataclasses.field(
-        default=None, metadata={"help": "Operators that may be recomputed although the level keeps their results."}
-    )
-    memo_device: str | None = dataclasses.field(
-        default=None, metadata={"help": "Device memory for all of training, such as 70GiB. Default: 94 % of the GPU's."}
-    )
-    memo_host: str = dataclasses.field(
-        default="auto", metadata={"help": "Host memory for activations on this node, such as 64GiB."}
-    )
-    memo_host_pool: str | None = dataclasses.field(
-        default=None, metadata={"help": "File by which jobs of a node share memo_host, such as /dev/shm/memo-host."}
-    )
-    memo_disk: str | None = dataclasses.field(
-        default=None, metadata={"help": "Directory for the scratch file. Default: no disk on a GPU."}
-    )
-    memo_disk_budget: str | None = dataclasses.field(
-        default=None, metadata={"help": "Disk for activations on this node, such as 1TiB. Default: what is free."}
-    )
-    memo_min_bytes: str = dataclasses.field(default="64KiB", metadata={"help": "Smallest tensor that is moved."})
-    memo_codec: Literal["int8", "fp8"] | None = dataclasses.field(
-        default=None, metadata={"help": "Format of what moves, with a bounded error. Default: bit for bit."}
-    )
-    memo_on_full: Literal["spill", "raise", "recompute"] = dataclasses.field(
-        default="spill", metadata={"help": "What happens when a tier is full."}
-    )
-    memo_verify: bool = dataclasses.field(
-        default=False, metadata={"help": "Check a checksum of each block that is read from disk."}
-    )
-    memo_trace: str | None = dataclasses.field(
-        default=None, metadata={"help": "Trace file, or a directory for one of each rank."}
-    )
+    memo_plan: str | None = _argument("plan")
+    memo_alpha: float | None = _argument("alpha")
+    memo_keep: list[str] | None = _argument("keep")  # noqa: RUF009
+    memo_repeat: list[str] | None = _argument("repeat")  # noqa: RUF009
+    memo_device: str | None = _argument("device")
+    memo_host: str = _argument("host")
+    memo_host_pool: str | None = _argument("host_pool")
+    memo_disk: str | None = _argument("disk")
+    memo_disk_budget: str | None = _argument("disk_budget")
+    memo_min_bytes: str = _argument("min_bytes")
+    memo_codec: Literal["int8", "fp8"] | None = _argument("codec")
+    memo_on_full: Literal["spill", "raise", "recompute"] = _argument("on_full")
+    memo_verify: bool = _argument("verify")
+    memo_trace: str | None = _argument("trace")
 
     def options(self) -> dict[str, Any]:
         """The arguments of `memo.offload`."""

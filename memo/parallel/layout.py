@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from typing import Protocol
+from typing import Annotated, Protocol
 
 from memo.errors import UsageError
 from memo.mip.inputs import PipelineSchedule
@@ -69,6 +69,18 @@ class ModelShape(Protocol):
         """Tokens of the window of layers with local attention; None where none has it."""
 
 
+def parse_layer_counts(text: str) -> tuple[int, ...]:
+    """Reads numbers of layers such as `12,13,4,3`.
+
+    Raises:
+        UsageError: one is not a number of layers.
+    """
+    counts = text.split(",")
+    if not all(count.strip().isdecimal() and 0 < int(count) < 1 << 31 for count in counts):
+        raise UsageError(f"{text[:40]!r}: give a number of layers for each stage, such as 9,9,8,6")
+    return tuple(map(int, counts))
+
+
 class ContextAttention(enum.StrEnum):
     """Context parallelism: how ranks that share a sequence compute attention."""
 
@@ -86,23 +98,28 @@ class Layout:
     """
 
     dp: int = 1
-    """Data-parallel ranks: each has rows of the batch; parameters are sharded over them."""
+    """Data parallelism: ranks that divide the batch; parameters are sharded over them."""
     tp: int = 1
-    """Tensor-parallel ranks: each has a part of every layer's matrices."""
+    """Tensor parallelism: ranks that divide each matrix."""
     pp: int = 1
-    """Pipeline-parallel ranks: each has some of the layers."""
+    """Pipeline parallelism: ranks that divide the layers."""
     cp: int = 1
-    """Context-parallel ranks: each has a part of the sequence, in attention, too."""
+    """Context parallelism: ranks that divide each sequence, in attention, too."""
     ep: int = 1
-    """Expert-parallel ranks, a divisor of `dp`: each has a part of the experts; for all else they are `dp` ranks."""
+    """With --experts: expert parallelism, ranks of --dp that divide the experts; for all else they are data-parallel
+    ones."""
     cp_attention: ContextAttention = ContextAttention.AUTO
+    """With --cp: ulysses exchanges heads for tokens and needs query heads that divide by tp x cp; ring passes keys and
+    values around; auto is ulysses where heads divide, else ring."""
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+    """With --pp: pipeline schedule of the microbatches."""
     chunks: int | None = None
-    """Stages of each pipeline rank, runs of consecutive layers; None is the schedule's own number."""
+    """With an interleaved --schedule: runs of consecutive layers of each pipeline rank (default 2)."""
     sequence_parallel: bool = True
-    """Tensor-parallel ranks also divide the tokens, between the matrices."""
-    stage_layers: tuple[int, ...] = ()
-    """Numbers of layers of the stages; without them stages have equal numbers."""
+    """With --tp: ranks also divide the tokens, between the matrix products; without it each keeps all of them there."""
+    stage_layers: Annotated[tuple[int, ...], {"type": parse_layer_counts, "metavar": "N,N,..."}] = ()
+    """With --pp: numbers of layers of the stages, in their order; of an interleaved --schedule of all its runs of layers
+    (default: equal ones)."""
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "cp", "ep"):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         runs_under_memo_train as runs_under_memo_train,
         train_arguments as train_arguments,
         why_not_trained as why_not_trained,
+        with_run as with_run,
     )
     from memo.search.longest import (
         LongestFit as LongestFit,
@@ -47,7 +48,7 @@ else:
             "answer": "Item Rival rivals step_items",
             "bounds": "Bound",
             "candidates": "Candidate Setting Shape",
-            "launch": "PORT Launch launch_of runs_under_memo_train train_arguments why_not_trained",
+            "launch": "PORT Launch launch_of runs_under_memo_train train_arguments why_not_trained with_run",
             "longest": "LongestFit last_that_fits longest_that_fits",
             "request": "Request",
             "search": "Closed Found Planned search_layouts",

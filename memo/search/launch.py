@@ -1,25 +1,23 @@
-"""Launch lines: the commands that carry a layout out with `memo train`, by torchrun and by Slurm.
+"""Launch lines: the commands that carry a plan out with `memo train`, by torchrun and by Slurm.
 
-Owns the flags of `memo train` that a layout needs, and the reasons why there is no such command. A test gives every line to
-memo train's own parser.
+Owns the reasons why there is no such command. A test gives every line to memo train's own parser.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from memo.gpt import GPTConfig
-from memo.gpt.arithmetic import Optimizer
+from memo.gpt.arithmetic import Optimizer, run_of, untrained
 
 if TYPE_CHECKING:
     from memo.mip.activation import ActivationPlan
     from memo.search.candidates import Candidate
     from memo.search.request import Request
 
-__all__ = ["PORT", "Launch", "launch_of", "runs_under_memo_train", "train_arguments", "why_not_trained"]
+__all__ = ["PORT", "Launch", "launch_of", "runs_under_memo_train", "train_arguments", "why_not_trained", "with_run"]
 
 PORT = 29500
 """Port of the first node, where torchrun's processes meet."""
@@ -38,8 +36,13 @@ class Launch:
     """Arguments of `memo train`."""
 
 
-def why_not_trained(request: Request) -> str | None:
-    """Reason why `memo train` does not train what is planned, as a sentence without a full stop; None where it does."""
+def why_not_trained(request: Request, candidate: Candidate | None = None) -> str | None:
+    """Reason why `memo train` does not train what is planned, as a sentence without a full stop; None where it does.
+
+    Args:
+        request: what is planned.
+        candidate: the way that a search has found for it.
+    """
     if not isinstance(request.config, GPTConfig):
         return f"memo train builds memo's GPT alone; {request.model} trains under memo.offload"
     if request.recompute is not None:
@@ -50,7 +53,20 @@ def why_not_trained(request: Request) -> str | None:
         return "memo train trains all weights, not adapters"
     if request.optimizer_offload:
         return "memo train keeps the optimizer's state on the GPU"
+    layout = request.layout
+    sharded = request.zero == 3 and request.sharded_over is None if candidate is None else candidate.is_fully_sharded
+    if not sharded and (candidate is not None or layout.replicas * layout.cp > 1):
+        return "memo train shards weights, gradients and optimizer state over all data-parallel ranks (ZeRO 3)"
     return None
+
+
+def with_run(plan: ActivationPlan, request: Request, candidate: Candidate | None = None) -> ActivationPlan:
+    """The plan with what it says of its run; arguments as `why_not_trained` has them."""
+    reason = why_not_trained(request, candidate)
+    if request.config is None:
+        return plan
+    run = run_of(request.model, request.config) if isinstance(request.config, GPTConfig) else {}
+    return dataclasses.replace(plan, run=run if reason is None else untrained(reason))
 
 
 def runs_under_memo_train(candidate: Candidate) -> bool:
@@ -58,20 +74,15 @@ def runs_under_memo_train(candidate: Candidate) -> bool:
     return candidate.is_fully_sharded
 
 
-def launch_of(
-    plan: ActivationPlan, candidate: Candidate, *, gpus_per_node: int, model_flags: Sequence[str], plan_file: str
-) -> Launch:
-    """Launch lines of a candidate.
+def launch_of(plan: ActivationPlan, *, gpus_per_node: int, plan_file: str) -> Launch:
+    """Launch lines of a plan.
 
     Args:
-        plan: its plan.
-        candidate: what is run.
+        plan: what is run.
         gpus_per_node: GPUs of a node.
-        model_flags: flags of `memo train` that name and shape the model.
         plan_file: where the plan is.
     """
-    train = train_arguments(plan, candidate, model_flags=model_flags, plan_file=plan_file)
-    gpus = candidate.shape.gpus
+    train, gpus = train_arguments(plan, plan_file), plan.problem.gpus
     nodes, per_node = max(gpus // gpus_per_node, 1), min(gpus, gpus_per_node)
     inner = f"-m memo.cli.main train {shlex.join(train)}"
     one = f"torchrun --nproc-per-node {per_node} {inner}"
@@ -82,36 +93,7 @@ def launch_of(
     return Launch(torchrun=one if nodes == 1 else f"{many} HOST:{PORT} {inner}", slurm=allocated, train=train)
 
 
-def train_arguments(
-    plan: ActivationPlan, candidate: Candidate, *, model_flags: Sequence[str], plan_file: str, stage: int = 0
-) -> tuple[str, ...]:
-    """Arguments of `memo train` that carry a candidate's plan out.
-
-    Args:
-        plan: its plan.
-        candidate: what is run.
-        model_flags: flags of `memo train` that name and shape the model.
-        plan_file: where the plan is.
-        stage: pipeline stage whose machine's budgets are given.
-    """
-    shape, setting, budgets = candidate.shape, candidate.setting, plan.problem.machine_of(stage).budgets
-    signature = plan.problem.profile.signature
-    sizes = (("dp", shape.dp), ("tp", shape.tp), ("pp", shape.pp), ("cp", shape.cp), ("ep", shape.ep))
-    train = [*model_flags, "--seq", str(signature.tokens), "--precision", signature.dtype]
-    for name, size in sizes:
-        train += [f"--{name}", str(size)] if size > 1 else []
-    if shape.cp > 1:
-        train += ["--cp-attention", "ring" if shape.ring else "ulysses"]
-    if shape.pp > 1:
-        train += ["--schedule", str(candidate.schedule)]
-    if candidate.stage_layers:
-        train += ["--stage-layers", ",".join(map(str, candidate.stage_layers))]
-    if candidate.chunks > 2:
-        train += ["--chunks", str(candidate.chunks)]
-    train += ["--batch", str(setting.batch), "--accumulate", str(setting.accumulate)]
-    train += ["--offload", "auto", "--plan", plan_file]
-    if any(stage.peak_host_bytes for stage in plan.stages):
-        train += ["--host", str(budgets.host_bytes)]
-    if any(stage.peak_disk_bytes for stage in plan.stages):
-        train += ["--disk", "/scratch", "--disk-budget", str(budgets.disk_bytes)]
-    return tuple(train)
+def train_arguments(plan: ActivationPlan, plan_file: str) -> tuple[str, ...]:
+    """Arguments of `memo train` that carry a plan out; where its scratch file is, no plan says."""
+    on_disk = any(stage.peak_disk_bytes for stage in plan.stages)
+    return ("--plan", plan_file, *(("--disk", "/scratch") if on_disk else ()))

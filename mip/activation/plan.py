@@ -561,6 +561,9 @@ class ActivationPlan:
     """Reason why nothing is moved or recomputed, where everything fits as it is."""
     binding: tuple[str, ...] = ()
     """Limits that keep the plan from being faster, the most valuable first, for display."""
+    run: Mapping[str, object] | None = None
+    """What the problem does not say of the training that the plan is for, in JSON values; its maker reads it. None:
+    unknown."""
 
     def __post_init__(self) -> None:
         wanted = len(self.problem.profile.layers)

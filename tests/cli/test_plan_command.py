@@ -91,7 +91,7 @@ def test_one_line_names_the_layers_with_full_device_memory_and_what_a_gib_more_s
 def test_the_same_request_gives_the_same_bytes(plan_path: Path, tmp_path: Path) -> None:
     again = tmp_path / "again.json"
     assert main([*PAPER, "-o", str(again)]) == ExitCode.OK
-    assert again.read_bytes() == plan_path.read_bytes()
+    assert read_activation_plan(again) == dataclasses.replace(read_activation_plan(plan_path), run=None)
 
 
 def test_what_fits_is_declined_in_words(capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,7 +207,7 @@ def test_a_profile_and_a_machine_from_files_give_the_presets_plan(
     again = tmp_path / "again.json"
     arguments = ["plan", "--profile", str(profile), "--gpu", str(machine), "--gpus", "8", "--host", "2TiB"]
     assert main([*arguments, "--device", "80GiB", "-o", str(again)]) == ExitCode.OK
-    assert again.read_bytes() == plan_path.read_bytes()
+    assert read_activation_plan(again) == dataclasses.replace(read_activation_plan(plan_path), run=None)
 
 
 DOCTOR = {

@@ -9,6 +9,8 @@ import pytest
 
 from memo.cli.main import main
 from memo.errors import ExitCode
+from memo.gpt import AttentionPattern
+from memo.gpt.arithmetic import planned_run
 from memo.mip.activation.files import read_activation_plan
 from memo.search.space import Space
 
@@ -52,8 +54,9 @@ def test_a_search_tries_no_ring_and_launches_with_the_window(
     assert main([*asked, "-o", str(tmp_path / "plan.json")]) == ExitCode.OK
     assert found
     assert not any(shape.ring for space in found for shape in whole(space))
-    launch = json.loads(capsys.readouterr().out)["launch"]["train"]
-    assert [launch[launch.index(flag) + 1] for flag in window[::2]] == ["2048", "4"]
+    assert json.loads(capsys.readouterr().out)["launch"]["train"] == ["--plan", str(tmp_path / "plan.json")]
+    pattern = planned_run(read_activation_plan(tmp_path / "plan.json")).config.pattern
+    assert pattern == AttentionPattern(window=2048, full_every=4)
 
 
 def test_a_ring_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

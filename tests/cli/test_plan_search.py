@@ -106,18 +106,19 @@ def test_the_object_has_what_the_page_says(capsys: pytest.CaptureFixture[str]) -
         ["--device", "3GiB", "--pp", "1", "--dp", "1", "--tp", "1"],
     ],
 )
-def test_memo_train_takes_the_printed_line(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    report = of_json(capsys, [*SMALL, *more])
+def test_memo_train_takes_the_printed_line(more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = of_json(capsys, [*SMALL, *more, "-o", str(tmp_path / "plan.json")])
     parser = argparse.ArgumentParser()
     train.configure(parser)
     words = shlex.split(report["launch"]["torchrun"])
-    args = parser.parse_args(words[words.index("train") + 1 :])
+    config = train._config(parser.parse_args(words[words.index("train") + 1 :]))
     written = report["written"]
     for name in ("dp", "tp", "pp", "cp"):
-        assert getattr(args, name) == written[name]
-    assert args.batch == written["batch"]
-    assert args.accumulate == written["accumulate"]
-    assert args.seq == report["tokens"]
+        assert getattr(config.layout, name) == written[name]
+    assert config.batch == written["batch"] * written["dp"]
+    assert config.training.accumulate == written["accumulate"]
+    assert config.seq == report["tokens"]
+    assert config.shape.layers == len(read_activation_plan(tmp_path / "plan.json").layers)
     nodes, per_node = max(written["gpus"] // report["gpus_per_node"], 1), min(written["gpus"], report["gpus_per_node"])
     assert words[words.index("--nproc-per-node") + 1] == str(per_node)
     assert ("--nnodes" in words) == (nodes > 1)

@@ -100,8 +100,8 @@ def test_a_plan_says_in_how_many_tiles_the_mlps_are_computed(text: Path, tmp_pat
     followed = memo_train(*run)
     assert followed.returncode == 0, followed.stderr
     refused = memo_train(*run, "--mlp-tiles", "2")
-    assert refused.returncode == 1
-    assert refused.stderr.splitlines()[-1].endswith("the model computes them in 2; give the model mlp_tiles=4")
+    assert refused.returncode == 2
+    assert refused.stderr.endswith(f"--mlp-tiles 2: {plan} is for 4; leave --mlp-tiles out, or plan again with it\n")
 
 
 def test_a_codec_from_the_command_line_is_told_at_the_end(text: Path) -> None:

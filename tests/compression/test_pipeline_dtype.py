@@ -8,7 +8,7 @@ import pytest
 from ready_ranks import run_ranks
 
 from memo.errors import UsageError
-from memo.gpt import OffloadConfig, Precision, RunConfig, TrainConfig
+from memo.gpt import OffloadConfig, Precision, RunConfig, TrainConfig, preset
 from memo.gpt.optim import LrSchedule
 from memo.parallel import Layout
 
@@ -40,7 +40,7 @@ def test_where_it_does_nothing_it_is_refused(layout: Layout, precision: Precisio
     with pytest.raises(UsageError, match=reason):
         RunConfig(
             model="tiny",
-            variant="gpt",
+            shape=preset("tiny"),
             seq=64,
             batch=1,
             training=training,

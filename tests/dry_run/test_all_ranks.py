@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from memo.cli.main import main
-from memo.dry_run import PlannedRun, all_ranks, dry_run, planned_run
+from memo.dry_run import all_ranks, dry_run
 from memo.dry_run.simulated_step import RankStep, step_of_rank
 from memo.errors import ExitCode, PlanError, UsageError
 from memo.gpt import Precision, preset
-from memo.gpt.arithmetic import Collective, StepCollectives
+from memo.gpt.arithmetic import Collective, PlannedRun, StepCollectives, planned_run
 from memo.gpt.attention_pattern import AttentionPattern
 from memo.gpt.config import MoeConfig
 from memo.mip.activation.files import plan_from_json, plan_to_json
-from memo.mip.inputs import PipelineSchedule, Role
+from memo.mip.inputs import PipelineSchedule
 from memo.parallel import Layout
 
 
@@ -161,7 +161,7 @@ def test_rows_of_fewer_tokens_than_the_step_exchanges_are_found() -> None:
     wrong_count = all_ranks.against_plan(
         all_ranks.Place.of(run.layout, 0),
         step_of_rank(run, 0).calls,
-        dataclasses.replace(run, tokens=384, config=run.config).collectives_of(all_ranks.Place.of(run.layout, 0)),
+        dataclasses.replace(run, tokens=384, config=run.config).collectives_of(stage=0, tp_rank=0, replica=0),
     )
     assert any("all-gather of 6,144 bytes over dp x cp (2 ranks): the step issues 1" in line for line in wrong_count)
 
@@ -221,18 +221,10 @@ def test_plans_with_experts_hold_what_they_say(
     plan = plan_from_json(path.read_text())
     assert any(layer.host or layer.recomputes for layer in plan.layers)
     capsys.readouterr()
-    shaped = [
-        part for name in ("--expert-bottleneck", "--shared-experts") if name in flags for part in _with(flags, name)
-    ]
-    assert main(["dry-run", str(path), *shape, *shaped, "--json"]) == ExitCode.OK
+    assert main(["dry-run", str(path), "--json"]) == ExitCode.OK
     said = json.loads(capsys.readouterr().out)
     for kind in said["kinds"]:
         assert 0.8 < kind["peak_nbytes"] / kind["planned_peak_nbytes"] <= 1.02
-
-
-def _with(flags: tuple[str, ...], name: str) -> tuple[str, str]:
-    at = flags.index(name)
-    return flags[at], flags[at + 1]
 
 
 def test_a_plan_of_a_pattern_moves_and_holds_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,7 +236,7 @@ def test_a_plan_of_a_pattern_moves_and_holds_what_it_says(tmp_path: Path, capsys
     assert plan.problem.profile.layers == ("local", "local", "block") * 2
     assert any(layer.host or layer.recomputes for layer in plan.layers)
     capsys.readouterr()
-    assert main(["dry-run", str(path), *shape, "--json"]) == ExitCode.OK
+    assert main(["dry-run", str(path), "--json"]) == ExitCode.OK
     for kind in json.loads(capsys.readouterr().out)["kinds"]:
         assert 0.8 < kind["peak_nbytes"] / kind["planned_peak_nbytes"] <= 1.02
 
@@ -258,7 +250,7 @@ def test_a_plan_that_moves_and_recomputes_agrees_and_holds_what_it_says(
     plan = plan_from_json(path.read_text())
     assert any(layer.host or layer.recomputes for layer in plan.layers)
     capsys.readouterr()
-    assert main(["dry-run", str(path), *shape, "--json"]) == ExitCode.OK
+    assert main(["dry-run", str(path), "--json"]) == ExitCode.OK
     said = json.loads(capsys.readouterr().out)
     assert said["agrees"]
     for kind in said["kinds"]:
@@ -275,7 +267,7 @@ def test_a_plan_whose_ranks_share_key_value_heads_holds_what_it_says(
     assert not plan.problem.profile.signature.ring
     assert any(layer.host or layer.recomputes for layer in plan.layers)
     capsys.readouterr()
-    assert main(["dry-run", str(path), *shape, "--json"]) == ExitCode.OK
+    assert main(["dry-run", str(path), "--json"]) == ExitCode.OK
     for kind in json.loads(capsys.readouterr().out)["kinds"]:
         assert 0.9 < kind["peak_nbytes"] / kind["planned_peak_nbytes"] <= 1.02
 
@@ -307,7 +299,7 @@ def test_a_stage_of_few_layers_holds_no_more_than_the_plan_says(
     shape = ("--layers", str(4 * chunks), "--hidden", "512", "--heads", "8")
     ranks = ("--gpus", "4", "--pp", "4", "--accumulate", "16", "--schedule", str(schedule))
     path = plan_file(tmp_path, *shape, "--seq", "32k", "--device", "16GiB", *ranks)
-    assert main(["dry-run", str(path), *shape, "--json"]) == ExitCode.OK
+    assert main(["dry-run", str(path), "--json"]) == ExitCode.OK
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     for kind in found["kinds"]:
         assert 0.8 * kind["planned_peak_nbytes"] < kind["peak_nbytes"] < 1.002 * kind["planned_peak_nbytes"], kind
@@ -367,9 +359,9 @@ def test_less_memory_than_a_step_holds_is_a_disagreement(tmp_path: Path, capsys:
     ("flags", "said"),
     [
         (("--gpus", "1"), "the plan is for one rank"),
-        (("--gpus", "2", "--zero", "1"), "plan without --zero"),
-        (("--gpus", "2", "--recompute", "full"), "with recompute as the plan chooses it"),
-        (("--gpus", "2", "--ffn", "8192"), "--variant, --hidden"),
+        (("--gpus", "2", "--zero", "1"), "(ZeRO 3)"),
+        (("--gpus", "2", "--recompute", "full"), "memo train has no fixed method of recompute"),
+        (("--gpus", "2", "--lora", "4"), "memo train trains all weights, not adapters"),
     ],
 )
 def test_a_plan_that_cannot_be_run_is_refused_in_one_line(
@@ -383,12 +375,10 @@ def test_a_plan_that_cannot_be_run_is_refused_in_one_line(
     assert told.count("\n") == 1
 
 
-def test_a_measured_plan_is_refused(tmp_path: Path) -> None:
+def test_a_plan_that_does_not_say_its_run_is_refused(tmp_path: Path) -> None:
     plan = plan_from_json(plan_file(tmp_path, "--gpus", "2").read_text())
-    profile = dataclasses.replace(plan.problem.profile, role=Role.MEASURED)
-    measured = dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, profile=profile))
-    with pytest.raises(PlanError, match="measured profile"):
-        planned_run(measured)
+    with pytest.raises(PlanError, match="does not say how that is trained"):
+        planned_run(dataclasses.replace(plan, run=None))
 
 
 def test_more_ranks_than_a_dry_run_takes_are_refused(tmp_path: Path) -> None:
@@ -396,7 +386,7 @@ def test_more_ranks_than_a_dry_run_takes_are_refused(tmp_path: Path) -> None:
     pipeline = dataclasses.replace(plan.problem.pipeline, stage_ranks=4097)
     many = dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, pipeline=pipeline))
     with pytest.raises(UsageError, match=r"4,097 ranks; a dry run is of at most 4,096"):
-        planned_run(many)
+        dry_run(planned_run(many))
 
 
 def test_a_model_that_does_not_divide_is_refused(tmp_path: Path) -> None:

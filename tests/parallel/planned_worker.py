@@ -21,9 +21,8 @@ from memo.dry_run.agreement import against_plan
 from memo.dry_run.all_ranks import recomputed
 from memo.dry_run.places import Place
 from memo.dry_run.recorded_collectives import CollectiveRecorder
-from memo.dry_run.run_of_plan import PlannedRun
 from memo.gpt import Precision, preset
-from memo.gpt.arithmetic import derive_profile
+from memo.gpt.arithmetic import PlannedRun, derive_profile
 from memo.gpt.model.build_rank import build_stages
 from memo.gpt.model.init_weights import initialise
 from memo.gpt.model.model import GPT
@@ -120,7 +119,9 @@ def check(name: str) -> str:
     again = recomputed(dataclasses.replace(run, plan=plan), place.pp)
     # Two numbers a group of a layer's ranks compare once a step, whether all repeat the same; a simulated rank has no peers.
     calls = [call for call in issued.calls if (call.nbytes, call.dtype) != (16, "int64")]
-    wrong = against_plan(place, calls, run.collectives_of(place), again)
+    wrong = against_plan(
+        place, calls, run.collectives_of(stage=place.pp, tp_rank=place.tp, replica=place.replica), again
+    )
     assert not wrong, f"{name}: {wrong}"
     dist.all_reduce(moved)
     assert moved > 0, f"{name}: nothing was moved or recomputed"

@@ -8,38 +8,27 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from memo.cli.inputs.expert_flags import add_expert_flags, expert_numbers
-from memo.cli.inputs.pattern_flags import add_pattern_flags, pattern_numbers
+from memo.cli.inputs.model_shape import SHAPE_FIELDS, add_shape_flags, named_shape, shape_flag
 from memo.errors import UsageError
-from memo.gpt import PRESETS, GPTConfig, Precision, Variant, preset, preset_name, with_experts, with_pattern
+from memo.gpt import PRESETS, GPTConfig, Precision, preset_name
 from memo.hugging_face import PUBLISHED, names_configuration, published_name
 
 if TYPE_CHECKING:
     from memo.hugging_face import HuggingFaceModel
 
-__all__ = ["SHAPE_FLAGS", "add_model_flags", "planned_model"]
+__all__ = ["add_model_flags", "planned_model"]
 
-_SHAPE = {
-    "layers": "layers",
-    "hidden": "hidden size",
-    "heads": "attention heads",
-    "kv-heads": "key/value heads",
-    "ffn": "inner width of the MLP",
-    "vocab": "vocabulary",
-}
-SHAPE_FLAGS = tuple(_SHAPE)
-"""Flags without the dashes that change a named model's shape."""
 _FIELDS = {
     "layers": "num_hidden_layers",
     "hidden": "hidden_size",
     "heads": "num_attention_heads",
-    "kv-heads": "num_key_value_heads",
+    "kv_heads": "num_key_value_heads",
     "ffn": "intermediate_size",
-    "vocab": "vocab_size",
+    "vocab_size": "vocab_size",
 }
-"""Names of the flags' numbers in a configuration of transformers."""
+"""Names of a shape's fields in a configuration of transformers."""
 _WITHOUT_LOGITS = "without-logits"
 _NAMES = (*PRESETS, *(name for name in PUBLISHED if preset_name(name) is None))
 """Names of models; a published one that is also a preset's is the preset."""
@@ -54,11 +43,6 @@ def add_model_flags(group: argparse._ArgumentGroup) -> None:
         "folder with one",
     )
     group.add_argument(
-        "--variant",
-        choices=get_args(Variant),
-        help="architecture of the layers of a size alone, such as 7b (default gpt)",
-    )
-    group.add_argument(
         "--precision",
         choices=[str(p) for p in Precision],
         default=str(Precision.BF16),
@@ -70,10 +54,7 @@ def add_model_flags(group: argparse._ArgumentGroup) -> None:
         help="loss of a model of transformers: its own, with all logits in float32, or memo.loss_without_logits (default "
         "model; sizes of memo's GPT have no logits in memory)",
     )
-    for name, words in _SHAPE.items():
-        group.add_argument(f"--{name}", type=int, metavar="N", help=f"{words} of a named model (default: the model's)")
-    add_expert_flags(group)
-    add_pattern_flags(group)
+    add_shape_flags(group)
 
 
 def planned_model(
@@ -85,21 +66,16 @@ def planned_model(
         UsageError: no model has this name, there is no such file, transformers cannot build it, or a flag does not apply.
     """
     name: str = args.model
-    shape = {flag: getattr(args, flag.replace("-", "_")) for flag in SHAPE_FLAGS}
     known = preset_name(name)
     if known is not None and not Path(name).exists():
         if args.loss == "model":
             raise UsageError(f"--loss model: {name} is memo's GPT, whose loss has no logits in memory")
-        sizes = {flag.replace("-", "_"): size for flag, size in shape.items() if flag != "vocab"}
-        config = preset(known, variant=args.variant, vocab_size=shape["vocab"], **sizes)
-        return with_pattern(with_experts(config, **expert_numbers(args)), **pattern_numbers(args))
-    numbers = expert_numbers(args) | pattern_numbers(args)
-    given = next((flag for flag, number in numbers.items() if number is not None), None)
-    if given is not None:
-        raise UsageError(f"--{given.replace('_', '-')} applies to sizes of memo's GPT only; leave it out")
-    if args.variant is not None:
-        raise UsageError("--variant applies to sizes of memo's GPT only; leave it out")
-    return _of_transformers(name, args, {flag: size for flag, size in shape.items() if size is not None}, say)
+        return named_shape(args, known)
+    shape = {name: value for name in SHAPE_FIELDS if (value := getattr(args, name)) is not None}
+    other = next((shape_flag(name) for name in shape if name not in _FIELDS), "--variant" if args.variant else None)
+    if other is not None:
+        raise UsageError(f"{other} applies to sizes of memo's GPT only; leave it out")
+    return _of_transformers(name, args, shape, say)
 
 
 def _of_transformers(
@@ -129,12 +105,14 @@ def _of_transformers(
 
 
 def _reshape(config: Any, shape: Mapping[str, int], name: str) -> None:
-    for flag, size in shape.items():
+    for field, size in shape.items():
         if size < 1:
-            raise UsageError(f"--{flag} {size} is less than 1")
-        if not isinstance(getattr(config, _FIELDS[flag], None), int):
-            raise UsageError(f"--{flag}: the configuration of {name} has no {_FIELDS[flag]}; change the file")
-        setattr(config, _FIELDS[flag], size)
+            raise UsageError(f"{shape_flag(field)} {size} is less than 1")
+        if not isinstance(getattr(config, _FIELDS[field], None), int):
+            raise UsageError(
+                f"{shape_flag(field)}: the configuration of {name} has no {_FIELDS[field]}; change the file"
+            )
+        setattr(config, _FIELDS[field], size)
     types = getattr(config, "layer_types", None)
     if "layers" in shape and types:
         config.layer_types = [types[index % len(types)] for index in range(shape["layers"])]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from memo.search import PORT, Launch, train_arguments
@@ -16,7 +15,6 @@ from memo.search import PORT, Launch, train_arguments
 if TYPE_CHECKING:
     from memo.mip.activation import ActivationPlan
     from memo.mip.cluster import Placement
-    from memo.search import Candidate
 
 __all__ = ["cluster_launch"]
 
@@ -26,33 +24,25 @@ class _Nodes:
     """Nodes of one group whose ranks follow one another."""
 
     group: int
-    stage: int
-    """Pipeline stage of their first rank."""
     count: int
     ranks: int
     """On each of them."""
 
 
-def cluster_launch(
-    plan: ActivationPlan, placement: Placement, candidate: Candidate, *, model_flags: Sequence[str], plan_file: str
-) -> Launch | None:
+def cluster_launch(plan: ActivationPlan, placement: Placement, *, plan_file: str) -> Launch | None:
     """A line for each run of nodes: which they are, and the command to start on each; None where ranks would be split.
 
     Args:
         plan: what is run.
         placement: its placement.
-        candidate: its layout.
-        model_flags: flags of `memo train` that name and shape the model.
         plan_file: where the plan is.
     """
     order = _in_order(placement)
     if not order:
         return None
     every = sum(nodes.count for nodes in order)
-    lines, first, trains = [], 0, []
+    lines, first, train = [], 0, train_arguments(plan, plan_file)
     for nodes in order:
-        train = train_arguments(plan, candidate, model_flags=model_flags, plan_file=plan_file, stage=nodes.stage)
-        trains.append(train)
         name, last = placement.cluster.groups[nodes.group].name, first + nodes.count - 1
         which = f"node {first}" if first == last else f"nodes {first} to {last}"
         number = str(first) if first == last else "RANK"
@@ -60,24 +50,24 @@ def cluster_launch(
         command += f" --master-addr HOST --master-port {PORT} -m memo.cli.main train {shlex.join(train)}"
         lines.append(f"{which}, of {name}: {command}")
         first = last + 1
-    return Launch(torchrun="\n".join(lines), slurm=None, train=trains[0])
+    return Launch(torchrun="\n".join(lines), slurm=None, train=train)
 
 
 def _in_order(placement: Placement) -> list[_Nodes]:
     """The nodes by their ranks; none where a node would hold ranks that do not follow one another."""
-    runs: list[list[int]] = []  # group, first stage, ranks
-    for stage, place in enumerate(placement.places):
+    runs: list[list[int]] = []  # group, ranks
+    for place in placement.places:
         for group, replicas in zip(place.groups, place.replicas, strict=True):
             ranks = replicas * placement.tp * placement.cp
             if runs and runs[-1][0] == group:
-                runs[-1][2] += ranks
+                runs[-1][1] += ranks
             else:
-                runs.append([group, stage, ranks])
+                runs.append([group, ranks])
     found = []
-    for group, stage, ranks in runs:
+    for group, ranks in runs:
         per_node = placement.cluster.groups[group].machine.gpus_per_node
         alone = sum(one[0] == group for one in runs) == 1
         if ranks % per_node and not (alone and ranks < per_node):
             return []
-        found.append(_Nodes(group, stage, max(ranks // per_node, 1), min(ranks, per_node)))
+        found.append(_Nodes(group, max(ranks // per_node, 1), min(ranks, per_node)))
     return found

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.errors import UsageError
 from memo.gpt import GPTConfig, Precision, preset_name
+from memo.gpt.arithmetic import layout_of
 from memo.gpt.checkpoint import reshard
 from memo.mip.activation import read_activation_plan
-from memo.parallel import Layout
 
 if TYPE_CHECKING:
     from memo.gpt.checkpoint import Resharding
     from memo.mip.activation import ActivationProblem
     from memo.mip.inputs import Hardware
 
-__all__ = ["CheckpointPlan", "checkpoint_bytes_per_s", "layout_of"]
+__all__ = ["CheckpointPlan", "checkpoint_bytes_per_s"]
 
 
 _NOT_OWN = "--from is for sizes of memo's GPT, which memo train trains"
@@ -102,21 +102,6 @@ class CheckpointPlan:
             element=2 if was.signature.dtype == Precision.BF16 else 4,
             sparse_embedding=(whole[0], whole[1]),
         )
-
-
-def layout_of(problem: ActivationProblem) -> Layout:
-    """The ranks of a problem, as `memo train` divides them."""
-    signature, pipeline = problem.profile.signature, problem.pipeline
-    return Layout(
-        dp=problem.replicas,
-        tp=signature.tp,
-        cp=signature.cp,
-        ep=signature.ep,
-        pp=pipeline.stages,
-        schedule=pipeline.schedule,
-        chunks=pipeline.chunks if pipeline.chunks != pipeline.schedule.default_chunks else None,
-        stage_layers=pipeline.layers,
-    )
 
 
 def checkpoint_bytes_per_s(machine: Hardware, gpus: int) -> float:

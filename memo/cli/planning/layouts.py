@@ -11,9 +11,6 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from memo.cli.inputs.expert_flags import EXPERT_FLAGS
-from memo.cli.inputs.pattern_flags import PATTERN_FLAGS
-from memo.cli.inputs.planned_model import SHAPE_FLAGS
 from memo.cli.planning.cluster_launch import cluster_launch
 from memo.cli.planning.former_plan import CheckpointPlan
 from memo.cli.planning.on_cluster import space_on_cluster
@@ -40,6 +37,7 @@ from memo.search import (
     search_layouts,
     smallest_that_fits,
     why_not_trained,
+    with_run,
 )
 from memo.trace import render_page
 from memo.units import format_tokens, parse_tokens
@@ -57,8 +55,6 @@ LEAST_STEP_TOKENS = 1 << 20
 _SPLIT = "a node would hold ranks that do not follow one another; give --tp, --cp and --pp of whole nodes"
 _OWN = ("nodes", "gpus_per_node", "dp", "batch_tokens", "html")
 """Flags that go with --search only."""
-_TRAINED = ("layers", "hidden", "heads", *EXPERT_FLAGS, *PATTERN_FLAGS)
-"""Flags of a model's shape that memo train has, too."""
 
 
 def add_search_flags(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +103,7 @@ def run_search(args: argparse.Namespace) -> ExitCode:
     space = _space(args)
     if former is not None:
         former.require_model(args.model, space.request.config)
-    reason = _reason_not_trained(args, space.request)
+    reason = why_not_trained(space.request)
     begin_s = time.monotonic()
     longest = None
     with WaitingLine("memo plan", f"searching layouts of {space.gpus} GPUs", quiet=args.json) as waiting:
@@ -145,7 +141,7 @@ def run_search(args: argparse.Namespace) -> ExitCode:
     summary |= {} if longest is None else {"max_seq": longest.tokens, "binds": longest.binds}
     files = {}
     if args.output:
-        files[args.output] = plan_to_json(written.plan)
+        files[args.output] = plan_to_json(with_run(written.plan, space.request, written.candidate))
     if args.html:
         page = search_page(summary, shown, space=space, written=written.candidate)
         files[args.html] = render_page(page, title=f"memo plan --search: {space.request.model}", assets="search")
@@ -296,34 +292,12 @@ def _assumed(args: argparse.Namespace, space: Space) -> list[str]:
     return found
 
 
-def _reason_not_trained(args: argparse.Namespace, request: Request) -> str | None:
-    """Reason why memo train does not train what is planned; None where it does."""
-    other = next(
-        (name for name in SHAPE_FLAGS if getattr(args, name.replace("-", "_")) is not None and name not in _TRAINED),
-        None,
-    )
-    return why_not_trained(request) if other is None else f"memo train has no --{other}"
-
-
-def _trained_model_flags(args: argparse.Namespace) -> list[str]:
-    """Flags of memo train that name and shape the model."""
-    flags = ["--model", args.model]
-    flags += [] if args.variant is None else ["--variant", args.variant]
-    for name in _TRAINED:
-        number = getattr(args, name.replace("-", "_"))
-        flags += [] if number is None else [f"--{name}", str(number)]
-    return flags
-
-
 def _launch(args: argparse.Namespace, space: Space, written: Planned) -> Launch | None:
     """Launch lines of the plan that is written; None where a node would hold ranks that do not follow one another."""
-    flags, plan_file = _trained_model_flags(args), args.output or "plan.json"
-    candidate = written.candidate
-    placement = space.placement(candidate)
+    plan_file, placement = args.output or "plan.json", space.placement(written.candidate)
     if placement is not None:
-        candidate = dataclasses.replace(candidate, stage_layers=written.plan.problem.pipeline.layers)
-        return cluster_launch(written.plan, placement, candidate, model_flags=flags, plan_file=plan_file)
-    return launch_of(written.plan, candidate, gpus_per_node=space.gpus_per_node, model_flags=flags, plan_file=plan_file)
+        return cluster_launch(written.plan, placement, plan_file=plan_file)
+    return launch_of(written.plan, gpus_per_node=space.gpus_per_node, plan_file=plan_file)
 
 
 def _does_not_fit(space: Space, smallest: tuple[str, dict[str, object]], *, as_json: bool) -> Infeasible:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from memo.cli.inputs.batch_sizes import batch_sizes
 from memo.cli.inputs.budgets import budgets_of
-from memo.cli.inputs.expert_flags import EXPERT_FLAGS
-from memo.cli.inputs.pattern_flags import PATTERN_FLAGS
-from memo.cli.inputs.planned_model import SHAPE_FLAGS, planned_model
+from memo.cli.inputs.model_shape import SHAPE_FIELDS, shape_flag
+from memo.cli.inputs.planned_model import planned_model
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.errors import UsageError
 from memo.gpt import EmbeddingGradients, GPTConfig, Precision, preset_name
@@ -142,7 +141,7 @@ def _require_attention(args: argparse.Namespace, layout: Layout, config: GPTConf
 
 def _stage_layers(args: argparse.Namespace, layout: Layout) -> tuple[int, ...]:
     """Checks --stage-layers; how many layers there are is known with the profile."""
-    counts: tuple[int, ...] = args.stage_layers
+    counts: tuple[int, ...] = args.stage_layers or ()
     runs = layout.pp * (args.chunks or PipelineSchedule(args.schedule).default_chunks)
     if counts and len(counts) != runs:
         raise UsageError(f"--stage-layers has {len(counts)} numbers, and there are {runs} runs of layers")
@@ -153,8 +152,7 @@ def _stage_layers(args: argparse.Namespace, layout: Layout) -> tuple[int, ...]:
 
 def _require_named_model(args: argparse.Namespace) -> None:
     """Refuses flags that describe a named model where a profile is given."""
-    shape = (*SHAPE_FLAGS, *EXPERT_FLAGS, *PATTERN_FLAGS)
-    given = [f"--{name}" for name in shape if getattr(args, name.replace("-", "_")) is not None]
+    given = [shape_flag(name) for name in SHAPE_FIELDS if getattr(args, name) is not None]
     given += ["--recompute"] * (args.recompute != "plan") + ["--zero"] * (args.zero != 3)
     given += ["--optimizer-offload"] * args.optimizer_offload + ["--loss"] * (args.loss is not None)
     given += ["--optimizer"] * (args.optimizer != Optimizer.ADAMW) + ["--lora"] * (args.lora != 0)

@@ -28,6 +28,13 @@ if TYPE_CHECKING:
     )
     from memo.gpt.arithmetic.profile_by_arithmetic import derive_profile as derive_profile
     from memo.gpt.arithmetic.rank_weights import RankWeights as RankWeights
+    from memo.gpt.arithmetic.run_of_plan import (
+        PlannedRun as PlannedRun,
+        layout_of as layout_of,
+        planned_run as planned_run,
+        run_of as run_of,
+        untrained as untrained,
+    )
     from memo.gpt.arithmetic.step_collectives import ChunkOfLayers as ChunkOfLayers, StepCollectives as StepCollectives
     from memo.gpt.arithmetic.training import (
         ADAM_FP32 as ADAM_FP32,
@@ -46,6 +53,7 @@ else:
             "flops": "parameter_count",
             "layout": "Layout",
             "optimizers": "Optimizer end_states layer_states orthogonalisation_flops",
+            "run_of_plan": "PlannedRun layout_of planned_run run_of untrained",
             "profile_by_arithmetic": "derive_profile",
             "step_collectives": "ChunkOfLayers StepCollectives",
             "training": "ADAM_FP32 ADAM_PURE STATES StateBytes Training",

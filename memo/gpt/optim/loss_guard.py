@@ -54,7 +54,9 @@ class LossGuardConfig:
     """
 
     on_nan: OnNan = OnNan.STOP
+    """When a loss or gradient is not finite: save the previous step and stop, or skip the update."""
     on_spike: OnSpike = OnSpike.WARN
+    """When the loss jumps: print a warning, skip the update, or stop."""
     window: int = 128
     """Number of recent losses that a loss is compared with."""
     warmup: int = 32

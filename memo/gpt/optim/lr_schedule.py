@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Annotated
 
 from memo.errors import UsageError
 
 __all__ = ["LrSchedule"]
+
+_RATE = {"metavar": "RATE"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,14 +21,14 @@ class LrSchedule:
         UsageError: a number is out of range.
     """
 
-    peak: float
-    """Learning rate at the end of the warmup."""
-    floor: float
-    """Learning rate at the last step."""
-    warmup: int
-    """Steps from almost zero to `peak`; 0 starts at `peak`."""
+    peak: Annotated[float, _RATE]
+    """Learning rate at the end of the warmup (default 3e-4)."""
+    floor: Annotated[float, _RATE]
+    """Learning rate at the last step (default: a tenth of --lr)."""
+    warmup: Annotated[int, {"metavar": "STEPS"}]
+    """Steps of linear warmup from almost zero to the peak; 0 starts there (default: a tenth of --steps, at most 2000)."""
     steps: int
-    """Length of the whole run."""
+    """Steps of the whole run, resumed ones included (default 100)."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -36,6 +39,18 @@ class LrSchedule:
             raise UsageError(f"--min-lr {self.floor} is not between 0 and --lr {self.peak}")
         if self.warmup < 0:
             raise UsageError(f"--warmup {self.warmup} is negative; 0 is no warmup")
+
+    @classmethod
+    def of(
+        cls, *, peak: float = 3e-4, floor: float | None = None, warmup: int | None = None, steps: int = 100
+    ) -> LrSchedule:
+        """A schedule of which only some numbers are given; None is the default that follows from the others."""
+        return cls(
+            peak=peak,
+            floor=peak / 10 if floor is None else floor,
+            warmup=min(2000, steps // 10) if warmup is None else warmup,
+            steps=steps,
+        )
 
     def at(self, step: int) -> float:
         """Learning rate of step `step`, counted from 1."""

@@ -19,7 +19,7 @@ __all__ = ["choose_exchange", "require_possible"]
 def require_possible(config: RunConfig, shape: GPTConfig) -> None:
     """Raises UsageError where the sparse exchange is asked for and not possible."""
     reason = _reason_not(config, shape)
-    if reason is not None and config.embedding_gradients is EmbeddingGradients.SPARSE:
+    if reason is not None and config.embedding_exchange is EmbeddingGradients.SPARSE:
         raise UsageError(f"--embedding-exchange sparse: {reason}; use --embedding-exchange dense")
 
 
@@ -34,7 +34,7 @@ def choose_exchange(config: RunConfig, shape: GPTConfig, *, element: int) -> tup
     Returns:
         True for the sparse exchange, and a line about the choice, None where nobody asked.
     """
-    layout, asked = config.layout, config.embedding_gradients
+    layout, asked = config.layout, config.embedding_exchange
     if asked is EmbeddingGradients.DENSE:
         return False, None
     reason = _reason_not(config, shape)

@@ -48,10 +48,10 @@ def open_manager(
     return offload(
         model,
         plan=config.plan,
-        device=config.device_budget,
+        device=config.device,
         # A named tier means that everything moves there; mode auto makes a plan.
         alpha=1.0 if config.alpha is None and config.mode is not OffloadMode.AUTO else config.alpha,
-        codec=config.codec,  # type: ignore[arg-type]  # the manager checks it
+        codec=config.codec,
         host_pool=config.host_pool,
         disk_budget=config.disk_budget,
         layers=layers,
@@ -65,11 +65,11 @@ def open_manager(
 
 def _tiers(config: OffloadConfig, device: torch.device) -> dict[str, Any]:
     """Arguments `host` and `disk`. On a CPU, host memory is the device, and a tier only with an explicit budget."""
-    budget = config.host_budget
+    budget = config.host
     if config.mode is OffloadMode.HOST:
         if budget is None and device.type == "cpu":
             raise UsageError("--offload host on a CPU needs --host, since host memory is the device there")
         return {"host": "auto" if budget is None else budget, "disk": None}
     if config.mode is OffloadMode.DISK:
-        return {"host": budget or 0, "disk": config.disk_dir or Path(tempfile.gettempdir())}
-    return {"host": "auto" if budget is None else budget, "disk": config.disk_dir}
+        return {"host": budget or 0, "disk": config.disk or Path(tempfile.gettempdir())}
+    return {"host": "auto" if budget is None else budget, "disk": config.disk}

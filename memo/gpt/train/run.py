@@ -18,10 +18,9 @@ import torch
 from memo.allocator import active_allocator, use_planned_allocator
 from memo.errors import CheckpointError, DeviceOutOfMemory, ExitCode, TrainingDiverged, UsageError
 from memo.gpt.arithmetic.flops import parameter_count
-from memo.gpt.attention_pattern import with_pattern
 from memo.gpt.checkpoint.background import BackgroundCheckpointDir
 from memo.gpt.checkpoint.directory import Checkpoint
-from memo.gpt.config import GPTConfig, preset, with_experts
+from memo.gpt.config import GPTConfig
 from memo.gpt.data.batches import Batches, Split
 from memo.gpt.data.document_batches import DocumentBatches
 from memo.gpt.data.regrouped_batches import RegroupedBatches
@@ -258,7 +257,7 @@ class _Run:
         cpu = f"{threads} CPU thread{'' if threads == 1 else 's'}"
         where = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
         return [
-            f"model    {config.model} ({config.variant}): {parameter_count(shape):,} parameters, {shape.layers} layers "
+            f"model    {config.model} ({shape.variant}): {parameter_count(shape):,} parameters, {shape.layers} layers "
             f"of {shape.hidden}, {self.trainer.config.precision} on {_ranks(config.layout)}{where}",
             f"data     {len(tokens):,} tokens; a step takes {config.training.accumulate} x {config.batch} x "
             f"{format_tokens(config.seq)}",
@@ -290,13 +289,13 @@ def _prepare(config: RunConfig) -> torch.device:
     if config.planned_allocator:
         use_planned_allocator()
     has_gpu = torch.cuda.is_available()
-    if config.device == "cuda" and not has_gpu:
+    if config.on == "cuda" and not has_gpu:
         raise UsageError("--on cuda: torch sees no CUDA GPU on this machine; use --on cpu")
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing here reads memory it has not written
-    if has_gpu and config.device != "cpu":
+    if has_gpu and config.on != "cpu":
         if config.layout.ranks > 1:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         return torch.device("cuda", torch.cuda.current_device())
@@ -467,30 +466,12 @@ def _shape(config: RunConfig, tokens: TokenFile | None = None, start: Checkpoint
         scaled = RopeScaling.parse(config.rope_scaling, seq=config.seq)
     else:
         scaled = None if scaling is None else RopeScaling(**{**scaling, "kind": RopeScalingKind(scaling["kind"])})
-    shape = preset(
-        config.model,
-        variant=config.variant,
-        vocab_size=None if tokens is None else tokens.vocab_size,
+    shape = dataclasses.replace(
+        config.shape,
+        vocab_size=config.shape.vocab_size if tokens is None else tokens.vocab_size,
         max_seq=config.seq,
-        layers=config.layers,
-        hidden=config.hidden,
-        heads=config.heads,
-        dropout=config.dropout,
-        mlp_tiles=config.mlp_tiles,
         end_of_document=tokens.end_of_document if config.mask_documents and tokens is not None else None,
     )
-    shape = with_experts(
-        shape,
-        experts=config.experts,
-        top_k=config.top_k,
-        shared_experts=config.shared_experts,
-        expert_hidden=config.expert_hidden,
-        expert_bottleneck=config.expert_bottleneck,
-        every=config.every,
-        balance_loss=config.balance_loss,
-        z_loss=config.z_loss,
-    )
-    shape = with_pattern(shape, sliding_window=config.sliding_window, full_every=config.full_every)
     if shape.positions == "rotary":
         theta = config.rope_theta or former.get("rope_theta") or shape.rope_theta
         return dataclasses.replace(shape, rope_theta=theta, rope_scaling=scaled)

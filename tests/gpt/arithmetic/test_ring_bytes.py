@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from memo.allocator import BytelessMode, Recorder
-from memo.dry_run import PlannedRun, dry_run
+from memo.dry_run import dry_run
 from memo.dry_run.recorded_collectives import CollectiveRecorder
 from memo.gpt import Precision, preset
-from memo.gpt.arithmetic import Layout as Sizes, derive_profile
+from memo.gpt.arithmetic import Layout as Sizes, PlannedRun, derive_profile
 from memo.gpt.arithmetic.block_bytes import RING_FLOAT, RING_HALF
 from memo.mip.activation import ActivationProblem, Budgets, Pipeline, solve_problem
 from memo.mip.inputs import hardware_preset

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from memo.errors import UsageError
-from memo.gpt import RunConfig, TrainConfig
+from memo.gpt import RunConfig, TrainConfig, preset
 from memo.gpt.checkpoint.directory import Checkpoint
 from memo.gpt.optim import LrSchedule
 from memo.gpt.train.former_batch import batch_lines, batch_settings, drawn_rows, with_former_batch
@@ -24,7 +24,7 @@ def config(
     training = TrainConfig(schedule=schedule, accumulate=accumulate)
     return RunConfig(
         model="tiny",
-        variant="gpt",
+        shape=preset("tiny"),
         seq=64,
         batch=batch,
         training=training,

@@ -1,0 +1,64 @@
+"""Shape of a size of memo's GPT from the command line, the same in `memo train` and `memo plan`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import get_args
+
+from memo.cli.inputs.fields import add_fields, given_fields
+from memo.gpt import (
+    MOE_FLAGS,
+    AttentionPattern,
+    GPTConfig,
+    MoeConfig,
+    Variant,
+    preset,
+    with_experts,
+    with_pattern,
+)
+
+__all__ = ["SHAPE_FIELDS", "add_shape_flags", "named_shape", "shape_flag"]
+
+_SIZES = "layers hidden heads kv_heads ffn"
+_PATTERN = "window full_every"
+_EXPERTS = "experts top_k shared_experts expert_hidden bottleneck every"
+_LOSSES = " balance_coefficient z_coefficient"
+SHAPE_FIELDS = f"{_SIZES} vocab_size {_PATTERN} {_EXPERTS}".split()
+"""Names of the values that add_shape_flags adds for `memo plan`; None where one is not given."""
+_FLAGS = {"vocab_size": "--vocab", "window": "--sliding-window", **{name: f"--{MOE_FLAGS[name]}" for name in MOE_FLAGS}}
+_DEFAULT = "the model's"
+
+
+def add_shape_flags(group: argparse._ArgumentGroup, *, training: bool = False) -> None:
+    """Adds the flags that shape a model.
+
+    Args:
+        group: parser or group.
+        training: with what changes no plan, the dropout and the factors of routers' losses; without the vocabulary, which
+            is the data's.
+    """
+    group.add_argument(
+        "--variant",
+        choices=get_args(Variant),
+        help="architecture of the layers of a size alone, such as 7b (default: the model's, gpt where it has both)",
+    )
+    sizes = f"{_SIZES} {'dropout' if training else 'vocab_size'}"
+    add_fields(group, GPTConfig, sizes, flags=_FLAGS, default=_DEFAULT)
+    add_fields(group, AttentionPattern, _PATTERN, flags=_FLAGS, default=_DEFAULT)
+    add_fields(group, MoeConfig, _EXPERTS + _LOSSES * training, flags=_FLAGS, default=_DEFAULT)
+
+
+def shape_flag(name: str) -> str:
+    """The flag of a field."""
+    return _FLAGS.get(name, f"--{name.replace('_', '-')}")
+
+
+def named_shape(args: argparse.Namespace, name: str) -> GPTConfig:
+    """The shape of a size with what the flags change.
+
+    Raises:
+        UsageError: no size has this name, or numbers do not fit together.
+    """
+    shape = preset(name, variant=args.variant, **given_fields(args, f"{_SIZES} vocab_size dropout"))
+    shape = with_experts(shape, **given_fields(args, f"{_EXPERTS}{_LOSSES}"))
+    return with_pattern(shape, sliding_window=args.window, full_every=args.full_every)
