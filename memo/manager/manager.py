@@ -557,17 +557,9 @@ class Manager:
             return
         self._closer.detach()
         self._memory_watch.close()
-        if self._parts.owned is not None:
-            self._parts.owned.close()
         if self._steps is not None:
             self._steps.done()
-        try:
-            self._engine.close()
-        finally:
-            if self._recorder is not None:
-                if self._in_step:
-                    self._end_step()
-                self._recorder.close()
+        self._parts.close(self._end_step if self._in_step else None)
 
 
 def _abandon(tiers: Sequence[Tier], backend: Backend, recorder: TraceRecorder | None, of: int) -> None:

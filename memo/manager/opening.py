@@ -23,6 +23,8 @@ from memo.parallel import PipelineOrder, gather_values, group_of
 from memo.swap import Bans, Engine, Layer, RecomputePolicy, Setting, WhenFull
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from torch import nn
     from torch.distributed import ProcessGroup
@@ -61,8 +63,8 @@ class Runtime:
     sampler: MemorySampler | None = None
     """None: no trace."""
 
-    def close(self) -> None:
-        """Releases memory and files, and ends the trace.
+    def close(self, end_step: Callable[[], None] | None = None) -> None:
+        """Releases memory and files, and ends the trace, its last step by `end_step`.
 
         Raises:
             SwapError: a copy in flight failed. The trace is ended all the same.
@@ -73,6 +75,8 @@ class Runtime:
             if self.owned is not None:
                 self.owned.close()
             if self.recorder is not None:
+                if end_step is not None:
+                    end_step()
                 self.recorder.close()
 
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from memo.search.bounds import Bound as Bound
     from memo.search.candidates import Candidate as Candidate, Setting as Setting, Shape as Shape
     from memo.search.launch import (
-        PORT as PORT,
         Launch as Launch,
         launch_of as launch_of,
         runs_under_memo_train as runs_under_memo_train,
@@ -22,7 +21,11 @@ if TYPE_CHECKING:
         why_not_trained as why_not_trained,
         with_run as with_run,
     )
-    from memo.search.longest import LongestFit as LongestFit, longest_that_fits as longest_that_fits
+    from memo.search.longest import (
+        LongestFit as LongestFit,
+        last_that_fits as last_that_fits,
+        longest_that_fits as longest_that_fits,
+    )
     from memo.search.request import Request as Request
     from memo.search.search import (
         Closed as Closed,
@@ -44,8 +47,8 @@ else:
             "answer": "Item Rival rivals step_items",
             "bounds": "Bound",
             "candidates": "Candidate Setting Shape",
-            "launch": "PORT Launch launch_of runs_under_memo_train train_arguments why_not_trained with_run",
-            "longest": "LongestFit longest_that_fits",
+            "launch": "Launch launch_of runs_under_memo_train train_arguments why_not_trained with_run",
+            "longest": "LongestFit last_that_fits longest_that_fits",
             "request": "Request",
             "search": "Closed Found Planned search_layouts",
             "shares": "Shares",

@@ -14,10 +14,11 @@ from memo.gpt.arithmetic import Optimizer, run_of, untrained
 
 if TYPE_CHECKING:
     from memo.mip.activation import ActivationPlan
+    from memo.mip.cluster import Placement
     from memo.search.candidates import Candidate
     from memo.search.request import Request
 
-__all__ = ["PORT", "Launch", "launch_of", "runs_under_memo_train", "train_arguments", "why_not_trained", "with_run"]
+__all__ = ["Launch", "launch_of", "runs_under_memo_train", "train_arguments", "why_not_trained", "with_run"]
 
 PORT = 29500
 """Port of the first node, where torchrun's processes meet."""
@@ -74,23 +75,67 @@ def runs_under_memo_train(candidate: Candidate) -> bool:
     return candidate.is_fully_sharded
 
 
-def launch_of(plan: ActivationPlan, *, gpus_per_node: int, plan_file: str) -> Launch:
-    """Launch lines of a plan.
+def launch_of(
+    plan: ActivationPlan, *, gpus_per_node: int, plan_file: str, placement: Placement | None = None
+) -> Launch | None:
+    """Launch lines of a plan; None where a node would hold ranks that do not follow one another.
 
     Args:
         plan: what is run.
         gpus_per_node: GPUs of a node.
         plan_file: where the plan is.
+        placement: on nodes that are not alike, its placement: a line for each run of equal nodes, in the order of ranks.
     """
     train, gpus = train_arguments(plan, plan_file), plan.problem.gpus
-    nodes, per_node = max(gpus // gpus_per_node, 1), min(gpus, gpus_per_node)
     inner = f"-m memo.cli.main train {shlex.join(train)}"
+    if placement is not None:
+        lines = _lines(placement, inner)
+        return Launch(torchrun="\n".join(lines), slurm=None, train=train) if lines else None
+    nodes, per_node = max(gpus // gpus_per_node, 1), min(gpus, gpus_per_node)
     one = f"torchrun --nproc-per-node {per_node} {inner}"
     many = f"torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-endpoint"
     first = f'"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):{PORT}"'
     under = one if nodes == 1 else f"srun {many} {first} {inner}"
     allocated = f"sbatch --nodes {nodes} --ntasks-per-node 1 --gpus-per-node {per_node} --wrap {shlex.quote(under)}"
     return Launch(torchrun=one if nodes == 1 else f"{many} HOST:{PORT} {inner}", slurm=allocated, train=train)
+
+
+def _lines(placement: Placement, inner: str) -> list[str]:
+    """For each run of nodes which they are, and the command to start on each, by its rank among them."""
+    runs, lines, first = _runs_of_nodes(placement), [], 0
+    for group, count, ranks in runs:
+        last = first + count - 1
+        which = f"node {first}" if first == last else f"nodes {first} to {last}"
+        command = (
+            f"torchrun --nnodes {sum(nodes for _, nodes, _ in runs)} --node-rank {first if count == 1 else 'RANK'}"
+        )
+        command += f" --nproc-per-node {ranks} --master-addr HOST --master-port {PORT} {inner}"
+        lines.append(f"{which}, of {placement.cluster.groups[group].name}: {command}")
+        first = last + 1
+    return lines
+
+
+def _runs_of_nodes(placement: Placement) -> list[tuple[int, int, int]]:
+    """Groups by their ranks, each with the number of nodes that follow one another and the ranks on each of them.
+
+    None where a node would hold ranks that do not follow one another. Ranks are numbered by stage, then replica.
+    """
+    runs: list[list[int]] = []  # group, ranks
+    for place in placement.places:
+        for group, replicas in zip(place.groups, place.replicas, strict=True):
+            ranks = replicas * placement.tp * placement.cp
+            if runs and runs[-1][0] == group:
+                runs[-1][1] += ranks
+            else:
+                runs.append([group, ranks])
+    found = []
+    for group, ranks in runs:
+        per_node = placement.cluster.groups[group].machine.gpus_per_node
+        alone = sum(one[0] == group for one in runs) == 1
+        if ranks % per_node and not (alone and ranks < per_node):
+            return []
+        found.append((group, max(ranks // per_node, 1), min(ranks, per_node)))
+    return found
 
 
 def train_arguments(plan: ActivationPlan, plan_file: str) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from memo.search.bounds import has_room, kept_bounds, link_bound
 from memo.search.candidates import Candidate, Shape
 from memo.search.space import Space
 
-__all__ = ["LongestFit", "fits_any_plan", "leanest", "longest_that_fits"]
+__all__ = ["LongestFit", "fits_any_plan", "last_that_fits", "leanest", "longest_that_fits"]
 
 MOST_TOKENS = 1 << 30
 
@@ -84,6 +84,28 @@ def _fits(space: Space, candidate: Candidate, tiles: int) -> bool:
     return has_room(problem) and math.isfinite(link_bound(kept_bounds(problem)[1])) and fits(problem)
 
 
+def last_that_fits(does_fit: Callable[[int], bool], low: int, *, tile: int) -> tuple[int, int | None]:
+    """The most tiles of tokens that fit, from `low` on, which do.
+
+    Args:
+        does_fit: whether so many do; where more do, fewer do, too.
+        low: number of tiles.
+        tile: tokens of each.
+
+    Returns:
+        These, and the next number; None where longer ones were not tried.
+    """
+    high = 2 * low
+    while low * tile < MOST_TOKENS and does_fit(high):
+        low, high = high, 2 * high
+    if low * tile >= MOST_TOKENS:
+        return low, None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if does_fit(middle) else (low, middle)
+    return low, high
+
+
 def _longer(space: Space, shape: Shape, tile: int, reached: int) -> LongestFit | None:
     """The longest sequence of one shape; None where that is no longer than `reached` tokens."""
     known: dict[int, Candidate] = {}
@@ -98,14 +120,8 @@ def _longer(space: Space, shape: Shape, tile: int, reached: int) -> LongestFit |
     low = reached // tile + 1
     if not does_fit(low):
         return None
-    high = 2 * low
-    while low * tile < MOST_TOKENS and does_fit(high):
-        low, high = high, 2 * high
-    ended = low * tile >= MOST_TOKENS
-    while high - low > 1 and not ended:
-        middle = (low + high) // 2
-        low, high = (middle, high) if does_fit(middle) else (low, middle)
-    binds = None if ended else _lacks(_of_length(space, high * tile), shape)
+    low, high = last_that_fits(does_fit, low, tile=tile)
+    binds = None if high is None else _lacks(_of_length(space, high * tile), shape)
     return LongestFit(space=_of_length(space, low * tile), candidate=known[low], tile=tile, binds=binds)
 
 

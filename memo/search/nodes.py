@@ -156,7 +156,7 @@ def _kept(space: Space, node: Node) -> Node:
     The step is that with the fewest tiles, since tiles only add work.
     """
     assert node.candidate is not None
-    if not any(_may_fit(space, node.candidate, tiles) for tiles in space.request.leanest_tiles):
+    if not any(_may_fit(space, node.candidate, tiles) for tiles in reversed(space.request.leanest_tiles)):
         return _unfit(node)
     problem = problem_of(space, node.candidate, space.request.tiles[0])
     if problem is None:

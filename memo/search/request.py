@@ -15,8 +15,6 @@ from memo.mip.activation import ActivationProblem, DoesNotFit, Pipeline, fits, s
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from memo.gpt import Precision
     from memo.gpt.arithmetic import Recompute
     from memo.hugging_face import HuggingFaceModel
@@ -121,7 +119,7 @@ class Request:
     def _problem(self, tiles: int, *, optimizer_offload: bool) -> ActivationProblem:
         layout = self.layout
         if self.stage_layers:
-            layout = dataclasses.replace(layout, stage_layers=max(_sums(self.stage_layers, layout.pp, self.schedule)))
+            layout = dataclasses.replace(layout, stage_layers=self.pipeline.most_layers)
         profile = self.profile_on(self.machine, layout, tiles=tiles, optimizer_offload=optimizer_offload)
         return ActivationProblem(profile=profile, hardware=self.machine, budgets=self.budgets, pipeline=self.pipeline)
 
@@ -197,9 +195,3 @@ class Request:
             chunks=self.chunks or 0,
             layers=self.stage_layers,
         )
-
-
-def _sums(layers: Sequence[int], stages: int, schedule: PipelineSchedule) -> list[int]:
-    """Layers of each stage, of those of its runs."""
-    chunks = len(layers) // stages
-    return [sum(layers[run] for run in schedule.stages_of(stage, stages, chunks=chunks)) for stage in range(stages)]

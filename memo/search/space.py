@@ -61,7 +61,7 @@ MOST_PLACEMENTS = 256
 """Most placements of a shape that are searched, in the order of `Cluster.placements`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Space:
     """Candidates for a step of `global_batch` sequences on a cluster.
 
@@ -81,7 +81,7 @@ class Space:
     are the request's machine."""
     budgets: Mapping[str, Budgets] = dataclasses.field(default_factory=dict)
     """Budgets of a node by the name of its group, where there are groups."""
-    _known: dict[Shape, tuple[tuple[StagePlace, ...], ...]] = dataclasses.field(default_factory=dict, compare=False)
+    _known: dict[Shape, tuple[tuple[StagePlace, ...], ...]] = dataclasses.field(default_factory=dict, init=False)
     """Placements of shapes that were asked for."""
 
     def __post_init__(self) -> None:
@@ -229,17 +229,7 @@ class Space:
         Raises:
             UsageError: the host has no room for what is to be there in any case, or the layout does not go with groups.
         """
-        request, placement = self.request_of(candidate), self.placement(candidate)
-        if placement is None:
-            return request.problem(tiles)
-        return placement.problem_inputs(
-            _profile_of(request, tiles),
-            microbatches=request.accumulate,
-            layers=candidate.stage_layers or None,
-            schedule=candidate.schedule,
-            chunks=candidate.chunks,
-            budgets_of=self._budgets_of,
-        )
+        return _problem(self, candidate, tiles)
 
     def further(self, candidate: Candidate) -> list[Candidate]:
         """Candidates that are tried beside one: with numbers of layers by its stages' speed and memory."""
@@ -252,7 +242,7 @@ class Space:
                 _profile_of(self.request_of(candidate), self.request.tiles[0]),
                 schedule=candidate.schedule,
                 chunks=candidate.chunks,
-                budgets_of=self._budgets_of,
+                budgets_of=self.budgets_of,
             )
         except UsageError:
             return []
@@ -330,7 +320,8 @@ class Space:
             self._known[shape] = tuple(one.places for one in placed if across or one.crossing is not Crossing.REPLICAS)
         return self._known[shape]
 
-    def _budgets_of(self, group: NodeGroup) -> Budgets:
+    def budgets_of(self, group: NodeGroup) -> Budgets:
+        """Budgets of a node of a group."""
         return self.budgets[group.name]
 
     # What divides what.
@@ -446,17 +437,17 @@ class Space:
         if shape.pp == 1 or self.cluster is not None:
             return ((),)
         equal = ((),) if layers % runs == 0 else ()
-        balanced = _balanced(self._work, runs)
+        balanced = _balanced(runs, *self._work)
         return equal if len(set(balanced)) == 1 else (*equal, balanced)
 
     @functools.cached_property
-    def _work(self) -> _Work:
-        """Work of the layers and of the ends on one GPU."""
+    def _work(self) -> tuple[tuple[float, ...], tuple[float, ...], bool]:
+        """Seconds of both passes of each layer, and of the embedding and the head, on one GPU; whether layers are alike."""
         request = self.request_of(Candidate(shape=Shape(1, 1, 1, 1), setting=Setting(1, 1), zero=0))
         profile = request.profile_on(request.machine, request.layout, tiles=request.tiles[0])
         layers = tuple(layer.forward_s + layer.backward_s for layer in profile.layer_profiles())
-        before_s, after_s = (end.forward_s + end.backward_s for end in (profile.embedding, profile.head))
-        return _Work(layers, before_s=before_s, after_s=after_s, alike=len(profile.classes) == 1)
+        ends = tuple(end.forward_s + end.backward_s for end in (profile.embedding, profile.head))
+        return layers, ends, len(profile.classes) == 1
 
     def _shardings(self, shape: Shape, places: tuple[StagePlace, ...] = ()) -> list[tuple[int, int | None]]:
         """What is sharded, over how many ranks: all, those of a node, or those of each group with a part of the replicas."""
@@ -497,29 +488,29 @@ def _chunk_counts(schedule: PipelineSchedule) -> list[int]:
     return [chunks for chunks in range(1, MOST_CHUNKS + 1) if schedule.reason_not_chunks(chunks) is None]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Work:
-    """Seconds of both passes of each layer, and of the embedding and the head."""
-
-    layers_s: tuple[float, ...]
-    _: dataclasses.KW_ONLY
-    before_s: float
-    after_s: float
-    alike: bool
-    """Whether all layers are of one class."""
-
-
 @functools.lru_cache(maxsize=1024)
-def _balanced(work: _Work, runs: int) -> tuple[int, ...]:
+def _balanced(runs: int, layers_s: tuple[float, ...], ends_s: tuple[float, ...], alike: bool) -> tuple[int, ...]:
     """Layers of each of so many runs with which the slowest one is shortest."""
-    count = len(work.layers_s)
-    if work.alike:
-        one_s = work.layers_s[0]
-        return divide_equal_layers(count, runs, before=work.before_s / one_s, after=work.after_s / one_s)
-    costs = StageCosts(
-        seconds=work.layers_s, nbytes=[0] * count, room_bytes=0, before_s=work.before_s, after_s=work.after_s
-    )
+    count, (before_s, after_s) = len(layers_s), ends_s
+    if alike:
+        return divide_equal_layers(count, runs, before=before_s / layers_s[0], after=after_s / layers_s[0])
+    costs = StageCosts(seconds=layers_s, nbytes=[0] * count, room_bytes=0, before_s=before_s, after_s=after_s)
     return divide_layers([costs] * runs)
+
+
+@functools.lru_cache(maxsize=256)  # each of a candidate's bounds asks for it
+def _problem(space: Space, candidate: Candidate, tiles: int) -> ActivationProblem:
+    request, placement = space.request_of(candidate), space.placement(candidate)
+    if placement is None:
+        return request.problem(tiles)
+    return placement.problem_inputs(
+        _profile_of(request, tiles),
+        microbatches=request.accumulate,
+        layers=candidate.stage_layers or None,
+        schedule=candidate.schedule,
+        chunks=candidate.chunks,
+        budgets_of=space.budgets_of,
+    )
 
 
 def _profile_of(request: Request, tiles: int) -> ProfileOf:

@@ -53,6 +53,7 @@ from memo.mip.activation.memory_peaks import grouped_peak_candidates
 from memo.mip.activation.network_load import pass_loads, sync_load
 from memo.mip.activation.overlap_windows import Window, copies_in, copies_out
 from memo.mip.activation.plan import ActivationProblem, LayerPlan
+from memo.mip.activation.stage_view import StageView
 from memo.mip.inputs.pipeline_schedules import Kind
 from memo.mip.inputs.profile import ALL, LayerProfile
 from memo.mip.solvers import Backend, pulp, solve_fixed, solve_model
@@ -207,9 +208,7 @@ class Model:
         self._rates = [stage.machine.lanes for stage in problem.stages]
         layers = problem.profile.layer_profiles()
         self._byte = float(max(max(layer.full_bytes for layer in layers), 1))
-        stages = range(problem.pipeline.stages)
-        self._compute = [stage.compute_s for stage in problem.stages]
-        self._second = sum(self._compute) / len(layers) or 1.0
+        self._second = sum(stage.compute_s for stage in problem.stages) / len(layers) or 1.0
         self._program = pulp.LpProblem("activation_plan", pulp.LpMinimize)
         self._limits: list[tuple[pulp.LpConstraint, Resource, str, float]] = []
         self._excess = self._program.add_variable("excess", 0, None) if relaxed else None
@@ -222,8 +221,8 @@ class Model:
         self._most_held: dict[tuple[Resource, int], pulp.LpVariable] = {}
         self._works: dict[tuple[int, int, Kind], pulp.LpAffineExpression] = {}
         self._exposed_s: dict[tuple[int, int, Kind, float], pulp.LpVariable | float] = {}
-        self._stages = [self._groups(stage) for stage in stages]
-        for stage in stages:
+        self._stages = [self._groups(stage) for stage in problem.stages]
+        for stage in problem.stages:
             self._time_rows(stage)
             self._device_rows(stage)
         self._message_row()
@@ -255,8 +254,8 @@ class Model:
         """
         assert not self.shares
         fixed = {
-            variable: float(name == points[self.problem.stages[stage].indices[group.members[0]]])
-            for stage, groups in enumerate(self._stages)
+            variable: float(name == points[stage.indices[group.members[0]]])
+            for stage, groups in zip(self.problem.stages, self._stages, strict=True)
             for group in groups
             for name, variable in group.x.items()
         }
@@ -308,10 +307,9 @@ class Model:
     def _of_layers(self, figure: Callable[[_Group], T]) -> list[T]:
         """A figure of each layer of the profile, given that of its group."""
         found: dict[int, T] = {}
-        for stage, groups in enumerate(self._stages):
-            indices = self.problem.stages[stage].indices
+        for stage, groups in zip(self.problem.stages, self._stages, strict=True):
             for group in groups:
-                found.update(dict.fromkeys((indices[member] for member in group.members), figure(group)))
+                found.update(dict.fromkeys((stage.indices[member] for member in group.members), figure(group)))
         return [found[index] for index in range(len(found))]
 
     def _changes(self, group: _Group) -> dict[str, float]:
@@ -335,12 +333,12 @@ class Model:
 
     # Variables.
 
-    def _groups(self, stage: int) -> list[_Group]:
-        view, groups = self.problem.stages[stage], []
-        for chunk, own in enumerate(view.numbers):
-            of_one_kind = len({view.layers[number].name for number in own}) == 1
-            members = self._members(view.layers, own) if of_one_kind else [[number] for number in own]
-            groups += [self._group(stage, chunk, view.layers, together) for together in members]
+    def _groups(self, stage: StageView) -> list[_Group]:
+        groups = []
+        for chunk, own in enumerate(stage.numbers):
+            of_one_kind = len({stage.layers[number].name for number in own}) == 1
+            members = self._members(stage.layers, own) if of_one_kind else [[number] for number in own]
+            groups += [self._group(stage, chunk, together) for together in members]
         return groups
 
     def _members(self, mine: Sequence[LayerProfile], own: range) -> list[list[int]]:
@@ -354,18 +352,18 @@ class Model:
             members.insert(first, list(shared))
         return members
 
-    def _group(self, stage: int, chunk: int, mine: Sequence[LayerProfile], members: list[int]) -> _Group:
-        layer, name = mine[members[0]], f"{stage}_{members[0]}"
+    def _group(self, stage: StageView, chunk: int, members: list[int]) -> _Group:
+        layer, name = stage.layers[members[0]], f"{stage.number}_{members[0]}"
         x = self._point_variables(layer, name)
         self._program += pulp.lpSum(x.values()) == 1  # (1)
-        budgets, rates = self.problem.stages[stage].machine.budgets, self._rates[stage]
-        moves = members[-1] < len(mine) - (self.staying or 1)
+        budgets, rates = stage.machine.budgets, self._rates[stage.number]
+        moves = members[-1] < len(stage.layers) - (self.staying or 1)
         link = moves and rates.d2h_bytes_per_s > 0 and rates.h2d_bytes_per_s > 0  # (9)
         drive = link and rates.disk_write_bytes_per_s > 0 and rates.disk_read_bytes_per_s > 0
         to_host = link and (budgets.host_bytes or self.relaxed is Resource.HOST)
         to_disk = drive and (budgets.disk_bytes or self.relaxed is Resource.DISK)
         group = _Group(
-            stage=stage,
+            stage=stage.number,
             chunk=chunk,
             layer=layer,
             members=members,
@@ -422,12 +420,12 @@ class Model:
 
     # Rows.
 
-    def _time_rows(self, stage: int) -> None:
-        groups = self._stages[stage]
+    def _time_rows(self, stage: StageView) -> None:
+        groups = self._stages[stage.number]
         group_of = {member: group for group in groups for member in group.members}
         loads, fixed = self._loads(stage)
         total = pulp.lpSum(len(group.members) * group.recompute for group in groups)
-        total += (self._compute[stage] + fixed) / self._second
+        total += (stage.compute_s + fixed) / self._second
         total += pulp.lpSum(
             len(group.members) * self._coding(group) for group in groups if group.encode_s or group.decode_s
         )
@@ -435,8 +433,8 @@ class Model:
             (group_of[number].members[0], kind, load) for (number, kind), load in loads.items() if load
         )
         total += pulp.lpSum(count * self._exposed(group_of[key[0]], *key[1:]) for key, count in counts.items())
-        out = self._hidden(stage, copies_out(self.problem.stages[stage]), self._copy_out, loads)
-        back = self._hidden(stage, copies_in(self.problem.stages[stage]), self._copy_in, loads)
+        out = self._hidden(stage.number, copies_out(stage), self._copy_out, loads)
+        back = self._hidden(stage.number, copies_in(stage), self._copy_in, loads)
         total += pulp.lpSum(out + back)
         self._total += total
         if self.problem.pipeline.microbatches > 1:
@@ -455,10 +453,10 @@ class Model:
             longest = max(self.problem.send_s(stage, stage + 1) for stage in range(stages - 1))
             self._program += self._slowest_stage >= longest / self._second
 
-    def _loads(self, stage: int) -> tuple[dict[tuple[int, Kind], float], float]:
+    def _loads(self, stage: StageView) -> tuple[dict[tuple[int, Kind], float], float]:
         """Seconds of collectives beside each layer's passes, and those of a microbatch that are beside none."""
-        loads, fixed, view = {}, 0.0, self.problem.stages[stage]
-        for own, of_kinds in zip(view.numbers, pass_loads(view), strict=True):
+        loads, fixed = {}, 0.0
+        for own, of_kinds in zip(stage.numbers, pass_loads(stage), strict=True):
             for kind, load in of_kinds.items():
                 loads.update({(number, kind): s for number, s in zip(own, load.while_running, strict=True)})
                 fixed += load.before_s + load.after_s
@@ -496,11 +494,12 @@ class Model:
 
     def _sync_rows(self) -> None:
         """Constraint (11). Other stages than the first one have time while the pipeline drains."""
-        load = sync_load(self.problem.stages[0])
+        first = self.problem.stages[0]
+        load = sync_load(first)
         if load is None:
             return
         group_of = {member: group for group in self._stages[0] for member in group.members}
-        loads, _ = self._loads(0)
+        loads, _ = self._loads(first)
         late: pulp.LpVariable | float = 0.0
         for number, step in enumerate(load.steps):
             least = _WeightedSum((step.sync_s - step.end_s + step.network_s) / self._second)
@@ -588,11 +587,11 @@ class Model:
             self._add(row, resource, f"the disk's window in {way}", unit=self._second)
         return stall
 
-    def _device_rows(self, stage: int) -> None:
-        view, groups = self.problem.stages[stage], self._stages[stage]
+    def _device_rows(self, stage: StageView) -> None:
+        groups = self._stages[stage.number]
         kept = [group.kept for group in groups]
         sizes = tuple(len(group.members) for group in groups)
-        for name, resident, counts in grouped_peak_candidates(view, sizes):
+        for name, resident, counts in grouped_peak_candidates(stage, sizes):
             used = _WeightedSum()
             for group, its_kept, (of_kept, of_whole, of_saved, of_unmoved, of_recomputing) in zip(
                 groups, kept, counts, strict=True
@@ -609,7 +608,7 @@ class Model:
                 if of_unmoved:
                     used.add(of_unmoved, group.layer.full_bytes / self._byte)
                     used.add(of_unmoved, group.recompute_extra_bytes - group.host.saved - group.disk.saved)
-            room = (view.machine.budgets.device_bytes - resident) / self._byte
+            room = (stage.machine.budgets.device_bytes - resident) / self._byte
             # (6)
             self._budget(used.expression(), room, Resource.DEVICE, f"at {name}")
 
@@ -656,10 +655,9 @@ class Model:
             return
         per_second = budgets.disk_wear_bytes_per_day / DAY_S / self._byte * self._second
         for stage in stages:
-            busy = self._compute[stage] / self._second + pulp.lpSum(
-                len(group.members) * group.recompute for group in self._stages[stage]
-            )
-            least = per_second * problem.pipeline.microbatches * self._compute[stage] / self._second
+            compute = problem.stages[stage].compute_s / self._second
+            busy = compute + pulp.lpSum(len(group.members) * group.recompute for group in self._stages[stage])
+            least = per_second * problem.pipeline.microbatches * compute
             # (8)
             row = written <= per_second * problem.pipeline.microbatches * busy - min(MARGIN, least)
             self._add(row, Resource.WEAR, "of the node", unit=self._byte * DAY_S)

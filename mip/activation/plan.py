@@ -198,6 +198,11 @@ class Pipeline:
             return list(range(self.chunks))
         return self.schedule.stages_of(stage, self.stages, chunks=self.chunks)
 
+    @property
+    def most_layers(self) -> int:
+        """Layers of the largest stage, where their numbers are given."""
+        return max(sum(self.layers[run] for run in self.chunk_positions(stage)) for stage in range(self.stages))
+
     def turns(self, stage: int) -> tuple[Turn, ...]:
         """Turns of a stage with several chunks, in order."""
         if self.own is not None:

@@ -78,15 +78,9 @@ def problem_inputs(
         pipeline = dataclasses.replace(pipeline, layers=tuple(layers))
     if placement.crossing is Crossing.NOTHING:
         machine = placement.machine(0)
-        profile = profile_of(machine, stage_layers=_most_layers(pipeline)) if layers else profile_of(machine)
+        profile = profile_of(machine, stage_layers=pipeline.most_layers) if layers else profile_of(machine)
         return ActivationProblem(profile=profile, hardware=machine, budgets=budgets[0], pipeline=pipeline)
     return _Stages(placement, profile_of, pipeline, budgets).problem()
-
-
-def _most_layers(pipeline: Pipeline) -> int:
-    """Layers of the largest stage."""
-    stages = range(pipeline.stages)
-    return max(sum(pipeline.layers[run] for run in pipeline.chunk_positions(stage)) for stage in stages)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

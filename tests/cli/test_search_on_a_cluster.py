@@ -164,8 +164,9 @@ def test_each_run_of_nodes_has_its_command(tmp_path: Path, capsys: pytest.Captur
         parser = argparse.ArgumentParser()
         train_command.configure(parser)
         train = parser.parse_args([*words[inner + 2 :], "--data", "text.txt"])
-        assert (train.pp, train.tp, train.dp) == (2, 2, 1)
         assert str(train.plan) == str(tmp_path / "plan.json")
+        problem = read_activation_plan(train.plan).problem
+        assert (problem.pipeline.stages, problem.profile.signature.tp, problem.replicas) == (2, 2, 1)
     assert main(["plan", *flags, "--zero", "1", "--pp", "2", "--dp", "2"]) == ExitCode.OK
     assert "no launch line: memo train shards by ZeRO 3 alone" in capsys.readouterr().out
 

@@ -11,7 +11,6 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from memo.cli.planning.cluster_launch import cluster_launch
 from memo.cli.planning.former_plan import CheckpointPlan
 from memo.cli.planning.on_cluster import space_on_cluster
 from memo.cli.planning.picture import search_page
@@ -29,7 +28,6 @@ from memo.mip.simulate import play, verify_by_simulation
 from memo.parallel import ContextAttention
 from memo.search import (
     DIMENSIONS,
-    Launch,
     Space,
     launch_of,
     longest_that_fits,
@@ -126,9 +124,12 @@ def run_search(args: argparse.Namespace) -> ExitCode:
     if written is None:
         raise _does_not_fit(space, smallest_table(space, smallest), as_json=args.json)
     runs = reason is None and runs_under_memo_train(written.candidate)
-    launch = _launch(args, space, written) if runs else None
-    if runs and launch is None:
-        reason = _SPLIT
+    launch = None
+    if runs:
+        plan_file, placement = args.output or "plan.json", space.placement(written.candidate)
+        per_node = space.gpus_per_node
+        launch = launch_of(written.plan, gpus_per_node=per_node, plan_file=plan_file, placement=placement)
+        reason = _SPLIT if launch is None else None
     resharding = None if former is None else former.resharding_row(space.request.config, written.plan.problem)
     steps = {one.candidate: simulation.whole_step_s for one, simulation in shown}
     summary = {
@@ -290,14 +291,6 @@ def _assumed(args: argparse.Namespace, space: Space) -> list[str]:
         flag = "--global-batch" if args.max_seq else "--batch-tokens"
         found.append(f"a step of all ranks is of {format_tokens(tokens)} tokens, {sequences} ({flag})")
     return found
-
-
-def _launch(args: argparse.Namespace, space: Space, written: Planned) -> Launch | None:
-    """Launch lines of the plan that is written; None where a node would hold ranks that do not follow one another."""
-    plan_file, placement = args.output or "plan.json", space.placement(written.candidate)
-    if placement is not None:
-        return cluster_launch(written.plan, placement, plan_file=plan_file)
-    return launch_of(written.plan, gpus_per_node=space.gpus_per_node, plan_file=plan_file)
 
 
 def _does_not_fit(space: Space, smallest: tuple[str, dict[str, object]], *, as_json: bool) -> Infeasible:

@@ -25,6 +25,8 @@ from memo.search import MOST_PLACEMENTS, Candidate, Planned, Setting, Shape, Spa
 from memo.units import format_duration
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from memo.mip.activation import ActivationPlan
 
 __all__ = ["plan_on_cluster", "space_on_cluster"]
@@ -112,13 +114,28 @@ def plan_on_cluster(space: Space) -> tuple[ActivationPlan, tuple[str, ...], dict
     steps = {one.candidate: one.bound_s for one in found.closed if one.candidate and math.isfinite(one.bound_s)}
     plans = {one.candidate: one.plan for one in found.planned} | {best.candidate: _with_rows(space, best)}
     steps |= {candidate: plan.step_s for candidate, plan in plans.items()}
-    shown = {candidate: steps[candidate] for candidate in (best.candidate, *candidates) if candidate in steps}
+    steps = {candidate: steps[candidate] for candidate in (best.candidate, *candidates) if candidate in steps}
+    rows, summaries = _compared(space, steps, plans)
+    header = ("placement", "layers of the stages", "step", "collectives: tp, cp", "dp", "messages: pp")
+    text = table(header, rows[:MOST_ROWS])
+    if len(rows) > MOST_ROWS:
+        text += f"\nand {len(rows) - MOST_ROWS} others, which are slower"
+    if left_out:
+        text += f"\nmore than {MOST_PLACEMENTS} placements: the further ones were not looked at"
+    lines = (f"best placement: {rows[0][0]}", text)
+    return plans[best.candidate], lines, {"placements": summaries, "placements_left_out": left_out}
+
+
+def _compared(
+    space: Space, steps: Mapping[Candidate, float], plans: Mapping[Candidate, ActivationPlan]
+) -> tuple[list[tuple[str, ...]], list[dict[str, Any]]]:
+    """Rows and objects of candidates by their steps, which are bounds of those without a plan."""
     rows, summaries = [], []
-    for candidate in sorted(shown, key=lambda one: shown[one]):
+    for candidate in sorted(steps, key=lambda one: steps[one]):
         plan, placement = plans.get(candidate), space.placement(candidate)
         assert placement is not None
-        problem = space.problem(candidate, request.tiles[0])
-        exchanged, layers, step = communication(problem), layers_of_runs(problem), format_duration(shown[candidate])
+        problem = space.problem(candidate, space.request.tiles[0])
+        exchanged, layers, step = communication(problem), layers_of_runs(problem), format_duration(steps[candidate])
         parts = (exchanged.tensor_s, exchanged.data_s, exchanged.pipeline_s)
         step = step if plan else f"at least {step}"
         rows.append((placement.describe(), ", ".join(map(str, layers)), step, *map(format_duration, parts)))
@@ -128,18 +145,11 @@ def plan_on_cluster(space: Space) -> tuple[ActivationPlan, tuple[str, ...], dict
                 "stages": placement.named_places,
                 "stage_layers": list(layers),
                 "planned": plan is not None,
-                "step_s": shown[candidate],
+                "step_s": steps[candidate],
                 "communication_s": dataclasses.asdict(exchanged),
             }
         )
-    header = ("placement", "layers of the stages", "step", "collectives: tp, cp", "dp", "messages: pp")
-    text = table(header, rows[:MOST_ROWS])
-    if len(rows) > MOST_ROWS:
-        text += f"\nand {len(rows) - MOST_ROWS} others, which are slower"
-    if left_out:
-        text += f"\nmore than {MOST_PLACEMENTS} placements: the further ones were not looked at"
-    lines = (f"best placement: {rows[0][0]}", text)
-    return plans[best.candidate], lines, {"placements": summaries, "placements_left_out": left_out}
+    return rows, summaries
 
 
 def _with_rows(space: Space, best: Planned) -> ActivationPlan:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from memo.cli.planning.request import TILE_TOKENS
 from memo.errors import Infeasible, UsageError
+from memo.search import last_that_fits
 from memo.units import format_bytes, format_tokens
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Longest", "describe_longest", "fewest_gpus", "gpu_counts", "longest_sequence"]
 
-MOST_TOKENS = 1 << 30
 LONGER = 1.25
 """Factor by which a change that is proposed must lengthen the sequence."""
 
@@ -51,15 +51,10 @@ def longest_sequence(request: Request) -> Longest:
 
     if not does_fit(1):
         _of_length(request, tile).plan()  # raises
-    low, high = 1, 2
-    while does_fit(high):
-        low, high = high, 2 * high
-        if low * tile >= MOST_TOKENS:
-            return Longest(request=_of_length(request, low * tile), tile=tile, binds=None, proposal=None)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if does_fit(middle) else (low, middle)
+    low, high = last_that_fits(does_fit, 1, tile=tile)
     longest = _of_length(request, low * tile)
+    if high is None:
+        return Longest(request=longest, tile=tile, binds=None, proposal=None)
     return Longest(
         request=longest,
         tile=tile,

@@ -261,14 +261,10 @@ def _memory_table(found: Found) -> str:
 
 def _of_node(one: Planned) -> tuple[int, int]:
     """Bytes of host memory and disk on the node that has most."""
-    plan = one.plan
-    host = (
-        sum(ranks * plan.stages[stage].peak_host_bytes for stage, ranks in node.items()) for node in plan.problem.nodes
-    )
-    disk = (
-        sum(ranks * plan.stages[stage].peak_disk_bytes for stage, ranks in node.items()) for node in plan.problem.nodes
-    )
-    return max(host), max(disk)
+    stages, nodes = one.plan.stages, one.plan.problem.nodes
+    host = max(sum(ranks * stages[stage].peak_host_bytes for stage, ranks in node.items()) for node in nodes)
+    disk = max(sum(ranks * stages[stage].peak_disk_bytes for stage, ranks in node.items()) for node in nodes)
+    return host, disk
 
 
 def _why_table(found: Found) -> str:
