@@ -12,7 +12,7 @@ if TYPE_CHECKING:
         byteless_storage as byteless_storage,
     )
     from memo.allocator.caching_model import (
-        Block as Block,
+        CachedBlock as CachedBlock,
         CachingAllocator as CachingAllocator,
         CachingUse as CachingUse,
         Segments as Segments,
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
         use_planned_allocator as use_planned_allocator,
     )
     from memo.allocator.record_step import (
+        AllocationRecorder as AllocationRecorder,
         AllocationSite as AllocationSite,
         Lifetime as Lifetime,
-        Recorder as Recorder,
     )
     from memo.allocator.segments import use_expandable_segments as use_expandable_segments
     from memo.allocator.trace import (
@@ -49,12 +49,12 @@ else:
         __name__,
         {
             "byteless_tensors": "BytelessMode byteless_storage",
-            "caching_model": "Block CachingAllocator CachingUse Segments simulate_caching unsplit_nbytes",
+            "caching_model": "CachedBlock CachingAllocator CachingUse Segments simulate_caching unsplit_nbytes",
             "contents": "is_users place",
             "local_mode": "LocalTensorMode",
             "pluggable": "allocated_bytes memory_share memory_stats model_steps "
             "active_allocator peak_allocated_bytes restart_peaks use_planned_allocator",
-            "record_step": "AllocationSite Lifetime Recorder",
+            "record_step": "AllocationSite Lifetime AllocationRecorder",
             "segments": "use_expandable_segments",
             "trace": "Allocation AllocationTrace trace_of trace_to_csv trace_to_json",
         },

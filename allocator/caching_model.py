@@ -83,7 +83,7 @@ class CachingUse:
 def simulate_caching(trace: AllocationTrace, segments: Segments = Segments.FIXED) -> CachingUse:
     """Runs a trace through an empty caching allocator."""
     allocator = CachingAllocator(segments)
-    blocks: dict[str, Block] = {}
+    blocks: dict[str, CachedBlock] = {}
     addresses: dict[str, int] = {}
     for allocation, is_free in trace.events():
         if is_free:
@@ -101,7 +101,7 @@ def simulate_caching(trace: AllocationTrace, segments: Segments = Segments.FIXED
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
-class Block:
+class CachedBlock:
     """Range of addresses in one segment, linked to its neighbours there."""
 
     address: int
@@ -110,8 +110,8 @@ class Block:
     allocated: bool = False
     mapped: bool = True
     """False for the part of an expandable segment that has no memory yet."""
-    before: Block | None = None
-    after: Block | None = None
+    before: CachedBlock | None = None
+    after: CachedBlock | None = None
 
     @property
     def end(self) -> int:
@@ -125,23 +125,23 @@ class _Pool:
     def __init__(self, *, small: bool) -> None:
         self.small = small
         self.page = SMALL_BUFFER if small else LARGE_BUFFER
-        self.unmapped: list[Block] = []
+        self.unmapped: list[CachedBlock] = []
         """Parts of expandable segments without memory, by address."""
-        self._free: list[tuple[int, int, Block]] = []  # by size, then by address (BlockComparatorSize)
+        self._free: list[tuple[int, int, CachedBlock]] = []  # by size, then by address (BlockComparatorSize)
 
-    def add(self, block: Block) -> None:
+    def add(self, block: CachedBlock) -> None:
         if block.mapped:
             bisect.insort(self._free, (block.nbytes, block.address, block), key=lambda entry: entry[:2])
         else:
             bisect.insort(self.unmapped, block, key=lambda each: each.address)
 
-    def remove(self, block: Block) -> None:
+    def remove(self, block: CachedBlock) -> None:
         if block.mapped:
             del self._free[self._index(block.nbytes, block.address)]
         else:
             self.unmapped.remove(block)
 
-    def take(self, nbytes: int, segments: Segments) -> Block | None:
+    def take(self, nbytes: int, segments: Segments) -> CachedBlock | None:
         """Removes and returns the smallest free block that is large enough (get_free_block)."""
         index = self._index(nbytes, 0)
         if index == len(self._free):
@@ -152,13 +152,13 @@ class _Pool:
                 index += 1
         return self._free.pop(index)[2]
 
-    def expandable(self, nbytes: int) -> Block | None:
+    def expandable(self, nbytes: int) -> CachedBlock | None:
         """The first free or unmapped block from which on so many bytes are free or unmapped (find_expandable_block)."""
         for block in self.unmapped:
             before = block.before
             first = block if before is None or before.allocated else before
             found = 0
-            last: Block | None = first
+            last: CachedBlock | None = first
             while found < nbytes and last is not None and not last.allocated:
                 found, last = found + last.nbytes, last.after
             if found >= nbytes:
@@ -180,7 +180,7 @@ class _Pool:
                 self._unmap(block, first, end)
         return released
 
-    def _unmap(self, block: Block, first: int, end: int) -> None:
+    def _unmap(self, block: CachedBlock, first: int, end: int) -> None:
         """Takes the memory from addresses `first` to `end` of a free block (unmap_block)."""
         self.remove(block)
         if first > block.address:
@@ -197,7 +197,7 @@ class _Pool:
         return bisect.bisect_left(self._free, (nbytes, address), key=lambda entry: entry[:2])
 
 
-def _grown(block: Block) -> int:
+def _grown(block: CachedBlock) -> int:
     after = block.after
     return block.nbytes + (after.nbytes if after is not None and not after.mapped else 0)
 
@@ -220,7 +220,7 @@ class CachingAllocator:
         self.peak_nbytes = 0
         self.driver_calls = 0
 
-    def malloc(self, nbytes: int, *, stream: int = 0) -> Block:
+    def malloc(self, nbytes: int, *, stream: int = 0) -> CachedBlock:
         """Allocates a block of at least `nbytes`; the caller frees it.
 
         Raises:
@@ -243,20 +243,20 @@ class CachingAllocator:
         self.peak_nbytes = max(self.peak_nbytes, self.allocated_nbytes)
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: CachedBlock) -> None:
         """Returns the block to its pool, merged with its free neighbours (free_block)."""
         block.allocated = False
         self.allocated_nbytes -= block.nbytes
         _merge_neighbours(block)
         block.pool.add(block)
 
-    def _should_split(self, block: Block, wanted: int) -> bool:
+    def _should_split(self, block: CachedBlock, wanted: int) -> bool:
         rest = block.nbytes - wanted
         if block.pool.small or self._segments is Segments.EXPANDABLE:
             return rest >= MIN_BLOCK
         return rest > SMALL_SIZE
 
-    def _new(self, pool: _Pool, wanted: int) -> Block:
+    def _new(self, pool: _Pool, wanted: int) -> CachedBlock:
         """A block with memory from the driver (alloc_block)."""
         return self._grow(pool, wanted) if self._segments is Segments.EXPANDABLE else self._segment(pool, wanted)
 
@@ -267,7 +267,7 @@ class CachingAllocator:
         self.reserved_nbytes += nbytes
         self.driver_calls += 1
 
-    def _segment(self, pool: _Pool, wanted: int) -> Block:
+    def _segment(self, pool: _Pool, wanted: int) -> CachedBlock:
         """Allocates a whole segment by cudaMalloc (get_allocation_size)."""
         if pool.small:
             nbytes = SMALL_BUFFER
@@ -276,15 +276,15 @@ class CachingAllocator:
         else:
             nbytes = -(-wanted // ROUND_LARGE) * ROUND_LARGE
         self._reserve(nbytes)
-        block = Block(address=self._next_address, nbytes=nbytes, pool=pool)
+        block = CachedBlock(address=self._next_address, nbytes=nbytes, pool=pool)
         self._next_address += nbytes
         return block
 
-    def _grow(self, pool: _Pool, wanted: int) -> Block:
+    def _grow(self, pool: _Pool, wanted: int) -> CachedBlock:
         """Maps pages between and behind free blocks, which become one (try_allocate_expandable_block)."""
         block = pool.expandable(wanted)
         if block is None:
-            block = Block(address=self._next_address, nbytes=_ENDLESS, pool=pool, mapped=False)
+            block = CachedBlock(address=self._next_address, nbytes=_ENDLESS, pool=pool, mapped=False)
             self._next_address += _ENDLESS
             pool.add(block)
         if not block.mapped:
@@ -296,7 +296,7 @@ class CachingAllocator:
         pool.remove(block)
         return block
 
-    def _map(self, block: Block, nbytes: int) -> Block:
+    def _map(self, block: CachedBlock, nbytes: int) -> CachedBlock:
         """Gives memory to the first pages of an unmapped block (map_block); returns the free block with them."""
         pool = block.pool
         nbytes = -(-nbytes // pool.page) * pool.page
@@ -310,9 +310,9 @@ class CachingAllocator:
         return block
 
 
-def _split(block: Block, nbytes: int) -> Block:
+def _split(block: CachedBlock, nbytes: int) -> CachedBlock:
     """Shortens the block to its first `nbytes`; returns the rest."""
-    rest = Block(
+    rest = CachedBlock(
         address=block.address + nbytes,
         nbytes=block.nbytes - nbytes,
         pool=block.pool,
@@ -327,7 +327,7 @@ def _split(block: Block, nbytes: int) -> Block:
     return rest
 
 
-def _merge_neighbours(block: Block) -> None:
+def _merge_neighbours(block: CachedBlock) -> None:
     """Merges the free blocks on both sides into `block`; they leave their pool (try_merge_blocks)."""
     before, after = block.before, block.after
     if before is not None and not before.allocated and before.mapped == block.mapped:

@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from memo.allocator.step import Divergence, Event, EventKind, MemoryCounters, Reason, StepSummary
+from memo.allocator.step import Divergence, EventKind, MemoryCounters, Reason, StepEvent, StepSummary
 from memo.errors import AllocatorError
 from memo.mip import build
 
@@ -179,7 +179,7 @@ class Native:
         """Drops a plan."""
         self.arena.memo_arena_forget_plan(ctypes.c_int64(plan))
 
-    def events(self) -> tuple[Event, ...]:
+    def events(self) -> tuple[StepEvent, ...]:
         """Returns the events of the current or last step; empty when there were more than the log holds."""
         n = int(self.arena.memo_arena_events(None, ctypes.c_int64(0)))
         if n <= 0:
@@ -187,7 +187,7 @@ class Native:
         events = (_Event * n)()
         n = min(n, int(self.arena.memo_arena_events(events, ctypes.c_int64(n))))
         return tuple(
-            Event(
+            StepEvent(
                 kind=EventKind(event.kind),
                 request=event.request,
                 nbytes=event.nbytes,

@@ -14,13 +14,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from memo.allocator.step import Event, EventKind
-from memo.mip.address import Buffer, Plan, Problem
+from memo.allocator.step import EventKind, StepEvent
+from memo.mip.address import AddressPlan, AddressProblem, Buffer
 
 __all__ = [
+    "AllocationRequest",
     "Recording",
     "ReplayLayout",
-    "Request",
     "layout_of",
     "merge",
     "problem_of",
@@ -31,7 +31,7 @@ ALIGNMENT = 512  # bytes, as step_plan.h has it
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class AllocationRequest:
     """One malloc of a step."""
 
     nbytes: int
@@ -48,13 +48,13 @@ class Request:
         return self.end is not None and not self.shared
 
 
-Recording = tuple[Request, ...]
+Recording = tuple[AllocationRequest, ...]
 """Mallocs of a step, in order."""
 
 
-def recording_of(events: Iterable[Event]) -> Recording:
+def recording_of(events: Iterable[StepEvent]) -> Recording:
     """Returns the mallocs of a step with their lifetimes and uses."""
-    made: list[Event] = []
+    made: list[StepEvent] = []
     ends: dict[int, int] = {}
     shared: set[int] = set()
     for event in events:
@@ -65,7 +65,7 @@ def recording_of(events: Iterable[Event]) -> Recording:
         else:
             shared.add(event.request)
     return tuple(
-        Request(nbytes=event.nbytes, stream=event.stream, end=ends.get(number), shared=number in shared)
+        AllocationRequest(nbytes=event.nbytes, stream=event.stream, end=ends.get(number), shared=number in shared)
         for number, event in enumerate(made)
     )
 
@@ -87,9 +87,9 @@ def merge(earlier: Recording, later: Recording) -> Recording | None:
     )
 
 
-def problem_of(recording: Recording) -> Problem:
+def problem_of(recording: Recording) -> AddressProblem:
     """Returns the address problem of the requests in the arena; a buffer's id is the number of its request."""
-    return Problem(
+    return AddressProblem(
         buffers=tuple(
             Buffer(id=str(number), start=number, end=request.end, nbytes=request.nbytes, arena=_region(request.stream))
             for number, request in enumerate(recording)
@@ -112,7 +112,7 @@ class ReplayLayout:
     """Lower bound of the size of an arena with a region for each stream."""
 
 
-def layout_of(recording: Recording, plan: Plan) -> ReplayLayout:
+def layout_of(recording: Recording, plan: AddressPlan) -> ReplayLayout:
     """Returns the layout for a plan of `problem_of(recording)`; the streams' regions are concatenated."""
     bases: dict[str, int] = {}
     end = 0

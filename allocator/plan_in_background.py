@@ -20,9 +20,9 @@ import memo.errors
 from memo.errors import MemoError, SolverFailed
 from memo.mip import STDIN
 from memo.mip.address import (
+    AddressPlan,
+    AddressProblem,
     Method,
-    Plan,
-    Problem,
     plan_to_json,
     problem_to_json,
     read_plan,
@@ -52,7 +52,7 @@ class Planning:
         time_limit_s: Time limit of the solver.
     """
 
-    def __init__(self, problem: Problem, *, time_limit_s: float) -> None:
+    def __init__(self, problem: AddressProblem, *, time_limit_s: float) -> None:
         self._answer = tempfile.TemporaryFile()  # noqa: SIM115  # closed by _stop
         with tempfile.TemporaryFile() as question:
             question.write(problem_to_json(problem).encode())
@@ -69,7 +69,7 @@ class Planning:
         """Returns True once `result` will not block."""
         return self._process.poll() is not None
 
-    def result(self) -> Plan:
+    def result(self) -> AddressPlan:
         """Waits for the plan, checks and returns it.
 
         Raises:

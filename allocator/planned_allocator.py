@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from memo.allocator.native import Native
     from memo.allocator.step import StepSummary
 
-__all__ = ["PlannedAllocator", "Stage"]
+__all__ = ["AllocatorStage", "PlannedAllocator"]
 
 KEPT_SIGNATURES = 8  # least recently used ones are dropped
 PLANS_EACH = 8  # plans for one signature; requests that diverge after that are left to the pool
 
 
-class Stage(enum.Enum):
+class AllocatorStage(enum.Enum):
     """Progress of a signature."""
 
     WARM_UP = "warm-up"
@@ -52,7 +52,7 @@ class Stage(enum.Enum):
 class _Kind:
     """Steps of one signature."""
 
-    stage: Stage = Stage.WARM_UP
+    stage: AllocatorStage = AllocatorStage.WARM_UP
     recording: Recording = ()
     """Requests of the current plan, or of the one being made."""
     candidate: Recording = ()
@@ -90,10 +90,10 @@ class PlannedAllocator:
         """True between `begin_step` and `end_step`."""
         return self._open is not None
 
-    def stage(self, signature: Hashable = "step") -> Stage:
+    def stage(self, signature: Hashable = "step") -> AllocatorStage:
         """Returns the stage of a signature."""
         kind = self._kinds.get(signature)
-        return Stage.WARM_UP if kind is None else kind.stage
+        return AllocatorStage.WARM_UP if kind is None else kind.stage
 
     def layout(self, signature: Hashable = "step") -> ReplayLayout | None:
         """Returns the arena layout of a signature's steps; None before there is a plan."""
@@ -154,11 +154,11 @@ class PlannedAllocator:
         kind, self._open = self._open, None
         if kind is None or not learn:
             return
-        if kind.stage is Stage.WARM_UP:
-            kind.stage = Stage.RECORD
-        elif kind.stage is Stage.RECORD:
+        if kind.stage is AllocatorStage.WARM_UP:
+            kind.stage = AllocatorStage.RECORD
+        elif kind.stage is AllocatorStage.RECORD:
             self._plan(kind, recording_of(self._native.events()))
-        elif kind.stage is Stage.REPLAY and summary.first is not None:
+        elif kind.stage is AllocatorStage.REPLAY and summary.first is not None:
             self._warn(
                 f"a step left its plan ({summary.fallbacks} of {summary.requests} requests served by the pool): "
                 f"{summary.first}"
@@ -180,12 +180,12 @@ class PlannedAllocator:
     def _plan(self, kind: _Kind, recording: Recording) -> None:
         kind.recording, kind.candidate = recording, ()
         if not any(request.in_arena for request in recording):
-            kind.stage = Stage.UNPLANNED
+            kind.stage = AllocatorStage.UNPLANNED
             return
         kind.n_plans += 1
         kind.planning = Planning(problem_of(recording), time_limit_s=self._plan_seconds)
         if kind.plan is None:
-            kind.stage = Stage.PLANNING
+            kind.stage = AllocatorStage.PLANNING
 
     def _plan_again(self, kind: _Kind, recording: Recording) -> None:
         if kind.planning is not None or kind.n_plans >= PLANS_EACH or not recording:
@@ -219,11 +219,11 @@ class PlannedAllocator:
             return
         if kind.plan is not None:
             self._native.forget_plan(kind.plan)
-        kind.plan, kind.layout, kind.stage = plan, layout, Stage.REPLAY
+        kind.plan, kind.layout, kind.stage = plan, layout, AllocatorStage.REPLAY
 
     def _leave_unplanned(self, kind: _Kind, why: str) -> None:
         self._drop(kind)
-        kind.stage = Stage.UNPLANNED
+        kind.stage = AllocatorStage.UNPLANNED
         self._warn(f"steps run without a plan: {why}")
 
     def _drop_oldest(self) -> None:

@@ -1,7 +1,7 @@
 """Recorder of a step's allocations: the storages that appear in operators' results, and their lifetimes.
 
-`Recorder` is a dispatch mode over real or byteless CPU tensors. An allocation ends with its storage's finalizer, so
-lifetimes are those of the actual reference counts. Storages that existed before the step (parameters, inputs) are not
+`AllocationRecorder` is a dispatch mode over real or byteless CPU tensors. An allocation ends with its storage's finalizer,
+so lifetimes are those of the actual reference counts. Storages that existed before the step (parameters, inputs) are not
 allocations; workspaces inside a kernel are not seen.
 
     operator ──▶ results ──▶ new storage: event "allocated" ... last reference dropped: event "freed"
@@ -23,7 +23,7 @@ from memo.allocator.local_mode import LocalTensorMode
 from memo.allocator.trace import Allocation, AllocationTrace
 from memo.torch_private import OpOverload
 
-__all__ = ["AllocationSite", "Lifetime", "Recorder"]
+__all__ = ["AllocationRecorder", "AllocationSite", "Lifetime"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Lifetime:
     """True if it was allocated before the step, and by one like it."""
 
 
-class Recorder(LocalTensorMode):
+class AllocationRecorder(LocalTensorMode):
     """Dispatch mode that records a step. Parameters and inputs of the step must exist before it is entered."""
 
     def __init__(self) -> None:

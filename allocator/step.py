@@ -7,7 +7,7 @@ import enum
 
 from memo.units import format_bytes
 
-__all__ = ["Divergence", "Event", "EventKind", "MemoryCounters", "Reason", "StepSummary"]
+__all__ = ["Divergence", "EventKind", "MemoryCounters", "Reason", "StepEvent", "StepSummary"]
 
 
 class EventKind(enum.IntEnum):
@@ -20,7 +20,7 @@ class EventKind(enum.IntEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class StepEvent:
     """One call from torch within a step."""
 
     kind: EventKind

@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterator
 
 from memo.errors import PlanError
-from memo.mip.address import PROBLEM_FORMAT, VERSION, Buffer, Notes, Problem
+from memo.mip.address import PROBLEM_FORMAT, VERSION, AddressProblem, Buffer, Notes
 
 __all__ = ["Allocation", "AllocationTrace", "trace_of", "trace_to_csv", "trace_to_json"]
 
@@ -83,12 +83,14 @@ class AllocationTrace:
         for _, kind, place in sorted(made + freed):
             yield self.allocations[place], kind == 0
 
-    def problem(self, *, alignment: int = 1) -> Problem:
+    def problem(self, *, alignment: int = 1) -> AddressProblem:
         """Returns the address problem, without the notes; `problem.buffers[i]` is `allocations[i]`."""
-        return Problem(buffers=tuple(_buffer_of(allocation) for allocation in self.allocations), alignment=alignment)
+        return AddressProblem(
+            buffers=tuple(_buffer_of(allocation) for allocation in self.allocations), alignment=alignment
+        )
 
 
-def trace_of(problem: Problem, notes: tuple[Notes, ...] = ()) -> AllocationTrace:
+def trace_of(problem: AddressProblem, notes: tuple[Notes, ...] = ()) -> AllocationTrace:
     """Returns an address problem as a trace, with the notes of its file if there are any.
 
     Raises:

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.comparison import synchronize
 from memo.gpt.model.attention import attend
-from memo.gpt.model.attention_kernel import Kernel, Kind, choose, is_refusal, refuse
+from memo.gpt.model.attention_kernel import AttentionKind, Kernel, choose, is_refusal, refuse
 
 if TYPE_CHECKING:
     from memo.gpt.config import GPTConfig
@@ -39,7 +39,7 @@ def probe_attention(config: GPTConfig, device: torch.device, dtype: torch.dtype)
     A kernel that refuses in backward, too late for a model to turn to the next, is refused for the whole process here.
     """
     while True:
-        kind = Kind.of(
+        kind = AttentionKind.of(
             device=device, dtype=dtype, heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim
         )
         choice = choose(kind)

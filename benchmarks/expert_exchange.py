@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.results import write_result
-from memo.mip.inputs import Collectives, Group, Hardware, hardware_preset
+from memo.mip.inputs import Collectives, Hardware, RankGroup, hardware_preset
 from memo.units import format_bytes
 
 HIDDEN, TOP_K, TOKENS, BYTES = 4096, 6, 8192, 2
@@ -48,7 +48,7 @@ def row(name: str, ranks: int, bottleneck: int) -> dict[str, Any]:
 
 def exchange_s(machine: Hardware, ranks: int, width: int) -> float:
     """Seconds of the four exchanges of a layer: there and back, forward and backward."""
-    group = Group.of(ranks, stride=1, gpus_per_node=machine.gpus_per_node)
+    group = RankGroup.of(ranks, stride=1, gpus_per_node=machine.gpus_per_node)
     return 4 * Collectives(machine).all_to_all_s(TOP_K * TOKENS * width * BYTES, group)
 
 

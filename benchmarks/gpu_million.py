@@ -100,7 +100,7 @@ def choose_depth(request: Request, attention_s: float) -> int:
 
 def plan_for(request: Request, config: GPTConfig) -> ActivationPlan:
     """The shortest step within the budgets, of the number of MLP tiles that gives it. Raises Infeasible."""
-    from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
+    from memo.gpt.arithmetic.profile_by_arithmetic import StepLayout, derive_profile
     from memo.mip.activation.mlp_tiles import solve_mlp_tiles
     from memo.mip.activation.plan import ActivationProblem, Budgets
     from memo.mip.inputs.hardware import hardware_preset
@@ -110,7 +110,7 @@ def plan_for(request: Request, config: GPTConfig) -> ActivationPlan:
 
     def problem(tiles: int) -> ActivationProblem:
         tiled = dataclasses.replace(config, mlp_tiles=tiles)
-        profile = derive_profile(tiled, machine, Layout(tokens=request.seq), name=request.model)
+        profile = derive_profile(tiled, machine, StepLayout(tokens=request.seq), name=request.model)
         return ActivationProblem(profile=profile, hardware=machine, budgets=budgets)
 
     return solve_mlp_tiles(problem)

@@ -178,9 +178,9 @@ def attention(device: torch.device, sizes: Sizes) -> dict[str, Any]:
     """The kernel chosen for heads of 128 in bfloat16."""
     import torch
 
-    from memo.gpt.model.attention_kernel import Kind, choose
+    from memo.gpt.model.attention_kernel import AttentionKind, choose
 
-    kind = Kind.of(device=device, dtype=torch.bfloat16, heads=8, kv_heads=8, head_dim=128)
+    kind = AttentionKind.of(device=device, dtype=torch.bfloat16, heads=8, kv_heads=8, head_dim=128)
     before = torch.are_deterministic_algorithms_enabled()
     found = {}
     try:

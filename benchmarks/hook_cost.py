@@ -23,7 +23,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.results import write_result
-from memo.events import Lane, Tier as TierName
+from memo.events import Lane, TierName as TierName
 from memo.gpt.config import preset
 from memo.gpt.model.model import GPT
 from memo.manager.manager import Manager

@@ -34,7 +34,7 @@ from benchmarks.results import write_result
 from memo.errors import MemoError
 from memo.mip.address.checker import require_valid
 from memo.mip.address.files import read_problem
-from memo.mip.address.problem import DEVICE, Buffer, Problem
+from memo.mip.address.problem import DEVICE, AddressProblem, Buffer
 from memo.mip.address.solver import Progress, solve
 from memo.units import parse_duration_s
 
@@ -69,7 +69,7 @@ class Case:
     """One row of the table."""
 
     name: str
-    problem: Problem
+    problem: AddressProblem
 
 
 def cases(folders: Sequence[Path]) -> Iterator[Case]:
@@ -85,10 +85,12 @@ def cases(folders: Sequence[Path]) -> Iterator[Case]:
         yield Case(name=name, problem=generated(name))
 
 
-def generated(name: str) -> Problem:
+def generated(name: str) -> AddressProblem:
     """One of the generated traces."""
     lives = enumerate(irregular_buffers(GENERATED[name]))
-    return Problem(buffers=tuple(Buffer(id=str(i), start=a, end=b, nbytes=nbytes) for i, (a, b, nbytes) in lives))
+    return AddressProblem(
+        buffers=tuple(Buffer(id=str(i), start=a, end=b, nbytes=nbytes) for i, (a, b, nbytes) in lives)
+    )
 
 
 def measure(case: Case, *, time_limit_s: float) -> dict[str, Any]:
@@ -184,7 +186,7 @@ def main() -> None:
             parser.error(f"{folder} is not a folder")
     if args.minimalloc and not os.access(args.minimalloc, os.X_OK):
         parser.error(f"--minimalloc: {args.minimalloc} is not a program")
-    solve(Problem(buffers=(Buffer(id="0", start=0, end=1, nbytes=1),)))
+    solve(AddressProblem(buffers=(Buffer(id="0", start=0, end=1, nbytes=1),)))
     report: dict[str, Any] = {"time_limit_s": parse_duration_s(args.time_limit), "load_1m": os.getloadavg()[0]}
     rows = []
     print(

@@ -31,9 +31,9 @@ from memo.events import (
     StallCause,
     StateChange,
     StepMark,
+    StorageUse,
     TensorState,
-    Tier,
-    Use,
+    TierName,
     UseKind,
     to_json,
 )
@@ -99,7 +99,7 @@ class Run:
     def _measure(self) -> None:
         """Counts the device at the end of each layer: what is owned and saved there, and some transient bytes."""
         by_time = sorted(self.events, key=lambda event: event.t)
-        changes = [one for one in residency_changes(lifetimes_of(by_time)) if one.tier is Tier.DEVICE]
+        changes = [one for one in residency_changes(lifetimes_of(by_time)) if one.tier is TierName.DEVICE]
         times = [change.t for change in changes]
         totals = list(itertools.accumulate(change.delta for change in changes))
         for t, step in self._counted:
@@ -107,7 +107,7 @@ class Run:
             saved = totals[index - 1] if index else 0
             transient = int(self._work.tensor_nbytes * self._random.uniform(0.5, 2.5))
             nbytes = OWNED_NBYTES + OTHER_NBYTES + saved + transient
-            self._emit(CounterEvent(t=t, step=step, tier=Tier.DEVICE, nbytes=nbytes))
+            self._emit(CounterEvent(t=t, step=step, tier=TierName.DEVICE, nbytes=nbytes))
 
     def _one_step(self) -> None:
         work = self._work
@@ -168,7 +168,7 @@ class Run:
                 id=one.id,
                 to=TensorState.LIVE,
                 nbytes=nbytes,
-                tier=Tier.DEVICE,
+                tier=TierName.DEVICE,
                 module=one.module,
                 shape=(1, nbytes // 2 // 256, 256),
                 dtype="bfloat16",
@@ -181,16 +181,16 @@ class Run:
         behind = self._free[Lane.D2H] - self._clock
         if behind > self._work.forward_ns:
             self._stall(StallCause.DRAIN, behind - self._work.forward_ns, one)
-        self._change(one, self._clock, TensorState.LEAVING, Tier.HOST)
+        self._change(one, self._clock, TensorState.LEAVING, TierName.HOST)
         done = self._copy(Lane.D2H, one, self._work.d2h_bytes_per_s, self._clock)
-        self._change(one, done, TensorState.AWAY, Tier.HOST)
+        self._change(one, done, TensorState.AWAY, TierName.HOST)
         self._host += one.nbytes
         if self._work.disk_every and one.id % self._work.disk_every == 0:
             done = self._copy(Lane.DISK_WRITE, one, self._work.disk_bytes_per_s, done)
-            self._change(one, done, TensorState.AWAY, Tier.DISK)
+            self._change(one, done, TensorState.AWAY, TierName.DISK)
             self._host -= one.nbytes
             self._disk += one.nbytes
-            one.tier = Tier.DISK
+            one.tier = TierName.DISK
         one.away = done
 
     def _reload(self, saved: Sequence[_Saved], *, issued: int) -> int:
@@ -199,11 +199,11 @@ class Run:
             self._change(one, max(issued, one.away), TensorState.RETURNING, one.tier)
             one.issued = issued
             ready = max(issued, one.away)
-            if one.tier is Tier.DISK:
+            if one.tier is TierName.DISK:
                 ready = self._copy(Lane.DISK_READ, one, self._work.disk_bytes_per_s, ready)
             done = self._copy(Lane.H2D, one, self._work.h2d_bytes_per_s, ready)
             one.back = done
-            self._change(one, done, TensorState.BACK, Tier.DEVICE)
+            self._change(one, done, TensorState.BACK, TierName.DEVICE)
         return done
 
     def _backward(self, layer: int, saved: Sequence[_Saved], ready: int) -> None:
@@ -213,13 +213,13 @@ class Run:
             how = UseKind.FETCHED if one.issued >= self._clock else UseKind.PREFETCHED
             if one.back > self._clock:
                 self._stall(StallCause.RELOAD, one.back - self._clock, one)
-            self._emit(Use(t=self._clock, step=self._step, id=one.id, how=how))
+            self._emit(StorageUse(t=self._clock, step=self._step, id=one.id, how=how))
         if work.recompute_share:
             self._compute(module, "backward", int(work.forward_ns * work.recompute_share), lane=Lane.RECOMPUTE)
         self._compute(module, "backward", self._jitter(2 * work.forward_ns))
         for one in saved:
             self._change(one, self._clock, TensorState.GONE, None)
-            if one.tier is Tier.DISK:
+            if one.tier is TierName.DISK:
                 self._disk -= one.nbytes
             else:
                 self._host -= one.nbytes
@@ -241,12 +241,12 @@ class Run:
         self._free[lane] = start + d
         return start + d
 
-    def _change(self, one: _Saved, at: int, to: TensorState, tier: Tier | None) -> None:
+    def _change(self, one: _Saved, at: int, to: TensorState, tier: TierName | None) -> None:
         self._emit(StateChange(t=at, step=self._step, id=one.id, to=to, nbytes=one.nbytes, tier=tier))
 
     def _count(self) -> None:
         self._counted.append((self._clock, self._step))
-        for tier, nbytes in ((Tier.HOST, self._host), (Tier.DISK, self._disk)):
+        for tier, nbytes in ((TierName.HOST, self._host), (TierName.DISK, self._disk)):
             self._emit(CounterEvent(t=self._clock, step=self._step, tier=tier, nbytes=max(nbytes, 0)))
 
     def _jitter(self, d: int) -> int:
@@ -265,7 +265,7 @@ class _Saved:
     module: str
     slot: int
     away: int
-    tier: Tier = Tier.HOST
+    tier: TierName = TierName.HOST
     issued: int = 0
     back: int = 0
 

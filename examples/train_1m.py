@@ -34,7 +34,7 @@ from memo.cli.main import main as memo
 from memo.cli.tables.activation import activation_table
 from memo.errors import MemoError
 from memo.gpt import Precision, preset
-from memo.gpt.arithmetic import Layout, derive_profile
+from memo.gpt.arithmetic import StepLayout, derive_profile
 from memo.mip.activation import (
     MLP_TILE_COUNTS,
     ActivationProblem,
@@ -95,7 +95,7 @@ def read(flags: list[str]) -> Namespace:
     shape = {name: getattr(asked, name) for name in ("layers", "hidden", "heads")}
     asked.config = preset(asked.model, variant=asked.variant, max_seq=tokens, **shape)
     ways = {name: getattr(asked, name) for name in ("tp", "cp", "pp")}
-    asked.layout = Layout(tokens=tokens, batch=asked.batch, gpus=ranks, **ways)
+    asked.layout = StepLayout(tokens=tokens, batch=asked.batch, gpus=ranks, **ways)
     asked.on_gpu = asked.on != "cpu" and torch.cuda.is_available()
     asked.precision = asked.precision or (Precision.BF16_AUTOCAST if asked.on_gpu else Precision.FP32)
     asked.says_where = asked.alpha is not None or asked.offload is not None

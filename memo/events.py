@@ -32,10 +32,10 @@ __all__ = [
     "StallCause",
     "StateChange",
     "StepMark",
+    "StorageUse",
     "TensorState",
-    "Tier",
+    "TierName",
     "Tracer",
-    "Use",
     "UseKind",
 ]
 
@@ -57,7 +57,7 @@ class Lane(enum.StrEnum):
     DISK_READ = "nvme-read"
 
 
-class Tier(enum.StrEnum):
+class TierName(enum.StrEnum):
     """A place where bytes are kept."""
 
     DEVICE = "device"
@@ -117,7 +117,7 @@ class StateChange:
     id: int
     to: TensorState
     nbytes: int
-    tier: Tier | None = None
+    tier: TierName | None = None
     module: str | None = None
     shape: tuple[int, ...] | None = None
     dtype: str | None = None
@@ -159,7 +159,7 @@ class Stall:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Use:
+class StorageUse:
     """A request of backward for a saved storage."""
 
     kind: ClassVar[str] = "use"
@@ -176,7 +176,7 @@ class CounterEvent:
     kind: ClassVar[str] = "counter"
     t: int
     step: int
-    tier: Tier
+    tier: TierName
     nbytes: int
 
 
@@ -219,7 +219,7 @@ class Note:
 OUT_OF_MEMORY = "out-of-memory"
 """Cause of the Note of an error for want of memory."""
 
-Event = StateChange | Span | Stall | Use | CounterEvent | Owned | StepMark | Note
+Event = StateChange | Span | Stall | StorageUse | CounterEvent | Owned | StepMark | Note
 
 
 class Tracer(Protocol):

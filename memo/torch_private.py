@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor, FakeTensorMode as FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-__all__ = ["AOT_AUTOGRAD", "ATTRIBUTES", "DYNAMO", "NAMES", "Use", "found", "place"]
+__all__ = ["AOT_AUTOGRAD", "ATTRIBUTES", "DYNAMO", "NAMES", "PrivateUse", "found", "place"]
 
 _log = logging.getLogger("memo")
 
 
-class Use(NamedTuple):
+class PrivateUse(NamedTuple):
     """Use of a private name: its purpose, public successor and first version."""
 
     what: str
@@ -178,11 +178,11 @@ torch.utils:flop_counter._get_raw | a formula of ours is given tensors, not thei
 """
 
 
-def _rows(table: str) -> Iterator[tuple[str, str, Use]]:
+def _rows(table: str) -> Iterator[tuple[str, str, PrivateUse]]:
     for line in table.strip().splitlines():
         name, what, *more = line.split(" | ")
         module, _, path = name.partition(":")
-        use = Use(what, **dict(each.split(": ", 1) for each in more))
+        use = PrivateUse(what, **dict(each.split(": ", 1) for each in more))
         for does in ("get", "set") if "{get,set}" in path else ("",):
             yield module, path.replace("{get,set}", does), use
 
@@ -224,7 +224,7 @@ def found(name: str) -> Any:
         return None
 
 
-def _missing(name: str, use: Use) -> ImportError:
+def _missing(name: str, use: PrivateUse) -> ImportError:
     import torch
 
     return ImportError(

@@ -21,7 +21,7 @@ import numpy as np
 
 from memo.errors import SolverFailed
 
-__all__ = ["Backend", "RowProgram", "Solved", "pulp", "solve_fixed", "solve_model"]
+__all__ = ["RowProgram", "Solved", "SolverName", "pulp", "solve_fixed", "solve_model"]
 
 
 def _imported_alone(name: str) -> Any:
@@ -39,7 +39,7 @@ OPTIMAL, FOUND = 1, 2
 """Values of PuLP's sol_status. With any other value the variables hold no solution."""
 
 
-class Backend(enum.StrEnum):
+class SolverName(enum.StrEnum):
     """The solver of a model."""
 
     HIGHS = "highs"
@@ -66,7 +66,7 @@ class _WarmHiGHS(pulp.HiGHS):  # type: ignore[misc]
         lp.solverModel.run()
 
 
-def solve_model(model: pulp.LpProblem, *, backend: Backend, time_limit_s: float, gap: float = 0.0) -> Solved:
+def solve_model(model: pulp.LpProblem, *, backend: SolverName, time_limit_s: float, gap: float = 0.0) -> Solved:
     """Solves a model, warm-started from the values set by `setInitialValue`.
 
     Args:
@@ -82,12 +82,12 @@ def solve_model(model: pulp.LpProblem, *, backend: Backend, time_limit_s: float,
         SolverFailed: the solver crashed or could not be run.
     """
     limit = max(time_limit_s, 0.1)
-    if backend is Backend.CBC:
+    if backend is SolverName.CBC:
         solver = pulp.PULP_CBC_CMD(msg=False, timeLimit=limit, threads=1, warmStart=True, gapRel=gap)
     else:
         solver = _WarmHiGHS(msg=False, timeLimit=limit, threads=1, gapRel=gap)
     solved = _run(model, solver)
-    if backend is Backend.HIGHS and model.solverModel.getModelStatus() == highspy.HighsModelStatus.kUnknown:
+    if backend is SolverName.HIGHS and model.solverModel.getModelStatus() == highspy.HighsModelStatus.kUnknown:
         # Its dual simplex lost its way, as in nearly infeasible programs; the primal one has not been seen to.
         solver = pulp.HiGHS(msg=False, timeLimit=limit, threads=1, gapRel=gap, simplex_strategy=PRIMAL_SIMPLEX)
         solved = _run(model, solver)
@@ -143,7 +143,7 @@ def solve_fixed(model: pulp.LpProblem, fixed: Mapping[pulp.LpVariable, float], *
         solved = _run(model, _Resumed(fixed))
         if solved.proven:
             return solved
-    return solve_model(model, backend=Backend.HIGHS, time_limit_s=time_limit_s)
+    return solve_model(model, backend=SolverName.HIGHS, time_limit_s=time_limit_s)
 
 
 class RowProgram:

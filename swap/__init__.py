@@ -9,7 +9,7 @@ from memo.lazy import attach
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine as Engine
     from memo.swap.engine.layer_calls import Group as Group
-    from memo.swap.engine.spills import Outcome as Outcome, SpillFigures as SpillFigures
+    from memo.swap.engine.spills import SpillFigures as SpillFigures, SpillOutcome as SpillOutcome
     from memo.swap.engine.tier_choice import WhenFull as WhenFull
     from memo.swap.layers import (
         Layer as Layer,
@@ -72,7 +72,7 @@ else:
         {
             "engine.engine": "Engine",
             "engine.layer_calls": "Group",
-            "engine.spills": "Outcome SpillFigures",
+            "engine.spills": "SpillOutcome SpillFigures",
             "engine.tier_choice": "WhenFull",
             "layers": "LayerHook Layer find_layers hook_forward runs_as_written",
             "memory.host_bytes": "claims_in_turn host_bytes_needed",

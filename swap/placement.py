@@ -12,7 +12,7 @@ import math
 from typing import TYPE_CHECKING
 
 from memo.errors import UsageError
-from memo.events import Tier
+from memo.events import TierName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,9 +47,9 @@ class Placement:
             raise UsageError(f"placement: {fractions} do not sum to 1")
 
     @property
-    def fractions(self) -> dict[Tier, float]:
+    def fractions(self) -> dict[TierName, float]:
         """Fractions by tier."""
-        return {Tier.DEVICE: self.kept, Tier.HOST: self.host, Tier.DISK: self.disk}
+        return {TierName.DEVICE: self.kept, TierName.HOST: self.host, TierName.DISK: self.disk}
 
 
 class Quota:
@@ -73,7 +73,7 @@ class Quota:
     __slots__ = ("expected_nbytes", "missing", "nbytes", "placement")
 
     def __init__(
-        self, placement: Placement, *, expected_nbytes: int = 0, carried: Mapping[Tier, float] | None = None
+        self, placement: Placement, *, expected_nbytes: int = 0, carried: Mapping[TierName, float] | None = None
     ) -> None:
         self.placement = placement
         self.expected_nbytes = expected_nbytes
@@ -85,7 +85,7 @@ class Quota:
             if fraction > _TOLERANCE:
                 self.missing[tier] = self.missing.get(tier, 0.0) + fraction * expected_nbytes
 
-    def choose(self, nbytes: int) -> Tier:
+    def choose(self, nbytes: int) -> TierName:
         """Chooses the tier of the next storage and counts it there, wherever it then finds room."""
         missing = self.missing
         beyond = self.nbytes + nbytes - max(self.nbytes, self.expected_nbytes)
@@ -93,26 +93,26 @@ class Quota:
             for tier, fraction in self.placement.fractions.items():
                 if fraction > _TOLERANCE:
                     missing[tier] += fraction * beyond
-        chosen = Tier.DEVICE
-        kept, others = missing.get(chosen, 0.0), [tier for tier in (Tier.HOST, Tier.DISK) if tier in missing]
+        chosen = TierName.DEVICE
+        kept, others = missing.get(chosen, 0.0), [tier for tier in (TierName.HOST, TierName.DISK) if tier in missing]
         if others and (kept + _TOLERANCE * nbytes < nbytes or kept < sum(map(missing.__getitem__, others))):
             chosen = max(others, key=missing.__getitem__)  # the first of equals
         missing[chosen] -= nbytes
         self.nbytes += nbytes
         return chosen
 
-    def keeps_instead(self, of: Tier, nbytes: int) -> None:
+    def keeps_instead(self, of: TierName, nbytes: int) -> None:
         """Moves a storage's count from the tier `of` to the device, where it stays for lack of room."""
         self.missing[of] += nbytes
-        self.missing[Tier.DEVICE] = self.missing.get(Tier.DEVICE, 0.0) - nbytes
+        self.missing[TierName.DEVICE] = self.missing.get(TierName.DEVICE, 0.0) - nbytes
 
     @property
     def unkept_nbytes(self) -> float:
         """Bytes that the device holds below its share."""
-        return max(0.0, self.missing.get(Tier.DEVICE, 0.0))
+        return max(0.0, self.missing.get(TierName.DEVICE, 0.0))
 
     @property
-    def carried(self) -> dict[Tier, float]:
+    def carried(self) -> dict[TierName, float]:
         """Bytes that each tier lacks after this call, for the next layer; they sum to 0.
 
         Bytes that were expected and never saved are due to no tier: those that still lack some go without.

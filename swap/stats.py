@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from memo.events import StallCause, Tier, UseKind
+from memo.events import StallCause, TierName, UseKind
 
 __all__ = ["Stats"]
 
-_HOST, _DISK = Tier.HOST, Tier.DISK
+_HOST, _DISK = TierName.HOST, TierName.DISK
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class Stats:
         """Seconds spent recomputing; None where the device's time is not measured."""
         return None if self.untimed_recomputes else self.recompute_ns / 1e9
 
-    def moved(self, tier: Tier, nbytes: int) -> None:
+    def moved(self, tier: TierName, nbytes: int) -> None:
         """Counts bytes that left the device for `tier`."""
         if tier is _HOST:
             self.bytes_host += nbytes

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from memo import torch_private
-from memo.torch_private import AOT_AUTOGRAD, ATTRIBUTES, DYNAMO, NAMES, Use, found, place
+from memo.torch_private import AOT_AUTOGRAD, ATTRIBUTES, DYNAMO, NAMES, PrivateUse, found, place
 
 ROOT = Path(__file__).parent.parent
 HOME = ROOT / "memo" / "torch_private.py"
@@ -98,7 +98,7 @@ def is_torch(module: str) -> bool:
     return module.partition(".")[0] == "torch"
 
 
-def is_here(use: Use) -> bool:
+def is_here(use: PrivateUse) -> bool:
     return use.build != "cuda" or torch.version.cuda is not None
 
 
@@ -189,8 +189,8 @@ def test_a_type_checker_sees_torchs_own() -> None:
 
 
 def test_a_name_that_memo_needs_and_torch_has_not_is_an_error_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(NAMES, "gone", ("torch._C", "_autograd._gone", Use("tells nothing")))
-    monkeypatch.setitem(NAMES, "away", ("torch._away", "_gone", Use("tells nothing")))
+    monkeypatch.setitem(NAMES, "gone", ("torch._C", "_autograd._gone", PrivateUse("tells nothing")))
+    monkeypatch.setitem(NAMES, "away", ("torch._away", "_gone", PrivateUse("tells nothing")))
     with pytest.raises(ImportError) as error:
         importlib.import_module("memo.torch_private").gone  # noqa: B018
     assert str(error.value) == (
@@ -210,7 +210,7 @@ def test_a_name_that_memo_needs_and_torch_has_not_is_an_error_with_a_sentence(mo
 def test_a_name_that_memo_can_do_without_is_none_and_says_what_is_lost(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(NAMES, "gone", ("torch.autograd", "_gone", Use("tells nothing", lost="nothing is told")))
+    monkeypatch.setitem(NAMES, "gone", ("torch.autograd", "_gone", PrivateUse("tells nothing", lost="nothing is told")))
     with caplog.at_level(logging.INFO, logger="memo"):
         assert found("gone") is None
     assert caplog.messages == ["this torch has no torch.autograd._gone (tells nothing): nothing is told"]

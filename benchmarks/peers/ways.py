@@ -34,7 +34,7 @@ from benchmarks.peers.models import layers_of
 from benchmarks.peers.moved import Moved
 from benchmarks.peers.sac_ilp import ByIlp
 from benchmarks.peers.trl_offload import Offloading
-from memo.events import Tier
+from memo.events import TierName
 
 __all__ = [
     "CHECKPOINTING",
@@ -131,7 +131,7 @@ def managed(manager: memo.Manager) -> Running:
     stats = manager.stats
 
     def host_bytes() -> int:
-        return sum(use.peak_bytes for use in manager.report().tiers if use.tier is not Tier.DEVICE)
+        return sum(use.peak_bytes for use in manager.report().tiers if use.tier is not TierName.DEVICE)
 
     def settled() -> bool:
         plan = manager.report().plan

@@ -26,7 +26,7 @@ from memo.parallel import key_copies
 
 if TYPE_CHECKING:
     from benchmarks.published.framework_training import FrameworkTraining
-    from memo.gpt.arithmetic import Layout
+    from memo.gpt.arithmetic import StepLayout
     from memo.gpt.config import GPTConfig
 
 __all__ = ["FrameworkLayer", "Seconds"]
@@ -68,7 +68,7 @@ class FrameworkLayer:
     """Bytes and times of one layer for one microbatch on one rank."""
 
     config: GPTConfig
-    layout: Layout
+    layout: StepLayout
     training: FrameworkTraining
     times: KernelTimes
 

@@ -33,7 +33,7 @@ from memo.mip.inputs import (
 
 if TYPE_CHECKING:
     from benchmarks.published.framework_training import FrameworkTraining
-    from memo.gpt.arithmetic import Layout
+    from memo.gpt.arithmetic import StepLayout
     from memo.gpt.config import GPTConfig
     from memo.mip.inputs import Hardware
 
@@ -48,7 +48,7 @@ LOGIT_PASSES = {Loss.FLOAT32: 54, Loss.COMPILED: 30, Loss.EAGER: 40, Loss.FUSED:
 def profile_of_training(
     config: GPTConfig,
     machine: Hardware,
-    layout: Layout,
+    layout: StepLayout,
     training: FrameworkTraining,
     *,
     rates: KernelRates,
@@ -94,7 +94,7 @@ class _Parts:
 
     config: GPTConfig
     machine: Hardware
-    layout: Layout
+    layout: StepLayout
     training: FrameworkTraining
     times: KernelTimes
 

@@ -12,7 +12,7 @@ from benchmarks.published.framework_training import ContextExchange, FrameworkTr
 from benchmarks.published.rows import Inexpressible, Row
 from benchmarks.published.run import Run
 from benchmarks.published.target import Table, Target, step_target
-from memo.gpt.arithmetic import ADAM_FP32, ADAM_PURE, Layout
+from memo.gpt.arithmetic import ADAM_FP32, ADAM_PURE, StepLayout
 from memo.gpt.config import PRESETS, GPTConfig
 from memo.mip.inputs import hardware_preset
 
@@ -75,7 +75,7 @@ def _mpt(row: Row) -> list[Target]:
     )
     if row.flag("Activation CPUOffload"):
         raise Inexpressible("activations on the host, copied as the step goes: a plan's work, not a fixed method")
-    layout = Layout(tokens=seq, batch=row.count("MicroBatchSize"), gpus=gpus)
+    layout = StepLayout(tokens=seq, batch=row.count("MicroBatchSize"), gpus=gpus)
     run = Run(gpu=gpu, config=config, layout=layout, training=training, microbatches=row.count("GradAccum"))
     step_s = row.number("GlobalBatchSize (T)") / row.number("Throughput (T/s)")
     precision = "fp8" if training.fp8 else "pure" if pure else "amp"
@@ -100,7 +100,7 @@ def _torchtitan(row: Row) -> list[Target]:
         whole_in_step=pp > 1,
         stops_early=True,
     )
-    layout = Layout(tokens=seq, batch=max(batch // microbatches, 1), gpus=gpus, tp=tp, cp=cp, pp=pp)
+    layout = StepLayout(tokens=seq, batch=max(batch // microbatches, 1), gpus=gpus, tp=tp, cp=cp, pp=pp)
     run = Run(
         gpu="h100-96g",
         config=config,

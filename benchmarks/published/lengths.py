@@ -17,7 +17,7 @@ from benchmarks.published.rows import Inexpressible, Row
 from benchmarks.published.run import Fitted, Run
 from benchmarks.published.target import Table, Target, step_target
 from benchmarks.published.transformer import Transformer
-from memo.gpt.arithmetic import Layout, StateBytes
+from memo.gpt.arithmetic import StateBytes, StepLayout
 from memo.gpt.arithmetic.flops import parameter_count
 from memo.gpt.config import GPTConfig
 from memo.mip.inputs import hardware_preset
@@ -87,7 +87,7 @@ def _alst(row: Row) -> list[Target]:
     )
     # The recipes without Liger's kernels are those without Ulysses, by the names of their files.
     shared = ranks if liger else 1
-    layout = Layout(tokens=shared, gpus=ranks, cp=shared)
+    layout = StepLayout(tokens=shared, gpus=ranks, cp=shared)
     run = Run(gpu=gpu, config=config, layout=layout, training=training)
     names = [name for name in ("ckpt_offload", "tiled_mlp", "liger", "param_offload") if row.flag(name)]
     label = f"{row['model'].split('/')[-1]} on {ranks} {row['gpu']}, {' '.join(names) or 'nothing'}"
@@ -170,7 +170,7 @@ def _argonne_tokens(row: Row) -> int:
 def _argonne_run(tokens: int, tp: int) -> Run:
     # Ranks of sequence parallelism have a part of the table of positions each.
     config = dataclasses.replace(ARGONNE, max_seq=max(tokens // tp, 1))
-    layout = Layout(tokens=tokens, gpus=32, tp=tp)
+    layout = StepLayout(tokens=tokens, gpus=32, tp=tp)
     return Run(gpu="a100-40g", config=config, layout=layout, training=NEW, microbatches=2)
 
 

@@ -30,7 +30,7 @@ from benchmarks.published.rows import TABLES as FOLDER, Inexpressible, Row, read
 from benchmarks.published.run import Fitted, Run
 from benchmarks.published.target import Table, Target
 from benchmarks.published.transformer import Experts, Transformer
-from memo.gpt.arithmetic import ADAM_FP32, Layout
+from memo.gpt.arithmetic import ADAM_FP32, StepLayout
 
 __all__ = ["TABLES"]
 
@@ -94,7 +94,7 @@ def _run(row: Row) -> Run:
     # No more replicas than the step has microbatches.
     steps = row.count("global-batch-size") // batch
     replicas = max(min(world // (tp * pp * cp), steps), 1)
-    layout = Layout(tokens=seq, batch=batch, gpus=replicas * tp * pp * cp, tp=tp, cp=cp, pp=pp)
+    layout = StepLayout(tokens=seq, batch=batch, gpus=replicas * tp * pp * cp, tp=tp, cp=cp, pp=pp)
     microbatches = max(steps // replicas, 1)
     config = _config(row, flags, tp)
     per_chunk = row.count("num-layers-per-virtual-pipeline-stage", 0)

@@ -14,7 +14,7 @@ from benchmarks.published.framework_training import AttentionKernel, FrameworkTr
 from benchmarks.published.rows import Inexpressible, Row
 from benchmarks.published.run import Fitted, Run
 from benchmarks.published.target import Table, Target, step_target
-from memo.gpt.arithmetic import Layout, StateBytes
+from memo.gpt.arithmetic import StateBytes, StepLayout
 from memo.gpt.config import GPTConfig
 
 __all__ = ["TABLES"]
@@ -74,7 +74,7 @@ def _usual_batch(ranks: int) -> int:
 def _narayanan(row: Row) -> list[Target]:
     config, tp, pp, gpus = _model(row), row.count("tp"), row.count("pp"), row.count("gpus")
     batch, layers_of_chunk = ARTIFACT.get((tp, pp)) or (_usual_batch(tp * pp), None)
-    layout = Layout(tokens=SEQ, batch=batch, gpus=gpus, tp=tp, pp=pp)
+    layout = StepLayout(tokens=SEQ, batch=batch, gpus=gpus, tp=tp, pp=pp)
     chunks = config.layers // pp // layers_of_chunk if layers_of_chunk else 1
     microbatches = row.count("global_batch") // (batch * layout.replicas)
     run = Run(gpu=GPU, config=config, layout=layout, training=FULL, microbatches=microbatches, chunks=chunks)
@@ -85,7 +85,7 @@ def _narayanan(row: Row) -> list[Target]:
 
 def _smith(row: Row) -> list[Target]:
     config = GPTConfig(vocab_size=VOCAB, hidden=20480, layers=105, heads=128, kv_heads=128, ffn=4 * 20480, max_seq=SEQ)
-    layout = Layout(tokens=SEQ, gpus=row.count("gpus"), tp=8, pp=35)
+    layout = StepLayout(tokens=SEQ, gpus=row.count("gpus"), tp=8, pp=35)
     run = Run(gpu=GPU, config=config, layout=layout, training=BFLOAT16, microbatches=1920 // row.count("dp"))
     return [step_target(f"530B, dp {row['dp']}", run, row.number("iter_s"))]
 
@@ -93,7 +93,7 @@ def _smith(row: Row) -> list[Target]:
 def _korthikanti(row: Row) -> list[Target]:
     config, tp, pp = _model(row), row.count("tp"), row.count("pp")
     batch = row.count("microbatch")
-    layout = Layout(tokens=SEQ, batch=batch, gpus=row.count("gpus"), tp=tp, pp=pp)
+    layout = StepLayout(tokens=SEQ, batch=batch, gpus=row.count("gpus"), tp=tp, pp=pp)
     microbatches = row.count("global_batch") // (batch * layout.replicas)
     # m = 3 for 175B and 530B: those whose stages of three or more layers divide so, beside the 1T model's of two.
     chunks = 3 if pp > 1 and config.layers // pp % 3 == 0 else 1
@@ -127,7 +127,7 @@ def _one_layer(row: Row) -> list[Target]:
     recompute, sequence_parallel = LAYER[row["experiment"]]
     config = GPTConfig(vocab_size=VOCAB, hidden=6144, layers=48, heads=64, kv_heads=64, ffn=4 * 6144, max_seq=SEQ)
     training = dataclasses.replace(FULL_2022, recompute=recompute, sequence_parallel=sequence_parallel)
-    run = Run(gpu=GPU, config=config, layout=Layout(tokens=SEQ, batch=4, gpus=8, tp=8), training=training)
+    run = Run(gpu=GPU, config=config, layout=StepLayout(tokens=SEQ, batch=4, gpus=8, tp=8), training=training)
 
     def both_s(fitted: Fitted) -> float:
         (layer,) = run.profile(fitted).classes
@@ -154,7 +154,9 @@ def _stage_memory(row: Row) -> list[Target]:
     if rank > 34:
         raise Inexpressible(f"there is no rank {rank} of 35")
     config = GPTConfig(vocab_size=VOCAB, hidden=20480, layers=105, heads=128, kv_heads=128, ffn=4 * 20480, max_seq=SEQ)
-    run = Run(gpu=GPU, config=config, layout=Layout(tokens=SEQ, gpus=280, tp=8, pp=35), training=FULL, microbatches=280)
+    run = Run(
+        gpu=GPU, config=config, layout=StepLayout(tokens=SEQ, gpus=280, tp=8, pp=35), training=FULL, microbatches=280
+    )
 
     def activations(fitted: Fitted, *, deallocates: bool) -> float:
         plan = run.plan(fitted)

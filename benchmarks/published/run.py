@@ -12,7 +12,7 @@ import functools
 from benchmarks.published.framework_profile import profile_of_training
 from benchmarks.published.framework_training import FrameworkTraining
 from benchmarks.published.kernel_times import KernelRates
-from memo.gpt.arithmetic import Layout
+from memo.gpt.arithmetic import StepLayout
 from memo.gpt.config import GPTConfig
 from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline, predict_stages
 from memo.mip.inputs import Hardware, PipelineSchedule, Profile, hardware_preset
@@ -37,7 +37,7 @@ class Run:
 
     gpu: str
     config: GPTConfig
-    layout: Layout
+    layout: StepLayout
     training: FrameworkTraining
     microbatches: int = 1
     chunks: int = 1

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator
 
 from memo.errors import Infeasible
-from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
+from memo.gpt.arithmetic.profile_by_arithmetic import StepLayout, derive_profile
 from memo.gpt.config import preset
 from memo.mip.activation.plan import ActivationProblem, Budgets, LayerPlan
 from memo.mip.activation.solver import DoesNotFit, find_plan, misfit_of
@@ -93,7 +93,7 @@ def derived(model: str, tokens: int, link: str, *, tiles: int = 1, narrower: int
     config = dataclasses.replace(config, ffn=config.ffn // narrower)
     ranks = TENSOR_PARALLEL.get(model, 1)
     machine = dataclasses.replace(hardware_preset(link), device_bytes=HUGE)
-    return machine, derive_profile(config, machine, Layout(gpus=ranks, tokens=tokens, tp=ranks), name=model)
+    return machine, derive_profile(config, machine, StepLayout(gpus=ranks, tokens=tokens, tp=ranks), name=model)
 
 
 def least_bytes(problem: ActivationProblem) -> int:

@@ -12,10 +12,10 @@ from weakref import WeakMethod
 
 from memo.allocator import unsplit_nbytes
 from memo.autoplan.backward_end import at_end_of_backward
-from memo.autoplan.device_peaks import DevicePeaks, Outside, Recompute
+from memo.autoplan.device_peaks import DevicePeaks, MeasuredRecompute, Outside
 from memo.autoplan.layer_classes import mlp_tiles_of
 from memo.autoplan.limits import MEASURING, Limits
-from memo.events import Tier
+from memo.events import TierName
 from memo.mip.activation import lower_tier_nbytes
 from memo.swap import Level, Placement, Quota, Setting, claims_in_turn, host_bytes_needed, setting_of
 from memo.units import format_bytes
@@ -113,7 +113,7 @@ class Actuator:
             placements, chosen = self._settings_of(setting)
             late = self.late_bytes(setting) or None  # without a disk a GPU's streams wait, and not the host
             self._engine.place(placements, rest_bytes=room, late_bytes=late)
-            self._expect(dict(zip((Tier.HOST, Tier.DISK), lower_tier_nbytes(setting), strict=True)))
+            self._expect(dict(zip((TierName.HOST, TierName.DISK), lower_tier_nbytes(setting), strict=True)))
             others = {layer.name: setting_of(MEASURING) for layer in self._layers if layer.name not in chosen}
             self._recompute_policy.choose({**others, **chosen})
         self._recompute_policy.begin_forwards(self._layers)
@@ -128,7 +128,7 @@ class Actuator:
         late = sum(part.disk * nbytes for part, nbytes in zip(plan.layers, saved, strict=True))
         return int(min(late, max(saved, default=0)))
 
-    def _expect(self, needs: Mapping[Tier, int]) -> None:
+    def _expect(self, needs: Mapping[TierName, int]) -> None:
         for tier in self._engine.tiers:
             tier.expect(needs.get(tier.name, 0))
 
@@ -171,22 +171,22 @@ class Actuator:
         kept = self.limits().device_bytes - 2 * max(saved, default=0)  # two layers come and go
         need = max(0, sum(saved) - max(0, kept))
         for tier in self._engine.tiers:
-            if tier.name is Tier.HOST and need:
+            if tier.name is TierName.HOST and need:
                 tier.expect(min(need, tier.obtainable or 0))
 
     def host_excess(self, plan: ActivationPlan) -> int:
         """Bytes by which the storages of a step by a plan need more of the host tier than it has."""
-        host = next((tier for tier in self._engine.tiers if tier.name is Tier.HOST), None)
+        host = next((tier for tier in self._engine.tiers if tier.name is TierName.HOST), None)
         if host is None or host.obtainable is None:
             return 0
         placements, chosen = self._settings_of(plan)
         claims: list[int] = []
-        carried: Mapping[Tier, float] = {}
+        carried: Mapping[TierName, float] = {}
         for number, layer in self._planned:
             sizes = self._recompute_policy.moved_nbytes(layer.name, chosen[layer.name])
             placement = placements[number]
             quota = Quota(placement, expected_nbytes=sum(sizes), carried={} if placement.begins else carried)
-            claims += [nbytes for nbytes in sizes if quota.choose(nbytes) is Tier.HOST]
+            claims += [nbytes for nbytes in sizes if quota.choose(nbytes) is TierName.HOST]
             carried = quota.carried
         held = max(map(sum, plan.problem.pipeline.peak_in_flight(0)))
         return max(0, host_bytes_needed(claims_in_turn(claims * held)).first_step - host.obtainable)
@@ -204,19 +204,19 @@ class Actuator:
         around = self._grown(Outside.LAYERS, growth)
         layers = tuple(self._grown(layer.name, growth) for _, layer in self._planned)
         recomputes = tuple(
-            self._grown(part, growth) if (part := Recompute(layer.name)) in self._others else 0
+            self._grown(part, growth) if (part := MeasuredRecompute(layer.name)) in self._others else 0
             for _, layer in self._planned
         )
         others = max(around, *layers, *recomputes)
         budgets = {tier.name: tier.obtainable for tier in self._engine.tiers}
-        disk = budgets.get(Tier.DISK, 0)
+        disk = budgets.get(TierName.DISK, 0)
         return Limits(
             device_bytes=max(0, self._budget.total_bytes - self._budget.noise_bytes - others),
             others_bytes=others,
             around_bytes=around,
             beside_layers=layers,
             beside_recomputes=recomputes,
-            host_bytes=budgets.get(Tier.HOST, 0) or 0,
+            host_bytes=budgets.get(TierName.HOST, 0) or 0,
             disk_bytes=UNBOUNDED_DISK if disk is None else disk,
         )
 
@@ -298,7 +298,7 @@ class Actuator:
     def take_lacking(self) -> tuple[int, int]:
         """Bytes since the last call that were to go to the host and to the disk, and that no tier had room for."""
         lacking = self._engine.take_lacking()
-        return lacking.get(Tier.HOST, 0), lacking.get(Tier.DISK, 0)
+        return lacking.get(TierName.HOST, 0), lacking.get(TierName.DISK, 0)
 
     def repeated(self) -> Collection[str]:
         """Layers that were recomputed whole, for lack of room or by their level."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from memo.autoplan.device_budget import DeviceBudget
     from memo.swap import Stats
 
-__all__ = ["DevicePeaks", "Outside", "Part", "Recompute", "StepPeaks"]
+__all__ = ["DevicePeaks", "MeasuredRecompute", "Outside", "Part", "StepPeaks"]
 
 
 class Outside(enum.Enum):
@@ -42,13 +42,13 @@ class Outside(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Recompute:
+class MeasuredRecompute:
     """The part of a layer's backward in which its recompute runs."""
 
     layer: str
 
 
-Part = str | Recompute | Outside
+Part = str | MeasuredRecompute | Outside
 """A part of the step: a layer's name is its forward and the rest of its backward."""
 
 
@@ -112,7 +112,7 @@ class DevicePeaks:
     def cross_recompute(self, layer: str | None, begins: bool) -> None:
         """Begins the interval of a layer's recompute, or that of the rest of its backward; for None of a trial."""
         if layer is not None:
-            self._begin(Recompute(layer) if begins else layer)
+            self._begin(MeasuredRecompute(layer) if begins else layer)
         elif begins:
             self._tried = self._where
             self._begin(Outside.TRIAL)

@@ -24,7 +24,7 @@ from memo.trace import duration, printable, rate
 from memo.units import format_bytes, format_duration, parse_duration_s
 
 if TYPE_CHECKING:
-    from memo.machine import CollectiveFit, CollectiveRates, Diagnosis, Disk, DiskRates, Gpu, HostFacts
+    from memo.machine import CollectiveFit, CollectiveRates, Diagnosis, DiskRates, Gpu, HostFacts, MeasuredDisk
 
 __all__ = ["configure", "run"]
 
@@ -158,7 +158,7 @@ def _host_rows(host: HostFacts) -> list[tuple[str, str]]:
     ]
 
 
-def _disk_rows(disk: Disk) -> list[tuple[str, str]]:
+def _disk_rows(disk: MeasuredDisk) -> list[tuple[str, str]]:
     rows = [("disk", f"{disk.directory} ({disk.file_system} on {disk.device})")]
     if disk.problem is not None:
         rows.append(("  cannot be used", disk.problem))

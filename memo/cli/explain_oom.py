@@ -10,8 +10,8 @@ from memo.cli.tables.address import table
 from memo.cli.terminal.file_kinds import FileKind, kind_of, require_kind
 from memo.errors import ExitCode, UsageError
 from memo.out_of_memory import (
-    Answer,
     HeldMemory,
+    MemoryAnswer,
     explain_apart,
     explain_memory,
     held_in_trace,
@@ -65,7 +65,7 @@ def _held(args: argparse.Namespace) -> HeldMemory:
     return held_in_trace(build_report(read_traces([args.file])).ranks[0], step=args.step)
 
 
-def _holders(answer: Answer) -> str:
+def _holders(answer: MemoryAnswer) -> str:
     rows = [
         (
             format_bytes(one.nbytes),

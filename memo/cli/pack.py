@@ -23,10 +23,10 @@ from memo.errors import ExitCode, UsageError
 from memo.mip import STDIN
 from memo.mip.address import (
     DEVICE,
+    AddressPlan,
+    AddressProblem,
     Method,
     Notes,
-    Plan,
-    Problem,
     Progress,
     plan_to_csv,
     plan_to_json,
@@ -137,12 +137,12 @@ def run(args: argparse.Namespace) -> ExitCode:
     return ExitCode.OK
 
 
-def _caching(problem: Problem, notes: Sequence[Notes]) -> list[CachingUse]:
+def _caching(problem: AddressProblem, notes: Sequence[Notes]) -> list[CachingUse]:
     """Simulated memory use of PyTorch's caching allocator for the device's buffers; empty without device buffers."""
     kept = [(buffer, note) for buffer, note in zip(problem.buffers, notes, strict=True) if buffer.arena == DEVICE]
     if not kept:
         return []
-    trace = trace_of(Problem(buffers=tuple(b for b, _ in kept)), tuple(n for _, n in kept))
+    trace = trace_of(AddressProblem(buffers=tuple(b for b, _ in kept)), tuple(n for _, n in kept))
     return [simulate_caching(trace, segments) for segments in Segments]
 
 
@@ -152,7 +152,7 @@ def _caching_figures(use: CachingUse) -> dict[str, Any]:
     return {**figures, "segments": use.segments.value}
 
 
-def _caching_table(plan: Plan, caching: Sequence[CachingUse]) -> str:
+def _caching_table(plan: AddressPlan, caching: Sequence[CachingUse]) -> str:
     arena = plan.arena(DEVICE).nbytes
     rows = [
         (
@@ -167,7 +167,7 @@ def _caching_table(plan: Plan, caching: Sequence[CachingUse]) -> str:
     return table(header, rows)
 
 
-def _with_options(problem: Problem, args: argparse.Namespace) -> Problem:
+def _with_options(problem: AddressProblem, args: argparse.Namespace) -> AddressProblem:
     alignment = problem.alignment if args.align is None else parse_bytes(args.align, what="--align", bare=True)
     if alignment < 1:
         raise UsageError("--align must be at least 1")

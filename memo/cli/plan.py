@@ -26,7 +26,7 @@ from memo.cli.terminal.output_files import display_name, file_name, refuse_exist
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.gpt import EmbeddingGradients
-from memo.gpt.arithmetic import Optimizer, Recompute
+from memo.gpt.arithmetic import Optimizer, RecomputeMethod
 from memo.mip.activation import (
     DoesNotFit,
     plan_to_json,
@@ -92,7 +92,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("training of a named model")
     how.add_argument(
         "--recompute",
-        choices=("plan", *map(str, Recompute)),
+        choices=("plan", *map(str, RecomputeMethod)),
         default="plan",
         help="what layers compute again: plan chooses; none, selective (scores: as none, since "
         "attention is fused) and full (the layer) are fixed methods, counted as compute, that move nothing unless --host "

@@ -17,7 +17,7 @@ from memo.cli.terminal.output_files import display_name, file_name, refuse_exist
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.gpt import Precision
-from memo.gpt.arithmetic import Layout, derive_profile, parameter_count
+from memo.gpt.arithmetic import StepLayout, derive_profile, parameter_count
 from memo.mip import encode
 from memo.mip.activation import profile_to_json
 from memo.mip.address import write_file
@@ -104,7 +104,7 @@ def _require_room(args: argparse.Namespace, config: GPTConfig, tokens: int) -> N
     precision = Precision(args.precision)
     # The machine decides times only.
     derived = derive_profile(
-        config, hardware_preset("h100"), Layout(tokens=tokens, batch=args.batch), precision=precision
+        config, hardware_preset("h100"), StepLayout(tokens=tokens, batch=args.batch), precision=precision
     )
     by_name = {layer.name: layer for layer in derived.classes}
     saved = sum(by_name[name].full_bytes for name in derived.layers)

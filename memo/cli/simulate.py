@@ -17,7 +17,7 @@ from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.terminal.output_files import atomic_write, file_path, print_written, refuse_existing
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
-from memo.events import Tier
+from memo.events import TierName
 from memo.mip.activation import ActivationPlan, ActivationProblem, read_activation_plan, read_hardware, read_profile
 from memo.mip.inputs import PRESETS, Hardware, hardware_preset, parse_network
 from memo.mip.simulate import Simulation, simulate, stage_events
@@ -152,7 +152,10 @@ def _meta(plan: ActivationPlan, problem: ActivationProblem, simulation: Simulati
         },
         # The plan predicts all bytes of the device, the trace has only those of saved tensors: not comparable.
         "plan": {
-            "predicted_peak_nbytes": {Tier.HOST: prediction.peak_host_bytes, Tier.DISK: prediction.peak_disk_bytes},
+            "predicted_peak_nbytes": {
+                TierName.HOST: prediction.peak_host_bytes,
+                TierName.DISK: prediction.peak_disk_bytes,
+            },
             "limits": "; ".join(plan.binding) or "no limit",
         },
     }

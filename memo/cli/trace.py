@@ -23,7 +23,7 @@ from memo.cli.terminal.output_files import (
     require_matplotlib,
 )
 from memo.errors import ExitCode, TraceError, UsageError
-from memo.trace import Report, Trace, build_report, compare_reports, diff_to_json, printable, read_traces
+from memo.trace import Trace, TraceReport, build_report, compare_reports, diff_to_json, printable, read_traces
 
 __all__ = ["configure", "run"]
 
@@ -142,7 +142,7 @@ def _add_output(parser: argparse.ArgumentParser, text: str, *, required: bool = 
     parser.add_argument("-f", "--force", action="store_true", help="overwrite an existing file")
 
 
-def _report(args: argparse.Namespace) -> Report:
+def _report(args: argparse.Namespace) -> TraceReport:
     if args.plain is not None and not 0 < args.plain < math.inf:
         raise UsageError(f"--plain {args.plain} is not a positive number of seconds")
     return build_report(_read(args), plain_s=args.plain)
@@ -281,7 +281,7 @@ def _diff(args: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
-def _selected(report: Report, args: argparse.Namespace) -> tuple[int, int | None]:
+def _selected(report: TraceReport, args: argparse.Namespace) -> tuple[int, int | None]:
     """Rank and step of the arguments, by default those that represent the run; None is all steps."""
     rank = report.rank if args.rank is None else args.rank
     one = report.of_rank(rank)

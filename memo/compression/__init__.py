@@ -11,14 +11,17 @@ if TYPE_CHECKING:
         CompressedGradients as CompressedGradients,
         compress_gradients as compress_gradients,
     )
-    from memo.compression.method import GradientCompression as GradientCompression, Method as Method
+    from memo.compression.method import (
+        CompressionMethod as CompressionMethod,
+        GradientCompression as GradientCompression,
+    )
     from memo.compression.traffic import ExchangeFigures as ExchangeFigures
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
             "attached": "CompressedGradients compress_gradients",
-            "method": "GradientCompression Method",
+            "method": "GradientCompression CompressionMethod",
             "traffic": "ExchangeFigures",
         },
     )

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memo.compression.ddp_hook import int8_mean_hook
 from memo.compression.int8_sum import Int8ReduceScatter
-from memo.compression.method import GradientCompression, Method
+from memo.compression.method import CompressionMethod, GradientCompression
 from memo.compression.powersgd import PowerSgdReduceScatter
 from memo.compression.traffic import ExchangeFigures, GradientTraffic
 from memo.errors import UsageError
@@ -44,7 +44,7 @@ def compress_gradients(model: nn.Module, compression: GradientCompression | str)
     sharded = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     traffic = GradientTraffic()
     if isinstance(model, DistributedDataParallel):
-        if compression.method is not Method.INT8:
+        if compression.method is not CompressionMethod.INT8:
             raise UsageError(f"{compression}: DistributedDataParallel has torch's own powerSGD_hook; use that, or int8")
         if model.process_group.size() > 1:
             model.register_comm_hook((model.process_group, traffic), int8_mean_hook)
@@ -58,7 +58,7 @@ def compress_gradients(model: nn.Module, compression: GradientCompression | str)
     for name, group in groups.items():
         if group is None:
             continue
-        if compression.method is Method.INT8:
+        if compression.method is CompressionMethod.INT8:
             comm: Any = Int8ReduceScatter(traffic)
         else:
             comm = exchanges[name] = _powersgd(name, group, names, compression, traffic)
@@ -171,7 +171,7 @@ class CompressedGradients:
         return sum(tensor.nbytes for tensor in self.state().values())
 
     def __str__(self) -> str:
-        if self.compression.method is Method.INT8:
+        if self.compression.method is CompressionMethod.INT8:
             return "int8, 128 values a scale, summed in float32, no error feedback"
         counts = [one.counts for one in self._exchanges.values()]
         compressed, exact = sum(count for count, _ in counts), sum(count for _, count in counts)

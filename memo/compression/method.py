@@ -7,13 +7,13 @@ import enum
 
 from memo.errors import UsageError
 
-__all__ = ["DEFAULT_RANK", "GradientCompression", "Method"]
+__all__ = ["DEFAULT_RANK", "CompressionMethod", "GradientCompression"]
 
 DEFAULT_RANK = 4
 _SCALE_GROUP, _SCALE_BYTES = 128, 4  # of memo.kernels.codec
 
 
-class Method(enum.StrEnum):
+class CompressionMethod(enum.StrEnum):
     """Form in which gradients pass between data-parallel ranks."""
 
     INT8 = "int8"  # codes of one byte, one float32 scale for 128 of them; without state
@@ -28,14 +28,14 @@ class GradientCompression:
         UsageError: the rank is out of range, or the method has none.
     """
 
-    method: Method
+    method: CompressionMethod
     rank: int | None = None
     """Columns of PowerSGD's factors; None with int8."""
 
     def __post_init__(self) -> None:
-        if self.method is Method.INT8 and self.rank is not None:
+        if self.method is CompressionMethod.INT8 and self.rank is not None:
             raise UsageError(f"int8 has no rank; give int8, or powersgd:{self.rank}")
-        if self.method is Method.POWERSGD and (self.rank is None or self.rank < 1):
+        if self.method is CompressionMethod.POWERSGD and (self.rank is None or self.rank < 1):
             raise UsageError(f"the rank of powersgd is 1 or more, not {self.rank}")
 
     @classmethod
@@ -46,10 +46,10 @@ class GradientCompression:
             UsageError: it is none of them.
         """
         name, colon, rank = text.partition(":")
-        if name not in tuple(Method) or (colon and not (rank.isascii() and rank.isdecimal())):
+        if name not in tuple(CompressionMethod) or (colon and not (rank.isascii() and rank.isdecimal())):
             raise UsageError(f"{text!r} is none of int8, powersgd and powersgd:RANK; choose one of them")
-        method = Method(name)
-        default = DEFAULT_RANK if method is Method.POWERSGD else None
+        method = CompressionMethod(name)
+        default = DEFAULT_RANK if method is CompressionMethod.POWERSGD else None
         return cls(method=method, rank=int(rank) if colon else default)
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class GradientCompression:
             ranks: data-parallel ranks.
         """
         shard = -(-largest // ranks)
-        if self.method is Method.POWERSGD:
+        if self.method is CompressionMethod.POWERSGD:
             # Error feedback in float32, that of the step before and that of the step under way; a shard of the result. The
             # factors are less than a byte for each value of matrices with 40 times as many rows and columns as `rank`.
             return 2 * 4 * parameters + 4 * shard + largest

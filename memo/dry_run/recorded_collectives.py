@@ -18,7 +18,7 @@ from memo.errors import RecordError
 from memo.gpt.arithmetic import CollectiveKind
 from memo.torch_private import OpOverload, resolve_process_group
 
-__all__ = ["CollectiveCall", "CollectiveRecorder"]
+__all__ = ["CollectiveCall", "IssuedCollectives"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class CollectiveCall:
         return f"{self.kind} of {self.dtype} {list(self.shape)}, {self.nbytes:,} bytes, {way} {over}"
 
 
-class CollectiveRecorder(LocalTensorMode):
+class IssuedCollectives(LocalTensorMode):
     """Dispatch mode that appends each collective to `calls`."""
 
     def __init__(self) -> None:

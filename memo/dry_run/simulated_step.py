@@ -16,9 +16,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from memo.allocator import BytelessMode, Recorder
+from memo.allocator import AllocationRecorder, BytelessMode
 from memo.autoplan import settings_of
-from memo.dry_run.recorded_collectives import CollectiveCall, CollectiveRecorder
+from memo.dry_run.recorded_collectives import CollectiveCall, IssuedCollectives
 from memo.gpt import Precision, TrainConfig
 from memo.gpt.arithmetic import Ranks
 from memo.gpt.model import Experts, sharded_stages
@@ -72,7 +72,7 @@ def step_of_rank(run: PlannedRun, rank: int) -> RankStep:
             autocast=autocast,
             sparse_embedding=run.sparse_embedding,
         )
-        recorder = Recorder()
+        recorder = AllocationRecorder()
         with (
             BytelessMode(assume=1.0),
             recorder,
@@ -91,16 +91,16 @@ def step_of_rank(run: PlannedRun, rank: int) -> RankStep:
             recorder.begin_step()
             states = _standing(recorder)
             for step in range(_WARM_UP if offload is not None else 0):
-                with CollectiveRecorder():
+                with IssuedCollectives():
                     trainer.step(1 + step)
             recorder.begin_step()
-            with CollectiveRecorder() as issued:
+            with IssuedCollectives() as issued:
                 trainer.step(1 + _WARM_UP)
             peak = _standing(recorder) + recorder.trace(exact=True).peak_nbytes
     return RankStep(rank=rank, calls=tuple(issued.calls), states_bytes=states, peak_bytes=peak)
 
 
-def _standing(recorder: Recorder) -> int:
+def _standing(recorder: AllocationRecorder) -> int:
     return sum(storage.nbytes() for storage in recorder.standing())
 
 
@@ -218,7 +218,7 @@ def _shares(total: int, parts: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def _storages_without_memory(recorder: Recorder) -> Iterator[None]:
+def _storages_without_memory(recorder: AllocationRecorder) -> Iterator[None]:
     """Has FSDP tell the recorder when it frees and allocates, instead of resizing storages that have no memory."""
     modules: tuple[Any, ...] = (fsdp_param, fsdp_param_group)
     replaced = {

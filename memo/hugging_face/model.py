@@ -17,10 +17,10 @@ from memo.errors import UsageError
 from memo.gpt import Precision
 from memo.gpt.arithmetic import (
     STATES,
-    Layout,
     Optimizer,
     RankWeights,
-    Recompute,
+    RecomputeMethod,
+    StepLayout,
     Training,
     end_states,
     layer_states,
@@ -171,14 +171,14 @@ class HuggingFaceModel:
     def profile(
         self,
         machine: Hardware,
-        layout: Layout,
+        layout: StepLayout,
         *,
         accumulate: int = 1,
         zero: int = 3,
         sharded_over: int | None = None,
         optimizer_offload: bool = False,
         optimizer: Optimizer = Optimizer.ADAMW,
-        recompute: Recompute | None = None,
+        recompute: RecomputeMethod | None = None,
         name: str | None = None,
     ) -> Profile:
         """Profile of one rank's microbatch.
@@ -242,7 +242,7 @@ class HuggingFaceModel:
             model_flops_full_per_token=flops[1],
         )
 
-    def _check(self, layout: Layout) -> None:
+    def _check(self, layout: StepLayout) -> None:
         if layout.tp > 1:
             raise UsageError(
                 f"--tp {layout.tp}: {self.name} is not divided by tensors; use --zero 3, which shards its weights, or --cp, "
@@ -273,7 +273,7 @@ class _Rank:
     short: ShortModel
     step: RecordedStep
     machine: Hardware
-    layout: Layout
+    layout: StepLayout
     weights: RankWeights
 
     @property
@@ -328,7 +328,7 @@ class _Rank:
         copied = self.short.projection_parameters if self.short.is_tied and self.layout.pp > 1 else 0
         return self.short.head_parameters + copied
 
-    def layer(self, kind: LayerKind, recompute: Recompute | None) -> LayerProfile:
+    def layer(self, kind: LayerKind, recompute: RecomputeMethod | None) -> LayerProfile:
         """A kind's profile."""
         own, parameters, weights = self.step.layers[kind.name], kind.parameters, self.weights
         context_s = self._context_s(own)

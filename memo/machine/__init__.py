@@ -12,7 +12,7 @@ if TYPE_CHECKING:
         CollectiveRates as CollectiveRates,
         measure_collectives as measure_collectives,
     )
-    from memo.machine.doctor import Diagnosis as Diagnosis, Disk as Disk, Gpu as Gpu, examine as examine
+    from memo.machine.doctor import Diagnosis as Diagnosis, Gpu as Gpu, MeasuredDisk as MeasuredDisk, examine as examine
     from memo.machine.link_bandwidth import (
         DiskRates as DiskRates,
         HostFacts as HostFacts,
@@ -39,7 +39,7 @@ else:
         __name__,
         {
             "collective_rates": "CollectiveFit CollectiveRates measure_collectives",
-            "doctor": "Diagnosis Disk Gpu examine",
+            "doctor": "Diagnosis MeasuredDisk Gpu examine",
             "link_bandwidth": "DiskRates HostFacts LinkRates measure_lanes measure_link",
             "node_share": "share_of_node",
             "norm_limit": "require_layer_within_norm_limit require_within_norm_limit",

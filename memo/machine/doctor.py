@@ -20,7 +20,7 @@ from memo.machine.link_bandwidth import DiskRates, HostFacts, LinkRates, host_fa
 from memo.swap import node_of_pci_device
 from memo.swap.disk import RawFile, mount_of, obstacles, try_gds
 
-__all__ = ["Diagnosis", "Disk", "Gpu", "examine"]
+__all__ = ["Diagnosis", "Gpu", "MeasuredDisk", "examine"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Disk:
+class MeasuredDisk:
     """Scratch directory, its file system and its rates.
 
     `rates` is None if and only if `problem` tells why the directory cannot be used.
@@ -67,7 +67,7 @@ class Diagnosis:
     gpu_problem: str | None
     """Reason why there is no GPU, or why its link was not measured."""
     host: HostFacts
-    disks: list[Disk]
+    disks: list[MeasuredDisk]
     striped: DiskRates | None
     """Rates of all directories striped into one store; None for fewer than two usable ones."""
     took_s: float
@@ -100,7 +100,7 @@ def examine(directories: Sequence[Path], *, seconds: float, nvml: Any = None) ->
     )
 
 
-def _disk(directory: Path, seconds: float) -> Disk:
+def _disk(directory: Path, seconds: float) -> MeasuredDisk:
     mount = mount_of(directory)
     free: int | None = None
     direct: bool | None = None
@@ -116,7 +116,7 @@ def _disk(directory: Path, seconds: float) -> Disk:
     hindrances: list[str] = []
     if problem is None:
         hindrances = obstacles(directory) or try_gds(directory)
-    return Disk(
+    return MeasuredDisk(
         directory=str(directory),
         device=mount.source,
         file_system=mount.kind,

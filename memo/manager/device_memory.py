@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from memo.events import CounterEvent, Owned, Owner, Tier
+from memo.events import CounterEvent, Owned, Owner, TierName
 from memo.swap import has_storage, local_part
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ class MemorySampler:
         self._at, self._used, self._peak = now, used, peak
 
     def _count(self, t: int, nbytes: int) -> None:
-        self._tracer.emit(CounterEvent(t=t, step=self._tracer.step, tier=Tier.DEVICE, nbytes=nbytes))
+        self._tracer.emit(CounterEvent(t=t, step=self._tracer.step, tier=TierName.DEVICE, nbytes=nbytes))
 
     def _own(self, owner: Owner, nbytes: int, *, named: bool) -> None:
         if nbytes == self._totals.get(owner):

@@ -10,8 +10,8 @@ import html
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from memo.events import StallCause, Tier, UseKind
-from memo.swap import Outcome
+from memo.events import StallCause, TierName, UseKind
+from memo.swap import SpillOutcome
 from memo.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ __all__ = ["CodecUse", "DiskUse", "RecomputeUse", "Report", "TierUse"]
 class TierUse:
     """Bytes of one tier."""
 
-    tier: Tier
+    tier: TierName
     moved_bytes: int
     """Moved into the tier since construction; for the device, bytes that backward used before a copy replaced them."""
     peak_bytes: int
@@ -232,16 +232,16 @@ class Report:
         recompute_policy: RecomputePolicy | None = None,
         plan: PlanOutcome | None = None,
         unseen: Mapping[str, str] | None = None,
-        spills: Mapping[Outcome, SpillFigures] = MappingProxyType({}),
+        spills: Mapping[SpillOutcome, SpillFigures] = MappingProxyType({}),
     ) -> Report:
         """Reads the counters of `engine`."""
-        stats, stayed = engine.stats, spills.get(Outcome.STAYED)
-        moved = {Tier.HOST: stats.bytes_host, Tier.DISK: stats.bytes_disk}
+        stats, stayed = engine.stats, spills.get(SpillOutcome.STAYED)
+        moved = {TierName.HOST: stats.bytes_host, TierName.DISK: stats.bytes_disk}
         return cls(
             layers=layers,
             tiers=(
                 TierUse(
-                    tier=Tier.DEVICE,
+                    tier=TierName.DEVICE,
                     moved_bytes=stats.bytes_forwarded,
                     peak_bytes=stats.peak_device_bytes,
                     budget_bytes=None,
@@ -270,9 +270,9 @@ class Report:
             disk=disk,
             plan=plan,
             unseen=dict(unseen or {}),
-            spills=spills.get(Outcome.SPILLED),
+            spills=spills.get(SpillOutcome.SPILLED),
             stayed=stayed,
-            recomputed_for_room=spills.get(Outcome.RECOMPUTED),
+            recomputed_for_room=spills.get(SpillOutcome.RECOMPUTED),
         )
 
     @classmethod

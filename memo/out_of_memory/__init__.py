@@ -9,8 +9,8 @@ from memo.lazy import attach
 if TYPE_CHECKING:
     from memo.out_of_memory.explanation import (
         SAVED as SAVED,
-        Answer as Answer,
         HeldMemory as HeldMemory,
+        MemoryAnswer as MemoryAnswer,
         explain_memory as explain_memory,
         held_in_trace as held_in_trace,
         parse_torch_error as parse_torch_error,
@@ -24,7 +24,7 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "explanation": "SAVED Answer HeldMemory explain_memory held_in_trace parse_torch_error",
+            "explanation": "SAVED MemoryAnswer HeldMemory explain_memory held_in_trace parse_torch_error",
             "snapshot": "explain_apart held_in_snapshot read_snapshot",
         },
     )

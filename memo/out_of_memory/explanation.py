@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from memo.events import OUT_OF_MEMORY, Event, Lane, Note, Span, Tier
+from memo.events import OUT_OF_MEMORY, Event, Lane, Note, Span, TierName
 from memo.trace import (
     OTHER,
     OWNED,
@@ -29,9 +29,9 @@ from memo.units import format_bytes
 
 __all__ = [
     "SAVED",
-    "Answer",
     "Cause",
     "HeldMemory",
+    "MemoryAnswer",
     "TorchError",
     "explain_memory",
     "held_in_trace",
@@ -88,7 +88,7 @@ class HeldMemory:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class MemoryAnswer:
     """Three sentences and the largest holders."""
 
     cause: Cause
@@ -115,10 +115,10 @@ class Answer:
         }
 
 
-def explain_memory(held: HeldMemory) -> Answer:
+def explain_memory(held: HeldMemory) -> MemoryAnswer:
     """Says what held the memory, of which kind that is, and what to change."""
     cause = _cause(held)
-    return Answer(cause=cause, sentences=(_what(held), _kind(held, cause), _change(held, cause)), held=held)
+    return MemoryAnswer(cause=cause, sentences=(_what(held), _kind(held, cause), _change(held, cause)), held=held)
 
 
 def _ranked(bands: Mapping[str, int]) -> list[tuple[str, int]]:
@@ -272,7 +272,7 @@ def held_in_trace(one: RankReport, *, step: int | None = None) -> HeldMemory:
     budgets = one.trace.meta.get("budgets")
     budget = budgets.get("device") if isinstance(budgets, dict) else None
     moved = [
-        change.delta for change in residency_changes(lifetimes) if change.tier is not Tier.DEVICE and change.t <= t
+        change.delta for change in residency_changes(lifetimes) if change.tier is not TierName.DEVICE and change.t <= t
     ]
     return HeldMemory(
         where=where,

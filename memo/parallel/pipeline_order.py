@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from memo.mip.activation import StageTurns, peak_in_flight
-from memo.mip.inputs import Kind, Turn
+from memo.mip.inputs import Pass, Turn
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["PipelineOrder"]
 
 _KINDS = {
-    "FORWARD": Kind.FORWARD,
-    "FULL_BACKWARD": Kind.BACKWARD,
-    "BACKWARD_INPUT": Kind.INPUT,
-    "BACKWARD_WEIGHT": Kind.WEIGHT,
+    "FORWARD": Pass.FORWARD,
+    "FULL_BACKWARD": Pass.BACKWARD,
+    "BACKWARD_INPUT": Pass.INPUT,
+    "BACKWARD_WEIGHT": Pass.WEIGHT,
 }
 # Actions that save no activations: they move parameters or gradients.
 _NOTHING_SAVED = frozenset({"REDUCE_GRAD", "UNSHARD", "RESHARD"})
@@ -90,18 +90,18 @@ def _turns(order: Sequence[Any], own: Sequence[int]) -> Iterator[Turn]:
         if action.computation_type.name not in _KINDS:
             raise AssertionError(f"no rule for the pipeline action {action.computation_type.name}")
         kind = _KINDS[action.computation_type.name]
-        if kind is Kind.FORWARD:
+        if kind is Pass.FORWARD:
             microbatch, forwards[stage] = forwards[stage], forwards[stage] + 1
         elif stage == 0:
-            if kind is Kind.INPUT:
+            if kind is Pass.INPUT:
                 continue
-            kind = Kind.BACKWARD
+            kind = Pass.BACKWARD
         yield Turn(chunk=own.index(stage), kind=kind, microbatch=microbatch)
 
 
 def _backward(turns: Sequence[Turn], inside: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
     """Layer calls in the order of backward: layers in reverse, but for weight gradients from the first layer on."""
     for turn in turns:
-        if turn.kind is not Kind.FORWARD:
-            layers = inside[turn.chunk] if turn.kind is Kind.WEIGHT else reversed(inside[turn.chunk])
+        if turn.kind is not Pass.FORWARD:
+            layers = inside[turn.chunk] if turn.kind is Pass.WEIGHT else reversed(inside[turn.chunk])
             yield from ((layer, turn.microbatch) for layer in layers)

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 
 from memo.allocator import Allocation, AllocationTrace
-from memo.record import Role, Step, record_step
+from memo.record import SavedRole, Step, record_step
 
 __all__ = ["TransientMemory", "transient_memory_of"]
 
@@ -55,7 +55,7 @@ def transient_memory_of(build: Callable[[], Step]) -> TransientMemory:
     return TransientMemory(
         forward=forward,
         backward=backward,
-        saved_outside=recording.saved_nbytes.get(Role.OUTSIDE, 0),
+        saved_outside=recording.saved_nbytes.get(SavedRole.OUTSIDE, 0),
         outside=_peak(one for one in turning if not f"{one.tag.split(' ')[0]}.".startswith(inside)),
     )
 

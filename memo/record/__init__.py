@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from memo.record.record_rank import rank_step as rank_step
     from memo.record.recording import (
         Recording as Recording,
-        Role as Role,
+        SavedRole as SavedRole,
         checkpoint_layers as checkpoint_layers,
         record_step as record_step,
     )
@@ -27,7 +27,7 @@ else:
             "offload_without_bytes": "OffloadWithoutBytes",
             "optimizers": "make_optimizer",
             "record_rank": "rank_step",
-            "recording": "Recording Role checkpoint_layers record_step",
+            "recording": "Recording SavedRole checkpoint_layers record_step",
             "step": "Step gpt_step load_step",
             "program_errors": "users_errors",
         },

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memo.events import Lane, Tier as TierName
+from memo.events import Lane, TierName as TierName
 from memo.manager import Manager
 from memo.swap import Engine, RecomputePolicy, setting_of
 from memo.swap.backends import Done, OneComputeStream

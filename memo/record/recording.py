@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from memo.allocator import AllocationTrace, BytelessMode, Lifetime, Recorder
+from memo.allocator import AllocationRecorder, AllocationTrace, BytelessMode, Lifetime
 from memo.errors import NoRepeatedLayers, RecordError, UsageError
 from memo.record.allocation_sites import AllocationSites, is_in_backward
 from memo.record.offload_without_bytes import OffloadWithoutBytes
@@ -31,10 +31,10 @@ from memo.record.step import Step
 from memo.swap import Layer, cast_of_parameter, find_layers, is_attention
 from memo.torch_private import DYNAMO
 
-__all__ = ["Recording", "Role", "checkpoint_layers", "record_step"]
+__all__ = ["Recording", "SavedRole", "checkpoint_layers", "record_step"]
 
 
-class Role(enum.StrEnum):
+class SavedRole(enum.StrEnum):
     """Kind of a saved tensor, by how a plan may treat it."""
 
     INPUT = "input"
@@ -60,7 +60,7 @@ class Recording:
     """Number of repeated layers; 0 if none were found."""
     static_nbytes: int
     """Parameters, buffers, optimizer state and inputs: they exist before the step and are not in the trace."""
-    saved_nbytes: dict[Role, int]
+    saved_nbytes: dict[SavedRole, int]
     """Bytes that forward saves for backward, each storage once, not rounded. Empty under offload."""
     moved_nbytes: int
     """Under offload: bytes copied out of the device."""
@@ -142,7 +142,7 @@ class _Run:
 
     def __init__(self, step: Step, layers: list[Layer], *, optimizer: str | None, alpha: float | None) -> None:
         self._step, self._layers = step, layers
-        self._recorder = Recorder()
+        self._recorder = AllocationRecorder()
         self._is_whole = self._runs_backward()
         if self._is_whole and (optimizer is not None or step.optimizers):
             raise UsageError("the step runs backward and its optimizer itself; leave out the optimizer")
@@ -168,7 +168,7 @@ class _Run:
         not save is held from the second call on.
         """
         for _ in range(0 if self._offload is None else 2):
-            self._run(self._recorder if self._is_whole else Recorder())
+            self._run(self._recorder if self._is_whole else AllocationRecorder())
             if not self._is_whole:
                 self._step.model.zero_grad(set_to_none=True)
 
@@ -196,7 +196,7 @@ class _Run:
             whole_layers={} if offload is None else offload.whole_layers,
         )
 
-    def _run(self, recorder: Recorder, saved: _Saved | None = None) -> None:
+    def _run(self, recorder: AllocationRecorder, saved: _Saved | None = None) -> None:
         with recorder, AllocationSites(recorder, self._step.model, self._layers) as sites:
             sites.phase("forward")
             with self._around_forward(saved):
@@ -228,10 +228,10 @@ class _Run:
 class _Saved:
     """Bytes that autograd saves in a forward by role, each storage once."""
 
-    def __init__(self, recorder: Recorder, layers: list[Layer]) -> None:
+    def __init__(self, recorder: AllocationRecorder, layers: list[Layer]) -> None:
         self._recorder, self._layers = recorder, layers
         self._inputs: set[Lifetime] = set()
-        self._roles: dict[Lifetime, Role] = {}
+        self._roles: dict[Lifetime, SavedRole] = {}
 
     def see(self, tensor: torch.Tensor) -> torch.Tensor:
         """Counts a saved tensor; a pack hook that keeps the tensor as it is."""
@@ -239,7 +239,7 @@ class _Saved:
             return tensor.detach()
         life = self._recorder.lifetime_of(tensor)
         if life is not None and life not in self._roles:
-            self._roles[life] = Role.WEIGHTS if cast_of_parameter(tensor) else self._role(life)
+            self._roles[life] = SavedRole.WEIGHTS if cast_of_parameter(tensor) else self._role(life)
         return tensor.detach()
 
     @contextlib.contextmanager
@@ -259,21 +259,25 @@ class _Saved:
             for hook in hooks:
                 hook.remove()
 
-    def nbytes_by_role(self) -> dict[Role, int]:
+    def nbytes_by_role(self) -> dict[SavedRole, int]:
         """Returns the bytes of each role, not rounded."""
-        sums = dict.fromkeys(Role, 0)
+        sums = dict.fromkeys(SavedRole, 0)
         for life, role in self._roles.items():
             sums[role] += life.nbytes
         return sums
 
-    def _role(self, life: Lifetime) -> Role:
+    def _role(self, life: Lifetime) -> SavedRole:
         if life in self._inputs:
-            return Role.INPUT
+            return SavedRole.INPUT
         if not (life.site.group and self._recorder.site.group):
-            return Role.OUTSIDE
+            return SavedRole.OUTSIDE
         if is_attention(life.operator):
-            return Role.ATTENTION if life.result == 0 else Role.STATISTICS
-        return Role.STATISTICS if life.result > 0 and life.operator.overloadpacket in _NORMS else Role.RECOMPUTABLE
+            return SavedRole.ATTENTION if life.result == 0 else SavedRole.STATISTICS
+        return (
+            SavedRole.STATISTICS
+            if life.result > 0 and life.operator.overloadpacket in _NORMS
+            else SavedRole.RECOMPUTABLE
+        )
 
 
 _ATEN = torch.ops.aten

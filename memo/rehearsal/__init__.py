@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from memo.rehearsal.machine import SimulatedMachine as SimulatedMachine
     from memo.rehearsal.models import hugging_face_step as hugging_face_step
     from memo.rehearsal.run import (
+        BudgetViolation as BudgetViolation,
         Rehearsal as Rehearsal,
         RehearsedStep as RehearsedStep,
-        Violation as Violation,
         Way as Way,
         rehearse as rehearse,
     )
@@ -22,6 +22,6 @@ else:
         {
             "machine": "SimulatedMachine",
             "models": "hugging_face_step",
-            "run": "Rehearsal RehearsedStep Violation Way rehearse",
+            "run": "Rehearsal RehearsedStep BudgetViolation Way rehearse",
         },
     )

@@ -14,7 +14,7 @@ from memo.torch_private import OpOverload
 if TYPE_CHECKING:
     from memo.mip.inputs import Hardware
     from memo.rehearsal.clock import Clock
-    from memo.rehearsal.memory import DeviceMemory
+    from memo.rehearsal.memory import SimulatedDeviceMemory
 
 __all__ = ["SimulatedKernels"]
 
@@ -40,7 +40,9 @@ class SimulatedKernels(BytelessMode):
         assume: as of BytelessMode.
     """
 
-    def __init__(self, hardware: Hardware, clock: Clock, memory: DeviceMemory, *, assume: float | None = None) -> None:
+    def __init__(
+        self, hardware: Hardware, clock: Clock, memory: SimulatedDeviceMemory, *, assume: float | None = None
+    ) -> None:
         super().__init__(assume=assume)
         flops = int(hardware.peak_flops * hardware.matmul_efficiency)
         by_bytes = int(hardware.hbm_bytes_per_s * MEMORY_SHARE)

@@ -15,7 +15,7 @@ from memo.mip.inputs import Hardware, hardware_preset
 from memo.rehearsal.backend import SimulatedBackend, SimulatedDisk
 from memo.rehearsal.clock import Clock
 from memo.rehearsal.kernels import SimulatedKernels
-from memo.rehearsal.memory import DeviceMemory
+from memo.rehearsal.memory import SimulatedDeviceMemory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -77,7 +77,7 @@ class SimulatedMachine(Machine):
         self.disk_bytes = disk_bytes
         self._host_bytes = hardware.host_bytes // ranks if host_bytes is None else host_bytes
         self.clock = Clock(LAUNCH_NS)
-        self.memory = DeviceMemory(self.device_bytes - OUTSIDE_BYTES)
+        self.memory = SimulatedDeviceMemory(self.device_bytes - OUTSIDE_BYTES)
         self.kernels = SimulatedKernels(hardware, self.clock, self.memory, assume=assume)
 
     @property

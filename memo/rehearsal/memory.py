@@ -10,10 +10,10 @@ import weakref
 
 import torch
 
-from memo.allocator import Block, CachingAllocator, Segments
+from memo.allocator import CachedBlock, CachingAllocator, Segments
 from memo.units import format_bytes
 
-__all__ = ["DeviceMemory"]
+__all__ = ["SimulatedDeviceMemory"]
 
 
 class _Held(weakref.ref[torch.UntypedStorage]):
@@ -21,11 +21,11 @@ class _Held(weakref.ref[torch.UntypedStorage]):
 
     __slots__ = ("block", "nbytes")
 
-    block: Block
+    block: CachedBlock
     nbytes: int
 
 
-class DeviceMemory:
+class SimulatedDeviceMemory:
     """Memory of one device.
 
     Args:

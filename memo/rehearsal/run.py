@@ -29,7 +29,7 @@ from memo.errors import (
     ScratchFull,
     UsageError,
 )
-from memo.events import Tier
+from memo.events import TierName
 from memo.manager import offload, use_machine
 from memo.record import checkpoint_layers, make_optimizer, users_errors
 from memo.rehearsal.machine import SimulatedMachine
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from memo.mip.activation import ActivationPlan
     from memo.record import Step
 
-__all__ = ["Rehearsal", "RehearsedStep", "Violation", "Way", "rehearse"]
+__all__ = ["BudgetViolation", "Rehearsal", "RehearsedStep", "Way", "rehearse"]
 
 SETTLED_STEPS = 1
 """Steps that are run with a settled plan."""
@@ -87,11 +87,11 @@ class RehearsedStep:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Violation:
+class BudgetViolation:
     """A step that used more of a tier than its budget."""
 
     step: int
-    tier: Tier
+    tier: TierName
     used_bytes: int
     budget_bytes: int
 
@@ -130,15 +130,15 @@ class Rehearsal:
         return self.steps[-1].seconds if self.steps else None
 
     @property
-    def violations(self) -> tuple[Violation, ...]:
+    def violations(self) -> tuple[BudgetViolation, ...]:
         """Steps in which a budget was exceeded, in their order."""
         return tuple(
-            Violation(step=step.number, tier=tier, used_bytes=used, budget_bytes=budget)
+            BudgetViolation(step=step.number, tier=tier, used_bytes=used, budget_bytes=budget)
             for step in self.steps
             for tier, used, budget in (
-                (Tier.DEVICE, step.device_bytes, self.device_budget),
-                (Tier.HOST, step.host_bytes, self.host_budget),
-                (Tier.DISK, step.disk_bytes, self.disk_budget),
+                (TierName.DEVICE, step.device_bytes, self.device_budget),
+                (TierName.HOST, step.host_bytes, self.host_budget),
+                (TierName.DISK, step.disk_bytes, self.disk_budget),
             )
             if used > budget
         )
@@ -352,7 +352,7 @@ class _Run:
         if manager is not None:
             found = manager.report()
             tiers = {tier.tier: tier.budget_bytes or 0 for tier in found.tiers}
-            budgets = (self._device_budget, tiers.get(Tier.HOST, 0), tiers.get(Tier.DISK, 0))
+            budgets = (self._device_budget, tiers.get(TierName.HOST, 0), tiers.get(TierName.DISK, 0))
             report = str(found)
         device, host, disk = budgets
         return Rehearsal(
@@ -410,8 +410,8 @@ class _Counts:
         stats, report = manager.stats, manager.report()
         peaks = {tier.tier: tier.peak_bytes for tier in report.tiers}
         return cls(
-            host_bytes=peaks.get(Tier.HOST, 0),
-            disk_bytes=peaks.get(Tier.DISK, 0),
+            host_bytes=peaks.get(TierName.HOST, 0),
+            disk_bytes=peaks.get(TierName.DISK, 0),
             moved_bytes=stats.bytes_host + stats.bytes_disk,
             recompute_s=stats.recompute_s or 0.0,
             stall_s=stats.stall_s or 0.0,

@@ -39,7 +39,7 @@ from memo.mip.activation import (
     predict_kept_times,
     predict_stages,
 )
-from memo.mip.inputs import Kind
+from memo.mip.inputs import Pass
 
 if TYPE_CHECKING:
     from memo.mip.activation import ActivationProblem, PeakCandidate, StageMachine, StagePrediction, StageView
@@ -395,7 +395,7 @@ class _Program:
         """Seconds before the first turn of a rank with several chunks: the first chunks of the ranks before it."""
         fill = 0.0
         for number, other in enumerate(self._kept.stages[:stage]):
-            fill += other.turn_s(0, Kind.FORWARD) + self._problem.send_s(number, number + 1)
+            fill += other.turn_s(0, Pass.FORWARD) + self._problem.send_s(number, number + 1)
         return fill
 
 

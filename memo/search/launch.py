@@ -14,7 +14,7 @@ from memo.gpt.arithmetic import Optimizer, run_of, untrained
 
 if TYPE_CHECKING:
     from memo.mip.activation import ActivationPlan
-    from memo.mip.cluster import Placement
+    from memo.mip.cluster import ClusterPlacement
     from memo.search.candidates import Candidate
     from memo.search.request import Request
 
@@ -76,7 +76,7 @@ def runs_under_memo_train(candidate: Candidate) -> bool:
 
 
 def launch_of(
-    plan: ActivationPlan, *, gpus_per_node: int, plan_file: str, placement: Placement | None = None
+    plan: ActivationPlan, *, gpus_per_node: int, plan_file: str, placement: ClusterPlacement | None = None
 ) -> Launch | None:
     """Launch lines of a plan; None where a node would hold ranks that do not follow one another.
 
@@ -100,7 +100,7 @@ def launch_of(
     return Launch(torchrun=one if nodes == 1 else f"{many} HOST:{PORT} {inner}", slurm=allocated, train=train)
 
 
-def _lines(placement: Placement, inner: str) -> list[str]:
+def _lines(placement: ClusterPlacement, inner: str) -> list[str]:
     """For each run of nodes which they are, and the command to start on each, by its rank among them."""
     runs, lines, first = _runs_of_nodes(placement), [], 0
     for group, count, ranks in runs:
@@ -115,7 +115,7 @@ def _lines(placement: Placement, inner: str) -> list[str]:
     return lines
 
 
-def _runs_of_nodes(placement: Placement) -> list[tuple[int, int, int]]:
+def _runs_of_nodes(placement: ClusterPlacement) -> list[tuple[int, int, int]]:
     """Groups by their ranks, each with the number of nodes that follow one another and the ranks on each of them.
 
     None where a node would hold ranks that do not follow one another. Ranks are numbered by stage, then replica.

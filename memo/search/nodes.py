@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from memo.search.candidates import Setting, Shape
     from memo.search.space import Space
 
-__all__ = ["Node", "Stage", "moved", "node_of", "problem_of", "refine", "roomier"]
+__all__ = ["Node", "NodeStage", "moved", "node_of", "problem_of", "refine", "roomier"]
 
 
-class Stage(enum.IntEnum):
+class NodeStage(enum.IntEnum):
     """Progress of an open node: the division or the bound that comes last."""
 
     GPUS = 0
@@ -52,7 +52,7 @@ class Stage(enum.IntEnum):
 class Node:
     """A part of the space that is open."""
 
-    stage: Stage
+    stage: NodeStage
     ladder: BoundSequence
     shapes: Sequence[Shape]
     setting: Setting | None = None
@@ -68,31 +68,31 @@ class Node:
 def refine(space: Space, node: Node, *, cutoff_s: float) -> list[Node]:
     """Divides a node, or bounds it more tightly; what has a plan only above `cutoff_s` may be bounded less tightly."""
     match node.stage:
-        case Stage.GPUS:
+        case NodeStage.GPUS:
             return [
                 _setting(space, node, shape, setting)
                 for shape in node.shapes
                 for setting in space.settings(shape)
                 if space.count(shape, setting)
             ]
-        case Stage.SETTING:
+        case NodeStage.SETTING:
             assert node.setting is not None
             bare = space.schedules(node.shapes[0], node.setting)
             sharded = [other for one in bare for other in space.further(dataclasses.replace(one, zero=3))]
             further = [(dataclasses.replace(other, zero=0), True) for other in sharded]
             return [
-                dataclasses.replace(node, stage=Stage.SCHEDULE, schedule=one, moved=beside)
+                dataclasses.replace(node, stage=NodeStage.SCHEDULE, schedule=one, moved=beside)
                 for one, beside in ([(one, False) for one in bare] + further)
             ]
-        case Stage.SCHEDULE:
+        case NodeStage.SCHEDULE:
             return [_bare(space, node)]
-        case Stage.BARE:
+        case NodeStage.BARE:
             assert node.schedule is not None
             return [
-                dataclasses.replace(node, stage=Stage.CANDIDATE, candidate=candidate)
+                dataclasses.replace(node, stage=NodeStage.CANDIDATE, candidate=candidate)
                 for candidate in space.shardings(node.schedule)
             ]
-        case Stage.CANDIDATE:
+        case NodeStage.CANDIDATE:
             return _with_roomier(space, _kept(space, node))
         case _:
             return _with_roomier(space, _linked(space, node, cutoff_s))
@@ -122,7 +122,7 @@ def roomier(space: Space, candidate: Candidate) -> list[Node]:
 def node_of(candidate: Candidate, *, moved: bool = True) -> Node:
     """The node of a candidate, beside the space or not, whose bounds are still to come."""
     return Node(
-        stage=Stage.CANDIDATE,
+        stage=NodeStage.CANDIDATE,
         ladder=BoundSequence(((Bound.COMPUTE, 0.0),)),
         shapes=(candidate.shape,),
         setting=candidate.setting,
@@ -139,7 +139,7 @@ def _with_roomier(space: Space, node: Node) -> list[Node]:
 
 def _setting(space: Space, node: Node, shape: Shape, setting: Setting) -> Node:
     ladder = node.ladder.raised(*space.least_work(shape, setting).steps)
-    return Node(stage=Stage.SETTING, ladder=ladder, shapes=(shape,), setting=setting)
+    return Node(stage=NodeStage.SETTING, ladder=ladder, shapes=(shape,), setting=setting)
 
 
 def _bare(space: Space, node: Node) -> Node:
@@ -147,7 +147,7 @@ def _bare(space: Space, node: Node) -> Node:
     assert node.schedule is not None
     problem = problem_of(space, node.schedule, space.request.tiles[0])
     ladder = node.ladder if problem is None else node.ladder.raised(*schedule_bounds(problem).steps)
-    return dataclasses.replace(node, stage=Stage.BARE, ladder=ladder)
+    return dataclasses.replace(node, stage=NodeStage.BARE, ladder=ladder)
 
 
 def _kept(space: Space, node: Node) -> Node:
@@ -162,7 +162,7 @@ def _kept(space: Space, node: Node) -> Node:
     if problem is None:
         return _unfit(node)
     ladder, _ = kept_bounds(problem)
-    return dataclasses.replace(node, stage=Stage.KEPT, ladder=node.ladder.raised(*ladder.steps))
+    return dataclasses.replace(node, stage=NodeStage.KEPT, ladder=node.ladder.raised(*ladder.steps))
 
 
 def _linked(space: Space, node: Node, cutoff_s: float) -> Node:
@@ -181,7 +181,7 @@ def _linked(space: Space, node: Node, cutoff_s: float) -> Node:
         ladder, plan = kept_bounds(problem)
         bound_s = ladder.seconds
         if number == space.request.tiles[0] and keeps_all(plan):
-            return dataclasses.replace(node, stage=Stage.FITS, tiles=((number, bound_s),))
+            return dataclasses.replace(node, stage=NodeStage.FITS, tiles=((number, bound_s),))
         if bound_s < min(least_s, cutoff_s):  # else it is looked at only if fewer tiles have no plan
             bound_s = max(bound_s, link_bound(plan))
         if math.isfinite(bound_s):
@@ -191,7 +191,7 @@ def _linked(space: Space, node: Node, cutoff_s: float) -> Node:
         return _unfit(node)
     tiles.sort(key=lambda pair: pair[1])
     raised = node.ladder.raised((Bound.LINK, least_s))
-    return dataclasses.replace(node, stage=Stage.LINKED, ladder=raised, tiles=tuple(tiles))
+    return dataclasses.replace(node, stage=NodeStage.LINKED, ladder=raised, tiles=tuple(tiles))
 
 
 def _unfit(node: Node) -> Node:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from memo.errors import UsageError
 from memo.gpt import EmbeddingGradients, GPTConfig
-from memo.gpt.arithmetic import Layout, Optimizer, derive_profile
+from memo.gpt.arithmetic import Optimizer, StepLayout, derive_profile
 from memo.mip.activation import ActivationProblem, DoesNotFit, Pipeline, fits, solve_mlp_tiles
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
     from memo.gpt import Precision
-    from memo.gpt.arithmetic import Recompute
+    from memo.gpt.arithmetic import RecomputeMethod
     from memo.hugging_face import HuggingFaceModel
     from memo.mip.activation import ActivationPlan, Budgets
     from memo.mip.inputs import Hardware, PipelineSchedule, Profile
@@ -34,13 +34,13 @@ class Request:
     precision: Precision
     tiles: tuple[int, ...]
     """Numbers of MLP tiles to choose from, ascending."""
-    layout: Layout
+    layout: StepLayout
     profile: Profile | None
     machine: Hardware
     budgets: Budgets
     accumulate: int
     schedule: PipelineSchedule
-    recompute: Recompute | None
+    recompute: RecomputeMethod | None
     """A fixed method; None is the plan's choice."""
     zero: int
     optimizer_offload: bool
@@ -124,7 +124,7 @@ class Request:
         return ActivationProblem(profile=profile, hardware=self.machine, budgets=self.budgets, pipeline=self.pipeline)
 
     def profile_on(
-        self, machine: Hardware, layout: Layout, *, tiles: int = 1, optimizer_offload: bool = False
+        self, machine: Hardware, layout: StepLayout, *, tiles: int = 1, optimizer_offload: bool = False
     ) -> Profile:
         """Profile of a rank on a machine; a measured one is of its own machine.
 

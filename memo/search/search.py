@@ -29,7 +29,7 @@ from memo.gpt import GPTConfig
 from memo.mip.activation import find_plan
 from memo.search.bounds import Bound, BoundSequence
 from memo.search.candidates import Candidate
-from memo.search.nodes import Node, Stage, moved, node_of, problem_of, refine, roomier
+from memo.search.nodes import Node, NodeStage, moved, node_of, problem_of, refine, roomier
 
 if TYPE_CHECKING:
     from memo.mip.activation import ActivationPlan, ActivationProblem
@@ -202,7 +202,7 @@ class _Search:
         if math.isinf(node.ladder.seconds):
             self._closed.append(node)
             return
-        if node.moved and node.stage is Stage.CANDIDATE:
+        if node.moved and node.stage is NodeStage.CANDIDATE:
             assert node.candidate is not None
             if node.candidate in self._known:
                 return
@@ -215,7 +215,9 @@ class _Search:
         tokens = space.global_batch * space.request.layout.tokens
         for gpus, shapes in itertools.groupby(space.shapes, key=lambda shape: shape.gpus):
             least_s = 0.0 if rate is None else rate[0] * tokens / (gpus * rate[1])
-            self._push(Node(stage=Stage.GPUS, ladder=BoundSequence(((Bound.COMPUTE, least_s),)), shapes=tuple(shapes)))
+            self._push(
+                Node(stage=NodeStage.GPUS, ladder=BoundSequence(((Bound.COMPUTE, least_s),)), shapes=tuple(shapes))
+            )
 
     def _highest_flops(self) -> tuple[float, float] | None:
         """FLOPs of a token, and FLOP/s that no GPU exceeds; None for an empty space."""
@@ -275,7 +277,7 @@ class _Search:
             if self._is_useless(node):
                 self._closed.append(node)
                 heapq.heappop(self._open)
-            elif node.stage >= Stage.FITS:
+            elif node.stage >= NodeStage.FITS:
                 heapq.heappop(self._open)
                 yield node
             else:
@@ -287,7 +289,7 @@ class _Search:
         found = [node]
         while self._open and len(found) < BOUNDED:
             next_s, _, node = self._open[0]
-            if next_s > NEAR * bound_s or not self._is_needed(next_s) or node.stage >= Stage.FITS:
+            if next_s > NEAR * bound_s or not self._is_needed(next_s) or node.stage >= NodeStage.FITS:
                 break
             heapq.heappop(self._open)
             (self._closed if self._is_useless(node) else found).append(node)
@@ -358,7 +360,7 @@ class _Search:
                     self._push(other)
 
     def _plans(self, nodes: Sequence[Node], tasks: Sequence[_Task]) -> list[tuple[ActivationPlan | None, float]]:
-        if self._workers == 1 or all(node.stage is Stage.FITS for node in nodes) or len(tasks) == 1:
+        if self._workers == 1 or all(node.stage is NodeStage.FITS for node in nodes) or len(tasks) == 1:
             return [_best_plan(task) for task in tasks]
         return list(self._processes().map(_best_plan, tasks))
 

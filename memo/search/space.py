@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 from memo.errors import UsageError
 from memo.gpt import EmbeddingGradients, GPTConfig, Precision
 from memo.gpt.arithmetic import EmbeddingTraffic, reason_not_sparse
-from memo.mip.cluster import Crossing, Placement, StageCosts, balanced_layers, divide_equal_layers, divide_layers
+from memo.mip.cluster import ClusterPlacement, Crossing, StageCosts, balanced_layers, divide_equal_layers, divide_layers
 from memo.mip.inputs import PipelineSchedule
 from memo.search.bounds import Bound, BoundSequence, work_bounds
 from memo.search.candidates import Candidate, Setting, Shape
@@ -260,11 +260,13 @@ class Space:
         own = self._divisions(candidate.shape, candidate.chunks)
         return layers in own or (() in own and len(set(layers)) == 1)
 
-    def placement(self, candidate: Candidate) -> Placement | None:
+    def placement(self, candidate: Candidate) -> ClusterPlacement | None:
         """Where the candidate's stages are, if nodes are not alike."""
         if self.cluster is None:
             return None
-        return Placement(cluster=self.cluster, places=candidate.places, tp=candidate.shape.tp, cp=candidate.shape.cp)
+        return ClusterPlacement(
+            cluster=self.cluster, places=candidate.places, tp=candidate.shape.tp, cp=candidate.shape.cp
+        )
 
     def least_work(self, shape: Shape, setting: Setting) -> BoundSequence:
         """Bounds by the work of a shape and a setting, whatever the rest of a candidate is."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from memo.trace.png import draw_step as draw_step
     from memo.trace.reader import Trace as Trace, read_traces as read_traces
     from memo.trace.recorder import TraceRecorder as TraceRecorder
-    from memo.trace.report import RankReport as RankReport, Report as Report, build_report as build_report
+    from memo.trace.report import RankReport as RankReport, TraceReport as TraceReport, build_report as build_report
     from memo.trace.tensor_lifetimes import residency_changes as residency_changes
 else:
     __getattr__, __dir__, __all__ = attach(
@@ -48,7 +48,7 @@ else:
             "png": "draw_step",
             "reader": "Trace read_traces",
             "recorder": "TraceRecorder",
-            "report": "RankReport Report build_report",
+            "report": "RankReport TraceReport build_report",
             "tensor_lifetimes": "residency_changes",
         },
     )

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from memo.mip.address import Plan
+from memo.mip.address import AddressPlan
 
 __all__ = ["MAX_RECTANGLES", "address_plan_drawings"]
 
 MAX_RECTANGLES = 60_000
 
 
-def address_plan_drawings(plan: Plan, *, title: str, max_rectangles: int = MAX_RECTANGLES) -> list[dict[str, Any]]:
+def address_plan_drawings(
+    plan: AddressPlan, *, title: str, max_rectangles: int = MAX_RECTANGLES
+) -> list[dict[str, Any]]:
     """Builds one drawing for each arena, ready for json.
 
     Args:
@@ -26,7 +28,7 @@ def address_plan_drawings(plan: Plan, *, title: str, max_rectangles: int = MAX_R
     return [_arena(plan, arena.name, title, max_rectangles) for arena in plan.arenas]
 
 
-def _arena(plan: Plan, name: str, title: str, room: int) -> dict[str, Any]:
+def _arena(plan: AddressPlan, name: str, title: str, room: int) -> dict[str, Any]:
     arena = plan.arena(name)
     rectangles = [
         {"name": buffer.id, "offset": offset, "nbytes": buffer.nbytes, "start": start, "end": end}

@@ -18,11 +18,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from memo.events import CounterEvent, Lane, Note, Span, Stall, Tier
+from memo.events import CounterEvent, Lane, Note, Span, Stall, TierName
 from memo.trace.intervals import pack_rows
 from memo.trace.reader import Trace
 from memo.trace.stats import COPY_LANES
-from memo.trace.tensor_lifetimes import Lifetime, lifetimes_of, residency_changes
+from memo.trace.tensor_lifetimes import TensorLifetime, lifetimes_of, residency_changes
 
 __all__ = ["chrome_trace"]
 
@@ -119,7 +119,7 @@ class _Rank:
             yield self._at(event.t, 0) | said | {"ph": "i", "s": "t", "cat": "note"}
 
     def _counters(self) -> Iterator[dict[str, Any]]:
-        held = dict.fromkeys(Tier, 0)
+        held = dict.fromkeys(TierName, 0)
         changes = residency_changes(self._lives)
         for (t, tier), group in itertools.groupby(changes, key=lambda change: (change.t, change.tier)):
             held[tier] += sum(change.delta for change in group)
@@ -140,7 +140,7 @@ class _Rank:
     def _counter(self, t: int, name: str, nbytes: int) -> dict[str, Any]:
         return self._at(t, 0) | {"ph": "C", "name": name, "args": {"bytes": nbytes}}
 
-    def _flow(self, number: int, life: Lifetime) -> Iterator[dict[str, Any]]:
+    def _flow(self, number: int, life: TensorLifetime) -> Iterator[dict[str, Any]]:
         """Arrows from copy to copy of a storage; viewers need each end to lie within its span."""
         copies = [span for span in life.moves if span.lane in COPY_LANES]
         if len(copies) < 2:

@@ -25,17 +25,17 @@ import heapq
 import itertools
 from collections.abc import Iterable, Sequence
 
-from memo.events import CounterEvent, Event, Owned, Owner, StepMark, Tier
-from memo.trace.tensor_lifetimes import Lifetime, ResidencyChange, layer_of, residency_changes
+from memo.events import CounterEvent, Event, Owned, Owner, StepMark, TierName
+from memo.trace.tensor_lifetimes import ResidencyChange, TensorLifetime, layer_of, residency_changes
 
 __all__ = [
     "OTHER",
     "OWNED",
     "TRANSIENT",
-    "DeviceMemory",
     "Holder",
     "MemoryChange",
     "MemoryPeak",
+    "TracedDeviceMemory",
     "device_stack",
     "largest_holders",
 ]
@@ -70,7 +70,7 @@ class MemoryPeak:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceMemory:
+class TracedDeviceMemory:
     """What one rank's device held."""
 
     below: tuple[str, ...]
@@ -115,16 +115,16 @@ class DeviceMemory:
         return {band: nbytes for band, nbytes in held.items() if nbytes}
 
 
-def device_stack(events: Sequence[Event], lifetimes: Sequence[Lifetime]) -> DeviceMemory:
+def device_stack(events: Sequence[Event], lifetimes: Sequence[TensorLifetime]) -> TracedDeviceMemory:
     """Replays everything that the device holds.
 
     Args:
         events: of one rank, sorted by time.
         lifetimes: the saved storages in them.
     """
-    samples = [event for event in events if isinstance(event, CounterEvent) and event.tier is Tier.DEVICE]
+    samples = [event for event in events if isinstance(event, CounterEvent) and event.tier is TierName.DEVICE]
     owned = [event for event in events if isinstance(event, Owned) and event.module is None]
-    saved = [change for change in residency_changes(lifetimes) if change.tier is Tier.DEVICE]
+    saved = [change for change in residency_changes(lifetimes) if change.tier is TierName.DEVICE]
     layers = tuple(dict.fromkeys(layer_of(lifetimes[change.life].module) for change in saved))
     known = [*_saved_changes(saved, lifetimes), *_owned_changes(owned)]
     known.sort(key=lambda change: (change.t, change.delta))
@@ -132,7 +132,7 @@ def device_stack(events: Sequence[Event], lifetimes: Sequence[Lifetime]) -> Devi
     rest = _rest(known, samples, begins)
     changes = sorted([*known, *rest], key=lambda change: (change.t, change.delta))
     there = {change.band for change in changes} - set(layers)
-    return DeviceMemory(
+    return TracedDeviceMemory(
         below=tuple(band for band in (OTHER, *OWNED.values()) if band in there),
         layers=layers,
         above=(TRANSIENT,) if TRANSIENT in there else (),
@@ -141,7 +141,7 @@ def device_stack(events: Sequence[Event], lifetimes: Sequence[Lifetime]) -> Devi
     )
 
 
-def _saved_changes(saved: Iterable[ResidencyChange], lifetimes: Sequence[Lifetime]) -> list[MemoryChange]:
+def _saved_changes(saved: Iterable[ResidencyChange], lifetimes: Sequence[TensorLifetime]) -> list[MemoryChange]:
     return [
         MemoryChange(t=change.t, band=layer_of(lifetimes[change.life].module), delta=change.delta) for change in saved
     ]
@@ -218,7 +218,7 @@ class Holder:
 
 
 def largest_holders(
-    events: Sequence[Event], lifetimes: Sequence[Lifetime], memory: DeviceMemory, t: int, *, count: int = 10
+    events: Sequence[Event], lifetimes: Sequence[TensorLifetime], memory: TracedDeviceMemory, t: int, *, count: int = 10
 ) -> list[Holder]:
     """Lists what holds most of the device at `t`, the largest first.
 
@@ -260,12 +260,12 @@ def largest_holders(
     return heapq.nlargest(count, found, key=lambda one: one.nbytes)
 
 
-def _resident(lifetimes: Sequence[Lifetime], t: int) -> Iterable[tuple[Lifetime, int]]:
+def _resident(lifetimes: Sequence[TensorLifetime], t: int) -> Iterable[tuple[TensorLifetime, int]]:
     """Lifetimes with bytes on the device at `t`."""
     held: dict[int, int] = {}
     for change in residency_changes(lifetimes):
         if change.t > t:
             break
-        if change.tier is Tier.DEVICE:
+        if change.tier is TierName.DEVICE:
             held[change.life] = held.get(change.life, 0) + change.delta
     return [(lifetimes[number], nbytes) for number, nbytes in held.items() if nbytes]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from memo.trace.figures import StepStats
 from memo.trace.format import duration, percent, rate
 from memo.trace.html_data import page_data
-from memo.trace.report import Report
+from memo.trace.report import TraceReport
 from memo.units import format_bytes
 
 __all__ = ["DiffRow", "compare_reports", "diff_page", "diff_sentence", "diff_to_json"]
@@ -62,7 +62,7 @@ _SHOWN: dict[Unit, Callable[[float], str]] = {
 }
 
 
-def compare_reports(a: Report, b: Report) -> list[DiffRow]:
+def compare_reports(a: TraceReport, b: TraceReport) -> list[DiffRow]:
     """Compares the representative steps of two runs; a row for every figure that either run has."""
     first, second = (one.of_rank(one.rank).step(one.step) for one in (a, b))
     left, right = dict(_figures(first)), dict(_figures(second))
@@ -108,7 +108,7 @@ def diff_sentence(rows: list[DiffRow]) -> str:
     return f"{said}: {', '.join(named)}." if named else f"{said}."
 
 
-def diff_page(a: Report, b: Report, rows: list[DiffRow], *, names: tuple[str, str]) -> dict[str, Any]:
+def diff_page(a: TraceReport, b: TraceReport, rows: list[DiffRow], *, names: tuple[str, str]) -> dict[str, Any]:
     """Data of the page that shows two runs one below the other, ready for `render_page`.
 
     Args:

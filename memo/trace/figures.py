@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from memo.events import Lane, StallCause, Tier
+from memo.events import Lane, StallCause, TierName
 
 __all__ = [
     "LaneStats",
@@ -65,7 +65,7 @@ class PrefetchStats:
 class TierPeak:
     """Peak of a tier."""
 
-    tier: Tier
+    tier: TierName
     saved_nbytes: int
     """Peak of saved storages, replayed from their states."""
     at_ns: int
@@ -78,7 +78,7 @@ class TierPeak:
     @property
     def used_nbytes(self) -> int:
         """Bytes that count against the budget: all of the device, but only memo's part of the lower tiers."""
-        measured = self.measured_nbytes if self.tier is Tier.DEVICE else None
+        measured = self.measured_nbytes if self.tier is TierName.DEVICE else None
         return self.saved_nbytes if measured is None else max(measured, self.saved_nbytes)
 
 

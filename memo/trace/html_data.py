@@ -24,13 +24,13 @@ from memo.events import (
     Stall,
     StallCause,
     TensorState,
-    Tier,
+    TierName,
     UseKind,
 )
 from memo.trace.device_memory import OWNED, device_stack
 from memo.trace.intervals import pack_rows
-from memo.trace.report import RankReport, Report
-from memo.trace.tensor_lifetimes import Lifetime, layer_of, residency_changes
+from memo.trace.report import RankReport, TraceReport
+from memo.trace.tensor_lifetimes import TensorLifetime, layer_of, residency_changes
 
 __all__ = ["FORMAT", "MAX_ITEMS", "VERSION", "page_data"]
 
@@ -41,12 +41,12 @@ PHASES = ("", "forward", "backward", "optimizer")
 _NONE = -1
 _LANES, _CAUSES, _STATES, _USES, _TIERS = (
     {member: place for place, member in enumerate(members)}
-    for members in (Lane, StallCause, TensorState, UseKind, Tier)
+    for members in (Lane, StallCause, TensorState, UseKind, TierName)
 )
 
 
 def page_data(
-    report: Report,
+    report: TraceReport,
     *,
     packing: Sequence[dict[str, Any]] = (),
     explained: Sequence[dict[str, Any]] = (),
@@ -70,7 +70,7 @@ def page_data(
         "phases": list(PHASES),
         "causes": [cause.value for cause in StallCause],
         "states": [state.value for state in TensorState],
-        "tiers": [tier.value for tier in Tier],
+        "tiers": [tier.value for tier in TierName],
         "uses": [use.value for use in UseKind],
         "origin_unix_ns": str(origin),  # beyond 2**53, so no number in JavaScript
         "meta": report.of_rank(report.rank).trace.meta,
@@ -144,7 +144,7 @@ class _RankColumns:
             "rows": [self._row(lane, row, spans) for lane, row, spans in self._rows()],
             "lives": self._life_columns(),
             "stalls": self._stall_columns(),
-            "tiers": [self._tier_columns(tier) for tier in Tier],
+            "tiers": [self._tier_columns(tier) for tier in TierName],
             "owned": self._owned_columns(),
             "notes": [
                 {"t": note.t + self._shift, "step": note.step, "cause": note.cause, "message": note.message}
@@ -222,8 +222,8 @@ class _RankColumns:
             "life": [_living(by_id.get(_NONE if s.id is None else s.id, ()), s.t) for s in self._stalls],
         }
 
-    def _tier_columns(self, tier: Tier) -> dict[str, Any]:
-        of_device = tier is Tier.DEVICE
+    def _tier_columns(self, tier: TierName) -> dict[str, Any]:
+        of_device = tier is TierName.DEVICE
         if of_device:
             changes = [(change.t, self._names(change.band), change.delta) for change in self._device.changes]
         else:
@@ -266,7 +266,7 @@ def _phase(phase: str | None) -> int:
     return PHASES.index(phase) if phase in PHASES else 0
 
 
-def _shape(life: Lifetime | Owned) -> str:
+def _shape(life: TensorLifetime | Owned) -> str:
     shape = "×".join(map(str, life.shape)) if life.shape is not None else ""
     return f"{shape} {life.dtype or ''}".strip()
 
@@ -277,10 +277,10 @@ def _living(found: Sequence[tuple[int, int]], t: int) -> int:
     return begun[-1] if begun else _NONE
 
 
-def _weightiest(lifetimes: Sequence[Lifetime], count: int) -> list[Lifetime]:
+def _weightiest(lifetimes: Sequence[TensorLifetime], count: int) -> list[TensorLifetime]:
     """Lifetimes to keep when thinning: stalled ones first, then by bytes × time; in their old order."""
 
-    def weight(life: Lifetime) -> tuple[int, int]:
+    def weight(life: TensorLifetime) -> tuple[int, int]:
         return sum(stall.d for stall in life.stalls), life.nbytes * (life.end_ns - life.start_ns)
 
     afforded, room = [], count

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from memo.errors import MemoError
-from memo.events import CounterEvent, Lane, Owner, Span, Stall, Tier
-from memo.trace.device_memory import OTHER, OWNED, TRANSIENT, DeviceMemory, MemoryChange, MemoryPeak, device_stack
+from memo.events import CounterEvent, Lane, Owner, Span, Stall, TierName
+from memo.trace.device_memory import OTHER, OWNED, TRANSIENT, MemoryChange, MemoryPeak, TracedDeviceMemory, device_stack
 from memo.trace.figures import TierPeak
 from memo.trace.format import printable
-from memo.trace.report import Report
-from memo.trace.tensor_lifetimes import Lifetime, layer_of, residency_changes
+from memo.trace.report import TraceReport
+from memo.trace.tensor_lifetimes import TensorLifetime, layer_of, residency_changes
 from memo.units import format_bytes
 
 __all__ = ["draw_step"]
@@ -49,7 +49,7 @@ _MAX_LAYERS = 64
 """Bands of a stack; of more layers neighbours are summed, since bands would be thinner than a printed line."""
 
 
-def draw_step(report: Report, path: Path, *, rank: int, step: int | None, dpi: int = 150) -> None:
+def draw_step(report: TraceReport, path: Path, *, rank: int, step: int | None, dpi: int = 150) -> None:
     """Draws one step of one rank to a file; the suffix chooses the format (.png, .pdf, .svg).
 
     Args:
@@ -72,9 +72,9 @@ def draw_step(report: Report, path: Path, *, rank: int, step: int | None, dpi: i
     figures = one.step(step)
     window = (figures.start_ns, figures.end_ns)
     memory = device_stack(one.trace.events, one.lifetimes)
-    changes = {tier: _layer_changes(one.lifetimes, tier) for tier in Tier} | {Tier.DEVICE: memory.changes}
+    changes = {tier: _layer_changes(one.lifetimes, tier) for tier in TierName} | {TierName.DEVICE: memory.changes}
     top = memory.peak(window) if memory.below or memory.above else None
-    peaks = [peak for peak in figures.peaks if peak.saved_nbytes or (peak.tier is Tier.DEVICE and top is not None)]
+    peaks = [peak for peak in figures.peaks if peak.saved_nbytes or (peak.tier is TierName.DEVICE and top is not None)]
     shades = _shades(layer_of(life.module) for life in one.lifetimes)
     rcParams["svg.hashsalt"] = "memo"  # the same trace gives the same file
     figure = Figure(figsize=(10, 2.4 + 1.6 * len(peaks)), dpi=dpi, layout="constrained")
@@ -85,7 +85,7 @@ def draw_step(report: Report, path: Path, *, rank: int, step: int | None, dpi: i
     ]
     for axis, peak in zip((row[0] for row in axes[1:]), peaks, strict=True):
         within = [change for change in changes[peak.tier] if change.t <= window[1]]
-        of_device = peak.tier is Tier.DEVICE
+        of_device = peak.tier is TierName.DEVICE
         _draw_memory(
             axis,
             within,
@@ -147,7 +147,7 @@ def _draw_lanes(axis: Any, events: Iterable[object], window: tuple[int, int]) ->
     axis.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _layer_changes(lifetimes: Sequence[Lifetime], tier: Tier) -> list[MemoryChange]:
+def _layer_changes(lifetimes: Sequence[TensorLifetime], tier: TierName) -> list[MemoryChange]:
     return [
         MemoryChange(t=change.t, band=layer_of(lifetimes[change.life].module), delta=change.delta)
         for change in residency_changes(lifetimes)
@@ -175,7 +175,7 @@ def _draw_memory(
     window: tuple[int, int],
     *,
     shades: dict[str, Any],
-    memory: DeviceMemory | None,
+    memory: TracedDeviceMemory | None,
     top: MemoryPeak | None,
     counted: Sequence[tuple[int, int]] = (),
 ) -> None:
@@ -183,7 +183,7 @@ def _draw_memory(
 
     Of the device all bands of `memory`, with its peak `top` marked; elsewhere with a line of all bytes `counted`.
     """
-    tier: Tier = peak.tier
+    tier: TierName = peak.tier
     below, above = (memory.below, memory.above) if memory is not None else ((), ())
     times, stacks, layers = _series(changes, window, below=below, above=above)
     highest = peak.saved_nbytes if top is None else top.nbytes

@@ -26,14 +26,14 @@ from memo.errors import TraceError
 from memo.events import FORMAT, VERSION, Event
 from memo.trace.decode_event import decode_event, decode_object, natural
 
-__all__ = ["Limits", "Trace", "read_header", "read_trace", "read_traces"]
+__all__ = ["Trace", "TraceLimits", "read_header", "read_trace", "read_traces"]
 
 _GZIP_NAME = re.compile(r"\.gz$", re.IGNORECASE)
 _BLOCK = 1 << 17  # bytes unpacked at once
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class TraceLimits:
     """Limits beyond which a file is refused."""
 
     header_nbytes: int = 4 << 20
@@ -67,7 +67,7 @@ class Trace:
 
 
 def read_traces(
-    paths: Sequence[str | os.PathLike[str]], *, steps: range | None = None, limits: Limits | None = None
+    paths: Sequence[str | os.PathLike[str]], *, steps: range | None = None, limits: TraceLimits | None = None
 ) -> list[Trace]:
     """Reads the traces of one run, one file per rank.
 
@@ -91,14 +91,14 @@ def read_traces(
     return traces
 
 
-def read_trace(path: str | os.PathLike[str], *, steps: range | None = None, limits: Limits | None = None) -> Trace:
+def read_trace(path: str | os.PathLike[str], *, steps: range | None = None, limits: TraceLimits | None = None) -> Trace:
     """Reads one trace file; of the given steps alone, if any are given.
 
     Raises:
         TraceError: the file cannot be opened, or is not a trace within the limits; the message names the line.
     """
     shown = ascii(os.fspath(path))[1:-1]
-    limits = limits or Limits()
+    limits = limits or TraceLimits()
     reading = _Reading(path=shown, steps=steps, most=limits.events)
     try:
         with _Lines(Path(path), limits) as lines:
@@ -116,7 +116,7 @@ def read_trace(path: str | os.PathLike[str], *, steps: range | None = None, limi
 class _Lines:
     """Lines of a file within the limits, as (text, ended with a newline)."""
 
-    def __init__(self, path: Path, limits: Limits) -> None:
+    def __init__(self, path: Path, limits: TraceLimits) -> None:
         file = open_file(path, pipes=True)
         self._stream: IO[bytes] | io.BufferedReader = file
         if _GZIP_NAME.search(path.name) is not None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from memo.errors import TraceError
-from memo.events import FORMAT, VERSION, Event, StateChange, StepMark, Use, to_json
+from memo.events import FORMAT, VERSION, Event, StateChange, StepMark, StorageUse, to_json
 from memo.forks import call_in_child
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TraceRecorder"]
 
-_CHANGES = (StateChange, Use)
+_CHANGES = (StateChange, StorageUse)
 
 
 class TraceRecorder:

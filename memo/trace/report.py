@@ -16,10 +16,10 @@ from memo.events import Event
 from memo.trace.figures import RankStats, StepStats, to_json
 from memo.trace.reader import Trace
 from memo.trace.stats import rank_stats, representative_step
-from memo.trace.tensor_lifetimes import Lifetime, lifetimes_of
+from memo.trace.tensor_lifetimes import TensorLifetime, lifetimes_of
 from memo.trace.verdict import Evidence, Sentence, verdict
 
-__all__ = ["FORMAT", "VERSION", "RankReport", "Report", "build_report"]
+__all__ = ["FORMAT", "VERSION", "RankReport", "TraceReport", "build_report"]
 
 FORMAT = "memo-trace-stats"
 VERSION = 1
@@ -30,7 +30,7 @@ class RankReport:
     """Trace, lifetimes, figures and verdicts of one rank."""
 
     trace: Trace
-    lifetimes: Sequence[Lifetime]
+    lifetimes: Sequence[TensorLifetime]
     stats: RankStats
     verdicts: dict[int | None, tuple[Sentence, ...]]
     """Sentences by step; None is the whole trace."""
@@ -52,7 +52,7 @@ class RankReport:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class TraceReport:
     """Reports of all ranks, and the rank and step that represent the run."""
 
     ranks: Sequence[RankReport]
@@ -83,7 +83,7 @@ class Report:
         }
 
 
-def build_report(traces: Sequence[Trace], *, plain_s: float | None = None) -> Report:
+def build_report(traces: Sequence[Trace], *, plain_s: float | None = None) -> TraceReport:
     """Builds the report of one run.
 
     The rank whose representative step took longest represents the run, since the others wait for it.
@@ -100,16 +100,20 @@ def build_report(traces: Sequence[Trace], *, plain_s: float | None = None) -> Re
         RankReport(trace=trace, lifetimes=own, stats=one, verdicts=_verdicts(trace, own, one, stats, plain_s))
         for trace, own, one in zip(traces, lifetimes, stats, strict=True)
     ]
-    return Report(ranks=ranks, rank=chosen.rank, step=chosen.step)
+    return TraceReport(ranks=ranks, rank=chosen.rank, step=chosen.step)
 
 
 def _verdicts(
-    trace: Trace, lifetimes: Sequence[Lifetime], stats: RankStats, others: Sequence[RankStats], plain_s: float | None
+    trace: Trace,
+    lifetimes: Sequence[TensorLifetime],
+    stats: RankStats,
+    others: Sequence[RankStats],
+    plain_s: float | None,
 ) -> dict[int | None, tuple[Sentence, ...]]:
     events: dict[int | None, list[Event]] = collections.defaultdict(list)
     for event in trace.events:
         events[event.step].append(event)
-    by_step: dict[int | None, list[Lifetime]] = collections.defaultdict(list)
+    by_step: dict[int | None, list[TensorLifetime]] = collections.defaultdict(list)
     for life in lifetimes:
         by_step[life.step].append(life)
     saved = {step: sum(life.nbytes for life in own) for step, own in by_step.items()}

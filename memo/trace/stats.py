@@ -18,11 +18,11 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from memo.events import CounterEvent, Event, Lane, Span, Stall, StallCause, StepMark, Tier, Use, UseKind
+from memo.events import CounterEvent, Event, Lane, Span, Stall, StallCause, StepMark, StorageUse, TierName, UseKind
 from memo.trace.figures import LaneStats, LayerCost, PrefetchStats, RankStats, StallStats, StepStats, TierPeak
 from memo.trace.intervals import Interval, intersection, length, subtraction, union
 from memo.trace.reader import Trace
-from memo.trace.tensor_lifetimes import Lifetime, layer_of, lifetimes_of, residency_changes
+from memo.trace.tensor_lifetimes import TensorLifetime, layer_of, lifetimes_of, residency_changes
 
 __all__ = ["COPY_LANES", "prediction_of", "rank_stats", "representative_step"]
 
@@ -30,7 +30,7 @@ COPY_LANES = (Lane.D2H, Lane.H2D, Lane.DISK_WRITE, Lane.DISK_READ)
 _WORST_LAYERS = 5
 
 
-def rank_stats(trace: Trace, *, lifetimes: Sequence[Lifetime] | None = None) -> RankStats:
+def rank_stats(trace: Trace, *, lifetimes: Sequence[TensorLifetime] | None = None) -> RankStats:
     """Computes every figure of one rank's trace.
 
     Args:
@@ -61,10 +61,10 @@ def representative_step(stats: RankStats) -> StepStats:
     return by_duration[len(by_duration) // 2]
 
 
-def prediction_of(meta: Mapping[str, Any]) -> dict[Tier, int]:
+def prediction_of(meta: Mapping[str, Any]) -> dict[TierName, int]:
     """Predicted peak in bytes by tier: `plan.predicted_peak_nbytes` of the header."""
     plan = meta.get("plan")
-    return _naturals_by(Tier, plan.get("predicted_peak_nbytes") if isinstance(plan, dict) else None)
+    return _naturals_by(TierName, plan.get("predicted_peak_nbytes") if isinstance(plan, dict) else None)
 
 
 def _naturals_by(keys: type[Any], found: object) -> dict[Any, int]:
@@ -77,22 +77,22 @@ def _naturals_by(keys: type[Any], found: object) -> dict[Any, int]:
 class _Residence:
     """Bytes of saved storages in each tier over time, and their peaks within a window."""
 
-    def __init__(self, trace: Trace, lifetimes: Sequence[Lifetime]) -> None:
+    def __init__(self, trace: Trace, lifetimes: Sequence[TensorLifetime]) -> None:
         self.module_of = {life.id: life.module for life in lifetimes}
-        self._times: dict[Tier, list[int]] = {tier: [] for tier in Tier}
-        self._totals: dict[Tier, list[int]] = {tier: [] for tier in Tier}
-        held = dict.fromkeys(Tier, 0)
+        self._times: dict[TierName, list[int]] = {tier: [] for tier in TierName}
+        self._totals: dict[TierName, list[int]] = {tier: [] for tier in TierName}
+        held = dict.fromkeys(TierName, 0)
         for change in residency_changes(lifetimes):
             held[change.tier] += change.delta
             self._times[change.tier].append(change.t)
             self._totals[change.tier].append(held[change.tier])
-        self._budgets = _naturals_by(Tier, trace.meta.get("budgets"))
+        self._budgets = _naturals_by(TierName, trace.meta.get("budgets"))
         self._predicted = prediction_of(trace.meta)
 
-    def peaks(self, window: Interval, counters: Mapping[Tier, int]) -> tuple[TierPeak, ...]:
-        return tuple(self._peak(tier, window, counters.get(tier)) for tier in Tier)
+    def peaks(self, window: Interval, counters: Mapping[TierName, int]) -> tuple[TierPeak, ...]:
+        return tuple(self._peak(tier, window, counters.get(tier)) for tier in TierName)
 
-    def _peak(self, tier: Tier, window: Interval, measured: int | None) -> TierPeak:
+    def _peak(self, tier: TierName, window: Interval, measured: int | None) -> TierPeak:
         times, totals = self._times[tier], self._totals[tier]
         first = bisect.bisect_right(times, window[0]) - 1  # bytes held when the window opens
         last = bisect.bisect_right(times, window[1])
@@ -114,14 +114,14 @@ def _measure(trace: Trace, residence: _Residence, events: Sequence[Event], *, st
     spans: dict[Lane, list[Span]] = {lane: [] for lane in Lane}
     stalls: list[Stall] = []
     collectives: list[Stall] = []
-    uses: list[Use] = []
-    counters: dict[Tier, int] = {}
+    uses: list[StorageUse] = []
+    counters: dict[TierName, int] = {}
     for event in events:
         if isinstance(event, Span):
             spans[event.lane].append(event)
         elif isinstance(event, Stall):
             (collectives if event.cause is StallCause.COLLECTIVE else stalls).append(event)
-        elif isinstance(event, Use):
+        elif isinstance(event, StorageUse):
             uses.append(event)
         elif isinstance(event, CounterEvent):
             counters[event.tier] = max(counters.get(event.tier, 0), event.nbytes)
@@ -214,7 +214,7 @@ def _stall_stats(stalls: Sequence[Stall]) -> tuple[StallStats, ...]:
     return tuple(sorted(found, key=lambda one: (-one.total_ns, one.cause)))
 
 
-def _prefetch_stats(uses: Sequence[Use], stalls: Sequence[Stall]) -> PrefetchStats:
+def _prefetch_stats(uses: Sequence[StorageUse], stalls: Sequence[Stall]) -> PrefetchStats:
     count = collections.Counter(use.how for use in uses)
     waited = {stall.id for stall in stalls if stall.cause is StallCause.RELOAD and stall.d > 0}
     prefetched, fetched = count[UseKind.PREFETCHED], count[UseKind.FETCHED]

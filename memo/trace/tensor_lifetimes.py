@@ -15,17 +15,17 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from memo.events import Event, Lane, Span, Stall, StateChange, TensorState, Tier, Use
+from memo.events import Event, Lane, Span, Stall, StateChange, StorageUse, TensorState, TierName
 
-__all__ = ["Lifetime", "ResidencyChange", "layer_of", "lifetimes_of", "residency_changes"]
+__all__ = ["ResidencyChange", "TensorLifetime", "layer_of", "lifetimes_of", "residency_changes"]
 
 _LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
-_TIERS = tuple(Tier)  # iterating an Enum class is ten times slower
+_TIERS = tuple(TierName)  # iterating an Enum class is ten times slower
 _ON_DEVICE = (TensorState.LIVE, TensorState.RETURNING, TensorState.BACK)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Lifetime:
+class TensorLifetime:
     """One storage from its save to its release, as far as the trace has it."""
 
     id: int
@@ -35,7 +35,7 @@ class Lifetime:
     shape: tuple[int, ...] | None
     dtype: str | None
     states: tuple[StateChange, ...]
-    uses: tuple[Use, ...]
+    uses: tuple[StorageUse, ...]
     moves: tuple[Span, ...]
     """Its copies in all lanes, by start."""
     stalls: tuple[Stall, ...]
@@ -47,30 +47,30 @@ class Lifetime:
     @property
     def start_ns(self) -> int:
         """Time of the first event."""
-        points: list[StateChange | Use | Span | Stall] = [*self.states[:1], *self.uses[:1]]
+        points: list[StateChange | StorageUse | Span | Stall] = [*self.states[:1], *self.uses[:1]]
         return min(event.t for event in (*points, *self.moves[:1], *self.stalls[:1]))
 
     @property
     def end_ns(self) -> int:
         """Time at which the last event ended."""
-        points: list[StateChange | Use] = [*self.states[-1:], *self.uses[-1:]]
+        points: list[StateChange | StorageUse] = [*self.states[-1:], *self.uses[-1:]]
         spans: list[Span | Stall] = [*self.moves[-1:], *self.stalls[-1:]]
         return max([event.t for event in points] + [span.t + span.d for span in spans])
 
     @property
-    def tier(self) -> Tier:
+    def tier(self) -> TierName:
         """The lowest tier that it reached."""
         lanes = {move.lane for move in self.moves}
         seen = {state.tier for state in self.states}
-        if Tier.DISK in seen or Lane.DISK_WRITE in lanes:
-            return Tier.DISK
-        return Tier.HOST if Tier.HOST in seen or Lane.D2H in lanes else Tier.DEVICE
+        if TierName.DISK in seen or Lane.DISK_WRITE in lanes:
+            return TierName.DISK
+        return TierName.HOST if TierName.HOST in seen or Lane.D2H in lanes else TierName.DEVICE
 
 
 @dataclasses.dataclass(slots=True)
 class _Draft:
     states: list[StateChange] = dataclasses.field(default_factory=list)
-    uses: list[Use] = dataclasses.field(default_factory=list)
+    uses: list[StorageUse] = dataclasses.field(default_factory=list)
     moves: list[Span] = dataclasses.field(default_factory=list)
     stalls: list[Stall] = dataclasses.field(default_factory=list)
 
@@ -78,11 +78,16 @@ class _Draft:
     def gone(self) -> bool:
         return bool(self.states) and self.states[-1].to is TensorState.GONE
 
-    def finish(self, key: int) -> Lifetime:
+    def finish(self, key: int) -> TensorLifetime:
         named = next((state for state in self.states if state.module is not None), None)
-        everything: list[StateChange | Use | Span | Stall] = [*self.states, *self.uses, *self.moves, *self.stalls]
+        everything: list[StateChange | StorageUse | Span | Stall] = [
+            *self.states,
+            *self.uses,
+            *self.moves,
+            *self.stalls,
+        ]
         sizes = [state.nbytes for state in self.states] + [move.nbytes or 0 for move in self.moves]
-        return Lifetime(
+        return TensorLifetime(
             id=key,
             step=min(event.step for event in everything),
             module=(named.module or "") if named else "",
@@ -98,7 +103,7 @@ class _Draft:
         )
 
 
-def lifetimes_of(events: Iterable[Event]) -> list[Lifetime]:
+def lifetimes_of(events: Iterable[Event]) -> list[TensorLifetime]:
     """Collects the lifetimes in events sorted by time, in order of their first events."""
     open_lives: dict[int, _Draft] = {}
     drafts: list[tuple[int, _Draft]] = []
@@ -113,7 +118,7 @@ def lifetimes_of(events: Iterable[Event]) -> list[Lifetime]:
             drafts.append((key, draft))
         if isinstance(event, StateChange):
             draft.states.append(event)
-        elif isinstance(event, Use):
+        elif isinstance(event, StorageUse):
             draft.uses.append(event)
         elif isinstance(event, Span):
             draft.moves.append(event)
@@ -127,34 +132,34 @@ class ResidencyChange:
     """Change by `delta` bytes of lifetime number `life` in `tier`, at `t`."""
 
     t: int
-    tier: Tier
+    tier: TierName
     delta: int
     life: int
 
 
-def residency_changes(lifetimes: Sequence[Lifetime]) -> list[ResidencyChange]:
+def residency_changes(lifetimes: Sequence[TensorLifetime]) -> list[ResidencyChange]:
     """Lists every change of bytes in a tier by time; at one instant releases come before allocations."""
     changes = [holding for number, life in enumerate(lifetimes) for holding in _replay(number, life)]
     changes.sort(key=lambda holding: (holding.t, holding.delta))
     return changes
 
 
-def _replay(number: int, life: Lifetime) -> Iterator[ResidencyChange]:
+def _replay(number: int, life: TensorLifetime) -> Iterator[ResidencyChange]:
     held = dict.fromkeys(_TIERS, 0)
-    lower: Tier | None = None  # of one that is recomputed whole
+    lower: TierName | None = None  # of one that is recomputed whole
     for state in life.states:
-        if state.tier in (Tier.HOST, Tier.DISK):
+        if state.tier in (TierName.HOST, TierName.DISK):
             lower = state.tier
         wanted = dict.fromkeys(_TIERS, 0)
         if state.to in _ON_DEVICE:
-            wanted[Tier.DEVICE] = state.nbytes
+            wanted[TierName.DEVICE] = state.nbytes
         elif state.to is TensorState.LEAVING:
-            wanted[Tier.DEVICE] = held[Tier.DEVICE] or state.nbytes
+            wanted[TierName.DEVICE] = held[TierName.DEVICE] or state.nbytes
         if lower is not None and state.to in (TensorState.LEAVING, TensorState.AWAY):
             wanted[lower] = state.nbytes
         elif state.to in (TensorState.RETURNING, TensorState.BACK):
             # The engine frees the place in the lower tier with the last handle.
-            wanted[Tier.HOST], wanted[Tier.DISK] = held[Tier.HOST], held[Tier.DISK]
+            wanted[TierName.HOST], wanted[TierName.DISK] = held[TierName.HOST], held[TierName.DISK]
         for tier in _TIERS:
             if wanted[tier] != held[tier]:
                 yield ResidencyChange(t=state.t, tier=tier, delta=wanted[tier] - held[tier], life=number)

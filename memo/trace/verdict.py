@@ -18,7 +18,7 @@ from memo.trace.figures import LaneStats, RankStats, StepStats, TierPeak
 from memo.trace.format import duration, percent, printable, rate
 from memo.trace.intervals import length, subtraction, union
 from memo.trace.reader import Trace
-from memo.trace.tensor_lifetimes import Lifetime, layer_of
+from memo.trace.tensor_lifetimes import TensorLifetime, layer_of
 from memo.units import format_bytes
 
 __all__ = ["RULES", "Evidence", "Sentence", "verdict"]
@@ -54,7 +54,7 @@ class Evidence:
     trace: Trace
     stats: StepStats
     events: Sequence[Event]
-    lifetimes: Sequence[Lifetime]
+    lifetimes: Sequence[TensorLifetime]
     others: Sequence[RankStats] = ()
     plain_ns: int | None = None
     """Measured time of the same step without memo."""
@@ -266,7 +266,7 @@ def _is_backward_layer(event: Event) -> bool:
     return isinstance(event, Span) and event.lane is Lane.COMPUTE and event.phase == "backward"
 
 
-def _deeper(evidence: Evidence, episode: _Episode, begun: int, backward: Sequence[Event], life: Lifetime) -> str:
+def _deeper(evidence: Evidence, episode: _Episode, begun: int, backward: Sequence[Event], life: TensorLifetime) -> str:
     """Prefetch depth in layers that would end the reload in time, and the device memory that it needs."""
 
     def layers_since(t: int) -> int:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from memo.mip.activation.in_flight import in_flight_within as in_flight_within, peak_in_flight as peak_in_flight
     from memo.mip.activation.memory_peaks import (
         DeviceMemory as DeviceMemory,
+        MemoryUse as MemoryUse,
         PeakCandidate as PeakCandidate,
-        Use as Use,
         device_peak_candidates as device_peak_candidates,
         highest_memory as highest_memory,
         stage_memory as stage_memory,
@@ -61,7 +61,7 @@ else:
             "files": "plan_to_json profile_to_json read_activation_plan read_any_plan read_hardware read_profile",
             "free_swap_length": "free_swap_tokens",
             "in_flight": "in_flight_within peak_in_flight",
-            "memory_peaks": "DeviceMemory PeakCandidate Use device_peak_candidates highest_memory stage_memory",
+            "memory_peaks": "DeviceMemory PeakCandidate MemoryUse device_peak_candidates highest_memory stage_memory",
             "mlp_tiles": "MLP_TILE_COUNTS solve_mlp_tiles",
             "plan": "ActivationPlan ActivationProblem Budgets LayerPlan StageMachine StageTurns Pipeline StagePrediction "
             "layers_of_runs",

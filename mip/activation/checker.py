@@ -13,7 +13,7 @@ import enum
 from collections.abc import Iterator, Sequence
 
 from memo.errors import PlanInvalid
-from memo.events import Lane, Tier
+from memo.events import Lane, TierName
 from memo.mip.activation.cost import predict_stages, rounding_bytes
 from memo.mip.activation.plan import ActivationPlan, ChunkPrediction, StagePrediction
 from memo.mip.activation.proof import shortened
@@ -111,7 +111,7 @@ def _layers(plan: ActivationPlan) -> Violation | None:
     return None
 
 
-def _most(plan: ActivationPlan, rules: StagePrediction, played: StageSimulation, tier: Tier) -> int:
+def _most(plan: ActivationPlan, rules: StagePrediction, played: StageSimulation, tier: TierName) -> int:
     """Peak bytes of a tier by the plan's rules or the simulation, whichever has more."""
     return max(_peaks(rules)[tier], played.peak(tier).nbytes - _rounded_bytes(plan))
 
@@ -121,17 +121,21 @@ def _rounded_bytes(plan: ActivationPlan) -> int:
     return 4 * len(plan.layers) * plan.problem.pipeline.microbatches
 
 
-def _peaks(stage: StagePrediction) -> dict[Tier, int]:
-    return {Tier.DEVICE: stage.peak_device_bytes, Tier.HOST: stage.peak_host_bytes, Tier.DISK: stage.peak_disk_bytes}
+def _peaks(stage: StagePrediction) -> dict[TierName, int]:
+    return {
+        TierName.DEVICE: stage.peak_device_bytes,
+        TierName.HOST: stage.peak_host_bytes,
+        TierName.DISK: stage.peak_disk_bytes,
+    }
 
 
 def _device(
     plan: ActivationPlan, rules: Sequence[StagePrediction], played: Sequence[StageSimulation]
 ) -> Violation | None:
     for stage, predicted, simulated in zip(plan.problem.stages, rules, played, strict=True):
-        held, budget = _most(plan, predicted, simulated, Tier.DEVICE), stage.machine.budgets.device_bytes
+        held, budget = _most(plan, predicted, simulated, TierName.DEVICE), stage.machine.budgets.device_bytes
         if held > budget:
-            where, over = simulated.peak(Tier.DEVICE).where, format_bytes(held - budget, up=True)
+            where, over = simulated.peak(TierName.DEVICE).where, format_bytes(held - budget, up=True)
             message = f"{format_bytes(held)} in {where} are {over} above the budget of {format_bytes(budget)}"
             return Violation(rule=Rule.DEVICE, message=message)
     return None
@@ -150,8 +154,8 @@ def _shared(
     for node in problem.nodes:
         budgets = problem.machine_of(min(node)).budgets
         for rule, tier, budget in (
-            (Rule.HOST, Tier.HOST, budgets.host_bytes),
-            (Rule.DISK, Tier.DISK, budgets.disk_bytes),
+            (Rule.HOST, TierName.HOST, budgets.host_bytes),
+            (Rule.DISK, TierName.DISK, budgets.disk_bytes),
         ):
             held = {stage: _most(plan, rules[stage], played[stage], tier) for stage in node}
             used = sum(ranks * (held[stage] + rounding[stage]) for stage, ranks in node.items() if held[stage])

@@ -16,7 +16,7 @@ from memo.mip.activation.overlap_windows import Window, copies_in, copies_out
 from memo.mip.activation.plan import PAGE, ActivationProblem, ChunkPrediction, LayerPlan, StagePrediction
 from memo.mip.activation.stage_view import StageView
 from memo.mip.inputs.hardware import LaneRates
-from memo.mip.inputs.pipeline_schedules import Kind
+from memo.mip.inputs.pipeline_schedules import Pass
 from memo.mip.inputs.profile import LayerProfile
 from memo.units import format_bytes
 
@@ -165,7 +165,7 @@ def _most(stage: StageView, nbytes: Sequence[float]) -> float:
         sum(count * sum(of_chunk) for count, of_chunk in zip(moment.held, of_chunks, strict=True))
         - of_chunks[moment.chunk][-1]  # leaves beside the next forward
         for moment in stage.pipeline.moments(stage.number)
-        if moment.kind is Kind.FORWARD
+        if moment.kind is Pass.FORWARD
     )
 
 
@@ -177,8 +177,8 @@ class _Stalls:
     disk_write_s: float = 0.0
     h2d_s: float = 0.0
     disk_read_s: float = 0.0
-    of_turns: dict[tuple[int, Kind], float] = dataclasses.field(default_factory=dict)
-    within: dict[tuple[int, Kind], float] = dataclasses.field(default_factory=dict)
+    of_turns: dict[tuple[int, Pass], float] = dataclasses.field(default_factory=dict)
+    within: dict[tuple[int, Pass], float] = dataclasses.field(default_factory=dict)
     """Seconds by layer that runs meanwhile, and kind of its pass; without those between two passes."""
 
     @classmethod
@@ -236,13 +236,13 @@ def _predict_chunks(
             forward_s, decode_s = forward_s + coding_s[0], decode_s + coding_s[1]
         half = 0.5 if stage.splits(chunk) else 1.0
         waits = {
-            kind: stalls.of_turns.get((chunk, kind), 0.0) + network.of_turns.get((chunk, kind), 0.0) for kind in Kind
+            kind: stalls.of_turns.get((chunk, kind), 0.0) + network.of_turns.get((chunk, kind), 0.0) for kind in Pass
         }
         found.append(
             ChunkPrediction(
-                forward_s=forward_s + waits[Kind.FORWARD],
-                backward_s=half * backward_s + recompute_s + decode_s + waits[Kind.BACKWARD] + waits[Kind.INPUT],
-                weight_s=(1 - half) * backward_s + (decode_s if half < 1 else 0.0) + waits[Kind.WEIGHT],
+                forward_s=forward_s + waits[Pass.FORWARD],
+                backward_s=half * backward_s + recompute_s + decode_s + waits[Pass.BACKWARD] + waits[Pass.INPUT],
+                weight_s=(1 - half) * backward_s + (decode_s if half < 1 else 0.0) + waits[Pass.WEIGHT],
             )
         )
     return found

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from memo.errors import PlanError
 from memo.mip.activation.plan import ActivationPlan
 from memo.mip.address.files import PLAN_FORMAT as ADDRESS_PLAN_FORMAT, address_plan_of
-from memo.mip.address.problem import Plan
+from memo.mip.address.problem import AddressPlan
 from memo.mip.inputs.hardware import Hardware
 from memo.mip.inputs.profile import Profile
 from memo.mip.strict_json import decode, encode, parse_json, read_as, require_format, write_json
@@ -90,14 +90,14 @@ def plan_from_json(text: str) -> ActivationPlan:
     return _decode_root(root, ActivationPlan, PLAN_FORMAT)
 
 
-def read_any_plan(path: Path_) -> ActivationPlan | Plan:
+def read_any_plan(path: Path_) -> ActivationPlan | AddressPlan:
     """Reads an activation plan or an address plan. The file is read once, so it may be standard input.
 
     Raises:
         PlanError: as `read_activation_plan`.
     """
 
-    def either(text: str) -> ActivationPlan | Plan:
+    def either(text: str) -> ActivationPlan | AddressPlan:
         root = parse_json(text)
         if root.get("format") == ADDRESS_PLAN_FORMAT:
             return address_plan_of(root)

@@ -23,7 +23,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 
-from memo.mip.inputs.pipeline_schedules import Kind, Turn
+from memo.mip.inputs.pipeline_schedules import Pass, Turn
 
 __all__ = [
     "SchedulePoint",
@@ -41,7 +41,7 @@ class SchedulePoint:
     """A turn of one chunk, with the other calls that the rank holds meanwhile."""
 
     chunk: int
-    kind: Kind
+    kind: Pass
     waiting: tuple[int, ...]
     """For each chunk the number of other microbatches between forward and backward."""
     between: tuple[int, ...]
@@ -74,10 +74,10 @@ def moments_of(turns: tuple[Turn, ...], chunks: int) -> tuple[SchedulePoint, ...
     found: dict[SchedulePoint, None] = {}
     read_ahead = _read_ahead(turns)
     for at, turn in enumerate(turns):
-        if turn.kind in (Kind.BACKWARD, Kind.INPUT):
+        if turn.kind in (Pass.BACKWARD, Pass.INPUT):
             waiting[turn.chunk] -= 1
             latest = None if latest == turn.call else latest
-        elif turn.kind is Kind.WEIGHT:
+        elif turn.kind is Pass.WEIGHT:
             between[turn.chunk] -= 1
         ahead = read_ahead[at]
         found[
@@ -87,13 +87,13 @@ def moments_of(turns: tuple[Turn, ...], chunks: int) -> tuple[SchedulePoint, ...
                 waiting=tuple(waiting),
                 between=tuple(between),
                 whole_chunk=None if latest is None else latest[0],
-                ahead=None if ahead is None else (ahead.chunk, ahead.kind is Kind.WEIGHT),
+                ahead=None if ahead is None else (ahead.chunk, ahead.kind is Pass.WEIGHT),
             )
         ] = None
-        if turn.kind is Kind.FORWARD:
+        if turn.kind is Pass.FORWARD:
             waiting[turn.chunk] += 1
             latest = turn.call
-        elif turn.kind is Kind.INPUT:
+        elif turn.kind is Pass.INPUT:
             between[turn.chunk] += 1
     alike: collections.defaultdict[tuple[object, ...], list[SchedulePoint]] = collections.defaultdict(list)
     for moment in found:
@@ -115,7 +115,7 @@ def peak_in_flight(turns: tuple[Turn, ...], chunks: int) -> tuple[tuple[int, ...
 @functools.lru_cache(maxsize=1024)
 def split_chunks(turns: tuple[Turn, ...]) -> frozenset[int]:
     """The chunks whose backward is split into two halves."""
-    return frozenset(turn.chunk for turn in turns if turn.kind is Kind.WEIGHT)
+    return frozenset(turn.chunk for turn in turns if turn.kind is Pass.WEIGHT)
 
 
 def in_flight_within(turns: tuple[Turn, ...], bound: tuple[Turn, ...], *, chunks: int) -> bool:
@@ -146,11 +146,11 @@ def _read_ahead(turns: Sequence[Turn]) -> list[Turn | None]:
     found: list[Turn | None] = [None] * len(turns)
     latest: int | None = None  # the latest backward, during which the layer is read ahead
     for at, turn in enumerate(turns):
-        if turn.kind is Kind.FORWARD:
+        if turn.kind is Pass.FORWARD:
             continue
         if latest is not None:
-            stays = turn.kind is Kind.WEIGHT and turn.call == turns[latest].call
-            if turn.kind is Kind.WEIGHT or leaves_at[turn.call] < latest:
+            stays = turn.kind is Pass.WEIGHT and turn.call == turns[latest].call
+            if turn.kind is Pass.WEIGHT or leaves_at[turn.call] < latest:
                 found[latest + stays : at] = [turn] * (at - latest - stays)
         latest = at
     return found
@@ -158,7 +158,7 @@ def _read_ahead(turns: Sequence[Turn]) -> list[Turn | None]:
 
 def _leaves_at(turns: Sequence[Turn]) -> dict[tuple[int, int], int]:
     """Index of the turn at which each call's last layer leaves: the next forward."""
-    forwards = [at for at, turn in enumerate(turns) if turn.kind is Kind.FORWARD]
+    forwards = [at for at, turn in enumerate(turns) if turn.kind is Pass.FORWARD]
     return {turns[at].call: following for at, following in zip(forwards, [*forwards[1:], len(turns)], strict=True)}
 
 
@@ -166,9 +166,9 @@ def _leaves_at(turns: Sequence[Turn]) -> dict[tuple[int, int], int]:
 class TurnCopy:
     """A copy between turns, and the turn whose first or last layer hides it."""
 
-    turn: tuple[int, Kind]
+    turn: tuple[int, Pass]
     """(chunk, kind) of the turn whose layer is copied: a forward's last layer out, a backward's first layer in."""
-    hidden_by: tuple[int, Kind] | None
+    hidden_by: tuple[int, Pass] | None
     """The next forward (its first layer), or the previous backward (its last); None if nothing hides the copy."""
     times: int
     """Number of such copies in a step."""
@@ -182,16 +182,16 @@ def copies_between_turns(turns: tuple[Turn, ...]) -> tuple[TurnCopy, ...]:
     previous backward, unless the layer never left or is still there.
     """
     leaves_at = _leaves_at(turns)
-    counts: collections.Counter[tuple[tuple[int, Kind], tuple[int, Kind] | None]] = collections.Counter()
+    counts: collections.Counter[tuple[tuple[int, Pass], tuple[int, Pass] | None]] = collections.Counter()
     latest: int | None = None  # backward
     for at, turn in enumerate(turns):
-        if turn.kind is Kind.FORWARD:
+        if turn.kind is Pass.FORWARD:
             following = leaves_at[turn.call]
-            begun = {other.call for other in turns[at:following] if other.kind is not Kind.FORWARD}
+            begun = {other.call for other in turns[at:following] if other.kind is not Pass.FORWARD}
             if following < len(turns) and turn.call not in begun:
                 counts[_key(turn), _key(turns[following])] += 1
             continue
-        if turn.kind is Kind.WEIGHT:
+        if turn.kind is Pass.WEIGHT:
             away = latest is None or turns[latest].call != turn.call
             in_time = True
         else:
@@ -202,5 +202,5 @@ def copies_between_turns(turns: tuple[Turn, ...]) -> tuple[TurnCopy, ...]:
     return tuple(TurnCopy(turn=turn, hidden_by=hidden_by, times=times) for (turn, hidden_by), times in counts.items())
 
 
-def _key(turn: Turn) -> tuple[int, Kind]:
+def _key(turn: Turn) -> tuple[int, Pass]:
     return turn.chunk, turn.kind

@@ -54,11 +54,11 @@ from memo.mip.activation.network_load import pass_loads, sync_load
 from memo.mip.activation.overlap_windows import Window, copies_in, copies_out
 from memo.mip.activation.plan import ActivationProblem, LayerPlan
 from memo.mip.activation.stage_view import StageView
-from memo.mip.inputs.pipeline_schedules import Kind
+from memo.mip.inputs.pipeline_schedules import Pass
 from memo.mip.inputs.profile import ALL, LayerProfile
-from memo.mip.solvers import Backend, pulp, solve_fixed, solve_model
+from memo.mip.solvers import SolverName, pulp, solve_fixed, solve_model
 
-__all__ = ["DAY_S", "Limit", "Model", "Resource", "Sharing", "Solution"]
+__all__ = ["DAY_S", "Limit", "PlanModel", "Resource", "Sharing", "Solution"]
 
 DAY_S = 86400.0
 TIME_LIMIT_S, WHOLE_TIME_LIMIT_S = 60.0, 10.0
@@ -181,7 +181,7 @@ class _Group:
         return self.host.coded + self.disk.coded
 
 
-class Model:
+class PlanModel:
     """The program of one problem.
 
     Args:
@@ -217,10 +217,10 @@ class Model:
         self._slowest_stage = self._program.add_variable("T", 0, None)
         self._total = pulp.LpAffineExpression()  # sum_s T_s
         self._stalls = 0
-        self._stall_within: dict[tuple[int, int, Kind], pulp.LpVariable] = {}
+        self._stall_within: dict[tuple[int, int, Pass], pulp.LpVariable] = {}
         self._most_held: dict[tuple[Resource, int], pulp.LpVariable] = {}
-        self._works: dict[tuple[int, int, Kind], pulp.LpAffineExpression] = {}
-        self._exposed_s: dict[tuple[int, int, Kind, float], pulp.LpVariable | float] = {}
+        self._works: dict[tuple[int, int, Pass], pulp.LpAffineExpression] = {}
+        self._exposed_s: dict[tuple[int, int, Pass, float], pulp.LpVariable | float] = {}
         self._stages = [self._groups(stage) for stage in problem.stages]
         for stage in problem.stages:
             self._time_rows(stage)
@@ -241,7 +241,7 @@ class Model:
             SolverFailed: the solver crashed, or a program without integers ran out of time.
         """
         gap, limit_s = (WHOLE_GAP, WHOLE_TIME_LIMIT_S) if self._whole else (0.0, TIME_LIMIT_S)
-        solved = solve_model(self._program, backend=Backend.HIGHS, time_limit_s=limit_s, gap=gap)
+        solved = solve_model(self._program, backend=SolverName.HIGHS, time_limit_s=limit_s, gap=gap)
         if not solved.proven and not self._whole:
             raise SolverFailed(f"no answer to the activation plan's program in {TIME_LIMIT_S:.0f} s")
         return solved.found
@@ -453,7 +453,7 @@ class Model:
             longest = max(self.problem.send_s(stage, stage + 1) for stage in range(stages - 1))
             self._program += self._slowest_stage >= longest / self._second
 
-    def _loads(self, stage: StageView) -> tuple[dict[tuple[int, Kind], float], float]:
+    def _loads(self, stage: StageView) -> tuple[dict[tuple[int, Pass], float], float]:
         """Seconds of collectives beside each layer's passes, and those of a microbatch that are beside none."""
         loads, fixed = {}, 0.0
         for own, of_kinds in zip(stage.numbers, pass_loads(stage), strict=True):
@@ -462,21 +462,21 @@ class Model:
                 fixed += load.before_s + load.after_s
         return loads, fixed
 
-    def _work(self, group: _Group, kind: Kind) -> pulp.LpAffineExpression:
+    def _work(self, group: _Group, kind: Pass) -> pulp.LpAffineExpression:
         """Time of one layer's work in a pass, with recompute and coding; the same object for each layer of the group."""
         key = (group.stage, group.members[0], kind)
         if key not in self._works:
-            if kind is Kind.FORWARD:
+            if kind is Pass.FORWARD:
                 work = pulp.lpSum([group.layer.forward_s / self._second])
             else:
-                share = 1.0 if kind is Kind.BACKWARD else 0.5
+                share = 1.0 if kind is Pass.BACKWARD else 0.5
                 work = pulp.lpSum([share * group.layer.backward_s / self._second])
             if group.encode_s or group.decode_s:
-                work = work + (group.encode_s if kind is Kind.FORWARD else group.decode_s) * group.coded
-            self._works[key] = work + group.recompute if kind in (Kind.BACKWARD, Kind.INPUT) else work
+                work = work + (group.encode_s if kind is Pass.FORWARD else group.decode_s) * group.coded
+            self._works[key] = work + group.recompute if kind in (Pass.BACKWARD, Pass.INPUT) else work
         return self._works[key]
 
-    def _exposed(self, group: _Group, kind: Kind, load_s: float) -> pulp.LpVariable | float:
+    def _exposed(self, group: _Group, kind: Pass, load_s: float) -> pulp.LpVariable | float:
         """Time that collectives of `load_s` last beyond one layer's work in a pass; its constraint is made once."""
         key = (group.stage, group.members[0], kind, load_s)
         if key not in self._exposed_s:
@@ -487,7 +487,7 @@ class Model:
                 self._exposed_s[key] = beyond.constant
             else:
                 exposed = self._program.add_variable(f"network_{len(self._exposed_s)}", 0, None)
-                where = f"the network's window in {'forward' if kind is Kind.FORWARD else 'backward'}"
+                where = f"the network's window in {'forward' if kind is Pass.FORWARD else 'backward'}"
                 self._add(exposed >= beyond, Resource.NETWORK, where, unit=self._second)
                 self._exposed_s[key] = exposed
         return self._exposed_s[key]
@@ -519,12 +519,12 @@ class Model:
         stage: int,
         windows: Iterable[Window],
         row: Callable[[_Group, _Group | None, Window, float], pulp.LpVariable],
-        loads: Mapping[tuple[int, Kind], float],
+        loads: Mapping[tuple[int, Pass], float],
     ) -> list[pulp.LpAffineExpression]:
         """Stalls of all these copies; each kind of copy gets one variable."""
         group_of = {member: group for group in self._stages[stage] for member in group.members}
-        times: collections.Counter[tuple[int, int | None, Kind, float]] = collections.Counter()
-        alike: dict[tuple[int, int | None, Kind, float], list[Window]] = {}
+        times: collections.Counter[tuple[int, int | None, Pass, float]] = collections.Counter()
+        alike: dict[tuple[int, int | None, Pass, float], list[Window]] = {}
         for window in windows:
             moving = group_of[window.moving]
             if not moving.moves:

@@ -20,7 +20,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from memo.mip.inputs.pipeline_schedules import Kind
+from memo.mip.inputs.pipeline_schedules import Pass
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DeviceMemory",
+    "MemoryUse",
     "PeakCandidate",
-    "Use",
     "device_peak_candidates",
     "grouped_peak_candidates",
     "highest_memory",
@@ -45,7 +45,7 @@ LIKELY = 2
 """Moments of each kind that are looked at, by each of two orders, where only likely peaks are asked for."""
 
 
-class Use(enum.StrEnum):
+class MemoryUse(enum.StrEnum):
     """Use of a byte on the device; every byte has one."""
 
     WEIGHTS = "weights"
@@ -81,8 +81,8 @@ class DeviceMemory:
     """What runs, such as `layer 29` or `the head`."""
     phase: str
     """`forward`, `backward` or `recompute` of a layer; empty for the model's ends."""
-    uses: Mapping[Use, int]
-    """Bytes by use, in the order of `Use`, without those that have none."""
+    uses: Mapping[MemoryUse, int]
+    """Bytes by use, in the order of `MemoryUse`, without those that have none."""
 
     @property
     def nbytes(self) -> int:
@@ -92,7 +92,10 @@ class DeviceMemory:
     @property
     def static_bytes(self) -> int:
         """Bytes that are there before any activation."""
-        return sum(self.uses.get(use, 0) for use in (Use.WEIGHTS, Use.GRADIENTS, Use.OPTIMIZER, Use.CAST, Use.OTHER))
+        return sum(
+            self.uses.get(use, 0)
+            for use in (MemoryUse.WEIGHTS, MemoryUse.GRADIENTS, MemoryUse.OPTIMIZER, MemoryUse.CAST, MemoryUse.OTHER)
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +104,7 @@ class PeakCandidate:
 
     name: str
     phase: str
-    resident: Mapping[Use, int]
+    resident: Mapping[MemoryUse, int]
     """Bytes that do not depend on the plan: static ones, rounding buffers, transients, embedding and head."""
     kept: tuple[int, ...]
     """For each layer of the stage the number of microbatches that hold only its kept bytes."""
@@ -127,12 +130,14 @@ class PeakCandidate:
         """Bytes on the device, given the bytes of each layer by kind."""
         return self.resident_bytes + self._saved(layers) + self._recompute(layers)
 
-    def uses(self, layers: _LayerBytes) -> dict[Use, int]:
+    def uses(self, layers: _LayerBytes) -> dict[MemoryUse, int]:
         """Returns the bytes by use, which add up to `nbytes` rounded to a byte."""
-        uses = dict.fromkeys(Use, 0) | dict(self.resident)
-        uses[Use.ROUNDING] += round(_sum((self.saved, layers.above_least))) - round(_sum((self.running, layers.kept)))
-        uses[Use.RECOMPUTE] += self._recompute(layers)
-        uses[Use.SAVED] += round(self.nbytes(layers)) - sum(uses.values())
+        uses = dict.fromkeys(MemoryUse, 0) | dict(self.resident)
+        uses[MemoryUse.ROUNDING] += round(_sum((self.saved, layers.above_least))) - round(
+            _sum((self.running, layers.kept))
+        )
+        uses[MemoryUse.RECOMPUTE] += self._recompute(layers)
+        uses[MemoryUse.SAVED] += round(self.nbytes(layers)) - sum(uses.values())
         return {use: nbytes for use, nbytes in uses.items() if nbytes}
 
     def _saved(self, layers: _LayerBytes) -> float:
@@ -193,7 +198,7 @@ def grouped_peak_candidates(
 def _likely(moments: Sequence[SchedulePoint]) -> list[SchedulePoint]:
     """Moments of each kind with most in flight, and with most between the halves of a backward."""
     found: dict[SchedulePoint, None] = {}
-    for kind in Kind:
+    for kind in Pass:
         own = [moment for moment in moments if moment.kind is kind]
         by_all = sorted(own, key=lambda moment: -sum(moment.waiting) - sum(moment.between))
         by_between = sorted(own, key=lambda moment: (-sum(moment.between), -sum(moment.waiting)))
@@ -268,7 +273,7 @@ class _Residence(enum.IntEnum):
 class _Tally:
     """Running sum of the bytes on the device."""
 
-    def __init__(self, layers: Sequence[LayerProfile], resident: Mapping[Use, int]) -> None:
+    def __init__(self, layers: Sequence[LayerProfile], resident: Mapping[MemoryUse, int]) -> None:
         import numpy as np  # here, since a manager with a fixed alpha imports this module and needs torch alone
 
         self._resident = dict(resident)
@@ -285,11 +290,11 @@ class _Tally:
         for number in numbers:
             layer, saved = self._layers[number], how is _Residence.SAVED
             self._running[number] += times
-            self.hold({Use.ROUNDING: times * (layer.least_saved_bytes if saved else layer.full_bytes)})
+            self.hold({MemoryUse.ROUNDING: times * (layer.least_saved_bytes if saved else layer.full_bytes)})
             if saved or any(point.beside_bytes for point in layer.points):
                 self._counts[how, number] += times
 
-    def hold(self, nbytes: Mapping[Use, int]) -> None:
+    def hold(self, nbytes: Mapping[MemoryUse, int]) -> None:
         """Adds bytes that do not depend on the plan."""
         for use, more in nbytes.items():
             self._resident[use] = self._resident.get(use, 0) + more
@@ -332,27 +337,27 @@ class _MomentPeaks:
         self._own = self._chunks[moment.chunk]
         self._has_head = ends and self._own is self._chunks[-1]
         resident = {
-            Use.WEIGHTS: static.weights,
-            Use.GRADIENTS: static.gradients,
-            Use.OPTIMIZER: static.optimizer,
-            Use.GATHERED: static.gathered,
-            Use.CAST: static.cast,
-            Use.OTHER: static.other,
+            MemoryUse.WEIGHTS: static.weights,
+            MemoryUse.GRADIENTS: static.gradients,
+            MemoryUse.OPTIMIZER: static.optimizer,
+            MemoryUse.GATHERED: static.gathered,
+            MemoryUse.CAST: static.cast,
+            MemoryUse.OTHER: static.other,
         }
         if self._starts:
-            resident[Use.EMBEDDING] = self._embedding.saved_bytes * moment.held[0]
+            resident[MemoryUse.EMBEDDING] = self._embedding.saved_bytes * moment.held[0]
         if ends:
-            resident[Use.HEAD] = self._head.saved_bytes * (moment.waiting[-1] + moment.between[-1])
+            resident[MemoryUse.HEAD] = self._head.saved_bytes * (moment.waiting[-1] + moment.between[-1])
         self._others = self._tally(resident)
 
-    def _tally(self, resident: Mapping[Use, int]) -> _Tally:
+    def _tally(self, resident: Mapping[MemoryUse, int]) -> _Tally:
         """Sum of all calls but the running one, where none of their layers is whole."""
         tally, moment = _Tally(self._layers, resident), self._moment
         for waiting, between, chunk in zip(moment.waiting, moment.between, self._chunks, strict=True):
             tally.add(chunk, _Residence.KEPT, waiting)
             tally.add(chunk, _Residence.UNMOVED, between)
             if between:
-                tally.hold({Use.TRANSIENT: between * sum(self._layers[number].between_bytes for number in chunk)})
+                tally.hold({MemoryUse.TRANSIENT: between * sum(self._layers[number].between_bytes for number in chunk)})
         return tally
 
     # Note [Transients]: on top come, in a forward, the layer's transients of forward; in a backward those of backward, and
@@ -366,16 +371,16 @@ class _MomentPeaks:
     def candidates(self, *, turn_ends_only: bool) -> Iterator[PeakCandidate]:
         """Candidates within the running chunk."""
         kind, own = self._moment.kind, self._own
-        second_half, forward = kind is Kind.WEIGHT, kind is Kind.FORWARD
-        if self._starts and self._moment.chunk == 0 and kind in (Kind.BACKWARD, Kind.FORWARD):
-            yield self._at("the embedding", _of_end(self._embedding, Use.EMBEDDING), {}, ends_turn=True)
-        halves = kind in (Kind.INPUT, Kind.WEIGHT)
+        second_half, forward = kind is Pass.WEIGHT, kind is Pass.FORWARD
+        if self._starts and self._moment.chunk == 0 and kind in (Pass.BACKWARD, Pass.FORWARD):
+            yield self._at("the embedding", _of_end(self._embedding, MemoryUse.EMBEDDING), {}, ends_turn=True)
+        halves = kind in (Pass.INPUT, Pass.WEIGHT)
         heads_own = self._head.saved_bytes if self._has_head and halves else 0
         for number in dict.fromkeys((own[0], own[-1])) if turn_ends_only else own:
             ends_turn = number == (own[-1] if second_half else own[0])
-            resident = {Use.HEAD: heads_own, Use.TRANSIENT: 0}
+            resident = {MemoryUse.HEAD: heads_own, MemoryUse.TRANSIENT: 0}
             if halves:  # gradients of the layers that the first half has been through, and the second not yet
-                resident[Use.TRANSIENT] = sum(layer.between_bytes for layer in self._layers[number : own.stop])
+                resident[MemoryUse.TRANSIENT] = sum(layer.between_bytes for layer in self._layers[number : own.stop])
             layer, name, running = self._layers[number], f"layer {self._indices[number]}", self._running(number)
             if forward:
                 resident = _with(resident, layer.forward_transient_bytes, layer.forward_gathered_bytes)
@@ -388,14 +393,14 @@ class _MomentPeaks:
                 yield self._at(name, resident, running, phase="recompute", ends_turn=ends_turn, recomputing=number)
         if self._has_head:
             running = {} if second_half else self._running(own.stop)
-            resident = _of_end(self._head, Use.HEAD)
-            resident[Use.HEAD] += self._head.saved_bytes
+            resident = _of_end(self._head, MemoryUse.HEAD)
+            resident[MemoryUse.HEAD] += self._head.saved_bytes
             yield self._at("the head", resident, running, ends_turn=second_half, latest_left=forward)
 
     def _running(self, number: int) -> Mapping[_Residence, range]:
         """Layers of the running call by their form while layer `number` runs, or after the last one the head."""
         own, kind = self._own, self._moment.kind
-        if kind is Kind.WEIGHT:
+        if kind is Pass.WEIGHT:
             end = min(number + 2, own.stop)
             return {_Residence.WHOLE: range(number, end), _Residence.UNMOVED: range(end, own.stop)}
         before, end = max(own.start, number - 1), min(number + 1, own.stop)
@@ -403,13 +408,13 @@ class _MomentPeaks:
             _Residence.KEPT: range(own.start, before),
             _Residence.SAVED: range(before, number),
             _Residence.WHOLE: range(number, end),
-            _Residence.UNMOVED: range(end, own.stop if kind is Kind.INPUT else end),
+            _Residence.UNMOVED: range(end, own.stop if kind is Pass.INPUT else end),
         }
 
     def _at(
         self,
         name: str,
-        resident: Mapping[Use, int],
+        resident: Mapping[MemoryUse, int],
         running: Mapping[_Residence, range],
         *,
         phase: str = "",
@@ -426,7 +431,7 @@ class _MomentPeaks:
             tally.add(numbers, how)
         if recomputing is not None:
             tally.add(recomputing, _Residence.RECOMPUTING)
-        if self._moment.ahead is not None and (ends_turn or self._moment.kind is Kind.FORWARD):
+        if self._moment.ahead is not None and (ends_turn or self._moment.kind is Pass.FORWARD):
             chunk, second_half = self._moment.ahead
             number = self._chunks[chunk][0 if second_half else -1]
             if number < len(self._layers) - 1:  # the last layer does not move, and needs no reading
@@ -435,12 +440,12 @@ class _MomentPeaks:
         return tally.candidate(name, phase)
 
 
-def _of_end(end: EmbeddingOrHeadProfile, use: Use) -> dict[Use, int]:
+def _of_end(end: EmbeddingOrHeadProfile, use: MemoryUse) -> dict[MemoryUse, int]:
     """Transient bytes of an end of the model."""
-    return {use: end.transient_bytes - end.gathered_bytes, Use.GATHERED: end.gathered_bytes}
+    return {use: end.transient_bytes - end.gathered_bytes, MemoryUse.GATHERED: end.gathered_bytes}
 
 
-def _with(resident: Mapping[Use, int], transient_bytes: int, gathered_bytes: int) -> dict[Use, int]:
+def _with(resident: Mapping[MemoryUse, int], transient_bytes: int, gathered_bytes: int) -> dict[MemoryUse, int]:
     """These bytes and a layer's transient ones, of which some are gathered weights."""
-    transient = resident[Use.TRANSIENT] + transient_bytes - gathered_bytes
-    return {**resident, Use.TRANSIENT: transient, Use.GATHERED: gathered_bytes}
+    transient = resident[MemoryUse.TRANSIENT] + transient_bytes - gathered_bytes
+    return {**resident, MemoryUse.TRANSIENT: transient, MemoryUse.GATHERED: gathered_bytes}

@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from memo.mip.inputs.pipeline_schedules import Kind
+from memo.mip.inputs.pipeline_schedules import Pass
 
 if TYPE_CHECKING:
     from memo.mip.activation.plan import LayerPlan
@@ -53,25 +53,25 @@ class PassLoad:
         return [max(load - work, 0.0) for load, work in zip(self.while_running, work_s, strict=True)]
 
 
-def pass_load(layers: Sequence[LayerProfile], kind: Kind) -> PassLoad:
+def pass_load(layers: Sequence[LayerProfile], kind: Pass) -> PassLoad:
     """Load of one pass over a chunk's layers, which are given in forward order."""
-    ascending = kind in (Kind.FORWARD, Kind.WEIGHT)
+    ascending = kind in (Pass.FORWARD, Pass.WEIGHT)
     order = list(layers) if ascending else list(reversed(layers))
-    gathers = [0.0 if kind is Kind.WEIGHT else layer.gather_s for layer in order]
-    reduces = [layer.reduce_s if kind in (Kind.BACKWARD, Kind.WEIGHT) else 0.0 for layer in order]
+    gathers = [0.0 if kind is Pass.WEIGHT else layer.gather_s for layer in order]
+    reduces = [layer.reduce_s if kind in (Pass.BACKWARD, Pass.WEIGHT) else 0.0 for layer in order]
     loads = [gather + reduce for gather, reduce in zip([*gathers[1:], 0.0], [0.0, *reduces[:-1]], strict=True)]
     return PassLoad(
         while_running=tuple(loads if ascending else reversed(loads)),
-        before_s=gathers[0] if kind is Kind.FORWARD else 0.0,
+        before_s=gathers[0] if kind is Pass.FORWARD else 0.0,
         after_s=reduces[-1],
     )
 
 
-def pass_loads(stage: StageView) -> list[dict[Kind, PassLoad]]:
+def pass_loads(stage: StageView) -> list[dict[Pass, PassLoad]]:
     """Loads of a stage's passes, by chunk and kind."""
     found = []
     for chunk, own in enumerate(stage.numbers):
-        kinds = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT) if stage.splits(chunk) else (Kind.FORWARD, Kind.BACKWARD)
+        kinds = (Pass.FORWARD, Pass.INPUT, Pass.WEIGHT) if stage.splits(chunk) else (Pass.FORWARD, Pass.BACKWARD)
         found.append({kind: pass_load(stage.layers[own.start : own.stop], kind) for kind in kinds})
     return found
 
@@ -94,30 +94,30 @@ class SyncLoad:
     """Reductions of gradients once a step, one after another, in the order in which a stage's last pass runs."""
 
     steps: tuple[SyncStep, ...]
-    kind: Kind
+    kind: Pass
     """The kind of that pass."""
 
 
 def sync_load(stage: StageView) -> SyncLoad | None:
     """Once-a-step reductions during the last pass of a stage; None where there are none."""
-    chunk, kind = 0, Kind.BACKWARD
+    chunk, kind = 0, Pass.BACKWARD
     if stage.pipeline.chunks > 1:
         last = stage.pipeline.turns(stage.number)[-1]
         chunk, kind = last.chunk, last.kind
     own, indices = stage.numbers[chunk], stage.chunks[chunk]
-    share = 1.0 if kind is Kind.BACKWARD else 0.5
+    share = 1.0 if kind is Pass.BACKWARD else 0.5
     load = pass_load(stage.layers[own.start : own.stop], kind)
     steps = [
         SyncStep(layer=number, network_s=beside_s, sync_s=stage.layers[number].sync_s)
         for number, beside_s in zip(own, load.while_running, strict=True)
     ]
-    if kind is not Kind.WEIGHT:
+    if kind is not Pass.WEIGHT:
         steps.reverse()
     steps.append(SyncStep(layer=None, end_s=load.after_s, network_s=load.after_s, sync_s=0.0))
     profile = stage.problem.profile
     head, embedding = profile.head, profile.embedding
     if indices[-1] == len(profile.layers) - 1:
-        at = len(steps) if kind is Kind.WEIGHT else 0
+        at = len(steps) if kind is Pass.WEIGHT else 0
         steps.insert(at, SyncStep(layer=None, end_s=share * head.backward_s, sync_s=head.sync_s))
     if indices[0] == 0:
         steps.append(SyncStep(layer=None, end_s=share * embedding.backward_s, sync_s=embedding.sync_s))
@@ -130,9 +130,9 @@ def sync_load(stage: StageView) -> SyncLoad | None:
 class ExposedCommunication:
     """Exposed gathers and reductions of one microbatch, in seconds."""
 
-    of_turns: dict[tuple[int, Kind], float]
+    of_turns: dict[tuple[int, Pass], float]
     """Seconds by chunk and kind of pass."""
-    of_layers: dict[tuple[int, Kind], float]
+    of_layers: dict[tuple[int, Pass], float]
     """Seconds by layer of the stage that runs meanwhile, and kind."""
 
     @classmethod
@@ -147,17 +147,17 @@ class ExposedCommunication:
         return found
 
 
-def work_s(layer: LayerProfile, plan: LayerPlan, kind: Kind) -> float:
+def work_s(layer: LayerProfile, plan: LayerPlan, kind: Pass) -> float:
     """Seconds of a layer's work in one pass, recompute and coding included."""
     encode_s, decode_s = plan.coding_s(layer)
-    if kind is Kind.FORWARD:
+    if kind is Pass.FORWARD:
         return layer.forward_s + encode_s
-    share = 1.0 if kind is Kind.BACKWARD else 0.5
-    return share * layer.backward_s + decode_s + (0.0 if kind is Kind.WEIGHT else plan.recompute_s(layer))
+    share = 1.0 if kind is Pass.BACKWARD else 0.5
+    return share * layer.backward_s + decode_s + (0.0 if kind is Pass.WEIGHT else plan.recompute_s(layer))
 
 
 def exposed_sync_s(
-    stage: StageView, plans: Sequence[LayerPlan], *, waits: Sequence[Mapping[tuple[int, Kind], float]]
+    stage: StageView, plans: Sequence[LayerPlan], *, waits: Sequence[Mapping[tuple[int, Pass], float]]
 ) -> float:
     """Seconds after a stage's last pass until the gradients that are reduced once a step are.
 

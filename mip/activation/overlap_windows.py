@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from memo.mip.activation.in_flight import copies_between_turns
-from memo.mip.inputs.pipeline_schedules import Kind
+from memo.mip.inputs.pipeline_schedules import Pass
 
 if TYPE_CHECKING:
     from memo.mip.activation.stage_view import StageView
@@ -33,11 +33,11 @@ class Window:
     """The layer that is copied."""
     hidden_by: int | None
     """The layer whose work runs meanwhile; None if nothing does."""
-    kind: Kind
+    kind: Pass
     """The pass of that layer."""
     times: float
     """Number of such copies per microbatch; a fraction where not every microbatch has one."""
-    waits: tuple[int, Kind]
+    waits: tuple[int, Pass]
     """(chunk, kind) of the turn that stalls until the copy ends."""
     within: bool = False
     """Whether both layers are of one pass over a chunk."""
@@ -45,19 +45,19 @@ class Window:
     @property
     def share(self) -> float:
         """Fraction of the layer's backward time in this pass."""
-        return 0.5 if self.kind in (Kind.INPUT, Kind.WEIGHT) else 1.0
+        return 0.5 if self.kind in (Pass.INPUT, Pass.WEIGHT) else 1.0
 
     @property
     def recomputes(self) -> bool:
         """Whether the pass begins with the layer's recompute."""
-        return self.kind in (Kind.BACKWARD, Kind.INPUT)
+        return self.kind in (Pass.BACKWARD, Pass.INPUT)
 
 
 def copies_out(stage: StageView) -> Iterator[Window]:
     """Yields the windows of one microbatch's copies out."""
     for chunk, layers in enumerate(stage.numbers):
         for number in layers[:-1]:
-            yield _within(number, number + 1, (chunk, Kind.FORWARD))
+            yield _within(number, number + 1, (chunk, Pass.FORWARD))
     yield from _at_turns(stage, forward=True)
 
 
@@ -65,15 +65,15 @@ def copies_in(stage: StageView) -> Iterator[Window]:
     """Yields the windows of one microbatch's copies in."""
     for chunk, layers in enumerate(stage.numbers):
         split = stage.splits(chunk)
-        kind = Kind.INPUT if split else Kind.BACKWARD
+        kind = Pass.INPUT if split else Pass.BACKWARD
         for number in layers[:-1]:
             yield _within(number, number + 1, (chunk, kind))
         for number in layers[1:] if split else ():
-            yield _within(number, number - 1, (chunk, Kind.WEIGHT))
+            yield _within(number, number - 1, (chunk, Pass.WEIGHT))
     yield from _at_turns(stage, forward=False)
 
 
-def _within(moving: int, hidden_by: int, turn: tuple[int, Kind]) -> Window:
+def _within(moving: int, hidden_by: int, turn: tuple[int, Pass]) -> Window:
     return Window(moving=moving, hidden_by=hidden_by, kind=turn[1], times=1.0, waits=turn, within=True)
 
 
@@ -84,15 +84,15 @@ def _at_turns(stage: StageView, *, forward: bool) -> Iterator[Window]:
     layers = stage.numbers
     for copy in copies_between_turns(stage.pipeline.turns(stage.number)):
         chunk, kind = copy.turn
-        if (kind is Kind.FORWARD) is not forward:
+        if (kind is Pass.FORWARD) is not forward:
             continue
-        hidden_by, hiding_kind = None, Kind.FORWARD
+        hidden_by, hiding_kind = None, Pass.FORWARD
         if copy.hidden_by is not None:
             hiding_chunk, hiding_kind = copy.hidden_by
-            at_start = hiding_kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT)
+            at_start = hiding_kind in (Pass.FORWARD, Pass.BACKWARD, Pass.INPUT)
             hidden_by = layers[hiding_chunk][0 if at_start else -1]
         yield Window(
-            moving=layers[chunk][0 if kind is Kind.WEIGHT else -1],
+            moving=layers[chunk][0 if kind is Pass.WEIGHT else -1],
             hidden_by=hidden_by,
             kind=hiding_kind,
             times=copy.times / stage.pipeline.microbatches,

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from memo.mip.inputs.pipeline_schedules import Kind
+from memo.mip.inputs.pipeline_schedules import Pass
 
 if TYPE_CHECKING:
     from memo.mip.activation.plan import Pipeline, StagePrediction
@@ -60,7 +60,7 @@ def _one_chunk_each(
         for number, stage in enumerate(stages):
             backwards, forwards = done[number]
             while (at := len(backwards) + len(forwards)) < len(orders[number]):
-                forward = orders[number][at] is Kind.FORWARD
+                forward = orders[number][at] is Pass.FORWARD
                 giver = number - 1 if forward else number + 1
                 if 0 <= giver < count:
                     given, mine = done[giver][forward], done[number][forward]
@@ -83,7 +83,7 @@ def _in_turns(pipeline: Pipeline, stages: Sequence[StagePrediction], send_s: Sen
     places = [pipeline.chunk_positions(stage) for stage in range(count)]
     rank_of = {place: rank for rank, own in enumerate(places) for place in own}
     turns_s = [
-        {(chunk, kind): stage.turn_s(chunk, kind) for chunk in range(pipeline.chunks) for kind in Kind}
+        {(chunk, kind): stage.turn_s(chunk, kind) for chunk in range(pipeline.chunks) for kind in Pass}
         for stage in stages
     ]
     # By place, forward or the backward others wait for, and microbatch: when what it sends has arrived.
@@ -96,15 +96,15 @@ def _in_turns(pipeline: Pipeline, stages: Sequence[StagePrediction], send_s: Sen
             while done < len(order):
                 turn = order[done]
                 kind = turn.kind
-                place, forward = own[turn.chunk], kind is Kind.FORWARD
+                place, forward = own[turn.chunk], kind is Pass.FORWARD
                 giver = place - 1 if forward else place + 1
-                if kind is not Kind.WEIGHT and 0 <= giver <= last and pipeline.own is None:
+                if kind is not Pass.WEIGHT and 0 <= giver <= last and pipeline.own is None:
                     given = ready.get((giver, forward, turn.microbatch))
                     if given is None:
                         break
                     now_s = max(now_s, given)
                 now_s += own_s[turn.chunk, kind]
-                if kind is not Kind.WEIGHT:
+                if kind is not Pass.WEIGHT:
                     taker, arrived_s = rank_of.get(place + 1 if forward else place - 1, number), now_s
                     if taker != number:
                         link = number, taker

@@ -36,7 +36,7 @@ from memo.errors import PlanError
 from memo.mip.activation.in_flight import SchedulePoint, moments_of, peak_in_flight, split_chunks
 from memo.mip.activation.pipeline_time import microbatches_s
 from memo.mip.inputs.hardware import Hardware, LaneRates
-from memo.mip.inputs.pipeline_schedules import Kind, PipelineSchedule, Turn, rank_turns
+from memo.mip.inputs.pipeline_schedules import Pass, PipelineSchedule, Turn, rank_turns
 from memo.mip.inputs.profile import ALL, MAX_LAYERS, LayerProfile, Profile, check_amounts
 
 if TYPE_CHECKING:
@@ -99,13 +99,13 @@ class StageTurns:
     turns: tuple[Turn, ...]
 
     def __post_init__(self) -> None:
-        before: dict[Kind, set[Kind | None]] = {
-            Kind.FORWARD: {None},
-            Kind.BACKWARD: {Kind.FORWARD},
-            Kind.INPUT: {Kind.FORWARD},
-            Kind.WEIGHT: {Kind.INPUT},
+        before: dict[Pass, set[Pass | None]] = {
+            Pass.FORWARD: {None},
+            Pass.BACKWARD: {Pass.FORWARD},
+            Pass.INPUT: {Pass.FORWARD},
+            Pass.WEIGHT: {Pass.INPUT},
         }
-        state: dict[tuple[int, int], Kind] = {}
+        state: dict[tuple[int, int], Pass] = {}
         for turn in self.turns:
             if state.get(turn.call) not in before[turn.kind] or not 0 <= turn.chunk < len(self.layers):
                 raise PlanError(f"pipeline: turn {turn.chunk}{turn.kind}{turn.microbatch} is out of order")
@@ -115,13 +115,13 @@ class StageTurns:
                 f"pipeline: a rank of chunks needs at least two, of at least one layer each, not {self.layers}"
             )
         counts = [sum(chunk == own for own, _ in state) for chunk in range(len(self.layers))]
-        if len(set(counts)) > 1 or not all(kind in (Kind.BACKWARD, Kind.WEIGHT) for kind in state.values()):
+        if len(set(counts)) > 1 or not all(kind in (Pass.BACKWARD, Pass.WEIGHT) for kind in state.values()):
             raise PlanError("pipeline: some microbatches are not in every chunk, or have no backward")
 
     @property
     def microbatches(self) -> int:
         """Number of microbatches in the step."""
-        return sum(turn.kind is Kind.FORWARD for turn in self.turns) // len(self.layers)
+        return sum(turn.kind is Pass.FORWARD for turn in self.turns) // len(self.layers)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,12 +217,12 @@ class Pipeline:
             return self.microbatches
         return min(self.microbatches, self.stages - stage) if self.held is None else self.held
 
-    def order(self, stage: int) -> Iterator[Kind]:
+    def order(self, stage: int) -> Iterator[Pass]:
         """Passes of a stage of one chunk, in order: the forward of the next microbatch, or its backward."""
         ahead = self.in_flight(stage)
-        yield from [Kind.FORWARD] * ahead
-        yield from [Kind.BACKWARD, Kind.FORWARD] * (self.microbatches - ahead)
-        yield from [Kind.BACKWARD] * ahead
+        yield from [Pass.FORWARD] * ahead
+        yield from [Pass.BACKWARD, Pass.FORWARD] * (self.microbatches - ahead)
+        yield from [Pass.BACKWARD] * ahead
 
     def moments(self, stage: int) -> tuple[SchedulePoint, ...]:
         """Moments at which the stage may hold most. With one chunk, those are passes with all others in flight."""
@@ -231,7 +231,7 @@ class Pipeline:
         others = self.in_flight(stage) - 1
         return tuple(
             SchedulePoint(chunk=0, kind=kind, waiting=(others,), between=(0,), whole_chunk=0 if others else None)
-            for kind in (Kind.FORWARD, Kind.BACKWARD)
+            for kind in (Pass.FORWARD, Pass.BACKWARD)
         )
 
     def peak_in_flight(self, stage: int) -> tuple[tuple[int, ...], ...]:
@@ -247,7 +247,7 @@ class Pipeline:
         sends = [place < last for place in self.chunk_positions(stage)]
         return max(
             sum(count for count, one in zip(moment.waiting, sends, strict=True) if one)
-            + (moment.kind is not Kind.WEIGHT and sends[moment.chunk])
+            + (moment.kind is not Pass.WEIGHT and sends[moment.chunk])
             for moment in self.moments(stage)
         )
 
@@ -532,11 +532,11 @@ class StagePrediction:
     def __post_init__(self) -> None:
         check_amounts(self, "prediction")
 
-    def turn_s(self, chunk: int, kind: Kind) -> float:
+    def turn_s(self, chunk: int, kind: Pass) -> float:
         """Seconds of one turn."""
         assert self.chunks is not None
         own = self.chunks[chunk]
-        return {Kind.FORWARD: own.forward_s, Kind.WEIGHT: own.weight_s}.get(kind, own.backward_s)
+        return {Pass.FORWARD: own.forward_s, Pass.WEIGHT: own.weight_s}.get(kind, own.backward_s)
 
     @property
     def stall_s(self) -> float:

@@ -18,13 +18,13 @@ import math
 from collections.abc import Mapping, Sequence
 
 from memo.errors import PlanInvalid
-from memo.events import Tier
+from memo.events import TierName
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, LayerPlan
 from memo.mip.activation.stage_view import StageView
-from memo.mip.inputs.pipeline_schedules import Kind
+from memo.mip.inputs.pipeline_schedules import Pass
 from memo.mip.inputs.profile import EmbeddingOrHeadProfile, LayerProfile
 from memo.mip.simulate.result import EndWork, LayerWork, Part, Simulation, StageSimulation
-from memo.mip.simulate.stage import Stage
+from memo.mip.simulate.stage import SimulatedStage
 from memo.units import format_bytes
 
 __all__ = ["MAX_CALLS", "layer_work", "require_within_budgets", "simulate", "simulate_stage"]
@@ -51,7 +51,8 @@ def simulate(plan: ActivationPlan, problem: ActivationProblem | None = None) -> 
     pipeline = problem.pipeline
     _require_playable(pipeline.microbatches, len(plan.layers))
     stages = [
-        _stage(plan.layers, view, budgets={Tier.DEVICE: view.machine.budgets.device_bytes}) for view in problem.stages
+        _stage(plan.layers, view, budgets={TierName.DEVICE: view.machine.budgets.device_bytes})
+        for view in problem.stages
     ]
     if pipeline.chunks > 1:
         _run_turns(stages, problem)
@@ -84,11 +85,11 @@ def simulate_stage(plan: ActivationPlan, number: int) -> StageSimulation:
     if pipeline.chunks > 1:
         order = [(turn.chunk, turn.kind) for turn in pipeline.turns(number)]
     else:
-        order = [(0, kind) for kind in (Kind.FORWARD, Kind.BACKWARD) for _ in range(pipeline.in_flight(number))]
+        order = [(0, kind) for kind in (Pass.FORWARD, Pass.BACKWARD) for _ in range(pipeline.in_flight(number))]
     _require_playable(len(order) // 2, -(-len(plan.layers) // pipeline.stages))
     stage = _stage(plan.layers, plan.problem.stages[number], budgets={})
     for left, (chunk, kind) in zip(reversed(range(len(order))), order, strict=True):
-        if kind is Kind.FORWARD:
+        if kind is Pass.FORWARD:
             stage.forward(chunk)
         else:
             stage.backward(last=not left)
@@ -152,12 +153,12 @@ def layer_work(name: str, layer: LayerProfile, plan: LayerPlan) -> LayerWork:
     )
 
 
-def _stage(plans: Sequence[LayerPlan], view: StageView, *, budgets: Mapping[Tier, int]) -> Stage:
+def _stage(plans: Sequence[LayerPlan], view: StageView, *, budgets: Mapping[TierName, int]) -> SimulatedStage:
     profile, pipeline = view.problem.profile, view.pipeline
     known = profile.layer_profiles()
     static = sum(layer.static_bytes for layer in view.layers) + sum(end.static_bytes for end in view.ends)
     static += view.problem.message_bytes(view.number)
-    return Stage(
+    return SimulatedStage(
         *([layer_work(f"layers.{layer}", known[layer], plans[layer]) for layer in chunk] for chunk in view.chunks),
         turns=pipeline.turns(view.number) if pipeline.chunks > 1 else (),
         rates=view.machine.lanes,
@@ -172,8 +173,8 @@ def _with_node_budgets(stages: Sequence[StageSimulation], problem: ActivationPro
     """Sets the budgets of a stage's lower tiers: what the node's other stages leave, divided among its ranks."""
     budgets, peaks = problem.machine_of(number).budgets, []
     for peak in stages[number].peaks:
-        if peak.tier is not Tier.DEVICE:
-            node_bytes = budgets.host_bytes if peak.tier is Tier.HOST else budgets.disk_bytes
+        if peak.tier is not TierName.DEVICE:
+            node_bytes = budgets.host_bytes if peak.tier is TierName.HOST else budgets.disk_bytes
             left = []
             for node in problem.nodes:
                 if number in node:
@@ -203,13 +204,13 @@ def _end_work(name: str, end: EmbeddingOrHeadProfile) -> EndWork:
 class _Progress:
     """Position of a stage in its order, and when what its microbatches send in both directions has arrived."""
 
-    order: list[Kind]
+    order: list[Pass]
     at: int = 0
     forward_s: list[float] = dataclasses.field(default_factory=list)
     backward_s: list[float] = dataclasses.field(default_factory=list)
 
 
-def _run(stages: Sequence[Stage], problem: ActivationProblem) -> None:
+def _run(stages: Sequence[SimulatedStage], problem: ActivationProblem) -> None:
     """Runs every stage's order; a pass begins when its stage is free and the neighbour's part has arrived.
 
     Stages share nothing but these times, so each pass can be played as soon as the time it waits for is known.
@@ -222,10 +223,10 @@ def _run(stages: Sequence[Stage], problem: ActivationProblem) -> None:
                 own.at += 1
 
 
-def _advance(stage: Stage, number: int, done: Sequence[_Progress], problem: ActivationProblem) -> bool:
+def _advance(stage: SimulatedStage, number: int, done: Sequence[_Progress], problem: ActivationProblem) -> bool:
     """Plays a stage's next pass; False while the neighbour's part of it is not known yet."""
     own = done[number]
-    forward = own.order[own.at] is Kind.FORWARD
+    forward = own.order[own.at] is Pass.FORWARD
     neighbour = number - 1 if forward else number + 1
     if 0 <= neighbour < len(done):
         times = done[neighbour].forward_s if forward else done[neighbour].backward_s
@@ -248,7 +249,7 @@ def _advance(stage: Stage, number: int, done: Sequence[_Progress], problem: Acti
     return True
 
 
-def _run_turns(stages: Sequence[Stage], problem: ActivationProblem) -> None:
+def _run_turns(stages: Sequence[SimulatedStage], problem: ActivationProblem) -> None:
     """Runs stages with several chunks a stage, in the order of their turns. A single stage waits for no other."""
     pipeline = problem.pipeline
     stage_of = {place: number for number in range(len(stages)) for place in pipeline.chunk_positions(number)}
@@ -264,9 +265,9 @@ def _run_turns(stages: Sequence[Stage], problem: ActivationProblem) -> None:
             places = pipeline.chunk_positions(number)
             while waiting[number]:
                 turn = waiting[number][0]
-                forward = turn.kind is Kind.FORWARD
+                forward = turn.kind is Pass.FORWARD
                 giver = places[turn.chunk] + (-1 if forward else 1)
-                if 0 <= giver < ends and turn.kind is not Kind.WEIGHT:
+                if 0 <= giver < ends and turn.kind is not Pass.WEIGHT:
                     if (giver, turn.microbatch, forward) not in done:
                         break
                     stage.idle(done[giver, turn.microbatch, forward])
@@ -275,7 +276,7 @@ def _run_turns(stages: Sequence[Stage], problem: ActivationProblem) -> None:
                     stage.forward(turn.chunk)
                 else:
                     stage.backward(last=not waiting[number])
-                if turn.kind is not Kind.WEIGHT:
+                if turn.kind is not Pass.WEIGHT:
                     place = places[turn.chunk]
                     taker, there_s = stage_of.get(place + (1 if forward else -1), number), stage.now_s
                     if taker != number:  # in a V one stage hands to itself

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from memo.errors import Infeasible
 from memo.mip.activation.checker import require_valid
 from memo.mip.activation.cost import predict_stages
-from memo.mip.activation.linear_program import WHOLE_GAP, Limit, Model, Resource, Sharing, Solution
-from memo.mip.activation.memory_peaks import DeviceMemory, Use, device_peak_candidates, highest_memory
+from memo.mip.activation.linear_program import WHOLE_GAP, Limit, PlanModel, Resource, Sharing, Solution
+from memo.mip.activation.memory_peaks import DeviceMemory, MemoryUse, device_peak_candidates, highest_memory
 from memo.mip.activation.plan import (
     ActivationPlan,
     ActivationProblem,
@@ -33,7 +33,7 @@ MOST_BINDING = 4
 _WINDOWS = (Resource.COPY_IN, Resource.COPY_OUT, Resource.NETWORK)
 MOST_LAYERS = 16
 _AT_LAYER = "at layer "
-WORDS = {use: str(use).replace("_", " ") for use in Use}
+WORDS = {use: str(use).replace("_", " ") for use in MemoryUse}
 LEAST_SAVING = 1e-6
 """Fraction of a step; smaller savings come from the prices that break ties."""
 
@@ -110,7 +110,7 @@ def relaxed_step_s(problem: ActivationProblem) -> float | None:
     Raises:
         SolverFailed: the solver crashed.
     """
-    model = Model(problem, sharing=Sharing.NONE)
+    model = PlanModel(problem, sharing=Sharing.NONE)
     if not model.solve():
         return None
     return model.step_s + problem.profile.optimizer_s + problem.profile.optimizer_exchange_s
@@ -122,7 +122,7 @@ def fits(problem: ActivationProblem) -> bool:
         return False
     if _keep_all(problem) is not None:
         return True
-    solved = [model for staying in _staying_options(problem) if (model := Model(problem, staying=staying)).solve()]
+    solved = [model for staying in _staying_options(problem) if (model := PlanModel(problem, staying=staying)).solve()]
     return any(can_round(model) for model in solved) or any(
         True for _ in _integral(problem, [model.staying for model in solved])
     )
@@ -137,13 +137,13 @@ def _has_room(problem: ActivationProblem) -> bool:
     )
 
 
-def _best_model(problem: ActivationProblem) -> Model | None:
+def _best_model(problem: ActivationProblem) -> PlanModel | None:
     """The solved program with the shortest step; one with equal layers treated alike, if that costs next to nothing."""
-    solved: list[Model] = []
+    solved: list[PlanModel] = []
     for staying in _staying_options(problem):
         if solved and staying is not None and not any(model.tiers_bind for model in solved):
             break  # rounding takes less of the tiers then, and there is enough of them
-        model = Model(problem, staying=staying)
+        model = PlanModel(problem, staying=staying)
         if model.solve():
             solved.append(model)
     if not solved:
@@ -151,7 +151,7 @@ def _best_model(problem: ActivationProblem) -> Model | None:
     exact = min(solved, key=lambda model: model.priced_s * (1 if model.staying is None else 1 + LEAST_SAVING))
     if not exact.shares:
         return exact
-    uniform = Model(problem, sharing=Sharing.UNIFORM, staying=exact.staying)
+    uniform = PlanModel(problem, sharing=Sharing.UNIFORM, staying=exact.staying)
     return uniform if uniform.solve() and uniform.step_s <= exact.step_s * (1 + UNIFORM_PRICE) else exact
 
 
@@ -178,7 +178,7 @@ def _integral(
 ) -> Iterator[Solution]:
     """Solutions of programs with integers, with these values of `staying`."""
     for staying in options:
-        whole = Model(problem, staying=staying, relaxed=relaxed, whole=True)
+        whole = PlanModel(problem, staying=staying, relaxed=relaxed, whole=True)
         if whole.solve() and (given := at_points(whole)) is not None:
             yield given
 
@@ -289,7 +289,7 @@ def _largest(memory: DeviceMemory) -> str:
 
 def _least_excess(problem: ActivationProblem, tier: Resource) -> Solution | None:
     """The solution with the least excess over one tier's budget; None where a larger budget would not help."""
-    programs = [Model(problem, staying=staying, relaxed=tier) for staying in _staying_options(problem, tier)]
+    programs = [PlanModel(problem, staying=staying, relaxed=tier) for staying in _staying_options(problem, tier)]
     solved = [model for model in programs if model.solve()]
     rounded = [found for model in solved if (found := round_points(model)) is not None]
     given = _integral(problem, [model.staying for model in solved], relaxed=tier)

@@ -19,7 +19,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from memo.mip.activation.linear_program import Model, Sharing
+from memo.mip.activation.linear_program import PlanModel, Sharing
 
 if TYPE_CHECKING:
     from memo.mip.activation.linear_program import Solution
@@ -40,7 +40,7 @@ _Change = Mapping[int, str]
 """Another point for some layers."""
 
 
-def round_points(model: Model) -> Solution | None:
+def round_points(model: PlanModel) -> Solution | None:
     """Rounds a solved program's points.
 
     Returns:
@@ -51,21 +51,21 @@ def round_points(model: Model) -> Solution | None:
     return None if best is None else _improved(unshared, best, enough=model.objective * (1 + CLOSE))
 
 
-def can_round(model: Model) -> bool:
+def can_round(model: PlanModel) -> bool:
     """Whether some choice that a solved program's fractions say is within the budgets."""
     return any(True for _ in _rounded(model, _unshared(model)))
 
 
-def at_points(model: Model) -> Solution | None:
+def at_points(model: PlanModel) -> Solution | None:
     """The solution with the points of a solved program with integers."""
     return _unshared(model).at([max(of, key=of.__getitem__) for of in model.fractions()])
 
 
-def _unshared(model: Model) -> Model:
-    return Model(model.problem, staying=model.staying, relaxed=model.relaxed, sharing=Sharing.NONE)
+def _unshared(model: PlanModel) -> PlanModel:
+    return PlanModel(model.problem, staying=model.staying, relaxed=model.relaxed, sharing=Sharing.NONE)
 
 
-def _rounded(model: Model, unshared: Model) -> Iterator[Solution]:
+def _rounded(model: PlanModel, unshared: PlanModel) -> Iterator[Solution]:
     layers, fractions = model.problem.profile.layer_profiles(), model.fractions()
     pairs = zip(layers, fractions, strict=True)
     used = [[point for point in layer.points if of[point.name] > NOTHING] for layer, of in pairs]
@@ -74,7 +74,7 @@ def _rounded(model: Model, unshared: Model) -> Iterator[Solution]:
     return (tried for choice in dict.fromkeys(choices) if (tried := unshared.at(choice)) is not None)
 
 
-def _improved(unshared: Model, best: Solution, *, enough: float) -> Solution:
+def _improved(unshared: PlanModel, best: Solution, *, enough: float) -> Solution:
     """The best solution found by changing the points of one."""
     names, left, gains = unshared.problem.profile.layers, MOST_CHANGES, True
     while gains and best.objective > enough:

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
         read_problem as read_problem,
         write_file as write_file,
     )
-    from memo.mip.address.problem import DEVICE as DEVICE, Buffer as Buffer, Plan as Plan, Problem as Problem
+    from memo.mip.address.problem import (
+        DEVICE as DEVICE,
+        AddressPlan as AddressPlan,
+        AddressProblem as AddressProblem,
+        Buffer as Buffer,
+    )
     from memo.mip.address.solver import Method as Method, Progress as Progress, solve as solve
     from memo.mip.address.svg import write_picture as write_picture
 else:
@@ -30,7 +35,7 @@ else:
             "checker": "check require_valid",
             "files": "Notes PROBLEM_FORMAT VERSION plan_to_csv plan_to_json "
             "problem_to_json read_annotated read_plan read_problem write_file",
-            "problem": "Buffer DEVICE Plan Problem",
+            "problem": "Buffer DEVICE AddressPlan AddressProblem",
             "solver": "Method Progress solve",
             "svg": "write_picture",
         },

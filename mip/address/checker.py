@@ -2,7 +2,7 @@
 
 Shares no code with the solvers: it reads only the data types. One sweep over the buffers' spans in time keeps the live
 ones sorted by offset, so two live neighbours that overlap are found in O(n log n) comparisons. The first broken rule is
-returned, in the order of `Rule`; a plan is valid when there is none.
+returned, in the order of `AddressRule`; a plan is valid when there is none.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import dataclasses
 import enum
 
 from memo.errors import PlanInvalid
-from memo.mip.address.problem import Buffer, Plan
+from memo.mip.address.problem import AddressPlan, Buffer
 
-__all__ = ["Rule", "Violation", "check", "require_valid"]
+__all__ = ["AddressRule", "AddressViolation", "check", "require_valid"]
 
 
-class Rule(enum.StrEnum):
+class AddressRule(enum.StrEnum):
     """Rules of a valid plan."""
 
     SHAPE = "shape"
@@ -37,16 +37,16 @@ class Rule(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Violation:
+class AddressViolation:
     """A broken rule."""
 
-    rule: Rule
+    rule: AddressRule
     message: str
     buffers: tuple[str, ...] = ()
     """Ids of the buffers concerned: one, or two for an overlap."""
 
 
-def require_valid(plan: Plan) -> None:
+def require_valid(plan: AddressPlan) -> None:
     """Checks a plan before it is used.
 
     Raises:
@@ -57,56 +57,60 @@ def require_valid(plan: Plan) -> None:
         raise PlanInvalid(f"rule {violation.rule}: {violation.message}")
 
 
-def check(plan: Plan) -> Violation | None:
-    """Returns the first violation in the order of `Rule`, or None for a valid plan."""
+def check(plan: AddressPlan) -> AddressViolation | None:
+    """Returns the first violation in the order of `AddressRule`, or None for a valid plan."""
     return _shape(plan) or _each_buffer(plan) or _each_arena(plan) or _overlap(plan)
 
 
-def _shape(plan: Plan) -> Violation | None:
+def _shape(plan: AddressPlan) -> AddressViolation | None:
     buffers, offsets = plan.problem.buffers, plan.offsets
     if len(offsets) != len(buffers):
-        return Violation(rule=Rule.SHAPE, message=f"{len(offsets)} offsets for {len(buffers)} buffers")
+        return AddressViolation(rule=AddressRule.SHAPE, message=f"{len(offsets)} offsets for {len(buffers)} buffers")
     names = [arena.name for arena in plan.arenas]
     if sorted(names) != sorted({buffer.arena for buffer in buffers}):
-        return Violation(rule=Rule.SHAPE, message=f"the plan's arenas are {names}, not those of its buffers")
+        return AddressViolation(
+            rule=AddressRule.SHAPE, message=f"the plan's arenas are {names}, not those of its buffers"
+        )
     return None
 
 
-def _each_buffer(plan: Plan) -> Violation | None:
+def _each_buffer(plan: AddressPlan) -> AddressViolation | None:
     sizes = {arena.name: arena.nbytes for arena in plan.arenas}
     for buffer, offset in zip(plan.problem.buffers, plan.offsets, strict=True):
         size = sizes[buffer.arena]
         if offset < 0 or offset + buffer.nbytes > size:
             words = f"lies in bytes [{offset}, {offset + buffer.nbytes}) of an arena of {size}"
-            return _one(Rule.BOUNDS, buffer, words)
+            return _one(AddressRule.BOUNDS, buffer, words)
         for alignment in (plan.problem.alignment, buffer.alignment):
             if offset % alignment:
-                return _one(Rule.ALIGNMENT, buffer, f"lies at {offset}, which is {offset % alignment} past {alignment}")
+                return _one(
+                    AddressRule.ALIGNMENT, buffer, f"lies at {offset}, which is {offset % alignment} past {alignment}"
+                )
         if buffer.fixed_offset not in (None, offset):
-            return _one(Rule.FIXED, buffer, f"lies at {offset}, but is fixed at {buffer.fixed_offset}")
+            return _one(AddressRule.FIXED, buffer, f"lies at {offset}, but is fixed at {buffer.fixed_offset}")
     return None
 
 
-def _each_arena(plan: Plan) -> Violation | None:
+def _each_arena(plan: AddressPlan) -> AddressViolation | None:
     for arena in plan.arenas:
         if arena.nbytes % plan.problem.alignment:
             words = f"arena {arena.name!r} of {arena.nbytes} bytes is not a multiple of {plan.problem.alignment}"
-            return Violation(rule=Rule.ALIGNMENT, message=words)
+            return AddressViolation(rule=AddressRule.ALIGNMENT, message=words)
         capacity = plan.problem.capacities.get(arena.name)
         if capacity is not None and arena.nbytes > capacity:
             words = f"arena {arena.name!r} needs {arena.nbytes} bytes, {arena.nbytes - capacity} more than its capacity"
-            return Violation(rule=Rule.CAPACITY, message=words)
+            return AddressViolation(rule=AddressRule.CAPACITY, message=words)
         if arena.nbytes < arena.lower_bound_nbytes:
             words = f"arena {arena.name!r} of {arena.nbytes} bytes claims a lower bound of {arena.lower_bound_nbytes}"
-            return Violation(rule=Rule.BOUND, message=words)
+            return AddressViolation(rule=AddressRule.BOUND, message=words)
     return None
 
 
-def _one(rule: Rule, buffer: Buffer, words: str) -> Violation:
-    return Violation(rule=rule, message=f"buffer {buffer.id!r} {words}", buffers=(buffer.id,))
+def _one(rule: AddressRule, buffer: Buffer, words: str) -> AddressViolation:
+    return AddressViolation(rule=rule, message=f"buffer {buffer.id!r} {words}", buffers=(buffer.id,))
 
 
-def _overlap(plan: Plan) -> Violation | None:
+def _overlap(plan: AddressPlan) -> AddressViolation | None:
     for name in sorted({buffer.arena for buffer in plan.problem.buffers}):
         violation = _overlap_in(name, plan)
         if violation is not None:
@@ -114,7 +118,7 @@ def _overlap(plan: Plan) -> Violation | None:
     return None
 
 
-def _overlap_in(arena: str, plan: Plan) -> Violation | None:
+def _overlap_in(arena: str, plan: AddressPlan) -> AddressViolation | None:
     """Sweeps over time, ends before starts of an instant. `live` holds (offset, index) of disjoint byte ranges."""
     buffers, offsets = plan.problem.buffers, plan.offsets
     events = []
@@ -136,11 +140,11 @@ def _overlap_in(arena: str, plan: Plan) -> Violation | None:
     return None
 
 
-def _two(plan: Plan, time: int, below: int, above: int) -> Violation:
+def _two(plan: AddressPlan, time: int, below: int, above: int) -> AddressViolation:
     lower, upper = plan.problem.buffers[below], plan.problem.buffers[above]
     shared = min(plan.offsets[below] + lower.nbytes, plan.offsets[above] + upper.nbytes) - plan.offsets[above]
     words = (
         f"buffers {lower.id!r} and {upper.id!r} are both live at {time} and share {shared} bytes "
         f"from offset {plan.offsets[above]} of arena {lower.arena!r}"
     )
-    return Violation(rule=Rule.OVERLAP, message=words, buffers=(lower.id, upper.id))
+    return AddressViolation(rule=AddressRule.OVERLAP, message=words, buffers=(lower.id, upper.id))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from memo.errors import OutputExists, PlanError
-from memo.mip.address.problem import DEVICE, ArenaPlan, Buffer, Plan, Problem
+from memo.mip.address.problem import DEVICE, AddressPlan, AddressProblem, ArenaPlan, Buffer
 from memo.mip.strict_json import decode, decode_value, encode, parse_json, read_as, require_format, write_json
 
 __all__ = [
@@ -88,7 +88,7 @@ _DEFAULTS = {"alignment": 1, "gaps": [], "arena": DEVICE, "group": ""}
 """Fields of a buffer that a file leaves out where they have this value."""
 
 
-def read_problem(path: Path_) -> Problem:
+def read_problem(path: Path_) -> AddressProblem:
     """Reads a problem from a CSV file, a problem file or a plan file; `-` is standard input.
 
     Raises:
@@ -97,7 +97,7 @@ def read_problem(path: Path_) -> Problem:
     return read_annotated(path)[0]
 
 
-def read_annotated(path: Path_) -> tuple[Problem, tuple[Notes, ...]]:
+def read_annotated(path: Path_) -> tuple[AddressProblem, tuple[Notes, ...]]:
     """Reads a problem and the notes of its buffers, in the same order.
 
     Raises:
@@ -108,7 +108,7 @@ def read_annotated(path: Path_) -> tuple[Problem, tuple[Notes, ...]]:
     )
 
 
-def read_plan(path: Path_) -> Plan:
+def read_plan(path: Path_) -> AddressPlan:
     """Reads a plan. Only the format is checked; `memo.mip.address.checker` decides whether the plan is valid.
 
     Raises:
@@ -155,13 +155,13 @@ def write_bytes(path: Path_, content: bytes, *, overwrite: bool = False) -> None
         raise PlanError(f"{str(path)!r}: cannot write: {error.strerror}") from None
 
 
-def problem_to_json(problem: Problem) -> str:
+def problem_to_json(problem: AddressProblem) -> str:
     """Writes a problem as JSON, one buffer a line."""
     buffers = [_encode_buffer(buffer) for buffer in problem.buffers]
     return write_json(PROBLEM_FORMAT, VERSION, {**_encode_head(problem), "buffers": buffers})
 
 
-def plan_to_json(plan: Plan) -> str:
+def plan_to_json(plan: AddressPlan) -> str:
     """Writes a plan as JSON, one buffer a line. Equal plans give equal text."""
     arenas = [encode(arena) for arena in sorted(plan.arenas, key=lambda arena: arena.name)]
     pairs = zip(plan.problem.buffers, plan.offsets, strict=True)
@@ -170,7 +170,7 @@ def plan_to_json(plan: Plan) -> str:
     return write_json(PLAN_FORMAT, VERSION, entries)
 
 
-def plan_to_csv(plan: Plan) -> str:
+def plan_to_csv(plan: AddressPlan) -> str:
     """Writes a plan as CSV: the columns of the input that are in use, and `offset`."""
     rows = []
     for buffer, offset in zip(plan.problem.buffers, plan.offsets, strict=True):
@@ -187,7 +187,7 @@ def plan_to_csv(plan: Plan) -> str:
     return text.getvalue()
 
 
-def _encode_head(problem: Problem) -> dict[str, Any]:
+def _encode_head(problem: AddressProblem) -> dict[str, Any]:
     return encode(_ProblemHead(alignment=problem.alignment, capacities=problem.capacities))  # type: ignore[no-any-return]
 
 
@@ -195,7 +195,7 @@ def _encode_buffer(buffer: Buffer) -> dict[str, Any]:
     return {name: value for name, value in encode(buffer).items() if value != _DEFAULTS.get(name)}
 
 
-def address_plan_of(root: dict[str, Any]) -> Plan:
+def address_plan_of(root: dict[str, Any]) -> AddressPlan:
     """Decodes the plan in a parsed JSON document.
 
     Raises:
@@ -210,18 +210,18 @@ def address_plan_of(root: dict[str, Any]) -> Plan:
             raise PlanError(f"{where} has no offset")
         offsets.append(placed.offset)
     arenas = tuple(sorted(head.arenas, key=lambda arena: arena.name))
-    return Plan(problem=_problem_of(root), offsets=tuple(offsets), arenas=arenas, seed=head.seed)
+    return AddressPlan(problem=_problem_of(root), offsets=tuple(offsets), arenas=arenas, seed=head.seed)
 
 
-def _problem_of(root: dict[str, Any]) -> Problem:
+def _problem_of(root: dict[str, Any]) -> AddressProblem:
     require_format(root, PLAN_FORMAT, PROBLEM_FORMAT, version=VERSION)
     plan_keys = _field_names(_PlanHead) if root["format"] == PLAN_FORMAT else ()
     head = decode(_ProblemHead, root, "the file", ignore={*_HEAD_KEYS, *plan_keys})
     buffers = tuple(decode(Buffer, entry, where, ignore=_EXTRA_KEYS) for where, entry in _buffer_entries(root))
-    return Problem(buffers=buffers, alignment=head.alignment, capacities=head.capacities)
+    return AddressProblem(buffers=buffers, alignment=head.alignment, capacities=head.capacities)
 
 
-def _annotated(root: dict[str, Any]) -> tuple[Problem, tuple[Notes, ...]]:
+def _annotated(root: dict[str, Any]) -> tuple[AddressProblem, tuple[Notes, ...]]:
     problem = _problem_of(root)
     found = (decode(_EntryExtras, entry, where, ignore=_BUFFER_KEYS) for where, entry in _buffer_entries(root))
     return problem, tuple(extras.notes for extras in found)
@@ -240,7 +240,7 @@ def _buffer_entries(root: dict[str, Any]) -> Iterator[tuple[str, object]]:
         yield f"buffer {index}", entry
 
 
-def _annotated_csv(text: str) -> tuple[Problem, tuple[Notes, ...]]:
+def _annotated_csv(text: str) -> tuple[AddressProblem, tuple[Notes, ...]]:
     rows = csv.reader(io.StringIO(text), strict=True)
     buffers: list[Buffer] = []
     notes: list[Notes] = []
@@ -255,7 +255,7 @@ def _annotated_csv(text: str) -> tuple[Problem, tuple[Notes, ...]]:
                 raise PlanError(f"more than {MAX_BUFFERS} buffers")
     except csv.Error as error:
         raise PlanError(f"line {rows.line_num}: not CSV: {error}") from None
-    return Problem(buffers=tuple(buffers)), tuple(notes)
+    return AddressProblem(buffers=tuple(buffers)), tuple(notes)
 
 
 def _check_header(header: list[str]) -> None:

@@ -13,15 +13,15 @@ import time
 
 from memo.mip.address.instance import Instance
 from memo.mip.address.portfolio import ArenaSolver
-from memo.mip.solvers import Backend, pulp, solve_model
+from memo.mip.solvers import SolverName, pulp, solve_model
 
-__all__ = ["MAX_PAIRS", "Model", "overlapping_pairs", "pack_in_order", "solve_flat"]
+__all__ = ["MAX_PAIRS", "AddressModel", "overlapping_pairs", "pack_in_order", "solve_flat"]
 
 MAX_PAIRS = 6000
 """Overlapping pairs, one binary variable each, beyond which neither solver makes progress within a minute."""
 
 
-class Model:
+class AddressModel:
     """The program: minimise M, for every tensor i and every pair (i, j) of tensors with overlapping lifetimes.
 
     (1)  A_i + S_i <= M                          every tensor ends below the peak
@@ -69,7 +69,7 @@ class Model:
 
 
 def solve_flat(
-    solver: ArenaSolver, *, deadline: float, backend: Backend = Backend.HIGHS, max_pairs: int = MAX_PAIRS
+    solver: ArenaSolver, *, deadline: float, backend: SolverName = SolverName.HIGHS, max_pairs: int = MAX_PAIRS
 ) -> None:
     """Runs the portfolio and, if that misses the lower bound, solves the program with its result as warm start.
 
@@ -82,7 +82,7 @@ def solve_flat(
     solver.portfolio(deadline=deadline)
     if solver.optimal or not solver.offsets or len(overlapping_pairs(instance, most=max_pairs)) > max_pairs:
         return
-    model = Model(instance, lower=solver.lower, incumbent=solver.offsets)
+    model = AddressModel(instance, lower=solver.lower, incumbent=solver.offsets)
     solved = solve_model(model.program, backend=backend, time_limit_s=deadline - time.monotonic())
     if not solved.found:
         return

@@ -24,7 +24,7 @@ from memo.mip.address import branch_and_bound
 from memo.mip.address.instance import Instance
 from memo.mip.compile_cpp import load
 
-__all__ = ["Answer", "Compiled", "Engine", "Outcome", "Pure", "Weights", "make_engine"]
+__all__ = ["Compiled", "Pure", "SearchAnswer", "SearchEngine", "SearchOutcome", "Weights", "make_engine"]
 
 STACK_NBYTES_PER_BUFFER = 2048
 SMALL_PART = 1024
@@ -34,7 +34,7 @@ LARGEST = 1 << 60
 NATIVE = Path(__file__).with_name("native")
 
 
-class Answer(enum.IntEnum):
+class SearchAnswer(enum.IntEnum):
     """Outcome of a search; the numbers are those of tree.h."""
 
     IMPOSSIBLE = 0
@@ -43,10 +43,10 @@ class Answer(enum.IntEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SearchOutcome:
     """Result of a search."""
 
-    answer: Answer
+    answer: SearchAnswer
     offsets: tuple[int, ...]
     """Offset of each buffer by its index; empty unless FOUND."""
     nodes: int
@@ -60,7 +60,7 @@ class Weights:
     by_width: float
 
 
-class Engine(Protocol):
+class SearchEngine(Protocol):
     """Greedy fit, local search and tree search on one instance."""
 
     def sweep(self) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ class Engine(Protocol):
 
     def search(
         self, order: Sequence[int], *, capacity: int, node_limit: int, deadline: float, conflicts: array[int]
-    ) -> Outcome:
+    ) -> SearchOutcome:
         """Searches for a placement within the capacity.
 
         Args:
@@ -109,7 +109,7 @@ class Engine(Protocol):
         """
 
 
-def make_engine(instance: Instance) -> Engine:
+def make_engine(instance: Instance) -> SearchEngine:
     """Returns the compiled engine, or the one in Python where there is no compiler or numbers are too large for it."""
     if sum(instance.sizes) + instance.n * max(instance.alignments, default=0) + instance.lower_bound > LARGEST:
         return Pure(instance)
@@ -136,7 +136,7 @@ class Pure:
 
     def search(
         self, order: Sequence[int], *, capacity: int, node_limit: int, deadline: float, conflicts: array[int]
-    ) -> Outcome:
+    ) -> SearchOutcome:
         """As `Engine.search`."""
         search = branch_and_bound.Tree(
             self._instance,
@@ -152,8 +152,8 @@ class Pure:
             found = _in_thread(search.run, self._instance.n * 16, search.halt)
         finally:
             sys.setrecursionlimit(limit)
-        offsets = tuple(search.offsets) if found == Answer.FOUND else ()
-        return Outcome(answer=Answer(found), offsets=offsets, nodes=search.nodes)
+        offsets = tuple(search.offsets) if found == SearchAnswer.FOUND else ()
+        return SearchOutcome(answer=SearchAnswer(found), offsets=offsets, nodes=search.nodes)
 
 
 class Compiled:
@@ -194,13 +194,13 @@ class Compiled:
 
     def search(
         self, order: Sequence[int], *, capacity: int, node_limit: int, deadline: float, conflicts: array[int]
-    ) -> Outcome:
+    ) -> SearchOutcome:
         """As `Engine.search`."""
         ranks, nodes, out = array("i", order), array("q", [0]), array("q", bytes(8 * self._n))
         limits = (ctypes.c_int64(capacity), ctypes.c_int64(node_limit), ctypes.c_int32(self._small_part))
         arrays = (_at(conflicts), _at(nodes), _at(out))
-        answer = Answer(self._call("memo_search", deadline, _at(ranks), *limits, *arrays))
-        return Outcome(answer=answer, offsets=tuple(out) if answer is Answer.FOUND else (), nodes=nodes[0])
+        answer = SearchAnswer(self._call("memo_search", deadline, _at(ranks), *limits, *arrays))
+        return SearchOutcome(answer=answer, offsets=tuple(out) if answer is SearchAnswer.FOUND else (), nodes=nodes[0])
 
     def _call(self, name: str, deadline: float, *arguments: object) -> int:
         stop = array("i", [0])

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from memo.mip.address.buffer_orders import portfolio_orders, search_orders
 from memo.mip.address.instance import Instance
-from memo.mip.address.native_search import Answer, Engine, Weights, make_engine
+from memo.mip.address.native_search import SearchAnswer, SearchEngine, Weights, make_engine
 
 __all__ = ["ArenaSolver"]
 
@@ -70,7 +70,7 @@ class ArenaSolver:
         capacity: int | None = None,
         seed: int = 0,
         report: Callable[[ArenaSolver], None] | None = None,
-        engine: Engine | None = None,
+        engine: SearchEngine | None = None,
         core_loads: Sequence[float] = CORE_LOADS,
     ) -> None:
         self.instance = instance
@@ -236,10 +236,10 @@ class ArenaSolver:
             conflicts=conflicts,
         )
         self.nodes += outcome.nodes
-        if outcome.answer is Answer.FOUND:
+        if outcome.answer is SearchAnswer.FOUND:
             self.offer(outcome.offsets, "tree search")
             self._halvings = 1
-        elif outcome.answer is Answer.IMPOSSIBLE:
+        elif outcome.answer is SearchAnswer.IMPOSSIBLE:
             self.lower = max(self.lower, target + 1)
             self._report(self)
         elif target > self.lower:

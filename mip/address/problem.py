@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 
 from memo.errors import PlanError
 
-__all__ = ["DEVICE", "MAX_NBYTES", "ArenaPlan", "Buffer", "Plan", "Problem", "Status"]
+__all__ = ["DEVICE", "MAX_NBYTES", "AddressPlan", "AddressProblem", "ArenaPlan", "Buffer", "Status"]
 
 DEVICE = "device"
 """The arena of a buffer that names none."""
@@ -79,7 +79,7 @@ class Buffer:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class AddressProblem:
     """Buffers to place, each in the arena that it names."""
 
     buffers: tuple[Buffer, ...]
@@ -131,10 +131,10 @@ class ArenaPlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class AddressPlan:
     """A problem and the offset of each of its buffers."""
 
-    problem: Problem
+    problem: AddressProblem
     offsets: tuple[int, ...]
     """`offsets[i]` is the first byte of `problem.buffers[i]` in its arena."""
     arenas: tuple[ArenaPlan, ...]

@@ -19,7 +19,7 @@ from memo.mip.address.checker import require_valid
 from memo.mip.address.instance import make_instance
 from memo.mip.address.lower_bound import peak
 from memo.mip.address.portfolio import ArenaSolver
-from memo.mip.address.problem import ArenaPlan, Buffer, Plan, Problem, Status
+from memo.mip.address.problem import AddressPlan, AddressProblem, ArenaPlan, Buffer, Status
 from memo.units import format_bytes
 
 __all__ = ["Method", "Progress", "solve"]
@@ -50,7 +50,7 @@ class Progress:
 
 
 def solve(
-    problem: Problem,
+    problem: AddressProblem,
     *,
     time_limit_s: float = 60.0,
     gap: float = 0.0,
@@ -58,7 +58,7 @@ def solve(
     seed: int = 0,
     progress: Callable[[Progress], None] | None = None,
     known: Mapping[str, Mapping[str, int]] | None = None,
-) -> Plan:
+) -> AddressPlan:
     """Places every buffer, each arena as small as the time allows.
 
     An arena with a capacity only has to fit; one without is made smaller until it is proven optimal, within `gap` of
@@ -93,7 +93,7 @@ def solve(
         deadline = now + (end - now) / (len(names) - done)
         arenas.append(work.run(deadline=deadline, gap=gap, method=method))
         offsets.update(work.offsets)
-    plan = Plan(
+    plan = AddressPlan(
         problem=problem,
         offsets=tuple(offsets[buffer.id] for buffer in problem.buffers),
         arenas=tuple(arenas),
@@ -108,7 +108,7 @@ class _ArenaWork:
 
     def __init__(
         self,
-        problem: Problem,
+        problem: AddressProblem,
         name: str,
         *,
         seed: int,
@@ -139,9 +139,9 @@ class _ArenaWork:
         try:
             if method in (Method.MIP, Method.MIP_CBC):
                 from memo.mip.address.milp import solve_flat
-                from memo.mip.solvers import Backend
+                from memo.mip.solvers import SolverName
 
-                backend = Backend.HIGHS if method is Method.MIP else Backend.CBC
+                backend = SolverName.HIGHS if method is Method.MIP else SolverName.CBC
                 solve_flat(solver, deadline=deadline, backend=backend)
             else:
                 solver.portfolio(deadline=deadline, gap=gap)
@@ -213,7 +213,7 @@ class _ArenaWork:
             )
 
 
-def _require_possible(problem: Problem, name: str, buffers: Sequence[Buffer]) -> None:
+def _require_possible(problem: AddressProblem, name: str, buffers: Sequence[Buffer]) -> None:
     """Raises Infeasible for fixed buffers that break a rule by themselves."""
     fixed = [buffer for buffer in buffers if buffer.fixed_offset is not None]
     for buffer in fixed:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from memo.errors import UsageError
 from memo.mip.address.files import write_bytes, write_file
-from memo.mip.address.problem import ArenaPlan, Plan
+from memo.mip.address.problem import AddressPlan, ArenaPlan
 from memo.units import format_bytes
 
 __all__ = ["picture_html", "picture_png", "write_picture"]
@@ -25,7 +25,7 @@ MAX_OUTLINED = 1500
 """Rectangles up to which outlines are drawn; of more, outlines would hide the fill."""
 
 
-def write_picture(path: str, plan: Plan, *, overwrite: bool = False) -> None:
+def write_picture(path: str, plan: AddressPlan, *, overwrite: bool = False) -> None:
     """Writes a picture of a plan; the suffix chooses the format.
 
     Raises:
@@ -41,7 +41,7 @@ def write_picture(path: str, plan: Plan, *, overwrite: bool = False) -> None:
         raise UsageError(f"{path!r}: a picture's name must end in .png or .html")
 
 
-def picture_png(plan: Plan) -> bytes:
+def picture_png(plan: AddressPlan) -> bytes:
     """Draws the plan as a PNG file, one panel per arena.
 
     Raises:
@@ -81,7 +81,7 @@ def picture_png(plan: Plan) -> bytes:
     return file.getvalue()
 
 
-def picture_html(plan: Plan) -> str:
+def picture_html(plan: AddressPlan) -> str:
     """Draws the plan as an HTML page. Hover names a buffer, the wheel zooms, dragging pans, a double click resets."""
     arenas = [
         {
@@ -117,7 +117,7 @@ STYLE = (
 )
 
 
-def _boxes(plan: Plan, arena: ArenaPlan) -> list[tuple[int, int, int, int, int, str]]:
+def _boxes(plan: AddressPlan, arena: ArenaPlan) -> list[tuple[int, int, int, int, int, str]]:
     """(start, end, offset, nbytes, colour, id) of every span of an arena's buffers, coloured by size and group."""
     kinds = sorted({(buffer.nbytes, buffer.group) for buffer in plan.problem.of(arena.name)})
     colours = {kind: rank % len(COLOURS) for rank, kind in enumerate(kinds)}

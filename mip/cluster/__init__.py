@@ -20,9 +20,9 @@ if TYPE_CHECKING:
         divide_layers as divide_layers,
     )
     from memo.mip.cluster.placement import (
+        ClusterPlacement as ClusterPlacement,
         Crossing as Crossing,
         LayoutSizes as LayoutSizes,
-        Placement as Placement,
         StagePlace as StagePlace,
         placements as placements,
     )
@@ -40,7 +40,7 @@ else:
             "cluster": "Cluster Connection NodeGroup slowest_machine",
             "files": "cluster_from_json read_cluster",
             "layer_division": "StageCosts divide_equal_layers divide_layers",
-            "placement": "Crossing LayoutSizes Placement StagePlace placements",
+            "placement": "Crossing LayoutSizes ClusterPlacement StagePlace placements",
             "stage_problem": "Communication ProfileOf balanced_layers communication problem_inputs",
         },
     )

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 from memo.errors import PlanError
 from memo.mip.activation import Budgets
-from memo.mip.inputs import Hardware, Level, Network
+from memo.mip.inputs import Hardware, Network, NetworkLevel
 
 if TYPE_CHECKING:
-    from memo.mip.cluster.placement import LayoutSizes, Placement
+    from memo.mip.cluster.placement import ClusterPlacement, LayoutSizes
 
 __all__ = ["Cluster", "Connection", "NodeGroup", "slowest_machine"]
 
@@ -75,7 +75,7 @@ class Connection:
 
     between: tuple[str, str]
     """Names of the groups."""
-    links: Level
+    links: NetworkLevel
     """Links of each node; with `nics_per_node`."""
     trunk_bytes_per_s: float = 0.0
     """Rate in one direction of all that connects the groups; 0: as much as the nodes' links."""
@@ -89,7 +89,7 @@ class Connection:
         if not 0 <= self.trunk_bytes_per_s <= 1e30:
             raise PlanError(f"{where}: trunk is {self.trunk_bytes_per_s}, not a rate of 0 or more")
 
-    def level(self, *, nodes_gpus: Sequence[int], gpus_per_node: int, gpus: int) -> Level:
+    def level(self, *, nodes_gpus: Sequence[int], gpus_per_node: int, gpus: int) -> NetworkLevel:
         """The connection as the uppermost level of a network.
 
         Args:
@@ -103,7 +103,7 @@ class Connection:
         share = min(whole / each for each in nodes_gpus)
         if set(nodes_gpus) == {gpus_per_node} and (trunk is None or trunk >= share):
             return links
-        return Level(
+        return NetworkLevel(
             name=links.name,
             nics_per_node=gpus_per_node,
             nic_bytes_per_s=share if trunk is None else min(share, trunk),
@@ -151,7 +151,7 @@ class Cluster:
         pair = {self.groups[one].name, self.groups[other].name}
         return next((known for known in self.connections if set(known.between) == pair), None)
 
-    def placements(self, layout: LayoutSizes) -> Iterator[Placement]:
+    def placements(self, layout: LayoutSizes) -> Iterator[ClusterPlacement]:
         """Yields the placements of a layout (`memo.mip.cluster.placement.placements`)."""
         from memo.mip.cluster.placement import placements
 
@@ -229,7 +229,7 @@ def _slowest_network(machines: Sequence[Hardware], gpus: int) -> Network:
     )
 
 
-def _slowest_level(machines: Sequence[Hardware], nodes: int, gpus: int) -> Level:
+def _slowest_level(machines: Sequence[Hardware], nodes: int, gpus: int) -> NetworkLevel:
     shares, latencies, names = [], [], []
     for machine, level in itertools.chain.from_iterable(
         ((machine, level) for level in machine.network.levels if level.nodes == nodes) for machine in machines
@@ -240,7 +240,7 @@ def _slowest_level(machines: Sequence[Hardware], nodes: int, gpus: int) -> Level
         shares.append(whole / machine.gpus_per_node)
         latencies.append(level.latency_s)
         names.append(level.name)
-    return Level(
+    return NetworkLevel(
         name=names[0],
         nodes=nodes,
         nics_per_node=gpus,

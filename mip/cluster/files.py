@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from memo.errors import PlanError, UsageError
 from memo.mip.activation import read_hardware
 from memo.mip.cluster.cluster import Cluster, Connection, NodeGroup
-from memo.mip.inputs import Hardware, Level, Network, hardware_preset, parse_network
+from memo.mip.inputs import Hardware, Network, NetworkLevel, hardware_preset, parse_network
 from memo.mip.strict_json import decode, parse_json, read_as, require_format
 from memo.units import parse_bytes
 
@@ -140,13 +140,13 @@ def _network(entry: _GroupEntry, base: Network, where: str) -> Network:
     return _placed(lambda: dataclasses.replace(base, **changes, levels=levels), where)
 
 
-def _level(entry: _LevelEntry, where: str, base: Network) -> Level:
+def _level(entry: _LevelEntry, where: str, base: Network) -> NetworkLevel:
     if entry.nodes < 2:
         raise PlanError(f"{where}: nodes is {entry.nodes}; a unit has at least 2")
     nics = Network() if entry.net is None else _nics(entry.net, base, f"{where}: net")
     if entry.net is None and entry.efficiency is not None:
         raise PlanError(f"{where}: efficiency needs net; the node's NICs have nic_efficiency")
-    return Level(
+    return NetworkLevel(
         name=entry.name,
         nodes=entry.nodes,
         nics_per_node=nics.nics_per_node,
@@ -162,7 +162,7 @@ def _connection(entry: _LinkEntry) -> Connection:
     nics = _nics(entry.net, Network(), f"{where}: net")
     trunk = None if entry.trunk is None else _trunk(entry.trunk, f"{where}: trunk")
     links = _placed(
-        lambda: Level(
+        lambda: NetworkLevel(
             name="between groups",
             nics_per_node=nics.nics_per_node,
             nic_bytes_per_s=nics.nic_bytes_per_s,

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from memo.mip.activation import ActivationProblem, Budgets
     from memo.mip.cluster.cluster import Cluster, NodeGroup
     from memo.mip.cluster.stage_problem import ProfileOf
-    from memo.mip.inputs import Hardware, Level, PipelineSchedule
+    from memo.mip.inputs import Hardware, NetworkLevel, PipelineSchedule
 
-__all__ = ["Crossing", "LayoutSizes", "Placement", "StagePlace", "placements"]
+__all__ = ["ClusterPlacement", "Crossing", "LayoutSizes", "StagePlace", "placements"]
 
 
 class LayoutSizes(Protocol):
@@ -71,7 +71,7 @@ class StagePlace:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class ClusterPlacement:
     """Groups of nodes of each pipeline stage."""
 
     cluster: Cluster
@@ -201,7 +201,7 @@ class Placement:
         low, high = sorted((order.index(first), order.index(last)))
         return list(itertools.pairwise(order[low : high + 1]))
 
-    def _slowest_level(self, pairs: Sequence[tuple[int, int]], gpus_per_node: int) -> Level:
+    def _slowest_level(self, pairs: Sequence[tuple[int, int]], gpus_per_node: int) -> NetworkLevel:
         """The slowest connection of some pairs of groups."""
         replicas = dict(zip(self.places[0].groups, self.places[0].replicas, strict=True))
         of_stage = self.tp * self.cp
@@ -218,11 +218,11 @@ class Placement:
         return dataclasses.replace(slowest, latency_s=max(level.latency_s for level in found))
 
 
-def _rate(level: Level) -> float:
+def _rate(level: NetworkLevel) -> float:
     return level.nics_per_node * level.nic_bytes_per_s * level.efficiency / level.oversubscription
 
 
-def placements(cluster: Cluster, layout: LayoutSizes) -> Iterator[Placement]:
+def placements(cluster: Cluster, layout: LayoutSizes) -> Iterator[ClusterPlacement]:
     """Yields every placement of a layout: first within one group, then the pipeline across groups, then the replicas.
 
     Groups that are alike are taken in their order only.
@@ -233,7 +233,7 @@ def placements(cluster: Cluster, layout: LayoutSizes) -> Iterator[Placement]:
     found = 0
     for places in itertools.chain(_pipelines(cluster, layout), _replicas(cluster, layout)):
         found += 1
-        yield Placement(cluster=cluster, places=places, tp=layout.tp, cp=layout.cp)
+        yield ClusterPlacement(cluster=cluster, places=places, tp=layout.tp, cp=layout.cp)
     if not found:
         raise UsageError(_why_none(cluster, layout))
 

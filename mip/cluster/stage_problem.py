@@ -20,7 +20,7 @@ from memo.mip.cluster.placement import Crossing
 from memo.mip.inputs import PipelineSchedule
 
 if TYPE_CHECKING:
-    from memo.mip.cluster.placement import Placement
+    from memo.mip.cluster.placement import ClusterPlacement
     from memo.mip.inputs import Hardware, LayerProfile, Profile
 
 __all__ = ["Communication", "ProfileOf", "balanced_layers", "communication", "problem_inputs"]
@@ -40,7 +40,7 @@ class ProfileOf(Protocol):
 
 
 def problem_inputs(
-    placement: Placement,
+    placement: ClusterPlacement,
     profile_of: ProfileOf,
     *,
     microbatches: int = 1,
@@ -87,7 +87,7 @@ def problem_inputs(
 class _Stages:
     """The stages of one problem."""
 
-    placement: Placement
+    placement: ClusterPlacement
     profile_of: ProfileOf
     pipeline: Pipeline
     budgets: Sequence[Budgets]
@@ -177,7 +177,7 @@ def _shown(machines: Sequence[Hardware]) -> Hardware:
     return dataclasses.replace(slowest, peak_flops=mean)
 
 
-def _budgets(placement: Placement, stage: int, budgets_of: Callable[[NodeGroup], Budgets]) -> Budgets:
+def _budgets(placement: ClusterPlacement, stage: int, budgets_of: Callable[[NodeGroup], Budgets]) -> Budgets:
     """Budgets of a stage; of several groups the least, a rank's part of a node's counted."""
     groups = [placement.cluster.groups[group] for group in placement.places[stage].groups]
     every = [budgets_of(group) for group in groups]
@@ -198,14 +198,14 @@ def _budgets(placement: Placement, stage: int, budgets_of: Callable[[NodeGroup],
     return _of_gpus(least, placement)
 
 
-def _of_gpus(budgets: Budgets, placement: Placement) -> Budgets:
+def _of_gpus(budgets: Budgets, placement: ClusterPlacement) -> Budgets:
     """The budgets with no more ranks on a node than there are in all."""
     ranks = min(budgets.ranks_per_node, placement.stage_gpus * len(placement.places))
     return dataclasses.replace(budgets, ranks_per_node=ranks)
 
 
 def balanced_layers(
-    placement: Placement,
+    placement: ClusterPlacement,
     profile_of: ProfileOf,
     *,
     schedule: PipelineSchedule | None = None,

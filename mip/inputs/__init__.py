@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     )
     from memo.mip.inputs.network import (
         Collectives as Collectives,
-        Group as Group,
-        Level as Level,
         Network as Network,
+        NetworkLevel as NetworkLevel,
+        RankGroup as RankGroup,
         parse_network as parse_network,
     )
-    from memo.mip.inputs.pipeline_schedules import Kind as Kind, PipelineSchedule as PipelineSchedule, Turn as Turn
+    from memo.mip.inputs.pipeline_schedules import Pass as Pass, PipelineSchedule as PipelineSchedule, Turn as Turn
     from memo.mip.inputs.profile import (
         ALL as ALL,
         ATTENTION as ATTENTION,
@@ -50,8 +50,8 @@ else:
             "coding": "CODECS CODE_BYTES Coding checking_nbytes",
             "doctor_rates": "with_measured_rates",
             "hardware": "Hardware PRESETS hardware_of hardware_preset peak_flops",
-            "network": "Collectives Group Level Network parse_network",
-            "pipeline_schedules": "Kind PipelineSchedule Turn",
+            "network": "Collectives RankGroup NetworkLevel Network parse_network",
+            "pipeline_schedules": "Pass PipelineSchedule Turn",
             "profile": "ALL ATTENTION INPUT MATMULS EmbeddingExchange EmbeddingOrHeadProfile LayerProfile PointProfile "
             "Profile Role Signature StaticBytes",
         },

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from memo.mip.inputs.hardware import Hardware
 
-__all__ = ["Collectives", "Group", "Level", "Network", "parse_network"]
+__all__ = ["Collectives", "Network", "NetworkLevel", "RankGroup", "parse_network"]
 
 GIGABIT = 1e9 / 8
 TREE_STEP = 2.1
@@ -44,7 +44,7 @@ _SPELLED = re.compile(r"(?P<count>[1-9]\d{0,3})[xX](?P<rate>\d{1,9}(\.\d{1,9})?)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Level:
+class NetworkLevel:
     """A level above the nodes: units of several nodes, and the links of each node that leave its unit.
 
     Units are for instance the nodes whose equal rails share a switch, pods, or groups of nodes of a cluster that other
@@ -100,7 +100,7 @@ class Network:
     """Time of a collective beside its steps and bytes."""
     peers_through_pcie: bool = False
     """Whether GPUs of a node reach one another through their PCIe links, which copies to the host use, too."""
-    levels: tuple[Level, ...] = ()
+    levels: tuple[NetworkLevel, ...] = ()
     """Above the nodes, from the smallest units on; one of groups of nodes comes last."""
 
     def __post_init__(self) -> None:
@@ -137,7 +137,7 @@ def parse_network(text: str, base: Network) -> Network:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class RankGroup:
     """Ranks of one collective."""
 
     size: int
@@ -151,7 +151,7 @@ class Group:
     """Difference of the numbers of neighbours, where they are known; 0: the ranks fill nodes that follow one another."""
     gpus: int = 0
     """Number of all ranks that are divided into such groups, if known."""
-    parts: tuple[Group, ...] = dataclasses.field(default=(), repr=False)
+    parts: tuple[RankGroup, ...] = dataclasses.field(default=(), repr=False)
     """Its ranks in each group of nodes, where it is divided over several."""
 
     def __post_init__(self) -> None:
@@ -162,7 +162,7 @@ class Group:
         object.__setattr__(self, "fewest", self.fewest or max(self.size - (nodes - 1) * self.per_node, 1))
 
     @classmethod
-    def of(cls, size: int, *, stride: int, gpus_per_node: int, gpus: int = 0) -> Group:
+    def of(cls, size: int, *, stride: int, gpus_per_node: int, gpus: int = 0) -> RankGroup:
         """Group of `size` ranks whose numbers are `stride` apart, on nodes filled one after the other.
 
         Args:
@@ -175,7 +175,7 @@ class Group:
         return _slowest_group(size, stride, gpus_per_node, max(gpus, size * stride))
 
     @classmethod
-    def across(cls, parts: Sequence[Group]) -> Group:
+    def across(cls, parts: Sequence[RankGroup]) -> RankGroup:
         """Group of the ranks of several groups, each in a group of nodes of its own."""
         if len(parts) == 1:
             return parts[0]
@@ -187,15 +187,15 @@ class Group:
             parts=tuple(parts),
         )
 
-    def over(self, level: Level, gpus_per_node: int) -> Group:
+    def over(self, level: NetworkLevel, gpus_per_node: int) -> RankGroup:
         """Returns the ranks with the units of a level in the place of nodes; of one part, if the units are of nodes."""
         if not level.nodes:
             sizes = [part.size for part in self.parts] or [self.size]
-            return Group(size=self.size, per_node=max(sizes), fewest=min(sizes), nodes=len(sizes))
+            return RankGroup(size=self.size, per_node=max(sizes), fewest=min(sizes), nodes=len(sizes))
         if self.stride:
             return _slowest_group(self.size, self.stride, level.nodes * gpus_per_node, self.gpus)
         units = -(-self.nodes // level.nodes)
-        return Group(
+        return RankGroup(
             size=self.size,
             per_node=min(self.size, self.per_node * level.nodes),
             fewest=self.fewest if units > 1 else 0,
@@ -204,7 +204,7 @@ class Group:
 
 
 @functools.lru_cache(maxsize=4096)
-def _slowest_group(size: int, stride: int, gpus_per_node: int, gpus: int) -> Group:
+def _slowest_group(size: int, stride: int, gpus_per_node: int, gpus: int) -> RankGroup:
     block = size * stride
     # Groups that start at the same place of a node are divided alike, so there are at most `gpus_per_node` kinds.
     blocks = min(gpus // block, gpus_per_node // math.gcd(block, gpus_per_node))
@@ -217,13 +217,13 @@ def _slowest_group(size: int, stride: int, gpus_per_node: int, gpus: int) -> Gro
     return max(groups, key=lambda group: (group.nodes > 1, -group.fewest, group.nodes, -group.per_node))
 
 
-def _group_from(start: int, size: int, stride: int, gpus_per_node: int, gpus: int) -> Group:
+def _group_from(start: int, size: int, stride: int, gpus_per_node: int, gpus: int) -> RankGroup:
     if stride >= gpus_per_node:
-        return Group(size=size, per_node=1, stride=stride, gpus=gpus)
+        return RankGroup(size=size, per_node=1, stride=stride, gpus=gpus)
     ends = range(0, start + size * stride + gpus_per_node, gpus_per_node)
     before = [min(max(-(-(end - start) // stride), 0), size) for end in ends]  # ranks on nodes that end before it
     counts = [after - count for count, after in itertools.pairwise(before) if after > count]
-    return Group(size=size, per_node=max(counts), fewest=min(counts), nodes=len(counts), stride=stride, gpus=gpus)
+    return RankGroup(size=size, per_node=max(counts), fewest=min(counts), nodes=len(counts), stride=stride, gpus=gpus)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -244,7 +244,7 @@ class Collectives:
         whole = network.nics_per_node * network.nic_bytes_per_s * network.nic_efficiency
         return whole / network.oversubscription / self.machine.gpus_per_node
 
-    def _beyond_unit(self, level: Level) -> float:
+    def _beyond_unit(self, level: NetworkLevel) -> float:
         """Bytes per second of a GPU's part of the NICs that leave a level's unit."""
         network = self.machine.network
         if level.nics_per_node:
@@ -253,7 +253,7 @@ class Collectives:
             whole = network.nics_per_node * network.nic_bytes_per_s * network.nic_efficiency
         return whole / level.oversubscription / self.machine.gpus_per_node
 
-    def _crossed(self, group: Group) -> Iterator[tuple[Level, Group, float]]:
+    def _crossed(self, group: RankGroup) -> Iterator[tuple[NetworkLevel, RankGroup, float]]:
         """Levels that a group crosses, its ranks by their units, and a step's seconds beyond one over the NICs."""
         network = self.machine.network
         for level in network.levels:
@@ -262,7 +262,7 @@ class Collectives:
                 if units.nodes > 1:
                     yield level, units, max(level.latency_s - network.nic_latency_s, 0.0)
 
-    def all_gather_s(self, nbytes: float, group: Group) -> float:
+    def all_gather_s(self, nbytes: float, group: RankGroup) -> float:
         """Seconds of an all-gather, over a ring.
 
         Args:
@@ -278,7 +278,7 @@ class Collectives:
 
     reduce_scatter_s = all_gather_s
 
-    def all_reduce_s(self, nbytes: float, group: Group) -> float:
+    def all_reduce_s(self, nbytes: float, group: RankGroup) -> float:
         """Seconds of an all-reduce: twice around a ring, or over a tree where that is faster.
 
         A tree passes all bytes up and down, and goes around within a node.
@@ -298,7 +298,7 @@ class Collectives:
             seconds = min(seconds, 2 * (within + between + nbytes / self._ring_rate(group) / TREE_RATE))
         return network.launch_s + seconds
 
-    def all_to_all_s(self, nbytes: float, group: Group) -> float:
+    def all_to_all_s(self, nbytes: float, group: RankGroup) -> float:
         """Seconds of an all-to-all, in which each rank divides `nbytes` among all ranks.
 
         Raises:
@@ -334,7 +334,7 @@ class Collectives:
         """
         network = self.machine.network
         if beyond_node:
-            self._on_network(Group(size=2, per_node=1))
+            self._on_network(RankGroup(size=2, per_node=1))
             rate, latency_s = self._beyond, network.nic_latency_s
             for level in network.levels:
                 if gpus > level.nodes * self.machine.gpus_per_node > 0:
@@ -342,20 +342,20 @@ class Collectives:
             return network.launch_s + latency_s + nbytes / rate
         return network.launch_s + network.node_latency_s + nbytes / self._within
 
-    def host_link_bytes_per_s(self, group: Group) -> float:
+    def host_link_bytes_per_s(self, group: RankGroup) -> float:
         """Bytes per second in each direction that a collective of the group takes of a GPU's link to the host."""
         if group.size > 1 and group.nodes > 1:
             return self._beyond if _on_nodes(group) else self._ring_rate(group) / group.fewest
         return self._within if group.size > 1 and self.machine.network.peers_through_pcie else 0.0
 
-    def _ring_s(self, nbytes: float, group: Group) -> float:
+    def _ring_s(self, nbytes: float, group: RankGroup) -> float:
         """Seconds of one way around a ring, on which each rank passes on what the others have."""
         network = self.machine.network
         steps = (group.size - group.nodes) * network.node_latency_s + (group.nodes - 1) * network.nic_latency_s
         steps += sum((units.nodes - 1) * later_s for _, units, later_s in self._crossed(group))
         return steps + nbytes * (group.size - 1) / group.size / self._ring_rate(group)
 
-    def _ring_rate(self, group: Group) -> float:
+    def _ring_rate(self, group: RankGroup) -> float:
         """Bytes per second that pass each rank of a ring, and leave each node over the NICs of its ranks together."""
         within = self._within if group.per_node > 1 else math.inf
         if group.nodes == 1:
@@ -364,7 +364,7 @@ class Collectives:
         rates += [units.fewest * self._beyond_unit(level) for level, units, _ in self._crossed(group)]
         return min(within, *rates)
 
-    def _on_network(self, group: Group) -> list[Group]:
+    def _on_network(self, group: RankGroup) -> list[RankGroup]:
         """Parts of a group that the nodes' NICs connect.
 
         Raises:
@@ -380,6 +380,6 @@ class Collectives:
         return found
 
 
-def _on_nodes(group: Group) -> list[Group]:
+def _on_nodes(group: RankGroup) -> list[RankGroup]:
     """Parts of a group that are on several nodes; of one that is not divided, itself."""
     return [part for part in group.parts or (group,) if part.nodes > 1]

@@ -17,7 +17,7 @@ import enum
 import functools
 from collections.abc import Iterator
 
-__all__ = ["Kind", "PipelineSchedule", "Turn", "rank_turns"]
+__all__ = ["Pass", "PipelineSchedule", "Turn", "rank_turns"]
 
 
 class PipelineSchedule(enum.StrEnum):
@@ -60,7 +60,7 @@ class PipelineSchedule(enum.StrEnum):
         return None
 
 
-class Kind(enum.StrEnum):
+class Pass(enum.StrEnum):
     """Pass of a turn over a chunk's layers."""
 
     FORWARD = "F"
@@ -77,7 +77,7 @@ class Turn:
     """One pass of one chunk for one microbatch."""
 
     chunk: int
-    kind: Kind
+    kind: Pass
     microbatch: int
 
     @property
@@ -87,7 +87,7 @@ class Turn:
 
 
 @functools.cache
-def _turn(chunk: int, kind: Kind, microbatch: int) -> Turn:
+def _turn(chunk: int, kind: Pass, microbatch: int) -> Turn:
     """The one turn of these values: orders of all ranks and schedules share them."""
     return Turn(chunk=chunk, kind=kind, microbatch=microbatch)
 
@@ -125,17 +125,17 @@ def rank_turns(
 
 def _undivided(turn: Turn) -> Turn | None:
     """Turn of the pipeline's first stage: no first half of backward, and the second half is all of it."""
-    if turn.kind is Kind.INPUT:
+    if turn.kind is Pass.INPUT:
         return None
-    return _turn(0, Kind.BACKWARD, turn.microbatch) if turn.kind is Kind.WEIGHT else turn
+    return _turn(0, Pass.BACKWARD, turn.microbatch) if turn.kind is Pass.WEIGHT else turn
 
 
 def _one_chunk(microbatches: int, *, ahead: int) -> Iterator[Turn]:
     for forward in range(microbatches + ahead):
         if forward < microbatches:
-            yield _turn(0, Kind.FORWARD, forward)
+            yield _turn(0, Pass.FORWARD, forward)
         if forward >= ahead - 1 and forward - ahead + 1 < microbatches:
-            yield _turn(0, Kind.BACKWARD, forward - ahead + 1)
+            yield _turn(0, Pass.BACKWARD, forward - ahead + 1)
 
 
 def _interleaved(ranks: int, rank: int, microbatches: int, chunks: int, *, split: bool) -> Iterator[Turn]:
@@ -147,10 +147,10 @@ def _interleaved(ranks: int, rank: int, microbatches: int, chunks: int, *, split
     a_round = microbatches // max(1, microbatches // ranks)
     ahead = min((chunks - 1) * a_round + (1 if split else 2) * (ranks - 1 - rank), total)
     order = [(step // a_round % chunks, step // (a_round * chunks) * a_round + step % a_round) for step in range(total)]
-    forwards = [_turn(chunk, Kind.FORWARD, which) for chunk, which in order]
-    first_half = Kind.INPUT if split else Kind.BACKWARD
+    forwards = [_turn(chunk, Pass.FORWARD, which) for chunk, which in order]
+    first_half = Pass.INPUT if split else Pass.BACKWARD
     backwards = [_turn(chunks - 1 - chunk, first_half, which) for chunk, which in order]
-    weights = [_turn(turn.chunk, Kind.WEIGHT, turn.microbatch) for turn in backwards] if split else []
+    weights = [_turn(turn.chunk, Pass.WEIGHT, turn.microbatch) for turn in backwards] if split else []
     yield from forwards[:ahead]
     for step, backward in enumerate(backwards):
         yield from forwards[ahead + step : ahead + step + 1]
@@ -163,31 +163,31 @@ def _interleaved(ranks: int, rank: int, microbatches: int, chunks: int, *, split
 def _in_a_v(ranks: int, rank: int, microbatches: int) -> Iterator[Turn]:
     """The first chunk's stages go down the ranks, the second's come back up; may yield microbatches beyond the last."""
     wanted = max(2 * ranks - 1, microbatches)
-    done = {(chunk, kind): 0 for chunk in (0, 1) for kind in Kind}
+    done = {(chunk, kind): 0 for chunk in (0, 1) for kind in Pass}
 
-    def run(chunk: int, *kinds: Kind) -> Iterator[Turn]:
+    def run(chunk: int, *kinds: Pass) -> Iterator[Turn]:
         for kind in kinds:
             yield _turn(chunk, kind, done[chunk, kind])
             done[chunk, kind] += 1
 
-    both = (Kind.INPUT, Kind.WEIGHT)
+    both = (Pass.INPUT, Pass.WEIGHT)
     for _ in range(2 * (ranks - rank) - 1):
-        yield from run(0, Kind.FORWARD)
+        yield from run(0, Pass.FORWARD)
     for _ in range(rank):
-        yield from run(1, Kind.FORWARD)
-        yield from run(0, Kind.FORWARD)
+        yield from run(1, Pass.FORWARD)
+        yield from run(0, Pass.FORWARD)
     for _ in range(ranks - rank):
-        yield from run(1, Kind.FORWARD, *both)
-    while done[1, Kind.FORWARD] < done[0, Kind.FORWARD] or done[0, Kind.FORWARD] < wanted:
-        if done[0, Kind.FORWARD] < wanted:
-            yield from run(0, Kind.FORWARD)
+        yield from run(1, Pass.FORWARD, *both)
+    while done[1, Pass.FORWARD] < done[0, Pass.FORWARD] or done[0, Pass.FORWARD] < wanted:
+        if done[0, Pass.FORWARD] < wanted:
+            yield from run(0, Pass.FORWARD)
         yield from run(0, *both)
-        yield from run(1, Kind.FORWARD, *both)
+        yield from run(1, Pass.FORWARD, *both)
     for _ in range(rank):
-        yield from run(0, Kind.INPUT)
-        yield from run(1, Kind.INPUT)
+        yield from run(0, Pass.INPUT)
+        yield from run(1, Pass.INPUT)
     for _ in range(ranks - rank):
         yield from run(0, *both)
     for chunk in (1, 0):
-        while done[chunk, Kind.WEIGHT] < done[chunk, Kind.INPUT]:
-            yield from run(chunk, Kind.WEIGHT)
+        while done[chunk, Pass.WEIGHT] < done[chunk, Pass.INPUT]:
+            yield from run(chunk, Pass.WEIGHT)

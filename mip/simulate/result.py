@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-from memo.events import Lane, StallCause, TensorState, Tier, UseKind
+from memo.events import Lane, StallCause, TensorState, TierName, UseKind
 from memo.mip.simulate.links import Copy
 
 __all__ = [
@@ -23,8 +23,8 @@ __all__ = [
     "Part",
     "Peak",
     "Phase",
+    "SimulatedSpan",
     "Simulation",
-    "Span",
     "StageSimulation",
     "Transition",
     "Usage",
@@ -115,7 +115,7 @@ class EndWork:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class SimulatedSpan:
     """Work of the compute stream, or a collective."""
 
     lane: Lane
@@ -174,7 +174,7 @@ class Occupancy:
     """Bytes in a tier from `t_s` on."""
 
     t_s: float
-    tier: Tier
+    tier: TierName
     nbytes: int
 
 
@@ -182,7 +182,7 @@ class Occupancy:
 class Peak:
     """Peak of a tier."""
 
-    tier: Tier
+    tier: TierName
     nbytes: int
     t_s: float
     where: str
@@ -202,7 +202,7 @@ class StageSimulation:
 
     end_s: float
     """End of its last work."""
-    spans: tuple[Span, ...]
+    spans: tuple[SimulatedSpan, ...]
     waits: tuple[Wait, ...]
     copies: tuple[Copy, ...]
     transitions: tuple[Transition, ...]
@@ -239,7 +239,7 @@ class StageSimulation:
         """Time neither at work nor waiting for a copy or collective: the pipeline's bubble."""
         return max(0.0, self.end_s - self.compute_s - self.communication_s - self.recompute_s - self.stall_s)
 
-    def peak(self, tier: Tier) -> Peak:
+    def peak(self, tier: TierName) -> Peak:
         """Peak of one tier."""
         return next(peak for peak in self.peaks if peak.tier is tier)
 

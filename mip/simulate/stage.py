@@ -32,9 +32,9 @@ import enum
 import operator
 from collections.abc import Mapping, Sequence
 
-from memo.events import Lane, StallCause, TensorState, Tier, UseKind
+from memo.events import Lane, StallCause, TensorState, TierName, UseKind
 from memo.mip.inputs.hardware import LaneRates
-from memo.mip.inputs.pipeline_schedules import Kind, Turn
+from memo.mip.inputs.pipeline_schedules import Pass, Turn
 from memo.mip.simulate.links import Copy, Links, Queue
 from memo.mip.simulate.result import (
     EndWork,
@@ -43,16 +43,19 @@ from memo.mip.simulate.result import (
     Part,
     Peak,
     Phase,
-    Span,
+    SimulatedSpan,
     StageSimulation,
     Transition,
     Usage,
     Wait,
 )
 
-__all__ = ["Stage"]
+__all__ = ["SimulatedStage"]
 
-_MOVED = ((Part.HOST, Tier.HOST, Queue.HOST_OUT, Queue.HOST_IN), (Part.DISK, Tier.DISK, Queue.DISK_OUT, Queue.DISK_IN))
+_MOVED = (
+    (Part.HOST, TierName.HOST, Queue.HOST_OUT, Queue.HOST_IN),
+    (Part.DISK, TierName.DISK, Queue.DISK_OUT, Queue.DISK_IN),
+)
 
 
 class _State(enum.Enum):
@@ -83,7 +86,7 @@ class _Call:
     computed_again: bool = False
 
 
-class Stage:
+class SimulatedStage:
     """One rank's compute stream, links and memory.
 
     Args:
@@ -102,25 +105,25 @@ class Stage:
         rates: LaneRates,
         turns: Sequence[Turn] = (),
         static_nbytes: int = 0,
-        budgets: Mapping[Tier, int] | None = None,
+        budgets: Mapping[TierName, int] | None = None,
         embedding: EndWork | None = None,
         head: EndWork | None = None,
     ) -> None:
         self._chunks = chunks
-        self._turns = collections.deque(turn for turn in turns if turn.kind is not Kind.FORWARD)
+        self._turns = collections.deque(turn for turn in turns if turn.kind is not Pass.FORWARD)
         self._ends = (embedding or EndWork(name="embedding"), head or EndWork(name="head"))
         self._has_head = head is not None
         self._links = Links(rates)
         self._ledger = _Ledger(budgets or {})
         self._static_nbytes = static_nbytes
-        self._ledger.change(0.0, Tier.DEVICE, static_nbytes)
+        self._ledger.change(0.0, TierName.DEVICE, static_nbytes)
         self._calls: dict[tuple[int, int], list[_Call]] = {}  # by chunk and microbatch, in the order of the forwards
         self._microbatches = [0] * len(chunks)
         self._made = 0
         self._held: _Call | None = None  # its copies wait until another forward begins
         self._undropped: _Call | None = None
         self._network_free_s = self._sync_free_s = 0.0
-        self._spans: list[Span] = []
+        self._spans: list[SimulatedSpan] = []
         self._waits: list[Wait] = []
         self._transitions: list[Transition] = []
         self._usages: list[Usage] = []
@@ -162,10 +165,10 @@ class Stage:
         """
         embedding, head = self._ends
         turn = self._turns.popleft() if self._turns else self._earliest()
-        calls = self._calls[turn.call] if turn.kind is Kind.INPUT else self._calls.pop(turn.call)
-        order = calls if turn.kind is Kind.WEIGHT else calls[::-1]
+        calls = self._calls[turn.call] if turn.kind is Pass.INPUT else self._calls.pop(turn.call)
+        order = calls if turn.kind is Pass.WEIGHT else calls[::-1]
         has_head, has_embedding = turn.chunk == len(self._chunks) - 1, turn.chunk == 0
-        if has_head and turn.kind is not Kind.WEIGHT:
+        if has_head and turn.kind is not Pass.WEIGHT:
             if self._has_head and self._may_prefetch(order[0], same_turn=True):
                 self._fetch(order[0], UseKind.PREFETCHED)
             self._end_backward(head, turn.kind, last=last)
@@ -182,14 +185,14 @@ class Stage:
             before = call
         self._exchange_beside(before, None, turn.kind)
         self._await(self._network_free_s)
-        if has_head and turn.kind is Kind.WEIGHT:
+        if has_head and turn.kind is Pass.WEIGHT:
             self._end_backward(head, turn.kind, last=last)
         if has_embedding:
             self._end_backward(embedding, turn.kind, last=last)
 
     def _earliest(self) -> Turn:
         (chunk, microbatch), _ = next(iter(self._calls.items()))
-        return Turn(chunk=chunk, kind=Kind.BACKWARD, microbatch=microbatch)
+        return Turn(chunk=chunk, kind=Pass.BACKWARD, microbatch=microbatch)
 
     def _next_turn(self) -> tuple[Turn, _Call] | None:
         """The next backward turn and its first layer; None while its forward has not run."""
@@ -197,7 +200,7 @@ class Stage:
             return None
         turn = self._turns[0] if self._turns else self._earliest()
         calls = self._calls.get(turn.call)
-        return None if calls is None else (turn, calls[0 if turn.kind is Kind.WEIGHT else -1])
+        return None if calls is None else (turn, calls[0 if turn.kind is Pass.WEIGHT else -1])
 
     @property
     def reduced_s(self) -> float:
@@ -227,13 +230,13 @@ class Stage:
 
     def _forward(self, call: _Call, following: _Call | None) -> None:
         work = call.work
-        self._hold(Tier.DEVICE, work.saved_nbytes + work.forward_transient_nbytes, f"{work.name} forward")
+        self._hold(TierName.DEVICE, work.saved_nbytes + work.forward_transient_nbytes, f"{work.name} forward")
         self._change(call, TensorState.LIVE, *Part)
         if following is not None:
             self._collective(following.work.name, "forward", following.work.gather_s)
         self._run(work.name, "forward", work.forward_s, work.forward_exchange_s)
-        self._hold(Tier.DEVICE, -work.forward_transient_nbytes)
-        self._hold(Tier.DEVICE, -work.of(Part.RECOMPUTED))
+        self._hold(TierName.DEVICE, -work.forward_transient_nbytes)
+        self._hold(TierName.DEVICE, -work.of(Part.RECOMPUTED))
         self._change(call, TensorState.GONE, Part.RECOMPUTED)
         if following is not None:
             self._await(self._network_free_s)
@@ -257,22 +260,22 @@ class Stage:
         """Waits until the copies out have ended, then frees all but the kept bytes."""
         self._wait(StallCause.DRAIN, call, call.out)
         call.state = _State.AWAY
-        self._hold(Tier.DEVICE, -call.work.moved_nbytes)
+        self._hold(TierName.DEVICE, -call.work.moved_nbytes)
         self._change(call, TensorState.AWAY, Part.HOST, Part.DISK)
 
     # Backward.
 
     def _backward(
-        self, call: _Call, following: _Call | None, kind: Kind, *, same_turn: bool = False, stays: bool = False
+        self, call: _Call, following: _Call | None, kind: Pass, *, same_turn: bool = False, stays: bool = False
     ) -> None:
         """Runs one layer's backward; `stays`: the second half of the same backward begins with this call."""
         work = call.work
-        transient = work.backward_transient_nbytes + (0 if kind is Kind.WEIGHT else work.recompute_held_nbytes)
-        self._hold(Tier.DEVICE, transient, f"{work.name} backward")
-        if kind is Kind.INPUT:
-            self._hold(Tier.DEVICE, work.between_nbytes)
+        transient = work.backward_transient_nbytes + (0 if kind is Pass.WEIGHT else work.recompute_held_nbytes)
+        self._hold(TierName.DEVICE, transient, f"{work.name} backward")
+        if kind is Pass.INPUT:
+            self._hold(TierName.DEVICE, work.between_nbytes)
         if not call.computed_again:
-            self._hold(Tier.DEVICE, work.of(Part.RECOMPUTED))
+            self._hold(TierName.DEVICE, work.of(Part.RECOMPUTED))
             self._change(call, TensorState.LIVE, Part.RECOMPUTED)
         self._reach(call, following, same_turn=same_turn)
         returning = call.state is _State.RETURNING
@@ -285,10 +288,10 @@ class Stage:
             call.computed_again = True
         seconds = work.backward_s * _share(kind) + (work.decode_s if returning else 0.0)
         self._run(work.name, "backward", seconds, work.backward_exchange_s * _share(kind))
-        self._hold(Tier.DEVICE, -transient)
-        if kind is Kind.WEIGHT:
-            self._hold(Tier.DEVICE, -work.between_nbytes)
-        if kind is not Kind.INPUT:
+        self._hold(TierName.DEVICE, -transient)
+        if kind is Pass.WEIGHT:
+            self._hold(TierName.DEVICE, -work.between_nbytes)
+        if kind is not Pass.INPUT:
             self._end(call)
         elif returning and not stays:
             self._leave_again(call)
@@ -306,20 +309,20 @@ class Stage:
 
     def _may_prefetch(self, following: _Call, *, same_turn: bool) -> bool:
         """Whether a call is away, fits, and is needed next; a stage's last one in another turn only if it has copies."""
-        if following.state is not _State.AWAY or not self._ledger.fits(Tier.DEVICE, following.work.moved_nbytes):
+        if following.state is not _State.AWAY or not self._ledger.fits(TierName.DEVICE, following.work.moved_nbytes):
             return False
         return same_turn or bool(following.out) or following.work is not self._chunks[-1][-1]
 
     def _leave_again(self, call: _Call) -> None:
         """Frees moved bytes after the first half of backward, without a copy; recomputed bytes stay."""
         call.state = _State.AWAY
-        self._hold(Tier.DEVICE, -call.work.moved_nbytes)
+        self._hold(TierName.DEVICE, -call.work.moved_nbytes)
         self._change(call, TensorState.AWAY, Part.HOST, Part.DISK)
 
     def _fetch(self, call: _Call, how: UseKind) -> None:
         """Takes the buffer and issues the reloads into it."""
         call.state, call.how = _State.RETURNING, how
-        self._hold(Tier.DEVICE, call.work.moved_nbytes)
+        self._hold(TierName.DEVICE, call.work.moved_nbytes)
         call.back = [self._copy(call, part, queue) for part, _, _, queue in _MOVED if call.work.of(part)]
         self._change(call, TensorState.RETURNING, Part.HOST, Part.DISK)
 
@@ -338,7 +341,7 @@ class Stage:
     def _end(self, call: _Call) -> None:
         """Frees everything of the call, once its gradients are computed."""
         work = call.work
-        self._hold(Tier.DEVICE, -work.saved_nbytes)
+        self._hold(TierName.DEVICE, -work.saved_nbytes)
         if call.out:
             for part, tier, _, _ in _MOVED:
                 self._hold(tier, -work.in_tier(part))
@@ -347,23 +350,23 @@ class Stage:
     # The ends, whose saved bytes stay on the device.
 
     def _end_forward(self, end: EndWork) -> None:
-        self._hold(Tier.DEVICE, end.saved_nbytes + end.transient_nbytes, f"{end.name} forward")
+        self._hold(TierName.DEVICE, end.saved_nbytes + end.transient_nbytes, f"{end.name} forward")
         self._run(end.name, "forward", end.forward_s, end.forward_exchange_s)
-        self._hold(Tier.DEVICE, -end.transient_nbytes)
+        self._hold(TierName.DEVICE, -end.transient_nbytes)
 
-    def _end_backward(self, end: EndWork, kind: Kind, *, last: bool) -> None:
-        self._hold(Tier.DEVICE, end.transient_nbytes, f"{end.name} backward")
+    def _end_backward(self, end: EndWork, kind: Pass, *, last: bool) -> None:
+        self._hold(TierName.DEVICE, end.transient_nbytes, f"{end.name} backward")
         self._run(end.name, "backward", end.backward_s * _share(kind), end.backward_exchange_s * _share(kind))
         self._sync(end, last=last)
-        self._hold(Tier.DEVICE, -end.transient_nbytes - (0 if kind is Kind.INPUT else end.saved_nbytes))
+        self._hold(TierName.DEVICE, -end.transient_nbytes - (0 if kind is Pass.INPUT else end.saved_nbytes))
 
     # Collectives, one after another; those of a step's end are in a queue of their own, which waits for the others.
 
-    def _exchange_beside(self, before: _Call | None, following: _Call | None, kind: Kind) -> None:
+    def _exchange_beside(self, before: _Call | None, following: _Call | None, kind: Pass) -> None:
         """Issues what runs beside a layer's backward: the following layer's gather, the reduction of the one before."""
-        if following is not None and kind is not Kind.WEIGHT:
+        if following is not None and kind is not Pass.WEIGHT:
             self._collective(following.work.name, "backward", following.work.gather_s)
-        if before is not None and kind is not Kind.INPUT:
+        if before is not None and kind is not Pass.INPUT:
             self._collective(before.work.name, "backward", before.work.reduce_s)
 
     def _collective(self, module: str, phase: Phase, seconds: float) -> float:
@@ -382,7 +385,9 @@ class Stage:
     def _on_network(self, module: str, phase: Phase, start_s: float, seconds: float) -> float:
         end_s = start_s + seconds
         if seconds:
-            self._spans.append(Span(lane=Lane.NETWORK, module=module, phase=phase, start_s=start_s, end_s=end_s))
+            self._spans.append(
+                SimulatedSpan(lane=Lane.NETWORK, module=module, phase=phase, start_s=start_s, end_s=end_s)
+            )
         return end_s
 
     def _await(self, until_s: float, module: str = "collectives") -> None:
@@ -412,7 +417,7 @@ class Stage:
         if seconds:
             start_s = self.now_s
             self._links.advance(start_s + seconds)
-            self._spans.append(Span(lane=lane, module=module, phase=phase, start_s=start_s, end_s=self.now_s))
+            self._spans.append(SimulatedSpan(lane=lane, module=module, phase=phase, start_s=start_s, end_s=self.now_s))
 
     def _wait(self, cause: StallCause, call: _Call, copies: Sequence[Copy]) -> None:
         start_s = self.now_s
@@ -438,31 +443,31 @@ class Stage:
                     Transition(t_s=self.now_s, call=call.number, module=call.work.name, part=part, to=to, nbytes=nbytes)
                 )
 
-    def _hold(self, tier: Tier, nbytes: int, where: str | None = None) -> None:
+    def _hold(self, tier: TierName, nbytes: int, where: str | None = None) -> None:
         self._ledger.change(self.now_s, tier, nbytes, where)
 
 
-def _share(kind: Kind) -> float:
+def _share(kind: Pass) -> float:
     """Fraction of a layer's backward in a turn."""
-    return 0.5 if kind in (Kind.INPUT, Kind.WEIGHT) else 1.0
+    return 0.5 if kind in (Pass.INPUT, Pass.WEIGHT) else 1.0
 
 
 class _Ledger:
     """Bytes in each tier, over time."""
 
-    def __init__(self, budgets: Mapping[Tier, int]) -> None:
+    def __init__(self, budgets: Mapping[TierName, int]) -> None:
         self.occupancies: list[Occupancy] = []
         self._budgets = budgets
         self._where = "begin"
-        self._held = dict.fromkeys(Tier, 0)
-        self._most = dict.fromkeys(Tier, (0, 0.0, ""))
+        self._held = dict.fromkeys(TierName, 0)
+        self._most = dict.fromkeys(TierName, (0, 0.0, ""))
 
-    def fits(self, tier: Tier, nbytes: int) -> bool:
+    def fits(self, tier: TierName, nbytes: int) -> bool:
         """Whether the tier has room for `nbytes` more."""
         budget = self._budgets.get(tier)
         return budget is None or self._held[tier] + nbytes <= budget
 
-    def change(self, t_s: float, tier: Tier, nbytes: int, where: str | None = None) -> None:
+    def change(self, t_s: float, tier: TierName, nbytes: int, where: str | None = None) -> None:
         """Adds bytes to a tier, or removes them; `where` names the compute stream's work from now on."""
         self._where = where or self._where
         if nbytes:

@@ -19,9 +19,9 @@ from memo.events import (
     Stall,
     StateChange,
     StepMark,
+    StorageUse,
     TensorState,
-    Tier,
-    Use,
+    TierName,
 )
 from memo.mip.simulate.links import Copy
 from memo.mip.simulate.result import Occupancy, Part, StageSimulation, Wait
@@ -29,7 +29,7 @@ from memo.mip.simulate.result import Occupancy, Part, StageSimulation, Wait
 __all__ = ["stage_events"]
 
 _NAMES = {Part.KEPT: "kept", Part.HOST: "host", Part.DISK: "disk", Part.RECOMPUTED: "recomputed"}
-_TIERS = {Part.HOST: Tier.HOST, Part.DISK: Tier.DISK}
+_TIERS = {Part.HOST: TierName.HOST, Part.DISK: TierName.DISK}
 _IN_DISK_OR_HOST = (TensorState.LEAVING, TensorState.AWAY, TensorState.RETURNING, TensorState.BACK)
 
 
@@ -45,7 +45,10 @@ def stage_events(stage: StageSimulation, *, end_s: float, step: int = 0) -> tupl
         *_states(stage, step),
         *_spans(stage, step),
         *(_stall(wait, step) for wait in stage.waits),
-        *(Use(t=_ns(usage.t_s), step=step, id=_ident(usage.call, usage.part), how=usage.how) for usage in stage.usages),
+        *(
+            StorageUse(t=_ns(usage.t_s), step=step, id=_ident(usage.call, usage.part), how=usage.how)
+            for usage in stage.usages
+        ),
         *_counters(stage.occupancies, step),
     ]
     found.sort(key=operator.attrgetter("t"))  # stable: transitions at one instant stay in order
@@ -106,7 +109,7 @@ def _stall(wait: Wait, step: int) -> Stall:
 
 def _counters(occupancies: tuple[Occupancy, ...], step: int) -> Iterator[CounterEvent]:
     """Bytes in each tier after the last change of an instant."""
-    last: dict[tuple[int, Tier], int] = {}
+    last: dict[tuple[int, TierName], int] = {}
     for occupancy in occupancies:
         last[_ns(occupancy.t_s), occupancy.tier] = occupancy.nbytes
     for (t, tier), nbytes in last.items():

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from memo.errors import MemoError, ScratchUnusable, SwapError
-from memo.swap.disk.operation import DiskExtent, Kind, Piece, check_fits
+from memo.swap.disk.operation import DiskExtent, OperationKind, Piece, check_fits
 from memo.swap.disk.raw_file import RawFile
 from memo.swap.disk.scratch import ScratchSpace
 
@@ -47,7 +47,9 @@ class IoStream(Protocol):
 class GdsOperation:
     """Implements `memo.swap.backends.Timed`. Keeps the tensor and the futures alive until the bytes are counted."""
 
-    def __init__(self, kind: Kind, extent: DiskExtent, tensor: torch.Tensor, pieces: Sequence[Piece], label: str):
+    def __init__(
+        self, kind: OperationKind, extent: DiskExtent, tensor: torch.Tensor, pieces: Sequence[Piece], label: str
+    ):
         self.kind = kind
         self.extent = extent
         self.tensor: torch.Tensor | None = tensor
@@ -107,7 +109,7 @@ class GdsOperation:
 
     def _count(self, piece: Piece, future: Any, file: Any) -> None:
         count: Callable[[], int] = future.check_bytes_done
-        for attempt in range(1 + (_READ_RETRIES if self.kind is Kind.READ else 0)):
+        for attempt in range(1 + (_READ_RETRIES if self.kind is OperationKind.READ else 0)):
             cause: RuntimeError | None = None
             try:
                 moved = int(count())
@@ -160,13 +162,13 @@ class GdsDisk:
         self._new_stream = new_stream
         self._record = _record if record is None else record
         self._lock = threading.Lock()
-        self._lanes: dict[Kind, list[IoStream]] = {kind: [] for kind in Kind}
+        self._lanes: dict[OperationKind, list[IoStream]] = {kind: [] for kind in OperationKind}
         self._running: list[tuple[IoStream, GdsOperation]] = []
         self._space = ScratchSpace(
             directories, capacity, block_bytes=block_bytes, spare_bytes=spare_bytes, open_file=open_file
         )
         self._files: list[Any] = []
-        self.bytes_moved = dict.fromkeys(Kind, 0)
+        self.bytes_moved = dict.fromkeys(OperationKind, 0)
         try:
             for file in self._space.files:
                 # kvikio opens by path, and the file is unnamed: use its descriptor's. "r+", since "w" truncates.
@@ -202,12 +204,12 @@ class GdsDisk:
         """Writes all of `source` to the start of `extent` once `after` is done."""
         check_fits(extent, source, extent.nbytes)
         extent.written_bytes = source.numel()
-        return self._issue(Kind.WRITE, extent, source, after)
+        return self._issue(OperationKind.WRITE, extent, source, after)
 
     def read(self, extent: DiskExtent, target: torch.Tensor, *, after: Sequence[Event] = ()) -> GdsOperation:
         """Fills `target` with what was written to `extent`."""
         check_fits(extent, target, extent.written_bytes)
-        return self._issue(Kind.READ, extent, target, after)
+        return self._issue(OperationKind.READ, extent, target, after)
 
     def close(self) -> None:
         """Waits for every operation and closes the files. Idempotent; failures stay with their operations."""
@@ -223,7 +225,9 @@ class GdsDisk:
             file.close()
         self._space.close()
 
-    def _issue(self, kind: Kind, extent: DiskExtent, tensor: torch.Tensor, after: Sequence[Event]) -> GdsOperation:
+    def _issue(
+        self, kind: OperationKind, extent: DiskExtent, tensor: torch.Tensor, after: Sequence[Event]
+    ) -> GdsOperation:
         if not self._files:
             raise SwapError("the disk store is closed")
         pieces = self._space.split(extent.offset, tensor.numel())
@@ -242,7 +246,7 @@ class GdsDisk:
     def _start(self, operation: GdsOperation, raw_stream: int) -> None:
         for piece in operation.pieces:
             file = self._files[piece.file_index]
-            start = file.raw_write_async if operation.kind is Kind.WRITE else file.raw_read_async
+            start = file.raw_write_async if operation.kind is OperationKind.WRITE else file.raw_read_async
             try:
                 future = start(operation.tensor, raw_stream, piece.nbytes, piece.file_offset, piece.start)
             except RuntimeError as error:
@@ -252,7 +256,7 @@ class GdsDisk:
             operation.files.append(file)
             self.bytes_moved[operation.kind] += piece.nbytes
 
-    def _lane(self, kind: Kind) -> IoStream:
+    def _lane(self, kind: OperationKind) -> IoStream:
         """An idle stream: checking the byte count of one operation waits for everything on its stream."""
         busy = {id(lane) for lane, operation in self._running if not operation.query()}
         for lane, operation in self._running:

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from memo import forks
 from memo.errors import MemoError
 from memo.swap.backends.protocol import drop_frames
-from memo.swap.disk.operation import DiskOperation, Kind, Piece, Stage
+from memo.swap.disk.operation import DiskOperation, OperationKind, OperationStage, Piece
 from memo.swap.memory.page_aligned import Bounce
 from memo.threads import start_thread
 
@@ -48,20 +48,23 @@ class IoPool:
     def __init__(
         self, threads: int, transfer: Callable[[DiskOperation, Piece, Bounce], None], *, bounce_bytes: int
     ) -> None:
-        self.busy_ns = dict.fromkeys(Kind, 0)
+        self.busy_ns = dict.fromkeys(OperationKind, 0)
         self._transfer = transfer
         self._bounce_bytes = bounce_bytes
         self._lock = forks.free_in_child(threading.RLock())
         self._changed = threading.Condition(self._lock)  # of the queues
         self._gated = threading.Condition(self._lock)  # of the gates
-        self._queues: dict[Kind, deque[DiskOperation]] = {Kind.READ: deque(), Kind.WRITE: deque()}
+        self._queues: dict[OperationKind, deque[DiskOperation]] = {
+            OperationKind.READ: deque(),
+            OperationKind.WRITE: deque(),
+        }
         self._open: set[DiskOperation] = set()
         self._held: dict[int, DiskOperation] = {}  # thread -> operation of its piece
-        self._active_since_ns = dict.fromkeys(Kind, 0)
+        self._active_since_ns = dict.fromkeys(OperationKind, 0)
         self._closing = False
         self.forks = forks.count()
         """Number of forks before the process that has the threads."""
-        self._gates: dict[Kind, deque[DiskOperation]] = {}
+        self._gates: dict[OperationKind, deque[DiskOperation]] = {}
         self._gate_threads: list[threading.Thread] = []
         self._threads: list[threading.Thread] = []
         try:
@@ -94,7 +97,7 @@ class IoPool:
     def cancel(self, operation: DiskOperation) -> bool:
         """Cancels an operation of which no piece has started; False if one has."""
         with self._lock:
-            if operation.stage not in (Stage.WAITING, Stage.QUEUED):
+            if operation.stage not in (OperationStage.WAITING, OperationStage.QUEUED):
                 return False
             self._finish(operation)
             return True
@@ -106,7 +109,7 @@ class IoPool:
         with self._lock:
             self._closing = True
             for operation in list(self._open):
-                if operation.stage in (Stage.WAITING, Stage.QUEUED):
+                if operation.stage in (OperationStage.WAITING, OperationStage.QUEUED):
                     self._refuse(operation)
             self._changed.notify_all()
             self._gated.notify_all()
@@ -144,7 +147,7 @@ class IoPool:
 
     # Gates
 
-    def _gate(self, kind: Kind) -> deque[DiskOperation]:
+    def _gate(self, kind: OperationKind) -> deque[DiskOperation]:
         if kind not in self._gates:
             gate: deque[DiskOperation] = deque()
             self._gate_threads.append(self._start(self._run_gate, f"memo-disk-gate-{kind.value}", gate))
@@ -155,7 +158,7 @@ class IoPool:
         while (operation := self._first(gate)) is not None:
             failure = _wait_for(operation)
             with self._lock:
-                if operation.stage is Stage.WAITING:  # else cancelled, or the pool is closing
+                if operation.stage is OperationStage.WAITING:  # else cancelled, or the pool is closing
                     if failure is None:
                         operation.after = ()
                         self._enqueue(operation)
@@ -172,7 +175,7 @@ class IoPool:
 
     def _enqueue(self, operation: DiskOperation) -> None:
         queue = self._queues[operation.kind]
-        operation.stage = Stage.QUEUED
+        operation.stage = OperationStage.QUEUED
         queue.append(operation)
         self._changed.notify(len(operation.pieces))
 
@@ -196,7 +199,7 @@ class IoPool:
     def _take(self) -> tuple[DiskOperation, Piece] | None:
         with self._lock:
             while True:
-                for kind in (Kind.READ, Kind.WRITE):
+                for kind in (OperationKind.READ, OperationKind.WRITE):
                     task = self._next_piece(self._queues[kind])
                     if task is not None:
                         return task
@@ -207,13 +210,13 @@ class IoPool:
     def _next_piece(self, queue: deque[DiskOperation]) -> tuple[DiskOperation, Piece] | None:
         while queue:
             operation = queue[0]
-            if operation.stage is Stage.DONE or operation.next_piece == len(operation.pieces):
+            if operation.stage is OperationStage.DONE or operation.next_piece == len(operation.pieces):
                 queue.popleft()
                 continue
             piece = operation.pieces[operation.next_piece]
             me, now = threading.get_ident(), time.monotonic_ns()
-            if operation.stage is Stage.QUEUED:
-                operation.stage = Stage.RUNNING
+            if operation.stage is OperationStage.QUEUED:
+                operation.stage = OperationStage.RUNNING
                 operation.start_ns = now
             if not self._runs(operation.kind):
                 self._active_since_ns[operation.kind] = now
@@ -223,7 +226,7 @@ class IoPool:
             return operation, piece
         return None
 
-    def _runs(self, kind: Kind) -> bool:
+    def _runs(self, kind: OperationKind) -> bool:
         """True while a piece of this kind is in hand."""
         return any(operation.kind is kind for operation in self._held.values())
 
@@ -252,7 +255,7 @@ class IoPool:
         end = len(operation.pieces)
         operation.unfinished -= end - operation.next_piece
         operation.next_piece = end
-        if operation.stage is Stage.WAITING:
+        if operation.stage is OperationStage.WAITING:
             self._finish(operation)
 
     def _refuse(self, operation: DiskOperation) -> None:
@@ -261,7 +264,7 @@ class IoPool:
         self._finish(operation)
 
     def _finish(self, operation: DiskOperation) -> None:
-        if operation.stage is Stage.DONE:
+        if operation.stage is OperationStage.DONE:
             return
         self._open.discard(operation)
         operation.finish()
@@ -270,7 +273,7 @@ class IoPool:
 def _wait_for(operation: DiskOperation) -> BaseException | None:
     """Waits for the operation's events; returns the failure of one, or None."""
     for event in operation.after:
-        if operation.stage is Stage.DONE:
+        if operation.stage is OperationStage.DONE:
             return None
         try:
             event.synchronize()

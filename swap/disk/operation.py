@@ -25,10 +25,10 @@ from memo.errors import MemoError, StoreReadError, StoreWriteError, SwapError
 if TYPE_CHECKING:
     from memo.swap.backends.protocol import Event
 
-__all__ = ["DiskExtent", "DiskOperation", "Kind", "Piece", "Stage", "check_fits"]
+__all__ = ["DiskExtent", "DiskOperation", "OperationKind", "OperationStage", "Piece", "check_fits"]
 
 
-class Kind(enum.Enum):
+class OperationKind(enum.Enum):
     """Direction of a transfer; the value is used in messages."""
 
     WRITE = "write"
@@ -37,10 +37,10 @@ class Kind(enum.Enum):
     @property
     def error(self) -> type[StoreReadError] | type[StoreWriteError]:
         """Exception class for a failure in this direction."""
-        return StoreWriteError if self is Kind.WRITE else StoreReadError
+        return StoreWriteError if self is OperationKind.WRITE else StoreReadError
 
 
-class Stage(enum.Enum):
+class OperationStage(enum.Enum):
     """State of an operation; the value is used in the stall warning."""
 
     WAITING = "waiting for the copies before it"
@@ -105,7 +105,7 @@ class DiskOperation:
 
     def __init__(
         self,
-        kind: Kind,
+        kind: OperationKind,
         extent: DiskExtent,
         tensor: torch.Tensor,
         *,
@@ -125,7 +125,7 @@ class DiskOperation:
         self.place = place
         self.cancel_with = cancel_with
         self.stall_warning_s = stall_warning_s
-        self.stage = Stage.WAITING
+        self.stage = OperationStage.WAITING
         self.next_piece = 0
         self.unfinished = len(pieces)
         self.start_ns = 0
@@ -141,12 +141,12 @@ class DiskOperation:
         self.extent.pending -= 1
         self.tensor = None
         self.after = ()
-        self.stage = Stage.DONE
+        self.stage = OperationStage.DONE
         self._running.release()
 
     def query(self) -> bool:
         """Returns True once the operation is done, failed or cancelled."""
-        return self.stage is Stage.DONE
+        return self.stage is OperationStage.DONE
 
     def synchronize(self) -> None:
         """Waits until the operation is done; warns once when that takes longer than the stall limit.
@@ -170,7 +170,7 @@ class DiskOperation:
 
     def _wait(self, timeout_s: float) -> bool:
         """True once done; each waiter releases the lock for the next one."""
-        if self.stage is Stage.DONE:
+        if self.stage is OperationStage.DONE:
             return True
         forks.require_same(self._forks)
         if not self._running.acquire(timeout=timeout_s):

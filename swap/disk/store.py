@@ -20,7 +20,7 @@ from memo import forks
 from memo.errors import SwapError
 from memo.swap.backends.protocol import Event
 from memo.swap.disk.io_threads import IoPool
-from memo.swap.disk.operation import DiskExtent, DiskOperation, Kind, check_fits
+from memo.swap.disk.operation import DiskExtent, DiskOperation, OperationKind, check_fits
 from memo.swap.disk.raw_file import RawFile
 from memo.swap.disk.scratch import ScratchSpace
 from memo.swap.disk.transfer import Transfer
@@ -105,13 +105,13 @@ class DiskStore:
             capacity_bytes=self._space.capacity,
             used_bytes=self._space.used,
             peak_bytes=self._space.peak,
-            bytes_written=moved[Kind.WRITE],
-            bytes_read=moved[Kind.READ],
-            write_errors=errors[Kind.WRITE],
-            read_errors=errors[Kind.READ],
+            bytes_written=moved[OperationKind.WRITE],
+            bytes_read=moved[OperationKind.READ],
+            write_errors=errors[OperationKind.WRITE],
+            read_errors=errors[OperationKind.READ],
             read_retries=self._transfer.read_retries,
-            write_busy_s=busy_ns[Kind.WRITE] / 1e9,
-            read_busy_s=busy_ns[Kind.READ] / 1e9,
+            write_busy_s=busy_ns[OperationKind.WRITE] / 1e9,
+            read_busy_s=busy_ns[OperationKind.READ] / 1e9,
         )
 
     def reserve(self, nbytes: int) -> DiskExtent | None:
@@ -136,14 +136,14 @@ class DiskStore:
         """Writes all of `source` to the start of `extent` once `after` is done."""
         self._check(extent, source, extent.nbytes)
         extent.written_bytes = source.numel()
-        return self._submit(Kind.WRITE, extent, source, after)
+        return self._submit(OperationKind.WRITE, extent, source, after)
 
     def read(self, extent: DiskExtent, target: torch.Tensor, *, after: Sequence[Event] = ()) -> DiskOperation:
         """Fills `target` from the start of `extent`. A verifying store takes only reads of all that was written."""
         self._check(extent, target, extent.written_bytes)
         if self._transfer.verify and target.numel() != extent.written_bytes:
             raise ValueError(f"a verified read takes all {extent.written_bytes} bytes, not {target.numel()}")
-        return self._submit(Kind.READ, extent, target, after)
+        return self._submit(OperationKind.READ, extent, target, after)
 
     def close(self) -> None:
         """Completes running operations, fails the others, ends the threads and closes the files. Idempotent."""
@@ -161,7 +161,9 @@ class DiskStore:
             raise ValueError(f"the disk store takes CPU tensors, not one on {tensor.device}")
         check_fits(extent, tensor, limit)
 
-    def _submit(self, kind: Kind, extent: DiskExtent, tensor: torch.Tensor, after: Sequence[Event]) -> DiskOperation:
+    def _submit(
+        self, kind: OperationKind, extent: DiskExtent, tensor: torch.Tensor, after: Sequence[Event]
+    ) -> DiskOperation:
         operation = DiskOperation(
             kind,
             extent,

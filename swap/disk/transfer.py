@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from memo.errors import CorruptBlock
-from memo.swap.disk.operation import DiskOperation, Kind, Piece
+from memo.swap.disk.operation import DiskOperation, OperationKind, Piece
 from memo.swap.disk.raw_file import BLOCK_ALIGN, RawFile, error_name
 from memo.swap.memory.page_aligned import Bounce, padded_bytes
 
@@ -38,8 +38,8 @@ class Transfer:
     def __init__(self, files: Sequence[RawFile], *, verify: bool) -> None:
         self.files = files
         self.verify = verify
-        self.bytes_moved = dict.fromkeys(Kind, 0)
-        self.errors = dict.fromkeys(Kind, 0)
+        self.bytes_moved = dict.fromkeys(OperationKind, 0)
+        self.errors = dict.fromkeys(OperationKind, 0)
         self.read_retries = 0
         self.lock = threading.Lock()
 
@@ -54,7 +54,7 @@ class Transfer:
         assert tensor is not None, "an operation keeps its tensor until it is done"
         file = self.files[piece.file_index]
         try:
-            if operation.kind is Kind.WRITE:
+            if operation.kind is OperationKind.WRITE:
                 self._write(file, tensor, operation, piece, bounce)
             else:
                 self._read_with_retries(file, tensor, operation, piece, bounce)
@@ -80,7 +80,7 @@ class Transfer:
         if self.verify:
             operation.extent.checksums[piece.start] = zlib.crc32(data[: piece.nbytes])
         _move_fully(file.pwrite, data, piece.file_offset, "wrote")
-        self._count(Kind.WRITE, len(data))
+        self._count(OperationKind.WRITE, len(data))
 
     def _read_with_retries(
         self, file: RawFile, tensor: torch.Tensor, operation: DiskOperation, piece: Piece, bounce: Bounce
@@ -102,7 +102,7 @@ class Transfer:
         direct = _direct_view(file, tensor, piece)
         data = bounce.view[: _whole_blocks(piece.nbytes)] if direct is None else direct
         _move_fully(file.pread, data, piece.file_offset, "read")
-        self._count(Kind.READ, len(data))
+        self._count(OperationKind.READ, len(data))
         if self.verify and zlib.crc32(data[: piece.nbytes]) != operation.extent.checksums.get(piece.start):
             raise CorruptBlock(
                 f"{operation.describe()}: {piece.nbytes} bytes at {piece.file_offset} in {file.directory}"
@@ -111,7 +111,7 @@ class Transfer:
         if direct is None:
             ctypes.memmove(tensor.data_ptr() + piece.start, bounce.address, piece.nbytes)
 
-    def _count(self, kind: Kind, nbytes: int) -> None:
+    def _count(self, kind: OperationKind, nbytes: int) -> None:
         with self.lock:
             self.bytes_moved[kind] += nbytes
 

@@ -28,11 +28,11 @@ from memo.swap.engine.coded_copy import CodedCopy, can_code
 from memo.swap.engine.d2h import CopyOut
 from memo.swap.engine.eligibility import STAYS, Eligibility
 from memo.swap.engine.h2d import Reload
-from memo.swap.engine.handles import Handle, Kept, Sharded
+from memo.swap.engine.handles import Handle, KeptTensor, Sharded
 from memo.swap.engine.layer_calls import LayerCalls
 from memo.swap.engine.release import Release
 from memo.swap.engine.saved_storage import BACK, UNCHANGED, Hold, SavedStorage, content_of
-from memo.swap.engine.spills import Outcome, SpillFigures, Spills
+from memo.swap.engine.spills import SpillFigures, SpillOutcome, Spills
 from memo.swap.engine.stream_order import StreamOrder
 from memo.swap.engine.telemetry import Telemetry
 from memo.swap.engine.tier_choice import TierChoice, WhenFull
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from typing import Any
 
-    from memo.events import Tier as TierName, Tracer
+    from memo.events import TierName as TierName, Tracer
     from memo.kernels import Codec
     from memo.swap.backends.protocol import Backend
     from memo.swap.engine.handles import Packed
@@ -391,22 +391,22 @@ class Engine:
         group = self._layer_calls.open
         kind = type(tensor)
         if group is None or kind is Parameter or (self._is_capturing() and self.is_captured()):
-            return Kept(tensor)
+            return KeptTensor(tensor)
         if kind is not Tensor or tensor.layout is not STRIDED:
             return self._pack_other(tensor)
         storage = tensor.untyped_storage()
         known = self._find(ref(storage))
         if known is STAYS:
-            return Kept(tensor)
+            return KeptTensor(tensor)
         with self._lock:
             hold = None if known is None else known()
             if hold is not None and has_hidden_state(tensor):
-                return Kept(tensor)  # it reads the same bytes in another way
+                return KeptTensor(tensor)  # it reads the same bytes in another way
             if content is None:
                 content = content_of(tensor) if tensor._version else UNCHANGED
             if hold is not None and hold.saved.content == content:
                 if hold.saved.coded is not None and hold.saved.coded.dtype is not tensor.dtype:
-                    return Kept(tensor)  # the codes are of values of another type
+                    return KeptTensor(tensor)  # the codes are of values of another type
                 if hold.saved.sum is not None:
                     hold.saved.verify(tensor)
                 self._stats.deduplicated += 1
@@ -417,7 +417,7 @@ class Engine:
                     self._release.clear_limbo_of(storage)
                 nbytes = storage.nbytes()
                 if nbytes < self._min_bytes or self._eligibility.stays(tensor, storage, nbytes, group):
-                    return Kept(tensor)
+                    return KeptTensor(tensor)
                 hold = self._begin_storage(tensor, storage, nbytes, group, content=content)
             self._stats.packed += 1
         if self._dropped:
@@ -432,10 +432,10 @@ class Engine:
     def _pack_other(self, tensor: torch.Tensor) -> Packed:
         """Packs a parameter, sparse tensor or subclass: all stay but the local part of a DTensor."""
         if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
-            return Kept(tensor)
+            return KeptTensor(tensor)
         local = local_part(tensor)
         if local is tensor:
-            return Kept(tensor)
+            return KeptTensor(tensor)
         # Changes of a sharded tensor are counted there and not at its local part.
         packed = self.pack(local.detach(), content_of(tensor))
         if not is_sharded(tensor):
@@ -459,7 +459,7 @@ class Engine:
             ModifiedAfterSave: the tensor was changed in place after it was saved (R4).
             SwapError: its reload failed, or the engine is closed; the handle stays valid.
         """
-        if type(handle) is Kept:
+        if type(handle) is KeptTensor:
             if handle.tensor._version != handle.version:
                 raise handle.modified()
             if not by_backward:
@@ -535,7 +535,7 @@ class Engine:
 
     # Ends.
 
-    def spills(self, step: int) -> Mapping[Outcome, SpillFigures]:
+    def spills(self, step: int) -> Mapping[SpillOutcome, SpillFigures]:
         """What tiers had no room for so far, by what became of it. `step` is that under way."""
         with self._lock:
             return self._spills.figures(step)

@@ -18,7 +18,7 @@ from memo.swap.tensor_kinds import is_sharded, local_part
 if TYPE_CHECKING:
     from memo.swap.engine.saved_storage import Geometry, Hold
 
-__all__ = ["Guard", "Handle", "Kept", "Packed", "Sharded"]
+__all__ = ["Guard", "Handle", "KeptTensor", "Packed", "Sharded"]
 
 
 class Guard:
@@ -72,7 +72,7 @@ class Handle:
         return _modified(self.geometry[1], self.guard.dtype, self.version, self.guard._version, self.hold.saved.module)
 
 
-class Kept:
+class KeptTensor:
     """A saved tensor that stays on the device; in-place changes are detected all the same (R4)."""
 
     __slots__ = ("tensor", "version")
@@ -97,7 +97,7 @@ class Sharded:
 
     __slots__ = ("guard", "kind", "local", "spec", "version")
 
-    def __init__(self, tensor: torch.Tensor, local: Handle | Kept) -> None:
+    def __init__(self, tensor: torch.Tensor, local: Handle | KeptTensor) -> None:
         self.kind: Any = type(tensor)
         self.spec = tensor._spec  # type: ignore[attr-defined]
         self.local = local
@@ -116,7 +116,7 @@ class Sharded:
         return whole
 
 
-Packed = Handle | Kept | Sharded
+Packed = Handle | KeptTensor | Sharded
 """The result of `Engine.pack`."""
 
 

@@ -11,16 +11,16 @@ import dataclasses
 import enum
 from typing import TYPE_CHECKING
 
-from memo.events import Tier
+from memo.events import TierName
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
     from memo.swap.engine.layer_calls import Group
 
-__all__ = ["LayerSpill", "Outcome", "SpillFigures", "Spills", "StepSpill"]
+__all__ = ["LayerSpill", "SpillFigures", "SpillOutcome", "Spills", "StepSpill"]
 
 
-class Outcome(enum.Enum):
+class SpillOutcome(enum.Enum):
     """What became of bytes that a tier had no room for."""
 
     SPILLED = enum.auto()
@@ -37,9 +37,9 @@ class LayerSpill:
 
     module: str
     nbytes: int
-    full: Tier
+    full: TierName
     """The tier that had no room."""
-    tier: Tier | None
+    tier: TierName | None
     """The tier that took the bytes, of several the last one; None: the layer is recomputed."""
     saved_nbytes: int
     """Bytes that its call saved, spilled or not."""
@@ -47,18 +47,18 @@ class LayerSpill:
     """Mean bytes that its earlier calls saved; 0: there was none."""
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> SpillOutcome:
         """What became of the bytes."""
         if self.tier is None:
-            return Outcome.RECOMPUTED
-        return Outcome.STAYED if self.tier is Tier.DEVICE else Outcome.SPILLED
+            return SpillOutcome.RECOMPUTED
+        return SpillOutcome.STAYED if self.tier is TierName.DEVICE else SpillOutcome.SPILLED
 
     def __str__(self) -> str:
         usual = f", {self.saved_nbytes / self.usual_nbytes:.2g} times its mean" if self.usual_nbytes else ""
         became = {
-            Outcome.SPILLED: f" and went to the {self.tier} tier",
-            Outcome.STAYED: " and stayed on the device",
-            Outcome.RECOMPUTED: ", so the layer is recomputed",
+            SpillOutcome.SPILLED: f" and went to the {self.tier} tier",
+            SpillOutcome.STAYED: " and stayed on the device",
+            SpillOutcome.RECOMPUTED: ", so the layer is recomputed",
         }
         return (
             f"{self.module} saved {format_bytes(self.saved_nbytes)}{usual}: {format_bytes(self.nbytes)} found no room in "
@@ -112,11 +112,11 @@ class Spills:
     """Bytes of one engine that found no room in their tier; callers hold its lock."""
 
     def __init__(self) -> None:
-        self._totals = {outcome: _Total() for outcome in Outcome}
-        self._lacking: collections.Counter[Tier] = collections.Counter()  # since `take_lacking`
+        self._totals = {outcome: _Total() for outcome in SpillOutcome}
+        self._lacking: collections.Counter[TierName] = collections.Counter()  # since `take_lacking`
         self._usual: dict[str, tuple[int, int]] = {}  # layer -> its calls so far, and the bytes that they saved
 
-    def add(self, group: Group, nbytes: int, full: Tier, tier: Tier | None) -> None:
+    def add(self, group: Group, nbytes: int, full: TierName, tier: TierName | None) -> None:
         """Counts bytes of a layer's call that the tier `full` had no room for; `tier` took them, or None: recomputed."""
         calls, total = self._usual.get(group.module, (0, 0))
         if group.has_ended:  # its own bytes are in the mean already
@@ -129,7 +129,7 @@ class Spills:
             saved_nbytes=group.nbytes,
             usual_nbytes=total / calls if calls else 0.0,
         )
-        if layer.outcome is not Outcome.SPILLED:
+        if layer.outcome is not SpillOutcome.SPILLED:
             self._lacking[full] += nbytes
         same = self._totals[layer.outcome]
         same.nbytes += nbytes
@@ -157,12 +157,12 @@ class Spills:
                 same.now.clear()
         return ended
 
-    def take_lacking(self) -> dict[Tier, int]:
+    def take_lacking(self) -> dict[TierName, int]:
         """Bytes by the full tier that no tier took since the last call: they stayed, or their layer was recomputed."""
         lacking, self._lacking = dict(self._lacking), collections.Counter()
         return lacking
 
-    def figures(self, step: int) -> dict[Outcome, SpillFigures]:
+    def figures(self, step: int) -> dict[SpillOutcome, SpillFigures]:
         """Figures of each outcome so far, those of the step under way, `step`, among them; none where there were none."""
         return {
             outcome: SpillFigures(

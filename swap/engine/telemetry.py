@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from memo.events import StallCause, Tier, Tracer
+    from memo.events import StallCause, TierName, Tracer
     from memo.swap.backends.protocol import Backend, Stamp
     from memo.swap.engine.saved_storage import SavedStorage
 
@@ -74,7 +74,7 @@ class Telemetry:
         self.trace = None if tracer is None else TraceEvents(tracer, self._backend)
         self.changed = None if self.trace is None else self.trace.changed
 
-    def left(self, saved: SavedStorage, tier: Tier, sign: int = 1) -> None:
+    def left(self, saved: SavedStorage, tier: TierName, sign: int = 1) -> None:
         """Counts a storage as gone to `tier`; with `sign` -1 as not gone."""
         nbytes = saved.place_nbytes
         if saved.coded is not None:

@@ -11,7 +11,7 @@ import math
 from typing import TYPE_CHECKING
 
 from memo.errors import HostBudgetExceeded, ScratchFull, SwapError, UsageError
-from memo.events import Tier as TierName
+from memo.events import TierName as TierName
 from memo.swap.placement import Quota
 from memo.swap.tiers.host_and_disk import PAGE
 from memo.units import format_bytes

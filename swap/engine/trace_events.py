@@ -12,7 +12,7 @@ import contextlib
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from memo.events import Lane, Note, Span, Stall, StateChange, Use
+from memo.events import Lane, Note, Span, Stall, StateChange, StorageUse
 from memo.swap.engine.python_lines import python_lines
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class TraceEvents:
 
     def used(self, saved: SavedStorage, how: UseKind) -> None:
         """Emits the first read of a storage by backward."""
-        self._tracer.emit(Use(t=self._tracer.now(), step=self._tracer.step, id=saved.id, how=how))
+        self._tracer.emit(StorageUse(t=self._tracer.now(), step=self._tracer.step, id=saved.id, how=how))
 
     def noted(self, cause: str, message: str, module: str | None = None) -> None:
         """Emits a warning or a fallback, of a layer where one is named."""

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 
 from memo.errors import Infeasible, SolverTimeout
 from memo.lru import LRU
-from memo.mip.address import DEVICE, Buffer, Method, Problem, solve
+from memo.mip.address import DEVICE, AddressProblem, Buffer, Method, solve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from memo.swap.memory.free_list import FreeList
 
-__all__ = ["Layout", "StepRecorder", "plan_layout"]
+__all__ = ["AddressLayout", "StepRecorder", "plan_layout"]
 
 PLAN_SECONDS = 1.0  # time limit of one plan; a step of 1,000 storages takes a few milliseconds
 KEPT_LAYOUTS = 8  # as many sequence lengths may alternate without planning again
@@ -35,7 +35,7 @@ KEPT_SIZES = 64  # first sizes of which it is remembered
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class AddressLayout:
     """Offsets of one step's claims, in order; None for a claim that the arena refused or that first fit serves."""
 
     sizes: tuple[int, ...]
@@ -76,9 +76,9 @@ class StepRecorder:
         """Claims of this step that did not get their planned place."""
         self._clock = 0
         self._lives: list[_Life] = []
-        self._layouts: collections.OrderedDict[int, Layout] = collections.OrderedDict()
+        self._layouts: collections.OrderedDict[int, AddressLayout] = collections.OrderedDict()
         self._known: LRU[int, _Known] = LRU(KEPT_SIZES)
-        self._following: Layout | None = None
+        self._following: AddressLayout | None = None
 
     @property
     def nbytes(self) -> int:
@@ -161,17 +161,17 @@ class StepRecorder:
         return known.plans <= PLANS_EACH
 
 
-def plan_layout(lives: Sequence[_Life], alignment: int, capacity: int) -> Layout | None:
+def plan_layout(lives: Sequence[_Life], alignment: int, capacity: int) -> AddressLayout | None:
     """Plans the offsets of one step's claims within `capacity` bytes; None when the solver finds none in time."""
     held = [number for number, life in enumerate(lives) if life.end]
     if (nbytes := _first_fit_nbytes(lives, held, alignment)) is not None:
         sizes = tuple(life.nbytes for life in lives)
-        return Layout(sizes=sizes, offsets=(None,) * len(lives), nbytes=nbytes, lower_bound_nbytes=nbytes)
+        return AddressLayout(sizes=sizes, offsets=(None,) * len(lives), nbytes=nbytes, lower_bound_nbytes=nbytes)
     buffers = [
         Buffer(id=str(number), start=lives[number].start, end=lives[number].end, nbytes=lives[number].nbytes)
         for number in held
     ]
-    problem = Problem(buffers=tuple(buffers), alignment=alignment, capacities={DEVICE: capacity})
+    problem = AddressProblem(buffers=tuple(buffers), alignment=alignment, capacities={DEVICE: capacity})
     try:
         plan = solve(problem, time_limit_s=PLAN_SECONDS, method=Method.SEARCH)
     except (Infeasible, SolverTimeout):
@@ -180,7 +180,7 @@ def plan_layout(lives: Sequence[_Life], alignment: int, capacity: int) -> Layout
     for number, offset in zip(held, plan.offsets, strict=True):
         offsets[number] = offset
     arena = plan.arenas[0]
-    return Layout(
+    return AddressLayout(
         sizes=tuple(life.nbytes for life in lives),
         offsets=tuple(offsets),
         nbytes=arena.nbytes,

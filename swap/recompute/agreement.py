@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from memo.lru import LRU
 
 if TYPE_CHECKING:
-    from memo.swap.recompute.rank_agreement import Ranks
-    from memo.swap.recompute.tape.log import Collective
+    from memo.swap.recompute.rank_agreement import AgreeingRanks
+    from memo.swap.recompute.tape.log import LoggedCollective
     from memo.swap.recompute.tape.tape import Tape
 
 __all__ = ["Agreements", "CollectiveAgreement", "Shared"]
@@ -91,11 +91,11 @@ class Shared:
 class Agreements:
     """Agreements of the ranks, by layer and kind of call."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: AgreeingRanks) -> None:
         self._ranks = ranks
         self._kinds: dict[str, LRU[tuple[Any, ...], CollectiveAgreement]] = {}
 
-    def shared(self, layer: str, kind: tuple[Any, ...], collectives: Sequence[Collective]) -> Shared:
+    def shared(self, layer: str, kind: tuple[Any, ...], collectives: Sequence[LoggedCollective]) -> Shared:
         """The collectives of a call.
 
         Args:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from memo.swap.levels import Level, Setting
 from memo.swap.recompute.tape.bans import NO_BANS, Bans, banned
-from memo.swap.recompute.tape.cut import Cut, Problem, cheapest, curve
+from memo.swap.recompute.tape.cut import Cut, CutProblem, cheapest, curve
 from memo.swap.recompute.tape.fitting import fitting_cut
 from memo.swap.recompute.tape.log import Origin
 from memo.swap.recompute.tape.plan import Plan, Sources, keep_bits, plan_of, problem_of
@@ -63,7 +63,7 @@ class Choice:
         """Steps that are not repeated at a level, each with the reason."""
         return banned(self.tape, level, chosen=self.bans, also=self.never)
 
-    def problem(self, level: Level) -> Problem:
+    def problem(self, level: Level) -> CutProblem:
         """The minimum cut problem at a level."""
         return problem_of(
             self.tape, self.banned(level), self.sources, self.wanted, self.stuck, self.tape.costs, self.always

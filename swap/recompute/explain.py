@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from memo.swap.layers import Layer
     from memo.swap.recompute.tape.cut import Cut
     from memo.swap.recompute.tape.plan import Sources
-    from memo.swap.recompute.tape.tape import Step, Tape
+    from memo.swap.recompute.tape.tape import Tape, TapeStep
 
 __all__ = ["explain"]
 
@@ -142,7 +142,7 @@ class _Rows:
             replay_us=None,
         )
 
-    def _step(self, step: Step) -> Row:
+    def _step(self, step: TapeStep) -> Row:
         tape = self._tape
         results = uses_in(step.out)
         made = set(step.makes)
@@ -175,7 +175,7 @@ class _Rows:
             return Fate.REPLAYED
         return Fate.STAYS if content in self._saved_contents else Fate.UNUSED
 
-    def _why(self, step: Step, content: int, fate: Fate) -> str:
+    def _why(self, step: TapeStep, content: int, fate: Fate) -> str:
         number = step.number
         if fate is Fate.UNUSED:
             return ""

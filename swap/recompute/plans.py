@@ -27,12 +27,12 @@ from memo.swap.recompute.trials import Case, Trials
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
-    from memo.swap.recompute.rank_agreement import Ranks
+    from memo.swap.recompute.rank_agreement import AgreeingRanks
     from memo.swap.recompute.recorded_call import Ended, OpenCall, RecordedCall
     from memo.swap.recompute.tape.log import Holds, Key
     from memo.swap.recompute.tape.work import Rates
 
-__all__ = ["Found", "Plans", "Refused"]
+__all__ = ["Found", "Plans", "RefusedPlan"]
 
 MOST_PLANS = 512
 """Plans that are remembered, over all layers, settings and lengths."""
@@ -44,7 +44,7 @@ MOST_SHORT = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedPlan:
     """A log whose call moves whole."""
 
     reason: str | None
@@ -54,7 +54,7 @@ class Refused:
     """The next call is tried out again."""
 
 
-Found = Plan | Refused
+Found = Plan | RefusedPlan
 
 
 class Plans:
@@ -70,7 +70,7 @@ class Plans:
     def __init__(
         self,
         engine: Engine,
-        ranks: Ranks,
+        ranks: AgreeingRanks,
         bans: Mapping[str, Bans],
         *,
         rates: Rates | None = None,
@@ -172,7 +172,7 @@ class Plans:
         _, (log, sources, wanted, stuck), opaque, setting = key
         choice = Choice(self._tape_of(log, opaque), sources, wanted, stuck, self._bans.get(layer, NO_BANS))
         found = self._latest.get(layer)
-        if isinstance(found, (Plan, Refused)):
+        if isinstance(found, (Plan, RefusedPlan)):
             choice = dataclasses.replace(choice, never=found.wrong)
         return choice, setting, found
 
@@ -202,15 +202,15 @@ class Plans:
             case = self._case(call, recorded, setting, opaque)
             trials = self.trials.run
             found, shared = self._made(case, shared)
-            tries_again = isinstance(found, Refused) and found.for_now
+            tries_again = isinstance(found, RefusedPlan) and found.for_now
             if self.trials.run != trials and not self.trials.proves(call):
                 tries_again = True
             if not tries_again:
                 self._found[key] = found
             if call.kind not in self._holds or self.trials.run != trials:
                 following = self._next(case, shared, found)
-                self._holds[call.kind] = {} if isinstance(following, Refused) else following.holds
-            if layer in self.trials.unit_s and not isinstance(found, Refused):
+                self._holds[call.kind] = {} if isinstance(following, RefusedPlan) else following.holds
+            if layer in self.trials.unit_s and not isinstance(found, RefusedPlan):
                 alike = (layer, call.recorder.values[0][2], opaque, *case.operators)
                 counted = self._alike.get(alike)
                 if counted is None:
@@ -249,7 +249,7 @@ class Plans:
     def _passes_again(self, call: OpenCall, recorded: RecordedCall, found: Found, key: tuple[Any, ...]) -> bool:
         """Tries a found plan again; True also where it cannot be: no room, other ranks, a device that is not here."""
         _, _, opaque, setting = key
-        if isinstance(found, Refused) or call.recorder.collectives or self._rates is not None:
+        if isinstance(found, RefusedPlan) or call.recorder.collectives or self._rates is not None:
             return True
         unlike = self.trials.again(self._case(call, recorded, setting, opaque), found)
         if unlike is None:
@@ -308,7 +308,7 @@ class Plans:
             return None
         return plan if plan.wanted else None
 
-    def _tried(self, case: Case, shared: Shared) -> Plan | Refused:
+    def _tried(self, case: Case, shared: Shared) -> Plan | RefusedPlan:
         """A plan that other ranks have no part in, tried out; or why there is none."""
         reason = None
         for _ in range(MOST_TRIALS):
@@ -316,7 +316,7 @@ class Plans:
             choice = case.choice.under(shared, wrong)
             cut = choice.cut(case.setting)
             if not cut.replayed:
-                return Refused(reason, wrong)
+                return RefusedPlan(reason, wrong)
             plan = choice.plan(cut)
             if self.trials.may_skip(case, plan):
                 return plan
@@ -325,14 +325,14 @@ class Plans:
             except torch.OutOfMemoryError:
                 self._short[case.layer] = short = self._short.get(case.layer, 0) + 1
                 reason = "there was no device memory to try its replay out"
-                return Refused(reason, wrong, for_now=short < MOST_SHORT)
+                return RefusedPlan(reason, wrong, for_now=short < MOST_SHORT)
             if unlike is None:
                 self.trials.passed(case, plan)
                 return dataclasses.replace(plan, wrong=wrong) if wrong else plan
             reason = str(unlike)
             if unlike.step is None or case.call.has_released:
-                return Refused(reason, wrong)
-        return Refused(reason, self.trials.wrong_of(case))
+                return RefusedPlan(reason, wrong)
+        return RefusedPlan(reason, self.trials.wrong_of(case))
 
     def _settled(self, case: Case, shared: Shared) -> tuple[Plan | None, Shared]:
         """Agrees with other ranks on the collectives of a new kind of call, and tries the plan out with them.
@@ -399,4 +399,4 @@ def _without(setting: Setting, kind: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _steps_of(found: Found) -> Sequence[int] | frozenset[int]:
     """Numbers of the steps that run again."""
-    return () if isinstance(found, Refused) else found.steps
+    return () if isinstance(found, RefusedPlan) else found.steps

@@ -20,14 +20,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from memo.errors import SwapError, UsageError
 from memo.lru import LRU
-from memo.swap.engine.handles import Guard, Kept, Sharded
+from memo.swap.engine.handles import Guard, KeptTensor, Sharded
 from memo.swap.engine.tier_choice import WhenFull
 from memo.swap.generators import leaves_generators
 from memo.swap.layers import Layer, is_gathered_whole, is_transformed
 from memo.swap.levels import LayerCosts, Level, Setting, setting_of
 from memo.swap.recompute.explain import explain
-from memo.swap.recompute.plans import Plans, Refused
-from memo.swap.recompute.rank_agreement import CollectiveRecorder, Ranks
+from memo.swap.recompute.plans import Plans, RefusedPlan
+from memo.swap.recompute.rank_agreement import AgreeingRanks, CollectiveRecorder
 from memo.swap.recompute.recorded_call import OpenCall, RecordedCall
 from memo.swap.recompute.tape.bans import Bans
 from memo.swap.recompute.tape.checksums import Checksums
@@ -102,7 +102,7 @@ class RecomputePolicy:
         """Number of the last call of a layer at a setting, and of the last one that was tried."""
         self._long: dict[str, str] = {}
         """Layer -> reason, for layers of more operators than are planned, which are not recorded again."""
-        self._ranks = Ranks(engine.backend.device)
+        self._ranks = AgreeingRanks(engine.backend.device)
         self._plans = Plans(engine, self._ranks, self._bans, rates=rates)
         self._has_bytes = rates is None
         """False for a device that is not here: nothing unseen changes its tensors."""
@@ -110,7 +110,7 @@ class RecomputePolicy:
         """Parameters that had no memory before the first forward: something else gathers them, and releases them."""
         self._hearing: CollectiveRecorder | None = None
 
-    def pack(self, tensor: torch.Tensor) -> Handle | Kept | Sharded:
+    def pack(self, tensor: torch.Tensor) -> Handle | KeptTensor | Sharded:
         """The engine's hook for a tensor that autograd saves, which a recorder of the layer is told of."""
         now = self._open
         if now is None:
@@ -175,7 +175,7 @@ class RecomputePolicy:
         choice, setting, found = last
         level = setting if isinstance(setting, Level) else Level.SAVE_ATTENTION
         free = choice.for_next
-        is_refused = isinstance(found, Refused)  # all of it moves
+        is_refused = isinstance(found, RefusedPlan)  # all of it moves
         return explain(
             layer,
             setting="; ".join(filter(None, (str(setting), str(choice.bans)))),
@@ -396,7 +396,7 @@ class RecomputePolicy:
                 ) from fault
             self._refuse(name, f"its replay could not be planned, by a fault of memo's ({place}); please report it")
             return {}
-        if isinstance(found, Refused):
+        if isinstance(found, RefusedPlan):
             if found.reason is not None:
                 self._refuse(name, found.reason)
             return {}

@@ -18,7 +18,7 @@ from memo.swap.recompute.tape.operators import call, group_of, operator_of
 from memo.swap.tensor_kinds import are_wrapped
 from memo.torch_private import OpOverload, TorchDispatchMode
 
-__all__ = ["CollectiveRecorder", "Ranks", "equal_on_all_ranks", "gather_values"]
+__all__ = ["AgreeingRanks", "CollectiveRecorder", "equal_on_all_ranks", "gather_values"]
 
 _T = TypeVar("_T")
 _Told = Mapping[str, tuple[str, str | None]]  # by layer: what this rank was told of it, and what is known against it
@@ -77,7 +77,7 @@ class CollectiveRecorder(TorchDispatchMode):
             self.groups.setdefault(group.group_name, group)
 
 
-class Ranks:
+class AgreeingRanks:
     """The process groups that each layer of one manager talks to, and their decisions."""
 
     def __init__(self, device: torch.device) -> None:

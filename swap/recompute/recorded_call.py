@@ -10,7 +10,7 @@ from weakref import ref
 
 import torch
 
-from memo.swap.engine.handles import Guard, Kept, Sharded
+from memo.swap.engine.handles import Guard, KeptTensor, Sharded
 from memo.swap.engine.saved_storage import content_of
 from memo.swap.kept import is_kept
 from memo.swap.layers import Layer, is_gathered_whole
@@ -214,12 +214,12 @@ class RecordedCall:
         beside = tuple(map(Guard, recorder.beside.get(number, {}).values()))
         if number >= 0 and recorder.storages[number][0] is Origin.PARAMETER:
             known = None if is_gathered_whole(self._call.layer.module) else ref(storage)
-            return Brought(Kept(tensor), storage.nbytes(), known, beside)
+            return Brought(KeptTensor(tensor), storage.nbytes(), known, beside)
         whole = recorder.sharded.get(ref(storage))
         if whole is not None:
-            return Brought(Sharded(whole, Kept(tensor)), storage.nbytes())
+            return Brought(Sharded(whole, KeptTensor(tensor)), storage.nbytes())
         if number in self._lent:
-            return Brought(Kept(tensor), storage.nbytes())
+            return Brought(KeptTensor(tensor), storage.nbytes())
         home = recorder.streams.get(number)
         here = home is None or home == engine.backend.current_stream()
         given = tensor
@@ -232,7 +232,7 @@ class RecordedCall:
             elif is_input and self._call.copies_input:
                 tensor, is_input, self.has_copied = self._copied(tensor, number), False, True
             # A copy of what a plan has for nothing stays: it counts as nothing.
-            packed: Packed = Kept(tensor) if is_small and number in self.sources.free else engine.pack(tensor)
+            packed: Packed = KeptTensor(tensor) if is_small and number in self.sources.free else engine.pack(tensor)
             if is_input and is_sharded(self._call.hidden) and not isinstance(packed, Sharded):
                 packed = Sharded(self._call.hidden, packed)  # which alone counts changes of the whole
             return Brought(packed, tensor.untyped_storage().nbytes(), None, beside if tensor is given else ())

@@ -9,7 +9,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from memo.events import Lane, Tier as TierName
+from memo.events import Lane, TierName as TierName
 from memo.swap.memory.free_list import FreeList
 from memo.swap.memory.page_aligned import PAGE_BYTES, whole_pages
 from memo.swap.memory.planned_layout import StepRecorder

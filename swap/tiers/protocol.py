@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from memo.events import Lane, Tier as TierName
+    from memo.events import Lane, TierName as TierName
     from memo.swap.backends.protocol import Event, Timed
 
 __all__ = ["Extent", "Tier"]

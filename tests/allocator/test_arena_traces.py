@@ -10,7 +10,7 @@ from standin_runtime import Call, Driver, open_standin
 
 from memo.allocator import AllocationTrace
 from memo.allocator.native import Native
-from memo.allocator.planned_allocator import PlannedAllocator, Stage
+from memo.allocator.planned_allocator import AllocatorStage, PlannedAllocator
 from memo.gpt import preset
 from memo.record import gpt_step, record_step
 
@@ -50,7 +50,7 @@ def test_a_recorded_step_replays_at_its_lower_bound_without_a_fallback(native: N
         with allocator.step():
             driver.run(calls)
         driver.free_all()
-    assert allocator.stage() is Stage.REPLAY
+    assert allocator.stage() is AllocatorStage.REPLAY
     assert allocator.last is not None
     assert (allocator.last.fallbacks, allocator.last.first) == (0, None)
     assert allocator.last.planned + allocator.last.outside == allocator.last.requests > 10 * layers

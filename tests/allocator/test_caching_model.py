@@ -11,7 +11,7 @@ import pytest
 from memo.allocator import (
     Allocation,
     AllocationTrace,
-    Block,
+    CachedBlock,
     CachingAllocator,
     Segments,
     simulate_caching,
@@ -127,7 +127,7 @@ def random_trace(seed: int, count: int = 400) -> AllocationTrace:
 @pytest.mark.parametrize("seed", range(8))
 def test_live_blocks_never_overlap_and_fit_into_what_is_reserved(seed: int, segments: Segments) -> None:
     allocator = CachingAllocator(segments)
-    live: dict[str, Block] = {}
+    live: dict[str, CachedBlock] = {}
     for allocation, is_free in random_trace(seed).events():
         if is_free:
             allocator.free(live.pop(allocation.id))

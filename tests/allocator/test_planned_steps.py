@@ -14,12 +14,12 @@ from standin_runtime import Call, Driver, Standin, open_standin
 
 from memo.allocator import plan_in_background, planned_allocator
 from memo.allocator.native import Native
-from memo.allocator.plan_from_events import Request, layout_of, merge, problem_of, recording_of
+from memo.allocator.plan_from_events import AllocationRequest, layout_of, merge, problem_of, recording_of
 from memo.allocator.plan_in_background import Planning
-from memo.allocator.planned_allocator import PlannedAllocator, Stage
-from memo.allocator.step import Event, EventKind, Reason
+from memo.allocator.planned_allocator import AllocatorStage, PlannedAllocator
+from memo.allocator.step import EventKind, Reason, StepEvent
 from memo.errors import AllocatorError, SolverFailed
-from memo.mip.address import Buffer, Problem, check
+from memo.mip.address import AddressProblem, Buffer, check
 
 KIB = 1024
 SIDE = 0x77
@@ -88,7 +88,14 @@ def test_the_first_steps_warm_up_are_recorded_and_planned_and_then_replayed(
             allocator.wait()
         run(allocator, driver, STEP)
         stages.append(allocator.stage())
-    assert stages == [Stage.WARM_UP, Stage.RECORD, Stage.PLANNING, Stage.PLANNING, Stage.REPLAY, Stage.REPLAY]
+    assert stages == [
+        AllocatorStage.WARM_UP,
+        AllocatorStage.RECORD,
+        AllocatorStage.PLANNING,
+        AllocatorStage.PLANNING,
+        AllocatorStage.REPLAY,
+        AllocatorStage.REPLAY,
+    ]
     assert allocator.last is not None
     assert (allocator.last.planned, allocator.last.fallbacks) == (len(STEP) // 2, 0)
     layout = allocator.layout()
@@ -131,8 +138,8 @@ def test_the_least_recently_used_signature_is_forgotten(allocator: PlannedAlloca
         trained(allocator, driver, layers(2, 512), signature=name)
     run(allocator, driver, layers(2, 512), signature=first)
     trained(allocator, driver, layers(2, 512), signature=last)
-    assert allocator.stage(second) is Stage.WARM_UP
-    assert all(allocator.stage(name) is Stage.REPLAY for name in (first, *others, last))
+    assert allocator.stage(second) is AllocatorStage.WARM_UP
+    assert all(allocator.stage(name) is AllocatorStage.REPLAY for name in (first, *others, last))
 
 
 def test_frees_that_come_later_than_known_are_learned(allocator: PlannedAllocator, driver: Driver) -> None:
@@ -204,7 +211,7 @@ def test_a_step_that_fails_teaches_nothing(allocator: PlannedAllocator, driver: 
         failing()
     assert not allocator.in_step
     driver.free_all()
-    assert allocator.stage() is Stage.RECORD
+    assert allocator.stage() is AllocatorStage.RECORD
     run(allocator, driver, STEP)
     allocator.wait()
     run(allocator, driver, STEP)
@@ -226,15 +233,15 @@ def test_without_room_for_the_arena_steps_run_unplanned_and_say_so(
         allocator.begin_step()
     allocator.end_step()
     machine[1].limit(1 << 40)
-    assert allocator.stage() is Stage.UNPLANNED
+    assert allocator.stage() is AllocatorStage.UNPLANNED
     run(allocator, driver, STEP)
-    assert allocator.stage() is Stage.UNPLANNED
+    assert allocator.stage() is AllocatorStage.UNPLANNED
 
 
 def test_a_step_with_nothing_to_plan_is_left_alone(allocator: PlannedAllocator, driver: Driver) -> None:
     for _ in range(3):
         run(allocator, driver, [])
-    assert allocator.stage() is Stage.UNPLANNED
+    assert allocator.stage() is AllocatorStage.UNPLANNED
 
 
 def test_a_planner_that_fails_leaves_the_steps_unplanned(
@@ -244,7 +251,7 @@ def test_a_planner_that_fails_leaves_the_steps_unplanned(
     with pytest.warns(UserWarning, match="background planner"):
         trained(allocator, driver, STEP)
     run(allocator, driver, STEP)
-    assert allocator.stage() is Stage.UNPLANNED
+    assert allocator.stage() is AllocatorStage.UNPLANNED
 
 
 def test_blocks_of_several_streams_never_share_bytes(
@@ -311,8 +318,8 @@ def test_a_block_used_by_another_stream_is_not_reused_before_that_stream_is_done
     assert (allocator.last.outside, allocator.last.fallbacks) == (1, 0)
 
 
-def event(kind: EventKind, request: int, nbytes: int = 512, stream: int = 0) -> Event:
-    return Event(kind=kind, request=request, nbytes=nbytes, stream=stream, thread=0)
+def event(kind: EventKind, request: int, nbytes: int = 512, stream: int = 0) -> StepEvent:
+    return StepEvent(kind=kind, request=request, nbytes=nbytes, stream=stream, thread=0)
 
 
 def test_a_recording_counts_time_in_mallocs() -> None:
@@ -327,16 +334,16 @@ def test_a_recording_counts_time_in_mallocs() -> None:
         ]
     )
     assert recording == (
-        Request(nbytes=512, stream=0, end=2, shared=False),
-        Request(nbytes=1024, stream=0, end=3, shared=True),
-        Request(nbytes=512, stream=SIDE, end=None, shared=False),
+        AllocationRequest(nbytes=512, stream=0, end=2, shared=False),
+        AllocationRequest(nbytes=1024, stream=0, end=3, shared=True),
+        AllocationRequest(nbytes=512, stream=SIDE, end=None, shared=False),
     )
     assert [buffer.id for buffer in problem_of(recording).buffers] == ["0"]
 
 
 def test_merging_keeps_the_longest_life_and_refuses_other_requests() -> None:
-    def request(end: int | None, nbytes: int = 512, *, shared: bool = False) -> Request:
-        return Request(nbytes=nbytes, stream=0, end=end, shared=shared)
+    def request(end: int | None, nbytes: int = 512, *, shared: bool = False) -> AllocationRequest:
+        return AllocationRequest(nbytes=nbytes, stream=0, end=end, shared=shared)
 
     assert merge((request(1), request(5), request(2)), (request(3), request(None), request(2, shared=True))) == (
         request(3),
@@ -349,7 +356,8 @@ def test_merging_keeps_the_longest_life_and_refuses_other_requests() -> None:
 
 def test_a_layout_puts_each_stream_in_a_region_of_its_own() -> None:
     recording = tuple(
-        Request(nbytes=1024, stream=stream, end=n + 1, shared=False) for n, stream in enumerate([0, SIDE, 0, SIDE])
+        AllocationRequest(nbytes=1024, stream=stream, end=n + 1, shared=False)
+        for n, stream in enumerate([0, SIDE, 0, SIDE])
     )
     planning = Planning(problem_of(recording), time_limit_s=5.0)
     layout = layout_of(recording, planning.result())
@@ -359,12 +367,12 @@ def test_a_layout_puts_each_stream_in_a_region_of_its_own() -> None:
 
 
 def test_the_background_plan_is_checked_and_says_why_it_failed() -> None:
-    problem = Problem(buffers=(Buffer(id="a", start=0, end=1, nbytes=512),), alignment=512)
+    problem = AddressProblem(buffers=(Buffer(id="a", start=0, end=1, nbytes=512),), alignment=512)
     planning = Planning(problem, time_limit_s=5.0)
     plan = planning.result()
     assert planning.done()
     assert check(plan) is None
-    impossible = Problem(buffers=problem.buffers, alignment=512, capacities={"device": 256})
+    impossible = AddressProblem(buffers=problem.buffers, alignment=512, capacities={"device": 256})
     with pytest.raises(SolverFailed, match="device"):
         Planning(impossible, time_limit_s=5.0).result()
 
@@ -374,7 +382,7 @@ def test_a_planning_that_is_dropped_ends_its_process(tmp_path: Path, monkeypatch
     slow.write_text("#!/bin/sh\nexec sleep 100\n")
     slow.chmod(0o700)
     monkeypatch.setattr(plan_in_background.sys, "executable", str(slow))
-    planning = Planning(Problem(buffers=()), time_limit_s=60.0)
+    planning = Planning(AddressProblem(buffers=()), time_limit_s=60.0)
     assert not planning.done()
     process = planning._process
     del planning

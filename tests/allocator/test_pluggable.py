@@ -26,7 +26,7 @@ from memo.allocator import (
     use_planned_allocator,
 )
 from memo.allocator.native import FREE, MALLOC, RECORD_STREAM, Native
-from memo.allocator.planned_allocator import PlannedAllocator, Stage
+from memo.allocator.planned_allocator import AllocatorStage, PlannedAllocator
 from memo.allocator.pluggable import ModelSteps
 from memo.autoplan import device_budget_of
 from memo.cli.main import main
@@ -167,7 +167,7 @@ def test_the_metric_of_peak_memory_counts_the_arena_whenever_planning_restarts_t
             driver.run(CALLS)
             restart_peaks(torch.device("cuda", 0))  # as at each layer boundary of a measured step
         allocator.wait()
-    assert allocator.stage() is Stage.REPLAY
+    assert allocator.stage() is AllocatorStage.REPLAY
     stats = memory_stats()
     assert (stats.arena_bytes, stats.allocated_bytes, stats.peak_allocated_bytes) == (4 * KIB, 3 * KIB, 3 * KIB)
     assert stats.device_bytes == stats.peak_device_bytes == peak_metric(meter) == 7 * KIB
@@ -426,7 +426,7 @@ def test_steps_that_the_program_names_are_left_alone(
         manager.step_done()
         assert planned.in_step
     assert signatures == ["mine"]
-    assert planned.stage("mine") is Stage.RECORD
+    assert planned.stage("mine") is AllocatorStage.RECORD
     manager.close()
 
 

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 from memo.allocator import (
     Allocation,
+    AllocationRecorder,
     AllocationSite,
     AllocationTrace,
     BytelessMode,
-    Recorder,
     trace_of,
     trace_to_csv,
     trace_to_json,
@@ -25,12 +25,12 @@ from memo.errors import PlanError, RecordError
 from memo.mip.address import read_annotated
 
 
-def lives(recorder: Recorder) -> list[tuple[int, int, int]]:
+def lives(recorder: AllocationRecorder) -> list[tuple[int, int, int]]:
     return [(a.lower, a.upper, a.size) for a in recorder.trace(exact=True).allocations]
 
 
 def test_births_and_deaths_are_events_in_order() -> None:
-    with Recorder() as recorder:
+    with AllocationRecorder() as recorder:
         a = torch.empty(100, dtype=torch.uint8)  # event 0
         b = torch.empty(200, dtype=torch.uint8)  # event 1
         view = a[10:]
@@ -46,7 +46,7 @@ def test_births_and_deaths_are_events_in_order() -> None:
 
 def test_what_existed_before_is_no_allocation() -> None:
     before, named = torch.zeros(8), torch.zeros(8)
-    with Recorder() as recorder:
+    with AllocationRecorder() as recorder:
         recorder.adopt([named])
         views = before.view(2, 4), before.add_(1), torch.add(before, 1, out=named), named.t()
         del views
@@ -55,7 +55,7 @@ def test_what_existed_before_is_no_allocation() -> None:
 
 def test_results_of_one_operator_are_told_apart() -> None:
     x = torch.randn(4, 8)
-    with Recorder() as recorder:
+    with AllocationRecorder() as recorder:
         recorder.site = AllocationSite(phase="forward", module="norm")
         F.layer_norm(x, (8,))
     assert [(life.result, life.nbytes) for life in recorder.lifetimes] == [(0, 128), (1, 16), (2, 16)]
@@ -64,7 +64,7 @@ def test_results_of_one_operator_are_told_apart() -> None:
 
 
 def test_only_what_dies_in_the_pass_that_made_it_belongs_to_that_pass() -> None:
-    with Recorder() as recorder:
+    with AllocationRecorder() as recorder:
         recorder.site = AllocationSite(group="layers.0.forward")
         inside, outlives, again = (torch.empty(1) for _ in range(3))
         del inside

@@ -12,7 +12,7 @@ from live_bytes import CountedDevice
 from throttled_backend import PacedBackend
 
 from memo.autoplan import Actuator, AutoPlan, DeviceBudget
-from memo.autoplan.device_peaks import DevicePeaks, Outside, Recompute
+from memo.autoplan.device_peaks import DevicePeaks, MeasuredRecompute, Outside
 from memo.gpt import preset
 from memo.gpt.model import GPT
 from memo.manager import Manager
@@ -78,7 +78,7 @@ def test_a_recompute_is_a_part_of_its_own_within_its_layers_backward() -> None:
     told.holds(saved=400, others=50)
     step = told.use.end_step()
     assert step.saved_bytes == 500
-    assert step.others == {Outside.LAYERS: 10, "first": 50, Recompute("first"): 90}
+    assert step.others == {Outside.LAYERS: 10, "first": 50, MeasuredRecompute("first"): 90}
 
 
 def test_a_trials_memory_counts_for_the_budget_and_for_no_later_step() -> None:
@@ -245,10 +245,12 @@ def test_recomputes_of_a_step_are_measured_apart() -> None:
     names = [layer.name for layer in manager.layers]
     first, second, third = found
     assert third == second
-    assert second.keys() == {Outside.LAYERS, *names, *map(Recompute, names)}
+    assert second.keys() == {Outside.LAYERS, *names, *map(MeasuredRecompute, names)}
     assert all(first[name] == second[name] for name in names), "a trial is no part of its layer"
     gradients = sum(parameter.nbytes for parameter in manager.layers[0].module.parameters())
     for name, following in itertools.pairwise(names):
-        assert second[Recompute(name)] - second[Recompute(following)] == gradients, "of the layer that is behind it"
-        assert second[Recompute(name)] < second[name], "its own gradients come after it"
+        assert second[MeasuredRecompute(name)] - second[MeasuredRecompute(following)] == gradients, (
+            "of the layer that is behind it"
+        )
+        assert second[MeasuredRecompute(name)] < second[name], "its own gradients come after it"
     manager.close()

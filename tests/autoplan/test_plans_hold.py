@@ -14,7 +14,7 @@ from small_models import assert_equal, train
 import memo
 from memo.errors import Infeasible
 from memo.gpt import Precision, preset
-from memo.gpt.arithmetic import Layout, derive_profile
+from memo.gpt.arithmetic import StepLayout, derive_profile
 from memo.gpt.model import GPT
 from memo.manager.plan_source import checked_plan
 from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, LayerPlan, predict_stages
@@ -73,7 +73,7 @@ def random_case(seed: int) -> Case:
         derive_profile(
             preset("tiny", **shape),  # type: ignore[arg-type]
             MACHINE,
-            Layout(tokens=tokens, batch=batch),
+            StepLayout(tokens=tokens, batch=batch),
             precision=Precision.FP32,
         )
     )

@@ -14,7 +14,7 @@ from benchmarks.published.framework_training import AttentionKernel, FrameworkTr
 from benchmarks.published.kernel_times import KernelRates, KernelTimes
 from benchmarks.published.transformer import Experts, Transformer
 from memo.gpt import GPTConfig
-from memo.gpt.arithmetic import Layout
+from memo.gpt.arithmetic import StepLayout
 from memo.mip.inputs import hardware_preset
 
 FORMULAS = Path(__file__).parents[2] / "benchmarks" / "data" / "published" / "korthikanti_table2_formulas.csv"
@@ -28,7 +28,7 @@ def layer(training: FrameworkTraining, *, tp: int = 1, config: GPTConfig = MODEL
     machine = hardware_preset("a100-80g")
     times = KernelTimes(machine, KernelRates(matmul_efficiency=0.7, half_size=64, attention_efficiency=0.4))
     size = {"tokens": S, "batch": B, "gpus": tp, "tp": tp} | layout
-    return FrameworkLayer(config, Layout(**size), training, times)
+    return FrameworkLayer(config, StepLayout(**size), training, times)
 
 
 CASES = {
@@ -81,7 +81,7 @@ def test_fp8_shortens_products_and_nothing_else() -> None:
     rates = KernelRates(matmul_efficiency=0.7, attention_efficiency=0.4, fp8_gain=1.5)
     slow, fast = (
         FrameworkLayer(
-            MODEL, Layout(tokens=S, batch=B), FrameworkTraining(fp8=fp8), KernelTimes(machine, rates)
+            MODEL, StepLayout(tokens=S, batch=B), FrameworkTraining(fp8=fp8), KernelTimes(machine, rates)
         ).forward
         for fp8 in (False, True)
     )

@@ -11,7 +11,7 @@ from benchmarks.published.framework_profile import profile_of_training
 from benchmarks.published.framework_training import ADAM_MIXED, FrameworkTraining, Loss, Recompute
 from memo.errors import UsageError
 from memo.gpt import preset
-from memo.gpt.arithmetic import Layout
+from memo.gpt.arithmetic import StepLayout
 from memo.gpt.arithmetic.flops import layer_parameter_count
 from memo.mip.activation import (
     ActivationPlan,
@@ -26,13 +26,13 @@ from memo.mip.inputs import ALL, INPUT, Hardware, Profile, hardware_preset
 
 A100 = hardware_preset("a100-80g")
 MODEL = preset("7b", max_seq=2048)
-SIXTEEN = Layout(tokens=2048, gpus=16)
+SIXTEEN = StepLayout(tokens=2048, gpus=16)
 
 
 RATES = read_fitted()["a100"].rates
 
 
-def profile(training: FrameworkTraining, layout: Layout = SIXTEEN, machine: Hardware = A100) -> Profile:
+def profile(training: FrameworkTraining, layout: StepLayout = SIXTEEN, machine: Hardware = A100) -> Profile:
     return profile_of_training(MODEL, machine, layout, training, rates=RATES)
 
 
@@ -80,7 +80,7 @@ def test_gradients_that_wait_for_the_end_are_exposed() -> None:
 
 
 def test_weights_gathered_for_the_step_stay_with_their_gradients() -> None:
-    pipelined = Layout(tokens=2048, gpus=16, pp=2)
+    pipelined = StepLayout(tokens=2048, gpus=16, pp=2)
     training = FrameworkTraining(zero=3, whole_in_step=True)
     (layer,) = profile(training, pipelined).classes
     assert layer.gather_s == layer.reduce_s == 0
@@ -96,7 +96,7 @@ def test_the_loss_decides_what_the_head_holds() -> None:
 def test_a_fixed_plan_of_a_framework_passes_the_checker() -> None:
     """Every layer at its class's only point; time and peaks are the plan's own."""
     training = FrameworkTraining(zero=3, recompute=Recompute.FULL)
-    found = profile(training, Layout(tokens=2048, gpus=16, pp=2))
+    found = profile(training, StepLayout(tokens=2048, gpus=16, pp=2))
     problem = ActivationProblem(
         profile=found,
         hardware=A100,

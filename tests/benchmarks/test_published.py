@@ -18,7 +18,7 @@ from benchmarks.published.rows import TABLES, Inexpressible, Row, read_rows
 from benchmarks.published.run import Fitted, Run
 from benchmarks.published.target import Table, Target
 from memo.gpt import preset
-from memo.gpt.arithmetic import Layout
+from memo.gpt.arithmetic import StepLayout
 
 RATES = Fitted(rates=KernelRates(matmul_efficiency=0.7, half_size=60, attention_efficiency=0.3))
 
@@ -50,7 +50,7 @@ def test_lines_of_sources_are_no_rows(tmp_path: Path) -> None:
 
 def run_of(tokens: int) -> Run:
     config = preset("350m", max_seq=tokens)
-    return Run(gpu="a100-80g", config=config, layout=Layout(tokens=tokens, batch=8), training=FrameworkTraining())
+    return Run(gpu="a100-80g", config=config, layout=StepLayout(tokens=tokens, batch=8), training=FrameworkTraining())
 
 
 def target_of(tokens: int, published: float) -> Target:

@@ -12,7 +12,7 @@ import pytest
 from memo.cli.main import main
 from memo.cli.tables.rehearsal import settled_line, step_line, what_would_fit
 from memo.errors import ExitCode
-from memo.events import Tier
+from memo.events import TierName
 from memo.mip.activation.files import hardware_to_json
 from memo.mip.inputs import hardware_preset
 from memo.rehearsal import Rehearsal, RehearsedStep
@@ -323,7 +323,7 @@ def test_steps_before_the_settled_plan_are_counted_in_steps_by_it() -> None:
 def test_what_would_fit_names_each_tier() -> None:
     assert what_would_fit(found(step(0)), most_device=3 * GIB) is None
     over = found(step(0, device_bytes=3 * GIB), step(1, host_bytes=2 * GIB))
-    assert [one.tier for one in over.violations] == [Tier.DEVICE, Tier.HOST]
+    assert [one.tier for one in over.violations] == [TierName.DEVICE, TierName.HOST]
     assert what_would_fit(over, most_device=3 * GIB) == (
         "step 0 took 3 GiB of 2 GiB of device; it needs --device 3GiB, or fewer tokens; step 1 took 2 GiB of 1 GiB of "
         "host; it needs --host 2GiB, or fewer tokens"

@@ -14,7 +14,7 @@ from activation_problems import plan_activations
 from memo.cli.main import main
 from memo.errors import ExitCode
 from memo.gpt import preset
-from memo.gpt.arithmetic import Layout, derive_profile
+from memo.gpt.arithmetic import StepLayout, derive_profile
 from memo.mip.activation import ActivationPlan, Budgets, Pipeline, plan_to_json, profile_to_json
 from memo.mip.inputs import hardware_preset
 from memo.trace.reader import read_trace
@@ -24,7 +24,7 @@ TIB = 1 << 40
 
 def made_plan(pipeline: Pipeline = Pipeline()) -> ActivationPlan:  # noqa: B008  # frozen
     machine = hardware_preset("a800")
-    layout = Layout(tokens=1 << 20, gpus=8 * pipeline.stages, tp=8, pp=pipeline.stages)
+    layout = StepLayout(tokens=1 << 20, gpus=8 * pipeline.stages, tp=8, pp=pipeline.stages)
     profile = derive_profile(preset("7b"), machine, layout)
     budgets = Budgets(device_bytes=machine.device_bytes, host_bytes=2 * TIB, ranks_per_node=8)
     return plan_activations(profile, machine, budgets, pipeline)

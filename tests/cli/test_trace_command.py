@@ -14,7 +14,7 @@ import pytest
 
 from memo.cli.main import main
 from memo.errors import ExitCode, MemoError
-from memo.mip.address import Buffer, Plan, Problem, plan_to_json
+from memo.mip.address import AddressPlan, AddressProblem, Buffer, plan_to_json
 from memo.mip.address.problem import ArenaPlan, Status
 
 ROOT = Path(__file__).parent.parent.parent
@@ -147,7 +147,7 @@ def test_html_shows_an_address_plan_as_a_second_view(traces: list[str], tmp_path
     buffer = Buffer(id="activation", start=0, end=4, nbytes=256)
     arena = ArenaPlan(name="device", nbytes=256, lower_bound_nbytes=256, status=Status.OPTIMAL, method="order")
     plan, page = tmp_path / "plan.json", tmp_path / "r.html"
-    plan.write_text(plan_to_json(Plan(problem=Problem(buffers=(buffer,)), offsets=(0,), arenas=(arena,))))
+    plan.write_text(plan_to_json(AddressPlan(problem=AddressProblem(buffers=(buffer,)), offsets=(0,), arenas=(arena,))))
     assert main(["trace", "html", *traces, "--plan", str(plan), "-o", str(page)]) == ExitCode.OK
     assert '"name":"activation","offset":0,"nbytes":256' in page.read_text()
     plan.write_text("{}")

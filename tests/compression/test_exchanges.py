@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ready_ranks import run_ranks
 
-from memo.compression import GradientCompression, Method
+from memo.compression import CompressionMethod, GradientCompression
 from memo.errors import UsageError
 
 WORKER = Path(__file__).parent / "exchange_worker.py"
@@ -39,4 +39,4 @@ def test_a_method_that_is_none_is_refused(text: str, reason: str) -> None:
 @pytest.mark.parametrize("text", ["int8", "powersgd:4", "powersgd:16"])
 def test_a_method_is_what_its_text_says(text: str) -> None:
     assert str(GradientCompression.parse(text)) == text
-    assert GradientCompression.parse("powersgd") == GradientCompression(method=Method.POWERSGD, rank=4)
+    assert GradientCompression.parse("powersgd") == GradientCompression(method=CompressionMethod.POWERSGD, rank=4)

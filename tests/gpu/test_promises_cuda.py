@@ -15,7 +15,7 @@ from small_models import Stack, gradients
 from torch import nn
 
 import memo
-from memo.events import Tier
+from memo.events import TierName
 
 pytestmark = pytest.mark.gpu
 
@@ -147,7 +147,7 @@ def test_pinned_memory_is_used_again_and_stays_within_its_budget(device: torch.d
         out.sum().backward()
     assert manager.stats.bytes_host > 8 * BYTES  # more than the budget in all
     assert manager.stats.spilled == 0
-    (host,) = (use for use in manager.report().tiers if use.tier is Tier.HOST)
+    (host,) = (use for use in manager.report().tiers if use.tier is TierName.HOST)
     assert host.peak_bytes <= 7 * BYTES  # those of one step
     (tier,) = manager._engine.tiers
     assert tier.reserved <= 8 * BYTES

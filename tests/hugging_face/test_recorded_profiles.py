@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from memo.errors import UsageError
-from memo.gpt.arithmetic import Layout, Recompute
+from memo.gpt.arithmetic import RecomputeMethod, StepLayout
 from memo.hugging_face import PUBLISHED, HuggingFaceModel, configuration_from, model_class, published_name
 from memo.mip.inputs import ALL, ATTENTION, INPUT, Profile, hardware_preset
-from memo.record import Role, Step, record_step
+from memo.record import SavedRole, Step, record_step
 
 pytest.importorskip("transformers", minversion="5")
 
@@ -53,7 +53,7 @@ def small(kind: str) -> dict[str, Any]:
 
 def profile(kind: str, **options: Any) -> Profile:
     model = HuggingFaceModel(configuration_from(small(kind)), name=kind)
-    return model.profile(MACHINE, Layout(tokens=TOKENS), **options)
+    return model.profile(MACHINE, StepLayout(tokens=TOKENS), **options)
 
 
 @pytest.mark.parametrize("kind", AS_RECORDED)
@@ -68,7 +68,9 @@ def test_saved_bytes_are_those_of_memo_record(kind: str) -> None:
         return Step(model=model, loss=lambda: model(input_ids=ids, labels=ids).loss, inputs=(ids,))
 
     roles = record_step(build, exact=True).saved_nbytes
-    recorded = sum(roles[role] for role in (Role.INPUT, Role.ATTENTION, Role.RECOMPUTABLE, Role.STATISTICS))
+    recorded = sum(
+        roles[role] for role in (SavedRole.INPUT, SavedRole.ATTENTION, SavedRole.RECOMPUTABLE, SavedRole.STATISTICS)
+    )
     assert sum(layer.full_bytes for layer in profile(kind).layer_profiles()) == recorded
 
 
@@ -115,7 +117,7 @@ def test_published_models_have_their_parameters_and_multiply_the_active_ones(
     model = HuggingFaceModel(configuration_from(PUBLISHED[name].config), name=name)
     assert model.parameters / 1e9 == pytest.approx(billions, abs=0.001)
     tokens = 128  # so few that attention is next to nothing
-    causal = model.profile(MACHINE, Layout(tokens=tokens)).model_flops_causal_per_token
+    causal = model.profile(MACHINE, StepLayout(tokens=tokens)).model_flops_causal_per_token
     assert causal / 6e9 == pytest.approx(active, rel=0.02)
 
 
@@ -131,7 +133,7 @@ def test_names_are_found_by_any_case_and_by_repository() -> None:
 
 
 def test_full_recompute_saves_the_input_alone_and_repeats_the_layer() -> None:
-    plain, whole = profile("llama", recompute=Recompute.NONE), profile("llama", recompute=Recompute.FULL)
+    plain, whole = profile("llama", recompute=RecomputeMethod.NONE), profile("llama", recompute=RecomputeMethod.FULL)
     (kept,), (again,) = plain.classes, whole.classes
     assert again.full_bytes == TOKENS * SMALL["hidden_size"] * 2
     assert [point.name for point in kept.points] == [point.name for point in again.points] == [ALL]
@@ -141,8 +143,8 @@ def test_full_recompute_saves_the_input_alone_and_repeats_the_layer() -> None:
 def test_context_parallelism_divides_bytes_and_attention() -> None:
     config = configuration_from(small("llama"))
     model = HuggingFaceModel(config, name="llama")
-    (alone,) = model.profile(MACHINE, Layout(tokens=1024)).classes
-    (shared,) = model.profile(MACHINE, Layout(tokens=1024, gpus=4, cp=4)).classes
+    (alone,) = model.profile(MACHINE, StepLayout(tokens=1024)).classes
+    (shared,) = model.profile(MACHINE, StepLayout(tokens=1024, gpus=4, cp=4)).classes
     assert alone.full_bytes == 4 * shared.full_bytes
     assert alone.attention_flops == 4 * shared.attention_flops
     assert shared.forward_exchange_s > 0
@@ -156,7 +158,7 @@ def test_the_loss_without_logits_takes_the_logits_from_the_head() -> None:
     assert without.with_loss_without_logits() is None
     tokens = 4096
     logits = 4 * tokens * 32768
-    head, short = (model.profile(MACHINE, Layout(tokens=tokens)).head for model in (own, without))
+    head, short = (model.profile(MACHINE, StepLayout(tokens=tokens)).head for model in (own, without))
     assert head.saved_bytes + head.transient_bytes > 2 * logits
     assert short.saved_bytes < logits / 64
 
@@ -184,7 +186,7 @@ def test_a_step_is_recorded_without_checksums_and_says_which_kind_of_layer_runs(
     monkeypatch.setattr("memo.swap.recompute.tape.checksums.checksum", no_checksum)
     said: list[str] = []
     HuggingFaceModel(configuration_from(small("gpt_oss")), name="gpt_oss", say=said.append).profile(
-        MACHINE, Layout(tokens=TOKENS)
+        MACHINE, StepLayout(tokens=TOKENS)
     )
     kinds = ("sliding_attention", "full_attention")
     words = [f"recording {kind} at 256 tokens, kind {number} of 2" for number, kind in enumerate(kinds, 1)]
@@ -207,14 +209,14 @@ def test_a_step_is_recorded_without_checksums_and_says_which_kind_of_layer_runs(
 )
 def test_what_cannot_be_planned_is_one_line(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says) as caught:
-        HuggingFaceModel(configuration_from(fields), name="it").profile(MACHINE, Layout(tokens=4096))
+        HuggingFaceModel(configuration_from(fields), name="it").profile(MACHINE, StepLayout(tokens=4096))
     assert "\n" not in str(caught.value)
 
 
 def test_operators_of_memos_own_are_no_loop_over_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """A first recorded step sums what each operator reads; Gemma 3n was refused for it."""
     monkeypatch.setattr("memo.hugging_face.recorded_step.MOST_OPERATORS", 700)
-    HuggingFaceModel(configuration_from(small("llama")), name="llama").profile(MACHINE, Layout(tokens=TOKENS))
+    HuggingFaceModel(configuration_from(small("llama")), name="llama").profile(MACHINE, StepLayout(tokens=TOKENS))
 
 
 def test_weights_published_in_fp8_are_counted_as_they_are_trained_and_it_is_said() -> None:
@@ -227,4 +229,4 @@ def test_weights_published_in_fp8_are_counted_as_they_are_trained_and_it_is_said
 def test_parallelism_that_divides_no_model_of_transformers_is_refused_with_what_works_instead(name: str) -> None:
     model = HuggingFaceModel(configuration_from(small("mixtral")), name="mixtral")
     with pytest.raises(UsageError, match=rf"--{name} 2.*--zero 3.*--pp"):
-        model.profile(MACHINE, Layout(tokens=TOKENS, gpus=2, **{name: 2}))
+        model.profile(MACHINE, StepLayout(tokens=TOKENS, gpus=2, **{name: 2}))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import memo
-from memo.events import CounterEvent, Event, Owned, Owner, StateChange, Tier
+from memo.events import CounterEvent, Event, Owned, Owner, StateChange, TierName
 from memo.manager.device_memory import MemorySampler, OwnedMemory
 from memo.trace import read_traces
 
@@ -120,7 +120,7 @@ def test_a_run_traces_all_of_it(model: nn.Module, stacks: bool, tmp_path: Path) 
     most = {owner: max(one.nbytes for one in totals if one.owner is owner) for owner in list(Owner)[:3]}
     assert most[Owner.WEIGHTS] == most[Owner.GRADIENTS] == weights
     assert most[Owner.OPTIMIZER] > 2 * weights
-    assert any(isinstance(event, CounterEvent) and event.tier is Tier.DEVICE for event in trace.events)
+    assert any(isinstance(event, CounterEvent) and event.tier is TierName.DEVICE for event in trace.events)
     saved = [event for event in trace.events if isinstance(event, StateChange) and event.shape is not None]
     assert {"Addmm", "Gelu", "NativeLayerNorm"} <= {event.op for event in saved}
     lines = {event.line for event in saved}

@@ -12,7 +12,7 @@ from small_models import ids, stack, train
 
 import memo
 from memo.autoplan import PlanOutcome
-from memo.events import Tier, UseKind
+from memo.events import TierName, UseKind
 from memo.manager.plan_source import FixedPlan
 from memo.manager.report import DiskUse
 from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, LayerPlan, predict_stages
@@ -31,7 +31,7 @@ def test_the_report_counts_bytes_peaks_and_hits(tmp_path: Path) -> None:
     train(model, lambda step: model(ids(step)), manager, steps=2)
     report = manager.report()
     device, host, disk = report.tiers
-    assert (device.tier, host.tier, disk.tier) == (Tier.DEVICE, Tier.HOST, Tier.DISK)
+    assert (device.tier, host.tier, disk.tier) == (TierName.DEVICE, TierName.HOST, TierName.DISK)
     assert host.moved_bytes + disk.moved_bytes == report.reloaded_bytes
     assert host.peak_bytes <= 150 << 10 == host.budget_bytes
     assert report.prefetch_hits == 1.0

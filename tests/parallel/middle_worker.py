@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memo
 from memo.gpt import GPTConfig, Precision, preset
-from memo.gpt.arithmetic.block_bytes import Block, ElementSizes
+from memo.gpt.arithmetic.block_bytes import BlockBytes, ElementSizes
 from memo.gpt.model.build_rank import build_stages
 from memo.gpt.train import ParallelTrainer
 from memo.parallel import Layout, World, join
@@ -82,7 +82,7 @@ def check(name: str) -> None:
     precision = Precision.BF16_AUTOCAST if "autocast" in name else Precision.FP32
     layout, model, _ = layout_of(name.replace("_autocast", ""))
     shape = preset("tiny", **(SHAPE | model))
-    block = Block.of(
+    block = BlockBytes.of(
         shape,
         SEQ,
         ElementSizes.of(precision),

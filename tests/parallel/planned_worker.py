@@ -20,7 +20,7 @@ import memo
 from memo.dry_run.agreement import against_plan
 from memo.dry_run.all_ranks import recomputed
 from memo.dry_run.places import Place
-from memo.dry_run.recorded_collectives import CollectiveRecorder
+from memo.dry_run.recorded_collectives import IssuedCollectives
 from memo.gpt import Precision, preset
 from memo.gpt.arithmetic import PlannedRun, derive_profile
 from memo.gpt.model import GPT
@@ -108,7 +108,7 @@ def check(name: str) -> str:
     with closing(manager):
         trainer.around_forward = manager
         got = losses(trainer)
-        with CollectiveRecorder() as issued:
+        with IssuedCollectives() as issued:
             trainer.step(STEPS + 1)
         moved = torch.tensor(manager.stats.bytes_host + manager.stats.bytes_recomputed)
     want = alone(run.microbatches)

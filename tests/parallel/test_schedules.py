@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from memo.mip.inputs import Kind, PipelineSchedule
+from memo.mip.inputs import Pass, PipelineSchedule
 from memo.mip.inputs.pipeline_schedules import rank_turns
 from memo.parallel.pipeline import TORCH_NAMES
 
@@ -74,8 +74,8 @@ def test_every_rank_does_what_torch_has_it_do(schedule: PipelineSchedule, chunks
 @pytest.mark.parametrize(("schedule", "chunks"), CHUNKS)
 def test_what_is_begun_is_ended_once(schedule: PipelineSchedule, chunks: int) -> None:
     turns = rank_turns(schedule, ranks=4, rank=1, microbatches=8, chunks=chunks)
-    ends = [turn.call for turn in turns if turn.kind in (Kind.BACKWARD, Kind.WEIGHT)]
-    begins = [turn.call for turn in turns if turn.kind is Kind.FORWARD]
+    ends = [turn.call for turn in turns if turn.kind in (Pass.BACKWARD, Pass.WEIGHT)]
+    begins = [turn.call for turn in turns if turn.kind is Pass.FORWARD]
     assert sorted(begins) == sorted(ends) == sorted(set(ends))
     assert len(begins) == 8 * chunks
 

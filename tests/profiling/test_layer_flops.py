@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import memo
 from memo.gpt import AttentionPattern, Precision, preset
-from memo.gpt.arithmetic import Layout, derive_profile
+from memo.gpt.arithmetic import StepLayout, derive_profile
 from memo.mip.inputs import hardware_preset
 from memo.profiling.layer_flops import _flash_flop, forward_flops
 from memo.record import gpt_step
@@ -25,7 +25,9 @@ def test_each_kind_of_layer_counts_its_own_pairs() -> None:
     config = preset("tiny", layers=3, max_seq=TOKENS, pattern=AttentionPattern(window=WINDOW, full_every=3))
     step = functools.partial(gpt_step, config, batch=2, tokens=TOKENS, precision=Precision.FP32)()
     found, whole = forward_flops(step, find_layers(step.model, step.layers))
-    profile = derive_profile(config, hardware_preset("h100"), Layout(tokens=TOKENS, batch=2), precision=Precision.FP32)
+    profile = derive_profile(
+        config, hardware_preset("h100"), StepLayout(tokens=TOKENS, batch=2), precision=Precision.FP32
+    )
     derived = profile.layer_profiles()
     assert [one.attention for one in found] == [one.attention_flops for one in derived]
     assert [one.whole for one in found] == [one.forward_flops for one in derived]

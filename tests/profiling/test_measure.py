@@ -15,7 +15,7 @@ from torch import nn
 import memo
 from memo.errors import UsageError
 from memo.gpt import GPTConfig, Precision, preset
-from memo.gpt.arithmetic import Layout, derive_profile
+from memo.gpt.arithmetic import StepLayout, derive_profile
 from memo.mip.activation import Budgets
 from memo.mip.activation.proof import verify_by_simulation
 from memo.mip.inputs import ALL, ATTENTION, Profile, Role, hardware_preset
@@ -39,7 +39,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Profile:
 
 def test_bytes_and_flops_are_those_of_arithmetic(measured: Profile) -> None:
     (found,) = measured.classes
-    (derived,) = derive_profile(config(), hardware_preset("a800"), Layout(tokens=TOKENS, batch=BATCH)).classes
+    (derived,) = derive_profile(config(), hardware_preset("a800"), StepLayout(tokens=TOKENS, batch=BATCH)).classes
     assert measured.role is Role.MEASURED
     assert measured.layers == ("Block",) * 3
     assert found.full_bytes == derived.full_bytes

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from memo.gpt import GPTConfig, Precision, preset
 from memo.gpt.arithmetic.flops import layer_parameter_count
 from memo.parallel import Layout, simulated_rank
-from memo.record import Recording, Role, rank_step, record_step
+from memo.record import Recording, SavedRole, rank_step, record_step
 
 BATCH, TOKENS, HIDDEN, HEADS, LAYERS = 2, 256, 128, 16, 2
 ITEM = 2  # of a bfloat16
@@ -33,25 +33,25 @@ def recorded(
 def test_a_tensor_parallel_rank_saves_its_share_of_sixteen_units() -> None:
     saved = recorded(Layout(tp=8)).saved_nbytes
     unit = LAYERS * BATCH * TOKENS * HIDDEN * ITEM // 8
-    assert saved[Role.INPUT] == saved[Role.ATTENTION] == unit
-    assert saved[Role.RECOMPUTABLE] == 14 * unit
+    assert saved[SavedRole.INPUT] == saved[SavedRole.ATTENTION] == unit
+    assert saved[SavedRole.RECOMPUTABLE] == 14 * unit
     norms, softmax = 2 * 2 * ITEM, 4 * HEADS  # bytes a token: mean and deviation of two norms, a logarithm a head
-    assert saved[Role.STATISTICS] == LAYERS * BATCH * TOKENS * (norms + softmax) // 8
+    assert saved[SavedRole.STATISTICS] == LAYERS * BATCH * TOKENS * (norms + softmax) // 8
 
 
 def test_without_sequence_parallelism_what_lies_between_the_matrices_is_whole() -> None:
     saved = recorded(Layout(tp=8, sequence_parallel=False)).saved_nbytes
     unit = LAYERS * BATCH * TOKENS * HIDDEN * ITEM
-    assert saved[Role.INPUT] == unit
-    assert saved[Role.ATTENTION] == unit // 8
-    assert saved[Role.RECOMPUTABLE] == 3 * unit + 11 * unit // 8  # both norms' results and the residual; the rest
+    assert saved[SavedRole.INPUT] == unit
+    assert saved[SavedRole.ATTENTION] == unit // 8
+    assert saved[SavedRole.RECOMPUTABLE] == 3 * unit + 11 * unit // 8  # both norms' results and the residual; the rest
 
 
 def test_context_parallelism_keeps_attentions_result_before_and_after_the_exchange() -> None:
     saved = recorded(Layout(tp=2, cp=4)).saved_nbytes
     unit = LAYERS * BATCH * TOKENS * HIDDEN * ITEM // 8
-    assert saved[Role.INPUT] == saved[Role.ATTENTION] == unit
-    assert saved[Role.RECOMPUTABLE] == 15 * unit
+    assert saved[SavedRole.INPUT] == saved[SavedRole.ATTENTION] == unit
+    assert saved[SavedRole.RECOMPUTABLE] == 15 * unit
 
 
 def test_parameters_are_counted_as_the_rank_has_them() -> None:

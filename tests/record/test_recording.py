@@ -16,13 +16,13 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from memo.allocator import Recorder
+from memo.allocator import AllocationRecorder
 from memo.errors import NoRepeatedLayers, RecordError, UsageError
 from memo.gpt import Precision, preset
 from memo.gpt.arithmetic import parameter_count
 from memo.gpt.optim import adamw, empty_state
 from memo.manager import Manager
-from memo.record import Recording, Role, Step, gpt_step, load_step, record_step
+from memo.record import Recording, SavedRole, Step, gpt_step, load_step, record_step
 from memo.swap import Engine, RecomputePolicy, find_layers, setting_of
 from memo.swap.tiers import DiskTier
 
@@ -133,7 +133,7 @@ def real_engine_lives(step: Step, alpha: float) -> list[tuple[int, int, int]]:
     engine = Engine(backend, [DiskTier(CheckingDisk(backend, 64 << 20), None)], min_bytes=64 << 10)
     recompute_policy = RecomputePolicy(engine, setting_of(alpha))
     manager = Manager(step.model, find_layers(step.model), engine, recompute_policy=recompute_policy)
-    for recorder in (Recorder(), Recorder(), Recorder()):
+    for recorder in (AllocationRecorder(), AllocationRecorder(), AllocationRecorder()):
         recorder.adopt([*step.model.parameters(), *step.inputs])
         with recorder:
             with manager:
@@ -168,11 +168,11 @@ def test_seven_billion_parameters_at_a_million_tokens_save_4096_gib() -> None:
     tokens, config = 1 << 20, preset("7b")
     recording = record_step(lambda: gpt_step(config, batch=1, tokens=tokens), exact=True)
     saved, unit = recording.saved_nbytes, tokens * config.hidden * 2
-    assert saved[Role.INPUT] == saved[Role.ATTENTION] == config.layers * unit
-    assert saved[Role.RECOMPUTABLE] == config.layers * 14 * unit
-    assert saved[Role.INPUT] + saved[Role.ATTENTION] + saved[Role.RECOMPUTABLE] == 4096 << 30
+    assert saved[SavedRole.INPUT] == saved[SavedRole.ATTENTION] == config.layers * unit
+    assert saved[SavedRole.RECOMPUTABLE] == config.layers * 14 * unit
+    assert saved[SavedRole.INPUT] + saved[SavedRole.ATTENTION] + saved[SavedRole.RECOMPUTABLE] == 4096 << 30
     norms, softmax = 2 * 2 * tokens * 2, tokens * config.heads * 4  # mean and deviation; one float32 a query and head
-    assert saved[Role.STATISTICS] == config.layers * (norms + softmax)
+    assert saved[SavedRole.STATISTICS] == config.layers * (norms + softmax)
     assert recording.static_nbytes == 2 * parameter_count(config) + 2 * tokens * 8
     assert recording.trace.peak_nbytes > sum(saved.values())
 
@@ -180,8 +180,8 @@ def test_seven_billion_parameters_at_a_million_tokens_save_4096_gib() -> None:
 def test_a_checkpointed_step_saves_only_the_layers_inputs() -> None:
     plain, checkpointed = record_step(small(), exact=True), record_step(small(), exact=True, checkpointed=True)
     kept = checkpointed.saved_nbytes
-    assert kept[Role.INPUT] == plain.saved_nbytes[Role.INPUT] == 3 * 2 * 96 * 128 * 4
-    assert kept[Role.ATTENTION] == kept[Role.RECOMPUTABLE] == kept[Role.STATISTICS] == 0
+    assert kept[SavedRole.INPUT] == plain.saved_nbytes[SavedRole.INPUT] == 3 * 2 * 96 * 128 * 4
+    assert kept[SavedRole.ATTENTION] == kept[SavedRole.RECOMPUTABLE] == kept[SavedRole.STATISTICS] == 0
 
 
 def test_sizes_are_cudas_unless_exact_ones_are_asked_for() -> None:

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from memo.allocator import Segments, byteless_storage
-from memo.rehearsal.memory import DeviceMemory
+from memo.rehearsal.memory import SimulatedDeviceMemory
 
 MIB = 1 << 20
 
 
 def test_a_storage_counts_from_its_creation_to_its_end() -> None:
-    memory = DeviceMemory(100 * MIB)
+    memory = SimulatedDeviceMemory(100 * MIB)
     first, second = byteless_storage(30), byteless_storage(20)
     memory.add(first)
     memory.add(second)
@@ -22,7 +22,7 @@ def test_a_storage_counts_from_its_creation_to_its_end() -> None:
 
 
 def test_each_reader_restarts_its_own_peak() -> None:
-    memory = DeviceMemory(100 * MIB)
+    memory = SimulatedDeviceMemory(100 * MIB)
     first, second = byteless_storage(30), byteless_storage(10)
     memory.add(first)
     del first
@@ -34,7 +34,7 @@ def test_each_reader_restarts_its_own_peak() -> None:
 
 
 def test_what_has_no_room_raises_and_is_not_counted() -> None:
-    memory = DeviceMemory(100 * MIB)
+    memory = SimulatedDeviceMemory(100 * MIB)
     kept = byteless_storage(60 * MIB)
     memory.add(kept)
     with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 41 MiB; of 100 MiB 60 MiB are in use and 0 B"):
@@ -47,7 +47,7 @@ def test_what_has_no_room_raises_and_is_not_counted() -> None:
 
 @pytest.mark.parametrize(("segments", "fits"), [(Segments.FIXED, False), (Segments.EXPANDABLE, True)])
 def test_gaps_between_storages_count(segments: Segments, fits: bool) -> None:
-    memory = DeviceMemory(100 * MIB, segments)
+    memory = SimulatedDeviceMemory(100 * MIB, segments)
     storages = [byteless_storage(size * MIB) for size in (60, 40)]
     for each in storages:
         memory.add(each)
@@ -64,6 +64,6 @@ def test_gaps_between_storages_count(segments: Segments, fits: bool) -> None:
 
 
 def test_empty_storages_take_nothing() -> None:
-    memory = DeviceMemory(0)
+    memory = SimulatedDeviceMemory(0)
     memory.add(byteless_storage(0))
     assert memory.used == memory.reserved == 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from memo.errors import RecordError, UsageError
-from memo.events import Tier
+from memo.events import TierName
 from memo.record import Step
 from memo.rehearsal import Rehearsal, RehearsedStep, SimulatedMachine, Way, hugging_face_step, rehearse
 from memo.trace import read_traces
@@ -124,7 +124,7 @@ def test_a_step_that_exceeds_the_device_budget_is_named() -> None:
     found = small(device="300MiB", steps=1, alpha=0.0)
     assert not found.fits
     (violation,) = found.violations
-    assert (violation.step, violation.tier, violation.budget_bytes) == (0, Tier.DEVICE, 300 * MIB)
+    assert (violation.step, violation.tier, violation.budget_bytes) == (0, TierName.DEVICE, 300 * MIB)
     assert violation.used_bytes == found.steps[0].device_bytes
     assert str(violation).startswith("step 0 took ")
 

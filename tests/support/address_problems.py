@@ -6,12 +6,12 @@ import itertools
 import random
 from collections.abc import Sequence
 
-from memo.mip.address import Buffer, Problem
+from memo.mip.address import AddressProblem, Buffer
 
 HORIZON = 8
 
 
-def random_problem(seed: int, *, n: int) -> Problem:
+def random_problem(seed: int, *, n: int) -> AddressProblem:
     """Up to n buffers with, at random, alignments, fixed offsets and gaps."""
     draw = random.Random(seed)
     buffers = []
@@ -33,10 +33,10 @@ def random_problem(seed: int, *, n: int) -> Problem:
                 fixed_offset=4 if index == 0 and seed % 5 == 0 else None,
             )
         )
-    return Problem(buffers=tuple(buffers), alignment=draw.choice((1, 1, 2, 3)) if seed % 5 else 1)
+    return AddressProblem(buffers=tuple(buffers), alignment=draw.choice((1, 1, 2, 3)) if seed % 5 else 1)
 
 
-def smallest_arena(problem: Problem) -> int:
+def smallest_arena(problem: AddressProblem) -> int:
     """The least arena, by dropping the buffers from above in every order there is."""
     orders = itertools.permutations(problem.buffers)
     heights = (height for order in orders if (height := _dropped(order, problem.alignment)) is not None)

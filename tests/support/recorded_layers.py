@@ -11,10 +11,10 @@ from typing import Any
 from memo.allocator import Allocation, AllocationTrace, BytelessMode
 from memo.autoplan import points_of
 from memo.gpt import GPTConfig, Precision, preset
-from memo.gpt.arithmetic.block_bytes import Block
+from memo.gpt.arithmetic.block_bytes import BlockBytes
 from memo.mip.inputs import ATTENTION, MATMULS
 from memo.parallel import Layout, simulated_rank
-from memo.record import OffloadWithoutBytes, Recording, Role, gpt_step, rank_step, record_step
+from memo.record import OffloadWithoutBytes, Recording, SavedRole, gpt_step, rank_step, record_step
 from memo.swap import LayerCosts, find_layers
 
 TOKENS, HIDDEN, HEADS, LAYERS = 1152, 128, 8, 3
@@ -55,7 +55,7 @@ def measured(recording: Recording, precision: Precision) -> Recorded:
     first, last = min(a.lower for a in back), max(a.upper for a in back)
     # What lives on until the step's end is a parameter's gradient.
     made = [a for a in trace.allocations if a.phase == "backward" and a.upper < trace.end]
-    of_layers = [role for role in Role if role not in (Role.OUTSIDE, Role.WEIGHTS)]
+    of_layers = [role for role in SavedRole if role not in (SavedRole.OUTSIDE, SavedRole.WEIGHTS)]
     return Recorded(
         saved=sum(recording.saved_nbytes[role] for role in of_layers) / LAYERS,
         forward=peak(clipped(own, 0, end)),
@@ -85,7 +85,7 @@ def _sizes(cost: LayerCosts) -> list[tuple[str, int]]:
     return [(point.name, point.saved_bytes) for point in cost.points]
 
 
-def assert_points_are_bounded(block: Block, cost: LayerCosts) -> None:
+def assert_points_are_bounded(block: BlockBytes, cost: LayerCosts) -> None:
     """The block's points save and hold no less than those of the same name that a step records.
 
     But for a few numbers of a norm. A point of another name is bounded by the block's next one, which recomputes more.

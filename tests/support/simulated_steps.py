@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from memo.events import Tier
+from memo.events import TierName
 from memo.mip.inputs.hardware import LaneRates
 from memo.mip.simulate import StageSimulation
 from memo.mip.simulate.result import LayerWork, Part
-from memo.mip.simulate.stage import Stage
+from memo.mip.simulate.stage import SimulatedStage
 
 
 def rates(
@@ -52,8 +52,8 @@ def step(
     layers: list[LayerWork], links: LaneRates | None = None, *, device: int | None = None, static_nbytes: int = 0
 ) -> StageSimulation:
     """One forward and one backward of the layers."""
-    budgets = None if device is None else {Tier.DEVICE: device}
-    stage = Stage(layers, rates=links or rates(), budgets=budgets, static_nbytes=static_nbytes)
+    budgets = None if device is None else {TierName.DEVICE: device}
+    stage = SimulatedStage(layers, rates=links or rates(), budgets=budgets, static_nbytes=static_nbytes)
     stage.forward()
     stage.backward()
     return stage.result()

@@ -7,10 +7,10 @@ import math
 import random
 
 from memo.gpt import AttentionPattern, GPTConfig, MoeConfig, Precision
-from memo.gpt.arithmetic import Layout, Optimizer
+from memo.gpt.arithmetic import Optimizer, StepLayout
 from memo.mip.activation import Budgets, LayerPlan, device_peak_candidates, predict_stages
 from memo.mip.cluster import Cluster, Connection, NodeGroup
-from memo.mip.inputs import Hardware, Level, Network, PipelineSchedule
+from memo.mip.inputs import Hardware, Network, NetworkLevel, PipelineSchedule
 from memo.search import Candidate, Request, Setting, Shape, Space
 
 MIB = 1 << 20
@@ -55,7 +55,7 @@ def random_space(seed: int, *, most_gpus: int = 8, experts: bool = False, patter
         model="small",
         precision=precision,
         tiles=tiles,
-        layout=Layout(tokens=tokens),
+        layout=StepLayout(tokens=tokens),
         profile=None,
         machine=_machine(chance, gpus),
         budgets=Budgets(device_bytes=1 << 40),
@@ -86,13 +86,13 @@ def random_cluster_space(seed: int, *, most_gpus: int = 4) -> Space:
         own = _machine(chance, gpus) if chance.random() < 0.5 else dataclasses.replace(base, gpus_per_node=gpus)
         own = dataclasses.replace(own, name=name, peak_flops=faster * own.peak_flops)
         groups.append(NodeGroup(name=name, machine=own, nodes=1 if gpus > 1 else chance.choice([1, 1, 2])))
-    links = Level(name="ethernet", nics_per_node=1, nic_bytes_per_s=10 ** chance.uniform(7, 10), efficiency=0.8)
+    links = NetworkLevel(name="ethernet", nics_per_node=1, nic_bytes_per_s=10 ** chance.uniform(7, 10), efficiency=0.8)
     cluster = Cluster(groups=tuple(groups), connections=(Connection(between=("a", "b"), links=links),))
     each = math.gcd(*(group.machine.gpus_per_node for group in groups))
     request = dataclasses.replace(
         space.request,
         config=config,
-        layout=Layout(tokens=tokens),
+        layout=StepLayout(tokens=tokens),
         machine=dataclasses.replace(groups[0].machine, gpus_per_node=each),
     )
     wide = Budgets(device_bytes=1 << 40)

@@ -17,7 +17,7 @@ from memo.swap.recompute.tape.log import Origin
 from memo.swap.recompute.tape.plan import Plan, Sources, plan_of, problem_of
 from memo.swap.recompute.tape.recorder import Recorder, aside
 from memo.swap.recompute.tape.step_costs import step_costs
-from memo.swap.recompute.tape.tape import Step, Tape
+from memo.swap.recompute.tape.tape import Tape, TapeStep
 
 
 @dataclasses.dataclass
@@ -30,7 +30,7 @@ class Taped:
     sources: dict[int, torch.Tensor]
     """Storage that autograd saved -> its bytes at the end of the forward, copied."""
 
-    def step(self, name: str, which: int = 0) -> Step:
+    def step(self, name: str, which: int = 0) -> TapeStep:
         """The step of that name, as `aten.mm`."""
         return [step for step in self.tape.steps if step.name == name][which]
 

@@ -13,7 +13,7 @@ from race_checker import CheckingBackend, CheckingDisk
 from small_models import Stack, assert_equal, ids, stack, train
 
 from memo.errors import HostBudgetExceeded, ModifiedAfterSave, UsageError
-from memo.events import Tier, UseKind
+from memo.events import TierName, UseKind
 from memo.manager import Manager
 from memo.swap import Engine, Placement, Quota, WhenFull, find_layers
 from memo.swap.engine.saved_storage import LIVE, SavedStorage
@@ -51,8 +51,8 @@ def living(manager: Manager) -> dict[int, list[SavedStorage]]:
     return {group.key[0]: group.living() for group in manager._engine._layer_calls}
 
 
-def tier_of(saved: SavedStorage) -> Tier:
-    return Tier.DEVICE if saved.extent is None else saved.extent.tier.name
+def tier_of(saved: SavedStorage) -> TierName:
+    return TierName.DEVICE if saved.extent is None else saved.extent.tier.name
 
 
 def plain(model: Stack) -> Any:
@@ -80,7 +80,7 @@ def test_each_layers_bytes_are_within_one_storage_of_its_fractions() -> None:
             loss = model(ids(step))
         if step:  # the first call cannot know how much is still to come
             for layer, placement in MIXED.items():
-                sizes: collections.Counter[Tier] = collections.Counter()
+                sizes: collections.Counter[TierName] = collections.Counter()
                 for saved in living(manager)[layer]:
                     sizes[tier_of(saved)] += saved.nbytes
                 largest = max(saved.nbytes for saved in living(manager)[layer])
@@ -183,17 +183,17 @@ def test_a_placement_that_is_no_division_is_refused(fractions: dict[str, float])
 def test_a_quota_serves_who_misses_most_and_equals_in_order() -> None:
     quota = Quota(Placement(kept=0.5, host=0.25, disk=0.25), expected_nbytes=100)
     assert [quota.choose(nbytes) for nbytes in (30, 10, 25, 15, 20)] == [
-        Tier.DEVICE,
-        Tier.HOST,
-        Tier.DISK,
-        Tier.DEVICE,
-        Tier.HOST,
+        TierName.DEVICE,
+        TierName.HOST,
+        TierName.DISK,
+        TierName.DEVICE,
+        TierName.HOST,
     ]
 
 
 def test_a_storage_that_is_too_large_for_what_the_device_may_keep_moves() -> None:
     quota = Quota(Placement(kept=0.5, host=0.5), expected_nbytes=100)
-    assert [quota.choose(nbytes) for nbytes in (60, 30, 10)] == [Tier.HOST, Tier.DEVICE, Tier.DEVICE]
+    assert [quota.choose(nbytes) for nbytes in (60, 30, 10)] == [TierName.HOST, TierName.DEVICE, TierName.DEVICE]
     assert quota.unkept_nbytes == 10
 
 
@@ -214,8 +214,8 @@ def test_over_a_pass_no_tier_gets_one_storage_more_than_planned_and_the_device_n
     tier_choice = manager._engine._tier_choice
     placements = {number: placement_of(shares, sum(sizes)) for number, (shares, sizes) in enumerate(drawn)}
     tier_choice.place(placements)
-    got: collections.Counter[Tier] = collections.Counter()
-    planned: collections.Counter[Tier] = collections.Counter()
+    got: collections.Counter[TierName] = collections.Counter()
+    planned: collections.Counter[TierName] = collections.Counter()
     largest = 0
     for number, (_, sizes) in enumerate(drawn):
         quota = tier_choice.quota(number)
@@ -225,8 +225,8 @@ def test_over_a_pass_no_tier_gets_one_storage_more_than_planned_and_the_device_n
             got[quota.choose(nbytes)] += nbytes
         for tier, fraction in placements[number].fractions.items():
             planned[tier] += fraction * sum(sizes)  # type: ignore[assignment]
-        assert got[Tier.DEVICE] <= planned[Tier.DEVICE] + 0.1
-        for tiers in ([Tier.HOST], [Tier.DISK], [Tier.HOST, Tier.DISK]):
+        assert got[TierName.DEVICE] <= planned[TierName.DEVICE] + 0.1
+        for tiers in ([TierName.HOST], [TierName.DISK], [TierName.HOST, TierName.DISK]):
             assert sum(got[tier] - planned[tier] for tier in tiers) <= largest + 0.1
     manager.close()
 
@@ -237,10 +237,10 @@ def test_bytes_that_were_expected_and_not_saved_make_no_later_layer_move_what_it
     tier_choice.place({0: Placement(host=1.0, nbytes=1000), 1: Placement(kept=1.0, nbytes=300)})
     first = tier_choice.quota(0)
     assert first is not None
-    assert first.choose(100) is Tier.HOST
+    assert first.choose(100) is TierName.HOST
     second = tier_choice.quota(1)
     assert second is not None
-    assert [second.choose(100) for _ in range(3)] == [Tier.DEVICE] * 3
+    assert [second.choose(100) for _ in range(3)] == [TierName.DEVICE] * 3
     manager.close()
 
 
@@ -268,7 +268,7 @@ def test_a_quota_that_knows_the_total_ends_within_the_largest_storage(
     fractions = [share / sum(shares) for share in shares]
     placement = Placement(kept=fractions[0], host=fractions[1], disk=fractions[2])
     quota = Quota(placement, expected_nbytes=sum(sizes))
-    got: collections.Counter[Tier] = collections.Counter()
+    got: collections.Counter[TierName] = collections.Counter()
     for nbytes in sizes:
         got[quota.choose(nbytes)] += nbytes
     for tier, fraction in placement.fractions.items():
@@ -281,7 +281,7 @@ def test_a_quota_that_knows_nothing_keeps_the_proportion(shares: tuple[int, ...]
     fractions = [share / sum(shares) for share in shares]
     placement = Placement(kept=fractions[0], host=fractions[1], disk=fractions[2])
     quota = Quota(placement)
-    got: collections.Counter[Tier] = collections.Counter()
+    got: collections.Counter[TierName] = collections.Counter()
     for nbytes in sizes:
         got[quota.choose(nbytes)] += nbytes
     for tier, fraction in placement.fractions.items():
@@ -291,13 +291,15 @@ def test_a_quota_that_knows_nothing_keeps_the_proportion(shares: tuple[int, ...]
 def test_what_a_layer_owes_the_device_is_kept_by_one_that_keeps_nothing_itself() -> None:
     """Else the host would have no room for what rounding sent there, in a plan that fills its budget to the last byte."""
     between = Quota(
-        Placement(host=1.0), expected_nbytes=1000, carried={Tier.DEVICE: 300.0, Tier.HOST: -200.0, Tier.DISK: -100.0}
+        Placement(host=1.0),
+        expected_nbytes=1000,
+        carried={TierName.DEVICE: 300.0, TierName.HOST: -200.0, TierName.DISK: -100.0},
     )
-    assert [between.choose(600), between.choose(200)] == [Tier.HOST, Tier.DEVICE]
+    assert [between.choose(600), between.choose(200)] == [TierName.HOST, TierName.DEVICE]
     assert between.unkept_nbytes == between.copy().unkept_nbytes == 100.0
-    assert between.choose(200) is Tier.HOST
-    assert between.carried == {Tier.DEVICE: 100.0, Tier.HOST: 0.0, Tier.DISK: -100.0}
-    between.keeps_instead(Tier.HOST, 400)
+    assert between.choose(200) is TierName.HOST
+    assert between.carried == {TierName.DEVICE: 100.0, TierName.HOST: 0.0, TierName.DISK: -100.0}
+    between.keeps_instead(TierName.HOST, 400)
     assert between.unkept_nbytes == 0.0
 
 
@@ -310,9 +312,9 @@ def test_what_a_pass_kept_too_little_is_not_kept_in_another(begins: bool) -> Non
     tier_choice = manager._engine._tier_choice
     first = tier_choice.quota(0)
     assert first is not None
-    assert first.choose(1000) is Tier.HOST
+    assert first.choose(1000) is TierName.HOST
     after = tier_choice.quota(1)
     assert after is not None
     assert first.unkept_nbytes == 500.0
-    assert after.choose(900) is (Tier.HOST if begins else Tier.DEVICE)
+    assert after.choose(900) is (TierName.HOST if begins else TierName.DEVICE)
     manager.close()

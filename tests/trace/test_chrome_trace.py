@@ -12,7 +12,7 @@ from typing import Any
 
 from hypothesis import given, settings, strategies as st
 
-from memo.events import Event, Lane, Span, Stall, StallCause, StateChange, TensorState, Tier
+from memo.events import Event, Lane, Span, Stall, StallCause, StateChange, TensorState, TierName
 from memo.trace import Trace, chrome_trace, read_traces
 
 MakeTrace = Callable[..., Trace]
@@ -69,7 +69,7 @@ def test_a_realistic_run_has_what_viewers_require(synthetic: ModuleType, tmp_pat
     named = {(event["pid"], event["tid"]) for event in phases(trace, "M") if event["name"] == "thread_name"}
     assert {(event["pid"], event["tid"]) for event in phases(trace, "X")} <= named
     assert {event["name"] for event in phases(trace, "C")} == {
-        f"{tier} {what}" for tier in Tier for what in ("saved", "measured")
+        f"{tier} {what}" for tier in TierName for what in ("saved", "measured")
     } | {"in flight"}
     assert {event["name"] for event in phases(trace, "i")} >= {"reload stall", "fallback"}
 

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from memo.events import CounterEvent, Owned, Owner, StateChange, StepMark, TensorState, Tier
+from memo.events import CounterEvent, Owned, Owner, StateChange, StepMark, TensorState, TierName
 from memo.trace import Trace, device_stack, largest_holders
 from memo.trace.tensor_lifetimes import lifetimes_of
 
@@ -28,7 +28,7 @@ def saved(t: int, ident: int, nbytes: int, layer: str) -> StateChange:
 
 
 def count(t: int, nbytes: int, *, step: int = 0) -> CounterEvent:
-    return CounterEvent(t=t, step=step, tier=Tier.DEVICE, nbytes=nbytes)
+    return CounterEvent(t=t, step=step, tier=TierName.DEVICE, nbytes=nbytes)
 
 
 EVENTS = [
@@ -101,7 +101,7 @@ def test_an_imagined_run_is_never_higher_than_measured(synthetic: ModuleType, ma
     trace = make_trace(synthetic.Run(synthetic.Workload(layers=6, steps=2)).run())
     lifetimes = lifetimes_of(trace.events)
     memory = device_stack(trace.events, lifetimes)
-    samples = [event for event in trace.events if isinstance(event, CounterEvent) and event.tier is Tier.DEVICE]
+    samples = [event for event in trace.events if isinstance(event, CounterEvent) and event.tier is TierName.DEVICE]
     assert len(samples) > 20
     for sample in samples:
         assert sum(memory.at(sample.t).values()) == sample.nbytes

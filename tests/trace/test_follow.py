@@ -10,7 +10,7 @@ import pytest
 
 from memo.errors import TraceError
 from memo.trace.live import Follower
-from memo.trace.reader import Limits, read_trace
+from memo.trace.reader import TraceLimits, read_trace
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_steps_of_too_many_events_are_dropped_oldest_first(lines: list[bytes], t
     path = tmp_path / "t.jsonl"
     path.write_bytes(b"".join(lines))
     a_step = (len(lines) - 2) // 6
-    follower = Follower(path, keep=6, limits=Limits(events=2 * a_step + a_step // 2))
+    follower = Follower(path, keep=6, limits=TraceLimits(events=2 * a_step + a_step // 2))
     follower.update()
     trace = follower.trace()
     assert trace is not None

@@ -25,7 +25,7 @@ from memo.events import (
     StateChange,
     StepMark,
     TensorState,
-    Tier,
+    TierName,
 )
 from memo.trace import Trace, build_report, device_stack, page_data, read_traces, render_page, residency_changes
 from memo.trace.html import embedded_json
@@ -179,7 +179,7 @@ def test_columns_decode_to_the_events(run: Trace) -> None:
     ]
     assert sorted(drawn) == sorted((span.lane, span.t, span.d) for span in spans)
     assert rank["thinned"] is None
-    for tier, columns in zip(Tier, rank["tiers"], strict=True):
+    for tier, columns in zip(TierName, rank["tiers"], strict=True):
         counters = [event for event in run.events if isinstance(event, CounterEvent) and event.tier is tier]
         assert decoded(columns["counter_t"]) == [counter.t for counter in counters]
 
@@ -215,10 +215,10 @@ def test_a_large_trace_is_thinned_said_and_keeps_its_figures_bytes_and_stalls(ru
     assert rank["stalls"]["t"] == whole["ranks"][0]["stalls"]["t"]
     moved = sum(span.nbytes or 0 for span in run.events if isinstance(span, Span))
     assert sum(sum(row["nbytes"]) for row in rank["rows"]) == moved
-    for tier, columns in zip(Tier, rank["tiers"], strict=True):
+    for tier, columns in zip(TierName, rank["tiers"], strict=True):
         lifetimes = build_report([run]).ranks[0].lifetimes
         changes = [change.delta for change in residency_changes(lifetimes) if change.tier is tier]
-        if tier is Tier.DEVICE:
+        if tier is TierName.DEVICE:
             changes = [change.delta for change in device_stack(run.events, lifetimes).changes]
         assert sum(columns["delta"]) == sum(changes)
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 
 from memo.events import Lane, Span, Stall, StallCause, StepMark
-from memo.trace import DiffRow, Report, Trace, build_report, compare_reports
+from memo.trace import DiffRow, Trace, TraceReport, build_report, compare_reports
 
 MakeTrace = Callable[..., Trace]
 MS = 1_000_000
 
 
-def run(make_trace: MakeTrace, *, step_ms: int, copy_ms: int, stall_ms: int) -> Report:
+def run(make_trace: MakeTrace, *, step_ms: int, copy_ms: int, stall_ms: int) -> TraceReport:
     events = [
         StepMark(t=0, step=0, phase="begin"),
         Span(t=0, d=copy_ms * MS, step=0, lane=Lane.D2H, id=1, nbytes=10**9),

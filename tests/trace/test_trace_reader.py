@@ -24,23 +24,23 @@ from memo.events import (
     StallCause,
     StateChange,
     StepMark,
+    StorageUse,
     TensorState,
-    Tier,
-    Use,
+    TierName,
     UseKind,
 )
 from memo.trace import read_traces
-from memo.trace.reader import Limits, read_trace
+from memo.trace.reader import TraceLimits, read_trace
 
 ONE_OF_EACH: list[Event] = [
     StepMark(t=0, step=0, phase="begin"),
     StateChange(t=1, step=0, id=7, to=TensorState.LIVE, nbytes=64, module="layers.0", shape=(2, 4), dtype="bfloat16"),
-    StateChange(t=2, step=0, id=7, to=TensorState.LEAVING, nbytes=64, tier=Tier.HOST),
+    StateChange(t=2, step=0, id=7, to=TensorState.LEAVING, nbytes=64, tier=TierName.HOST),
     Span(t=3, d=4, step=0, lane=Lane.D2H, id=7, nbytes=64),
     Span(t=3, d=9, step=0, lane=Lane.COMPUTE, module="layers.0", phase="forward"),
     Stall(t=8, d=2, step=0, cause=StallCause.RELOAD, id=7),
-    Use(t=9, step=0, id=7, how=UseKind.PREFETCHED),
-    CounterEvent(t=10, step=0, tier=Tier.DEVICE, nbytes=1 << 40),
+    StorageUse(t=9, step=0, id=7, how=UseKind.PREFETCHED),
+    CounterEvent(t=10, step=0, tier=TierName.DEVICE, nbytes=1 << 40),
     Note(t=11, step=0, cause="fallback", message="whole tensor"),
     StepMark(t=12, step=0, phase="end"),
 ]
@@ -229,12 +229,12 @@ def test_a_cut_gzip_file_is_refused(tmp_path: Path, write_lines: WriteLines) -> 
 def test_more_events_than_the_limit_are_refused(write_lines: WriteLines) -> None:
     path = write_lines(*ONE_OF_EACH)
     with pytest.raises(TraceError, match="more than 5 events"):
-        read_trace(path, limits=Limits(events=5))
+        read_trace(path, limits=TraceLimits(events=5))
 
 
 def test_only_the_steps_asked_for_are_kept_and_counted_against_the_limit(write_lines: WriteLines) -> None:
     path = write_lines(*(StepMark(t=t, step=t // 2, phase="begin") for t in range(20)))
-    trace = read_trace(path, steps=range(3, 5), limits=Limits(events=4))
+    trace = read_trace(path, steps=range(3, 5), limits=TraceLimits(events=4))
     assert [event.t for event in trace.events] == [6, 7, 8, 9]
     assert trace.remarks == ()
 

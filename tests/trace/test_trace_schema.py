@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from memo.events import FORMAT, VERSION, CounterEvent, Note, Owned, Span, Stall, StateChange, StepMark, Use
+from memo.events import FORMAT, VERSION, CounterEvent, Note, Owned, Span, Stall, StateChange, StepMark, StorageUse
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 SCHEMA = json.loads((DOCS / "trace-format.schema.json").read_text(encoding="utf-8"))
-KINDS = (StateChange, Span, Stall, Use, CounterEvent, Owned, StepMark, Note)
+KINDS = (StateChange, Span, Stall, StorageUse, CounterEvent, Owned, StepMark, Note)
 NATURAL = {"type": "integer", "minimum": 0, "maximum": 2**63 - 1}
 
 

@@ -16,9 +16,9 @@ from memo.events import (
     StallCause,
     StateChange,
     StepMark,
+    StorageUse,
     TensorState,
-    Tier,
-    Use,
+    TierName,
     UseKind,
 )
 from memo.trace import StepStats, Trace
@@ -43,19 +43,19 @@ EVENTS: list[Event] = [
     Span(t=0, d=10, step=0, lane=Lane.COMPUTE, module="layers.0", phase="forward"),
     Span(t=10, d=10, step=0, lane=Lane.COMPUTE, module="layers.1", phase="forward"),
     StateChange(t=5, step=0, id=1, to=S.LIVE, nbytes=100, module="layers.0.mlp"),
-    StateChange(t=10, step=0, id=1, to=S.LEAVING, nbytes=100, tier=Tier.HOST),
+    StateChange(t=10, step=0, id=1, to=S.LEAVING, nbytes=100, tier=TierName.HOST),
     Span(t=10, d=6, step=0, lane=Lane.D2H, id=1, nbytes=100),
-    StateChange(t=16, step=0, id=1, to=S.AWAY, nbytes=100, tier=Tier.HOST),
-    StateChange(t=25, step=0, id=1, to=S.RETURNING, nbytes=100, tier=Tier.HOST),
+    StateChange(t=16, step=0, id=1, to=S.AWAY, nbytes=100, tier=TierName.HOST),
+    StateChange(t=25, step=0, id=1, to=S.RETURNING, nbytes=100, tier=TierName.HOST),
     Span(t=25, d=10, step=0, lane=Lane.H2D, id=1, nbytes=100),
     Stall(t=30, d=5, step=0, cause=StallCause.RELOAD, module="layers.0", id=1),
-    Use(t=30, step=0, id=1, how=UseKind.PREFETCHED),
-    Use(t=36, step=0, id=2, how=UseKind.FETCHED),
-    Use(t=36, step=0, id=3, how=UseKind.LIVE),
-    StateChange(t=35, step=0, id=1, to=S.BACK, nbytes=100, tier=Tier.HOST),
+    StorageUse(t=30, step=0, id=1, how=UseKind.PREFETCHED),
+    StorageUse(t=36, step=0, id=2, how=UseKind.FETCHED),
+    StorageUse(t=36, step=0, id=3, how=UseKind.LIVE),
+    StateChange(t=35, step=0, id=1, to=S.BACK, nbytes=100, tier=TierName.HOST),
     Span(t=35, d=5, step=0, lane=Lane.RECOMPUTE, module="layers.0", phase="backward"),
     Span(t=40, d=10, step=0, lane=Lane.COMPUTE, module="layers.0", phase="backward"),
-    CounterEvent(t=40, step=0, tier=Tier.DEVICE, nbytes=250),
+    CounterEvent(t=40, step=0, tier=TierName.DEVICE, nbytes=250),
     StateChange(t=50, step=0, id=1, to=S.GONE, nbytes=100),
     StepMark(t=60, step=0, phase="end"),
 ]
@@ -141,7 +141,7 @@ def test_a_stall_without_a_module_counts_for_its_tensors_layer(make_trace: MakeT
 def marks(step: int, begin: int, end: int | None) -> list[Event]:
     found: list[Event] = [
         StepMark(t=begin, step=step, phase="begin"),
-        Use(t=begin + 1, step=step, id=1, how=UseKind.LIVE),
+        StorageUse(t=begin + 1, step=step, id=1, how=UseKind.LIVE),
     ]
     return found if end is None else [*found, StepMark(t=end, step=step, phase="end")]
 

@@ -18,9 +18,9 @@ from memo.events import (
     StallCause,
     StateChange,
     StepMark,
+    StorageUse,
     TensorState,
-    Tier,
-    Use,
+    TierName,
     UseKind,
 )
 from memo.trace import Trace, build_report
@@ -186,7 +186,7 @@ def test_no_advice_contradicts_a_plan_and_its_limits_are_said(say: Say) -> None:
 def test_declined_only_when_nothing_moved(say: Say) -> None:
     assert "all 1 GiB of saved activations stayed" in say(state(0, S.LIVE))["declined"]
     assert "declined" not in say(*LAYERS)
-    leaving = dataclasses.replace(state(1, S.LEAVING), tier=Tier.HOST)
+    leaving = dataclasses.replace(state(1, S.LEAVING), tier=TierName.HOST)
     assert "declined" not in say(state(0, S.LIVE), leaving)
     assert "declined" not in say()
 
@@ -227,7 +227,7 @@ def test_a_reload_that_nothing_asked_for_says_so(say: Say) -> None:
 
 def test_a_depth_that_does_not_fit_the_device_says_what_is_free(say: Say) -> None:
     events = [*LAYERS, state(660, S.RETURNING), copy(660, 60, Lane.H2D), reload_stall(700, 20)]
-    full = CounterEvent(t=1, step=0, tier=Tier.DEVICE, nbytes=7 << 29)
+    full = CounterEvent(t=1, step=0, tier=TierName.DEVICE, nbytes=7 << 29)
     said = say(*events, full, meta={"budgets": {"device": 4 << 30}})["worst-stall"]
     assert said.endswith("and remove it, but only 512 MiB of the device budget is free.")
 
@@ -275,7 +275,8 @@ def test_a_wait_too_short_to_matter_is_not_a_sentence(say: Say) -> None:
 
 def test_missed_prefetches_are_counted_against_all_reloads(say: Say) -> None:
     uses = [
-        Use(t=t, step=0, id=t, how=how) for t, how in enumerate([UseKind.FETCHED, UseKind.PREFETCHED, UseKind.LIVE])
+        StorageUse(t=t, step=0, id=t, how=how)
+        for t, how in enumerate([UseKind.FETCHED, UseKind.PREFETCHED, UseKind.LIVE])
     ]
     assert say(*uses)["missed-prefetch"] == "1 of 2 reloads began only when backward asked for them."
     assert "missed-prefetch" not in say(uses[1], uses[2])
@@ -306,7 +307,7 @@ def test_recompute_while_the_links_are_idle_is_said(say: Say) -> None:
 
 def test_recompute_is_no_waste_where_there_is_no_room_to_move_more_to(say: Say) -> None:
     away = [state(100, S.LEAVING, nbytes=100, id=9), state(300, S.AWAY, nbytes=100, id=9)]
-    in_host = [dataclasses.replace(one, tier=Tier.HOST) for one in away]
+    in_host = [dataclasses.replace(one, tier=TierName.HOST) for one in away]
     events = [*LAYERS, copy(450, 100, Lane.H2D), recompute(640, 40), state(50, S.LIVE, nbytes=100, id=9), *in_host]
     assert "recompute" in say(*events, meta={"budgets": {"host": 200}})
     assert "recompute" not in say(*events, meta={"budgets": {"host": 100}})
@@ -323,7 +324,7 @@ def test_the_plan_is_said_where_it_was_off_by_more_than_a_twentieth(say: Say) ->
 
 def test_uneven_ranks_are_said_by_the_slowest(make_trace: MakeTrace) -> None:
     def rank(number: int, end: int) -> Trace:
-        use = Use(t=1, step=0, id=1, how=UseKind.LIVE)
+        use = StorageUse(t=1, step=0, id=1, how=UseKind.LIVE)
         marks = [StepMark(t=0, step=0, phase="begin"), StepMark(t=end * MS, step=0, phase="end")]
         return make_trace([*marks, use], rank=number)
 

@@ -85,7 +85,7 @@ def test_a_trace_of_nothing_opens(open_page: Callable[..., Any], tmp_path: Path)
 @pytest.fixture(scope="module")
 def packed(synthetic: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report with an address plan: two arenas, a few rectangles on a grid."""
-    from memo.mip.address import Buffer, Plan, Problem
+    from memo.mip.address import AddressPlan, AddressProblem, Buffer
     from memo.mip.address.problem import ArenaPlan, Status
     from memo.trace import address_plan_drawings, build_report, page_data, read_traces, render_page
 
@@ -102,7 +102,7 @@ def packed(synthetic: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> P
         for name, nbytes in (("device", 4 << 20), ("host", 4096))
     )
     offsets = (*(row << 20 for row, _ in grid), 0)
-    plan = Plan(problem=Problem(buffers=(*device, *host)), offsets=offsets, arenas=arenas)
+    plan = AddressPlan(problem=AddressProblem(buffers=(*device, *host)), offsets=offsets, arenas=arenas)
     data = page_data(
         build_report(read_traces([folder / "t.jsonl"])), packing=address_plan_drawings(plan, title="plan.json")
     )

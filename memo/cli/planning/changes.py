@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 from memo.cli.planning.search import gpu_counts
 from memo.cli.tables.activation import memory_summary, memory_table, use_name
 from memo.errors import UsageError
-from memo.mip.activation import Use, device_peak_candidates
+from memo.mip.activation import MemoryUse, device_peak_candidates
 from memo.units import format_bytes, format_tokens
 
 if TYPE_CHECKING:
-    from memo.gpt.arithmetic import Layout
+    from memo.gpt.arithmetic import StepLayout
     from memo.mip.activation import DeviceMemory, DoesNotFit, PeakCandidate
     from memo.search import Request
 
@@ -30,7 +30,7 @@ __all__ = ["changes_that_fit", "explain_misfit"]
 
 MOST_TIMES = 64
 """Largest factor that is tried: of the GPUs (of one node, if fewer were asked for), and by which the sequence is divided."""
-_WEIGHTS = frozenset({Use.WEIGHTS, Use.GRADIENTS, Use.OPTIMIZER, Use.GATHERED, Use.CAST})
+_WEIGHTS = frozenset({MemoryUse.WEIGHTS, MemoryUse.GRADIENTS, MemoryUse.OPTIMIZER, MemoryUse.GATHERED, MemoryUse.CAST})
 """Bytes that follow from weights, whatever the length."""
 
 
@@ -184,7 +184,7 @@ def _places(request: Request) -> Iterator[PeakCandidate]:
 def _items(request: Request) -> dict[_Item, int]:
     """Bytes that every plan holds where they are most."""
     fullest = max(_places(request), key=lambda place: place.resident_bytes)
-    items = {_Item.WEIGHTS: _weights(fullest), _Item.HEAD: fullest.resident.get(Use.HEAD, 0)}
+    items = {_Item.WEIGHTS: _weights(fullest), _Item.HEAD: fullest.resident.get(MemoryUse.HEAD, 0)}
     return {**items, _Item.LAYERS: fullest.resident_bytes - sum(items.values())}
 
 
@@ -256,7 +256,7 @@ def _shorter(request: Request) -> Iterator[Request]:
             yield _on(request, tokens=tokens)
 
 
-def _step(layout: Layout) -> int:
+def _step(layout: StepLayout) -> int:
     """GPUs of one replica, of which the number of GPUs is a multiple."""
     return layout.tp * layout.cp * layout.pp * layout.ep
 

@@ -14,8 +14,8 @@ from memo.events import Lane
 from memo.mip.cluster import Crossing
 
 if TYPE_CHECKING:
-    from memo.mip.cluster import Placement
-    from memo.mip.inputs import Group, Hardware
+    from memo.mip.cluster import ClusterPlacement
+    from memo.mip.inputs import Hardware, RankGroup
     from memo.mip.simulate import Simulation
     from memo.search import Candidate, Planned, Space
 
@@ -79,7 +79,7 @@ def groups_of(planned: Planned, simulation: Simulation, space: Space) -> list[di
     return found
 
 
-def _link(placement: Placement, kind: str, nodes: int) -> dict[str, Any]:
+def _link(placement: ClusterPlacement, kind: str, nodes: int) -> dict[str, Any]:
     """The slowest link that a kind of groups crosses: the groups of nodes that it joins, and the rate of a node or a GPU."""
     cluster, machines = placement.cluster, _machines(placement)
     across = {"dp": Crossing.REPLICAS, "pp": Crossing.STAGES}
@@ -96,11 +96,11 @@ def _link(placement: Placement, kind: str, nodes: int) -> dict[str, Any]:
     return {"between": None, "of": "GPU", "bytes_per_s": min(one.nvlink_bytes_per_s for one in machines)}
 
 
-def _machines(placement: Placement) -> list[Hardware]:
+def _machines(placement: ClusterPlacement) -> list[Hardware]:
     """Machines of the groups of nodes that have ranks."""
     groups = placement.cluster.groups
     return [groups[number].machine for number in dict.fromkeys(of for place in placement.places for of in place.groups)]
 
 
-def _group(kind: str, group: Group, seconds: float | None) -> dict[str, Any]:
+def _group(kind: str, group: RankGroup, seconds: float | None) -> dict[str, Any]:
     return {"kind": kind, "ranks": group.size, "nodes": group.nodes, "seconds": seconds}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from memo.cli.planning.drawn_nodes import groups_of, nodes_of
 from memo.cli.tables.activation import memory_summary, use_name
 from memo.events import Lane, StallCause
-from memo.mip.activation import Use, stage_memory
+from memo.mip.activation import MemoryUse, stage_memory
 
 if TYPE_CHECKING:
     from memo.mip.activation import StageView
@@ -59,7 +59,7 @@ def search_page(
             stage |= timeline
     return {
         "search": dict(answer),
-        "uses": {str(use): use_name(use) for use in Use},
+        "uses": {str(use): use_name(use) for use in MemoryUse},
         "written": of_written,
         "drawn": drawn,
     }

@@ -14,7 +14,7 @@ from memo.cli.inputs.planned_model import planned_model
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.errors import UsageError
 from memo.gpt import EmbeddingGradients, GPTConfig, Precision, preset_name
-from memo.gpt.arithmetic import Layout, Optimizer, Recompute
+from memo.gpt.arithmetic import Optimizer, RecomputeMethod, StepLayout
 from memo.mip.activation import MLP_TILE_COUNTS, read_hardware, read_profile
 from memo.mip.inputs import Hardware, PipelineSchedule, hardware_preset, parse_network, with_measured_rates
 from memo.parallel import ContextAttention
@@ -91,7 +91,7 @@ def parse_request(
         budgets=budgets_of(args, machine),
         accumulate=accumulate,
         schedule=_schedule(args, layout, accumulate),
-        recompute=None if args.recompute == "plan" else Recompute(args.recompute),
+        recompute=None if args.recompute == "plan" else RecomputeMethod(args.recompute),
         zero=args.zero,
         optimizer_offload=args.optimizer_offload,
         optimizer=Optimizer(args.optimizer),
@@ -118,7 +118,9 @@ def _codec(
     return asked
 
 
-def _require_attention(args: argparse.Namespace, layout: Layout, config: GPTConfig | HuggingFaceModel | None) -> None:
+def _require_attention(
+    args: argparse.Namespace, layout: StepLayout, config: GPTConfig | HuggingFaceModel | None
+) -> None:
     """Checks --cp-attention; a layout has `ring` where that is asked for."""
     asked = ContextAttention(args.cp_attention or ContextAttention.AUTO)
     if asked is ContextAttention.AUTO:
@@ -139,7 +141,7 @@ def _require_attention(args: argparse.Namespace, layout: Layout, config: GPTConf
         raise UsageError("ring attention needs half precision on a GPU; give --precision bf16 or bf16-autocast")
 
 
-def _stage_layers(args: argparse.Namespace, layout: Layout) -> tuple[int, ...]:
+def _stage_layers(args: argparse.Namespace, layout: StepLayout) -> tuple[int, ...]:
     """Checks --stage-layers; how many layers there are is known with the profile."""
     counts: tuple[int, ...] = args.stage_layers or ()
     runs = layout.pp * (args.chunks or PipelineSchedule(args.schedule).default_chunks)
@@ -162,7 +164,7 @@ def _require_named_model(args: argparse.Namespace) -> None:
         raise UsageError(f"{given[0]} applies to a named model only; a profile has the step that was measured")
 
 
-def _schedule(args: argparse.Namespace, layout: Layout, accumulate: int) -> PipelineSchedule:
+def _schedule(args: argparse.Namespace, layout: StepLayout, accumulate: int) -> PipelineSchedule:
     schedule = PipelineSchedule(args.schedule)
     if layout.pp == 1 and schedule is not PipelineSchedule.ONE_F_ONE_B:
         raise UsageError(f"--schedule {schedule} has no meaning without --pp")
@@ -209,7 +211,7 @@ def _tiles(
     return (int(text),)
 
 
-def _layout(args: argparse.Namespace, profile: Profile | None) -> tuple[Layout, int]:
+def _layout(args: argparse.Namespace, profile: Profile | None) -> tuple[StepLayout, int]:
     """The layout, and the number of microbatches in a step."""
     batch, sizes = args.batch, {"tp": args.tp, "cp": args.cp, "pp": args.pp, "ep": args.ep}
     if profile is not None:
@@ -221,7 +223,7 @@ def _layout(args: argparse.Namespace, profile: Profile | None) -> tuple[Layout, 
     else:
         tokens = TILE_TOKENS * args.cp if args.max_seq else parse_tokens(args.seq, what="--seq")
     ring = args.cp_attention == ContextAttention.RING and sizes["cp"] > 1
-    layout = Layout(tokens=tokens, gpus=args.gpus, ring=ring, **sizes)
+    layout = StepLayout(tokens=tokens, gpus=args.gpus, ring=ring, **sizes)
     batch, accumulate = batch_sizes(batch, args.accumulate, args.global_batch, replicas=layout.replicas)
     return dataclasses.replace(layout, batch=batch), accumulate
 

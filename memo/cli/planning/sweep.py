@@ -29,7 +29,7 @@ from memo.units import format_bytes, format_duration, format_tokens
 if TYPE_CHECKING:
     from memo.search import Request
 
-__all__ = ["Fit", "Point", "run_sweep"]
+__all__ = ["Fit", "SweepPoint", "run_sweep"]
 
 SweepAxis = Literal["seq", "device", "host"]
 
@@ -58,7 +58,7 @@ class Fit:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class SweepPoint:
     """One problem of a sweep and its result: a fit, or the reason why nothing fits."""
 
     tokens: int
@@ -69,7 +69,7 @@ class Point:
     fit: Fit | None = None
 
     @classmethod
-    def of(cls, request: Request) -> Point:
+    def of(cls, request: Request) -> SweepPoint:
         """Plans, checks and simulates one request."""
         budgets = request.budgets
         here = functools.partial(
@@ -107,7 +107,7 @@ def run_sweep(request: Request, args: argparse.Namespace) -> ExitCode:
         raise UsageError("-o writes one plan, and a sweep makes many; leave out -o or --sweep")
     requests = {"seq": _lengths, "device": _devices, "host": _hosts}[args.sweep](request)
     with WaitingLine("memo plan", f"sweeping over {len(requests)} plans", quiet=args.json):
-        points = [Point.of(one) for one in requests]
+        points = [SweepPoint.of(one) for one in requests]
     length = free_swap_tokens(request.problem().profile, request.machine, ranks_per_node=request.budgets.ranks_per_node)
     if args.plot is not None:
         with atomic_write(Path(args.plot), force=args.force) as sibling:
@@ -180,7 +180,7 @@ def _least_host_bytes(request: Request, most: int) -> int:
     return high
 
 
-def _table(points: Sequence[Point], *, by: SweepAxis) -> str:
+def _table(points: Sequence[SweepPoint], *, by: SweepAxis) -> str:
     header = (
         by,
         "step",
@@ -198,7 +198,7 @@ def _table(points: Sequence[Point], *, by: SweepAxis) -> str:
     return table(header, [_row(point, by=by) for point in points])
 
 
-def _row(point: Point, *, by: SweepAxis) -> tuple[str, ...]:
+def _row(point: SweepPoint, *, by: SweepAxis) -> tuple[str, ...]:
     name = format_tokens(point.tokens) if by == "seq" else format_bytes(_budget(point, by))
     fit = point.fit
     if fit is None:
@@ -216,11 +216,11 @@ def _row(point: Point, *, by: SweepAxis) -> tuple[str, ...]:
     )
 
 
-def _budget(point: Point, by: SweepAxis) -> int:
+def _budget(point: SweepPoint, by: SweepAxis) -> int:
     return point.host_budget_bytes if by == "host" else point.device_budget_bytes
 
 
-def _draw(points: Sequence[Point], path: Path, *, by: SweepAxis, crossover: int | None) -> None:
+def _draw(points: Sequence[SweepPoint], path: Path, *, by: SweepAxis, crossover: int | None) -> None:
     """Draws utilisation and added time above, the shares of the bytes below."""
     try:
         from matplotlib import rcParams

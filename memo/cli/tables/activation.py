@@ -15,8 +15,8 @@ from memo.mip.activation import (
     Budgets,
     DeviceMemory,
     LayerPlan,
+    MemoryUse,
     StagePrediction,
-    Use,
     free_swap_tokens,
     highest_memory,
 )
@@ -36,13 +36,13 @@ __all__ = [
 _RUNS = 6  # runs of layers of one plan that its row names
 _REASON = 300  # characters of a reason, which a plan's file has in words
 USES = {
-    Use.GRADIENTS: "gradients of the weights",
-    Use.OPTIMIZER: "optimizer state",
-    Use.GATHERED: "gathered weights",
-    Use.CAST: "weights cast for products",
-    Use.HEAD: "head and logits",
-    Use.SAVED: "saved tensors kept",
-    Use.OTHER: "not told apart",
+    MemoryUse.GRADIENTS: "gradients of the weights",
+    MemoryUse.OPTIMIZER: "optimizer state",
+    MemoryUse.GATHERED: "gathered weights",
+    MemoryUse.CAST: "weights cast for products",
+    MemoryUse.HEAD: "head and logits",
+    MemoryUse.SAVED: "saved tensors kept",
+    MemoryUse.OTHER: "not told apart",
 }
 """Names of uses in the memory table, where they differ from those in JSON."""
 
@@ -105,7 +105,7 @@ def memory_summary(problem: ActivationProblem, memory: DeviceMemory) -> dict[str
         "stage": memory.stage,
         "where": memory.where,
         "phase": memory.phase or None,
-        "uses_bytes": {str(use): memory.uses.get(use, 0) for use in Use},
+        "uses_bytes": {str(use): memory.uses.get(use, 0) for use in MemoryUse},
         "peak_bytes": memory.nbytes,
         "budget_bytes": problem.machine_of(memory.stage).budgets.device_bytes,
         "device_bytes": problem.machine_of(memory.stage).hardware.device_bytes,
@@ -129,12 +129,12 @@ def memory_table(problem: ActivationProblem, memory: DeviceMemory) -> str:
     return table((f"memory of a GPU{of} at its peak, {instant}", unit), lines)
 
 
-def use_name(use: Use) -> str:
+def use_name(use: MemoryUse) -> str:
     """Name of a use in tables and sentences."""
     return USES.get(use, str(use).replace("_", " "))
 
 
-def _rounded(uses: Mapping[Use, int], size: int) -> tuple[int, dict[Use, int]]:
+def _rounded(uses: Mapping[MemoryUse, int], size: int) -> tuple[int, dict[MemoryUse, int]]:
     """Hundredths of a unit of the sum, and of each use, so rounded that they add up; without those that are 0."""
     exact = {use: 100 * nbytes / size for use, nbytes in uses.items()}
     peak = round(100 * sum(uses.values()) / size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from memo.mip.address import Buffer, Plan
+from memo.mip.address import AddressPlan, Buffer
 from memo.units import format_bytes
 
 __all__ = ["arena_table", "plan_summary", "printable", "table"]
@@ -33,7 +33,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def arena_table(plan: Plan) -> str:
+def arena_table(plan: AddressPlan) -> str:
     """Table with one line per arena, then the five buffers of the largest bytes x lifetime."""
     rows = []
     for arena in plan.arenas:
@@ -57,7 +57,7 @@ def arena_table(plan: Plan) -> str:
     return f"{table(header, rows)}\n\n{table(('bytes x life, top 5', 'size', 'start', 'end'), top)}"
 
 
-def plan_summary(plan: Plan) -> dict[str, Any]:
+def plan_summary(plan: AddressPlan) -> dict[str, Any]:
     """Object that `--json` prints; sizes in bytes."""
     return {
         "status": plan.status.value,

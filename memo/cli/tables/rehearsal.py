@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memo.events import Tier
+from memo.events import TierName
 from memo.units import format_bytes, format_duration, format_tokens
 
 if TYPE_CHECKING:
@@ -79,15 +79,15 @@ def what_would_fit(found: Rehearsal, *, most_device: int) -> str | None:
     if found.failure is not None:
         return f"step {len(found.steps)} does not fit: {found.failure}{planned}"
     parts = []
-    for tier in Tier:
+    for tier in TierName:
         over = [one for one in found.violations if one.tier is tier]
         if over:
             worst = max(over, key=lambda one: one.used_bytes)
             others = f", and {len(over) - 1} more steps exceeded it" if len(over) > 1 else ""
             size = format_bytes(worst.used_bytes, up=True).replace(" ", "")
-            flag = f"--{tier}-budget" if tier is Tier.DISK else f"--{tier}"
+            flag = f"--{tier}-budget" if tier is TierName.DISK else f"--{tier}"
             cure = f"{flag} {size}"
-            if tier is Tier.DEVICE and worst.used_bytes > most_device:
+            if tier is TierName.DEVICE and worst.used_bytes > most_device:
                 cure = "a GPU with more memory"
             parts.append(f"{worst}{others}; it needs {cure}, or fewer tokens")
     return "; ".join(parts) + planned if parts else None

@@ -6,7 +6,7 @@ from typing import Any
 
 from memo.cli.tables.activation import rate_text
 from memo.cli.tables.address import printable, table
-from memo.events import Lane, StallCause, Tier
+from memo.events import Lane, StallCause, TierName
 from memo.mip.activation import ActivationPlan, ActivationProblem, StagePrediction
 from memo.mip.simulate import Peak, Simulation, StageSimulation, Wait, agrees
 from memo.trace import duration, percent
@@ -136,11 +136,11 @@ def _peaks(stage: StageSimulation, prediction: StagePrediction) -> str:
     return table(("peak of a rank", "simulated", "predicted", "budget", "used", "at"), rows)
 
 
-def _predicted_peaks(prediction: StagePrediction) -> dict[Tier, int]:
+def _predicted_peaks(prediction: StagePrediction) -> dict[TierName, int]:
     return {
-        Tier.DEVICE: prediction.peak_device_bytes,
-        Tier.HOST: prediction.peak_host_bytes,
-        Tier.DISK: prediction.peak_disk_bytes,
+        TierName.DEVICE: prediction.peak_device_bytes,
+        TierName.HOST: prediction.peak_host_bytes,
+        TierName.DISK: prediction.peak_disk_bytes,
     }
 
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
         EmbeddingTraffic as EmbeddingTraffic,
         reason_not_sparse as reason_not_sparse,
     )
-    from memo.gpt.arithmetic.fixed_methods import Recompute as Recompute
+    from memo.gpt.arithmetic.fixed_methods import RecomputeMethod as RecomputeMethod
     from memo.gpt.arithmetic.flops import parameter_count as parameter_count
-    from memo.gpt.arithmetic.layout import Layout as Layout
+    from memo.gpt.arithmetic.layout import StepLayout as StepLayout
     from memo.gpt.arithmetic.optimizers import (
         Optimizer as Optimizer,
         end_states as end_states,
@@ -49,9 +49,9 @@ else:
         {
             "collectives": "Collective CollectiveKind Ranks exchange_s",
             "embedding_traffic": "EmbeddingTraffic reason_not_sparse",
-            "fixed_methods": "Recompute",
+            "fixed_methods": "RecomputeMethod",
             "flops": "parameter_count",
-            "layout": "Layout",
+            "layout": "StepLayout",
             "optimizers": "Optimizer end_states layer_states orthogonalisation_flops",
             "run_of_plan": "PlannedRun layout_of planned_run run_of untrained",
             "profile_by_arithmetic": "derive_profile",

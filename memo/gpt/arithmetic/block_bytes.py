@@ -26,7 +26,7 @@ from memo.gpt.train_config import Precision
 from memo.mip.inputs import CODE_BYTES
 from memo.parallel import key_copies
 
-__all__ = ["Block", "Coded", "ElementSizes"]
+__all__ = ["BlockBytes", "Coded", "ElementSizes"]
 
 FLOAT = STATISTIC = 4  # bytes of a float32
 ALIGNED = 128  # tiles are multiples of it: memo.gpt.model.tiled_mlp.ALIGNED
@@ -75,7 +75,7 @@ class Coded:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class BlockBytes:
     """Figures of one layer per token, in bytes and FLOPs, before the division by tensor parallelism."""
 
     always: float
@@ -140,7 +140,7 @@ class Block:
         cp: int = 1,
         rings: bool = False,
         window: int | None = None,
-    ) -> Block:
+    ) -> BlockBytes:
         """Figures of a layer, by the letters of the module's docstring.
 
         Args:
@@ -187,14 +187,14 @@ class BlockFigures:
         self.attended = self.h + self.repeated if self.repeated else self.q
         self.gated, self.tiled = config.mlp == "swiglu", config.mlp_tiles > 1
 
-    def block(self) -> Block:
+    def block(self) -> BlockBytes:
         config, h = self.config, self.h
         width, ups = config.hidden * config.ffn, 2 if self.gated else 1
         weights = layer_parameter_count(dataclasses.replace(config, bias=False)) - 2 * config.hidden
         mlp = 2.0 * (ups + 1) * width
         again = self._elementwise_again()
         saved = self.always() + self.rest()
-        return Block(
+        return BlockBytes(
             always=self.always(),
             all=self.rest(),
             matmuls=self.q + h + (0 if self.tiled else ups * self.f),

@@ -11,10 +11,10 @@ import enum
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from memo.mip.inputs import Collectives, Group
+from memo.mip.inputs import Collectives, RankGroup
 
 if TYPE_CHECKING:
-    from memo.gpt.arithmetic.layout import Layout
+    from memo.gpt.arithmetic.layout import StepLayout
     from memo.mip.inputs import Hardware
 
 __all__ = ["Collective", "CollectiveKind", "Ranks", "exchange_s", "group_of"]
@@ -70,7 +70,7 @@ class Collective:
         return dataclasses.replace(self, count=self.count * count)
 
 
-def group_of(ranks: Ranks, layout: Layout, gpus_per_node: int, *, shards: int | None = None) -> Group:
+def group_of(ranks: Ranks, layout: StepLayout, gpus_per_node: int, *, shards: int | None = None) -> RankGroup:
     """Places of a collective's ranks on nodes.
 
     Args:
@@ -88,20 +88,20 @@ def group_of(ranks: Ranks, layout: Layout, gpus_per_node: int, *, shards: int | 
     if ranks is Ranks.REPLICAS:
         return layout.data_group(gpus_per_node, size=shards)
     if ranks is Ranks.COPIES:
-        return Group.of(every // shards, stride=layout.tp * shards, gpus_per_node=gpus_per_node, gpus=layout.gpus)
+        return RankGroup.of(every // shards, stride=layout.tp * shards, gpus_per_node=gpus_per_node, gpus=layout.gpus)
     if ranks is Ranks.TOKENS:
-        return Group.of(layout.stage_gpus, stride=1, gpus_per_node=gpus_per_node, gpus=layout.gpus)
+        return RankGroup.of(layout.stage_gpus, stride=1, gpus_per_node=gpus_per_node, gpus=layout.gpus)
     if ranks is Ranks.EXPERTS:
         return layout.expert_group(gpus_per_node)
     if ranks is Ranks.EXPERT_COPIES:
         return layout.expert_copies_group(gpus_per_node)
     if ranks is Ranks.ALL:
-        return Group.of(layout.gpus, stride=1, gpus_per_node=gpus_per_node)
-    return Group(size=min(2, layout.pp), per_node=1 if layout.leaves_node(gpus_per_node) else min(2, layout.pp))
+        return RankGroup.of(layout.gpus, stride=1, gpus_per_node=gpus_per_node)
+    return RankGroup(size=min(2, layout.pp), per_node=1 if layout.leaves_node(gpus_per_node) else min(2, layout.pp))
 
 
 def exchange_s(
-    collectives: Iterable[Collective], machine: Hardware, layout: Layout, *, shards: int | None = None
+    collectives: Iterable[Collective], machine: Hardware, layout: StepLayout, *, shards: int | None = None
 ) -> float:
     """Seconds of collectives one after another; receives take none, since their sends do.
 
@@ -122,7 +122,7 @@ def exchange_s(
     return total
 
 
-def _seconds(times: Collectives, each: Collective, group: Group) -> float:
+def _seconds(times: Collectives, each: Collective, group: RankGroup) -> float:
     if each.kind is CollectiveKind.RECEIVE or group.size == 1:
         return 0.0
     if each.kind in (CollectiveKind.SEND, CollectiveKind.ROTATE):

@@ -11,10 +11,10 @@ import enum
 
 from memo.mip.inputs import LayerProfile, PointProfile
 
-__all__ = ["Recompute"]
+__all__ = ["RecomputeMethod"]
 
 
-class Recompute(enum.StrEnum):
+class RecomputeMethod(enum.StrEnum):
     """What every layer computes again in backward."""
 
     NONE = "none"
@@ -31,7 +31,7 @@ class Recompute(enum.StrEnum):
             input_bytes: of its saved bytes, those of its input.
         """
         whole = dataclasses.replace(layer, points=layer.points[:1])
-        if self is not Recompute.FULL:
+        if self is not RecomputeMethod.FULL:
             return whole
         again = max(whole.full_bytes - input_bytes, 0)
         return dataclasses.replace(

@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 
 from memo.errors import UsageError
-from memo.mip.inputs import Group
+from memo.mip.inputs import RankGroup
 
-__all__ = ["Layout"]
+__all__ = ["StepLayout"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class StepLayout:
     """Size of a step and its parallelism.
 
     Raises:
@@ -82,32 +82,32 @@ class Layout:
         """GPUs of one pipeline stage."""
         return self.gpus // self.pp
 
-    def tensor_group(self, gpus_per_node: int) -> Group:
+    def tensor_group(self, gpus_per_node: int) -> RankGroup:
         """Ranks of tensor parallelism, which are neighbours."""
         return self._slowest(self.tp, stride=1, gpus_per_node=gpus_per_node)
 
-    def context_group(self, gpus_per_node: int) -> Group:
+    def context_group(self, gpus_per_node: int) -> RankGroup:
         """Ranks of context parallelism."""
         return self._slowest(self.cp, stride=self.tp, gpus_per_node=gpus_per_node)
 
-    def expert_group(self, gpus_per_node: int) -> Group:
+    def expert_group(self, gpus_per_node: int) -> RankGroup:
         """Ranks that divide the experts."""
         return self._slowest(self.ep, stride=self.cp * self.tp, gpus_per_node=gpus_per_node)
 
-    def expert_copies_group(self, gpus_per_node: int) -> Group:
+    def expert_copies_group(self, gpus_per_node: int) -> RankGroup:
         """Ranks with the same experts: blocks of cp x tp neighbours, ep blocks apart."""
         block, count = self.cp * self.tp, self.replicas // self.ep
         within = max(gpus_per_node // (block * self.ep), 1) if count > 1 else 1
-        return Group(size=block * count, per_node=min(block * min(within, count), gpus_per_node))
+        return RankGroup(size=block * count, per_node=min(block * min(within, count), gpus_per_node))
 
-    def data_group(self, gpus_per_node: int, *, size: int | None = None) -> Group:
+    def data_group(self, gpus_per_node: int, *, size: int | None = None) -> RankGroup:
         """Ranks with the same weights: those of data and context parallelism, or `size` of them that are neighbours."""
         ranks = size or self.replicas * self.cp
         if not self.islands or all(part.replicas * part.cp % ranks == 0 for part in self._parts):
             return self._slowest(ranks, stride=self.tp, gpus_per_node=gpus_per_node)
         return self._across([part.replicas * part.cp for part in self._parts], self.tp, gpus_per_node)
 
-    def copies_group(self, gpus_per_node: int, *, shards: int) -> Group:
+    def copies_group(self, gpus_per_node: int, *, shards: int) -> RankGroup:
         """Ranks that hold the same shard, where `shards` neighbours share a copy of what is sharded."""
         count = self.replicas * self.cp // shards
         parts = self._parts
@@ -116,23 +116,23 @@ class Layout:
             return self._slowest(count, stride=self.tp * shards, gpus_per_node=gpus_per_node)
         return self._across(counts, self.tp * shards, gpus_per_node)
 
-    def _slowest(self, size: int, *, stride: int, gpus_per_node: int) -> Group:
+    def _slowest(self, size: int, *, stride: int, gpus_per_node: int) -> RankGroup:
         """The one with the slowest links of such groups, each within one group of nodes."""
         groups = [
-            Group.of(size, stride=stride, gpus_per_node=gpus_per_node, gpus=part.group_gpus or part.gpus)
+            RankGroup.of(size, stride=stride, gpus_per_node=gpus_per_node, gpus=part.group_gpus or part.gpus)
             for part in self._parts
         ]
         return max(groups, key=lambda group: (group.nodes > 1, -group.fewest, group.nodes, -group.per_node))
 
-    def _across(self, counts: Sequence[int], stride: int, gpus_per_node: int) -> Group:
+    def _across(self, counts: Sequence[int], stride: int, gpus_per_node: int) -> RankGroup:
         """Group with so many ranks in each group of nodes."""
         pairs = zip(counts, self._parts, strict=True)
-        return Group.across(
-            [Group.of(count, stride=stride, gpus_per_node=gpus_per_node, gpus=part.gpus) for count, part in pairs]
+        return RankGroup.across(
+            [RankGroup.of(count, stride=stride, gpus_per_node=gpus_per_node, gpus=part.gpus) for count, part in pairs]
         )
 
     @property
-    def _parts(self) -> tuple[Layout, ...]:
+    def _parts(self) -> tuple[StepLayout, ...]:
         """The layout in each group of nodes: the whole pipeline with a part of the replicas."""
         if not self.islands:
             return (self,)

@@ -1,4 +1,4 @@
-"""Arithmetic model of a layer with a mixture of experts: the figures of `Block`, per token of a rank.
+"""Arithmetic model of a layer with a mixture of experts: the figures of `BlockBytes`, per token of a rank.
 
 Owns what routing and experts save and hold beside attention, norms and the shared experts, which are those of a dense layer.
 Needs no torch. Tests compare the bytes with those that a recorded step saves and holds.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from memo.gpt.arithmetic.block_bytes import FLOAT, Block, BlockFigures, ElementSizes
+from memo.gpt.arithmetic.block_bytes import FLOAT, BlockBytes, BlockFigures, ElementSizes
 from memo.gpt.arithmetic.flops import expert_layer_weights
 from memo.gpt.config import GPTConfig
 
@@ -42,7 +42,7 @@ def mixture_block(
     apart: bool = False,
     skew: float = SKEW,
     window: int | None = None,
-) -> Block:
+) -> BlockBytes:
     """Figures of a layer with experts.
 
     Args as for `Block.of`; `apart`: weights of router and experts are sharded apart from the layer's, so that they are
@@ -79,7 +79,7 @@ class _MixtureFigures(BlockFigures):
         self.parted, self.arrive = ep > 1, skew if ep > 1 else 1.0
         self.apart = apart
 
-    def block(self) -> Block:
+    def block(self) -> BlockBytes:
         """The figures. A router's tokens are a token's own; experts compute as many rows as a rank's tokens choose."""
         config, moe = self.config, self.moe
         weights = expert_layer_weights(config, of_a_token=True)

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from memo.errors import UsageError
-from memo.gpt.arithmetic.block_bytes import FLOAT, Block, Coded, ElementSizes
+from memo.gpt.arithmetic.block_bytes import FLOAT, BlockBytes, Coded, ElementSizes
 from memo.gpt.arithmetic.collectives import Ranks, exchange_s
 from memo.gpt.arithmetic.embedding_exchange import RowExchange
-from memo.gpt.arithmetic.fixed_methods import Recompute
+from memo.gpt.arithmetic.fixed_methods import RecomputeMethod
 from memo.gpt.arithmetic.flops import (
     adapter_parameter_count,
     expert_layer_parameter_count,
@@ -29,7 +29,7 @@ from memo.gpt.arithmetic.flops import (
     layer_parameter_count,
     parameter_count,
 )
-from memo.gpt.arithmetic.layout import Layout
+from memo.gpt.arithmetic.layout import StepLayout
 from memo.gpt.arithmetic.mixture_bytes import mixture_block
 from memo.gpt.arithmetic.optimizers import Optimizer, end_states, layer_states, orthogonalisation_flops
 from memo.gpt.arithmetic.rank_weights import RankWeights
@@ -45,11 +45,11 @@ from memo.mip.inputs import (
     Coding,
     Collectives,
     EmbeddingOrHeadProfile,
-    Group,
     Hardware,
     LayerProfile,
     PointProfile,
     Profile,
+    RankGroup,
     Role,
     Signature,
     StaticBytes,
@@ -60,7 +60,7 @@ from memo.swap import comparing_nbytes
 if TYPE_CHECKING:
     from memo.gpt.arithmetic.step_collectives import WeightUnit
 
-__all__ = ["Layout", "derive_profile", "require_divided"]
+__all__ = ["StepLayout", "derive_profile", "require_divided"]
 
 LOGIT_BYTES = 2 * 4  # a logit and its gradient in float32
 # Attention's backward makes five products of the scores' size where forward makes two (Dao et al. 2022).
@@ -73,7 +73,7 @@ LAUNCHES, LAUNCH_S = 8, 5e-6  # kernels of one tile in one pass, and the launch 
 def derive_profile(
     config: GPTConfig,
     machine: Hardware,
-    layout: Layout,
+    layout: StepLayout,
     *,
     precision: Precision = Precision.BF16,
     accumulate: int = 1,
@@ -82,7 +82,7 @@ def derive_profile(
     optimizer_offload: bool = False,
     optimizer: Optimizer = Optimizer.ADAMW,
     lora: int = 0,
-    recompute: Recompute | None = None,
+    recompute: RecomputeMethod | None = None,
     sparse_embedding: bool = False,
     codec: str | None = None,
     name: str = "gpt",
@@ -210,7 +210,7 @@ def _fewer(points: Sequence[PointProfile]) -> tuple[PointProfile, ...]:
     return tuple(found)
 
 
-def _check_experts(config: GPTConfig, layout: Layout, given: dict[str, bool]) -> None:
+def _check_experts(config: GPTConfig, layout: StepLayout, given: dict[str, bool]) -> None:
     """Raises UsageError where experts do not divide, or are trained in a way that memo train does not have for them."""
     if config.moe is None:
         if layout.ep > 1:
@@ -227,7 +227,7 @@ def _check_experts(config: GPTConfig, layout: Layout, given: dict[str, bool]) ->
         raise UsageError(f"a mixture of experts is not planned with {flag}; leave it out")
 
 
-def require_divided(config: GPTConfig, layout: Layout) -> None:
+def require_divided(config: GPTConfig, layout: StepLayout) -> None:
     """Raises UsageError where the layout does not divide the model's heads, widths and layers, or its local attention."""
     if config.is_local_within(layout.tokens) and layout.rings(config.heads):
         raise UsageError(
@@ -272,7 +272,7 @@ def _layer(
     tp, cp, rings = layout.tp, layout.cp, step.rings
     # As memo train shards experts: over ranks with the same ones, and all that have different tokens.
     gathered_within = tp > 1 or layout.ep > 1
-    block_of = functools.partial(mixture_block, ep=layout.ep, apart=gathered_within) if experts else Block.of
+    block_of = functools.partial(mixture_block, ep=layout.ep, apart=gathered_within) if experts else BlockBytes.of
     block = block_of(config, layout.tokens, sizes, batch=layout.batch, tp=tp, cp=cp, rings=rings, window=window)
     products_s = tokens / (machine.peak_flops * machine.matmul_efficiency)
     memory_s = tokens / machine.hbm_bytes_per_s
@@ -384,7 +384,7 @@ def _coded(layer: LayerProfile, values: Coded, machine: Hardware, sizes: Element
     )
 
 
-def _own_parameter_count(config: GPTConfig, layout: Layout, apart: Sequence[WeightUnit], *, experts: bool) -> int:
+def _own_parameter_count(config: GPTConfig, layout: StepLayout, apart: Sequence[WeightUnit], *, experts: bool) -> int:
     """Parameters of a layer that the ranks with the same parameters share: all but those that other ranks do."""
     if not experts:
         return layer_parameter_count(config)
@@ -413,7 +413,7 @@ def _trained_count(
     return (layers * layer_parameter_count(config) + mixed + ends) / layout.tp
 
 
-def _tiling_s(config: GPTConfig, block: Block, machine: Hardware) -> float:
+def _tiling_s(config: GPTConfig, block: BlockBytes, machine: Hardware) -> float:
     """Seconds that tiles add to one pass over an MLP."""
     if config.mlp_tiles == 1:
         return 0.0
@@ -441,7 +441,7 @@ class _Ends:
 
     config: GPTConfig
     machine: Hardware
-    layout: Layout
+    layout: StepLayout
     sizes: ElementSizes
     weights: RankWeights
     step: StepCollectives
@@ -468,9 +468,9 @@ class _Ends:
             return 0.0
         weights, nodes = self.weights, self.machine.gpus_per_node
         nbytes = weights.training.states.gradient * self._head_weights / self.layout.tp / weights.shards
-        group = Group(size=2, per_node=1 if self.layout.leaves_node(nodes) else 2)
+        group = RankGroup(size=2, per_node=1 if self.layout.leaves_node(nodes) else 2)
         if self.layout.ends_apart:
-            group = Group.across([Group(size=1, per_node=1)] * 2)
+            group = RankGroup.across([RankGroup(size=1, per_node=1)] * 2)
         return Collectives(self.machine).all_reduce_s(nbytes, group)
 
     def embedding(self) -> EmbeddingOrHeadProfile:

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from memo.gpt.arithmetic.collectives import Collective
-    from memo.gpt.arithmetic.layout import Layout
+    from memo.gpt.arithmetic.layout import StepLayout
     from memo.gpt.arithmetic.step_collectives import WeightUnit
     from memo.gpt.arithmetic.training import Training
-    from memo.mip.inputs import Group, Hardware
+    from memo.mip.inputs import Hardware, RankGroup
 
 __all__ = ["RankWeights"]
 
@@ -37,7 +37,7 @@ class RankWeights:
     """Weights on one rank of a layout. Parameters are those of the rank, before they are sharded."""
 
     machine: Hardware
-    layout: Layout
+    layout: StepLayout
     training: Training
 
     @property
@@ -47,11 +47,11 @@ class RankWeights:
         return min(self.training.sharded_over or every, every)
 
     @property
-    def _group(self) -> Group:
+    def _group(self) -> RankGroup:
         return self.layout.data_group(self.machine.gpus_per_node, size=self.shards)
 
     @property
-    def _copies(self) -> Group:
+    def _copies(self) -> RankGroup:
         """Ranks that hold the same shard."""
         return self.layout.copies_group(self.machine.gpus_per_node, shards=self.shards)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from memo.errors import PlanError, UsageError
 from memo.gpt.arithmetic.collectives import Collective
-from memo.gpt.arithmetic.layout import Layout as PlannedLayout
+from memo.gpt.arithmetic.layout import StepLayout
 from memo.gpt.arithmetic.step_collectives import ChunkOfLayers, StepCollectives
 from memo.gpt.config import GPTConfig
 from memo.gpt.train_config import Precision
@@ -46,9 +46,9 @@ class PlannedRun:
     plan: ActivationPlan | None = None
 
     @property
-    def planned_layout(self) -> PlannedLayout:
+    def planned_layout(self) -> StepLayout:
         """The layout as the arithmetic reads it."""
-        return PlannedLayout(
+        return StepLayout(
             tokens=self.tokens,
             batch=self.rows // self.layout.dp,
             gpus=self.layout.ranks,

@@ -40,7 +40,7 @@ from memo.mip.inputs import PipelineSchedule
 from memo.parallel import key_copies
 
 if TYPE_CHECKING:
-    from memo.gpt.arithmetic.layout import Layout
+    from memo.gpt.arithmetic.layout import StepLayout
     from memo.gpt.config import GPTConfig, MoeConfig
 
 __all__ = ["ChunkOfLayers", "StepCollectives", "WeightUnit", "padded_elements"]
@@ -98,7 +98,7 @@ class StepCollectives:
     """Collectives of one rank, by pass. Those over one rank are left out."""
 
     config: GPTConfig
-    layout: Layout
+    layout: StepLayout
     precision: Precision = Precision.BF16
     sparse_embedding: bool = False
     """The embedding's table is whole on every rank, and its gradient is exchanged as rows."""

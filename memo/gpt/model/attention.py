@@ -15,7 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel
 
-from memo.gpt.model.attention_kernel import Choice, Kernel, Kind, choose, is_refusal, refuse, require_scores_fit
+from memo.gpt.model.attention_kernel import (
+    AttentionKind,
+    Kernel,
+    KernelChoice,
+    choose,
+    is_refusal,
+    refuse,
+    require_scores_fit,
+)
 from memo.gpt.model.local_attention import local_attention
 from memo.gpt.model.packed_documents import DocumentSpans
 from memo.swap import memoize
@@ -42,7 +50,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, windo
     """
     window = _within(window, query.shape[1])
 
-    def run(choice: Choice) -> torch.Tensor:
+    def run(choice: KernelChoice) -> torch.Tensor:
         if choice.kernel is Kernel.FLASH_ATTN:
             function = importlib.import_module("flash_attn").flash_attn_func
             result: torch.Tensor = function(query, key, value, causal=True, **_flash_window(window))
@@ -71,7 +79,7 @@ def attend_within(
     flat = [tensor.flatten(0, 1) for tensor in (query, key, value)]
     window = _within(window, spans.longest)
 
-    def run(choice: Choice) -> torch.Tensor:
+    def run(choice: KernelChoice) -> torch.Tensor:
         if choice.kernel is Kernel.FLASH_ATTN:
             function = importlib.import_module("flash_attn").flash_attn_varlen_func
             ends, longest = spans.starts, spans.longest
@@ -100,14 +108,20 @@ _BY_NAME = {kernel.value: kernel for kernel in Kernel}
 
 
 def _with_fallback(
-    run: Callable[[Choice], torch.Tensor], query: torch.Tensor, key: torch.Tensor, *, batch: int, seq: int, local: bool
+    run: Callable[[KernelChoice], torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    *,
+    batch: int,
+    seq: int,
+    local: bool,
 ) -> torch.Tensor:
     """Result of the first kernel that does not refuse. Raises DeviceOutOfMemory; see `attend`."""
     heads, head_dim = query.shape[2:]
     if torch.compiler.is_compiling():  # a graph has the kernel that it was compiled with
         kernel, repeats = _choice_of(query.device, query.dtype, heads, key.shape[2], head_dim, local)
-        return run(Choice(kernel=_BY_NAME[kernel], repeats=repeats))
-    kind = Kind.of(
+        return run(KernelChoice(kernel=_BY_NAME[kernel], repeats=repeats))
+    kind = AttentionKind.of(
         device=query.device, dtype=query.dtype, heads=heads, kv_heads=key.shape[2], head_dim=head_dim, local=local
     )
     while True:
@@ -130,13 +144,13 @@ def _choice_of(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, local: bool
 ) -> tuple[str, bool]:
     """Name of the chosen kernel and whether it repeats heads: of a constant's members a graph cannot be sure."""
-    kind = Kind.of(device=device, dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, local=local)
+    kind = AttentionKind.of(device=device, dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, local=local)
     choice = choose(kind)
     return choice.kernel.value, choice.repeats
 
 
 def _by_torch(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, choice: Choice, window: int | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, choice: KernelChoice, window: int | None
 ) -> torch.Tensor:
     if window is not None:
         return _local(query, key, value, choice, window)
@@ -156,7 +170,9 @@ def _restricted_to(kernel: Kernel, device: torch.device) -> AbstractContextManag
     return sdpa_kernel(kernel.backend)
 
 
-def _local(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, choice: Choice, window: int) -> torch.Tensor:
+def _local(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, choice: KernelChoice, window: int
+) -> torch.Tensor:
     if choice.kernel is Kernel.BLOCKS:
         return local_attention(query, key, value, window)
     tokens, nothing_dropped, sides = query.shape[1], 0.0, {"window_size_left": window - 1, "window_size_right": 0}

@@ -32,7 +32,16 @@ from memo.swap import total_host_bytes
 from memo.torch_private import disable_current_modes, fused_sdp_choice
 from memo.units import format_bytes
 
-__all__ = ["Choice", "Kernel", "Kind", "choose", "is_refusal", "refuse", "require_scores_fit", "score_bytes"]
+__all__ = [
+    "AttentionKind",
+    "Kernel",
+    "KernelChoice",
+    "choose",
+    "is_refusal",
+    "refuse",
+    "require_scores_fit",
+    "score_bytes",
+]
 
 
 class Kernel(enum.Enum):
@@ -60,7 +69,7 @@ _BACKENDS = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class AttentionKind:
     """Properties that decide the kernel. The last two are torch's settings; a change of them is another kind."""
 
     device: torch.device
@@ -76,7 +85,7 @@ class Kind:
     @classmethod
     def of(
         cls, *, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, local: bool = False
-    ) -> Kind:
+    ) -> AttentionKind:
         """Kind of these tensors under torch's current settings."""
         cuda = torch.backends.cuda  # these settings apply to the CPU, too
         allowed = {
@@ -97,7 +106,7 @@ class Kind:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class KernelChoice:
     """Chosen kernel, and whether it needs key/value heads repeated to the number of query heads."""
 
     kernel: Kernel
@@ -107,12 +116,12 @@ class Choice:
         return self.kernel.value + (", key/value heads repeated to the query heads" if self.repeats else "")
 
 
-_refused: dict[Kind, set[Kernel]] = {}
+_refused: dict[AttentionKind, set[Kernel]] = {}
 """Kernels that refused at run time, by kind. Only grows."""
 
 
 @functools.lru_cache(maxsize=256)
-def choose(kind: Kind) -> Choice:
+def choose(kind: AttentionKind) -> KernelChoice:
     """Fastest kernel that supports tensors of this kind, in forward and backward, and has not refused any."""
     half = kind.dtype in (torch.float16, torch.bfloat16)
     refused = _refused.get(kind, ())
@@ -123,21 +132,21 @@ def choose(kind: Kind) -> Choice:
         and installed()
         and Kernel.FLASH_ATTN not in refused
     ):
-        return Choice(kernel=Kernel.FLASH_ATTN)
+        return KernelChoice(kernel=Kernel.FLASH_ATTN)
     if kind.local:
-        return Choice(kernel=Kernel.FLASH if _has_window(kind) and Kernel.FLASH not in refused else Kernel.BLOCKS)
+        return KernelChoice(kernel=Kernel.FLASH if _has_window(kind) and Kernel.FLASH not in refused else Kernel.BLOCKS)
     grouped = kind.heads != kind.kv_heads
     if kind.device.type == "cuda" and not torch.cuda.is_available():
         # torch cannot be asked without a GPU: plans use the kernels that it documents.
-        return Choice(kernel=Kernel.FLASH) if half else Choice(kernel=Kernel.EFFICIENT, repeats=grouped)
+        return KernelChoice(kernel=Kernel.FLASH) if half else KernelChoice(kernel=Kernel.EFFICIENT, repeats=grouped)
     for repeats in (False, True) if grouped else (False,):
         for kernel in _fastest_first(kind):
             if kernel not in refused and _is_supported(kernel, kind, repeats):
-                return Choice(kernel=kernel, repeats=repeats)
-    return Choice(kernel=Kernel.MATH)
+                return KernelChoice(kernel=kernel, repeats=repeats)
+    return KernelChoice(kernel=Kernel.MATH)
 
 
-def refuse(kind: Kind, kernel: Kernel, error: Exception) -> None:
+def refuse(kind: AttentionKind, kernel: Kernel, error: Exception) -> None:
     """Excludes `kernel` for tensors of this kind, and warns with the reason and the kernel chosen instead."""
     _refused.setdefault(kind, set()).add(kernel)
     choose.cache_clear()
@@ -163,7 +172,7 @@ def installed() -> bool:
     return importlib.util.find_spec("flash_attn") is not None
 
 
-def _fastest_first(kind: Kind) -> Sequence[Kernel]:
+def _fastest_first(kind: AttentionKind) -> Sequence[Kernel]:
     """Enabled kernels of torch, fastest first: the cuDNN kernels on Hopper and later, flash on older GPUs."""
     order = [Kernel.FLASH, Kernel.CUDNN, Kernel.EFFICIENT]
     if kind.device.type == "cuda" and torch.cuda.get_device_capability(kind.device) >= (9, 0):
@@ -171,7 +180,7 @@ def _fastest_first(kind: Kind) -> Sequence[Kernel]:
     return [kernel for kernel in order if kernel in kind.enabled]
 
 
-def _has_window(kind: Kind) -> bool:
+def _has_window(kind: AttentionKind) -> bool:
     """True if torch's flash kernel, which alone has a window, takes tensors of this kind."""
     if kind.device.type != "cuda" or kind.dtype not in (torch.float16, torch.bfloat16) or kind.head_dim % 8:
         return False
@@ -181,7 +190,7 @@ def _has_window(kind: Kind) -> bool:
     )
 
 
-def _is_supported(kernel: Kernel, kind: Kind, repeats: bool) -> bool:
+def _is_supported(kernel: Kernel, kind: AttentionKind, repeats: bool) -> bool:
     """True if torch would choose `kernel` for small tensors of this kind; hidden from the caller's dispatch modes."""
     assert kernel.backend is not None
     kv_heads = kind.heads if repeats else kind.kv_heads
@@ -205,7 +214,7 @@ def score_bytes(*, batch: int, heads: int, seq: int, dtype: torch.dtype) -> int:
     return 2 * batch * heads * seq * seq * wide.itemsize
 
 
-def require_scores_fit(kind: Kind, *, batch: int, seq: int) -> None:
+def require_scores_fit(kind: AttentionKind, *, batch: int, seq: int) -> None:
     """Checks that the quadratic kernel's scores fit; to be called where no other kernel is left.
 
     Raises:

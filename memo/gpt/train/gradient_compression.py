@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memo.compression import Method
+from memo.compression import CompressionMethod
 from memo.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def require_replicas(config: RunConfig) -> None:
 def state_settings(config: RunConfig, compressed: CompressedGradients | None) -> dict[str, str | None]:
     """Setting of a checkpoint: where the compression has a state, the layout and what each rank's has. A collective call."""
     method, layout = config.compress_gradients, config.layout
-    if compressed is None or method is None or method.method is not Method.POWERSGD:
+    if compressed is None or method is None or method.method is not CompressionMethod.POWERSGD:
         return {COMPRESSED_AT: None}
     sizes = ", ".join(f"{name} {getattr(layout, name)}" for name in ("dp", "cp", "tp", "pp", "ep"))
     return {COMPRESSED_AT: f"{method}, {sizes}, state {compressed.state_digest()}"}

@@ -25,7 +25,7 @@ from memo.gpt.data.batches import Batches, Split
 from memo.gpt.data.document_batches import DocumentBatches
 from memo.gpt.data.regrouped_batches import RegroupedBatches
 from memo.gpt.data.token_file import TokenFile, open_tokens
-from memo.gpt.model.attention_kernel import Kernel, Kind, choose
+from memo.gpt.model.attention_kernel import AttentionKind, Kernel, choose
 from memo.gpt.model.model import GPT
 from memo.gpt.rope_scaling import RopeScaling, RopeScalingKind
 from memo.gpt.run_config import Documents, RunConfig
@@ -273,7 +273,9 @@ class _Run:
         if layout.rings(shape):
             return f"{Kernel.FLASH.value}, around a ring of {layout.cp}"
         dtype = torch.float32 if self.trainer.config.precision is Precision.FP32 else torch.bfloat16
-        kind = Kind.of(device=device, dtype=dtype, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
+        kind = AttentionKind.of(
+            device=device, dtype=dtype, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim
+        )
         documents = "" if shape.end_of_document is None else ", within documents"
         window = shape.local_window
         if window is None or not shape.is_local_within(self.config.seq):

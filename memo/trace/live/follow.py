@@ -14,7 +14,7 @@ from memo.bounded_files import Refused, open_file
 from memo.errors import TraceError
 from memo.events import Event, StepMark
 from memo.trace.decode_event import decode_event, decode_object
-from memo.trace.reader import Limits, Trace, read_header
+from memo.trace.reader import Trace, TraceLimits, read_header
 
 if TYPE_CHECKING:
     from typing import Any
@@ -34,14 +34,14 @@ class Follower:
         limits: of a line and of the events that are kept.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, keep: int = 4, limits: Limits | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, keep: int = 4, limits: TraceLimits | None = None) -> None:
         self.path = os.fspath(path)
         self.ended = False
         """Whether the writer has closed the trace."""
         self.done = 0
         """Number of steps that were completed, of this file."""
         self._keep = keep
-        self._limits = limits or Limits()
+        self._limits = limits or TraceLimits()
         self._begin()
 
     def _begin(self) -> None:

@@ -23,11 +23,11 @@ import torch
 from memo.errors import UsageError
 from memo.swap.levels import Level
 from memo.swap.recompute.tape.log import Function, Origin
-from memo.swap.recompute.tape.tape import Use
+from memo.swap.recompute.tape.tape import ContentUse
 from memo.torch_private import OpOverloadPacket
 
 if TYPE_CHECKING:
-    from memo.swap.recompute.tape.tape import Step, Tape
+    from memo.swap.recompute.tape.tape import Tape, TapeStep
 
 __all__ = ["GROUPS", "NO_BANS", "Bans", "banned", "groups_of", "is_cheap"]
 
@@ -166,7 +166,7 @@ def banned(tape: Tape, level: Level, *, chosen: Bans = NO_BANS, also: Iterable[i
     return found
 
 
-def _always(step: Step, tape: Tape) -> str | None:
+def _always(step: TapeStep, tape: Tape) -> str | None:
     operator = step.operator
     if isinstance(operator, Function) or not operator.is_overload:
         return None
@@ -175,12 +175,12 @@ def _always(step: Step, tape: Tape) -> str | None:
     name = operator.func.overloadpacket.__name__
     if name in _SIZED_BY_INDICES:
         indices = step.args[1] if len(step.args) > 1 else ()
-        types = [tape.geometry(use.value)[4] for use in indices if isinstance(use, Use)]
+        types = [tape.geometry(use.value)[4] for use in indices if isinstance(use, ContentUse)]
         return "its size depends on numbers" if torch.bool in types or torch.uint8 in types else None
     return "its size depends on numbers"
 
 
-def _by_level(step: Step, tape: Tape, level: Level) -> str | None:
+def _by_level(step: TapeStep, tape: Tape, level: Level) -> str | None:
     groups = groups_of(step.operator)
     if level is Level.SAVE_INPUT:  # a trial of a sum in no fixed order may pass by luck, or at a size that has one
         is_unordered = "scatter" in groups and not torch.are_deterministic_algorithms_enabled()
@@ -207,12 +207,12 @@ def _by_level(step: Step, tape: Tape, level: Level) -> str | None:
     return "a product of two activations is kept"
 
 
-def is_cheap(step: Step, tape: Tape) -> bool:
+def is_cheap(step: TapeStep, tape: Tape) -> bool:
     """True for a matrix product with a parameter, and for one whose result is larger than both factors."""
     name = step.operator.func.overloadpacket.__name__
     if _mixes_positions(step, tape):
         return False  # operations for each byte as many as its kernel has entries
-    factors = [use for use in (*step.args, *step.kwargs.values()) if isinstance(use, Use)]
+    factors = [use for use in (*step.args, *step.kwargs.values()) if isinstance(use, ContentUse)]
     if name in _ADDS_FIRST:
         factors = factors[1:]
     made = [use for use in factors if _comes_from_activations(tape, use.content)]
@@ -223,17 +223,17 @@ def is_cheap(step: Step, tape: Tape) -> bool:
     return all(result > _nbytes(tape, use) for use in matrices)
 
 
-def _is_convolution(step: Step) -> bool:
+def _is_convolution(step: TapeStep) -> bool:
     operator = step.operator
     return not isinstance(operator, Function) and operator.func.overloadpacket.__name__ in _CONVOLUTIONS
 
 
-def _mixes_positions(step: Step, tape: Tape) -> bool:
+def _mixes_positions(step: TapeStep, tape: Tape) -> bool:
     """True for a convolution whose kernel has more entries than one."""
     return _is_convolution(step) and any(size != 1 for size in tape.geometry(step.args[1].value)[2][2:])
 
 
-def _nbytes(tape: Tape, use: Use) -> int:
+def _nbytes(tape: Tape, use: ContentUse) -> int:
     _, _, size, _, dtype = tape.geometry(use.value)
     return size.numel() * dtype.itemsize
 

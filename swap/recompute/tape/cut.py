@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 
-__all__ = ["Content", "Cut", "Operation", "Problem", "cheapest", "curve"]
+__all__ = ["Cut", "CutNode", "CutProblem", "Operation", "cheapest", "curve"]
 
 _SOURCE, _SINK = 0, 1
 _NOTHING = -1
@@ -33,7 +33,7 @@ _NOTHING = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Content:
+class CutNode:
     """What a storage holds between two writes."""
 
     keep: int | None
@@ -53,14 +53,14 @@ class Operation:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class CutProblem:
     """A record reduced to what the choice depends on.
 
     Raises:
         ValueError: a cost is negative, an index names nothing, or an operation reads what was not yet written.
     """
 
-    contents: Sequence[Content]
+    contents: Sequence[CutNode]
     operations: Sequence[Operation]
     """In the order in which they ran."""
     wanted: Collection[int]
@@ -103,7 +103,7 @@ class Cut:
     """Picoseconds of all that is replayed."""
 
 
-def cheapest(problem: Problem, bits_weight: int, time_weight: int) -> Cut:
+def cheapest(problem: CutProblem, bits_weight: int, time_weight: int) -> Cut:
     """Finds the cut of least `bits_weight * keep_cost + time_weight * replay_cost`.
 
     Of several it is the one that replays a subset of what the others replay. A weight of 0 leaves that cost to decide
@@ -120,7 +120,7 @@ def cheapest(problem: Problem, bits_weight: int, time_weight: int) -> Cut:
     return search.cheapest(search.nothing_run, search.operations, bits_weight, time_weight)
 
 
-def curve(problem: Problem) -> tuple[Cut, ...]:
+def curve(problem: CutProblem) -> tuple[Cut, ...]:
     """Finds the corners of the convex hull of all cuts by their two costs.
 
     Returns:
@@ -148,7 +148,7 @@ def curve(problem: Problem) -> tuple[Cut, ...]:
 class _Search:
     """A problem prepared for many cuts: only what can be replayed and may be needed is left of it."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: CutProblem) -> None:
         self._keep = [content.keep for content in problem.contents]
         self._cost = [operation.cost for operation in problem.operations]
         self._reads = [operation.reads for operation in problem.operations]
@@ -161,7 +161,7 @@ class _Search:
         self.nothing_run = self._cut(frozenset(problem.wanted), frozenset())
         self.operations = self._reached(problem.wanted)
 
-    def _makers(self, contents: Sequence[Content]) -> list[int]:
+    def _makers(self, contents: Sequence[CutNode]) -> list[int]:
         """For each content the operation that makes it, if that can run: it is not banned, and can have what it reads."""
         makers = [_NOTHING if content.made_by is None else content.made_by for content in contents]
         runs = [False] * (len(self._reads) + 1)  # the last stays so: it is read as that of _NOTHING

@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
-from memo.swap.recompute.tape.cut import Cut, Problem, cheapest, curve
+from memo.swap.recompute.tape.cut import Cut, CutProblem, cheapest, curve
 
 if TYPE_CHECKING:
     from memo.swap.recompute.tape.tape import Tape
@@ -25,7 +25,7 @@ MOST_OPERATORS = 1 << 15
 """Operators of all cuts in which each bunch is tried once: as many storages are a bunch, in the order of their saves."""
 
 
-def fitting_cut(tape: Tape, problem: Problem, wanted: Iterable[int], target: float) -> Cut:
+def fitting_cut(tape: Tape, problem: CutProblem, wanted: Iterable[int], target: float) -> Cut:
     """The cut of fewest seconds found that keeps at most `target` bits; that of fewest bits where all keep more.
 
     Args:
@@ -78,7 +78,7 @@ def _bunches(storages: list[int], most: int) -> list[list[int]]:
     return [storages[at : at + each] for at in range(0, len(storages), each)]
 
 
-def _keeping(problem: Problem, contents: Collection[int]) -> Problem:
+def _keeping(problem: CutProblem, contents: Collection[int]) -> CutProblem:
     """The problem with some contents kept in any case."""
     changed = list(problem.contents)
     for content in contents:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from memo.swap.recompute.tape.plan import mask_of
-from memo.swap.recompute.tape.tape import Hidden, Step, Tape
+from memo.swap.recompute.tape.tape import Hidden, Tape, TapeStep
 
 __all__ = ["have_same_form"]
 
@@ -40,7 +40,7 @@ def _masks(tape: Tape) -> list[int]:
     return [content for content in range(len(tape.contents)) if mask_of(tape, content) is not None]
 
 
-def _are_alike(one: Step, other: Step) -> bool:
+def _are_alike(one: TapeStep, other: TapeStep) -> bool:
     return (
         one.operator == other.operator
         and one.reads == other.reads

@@ -28,11 +28,11 @@ __all__ = [
     "OUTPUTS",
     "SAVED",
     "TRUE",
-    "Collective",
     "Function",
     "Geometry",
     "Holds",
     "Key",
+    "LoggedCollective",
     "Marker",
     "Origin",
     "Ref",
@@ -165,7 +165,7 @@ class Function:
         return getattr(self.function, "__name__", "a function")
 
 
-class Collective(NamedTuple):
+class LoggedCollective(NamedTuple):
     """A collective of the call, or a function of the program that ran some."""
 
     number: int

@@ -24,12 +24,12 @@ from memo.kernels import unpack_mask
 from memo.swap.recompute.tape import cut as cuts
 from memo.swap.recompute.tape.log import Function, Holds
 from memo.swap.recompute.tape.operators import NON_BLOCKING
-from memo.swap.recompute.tape.tape import Carried, Use, uses_in
+from memo.swap.recompute.tape.tape import Carried, ContentUse, uses_in
 from memo.torch_private import OpOverload
 
 if TYPE_CHECKING:
-    from memo.swap.recompute.tape.cut import Cut, Problem
-    from memo.swap.recompute.tape.tape import Step, Tape
+    from memo.swap.recompute.tape.cut import Cut, CutProblem
+    from memo.swap.recompute.tape.tape import Tape, TapeStep
 
 __all__ = ["Kept", "Plan", "Sources", "keep_bits", "mask_of", "plan_of", "plan_on", "problem_of"]
 
@@ -119,7 +119,7 @@ def problem_of(
     stuck: Iterable[int],
     costs: Sequence[int],
     always: Iterable[int] = (),
-) -> Problem:
+) -> CutProblem:
     """The cut of a tape.
 
     Args:
@@ -136,7 +136,7 @@ def problem_of(
     """
     stay = {tape.last[storage] for storage in stuck}
     contents = [
-        cuts.Content(
+        cuts.CutNode(
             keep=keep_bits(tape, number, sources),
             made_by=None if content.writer < 0 or number in stay else content.writer,
         )
@@ -149,8 +149,8 @@ def problem_of(
     asked = [tape.last[storage] for storage in wanted] + sorted(stay)
     for step in _with_waits(tape, always):  # something that only this step can make
         asked.append(len(contents))
-        contents.append(cuts.Content(keep=None, made_by=step))
-    return cuts.Problem(contents=contents, operations=operations, wanted=asked)
+        contents.append(cuts.CutNode(keep=None, made_by=step))
+    return cuts.CutProblem(contents=contents, operations=operations, wanted=asked)
 
 
 def _with_waits(tape: Tape, steps: Iterable[int]) -> list[int]:
@@ -186,7 +186,7 @@ def _is_mask(tape: Tape, number: int, sources: Sources) -> bool:
     return (sources.everything or writer in sources.bits) and mask_of(tape, number) is not None
 
 
-def mask_of(tape: Tape, number: int) -> Use | None:
+def mask_of(tape: Tape, number: int) -> ContentUse | None:
     """The value of zeros and ones that is this content; None for any other content."""
     content = tape.contents[number]
     if content.writer < 0:
@@ -308,7 +308,7 @@ class _Writer:
     def _line(self, line: str) -> None:
         self._lines.append(line)
 
-    def _step(self, step: Step) -> dict[int, str]:
+    def _step(self, step: TapeStep) -> dict[int, str]:
         """Writes a step; returns the contents that it makes, with their variables."""
         tape = self._tape
         changes = {
@@ -345,11 +345,11 @@ class _Writer:
                 self._names[content] = name
         return {content: name for content, name in made.items() if content not in self._cut.kept}
 
-    def _results(self, out: Any, step: Step, made: dict[int, str]) -> str:
+    def _results(self, out: Any, step: TapeStep, made: dict[int, str]) -> str:
         """The left side of a call: a variable for each storage that it makes."""
         if isinstance(out, list):
             return f"[{', '.join(self._results(item, step, made) for item in out)}]" if out else "_"
-        if not isinstance(out, Use) or out.content not in step.makes or out.content in made:
+        if not isinstance(out, ContentUse) or out.content not in step.makes or out.content in made:
             return "_"
         name = made[out.content] = f"c{out.content}"
         self._shown[name] = self._tape.geometry(out.value)[1:]
@@ -357,8 +357,8 @@ class _Writer:
             self._held[name] = self._nbytes(out.content)
         return name
 
-    def _argument(self, value: Any, step: Step, changes: Mapping[int, int]) -> str:
-        if isinstance(value, Use):
+    def _argument(self, value: Any, step: TapeStep, changes: Mapping[int, int]) -> str:
+        if isinstance(value, ContentUse):
             content = changes.get(self._tape.geometry(value.value)[0], value.content)
             _, offset, size, stride, dtype = self._tape.geometry(value.value)
             if content not in step.reads and content not in step.makes:  # its shape is read, and no number of it

@@ -26,11 +26,11 @@ from memo.swap.recompute.tape.log import (
     OUTPUTS,
     SAVED,
     TRUE,
-    Collective,
     Function,
     Geometry,
     Holds,
     Key,
+    LoggedCollective,
     Origin,
     Ref,
     Storage,
@@ -205,7 +205,7 @@ class Recorder(TorchDispatchMode):
         """Storages that the layer's call has made or found, and that a parameter had then: gathered for it, and released."""
         self.beside: dict[int, dict[int, torch.Tensor]] = {}
         """Storage number -> other parameters and tensors in the memory of its first one, which count changes themselves."""
-        self.collectives: list[Collective] = []
+        self.collectives: list[LoggedCollective] = []
         """In order; a call with other numbers in the same log may have other groups."""
         self._within: list[str] | None = None  # groups of the function of the program that runs now
         self._suspects: list[tuple[int, torch.Tensor]] = []
@@ -278,7 +278,7 @@ class Recorder(TorchDispatchMode):
         if operator.heeds_precision and precision_of_products() != self.precision:
             operator = apart(operator)
         if operator.group_at is not None and (groups := _groups_of(operator, args)):
-            self.collectives.append(Collective(self._count, operator.func._schema.name, groups))
+            self.collectives.append(LoggedCollective(self._count, operator.func._schema.name, groups))
         words, carried = len(self.log), len(self.carried)
         try:
             if self._checksums is not None:
@@ -580,7 +580,7 @@ class Recorder(TorchDispatchMode):
         with Aside(self):
             if groups:
                 operator.talks = True
-                self.collectives.append(Collective(self._count, repr(operator), groups))
+                self.collectives.append(LoggedCollective(self._count, repr(operator), groups))
             self._arguments(operator, _local_parts(args), {name: _local_parts(value) for name, value in kwargs.items()})
             self._results(operator, _local_parts(out))
             if self._checksums is not None:

@@ -17,7 +17,7 @@ import torch
 
 from memo.errors import MemoError, ModifiedAfterSave, SwapError, is_interruption
 from memo.swap.checksum import checksum
-from memo.swap.engine.handles import Guard, Handle, Kept, Sharded
+from memo.swap.engine.handles import Guard, Handle, KeptTensor, Sharded
 from memo.swap.generators import put_back
 from memo.swap.recompute.tape.settings import Settings
 from memo.swap.recompute.tape.uncounted_writes import uncounted_writes
@@ -203,7 +203,7 @@ class Replay:
 def _sum_of(kept: Brought) -> torch.Tensor | None:
     """Checksum of something that was just packed; None where its bytes have left the device already."""
     packed = kept.packed.local if isinstance(kept.packed, Sharded) else kept.packed
-    tensor = local_part(packed.tensor) if isinstance(packed, Kept) else packed.hold.saved.source
+    tensor = local_part(packed.tensor) if isinstance(packed, KeptTensor) else packed.hold.saved.source
     return None if tensor is None else checksum(tensor, kept.nbytes)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from memo.lru import LRU
 from memo.swap.recompute.tape.log import Function
-from memo.swap.recompute.tape.tape import Carried, Hidden, Step, Tape, Use
+from memo.swap.recompute.tape.tape import Carried, ContentUse, Hidden, Tape, TapeStep
 from memo.swap.recompute.tape.work import Rates, Work, picoseconds_of, rates_of, work_of
 
 __all__ = ["step_costs"]
@@ -24,7 +24,7 @@ def step_costs(tape: Tape, device: str | Rates) -> list[int]:
     stand_ins: dict[int, torch.Tensor] = {}
 
     def stand_in(value: Any) -> Any:
-        if isinstance(value, Use):
+        if isinstance(value, ContentUse):
             known = stand_ins.get(value.value)
             if known is None:
                 _, _, size, stride, dtype = tape.geometry(value.value)
@@ -36,14 +36,14 @@ def step_costs(tape: Tape, device: str | Rates) -> list[int]:
             return 0.5
         return None if isinstance(value, Hidden) else value
 
-    def cost(step: Step) -> int:
+    def cost(step: TapeStep) -> int:
         key = (step.operator, *(_shape(tape, value) for value in (*step.args, *step.kwargs.values())))
         known = _KNOWN.get((device, key))
         if known is None:
             known = _KNOWN[device, key] = derived(step)
         return known
 
-    def derived(step: Step) -> int:
+    def derived(step: TapeStep) -> int:
         written = sum(tape.storage(content)[1] for content in step.makes)
         work = Work(flops=0, nbytes=2 * written)
         dtype = torch.float32
@@ -61,7 +61,7 @@ def step_costs(tape: Tape, device: str | Rates) -> list[int]:
 
 
 def _shape(tape: Tape, value: Any) -> Any:
-    if isinstance(value, Use):
+    if isinstance(value, ContentUse):
         return tape.geometry(value.value)[2:]
     if isinstance(value, list):
         return tuple(_shape(tape, item) for item in value)

@@ -34,14 +34,14 @@ from memo.swap.recompute.tape.log import (
     Storage,
 )
 
-__all__ = ["Carried", "Content", "Hidden", "Step", "Tape", "Use", "uses_in"]
+__all__ = ["Carried", "Content", "ContentUse", "Hidden", "Tape", "TapeStep", "uses_in"]
 
 _RESIZE = frozenset({"resize_", "resize_as_", "set_", "_resize_output_"})
 _WHOLE = Region(period=1, starts=(0,), width=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Use:
+class ContentUse:
     """A tensor among a step's arguments or results: a value, and what its storage holds then."""
 
     value: int
@@ -70,7 +70,7 @@ class Content:
 
 
 @dataclasses.dataclass(slots=True)
-class Step:
+class TapeStep:
     """One operator of the layer."""
 
     number: int
@@ -106,8 +106,8 @@ class Tape:
     def __init__(self, key: Key, opaque: frozenset[int] = frozenset()) -> None:
         log, self.values, self.storages = key.log, key.values, key.storages
         self.contents: list[Content] = []
-        self.steps: list[Step] = []
-        self.saved: list[Use] = []
+        self.steps: list[TapeStep] = []
+        self.saved: list[ContentUse] = []
         """What autograd saved, in order."""
         self.last: list[int] = []
         """Content of each storage at the end."""
@@ -151,15 +151,15 @@ class Tape:
             else:
                 self._step(word, words)
 
-    def _use(self, value: int) -> Use:
-        return Use(value, self._now[self.values[value][0]])
+    def _use(self, value: int) -> ContentUse:
+        return ContentUse(value, self._now[self.values[value][0]])
 
     def _step(self, operator: Any, words: Iterator[Any]) -> None:
         number = len(self.steps)
         args, kwargs = self._arguments(words)
-        step = Step(number, operator, tuple(args), kwargs, None, (), ())
+        step = TapeStep(number, operator, tuple(args), kwargs, None, (), ())
         writes = _written_by(operator, args, kwargs)
-        fills = [use for use in _overwritten_by(operator, args, kwargs) if isinstance(use, Use)]
+        fills = [use for use in _overwritten_by(operator, args, kwargs) if isinstance(use, ContentUse)]
         reads: list[int] = []
         lacking: set[int] = set()
         if not getattr(operator, "reads_shapes", False):
@@ -174,7 +174,7 @@ class Tape:
                 if not self._covers(use.value):
                     reads.append(use.content)  # for the bytes that it does not write
         makes: list[int] = []
-        changed = {self.contents[use.content].storage for use in writes if isinstance(use, Use)}
+        changed = {self.contents[use.content].storage for use in writes if isinstance(use, ContentUse)}
         for storage in sorted(changed):
             makes.append(self._make(storage, number))
         for use in fills:
@@ -267,7 +267,7 @@ class Tape:
 
     # What is never repeated.
 
-    def _why_opaque(self, step: Step, changed: set[int]) -> str | None:
+    def _why_opaque(self, step: TapeStep, changed: set[int]) -> str | None:
         operator = step.operator
         if isinstance(operator, Function):
             return None if operator.repeats else "its results are kept, as declared"
@@ -292,11 +292,11 @@ class Tape:
             return "it is a collective in place"
         return None
 
-    def _statistics(self, step: Step) -> Iterator[int]:
+    def _statistics(self, step: TapeStep) -> Iterator[int]:
         """Storages of running statistics that a batch norm in training writes into, which not every schema says."""
         named = dict(zip((each.name for each in step.operator.func._schema.arguments), step.args, strict=False))
         for value in (named.get("running_mean"), named.get("running_var")):
-            if isinstance(value, Use) and named.get("training", True):
+            if isinstance(value, ContentUse) and named.get("training", True):
                 yield self.values[value.value][0]
 
     def _mark_opaque(self) -> None:
@@ -314,7 +314,7 @@ class Tape:
                 step.opaque = "it allocates memory that nothing seen fills"
 
 
-def _drops_nothing(step: Step) -> bool:
+def _drops_nothing(step: TapeStep) -> bool:
     """True for attention without dropout."""
     drops = drops_by(step.operator.func)
     if drops is None:
@@ -341,9 +341,9 @@ def _collect(value: Any, found: list[Any]) -> None:
         found.append(value)
 
 
-def uses_in(value: Any) -> list[Use]:
+def uses_in(value: Any) -> list[ContentUse]:
     """The tensors among arguments or results, in order."""
-    return [leaf for leaf in _leaves(value) if isinstance(leaf, Use)]
+    return [leaf for leaf in _leaves(value) if isinstance(leaf, ContentUse)]
 
 
 def _named(wanted: Sequence[tuple[int, str]], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:

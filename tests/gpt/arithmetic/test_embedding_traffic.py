@@ -8,7 +8,7 @@ import pytest
 
 from memo.errors import UsageError
 from memo.gpt import preset
-from memo.gpt.arithmetic import EmbeddingTraffic, Layout, derive_profile, reason_not_sparse
+from memo.gpt.arithmetic import EmbeddingTraffic, StepLayout, derive_profile, reason_not_sparse
 from memo.mip.inputs import Profile, hardware_preset
 
 MACHINE = hardware_preset("h100")
@@ -72,7 +72,7 @@ def test_an_untied_table_of_several_ranks_can_be() -> None:
 def derived(tokens: int, *, sparse: bool, **sizes: int) -> Profile:
     layout = {"gpus": 8} | {name: size for name, size in sizes.items() if name in ("gpus", "tp", "cp", "pp")}
     others = {name: size for name, size in sizes.items() if name not in layout}
-    return derive_profile(LLAMA, MACHINE, Layout(tokens=tokens, **layout), sparse_embedding=sparse, **others)  # type: ignore[arg-type]
+    return derive_profile(LLAMA, MACHINE, StepLayout(tokens=tokens, **layout), sparse_embedding=sparse, **others)  # type: ignore[arg-type]
 
 
 def test_a_profile_of_rows_gathers_no_table_has_it_whole_and_updates_all_of_it() -> None:
@@ -128,8 +128,8 @@ def test_microbatches_gather_the_dense_table_again_and_see_more_rows() -> None:
 
 def test_all_is_as_before_where_rows_cannot_be_exchanged() -> None:
     tied = dataclasses.replace(LLAMA, tie_embeddings=True)
-    assert derive_profile(tied, MACHINE, Layout(tokens=2048, gpus=8)).embedding_exchange is None
+    assert derive_profile(tied, MACHINE, StepLayout(tokens=2048, gpus=8)).embedding_exchange is None
     with pytest.raises(
         UsageError, match="output projection, too, whose gradient has every row; use --embedding-exchange"
     ):
-        derive_profile(tied, MACHINE, Layout(tokens=2048, gpus=8), sparse_embedding=True)
+        derive_profile(tied, MACHINE, StepLayout(tokens=2048, gpus=8), sparse_embedding=True)

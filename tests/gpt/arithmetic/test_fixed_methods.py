@@ -11,32 +11,32 @@ from recorded_layers import MIDDLE, TOKENS, clipped, peak, shape
 
 from memo.allocator import AllocationTrace
 from memo.gpt import MoeConfig, Precision, preset
-from memo.gpt.arithmetic import Layout, Recompute, derive_profile
+from memo.gpt.arithmetic import RecomputeMethod, StepLayout, derive_profile
 from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, Pipeline, solve_problem
 from memo.mip.inputs import hardware_preset
-from memo.record import Role, gpt_step, record_step
+from memo.record import SavedRole, gpt_step, record_step
 
 ROOMY = dataclasses.replace(hardware_preset("h100"), device_bytes=1 << 50)
 SEVEN = preset("7b", max_seq=8192)
 CASES = {
-    "one GPU": (SEVEN, Layout(tokens=8192), {}),
-    "eight GPUs": (SEVEN, Layout(tokens=8192, batch=2, gpus=8), {"accumulate": 4}),
-    "tensor and context": (preset("llama3-8b"), Layout(tokens=8192, gpus=8, tp=4, cp=2), {}),
-    "ring": (SEVEN, Layout(tokens=8192, gpus=8, cp=8, ring=True), {}),
-    "pipeline": (preset("350m"), Layout(tokens=1024, gpus=4, pp=2), {"accumulate": 4}),
-    "autocast": (preset("llama3-8b"), Layout(tokens=4096, gpus=2), {"precision": Precision.BF16_AUTOCAST}),
-    "adapters": (SEVEN, Layout(tokens=4096, gpus=2), {"lora": 16}),
+    "one GPU": (SEVEN, StepLayout(tokens=8192), {}),
+    "eight GPUs": (SEVEN, StepLayout(tokens=8192, batch=2, gpus=8), {"accumulate": 4}),
+    "tensor and context": (preset("llama3-8b"), StepLayout(tokens=8192, gpus=8, tp=4, cp=2), {}),
+    "ring": (SEVEN, StepLayout(tokens=8192, gpus=8, cp=8, ring=True), {}),
+    "pipeline": (preset("350m"), StepLayout(tokens=1024, gpus=4, pp=2), {"accumulate": 4}),
+    "autocast": (preset("llama3-8b"), StepLayout(tokens=4096, gpus=2), {"precision": Precision.BF16_AUTOCAST}),
+    "adapters": (SEVEN, StepLayout(tokens=4096, gpus=2), {"lora": 16}),
     "experts": (
         dataclasses.replace(SEVEN, moe=MoeConfig(experts=8, expert_hidden=4096)),
-        Layout(tokens=4096, gpus=8, ep=4),
+        StepLayout(tokens=4096, gpus=8, ep=4),
         {},
     ),
-    "local attention": (preset("mgpt-1.3b"), Layout(tokens=2048, gpus=2), {}),
-    "rows of the embedding": (SEVEN, Layout(tokens=512, gpus=2), {"sparse_embedding": True}),
+    "local attention": (preset("mgpt-1.3b"), StepLayout(tokens=2048, gpus=2), {}),
+    "rows of the embedding": (SEVEN, StepLayout(tokens=512, gpus=2), {"sparse_embedding": True}),
 }
 
 
-def plan(case: str, recompute: Recompute | None) -> ActivationPlan:
+def plan(case: str, recompute: RecomputeMethod | None) -> ActivationPlan:
     config, layout, more = CASES[case]
     return solve_problem(
         ActivationProblem(
@@ -50,7 +50,7 @@ def plan(case: str, recompute: Recompute | None) -> ActivationPlan:
 
 @pytest.mark.parametrize("case", CASES)
 def test_where_everything_fits_a_plan_is_the_method_that_recomputes_nothing(case: str) -> None:
-    own, none, selective = (plan(case, how) for how in (None, Recompute.NONE, Recompute.SELECTIVE))
+    own, none, selective = (plan(case, how) for how in (None, RecomputeMethod.NONE, RecomputeMethod.SELECTIVE))
     assert own.stages == none.stages == selective.stages
     assert own.step_s == none.step_s == selective.step_s
 
@@ -59,7 +59,8 @@ def test_where_everything_fits_a_plan_is_the_method_that_recomputes_nothing(case
 def test_full_recompute_keeps_inputs_and_repeats_every_layer(case: str) -> None:
     config, layout, more = CASES[case]
     kept, again = (
-        derive_profile(config, ROOMY, layout, recompute=how, **more) for how in (Recompute.NONE, Recompute.FULL)
+        derive_profile(config, ROOMY, layout, recompute=how, **more)
+        for how in (RecomputeMethod.NONE, RecomputeMethod.FULL)
     )
     element = 4 if more.get("precision") is Precision.BF16_AUTOCAST else 2
     for whole, layer in zip(kept.classes, again.classes, strict=True):
@@ -78,9 +79,9 @@ def test_full_recompute_saves_and_holds_what_a_checkpointed_step_does(
     step = functools.partial(gpt_step, config, batch=1, tokens=TOKENS, precision=precision)
     recording = record_step(step, exact=True, checkpointed=True)
     (layer,) = derive_profile(
-        config, ROOMY, Layout(tokens=TOKENS), precision=precision, recompute=Recompute.FULL
+        config, ROOMY, StepLayout(tokens=TOKENS), precision=precision, recompute=RecomputeMethod.FULL
     ).classes
-    assert recording.saved_nbytes[Role.INPUT] == config.layers * layer.full_bytes
+    assert recording.saved_nbytes[SavedRole.INPUT] == config.layers * layer.full_bytes
     found, most = backward_peak(recording.trace), layer.backward_transient_bytes
     # Gradients of weights come on top, which do not grow with the tokens: two of the MLP's matrices at a time.
     assert most <= found <= most + 2 * 4 * config.hidden * config.ffn

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from recorded_layers import TOKENS, assert_points_are_bounded, costs_of, recorded, shape, written_out_norms
 
 from memo.gpt import GPTConfig, MoeConfig, Precision
-from memo.gpt.arithmetic.block_bytes import Block, ElementSizes
+from memo.gpt.arithmetic.block_bytes import BlockBytes, ElementSizes
 from memo.gpt.arithmetic.mixture_bytes import SKEW, mixture_block
 from memo.gpt.model import Experts
 from memo.parallel import Layout
@@ -33,7 +33,7 @@ def mixed(moe: dict[str, int], **others: Any) -> GPTConfig:
     return shape(moe=MoeConfig(**{"experts": 8, "top_k": 2, "expert_hidden": 64} | moe), **others)
 
 
-def block_of(config: GPTConfig, precision: Precision, layout: Layout, *, skew: float = 1.0) -> Block:
+def block_of(config: GPTConfig, precision: Precision, layout: Layout, *, skew: float = 1.0) -> BlockBytes:
     sizes = ElementSizes.of(precision)
     return mixture_block(config, TOKENS, sizes, tp=layout.tp, cp=layout.cp, ep=layout.ep, skew=skew)
 

@@ -10,8 +10,8 @@ from memo.gpt import Precision, preset
 from memo.gpt.arithmetic import (
     ADAM_FP32,
     ADAM_PURE,
-    Layout,
     Optimizer,
+    StepLayout,
     derive_profile,
     layer_states,
     orthogonalisation_flops,
@@ -67,9 +67,9 @@ def test_muons_products_are_counted_as_torch_runs_them() -> None:
     assert orthogonalisation_flops([(192, 64)]) == counter.get_total_flops()
 
 
-def profile(*, lora: int = 0, optimizer: Optimizer = Optimizer.ADAMW, layout: Layout | None = None) -> Profile:
+def profile(*, lora: int = 0, optimizer: Optimizer = Optimizer.ADAMW, layout: StepLayout | None = None) -> Profile:
     return derive_profile(
-        preset("llama3-8b"), H100, layout or Layout(tokens=4096, gpus=8), lora=lora, optimizer=optimizer
+        preset("llama3-8b"), H100, layout or StepLayout(tokens=4096, gpus=8), lora=lora, optimizer=optimizer
     )
 
 
@@ -102,7 +102,7 @@ def recorded(lora: int) -> Profile:
         "tie_word_embeddings": False,
     }
     model = HuggingFaceModel(configuration_from(fields, name="it"), name="it", lora=lora)
-    return model.profile(H100, Layout(tokens=4096, gpus=8))
+    return model.profile(H100, StepLayout(tokens=4096, gpus=8))
 
 
 @pytest.mark.parametrize("lora", [0, 16])
@@ -122,7 +122,7 @@ def test_arithmetic_and_a_recorded_model_of_the_same_shape_agree(lora: int) -> N
 
 def test_a_rank_below_zero_is_refused() -> None:
     with pytest.raises(UsageError, match="rank of adapters"):
-        derive_profile(preset("7b"), H100, Layout(tokens=4096), lora=-1, precision=Precision.BF16)
+        derive_profile(preset("7b"), H100, StepLayout(tokens=4096), lora=-1, precision=Precision.BF16)
 
 
 def test_an_optimizer_is_cheaper_where_it_keeps_less() -> None:

@@ -11,8 +11,8 @@ from recorded_layers import TOKENS, costs_of, recorded, shape, written_out_norms
 
 from memo.errors import UsageError
 from memo.gpt import AttentionPattern, GPTConfig, MoeConfig, Precision, preset
-from memo.gpt.arithmetic import Layout as ArithmeticLayout, derive_profile
-from memo.gpt.arithmetic.block_bytes import Block, ElementSizes
+from memo.gpt.arithmetic import StepLayout, derive_profile
+from memo.gpt.arithmetic.block_bytes import BlockBytes, ElementSizes
 from memo.gpt.arithmetic.flops import flops_per_token, mfu_causal
 from memo.mip.inputs import hardware_preset
 from memo.parallel import Layout
@@ -27,8 +27,8 @@ def local(**others: Any) -> GPTConfig:
     return shape(pattern=AttentionPattern(window=WINDOW, full_every=0), **others)
 
 
-def block_of(config: GPTConfig, precision: Precision, layout: Layout) -> Block:
-    return Block.of(config, TOKENS, ElementSizes.of(precision), tp=layout.tp, cp=layout.cp, window=WINDOW)
+def block_of(config: GPTConfig, precision: Precision, layout: Layout) -> BlockBytes:
+    return BlockBytes.of(config, TOKENS, ElementSizes.of(precision), tp=layout.tp, cp=layout.cp, window=WINDOW)
 
 
 CASES = [
@@ -95,7 +95,7 @@ def test_flops_are_those_of_the_pairs_in_the_windows() -> None:
 def test_each_kind_of_layer_is_a_class_with_its_own_time() -> None:
     moe = MoeConfig(experts=4, expert_hidden=256, every=3)
     config = preset("125m", positions="rotary", moe=moe, pattern=AttentionPattern(window=1024, full_every=2))
-    profile = derive_profile(config, H100, ArithmeticLayout(tokens=1 << 15))
+    profile = derive_profile(config, H100, StepLayout(tokens=1 << 15))
     assert profile.layers == ("local", "block", "local experts", "block", "local", "experts") * 2
     classes = {one.name: one for one in profile.classes}
     for near, far in (("local", "block"), ("local experts", "experts")):
@@ -112,7 +112,7 @@ def test_a_short_window_takes_no_less_than_its_tiles_and_its_traffic() -> None:
     def seconds(window: int | None) -> float:
         pattern = None if window is None else AttentionPattern(window=window, full_every=0)
         config = preset("7b", layers=1, pattern=pattern)
-        (layer,) = derive_profile(config, H100, ArithmeticLayout(tokens=1 << 15)).classes
+        (layer,) = derive_profile(config, H100, StepLayout(tokens=1 << 15)).classes
         return layer.forward_s
 
     times = [seconds(window) for window in (1, 16, 128, 1024, 8192, None)]
@@ -121,7 +121,7 @@ def test_a_short_window_takes_no_less_than_its_tiles_and_its_traffic() -> None:
     config, tokens = preset("7b", layers=1), 1 << 15
     tile = 4 * config.hidden * 128 * tokens / (H100.peak_flops * H100.attention_efficiency)
     traffic = 2 * (config.qkv_width + config.hidden) * tokens / H100.hbm_bytes_per_s
-    without = derive_profile(config, H100, ArithmeticLayout(tokens=tokens)).classes[0]
+    without = derive_profile(config, H100, StepLayout(tokens=tokens)).classes[0]
     keys = 8192 - 8192**2 / (2 * tokens) + 128
     wide = without.forward_s - without.attention_s * (1 - keys / (tokens / 2))
     assert seconds(8192) == pytest.approx(wide, rel=1e-12)
@@ -130,7 +130,7 @@ def test_a_short_window_takes_no_less_than_its_tiles_and_its_traffic() -> None:
 
 def test_a_ring_is_refused_in_one_line() -> None:
     config = preset("tiny", positions="rotary", pattern=AttentionPattern(window=64))
-    layout = ArithmeticLayout(tokens=4096, cp=2, gpus=2, ring=True)
+    layout = StepLayout(tokens=4096, cp=2, gpus=2, ring=True)
     with pytest.raises(UsageError, match="not possible with ring attention") as raised:
         derive_profile(config, H100, layout)
     assert "\n" not in str(raised.value)

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from memo.errors import UsageError
 from memo.gpt import GPTConfig, Precision, Variant, preset
-from memo.gpt.arithmetic import Layout, derive_profile
+from memo.gpt.arithmetic import StepLayout, derive_profile
 from memo.gpt.arithmetic.flops import layer_parameter_count, recompute_flops_per_token
 from memo.gpt.model.model import Block
 from memo.gpt.model.rotary import rotary_tables
@@ -20,7 +20,7 @@ from memo.mip.activation import Budgets, free_swap_tokens
 from memo.mip.inputs import ALL, ATTENTION, Hardware, LayerProfile, Network, Profile, hardware_preset
 
 GIB = 1 << 30
-PAPER = Layout(tokens=1 << 20, gpus=8, tp=8)
+PAPER = StepLayout(tokens=1 << 20, gpus=8, tp=8)
 A800 = hardware_preset("a800")
 SHORT = preset("7b", max_seq=2048)
 # Per token, the paper counts whole tensors alone: statistics of attention (one float a head) and of the norms (two
@@ -67,7 +67,7 @@ def test_two_tebibytes_of_host_memory_cap_alpha_at_0_467() -> None:
 
 
 def test_the_middle_level_saves_more_time_than_the_papers_two() -> None:
-    profile = derive_profile(preset("7b"), A800, Layout(tokens=1 << 20, gpus=8, cp=8))
+    profile = derive_profile(preset("7b"), A800, StepLayout(tokens=1 << 20, gpus=8, cp=8))
     whole = plan_activations(profile, A800, FULL_NODE)
     two = plan_activations(only(profile, ALL, ATTENTION), A800, FULL_NODE)
     assert whole.stages[0].recompute_s < 0.6 * two.stages[0].recompute_s
@@ -77,7 +77,7 @@ def test_the_middle_level_saves_more_time_than_the_papers_two() -> None:
 @pytest.mark.parametrize("layout", [{"tp": 8}, {"tp": 2, "cp": 4}, {"cp": 8}], ids=str)
 def test_the_middle_level_keeps_ten_sixteenths_however_the_ranks_are_arranged(layout: dict[str, int]) -> None:
     """Input, attention, queries to values, the projection after attention, four of the MLP. Of what ranks sum the sum."""
-    layer = derive_profile(preset("7b"), A800, Layout(tokens=1 << 20, gpus=8, **layout)).classes[0]
+    layer = derive_profile(preset("7b"), A800, StepLayout(tokens=1 << 20, gpus=8, **layout)).classes[0]
     unit = 2 * 4096 * (1 << 20) // 8
     assert layer.always_bytes - 4 * 32 * PAPER.tokens / 8 == 2 * unit
     assert layer.points[1].saved_bytes == 8 * unit
@@ -189,7 +189,7 @@ def saved_of_block(config: GPTConfig) -> dict[str, int]:
 
 
 def derived_layer(config: GPTConfig) -> LayerProfile:
-    return derive_profile(config, A800, Layout(tokens=TOKENS, batch=BATCH)).classes[0]
+    return derive_profile(config, A800, StepLayout(tokens=TOKENS, batch=BATCH)).classes[0]
 
 
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
@@ -241,7 +241,7 @@ def test_levels_save_less_and_repeat_more(variant: Variant) -> None:
     assert attention.recompute_flops == expected
 
 
-def static_bytes(config: GPTConfig, layout: Layout, **rest: object) -> int:
+def static_bytes(config: GPTConfig, layout: StepLayout, **rest: object) -> int:
     """Of all layers."""
     return sum(layer.static_bytes for layer in derive_profile(config, A800, layout, **rest).layer_profiles())
 
@@ -252,24 +252,24 @@ def layer_parameters(config: GPTConfig) -> int:
 
 @pytest.mark.parametrize(("precision", "state"), [(Precision.BF16, 8), (Precision.FP32, 16)])
 def test_weights_gradients_and_moments_are_divided_over_all_ranks(precision: Precision, state: int) -> None:
-    config, layout = preset("13b"), Layout(tokens=4096, gpus=16, tp=4, cp=2)
+    config, layout = preset("13b"), StepLayout(tokens=4096, gpus=16, tp=4, cp=2)
     static = static_bytes(config, layout, precision=precision)
     assert static * 16 == pytest.approx(state * layer_parameters(config), rel=1e-4)
 
 
 def test_the_ends_weights_and_gradients_are_whole_through_a_step() -> None:
     config = preset("13b")
-    embedding = derive_profile(config, A800, Layout(tokens=4096, gpus=16, tp=4)).embedding
+    embedding = derive_profile(config, A800, StepLayout(tokens=4096, gpus=16, tp=4)).embedding
     table = config.vocab_size * config.hidden
     assert embedding.static_bytes == pytest.approx((8 / 4 + 2 + 2) * table / 4, rel=1e-6)
-    alone = derive_profile(config, A800, Layout(tokens=4096, gpus=4, tp=4)).embedding
+    alone = derive_profile(config, A800, StepLayout(tokens=4096, gpus=4, tp=4)).embedding
     assert alone.static_bytes == pytest.approx(8 * table / 4, rel=1e-6)
 
 
 def test_a_stage_of_tied_embeddings_has_a_copy_of_its_own() -> None:
     config = preset("350m")
     assert config.tie_embeddings
-    one, two = (derive_profile(config, A800, Layout(tokens=1024, gpus=pp, pp=pp)) for pp in (1, 2))
+    one, two = (derive_profile(config, A800, StepLayout(tokens=1024, gpus=pp, pp=pp)) for pp in (1, 2))
     assert (one.head.static_bytes, one.optimizer_exchange_s) == (0, 0)
     positions = 8 * 1024 * config.hidden  # with their gradients and optimizer state
     assert two.head.static_bytes + positions == two.embedding.static_bytes
@@ -277,7 +277,7 @@ def test_a_stage_of_tied_embeddings_has_a_copy_of_its_own() -> None:
 
 
 def test_what_is_sharded_less_takes_more_memory_and_no_more_gathers() -> None:
-    config, layout = preset("7b"), Layout(tokens=8192, gpus=16)
+    config, layout = preset("7b"), StepLayout(tokens=8192, gpus=16)
     static = [static_bytes(config, layout, zero=zero) for zero in (0, 1, 2, 3)]
     assert static == sorted(static, reverse=True)
     gathers = [derive_profile(config, A800, layout, zero=zero).classes[0].gather_s > 0 for zero in (0, 1, 2, 3)]
@@ -285,26 +285,26 @@ def test_what_is_sharded_less_takes_more_memory_and_no_more_gathers() -> None:
 
 
 def test_gradients_of_several_microbatches_are_added_up_whole() -> None:
-    config, layout = preset("13b"), Layout(tokens=4096, gpus=16, tp=4)
+    config, layout = preset("13b"), StepLayout(tokens=4096, gpus=16, tp=4)
     added = static_bytes(config, layout, accumulate=2) - static_bytes(config, layout)
     assert added == pytest.approx(2 * layer_parameters(config) / 4, rel=1e-4)
     # Alone with its shard, a rank adds them up in place.
-    alone = Layout(tokens=4096, gpus=4, tp=4)
+    alone = StepLayout(tokens=4096, gpus=4, tp=4)
     assert static_bytes(config, alone, accumulate=2) == static_bytes(config, alone)
 
 
 def test_a_pipeline_keeps_a_steps_weights_and_gradients_whole() -> None:
-    config, piped = preset("13b"), Layout(tokens=4096, gpus=16, pp=2)
+    config, piped = preset("13b"), StepLayout(tokens=4096, gpus=16, pp=2)
     more = static_bytes(config, piped) - 8 * layer_parameters(config) / 8
     assert more == pytest.approx((2 + 2) * layer_parameters(config), rel=1e-4)  # of all stages
     profile = derive_profile(config, A800, piped)
-    whole = derive_profile(config, A800, Layout(tokens=4096, gpus=2, pp=2))
+    whole = derive_profile(config, A800, StepLayout(tokens=4096, gpus=2, pp=2))
     assert profile.classes[0].backward_transient_bytes == whole.classes[0].backward_transient_bytes
 
 
 def test_collectives_of_weights_grow_with_the_nodes() -> None:
     def layer(gpus: int, **layout: int) -> LayerProfile:
-        return derive_profile(preset("7b"), A800, Layout(tokens=4096, gpus=gpus, **layout)).classes[0]
+        return derive_profile(preset("7b"), A800, StepLayout(tokens=4096, gpus=gpus, **layout)).classes[0]
 
     seconds = [(one.gather_s, one.sync_s) for one in map(layer, (1, 8, 64, 1024))]
     assert seconds[0] == (0, 0)
@@ -314,7 +314,8 @@ def test_collectives_of_weights_grow_with_the_nodes() -> None:
 
 def test_tensor_parallelism_beyond_a_node_runs_at_the_rate_of_its_nics() -> None:
     inside, across = (
-        derive_profile(preset("7b"), A800, Layout(tokens=1 << 20, gpus=ranks, tp=ranks)).classes[0] for ranks in (8, 32)
+        derive_profile(preset("7b"), A800, StepLayout(tokens=1 << 20, gpus=ranks, tp=ranks)).classes[0]
+        for ranks in (8, 32)
     )
     network = A800.network
     nics = network.nics_per_node * network.nic_bytes_per_s * network.nic_efficiency
@@ -325,30 +326,30 @@ def test_tensor_parallelism_beyond_a_node_runs_at_the_rate_of_its_nics() -> None
 
 def test_a_pipelines_message_takes_longer_between_nodes() -> None:
     within, beyond = (
-        derive_profile(preset("7b"), A800, Layout(tokens=1 << 20, gpus=gpus, pp=2)).send_s for gpus in (4, 16)
+        derive_profile(preset("7b"), A800, StepLayout(tokens=1 << 20, gpus=gpus, pp=2)).send_s for gpus in (4, 16)
     )
     assert 0 < within < beyond
     # Stages of four GPUs, of which every second one hands over to another node.
-    assert derive_profile(preset("7b"), A800, Layout(tokens=1 << 20, gpus=16, tp=4, pp=4)).send_s > 0.2 * beyond
+    assert derive_profile(preset("7b"), A800, StepLayout(tokens=1 << 20, gpus=16, tp=4, pp=4)).send_s > 0.2 * beyond
     single = dataclasses.replace(A800, network=Network())
     with pytest.raises(UsageError, match="no network connects"):
-        derive_profile(preset("7b"), single, Layout(tokens=1 << 20, gpus=16, tp=4, pp=4))
+        derive_profile(preset("7b"), single, StepLayout(tokens=1 << 20, gpus=16, tp=4, pp=4))
 
 
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
-        (Layout(tokens=1024, gpus=3, tp=3), "does not divide"),
-        (Layout(tokens=1024, gpus=64, pp=64), "not make 64 pipeline stages"),
+        (StepLayout(tokens=1024, gpus=3, tp=3), "does not divide"),
+        (StepLayout(tokens=1024, gpus=64, pp=64), "not make 64 pipeline stages"),
     ],
 )
-def test_layouts_that_do_not_divide_the_model_are_refused(layout: Layout, words: str) -> None:
+def test_layouts_that_do_not_divide_the_model_are_refused(layout: StepLayout, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         derive_profile(preset("7b"), A800, layout)
 
 
 def test_tiles_save_nothing_wide_and_take_longer() -> None:
-    layout = Layout(tokens=1 << 20)
+    layout = StepLayout(tokens=1 << 20)
     whole, tiled, finer = (derive_profile(preset("7b", mlp_tiles=n), A800, layout) for n in (1, 4, 64))
     assert (whole.mlp_tiles, tiled.mlp_tiles) == (1, 4)
     wide = 2 * 4 * 4096 * 2 << 20  # what up and gelu give, in bfloat16
@@ -373,26 +374,26 @@ def test_precision_says_how_many_bytes_the_stream_takes() -> None:
 
 def test_gpus_are_a_multiple_of_what_is_asked_of_them() -> None:
     with pytest.raises(UsageError, match="not a multiple"):
-        Layout(tokens=1024, gpus=8, tp=4, cp=4)
+        StepLayout(tokens=1024, gpus=8, tp=4, cp=4)
 
 
 def test_gathers_and_reductions_take_time_beyond_a_node() -> None:
-    one, many = (derive_profile(SHORT, A800, Layout(tokens=4096, gpus=gpus)) for gpus in (8, 1024))
+    one, many = (derive_profile(SHORT, A800, StepLayout(tokens=4096, gpus=gpus)) for gpus in (8, 1024))
     assert many.classes[0].gather_s > 2 * one.classes[0].gather_s > 0
     assert many.classes[0].sync_s > 2 * one.classes[0].sync_s > 0
-    alone = derive_profile(SHORT, A800, Layout(tokens=4096))
+    alone = derive_profile(SHORT, A800, StepLayout(tokens=4096))
     assert alone.classes[0].gather_s == alone.classes[0].sync_s == alone.link_share == alone.send_s == 0
 
 
 def test_exchanges_are_a_part_of_the_passes() -> None:
-    (layer,) = derive_profile(SHORT, A800, Layout(tokens=4096, gpus=8, tp=4, cp=2)).classes
-    alone = derive_profile(SHORT, A800, Layout(tokens=512)).classes[0]
+    (layer,) = derive_profile(SHORT, A800, StepLayout(tokens=4096, gpus=8, tp=4, cp=2)).classes
+    alone = derive_profile(SHORT, A800, StepLayout(tokens=512)).classes[0]
     assert 0 < layer.forward_exchange_s < layer.forward_s
     assert layer.forward_s - layer.forward_exchange_s == pytest.approx(alone.forward_s, rel=0.15)
 
 
 def test_collectives_beyond_a_node_take_a_part_of_the_link_to_the_host() -> None:
-    within, beyond = (derive_profile(SHORT, A800, Layout(tokens=1 << 16, gpus=tp, tp=tp)) for tp in (8, 16))
+    within, beyond = (derive_profile(SHORT, A800, StepLayout(tokens=1 << 16, gpus=tp, tp=tp)) for tp in (8, 16))
     assert within.link_share == 0
     assert 0 < beyond.link_share < 1
-    assert derive_profile(SHORT, A800, Layout(tokens=4096, gpus=16, tp=8, pp=2)).send_s > 0
+    assert derive_profile(SHORT, A800, StepLayout(tokens=4096, gpus=16, tp=8, pp=2)).send_s > 0

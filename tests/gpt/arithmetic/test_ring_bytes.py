@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 import torch
 
-from memo.allocator import BytelessMode, Recorder
+from memo.allocator import AllocationRecorder, BytelessMode
 from memo.dry_run import dry_run
-from memo.dry_run.recorded_collectives import CollectiveRecorder
+from memo.dry_run.recorded_collectives import IssuedCollectives
 from memo.gpt import Precision, preset
-from memo.gpt.arithmetic import Layout as Sizes, PlannedRun, derive_profile
+from memo.gpt.arithmetic import PlannedRun, StepLayout, derive_profile
 from memo.gpt.arithmetic.block_bytes import RING_FLOAT, RING_HALF
 from memo.mip.activation import ActivationProblem, Budgets, Pipeline, solve_problem
 from memo.mip.inputs import hardware_preset
@@ -25,8 +25,8 @@ UNIT = TOKENS * HEADS * WIDTH
 def held(ranks: int, rank: int, dtype: torch.dtype, kv_heads: int) -> tuple[float, float]:
     """Peaks of what forward and backward allocate, in units of h."""
     with simulated_rank(Layout(cp=ranks), rank) as world:
-        ring, recorder = Ring(world.group("cp")), Recorder()
-        with BytelessMode(assume=1.0), recorder, CollectiveRecorder():
+        ring, recorder = Ring(world.group("cp")), AllocationRecorder()
+        with BytelessMode(assume=1.0), recorder, IssuedCollectives():
             q, k, v = (
                 torch.empty(1, TOKENS, heads, WIDTH, dtype=dtype, requires_grad=True)
                 for heads in (HEADS, kv_heads, kv_heads)
@@ -59,7 +59,7 @@ def test_a_step_in_a_ring_holds_no_more_than_its_plan_says(variant: str, kv_head
     config = preset("tiny", variant=variant, layers=4, hidden=512, heads=8)
     config = dataclasses.replace(config, kv_heads=kv_heads, ffn=1024, max_seq=32768)
     machine = hardware_preset("h100")
-    sizes = Sizes(tokens=32768, gpus=4 * tp, tp=tp, cp=4, ring=True)
+    sizes = StepLayout(tokens=32768, gpus=4 * tp, tp=tp, cp=4, ring=True)
     profile = derive_profile(config, machine, sizes, name="tiny")
     budgets = Budgets(device_bytes=1 << 40, host_bytes=0, disk_bytes=0, ranks_per_node=4 * tp)
     plan = solve_problem(

@@ -22,7 +22,7 @@ from memo.errors import DeviceOutOfMemory, SwapError
 from memo.gpt import Variant, preset
 from memo.gpt.model import GPT, attention_kernel
 from memo.gpt.model.attention import attend, attend_within
-from memo.gpt.model.attention_kernel import Choice, Kernel, Kind, choose, is_refusal, refuse, score_bytes
+from memo.gpt.model.attention_kernel import AttentionKind, Kernel, KernelChoice, choose, is_refusal, refuse, score_bytes
 from memo.gpt.model.packed_documents import DocumentSpans
 
 FLASH = {"_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"}
@@ -97,7 +97,7 @@ def test_shared_heads_equal_repeated_ones(kv_heads: int) -> None:
 def test_repeating_heads_gives_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = _qkv(4, 2, torch.float64)
     grouped = attend(query, key, value)
-    monkeypatch.setattr("memo.gpt.model.attention.choose", lambda kind: Choice(kernel=Kernel.FLASH, repeats=True))
+    monkeypatch.setattr("memo.gpt.model.attention.choose", lambda kind: KernelChoice(kernel=Kernel.FLASH, repeats=True))
     torch.testing.assert_close(attend(query, key, value), grouped, rtol=0, atol=1e-14)
 
 
@@ -110,9 +110,9 @@ def test_a_later_token_changes_nothing_earlier() -> None:
     assert torch.equal(attend(query, key, value)[:, :40], before)
 
 
-def _kind(device: str = "cpu", dtype: torch.dtype = torch.bfloat16, **others: Any) -> Kind:
+def _kind(device: str = "cpu", dtype: torch.dtype = torch.bfloat16, **others: Any) -> AttentionKind:
     shape = {"heads": 4, "kv_heads": 2, "head_dim": 16} | others
-    return Kind.of(device=torch.device(device), dtype=dtype, **shape)
+    return AttentionKind.of(device=torch.device(device), dtype=dtype, **shape)
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_a_recompute_does_not_turn_to_another_kernel_than_its_forward() -> None:
     out = checkpoint(attend, query, key, value, use_reentrant=False)
     with _refusing(CPU_FLASH, "AutogradCPU", 32), pytest.raises(RuntimeError, match="No valid execution plans"):
         out.sum().backward()
-    assert choose(_kind(dtype=torch.float64, kv_heads=4)) == Choice(kernel=Kernel.FLASH)
+    assert choose(_kind(dtype=torch.float64, kv_heads=4)) == KernelChoice(kernel=Kernel.FLASH)
 
 
 @pytest.mark.parametrize(
@@ -215,18 +215,27 @@ def test_the_package_that_throws_is_replaced_by_torchs_kernels(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("kind", "installed", "takes", "choice"),
     [
-        (_kind("cuda"), True, {}, Choice(kernel=Kernel.FLASH_ATTN)),
-        (_kind("cuda", torch.float16), True, {}, Choice(kernel=Kernel.FLASH_ATTN)),
-        (_kind("cuda"), False, {Kernel.CUDNN: 2, Kernel.FLASH: 2}, Choice(kernel=Kernel.CUDNN)),
-        (_kind("cuda"), False, {Kernel.FLASH: 2, Kernel.EFFICIENT: 4}, Choice(kernel=Kernel.FLASH)),
-        (_kind("cuda", torch.float32), True, {Kernel.EFFICIENT: 4}, Choice(kernel=Kernel.EFFICIENT, repeats=True)),
-        (_kind("cuda", head_dim=512), True, {Kernel.EFFICIENT: 4}, Choice(kernel=Kernel.EFFICIENT, repeats=True)),
-        (_kind("cuda", head_dim=512), True, {}, Choice(kernel=Kernel.MATH)),
-        (_kind("cpu"), True, {Kernel.FLASH: 2}, Choice(kernel=Kernel.FLASH)),
+        (_kind("cuda"), True, {}, KernelChoice(kernel=Kernel.FLASH_ATTN)),
+        (_kind("cuda", torch.float16), True, {}, KernelChoice(kernel=Kernel.FLASH_ATTN)),
+        (_kind("cuda"), False, {Kernel.CUDNN: 2, Kernel.FLASH: 2}, KernelChoice(kernel=Kernel.CUDNN)),
+        (_kind("cuda"), False, {Kernel.FLASH: 2, Kernel.EFFICIENT: 4}, KernelChoice(kernel=Kernel.FLASH)),
+        (
+            _kind("cuda", torch.float32),
+            True,
+            {Kernel.EFFICIENT: 4},
+            KernelChoice(kernel=Kernel.EFFICIENT, repeats=True),
+        ),
+        (_kind("cuda", head_dim=512), True, {Kernel.EFFICIENT: 4}, KernelChoice(kernel=Kernel.EFFICIENT, repeats=True)),
+        (_kind("cuda", head_dim=512), True, {}, KernelChoice(kernel=Kernel.MATH)),
+        (_kind("cpu"), True, {Kernel.FLASH: 2}, KernelChoice(kernel=Kernel.FLASH)),
     ],
 )
 def test_the_choice_of_kernel(
-    kind: Kind, installed: bool, takes: dict[Kernel, int], choice: Choice, monkeypatch: pytest.MonkeyPatch
+    kind: AttentionKind,
+    installed: bool,
+    takes: dict[Kernel, int],
+    choice: KernelChoice,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # `takes`: the kernels that this GPU would have, and the fewest key/value heads that each takes for four.
     monkeypatch.setattr(attention_kernel, "installed", lambda: installed)
@@ -251,7 +260,7 @@ def test_torchs_flash_comes_before_cudnn_on_older_gpus(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_cpu_is_asked_and_has_the_flash_kernel(dtype: torch.dtype) -> None:
-    assert choose(_kind(dtype=dtype)) == Choice(kernel=Kernel.FLASH)
+    assert choose(_kind(dtype=dtype)) == KernelChoice(kernel=Kernel.FLASH)
 
 
 def test_the_choice_is_not_seen_by_modes_around_the_caller() -> None:
@@ -295,7 +304,7 @@ def test_the_package_gets_its_own_layout(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     query, key, value = _qkv(4, 2, torch.float32)
     expected = attend(query, key, value)
-    monkeypatch.setattr("memo.gpt.model.attention.choose", lambda kind: Choice(kernel=Kernel.FLASH_ATTN))
+    monkeypatch.setattr("memo.gpt.model.attention.choose", lambda kind: KernelChoice(kernel=Kernel.FLASH_ATTN))
     assert torch.equal(attend(query, key, value), expected)
 
 
@@ -371,7 +380,7 @@ def test_the_package_gets_all_documents_in_one_call(monkeypatch: pytest.MonkeyPa
     package = types.ModuleType("flash_attn")
     package.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setattr("memo.gpt.model.attention.choose", lambda kind: Choice(kernel=Kernel.FLASH_ATTN))
+    monkeypatch.setattr("memo.gpt.model.attention.choose", lambda kind: KernelChoice(kernel=Kernel.FLASH_ATTN))
     assert torch.equal(attend_within(query, key, value, spans), expected)
     assert len(calls) == 1
 
@@ -428,7 +437,7 @@ def test_a_model_whose_kernel_refuses_trains_on_with_the_next_bit_for_bit() -> N
         pytest.skip("no CUDA GPU")
     torch.manual_seed(0)
     model = GPT(preset("tiny", layers=3, max_seq=256), device="cuda", dtype=torch.bfloat16)
-    kind = Kind.of(device=model.tokens.weight.device, dtype=torch.bfloat16, heads=2, kv_heads=2, head_dim=64)
+    kind = AttentionKind.of(device=model.tokens.weight.device, dtype=torch.bfloat16, heads=2, kv_heads=2, head_dim=64)
     first = choose(kind).kernel
     if first not in (Kernel.CUDNN, Kernel.FLASH):
         pytest.skip(f"{first.value} is not torch's")

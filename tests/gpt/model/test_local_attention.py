@@ -14,7 +14,7 @@ import memo
 from memo.gpt import AttentionPattern, GPTConfig, preset
 from memo.gpt.model import GPT, local_attention
 from memo.gpt.model.attention import attend, attend_within
-from memo.gpt.model.attention_kernel import Choice, Kernel, Kind, choose
+from memo.gpt.model.attention_kernel import AttentionKind, Kernel, KernelChoice, choose
 from memo.gpt.model.packed_documents import DocumentSpans
 from memo.swap import Level
 
@@ -200,11 +200,11 @@ def test_it_is_kept_as_attention_is_and_saves_the_bytes_of_full_attention() -> N
 
 
 def test_a_gpus_half_precision_is_by_a_kernel_with_a_window_and_all_else_in_blocks() -> None:
-    def chosen(device: str, dtype: torch.dtype, head_dim: int = 64) -> Choice:
+    def chosen(device: str, dtype: torch.dtype, head_dim: int = 64) -> KernelChoice:
         shape = {"heads": 8, "kv_heads": 2, "head_dim": head_dim, "local": True}
-        return choose(Kind.of(device=torch.device(device), dtype=dtype, **shape))
+        return choose(AttentionKind.of(device=torch.device(device), dtype=dtype, **shape))
 
-    blocks = Choice(kernel=Kernel.BLOCKS)
+    blocks = KernelChoice(kernel=Kernel.BLOCKS)
     assert chosen("cpu", torch.float32) == chosen("cpu", torch.bfloat16) == blocks
     if not torch.cuda.is_available():
         assert chosen("cuda", torch.bfloat16).kernel in (Kernel.FLASH, Kernel.FLASH_ATTN)
@@ -214,7 +214,7 @@ def test_a_gpus_half_precision_is_by_a_kernel_with_a_window_and_all_else_in_bloc
 def test_torchs_flash_kernel_gets_the_window_it_counts_without_the_token_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("memo.gpt.model.attention.choose", lambda _: Choice(kernel=Kernel.FLASH))
+    monkeypatch.setattr("memo.gpt.model.attention.choose", lambda _: KernelChoice(kernel=Kernel.FLASH))
     tensors = tuple(torch.empty(2, 48, n, 16, dtype=torch.bfloat16, device="meta").requires_grad_() for n in (4, 2, 2))
     out = attend(*tensors, window=12)
     node: Any = out.grad_fn

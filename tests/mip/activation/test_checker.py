@@ -9,7 +9,7 @@ import pytest
 from activation_problems import layer, machine, profile_of, random_problem, with_codes, with_collectives
 
 from memo.errors import PlanInvalid
-from memo.events import Tier
+from memo.events import TierName
 from memo.mip.activation import (
     ActivationPlan,
     ActivationProblem,
@@ -131,7 +131,7 @@ def test_what_a_recompute_is_given_stands_beside_the_running_layer() -> None:
     plan = given_plan(GIVEN_PEAK)
     assert plan.stages[0].peak_device_bytes == GIVEN_PEAK
     assert check_plan(plan) is None
-    assert simulate(plan).stages[0].peak(Tier.DEVICE).nbytes == GIVEN_PEAK
+    assert simulate(plan).stages[0].peak(TierName.DEVICE).nbytes == GIVEN_PEAK
 
 
 # Recomputes hold 60 bytes on top of backward's transient of 5, beside 20 + 10 bytes on their way. Layers 0 to 2 keep none.
@@ -163,7 +163,7 @@ def test_what_a_recompute_holds_comes_on_top_of_backwards_transient() -> None:
     plan = holding_plan(HOLDING_PEAK)
     assert plan.stages[0].peak_device_bytes == HOLDING_PEAK
     assert check_plan(plan) is None
-    assert simulate(plan).stages[0].peak(Tier.DEVICE).nbytes == HOLDING_PEAK
+    assert simulate(plan).stages[0].peak(TierName.DEVICE).nbytes == HOLDING_PEAK
     # Without a recompute, what forward holds is the peak.
     kept = dataclasses.replace(plan, layers=(LayerPlan(kept=0.0, host=1.0),) * 3 + (LayerPlan(),))
     assert predict_stages(plan.problem, kept.layers)[0].peak_device_bytes == 2 * 160 + 30

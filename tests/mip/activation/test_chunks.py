@@ -10,7 +10,7 @@ import pytest
 from activation_problems import MIB, layer, machine, profile_of, random_problem
 
 from memo.errors import Infeasible, PlanError
-from memo.events import Tier
+from memo.events import TierName
 from memo.mip.activation import (
     ActivationPlan,
     ActivationProblem,
@@ -63,8 +63,8 @@ def test_playing_every_turn_finds_what_is_predicted(
         violation = check_plan(plan)
         assert violation is None, (seed, violation)
         for played, stage in zip(simulate(plan).stages, plan.stages, strict=True):
-            assert played.peak(Tier.DEVICE).nbytes == pytest.approx(stage.peak_device_bytes, rel=1e-6)
-            assert played.peak(Tier.HOST).nbytes == pytest.approx(
+            assert played.peak(TierName.DEVICE).nbytes == pytest.approx(stage.peak_device_bytes, rel=1e-6)
+            assert played.peak(TierName.HOST).nbytes == pytest.approx(
                 stage.peak_host_bytes, rel=1e-6, abs=microbatches * layers
             )
         peak = max(range(stages), key=lambda stage: plan.stages[stage].peak_device_bytes)
@@ -90,7 +90,7 @@ def test_heavy_ends_stand_beside_what_is_read_ahead(schedule: PipelineSchedule, 
         plan = any_plan(dataclasses.replace(problem, profile=profile), seed)
         assert check_plan(plan) is None, (seed, check_plan(plan))
         for played, stage in zip(simulate(plan).stages, plan.stages, strict=True):
-            assert played.peak(Tier.DEVICE).nbytes == pytest.approx(stage.peak_device_bytes, rel=1e-6)
+            assert played.peak(TierName.DEVICE).nbytes == pytest.approx(stage.peak_device_bytes, rel=1e-6)
 
 
 @pytest.mark.parametrize("schedule", TWO)
@@ -160,7 +160,7 @@ def test_the_layer_of_the_forward_before_leaves_beside_the_first_layer_of_the_ne
     stages = predict_stages(problem, plans)
     plan = ActivationPlan(problem=problem, layers=plans, stages=stages)
     assert stages[0].peak_device_bytes == {1: 3 * 60 + 2000, 2: 5 * 60 + 160 + 1000}[layers]
-    assert simulate(plan).stages[0].peak(Tier.DEVICE).nbytes == stages[0].peak_device_bytes
+    assert simulate(plan).stages[0].peak(TierName.DEVICE).nbytes == stages[0].peak_device_bytes
     assert check_plan(plan) is None
 
 

@@ -20,7 +20,7 @@ from memo.mip.activation import (
     solve_problem,
 )
 from memo.mip.activation.checker import Rule
-from memo.mip.activation.linear_program import Model, Sharing
+from memo.mip.activation.linear_program import PlanModel, Sharing
 from memo.mip.activation.proof import verify_by_simulation
 from memo.mip.activation.whole_points import round_points
 from memo.mip.inputs import EmbeddingOrHeadProfile, PipelineSchedule
@@ -123,7 +123,7 @@ def test_prediction_checker_and_simulator_agree_on_any_plan(pipeline: Pipeline) 
 @pytest.mark.parametrize("seed", range(20))
 def test_layers_that_share_variables_lose_nothing(seed: int) -> None:
     problem = with_collectives(random_problem(seed, layers=9, pipeline=Pipeline(microbatches=2)), seed)
-    alone, shared = Model(problem, sharing=Sharing.NONE), Model(problem, sharing=Sharing.INTERIOR)
+    alone, shared = PlanModel(problem, sharing=Sharing.NONE), PlanModel(problem, sharing=Sharing.INTERIOR)
     if alone.solve():
         assert shared.solve()
         assert shared.step_s >= alone.step_s * (1 - 1e-6)
@@ -133,7 +133,7 @@ def test_layers_that_share_variables_lose_nothing(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_the_program_counts_what_the_prediction_does(seed: int) -> None:
     problem = with_collectives(random_problem(seed, layers=7, classes=2, pipeline=Pipeline(microbatches=3)), seed)
-    relaxed = Model(problem)
+    relaxed = PlanModel(problem)
     if not relaxed.solve():
         return
     model = round_points(relaxed)

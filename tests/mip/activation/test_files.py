@@ -22,7 +22,7 @@ from memo.mip.activation import (
     solve_problem,
 )
 from memo.mip.activation.files import hardware_to_json, plan_from_json
-from memo.mip.address import Plan, Problem, plan_to_json as address_plan_to_json, read_plan
+from memo.mip.address import AddressPlan, AddressProblem, plan_to_json as address_plan_to_json, read_plan
 from memo.mip.inputs import PRESETS
 
 PLAN = solve_problem(random_problem(2, layers=6, classes=2, pipeline=Pipeline(stages=2, microbatches=3)))
@@ -70,7 +70,7 @@ def test_a_file_says_what_it_is(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(TEXT)
     assert read_any_plan(path) == read_activation_plan(path) == PLAN
-    empty = Plan(problem=Problem(buffers=()), offsets=(), arenas=())
+    empty = AddressPlan(problem=AddressProblem(buffers=()), offsets=(), arenas=())
     path.write_text(address_plan_to_json(empty))
     assert read_any_plan(path) == empty
     with pytest.raises(PlanError, match="it is an address plan; an activation plan, written by memo plan, is needed"):

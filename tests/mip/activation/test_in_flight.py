@@ -10,7 +10,7 @@ import pytest
 from memo.errors import PlanError
 from memo.mip.activation import Pipeline, StageTurns, in_flight_within, peak_in_flight
 from memo.mip.activation.in_flight import SchedulePoint, TurnCopy, copies_between_turns, moments_of
-from memo.mip.inputs import Kind, PipelineSchedule, Turn
+from memo.mip.inputs import Pass, PipelineSchedule, Turn
 from memo.mip.inputs.pipeline_schedules import rank_turns
 
 TWO = [schedule for schedule in PipelineSchedule if schedule.default_chunks > 1]
@@ -18,7 +18,7 @@ TWO = [schedule for schedule in PipelineSchedule if schedule.default_chunks > 1]
 
 def turns(order: str) -> tuple[Turn, ...]:
     """`0F0 1B0` is chunk, kind, microbatch."""
-    return tuple(Turn(chunk=int(w[0]), kind=Kind(w[1]), microbatch=int(w[2:])) for w in order.split())
+    return tuple(Turn(chunk=int(w[0]), kind=Pass(w[1]), microbatch=int(w[2:])) for w in order.split())
 
 
 def test_two_chunks_are_counted_at_one_time_and_not_each_at_its_fullest() -> None:
@@ -30,7 +30,7 @@ def test_two_chunks_are_counted_at_one_time_and_not_each_at_its_fullest() -> Non
 def test_a_call_is_held_until_the_second_half_of_its_backward() -> None:
     order = turns("0F0 0F1 0I0 0I1 0W0 0W1 1F0 1B0 1F1 1B1")
     assert peak_in_flight(order, 2) == ((2, 0), (0, 1))
-    between = {moment.between[0] for moment in moments_of(order, 2) if moment.kind is Kind.INPUT}
+    between = {moment.between[0] for moment in moments_of(order, 2) if moment.kind is Pass.INPUT}
     assert between == {0, 1}, "while the second input half runs, the first call waits for its weights' half"
 
 
@@ -44,9 +44,9 @@ def test_what_comes_next_is_read_ahead_and_waits_through_the_forwards_in_between
     order = turns("0F0 0F1 0F2 0B0 1F0 0B1 1B0 0B2 1F1 1B1 1F2 1B2")
     ahead = [moment for moment in moments_of(order, 2) if moment.ahead == (0, False)]
     assert [(moment.chunk, moment.kind) for moment in ahead] == [
-        (0, Kind.BACKWARD),
-        (1, Kind.FORWARD),
-        (1, Kind.BACKWARD),
+        (0, Pass.BACKWARD),
+        (1, Pass.FORWARD),
+        (1, Pass.BACKWARD),
     ]
     assert all(moment.waiting[0] >= 1 for moment in ahead)
 
@@ -60,15 +60,15 @@ def test_a_copy_has_the_neighbouring_turn_for_its_window() -> None:
     order = turns("0F0 0F1 1F0 1B0 0B0 1F1 1B1 0B1")
     found = {(s.turn, s.hidden_by): s.times for s in copies_between_turns(order)}
     assert found == {
-        ((0, Kind.FORWARD), (0, Kind.FORWARD)): 1,
-        ((0, Kind.FORWARD), (1, Kind.FORWARD)): 1,
-        ((0, Kind.BACKWARD), (1, Kind.BACKWARD)): 2,
+        ((0, Pass.FORWARD), (0, Pass.FORWARD)): 1,
+        ((0, Pass.FORWARD), (1, Pass.FORWARD)): 1,
+        ((0, Pass.BACKWARD), (1, Pass.BACKWARD)): 2,
     }, "each forward of the second chunk is followed by its own backward: nothing of it ever goes"
 
 
 def test_what_went_after_the_backward_before_has_no_window() -> None:
     order = turns("0F0 0F1 0B0 0F2 1F0 1B0 0B2 0B1 1F1 1B1 1F2 1B2")
-    assert TurnCopy(turn=(0, Kind.BACKWARD), hidden_by=None, times=1) in copies_between_turns(order)
+    assert TurnCopy(turn=(0, Pass.BACKWARD), hidden_by=None, times=1) in copies_between_turns(order)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -78,7 +78,7 @@ def test_one_chunk_read_turn_by_turn_is_the_closed_form(ranks: int) -> None:
         for rank in range(ranks):
             order = rank_turns(schedule, ranks=ranks, rank=rank, microbatches=6)
             closed, backward = pipeline.moments(rank)
-            assert backward == dataclasses.replace(closed, kind=Kind.BACKWARD)
+            assert backward == dataclasses.replace(closed, kind=Pass.BACKWARD)
             assert max(moment.waiting for moment in moments_of(order, 1)) == closed.waiting
             assert peak_in_flight(order, 1) == pipeline.peak_in_flight(rank)
             assert closed.whole_chunk == (None if closed.waiting == (0,) else 0)
@@ -92,9 +92,9 @@ def test_moments_leave_nothing_out(schedule: PipelineSchedule) -> None:
         moments, held = moments_of(order, 2), collections.Counter[int]()
         seen = set()
         for turn in order:
-            held[turn.chunk] += turn.kind is Kind.FORWARD
+            held[turn.chunk] += turn.kind is Pass.FORWARD
             seen.add((held[0], held[1]))
-            held[turn.chunk] -= turn.kind in (Kind.BACKWARD, Kind.WEIGHT)
+            held[turn.chunk] -= turn.kind in (Pass.BACKWARD, Pass.WEIGHT)
         assert all(any(m.held[0] >= a and m.held[1] >= b for m in moments) for a, b in seen)
         assert {m.held for m in moments} <= seen
         assert sum(max(seen)) >= 2
@@ -126,5 +126,5 @@ def test_turns_that_are_no_step_are_refused(order: str, words: str) -> None:
 
 
 def test_a_moment_counts_the_running_microbatch_as_held() -> None:
-    moment = SchedulePoint(chunk=1, kind=Kind.INPUT, waiting=(2, 0), between=(0, 1))
+    moment = SchedulePoint(chunk=1, kind=Pass.INPUT, waiting=(2, 0), between=(0, 1))
     assert moment.held == (2, 2)

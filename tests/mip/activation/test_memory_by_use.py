@@ -7,14 +7,14 @@ import dataclasses
 import pytest
 
 from memo.gpt import PRESETS, Precision, preset
-from memo.gpt.arithmetic import Layout, derive_profile
+from memo.gpt.arithmetic import StepLayout, derive_profile
 from memo.mip.activation import (
     ActivationPlan,
     ActivationProblem,
     Budgets,
     DoesNotFit,
+    MemoryUse,
     Pipeline,
-    Use,
     highest_memory,
     solve_problem,
     stage_memory,
@@ -34,7 +34,7 @@ LAYOUTS = (
 def problem(
     name: str, layout: dict[str, int], *, tokens: int, precision: Precision = Precision.BF16
 ) -> ActivationProblem:
-    where = Layout(tokens=tokens, batch=1, **layout)
+    where = StepLayout(tokens=tokens, batch=1, **layout)
     microbatches = 8 if where.pp > 1 else 1
     profile = derive_profile(preset(name), H200, where, precision=precision, accumulate=microbatches, name=name)
     budgets = Budgets(
@@ -83,14 +83,14 @@ def test_every_state_of_training_is_told_apart() -> None:
     static = [layer.static for layer in asked.profile.layer_profiles()]
     static += [asked.profile.embedding.static, asked.profile.head.static]
     for use, field in (
-        (Use.WEIGHTS, "weights"),
-        (Use.GRADIENTS, "gradients"),
-        (Use.OPTIMIZER, "optimizer"),
-        (Use.CAST, "cast"),
+        (MemoryUse.WEIGHTS, "weights"),
+        (MemoryUse.GRADIENTS, "gradients"),
+        (MemoryUse.OPTIMIZER, "optimizer"),
+        (MemoryUse.CAST, "cast"),
     ):
         assert uses[use] == sum(getattr(part, field) for part in static) > 0
-    assert uses[Use.OPTIMIZER] == 2 * uses[Use.WEIGHTS]
-    assert Use.OTHER not in uses
+    assert uses[MemoryUse.OPTIMIZER] == 2 * uses[MemoryUse.WEIGHTS]
+    assert MemoryUse.OTHER not in uses
 
 
 def test_the_table_of_a_pipeline_is_of_its_fullest_stage() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from memo.errors import Infeasible, PlanError
 from memo.gpt import preset
-from memo.gpt.arithmetic import Layout, derive_profile
+from memo.gpt.arithmetic import StepLayout, derive_profile
 from memo.mip.activation import (
     MLP_TILE_COUNTS,
     ActivationPlan,
@@ -30,7 +30,7 @@ LENGTH = 1 << 20
 
 def problem(tiles: int, *, device: int, host: int = 512 * GIB) -> ActivationProblem:
     config = dataclasses.replace(CONFIG, mlp_tiles=tiles)
-    profile = derive_profile(config, H200, Layout(tokens=LENGTH))
+    profile = derive_profile(config, H200, StepLayout(tokens=LENGTH))
     return ActivationProblem(profile=profile, hardware=H200, budgets=Budgets(device_bytes=device, host_bytes=host))
 
 

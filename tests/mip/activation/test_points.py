@@ -20,7 +20,7 @@ from memo.mip.activation import (
     solve_problem,
 )
 from memo.mip.activation.files import plan_from_json
-from memo.mip.activation.linear_program import Model
+from memo.mip.activation.linear_program import PlanModel
 from memo.mip.activation.proof import verify_by_simulation
 from memo.mip.activation.whole_points import round_points
 from memo.mip.inputs import ALL, ATTENTION, MATMULS, LayerProfile, PipelineSchedule, PointProfile
@@ -161,7 +161,7 @@ def test_a_point_whose_recompute_has_no_room_is_not_taken_although_a_mix_of_it_w
     fast = machine(d2h_bytes_per_s=1e6, h2d_bytes_per_s=1e6, duplex_bytes_per_s=2e6)
     budgets = Budgets(device_bytes=2 * block.full_bytes + 94, host_bytes=4 * 520)
     problem = ActivationProblem(profile=profile_of(*[block] * 6), hardware=fast, budgets=budgets)
-    relaxed = Model(problem)
+    relaxed = PlanModel(problem)
     assert relaxed.solve()
     assert round_points(relaxed) is None
     plan = solve_problem(problem)
@@ -189,7 +189,7 @@ def test_a_budget_that_only_fractions_fit_is_infeasible_by_what_whole_layers_lac
     block = dataclasses.replace(layer(always=0, all=1000), points=points)
     budgets = Budgets(device_bytes=2 * block.full_bytes + 90, host_bytes=4 * 760)
     problem = ActivationProblem(profile=profile_of(*[block] * 6), hardware=machine(), budgets=budgets)
-    assert Model(problem).solve()
+    assert PlanModel(problem).solve()
     # 500 + 3 x 1000 bytes less 90 that stay must move; with 1000 + 600 + 500 on the device all layers may be at p1.
     with pytest.raises(DoesNotFit, match=r"the device lacks 1\d B .*; or a host budget of 3.33\d KiB") as raised:
         solve_problem(problem)

@@ -25,7 +25,7 @@ from memo.mip.activation import (
     solve_problem,
 )
 from memo.mip.activation.files import plan_from_json
-from memo.mip.activation.linear_program import Model, Sharing
+from memo.mip.activation.linear_program import PlanModel, Sharing
 from memo.mip.activation.proof import verify_by_simulation
 from memo.mip.activation.simulator import simulate
 from memo.mip.inputs import ALL, ATTENTION, MATMULS
@@ -62,7 +62,7 @@ def test_sharing_variables_among_the_inner_layers_of_a_class_loses_nothing() -> 
     losses: dict[bool, list[float]] = {False: [], True: []}
     for seed, layers in itertools.product(range(20), (9, 16)):
         problem = random_problem(seed, layers=layers)
-        shared, alone = Model(problem, sharing=Sharing.INTERIOR), Model(problem, sharing=Sharing.NONE)
+        shared, alone = PlanModel(problem, sharing=Sharing.INTERIOR), PlanModel(problem, sharing=Sharing.NONE)
         found = shared.solve()
         assert found == alone.solve()
         given = any(point.beside_bytes for point in problem.profile.classes[0].points)
@@ -91,7 +91,7 @@ def test_the_papers_rule_is_the_special_case(host_bytes: int, d2h_bytes_per_s: f
         hardware=machine(d2h_bytes_per_s=d2h_bytes_per_s, h2d_bytes_per_s=1e9, duplex_bytes_per_s=1e9),
         budgets=Budgets(device_bytes=round(block.full_bytes + fixed + alpha * other), host_bytes=host_bytes),
     )
-    model = Model(problem, sharing=Sharing.UNIFORM)
+    model = PlanModel(problem, sharing=Sharing.UNIFORM)
     assert model.solve()
     for fractions in model.fractions()[:-2]:
         assert fractions[ALL] == pytest.approx(alpha, abs=1e-3)
@@ -245,11 +245,11 @@ def test_copies_both_ways_never_ask_for_more_than_a_shared_link() -> None:
 def test_eighty_layers_solve_in_less_than_a_second_and_a_replan_of_32_is_quick() -> None:
     begin = time.thread_time()
     problem = random_problem(1, layers=80, classes=4)
-    assert Model(problem).solve()
+    assert PlanModel(problem).solve()
     assert time.thread_time() - begin < 1.0, "of this thread's own time: other programs do not count"
     begin = time.thread_time()
     for seed in range(10):
-        Model(random_problem(seed, layers=32)).solve()
+        PlanModel(random_problem(seed, layers=32)).solve()
     assert (time.thread_time() - begin) / 10 < 0.05
 
 

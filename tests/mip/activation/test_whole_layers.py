@@ -8,15 +8,15 @@ import random
 import pytest
 from activation_problems import layer, machine, profile_of, random_problem, with_curves
 
-from memo.events import Tier
+from memo.events import TierName
 from memo.mip.activation import (
     ActivationPlan,
     ActivationProblem,
     Budgets,
     DoesNotFit,
     LayerPlan,
+    MemoryUse,
     Pipeline,
-    Use,
     check_plan,
     predict_stages,
     relaxed_step_s,
@@ -106,7 +106,7 @@ def test_the_peak_is_as_counted_by_hand(case: str) -> None:
     plan, nbytes = CASES[case]
     assert plan.stages[0].peak_device_bytes == nbytes
     assert check_plan(plan) is None
-    assert simulate(plan).stages[0].peak(Tier.DEVICE).nbytes == nbytes
+    assert simulate(plan).stages[0].peak(TierName.DEVICE).nbytes == nbytes
     memory = stage_memory(plan.problem.stages[0], plan.layers)
     assert memory.nbytes == nbytes
     assert all(used > 0 for used in memory.uses.values())
@@ -115,7 +115,7 @@ def test_the_peak_is_as_counted_by_hand(case: str) -> None:
 def test_what_moves_is_a_rounding_buffer_and_what_stays_a_saved_tensor() -> None:
     """Layer 2 of 3 runs: all 10 bytes of it, and half of the 6 of layer 1 on their way out; layer 0 is gone."""
     plan = plan_of(BLOCK, at(ATTENTION, kept=0.0), at(MATMULS, kept=0.5), at(ALL))
-    assert stage_memory(plan.problem.stages[0], plan.layers).uses == {Use.ROUNDING: 3, Use.SAVED: 3 + 10}
+    assert stage_memory(plan.problem.stages[0], plan.layers).uses == {MemoryUse.ROUNDING: 3, MemoryUse.SAVED: 3 + 10}
 
 
 @pytest.mark.parametrize("layers", [3, 4])
@@ -181,7 +181,7 @@ def test_simulated_and_predicted_peaks_are_equal_under_any_plan(pipeline: Pipeli
         plan = any_plan(problem, seed)
         assert check_plan(plan) is None
         for simulated, predicted in zip(simulate(plan).stages, plan.stages, strict=True):
-            less = predicted.peak_device_bytes - simulated.peak(Tier.DEVICE).nbytes
+            less = predicted.peak_device_bytes - simulated.peak(TierName.DEVICE).nbytes
             assert -4 * len(plan.layers) <= less
             if pipeline.schedule is not PipelineSchedule.ZERO_BUBBLE_V:
                 assert less <= 4 * len(plan.layers), "rounding to bytes"

@@ -9,15 +9,15 @@ import pytest
 from address_problems import random_problem
 
 from memo.errors import PlanError, PlanInvalid
-from memo.mip.address import DEVICE, Buffer, Plan, Problem, check, require_valid, solve
-from memo.mip.address.checker import Rule
+from memo.mip.address import DEVICE, AddressPlan, AddressProblem, Buffer, check, require_valid, solve
+from memo.mip.address.checker import AddressRule
 from memo.mip.address.problem import ArenaPlan, Status
 
 
-def plan_of(*buffers: tuple[Buffer, int], nbytes: int = 100, alignment: int = 1, capacity: int = 1000) -> Plan:
-    problem = Problem(buffers=tuple(b for b, _ in buffers), alignment=alignment, capacities={DEVICE: capacity})
+def plan_of(*buffers: tuple[Buffer, int], nbytes: int = 100, alignment: int = 1, capacity: int = 1000) -> AddressPlan:
+    problem = AddressProblem(buffers=tuple(b for b, _ in buffers), alignment=alignment, capacities={DEVICE: capacity})
     arena = ArenaPlan(name=DEVICE, nbytes=nbytes, lower_bound_nbytes=0, status=Status.FEASIBLE, method="by hand")
-    return Plan(problem=problem, offsets=tuple(offset for _, offset in buffers), arenas=(arena,))
+    return AddressPlan(problem=problem, offsets=tuple(offset for _, offset in buffers), arenas=(arena,))
 
 
 def buffer(name: str, start: int, end: int, nbytes: int, **rest: object) -> Buffer:
@@ -29,21 +29,21 @@ B = buffer("b", 3, 6, 10)
 C = buffer("c", 4, 6, 10)
 
 BROKEN = {
-    "an overlap of one byte": (plan_of((A, 0), (B, 9)), Rule.OVERLAP, ("a", "b")),
-    "one inside the other": (plan_of((A, 0), (buffer("b", 1, 2, 2), 4)), Rule.OVERLAP, ("a", "b")),
-    "the same place": (plan_of((A, 5), (B, 5)), Rule.OVERLAP, ("a", "b")),
-    "beyond the end": (plan_of((A, 91)), Rule.BOUNDS, ("a",)),
-    "before the start": (plan_of((A, -1)), Rule.BOUNDS, ("a",)),
-    "off the problem's alignment": (plan_of((A, 4), alignment=10), Rule.ALIGNMENT, ("a",)),
-    "off its own alignment": (plan_of((buffer("a", 0, 4, 8, alignment=8), 4)), Rule.ALIGNMENT, ("a",)),
-    "an arena off the alignment": (plan_of((A, 0), nbytes=101, alignment=10), Rule.ALIGNMENT, ()),
-    "a fixed one moved": (plan_of((buffer("a", 0, 4, 8, fixed_offset=8), 0)), Rule.FIXED, ("a",)),
-    "a full arena": (plan_of((A, 0), capacity=99), Rule.CAPACITY, ()),
-    "an offset missing": (dataclasses.replace(plan_of((A, 0), (C, 0)), offsets=(0,)), Rule.SHAPE, ()),
-    "an arena missing": (dataclasses.replace(plan_of((A, 0)), arenas=()), Rule.SHAPE, ()),
+    "an overlap of one byte": (plan_of((A, 0), (B, 9)), AddressRule.OVERLAP, ("a", "b")),
+    "one inside the other": (plan_of((A, 0), (buffer("b", 1, 2, 2), 4)), AddressRule.OVERLAP, ("a", "b")),
+    "the same place": (plan_of((A, 5), (B, 5)), AddressRule.OVERLAP, ("a", "b")),
+    "beyond the end": (plan_of((A, 91)), AddressRule.BOUNDS, ("a",)),
+    "before the start": (plan_of((A, -1)), AddressRule.BOUNDS, ("a",)),
+    "off the problem's alignment": (plan_of((A, 4), alignment=10), AddressRule.ALIGNMENT, ("a",)),
+    "off its own alignment": (plan_of((buffer("a", 0, 4, 8, alignment=8), 4)), AddressRule.ALIGNMENT, ("a",)),
+    "an arena off the alignment": (plan_of((A, 0), nbytes=101, alignment=10), AddressRule.ALIGNMENT, ()),
+    "a fixed one moved": (plan_of((buffer("a", 0, 4, 8, fixed_offset=8), 0)), AddressRule.FIXED, ("a",)),
+    "a full arena": (plan_of((A, 0), capacity=99), AddressRule.CAPACITY, ()),
+    "an offset missing": (dataclasses.replace(plan_of((A, 0), (C, 0)), offsets=(0,)), AddressRule.SHAPE, ()),
+    "an arena missing": (dataclasses.replace(plan_of((A, 0)), arenas=()), AddressRule.SHAPE, ()),
     "the guest outlives the gap": (
         plan_of((buffer("a", 0, 9, 10, gaps=((2, 5),)), 0), (buffer("b", 3, 6, 5), 0)),
-        Rule.OVERLAP,
+        AddressRule.OVERLAP,
         ("a", "b"),
     ),
 }
@@ -73,7 +73,7 @@ def test_a_claimed_bound_above_the_arena_is_refused() -> None:
     arena = dataclasses.replace(plan.arenas[0], lower_bound_nbytes=101)
     violation = check(dataclasses.replace(plan, arenas=(arena,)))
     assert violation is not None
-    assert violation.rule is Rule.BOUND
+    assert violation.rule is AddressRule.BOUND
 
 
 @pytest.mark.parametrize("seed", range(80))
@@ -85,12 +85,12 @@ def test_moving_one_buffer_is_judged_as_pair_by_pair(seed: int) -> None:
     offsets[index] = draw.randrange(plan.arenas[0].nbytes) // plan.problem.alignment * plan.problem.alignment
     moved = dataclasses.replace(plan, offsets=tuple(offsets))
     violation = check(moved)
-    if violation is None or violation.rule is Rule.OVERLAP:
+    if violation is None or violation.rule is AddressRule.OVERLAP:
         assert (violation is not None) == bool(_overlapping_pairs(moved))
         assert violation is None or frozenset(violation.buffers) in _overlapping_pairs(moved)
 
 
-def _overlapping_pairs(plan: Plan) -> set[frozenset[str]]:
+def _overlapping_pairs(plan: AddressPlan) -> set[frozenset[str]]:
     pairs = set()
     placed = list(zip(plan.problem.buffers, plan.offsets, strict=True))
     for one, at in placed:
@@ -120,6 +120,6 @@ def test_a_buffer_that_cannot_be_is_refused(wrong: dict[str, object]) -> None:
 
 def test_ids_are_unique_and_sums_stay_in_64_bits() -> None:
     with pytest.raises(PlanError, match="2 buffers have the id"):
-        Problem(buffers=(A, A))
+        AddressProblem(buffers=(A, A))
     with pytest.raises(PlanError, match="2\\^62"):
-        Problem(buffers=tuple(buffer(str(i), 0, 1, 1 << 61) for i in range(3)))
+        AddressProblem(buffers=tuple(buffer(str(i), 0, 1, 1 << 61) for i in range(3)))

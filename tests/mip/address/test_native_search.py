@@ -10,10 +10,10 @@ import pytest
 from address_problems import random_problem, smallest_arena
 
 from benchmarks.pack import generated
-from memo.mip.address import DEVICE, Buffer, Plan, Problem, check, plan_to_json, portfolio, solve
+from memo.mip.address import DEVICE, AddressPlan, AddressProblem, Buffer, check, plan_to_json, portfolio, solve
 from memo.mip.address.instance import Instance, make_instance
 from memo.mip.address.lower_bound import peak
-from memo.mip.address.native_search import Answer, Compiled, Pure, Weights, make_engine
+from memo.mip.address.native_search import Compiled, Pure, SearchAnswer, Weights, make_engine
 from memo.mip.address.portfolio import ArenaSolver
 from memo.mip.address.problem import ArenaPlan, Status
 
@@ -21,7 +21,7 @@ FAR = 1e12
 WEIGHTS = Weights(by_size=0.5, by_width=0.5)
 
 
-def instance_of(problem: Problem) -> Instance:
+def instance_of(problem: AddressProblem) -> Instance:
     return make_instance(problem.buffers, alignment=problem.alignment)
 
 
@@ -31,16 +31,16 @@ def compiled(instance: Instance) -> Compiled:
     return engine
 
 
-def placed(problem: Problem, instance: Instance, offsets: tuple[int, ...]) -> Plan:
+def placed(problem: AddressProblem, instance: Instance, offsets: tuple[int, ...]) -> AddressPlan:
     """The plan of a placement in units, for the checker."""
     height = instance.height(offsets) * instance.unit
     arena = ArenaPlan(name=DEVICE, nbytes=height, lower_bound_nbytes=0, status=Status.FEASIBLE, method="")
-    return Plan(problem=problem, offsets=tuple(at * instance.unit for at in offsets), arenas=(arena,))
+    return AddressPlan(problem=problem, offsets=tuple(at * instance.unit for at in offsets), arenas=(arena,))
 
 
-def crowded(n: int) -> Problem:
+def crowded(n: int) -> AddressProblem:
     """Buffers of sixty sizes in twenty instants: many live at once, and many have equal offsets."""
-    return Problem(
+    return AddressProblem(
         buffers=tuple(
             Buffer(id=str(i), start=i * 7 % 20, end=i * 7 % 20 + 1 + i * i % 9, nbytes=1 + i * 31 % 60)
             for i in range(n)
@@ -91,7 +91,7 @@ def test_refill_places_what_was_not_placed_and_moves_no_fixed_buffer() -> None:
     buffers = tuple(
         dataclasses.replace(one, fixed_offset=100 if i == 3 else None) for i, one in enumerate(crowded(200).buffers)
     )
-    problem = Problem(buffers=buffers)
+    problem = AddressProblem(buffers=buffers)
     instance = instance_of(problem)
     engine = compiled(instance)
     start = list(engine.sweep())
@@ -138,7 +138,7 @@ def test_every_loop_asks_the_clock(call: str) -> None:
     else:
         limits = {"capacity": instance.lower_bound, "node_limit": 10**9}
         outcome = engine.search(order, **limits, deadline=deadline, conflicts=conflicts)
-        assert outcome.answer is Answer.STOPPED
+        assert outcome.answer is SearchAnswer.STOPPED
     assert time.process_time() - began < 0.5
 
 
@@ -166,7 +166,7 @@ def test_the_time_limit_leaves_time_for_the_check(monkeypatch: pytest.MonkeyPatc
 
 def test_numbers_too_large_for_the_compiled_loops_are_left_to_python() -> None:
     huge = (1 << 60) + 1
-    problem = Problem(buffers=tuple(Buffer(id=str(i), start=0, end=1, nbytes=huge - 2 * i) for i in range(3)))
+    problem = AddressProblem(buffers=tuple(Buffer(id=str(i), start=0, end=1, nbytes=huge - 2 * i) for i in range(3)))
     assert isinstance(make_engine(instance_of(problem)), Pure)
     plan = solve(problem, time_limit_s=1)
     assert check(plan) is None
@@ -221,7 +221,7 @@ def test_a_fixed_buffer_of_low_load_holds_its_place_when_the_core_goes_first() -
     long = dataclasses.replace(trace[0], end=low + 10)
     least = peak((long, *trace[1:]))[1]
     fixed = Buffer(id="fixed", start=low, end=low + 10, nbytes=least // 2048 * 1024, fixed_offset=0)
-    problem = Problem(buffers=(long, *trace[1:], fixed))
+    problem = AddressProblem(buffers=(long, *trace[1:], fixed))
     plan = solve(problem, time_limit_s=60)
     assert plan.arena(DEVICE).method == "core first"
     assert plan.offsets[-1] == 0

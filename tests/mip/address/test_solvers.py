@@ -14,13 +14,23 @@ from hypothesis import given, settings, strategies as st
 
 from memo.errors import Infeasible, PlanInvalid, SolverFailed, SolverTimeout
 from memo.mip import solvers
-from memo.mip.address import DEVICE, Buffer, Method, Plan, Problem, check, plan_to_json, read_problem, solve
+from memo.mip.address import (
+    DEVICE,
+    AddressPlan,
+    AddressProblem,
+    Buffer,
+    Method,
+    check,
+    plan_to_json,
+    read_problem,
+    solve,
+)
 from memo.mip.address.bilevel import solve_by_layers
 from memo.mip.address.buffer_orders import portfolio_orders
 from memo.mip.address.instance import make_instance
 from memo.mip.address.lower_bound import peak
 from memo.mip.address.milp import overlapping_pairs, pack_in_order
-from memo.mip.address.native_search import Answer, Compiled, Engine, Pure, make_engine
+from memo.mip.address.native_search import Compiled, Pure, SearchAnswer, SearchEngine, make_engine
 from memo.mip.address.portfolio import ArenaSolver, luby
 from memo.mip.address.problem import Status
 
@@ -32,7 +42,7 @@ def buffer(name: str, start: int, end: int, nbytes: int, **rest: object) -> Buff
     return Buffer(id=name, start=start, end=end, nbytes=nbytes, **rest)
 
 
-def engines(problem: Problem) -> list[Engine]:
+def engines(problem: AddressProblem) -> list[SearchEngine]:
     instance = make_instance(problem.buffers, alignment=problem.alignment)
     compiled = make_engine(instance)
     assert isinstance(compiled, Compiled), "the tests need a C++ compiler"
@@ -64,11 +74,15 @@ def test_all_engines_decide_every_capacity_as_exhaustive_search_does(seed: int) 
     best = smallest_arena(problem) // instance.unit
     order = list(range(instance.n))
     for engine in engines(problem):
-        for capacity, answer in ((best - 1, Answer.IMPOSSIBLE), (best, Answer.FOUND), (best + 3, Answer.FOUND)):
+        for capacity, answer in (
+            (best - 1, SearchAnswer.IMPOSSIBLE),
+            (best, SearchAnswer.FOUND),
+            (best + 3, SearchAnswer.FOUND),
+        ):
             conflicts = array("q", bytes(8 * instance.n_sections))
             outcome = engine.search(order, capacity=capacity, node_limit=10**6, deadline=FAR, conflicts=conflicts)
             assert outcome.answer is answer
-            if answer is Answer.FOUND:
+            if answer is SearchAnswer.FOUND:
                 assert instance.height(outcome.offsets) <= capacity
                 assert pack_in_order(instance, sorted(order, key=lambda i: (outcome.offsets[i], i)))
 
@@ -123,7 +137,7 @@ def test_models_find_the_smallest_arena(method: Method, seed: int) -> None:
     assert plan.arena(DEVICE).nbytes == smallest_arena(problem)
 
 
-def missed_by_the_portfolio() -> Problem:
+def missed_by_the_portfolio() -> AddressProblem:
     """Buffers that no order of the portfolio packs into the bound."""
     for seed in range(1, 400, 2):
         problem = random_problem(seed, n=7)
@@ -178,14 +192,14 @@ def test_what_a_lying_solver_says_is_not_believed(monkeypatch: pytest.MonkeyPatc
 def test_a_wrong_placement_never_leaves_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ArenaSolver, "portfolio", lambda self, **_: self.offer((0,) * self.instance.n, "wrong"))
     with pytest.raises(PlanInvalid, match="rule bound"):
-        solve(Problem(buffers=(buffer("a", 0, 2, 4), buffer("b", 1, 3, 4))))
+        solve(AddressProblem(buffers=(buffer("a", 0, 2, 4), buffer("b", 1, 3, 4))))
 
 
 def test_too_small_a_capacity_is_proven_and_names_the_instant_and_the_bytes() -> None:
-    problem = Problem(buffers=(buffer("a", 0, 5, 100), buffer("b", 3, 9, 60)), capacities={DEVICE: 150})
+    problem = AddressProblem(buffers=(buffer("a", 0, 5, 100), buffer("b", 3, 9, 60)), capacities={DEVICE: 150})
     with pytest.raises(Infeasible, match=r"at instant 3 the live buffers need 160 B, 10 B more .* at least 160 B"):
         solve(problem)
-    large = Problem(buffers=(buffer("a", 0, 5, 3 << 30),), capacities={DEVICE: 1 << 30})
+    large = AddressProblem(buffers=(buffer("a", 0, 5, 3 << 30),), capacities={DEVICE: 1 << 30})
     with pytest.raises(Infeasible, match="2 GiB more than its capacity of 1 GiB; it takes at least 3 GiB"):
         solve(large)
 
@@ -199,7 +213,7 @@ def test_a_capacity_between_bound_and_optimum_is_proven_by_search() -> None:
     assert solve(dataclasses.replace(problem, capacities={DEVICE: best})).arena(DEVICE).nbytes == best
 
 
-def _has_a_gap(problem: Problem) -> bool:
+def _has_a_gap(problem: AddressProblem) -> bool:
     return smallest_arena(problem) > peak(problem.buffers, alignment=problem.alignment)[1]
 
 
@@ -222,18 +236,18 @@ def test_ctrl_c_keeps_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fixed_buffers_that_collide_are_refused_by_name() -> None:
     fixed = (buffer("a", 0, 5, 10, fixed_offset=0), buffer("b", 3, 9, 10, fixed_offset=5))
     with pytest.raises(Infeasible, match="'a' and 'b'"):
-        solve(Problem(buffers=fixed))
+        solve(AddressProblem(buffers=fixed))
 
 
 def test_a_gap_lends_its_bytes() -> None:
     outer = buffer("outer", 0, 10, 100, gaps=((3, 7),))
-    assert solve(Problem(buffers=(outer, buffer("guest", 3, 7, 100)))).arena(DEVICE).nbytes == 100
-    assert solve(Problem(buffers=(outer, buffer("guest", 2, 7, 100)))).arena(DEVICE).nbytes == 200
+    assert solve(AddressProblem(buffers=(outer, buffer("guest", 3, 7, 100)))).arena(DEVICE).nbytes == 100
+    assert solve(AddressProblem(buffers=(outer, buffer("guest", 2, 7, 100)))).arena(DEVICE).nbytes == 200
 
 
 def test_every_arena_is_planned_by_itself() -> None:
     buffers = (buffer("a", 0, 5, 64), buffer("b", 0, 5, 32, arena="host slab"), buffer("c", 5, 9, 64))
-    plan: Plan = solve(Problem(buffers=buffers, alignment=64))
+    plan: AddressPlan = solve(AddressProblem(buffers=buffers, alignment=64))
     assert {arena.name: arena.nbytes for arena in plan.arenas} == {DEVICE: 64, "host slab": 64}
 
 
@@ -258,15 +272,15 @@ def test_identical_layers_are_solved_once_and_the_better_level_is_kept(monkeypat
 
 
 def test_no_buffers_need_no_arena() -> None:
-    assert solve(Problem(buffers=())).arenas == ()
-    plan = solve(Problem(buffers=(buffer("empty", 0, 1, 0),)))
+    assert solve(AddressProblem(buffers=())).arenas == ()
+    plan = solve(AddressProblem(buffers=(buffer("empty", 0, 1, 0),)))
     assert plan.arena(DEVICE).nbytes == 0
     assert check(plan) is None
 
 
 def test_huge_byte_counts_are_exact() -> None:
     big = (1 << 50) + 1
-    plan = solve(Problem(buffers=(buffer("a", 0, 2, big), buffer("b", 1, 3, big), buffer("c", 2, 4, big))))
+    plan = solve(AddressProblem(buffers=(buffer("a", 0, 2, big), buffer("b", 1, 3, big), buffer("c", 2, 4, big))))
     assert plan.arena(DEVICE).nbytes == 2 * big
 
 

@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 
 from memo.errors import PlanError, UsageError
-from memo.gpt.arithmetic import Layout
-from memo.mip.cluster import Cluster, Connection, Crossing, NodeGroup, Placement, slowest_machine
-from memo.mip.inputs import Collectives, Level, hardware_preset
+from memo.gpt.arithmetic import StepLayout
+from memo.mip.cluster import Cluster, ClusterPlacement, Connection, Crossing, NodeGroup, slowest_machine
+from memo.mip.inputs import Collectives, NetworkLevel, hardware_preset
 
 H100, A100 = hardware_preset("h100"), hardware_preset("a100-80g")
-ETHERNET = Level(name="ethernet", nics_per_node=1, nic_bytes_per_s=1e9, efficiency=1.0, latency_s=1e-4)
+ETHERNET = NetworkLevel(name="ethernet", nics_per_node=1, nic_bytes_per_s=1e9, efficiency=1.0, latency_s=1e-4)
 
 
 def cluster(nodes: dict[str, int], *links: tuple[str, str]) -> Cluster:
@@ -26,11 +26,11 @@ def cluster(nodes: dict[str, int], *links: tuple[str, str]) -> Cluster:
 
 
 def found(cluster: Cluster, gpus: int, **sizes: int) -> list[str]:
-    return [placement.describe() for placement in cluster.placements(Layout(tokens=1024, gpus=gpus, **sizes))]
+    return [placement.describe() for placement in cluster.placements(StepLayout(tokens=1024, gpus=gpus, **sizes))]
 
 
 def test_a_uniform_cluster_has_one_placement() -> None:
-    (only,) = Cluster.uniform(H100, nodes=4).placements(Layout(tokens=1024, gpus=32, tp=4, pp=2))
+    (only,) = Cluster.uniform(H100, nodes=4).placements(StepLayout(tokens=1024, gpus=32, tp=4, pp=2))
     assert only.crossing is Crossing.NOTHING
     assert only.machine(0) == only.machine(1) == H100
     assert only.describe() == "stages 0 and 1 on h100"
@@ -69,7 +69,7 @@ def test_groups_that_no_link_joins_do_not_communicate() -> None:
     # In a row, what the ends have to say to each other goes through the middle.
     row = cluster({"h": 1, "a": 1, "h2": 1}, ("h", "a"), ("a", "h2"))
     assert found(row, 24, tp=8, pp=3) == ["stages 0 on h, 1 on a, 2 on h2", "stages 0 on h2, 1 on a, 2 on h"]
-    ends, _ = row.placements(Layout(tokens=1024, gpus=24, tp=8, pp=3))
+    ends, _ = row.placements(StepLayout(tokens=1024, gpus=24, tp=8, pp=3))
     assert ends.send_s(2, 0, 1e9) == ends.send_s(0, 1, 1e9)
     with pytest.raises(UsageError, match="groups that exchange are linked"):
         found(row, 24, tp=8)
@@ -86,13 +86,13 @@ def test_placements_that_differ_in_names_alone_are_one() -> None:
     assert found(alike, 16, tp=8) == ["replicas: 1 on h1, 1 on h2"]
 
 
-def stages(placement: Placement) -> list[str]:
+def stages(placement: ClusterPlacement) -> list[str]:
     return [placement.machine(stage).name for stage in range(len(placement.places))]
 
 
 def test_a_stage_has_its_groups_machine_and_replicas_across_the_slowest() -> None:
     two = cluster({"h": 2, "a": 2}, ("h", "a"))
-    across, _, replicas = two.placements(Layout(tokens=1024, gpus=32, tp=8, pp=2))
+    across, _, replicas = two.placements(StepLayout(tokens=1024, gpus=32, tp=8, pp=2))
     assert stages(across) == ["h100", "a100-80g"]
     assert across.machine(0).network.levels[-1] == ETHERNET, "for tables that are tied"
     assert stages(replicas) == ["h100 + a100-80g"] * 2
@@ -107,7 +107,7 @@ def test_a_stage_has_its_groups_machine_and_replicas_across_the_slowest() -> Non
 
 
 def test_a_message_to_another_group_takes_the_links_between_them() -> None:
-    across, *_ = cluster({"h": 2, "a": 2}, ("h", "a")).placements(Layout(tokens=1024, gpus=32, tp=8, pp=2))
+    across, *_ = cluster({"h": 2, "a": 2}, ("h", "a")).placements(StepLayout(tokens=1024, gpus=32, tp=8, pp=2))
     # Eight GPUs share the node's 1 GB/s.
     launch = H100.network.launch_s
     assert across.send_s(0, 1, 1e9) == pytest.approx(launch + 1e-4 + 8.0)
@@ -126,7 +126,7 @@ def test_the_slowest_machine_is_the_least_of_each_rate_by_gpu() -> None:
     assert found.gpus_per_node == 4
     assert found.host_bytes == half.host_bytes, "the H100's node has twice as much for twice as many"
     assert found.network.nics_per_node * found.network.nic_bytes_per_s == pytest.approx(2 * 25e9 * 0.88)
-    group = Layout(tokens=1024, gpus=8).data_group(4)
+    group = StepLayout(tokens=1024, gpus=8).data_group(4)
     times = [Collectives(machine).all_reduce_s(1e9, group) for machine in (found, H100, half)]
     assert times[0] >= max(times[1:])
 
@@ -134,7 +134,7 @@ def test_the_slowest_machine_is_the_least_of_each_rate_by_gpu() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Connection(between=("a", "b"), links=Level(name="none")), "it needs the NICs of a node"),
+        (lambda: Connection(between=("a", "b"), links=NetworkLevel(name="none")), "it needs the NICs of a node"),
         (lambda: Connection(between=("a", "b"), links=ETHERNET, trunk_bytes_per_s=float("nan")), "trunk is nan"),
         (lambda: Connection(between=("a", "b"), links=ETHERNET, trunk_bytes_per_s=-1.0), "trunk is -1.0"),
         (lambda: NodeGroup(name="a", machine=H100, nodes=1, disk_bytes=-1), "disk is -1 bytes"),

@@ -14,7 +14,7 @@ from activation_problems import machine as slow_machine
 
 from memo.errors import UsageError
 from memo.gpt import preset
-from memo.gpt.arithmetic import Layout, derive_profile
+from memo.gpt.arithmetic import StepLayout, derive_profile
 from memo.mip.activation import (
     ActivationPlan,
     ActivationProblem,
@@ -26,10 +26,10 @@ from memo.mip.activation import (
 )
 from memo.mip.cluster import (
     Cluster,
+    ClusterPlacement,
     Connection,
     Crossing,
     NodeGroup,
-    Placement,
     ProfileOf,
     balanced_layers,
     communication,
@@ -38,8 +38,8 @@ from memo.mip.inputs import (
     Collectives,
     Hardware,
     LayerProfile,
-    Level,
     Network,
+    NetworkLevel,
     PipelineSchedule,
     PointProfile,
     Profile,
@@ -69,11 +69,11 @@ def node(peak_flops: float, *, name: str = "by hand", gpus: int = 2, nics: int =
 
 
 def link(one: str, other: str, nic_bytes_per_s: float, **changes: float) -> Connection:
-    level = Level(name="ethernet", nics_per_node=1, nic_bytes_per_s=nic_bytes_per_s, efficiency=1.0)
+    level = NetworkLevel(name="ethernet", nics_per_node=1, nic_bytes_per_s=nic_bytes_per_s, efficiency=1.0)
     return Connection(between=(one, other), links=level, **changes)
 
 
-def profile_by_hand(layout: Layout, *, layers: int, gradients: float, message: float) -> ProfileOf:
+def profile_by_hand(layout: StepLayout, *, layers: int, gradients: float, message: float) -> ProfileOf:
     """Layers of 1 TFLOP forward and 2 backward, whose gradients are summed once a step as they become ready."""
 
     def profile_of(machine: Hardware, **changes: Any) -> Profile:
@@ -114,11 +114,11 @@ TWO = Cluster(
     ),
     connections=(link("fast", "slow", 1 * GB),),
 )
-LAYOUT = Layout(tokens=1024, gpus=4, pp=2)
+LAYOUT = StepLayout(tokens=1024, gpus=4, pp=2)
 
 
-def by_crossing(cluster: Cluster, layout: Layout) -> dict[Crossing, list[Placement]]:
-    found: dict[Crossing, list[Placement]] = {}
+def by_crossing(cluster: Cluster, layout: StepLayout) -> dict[Crossing, list[ClusterPlacement]]:
+    found: dict[Crossing, list[ClusterPlacement]] = {}
     for placement in cluster.placements(layout):
         found.setdefault(placement.crossing, []).append(placement)
     return found
@@ -193,7 +193,7 @@ def test_a_trunk_is_shared_by_all_gpus_that_send_at_once() -> None:
 # The GPT on uniform clusters
 
 
-def gpt(layout: Layout, *, microbatches: int, model: Any = None) -> ProfileOf:
+def gpt(layout: StepLayout, *, microbatches: int, model: Any = None) -> ProfileOf:
     config = model or preset("7b", layers=12)
 
     @functools.cache
@@ -206,7 +206,7 @@ def gpt(layout: Layout, *, microbatches: int, model: Any = None) -> ProfileOf:
 def joined(machine: Hardware, *nodes: int) -> Cluster:
     """A uniform cluster, described as several groups that the same NICs join."""
     network = machine.network
-    level = Level(
+    level = NetworkLevel(
         name="the same",
         nics_per_node=network.nics_per_node,
         nic_bytes_per_s=network.nic_bytes_per_s,
@@ -238,7 +238,7 @@ def test_a_uniform_cluster_described_as_groups_has_the_same_times_to_the_bit(
     gpu: str, sizes: dict[str, int], nodes: tuple[int, ...], microbatches: int
 ) -> None:
     machine = dataclasses.replace(hardware_preset(gpu))
-    layout = Layout(tokens=8192, gpus=32, **sizes)
+    layout = StepLayout(tokens=8192, gpus=32, **sizes)
     profile_of = gpt(layout, microbatches=microbatches)
     budgets = Budgets(device_bytes=40 << 30, host_bytes=1 << 40, ranks_per_node=8)
     pipeline = Pipeline(stages=layout.pp, microbatches=microbatches, stage_ranks=layout.stage_gpus)
@@ -260,7 +260,7 @@ def test_a_uniform_cluster_described_as_groups_has_the_same_times_to_the_bit(
 
 def test_replicas_on_two_groups_of_a_uniform_cluster_have_the_same_times_to_the_bit() -> None:
     machine = hardware_preset("h100")
-    layout = Layout(tokens=8192, gpus=32, tp=2)
+    layout = StepLayout(tokens=8192, gpus=32, tp=2)
     profile_of = gpt(layout, microbatches=2)
     (one,) = Cluster.uniform(machine, nodes=4).placements(layout)
     (two,) = joined(machine, 2, 2).placements(layout)
@@ -278,7 +278,9 @@ def compositions(total: int, parts: int) -> list[tuple[int, ...]]:
     return [tuple(b - a for a, b in itertools.pairwise((0, *cut, total))) for cut in ends]
 
 
-def best_step_s(cluster: Cluster, layout: Layout, profile_of: ProfileOf, *, layers: int, microbatches: int) -> float:
+def best_step_s(
+    cluster: Cluster, layout: StepLayout, profile_of: ProfileOf, *, layers: int, microbatches: int
+) -> float:
     """The best of every placement with every division of the layers."""
     return min(
         kept_step_s(placement.problem_inputs(profile_of, microbatches=microbatches, layers=sizes))
@@ -339,7 +341,9 @@ def random_cluster(draw: random.Random) -> Cluster:
     groups = []
     for number in range(draw.randint(2, 3)):
         machine = node(draw.uniform(20, 200) * 1e12, name=f"kind {number}", gpus=draw.choice([1, 2, 4]), nics=1)
-        levels = (Level(name="pod", nodes=2, oversubscription=draw.uniform(1, 4)),) if draw.random() < 0.5 else ()
+        levels = (
+            (NetworkLevel(name="pod", nodes=2, oversubscription=draw.uniform(1, 4)),) if draw.random() < 0.5 else ()
+        )
         machine = dataclasses.replace(machine, network=dataclasses.replace(machine.network, levels=levels))
         groups.append(NodeGroup(name=f"group {number}", machine=machine, nodes=draw.randint(1, 3)))
     names = [group.name for group in groups]
@@ -357,7 +361,7 @@ def test_a_faster_gpu_or_link_never_slows_the_best_placement(change: Change) -> 
         draw = random.Random(seed)
         cluster = random_cluster(draw)
         tp, pp, replicas = draw.choice([1, 2]), draw.choice([1, 2, 3]), draw.choice([1, 2])
-        layout = Layout(tokens=1024, gpus=tp * pp * replicas, tp=tp, pp=pp)
+        layout = StepLayout(tokens=1024, gpus=tp * pp * replicas, tp=tp, pp=pp)
         if layout.gpus > cluster.gpus:
             continue
         profile_of = profile_by_hand(
@@ -385,7 +389,7 @@ def test_plans_of_groups_that_differ_pass_the_checker_and_the_simulator(schedule
         ),
         connections=(link("ib", "roce", 3 * GB),),
     )
-    layout = Layout(tokens=32768, gpus=32, tp=8, pp=4)
+    layout = StepLayout(tokens=32768, gpus=32, tp=8, pp=4)
     profile_of = gpt(layout, microbatches=8)
     for placement in cluster.placements(layout):
         sizes = balanced_layers(placement, profile_of, schedule=schedule)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from memo.errors import PlanError
-from memo.mip.inputs import PRESETS, Collectives, Group, Hardware, Network, with_measured_rates
+from memo.mip.inputs import PRESETS, Collectives, Hardware, Network, RankGroup, with_measured_rates
 
 GB = 1e9
 SIZES = [1 << 10, 1 << 20, 1 << 30]
@@ -44,7 +44,7 @@ OF_ALL = [fit("all_gather", 150e-6, 30 * GB, ranks=32, nodes=4), fit("send", 30e
 def test_the_measured_times_are_predicted(tmp_path: Path) -> None:
     machine = with_fits(tmp_path, PRESETS["h100"], *IN_NODE, *OF_ALL)
     times = Collectives(machine)
-    node, cluster = (Group.of(size, stride=1, gpus_per_node=8) for size in (8, 32))
+    node, cluster = (RankGroup.of(size, stride=1, gpus_per_node=8) for size in (8, 32))
     for size in SIZES:
         assert times.all_gather_s(size, node) == pytest.approx(40e-6 + size / (200 * GB))
         assert times.all_gather_s(size, cluster) == pytest.approx(150e-6 + size / (30 * GB))
@@ -64,7 +64,7 @@ def test_a_line_that_was_exceeded_is_raised(tmp_path: Path) -> None:
     assert machine.network.node_efficiency == machine.network.nic_efficiency == 1.0
     assert machine.network.nic_bytes_per_s == pytest.approx(600 * GB * 31 / 32 / 8)
     times = Collectives(machine)
-    assert times.all_gather_s(1 << 30, Group.of(32, stride=1, gpus_per_node=8)) == pytest.approx(
+    assert times.all_gather_s(1 << 30, RankGroup.of(32, stride=1, gpus_per_node=8)) == pytest.approx(
         90e-6 + (1 << 30) / (600 * GB), rel=0.01
     )
 
@@ -72,7 +72,7 @@ def test_a_line_that_was_exceeded_is_raised(tmp_path: Path) -> None:
 def test_a_network_that_was_measured_connects_nodes_of_a_machine_without(tmp_path: Path) -> None:
     alone = dataclasses.replace(PRESETS["h100"], network=Network(node_efficiency=0.5, oversubscription=2.0))
     machine = with_fits(tmp_path, alone, *OF_ALL)
-    seconds = Collectives(machine).all_gather_s(1 << 30, Group.of(32, stride=1, gpus_per_node=8))
+    seconds = Collectives(machine).all_gather_s(1 << 30, RankGroup.of(32, stride=1, gpus_per_node=8))
     # The steps within nodes are the base's, and already longer than the latency measured.
     assert seconds == pytest.approx(max(150e-6, 10e-6 + 28 * 1.9e-6) + (1 << 30) / (30 * GB))
     assert machine.network.node_efficiency == 0.5
@@ -83,7 +83,7 @@ def test_a_rate_counts_only_where_bytes_took_longer_than_the_latency(tmp_path: P
     machine = with_fits(tmp_path, PRESETS["h100"], small)
     assert machine.nvlink_bytes_per_s == PRESETS["h100"].nvlink_bytes_per_s
     assert machine.network.node_efficiency == PRESETS["h100"].network.node_efficiency
-    assert Collectives(machine).all_gather_s(0, Group(size=8, per_node=8)) == pytest.approx(1.0)
+    assert Collectives(machine).all_gather_s(0, RankGroup(size=8, per_node=8)) == pytest.approx(1.0)
 
 
 def test_reports_without_collectives_leave_the_network(tmp_path: Path) -> None:

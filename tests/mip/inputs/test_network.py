@@ -8,7 +8,7 @@ import random
 import pytest
 
 from memo.errors import PlanError, UsageError
-from memo.mip.inputs import PRESETS, Collectives, Group, Level, Network, parse_network
+from memo.mip.inputs import PRESETS, Collectives, Network, NetworkLevel, RankGroup, parse_network
 
 GB = 1e9
 # A GPU sends 100 GB/s to its peers, and its part of four NICs of 10 GB/s is 4 GB/s.
@@ -30,8 +30,8 @@ TIMES = Collectives(MACHINE)
 ALONE = Collectives(dataclasses.replace(MACHINE, network=Network()))
 
 
-def group(size: int, stride: int = 1, gpus: int = 0, *, gpus_per_node: int = 8) -> Group:
-    return Group.of(size, stride=stride, gpus_per_node=gpus_per_node, gpus=gpus)
+def group(size: int, stride: int = 1, gpus: int = 0, *, gpus_per_node: int = 8) -> RankGroup:
+    return RankGroup.of(size, stride=stride, gpus_per_node=gpus_per_node, gpus=gpus)
 
 
 # Which nodes a group is on
@@ -60,7 +60,7 @@ def group(size: int, stride: int = 1, gpus: int = 0, *, gpus_per_node: int = 8) 
         (group(3, gpus_per_node=1), 1, 1, 3),
     ],
 )
-def test_ranks_fill_one_node_after_the_other(found: Group, per_node: int, fewest: int, nodes: int) -> None:
+def test_ranks_fill_one_node_after_the_other(found: RankGroup, per_node: int, fewest: int, nodes: int) -> None:
     assert (found.per_node, found.fewest, found.nodes) == (per_node, fewest, nodes)
 
 
@@ -82,10 +82,10 @@ def test_the_slowest_group_is_that_of_counting_every_rank() -> None:
 
 
 def test_a_group_by_size_and_ranks_on_a_node_has_the_rest_on_the_last() -> None:
-    found = Group(size=12, per_node=8)
+    found = RankGroup(size=12, per_node=8)
     assert (found.nodes, found.fewest) == (2, 4)
     with pytest.raises(PlanError, match="3 on a node"):
-        Group(size=2, per_node=3)
+        RankGroup(size=2, per_node=3)
 
 
 # Times
@@ -223,7 +223,7 @@ def test_networks_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
 
 # Levels above the nodes: a GPU's part of the NICs is 4 GB/s within a pod of two nodes, and half of it beyond.
 
-POD = Level(name="pod", nodes=2, oversubscription=2.0, latency_s=15e-6)
+POD = NetworkLevel(name="pod", nodes=2, oversubscription=2.0, latency_s=15e-6)
 PODS = Collectives(dataclasses.replace(MACHINE, network=dataclasses.replace(MACHINE.network, levels=(POD,))))
 
 
@@ -267,13 +267,13 @@ def test_a_level_may_have_nics_of_its_own() -> None:
 
 # Groups of nodes: four ranks on a node of one, and eight on two nodes of another, joined by 1 GB/s a node.
 
-ETHERNET = Level(name="ethernet", nics_per_node=1, nic_bytes_per_s=1 * GB, efficiency=1.0, latency_s=50e-6)
+ETHERNET = NetworkLevel(name="ethernet", nics_per_node=1, nic_bytes_per_s=1 * GB, efficiency=1.0, latency_s=50e-6)
 JOINED = Collectives(dataclasses.replace(MACHINE, network=dataclasses.replace(MACHINE.network, levels=(ETHERNET,))))
 PARTS = (group(4), group(8, 2))
 
 
 def test_a_group_across_groups_of_nodes_is_as_slow_as_the_fewest_ranks_links() -> None:
-    across = Group.across(PARTS)
+    across = RankGroup.across(PARTS)
     assert (across.size, across.per_node, across.fewest, across.nodes) == (12, 4, 4, 3)
     # Four ranks on one side send 1/8 GB/s each; within the second part four of a node 4 GB/s each.
     assert JOINED.all_gather_s(12 * GB, across) == pytest.approx(
@@ -285,13 +285,13 @@ def test_a_group_across_groups_of_nodes_is_as_slow_as_the_fewest_ranks_links() -
 def test_groups_of_single_nodes_need_no_network_of_their_own() -> None:
     network = dataclasses.replace(MACHINE.network, nics_per_node=0, nic_bytes_per_s=0.0, levels=(ETHERNET,))
     times = Collectives(dataclasses.replace(MACHINE, network=network))
-    across = Group.across([group(4), group(4)])
+    across = RankGroup.across([group(4), group(4)])
     assert times.all_gather_s(8 * GB, across) == pytest.approx(
         100e-6 + 6 * 1e-6 + 10e-6 + 40e-6 + 7 / 8 * 8 * GB / (0.5 * GB)
     )
     assert times.all_to_all_s(8 * GB, across) == pytest.approx(100e-6 + 1e-6 + 50e-6 + 4 * GB / (GB / 8))
     with pytest.raises(UsageError, match="8 ranks that communicate are on 2 nodes"):
-        times.all_gather_s(GB, Group.across(PARTS))
+        times.all_gather_s(GB, RankGroup.across(PARTS))
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_groups_of_single_nodes_need_no_network_of_their_own() -> None:
         ((dataclasses.replace(POD, nodes=1),), "units of a level have several nodes"),
     ],
 )
-def test_levels_are_from_the_smallest_units_on(levels: tuple[Level, ...], words: str) -> None:
+def test_levels_are_from_the_smallest_units_on(levels: tuple[NetworkLevel, ...], words: str) -> None:
     with pytest.raises(PlanError, match=words):
         Network(levels=levels)
 

@@ -10,9 +10,9 @@ import pytest
 from activation_problems import plan_activations, random_problem
 
 from memo.errors import Infeasible, PlanInvalid
-from memo.events import Tier
+from memo.events import TierName
 from memo.gpt import preset
-from memo.gpt.arithmetic import Layout, derive_profile
+from memo.gpt.arithmetic import StepLayout, derive_profile
 from memo.mip.activation import (
     ActivationPlan,
     ActivationProblem,
@@ -47,9 +47,9 @@ def assert_agreement(plan: ActivationPlan, simulation: Simulation, within: float
     require_within_budgets(simulation)
     for stage, predicted in zip(simulation.stages, plan.stages, strict=True):
         for tier, nbytes in (
-            (Tier.DEVICE, predicted.peak_device_bytes),
-            (Tier.HOST, predicted.peak_host_bytes),
-            (Tier.DISK, predicted.peak_disk_bytes),
+            (TierName.DEVICE, predicted.peak_device_bytes),
+            (TierName.HOST, predicted.peak_host_bytes),
+            (TierName.DISK, predicted.peak_disk_bytes),
         ):
             assert stage.peak(tier).nbytes <= nbytes + 4 * len(plan.layers)
 
@@ -132,7 +132,7 @@ def grid_plan(model: str, tokens: int, machine: str, *, disk_bytes: int = 0) -> 
     if disk_bytes:
         kind = dataclasses.replace(kind, disk_write_bytes_per_s=20e9, disk_read_bytes_per_s=40e9)
     gpus = {"7b": 8, "13b": 16, "65b": 64}[model]
-    layout = Layout(tokens=tokens, gpus=gpus, tp=8, cp=gpus // 8)
+    layout = StepLayout(tokens=tokens, gpus=gpus, tp=8, cp=gpus // 8)
     profile = derive_profile(preset(model), kind, layout)
     budgets = Budgets(
         device_bytes=kind.device_bytes - 4 * GIB, host_bytes=2 * TIB, disk_bytes=disk_bytes, ranks_per_node=8
@@ -155,10 +155,10 @@ def test_models_lengths_and_machines(disk_bytes: int) -> None:
 
 def test_a_step_that_breaks_a_budget_is_refused_by_name() -> None:
     plan = grid_plan("7b", 1 << 20, "a800")
-    peak = simulate(plan).stages[0].peak(Tier.HOST)
+    peak = simulate(plan).stages[0].peak(TierName.HOST)
     less = dataclasses.replace(plan.problem.budgets, host_bytes=8 * (peak.nbytes - 5))
     simulation = simulate(plan, dataclasses.replace(plan.problem, budgets=less))
-    assert [(number, over.tier, over.over_nbytes) for number, over in simulation.overflows] == [(0, Tier.HOST, 5)]
+    assert [(number, over.tier, over.over_nbytes) for number, over in simulation.overflows] == [(0, TierName.HOST, 5)]
     with pytest.raises(PlanInvalid, match=f"host holds {format_bytes(peak.nbytes)}, 5 B more than its budget"):
         require_within_budgets(simulation)
 
@@ -177,7 +177,7 @@ def test_stages_of_one_node_share_its_host() -> None:
         )
         return simulate(ActivationPlan(problem=own, layers=layers, stages=predict_stages(own, layers)))
 
-    both = sum(stage.peak(Tier.HOST).nbytes for stage in run(1 << 60).stages)
+    both = sum(stage.peak(TierName.HOST).nbytes for stage in run(1 << 60).stages)
     assert not run(both).overflows
     assert [over.over_nbytes for _, over in run(both - 7).overflows] == [7, 7]
 

@@ -9,14 +9,14 @@ from activation_problems import layer as profile_layer, machine, profile_of
 from simulated_steps import layer, rates, step
 
 from memo.errors import PlanInvalid
-from memo.events import Lane, StallCause, Tier, UseKind
+from memo.events import Lane, StallCause, TierName, UseKind
 from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline, predict_stages
 from memo.mip.activation.simulator import layer_work, simulate
-from memo.mip.inputs import MATMULS, EmbeddingOrHeadProfile, Kind, StaticBytes, Turn
+from memo.mip.inputs import MATMULS, EmbeddingOrHeadProfile, Pass, StaticBytes, Turn
 from memo.mip.simulate import StageSimulation
 from memo.mip.simulate.links import Queue, shares
 from memo.mip.simulate.result import EndWork, Part
-from memo.mip.simulate.stage import Stage
+from memo.mip.simulate.stage import SimulatedStage
 
 EXACT = 1e-9
 OUT, IN = {Queue.HOST_OUT, Queue.DISK_OUT}, {Queue.HOST_IN, Queue.DISK_IN}
@@ -39,8 +39,8 @@ def test_keeping_everything_is_pure_compute() -> None:
     assert stage.end_s == pytest.approx(3 * (1 + 2), abs=EXACT)
     assert not stage.waits
     assert not stage.copies
-    assert stage.peak(Tier.DEVICE).nbytes == 30
-    assert stage.peak(Tier.HOST).nbytes == 0
+    assert stage.peak(TierName.DEVICE).nbytes == 30
+    assert stage.peak(TierName.HOST).nbytes == 0
     assert ways(stage) == [UseKind.LIVE] * 3
 
 
@@ -51,8 +51,8 @@ def test_copies_that_fit_their_windows_cost_nothing() -> None:
     assert copies(stage, Queue.HOST_IN) == [("layers.1", 3, 4), ("layers.0", 5, 6)]
     assert stage.end_s == pytest.approx(9, abs=EXACT)
     assert not stage.waits
-    assert stage.peak(Tier.DEVICE).nbytes == 20  # the two rounding buffers
-    assert stage.peak(Tier.HOST).nbytes == 20  # the last layer never leaves
+    assert stage.peak(TierName.DEVICE).nbytes == 20  # the two rounding buffers
+    assert stage.peak(TierName.HOST).nbytes == 20  # the last layer never leaves
     assert ways(stage) == [UseKind.LIVE, UseKind.PREFETCHED, UseKind.PREFETCHED]
 
 
@@ -91,7 +91,7 @@ def test_recompute_runs_between_reload_and_backward_and_lengthens_the_window() -
         (Lane.COMPUTE, "layers.0", 10, 12),
     ]
     assert stage.recompute_s == pytest.approx(3, abs=EXACT)
-    assert stage.peak(Tier.DEVICE).nbytes == 20 + 15  # a running layer, and what the one before it saves
+    assert stage.peak(TierName.DEVICE).nbytes == 20 + 15  # a running layer, and what the one before it saves
 
 
 def test_reloads_wait_for_room_on_the_device() -> None:
@@ -99,14 +99,14 @@ def test_reloads_wait_for_room_on_the_device() -> None:
     layers = [layer(number, host=10, transient=(0, 5)) for number in range(3)]
     roomy, tight = step(layers, device=25), step(layers, device=24)
     assert roomy.end_s == pytest.approx(9, abs=EXACT)
-    assert roomy.peak(Tier.DEVICE).nbytes == 25
+    assert roomy.peak(TierName.DEVICE).nbytes == 25
     assert tight.end_s == pytest.approx(11, abs=EXACT)
     assert waits(tight) == [
         (StallCause.RELOAD, "layers.1", Lane.H2D, 5, 6),
         (StallCause.RELOAD, "layers.0", Lane.H2D, 8, 9),
     ]
     assert ways(tight) == [UseKind.LIVE, UseKind.FETCHED, UseKind.FETCHED]
-    assert tight.peak(Tier.DEVICE).nbytes == 20
+    assert tight.peak(TierName.DEVICE).nbytes == 20
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_disk_bytes_cross_link_and_disk_at_the_slower_pace(host: int, disk: int,
     assert waits(stage) == [(StallCause.DRAIN, "layers.0", slowest, 2, 1 + seconds)]
     assert stage.moved_nbytes(Lane.D2H) == host + disk
     assert stage.moved_nbytes(Lane.DISK_WRITE) == disk
-    assert stage.peak(Tier.DISK).nbytes == disk
+    assert stage.peak(TierName.DISK).nbytes == disk
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_both_directions_share_the_duplex_rate(d2h: float, duplex: float, expect
 
 def test_device_bytes_are_static_ends_kept_two_buffers_and_transients() -> None:
     """Three layers of 10, of which 4 are kept; F and B hold 3 and 6 more; embedding 2 saved and 1, head 50 saved and 7."""
-    stage = Stage(
+    stage = SimulatedStage(
         [layer(number, kept=4, host=6, transient=(3, 6)) for number in range(3)],
         rates=rates(),
         static_nbytes=100,
@@ -148,18 +148,18 @@ def test_device_bytes_are_static_ends_kept_two_buffers_and_transients() -> None:
         head=EndWork(name="head", forward_s=1, backward_s=1, saved_nbytes=50, transient_nbytes=7),
     )
     stage.forward()
-    assert stage.result().peak(Tier.DEVICE).nbytes == 100 + 2 + 4 + 4 + 10 + 50 + 7  # in the head: layer 2 is whole
+    assert stage.result().peak(TierName.DEVICE).nbytes == 100 + 2 + 4 + 4 + 10 + 50 + 7  # in the head: layer 2 is whole
     stage.backward()
-    held = [one.nbytes for one in stage.result().occupancies if one.tier is Tier.DEVICE]
+    held = [one.nbytes for one in stage.result().occupancies if one.tier is TierName.DEVICE]
     assert 100 + 2 + 4 + 10 + 10 + 3 in held  # layer 2 forward: layer 0's kept, layers 1 and 2 whole
     assert 100 + 2 + 4 + 10 + 10 + 6 in held  # layer 2 backward, layer 1 coming back
     assert held[-1] == 100
-    assert stage.result().peak(Tier.DEVICE).where == "head forward"
+    assert stage.result().peak(TierName.DEVICE).where == "head forward"
 
 
 def test_microbatches_in_flight_hold_their_bytes_and_their_backwards_come_in_order() -> None:
     """Two microbatches of two layers, the last kept: two forwards, then two backwards."""
-    stage = Stage([layer(0, host=10), layer(1, kept=1)], rates=rates())
+    stage = SimulatedStage([layer(0, host=10), layer(1, kept=1)], rates=rates())
     stage.forward()
     stage.forward()
     stage.backward()
@@ -168,12 +168,12 @@ def test_microbatches_in_flight_hold_their_bytes_and_their_backwards_come_in_ord
     assert copies(found, Queue.HOST_OUT) == [("layers.0", 1, 2), ("layers.0", 3, 4)]
     assert copies(found, Queue.HOST_IN) == [("layers.0", 4, 5), ("layers.0", 8, 9)]
     assert found.end_s == pytest.approx(2 * (2 + 4), abs=EXACT)
-    assert found.peak(Tier.HOST).nbytes == 20
+    assert found.peak(TierName.HOST).nbytes == 20
 
 
 def test_a_last_layer_leaves_once_another_microbatch_begins() -> None:
     """One layer a stage: its copy waits for the next forward (1 to 2), and comes back while the first backward runs."""
-    stage = Stage([layer(0, host=10)], rates=rates())
+    stage = SimulatedStage([layer(0, host=10)], rates=rates())
     stage.forward()
     stage.forward()
     stage.forward()
@@ -194,8 +194,8 @@ def test_bytes_for_a_link_that_is_not_there_are_refused() -> None:
 
 def test_what_a_recompute_holds_is_there_in_the_first_half_of_a_split_backward_alone() -> None:
     work = layer(0, kept=100, recompute_s=1, transient=(0, 10), recompute_held=50)
-    turns = [Turn(chunk=0, kind=kind, microbatch=0) for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)]
-    stage = Stage([work], rates=rates(), turns=turns)
+    turns = [Turn(chunk=0, kind=kind, microbatch=0) for kind in (Pass.FORWARD, Pass.INPUT, Pass.WEIGHT)]
+    stage = SimulatedStage([work], rates=rates(), turns=turns)
     stage.forward()
     for most in (100 + 10 + 50, 100 + 10):
         begin = len(stage.result().occupancies)
@@ -239,7 +239,7 @@ def test_each_stage_has_its_layers_and_ends() -> None:
     plans = (LayerPlan(), LayerPlan())
     found = simulate(ActivationPlan(problem=problem, layers=plans, stages=predict_stages(problem, plans)))
     assert [stage.occupancies[0].nbytes for stage in found.stages] == [1100, 2200]
-    assert [stage.peak(Tier.DEVICE).nbytes for stage in found.stages] == [1100 + 1 + 10, 2200 + 10 + 2 + 4]
+    assert [stage.peak(TierName.DEVICE).nbytes for stage in found.stages] == [1100 + 1 + 10, 2200 + 10 + 2 + 4]
     forward_s, backward_s = (3 + 1) + (1 + 7), (11 + 2) + (2 + 5)
     assert found.step_s == pytest.approx(forward_s + backward_s + 13, abs=EXACT)
     assert [stage.idle_s for stage in found.stages] == [pytest.approx(8 + 13), pytest.approx(4)]

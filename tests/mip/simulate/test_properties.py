@@ -10,12 +10,12 @@ import math
 from hypothesis import given, settings, strategies as st
 from simulated_steps import rates, step
 
-from memo.events import Lane, TensorState, Tier
+from memo.events import Lane, TensorState, TierName
 from memo.mip.inputs.hardware import LaneRates
 from memo.mip.simulate import StageSimulation
 from memo.mip.simulate.links import Copy, Queue
 from memo.mip.simulate.result import LayerWork, Part
-from memo.mip.simulate.stage import Stage
+from memo.mip.simulate.stage import SimulatedStage
 
 SLACK = 1 + 1e-9
 nbytes = st.integers(0, 1000)
@@ -51,7 +51,7 @@ def play(
 ) -> StageSimulation:
     """One stage's 1F1B: `ahead` forwards, then a backward and a forward in turn, `microbatches` of each."""
     ahead, microbatches = order
-    stage = Stage(layers, rates=links, budgets=None if device is None else {Tier.DEVICE: device})
+    stage = SimulatedStage(layers, rates=links, budgets=None if device is None else {TierName.DEVICE: device})
     for turn in range(microbatches + ahead):
         if turn < microbatches:
             stage.forward()
@@ -131,16 +131,16 @@ def test_prefetch_never_breaks_a_budget_that_holds_without_it(
     Not so where a forward follows a backward: what is prefetched for the backward after it stands beside that forward.
     """
     order = (microbatches, microbatches)
-    least = play(layers, links, order, device=0).peak(Tier.DEVICE).nbytes
-    assert play(layers, links, order, device=least + more).peak(Tier.DEVICE).over_nbytes == 0
+    least = play(layers, links, order, device=0).peak(TierName.DEVICE).nbytes
+    assert play(layers, links, order, device=least + more).peak(TierName.DEVICE).over_nbytes == 0
 
 
 @quick
 @given(works, lane_rates())
 def test_lower_tiers_hold_all_layers_but_the_last(layers: list[LayerWork], links: LaneRates) -> None:
     stage = step(layers, links)
-    assert stage.peak(Tier.HOST).nbytes == sum(layer.of(Part.HOST) for layer in layers[:-1])
-    assert stage.peak(Tier.DISK).nbytes == sum(layer.of(Part.DISK) for layer in layers[:-1])
+    assert stage.peak(TierName.HOST).nbytes == sum(layer.of(Part.HOST) for layer in layers[:-1])
+    assert stage.peak(TierName.DISK).nbytes == sum(layer.of(Part.DISK) for layer in layers[:-1])
 
 
 @quick

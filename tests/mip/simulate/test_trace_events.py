@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from simulated_steps import layer, rates, step
 
-from memo.events import Event, Lane, Tier
+from memo.events import Event, Lane, TierName
 from memo.mip.simulate import StageSimulation, stage_events
 from memo.mip.simulate.result import LayerWork
 from memo.trace import StepStats, TraceRecorder, device_stack
@@ -59,7 +59,7 @@ def test_replayed_states_hold_what_the_tiers_held(tmp_path: Path) -> None:
     bare = [layer(number, kept=300, host=900, disk=600, recomputed=400) for number in range(4)]
     stage = stage_of(bare)
     peaks = {peak.tier: peak for peak in figures(tmp_path, stage).peaks}
-    for tier in Tier:
+    for tier in TierName:
         assert peaks[tier].saved_nbytes == stage.peak(tier).nbytes
         assert peaks[tier].measured_nbytes == stage.peak(tier).nbytes
 
@@ -69,8 +69,8 @@ def test_the_device_is_stacked_to_its_peak(tmp_path: Path) -> None:
     stage = step(LAYERS, LINKS, static_nbytes=5000)
     events = sorted(stage_events(stage, end_s=stage.end_s), key=lambda event: event.t)
     memory = device_stack(events, lifetimes_of(events))
-    assert memory.peak().nbytes == stage.peak(Tier.DEVICE).nbytes
-    last = {round(one.t_s * 1e9): one.nbytes for one in stage.occupancies if one.tier is Tier.DEVICE}
+    assert memory.peak().nbytes == stage.peak(TierName.DEVICE).nbytes
+    last = {round(one.t_s * 1e9): one.nbytes for one in stage.occupancies if one.tier is TierName.DEVICE}
     for t, nbytes in last.items():
         held = memory.at(t)
         assert sum(held.values()) == nbytes
@@ -88,7 +88,7 @@ def test_each_part_of_a_call_is_one_storage_and_what_is_recomputed_lives_twice()
     names = [life.module for life in lives if life.module.startswith("layers.0.")]
     assert sorted(names) == [f"layers.0.{part}" for part in ("disk", "host", "kept", "recomputed", "recomputed")]
     disk = next(life for life in lives if life.module == "layers.0.disk")
-    assert disk.tier is Tier.DISK
+    assert disk.tier is TierName.DISK
     assert {span.lane for span in disk.moves} == {Lane.D2H, Lane.DISK_WRITE, Lane.DISK_READ, Lane.H2D}
     assert events[0].t == 0
     assert events[-1].t == 100_000_000_000

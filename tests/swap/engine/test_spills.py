@@ -9,7 +9,7 @@ from small_models import stack, train
 from torch import nn
 
 import memo
-from memo.events import Note, Tier
+from memo.events import Note, TierName
 from memo.trace import read_traces
 from memo.units import format_bytes
 
@@ -55,7 +55,7 @@ def test_the_step_that_spilled_most_is_told_with_its_layer(tmp_path: Path) -> No
     assert (told.nbytes, told.steps) == (sum(spilled), 2)
     assert (told.worst.step, told.worst.nbytes) == (5, spilled[4])
     assert told.worst.layer.nbytes <= spilled[4]
-    assert (told.worst.layer.full, told.worst.layer.tier) == (Tier.HOST, Tier.DISK)
+    assert (told.worst.layer.full, told.worst.layer.tier) == (TierName.HOST, TierName.DISK)
     line = next(line for line in str(manager.report()).splitlines() if line.startswith("spilled: "))
     assert f"{format_bytes(sum(spilled))} in 2 steps, most in step 5, {format_bytes(spilled[4])}: " in line
     manager.close()

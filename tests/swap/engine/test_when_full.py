@@ -16,7 +16,7 @@ from small_models import assert_equal, checked, ids, lives, stack, train
 from torch import nn
 
 from memo.errors import HostBudgetExceeded
-from memo.events import Tier
+from memo.events import TierName
 from memo.kernels import Codec
 from memo.swap import Engine, Placement, WhenFull
 from memo.swap.recompute.tape.recorder import Recorder
@@ -89,7 +89,7 @@ def test_what_no_tier_has_room_for_stays_where_the_device_has(policy: str, alpha
     assert (made.engine.stats.bytes_recomputed > before) == (alpha < 1), "by its levels alone"
     assert report.recomputed_for_room is None
     stayed = report.stayed
-    assert stayed.nbytes == made.engine.take_lacking()[Tier.HOST] == made.engine.stats.bytes_kept
+    assert stayed.nbytes == made.engine.take_lacking()[TierName.HOST] == made.engine.stats.bytes_kept
     assert made.engine.take_lacking() == {}
     assert report.kept_bytes == 0, "none of it by plan"
     made.manager.close()
@@ -125,7 +125,7 @@ def test_without_room_anywhere_recorded_layers_are_recomputed_in_the_same_call(a
     recomputed = report.recomputed_for_room
     assert 0 < recomputed.layers < LAYERS
     assert report.stayed is None, "their inputs have room"
-    assert made.engine.take_lacking() == {Tier.HOST: recomputed.nbytes}
+    assert made.engine.take_lacking() == {TierName.HOST: recomputed.nbytes}
     assert re.search(
         rf"recomputed whole for lack of room: .* of {recomputed.layers} layers in 1 steps, since the host tier was full; "
         r"most in step \d+, ",
@@ -214,7 +214,7 @@ def test_a_value_without_a_code_stays_where_its_exact_bytes_have_no_room() -> No
     engine.end_layer(engine.begin_layer(1, "next", (want,), {}, last=False), between=True)
     engine.end_forwards()
     assert engine.stats.coded_exact == 1
-    assert engine.take_lacking() == {Tier.HOST: 4 * 4096}
+    assert engine.take_lacking() == {TierName.HOST: 4 * 4096}
     assert torch.equal(engine.unpack(handle), want)
     del handle, group
     engine.begin_forwards()

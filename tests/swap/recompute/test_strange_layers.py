@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import memo
 from memo.errors import ModifiedAfterSave, SwapError, UsageError
-from memo.events import Tier
+from memo.events import TierName
 from memo.swap import Level
 from memo.swap.recompute.trial import ReplayMismatch
 from memo.swap.recompute.trials import Trials
@@ -349,7 +349,7 @@ def test_what_views_save_of_a_storage_changed_in_place_is_replayed(tmp_path: Pat
     manager = offload(model, tmp_path, alpha=Level.SAVE_INPUT)
     assert_equal(train(model, seeded(model), manager), want)
     inputs = ids(0, 2).numel() * 32 * 4
-    moved = max(use.peak_bytes for use in manager.report().tiers if use.tier is not Tier.DEVICE)
+    moved = max(use.peak_bytes for use in manager.report().tiers if use.tier is not TierName.DEVICE)
     assert 0 < moved <= len(model.layers) * inputs
     manager.close()
 

@@ -11,13 +11,13 @@ import time
 import highspy
 import pytest
 
-from memo.swap.recompute.tape.cut import Content, Cut, Operation, Problem, cheapest, curve
+from memo.swap.recompute.tape.cut import Cut, CutNode, CutProblem, Operation, cheapest, curve
 
 
-def random_problem(seed: int, *, operations: int = 7, most: int = 12) -> Problem:
+def random_problem(seed: int, *, operations: int = 7, most: int = 12) -> CutProblem:
     """Small costs, so that ties are many; operations that make several contents, bans, and what cannot be kept."""
     draw = random.Random(seed)
-    contents = [Content(keep=draw.choice((0, draw.randint(1, most))), made_by=None) for _ in range(draw.randint(1, 3))]
+    contents = [CutNode(keep=draw.choice((0, draw.randint(1, most))), made_by=None) for _ in range(draw.randint(1, 3))]
     made = []
     for number in range(operations):
         near = range(max(0, len(contents) - 8), len(contents))
@@ -26,12 +26,12 @@ def random_problem(seed: int, *, operations: int = 7, most: int = 12) -> Problem
         made.append(Operation(cost=None if banned else draw.randint(0, most), reads=reads))
         for _ in range(draw.choice((1, 1, 1, 2, 3))):
             lost = draw.random() < 0.2
-            contents.append(Content(keep=None if lost else draw.randint(0, most), made_by=number))
+            contents.append(CutNode(keep=None if lost else draw.randint(0, most), made_by=number))
     wanted = draw.sample(range(len(contents)), draw.randint(0, len(contents) // 2))
-    return Problem(contents=contents, operations=made, wanted=wanted)
+    return CutProblem(contents=contents, operations=made, wanted=wanted)
 
 
-def every_cut(problem: Problem) -> list[Cut]:
+def every_cut(problem: CutProblem) -> list[Cut]:
     """Every choice of operations that leaves nothing to be kept that cannot be."""
     found = []
     runnable = [number for number, operation in enumerate(problem.operations) if operation.cost is not None]
@@ -118,7 +118,7 @@ def test_what_can_neither_be_kept_nor_replayed_is_refused() -> None:
     assert refused > 10
 
 
-def by_linear_program(problem: Problem, bits_weight: int, time_weight: int) -> float:
+def by_linear_program(problem: CutProblem, bits_weight: int, time_weight: int) -> float:
     """The cost of the cheapest cut, by a solver of linear programs: each corner of this one is integer."""
     model = highspy.Highs()
     model.silent()
@@ -145,14 +145,14 @@ def test_a_large_problem_costs_what_a_linear_program_finds(seed: int) -> None:
         assert cost == pytest.approx(by_linear_program(problem, *weights), abs=1e-3)
 
 
-def corners_of(problem: Problem) -> int:
+def corners_of(problem: CutProblem) -> int:
     try:
         return len(curve(problem))
     except ValueError:
         return 0
 
 
-def shuffled(problem: Problem, draw: random.Random) -> tuple[Problem, list[int]]:
+def shuffled(problem: CutProblem, draw: random.Random) -> tuple[CutProblem, list[int]]:
     """The same problem with its contents numbered otherwise, and the old number of each."""
     old = list(range(len(problem.contents)))
     draw.shuffle(old)
@@ -162,7 +162,7 @@ def shuffled(problem: Problem, draw: random.Random) -> tuple[Problem, list[int]]
         for o in problem.operations
     ]
     wanted = draw.sample([new[number] for number in problem.wanted], len(problem.wanted))
-    return Problem(contents=[problem.contents[number] for number in old], operations=operations, wanted=wanted), old
+    return CutProblem(contents=[problem.contents[number] for number in old], operations=operations, wanted=wanted), old
 
 
 def test_the_order_of_contents_changes_nothing() -> None:
@@ -174,11 +174,11 @@ def test_the_order_of_contents_changes_nothing() -> None:
             assert {old[number] for number in same.kept} == corner.kept
 
 
-def chain(*costs: tuple[int, int]) -> Problem:
+def chain(*costs: tuple[int, int]) -> CutProblem:
     """A content that is there, and a row of operations of one content each; the last is wanted. (bits, picoseconds)."""
-    contents = [Content(keep=0, made_by=None)] + [Content(keep=keep, made_by=n) for n, (keep, _) in enumerate(costs)]
+    contents = [CutNode(keep=0, made_by=None)] + [CutNode(keep=keep, made_by=n) for n, (keep, _) in enumerate(costs)]
     operations = [Operation(cost=cost, reads=(number,)) for number, (_, cost) in enumerate(costs)]
-    return Problem(contents=contents, operations=operations, wanted=[len(costs)])
+    return CutProblem(contents=contents, operations=operations, wanted=[len(costs)])
 
 
 def test_of_equal_bits_the_content_nearest_to_backward_is_kept() -> None:
@@ -195,40 +195,40 @@ def test_the_curve_of_a_chain() -> None:
 
 def test_an_operation_of_two_results_is_paid_once() -> None:
     """Either result alone is not worth a replay, both together are."""
-    contents = [Content(keep=0, made_by=None), Content(keep=6, made_by=0), Content(keep=6, made_by=0)]
+    contents = [CutNode(keep=0, made_by=None), CutNode(keep=6, made_by=0), CutNode(keep=6, made_by=0)]
     for wanted, replayed in (([1], set()), ([2], set()), ([1, 2], {0})):
-        problem = Problem(contents=contents, operations=[Operation(cost=10, reads=(0,))], wanted=wanted)
+        problem = CutProblem(contents=contents, operations=[Operation(cost=10, reads=(0,))], wanted=wanted)
         assert cheapest(problem, 1, 1).replayed == replayed
 
 
 def test_a_content_of_two_readers_is_kept_once() -> None:
-    contents = [Content(keep=7, made_by=None), Content(keep=5, made_by=0), Content(keep=5, made_by=1)]
+    contents = [CutNode(keep=7, made_by=None), CutNode(keep=5, made_by=0), CutNode(keep=5, made_by=1)]
     operations = [Operation(cost=0, reads=(0,)), Operation(cost=0, reads=(0, 0))]
-    problem = Problem(contents=contents, operations=operations, wanted=[1, 2])
+    problem = CutProblem(contents=contents, operations=operations, wanted=[1, 2])
     assert cheapest(problem, 1, 1) == Cut(kept=frozenset({0}), replayed=frozenset({0, 1}), keep_cost=7, replay_cost=0)
 
 
 def test_nothing_wanted_costs_nothing() -> None:
-    problem = Problem(contents=[Content(keep=1, made_by=None)], operations=[], wanted=[])
+    problem = CutProblem(contents=[CutNode(keep=1, made_by=None)], operations=[], wanted=[])
     assert curve(problem) == (Cut(kept=frozenset(), replayed=frozenset(), keep_cost=0, replay_cost=0),)
 
 
 @pytest.mark.parametrize(
     ("contents", "operations", "wanted", "message"),
     [
-        ([Content(keep=-1, made_by=None)], [], [], "content 0: keeping it costs -1 bits"),
-        ([Content(keep=1, made_by=0)], [], [], "content 0: there is no operation 0"),
+        ([CutNode(keep=-1, made_by=None)], [], [], "content 0: keeping it costs -1 bits"),
+        ([CutNode(keep=1, made_by=0)], [], [], "content 0: there is no operation 0"),
         ([], [Operation(cost=-1, reads=())], [], "operation 0: replaying it costs -1 ps"),
         ([], [Operation(cost=1, reads=(0,))], [], "operation 0: there is no content 0"),
-        ([Content(keep=1, made_by=0)], [Operation(cost=1, reads=(0,))], [], "which operation 0 writes only then"),
+        ([CutNode(keep=1, made_by=0)], [Operation(cost=1, reads=(0,))], [], "which operation 0 writes only then"),
         ([], [], [0], "there is no content 0 that could be wanted"),
     ],
 )
 def test_a_problem_without_meaning_is_refused(
-    contents: list[Content], operations: list[Operation], wanted: list[int], message: str
+    contents: list[CutNode], operations: list[Operation], wanted: list[int], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        Problem(contents=contents, operations=operations, wanted=wanted)
+        CutProblem(contents=contents, operations=operations, wanted=wanted)
 
 
 @pytest.mark.parametrize("weights", [(0, 0), (-1, 1), (1, -1)])

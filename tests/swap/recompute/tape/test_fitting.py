@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from memo.swap import Level
 from memo.swap.recompute.tape import fitting
 from memo.swap.recompute.tape.bans import banned
-from memo.swap.recompute.tape.cut import Problem, cheapest, curve
+from memo.swap.recompute.tape.cut import CutProblem, cheapest, curve
 from memo.swap.recompute.tape.fitting import fitting_cut
 from memo.swap.recompute.tape.plan import problem_of
 from memo.swap.recompute.tape.tape import Tape
 
 
-def problem(links: int = 24, choices: Sequence[int] = (8, 64, 128, 256)) -> tuple[Tape, Problem, tuple[int, ...]]:
+def problem(links: int = 24, choices: Sequence[int] = (8, 64, 128, 256)) -> tuple[Tape, CutProblem, tuple[int, ...]]:
     """A chain of products and pointwise results of several widths."""
     drawn = random.Random(5)
     widths = [drawn.choice(choices) for _ in range(links + 1)]

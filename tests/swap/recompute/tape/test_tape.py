@@ -12,7 +12,7 @@ from taped import assert_replays, content, record
 from torch import nn
 from torch.nn import functional as F
 
-from memo.swap.recompute.tape.tape import Carried, Hidden, Tape, Use, uses_in
+from memo.swap.recompute.tape.tape import Carried, ContentUse, Hidden, Tape, uses_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -189,7 +189,7 @@ def test_words_become_arguments_as_they_were() -> None:
     taped = record(lambda x: F.pad(x.sum([1], keepdim=True), [1, 1], value=0.25).clamp(min=0.5), hidden())
     summed, padded = taped.step("aten.sum"), taped.step("aten.constant_pad_nd")
     assert summed.args[1:] == ([1], True)
-    assert isinstance(summed.args[0], Use)
+    assert isinstance(summed.args[0], ContentUse)
     assert padded.args[1] == [1, 1]
     assert padded.args[2] == Carried(0)
     assert taped.recorder.carried == [0.25, 0.5]
