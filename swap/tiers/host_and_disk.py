@@ -84,7 +84,7 @@ class _Block:
     memory: torch.Tensor
     offset: int
     number: int
-    """Of the extent within its step, by the recorder."""
+    """Number of the extent within its step, by the recorder."""
     step: int
     reload: tuple[int, Timed] | None = None
     """Number and event of its latest reload."""

@@ -105,7 +105,7 @@ def run_of(model: str, config: GPTConfig) -> dict[str, object]:
 
 
 def untrained(reason: str) -> dict[str, object]:
-    """The same of a plan that `memo train` cannot run; `reason` is a sentence without a full stop."""
+    """What a plan's file says where `memo train` cannot run the plan; `reason` is a sentence without a full stop."""
     return {_UNTRAINED: reason}
 
 
