@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -49,22 +50,30 @@ def losses(metrics: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
 
 
-def test_train_exchanges_as_the_flag_or_the_plan_says_and_says_so(tmp_path: Path) -> None:
-    kinds = {"dense": (), "sparse": ("--embedding-exchange", "sparse"), "auto": ("--embedding-exchange", "auto")}
-    made = ["plan", "--model", "tiny", "--variant", "llama", "--layers", "2", "--hidden", "64", "--heads", "2"]
-    made += ["--seq", "4k", "--gpu", "h100", "--gpus", "2", "--embedding-exchange", "sparse", "--mlp-tiles", "1"]
-    plan = tmp_path / "plan.json"
-    assert main([*made, "-o", str(plan)]) == 0
-    kinds["plan"] = ("--offload", "auto", "--plan", str(plan), "--device", "8GiB")
+def test_train_exchanges_as_the_flag_says_and_says_so(tmp_path: Path) -> None:
     said = {}
-    for name, flags in kinds.items():
-        done = trained("--dp", 2, "--metrics", tmp_path / name, *flags)
+    for name in ("dense", "sparse", "auto"):
+        done = trained("--dp", 2, "--metrics", tmp_path / name, "--embedding-exchange", name)
         assert done.returncode == 0, done.stderr
         said[name] = done.stdout + done.stderr
         assert losses(tmp_path / name) == losses(tmp_path / "dense")
     assert "embedding gradients" not in said["dense"]
-    for name in ("sparse", "auto", "plan"):
+    for name in ("sparse", "auto"):
         assert "embedding gradients: sparse exchange, at most 8.133 KiB a step and rank (dense 64.25 KiB)" in said[name]
+
+
+def test_train_exchanges_as_the_plan_says(tmp_path: Path) -> None:
+    shape = ["--model", "tiny", "--variant", "llama", "--layers", "2", "--hidden", "64", "--heads", "2"]
+    step = ["--seq", "4k", "--precision", "fp32", "--embedding-exchange"]
+    plan, steps = tmp_path / "plan.json", ["--on", "cpu", "--steps", "2", "--metrics"]
+    asked = ["plan", *shape, *step, "sparse", "--gpu", "h100", "--gpus", "2", "--mlp-tiles", "1", "-o", str(plan)]
+    assert main(asked) == 0
+    train = functools.partial(run_ranks, 2, "-m", "memo.cli.main", "train", timeout=200)
+    planned = train("--plan", plan, *steps, tmp_path / "planned")
+    alone = train(*shape, *step, "dense", "--dp", 2, *steps, tmp_path / "dense")
+    assert (planned.returncode, alone.returncode) == (0, 0), planned.stderr + alone.stderr
+    assert losses(tmp_path / "planned") == losses(tmp_path / "dense")
+    assert "embedding gradients: sparse exchange" in planned.stdout + planned.stderr
 
 
 def test_train_refuses_rows_of_a_tied_table_and_auto_says_why_it_is_dense(tmp_path: Path) -> None:
