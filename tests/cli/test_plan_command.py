@@ -89,7 +89,7 @@ def test_one_line_names_the_layers_with_full_device_memory_and_what_a_gib_more_s
 def test_the_same_request_gives_the_same_bytes(plan_path: Path, tmp_path: Path) -> None:
     again = tmp_path / "again.json"
     assert main([*PAPER, "-o", str(again)]) == ExitCode.OK
-    assert read_activation_plan(again) == dataclasses.replace(read_activation_plan(plan_path), run=None)
+    assert again.read_bytes() == plan_path.read_bytes()
 
 
 def test_what_fits_is_declined_in_words(capsys: pytest.CaptureFixture[str]) -> None:
