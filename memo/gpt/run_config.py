@@ -172,8 +172,8 @@ class RunConfig:
     field: str = "text"
     """Name of the text field in .jsonl and .parquet."""
     documents: Documents = Documents.PACKED
-    """How documents fill rows. packed: a sequence may cross document ends; whole: it lies in one document, and documents
-    shorter than --seq are skipped."""
+    """Division of documents into rows. packed: a sequence may cross document ends; whole: it lies in one document, and
+    documents shorter than --seq are skipped."""
     mask_documents: bool = False
     """With packed documents: attention does not cross document ends, and positions restart in each (default: it does)."""
     tokenizer: Annotated[str | None, {"metavar": "FILE"}] = None

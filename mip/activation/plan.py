@@ -562,7 +562,7 @@ class ActivationPlan:
     binding: tuple[str, ...] = ()
     """Limits that keep the plan from being faster, the most valuable first, for display."""
     run: Mapping[str, object] | None = None
-    """What the problem does not say of the training that the plan is for, in JSON values; its maker reads it. None:
+    """Training run that the plan is for, as far as the problem does not say it, in JSON values read by their maker. None:
     unknown."""
 
     def __post_init__(self) -> None:

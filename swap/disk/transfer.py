@@ -126,7 +126,7 @@ def _direct_view(file: RawFile, tensor: torch.Tensor, piece: Piece) -> memoryvie
     if (address + piece.start) % file.memory_align:
         return None
     length = _whole_blocks(piece.nbytes)
-    if length > piece.nbytes and piece.start + length > padded_bytes(address, tensor.numel()):
+    if piece.start + length > padded_bytes(address, tensor.numel()):
         return None
     return memoryview((ctypes.c_char * length).from_address(address + piece.start)).cast("B")
 

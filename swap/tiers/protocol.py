@@ -25,7 +25,7 @@ class Extent:
     tier: Tier
     nbytes: int
     room: Any = None
-    """What it is of the tier's memory; the tier's own."""
+    """Part of the tier's memory, in a form that the tier alone reads."""
 
 
 class Tier(Protocol):

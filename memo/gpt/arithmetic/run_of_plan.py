@@ -100,12 +100,12 @@ class PlannedRun:
 
 
 def run_of(model: str, config: GPTConfig) -> dict[str, object]:
-    """What a plan's file says of a run beside its problem: the size's name, and its shape."""
+    """Entry `run` of a plan's file: the size's name and its shape."""
     return {_MODEL: model, _SHAPE: encode(config)}
 
 
 def untrained(reason: str) -> dict[str, object]:
-    """What a plan's file says where `memo train` cannot run the plan; `reason` is a sentence without a full stop."""
+    """Entry `run` of a plan that `memo train` cannot run; `reason` is a sentence without a full stop."""
     return {_UNTRAINED: reason}
 
 
