@@ -452,7 +452,7 @@ class Space:
         return layers, ends, len(profile.classes) == 1
 
     def _shardings(self, shape: Shape, places: tuple[StagePlace, ...] = ()) -> list[tuple[int, int | None]]:
-        """ZeRO stages, each with the ranks that share a copy: all, a node's, or of each group those with a part of replicas."""
+        """ZeRO stages, each with the ranks that share a copy: all, a node's, or some of the replicas of each group."""
         fixed = self.fixed.get("zero")
         ranks = shape.dp * shape.cp
         if ranks == 1 or ModelSizes.of(self.request).experts > 1:  # which are planned as memo train shards them
