@@ -44,7 +44,7 @@ from benchmarks.machine import NO_GPU, gpu
 from benchmarks.peers.models import Family, Shape
 from benchmarks.peers.process import Process
 from benchmarks.peers.request import ALPHAS, AUTOMATIC, IDENTITY, INPUTS, Request
-from benchmarks.peers.ways import CHECKPOINTING, KEEP, TRL, libraries, peers
+from benchmarks.peers.ways import CHECKPOINTING, KEEP, SAVE_ON_CPU, TRL, libraries, peers
 from benchmarks.results import ROOT, quartiles, write_result
 from memo.units import format_bytes, parse_bytes, parse_tokens
 
@@ -251,7 +251,7 @@ HOOKED = Shape(family="gpt", layers=8, hidden=128, heads=2, tokens=64)
 
 def hooks(options: Options) -> list[dict[str, Any]]:
     """Processor time that each way's hooks add, a saved tensor."""
-    ways = [KEEP, IDENTITY, "save_on_cpu, pinned", TRL, "memo, all moved"]
+    ways = [KEEP, IDENTITY, SAVE_ON_CPU, TRL, "memo, all moved"]
     rows: list[dict[str, Any]] = []
     with ExitStack() as open_processes:
         running: dict[str, Process] = {}

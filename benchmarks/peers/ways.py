@@ -41,6 +41,7 @@ __all__ = [
     "DEEPSPEED",
     "KEEP",
     "OFFLOADED",
+    "SAVE_ON_CPU",
     "TRANSFORMERS",
     "TRL",
     "Compute",
@@ -56,6 +57,7 @@ __all__ = [
 KEEP = "keep everything"
 CHECKPOINTING = "full checkpointing"
 OFFLOADED = "offloaded checkpointing"
+SAVE_ON_CPU = "save_on_cpu, pinned"
 TRL = "TRL OffloadActivations"
 DEEPSPEED = "DeepSpeed checkpointing"
 TRANSFORMERS = "transformers, offload=True"
@@ -159,7 +161,7 @@ def peers(*, trl: Path | None = None, counted: bool = True) -> Sequence[Way]:
         simple(CHECKPOINTING, checkpointed, Compute.TWICE),
         Way(name=OFFLOADED, start=_offloaded, compute=Compute.TWICE),
         simple("selective checkpointing", selectively_checkpointed, Compute.OTHER),
-        Way(name="save_on_cpu, pinned", start=lambda model: _saved_on_cpu(model, counted), compute=Compute.ONCE),
+        Way(name=SAVE_ON_CPU, start=lambda model: _saved_on_cpu(model, counted), compute=Compute.ONCE),
         Way(name=TRL, start=lambda model: _trl(model, trl, counted), compute=Compute.ONCE),
     )
 

@@ -57,9 +57,9 @@ def test_a_tree_that_is_only_unpacked_imports_and_needs_no_solver(bare: Path) ->
 
 PLANS = """
 from memo.allocator.plan_in_background import Planning
-from memo.mip.address.problem import Buffer, Problem
+from memo.mip.address.problem import AddressProblem, Buffer
 buffers = tuple(Buffer(id=str(number), start=number, end=number + 2, nbytes=512) for number in range(3))
-print(Planning(Problem(buffers=buffers), time_limit_s=60.0).result().status.name)
+print(Planning(AddressProblem(buffers=buffers), time_limit_s=60.0).result().status.name)
 """
 
 
