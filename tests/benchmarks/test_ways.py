@@ -57,7 +57,7 @@ def test_each_way_gives_the_gradients_of_plain_training_bit_for_bit(dtype: torch
     ran = {name for name, row in rows.items() if row.failed is None}
     # An accelerator, a model of transformers', and an installed DeepSpeed are not here.
     assert ran == set(rows) - {TRL, TRANSFORMERS, DEEPSPEED}
-    # torch's save_on_cpu gives backward contiguous copies; some processors' bfloat16 products round another way for other strides.
+    # torch's save_on_cpu gives backward contiguous copies: other strides, rounded another way by some processors' bfloat16.
     exact = ran - {SAVE_ON_CPU} if dtype == torch.bfloat16 else ran
     assert {rows[name].gradient_difference for name in exact} == {0.0}
     assert (rows[SAVE_ON_CPU].gradient_difference or 0) < 0.01
