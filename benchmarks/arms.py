@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import gpu_allocator, gpu_defaults, gpu_million
+from benchmarks import gpu_allocator, gpu_hf, gpu_million
 from benchmarks.comparison import Setup, compare
 from benchmarks.gpu_bench import Case, Options
 from benchmarks.gpu_plans import ALPHAS, alphas, at_alphas, plans
 from benchmarks.link_use import link_use
 from benchmarks.longest import longest
 from benchmarks.peers.ways import Way, peers
-from benchmarks.results import write_result
+from benchmarks.results import ROOT, newest_result, write_result
 from benchmarks.table import Table
 from memo.gpt.config import GPTConfig, preset
 
@@ -44,8 +45,8 @@ class Bench:
             return self._plans()
         if arm == "alpha":
             return self._alphas()
-        if arm == "defaults":
-            return self._defaults()
+        if arm == "hf":
+            return self._hugging_face()
         return self._table(arm)
 
     def _written(self, arm: str) -> Callable[[dict[str, Any]], Path]:
@@ -104,18 +105,24 @@ class Bench:
         found = alphas(self._setup(case), self._config(case), ways, written=self._written("alpha"))
         return _ours_ran([found])
 
-    def _defaults(self) -> bool:
-        options, write, done = self._options, self._written("defaults"), list[dict[str, Any]]()
-        for case in options.cases("defaults"):
-            task = gpu_defaults.Task(
-                model=case.model, tokens=case.seq, layers=None if options.layers is None else options.layers[0]
+    def _hugging_face(self) -> bool:
+        options, write, done = self._options, self._written("hf"), list[dict[str, Any]]()
+        ways = options.chosen(gpu_hf.ways())
+        earlier = {} if options.resume is None else json.loads(options.resume.read_text())
+        predictions = newest_result("hf-predicted", ROOT / "benchmarks" / "results") or {}
+        for case in options.cases("hf"):
+            layers = None if options.layers is None else options.layers[0]
+            task = gpu_hf.Task(model=case.model, tokens=case.seq, layers=layers)
+            body = gpu_hf.measure(
+                task,
+                self._device,
+                ways,
+                case.rounds,
+                lambda body: write({"cases": [*done, body]}),
+                done=[row for row in _rows_of(earlier, task) if row["failed"] is None],
+                predicted=_rows_of(predictions, task),
             )
-            ways = options.chosen(gpu_defaults.ways())
-            done.append(
-                gpu_defaults.measure(
-                    task, self._device, ways, case.rounds, lambda body: write({"cases": [*done, body]})
-                )
-            )
+            done.append(body)
         return _ours_ran(done)
 
     def _length(self) -> bool:
@@ -147,6 +154,13 @@ class Bench:
 
     def _allocator(self) -> bool:
         return gpu_allocator.main(["--rounds", "3"]) == 0
+
+
+def _rows_of(body: dict[str, Any], task: gpu_hf.Task) -> list[dict[str, Any]]:
+    """Rows of the same model, depth and length in a result file."""
+    same = (task.model, task.tokens, task.layers)
+    cases = (case for case in body.get("cases", ()) if (case["model"], case["tokens"], case["layers"]) == same)
+    return [row for case in cases for row in case["ways"]]
 
 
 def _ours_ran(tables: list[dict[str, Any]]) -> bool:

@@ -43,6 +43,7 @@ __all__ = [
     "guarded",
     "link_rates",
     "now",
+    "pinned_bytes",
     "relative_norm",
     "release_memory",
     "synchronize",
@@ -188,7 +189,7 @@ class Comparison:
             before, waited = running.moved(), running.waited_s()
             steps = [self._step(running) for _ in range(setup.rounds)]
             moved, after = running.moved().since(before), running.waited_s()
-            host = _pinned_bytes(setup.device) if running.host_bytes is None else running.host_bytes()
+            host = pinned_bytes(setup.device) if running.host_bytes is None else running.host_bytes()
             report = running.report()
             failed = guarded(lambda: self._repeatable_step(running))
             if failed:
@@ -264,7 +265,8 @@ def deterministic() -> Iterator[None]:
         settings.fill_uninitialized_memory = before[1]  # type: ignore[attr-defined]
 
 
-def _pinned_bytes(device: torch.device) -> int | None:
+def pinned_bytes(device: torch.device) -> int | None:
+    """The most host memory that torch has pinned; None on a CPU."""
     return int(torch.cuda.host_memory_stats()["allocated_bytes.peak"]) if device.type == "cuda" else None
 
 

@@ -6,7 +6,7 @@
     python3 -m benchmarks.gpu_bench alpha      350m at 128k tokens over alpha, table and plot (gpu_plans)
     python3 -m benchmarks.gpu_bench length     the longest sequence of each way under --cap (benchmarks.longest)
     python3 -m benchmarks.gpu_bench 1m         350m at a million tokens, by plan (benchmarks.gpu_million)
-    python3 -m benchmarks.gpu_bench defaults   Llama-3-8B with LoRA and Qwen3-0.6B, unmodified, by memo.offload(model) alone
+    python3 -m benchmarks.gpu_bench hf         Llama-3.1-8B with LoRA, Qwen3-4B, Qwen3-0.6B beside the best flags (gpu_hf)
     python3 -m benchmarks.gpu_bench allocator  the planned allocator beside PyTorch's (benchmarks.gpu_allocator)
 
 Without an arm, all of them. Options replace an arm's own model, lengths and limits:
@@ -14,11 +14,11 @@ Without an arm, all of them. Options replace an arm's own model, lengths and lim
     make gpu-bench ARMS="1m --host 88GiB --layers 8,6,4 --minutes 5"
     make gpu-bench ARMS="plan --seq 64k --rounds 3 --host 64GiB"
     make gpu-bench ARMS="plan --seq 64k --ways 'keep everything; memo'"
-    make gpu-bench ARMS="defaults --model llama-3-8b+lora16 --seq 32k --seq 64k --rounds 3"
+    make gpu-bench ARMS="hf --model llama-3.1-8b+lora16 --seq 32k --seq 64k --rounds 3"
     make gpu-bench ARMS="length --cap 16GiB --minutes 6"
 
 Each arm writes a result file, anew after each row. Exits 3 without a GPU; with --device cpu the arms short, swap, plan,
-alpha and defaults run without one, for testing them, and write nothing.
+alpha and hf run without one, for testing them, and write nothing.
 """
 
 from __future__ import annotations
@@ -54,9 +54,17 @@ CASES: dict[str, tuple[Case, ...]] = {
     "swap": (Case(model="350m", seq=32768, rounds=4), Case(model="1.3b", seq=8192, rounds=4)),
     "plan": tuple(Case(model="350m", seq=kilo << 10, rounds=2) for kilo in (8, 32, 128, 256)),
     "alpha": (Case(model="350m", seq=128 << 10, rounds=2),),
-    "defaults": tuple(
-        Case(model=model, seq=kilo << 10, rounds=3)
-        for model, kilo in (("llama-3-8b+lora16", 32), ("qwen3-0.6b", 32), ("llama-3-8b+lora16", 64))
+    "hf": tuple(
+        Case(model=model, seq=kilo << 10, rounds=2)
+        for model, kilo in (
+            ("llama-3.1-8b+lora16", 32),
+            ("llama-3.1-8b+lora16", 64),
+            ("qwen3-4b", 64),
+            ("qwen3-0.6b", 32),
+            ("llama-3.1-8b+lora16", 16),
+            ("qwen3-4b", 32),
+            ("llama-3.1-8b+lora16", 128),
+        )
     ),
 }
 NEED_GPU = ("length", "1m", "allocator")
@@ -79,6 +87,7 @@ class Options:
     gpu: str | None
     cap: int
     ways: list[str] | None
+    resume: Path | None
     trl: Path | None
 
     def cases(self, arm: str) -> tuple[Case, ...]:
@@ -127,8 +136,9 @@ def parsed(arguments: list[str]) -> tuple[list[str], Options]:
     parser.add_argument(
         "--ways",
         type=lambda text: [name for part in text.split(";") if (name := part.strip())],
-        help='of short, swap, plan, alpha and defaults those with such a name alone, as "keep everything; memo"',
+        help='of short, swap, plan, alpha and hf those with such a name alone, as "keep everything; memo"',
     )
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="of hf: a result file whose rows do not run again")
     parser.add_argument(
         "--trl", type=Path, help="TRL's activation_offloading.py (default: in .gpu, or an installed trl)"
     )

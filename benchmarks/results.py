@@ -90,9 +90,10 @@ def write_result(name: str, body: dict[str, Any]) -> Path:
     return path
 
 
-def newest_result(name: str) -> dict[str, Any] | None:
-    """Content of the latest file of the results called `name`; None where there is none."""
-    bodies = [json.loads(path.read_text() or "{}") for path in results_folder().glob(f"*-{name}.json")]
+def newest_result(name: str, folder: Path | None = None) -> dict[str, Any] | None:
+    """Content of the latest file of the results called `name`, in `results_folder()` or another one; None for none."""
+    files = (folder or results_folder()).glob(f"*-{name}.json")
+    bodies = [json.loads(path.read_text() or "{}") for path in files]
     written = [body for body in bodies if body.get("benchmark") == name]
     return max(written, key=_last_written, default=None)
 

@@ -44,13 +44,23 @@ from benchmarks.machine import NO_GPU, gpu
 from benchmarks.peers.models import Family, Shape
 from benchmarks.peers.process import Process
 from benchmarks.peers.request import ALPHAS, AUTOMATIC, IDENTITY, INPUTS, Request
-from benchmarks.peers.ways import CHECKPOINTING, KEEP, SAVE_ON_CPU, TRL, libraries, peers
+from benchmarks.peers.ways import (
+    ATTENTION,
+    ATTENTION_OFFLOADED,
+    CHECKPOINTING,
+    KEEP,
+    SAVE_ON_CPU,
+    SELECTIVE,
+    TRL,
+    libraries,
+    peers,
+)
 from benchmarks.results import ROOT, quartiles, write_result
 from memo.units import format_bytes, parse_bytes, parse_tokens
 
 SHARES = (0.25, 0.5, 0.75)
 """Of keep-everything's memory above rest: budgets of further automatic plans."""
-BETWEEN = ("selective checkpointing", "checkpointing, every 2nd", "sac_ilp, half", "memo, alpha 1/2")
+BETWEEN = (ATTENTION, ATTENTION_OFFLOADED, SELECTIVE, "checkpointing, every 2nd", "sac_ilp, half", "memo, alpha 1/2")
 """Ways that give memory for time: their longest sequences lie between those of others."""
 PLANNED_STEPS = 6
 """Until an automatic plan is in force: three are measured, then it is corrected once or twice."""

@@ -4,6 +4,7 @@ Each is a context manager that puts torch's non-reentrant checkpoint around ever
 
     full         layers' inputs stay on the device, all else is computed again
     offloaded    likewise, with the inputs in pinned host memory (Unsloth's way, copies on side streams)
+    attention    attention's results stay, all else is computed again (TRL's `selective`); with inputs offloaded or not
     selective    results of attention and of every second matrix product stay, all else is computed again (torchtitan's way)
 """
 
@@ -28,7 +29,7 @@ from torch.utils.checkpoint import (
 from benchmarks.peers.models import layers_of
 from benchmarks.peers.moved import Moved
 
-__all__ = ["OffloadedInputs", "attention_saved", "checkpointed", "selectively_checkpointed"]
+__all__ = ["OffloadedInputs", "checkpointed", "keep_attention", "selectively_checkpointed"]
 
 _ATEN = torch.ops.aten
 _PRODUCTS = frozenset({_ATEN.mm.default, _ATEN.addmm.default})
@@ -74,8 +75,12 @@ def selectively_checkpointed(model: nn.Module) -> contextlib.AbstractContextMana
     return checkpointed(model, context_fn=lambda: create_selective_checkpoint_contexts(_Policy()))
 
 
-def attention_saved(_: SelectiveCheckpointContext, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Attention's results stay, all else is computed again: a policy for `create_selective_checkpoint_contexts`."""
+def keep_attention() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
+    """`context_fn` of torch's checkpoint: attention's results stay, all else is computed again."""
+    return create_selective_checkpoint_contexts(_attention_saved)  # type: ignore[no-any-return]
+
+
+def _attention_saved(_: SelectiveCheckpointContext, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if _is_attention(func) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -121,11 +126,12 @@ class OffloadedInputs:
     """Checkpointing with each layer's input in host memory; one layer is fetched ahead of backward.
 
     Saved-tensor hooks around a non-reentrant checkpoint are given its inputs alone. Host buffers are kept from step to
-    step, so that one forward is followed by its backward. On a CPU the same copies are made at once.
+    step, so that one forward is followed by its backward. On a CPU the same copies are made at once. `options` are those of
+    torch's checkpoint.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, **options: Any) -> None:
+        self._device, self._options = device, options
         on_gpu = device.type == "cuda"
         self._streams = _Streams(out=torch.cuda.Stream(device), back=torch.cuda.Stream(device)) if on_gpu else None
         self._buffers: list[torch.Tensor] = []
@@ -145,7 +151,7 @@ class OffloadedInputs:
         self._inputs = []
         if self._streams is not None:
             self._streams.out.wait_stream(self._streams.back)  # the buffers are read until then
-        with checkpointed(model, inputs=lambda: saved_tensors_hooks(self._pack, self._unpack)):
+        with checkpointed(model, inputs=lambda: saved_tensors_hooks(self._pack, self._unpack), **self._options):
             yield
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Input:

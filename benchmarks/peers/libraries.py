@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from benchmarks.peers.models import layers_of
 from memo.errors import UsageError
 
-__all__ = ["deepspeed_checkpointed", "load", "transformers_checkpointed"]
+__all__ = ["checkpointing_switch", "deepspeed_checkpointed", "load", "transformers_checkpointed"]
 
 MODULES = {
     "DeepSpeed checkpointing": ("deepspeed",),
@@ -67,18 +67,30 @@ def deepspeed_checkpointed(model: nn.Module) -> Iterator[None]:
             layer.forward = original  # type: ignore[method-assign]
 
 
-@contextlib.contextmanager
-def transformers_checkpointed(model: Any) -> Iterator[None]:
-    """transformers' own switch, `activation_checkpointing_enable(offload=True)`.
+def checkpointing_switch(model: Any, to: str) -> Callable[..., Any]:
+    """transformers' own method that enables or disables checkpointing; before 5.18 it is called gradient checkpointing.
 
     Raises:
-        UsageError: the model is none of transformers', or the installed version has no such switch.
+        UsageError: the model is none of transformers'.
     """
-    switch = getattr(model, "activation_checkpointing_enable", None)
-    if switch is None or "offload" not in inspect.signature(switch).parameters:
-        raise UsageError("activation_checkpointing_enable(offload=True): only for models of transformers from 5.17 on")
-    switch(offload=True)
+    for kind in ("activation", "gradient"):
+        if (switch := getattr(model, f"{kind}_checkpointing_{to}", None)) is not None:
+            return switch  # type: ignore[no-any-return]
+    raise UsageError("only for models of transformers")
+
+
+@contextlib.contextmanager
+def transformers_checkpointed(model: Any, *, offload: bool = False, **options: Any) -> Iterator[None]:
+    """Checkpointing by transformers' own switch; `options` are those of torch's checkpoint.
+
+    Raises:
+        UsageError: the model is none of transformers', or the installed version cannot offload.
+    """
+    enable = checkpointing_switch(model, "enable")
+    if offload and "offload" not in inspect.signature(enable).parameters:
+        raise UsageError("activation_checkpointing_enable(offload=True): only from transformers 5.17 on")
+    enable({"use_reentrant": False, **options}, **({"offload": True} if offload else {}))
     try:
         yield
     finally:
-        model.activation_checkpointing_disable()
+        checkpointing_switch(model, "disable")()

@@ -6,10 +6,12 @@
     TRL OffloadActivations     streams and defaults as in TRL
     full checkpointing         torch's non-reentrant checkpoint around every layer
     offloaded checkpointing    likewise, inputs in pinned host memory
+    attention kept             checkpointing but for attention's results, as TRL's `selective`; likewise inputs offloaded
     selective checkpointing    attention and every second matrix product saved, as torchtitan does
     sac_ilp                    selective checkpointing with what torch's own solver saves in half of a layer's memory
     DeepSpeed checkpointing    its own, on a GPU with inputs on the CPU
-    transformers, offload=True its own, likewise
+    transformers, offload=True its own, likewise; likewise with attention kept
+    Axolotl                    attention's results and inputs on the host, by its two mechanisms
 
 What the final norm and the loss save stays on the device in every way: TRL leaves the head out, and memo manages layers.
 """
@@ -28,7 +30,8 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import memo
-from benchmarks.peers.checkpointing import OffloadedInputs, checkpointed, selectively_checkpointed
+from benchmarks.peers.axolotl_offload import AxolotlOffload
+from benchmarks.peers.checkpointing import OffloadedInputs, checkpointed, keep_attention, selectively_checkpointed
 from benchmarks.peers.libraries import deepspeed_checkpointed, transformers_checkpointed
 from benchmarks.peers.models import layers_of
 from benchmarks.peers.moved import Moved
@@ -37,12 +40,17 @@ from benchmarks.peers.trl_offload import Offloading
 from memo.events import TierName
 
 __all__ = [
+    "ATTENTION",
+    "ATTENTION_OFFLOADED",
+    "AXOLOTL",
     "CHECKPOINTING",
     "DEEPSPEED",
     "KEEP",
     "OFFLOADED",
     "SAVE_ON_CPU",
+    "SELECTIVE",
     "TRANSFORMERS",
+    "TRANSFORMERS_ATTENTION",
     "TRL",
     "Compute",
     "Running",
@@ -50,17 +58,24 @@ __all__ = [
     "libraries",
     "managed",
     "memo_way",
+    "offloading_libraries",
     "peers",
     "simple",
+    "transformers_way",
 ]
 
 KEEP = "keep everything"
 CHECKPOINTING = "full checkpointing"
 OFFLOADED = "offloaded checkpointing"
+ATTENTION = "attention kept"
+ATTENTION_OFFLOADED = "attention kept, inputs offloaded"
+SELECTIVE = "selective checkpointing"
 SAVE_ON_CPU = "save_on_cpu, pinned"
 TRL = "TRL OffloadActivations"
 DEEPSPEED = "DeepSpeed checkpointing"
 TRANSFORMERS = "transformers, offload=True"
+TRANSFORMERS_ATTENTION = "attention kept, offload=True"
+AXOLOTL = "Axolotl, attention and inputs offloaded"
 
 
 class Compute(enum.Enum):
@@ -160,7 +175,13 @@ def peers(*, trl: Path | None = None, counted: bool = True) -> Sequence[Way]:
         simple(KEEP, lambda model: contextlib.nullcontext(), Compute.ONCE),
         simple(CHECKPOINTING, checkpointed, Compute.TWICE),
         Way(name=OFFLOADED, start=_offloaded, compute=Compute.TWICE),
-        simple("selective checkpointing", selectively_checkpointed, Compute.OTHER),
+        simple(ATTENTION, lambda model: checkpointed(model, context_fn=keep_attention), Compute.OTHER),
+        Way(
+            name=ATTENTION_OFFLOADED,
+            start=lambda model: _offloaded(model, context_fn=keep_attention),
+            compute=Compute.OTHER,
+        ),
+        simple(SELECTIVE, selectively_checkpointed, Compute.OTHER),
         Way(name=SAVE_ON_CPU, start=lambda model: _saved_on_cpu(model, counted), compute=Compute.ONCE),
         Way(name=TRL, start=lambda model: _trl(model, trl, counted), compute=Compute.ONCE),
     )
@@ -172,8 +193,28 @@ def libraries() -> Sequence[Way]:
         simple("checkpointing, every 2nd", lambda model: checkpointed(model, every=2), Compute.OTHER),
         Way(name="sac_ilp, half", start=lambda model: _around(ByIlp(0.5), model), compute=Compute.OTHER),
         simple(DEEPSPEED, deepspeed_checkpointed, Compute.TWICE),
-        Way(name=TRANSFORMERS, start=_transformers, compute=Compute.TWICE),
+        *offloading_libraries(),
     )
+
+
+def offloading_libraries() -> Sequence[Way]:
+    """Libraries' own flags for models of transformers that hold checkpoints on the host."""
+    return (
+        transformers_way(TRANSFORMERS, Compute.TWICE, offload=True),
+        transformers_way(TRANSFORMERS_ATTENTION, Compute.OTHER, offload=True, context_fn=keep_attention),
+        Way(name=AXOLOTL, start=_axolotl, compute=Compute.OTHER),
+    )
+
+
+def transformers_way(name: str, compute: Compute, **options: Any) -> Way:
+    """Checkpointing by transformers' own switch."""
+
+    @contextlib.contextmanager
+    def start(model: nn.Module) -> Iterator[Running]:
+        with transformers_checkpointed(model, **options):
+            yield Running()
+
+    return Way(name=name, start=start, compute=compute)
 
 
 @contextlib.contextmanager
@@ -182,14 +223,15 @@ def _around(around: Callable[[nn.Module], Any], model: nn.Module) -> Iterator[Ru
 
 
 @contextlib.contextmanager
-def _transformers(model: nn.Module) -> Iterator[Running]:
-    with transformers_checkpointed(model):
-        yield Running()
+def _axolotl(model: nn.Module) -> Iterator[Running]:
+    offload = AxolotlOffload(model)
+    with offload.on():
+        yield Running(around=offload.around, backward_inside=True, moved=lambda: offload.moved)
 
 
 @contextlib.contextmanager
-def _offloaded(model: nn.Module) -> Iterator[Running]:
-    inputs = OffloadedInputs(next(model.parameters()).device)
+def _offloaded(model: nn.Module, **options: Any) -> Iterator[Running]:
+    inputs = OffloadedInputs(next(model.parameters()).device, **options)
     yield Running(
         around=lambda: inputs.around(model),
         moved=lambda: dataclasses.replace(inputs.moved),

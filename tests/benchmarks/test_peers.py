@@ -17,7 +17,7 @@ from benchmarks.peers.models import Shape
 from benchmarks.peers.process import Process
 from benchmarks.peers.request import ALPHAS, AUTOMATIC, INPUTS
 from benchmarks.peers.sac_ilp import decisions_of
-from benchmarks.peers.ways import CHECKPOINTING, KEEP, TRL
+from benchmarks.peers.ways import ATTENTION, ATTENTION_OFFLOADED, CHECKPOINTING, KEEP, TRL
 from benchmarks.results import ROOT
 
 pytest.importorskip("transformers", reason="the Llama of the table is transformers'")
@@ -31,7 +31,7 @@ def options(tmp_path: Path, *more: str) -> Options:
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_every_way_steps_in_turn_to_the_same_gradients(tmp_path: Path, family: Any) -> None:
     ours = [f"memo, {name}" for name in ALPHAS] + [INPUTS, AUTOMATIC]
-    given = options(tmp_path, "--only", "; ".join([*ours, "sac_ilp, half", TRL]))
+    given = options(tmp_path, "--only", "; ".join([*ours, "sac_ilp, half", ATTENTION, ATTENTION_OFFLOADED, TRL]))
     (rows,) = Steps(given, given.shape(family, given.tokens)).run()
     by_way = {row["way"]: row for row in rows}
     assert "accelerator" in by_way.pop(TRL)["failed"]
@@ -39,7 +39,9 @@ def test_every_way_steps_in_turn_to_the_same_gradients(tmp_path: Path, family: A
     assert {row["gradient_difference"] for row in by_way.values()} == {0.0}
     assert by_way[KEEP]["to_keep"] == {"median": 1.0, "spread": 0.0}
     assert by_way["memo, all moved"]["out_bytes"] > by_way["memo, alpha 0"]["out_bytes"] > 0
-    assert by_way[KEEP]["out_bytes"] == 0
+    assert by_way[KEEP]["out_bytes"] == by_way[ATTENTION]["out_bytes"] == 0
+    inputs = given.layers * given.tokens * given.hidden * 4
+    assert by_way[ATTENTION_OFFLOADED]["out_bytes"] == inputs
 
 
 def test_a_gradient_of_other_weights_is_seen(tmp_path: Path) -> None:

@@ -17,14 +17,18 @@ from benchmarks.comparison import Setup, compare, relative_norm
 from benchmarks.gpu_bench import main, parsed
 from benchmarks.gpu_plans import at_alphas
 from benchmarks.longest import bisect
-from benchmarks.peers import trl_offload
+from benchmarks.peers import fetched
 from benchmarks.peers.moved import Moved
 from benchmarks.peers.ways import (
+    ATTENTION,
+    AXOLOTL,
     CHECKPOINTING,
     DEEPSPEED,
     KEEP,
     SAVE_ON_CPU,
+    SELECTIVE,
     TRANSFORMERS,
+    TRANSFORMERS_ATTENTION,
     TRL,
     Compute,
     Running,
@@ -56,7 +60,7 @@ def test_each_way_gives_the_gradients_of_plain_training_bit_for_bit(dtype: torch
     rows = rows_of([*peers(), *libraries(), *ours], dtype=dtype, optimizer=optimizer)
     ran = {name for name, row in rows.items() if row.failed is None}
     # An accelerator, a model of transformers', and an installed DeepSpeed are not here.
-    assert ran == set(rows) - {TRL, TRANSFORMERS, DEEPSPEED}
+    assert ran == set(rows) - {TRL, TRANSFORMERS, TRANSFORMERS_ATTENTION, AXOLOTL, DEEPSPEED}
     # torch's save_on_cpu gives backward contiguous copies: other strides, rounded another way by some processors' bfloat16.
     exact = ran - {SAVE_ON_CPU} if dtype == torch.bfloat16 else ran
     assert {rows[name].gradient_difference for name in exact} == {0.0}
@@ -121,21 +125,22 @@ def test_offloaded_checkpointing_refuses_a_second_forward_before_backward() -> N
                 model(ids[:, :-1], ids[:, 1:])
 
 
-def test_selective_checkpointing_repeats_every_second_product_and_no_attention() -> None:
+def test_selective_checkpointing_repeats_products_and_no_attention() -> None:
     model = GPT(CONFIG)
     ids = torch.randint(97, (1, 193))
-    counts = []
-    for way in (peers()[0], peers()[3]):
-        with way.start(model) as running, Calls() as calls:
+    named = {way.name: way for way in peers()}
+    counts = {}
+    for name in (KEEP, ATTENTION, SELECTIVE):
+        with named[name].start(model) as running, Calls() as calls:
             with running.around():
                 loss = model(ids[:, :-1], ids[:, 1:])
             loss.backward()
-        counts.append(calls.counts)
-    plain, selective = counts
+        counts[name] = calls.counts
     flash = "_scaled_dot_product_flash_attention_for_cpu"
-    assert selective[flash] == plain[flash] == 3
-    # Of a layer's products qkv, out, up and down the second and the fourth are not saved, and nothing needs the fourth.
-    assert selective["addmm"] == plain["addmm"] + 3
+    assert {count[flash] for count in counts.values()} == {3}
+    # Of a layer's products qkv, out, up and down nothing needs the fourth; torchtitan's policy saves the first and third.
+    assert counts[ATTENTION]["addmm"] == counts[KEEP]["addmm"] + 9
+    assert counts[SELECTIVE]["addmm"] == counts[KEEP]["addmm"] + 3
 
 
 def test_a_way_that_fails_is_a_row_and_the_others_run() -> None:
@@ -239,13 +244,13 @@ def test_trls_file_is_loaded_where_what_it_imports_is_missing(tmp_path: Path, mo
         "assert not is_torch_version('<', '2.5.0')\n"
         "logger = get_logger(__name__)\n"
     )
-    monkeypatch.setattr(trl_offload, "_is_there", lambda name: False)
+    monkeypatch.setattr(fetched, "_is_there", lambda name: False)
     for name in [name for name in sys.modules if name.split(".")[0] in ("psutil", "accelerate", "transformers")]:
         monkeypatch.delitem(sys.modules, name)
-    assert trl_offload.load(file).logger.name == "trl_activation_offloading"
+    assert fetched.load_file(file).logger.name == "trl_activation_offloading"
     assert "accelerate" not in sys.modules
     with pytest.raises(UsageError, match=r"nowhere\.py"):
-        trl_offload.load(tmp_path / "nowhere.py")
+        fetched.load_file(tmp_path / "nowhere.py")
 
 
 def test_options_go_to_the_arms_in_any_order() -> None:
