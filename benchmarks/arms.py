@@ -107,7 +107,7 @@ class Bench:
 
     def _hugging_face(self) -> bool:
         options, write, done = self._options, self._written("hf"), list[dict[str, Any]]()
-        ways = options.chosen(gpu_hf.ways())
+        ways = options.chosen(gpu_hf.ways(options.disk))
         earlier = {} if options.resume is None else json.loads(options.resume.read_text())
         predictions = newest_result("hf-predicted", ROOT / "benchmarks" / "results") or {}
         for case in options.cases("hf"):
@@ -121,6 +121,7 @@ class Bench:
                 lambda body: write({"cases": [*done, body]}),
                 done=[row for row in _rows_of(earlier, task) if row["failed"] is None],
                 predicted=_rows_of(predictions, task),
+                compare_bits=not options.no_bits,
             )
             done.append(body)
         return _ours_ran(done)

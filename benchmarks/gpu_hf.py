@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -108,15 +109,17 @@ class _Loss(nn.Module):
         return self.model(input_ids=ids, labels=ids).loss  # type: ignore[no-any-return]
 
 
-def ways() -> Sequence[Way]:
-    """In the order in which they run: what the others are compared with, memo, the flags that need host memory."""
+def ways(disk: Path | None = None) -> Sequence[Way]:
+    """In the order in which they run: what the others are compared with, flags, memo; with a folder memo on disk, too."""
+    on_disk = () if disk is None else (memo_way(f"{ALPHA_0} on disk", alpha=0.0, host=0, disk=disk),)
     return (
         simple(KEEP, lambda model: contextlib.nullcontext(), Compute.ONCE),
         transformers_way(CHECKPOINTING, Compute.TWICE),
         transformers_way(ATTENTION, Compute.OTHER, context_fn=keep_attention),
+        *offloading_libraries()[1:],
         memo_way(ALPHA_0, alpha=0.0),
         memo_way(DEFAULTS),
-        *offloading_libraries()[1:],
+        *on_disk,
     )
 
 
@@ -154,6 +157,7 @@ def measure(
     *,
     done: Sequence[dict[str, Any]] = (),
     predicted: Sequence[dict[str, Any]] = (),
+    compare_bits: bool = True,
 ) -> dict[str, Any]:
     """Each way's steps and peaks, then its gradients; what there is so far goes to `written` after each of the two.
 
@@ -165,6 +169,7 @@ def measure(
         written: is given the body of the result file.
         done: rows of an earlier run, which stay and whose ways do not run again.
         predicted: rows of a prediction, whose figures stand beside the measured ones.
+        compare_bits: takes one more step, by deterministic algorithms, whose gradients are compared.
 
     Returns:
         The body of the result file.
@@ -190,7 +195,8 @@ def measure(
             print(_line(row), flush=True)
             written(body)
 
-        failed = guarded(lambda way=way, add=add: _measure(way, loss, ids, rounds, reference, add))
+        compared = reference if compare_bits else None
+        failed = guarded(lambda way=way, add=add, to=compared: _measure(way, loss, ids, rounds, to, add))
         if failed is not None:
             add({"failed": failed})
         loss.zero_grad(set_to_none=True)
@@ -217,10 +223,10 @@ def _measure(
     loss: _Loss,
     ids: torch.Tensor,
     rounds: int,
-    reference: dict[str, torch.Tensor],
+    reference: dict[str, torch.Tensor] | None,
     add: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Adds steps and peaks to the row, then how far gradients differ; the first way's gradients go to `reference`."""
+    """Adds steps and peaks to the row, then how far gradients differ, unless `reference` is None; the first way's go there."""
     trained = [parameter for parameter in loss.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.0)
     budget = device_budget_of(ids.device, None).total_bytes
@@ -246,6 +252,8 @@ def _measure(
                 "report": running.report(),
             }
         )
+        if reference is None:
+            return
         with deterministic():
             train_step(loss, ids, running)
     gradients = {name: p.grad for name, p in loss.named_parameters() if p.grad is not None}

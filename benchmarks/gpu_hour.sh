@@ -1,40 +1,36 @@
 #!/usr/bin/env bash
-# gpu_hour.sh PART: one command on a machine with a GPU, nine minutes at most; PART is 1 to 5, in this order (docs/gpu.md).
+# gpu_hour.sh PART: one command on a machine with a GPU, four minutes at most; PART is 1 to 6, in the order of what is not known
+# yet (docs/gpu.md).
 #
-# It runs from the folder that `make gpu-hour-prepare` fills, beside memo.tgz, the wheels and TRL's file, and needs nothing but
-# Python with torch and numpy; architectures run where transformers is. Results and logs go to $OUT. The tree is unpacked once; a
-# later part on the same machine starts at once, and a mended tree is unpacked anew. Each command has its own limit, and the
-# next one runs whatever became of it. Exits 3 without a GPU, 1 when a command failed or was cut off, 2 for what is no part.
+# It runs from the folder that `make gpu-hour-prepare` fills, beside memo.tgz, the wheels and the peers' single files, and needs
+# Python with torch and numpy; models of transformers run where transformers and PEFT are. Results and logs go to $OUT. The tree
+# is unpacked once; a later part on the same machine starts at once, and a mended tree is unpacked anew. Each command has its own
+# limit, and the next one runs whatever became of it. Exits 3 without a GPU, 1 when a command failed or was cut off, 2 for what is
+# no part.
 set -u
 shopt -s nullglob
 
 if [ -z "${GPU_HOUR_SMALL:-}" ]; then
   patience=1  # times every limit
-  model="--model 350m" larger=1.3b host="--host 64GiB" most_host="--host 88GiB" train_host=88GiB
-  headline="--seq 64k --rounds 3" alphas="--seq 128k --layers 12 --rounds 1" million="--layers 8,6,4 --minutes 5"
-  short="--rounds 3" length="--cap 16GiB --minutes 1" allocator="--seq 32k --steps 12" trained=64k
-  long="--seq 128k --layers 12 --rounds 1" longer="--seq 256k --layers 6 --rounds 1"
-  published="" probe="" kernels="" programs="--workers 4 --minutes 1.75 --shrink 20 --ranks 0 --write" classes=(--workers 6 --settings 1,0.3,0)
+  lora8="--model llama-3.1-8b+lora16" whole4="--model qwen3-4b" short="--seq 32k --rounds 1" long="--seq 64k --rounds 1 --no-bits"
+  deep="--model llama-3.1-8b+lora16 --layers 2 --seq 500k --rounds 1 --no-bits"
+  model="--model 350m" host="--host 64GiB" allocator="--seq 32k --steps 12" probe="" kernels=""
+  programs="--workers 4 --minutes 1.75 --shrink 20 --ranks 0 --write" classes=(--workers 6 --settings 1,0.3,0)
 else  # the rehearsal: the same commands, where nothing is fast
   patience=4
-  model="--model tiny" larger=tiny host="--host 1GiB" most_host="--host 1GiB" train_host=1GiB
-  headline="--seq 1k --layers 12 --rounds 1" alphas="--seq 512 --layers 2 --rounds 1" million="--seq 1k --layers 2,1 --minutes 5"
-  short="--seq 256 --rounds 1" length="--seq 2k --cap 64MiB --minutes 1" trained=512
-  long="--seq 1k --layers 12 --rounds 1" longer="--seq 1k --layers 14 --rounds 1"
-  published="--model qwen2.5-0.5b+lora4 --layers 2 --seq 64 --rounds 1" probe="--small" kernels="--values 16k --asked 0"
+  lora8="--model qwen2.5-0.5b+lora4 --layers 2" whole4="--model qwen3-0.6b --layers 2"
+  short="--seq 64 --rounds 1" long="--seq 96 --rounds 1 --no-bits" deep="$lora8 --seq 128 --rounds 1 --no-bits"
+  model="--model tiny" host="--host 1GiB" allocator="--seq 512 --steps 2" probe="--small" kernels="--values 16k --asked 0"
   programs="--programs 10 --ranks 0 --write" classes=(--workers 1 --settings 1,0 --only LlamaForCausalLM)
-  allocator="--seq 512 --steps 2"
-  short="$model $short" million="$model $million"
   some="when_one_stream_lags or host_arena_is_exact or too_late or no_fallback or anything_but_zero or refused"
   export PYTEST_ADDOPTS="${PYTEST_ADDOPTS:-} -k '$some'"
 fi
 
-quick="keep everything; full checkpointing; memo"  # pinning for the others takes a minute each
 part=${1:-}
 here=$(cd "$(dirname "$0")" && pwd)
 work=${GPU_HOUR_WORK:-/tmp/memo-hour}
 python=${PYTHON:-python3}
-case $part in [1-5]) ;; *) echo "gpu_hour.sh: PART is 1, 2, 3, 4 or 5" >&2; exit 2 ;; esac
+case $part in [1-6]) ;; *) echo "gpu_hour.sh: PART is 1 to 6" >&2; exit 2 ;; esac
 [ -d "${OUT:-}" ] || { echo "gpu_hour.sh: OUT names no folder for results" >&2; exit 2; }
 exec > >(tee "$OUT/part$part-$(date -u +%H%M%S).log") 2>&1
 teed=$!
@@ -90,46 +86,46 @@ cd "$work/tree" || finish 1
 export PYTHONUNBUFFERED=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 PYTHONPATH="$work/site"
 "$python" -m benchmarks.machine || finish $?
 
+hf() {  # SECONDS ARGUMENT...: unmodified models of transformers, by memo.offload(model) and by the best flags
+  if "$python" -c 'import transformers, peft' 2> /dev/null; then
+    run "$1" benchmarks.gpu_bench hf "${@:2}"
+  else
+    echo "== benchmarks.gpu_bench hf: left out, transformers or PEFT is not installed"
+  fi
+}
+
 case $part in
-  1)  # is it right, on all cores; the machine; the headline beside checkpointing
-    beside smoke 75 benchmarks.gpu_smoke
+  1)  # the defaults at 8B and 32k beside the flags
+    hf 230 $lora8 $short --ways "full; attention kept; Axolotl; defaults"
+    ;;
+  2)  # the same at 64k
+    hf 230 $lora8 $long --ways "full; Axolotl; defaults"
+    ;;
+  3)  # Qwen3-4B, all of it trained, at 64k on one GPU
+    hf 230 $whole4 $long --ways "full; Axolotl; alpha 0; defaults"
+    ;;
+  4)  # is it right, on all cores
+    beside smoke 100 benchmarks.gpu_smoke
     beside swap 120 benchmarks.gpu_check swap
     beside kernels 110 benchmarks.gpu_check kernels
-    beside hunt 150 tests.hunt $programs
+    beside hunt 140 tests.hunt $programs
     if "$python" -c 'import transformers' 2> /dev/null; then
-      beside architectures 150 benchmarks.architectures --device cuda "${classes[@]}"
+      beside architectures 140 benchmarks.architectures --device cuda "${classes[@]}"
     else
       echo "== benchmarks.architectures: left out, transformers is not installed"
     fi
     together
     run 60 benchmarks.gpu_check arena  # alone: a request that cannot be met takes what memory there is before it is refused
-    run 50 benchmarks.gpu_probe $probe
-    run 190 benchmarks.gpu_bench plan $model $headline $host --ways "$quick"
     ;;
-  2)  # a million tokens against checkpointing; lengths at which the link is the limit
-    run 400 benchmarks.gpu_bench 1m $million $most_host
-    run 120 benchmarks.gpu_bench swap $short $host
-    ;;
-  3)  # over alpha; the kernels; the allocator; the longest length under a cap
-    run 195 benchmarks.gpu_bench alpha $model $alphas $host --ways "$quick"
+  5)  # the codec and the masks against a copy; the planned allocator beside torch's; the machine
     run 40 benchmarks.kernels $kernels
-    run 100 benchmarks.gpu_allocator $model $allocator $host
-    run 80 benchmarks.gpu_bench length $model $length $host
+    run 110 benchmarks.gpu_allocator $model $allocator $host
+    run 50 benchmarks.gpu_probe $probe
     ;;
-  4)  # longer plans; a training run under the planned allocator
-    run 160 benchmarks.gpu_bench plan $model $long $host --ways "$quick"
-    run 240 benchmarks.gpu_bench plan $model $longer $most_host --ways "$quick"
-    run 110 memo.cli.main train --model $larger --seq $trained --steps 6 --offload auto --host $train_host \
-      --precision bf16 --planned-allocator --metrics "$OUT/train-$(date -u +%H%M%S).jsonl"
-    ;;
-  5)  # unmodified models of transformers by memo.offload(model) with nothing else: where time is short, the first to run
-    if "$python" -c 'import transformers, peft' 2> /dev/null; then
-      run 210 benchmarks.gpu_bench defaults --model llama-3-8b+lora16 --seq 32k $published
-      run 100 benchmarks.gpu_bench defaults --model qwen3-0.6b --seq 32k $published
-      run 210 benchmarks.gpu_bench defaults --model llama-3-8b+lora16 --seq 64k --rounds 1 --ways "full; defaults" $published
-    else
-      echo "== benchmarks.gpu_bench defaults: left out, transformers or PEFT is not installed"
-    fi
+  6)  # two layers of 8B at 500k tokens, all that is saved on disk
+    disk=$(mktemp -d "$work/disk-XXXXXX")
+    hf 230 $deep --ways "on disk" --disk "$disk"
+    rm -rf "$disk"
     ;;
 esac
 

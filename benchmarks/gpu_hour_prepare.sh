@@ -15,7 +15,8 @@ git archive --format=tar.gz --add-file="$folder/COMMIT" --output="$folder/memo.t
 download() { "$python" -m pip download --quiet --quiet --disable-pip-version-check --no-deps --only-binary=:all: "$@"; }
 download --constraint constraints.txt --dest "$folder" --python-version "$version" --implementation cp \
   --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 --platform manylinux2014_x86_64 \
-  pulp highspy rich markdown-it-py mdurl pygments pytest pytest-timeout pluggy iniconfig packaging expecttest
+  pulp highspy rich markdown-it-py mdurl pygments pytest pytest-timeout pluggy iniconfig packaging expecttest \
+  kvikio-cu13 libkvikio-cu13 rapids-logger cuda-pathfinder
 download --dest "$folder/peer" trl==1.16.0 axolotl==0.19.0
 "$python" - "$folder" << 'EOF'
 import pathlib, sys, zipfile

@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.machine import DETERMINISTIC, SOLVER, describe, gpu, missing, no_gpu
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from memo.gpt.model.model import GPT
+    from memo.manager.machine import Machine
     from memo.manager.manager import Manager
 
 VOCAB, SEQ = 512, 1024
@@ -94,6 +96,56 @@ def link(device: torch.device) -> str:
     return ", ".join(f"{lane.value} {rate / 1e9:.1f} GB/s" for lane, rate in rates.items())
 
 
+def gds(device: torch.device) -> str:
+    """kvikio's disk path, also where the driver has no GPUDirect Storage, beside staging through pinned host memory."""
+    if device.type != "cuda" or missing(("kvikio",)):
+        raise LeftOut("needs a GPU and kvikio")
+    from memo.manager.machine import Machine, use_machine
+    from memo.swap.backends import copy_stream
+    from memo.swap.disk import GdsDisk, obstacles, try_gds
+
+    class ByGds(Machine):
+        """This machine, whose disk is kvikio's whatever the driver has."""
+
+        def disk(self, directories: Any, nbytes: int | None, *, verify: bool) -> Any:
+            return GdsDisk(directories, nbytes, new_stream=lambda: copy_stream(device)), None
+
+    with tempfile.TemporaryDirectory() as folder:
+        lacks = obstacles(Path(folder))
+        failed = try_gds(Path(folder))
+        assert not failed, f"{failed[0]}; {'; '.join(lacks)}"
+        rates = [_disk_rates(machine, Path(folder)) for machine in (ByGds(device), Machine(device))]
+        with use_machine(ByGds(device)):
+            manager = _equal_gradients(device, host=0, disk=folder)
+    mode = f"compatibility mode ({lacks[0]})" if lacks else "GPUDirect Storage"
+    return f"{mode}: {rates[0]}, staged {rates[1]}; gradients equal, {manager.stats.bytes_disk >> 20} MiB by kvikio"
+
+
+def _disk_rates(machine: Machine, folder: Path, tensors: int = 16, nbytes: int = 64 << 20) -> str:
+    """Rates of writing and reading so many tensors of the device, all issued at once."""
+    import torch
+
+    from memo.swap.backends.cuda import CudaBackend
+
+    disk, _ = machine.disk([folder], tensors * nbytes, verify=False)
+    source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=machine.device)
+    targets = [torch.zeros_like(source) for _ in range(tensors)]
+    extents = [disk.reserve(nbytes) for _ in range(tensors)]
+    after = (CudaBackend(machine.device).compute_event(),)
+    told = []
+    for name, issue in (
+        ("write", lambda: [disk.write(extent, source, after=after) for extent in extents]),
+        ("read", lambda: [disk.read(*pair, after=after) for pair in zip(extents, targets, strict=True)]),
+    ):
+        begin = time.perf_counter()
+        for operation in issue():
+            operation.synchronize()
+        told.append(f"{name} {tensors * nbytes / (time.perf_counter() - begin) / 1e9:.2f} GB/s")
+    assert all(torch.equal(target, source) for target in targets), "what was written did not come back"
+    disk.close()
+    return ", ".join(told)
+
+
 def plan(device: torch.device) -> str:
     """The automatic plan: a few measured steps, then a solver."""
     import torch
@@ -132,7 +184,7 @@ def allocator(device: torch.device) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
-CHECKS: tuple[Callable[[torch.device], str], ...] = (offload, kernels, tokens, link, allocator, disk, plan)
+CHECKS: tuple[Callable[[torch.device], str], ...] = (offload, kernels, tokens, link, allocator, disk, plan, gds)
 
 
 def _planned_allocator() -> None:
@@ -180,6 +232,7 @@ def _model(device: torch.device, dtype: torch.dtype) -> GPT:
 
     from memo.gpt.config import preset
     from memo.gpt.model.model import GPT
+    from memo.manager.machine import Machine
 
     torch.manual_seed(0)
     return GPT(preset("tiny", vocab_size=VOCAB, max_seq=SEQ)).to(device=device, dtype=dtype)

@@ -1,0 +1,81 @@
+"""Tests that `make test` leaves out for their length: those marked `slow`, and those that tests/slow.txt names.
+
+    pytest --turn 6/4         of these only one in four, by their names' checksums, and those that hold a promise
+    pytest --seconds FILE     writes what each test took; `python tests/support/slow_tests.py FILE` makes the list from it
+
+`.ci/run` takes the turn from the commit, so that each of them runs with one change in four; `make test-all` runs them all.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+LIST = Path(__file__).parents[1] / "slow.txt"
+MOST_SECONDS = 2.0
+"""A test that takes longer on a quiet core is slow, unless nothing else of its function is quicker and it takes KEPT_SECONDS."""
+KEPT_SECONDS = 4.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--turn", metavar="N/M", help="of slow tests those whose turn is N modulo M, and all with a promise")
+    parser.addoption("--seconds", metavar="FILE", type=Path, help="writes each test's seconds and id")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    file = config.getoption("--seconds")
+    if file is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Seconds(file))
+
+
+class _Seconds:
+    """Seconds of each test, its fixtures included, written when all have run."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._taken = file, Counter[str]()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._taken[report.nodeid] += report.duration  # type: ignore[assignment]
+
+    def pytest_sessionfinish(self) -> None:
+        self._file.write_text("".join(f"{taken:.3f}\t{test}\n" for test, taken in self._taken.items()))
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    named = set(LIST.read_text().splitlines())
+    for item in items:
+        if item.nodeid in named:
+            item.add_marker(pytest.mark.slow)
+    if (turn := config.getoption("--turn")) is None:
+        return
+    number, of = map(int, turn.split("/"))
+    left = {item for item in items if item.get_closest_marker("slow") and not _has_turn(item, number, of)}
+    config.hook.pytest_deselected(items=list(left))
+    items[:] = [item for item in items if item not in left]
+
+
+def _has_turn(item: pytest.Item, number: int, of: int) -> bool:
+    return item.get_closest_marker("promise") is not None or zlib.crc32(item.nodeid.encode()) % of == number % of
+
+
+def slow_tests(seconds: dict[str, float]) -> list[str]:
+    """Ids of the slow ones, in order."""
+    by_function = defaultdict[str, list[str]](list)
+    for test in seconds:
+        by_function[test.partition("[")[0]].append(test)
+    slow = {test for test in seconds if seconds[test] > MOST_SECONDS}
+    for tests in by_function.values():
+        quickest = min(tests, key=seconds.__getitem__)
+        if seconds[quickest] <= KEPT_SECONDS:
+            slow.discard(quickest)
+    return sorted(slow)
+
+
+if __name__ == "__main__":
+    lines = [line.split("\t") for line in Path(sys.argv[1]).read_text().splitlines()]
+    LIST.write_text("".join(f"{test}\n" for test in slow_tests({test: float(taken) for taken, test in lines})))
