@@ -141,7 +141,9 @@ def parsed(arguments: list[str]) -> tuple[list[str], Options]:
         help='of short, swap, plan, alpha and hf those with such a name alone, as "keep everything; memo"',
     )
     parser.add_argument("--resume", type=Path, metavar="FILE", help="of hf: a result file whose rows do not run again")
-    parser.add_argument("--disk", type=Path, metavar="DIR", help="of hf: adds memo at alpha 0 with all that moves on disk")
+    parser.add_argument(
+        "--disk", type=Path, metavar="DIR", help="of hf: adds memo at alpha 0 with all that moves on disk"
+    )
     parser.add_argument("--no-bits", action="store_true", help="of hf: without the step whose gradients are compared")
     parser.add_argument(
         "--trl", type=Path, help="TRL's activation_offloading.py (default: in .gpu, or an installed trl)"

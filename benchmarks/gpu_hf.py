@@ -226,7 +226,7 @@ def _measure(
     reference: dict[str, torch.Tensor] | None,
     add: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Adds steps and peaks to the row, then how far gradients differ, unless `reference` is None; the first way's go there."""
+    """Adds steps and peaks to the row, then how far gradients differ from `reference`, which the first way fills."""
     trained = [parameter for parameter in loss.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.0)
     budget = device_budget_of(ids.device, None).total_bytes

@@ -232,7 +232,6 @@ def _model(device: torch.device, dtype: torch.dtype) -> GPT:
 
     from memo.gpt.config import preset
     from memo.gpt.model.model import GPT
-    from memo.manager.machine import Machine
 
     torch.manual_seed(0)
     return GPT(preset("tiny", vocab_size=VOCAB, max_seq=SEQ)).to(device=device, dtype=dtype)

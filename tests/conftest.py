@@ -9,7 +9,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # in the processes that tests start, too
 
-pytest_plugins = ["failing_seed", "hypothesis_settings"]
+pytest_plugins = ["failing_seed", "hypothesis_settings", "slow_tests"]
 
 
 @pytest.fixture(autouse=True)

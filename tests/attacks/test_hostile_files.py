@@ -1,6 +1,6 @@
 """Files made to harm: each ends its command with one inert line and exit code 1, within seconds and bounded memory.
 
-Every command that reads a file is given every attack, in a process of its own under hard limits: two seconds of processor
+Every command that reads a file is given every attack, in a process of its own under hard limits: six seconds of processor
 time and a GiB of memory more than the command takes to refuse an empty file.
 """
 
@@ -116,7 +116,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def refused(command: str, path: Path, *, room: int = 1 << 30, seconds: int = 2) -> tuple[int, str]:
+def refused(command: str, path: Path, *, room: int = 1 << 30, seconds: int = 6) -> tuple[int, str]:
     """Exit code and standard error of a command, run in a fork under limits; what it printed must be inert."""
     arguments = [word.format(path) for word in COMMANDS[command].split()]
     read, write = os.pipe()

@@ -52,6 +52,7 @@ def test_a_1b_whose_host_memory_is_what_binds() -> None:
     require_settled(rehearsed(SMALL_LLAMA, 65536, device="22GiB", host="32GiB"))
 
 
+@pytest.mark.promise("P2")
 def test_an_8b_with_lora_at_32k_by_defaults_settles_where_it_once_raised() -> None:
     found = rehearsed(LLAMA_8B, 32768, lora=16, host="86.73GiB")
     require_settled(found)

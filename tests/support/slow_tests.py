@@ -16,13 +16,16 @@ from pathlib import Path
 import pytest
 
 LIST = Path(__file__).parents[1] / "slow.txt"
-MOST_SECONDS = 2.0
-"""A test that takes longer on a quiet core is slow, unless nothing else of its function is quicker and it takes KEPT_SECONDS."""
-KEPT_SECONDS = 4.0
+MOST_SECONDS = 1.0
+"""A test that takes longer on a quiet core is slow, except tests of the tree itself, which lie beside their folders, and the
+quickest of a function's that takes KEPT_SECONDS at most."""
+KEPT_SECONDS = 2.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--turn", metavar="N/M", help="of slow tests those whose turn is N modulo M, and all with a promise")
+    parser.addoption(
+        "--turn", metavar="N/M", help="of slow tests those whose turn is N modulo M, and all with a promise"
+    )
     parser.addoption("--seconds", metavar="FILE", type=Path, help="writes each test's seconds and id")
 
 
@@ -68,7 +71,7 @@ def slow_tests(seconds: dict[str, float]) -> list[str]:
     by_function = defaultdict[str, list[str]](list)
     for test in seconds:
         by_function[test.partition("[")[0]].append(test)
-    slow = {test for test in seconds if seconds[test] > MOST_SECONDS}
+    slow = {test for test in seconds if seconds[test] > MOST_SECONDS and test.count("/") > 1}
     for tests in by_function.values():
         quickest = min(tests, key=seconds.__getitem__)
         if seconds[quickest] <= KEPT_SECONDS:
