@@ -132,11 +132,11 @@ gpu-emulated:
 	build/emulated/python -m pytest $(SHOWN_WARNINGS) -m gpu --timeout 900 --deselect tests/gpu/test_ring_cuda.py $(PYTEST_ARGS) tests/gpu tests/kernels
 	TORCH_CUDA_SANITIZER=1 build/emulated/python -m pytest $(SHOWN_WARNINGS) -m gpu --timeout 900 $(PYTEST_ARGS) tests/gpu/test_swap_cuda.py tests/gpu/test_promises_cuda.py
 
-# The first hour on a GPU: docs/gpu.md. Packs .gpu/, which then travels; `bash .gpu/gpu_hour.sh 1` to 5 run there.
+# A quarter of an hour on a GPU: docs/gpu.md. Packs .gpu/, which then travels; `bash .gpu/gpu_hour.sh 1` to 6 run there.
 gpu-hour-prepare: setup
 	PYTHON=$(BIN)/python benchmarks/gpu_hour_prepare.sh .gpu
 
-# Its four parts at small size on the emulated device, from an environment without memo or solvers: some ten minutes.
+# Its parts at small size on the emulated device, most from an environment without memo or solvers: some ten minutes.
 gpu-rehearsal: setup
 	PY=$(PY) tests/emulated_cuda/prepare build/emulated
 	PYTHON=$(BIN)/python tests/emulated_cuda/rehearse build/emulated build/rehearsal

@@ -112,7 +112,8 @@ class Bench:
         predictions = newest_result("hf-predicted", ROOT / "benchmarks" / "results") or {}
         for case in options.cases("hf"):
             layers = None if options.layers is None else options.layers[0]
-            task = gpu_hf.Task(model=case.model, tokens=case.seq, layers=layers)
+            fields = gpu_hf.SMALL if options.small else {}
+            task = gpu_hf.Task(model=case.model, tokens=case.seq, layers=layers, fields=fields)
             body = gpu_hf.measure(
                 task,
                 self._device,

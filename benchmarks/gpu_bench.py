@@ -6,7 +6,7 @@
     python3 -m benchmarks.gpu_bench alpha      350m at 128k tokens over alpha, table and plot (gpu_plans)
     python3 -m benchmarks.gpu_bench length     the longest sequence of each way under --cap (benchmarks.longest)
     python3 -m benchmarks.gpu_bench 1m         350m at a million tokens, by plan (benchmarks.gpu_million)
-    python3 -m benchmarks.gpu_bench hf         Llama-3.1-8B with LoRA, Qwen3-4B, Qwen3-0.6B beside the best flags (gpu_hf)
+    python3 -m benchmarks.gpu_bench hf         Llama-3-8B with LoRA, Qwen3-4B, Qwen3-0.6B beside the best flags (gpu_hf)
     python3 -m benchmarks.gpu_bench allocator  the planned allocator beside PyTorch's (benchmarks.gpu_allocator)
 
 Without an arm, all of them. Options replace an arm's own model, lengths and limits:
@@ -14,7 +14,7 @@ Without an arm, all of them. Options replace an arm's own model, lengths and lim
     make gpu-bench ARMS="1m --host 88GiB --layers 8,6,4 --minutes 5"
     make gpu-bench ARMS="plan --seq 64k --rounds 3 --host 64GiB"
     make gpu-bench ARMS="plan --seq 64k --ways 'keep everything; memo'"
-    make gpu-bench ARMS="hf --model llama-3.1-8b+lora16 --seq 32k --seq 64k --rounds 3"
+    make gpu-bench ARMS="hf --model llama-3-8b+lora16 --seq 32k --seq 64k --rounds 3"
     make gpu-bench ARMS="length --cap 16GiB --minutes 6"
 
 Each arm writes a result file, anew after each row. Exits 3 without a GPU; with --device cpu the arms short, swap, plan,
@@ -57,13 +57,13 @@ CASES: dict[str, tuple[Case, ...]] = {
     "hf": tuple(
         Case(model=model, seq=kilo << 10, rounds=2)
         for model, kilo in (
-            ("llama-3.1-8b+lora16", 32),
-            ("llama-3.1-8b+lora16", 64),
+            ("llama-3-8b+lora16", 32),
+            ("llama-3-8b+lora16", 64),
             ("qwen3-4b", 64),
             ("qwen3-0.6b", 32),
-            ("llama-3.1-8b+lora16", 16),
+            ("llama-3-8b+lora16", 16),
             ("qwen3-4b", 32),
-            ("llama-3.1-8b+lora16", 128),
+            ("llama-3-8b+lora16", 128),
         )
     ),
 }
@@ -90,6 +90,7 @@ class Options:
     resume: Path | None
     disk: Path | None
     no_bits: bool
+    small: bool
     trl: Path | None
 
     def cases(self, arm: str) -> tuple[Case, ...]:
@@ -145,6 +146,7 @@ def parsed(arguments: list[str]) -> tuple[list[str], Options]:
         "--disk", type=Path, metavar="DIR", help="of hf: adds memo at alpha 0 with all that moves on disk"
     )
     parser.add_argument("--no-bits", action="store_true", help="of hf: without the step whose gradients are compared")
+    parser.add_argument("--small", action="store_true", help="of hf: the models with few channels, for testing")
     parser.add_argument(
         "--trl", type=Path, help="TRL's activation_offloading.py (default: in .gpu, or an installed trl)"
     )

@@ -4,7 +4,7 @@ Beside memo's defaults and alpha 0, on the same model and tokens: keep everythin
 keeps attention's results (transformers' own switch, TRL's `selective`), likewise with inputs on the host (transformers'
 `offload=True`), and Axolotl's two flags, which put both there. Every way computes its loss without logits, so that what
 differs is how activations are held. A step is forward, backward and AdamW at a learning rate of 0. `--model
-llama-3.1-8b+lora16` names a published model (memo rehearse --help) and the rank of PEFT's adapters; without adapters all of
+llama-3-8b+lora16` names a published model (memo rehearse --help) and the rank of PEFT's adapters; without adapters all of
 it is trained, its states in bfloat16.
 
     tokens_per_s   of the median step
@@ -54,12 +54,22 @@ from memo.hugging_face import PUBLISHED, configuration_from, model_class, publis
 from memo.mip.inputs import peak_flops
 from memo.units import format_bytes
 
-__all__ = ["ALPHA_0", "DEFAULTS", "Task", "best_flag_s", "flops_of_step", "measure", "ways"]
+__all__ = ["ALPHA_0", "DEFAULTS", "MOST_STEPS", "SMALL", "Task", "best_flag_s", "flops_of_step", "measure", "ways"]
 
 DEFAULTS = "memo, defaults"
 ALPHA_0 = "memo, alpha 0"
 MOST_STEPS = 14
 """Number of steps in which a plan has to settle."""
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "head_dim": 8,
+}
+"""Fields of a configuration with which a step is a matter of milliseconds, for testing."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

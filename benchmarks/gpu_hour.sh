@@ -12,14 +12,14 @@ shopt -s nullglob
 
 if [ -z "${GPU_HOUR_SMALL:-}" ]; then
   patience=1  # times every limit
-  lora8="--model llama-3.1-8b+lora16" whole4="--model qwen3-4b" short="--seq 32k --rounds 1" long="--seq 64k --rounds 1 --no-bits"
-  deep="--model llama-3.1-8b+lora16 --layers 2 --seq 500k --rounds 1 --no-bits"
+  lora8="--model llama-3-8b+lora16" whole4="--model qwen3-4b" short="--seq 32k --rounds 1" long="--seq 64k --rounds 1 --no-bits"
+  deep="--model llama-3-8b+lora16 --layers 2 --seq 500k --rounds 1 --no-bits"
   model="--model 350m" host="--host 64GiB" allocator="--seq 32k --steps 12" probe="" kernels=""
   programs="--workers 4 --minutes 1.75 --shrink 20 --ranks 0 --write" classes=(--workers 6 --settings 1,0.3,0)
 else  # the rehearsal: the same commands, where nothing is fast
   patience=4
-  lora8="--model qwen2.5-0.5b+lora4 --layers 2" whole4="--model qwen3-0.6b --layers 2"
-  short="--seq 64 --rounds 1" long="--seq 96 --rounds 1 --no-bits" deep="$lora8 --seq 128 --rounds 1 --no-bits"
+  lora8="--small --model llama-3-8b+lora16" whole4="--small --model qwen3-4b"
+  short="--seq 512 --rounds 1" long="--seq 1k --rounds 1 --no-bits" deep="$lora8 --seq 2k --rounds 1 --no-bits"
   model="--model tiny" host="--host 1GiB" allocator="--seq 512 --steps 2" probe="--small" kernels="--values 16k --asked 0"
   programs="--programs 10 --ranks 0 --write" classes=(--workers 1 --settings 1,0 --only LlamaForCausalLM)
   some="when_one_stream_lags or host_arena_is_exact or too_late or no_fallback or anything_but_zero or refused"

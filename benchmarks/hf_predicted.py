@@ -1,6 +1,6 @@
 """What `gpu_bench hf` will measure, predicted without a GPU: every row, on a simulated one.
 
-    python -m benchmarks.hf_predicted [--model llama-3.1-8b+lora16 --seq 32k --seq 64k] [--gpu h100] [--host 125GiB]
+    python -m benchmarks.hf_predicted [--model llama-3-8b+lora16 --seq 32k --seq 64k] [--gpu h100] [--host 125GiB]
 
 Rehearsed (memo.rehearsal): keeping everything, full checkpointing, attention kept, memo at alpha 0 and by its defaults. Of
 the flags that hold checkpoints on the host, by arithmetic from the rehearsed row of attention kept: transformers'
@@ -122,7 +122,7 @@ def _line(row: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="instead of all cases of gpu_bench hf, as llama-3.1-8b+lora16")
+    parser.add_argument("--model", help="instead of all cases of gpu_bench hf, as llama-3-8b+lora16")
     parser.add_argument("--seq", action="append", type=parse_tokens, help="with --model; may be given several times")
     parser.add_argument("--layers", type=int, help="instead of the model's own")
     parser.add_argument("--gpu", default="h100", help="preset (default h100)")

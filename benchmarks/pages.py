@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.hf_table import hf_table
 from benchmarks.results import ROOT
 from benchmarks.searched import MEMO_MEAN_MFU, MISSING
 from memo.units import format_bytes
@@ -398,7 +399,7 @@ def _most_cap(lengths: Result, ways: Sequence[str]) -> int:
 
 
 def figures() -> list[str]:
-    """README's three: longest sequence, step time at equal memory, architectures that are bit-equal."""
+    """README's: the table of flags on a GPU; longest sequence, step time at equal memory, architectures that are bit-equal."""
     peers, architectures, of_depths = newest("peers", having="steps"), newest("architectures"), newest_lengths()
     if peers is None or architectures is None or not of_depths:
         return []
@@ -426,9 +427,13 @@ def figures() -> list[str]:
         f"({at_alpha_0}).",
     ]
     return [
-        line
-        for paragraph in told
-        for line in textwrap.wrap(paragraph, 125, subsequent_indent="  ", break_long_words=False)
+        *hf_table(),
+        "",
+        *(
+            line
+            for paragraph in told
+            for line in textwrap.wrap(paragraph, 125, subsequent_indent="  ", break_long_words=False)
+        ),
     ]
 
 

@@ -9,19 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu_hf import DEFAULTS, MOST_STEPS, Task, best_flag_s, flops_of_step, measure, ways
+from benchmarks.gpu_hf import DEFAULTS, MOST_STEPS, SMALL, Task, best_flag_s, flops_of_step, measure, ways
 from benchmarks.peers.ways import AXOLOTL, TRANSFORMERS_ATTENTION
 from memo.errors import UsageError
-
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 3,
-    "head_dim": 8,
-}
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b+lora4", "qwen3-0.6b"])
