@@ -1,4 +1,4 @@
-"""README's first table: a model of transformers on one GPU, by the flags that people have and by memo, from the result files."""
+"""README's first table: a model of transformers on one GPU, by the flags that there are and by memo, from result files."""
 
 from __future__ import annotations
 

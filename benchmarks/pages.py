@@ -399,7 +399,7 @@ def _most_cap(lengths: Result, ways: Sequence[str]) -> int:
 
 
 def figures() -> list[str]:
-    """README's: the table of flags on a GPU; longest sequence, step time at equal memory, architectures that are bit-equal."""
+    """README's: the table of flags on a GPU; longest sequence, step time at equal memory, bit-equal architectures."""
     peers, architectures, of_depths = newest("peers", having="steps"), newest("architectures"), newest_lengths()
     if peers is None or architectures is None or not of_depths:
         return []
