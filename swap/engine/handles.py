@@ -1,6 +1,6 @@
 """Handles: the objects that `pack` returns to autograd, with the geometry and the in-place guard of one tensor (R1, R4).
 
-A Handle shares in the life of a storage that may move; a Kept is a tensor that stays; a Sharded wraps either for a DTensor.
+A Handle shares in the life of a storage that may move; a KeptTensor is one that stays; a Sharded wraps either for a DTensor.
 Autograd checks version counters itself only without hooks, so each handle notes its tensor's and `unpack` compares.
 """
 
