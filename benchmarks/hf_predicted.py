@@ -80,7 +80,7 @@ def _row(way: str, found: Rehearsal) -> dict[str, Any]:
     return {
         "way": way,
         "by": "rehearsal",
-        "predicted_s": None if last is None else last.seconds,
+        "predicted_s": None if last is None else found.step_s,
         "predicted_device_bytes": None if last is None else last.device_bytes,
         "predicted_host_bytes": None if last is None else last.host_bytes,
         "settled": found.settled,

@@ -126,8 +126,13 @@ class Rehearsal:
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of the last step; None where none ended."""
-        return self.steps[-1].seconds if self.steps else None
+        """Seconds of the last step, of those by a settled plan one without trial replays; None where none ended."""
+        return self._seconds_by_tokens()[self.steps[-1].tokens] if self.steps else None
+
+    def _seconds_by_tokens(self) -> dict[int, float]:
+        """Seconds of a step of each length. The engine tries replays again at the 10th call of a layer, the 100th and so on."""
+        usual = (step for step in self.steps if self.settled and step.is_settled and not step.trials)
+        return {step.tokens: step.seconds for step in self.steps} | {step.tokens: step.seconds for step in usual}
 
     @property
     def violations(self) -> tuple[BudgetViolation, ...]:
@@ -161,7 +166,7 @@ class Rehearsal:
         after = self.settled_after
         if after is None:
             return None
-        by_tokens = {step.tokens: step.seconds for step in self.steps}  # of each length the last one
+        by_tokens = self._seconds_by_tokens()
         return sum(step.seconds - by_tokens[step.tokens] for step in self.steps[:after])
 
 

@@ -315,6 +315,10 @@ def test_steps_before_the_settled_plan_are_counted_in_steps_by_it() -> None:
     assert settled_line(found(*steps)) == (
         "settled after 2 steps with 2.00 s a step; the first 2 took 2.0 plain steps beyond their own"
     )
+    tried_again = [*steps, step(4, 9.0, trials=32)]
+    assert found(*tried_again).step_s == 2.0
+    assert found(*tried_again).settling_s == 4.0
+    assert found(*tried_again, settled=False).step_s == 9.0
     first = [step(0, is_settled=True), step(1, is_settled=True)]
     assert settled_line(found(*first)) == "settled from the first step on with 2.00 s a step"
     assert settled_line(found(*steps[:2], settled=False)) == "not settled after 2 steps"
