@@ -130,7 +130,7 @@ class Rehearsal:
         return self._seconds_by_tokens()[self.steps[-1].tokens] if self.steps else None
 
     def _seconds_by_tokens(self) -> dict[int, float]:
-        """Seconds of a step of each length. The engine tries replays again at the 10th call of a layer, the 100th and so on."""
+        """Seconds of a step of each length. At the 10th call of a layer, the 100th and so on, its replay is tried again."""
         usual = (step for step in self.steps if self.settled and step.is_settled and not step.trials)
         return {step.tokens: step.seconds for step in self.steps} | {step.tokens: step.seconds for step in usual}
 
