@@ -9,10 +9,10 @@ from typing import Any
 
 from benchmarks.gpu_hf import ALPHA_0, DEFAULTS
 from benchmarks.peers.ways import ATTENTION, AXOLOTL, CHECKPOINTING, KEEP, TRANSFORMERS_ATTENTION
-from benchmarks.results import ROOT
+from benchmarks.results import ROOT, newest_result
 from memo.units import format_tokens
 
-__all__ = ["hf_table"]
+__all__ = ["hf_table", "predicted_table"]
 
 RESULTS = ROOT / "benchmarks" / "results"
 MODEL, GPU, LENGTHS = "llama-3-8b+lora16", "H100", (32 << 10, 64 << 10)
@@ -46,6 +46,25 @@ def hf_table(folder: Path = RESULTS) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
+def predicted_table(folder: Path = RESULTS) -> list[str]:
+    """Lines of Markdown: a row for each model and length of the newest prediction, a column for each method."""
+    body = newest_result("hf-predicted", folder)
+    lines = [["model, tokens", *METHODS], ["---"] * (1 + len(METHODS))]
+    for case in [] if body is None else body["cases"]:
+        rows = {row["way"]: row for row in case["ways"]}
+        name = f"{case['model']}, {format_tokens(case['tokens'])}"
+        lines.append([name, *(_predicted_cell(rows.get(way)) for way in METHODS)])
+    return [f"| {' | '.join(cells)} |" for cells in lines]
+
+
+def _predicted_cell(row: dict[str, Any] | None) -> str:
+    if row is None or row["predicted_s"] is None:
+        return "out of memory" if row is not None else ""
+    host = row["predicted_host_bytes"]
+    memory = f"{row['predicted_device_bytes'] / 2**30:.1f}" + (f" + {host / 2**30:.1f}" if host else "")
+    return f"{row['predicted_s']:.2f} s, {memory} GiB"
+
+
 def _rows(folder: Path) -> Iterator[dict[str, Any]]:
     """Rows that were measured on this GPU, oldest first, each with its length."""
     files = [json.loads(path.read_text()) for path in folder.glob("*-gpu-bench-*.json")]
@@ -62,11 +81,9 @@ def _is_told(row: dict[str, Any]) -> bool:
 
 
 def _predicted(folder: Path) -> Iterator[dict[str, Any]]:
-    files = [json.loads(path.read_text()) for path in folder.glob("*-hf-predicted.json")]
-    for body in sorted(files, key=lambda body: (body["date"], body["begun"])):
-        for case in body["cases"]:
-            if (case["model"], case["layers"]) == (MODEL, None):
-                yield from ({**row, "tokens": case["tokens"]} for row in case["ways"])
+    for case in (newest_result("hf-predicted", folder) or {"cases": []})["cases"]:
+        if (case["model"], case["layers"]) == (MODEL, None):
+            yield from ({**row, "tokens": case["tokens"]} for row in case["ways"])
 
 
 def _step(row: dict[str, Any] | None, predicted: dict[str, Any] | None) -> str:

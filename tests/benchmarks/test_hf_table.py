@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_hf import DEFAULTS
-from benchmarks.hf_table import METHODS, MODEL, hf_table
+from benchmarks.hf_table import METHODS, MODEL, hf_table, predicted_table
 from benchmarks.peers.ways import AXOLOTL, CHECKPOINTING, KEEP
 
 GIB = 1 << 30
@@ -17,7 +17,14 @@ def write(
     path: Path, benchmark: str, begun: str, rows: list[dict[str, Any]], model: str = MODEL, gpu: str = "H100"
 ) -> None:
     case = {"model": model, "tokens": 32 << 10, "layers": None, "ways": rows}
-    body = {"benchmark": benchmark, "date": "2026-11-27", "begun": begun, "device": {"gpu": gpu}, "cases": [case]}
+    body = {
+        "benchmark": benchmark,
+        "date": "2026-11-27",
+        "begun": begun,
+        "written": begun,
+        "device": {"gpu": gpu},
+        "cases": [case],
+    }
     path.write_text(json.dumps(body))
 
 
@@ -47,3 +54,20 @@ def test_rows_are_the_newest_and_what_is_not_measured_says_so(tmp_path: Path) ->
     assert lines[CHECKPOINTING].split(" | ")[1:] == ["4.00 s", "not measured", "3.0 GiB", " |"]
     assert lines[KEEP].split(" | ")[1:3] == ["out of memory", "not measured"]
     assert lines[AXOLOTL].split(" | ")[1:3] == ["not measured (2.50)", "not measured"]
+
+
+def test_what_is_predicted_is_a_row_for_each_model_and_length(tmp_path: Path) -> None:
+    numbers = {"predicted_s": 2.5, "predicted_device_bytes": 3 * GIB, "predicted_host_bytes": 0}
+    rows = [
+        {"way": KEEP, "predicted_s": None},
+        {"way": DEFAULTS, **numbers},
+        {"way": AXOLOTL, **numbers, "predicted_host_bytes": GIB},
+    ]
+    write(tmp_path / "e-hf-predicted.json", "hf-predicted", "07:00:00", rows)
+    _, _, line = predicted_table(tmp_path)
+    cells = dict(zip(["case", *METHODS], line.strip("| ").split(" | "), strict=True))
+    assert cells["case"] == f"{MODEL}, 32k"
+    assert cells[KEEP] == "out of memory"
+    assert cells[DEFAULTS] == "2.50 s, 3.0 GiB"
+    assert cells[AXOLOTL] == "2.50 s, 3.0 + 1.0 GiB"
+    assert cells[CHECKPOINTING] == ""

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import pages
+from benchmarks.hf_table import predicted_table
 from benchmarks.pages import newest, readme, results_page
 from benchmarks.peers.__main__ import Options, Steps, _peak, main, parsed, quartiles
 from benchmarks.peers.models import Shape
@@ -107,6 +108,8 @@ def test_the_page_and_readme_are_what_the_result_files_give() -> None:
     assert (ROOT / "docs" / "results.md").read_text() == results_page(), "run `make plots`"
     text = (ROOT / "README.md").read_text()
     assert text == readme(text), "run `make plots`"
+    gpu = (ROOT / "docs" / "gpu.md").read_text()
+    assert gpu == pages.with_block(gpu, predicted_table()), "run `make plots`"
     assert pages.BEGIN in text
 
 
