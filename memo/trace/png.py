@@ -67,7 +67,7 @@ def draw_step(report: TraceReport, path: Path, *, rank: int, step: int | None, d
         from matplotlib import rcParams
         from matplotlib.figure import Figure
     except ImportError:
-        raise MemoError("pictures need matplotlib: pip install 'memo-train[plot]'") from None
+        raise MemoError("pictures need matplotlib: pip install matplotlib") from None
     one = report.of_rank(rank)
     figures = one.step(step)
     window = (figures.start_ns, figures.end_ns)

@@ -52,7 +52,7 @@ def picture_png(plan: AddressPlan) -> bytes:
         from matplotlib.collections import PolyCollection
         from matplotlib.figure import Figure
     except ImportError:
-        raise UsageError("a .png needs matplotlib: pip install 'memo-train[plot]', or ask for .html") from None
+        raise UsageError("a .png needs matplotlib: pip install matplotlib, or ask for .html") from None
     count = max(len(plan.arenas), 1)
     figure = Figure(figsize=(14, 7 * count), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)

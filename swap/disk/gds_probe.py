@@ -77,7 +77,7 @@ def obstacles(directory: Path, *, root: Path = Path("/")) -> list[str]:
         found.append(f"GPUDirect Storage does not support file system {mount.kind}: use ext4 or xfs on NVMe")
     found += _device_obstacles(mount)
     if importlib.util.find_spec("kvikio") is None:
-        found.append("kvikio is not installed: pip install 'memo-train[gpu]'")
+        found.append("kvikio is not installed: pip install kvikio-cu13")
     return found
 
 

@@ -356,7 +356,7 @@ def test_xfs_needs_no_mount_option(tmp_path: Path) -> None:
 
 def test_a_missing_kvikio_is_an_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gds_probe.importlib.util, "find_spec", lambda name: None)
-    assert obstacles(machine(tmp_path), root=tmp_path) == ["kvikio is not installed: pip install 'memo-train[gpu]'"]
+    assert obstacles(machine(tmp_path), root=tmp_path) == ["kvikio is not installed: pip install kvikio-cu13"]
 
 
 @pytest.mark.parametrize(

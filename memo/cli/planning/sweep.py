@@ -226,7 +226,7 @@ def _draw(points: Sequence[SweepPoint], path: Path, *, by: SweepAxis, crossover:
         from matplotlib import rcParams
         from matplotlib.figure import Figure
     except ImportError:
-        raise MemoError("pictures need matplotlib: pip install 'memo-train[plot]'") from None
+        raise MemoError("pictures need matplotlib: pip install matplotlib") from None
     rcParams["svg.hashsalt"] = "memo"  # the same sweep gives the same file
     answered = [(point, point.fit) for point in points if point.fit is not None]
     most = max((_budget(point, by) for point, _ in answered), default=0)

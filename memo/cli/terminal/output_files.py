@@ -72,7 +72,7 @@ def require_matplotlib(path: str | Path | None) -> None:
         MemoError: matplotlib is not installed.
     """
     if path is not None and importlib.util.find_spec("matplotlib") is None:
-        raise MemoError(f"{display_name(path)}: pictures need matplotlib: pip install 'memo-train[plot]'")
+        raise MemoError(f"{display_name(path)}: pictures need matplotlib: pip install matplotlib")
 
 
 def _require_directory(path: Path) -> None:

@@ -174,7 +174,7 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
-        raise DataError(f'{path}: reading Parquet needs pyarrow; pip install "memo-train[data]"') from error
+        raise DataError(f"{path}: reading Parquet needs pyarrow; pip install pyarrow") from error
     try:
         with ParquetFile(path) as table:
             columns = table.schema_arrow.names

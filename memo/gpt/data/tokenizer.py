@@ -108,7 +108,7 @@ def _parsed(path: Path, content: bytes) -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise DataError(f'tokenizer {path}: needs the tokenizers library; pip install "memo-train[data]"') from error
+        raise DataError(f"tokenizer {path}: needs the tokenizers library; pip install tokenizers") from error
     with _refusing(f"tokenizer {path}: not a tokenizer.json"):
         return tokenizers.Tokenizer.from_buffer(content)
 

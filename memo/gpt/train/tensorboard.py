@@ -50,9 +50,7 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise UsageError(
-                '--tensorboard needs the tensorboard package; pip install "memo-train[tensorboard]"'
-            ) from error
+            raise UsageError("--tensorboard needs the tensorboard package; pip install tensorboard") from error
         try:
             self._writer = SummaryWriter(folder, purge_step=done + 1 if done else None, flush_secs=10)
         except OSError as error:

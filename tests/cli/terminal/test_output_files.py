@@ -127,5 +127,5 @@ def test_a_missing_matplotlib_is_told_before_the_work(
     monkeypatch.setattr("memo.cli.pack.read_annotated", lambda *_: worked.append("pack"))
     monkeypatch.setattr("memo.cli.trace.read_traces", lambda *_, **__: worked.append("png"))
     assert main(command) == ExitCode.FAILURE
-    assert f"{command[-1]}: pictures need matplotlib: pip install 'memo-train[plot]'" in capsys.readouterr().err
+    assert f"{command[-1]}: pictures need matplotlib: pip install matplotlib" in capsys.readouterr().err
     assert not worked
