@@ -7,11 +7,14 @@ not.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import enum
 import importlib
 import itertools
 import math
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -31,6 +34,22 @@ def _imported_alone(name: str) -> Any:
 
 
 pulp: Any = _imported_alone("pulp")
+
+
+def _name_is_told() -> None:
+    """Makes a solver while standard output leads nowhere: from 1.16 on the first one of a process prints its name there."""
+    with contextlib.suppress(OSError), contextlib.ExitStack() as done:  # OSError: there is no standard output
+        kept, nowhere, flush = os.dup(1), os.open(os.devnull, os.O_WRONLY), ctypes.CDLL(None).fflush
+        done.callback(os.close, kept)
+        done.callback(os.close, nowhere)
+        flush(None)
+        os.dup2(nowhere, 1)
+        done.callback(os.dup2, kept, 1)
+        done.callback(flush, None)
+        highspy.Highs()
+
+
+_name_is_told()
 
 PRIMAL_SIMPLEX = 4
 """Value of HiGHS's option simplex_strategy."""

@@ -281,3 +281,22 @@ assert model() is None
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_name_that_a_first_solver_prints_is_on_no_output() -> None:
+    """As HiGHS 1.16 does it: by C, once in a process."""
+    prints = (
+        "import ctypes, highspy\n"
+        "made, told = highspy.Highs.__init__, []\n"
+        "def make(self):\n"
+        "    told or told.append(ctypes.CDLL(None).printf(b'Running HiGHS 1.16.0\\n'))\n"
+        "    made(self)\n"
+        "highspy.Highs.__init__ = make\n"
+        "print('{')\n"
+        "import memo.mip.solvers\n"
+        "highspy.Highs()\n"
+        "assert told, 'nothing was printed'\n"
+        "print('}')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", prints], capture_output=True, text=True, check=False, cwd="/")
+    assert (done.returncode, done.stdout) == (0, "{\n}\n"), done.stderr
