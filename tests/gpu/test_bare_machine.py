@@ -123,7 +123,7 @@ def test_the_smoke_checks_run_on_a_bare_machine(bare: Path) -> None:
     done = run_bare(bare, "-m", "benchmarks.gpu_smoke", "--device", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     left_out = [line.split()[0] for line in done.stdout.splitlines() if "left out" in line]
-    assert left_out == ["allocator", "plan"]
+    assert left_out == ["allocator", "plan", "gds"]
 
 
 ROWS = """
