@@ -1,4 +1,4 @@
-"""What `gpu_bench hf` will measure, predicted without a GPU: every row, on a simulated one.
+"""Predicted rows of `gpu_bench hf`, without a GPU: each way rehearsed on a simulated one.
 
     python -m benchmarks.hf_predicted [--model llama-3-8b+lora16 --seq 32k --seq 64k] [--gpu h100] [--host 125GiB]
 
@@ -33,7 +33,7 @@ from memo.units import format_bytes, parse_bytes, parse_tokens
 __all__ = ["main", "predicted"]
 
 STEPS = 2
-"""Of ways without a plan: the first initialises the optimizer's state."""
+"""Number of steps of a way without a plan; the first initialises the optimizer's state."""
 
 
 def predicted(task: Task, gpu: str, host_bytes: int) -> Iterator[dict[str, Any]]:

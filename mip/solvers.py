@@ -36,7 +36,7 @@ def _imported_alone(name: str) -> Any:
 pulp: Any = _imported_alone("pulp")
 
 
-def _name_is_told() -> None:
+def _make_first_solver() -> None:
     """Makes a solver while standard output leads nowhere: from 1.16 on the first one of a process prints its name there."""
     with contextlib.suppress(OSError), contextlib.ExitStack() as done:  # OSError: there is no standard output
         kept, nowhere, flush = os.dup(1), os.open(os.devnull, os.O_WRONLY), ctypes.CDLL(None).fflush
@@ -49,7 +49,7 @@ def _name_is_told() -> None:
         highspy.Highs()
 
 
-_name_is_told()
+_make_first_solver()
 
 PRIMAL_SIMPLEX = 4
 """Value of HiGHS's option simplex_strategy."""
