@@ -49,7 +49,8 @@ def _make_first_solver() -> None:
         highspy.Highs()
 
 
-_make_first_solver()
+if (highspy.HIGHS_VERSION_MAJOR, highspy.HIGHS_VERSION_MINOR) >= (1, 16):  # else no other thread's line is put at risk
+    _make_first_solver()
 
 PRIMAL_SIMPLEX = 4
 """Value of HiGHS's option simplex_strategy."""

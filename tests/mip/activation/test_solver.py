@@ -291,7 +291,7 @@ def test_the_name_that_a_first_solver_prints_is_on_no_output() -> None:
         "def make(self):\n"
         "    told or told.append(ctypes.CDLL(None).printf(b'Running HiGHS 1.16.0\\n'))\n"
         "    made(self)\n"
-        "highspy.Highs.__init__ = make\n"
+        "highspy.Highs.__init__, highspy.HIGHS_VERSION_MINOR = make, 16\n"
         "print('{')\n"
         "import memo.mip.solvers\n"
         "highspy.Highs()\n"
