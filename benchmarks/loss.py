@@ -23,7 +23,8 @@ import torch.nn.functional as F
 
 from benchmarks.results import write_result
 from memo.autoplan.device_budget import device_budget_of
-from memo.loss.chunked_cross_entropy import chunk_tokens, chunked_linear_cross_entropy
+from memo.loss.chunked_cross_entropy import chunked_linear_cross_entropy
+from memo.loss.chunks import chunk_tokens
 from memo.machine.process_memory import return_freed_memory
 from memo.units import format_bytes, format_tokens, parse_tokens
 
@@ -38,7 +39,7 @@ Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 def ways(vocab: int) -> dict[str, Loss]:
     """The ways to compute it, by name; the first is what others are compared with."""
-    own = chunk_tokens(vocab)
+    own = chunk_tokens(vocab, trained=True)
 
     def ours(chunk: int) -> Loss:
         return lambda x, weight, targets: chunked_linear_cross_entropy(x, weight, targets, chunk=chunk)

@@ -56,7 +56,7 @@ IMPORTS = {
     "memo/gpt": "memo memo/parallel memo/compression memo/gpt/optim",
     "memo/gpt/data": "memo",
     "memo/gpt/checkpoint": "memo memo/parallel memo/gpt",
-    "memo/gpt/arithmetic": "memo mip mip/inputs mip/activation swap face memo/parallel memo/gpt",
+    "memo/gpt/arithmetic": "memo mip mip/inputs mip/activation swap face memo/parallel memo/loss memo/gpt",
     "memo/gpt/model": "memo allocator swap face memo/machine memo/parallel memo/loss memo/gpt",
     "memo/gpt/train": "memo mip/inputs mip/activation allocator swap face memo/machine memo/parallel memo/compression "
     "memo/manager memo/gpt/optim memo/gpt memo/gpt/data memo/gpt/checkpoint memo/gpt/arithmetic memo/gpt/model",

@@ -64,6 +64,7 @@ class ShortModel:
     """Parameters of all that is neither in a layer nor the embedding; without an output projection that is the embedding."""
     projection_parameters: int
     """Parameters of the output projection, which multiplies every token."""
+    trains_projection: bool
     is_tied: bool
     vocabulary: int
     attention: str
@@ -124,6 +125,7 @@ def short_model(config: Any, *, name: str, dtype: torch.dtype, lora: int = 0) ->
         embedding_parameters=sum(p.numel() for p in embedding),
         head_parameters=sum(p.numel() for p in outside),
         projection_parameters=0 if weight is None else weight.numel(),
+        trains_projection=weight is not None and weight.requires_grad and not lora,
         is_tied=weight is not None and any(weight is p for p in embedding),
         vocabulary=int(text.vocab_size),
         attention=str(getattr(config, "_attn_implementation", "eager")),

@@ -8,6 +8,7 @@ allocation; and one runs under the engine of `memo.offload`, which finds the poi
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,7 +24,7 @@ from memo.hugging_face.configuration import one_line, quiet
 from memo.hugging_face.fused_attention import attended_in
 from memo.hugging_face.kernel_clock import EMBEDDING, HEAD, MOST_OPERATORS, KernelClock, PassCost, TooManyOperators
 from memo.hugging_face.layer_kinds import ShortModel
-from memo.loss import loss_without_logits
+from memo.loss import LOGIT_NBYTES, added_nbytes, chunk_tokens, loss_without_logits
 from memo.mip.inputs import ALL, Hardware, PointProfile
 from memo.record import AllocationSites, OffloadWithoutBytes, Step, record_step
 from memo.swap import Layer, LayerCosts, Rates, argument_storages, cast_of_parameter, find_layers, layer_input
@@ -36,8 +37,6 @@ _MANY_OPERATORS = 500
 """In one forward of a layer; those with a kernel for what they do have about a hundred."""
 _CHUNKS = 4
 """Chunks of the loss without logits as it is recorded; as it runs it has so many that each has few logits."""
-_LOGITS = 1 << 25  # in one chunk of the loss: memo.loss.chunked_cross_entropy.CHUNK_LOGITS
-_LOGIT_BYTES = 2 * 4  # a logit and its gradient in float32
 _WARM_UPS = 2
 """Steps under the engine: what a plan keeps and autograd does not save is held from the second on."""
 
@@ -196,20 +195,33 @@ class _Recording:
         return RecordedStep(layers=layers, embedding=embedding, head=head)
 
     def _end(self, end: str, saved: _Saved, clock: KernelClock, transient_nbytes: int) -> RecordedEnd:
+        forward = clock.spent[f"{end}.forward"]
+        if self._without_logits and end == HEAD:
+            forward = dataclasses.replace(forward, seconds=forward.seconds + self._chunks_s())
         return RecordedEnd(
-            forward=clock.spent[f"{end}.forward"],
+            forward=forward,
             backward=clock.spent[f"{end}.backward"],
             saved_nbytes=sum(saved.outside[end]),
             transient_nbytes=transient_nbytes,
         )
 
+    def _chunks_s(self) -> float:
+        """Seconds of adding the chunks that are not recorded to the gradient of the projection's weight."""
+        short = self._short
+        if not short.trains_projection:
+            return 0.0
+        chunks = -(-math.prod(self._shape) // chunk_tokens(short.vocabulary, trained=True))
+        each = added_nbytes(short.projection_parameters, next(short.model.parameters()).element_size())
+        return (chunks - _CHUNKS) * each / self._machine.hbm_bytes_per_s
+
     def _chunked_nbytes(self) -> int:
         """Transient bytes of the loss without logits: a chunk's, and the gradient of the projection's weight, twice."""
-        short, (batch, tokens) = self._short, self._shape
-        logits = _LOGIT_BYTES * min(_LOGITS, batch * tokens * short.vocabulary)
+        short, tokens = self._short, math.prod(self._shape)
+        chunk = min(tokens, chunk_tokens(short.vocabulary, trained=short.trains_projection))
         hidden = short.projection_parameters // max(1, short.vocabulary)
         width = next(short.model.parameters()).element_size()
-        return logits + width * batch * tokens * hidden + (4 + width) * short.projection_parameters
+        weight = (4 + width) * short.projection_parameters if short.trains_projection else 0
+        return LOGIT_NBYTES * chunk * short.vocabulary + width * tokens * hidden + weight
 
     def _step(self) -> Step:
         """The step, with every tensor byteless."""

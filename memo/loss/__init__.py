@@ -8,6 +8,12 @@ from memo.lazy import attach
 
 if TYPE_CHECKING:
     from memo.loss.chunked_cross_entropy import chunked_linear_cross_entropy as chunked_linear_cross_entropy
+    from memo.loss.chunks import (
+        LOGIT_NBYTES as LOGIT_NBYTES,
+        added_nbytes as added_nbytes,
+        chunk_tokens as chunk_tokens,
+        moved_nbytes as moved_nbytes,
+    )
     from memo.loss.output_rows import (
         Vocabulary as Vocabulary,
         VocabularyShard as VocabularyShard,
@@ -18,6 +24,7 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
+            "chunks": "LOGIT_NBYTES added_nbytes chunk_tokens moved_nbytes",
             "chunked_cross_entropy": "chunked_linear_cross_entropy",
             "output_rows": "Vocabulary VocabularyShard WholeVocabulary",
             "without_logits": "loss_without_logits",

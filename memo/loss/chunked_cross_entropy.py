@@ -3,7 +3,7 @@
 Owns the model's last matrix product, its bias and the softmax; the scale and soft cap between them are
 logit_transform_shape.py. Gradients are computed in forward, while the chunk's logits exist:
 
-    forward    chunk: logits -> loss, d logits -> d hidden, d weight, d bias     (the chunk's logits are freed here)
+    forward    chunk: logits -> log softmax -> loss, d logits -> d hidden, d weight, d bias    (its logits are freed here)
     backward   these gradients times the incoming one
 
 Invariants: memory beyond inputs and gradients does not depend on the number of tokens, and every reduction over tokens
@@ -29,27 +29,18 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from memo.errors import UsageError
+from memo.loss.chunks import chunk_tokens
 from memo.loss.logit_transform_shape import PLAIN, LogitTransformShape
 from memo.loss.output_rows import Vocabulary, WholeVocabulary
 
-__all__ = ["IGNORE", "Reduction", "chunk_tokens", "chunked_linear_cross_entropy"]
+__all__ = ["IGNORE", "Reduction", "chunked_linear_cross_entropy"]
 
 Reduction = Literal["mean", "sum"]
 
 # Target of tokens that do not count, as in torch.nn.functional.cross_entropy.
 IGNORE = -100
 
-# Elements of one chunk's logits: 2^25 are 128 MiB in float32.
-CHUNK_LOGITS = 1 << 25
-MAX_CHUNK_TOKENS = 8192
-
 _WHOLE = WholeVocabulary()
-
-
-def chunk_tokens(vocab_size: int) -> int:
-    """Tokens per chunk: the largest power of two, for full matrix tiles, within CHUNK_LOGITS and MAX_CHUNK_TOKENS."""
-    fitting = max(1, CHUNK_LOGITS // vocab_size)
-    return min(MAX_CHUNK_TOKENS, 1 << (fitting.bit_length() - 1))
 
 
 def chunked_linear_cross_entropy(
@@ -81,7 +72,8 @@ def chunked_linear_cross_entropy(
         shape: scale and soft cap of the logits.
         reduction: "mean" over the counted tokens of all ranks, or "sum".
         ignore_index: target of tokens that do not count.
-        chunk: tokens whose logits exist at a time; by default `chunk_tokens` of the vocabulary.
+        chunk: tokens whose logits exist at a time; by default `chunk_tokens` of the vocabulary and of whether the weight
+            requires a gradient.
         vocabulary: the rows of the projection that are on this rank.
         keep_gradients: computes gradients in forward. False saves the inputs only, and computes the logits twice.
 
@@ -97,8 +89,9 @@ def chunked_linear_cross_entropy(
     compute = hidden.dtype
     if torch.is_autocast_enabled(hidden.device.type):
         compute = torch.get_autocast_dtype(hidden.device.type)
+    chunk = chunk or chunk_tokens(vocabulary.widest(weight.shape[0]), trained=weight.requires_grad)
     options = _Options(
-        chunk=max(1, (chunk or chunk_tokens(vocabulary.widest(weight.shape[0]))) // vocabulary.token_shards),
+        chunk=max(1, chunk // vocabulary.token_shards),
         compute=compute,
         wide=torch.promote_types(hidden.dtype, torch.float32),
         vocabulary=vocabulary,
@@ -109,7 +102,7 @@ def chunked_linear_cross_entropy(
     flat, flat_targets = hidden.flatten(0, -2), targets.flatten()
     if keep_gradients or not torch.is_grad_enabled():
         return _loss_keeping_gradients(flat, weight, bias, flat_targets, options)
-    if options.is_plain and bias is None:
+    if options.is_torchs and bias is None:
         return _torch_loss(flat, weight, flat_targets, options)
     arguments = (flat, weight, bias, flat_targets, options)
     again = checkpoint(_loss_keeping_gradients, *arguments, use_reentrant=False, preserve_rng_state=False)
@@ -132,10 +125,15 @@ class _Options:
     ignore_index: int
 
     @property
-    def is_plain(self) -> bool:
+    def is_torchs(self) -> bool:
         """True where F.linear_cross_entropy computes the same: the whole vocabulary, without scale and soft cap."""
         here = isinstance(self.vocabulary, WholeVocabulary)
         return hasattr(F, "linear_cross_entropy") and here and self.shape == PLAIN
+
+    @property
+    def shrink(self) -> float:
+        """A power of two, at most one over a chunk's tokens: no product that adds tokens up overflows in float16."""
+        return 2.0 ** -(self.chunk * self.vocabulary.token_shards - 1).bit_length()
 
     def divisor(self, targets: torch.Tensor) -> torch.Tensor:
         """Divisor of the summed losses: the number of counted tokens of all ranks, or one."""
@@ -176,19 +174,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         wanted = [with_grad and needed for needed in ctx.needs_input_grad[:3]]
         with torch.autocast(hidden.device.type, enabled=False):
-            loss, gradients = _chunked(hidden, weight, bias, targets, options, wanted)
+            loss, factor, gradients = _chunked(hidden, weight, bias, targets, options, wanted)
         # Not as attributes of ctx: saved tensors are freed after backward, even while the caller still holds the loss.
-        ctx.save_for_backward(*gradients)
+        ctx.save_for_backward(factor, *gradients)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *(_scaled(tensor, grad) for tensor in ctx.saved_tensors), None, None, None
+        factor, hidden, weight, bias = ctx.saved_tensors
+        return _scaled(hidden, grad * factor), _scaled(weight, grad), _scaled(bias, grad), None, None, None
 
 
-def _scaled(tensor: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor | None:
-    return None if tensor is None else tensor * grad.to(tensor.dtype)
+def _scaled(tensor: torch.Tensor | None, factor: torch.Tensor) -> torch.Tensor | None:
+    """`tensor` times a scalar that is not rounded to its dtype, as a factor without dimensions would be."""
+    return None if tensor is None else torch.mul(tensor, factor[None], out=torch.empty_like(tensor))
 
 
 def _chunked(
@@ -198,25 +198,28 @@ def _chunked(
     targets: torch.Tensor,
     options: _Options,
     wanted: Sequence[bool],
-) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
-    """(loss, gradients of hidden, weight and bias for an incoming gradient of one; None where not `wanted`)."""
+) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor | None]]:
+    """(loss, factor of the gradient of hidden, gradients of hidden, weight and bias; None where not `wanted`)."""
     matrix, divisor = weight.to(options.compute), options.divisor(targets)
+    factor = divisor.to(options.wide).reciprocal_()
     total = torch.zeros((), device=hidden.device, dtype=torch.float64)
     gradients = _Gradients.of(hidden, weight, bias, options, wanted)
     for first in range(0, hidden.shape[0], options.chunk):
         tokens = slice(first, first + options.chunk)
         x = options.vocabulary.all_tokens(hidden[tokens].to(options.compute))
-        target = options.vocabulary.all_tokens(targets[tokens])
-        if not any(wanted):
-            total += _losses(options.shape.over(_raw(x, matrix, bias, options))[0], target, options)[0]
-            continue
-        chunk_total, grad_logits = _losses_and_gradient(_raw(x, matrix, bias, options), target, divisor, options)
-        total += chunk_total
-        gradients.add_bias(grad_logits)
-        grad_logits = grad_logits.to(options.compute)
-        gradients.add_product(tokens, x, matrix, grad_logits)
-        del grad_logits  # before the next chunk's logits are made
-    return (total / divisor).to(options.wide), gradients.as_inputs(weight, bias)
+        target = options.vocabulary.all_tokens(targets[tokens])[:, None]
+        logits, tanh = options.shape.over(_raw(x, matrix, bias, options))
+        counted = target != options.ignore_index
+        index = target.where(counted, 0)
+        log_softmax, chosen = options.vocabulary.log_softmax_over(logits, index)
+        del logits  # before the gradient is made
+        total -= chosen.where(counted, 0).sum(dtype=torch.float64)
+        grad = _by_logits(log_softmax, index, chosen, tanh, options) if any(wanted) else None
+        del log_softmax, tanh
+        if grad is not None:
+            gradients.add(tokens, x, matrix, counted, grad)
+        del grad  # before the next chunk's logits are made
+    return (total / divisor).to(options.wide), factor, gradients.as_inputs(weight, bias, factor)
 
 
 def _raw(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, options: _Options) -> torch.Tensor:
@@ -225,14 +228,32 @@ def _raw(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, optio
     return product if bias is None else product.add_(bias)
 
 
+def _by_logits(
+    log_softmax: torch.Tensor,
+    index: torch.Tensor,
+    chosen: torch.Tensor,
+    tanh: torch.Tensor | None,
+    options: _Options,
+) -> torch.Tensor:
+    """Gradient of the summed losses by the raw logits, softmax - one-hot, of uncounted tokens too; may overwrite all.
+
+    Of the dtype of products, but of a logit transform, whose gradient is computed in the wide one.
+    """
+    plain = options.shape == PLAIN
+    over = torch.empty_like(log_softmax, dtype=options.compute) if plain else log_softmax
+    grad = torch.exp(log_softmax, out=log_softmax if over.dtype == log_softmax.dtype else over)
+    options.vocabulary.set_targets(grad, index, chosen.expm1().to(grad.dtype))  # exact where the target is likely
+    return grad if plain else options.shape.gradient_over(grad, tanh)
+
+
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Gradients:
-    """Accumulators of the wanted gradients. Sums over tokens are accumulated in the wide dtype."""
+    """Accumulators of the wanted gradients. Sums over tokens are accumulated in the wide dtype, times `shrink`."""
 
     hidden: torch.Tensor | None
     weight: torch.Tensor | None
     bias: torch.Tensor | None
-    vocabulary: Vocabulary
+    options: _Options
 
     @classmethod
     def of(
@@ -248,45 +269,29 @@ class _Gradients:
             hidden=torch.empty_like(hidden) if for_hidden else None,
             weight=torch.zeros_like(weight, dtype=options.wide) if for_weight else None,
             bias=torch.zeros_like(bias, dtype=options.wide) if bias is not None and for_bias else None,
-            vocabulary=options.vocabulary,
+            options=options,
         )
 
-    def add_bias(self, grad_logits: torch.Tensor) -> None:
+    def add(
+        self, tokens: slice, x: torch.Tensor, matrix: torch.Tensor, counted: torch.Tensor, grad: torch.Tensor
+    ) -> None:
+        """Adds a chunk, whose `grad` by the raw logits is right where `counted`, (tokens, 1), is true."""
+        each = counted.to(self.options.compute) * self.options.shrink
         if self.bias is not None:
-            self.bias += grad_logits.sum(dim=0)
-
-    def add_product(self, tokens: slice, x: torch.Tensor, matrix: torch.Tensor, grad_logits: torch.Tensor) -> None:
+            self.bias += (each.to(grad.dtype).T @ grad)[0]
+        grad = grad.to(self.options.compute)
         if self.hidden is not None:
-            self.hidden[tokens] = self.vocabulary.sum_over_ranks(grad_logits @ matrix)
+            self.hidden[tokens] = self.options.vocabulary.sum_over_ranks((grad @ matrix).mul_(counted))
         if self.weight is not None:
-            self.weight += grad_logits.T @ x
+            self.weight += grad.T @ (x * each)
 
-    def as_inputs(self, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of hidden, weight and bias, in the dtypes of their inputs."""
+    def as_inputs(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, factor: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of hidden, which wants `factor` yet, weight and bias, in the dtypes of their inputs."""
+        of_sums = factor / self.options.shrink
         return (
             self.hidden,
-            None if self.weight is None else self.weight.to(weight.dtype),
-            None if self.bias is None or bias is None else self.bias.to(bias.dtype),
+            None if self.weight is None else self.weight.mul_(of_sums).to(weight.dtype),
+            None if self.bias is None or bias is None else self.bias.mul_(of_sums).to(bias.dtype),
         )
-
-
-def _losses(
-    logits: torch.Tensor, target: torch.Tensor, options: _Options
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(sum of a chunk's losses, log-sum-exp, mask of counted tokens, targets with 0 for the others)."""
-    counted = (target != options.ignore_index)[:, None]
-    index = target[:, None].where(counted, 0)
-    log_sum, chosen = options.vocabulary.reduce(logits, index)
-    losses = (log_sum - chosen).where(counted, 0)
-    return losses.sum(dtype=torch.float64), log_sum, counted, index
-
-
-def _losses_and_gradient(
-    raw: torch.Tensor, target: torch.Tensor, divisor: torch.Tensor, options: _Options
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of a chunk's losses, d loss / d raw = softmax - one-hot, written over the logits)."""
-    logits, tanh = options.shape.over(raw)
-    total, log_sum, counted, index = _losses(logits, target, options)
-    grad_logits = logits.sub_(log_sum).exp_()
-    options.vocabulary.subtract_targets(grad_logits, index)
-    return total, options.shape.gradient_over(grad_logits.mul_(counted.to(grad_logits.dtype) / divisor), tanh)

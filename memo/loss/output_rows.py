@@ -39,11 +39,14 @@ class Vocabulary(Protocol):
     def counted(self, here: torch.Tensor) -> torch.Tensor:
         """Sum of `here`, the number of counted tokens, over the ranks with different tokens; a scalar, may overwrite it."""
 
-    def reduce(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-sum-exp over all rows, logit of the target), each (tokens, 1); `targets` is (tokens, 1), int64."""
+    def log_softmax_over(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log softmax over all rows, (tokens, local rows), and of the targets, (tokens, 1)); may overwrite `logits`.
 
-    def subtract_targets(self, grad_logits: torch.Tensor, targets: torch.Tensor) -> None:
-        """Subtracts one at each token's target in `grad_logits` (tokens, local rows), in place, where the row is local."""
+        `targets` is (tokens, 1), int64.
+        """
+
+    def set_targets(self, grad_logits: torch.Tensor, targets: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes `values` (tokens, 1) at the targets in `grad_logits` (tokens, local rows), where their row is local."""
 
     def sum_over_ranks(self, grad_hidden: torch.Tensor) -> torch.Tensor:
         """Gradient of this rank's hidden states, from the parts (all tokens, h) that each rank's rows contribute."""
@@ -70,13 +73,14 @@ class WholeVocabulary:
         """`rows` itself."""
         return rows
 
-    def reduce(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reduces over the local rows, which are all."""
-        return logits.logsumexp(dim=-1, keepdim=True), logits.gather(-1, targets)
+    def log_softmax_over(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One kernel of torch's, since all rows are local."""
+        log_softmax = logits.log_softmax(dim=-1)
+        return log_softmax, log_softmax.gather(-1, targets)
 
-    def subtract_targets(self, grad_logits: torch.Tensor, targets: torch.Tensor) -> None:
+    def set_targets(self, grad_logits: torch.Tensor, targets: torch.Tensor, values: torch.Tensor) -> None:
         """Every target is local."""
-        grad_logits.scatter_(-1, targets, grad_logits.gather(-1, targets) - 1)
+        grad_logits.scatter_(-1, targets, values)
 
     def sum_over_ranks(self, grad_hidden: torch.Tensor) -> torch.Tensor:
         """`grad_hidden` itself."""
@@ -120,7 +124,7 @@ class VocabularyShard:
         """Rows of the largest shard."""
         return self.largest
 
-    def reduce(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def log_softmax_over(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Two all-reduces: the maximum, then the sum of exponentials and the target's logit."""
         if logits.shape[-1]:
             top = logits.amax(dim=-1, keepdim=True)
@@ -131,13 +135,14 @@ class VocabularyShard:
         found = logits.gather(-1, row).where(here, 0) if logits.shape[-1] else torch.zeros_like(top)
         parts = torch.stack([(logits - top).exp_().sum(dim=-1, keepdim=True), found])
         dist.all_reduce(parts, dist.ReduceOp.SUM, self.group)
-        return parts[0].log_().add_(top), parts[1]
+        log_sum = parts[0].log_().add_(top)
+        return logits.sub_(log_sum), parts[1] - log_sum
 
-    def subtract_targets(self, grad_logits: torch.Tensor, targets: torch.Tensor) -> None:
+    def set_targets(self, grad_logits: torch.Tensor, targets: torch.Tensor, values: torch.Tensor) -> None:
         """Skips targets in other ranks' rows."""
         if grad_logits.shape[-1]:
             here, row = self._rows(grad_logits, targets)
-            grad_logits.scatter_(-1, row, grad_logits.gather(-1, row) - here.to(grad_logits.dtype))
+            grad_logits.scatter_(-1, row, values.where(here, grad_logits.gather(-1, row)))
 
     def sum_over_ranks(self, grad_hidden: torch.Tensor) -> torch.Tensor:
         """All-reduces, or reduce-scatters where tokens are divided."""

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from live_bytes import LiveBytes
 
 from memo.loss import chunked_linear_cross_entropy
-from memo.loss.chunked_cross_entropy import CHUNK_LOGITS, IGNORE, MAX_CHUNK_TOKENS, Reduction, chunk_tokens
+from memo.loss.chunked_cross_entropy import IGNORE, Reduction
+from memo.loss.chunks import CHUNK_LOGITS, MAX_CHUNK_TOKENS, TRAINED_CHUNK_LOGITS, chunk_tokens
 from memo.loss.logit_transform_shape import LogitTransformShape
 
 
@@ -122,13 +123,15 @@ def test_logits_far_out_do_not_overflow() -> None:
     assert chunked_linear_cross_entropy(x, weight, torch.tensor([[1]])).item() == 2000.0
 
 
-@pytest.mark.parametrize("vocab", [1, 257, 32000, 50257, 128256, 1 << 26])
-def test_chunks_stay_within_the_budget_of_logits(vocab: int) -> None:
-    tokens = chunk_tokens(vocab)
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("vocab", [1, 257, 32000, 50257, 128256, 1 << 28])
+def test_chunks_stay_within_the_budget_of_logits(vocab: int, trained: bool) -> None:
+    most = TRAINED_CHUNK_LOGITS if trained else CHUNK_LOGITS
+    tokens = chunk_tokens(vocab, trained=trained)
     assert tokens & (tokens - 1) == 0
     assert tokens <= MAX_CHUNK_TOKENS
-    assert tokens == 1 or tokens * vocab <= CHUNK_LOGITS
-    assert tokens == MAX_CHUNK_TOKENS or 2 * tokens * vocab > CHUNK_LOGITS
+    assert tokens == 1 or tokens * vocab <= most
+    assert tokens == MAX_CHUNK_TOKENS or 2 * tokens * vocab > most
 
 
 def _peaks(tokens: int, *, hidden: int = 8, vocab: int = 512, chunk: int = 64) -> tuple[int, int, int]:
@@ -147,13 +150,13 @@ def test_memory_beyond_gradients_does_not_depend_on_the_length() -> None:
     grad_hidden, grad_weight = (lambda tokens: tokens * hidden * 4), vocab * hidden * 4
     forward_short, kept_short, _ = _peaks(short)
     forward_long, kept_long, backward_long = _peaks(long)
-    # A scalar loss and count aside, what stays is the two gradients.
-    assert kept_short == grad_hidden(short) + grad_weight + 4
-    assert kept_long == grad_hidden(long) + grad_weight + 4
+    # Scalars (the loss, the reciprocal of the count) aside, what stays is the two gradients.
+    assert kept_short == grad_hidden(short) + grad_weight + 8
+    assert kept_long == grad_hidden(long) + grad_weight + 8
     assert forward_long - grad_hidden(long) == forward_short - grad_hidden(short)
-    # Beside the gradients: the logits of one chunk, of the weight's gradient its part, and a few numbers a token of it.
-    chunk = 64 * vocab * 4
-    assert chunk < forward_long - kept_long <= chunk + grad_weight + 64 * (hidden + 16) * 4
+    # Beside the gradients: one chunk's logits and log softmax, its part of the weight's gradient, a few numbers a token.
+    chunk = 2 * 64 * vocab * 4
+    assert chunk / 2 < forward_long - kept_long <= chunk + grad_weight + 64 * (hidden + 16) * 4
     # Backward holds the gradients and their product with the incoming one.
     assert backward_long <= max(forward_long, 2 * (grad_hidden(long) + grad_weight) + 64)
     # The plain loss keeps the log-probabilities of all tokens.
@@ -313,12 +316,12 @@ def test_memory_of_a_shaped_loss_does_not_depend_on_the_length_either() -> None:
                 x, weight, targets, chunk=chunk, bias=bias, shape=SHAPES["scaled and capped"]
             )
         assert loss.requires_grad
-        assert alive.live == grads + 4
+        assert alive.live == grads + 8
         assert alive.largest == max(chunk * vocab, tokens * hidden) * 4
         beyond.append(alive.peak - alive.live)
     assert beyond[0] == beyond[1]
-    # Two of a chunk's logits, capped and the tanh behind the cap, and the parts of the gradients.
-    assert 2 * chunk * vocab * 4 < beyond[0] <= 3 * chunk * vocab * 4 + vocab * hidden * 4
+    # Three of a chunk's logits: capped, the tanh behind the cap and the log softmax; and the parts of the gradients.
+    assert 2 * chunk * vocab * 4 < beyond[0] <= 4 * chunk * vocab * 4 + vocab * hidden * 4
 
 
 @torchs_own

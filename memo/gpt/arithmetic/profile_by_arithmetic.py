@@ -33,10 +33,11 @@ from memo.gpt.arithmetic.layout import StepLayout
 from memo.gpt.arithmetic.mixture_bytes import mixture_block
 from memo.gpt.arithmetic.optimizers import Optimizer, end_states, layer_states, orthogonalisation_flops
 from memo.gpt.arithmetic.rank_weights import RankWeights
-from memo.gpt.arithmetic.step_collectives import CHUNK_LOGITS, ChunkOfLayers, StepCollectives, padded_elements
+from memo.gpt.arithmetic.step_collectives import ChunkOfLayers, StepCollectives, padded_elements
 from memo.gpt.arithmetic.training import STATES, Training
 from memo.gpt.config import GPTConfig
 from memo.gpt.train_config import Precision
+from memo.loss import LOGIT_NBYTES, chunk_tokens, moved_nbytes
 from memo.mip.inputs import (
     ALL,
     ATTENTION,
@@ -62,7 +63,6 @@ if TYPE_CHECKING:
 
 __all__ = ["StepLayout", "derive_profile", "require_divided"]
 
-LOGIT_BYTES = 2 * 4  # a logit and its gradient in float32
 # Attention's backward makes five products of the scores' size where forward makes two (Dao et al. 2022).
 ATTENTION_BACKWARD = 2.5
 TILE_ROWS = 128  # rows of a block in a GPU's matrix product
@@ -152,7 +152,13 @@ def derive_profile(
     if sparse_embedding and isinstance(rows, str):
         raise UsageError(f"--embedding-exchange sparse: {rows}; use --embedding-exchange dense")
     sparse = rows if sparse_embedding and isinstance(rows, RowExchange) else None
-    step = StepCollectives(config=config, layout=layout, precision=precision, sparse_embedding=sparse is not None)
+    step = StepCollectives(
+        config=config,
+        layout=layout,
+        precision=precision,
+        sparse_embedding=sparse is not None,
+        frozen_projection=bool(lora),
+    )
     ends = _Ends(config, machine, layout, sizes, weights, step, sparse)
     kinds = [_LayerKind.of(config, layer, layout.tokens) for layer in range(config.layers)]
     classes = {
@@ -517,7 +523,6 @@ class _Ends:
         weights, elements = self.weights, self._gathered(first=False)
         waits_s = weights.end_gather_s(elements) + exchange_s(self.step.head_forward(), machine, self.layout)
         backward_waits_s = exchange_s(self.step.head_backward(), machine, self.layout)
-        logits = LOGIT_BYTES * min(CHUNK_LOGITS, tokens * config.vocab_size)
         # Gradient of the projection's weight in float32, and its copy in the dtype of products, which backward reads.
         matrix = config.vocab_size * config.hidden / self.layout.tp
         products = 3
@@ -526,11 +531,15 @@ class _Ends:
         # The last layer's weights, but for those that are gathered apart.
         own = _own_parameter_count(config, self.layout, apart, experts=mixed)
         stays = round(weights.gathered_bytes(own / self.layout.tp))
-        if weights.training.lora:  # a frozen projection
+        trained = not weights.training.lora
+        if not trained:
             matrix, products = 0.0, 2
+        rows, all_tokens = -(-config.vocab_size // self.layout.tp), math.ceil(tokens * self.layout.tp)
+        logits = LOGIT_NBYTES * rows * min(all_tokens, chunk_tokens(rows, trained=trained))
+        moved = moved_nbytes(all_tokens, rows, config.hidden, product_nbytes=self.sizes.product, trained=trained)
         return EmbeddingOrHeadProfile(
             forward_s=products * flops / (machine.peak_flops * machine.matmul_efficiency)
-            + 4 * row / machine.hbm_bytes_per_s
+            + (moved + 4 * row) / machine.hbm_bytes_per_s
             + waits_s,
             backward_s=6 * row / machine.hbm_bytes_per_s + backward_waits_s,
             forward_exchange_s=waits_s,

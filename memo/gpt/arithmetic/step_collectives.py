@@ -36,6 +36,7 @@ from memo.gpt.arithmetic.collectives import Collective, CollectiveKind, Ranks
 from memo.gpt.arithmetic.embedding_traffic import EmbeddingTraffic
 from memo.gpt.config import expert_shard_dimension
 from memo.gpt.train_config import Precision
+from memo.loss import chunk_tokens
 from memo.mip.inputs import PipelineSchedule
 from memo.parallel import key_copies
 
@@ -47,8 +48,6 @@ __all__ = ["ChunkOfLayers", "StepCollectives", "WeightUnit", "padded_elements"]
 
 ID = 8  # bytes of a token's number, and of the step's three sums
 WIDE = 4  # bytes of a float32, in which the loss computes
-# Of memo.loss.chunked_cross_entropy.
-CHUNK_LOGITS, MAX_CHUNK_TOKENS = 1 << 25, 8192
 
 Shape = tuple[int, int]
 """Rows and columns of a rank's part of a parameter, before it is sharded over replicas."""
@@ -102,6 +101,8 @@ class StepCollectives:
     precision: Precision = Precision.BF16
     sparse_embedding: bool = False
     """The embedding's table is whole on every rank, and its gradient is exchanged as rows."""
+    frozen_projection: bool = False
+    """Adapters alone are trained, so that the loss has smaller chunks."""
 
     @property
     def rings(self) -> bool:
@@ -266,8 +267,7 @@ class StepCollectives:
         tp = self.layout.tp
         found = [*self._over_tensor((CollectiveKind.ALL_REDUCE, ID, 1))]
         own, widest = self._tokens // tp, -(-self.config.vocab_size // tp)
-        fitting = max(1, CHUNK_LOGITS // widest)
-        chunk = max(1, min(MAX_CHUNK_TOKENS, 1 << (fitting.bit_length() - 1)) // tp)
+        chunk = max(1, chunk_tokens(widest, trained=not self.frozen_projection) // tp)
         for tokens, count in ((chunk, own // chunk), (own % chunk, 1)):
             if tokens and count:
                 rows = tp * tokens * self.config.hidden * self._sizes.product
