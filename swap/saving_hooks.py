@@ -64,6 +64,12 @@ class SavingHooks:
             push_saved_tensors_default_hooks(*other)
         _installed.remove(self)
 
+    @property
+    def are_topmost(self) -> bool:
+        """False where others, set later, get what is saved now."""
+        top = _top()
+        return top is not None and self._is(top)
+
     def push(self) -> None:
         """Sets them on top of the stack."""
         push_saved_tensors_default_hooks(*self._pair)

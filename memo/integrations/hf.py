@@ -16,7 +16,6 @@ import dataclasses
 import inspect
 import logging
 import re
-import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -33,10 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MemoArguments", "MemoCallback", "MemoTrainerMixin"]
 
-_CHECKPOINTING = (
-    "gradient checkpointing is on: turn gradient checkpointing off; memo replaces it (gradient_checkpointing=False). "
-    "Gradients are right all the same, but each layer runs twice and memo finds nothing to move in it"
-)
 _log = logging.getLogger("memo")
 
 
@@ -100,7 +95,6 @@ class MemoCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(self, arguments: MemoArguments | None = None, **options: Any) -> None:
         self.manager: memo.Manager | None = None
         self._options = {**(arguments.options() if arguments is not None else {}), **options}
-        self._has_warned = False
         self._logged = Counters()
 
     def add_to(self, trainer: Trainer) -> MemoCallback:
@@ -121,20 +115,11 @@ class MemoCallback(TrainerCallback):  # type: ignore[misc]
         self._end()  # of a training that an exception ended
         self._begin(model)
         self._logged = Counters(step=state.global_step)
-        self._warn_of_checkpointing(model)
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **others: Any,
-    ) -> None:
-        """Ends the step, and warns where gradient checkpointing was turned on since the last one."""
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        """Ends the step."""
         if self.manager is not None:
             self.manager.step_done()
-        self._warn_of_checkpointing(model)
 
     def on_log(
         self,
@@ -171,13 +156,6 @@ class MemoCallback(TrainerCallback):  # type: ignore[misc]
         if self.manager is not None:
             self.manager.detach()
             self.manager.close()
-
-    def _warn_of_checkpointing(self, model: nn.Module | None) -> None:
-        if self._has_warned or model is None:
-            return
-        if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
-            self._has_warned = True
-            warnings.warn(_CHECKPOINTING, RuntimeWarning, stacklevel=2)
 
 
 class MemoTrainerMixin:

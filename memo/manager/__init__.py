@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memo.lazy import attach
-from memo.manager.torch_version import require_torch
+from memo.torch_version import require_torch
 
 require_torch()
 

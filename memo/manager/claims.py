@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from memo.manager.manager import Manager
 
-__all__ = ["attached_to", "claim", "enter", "leave", "release", "require_alone"]
+__all__ = ["attached_to", "claim", "enter", "entered", "leave", "release", "require_alone"]
 
 
 class _Entered(threading.local):
@@ -28,6 +28,11 @@ _attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Manager]] = weakref.
 def enter(manager: Manager) -> None:
     """Notes that this thread enters a manager."""
     _entered.managers.append(manager)
+
+
+def entered() -> list[Manager]:
+    """Managers that this thread has entered, outermost first."""
+    return _entered.managers
 
 
 def require_alone(manager: Manager) -> None:

@@ -48,6 +48,14 @@ class LayerHooks:
         """Name of a layer whose forward is under way; None between layers."""
         return next((groups[-1].module for groups in self._running.values() if groups), None)
 
+    def within(self, modules: Sequence[nn.Module]) -> list[str]:
+        """Names of the layers that `modules` are or contain, or of the open layer, where they are all of it."""
+        parts = {part for module in modules for part in module.modules()}
+        if (name := self.open_layer) is None:
+            return [layer.name for layer in self._layers if layer.module in parts]
+        own = next(layer.module for layer in self._layers if layer.name == name)
+        return [name] if set(own.parameters()) <= {p for module in modules for p in module.parameters()} else []
+
     @property
     def seen(self) -> list[str]:
         """Names of the layers whose forwards have begun since `install`."""

@@ -22,7 +22,7 @@ import torch
 from memo import forks
 from memo.allocator import model_steps
 from memo.errors import UsageError
-from memo.manager import claims
+from memo.manager import claims, replaced_checkpoints as replaced_checkpoints
 from memo.manager.arguments import LayerLevels, layer_at, settings_by_layer
 from memo.manager.forwards import ForwardHooks, entries_of
 from memo.manager.layer_hooks import LayerHooks
@@ -106,6 +106,7 @@ class Manager:
         self._saving: SavingHooks | None = None
         self._layer_hooks = LayerHooks(layers)
         self._unseen = Unseen(layers)
+        self._replaced: set[str] = set()
         self._step_ends = StepEnds(model)
         self.step = 0
         self._in_step = False
@@ -399,6 +400,19 @@ class Manager:
             self._hooks.pop()
         self._engine.end_forwards()
 
+    def replaces_checkpoint_of(self, modules: Sequence[nn.Module]) -> bool:
+        """Tells whether a checkpoint that begins now, and runs `modules`, is a plain call: it is around managed layers."""
+        if self._saving is None:
+            return False
+        around = self._layer_hooks.within(modules)
+        if not around or not self._saving.are_topmost:
+            self._unseen.checkpoint_begins(self.open_layer, around)
+            return False
+        if not self._replaced:
+            log.info("%s: activation checkpointing around its layers is replaced", self._name)
+        self._replaced.update(around)
+        return True
+
     def choose_levels(self, levels: Mapping[int | str, LayerLevels]) -> None:
         """Sets the recompute levels of single layers from the next forward on, and ends planning.
 
@@ -511,6 +525,7 @@ class Manager:
             recompute_policy=self._recompute_policy,
             plan=None if self._plan_source is None else self._plan_source.outcome(),
             unseen=self._unseen.reasons,
+            replaced=len(self._replaced),
             spills=self._engine.spills(self.step),
         )
 

@@ -221,6 +221,8 @@ class Report:
     """Reason why there is nothing to report."""
     unseen: dict[str, str] = dataclasses.field(default_factory=dict)
     """Layers that ran without their hooks, and the reason of each."""
+    replaced: int = 0
+    """Layers around which the program has activation checkpointing, in whose place the manager is."""
 
     @classmethod
     def of(
@@ -232,6 +234,7 @@ class Report:
         recompute_policy: RecomputePolicy | None = None,
         plan: PlanOutcome | None = None,
         unseen: Mapping[str, str] | None = None,
+        replaced: int = 0,
         spills: Mapping[SpillOutcome, SpillFigures] = MappingProxyType({}),
     ) -> Report:
         """Reads the counters of `engine`."""
@@ -270,6 +273,7 @@ class Report:
             disk=disk,
             plan=plan,
             unseen=dict(unseen or {}),
+            replaced=replaced,
             spills=spills.get(SpillOutcome.SPILLED),
             stayed=stayed,
             recomputed_for_room=spills.get(SpillOutcome.RECOMPUTED),
@@ -301,6 +305,8 @@ class Report:
         """Benefit in words: bytes spared on the device, and their cost in time, measured or predicted."""
         if self.nothing is not None:
             return f"nothing is managed: {self.nothing}"
+        if len(self.unseen) >= self.layers and not self._has_done_something:
+            return f"not managed: {next(iter(self.unseen.values()))}"
         if not self.saved_tensors:
             return "nothing is managed yet: no forward has saved a tensor in the manager"
         peak, known = self.tiers[0].peak_bytes, "measured"
@@ -314,6 +320,11 @@ class Report:
             f"saved tensors take at most {format_bytes(peak)} of the device ({known}) instead of "
             f"{format_bytes(self.saved_peak_bytes)}; {self._cost}"
         )
+
+    @property
+    def _has_done_something(self) -> bool:
+        recomputed_bytes = 0 if self.recompute is None else self.recompute.recomputed_bytes
+        return bool(self.kept_bytes or recomputed_bytes or any(use.moved_bytes for use in self.tiers[1:]))
 
     @property
     def _cost(self) -> str:
@@ -409,6 +420,8 @@ class Report:
             lines += self.plan.lines()
         if self.recompute is not None:
             lines += self.recompute.lines()
+        if self.replaced:
+            lines.append(f"in place of the program's activation checkpointing: {self.replaced} layers")
         lines += _by_reason("not managed", self.unseen)
         if self.live_entries:
             lines.append(f"still saved: {self.live_entries} storages, whose backward is to come")

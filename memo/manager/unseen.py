@@ -3,8 +3,8 @@
     called without hooks     the model calls `layer.forward(x)` itself
     compiled as a whole      no layer runs by itself. One compiled function has one backward, which takes all that was saved
                              at once: moving it would spare nothing
-    checkpointed             torch.utils.checkpoint around or within a layer runs it again in backward; what selective
-                             checkpointing keeps meanwhile never passes the hooks for saved tensors
+    checkpointed             torch.utils.checkpoint runs it, or a part of it, again in backward: one that is not known to be
+                             around the layer (replaced_checkpoints.py), or that saves by hooks of others
 
 Layers of the first two kinds are known by their parameters: autograd saves them while no layer is open. A layer that a model
 skips (layer drop, an encoder that this batch does not need) saves none, and is not taken for one.
@@ -15,16 +15,13 @@ from __future__ import annotations
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from types import FrameType
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from memo.swap import has_storage, local_part, parameter_behind, runs_as_written
-from memo.torch_private import AOT_AUTOGRAD, current_graph_task_id, tree_leaves
-from memo.units import format_bytes
+from memo.torch_private import AOT_AUTOGRAD, current_graph_task_id
 
 if TYPE_CHECKING:
     from memo.swap import Layer
@@ -40,7 +37,8 @@ _COMPILED = (
     "for layer in manager.layers: layer.module.compile()"
 )
 
-_CHECKPOINTED = "activation checkpointing of its own runs it again; turn it off, memo replaces it"
+_CHECKPOINTED = "activation checkpointing of its own runs it, or a part of it, again; turn it off, memo replaces it"
+_HIDDEN = "its activation checkpointing offloads what it saves by itself; turn that off, memo replaces it"
 
 _Pack = Callable[["torch.Tensor"], Any]
 
@@ -58,8 +56,7 @@ class Unseen:
         self._unseen = {layer.name: layer for layer in layers}
         self._owners: dict[int, str] = {}  # a parameter, or its storage object, by address -> layer
         self._outside: dict[str, str] = {}
-        self._checkpointed: dict[str, list[Any]] = {}  # layer -> what its selective checkpointing stores
-        self._is_within_checkpoints = False  # what runs outside of layers saves for checkpoints
+        self._is_within_checkpoints = False  # what runs outside of layers is checkpointed
         self._saving: set[str] = set()  # layers in which something was saved
         self._left = _WATCHED
 
@@ -83,11 +80,8 @@ class Unseen:
             layer = open_layer()
             if layer is not None:
                 self._saving.add(layer)
-                if _checkpoint_frames():
-                    self._note_checkpoint(layer)
             elif runs_as_written() and current_graph_task_id() < 0:
                 self._saving.add("")
-                self._is_within_checkpoints |= bool(_checkpoint_frames())
                 for address in _addresses(tensor):
                     if address in self._owners and self._owners[address] not in self._outside:
                         self._outside[self._owners[address]] = _COMPILED if _is_compiled() else _CALLED
@@ -108,7 +102,6 @@ class Unseen:
         for name in (*seen, *found):
             self._unseen.pop(name, None)
         self.reasons.update(found)
-        self._count_checkpoints()
         if self._is_within_checkpoints:
             self.reasons.update(dict.fromkeys((name for name in seen if name not in self._saving), _CHECKPOINTED))
         self._owners, self._is_within_checkpoints = {}, False
@@ -123,44 +116,21 @@ class Unseen:
                 stacklevel=4,
             )
 
-    def _note_checkpoint(self, layer: str) -> None:
-        """Notes where the policy of a checkpoint that begins in a layer stores what is not run again."""
-        stores = self._checkpointed.setdefault(layer, [])
-        for frame in _checkpoint_frames():
-            store = getattr(frame.f_locals.get("forward_context"), "storage", None)
-            if store is not None and all(store is not other for other in stores):
-                stores.append(store)
+    def checkpoint_begins(self, open_layer: str | None, around: Collection[str]) -> None:
+        """Notes a checkpoint that stays, and warns once of those that save by hooks of others.
 
-    def _count_checkpoints(self) -> None:
-        for layer, stores in self._checkpointed.items():
-            stored = {
-                tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-                for tensor in tree_leaves([_values(store) for store in stores])
-                if isinstance(tensor, torch.Tensor) and has_storage(tensor)
-            }
-            kept = f", and keeps {format_bytes(sum(stored.values()))} on the device meanwhile" if stored else ""
-            self.reasons[layer] = _CHECKPOINTED.replace(";", f"{kept};")
-        self._checkpointed.clear()
-
-
-def _checkpoint_frames() -> list[FrameType]:
-    """Callers in torch.utils.checkpoint, while a checkpoint saves the arguments of what it is about to run."""
-    found = []
-    for frame, _ in traceback.walk_stack(sys._getframe(1)):
-        if frame.f_code is nn.Module._call_impl.__code__:
-            break
-        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            found.append(frame)
-    return found
-
-
-def _values(stored: Any) -> Any:
-    """The values in torch's store of a selective checkpoint: by operator and call, each in a wrapper with its version."""
-    if isinstance(stored, Mapping):
-        return [_values(value) for value in stored.values()]
-    if isinstance(stored, (list, tuple)):
-        return [_values(value) for value in stored]
-    return getattr(stored, "val", None)
+        Args:
+            open_layer: the layer that runs; None where none does.
+            around: layers that the checkpoint is around, though hooks of others are set.
+        """
+        if around:
+            if _HIDDEN not in self.reasons.values():
+                warnings.warn(f"{next(iter(around))} is not managed: {_HIDDEN}", RuntimeWarning, stacklevel=2)
+            self.reasons.update(dict.fromkeys(around, _HIDDEN))
+        elif open_layer is not None:
+            self.reasons[open_layer] = _CHECKPOINTED
+        else:
+            self._is_within_checkpoints = True
 
 
 def _is_compiled() -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _thread
-import functools
 import time
 import warnings
 from collections.abc import Callable
@@ -11,8 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from transformers import LlamaConfig, LlamaForCausalLM, SqueezeBertConfig, SqueezeBertForMaskedLM
+from transformers import SqueezeBertConfig, SqueezeBertForMaskedLM
 
 import memo
 
@@ -108,50 +106,6 @@ def test_squeezebert_is_one_of_them() -> None:
     with pytest.warns(RuntimeWarning, match=r"encoder.layers.0 and 1 more ran without hooks"), manager:
         loss = model(ids, labels=ids).loss
     loss.backward()
-    manager.close()
-
-
-class Checkpointed(Block):
-    """Runs itself again in backward; the products are kept where `selective`."""
-
-    def __init__(self, *, selective: bool) -> None:
-        super().__init__()
-        self.selective = selective
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        options = {}
-        if self.selective:
-            products = [torch.ops.aten.addmm.default]
-            options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, products)
-        return checkpoint(super().forward, x, use_reentrant=False, **options)  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize(("selective", "said"), [(True, "keeps 256 B on the device meanwhile"), (False, "")])
-def test_what_a_layers_own_checkpointing_keeps_is_in_the_report(selective: bool, said: str) -> None:
-    layers = nn.ModuleList(Checkpointed(selective=selective) for _ in range(2))
-    manager = memo.offload(layers, layers=layers, alpha=1.0)
-    x = torch.randn(8, 8)
-    with manager:
-        loss = layers[1](layers[0](x)).sum()
-    loss.backward()
-    report = str(manager.report())
-    assert "not managed: 0 and 1 more: activation checkpointing of its own runs it again" in report
-    assert said in report
-    assert ("meanwhile" in report) == selective
-    manager.close()
-
-
-def test_checkpointing_around_the_layers_is_in_the_report() -> None:
-    model = LlamaForCausalLM(
-        LlamaConfig(num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=2, vocab_size=61)
-    ).train()
-    model.gradient_checkpointing_enable()
-    tokens = torch.randint(0, 61, (1, 32))
-    manager = memo.offload(model, alpha=1.0, host="8MiB", min_bytes=256)
-    with manager:
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-    loss.backward()
-    assert "not managed: model.layers.0 and 1 more: activation checkpointing" in str(manager.report())
     manager.close()
 
 

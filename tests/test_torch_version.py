@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import memo.manager
-from memo.manager.torch_version import LEAST_TORCH
+from memo.torch_version import LEAST_TORCH
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.9.0+cu128", "1.13.1"])

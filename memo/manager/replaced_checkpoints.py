@@ -1,0 +1,90 @@
+"""torch.utils.checkpoint around managed layers: a plain call within their manager, which decides itself what is recomputed.
+
+    model.gradient_checkpointing_enable()      transformers' layers call torch's checkpoint with themselves as its function
+    checkpoint_wrapper(layer)                  the layer's forward is a checkpoint of the module within
+
+A checkpoint of a part of a layer stays: the program has chosen it. torch has no hook for that, so the two functions that its
+`checkpoint` calls are replaced once, when this module is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memo.manager import claims
+from memo.swap import runs_as_written
+from memo.torch_private import current_graph_task_id, found, place
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+__all__: list[str] = []
+
+_CALLS = frozenset({"forward", "_call_impl", "_wrapped_call_impl"})
+"""Names of the methods that run the whole of a module."""
+
+_checkpointed = found("checkpoint_without_reentrant_generator")
+_reentrant = torch.autograd.Function.__dict__["apply"].__func__  # of any class of functions
+
+
+def _generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+    """Torch's generator, which goes on after the forward, or one that does nothing."""
+    return _nothing() if _is_replaced(function, args) else _checkpointed(function, *args, **kwargs)
+
+
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _apply(kind: type, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    """Reentrant checkpoint, or a call of `function`."""
+    return function(*args) if _is_replaced(function, args) else _reentrant(kind, function, preserve_rng_state, *args)
+
+
+def _is_replaced(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    if not torch.is_grad_enabled() or current_graph_task_id() >= 0 or not runs_as_written():
+        return False
+    return any(
+        manager.replaces_checkpoint_of(list(_modules_of((function, *args), whole=manager.open_layer is not None)))
+        for manager in claims.entered()
+    )
+
+
+def _modules_of(called: Any, *, whole: bool, depth: int = 4) -> Iterator[nn.Module]:
+    """Modules that a function calls, as far as it shows: itself, that of a method or a partial, or one in its closure.
+
+    Args:
+        called: the function, or several with their arguments.
+        whole: leaves out modules of which a method runs that may be a part.
+        depth: of what is looked into.
+    """
+    if isinstance(called, nn.Module):
+        yield called
+    if not depth or isinstance(called, (nn.Module, torch.Tensor)):
+        return
+    within: Iterable[Any] = called if isinstance(called, (list, tuple)) else ()
+    if isinstance(called, functools.partial):
+        within = (called.func, *called.args)
+    elif callable(called):
+        own = getattr(called, "__self__", None)
+        cells = getattr(called, "__closure__", None) or ()
+        within = [own] if not whole or getattr(called, "__name__", "") in _CALLS else []
+        within += [cell.cell_contents for cell in cells if _is_filled(cell)]
+    for each in within:
+        yield from _modules_of(each, whole=whole, depth=depth - 1)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+setattr(*place("checkpoint_without_reentrant_generator"), _generator)
+torch.utils.checkpoint.CheckpointFunction.apply = classmethod(_apply)  # type: ignore[method-assign,assignment]

@@ -1,0 +1,192 @@
+"""torch.utils.checkpoint around managed layers is replaced: the same gradients, and the bytes of a model without it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
+
+import memo
+
+LAYERS, WIDTH = 3, 32
+
+
+class Block(nn.Module):
+    """Layer that counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x + self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
+
+
+class InPart(Block):
+    """Layer that checkpoints a part of itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(checkpoint(self._first, x, use_reentrant=False))  # type: ignore[no-any-return]
+
+    def _first(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return torch.tanh(self.up(x))
+
+
+class Within(Block):
+    """Layer whose forward is a checkpoint of all of it, within hooks for saved tensors of its own."""
+
+    hooks: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.hooks():
+            return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class Stack(nn.Module):
+    """Layers, called as `how` says, and a head."""
+
+    def __init__(self, how: str, kind: type[Block] = Block) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(kind() for _ in range(LAYERS))
+        self.head = Block()
+        self.how = how
+        if how == "wrapper":
+            for number, layer in enumerate(self.layers):
+                self.layers[number] = checkpoint_wrapper(layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self._call(layer, x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+    def _call(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor
+        if self.how == "reentrant":
+            result = checkpoint(layer, x, use_reentrant=True)
+        elif self.how == "closure":
+            result = checkpoint(lambda hidden: layer(hidden), x, use_reentrant=False)
+        elif self.how == "argument":
+            result = checkpoint(lambda module, hidden: module(hidden), layer, x, use_reentrant=False)
+        elif self.how == "selective":
+            contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+            result = checkpoint(layer.__call__, x, use_reentrant=False, context_fn=contexts)
+        else:
+            result = layer(x)
+        return result
+
+
+class InSegments(Stack):
+    """Layers in two checkpoints of several each."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(checkpoint_sequential(list(self.layers), 2, x, use_reentrant=False))  # type: ignore[no-any-return]
+
+
+def _trained(model: nn.Module, manager: memo.Manager | None = None) -> list[torch.Tensor]:
+    for step in range(2):
+        model.zero_grad()
+        torch.manual_seed(step)
+        with nullcontext() if manager is None else manager:
+            loss = model(torch.randn(64, WIDTH, requires_grad=True)).sum()
+        loss.backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def _blocks(model: nn.Module) -> list[Block]:
+    return [module for module in model.modules() if isinstance(module, Block)]
+
+
+def _made(how: str) -> nn.Module:
+    if how == "within":
+        return Stack(how, Within)
+    return InSegments(how) if how == "segments" else Stack(how)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+@pytest.mark.parametrize("how", ["reentrant", "closure", "argument", "selective", "wrapper", "within", "segments"])
+def test_layers_are_managed_as_without_their_checkpoints(how: str, alpha: float) -> None:
+    plain, model = Stack("plain"), _made(how)
+    moved = []
+    wanted = _trained(plain)
+    for each in (plain, model):
+        manager = memo.offload(each, alpha=alpha, host="8MiB", min_bytes=64)
+        for block in _blocks(each):
+            block.calls = 0
+        got = _trained(each, manager)
+        assert len(got) == len(wanted)
+        assert all(map(torch.equal, got, wanted))
+        assert all(block.calls == 2 for block in _blocks(each))
+        report = manager.report()
+        moved.append(report.tiers[-1].moved_bytes)
+        assert report.replaced == (LAYERS if each is model else 0)
+        assert not report.unseen
+        manager.close()
+    assert moved[0] == moved[1] > 0
+    assert f"in place of the program's activation checkpointing: {LAYERS} layers" in str(report)
+
+
+def test_a_checkpoint_in_a_part_of_a_layer_stays() -> None:
+    wanted = _trained(Stack("plain"))
+    model = Stack("plain", InPart)
+    manager = memo.offload(model, layers=model.layers, alpha=1.0, host="8MiB", min_bytes=64)
+    assert all(map(torch.equal, _trained(model, manager), wanted))
+    assert all(block.calls == 2 * 2 for block in _blocks(model.layers))
+    assert "not managed: layers.0 and 2 more: activation checkpointing of its own" in str(manager.report())
+    assert "saved tensors take at most" in manager.report().benefit
+    assert manager.report().replaced == 0
+    manager.close()
+
+
+def test_checkpoints_of_others_stay() -> None:
+    """Outside of the manager, in another module of the model, and without gradients."""
+    model = Stack("plain")
+    manager = memo.offload(model, layers=model.layers, alpha=1.0, host="8MiB", min_bytes=64)
+    x = torch.randn(64, WIDTH, requires_grad=True)
+    with manager:
+        loss = checkpoint(model.head, model.layers[0](x), use_reentrant=False).sum()
+    loss.backward()
+    assert [block.calls for block in _blocks(model)] == [1, 0, 0, 2]
+    checkpoint(model.layers[0], x, use_reentrant=False).sum().backward()
+    assert [block.calls for block in _blocks(model)] == [3, 0, 0, 2]
+    with manager, torch.no_grad():
+        checkpoint(model.layers[0], x, use_reentrant=False)
+    assert manager.report().replaced == 0
+    manager.close()
+
+
+def test_checkpoints_that_offload_by_themselves_are_left_and_said() -> None:
+    wanted = _trained(Stack("plain"))
+    model = Stack("within", Within)
+    for layer in model.layers:
+        layer.hooks = save_on_cpu  # type: ignore[assignment]
+    manager = memo.offload(model, layers=model.layers, alpha=1.0, host="8MiB", min_bytes=64)
+    with pytest.warns(RuntimeWarning, match="is not managed: its activation checkpointing offloads") as told:
+        got = _trained(model, manager)
+    assert all(map(torch.equal, got, wanted))
+    assert len(told) == 1
+    assert str(manager.report()).startswith("not managed: its activation checkpointing offloads")
+    manager.close()
+
+
+@pytest.mark.parametrize("how", ["reentrant", "closure"])
+def test_an_exception_of_the_layer_is_its_own(how: str) -> None:
+    class Fails(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("of the layer")
+
+    model = Stack(how, Fails)
+    manager = memo.offload(model, layers=model.layers, alpha=0.0, host="8MiB", min_bytes=64)
+    with pytest.raises(ValueError, match="of the layer"), manager:
+        model(torch.randn(64, WIDTH, requires_grad=True))
+    manager.close()
