@@ -30,6 +30,7 @@ __all__ = [
     "Manager",
     "MemoError",
     "__version__",
+    "checkpoint",
     "keep",
     "linear_cross_entropy",
     "loss_without_logits",
@@ -40,12 +41,15 @@ __all__ = [
     "profile",
     "recomputable",
     "rehearse",
+    "saved_tensors",
     "use_planned_allocator",
 ]
 
 
 if TYPE_CHECKING:
     from memo.allocator.pluggable import memory_stats, use_planned_allocator
+    from memo.checkpointing.context import saved_tensors
+    from memo.checkpointing.function import checkpoint
     from memo.errors import MemoError
     from memo.loss.projection_loss import linear_cross_entropy
     from memo.loss.without_logits import loss_without_logits
@@ -63,6 +67,8 @@ else:
         __name__,
         {
             "allocator.pluggable": "memory_stats use_planned_allocator",
+            "checkpointing.function": "checkpoint",
+            "checkpointing.context": "saved_tensors",
             "errors": "MemoError",
             "loss.projection_loss": "linear_cross_entropy",
             "loss.without_logits": "loss_without_logits",

@@ -8,6 +8,7 @@ from memo.lazy import attach
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine as Engine
+    from memo.swap.engine.handles import KeptTensor as KeptTensor
     from memo.swap.engine.layer_calls import Group as Group
     from memo.swap.engine.spills import SpillFigures as SpillFigures, SpillOutcome as SpillOutcome
     from memo.swap.engine.tier_choice import WhenFull as WhenFull
@@ -65,12 +66,14 @@ if TYPE_CHECKING:
         layer_input as layer_input,
         local_part as local_part,
         parameter_behind as parameter_behind,
+        tensors_within as tensors_within,
     )
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
             "engine.engine": "Engine",
+            "engine.handles": "KeptTensor",
             "engine.layer_calls": "Group",
             "engine.spills": "SpillOutcome SpillFigures",
             "engine.tier_choice": "WhenFull",
@@ -92,7 +95,8 @@ else:
             "recompute.policy": "RecomputePolicy",
             "saving_hooks": "SavingHooks",
             "stats": "Stats",
-            "tensor_kinds": "argument_storages cast_of_parameter has_storage layer_input local_part parameter_behind",
+            "tensor_kinds": "argument_storages cast_of_parameter has_storage layer_input local_part parameter_behind "
+            "tensors_within",
             "levels": "LayerCosts Level Mix PointCost Setting comparing_nbytes setting_of",
         },
     )

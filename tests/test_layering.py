@@ -70,8 +70,9 @@ IMPORTS = {
     "memo/profiling": "memo mip/inputs allocator swap face memo/autoplan memo/manager memo/record",
     "memo/rehearsal": "memo mip/inputs mip/activation allocator swap/backends swap/disk swap face memo/machine memo/loss "
     "memo/autoplan memo/manager memo/record memo/hugging_face",
-    "memo face": "memo allocator swap swap/recompute/tape memo/parallel memo/loss memo/manager memo/profiling "
-    "memo/rehearsal",
+    "memo/checkpointing": "memo swap face memo/manager",
+    "memo face": "memo allocator swap swap/recompute/tape memo/parallel memo/loss memo/manager memo/checkpointing "
+    "memo/profiling memo/rehearsal",
     "memo/integrations": "memo memo face",
     "memo/cli/tables": "memo mip/address mip/inputs mip/activation mip/simulate face memo/trace memo/search "
     "memo/rehearsal",

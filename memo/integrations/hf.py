@@ -22,6 +22,7 @@ import torch
 from transformers import TrainerCallback
 
 import memo
+from memo.errors import UsageError
 from memo.integrations.figures import Counters
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-__all__ = ["MemoArguments", "MemoCallback", "MemoTrainerMixin"]
+__all__ = ["MemoArguments", "MemoCallback", "MemoTrainerMixin", "checkpoint_with_memo"]
 
 _log = logging.getLogger("memo")
 
@@ -156,6 +157,28 @@ class MemoCallback(TrainerCallback):  # type: ignore[misc]
         if self.manager is not None:
             self.manager.detach()
             self.manager.close()
+
+
+def checkpoint_with_memo(model: nn.Module) -> None:
+    """Turns a transformers model's activation checkpointing on, with `memo.checkpoint` as its function.
+
+    Args:
+        model: A PreTrainedModel, or an adapter library's model around one; checkpointing may be on already. Where Trainer
+            turns it on again (`gradient_checkpointing=True`), torch's function is back.
+
+    Raises:
+        UsageError: Its layers have no activation checkpointing of transformers'.
+    """
+    enable = getattr(model, "activation_checkpointing_enable", None) or getattr(
+        model, "gradient_checkpointing_enable", None
+    )
+    if enable is not None:
+        enable()
+    given = [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
+    if not given:
+        raise UsageError(f"{type(model).__name__} has no activation checkpointing of transformers'")
+    for module in given:
+        module._gradient_checkpointing_func = memo.checkpoint  # type: ignore[assignment]
 
 
 class MemoTrainerMixin:

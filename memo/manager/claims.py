@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from memo.manager.manager import Manager
 
-__all__ = ["attached_to", "claim", "enter", "entered", "leave", "release", "require_alone"]
+__all__ = ["attached_to", "claim", "enter", "entered", "is_within_layer", "leave", "release", "require_alone"]
 
 
 class _Entered(threading.local):
@@ -33,6 +33,11 @@ def enter(manager: Manager) -> None:
 def entered() -> list[Manager]:
     """Managers that this thread has entered, outermost first."""
     return _entered.managers
+
+
+def is_within_layer() -> bool:
+    """True in a thread that runs a layer of a manager."""
+    return any(manager.open_layer is not None for manager in _entered.managers)
 
 
 def require_alone(manager: Manager) -> None:

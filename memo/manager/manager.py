@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from memo.swap.tiers import Tier
     from memo.trace import TraceRecorder
 
-__all__ = ["Manager"]
+__all__ = ["Manager", "abandon"]
 
 log = logging.getLogger("memo")
 
@@ -161,7 +161,7 @@ class Manager:
         engine.keep(self._model.parameters(), self._model.buffers())
         # Autograd graphs hold the engine and not this object, which may be collected before backward runs:
         # `with memo.offload(model): loss = model(x)`, then `loss.backward()`, is a valid program.
-        self._closer = weakref.finalize(engine, _abandon, engine.tiers, engine.backend, parts.recorder, self._forks)
+        self._closer = weakref.finalize(engine, abandon, engine.tiers, engine.backend, parts.recorder, self._forks)
 
     @property
     def stats(self) -> Stats:
@@ -577,7 +577,7 @@ class Manager:
         self._parts.close(self._end_step if self._in_step else None)
 
 
-def _abandon(tiers: Sequence[Tier], backend: Backend, recorder: TraceRecorder | None, of: int) -> None:
+def abandon(tiers: Sequence[Tier], backend: Backend, recorder: TraceRecorder | None, of: int) -> None:
     """Closes everything once the engine is collected: no saved tensor can be asked for any more. `of`: forks before it."""
     if of != forks.count():
         return

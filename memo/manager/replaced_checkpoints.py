@@ -22,7 +22,7 @@ from memo.torch_private import current_graph_task_id, found, place
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__: list[str] = []
+__all__ = ["is_replaced", "modules_of"]
 
 _CALLS = frozenset({"forward", "_call_impl", "_wrapped_call_impl"})
 """Names of the methods that run the whole of a module."""
@@ -33,7 +33,7 @@ _reentrant = torch.autograd.Function.__dict__["apply"].__func__  # of any class 
 
 def _generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
     """Torch's generator, which goes on after the forward, or one that does nothing."""
-    return _nothing() if _is_replaced(function, args) else _checkpointed(function, *args, **kwargs)
+    return _nothing() if is_replaced(function, args) else _checkpointed(function, *args, **kwargs)
 
 
 def _nothing() -> Iterator[None]:
@@ -42,19 +42,20 @@ def _nothing() -> Iterator[None]:
 
 def _apply(kind: type, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
     """Reentrant checkpoint, or a call of `function`."""
-    return function(*args) if _is_replaced(function, args) else _reentrant(kind, function, preserve_rng_state, *args)
+    return function(*args) if is_replaced(function, args) else _reentrant(kind, function, preserve_rng_state, *args)
 
 
-def _is_replaced(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+def is_replaced(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Tells whether a checkpoint of `function`, called with `args`, is a plain call in the managers of this thread."""
     if not torch.is_grad_enabled() or current_graph_task_id() >= 0 or not runs_as_written():
         return False
     return any(
-        manager.replaces_checkpoint_of(list(_modules_of((function, *args), whole=manager.open_layer is not None)))
+        manager.replaces_checkpoint_of(list(modules_of((function, *args), whole=manager.open_layer is not None)))
         for manager in claims.entered()
     )
 
 
-def _modules_of(called: Any, *, whole: bool, depth: int = 4) -> Iterator[nn.Module]:
+def modules_of(called: Any, *, whole: bool = False, depth: int = 4) -> Iterator[nn.Module]:
     """Modules that a function calls, as far as it shows: itself, that of a method or a partial, or one in its closure.
 
     Args:
@@ -75,7 +76,7 @@ def _modules_of(called: Any, *, whole: bool, depth: int = 4) -> Iterator[nn.Modu
         within = [own] if not whole or getattr(called, "__name__", "") in _CALLS else []
         within += [cell.cell_contents for cell in cells if _is_filled(cell)]
     for each in within:
-        yield from _modules_of(each, whole=whole, depth=depth - 1)
+        yield from modules_of(each, whole=whole, depth=depth - 1)
 
 
 def _is_filled(cell: Any) -> bool:

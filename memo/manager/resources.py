@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import platform
 import sys
@@ -66,6 +67,7 @@ class TierBudgets:
         disk: _Path | Sequence[_Path] | None,
         disk_budget: int | str | None,
         weights: tuple[int, int] = (1, 1),
+        share: Callable[..., int] | None = None,
     ) -> TierBudgets:
         """Reads the budgets given to `memo.offload`. With a process group a collective call: a node's ranks share them.
 
@@ -76,14 +78,16 @@ class TierBudgets:
             disk: as of `memo.offload`.
             disk_budget: as of `memo.offload`.
             weights: this rank's weight, relative to the node's other ranks, in sharing host and disk.
+            share: gives this rank's share of bytes of the node; None: `share_of_node`, which asks all ranks.
 
         Raises:
             UsageError: both tiers are off, a budget cannot be parsed, or a shared one has no size.
         """
+        share = share or share_of_node
         disk_bytes = None
         if disk_budget is not None:
-            disk_bytes = share_of_node(parse_bytes(disk_budget, what="disk_budget"), weight=weights[1])
-        host_bytes = _host_bytes(host, machine, weights[0])
+            disk_bytes = share(parse_bytes(disk_budget, what="disk_budget"), weight=weights[1])
+        host_bytes = _host_bytes(host, machine, functools.partial(share, weight=weights[0]))
         directories = _directories(disk, machine, host_bytes)
         if host_bytes == 0 and not directories:
             raise UsageError("host=0 and no disk: there is nowhere to move activations to; give host=... or disk=...")
@@ -115,13 +119,13 @@ def device_of(model: nn.Module) -> torch.device | None:
     return accelerators.pop() if accelerators else torch.device("cpu")
 
 
-def _host_bytes(host: int | str, machine: Machine, weight: int) -> int:
+def _host_bytes(host: int | str, machine: Machine, share: Callable[[int], int]) -> int:
     """This rank's share of the node's host budget."""
     if host == "auto":
         free = int(machine.free_host_bytes() * AUTO_HOST_SHARE)
-        return 0 if machine.host_is_device else share_of_node(free, weight=weight)
+        return 0 if machine.host_is_device else share(free)
     nbytes = parse_bytes(host, what="host")
-    return share_of_node(nbytes, weight=weight) if nbytes else 0
+    return share(nbytes) if nbytes else 0
 
 
 def _pool(path: _Path | None, host: int | str) -> tuple[str, int] | None:

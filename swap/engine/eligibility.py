@@ -35,8 +35,9 @@ class Eligibility:
         self._device = device
         # Dtypes of the parameters by number of elements: a cast of a parameter has as many elements of another dtype.
         self._parameter_types: dict[int, set[torch.dtype]] = {}
-        # Some are DTensors. Their full tensors have sizes of their own, and data parallelism frees their memory under us.
-        self._sharded = False
+        self.is_complete = True
+        """False where others may be casts of parameters, too: of parameters that nobody has told, and of DTensors, whose
+        full tensors have sizes of their own, and whose memory data parallelism frees under us."""
 
     def keep(self, parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor]) -> None:
         """Registers a model's parameters and buffers, whose storages never move.
@@ -46,7 +47,7 @@ class Eligibility:
         for tensor in (*parameters, *buffers):
             if isinstance(tensor, torch.nn.Parameter):
                 self._parameter_types.setdefault(tensor.numel(), set()).add(tensor.dtype)
-                self._sharded = self._sharded or is_sharded(tensor)
+                self.is_complete = self.is_complete and not is_sharded(tensor)
             local = local_part(tensor)
             if type(local) in (torch.Tensor, torch.nn.Parameter) and local.layout is torch.strided:
                 self.known[local.untyped_storage()] = STAYS
@@ -56,10 +57,10 @@ class Eligibility:
         moves = not (storage in group.external or tensor.device != self._device or never_moves(tensor))
         if moves and not is_kept(storage):
             types = self._parameter_types.get(nbytes // tensor.itemsize)
-            if types is None and not self._sharded:
+            if types is None and self.is_complete:
                 return False
             no_cast = types is None or types == {tensor.dtype}
-            if (no_cast and not self._sharded) or not cast_of_parameter(tensor):
+            if (no_cast and self.is_complete) or not cast_of_parameter(tensor):
                 return False
         self.known[storage] = STAYS
         return True

@@ -146,6 +146,10 @@ class Engine:
         """Registers a model's parameters and buffers, whose storages never move."""
         self._eligibility.keep(parameters, buffers)
 
+    def keep_unknown(self) -> None:
+        """Has parameters told by their tensors alone, where no model is known: casts of them do not move either."""
+        self._eligibility.is_complete = False
+
     def place(self, placements: Mapping[int, Placement], *, rest_bytes: int = 0, late_bytes: int | None = None) -> None:
         """Sets the placements of layers from their next calls on; other layers use the tiers in order.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -106,7 +106,7 @@ class RecomputePolicy:
         self._plans = Plans(engine, self._ranks, self._bans, rates=rates)
         self._has_bytes = rates is None
         """False for a device that is not here: nothing unseen changes its tensors."""
-        self._gathered: Collection[torch.nn.Parameter] = ()
+        self._gathered: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """Parameters that had no memory before the first forward: something else gathers them, and releases them."""
         self._hearing: CollectiveRecorder | None = None
 
@@ -201,8 +201,8 @@ class RecomputePolicy:
     def begin_forwards(self, layers: Sequence[Layer]) -> None:
         """Prepares a forward of the managed layers."""
         self._ranks.begin_forward()
-        if not self._position:
-            self._gathered = _without_memory(layers)
+        new = [layer for layer in layers if layer.name not in self._position]
+        self._gathered.update(_without_memory(new))
         self._position = {layer.name: position for position, layer in enumerate(layers)}
 
     @leaves_generators
@@ -423,11 +423,10 @@ class RecomputePolicy:
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
-def _without_memory(layers: Sequence[Layer]) -> Collection[torch.nn.Parameter]:
+def _without_memory(layers: Sequence[Layer]) -> Mapping[torch.nn.Parameter, bool]:
     modules = (layer.module for layer in layers if not is_gathered_whole(layer.module))
     own = (parameter for module in modules for parameter in module.parameters())
-    # A set by identity: tensors compare by their numbers.
-    return WeakIdKeyDictionary({each: True for each in own if local_part(each).numel() == 0})
+    return {each: True for each in own if local_part(each).numel() == 0}
 
 
 def _shape_of_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

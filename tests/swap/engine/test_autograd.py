@@ -192,9 +192,7 @@ def test_several_forwards_before_their_backwards(offload: Callable[..., memo.Man
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_layers_recompute_as_their_user_asked(
-    offload: Callable[..., memo.Manager], reentrant: bool
-) -> None:
+def test_checkpoints_around_layers_are_replaced(offload: Callable[..., memo.Manager], reentrant: bool) -> None:
     class Checkpointed(Stack):
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             x = self.embed(tokens)
@@ -210,9 +208,9 @@ def test_checkpointed_layers_recompute_as_their_user_asked(
     manager = offload(model)
     got = train(model, lambda step: model(ids(step)), manager)
     assert_equal(got, plain(make))
-    assert manager.stats.bytes_disk + manager.stats.bytes_forwarded > 0
-    # The checkpoints' inputs move and nothing else does: two a step are saved before another layer follows.
-    assert manager.stats.bytes_disk <= 3 * 3 * (2 * 48 * 32 * 4)
+    assert manager.report().replaced == len(manager.layers)
+    # More than the checkpoints' inputs moves.
+    assert manager.stats.bytes_disk > 3 * 3 * (2 * 48 * 32 * 4)
 
 
 def test_a_users_own_hooks_inside_win(offload: Callable[..., memo.Manager]) -> None:
