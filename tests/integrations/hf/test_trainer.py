@@ -18,7 +18,9 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
 
 from memo.autoplan import AutoPlan, PlanOutcome  # noqa: E402
-from memo.integrations.hf import MemoArguments, MemoCallback, MemoTrainerMixin  # noqa: E402
+from memo.checkpointing.function import _thread  # noqa: E402
+from memo.errors import UsageError  # noqa: E402
+from memo.integrations.hf import MemoArguments, MemoCallback, MemoTrainerMixin, checkpoint_with_memo  # noqa: E402
 
 LAYERS = 3
 
@@ -162,6 +164,22 @@ def test_gradient_checkpointing_is_replaced(when: str, tmp_path: Path) -> None:
             moved.append(sum(use.moved_bytes for use in ours.manager.report().tiers[1:]))
     assert moved[0] == moved[1] > 0
     assert ours.manager.report().replaced == len(ours.manager.layers)
+
+
+def test_memos_checkpoint_is_given_to_the_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memo.checkpointing.function.MIN_BYTES", 64)
+    monkeypatch.setattr(_thread, "contexts", {})
+    want = trained(trainer_of(tmp_path))
+    trainer = trainer_of(tmp_path)
+    checkpoint_with_memo(trainer.model)
+    assert_same(trained(trainer), want)
+    (context,) = _thread.contexts.values()
+    use = context.report().recompute
+    assert use is not None
+    assert use.accepted == len(trainer.model.model.layers)
+    context.close()
+    with pytest.raises(UsageError, match="Linear has no activation checkpointing"):
+        checkpoint_with_memo(torch.nn.Linear(1, 1))
 
 
 def test_arguments_are_parsed_beside_trainers(tmp_path: Path) -> None:
