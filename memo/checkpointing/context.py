@@ -128,7 +128,7 @@ class SavedTensors:
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._group: Group | None = None
         self._nodes = -1
-        self._regions = self._last = 0
+        self._regions = self._last = self._depth = 0
         self._is_closed = self._is_within = False
 
     def open(self, device: torch.device) -> None:
@@ -150,8 +150,11 @@ class SavedTensors:
         self._closer = weakref.finalize(engine, abandon, tiers, backend, None, forks.count())
 
     def __enter__(self) -> SavedTensors:
+        if self._thread == threading.get_ident():
+            self._depth += 1
+            return self
         if self._thread is not None:
-            raise UsageError("memo.saved_tensors: this context is entered already; make another one")
+            raise UsageError("memo.saved_tensors: this context is entered in another thread; make one for each")
         on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         self.open(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
         assert self._engine is not None
@@ -168,6 +171,9 @@ class SavedTensors:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self._depth:
+            self._depth -= 1
+            return
         engine = self._engine
         assert engine is not None
         try:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from benchmarks.results import ROOT
+from memo import Manager
 from memo.errors import HostBudgetExceeded, Infeasible, ModifiedAfterSave, ScratchFull
 from memo.swap import local_part
 from tests.hunt.levels import LEVELS, VERIFIED, Managed
@@ -202,7 +203,7 @@ def _train(
         inner, model = model, model if place is None else place(model)
         managed = None if manage is None else manage(inner)
         managing: Callable[[], Any] = contextlib.nullcontext
-        if managed is not None and program.attached:
+        if managed is not None and program.attached and isinstance(managed.manager, Manager):
             managed.manager.attach()
         elif managed is not None:
             managing = lambda: managed.manager  # noqa: E731

@@ -7,7 +7,9 @@ from its first steps for a device that has room for a part of what is saved.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ from throttled_backend import PacedBackend
 
 import memo
 from memo.autoplan import Actuator, AutoPlan, DeviceBudget
+from memo.checkpointing import SavedTensors, context
 from memo.manager import Manager
 from memo.manager.plan_source import checked_plan
 from memo.swap import Engine, Level, Placement, RecomputePolicy, WhenFull, find_layers, setting_of
@@ -40,15 +43,16 @@ SETTINGS: dict[str, Any] = {
 class Managed:
     """A manager, and what is found out about its run beside its results."""
 
-    manager: Manager
+    manager: Manager | SavedTensors
     before_step: Callable[[int], None] = lambda step: None
     races: Callable[[], list[str]] = list
 
     @property
     def counts(self) -> tuple[int, int]:
         """Bytes moved and bytes recomputed so far."""
-        stats = self.manager.stats
-        return stats.bytes_host + stats.bytes_disk, stats.bytes_recomputed
+        report = self.manager.report()
+        recomputed = 0 if report.recompute is None else report.recompute.recomputed_bytes
+        return sum(use.moved_bytes for use in report.tiers[1:]), recomputed
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +125,19 @@ def _automatic(model: Stack, seed: int, scratch: str) -> Managed:
     return Managed(manager=manager)
 
 
+def _around(*, checkpointed: bool = False, **options: Any) -> Way:
+    """memo.saved_tensors around each step's forward, in small regions; with `checkpointed` layers are memo.checkpoint's."""
+
+    def make(model: Stack, seed: int, scratch: str) -> Managed:
+        context.REGION_BYTES = random.Random(seed).choice((256, 8192, 1 << 27))
+        for layer in model.layers if checkpointed else ():
+            if not isinstance(layer.forward, functools.partial):  # one module may be several layers
+                layer.forward = functools.partial(memo.checkpoint, layer.forward)
+        return Managed(manager=memo.saved_tensors(min_bytes=1, **options))
+
+    return Way(make=make)
+
+
 _ANYWHERE: dict[str, Way] = {
     "1": _offloaded("1", host="256MiB"),
     "0.5": _offloaded("0.5", host="256MiB"),
@@ -137,6 +154,10 @@ _ANYWHERE: dict[str, Way] = {
     "1, verified": _offloaded("1", host="256MiB", verify=True),
     "0, verified": _offloaded("0", host="256MiB", verify=True),
     "each its own": Way(make=_each_its_own),
+    "saved tensors": _around(host="256MiB"),
+    "saved tensors, spilled": _around(host="16KiB", disk=tempfile.gettempdir()),
+    "checkpoint": _around(host="256MiB", checkpointed=True),
+    "checkpoint, half": _around(host="256MiB", alpha=0.5, checkpointed=True),
 }
 _ON_A_CPU: dict[str, Way] = {
     "1, late": _checked("1", "lazy"),
