@@ -130,11 +130,18 @@ class SavedTensors:
         self._nodes = -1
         self._regions = self._last = self._depth = 0
         self._is_closed = self._is_within = False
+        self._forks = forks.count()
+
+    @property
+    def is_forked(self) -> bool:
+        """True in a process that was forked from the one that made the context, and has none of its threads."""
+        return self._forks != forks.count()
 
     def open(self, device: torch.device) -> None:
         """Opens tiers and engine for a device, once."""
-        if self._is_closed:
-            raise UsageError("this context is closed; call memo.saved_tensors again")
+        if self._is_closed or self.is_forked:
+            why = "closed" if self._is_closed else "another process's"
+            raise UsageError(f"this context is {why}; call memo.saved_tensors again")
         if self._engine is not None:
             return
         machine = machine_of(device)
@@ -147,7 +154,7 @@ class SavedTensors:
         engine.keep_unknown()
         self._budget = machine.device_budget(self._device_bytes)
         self._recompute_policy = RecomputePolicy(engine, self._setting, verify=self._verify)
-        self._closer = weakref.finalize(engine, abandon, tiers, backend, None, forks.count())
+        self._closer = weakref.finalize(engine, abandon, tiers, backend, None, self._forks)
 
     def __enter__(self) -> SavedTensors:
         if self._thread == threading.get_ident():
@@ -297,7 +304,7 @@ class SavedTensors:
 
         Afterwards a backward that needs moved tensors raises, and the context cannot be entered again.
         """
-        if not self._is_closed and self._engine is not None:
+        if not self._is_closed and self._engine is not None and not self.is_forked:
             self._closer.detach()
             self._engine.close()
         self._is_closed = True

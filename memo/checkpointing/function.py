@@ -78,13 +78,14 @@ def checkpoint(
         raise UsageError("memo.checkpoint: leave context_fn out; memo chooses what is saved and what is recomputed")
     if determinism_check not in ("default", "none"):
         raise UsageError(f"memo.checkpoint: determinism_check {determinism_check!r} is neither 'default' nor 'none'")
-    if is_disabled() or not runs_as_written():
+    device = _device_of(args, kwargs)
+    if device is None or is_disabled() or not runs_as_written():
         return torch_checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
     if not torch.is_grad_enabled() or _is_torchs() or is_within_layer() or is_replaced(function, args):
         return function(*args, **kwargs)
     context = current()
     if context is None:
-        context = _default(args, kwargs)
+        context = _default(device)
     return context.run(function, list(dict.fromkeys(modules_of((function, *args)))), args, kwargs)
 
 
@@ -95,12 +96,18 @@ def _is_torchs() -> bool:
     return within or current_graph_task_id() >= 0
 
 
-def _default(args: tuple[Any, ...], kwargs: dict[str, Any]) -> SavedTensors:
-    """The context of this thread for the device of the arguments."""
-    devices = {tensor.device for tensor in tensors_within((args, kwargs))}
-    device = next((each for each in devices if each.type == "cuda"), torch.device("cpu"))
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
+    """The device of the arguments; None for one that memo does not manage, and while a CUDA graph is captured."""
+    devices = {tensor.device.type: tensor.device for tensor in tensors_within((args, kwargs))}
+    if devices.keys() - {"cpu", "cuda", "meta"} or ("cuda" in devices and torch.cuda.is_current_stream_capturing()):
+        return None
+    return devices.get("cuda", torch.device("cpu"))
+
+
+def _default(device: torch.device) -> SavedTensors:
+    """The context of this thread for a device."""
     context = _thread.contexts.get(device)
-    if context is None:
+    if context is None or context.is_forked:
         context = SavedTensors(
             setting=setting_of(0.0), min_bytes=MIN_BYTES, when_full=WhenFull.RECOMPUTE, share=_share_of_node
         )
