@@ -406,12 +406,17 @@ class Manager:
             return False
         around = self._layer_hooks.within(modules)
         if not around or not self._saving.are_topmost:
-            self._unseen.checkpoint_begins(self.open_layer, around)
+            self.notes_checkpoint(around)
             return False
         if not self._replaced:
             log.info("%s: activation checkpointing around its layers is replaced", self._name)
         self._replaced.update(around)
         return True
+
+    def notes_checkpoint(self, around: Sequence[str]) -> None:
+        """Notes that a checkpoint begins which stays; `around` layers, though hooks of others are set."""
+        if self._saving is not None:
+            self._unseen.checkpoint_begins(self.open_layer, around)
 
     def choose_levels(self, levels: Mapping[int | str, LayerLevels]) -> None:
         """Sets the recompute levels of single layers from the next forward on, and ends planning.

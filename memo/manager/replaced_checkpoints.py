@@ -3,7 +3,8 @@
     model.gradient_checkpointing_enable()      transformers' layers call torch's checkpoint with themselves as its function
     checkpoint_wrapper(layer)                  the layer's forward is a checkpoint of the module within
 
-A checkpoint of a part of a layer stays: the program has chosen it. torch has no hook for that, so the two functions that its
+A checkpoint of a part of a layer stays: the program has chosen it. A reentrant one stays, too: its gradients are added up in
+another order than a plain call's, and would have other last bits. torch has no hook for that, so the two functions that its
 `checkpoint` calls are replaced once, when this module is imported.
 """
 
@@ -40,9 +41,11 @@ def _nothing() -> Iterator[None]:
     yield
 
 
-def _apply(kind: type, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-    """Reentrant checkpoint, or a call of `function`."""
-    return function(*args) if is_replaced(function, args) else _reentrant(kind, function, preserve_rng_state, *args)
+def _apply(kind: type, *args: Any) -> Any:
+    """Torch's reentrant checkpoint, of which managers are told."""
+    for manager in claims.entered():
+        manager.notes_checkpoint(())
+    return _reentrant(kind, *args)
 
 
 def is_replaced(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:

@@ -37,7 +37,10 @@ _COMPILED = (
     "for layer in manager.layers: layer.module.compile()"
 )
 
-_CHECKPOINTED = "activation checkpointing of its own runs it, or a part of it, again; turn it off, memo replaces it"
+_CHECKPOINTED = (
+    "activation checkpointing of its own runs it, or a part of it, again; turn it off, or give use_reentrant=False where it "
+    "is around whole layers: memo takes its place"
+)
 _HIDDEN = "its activation checkpointing offloads what it saves by itself; turn that off, memo replaces it"
 
 _Pack = Callable[["torch.Tensor"], Any]

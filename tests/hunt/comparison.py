@@ -23,7 +23,7 @@ from memo import Manager
 from memo.errors import HostBudgetExceeded, Infeasible, ModifiedAfterSave, ScratchFull
 from memo.swap import local_part
 from tests.hunt.levels import LEVELS, VERIFIED, Managed
-from tests.hunt.names import BATCH, DEVICE, HIDDEN, on_device
+from tests.hunt.names import BATCH, DEVICE, HIDDEN, Replaced, on_device
 from tests.hunt.program import Program
 
 __all__ = ["Find", "Outcome", "compare"]
@@ -96,27 +96,27 @@ def compare(
         any_rank: whether any rank says yes, each being asked.
     """
     found = Outcome()
-    wanted: dict[int, _Run] = {}
+    wanted: dict[tuple[int, bool], _Run] = {}
 
-    def train(rounds: int, manage: _Manage | None = None) -> _Run:
+    def train(rounds: int, manage: _Manage | None = None, *, replaces: bool = False) -> _Run:
         with on_device():
-            return _train(program, manage, rounds, place, rank)
+            return _train(program, manage, rounds, place, rank, replaces)
 
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as scratch:
         warnings.simplefilter("ignore")
         for name in _promised(program, levels):
-            rounds = LEVELS[name].rounds
-            if rounds not in wanted:
-                wanted[rounds] = train(rounds)
-                reason = _unfit(wanted[rounds], alone=place is None)
+            like = LEVELS[name].rounds, LEVELS[name].replaces
+            if like not in wanted:
+                wanted[like] = train(like[0], replaces=like[1])
+                reason = _unfit(wanted[like], alone=place is None)
                 if any_rank(reason is not None):
                     found.discarded = reason or "another rank raises"
                     return found
-            _compare_at(program, name, wanted[rounds], train, found, scratch)
+            _compare_at(program, name, wanted[like], train, found, scratch)
         if any_rank(any(find.kind != "races" for find in found.finds)):
             for _ in range(_REPEATS):
-                again = {rounds: train(rounds) for rounds in wanted}
-                if any_rank(any(_unlike(again[rounds], wanted[rounds]) for rounds in wanted)):
+                again = {like: train(like[0], replaces=like[1]) for like in wanted}
+                if any_rank(any(_unlike(again[like], wanted[like]) for like in wanted)):
                     return Outcome(discarded="does not repeat itself")
     return found
 
@@ -195,14 +195,19 @@ def _train(
     rounds: int,
     place: Callable[[nn.Module], nn.Module] | None,
     rank: int,
+    replaces: bool,
 ) -> _Run:
-    """Runs the steps `rounds` times, with a step of gradient descent after each."""
+    """Runs the steps `rounds` times, with a step of gradient descent after each.
+
+    Without memo, `replaces` has checkpoints around layers be plain calls, as they are in the manager of the run compared.
+    """
     run = _Run()
+    Replaced.always = replaces and program.attached
     try:
         model, steps = program.made()
         inner, model = model, model if place is None else place(model)
         managed = None if manage is None else manage(inner)
-        managing: Callable[[], Any] = contextlib.nullcontext
+        managing: Callable[[], Any] = Replaced if replaces and not program.attached else contextlib.nullcontext
         if managed is not None and program.attached and isinstance(managed.manager, Manager):
             managed.manager.attach()
         elif managed is not None:

@@ -63,6 +63,8 @@ class Way:
     """Of a model, the program's seed and a scratch directory."""
     rounds: int = 1
     """How often the program's steps run."""
+    replaces: bool = True
+    """Whether checkpoints around layers are plain calls."""
     may_be_full: bool = False
     """Whether tiers or the device may be too small for a program, which is then an error."""
 
@@ -135,7 +137,7 @@ def _around(*, checkpointed: bool = False, **options: Any) -> Way:
                 layer.forward = functools.partial(memo.checkpoint, layer.forward)
         return Managed(manager=memo.saved_tensors(min_bytes=1, **options))
 
-    return Way(make=make)
+    return Way(make=make, replaces=False)
 
 
 _ANYWHERE: dict[str, Way] = {

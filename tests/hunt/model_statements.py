@@ -32,13 +32,11 @@ given a view | 1 | bsh
 given a part | 1 | bsh
     {o} = self.hidden({L}(torch.cat([{bsh/a}, {bsh}], -1)[..., :H], mask, rotary))
 checkpointed | 1 | bsh
-    {o} = checkpoint(lambda v: self.hidden({L}(v, mask, rotary)), {bsh}, use_reentrant=False)
+    {o} = around_layers(lambda v: self.hidden({L}(v, mask, rotary)), {bsh})
 checkpointed, reentrant | 1 | bsh
     {o} = checkpoint(lambda v: self.hidden({L}(v, mask, rotary)), {bsh}, use_reentrant=True)
 two checkpointed | 1 | bsh
-    {o} = checkpoint(
-        lambda v: self.hidden({L}(self.hidden({L}(v, mask, rotary)), mask, rotary)), {bsh}, use_reentrant=False
-    )
+    {o} = around_layers(lambda v: self.hidden({L}(self.hidden({L}(v, mask, rotary)), mask, rotary)), {bsh})
 under autocast | 1 | bsh
     with torch.autocast(DEVICE, torch.bfloat16):
         {t:a} = self.hidden({L}({bsh}, mask, rotary))
