@@ -24,6 +24,7 @@ from transformers import TrainerCallback
 import memo
 from memo.errors import UsageError
 from memo.integrations.figures import Counters
+from memo.integrations.training import ManagedTraining, checked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 __all__ = ["MemoArguments", "MemoCallback", "MemoTrainerMixin", "checkpoint_with_memo"]
 
 _log = logging.getLogger("memo")
+
+_WITHOUT_LOGITS = (
+    "Computes the model's loss without its logits, which at 64k tokens are the first thing that does not fit."
+)
 
 
 def _argument(name: str) -> Any:
@@ -47,9 +52,9 @@ def _argument(name: str) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoArguments:
-    """Options of `memo.offload` for `HfArgumentParser((TrainingArguments, MemoArguments))`; `--memo_alpha 0.25` and so on.
+    """Options of MemoCallback for `HfArgumentParser((TrainingArguments, MemoArguments))`; `--memo_alpha 0.25` and so on.
 
-    Each field is the argument of `memo.offload` of that name, with its meaning and its default.
+    Each field but the last is the argument of `memo.offload` of that name, with its meaning and its default.
     """
 
     memo_plan: str | None = _argument("plan")
@@ -66,10 +71,13 @@ class MemoArguments:
     memo_on_full: Literal["spill", "raise", "recompute"] = _argument("on_full")
     memo_verify: bool = _argument("verify")
     memo_trace: str | None = _argument("trace")
+    memo_loss_without_logits: bool = dataclasses.field(default=False, metadata={"help": _WITHOUT_LOGITS})
 
     def options(self) -> dict[str, Any]:
         """The arguments of `memo.offload`."""
-        return {field.name.removeprefix("memo_"): getattr(self, field.name) for field in dataclasses.fields(self)}
+        given = {field.name.removeprefix("memo_"): getattr(self, field.name) for field in dataclasses.fields(self)}
+        given.pop("loss_without_logits")
+        return given
 
 
 class MemoCallback(TrainerCallback):  # type: ignore[misc]
@@ -81,7 +89,12 @@ class MemoCallback(TrainerCallback):  # type: ignore[misc]
 
     Args:
         arguments: Options as parsed by HfArgumentParser. Default None: those of `memo.offload`.
+        loss_without_logits: Computes the model's loss without its logits while it trains, as `memo.loss_without_logits`
+            does: at 64k tokens they are the first thing that does not fit. Default False.
         **options: Arguments of `memo.offload`, which take precedence.
+
+    Raises:
+        UsageError: `memo.offload` has no such argument.
 
     Attributes:
         manager: Of the training under way, or of the last one, which is closed and still reports; None before.
@@ -95,7 +108,10 @@ class MemoCallback(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, arguments: MemoArguments | None = None, **options: Any) -> None:
         self.manager: memo.Manager | None = None
-        self._options = {**(arguments.options() if arguments is not None else {}), **options}
+        self._training: ManagedTraining | None = None
+        if arguments is not None:
+            options = {**arguments.options(), "loss_without_logits": arguments.memo_loss_without_logits, **options}
+        self._options = checked(options)
         self._logged = Counters()
 
     def add_to(self, trainer: Trainer) -> MemoCallback:
@@ -150,13 +166,13 @@ class MemoCallback(TrainerCallback):  # type: ignore[misc]
             _log.info("%s", self.manager.report())
         self._end()
 
-    def _begin(self, model: nn.Module) -> None:
-        self.manager = memo.offload(model, **self._options).attach()
+    def _begin(self, model: nn.Module, *, attach: bool = True) -> None:
+        self._training = ManagedTraining(model, attach=attach, **self._options)
+        self.manager = self._training.manager
 
     def _end(self) -> None:
-        if self.manager is not None:
-            self.manager.detach()
-            self.manager.close()
+        if self._training is not None:
+            self._training.close()
 
 
 def checkpoint_with_memo(model: nn.Module) -> None:
@@ -222,11 +238,10 @@ class _Entered(MemoCallback):
 
     is_training = False
 
-    def _begin(self, model: nn.Module) -> None:
-        self.manager = memo.offload(model, **self._options)
+    def _begin(self, model: nn.Module, *, attach: bool = False) -> None:
+        super()._begin(model, attach=attach)
         self.is_training = True
 
     def _end(self) -> None:
         self.is_training = False
-        if self.manager is not None:
-            self.manager.close()
+        super()._end()

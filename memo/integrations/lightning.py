@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import memo
 from memo.integrations.figures import Counters
+from memo.integrations.training import ManagedTraining, checked
 
 try:
     from lightning.pytorch import Callback
@@ -32,7 +33,11 @@ class MemoCallback(Callback):  # type: ignore[misc]
     `self.model(batch)` in `training_step`. With manual optimization any number of forwards and backwards may follow.
 
     Args:
-        **options: Arguments of `memo.offload`.
+        **options: Arguments of `memo.offload`, and `loss_without_logits=True` for a transformers model within the module,
+            whose loss is then computed without its logits while it trains.
+
+    Raises:
+        UsageError: There is no such argument.
 
     Attributes:
         manager: Of the training under way, or of the last one, which is closed and still reports; None before.
@@ -45,14 +50,16 @@ class MemoCallback(Callback):  # type: ignore[misc]
 
     def __init__(self, **options: Any) -> None:
         self.manager: memo.Manager | None = None
-        self._options = options
+        self._training: ManagedTraining | None = None
+        self._options = checked(options)
         self._step = 0
         self._logged = Counters()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Makes the manager, and attaches it to the module."""
         self._end()
-        self.manager = memo.offload(pl_module, **self._options).attach()
+        self._training = ManagedTraining(pl_module, **self._options)
+        self.manager = self._training.manager
         self._step = trainer.global_step
         self._logged = Counters(step=self._step)
 
@@ -78,6 +85,5 @@ class MemoCallback(Callback):  # type: ignore[misc]
         self._end()
 
     def _end(self) -> None:
-        if self.manager is not None:
-            self.manager.detach()
-            self.manager.close()
+        if self._training is not None:
+            self._training.close()

@@ -65,6 +65,13 @@ class DisabledManager(Manager):
     def detach(self) -> None:
         """Does nothing."""
 
+    def replaces_checkpoint_of(self, modules: Sequence[nn.Module]) -> bool:
+        """False."""
+        return False
+
+    def notes_checkpoint(self, around: Sequence[str]) -> None:
+        """Does nothing."""
+
     def choose_levels(self, levels: Mapping[int | str, LayerLevels]) -> None:
         """Does nothing."""
 

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 __all__ = ["LayerHooks"]
 
 
+_LARGE_BYTES = 1 << 20
+"""Hidden states from which on a model's cache of keys and values matters."""
+
+
 class LayerHooks:
     """Hooks on layers, between `install` and `remove`.
 
@@ -39,7 +43,7 @@ class LayerHooks:
         self._thread = 0
         self._hooks: list[LayerHook] = []
         self._running: dict[int, list[Group]] = {}
-        self._has_told_device = False
+        self._has_told_device = self._has_told_cache = False
         self.failed: str | None = None
         """The layer whose forward raised last."""
 
@@ -103,6 +107,8 @@ class LayerHooks:
             hidden = layer_input(args, kwargs)
             if hidden is not None:
                 require_layer_within_norm_limit(layer.name, module, hidden)
+                if kwargs.get("past_key_values") is not None and hidden.nbytes >= _LARGE_BYTES:
+                    self._tell_cache()
                 if hidden.device != device:
                     self._tell_device(layer.name, hidden.device, device)
             plan_source = source()
@@ -124,6 +130,16 @@ class LayerHooks:
                 engine.end_layer(group, between=not layer.last)
 
         return hook_forward(layer.module, begin, end)
+
+    def _tell_cache(self) -> None:
+        if not self._has_told_cache:
+            self._has_told_cache = True
+            warnings.warn(
+                "the model caches keys and values (use_cache=True), which stay on the device as long as its output; give "
+                "use_cache=False, or model.config.use_cache = False",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def _tell_device(self, name: str, device: torch.device, opened: torch.device) -> None:
         if not self._has_told_device:

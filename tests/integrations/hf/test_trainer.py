@@ -166,6 +166,29 @@ def test_gradient_checkpointing_is_replaced(when: str, tmp_path: Path) -> None:
     assert ours.manager.report().replaced == len(ours.manager.layers)
 
 
+@pytest.mark.parametrize("given", ["option", "arguments"])
+def test_the_loss_is_computed_without_logits(given: str, tmp_path: Path) -> None:
+    want = trained(trainer_of(tmp_path))
+    more: dict[str, Any] = {"alpha": 0.0, "host": "64MiB", "min_bytes": MIN_BYTES}
+    if given == "option":
+        ours = MemoCallback(loss_without_logits=True, **more)
+    else:
+        ours = MemoCallback(MemoArguments(memo_loss_without_logits=True), **more)
+    trainer = trainer_of(tmp_path, callbacks=[ours])
+    seen: list[type] = []
+    trainer.model.register_forward_hook(lambda module, args, output: seen.append(type(output.logits)))
+    got = trained(trainer)
+    assert torch.Tensor not in seen
+    assert "forward" not in vars(trainer.model.lm_head)
+    for ours_, theirs in zip(got.losses, want.losses, strict=True):
+        assert ours_ == pytest.approx(theirs, rel=1e-4)
+
+
+def test_an_unknown_option_is_refused_when_it_is_given() -> None:
+    with pytest.raises(UsageError, match=r"memo\.offload has no argument hots; it has alpha, codec, device"):
+        MemoCallback(hots="64GiB")
+
+
 def test_memos_checkpoint_is_given_to_the_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memo.checkpointing.function.MIN_BYTES", 64)
     monkeypatch.setattr(_thread, "contexts", {})
