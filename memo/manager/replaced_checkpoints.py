@@ -63,7 +63,7 @@ def modules_of(called: Any, *, whole: bool = False, depth: int = 4) -> Iterator[
 
     Args:
         called: the function, or several with their arguments.
-        whole: leaves out modules of which a method runs that may be a part.
+        whole: leaves out modules of which a part may run: by another method than forward, or in a closure.
         depth: of what is looked into.
     """
     if isinstance(called, nn.Module):
@@ -77,7 +77,8 @@ def modules_of(called: Any, *, whole: bool = False, depth: int = 4) -> Iterator[
         own = getattr(called, "__self__", None)
         cells = getattr(called, "__closure__", None) or ()
         within = [own] if not whole or getattr(called, "__name__", "") in _CALLS else []
-        within += [cell.cell_contents for cell in cells if _is_filled(cell)]
+        if not whole:
+            within += [cell.cell_contents for cell in cells if _is_filled(cell)]
     for each in within:
         yield from modules_of(each, whole=whole, depth=depth - 1)
 

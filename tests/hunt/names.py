@@ -10,7 +10,7 @@ import functools
 import random  # noqa: F401 (programs use it)
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import torch
@@ -35,19 +35,24 @@ class Replaced:
     """
 
     always = False
-    within = 0
+    hooks: ClassVar[list[Any]] = []
+    """The topmost hooks for saved tensors where each was entered: a manager replaces nothing under hooks set later."""
 
     def __enter__(self) -> None:
-        Replaced.within += 1
+        Replaced.hooks.append(_topmost())
 
     def __exit__(self, *exception: object) -> None:
-        Replaced.within -= 1
+        Replaced.hooks.pop()
+
+
+def _topmost() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def around_layers(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Any:
     """A checkpoint that a manager replaces; in the run without memo a plain call where there would be a manager."""
     is_model = isinstance(function, nn.Module)  # an attached manager begins in the model's forward
-    if Replaced.within or (Replaced.always and not is_model):
+    if (Replaced.hooks and Replaced.hooks[-1] == _topmost()) or (Replaced.always and not is_model):
         return function(x)
     return checkpoint(function, x, use_reentrant=False)
 

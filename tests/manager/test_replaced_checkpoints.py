@@ -34,8 +34,11 @@ class Block(nn.Module):
 class InPart(Block):
     """Layer that checkpoints a part of itself."""
 
+    in_closure = False
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(checkpoint(self._first, x, use_reentrant=False))  # type: ignore[no-any-return]
+        function = (lambda hidden: self._first(hidden)) if self.in_closure else self._first
+        return x + self.down(checkpoint(function, x, use_reentrant=False))  # type: ignore[no-any-return]
 
     def _first(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -136,7 +139,9 @@ def test_layers_are_managed_as_without_their_checkpoints(how: str, alpha: float)
     assert f"in place of the program's activation checkpointing: {LAYERS} layers" in str(report)
 
 
-def test_a_checkpoint_in_a_part_of_a_layer_stays() -> None:
+@pytest.mark.parametrize("in_closure", [False, True])
+def test_a_checkpoint_in_a_part_of_a_layer_stays(in_closure: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InPart, "in_closure", in_closure)
     wanted = _trained(Stack("plain"))
     model = Stack("plain", InPart)
     manager = memo.offload(model, layers=model.layers, alpha=1.0, host="8MiB", min_bytes=64)
