@@ -18,11 +18,9 @@ with those of `save_on_cpu(pin_memory=True)`. memo does not use this file; its e
 (2) The compute stream waits for a copy out before the source is freed, so the memory's next owner writes after the copy has
     read it. With `record_stream` that memory would be free at a time that nobody knows.
 (3) A copy in starts after the earlier work of the stream that allocated its buffer, which may still use that memory.
-(4) The stream that asks for a tensor waits for its copy in.
-(5) Host memory is written again only after the copy in that read it.
+(4) The stream that asks for a tensor waits for its copy in. (5) Host memory is written again after the copy in that read it.
 
-Limits: one device; no CUDA graphs. Changes that torch does not count (`.data`, NumPy) are not seen. Subclasses, such as
-DTensor, stay on the device.
+Limits: one device; no CUDA graphs; changes that torch does not count (`.data`, NumPy) are not seen; Tensor subclasses stay.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ import weakref
 from argparse import ArgumentParser, Namespace
 from bisect import bisect, insort
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,8 +73,8 @@ class save_on_cpu_overlapped(saved_tensors_hooks):
         super().__init__(self._engine.pack, self._engine.unpack)
 
     def __enter__(self) -> save_on_cpu_overlapped:  # type: ignore[override]
-        self._engine.begin()
         super().__enter__()
+        self._engine.thread.latest.append(None)
         return self
 
     def __exit__(self, *args: object) -> None:
@@ -112,14 +110,8 @@ class _Link:
         return torch.cuda.current_stream(self.device) if self.is_cuda else None
 
     def wait(self, stream: Any, event: Any) -> None:
-        """Later work of `stream` runs after `event`."""
         if event is not None:
             stream.wait_event(event)
-
-    def used_on(self, tensor: Tensor, stream: Any) -> None:
-        """Tells torch's allocator of a stream that uses memory of maybe another one."""
-        if stream is not None:
-            tensor.record_stream(stream)
 
     def copy(self, target: Tensor, source: Tensor, stream: Any, *, after: Any) -> Any:
         """Copies on a side stream after all that the stream `after` has been given; returns an event at the end."""
@@ -135,9 +127,7 @@ class _Link:
         if self.is_cuda:
             code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0))
             if code:
-                raise RuntimeError(
-                    f"save_on_cpu_overlapped: cannot pin {nbytes} bytes of host memory, CUDA error {code}"
-                )
+                raise RuntimeError(f"save_on_cpu_overlapped cannot pin {nbytes} bytes of host memory: error {code}")
             weakref.finalize(memory, _unpin, memory.data_ptr(), self.out, self.back).atexit = False
         return memory
 
@@ -193,13 +183,12 @@ class _Saved:
 
     nbytes: int
     home: Any  # stream that saved it; its memory is freed there, and its reload allocated
-    source: Tensor | None
-    place: Tensor | None = None
-    returned: Tensor | None = None
+    source: Any  # these three are a tensor or None
+    place: Any = None
+    returned: Any = None
     left: Any = None  # event at the end of the copy out
     arrived: Any = None  # event at the end of the copy in
     before: _Saved | None = None  # the one that left before it in the same `with` block
-    ended: bool = False
 
 
 @dataclass(eq=False)
@@ -221,22 +210,11 @@ class _Handle:
             self.alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
-class _Window(dict[_Saved, int]):
-    """Storages with their bytes, in the order they came."""
-
-    def beyond(self, nbytes: int) -> Iterator[_Saved]:
-        """Removes the oldest until the others have at most `nbytes`."""
-        while sum(self.values()) > nbytes:
-            oldest = next(iter(self))
-            del self[oldest]
-            yield oldest
-
-
 class _Thread(threading.local):
     """State of one thread."""
 
     def __init__(self) -> None:
-        self.latest: list[_Saved | None] = []  # that left, in each open `with` block
+        self.latest: list[_Saved | None] = [None]  # that left, outside of `with` blocks and in each open one
         self.being_saved: list[_Saved] = []  # by the running operator
         self.nodes = -1  # made by autograd by then
 
@@ -252,26 +230,22 @@ class _Engine:
         self._keep = weakref.WeakSet([tensor.untyped_storage() for tensor in keep])
         # By storage object: addresses are used again within a step.
         self._known: weakref.WeakKeyDictionary[Any, tuple[Any, weakref.ref[_Share]]] = weakref.WeakKeyDictionary()
-        self._leaving, self._ahead, self._read = _Window(), _Window(), _Window()
-        self._thread = _Thread()
+        self._windows: list[dict[_Saved, int]] = [{}, {}, {}]  # with their bytes, the oldest first
+        self._leaving, self._ahead, self._read = self._windows
+        self.thread = _Thread()
         self._lock = threading.Lock()
         self._dropped: deque[_Saved] = deque()  # the last handle is gone
 
-    def begin(self) -> None:
-        self._thread.latest.append(None)
-
     def end(self) -> None:
-        try:
-            with self._locked():
-                self._send_saved()
-        finally:
-            self._thread.latest.pop()
+        with self._locked():
+            self._send_saved()
+        self.thread.latest.pop()
 
     def pack(self, tensor: Tensor) -> _Handle:
         """Hook for each tensor that autograd saves."""
         if not self._moves(tensor):
             return _Handle(tensor)
-        storage, here, thread = tensor.untyped_storage(), self._link.here(), self._thread
+        storage, here, thread = tensor.untyped_storage(), self._link.here(), self.thread
         with self._locked():
             nodes = torch._C._autograd._get_sequence_nr()  # each operator makes its node before it saves
             if nodes != thread.nodes:
@@ -286,20 +260,16 @@ class _Engine:
             else:
                 self.stats.shared += 1
                 if share.saved.home != here:  # its memory may be free before backward
-                    self._link.used_on(tensor, here)
+                    tensor.record_stream(here)
         return _Handle(tensor, share)
 
     def unpack(self, handle: _Handle) -> Tensor:
-        """Hook for each tensor that backward needs; may be called again.
-
-        Raises:
-            RuntimeError: the tensor was changed in place after its save. torch itself checks no tensor that has hooks.
-        """
+        """Hook for each tensor that backward needs; may be called again."""
         alias = handle.alias
-        if alias._version != handle.version:
+        if alias._version != handle.version:  # torch itself checks no tensor that has hooks
             raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: it was saved"
-                f" at version {handle.version} and is at version {alias._version}"
+                "one of the variables needed for gradient computation has been modified by an inplace operation: it was"
+                f" saved at version {handle.version} and is at version {alias._version}"
             )
         if handle.share is None:
             return alias
@@ -324,7 +294,7 @@ class _Engine:
     def _begin_storage(self, storage: torch.UntypedStorage, here: Any) -> _Share:
         source = torch.empty(0, dtype=torch.uint8, device=self._link.device).set_(storage)
         saved = _Saved(nbytes=storage.nbytes(), home=here, source=source)
-        self._thread.being_saved.append(saved)
+        self.thread.being_saved.append(saved)
         self.stats.live += 1
         self.stats.device_bytes += saved.nbytes
         share = _Share(saved)
@@ -333,32 +303,36 @@ class _Engine:
 
     def _send_saved(self) -> None:
         """Sends what this thread's operators have saved; they have all been issued."""
-        thread, stats = self._thread, self.stats
+        thread, stats = self.thread, self.stats
         being_saved, thread.being_saved = thread.being_saved, []
         for saved in being_saved:
             if saved.source is None:
                 continue  # it has ended
-            saved.before = _living(thread.latest[-1]) if thread.latest else None
-            place = self._host.take(saved.nbytes)
+            saved.before = thread.latest[-1]
+            _previous(saved)  # forgets those that have ended
+            saved.place = place = self._host.take(saved.nbytes)
             if place is None:
                 stats.bytes_stayed += saved.nbytes
                 continue
-            saved.place = place
             saved.left = self._link.copy(place[: saved.nbytes], saved.source, self._link.out, after=saved.home)  # (1)
-            if thread.latest:
-                thread.latest[-1] = saved
+            thread.latest[-1] = saved
             stats.copies_out += 1
             stats.bytes_out += saved.nbytes
             stats.host_bytes += place.numel()
             stats.host_bytes_peak = max(stats.host_bytes_peak, stats.host_bytes)
             self._leaving[saved] = saved.nbytes
-            for oldest in self._leaving.beyond(self._window_bytes):
-                self._free_source(oldest)
+            self._trim(self._leaving, self._window_bytes, self._free_source)
+
+    def _trim(self, window: dict[_Saved, int], nbytes: int, free: Callable[[_Saved], None]) -> None:
+        while sum(window.values()) > nbytes:
+            oldest = next(iter(window))
+            del window[oldest]
+            free(oldest)
 
     def _free_source(self, saved: _Saved) -> None:
-        assert saved.source is not None
         self._link.wait(saved.home, saved.left)  # (2)
-        self._link.used_on(saved.source, saved.home)  # where another stream allocated it
+        if saved.home is not None:
+            saved.source.record_stream(saved.home)  # maybe another stream allocated it
         saved.source = None
         self.stats.device_bytes -= saved.nbytes
 
@@ -367,27 +341,21 @@ class _Engine:
         here = self._link.here()
         if saved.source is None and saved.returned is None:
             self._fetch(saved)
-        found = saved.source  # a source that is still there is read once more
-        if found is None:
-            found = saved.returned
-            assert found is not None
+        found: Tensor = saved.returned if saved.source is None else saved.source
+        if saved.source is None:
             self._link.wait(here, saved.arrived)  # (4)
             self._ahead.pop(saved, None)
             self._read.pop(saved, None)
             self._read[saved] = saved.nbytes  # the latest
-            for oldest in self._read.beyond(max(self._window_bytes, saved.nbytes)):
-                self._free_reload(oldest)  # autograd has its own references to what it is using
+            self._trim(self._read, max(self._window_bytes, saved.nbytes), self._free_reload)  # still there where in use
         if here != saved.home:
-            self._link.used_on(found, here)
+            found.record_stream(here)
         self._prefetch(saved)
         return found
 
     def _prefetch(self, saved: _Saved) -> None:
         """Reloads what left before, the latest first, as long as the window has room."""
-        while True:
-            saved.before = before = _living(saved.before)
-            if before is None:
-                return
+        while (before := _previous(saved)) is not None:
             if before.source is None and before.returned is None:
                 if sum(self._ahead.values()) + before.nbytes > self._window_bytes:
                     return
@@ -399,7 +367,6 @@ class _Engine:
             saved = before
 
     def _fetch(self, saved: _Saved) -> None:
-        assert saved.place is not None
         with torch.cuda.stream(saved.home):
             buffer = torch.empty(saved.nbytes, dtype=torch.uint8, device=self._link.device)
         # (3); and after the copy out, for which the home stream has waited.
@@ -439,8 +406,7 @@ class _Engine:
     def _end_dropped(self) -> None:
         while self._dropped:
             saved = self._dropped.popleft()
-            saved.ended = True
-            for window in (self._leaving, self._ahead, self._read):
+            for window in self._windows:
                 window.pop(saved, None)
             if saved.source is not None:
                 self._free_source(saved)
@@ -453,11 +419,11 @@ class _Engine:
             self.stats.live -= 1
 
 
-def _living(saved: _Saved | None) -> _Saved | None:
-    """Returns the first that has not ended, from `saved` back."""
-    while saved is not None and saved.ended:
-        saved = saved.before
-    return saved
+def _previous(saved: _Saved) -> _Saved | None:
+    """Returns the last that left before `saved` and has not ended."""
+    while saved.before is not None and saved.before.place is None:
+        saved.before = saved.before.before
+    return saved.before
 
 
 def _content(tensor: Tensor) -> Any:
@@ -484,12 +450,10 @@ def train(asked: Namespace, around: Any) -> tuple[list[Tensor], float]:
     """Trains from one start; returns losses and parameters, and the seconds of the fastest step."""
     torch.manual_seed(0)
     with torch.device(asked.device):
-        sizes = asked.width, asked.width // 64, 4 * asked.width, 0.1, "gelu"
-        layers = [nn.TransformerEncoderLayer(*sizes) for _ in range(asked.layers)]
+        sizes = asked.width, asked.width // 64, 4 * asked.width, 0.0, "gelu"
+        layers = [nn.Sequential(nn.TransformerEncoderLayer(*sizes), nn.Dropout(0.1)) for _ in range(asked.layers)]
         model = nn.Sequential(nn.Embedding(512, asked.width), *layers, nn.Linear(asked.width, 512))
         tokens = torch.randint(512, (asked.tokens, 1))
-    for layer in layers:
-        layer.self_attn.dropout = 0.0  # fused attention on every device
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses, times = [], []
     for _ in range(asked.steps):
@@ -516,14 +480,14 @@ def main() -> int:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     offload = save_on_cpu_overlapped(asked.host_mib << 20, window_bytes=asked.window_mib << 20)
-    trained: list[list[Tensor]] = []
+    plain: list[Tensor] = []
     for way in (contextlib.nullcontext(), save_on_cpu(pin_memory=on_gpu), offload):
         if on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         tensors, seconds = train(asked, way)
-        trained.append(tensors)
-        equal = "bit-equal" if all(map(torch.equal, trained[0], tensors)) else "NOT equal"
+        plain = plain or tensors
+        equal = "bit-equal" if all(map(torch.equal, plain, tensors)) else "NOT equal"
         peak = f"  step {seconds:.3f} s  peak {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB" if on_gpu else ""
         print(f"{type(way).__name__:22}  {equal}{peak}")
     print(offload.stats)
