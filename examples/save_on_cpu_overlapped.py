@@ -377,7 +377,7 @@ class _Engine:
 
     def _free_reload(self, saved: _Saved) -> None:
         self._link.wait(saved.home, saved.arrived)  # its memory's next owner comes after a copy that nobody waited for
-        self._link.wait(self._link.out, saved.arrived)  # (5)
+        self._link.wait(self._link.out, saved.arrived)  # (5), where a stream that is not its home saves next
         saved.returned = None
         self.stats.device_bytes -= saved.nbytes
 
