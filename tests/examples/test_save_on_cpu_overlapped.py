@@ -158,7 +158,7 @@ PROGRAMS = {
     "dropout": of_model(lambda: nn.TransformerEncoderLayer(128, 2, 64), square(grad=False)),
     "checkpoint": of_model(lambda: Checkpointed(*(Block(128, 2) for _ in range(3))), square(grad=False)[None]),
     "convolution": of_model(lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.MaxPool2d(2)), IMAGE),
-    "recurrent": of_model(lambda: Last(128), square(grad=False)[None]),
+    "recurrent": of_model(lambda: Last(128), square(grad=False)[None, :12]),
     "noise": of_function(lambda x: F.rrelu(x * 1, training=True).sin()),
     "in place": of_function(lambda x: (x * 1).sin().relu_().mul(2)),
     "function": of_function(lambda x: Doubled.apply(x * 1)),  # type: ignore[no-untyped-call]
