@@ -90,7 +90,7 @@ class MemoCallback(TrainerCallback):  # type: ignore[misc]
     Args:
         arguments: Options as parsed by HfArgumentParser. Default None: those of `memo.offload`.
         loss_without_logits: Computes the model's loss without its logits while it trains, as `memo.loss_without_logits`
-            does: at 64k tokens they are the first thing that does not fit. Default False.
+            does: at 64k tokens they are the first thing that does not fit. Default None: as `arguments` say, else not.
         **options: Arguments of `memo.offload`, which take precedence.
 
     Raises:
@@ -106,12 +106,17 @@ class MemoCallback(TrainerCallback):  # type: ignore[misc]
         print(callback.manager.report())
     """
 
-    def __init__(self, arguments: MemoArguments | None = None, **options: Any) -> None:
+    def __init__(
+        self, arguments: MemoArguments | None = None, *, loss_without_logits: bool | None = None, **options: Any
+    ) -> None:
         self.manager: memo.Manager | None = None
         self._training: ManagedTraining | None = None
         if arguments is not None:
-            options = {**arguments.options(), "loss_without_logits": arguments.memo_loss_without_logits, **options}
-        self._options = checked(options)
+            options = {**arguments.options(), **options}
+            loss_without_logits = (
+                arguments.memo_loss_without_logits if loss_without_logits is None else loss_without_logits
+            )
+        self._options = {**checked(options), "loss_without_logits": bool(loss_without_logits)}
         self._logged = Counters()
 
     def add_to(self, trainer: Trainer) -> MemoCallback:

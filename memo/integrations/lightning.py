@@ -33,8 +33,9 @@ class MemoCallback(Callback):  # type: ignore[misc]
     `self.model(batch)` in `training_step`. With manual optimization any number of forwards and backwards may follow.
 
     Args:
-        **options: Arguments of `memo.offload`, and `loss_without_logits=True` for a transformers model within the module,
-            whose loss is then computed without its logits while it trains.
+        loss_without_logits: Computes the loss of a transformers model within the module without its logits while it
+            trains, as `memo.loss_without_logits` does. Default False.
+        **options: Arguments of `memo.offload`.
 
     Raises:
         UsageError: There is no such argument.
@@ -48,10 +49,10 @@ class MemoCallback(Callback):  # type: ignore[misc]
         print(callback.manager.report())
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, loss_without_logits: bool = False, **options: Any) -> None:
         self.manager: memo.Manager | None = None
         self._training: ManagedTraining | None = None
-        self._options = checked(options)
+        self._options = {**checked(options), "loss_without_logits": loss_without_logits}
         self._step = 0
         self._logged = Counters()
 

@@ -20,9 +20,9 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options themselves.
 
     Raises:
-        UsageError: one is neither an argument of `memo.offload` nor `loss_without_logits`.
+        UsageError: one is no argument of `memo.offload`.
     """
-    known = {*inspect.signature(memo.offload).parameters, "loss_without_logits"} - {"model"}
+    known = inspect.signature(memo.offload).parameters.keys() - {"model"}
     unknown = sorted(options.keys() - known)
     if unknown:
         raise UsageError(f"memo.offload has no argument {unknown[0]}; it has {', '.join(sorted(known))}")
