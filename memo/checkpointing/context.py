@@ -88,6 +88,10 @@ def saved_tensors(
         loss.backward()
     """
     require_choice("on_full", on_full, get_args(OnFull))
+    if host != "auto":
+        parse_bytes(host, what="host")
+    if disk_budget is not None:
+        parse_bytes(disk_budget, what="disk_budget")
     return SavedTensors(
         host=host,
         disk=disk,

@@ -123,6 +123,9 @@ def test_a_device_budget_lets_reloads_run_ahead() -> None:
 def test_what_is_wrong_is_one_line() -> None:
     with pytest.raises(UsageError, match="on_full"):
         memo.saved_tensors(on_full="never")  # type: ignore[arg-type]
+    for wrong in ({"host": "much"}, {"disk_budget": "-1"}, {"device": "x"}, {"min_bytes": "1 kb?"}, {"alpha": 2.0}):
+        with pytest.raises(UsageError, match=next(iter(wrong))):
+            memo.saved_tensors(**wrong)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="nowhere to move"), memo.saved_tensors(host=0, disk=[]):
         pass
     context = memo.saved_tensors(host="8MiB")
