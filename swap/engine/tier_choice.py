@@ -283,7 +283,7 @@ def _no_room(saved: SavedStorage, nbytes: int, tiers: Sequence[Tier], *, present
     absent = next((name for name in (TierName.DISK, TierName.HOST) if name not in present), None)
     others = "train on a shorter sequence"
     if absent is not None:
-        others = f"give memo.offload {absent}=..., a smaller alpha or on_full='recompute'"
+        others = f"give {absent}=..., a smaller alpha or on_full='recompute'"
     return kind(
         f"no room for {format_bytes(nbytes)} saved by {saved.module} ({state}); raise the {budgets} budget, or {others}"
     )
