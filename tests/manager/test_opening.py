@@ -160,7 +160,7 @@ def test_a_host_pool_that_others_have_is_a_full_tier(tmp_path: Path) -> None:
     other = HostPool(pool, need)
     assert other.resize(need - (64 << 10))
     manager = memo.offload(model, alpha=1.0, host=need, host_pool=pool, min_bytes=512)
-    says = r"\(host .* used of 4 MiB, of which other jobs leave 64 KiB\); raise the host budget, or give memo.offload disk="
+    says = r"\(host .* used of 4 MiB, of which other jobs leave 64 KiB\); raise the host budget, or give disk="
     with pytest.raises(HostBudgetExceeded, match=says), manager:
         model(ids())
     budget = device_budget_of(torch.device("cpu"), None)
