@@ -23,7 +23,7 @@ from live_bytes import LiveLocalBytes
 from memo.errors import UsageError
 from memo.gpt import preset
 from memo.gpt.model.build_rank import build_stages
-from memo.loss import chunked_cross_entropy
+from memo.loss import chunks
 from memo.parallel import Layout, World
 
 VOCAB, HIDDEN, SEQ, CHUNK_LOGITS = 8192, 64, 512, 1 << 16
@@ -39,7 +39,7 @@ def _eight_ranks() -> Iterator[None]:
 
 def largest(monkeypatch: pytest.MonkeyPatch, tied: bool, **sizes: Any) -> int:
     """Bytes of the largest tensor that a step makes."""
-    monkeypatch.setattr(chunked_cross_entropy, "CHUNK_LOGITS", CHUNK_LOGITS)
+    monkeypatch.setattr(chunks, "TRAINED_CHUNK_LOGITS", CHUNK_LOGITS)
     layout = Layout(**sizes)
     shape = preset(
         "tiny", vocab_size=VOCAB, max_seq=SEQ, layers=1, hidden=HIDDEN, heads=8, ffn=HIDDEN, tie_embeddings=tied

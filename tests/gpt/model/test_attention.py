@@ -46,7 +46,9 @@ class Seen(TorchDispatchMode):
 
     @property
     def attention(self) -> set[str]:
-        return {name for name in self.names if "attention" in name or "softmax" in name or "bmm" in name}
+        """Without the loss's log softmax."""
+        attention = {name for name in self.names if "attention" in name or "softmax" in name or "bmm" in name}
+        return attention - {"_log_softmax"}
 
 
 def _qkv(
