@@ -3,9 +3,10 @@
     model.gradient_checkpointing_enable()      transformers' layers call torch's checkpoint with themselves as its function
     checkpoint_wrapper(layer)                  the layer's forward is a checkpoint of the module within
 
-A checkpoint of a part of a layer stays: the program has chosen it. A reentrant one stays, too: its gradients are added up in
-another order than a plain call's, and would have other last bits. torch has no hook for that, so the two functions that its
-`checkpoint` calls are replaced once, when this module is imported.
+A checkpoint of a part of a layer stays: the program has chosen it. One with contexts of its own (`context_fn`) stays, since
+they may change what the layer computes; those of torch's selective checkpointing are known not to. A reentrant one stays: its
+gradients are added up in another order than a plain call's, and would have other last bits. torch has no hook for that, so the
+two functions that its `checkpoint` calls are replaced once, when this module is imported.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
 
 from memo.manager import claims
 from memo.swap import runs_as_written
@@ -32,9 +34,23 @@ _checkpointed = found("checkpoint_without_reentrant_generator")
 _reentrant = torch.autograd.Function.__dict__["apply"].__func__  # of any class of functions
 
 
-def _generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+def _generator(
+    function: Callable[..., Any], preserve_rng_state: bool, context_fn: Any, *args: Any, **kwargs: Any
+) -> Iterator[None]:
     """Torch's generator, which goes on after the forward, or one that does nothing."""
-    return _nothing() if is_replaced(function, args) else _checkpointed(function, *args, **kwargs)
+    if not _changes_nothing(context_fn):
+        for manager in claims.entered():
+            manager.notes_checkpoint(())
+    elif is_replaced(function, args):
+        return _nothing()
+    made: Iterator[None] = _checkpointed(function, preserve_rng_state, context_fn, *args, **kwargs)
+    return made
+
+
+def _changes_nothing(context_fn: Any) -> bool:
+    """Tells whether a function's contexts are known to change no values: none, or those of a selective policy."""
+    made_by = getattr(context_fn, "func", context_fn)
+    return made_by is noop_context_fn or made_by is create_selective_checkpoint_contexts
 
 
 def _nothing() -> Iterator[None]:

@@ -153,6 +153,25 @@ def test_a_checkpoint_in_a_part_of_a_layer_stays(in_closure: bool, monkeypatch: 
     manager.close()
 
 
+def test_a_checkpoint_with_contexts_of_its_own_stays() -> None:
+    """They may change what is computed; without them the layers would compute in float32."""
+
+    class InContexts(Stack):
+        def _call(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            def contexts() -> tuple[torch.autocast, torch.autocast]:
+                return torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", torch.bfloat16)
+
+            result: torch.Tensor = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+            return result
+
+    wanted, plain, model = _trained(InContexts("")), _trained(Stack("plain")), InContexts("")
+    assert not all(map(torch.equal, wanted, plain))
+    manager = memo.offload(model, layers=model.layers, alpha=0.0, host="8MiB", min_bytes=64)
+    assert all(map(torch.equal, _trained(model, manager), wanted))
+    assert manager.report().replaced == 0
+    manager.close()
+
+
 def test_a_reentrant_checkpoint_stays() -> None:
     """It adds gradients up in an order of its own: that of the layers' inputs, used three times, in one sum."""
 
