@@ -3,10 +3,10 @@
     model.gradient_checkpointing_enable()      transformers' layers call torch's checkpoint with themselves as its function
     checkpoint_wrapper(layer)                  the layer's forward is a checkpoint of the module within
 
-A checkpoint of a part of a layer stays: the program has chosen it. One with contexts of its own (`context_fn`) stays, since
-they may change what the layer computes; those of torch's selective checkpointing are known not to. A reentrant one stays: its
-gradients are added up in another order than a plain call's, and would have other last bits. torch has no hook for that, so the
-two functions that its `checkpoint` calls are replaced once, when this module is imported.
+A checkpoint of a part of a layer stays: the program has chosen it. One with contexts of its own (`context_fn`) stays,
+since they may change what the layer computes; those of torch's selective checkpointing are known not to. A reentrant one
+stays: its gradients are added up in another order than a plain call's, and would have other last bits. torch has no hook
+for that, so the two functions that its `checkpoint` calls are replaced once, when this module is imported.
 """
 
 from __future__ import annotations
