@@ -127,6 +127,7 @@ class SavedTensors:
         self._min_bytes, self._when_full, self._verify = min_bytes, when_full, verify
         self._engine: Engine | None = None
         self._thread: int | None = None
+        self._entering = threading.Lock()
         self._hooks: SavingHooks | None = None
         self._layers: list[Layer] = []
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -152,26 +153,26 @@ class SavedTensors:
         room = self._budgets(machine)
         backend = machine.backend(timing=False)
         tiers, _ = open_tiers(room, backend, verify=self._verify)
-        self._engine = engine = Engine(
-            backend, tiers, min_bytes=self._min_bytes, when_full=self._when_full, verify=self._verify
-        )
+        engine = Engine(backend, tiers, min_bytes=self._min_bytes, when_full=self._when_full, verify=self._verify)
         engine.keep_unknown()
         self._budget = machine.device_budget(self._device_bytes)
         self._recompute_policy = RecomputePolicy(engine, self._setting, verify=self._verify)
         self._closer = weakref.finalize(engine, abandon, tiers, backend, None, self._forks)
+        self._engine = engine  # last: a context that is interrupted here opens anew
 
     def __enter__(self) -> SavedTensors:
-        if self._thread == threading.get_ident():
-            self._depth += 1
-            return self
-        if self._thread is not None:
-            raise UsageError("memo.saved_tensors: this context is entered in another thread; make one for each")
-        on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
-        self.open(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
-        assert self._engine is not None
-        self._thread = threading.get_ident()
+        with self._entering:
+            if self._thread == threading.get_ident():
+                self._depth += 1
+                return self
+            if self._thread is not None:
+                raise UsageError("memo.saved_tensors: this context is entered in another thread; make one for each")
+            self._thread = threading.get_ident()
         _thread.entered.append(self)
         try:
+            on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+            self.open(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
+            assert self._engine is not None
             if runs_as_written() and not self._engine.is_captured():
                 self._begin_step()
                 self._begin_region()
@@ -185,10 +186,11 @@ class SavedTensors:
         if self._depth:
             self._depth -= 1
             return
-        engine = self._engine
-        assert engine is not None
         try:
             self._remove_hooks()
+            engine = self._engine
+            if engine is None:
+                return  # it could not be opened
             if self._group is not None:
                 engine.end_layer(self._group, between=False)
             self._recompute_policy.end_forwards()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -145,6 +146,25 @@ def test_what_is_wrong_is_one_line() -> None:
     with pytest.raises(UsageError, match="closed"), context:
         pass
     assert "nothing has run" in str(memo.saved_tensors().report())
+
+
+def test_of_threads_that_enter_at_once_one_is_within_and_the_others_are_told() -> None:
+    def enter(context: memo.SavedTensors, barrier: threading.Barrier) -> bool:
+        barrier.wait(timeout=60)
+        try:
+            with context:
+                barrier.wait(timeout=60)  # all have tried
+        except UsageError:
+            barrier.wait(timeout=60)
+            return False
+        return True
+
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(20):
+            context, barrier = memo.saved_tensors(host="1MiB"), threading.Barrier(4)
+            entered = [threads.submit(enter, context, barrier) for _ in range(4)]
+            assert sorted(each.result() for each in entered) == [False, False, False, True]
+            context.close()
 
 
 def test_an_exception_inside_leaves_the_context_usable() -> None:
