@@ -7,8 +7,9 @@ logit_transform_shape.py. Gradients are computed in forward, while the chunk's l
     backward   these gradients times the incoming one
 
 Invariants: memory beyond inputs and gradients does not depend on the number of tokens, and every reduction over tokens
-or vocabulary is in float32 or wider, whatever the inputs are. Under tensor parallelism each rank holds a shard of the
-vocabulary (output_rows.py) and computes the logits of that shard only.
+or vocabulary is in float32 or wider, whatever the inputs are. In float16 no loss scale is known in forward: probabilities
+are scaled in its products, these have float32 results, and the weight's gradient stays float32 until backward. Under tensor
+parallelism each rank holds a shard of the vocabulary (output_rows.py) and computes the logits of that shard only.
 
 torch 2.13 has F.linear_cross_entropy. It serves `keep_gradients=False` without bias or transform, with
 reduction="none", since its own mean adds up bfloat16 losses in bfloat16. It is not the default: it computes the logits
@@ -20,6 +21,7 @@ one's by 0.001 % and 0.28 %; in float32 they are equally exact.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
@@ -131,9 +133,9 @@ class _Options:
         return hasattr(F, "linear_cross_entropy") and here and self.shape == PLAIN
 
     @property
-    def shrink(self) -> float:
-        """A power of two, at most one over a chunk's tokens: no product that adds tokens up overflows in float16."""
-        return 2.0 ** -(self.chunk * self.vocabulary.token_shards - 1).bit_length()
+    def scale(self) -> float:
+        """Factor of the gradient by logits: in float16 a probability of 2 ** -36 is not zero, a gradient of 15 finite."""
+        return 2.0**12 if self.compute is torch.float16 else 1.0
 
     def divisor(self, targets: torch.Tensor) -> torch.Tensor:
         """Divisor of the summed losses: the number of counted tokens of all ranks, or one."""
@@ -177,18 +179,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss, factor, gradients = _chunked(hidden, weight, bias, targets, options, wanted)
         # Not as attributes of ctx: saved tensors are freed after backward, even while the caller still holds the loss.
         ctx.save_for_backward(factor, *gradients)
+        ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in (hidden, weight, bias)]
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        factor, hidden, weight, bias = ctx.saved_tensors
-        return _scaled(hidden, grad * factor), _scaled(weight, grad), _scaled(bias, grad), None, None, None
+        factor, *gradients = ctx.saved_tensors
+        factors = (grad * factor, grad, grad)
+        return *map(_scaled, gradients, factors, ctx.dtypes), None, None, None
 
 
-def _scaled(tensor: torch.Tensor | None, factor: torch.Tensor) -> torch.Tensor | None:
-    """`tensor` times a scalar that is not rounded to its dtype, as a factor without dimensions would be."""
-    return None if tensor is None else torch.mul(tensor, factor[None], out=torch.empty_like(tensor))
+def _scaled(tensor: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """`tensor` times a scalar that is not rounded to its dtype, as a factor without dimensions would be, in `dtype`."""
+    return None if tensor is None else torch.mul(tensor, factor[None], out=torch.empty_like(tensor, dtype=dtype))
 
 
 def _chunked(
@@ -237,18 +241,21 @@ def _by_logits(
 ) -> torch.Tensor:
     """Gradient of the summed losses by the raw logits, softmax - one-hot, of uncounted tokens too; may overwrite all.
 
-    Of the dtype of products, but of a logit transform, whose gradient is computed in the wide one.
+    Times `scale`, of the dtype of products, but of a logit transform, whose gradient is computed in the wide one.
     """
-    plain = options.shape == PLAIN
+    plain, scale = options.shape == PLAIN, options.scale
+    if scale != 1:
+        log_softmax.add_(math.log(scale))
     over = torch.empty_like(log_softmax, dtype=options.compute) if plain else log_softmax
     grad = torch.exp(log_softmax, out=log_softmax if over.dtype == log_softmax.dtype else over)
-    options.vocabulary.set_targets(grad, index, chosen.expm1().to(grad.dtype))  # exact where the target is likely
+    at_target = chosen.expm1().mul_(scale)  # exact where the target is likely
+    options.vocabulary.set_targets(grad, index, at_target.to(grad.dtype))
     return grad if plain else options.shape.gradient_over(grad, tanh)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Gradients:
-    """Accumulators of the wanted gradients. Sums over tokens are accumulated in the wide dtype, times `shrink`."""
+    """Accumulators of the wanted gradients. Sums over tokens are accumulated in the wide dtype, times `scale`."""
 
     hidden: torch.Tensor | None
     weight: torch.Tensor | None
@@ -276,22 +283,32 @@ class _Gradients:
         self, tokens: slice, x: torch.Tensor, matrix: torch.Tensor, counted: torch.Tensor, grad: torch.Tensor
     ) -> None:
         """Adds a chunk, whose `grad` by the raw logits is right where `counted`, (tokens, 1), is true."""
-        each = counted.to(self.options.compute) * self.options.shrink
+        options = self.options
         if self.bias is not None:
-            self.bias += (each.to(grad.dtype).T @ grad)[0]
-        grad = grad.to(self.options.compute)
+            self.bias += _product(counted.to(grad.dtype).T, grad)[0]
+        grad = grad.to(options.compute)
         if self.hidden is not None:
-            self.hidden[tokens] = self.options.vocabulary.sum_over_ranks((grad @ matrix).mul_(counted))
+            product = _product(grad, matrix).mul_(counted / options.scale)
+            self.hidden[tokens] = options.vocabulary.sum_over_ranks(product)
         if self.weight is not None:
-            self.weight += grad.T @ (x * each)
+            self.weight += _product(grad.T, x * counted)
 
     def as_inputs(
         self, weight: torch.Tensor, bias: torch.Tensor | None, factor: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of hidden, which wants `factor` yet, weight and bias, in the dtypes of their inputs."""
-        of_sums = factor / self.options.shrink
-        return (
-            self.hidden,
-            None if self.weight is None else self.weight.mul_(of_sums).to(weight.dtype),
-            None if self.bias is None or bias is None else self.bias.mul_(of_sums).to(bias.dtype),
-        )
+        """The gradients of hidden, which wants `factor` yet, weight and bias, in the dtypes that hold them unscaled."""
+        of_sums = factor / self.options.scale
+
+        def held(gradient: torch.Tensor | None, leaf: torch.Tensor | None) -> torch.Tensor | None:
+            if gradient is None or leaf is None:
+                return None
+            return gradient.mul_(of_sums).to(gradient.dtype if leaf.dtype is torch.float16 else leaf.dtype)
+
+        return self.hidden, held(self.weight, weight), held(self.bias, bias)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Matrix product; of float16 in float32, whose range the sums over tokens want."""
+    if a.dtype is not torch.float16:
+        return a @ b
+    return torch.mm(a, b, out_dtype=torch.float32) if a.device.type in ("cuda", "xpu") else a.float() @ b.float()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -74,6 +76,28 @@ def test_bfloat16_weight_gradient_is_summed_in_float32() -> None:
     # softmax - one_hot over four classes; 1/2048 per token is exact in bfloat16.
     expected = torch.tensor([-0.75, 0.25, 0.25, 0.25], dtype=torch.bfloat16)
     assert torch.equal(weight.grad[:, 0], expected)
+
+
+@pytest.mark.parametrize("scale", [1, 2**16])
+def test_float16_gradients_are_as_close_as_a_plain_scaled_losss(scale: int) -> None:
+    # Classes that are no target have probabilities of some 1e-6 and mean gradients of 1e-7, which float16 can hardly hold.
+    x, weight, targets = _case(256, 64, 2000, torch.float16)
+    rare = slice(1000, None)
+    with torch.no_grad():
+        weight *= 0.1  # logits of float16 are coarse where they are large
+        x[..., 0], weight[:, 0], weight[rare, 0] = 1, 0, -7
+    targets = targets.where(targets == IGNORE, targets % 1000)
+
+    def gradients(dtype: torch.dtype, of_loss: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        leaves = [leaf.detach().to(dtype, copy=True).requires_grad_() for leaf in (x, weight)]
+        return [grad.double() / scale for grad in torch.autograd.grad(of_loss(*leaves) * scale, leaves)]
+
+    exact = gradients(torch.float64, lambda *leaves: _plain(*leaves, targets))
+    found = gradients(torch.float16, lambda *leaves: chunked_linear_cross_entropy(*leaves, targets, chunk=8192))
+    for part in (slice(None), rare) if scale > 1 else (slice(None),):
+        error = (found[1] - exact[1])[part].norm() / exact[1][part].norm()
+        assert error < 2e-3
+    assert (found[0] - exact[0]).norm() < 2e-3 * exact[0].norm()
 
 
 def test_autocast_computes_in_bfloat16_and_returns_float32_gradients() -> None:
