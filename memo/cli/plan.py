@@ -15,26 +15,25 @@ from typing import TYPE_CHECKING
 from memo.cli.inputs.batch_sizes import add_batch_flags
 from memo.cli.inputs.budgets import add_budget_flags
 from memo.cli.inputs.fields import add_fields
+from memo.cli.inputs.model_shape import shape_flag
 from memo.cli.inputs.planned_model import add_model_flags
 from memo.cli.planning.changes import changes_that_fit, explain_misfit
 from memo.cli.planning.former_plan import CheckpointPlan
 from memo.cli.planning.layouts import add_search_flags, refuse_search_flags, run_search
-from memo.cli.planning.request import AUTO, TILE_TOKENS, parse_request
+from memo.cli.planning.request import AUTO, TILE_TOKENS, TRAINING_FIELDS, parse_request
 from memo.cli.planning.search import describe_longest, fewest_gpus, longest_sequence
 from memo.cli.tables.activation import activation_summary, activation_table
 from memo.cli.terminal.output_files import display_name, file_name, refuse_existing, require_matplotlib
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
-from memo.gpt import EmbeddingGradients
-from memo.gpt.arithmetic import Optimizer, RecomputeMethod
 from memo.mip.activation import (
     DoesNotFit,
     plan_to_json,
 )
-from memo.mip.inputs import CODECS, PRESETS, PipelineSchedule
+from memo.mip.inputs import PRESETS, PipelineSchedule
 from memo.mip.simulate import verify_by_simulation
 from memo.parallel import Layout
-from memo.search import with_run
+from memo.search import Training, with_run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,7 +55,7 @@ examples:
   memo plan --search --model 7b --max-seq --gpu a800 --host 2TiB
 """
 
-_DEFAULTS = {"gpus": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "zero": 3, "schedule": str(PipelineSchedule.ONE_F_ONE_B)}
+_DEFAULTS = {"gpus": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "schedule": str(PipelineSchedule.ONE_F_ONE_B)}
 """Values of what is searched under --search and is not given otherwise."""
 
 
@@ -90,47 +89,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--profile", metavar="FILE", help="profile measured by memo profile")
     how = parser.add_argument_group("training of a named model")
-    how.add_argument(
-        "--recompute",
-        choices=("plan", *map(str, RecomputeMethod)),
-        default="plan",
-        help="what layers compute again: plan chooses; none, selective (scores: as none, since "
-        "attention is fused) and full (the layer) are fixed methods, counted as compute, that move nothing unless --host "
-        "says so (default plan)",
-    )
-    how.add_argument(
-        "--zero",
-        type=int,
-        choices=range(4),
-        help="what data-parallel ranks share out: 1 optimizer state, 2 gradients, too, 3 weights, too, as memo train does "
-        "(default 3)",
-    )
-    how.add_argument(
-        "--optimizer",
-        choices=[str(optimizer) for optimizer in Optimizer],
-        default=str(Optimizer.ADAMW),
-        help="optimizer, whose state is kept in the weights' format unless it says otherwise (default adamw)",
-    )
-    how.add_argument(
-        "--lora",
-        type=int,
-        default=0,
-        metavar="RANK",
-        help="train adapters of this rank on every linear map of the layers, and nothing else (default: everything)",
-    )
-    how.add_argument(
-        "--embedding-exchange",
-        choices=[str(way) for way in EmbeddingGradients],
-        default=str(EmbeddingGradients.AUTO),
-        help="how data-parallel ranks exchange the embedding's gradient: dense, as a whole table, or sparse, as the rows of "
-        "the tokens that a rank has seen; auto is the one with the shorter step that fits (default auto)",
-    )
-    how.add_argument(
-        "--codec",
-        choices=CODECS,
-        help="move values as one-byte codes with a bounded error, as memo train --codec does (default: bit for bit)",
-    )
-    how.add_argument("--optimizer-offload", action="store_true", help="optimizer state and its step are on the host")
+    add_fields(how, Training, TRAINING_FIELDS, flags={"embedding": shape_flag("embedding")})
     where = parser.add_argument_group("machine")
     where.add_argument(
         "--gpu",

@@ -6,26 +6,64 @@ Pure data beside the model; `memo plan` parses it from flags, searches and sweep
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from memo.errors import UsageError
 from memo.gpt import EmbeddingGradients, GPTConfig
-from memo.gpt.arithmetic import Optimizer, StepLayout, derive_profile
+from memo.gpt.arithmetic import Optimizer, RecomputeMethod, StepLayout, derive_profile
 from memo.mip.activation import ActivationProblem, DoesNotFit, Pipeline, fits, solve_mlp_tiles
+from memo.mip.inputs import CODECS
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
     from memo.gpt import Precision
-    from memo.gpt.arithmetic import RecomputeMethod
     from memo.hugging_face import HuggingFaceModel
     from memo.mip.activation import ActivationPlan, Budgets
     from memo.mip.inputs import Hardware, PipelineSchedule, Profile
 
-__all__ = ["Request"]
+__all__ = ["Request", "Training"]
+
+
+def _method(text: str) -> RecomputeMethod | None:
+    """Reads a fixed method; None is the plan's choice."""
+    if text != "plan" and text not in tuple(RecomputeMethod):
+        raise UsageError(f"{text!r} is none of plan, {', '.join(RecomputeMethod)}; choose one of them")
+    return None if text == "plan" else RecomputeMethod(text)
+
+
+def _rank(text: str) -> int:
+    if not text.isdecimal():
+        raise UsageError(f"{text} is no rank; give a number of at least 1")
+    return int(text)
+
+
+_METHODS = {"type": _method, "metavar": f"{{plan,{','.join(RecomputeMethod)}}}"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Training:
+    """How a named model is trained. The fields are flags of `memo plan`, and their docstrings its help."""
+
+    recompute: Annotated[RecomputeMethod | None, _METHODS] = None
+    """What layers compute again: plan chooses; none, selective (scores: as none, since attention is fused) and full (the
+    layer) are fixed methods, counted as compute, that move nothing unless --host says so (default plan)."""
+    zero: Annotated[int, {"choices": range(4), "metavar": None}] = 3
+    """What data-parallel ranks share out: 1 optimizer state, 2 gradients, too, 3 weights, too, as memo train does."""
+    optimizer: Optimizer = Optimizer.ADAMW
+    """Optimizer, whose state is kept in the weights' format unless it says otherwise."""
+    lora: Annotated[int, {"type": _rank, "metavar": "RANK"}] = 0
+    """Train adapters of this rank on every linear map of the layers, and nothing else (default: everything)."""
+    embedding: EmbeddingGradients = EmbeddingGradients.AUTO
+    """How data-parallel ranks exchange the embedding's gradient: dense, as a whole table, or sparse, as the rows of the
+    tokens that a rank has seen; auto is the one with the shorter step that fits."""
+    codec: Annotated[str | None, {"choices": CODECS, "metavar": None}] = None
+    """Move values as one-byte codes with a bounded error, as memo train --codec does (default: bit for bit)."""
+    optimizer_offload: bool = False
+    """Optimizer state and its step are on the host."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Request(Training):
     """Model, step, layout and machine with its budgets. Searches and sweeps vary it."""
 
     config: GPTConfig | HuggingFaceModel | None
@@ -40,23 +78,12 @@ class Request:
     budgets: Budgets
     accumulate: int
     schedule: PipelineSchedule
-    recompute: RecomputeMethod | None
-    """A fixed method; None is the plan's choice."""
-    zero: int
-    optimizer_offload: bool
-    optimizer: Optimizer
-    lora: int
-    """Rank of adapters; 0: everything is trained."""
     chunks: int | None
     """Chunks of each pipeline rank; None is the schedule's own number."""
     sharded_over: int | None = None
     """Ranks that share one copy of what `zero` shards, for hybrid sharding; None is all data-parallel ranks."""
     stage_layers: tuple[int, ...] = ()
     """Numbers of layers of the runs of consecutive layers; without them equal ones."""
-    embedding: EmbeddingGradients = EmbeddingGradients.DENSE
-    """How the embedding's gradient is exchanged."""
-    codec: str | None = None
-    """Codec of what moves, `int8` or `fp8`."""
 
     @property
     def leanest_tiles(self) -> tuple[int, ...]:

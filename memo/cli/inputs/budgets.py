@@ -54,7 +54,7 @@ def budgets_of(args: argparse.Namespace, machine: Hardware) -> Budgets:
             what the machine is described with is warned about, since hosts of one GPU differ.
     """
     device, host = int(DEVICE_SHARE * machine.device_bytes), int(HOST_SHARE * machine.host_bytes)
-    if args.recompute != "plan":
+    if args.recompute is not None:
         host = 0
     if args.device is not None:
         device = parse_bytes(args.device, what="--device")

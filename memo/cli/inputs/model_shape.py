@@ -25,7 +25,12 @@ _EXPERTS = "experts top_k shared_experts expert_hidden bottleneck every"
 _LOSSES = " balance_coefficient z_coefficient"
 SHAPE_FIELDS = f"{_SIZES} vocab_size {_PATTERN} {_EXPERTS}".split()
 """Names of the values that add_shape_flags adds for `memo plan`; None where one is not given."""
-_FLAGS = {"vocab_size": "--vocab", "window": "--sliding-window", **{name: f"--{MOE_FLAGS[name]}" for name in MOE_FLAGS}}
+_FLAGS = {
+    "vocab_size": "--vocab",
+    "window": "--sliding-window",
+    "embedding": "--embedding-exchange",
+    **{name: f"--{MOE_FLAGS[name]}" for name in MOE_FLAGS},
+}
 _DEFAULT = "the model's"
 
 

@@ -99,7 +99,7 @@ def _of_transformers(
         name=name,
         precision=Precision(args.precision),
         without_logits=args.loss == _WITHOUT_LOGITS,
-        lora=args.lora,
+        lora=args.lora or 0,
         say=say,
     )
 

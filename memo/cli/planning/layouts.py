@@ -246,7 +246,7 @@ def _space(args: argparse.Namespace) -> Space:
 def _with_one_gpu(args: argparse.Namespace) -> argparse.Namespace:
     """The flags with a layout of one GPU, as the search replaces it."""
     ones = {"gpus": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "batch": None, "accumulate": None, "global_batch": None}
-    later = {"schedule": str(PipelineSchedule.ONE_F_ONE_B), "chunks": None, "zero": 3}
+    later = {"schedule": str(PipelineSchedule.ONE_F_ONE_B), "chunks": None, "zero": None}
     return argparse.Namespace(**{**vars(args), **ones, **later})
 
 

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 from memo.cli.inputs.batch_sizes import batch_sizes
 from memo.cli.inputs.budgets import budgets_of
+from memo.cli.inputs.fields import given_fields
 from memo.cli.inputs.model_shape import SHAPE_FIELDS, shape_flag
 from memo.cli.inputs.planned_model import planned_model
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.errors import UsageError
 from memo.gpt import EmbeddingGradients, GPTConfig, Precision, preset_name
-from memo.gpt.arithmetic import Optimizer, RecomputeMethod, StepLayout
+from memo.gpt.arithmetic import StepLayout
 from memo.mip.activation import MLP_TILE_COUNTS, read_hardware, read_profile
 from memo.mip.inputs import Hardware, PipelineSchedule, hardware_preset, parse_network, with_measured_rates
 from memo.parallel import ContextAttention
@@ -25,11 +26,13 @@ if TYPE_CHECKING:
     from memo.hugging_face import HuggingFaceModel
     from memo.mip.inputs import Profile, Signature
 
-__all__ = ["AUTO", "TILE_TOKENS", "parse_request"]
+__all__ = ["AUTO", "TILE_TOKENS", "TRAINING_FIELDS", "parse_request"]
 
 AUTO = "auto"
 TILE_TOKENS = 1024
 """Tokens of each context-parallel rank by which lengths differ."""
+TRAINING_FIELDS = "recompute zero optimizer lora embedding codec optimizer_offload"
+"""Names of the fields of Training that are flags; None where one is not given."""
 _METHOD_WORDS = {"none": " without recompute", "selective": " selective recompute", "full": " full recompute"}
 
 
@@ -52,8 +55,6 @@ def parse_request(
         UsageError: an argument is invalid or contradicts another.
         PlanError: a file cannot be read.
     """
-    if args.lora < 0:
-        raise UsageError(f"--lora {args.lora} is no rank; give a number of at least 1")
     if machine is None and args.gpu is None:
         raise UsageError("give the machine: --gpu, or --cluster with a file of groups of nodes")
     machine = machine or _machine(args.gpu)
@@ -74,15 +75,19 @@ def parse_request(
         raise UsageError(f"{flag} needs --model; a measured profile is of one length and rank")
     if args.model is not None and args.seq is None and not args.max_seq:
         raise UsageError("--model needs --seq, such as 128k, or --max-seq")
-    embedding = _embedding(args)
+    if args.embedding is EmbeddingGradients.SPARSE and args.model is not None and preset_name(args.model) is None:
+        raise UsageError(
+            f"--embedding-exchange sparse applies to sizes of memo's GPT only; {args.model} exchanges its own gradients"
+        )
     config = None if args.model is None else planned_model(args, say=say) if model is None else model
-    if isinstance(config, GPTConfig) and config.moe is not None and args.zero not in (None, 3):
+    training = given_fields(args, TRAINING_FIELDS)
+    if isinstance(config, GPTConfig) and config.moe is not None and training.get("zero", 3) != 3:
         raise UsageError(f"a mixture of experts is sharded as memo train does; leave out --zero {args.zero}")
     layout, accumulate = _layout(args, profile)
     _require_attention(args, layout, config)
     return Request(
         config=config,
-        model=(args.model or "") + _METHOD_WORDS.get(args.recompute, ""),
+        model=(args.model or "") + ("" if args.recompute is None else _METHOD_WORDS[args.recompute]),
         precision=Precision(args.precision),
         tiles=_tiles(args, profile, config),
         layout=layout,
@@ -91,15 +96,9 @@ def parse_request(
         budgets=budgets_of(args, machine),
         accumulate=accumulate,
         schedule=_schedule(args, layout, accumulate),
-        recompute=None if args.recompute == "plan" else RecomputeMethod(args.recompute),
-        zero=args.zero,
-        optimizer_offload=args.optimizer_offload,
-        optimizer=Optimizer(args.optimizer),
-        lora=args.lora,
         chunks=args.chunks,
         stage_layers=_stage_layers(args, layout),
-        embedding=embedding,
-        codec=_codec(args, profile, config),
+        **{**training, "codec": _codec(args, profile, config)},
     )
 
 
@@ -154,12 +153,8 @@ def _stage_layers(args: argparse.Namespace, layout: StepLayout) -> tuple[int, ..
 
 def _require_named_model(args: argparse.Namespace) -> None:
     """Refuses flags that describe a named model where a profile is given."""
-    given = [shape_flag(name) for name in SHAPE_FIELDS if getattr(args, name) is not None]
-    given += ["--recompute"] * (args.recompute != "plan") + ["--zero"] * (args.zero != 3)
-    given += ["--optimizer-offload"] * args.optimizer_offload + ["--loss"] * (args.loss is not None)
-    given += ["--optimizer"] * (args.optimizer != Optimizer.ADAMW) + ["--lora"] * (args.lora != 0)
-    given += ["--variant"] * (args.variant is not None)
-    given += ["--embedding-exchange"] * (args.embedding_exchange == EmbeddingGradients.SPARSE)
+    names = [*SHAPE_FIELDS, "variant", "loss", *TRAINING_FIELDS.split()]
+    given = [shape_flag(name) for name in names if name != "codec" and getattr(args, name) is not None]
     if given:
         raise UsageError(f"{given[0]} applies to a named model only; a profile has the step that was measured")
 
@@ -177,15 +172,6 @@ def _schedule(args: argparse.Namespace, layout: StepLayout, accumulate: int) -> 
     return schedule
 
 
-def _embedding(args: argparse.Namespace) -> EmbeddingGradients:
-    asked = EmbeddingGradients(args.embedding_exchange)
-    if asked is EmbeddingGradients.SPARSE and args.model is not None and preset_name(args.model) is None:
-        raise UsageError(
-            f"--embedding-exchange sparse applies to sizes of memo's GPT only; {args.model} exchanges its own gradients"
-        )
-    return asked
-
-
 def _tiles(
     args: argparse.Namespace, profile: Profile | None, config: GPTConfig | HuggingFaceModel | None
 ) -> tuple[int, ...]:
@@ -196,7 +182,7 @@ def _tiles(
                 f"--mlp-tiles {text} applies to sizes of memo's GPT only; {args.model} computes its own MLPs"
             )
         return (1,)
-    if args.recompute != "plan":
+    if args.recompute is not None:
         if text not in ("auto", "1"):
             raise UsageError(f"--mlp-tiles {text} has no meaning with --recompute {args.recompute}")
         return (1,)
