@@ -379,7 +379,7 @@ class SimulatedStage:
 
     def _sync(self, work: LayerWork | EndWork, *, last: bool) -> None:
         if last:
-            start_s = max(self.now_s, self._sync_free_s)
+            start_s = max(self.now_s, self._network_free_s, self._sync_free_s)
             self._sync_free_s = self._on_network(work.name, "backward", start_s, work.sync_s)
 
     def _on_network(self, module: str, phase: Phase, start_s: float, seconds: float) -> float:

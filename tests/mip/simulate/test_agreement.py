@@ -153,6 +153,16 @@ def test_models_lengths_and_machines(disk_bytes: int) -> None:
     assert planned >= 12
 
 
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("gpus", [2, 16])
+def test_collectives_that_take_longer_than_the_work_beside_them(gpus: int, zero: int) -> None:
+    machine = hardware_preset("h100")
+    profile = derive_profile(preset("tiny"), machine, StepLayout(tokens=32, gpus=gpus), zero=zero, accumulate=2)
+    budgets = Budgets(device_bytes=machine.device_bytes)
+    plan = plan_activations(profile, machine, budgets, Pipeline(microbatches=2))
+    assert_agreement(plan, simulate(plan), within=0.001)
+
+
 def test_a_step_that_breaks_a_budget_is_refused_by_name() -> None:
     plan = grid_plan("7b", 1 << 20, "a800")
     peak = simulate(plan).stages[0].peak(TierName.HOST)
