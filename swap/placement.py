@@ -36,6 +36,8 @@ class Placement:
     disk: float = 0.0
     nbytes: int = 0
     """Bytes that the layer's first call is expected to save; 0: unknown."""
+    late_nbytes: int = 0
+    """Bytes on their way out that the device has room for until the layer after the next one has run."""
     begins: bool = False
     """A pass begins with this layer, also where the layer before it ran just now: that one's storages live longer."""
 

@@ -16,7 +16,7 @@ from memo.autoplan.device_peaks import DevicePeaks, MeasuredRecompute, Outside
 from memo.autoplan.layer_classes import mlp_tiles_of
 from memo.autoplan.limits import MEASURING, Limits
 from memo.events import TierName
-from memo.mip.activation import lower_tier_nbytes
+from memo.mip.activation import lower_tier_nbytes, room_in_forward
 from memo.swap import Level, Placement, Quota, Setting, claims_in_turn, host_bytes_needed, setting_of
 from memo.units import format_bytes
 
@@ -374,12 +374,14 @@ def settings_of(plan: ActivationPlan, layers: Sequence[Layer]) -> tuple[dict[int
     """Converts a plan to placements by layer number, for the Engine, and points by layer name, for RecomputePolicy."""
     known = plan.problem.profile.layer_profiles()
     begins = {chunk.start for chunk in plan.problem.stages[0].chunks}
+    room = [*room_in_forward(plan.problem, plan.layers)[2:], 0, 0]  # of each layer: while the one after the next runs
     placements = {
         number: Placement(
             kept=part.kept,
             host=part.host,
             disk=part.disk,
             nbytes=int(part.saved_bytes(known[number])),
+            late_nbytes=room[number],
             begins=number in begins,
         )
         for number, part in enumerate(plan.layers)

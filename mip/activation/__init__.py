@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         PeakCandidate as PeakCandidate,
         device_peak_candidates as device_peak_candidates,
         highest_memory as highest_memory,
+        room_in_forward as room_in_forward,
         stage_memory as stage_memory,
     )
     from memo.mip.activation.mlp_tiles import MLP_TILE_COUNTS as MLP_TILE_COUNTS, solve_mlp_tiles as solve_mlp_tiles
@@ -61,7 +62,8 @@ else:
             "files": "plan_to_json profile_to_json read_activation_plan read_any_plan read_hardware read_profile",
             "free_swap_length": "free_swap_tokens",
             "in_flight": "in_flight_within peak_in_flight",
-            "memory_peaks": "DeviceMemory PeakCandidate MemoryUse device_peak_candidates highest_memory stage_memory",
+            "memory_peaks": "DeviceMemory PeakCandidate MemoryUse device_peak_candidates highest_memory room_in_forward "
+            "stage_memory",
             "mlp_tiles": "MLP_TILE_COUNTS solve_mlp_tiles",
             "plan": "ActivationPlan ActivationProblem Budgets LayerPlan StageMachine StageTurns Pipeline StagePrediction "
             "layers_of_runs",

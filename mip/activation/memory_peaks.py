@@ -37,6 +37,7 @@ __all__ = [
     "device_peak_candidates",
     "grouped_peak_candidates",
     "highest_memory",
+    "room_in_forward",
     "stage_memory",
 ]
 
@@ -218,6 +219,20 @@ def stage_memory(stage: StageView, plans: Sequence[LayerPlan]) -> DeviceMemory:
     return DeviceMemory(stage=stage.number, where=peak.name, phase=peak.phase, uses=peak.uses(layers))
 
 
+def room_in_forward(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> list[int]:
+    """Bytes of the device's budget that are free while a layer's forward runs, by layer; those of the fullest microbatch."""
+    found = [0] * len(plans)
+    for stage in problem.stages:
+        layers = _LayerBytes.of(stage.layers, [plans[index] for index in stage.indices])
+        held: dict[str, float] = {}
+        for place in device_peak_candidates(stage):
+            if place.phase == "forward":
+                held[place.name] = max(held.get(place.name, 0.0), place.nbytes(layers))
+        for index in stage.indices:
+            found[index] = max(0, int(problem.budgets.device_bytes - held[_name(index)]))
+    return found
+
+
 def highest_memory(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> DeviceMemory:
     """What a rank of the stage with the highest peak holds then; of equal stages the first."""
     return max((stage_memory(stage, plans) for stage in problem.stages), key=lambda memory: memory.nbytes)
@@ -256,6 +271,10 @@ class _LayerBytes:
 def _sum(*counted: tuple[Sequence[int], Sequence[float]]) -> float:
     """Sum of each layer's count times its bytes."""
     return sum(count * nbytes for counts, each in counted for count, nbytes in zip(counts, each, strict=True) if count)
+
+
+def _name(layer: int) -> str:
+    return f"layer {layer}"
 
 
 class _Residence(enum.IntEnum):
@@ -381,7 +400,7 @@ class _MomentPeaks:
             resident = {MemoryUse.HEAD: heads_own, MemoryUse.TRANSIENT: 0}
             if halves:  # gradients of the layers that the first half has been through, and the second not yet
                 resident[MemoryUse.TRANSIENT] = sum(layer.between_bytes for layer in self._layers[number : own.stop])
-            layer, name, running = self._layers[number], f"layer {self._indices[number]}", self._running(number)
+            layer, name, running = self._layers[number], _name(self._indices[number]), self._running(number)
             if forward:
                 resident = _with(resident, layer.forward_transient_bytes, layer.forward_gathered_bytes)
                 left = number > own[0]

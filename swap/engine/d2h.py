@@ -7,6 +7,9 @@ copies wait. It does not own the choice of a tier (tier_choice), nor the bytes o
     copies       out 0 |   out 1 |   out 2 |
     released            ^ end of layer 1: compute waits for out 0, then the sources of layer 0 are released
 
+Where a plan knows of device memory that only later layers will fill, sources whose copies end last stay for one layer more
+(`Placement.late_nbytes`): one layer's copies may take longer than the next one runs, if another's take less.
+
 A copy that the device can order (E2, by the device's own events) never stops the forward's host thread. A copy that only a
 host thread can wait for, as to a disk behind a GPU without GPUDirect Storage, keeps its source on the device beyond its
 layer, up to `late_bytes` in all. Beyond that the thread stops at the end of a layer; that time counts as the disk queue's.
@@ -37,7 +40,7 @@ from memo.swap.kept import is_kept
 from memo.torch_private import get_sequence_nr
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from weakref import ref
 
     from memo.swap.backends.protocol import Backend, Event
@@ -189,10 +192,26 @@ class CopyOut:
         self.send_saved()
         if group.wait_for_next:
             self._waiting = group
+        before = self._unreleased.popleft() if self._unreleased else None
         self._unreleased.append(group)
-        while len(self._unreleased) > 1:
-            self._late.append(self._unreleased.popleft())
-        self._release_sources(group)
+        if before is not None:
+            self._late.append(before)
+        self._release_sources(group, longer=self._may_stay_longer(before, group))
+
+    @staticmethod
+    def _may_stay_longer(before: Group | None, ended: Group) -> set[SavedStorage]:
+        """Sources of the layer before `ended` that its placement gives one layer more: those whose copies end last."""
+        found: set[SavedStorage] = set()
+        if before is None or before.quota is None or ended.key != (before.key[0] + 1, before.key[1]):
+            return found
+        room = before.quota.placement.late_nbytes
+        for saved in reversed(before.living()):
+            if saved.state is LEAVING:
+                room -= saved.nbytes
+                if room < 0:
+                    break
+                found.add(saved)
+        return found
 
     def release_earlier(self, group: Group) -> None:
         """Releases the sources of the layers before `group`, whose forward is about to end."""
@@ -200,8 +219,8 @@ class CopyOut:
         self._unreleased.clear()
         self._release_sources(group)
 
-    def _release_sources(self, ended: Group) -> None:
-        """Releases the sources of layers before `ended`, ordered after their copies (E2), oldest first.
+    def _release_sources(self, ended: Group, *, longer: Collection[SavedStorage] = ()) -> None:
+        """Releases sources of layers before `ended` but for `longer`, ordered after their copies (E2), oldest first.
 
         A copy that only the host could wait for is late; its source stays while late sources have room.
         """
@@ -209,7 +228,8 @@ class CopyOut:
         for _ in range(len(self._late)):
             group = self._late.popleft()
             before = late
-            for home, leaving in by_home([saved for saved in group.living() if saved.state is LEAVING]).items():
+            sources = [saved for saved in group.living() if saved.state is LEAVING]
+            for home, leaving in by_home([saved for saved in sources if saved not in longer]).items():
                 ready, stops_host = [], False
                 for saved in leaving:
                     if saved.out is not None and self._would_block(saved, saved.out):
@@ -219,7 +239,7 @@ class CopyOut:
                         stops_host = True
                     ready.append(saved)
                 self._drop_sources(ready, home, group.module, stops_host=stops_host)
-            if late > before:
+            if late > before or any(saved in longer for saved in sources):
                 self._late.append(group)
         if self._release.has_limbo:
             self._release.clear_limbo(leave=self._room_for_late(ended) - late)

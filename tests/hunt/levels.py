@@ -108,7 +108,9 @@ def _checked(setting: str, policy: Any, *, tier: str = "host", kept: float = 0.0
             model, layers, engine, recompute_policy=RecomputePolicy(engine, setting_of(SETTINGS[setting]))
         )
         if kept:
-            engine.place({number: Placement(kept=kept, host=1 - kept) for number in range(len(layers))})
+            late = random.Random(seed).choice((0, 4096, ROOM))
+            part = Placement(kept=kept, host=1 - kept, late_nbytes=late)
+            engine.place(dict.fromkeys(range(len(layers)), part))
         return Managed(manager=manager, races=lambda: [str(race) for race in backend.races])
 
     return Way(make=make)

@@ -220,7 +220,9 @@ def test_saved_tensors_may_be_mutated_where_torch_allows_it(alpha: float | None,
             return trained(model, x)
 
     def inner(layer: nn.Module, y: torch.Tensor) -> torch.Tensor:
-        layer.kept = y  # freed memory used again within the step gets the former tensor's copy, by a fault of torch's own
+        layer.kept = (
+            y  # freed memory used again within the step gets the former tensor's copy, by a fault of torch's own
+        )
         return (y * y.exp(), y.zero_())[0]
 
     assert_as_without(step, alpha, how, lambda: Block(inner))

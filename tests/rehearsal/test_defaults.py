@@ -48,6 +48,12 @@ def test_half_an_8b_in_the_budgets_that_an_h100_exceeded_twice() -> None:
     require_settled(rehearsed(LLAMA_8B, 32768, lora=16, layers=8, device="27GiB", host="22GiB"))
 
 
+def test_copies_out_of_whole_storages_hide_behind_compute_as_planned() -> None:
+    found = rehearsed(LLAMA_8B, 16384, lora=16, layers=8, device="20GiB", host="40GiB")
+    require_settled(found)
+    assert found.steps[-1].stall_s < 0.005 * found.steps[-1].seconds
+
+
 def test_a_1b_whose_host_memory_is_what_binds() -> None:
     require_settled(rehearsed(SMALL_LLAMA, 65536, device="22GiB", host="32GiB"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -13,9 +14,11 @@ from memo.mip.activation import (
     ActivationProblem,
     Budgets,
     DoesNotFit,
+    LayerPlan,
     MemoryUse,
     Pipeline,
     highest_memory,
+    room_in_forward,
     solve_problem,
     stage_memory,
 )
@@ -103,3 +106,19 @@ def test_the_table_of_a_pipeline_is_of_its_fullest_stage() -> None:
     with pytest.raises(DoesNotFit) as raised:
         solve_problem(smaller)
     assert raised.value.memory.static_bytes <= memory.nbytes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:1] + LAYOUTS[3:])
+def test_room_in_forward_becomes_less_by_what_a_layer_keeps(layout: dict[str, int]) -> None:
+    asked = problem("7b", layout, tokens=1 << 17)
+    plans = [LayerPlan(kept=0.25, host=0.75)] * len(asked.profile.layers)
+    room = room_in_forward(asked, plans)
+    kept = 0.25 * asked.profile.layer_profiles()[0].full_bytes
+    for stage in asked.stages:
+        own = [room[index] for index in stage.indices]
+        assert max(own) + stage_memory(stage, plans).nbytes >= asked.budgets.device_bytes
+        for before, after in itertools.pairwise(
+            own[1 : own.index(0) if 0 in own else None]
+        ):  # the first has none before it
+            assert before - after == pytest.approx(kept, abs=2)
+    assert all(nbytes >= 0 for nbytes in room)

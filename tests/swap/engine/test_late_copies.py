@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from faulty_file import Faults
 from race_checker import CheckingBackend, CheckingDisk
-from small_models import Stack, assert_equal, ids, stack, train
+from small_models import Stack, assert_equal, checked as checked_on_host, ids, stack, train
 
 from memo.errors import StoreWriteError
 from memo.events import StallCause
 from memo.manager import Manager
-from memo.swap import Engine, find_layers
+from memo.swap import Engine, Placement, find_layers
 from memo.swap.backends import CpuBackend
 from memo.swap.disk import DiskStore
 from memo.swap.tiers import DiskTier
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from memo.swap.backends import Event
+    from memo.swap.engine.layer_calls import Group
 
 LAYERS = 6
 ROOM = 1 << 24
@@ -76,6 +77,41 @@ def test_the_host_stops_only_for_what_is_beyond_the_late_bytes() -> None:
 
 def test_the_host_never_stops_where_copies_keep_up() -> None:
     assert stops_in_forward("eager", 0)[0] == 0
+
+
+@pytest.mark.parametrize("policy", ["lazy", "eager", "random"])
+def test_copies_that_the_device_orders_may_end_a_layer_later_within_a_placements_bytes(policy: str) -> None:
+    peaks = []
+    for late in (0, 1, ENOUGH):
+        model = stack(layers=LAYERS)
+        made = checked_on_host(model, policy)
+        made.engine.place(dict.fromkeys(range(LAYERS), Placement(host=1.0, late_nbytes=late)))
+        assert_equal(train(model, lambda step, model=model: model(ids(step)), made.manager), plain())
+        assert made.backend.races == []
+        peaks.append(made.engine.stats.peak_device_bytes)
+        made.manager.close()
+        assert made.engine.stats.device_bytes == 0
+    layer = peaks[0] / 2
+    assert peaks[0] == peaks[1] < peaks[2] <= 3.2 * layer, "two layers, and the one before them whole"
+
+
+def test_no_copy_ends_later_where_a_recompute_that_is_tried_needs_the_room() -> None:
+    model = stack(layers=LAYERS)
+    made = checked_on_host(model, "lazy")
+    made.engine.place(dict.fromkeys(range(LAYERS), Placement(host=1.0, late_nbytes=ENOUGH)))
+    held = []
+
+    def release(group: Group, *, between: bool) -> None:
+        with made.engine.trial(group, has_room=False):
+            held.append(made.engine.stats.device_bytes)
+        end_layer(group, between=between)
+
+    end_layer, made.engine.end_layer = made.engine.end_layer, release  # type: ignore[method-assign]
+    with made.manager:
+        loss = model(ids())
+    assert max(held[1:]) < 1.2 * held[0], "the running layer's alone"
+    loss.backward()
+    made.manager.close()
 
 
 class HostApart(CpuBackend):
