@@ -157,6 +157,7 @@ class AutoPlan:
             planning_s=self._planning_s,
             why_not=self._why_not,
             others_bytes=self._others_bytes,
+            late_bytes=cached.late_bytes,
             fallback=None if cached.plan is not None or self._why_not is None else self._fallback(cached),
             level=cached.level,
             progress=self._progress,
@@ -526,7 +527,8 @@ class AutoPlan:
         cached.others_bytes, cached.unmeasured_bytes = others_bytes, unmeasured_bytes
         cached.planned(plan)
         alone = dataclasses.replace(plan.problem, profile=cached.profile)
-        cached.predicted_peak_bytes = predict_stages(alone, plan.layers)[0].peak_device_bytes
+        cached.late_bytes = self._actuator.late_bytes(plan)
+        cached.predicted_peak_bytes = predict_stages(alone, plan.layers)[0].peak_device_bytes + cached.late_bytes
         self._checks_budget = True  # also for a plan that moves nothing: its profile may be incomplete
 
     def _pipeline(self, calls: int) -> Pipeline:
@@ -660,11 +662,20 @@ class AutoPlan:
             self._warn("no-plan", f"the plan stays as it is: {error}")
 
     def _correct(self, cached: CachedPlan, profile: Profile) -> None:
-        """Plans again from a corrected profile; keeps the plan if none can be made."""
+        """Plans again from a corrected profile; keeps the plan if none can be made, and tries no plan twice."""
+        before = cached.plan
+        assert before is not None
         cached.corrections += 1
         try:
             cached.profile = profile
             self._plan(cached)
+            if cached.plan is not None and cached.plan.layers == before.layers:
+                predicted = cached.plan.stages[0]
+                if cached.step_off is not None:
+                    cached.step_off = (1 + cached.step_off) * before.stages[0].microbatch_s / predicted.microbatch_s - 1
+                if abs(cached.step_off or 0.0) > TOLERANCE or (cached.peak_off or 0.0) > TOLERANCE:
+                    self._warn_off(predicted, cached)
+                self._settle(cached)
         except MemoError as error:
             self._settle(cached)
             self._warn("no-plan", f"the plan stays as it is: {error}")

@@ -99,8 +99,10 @@ class CachedPlan:
     samples: list[Profile] = dataclasses.field(default_factory=list)
     """Profiles of steps in which plain compute took another time than in `profile`; a second one confirms the first."""
     pace: Pace = dataclasses.field(default_factory=Pace)
+    late_bytes: int = 0
+    """Bytes on their way to the disk that the device may hold besides what the plan counts."""
     predicted_peak_bytes: int = 0
-    """Predicted peak of saved tensors on the device."""
+    """Predicted peak of saved tensors on the device, with the late ones."""
     step_off: float | None = None
     """Measured over predicted step time, minus 1."""
     peak_off: float | None = None

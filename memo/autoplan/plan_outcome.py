@@ -61,6 +61,8 @@ class PlanOutcome:
     """Reason why there is no plan."""
     others_bytes: int = 0
     """Device memory in use for anything but saved tensors, whichever layer runs."""
+    late_bytes: int = 0
+    """Saved tensors on their way to the disk that the device may hold besides what the plan counts."""
     fallback: StagePrediction | None = None
     """Predicted step at `level`, where it is used for want of a plan; None: not known."""
     level: Level = MEASURING
@@ -78,7 +80,7 @@ class PlanOutcome:
             seconds = "" if self.fallback is None else f": {describe_seconds(self.fallback)}"
             return [f"plan: none: {self.why_not}", f"{describe_level(self.level)}{seconds}"]
         stage = self.plan.stages[0]
-        total = stage.peak_device_bytes + self.others_bytes
+        total = stage.peak_device_bytes + self.late_bytes + self.others_bytes
         saved = format_bytes(self.predicted_peak_bytes)
         if self.plan.declined is not None:
             budget = self.plan.problem.budgets.device_bytes + self.others_bytes

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from planning_machine import TOKENS, Machine, make, step, tight
+from planning_machine import LAYER_BYTES, TOKENS, Machine, make, step, tight
 
 from memo.autoplan import AutoPlan
 from memo.autoplan.controller import MAX_CORRECTIONS
@@ -229,6 +229,25 @@ def test_a_prediction_that_never_holds_is_said_once_and_the_plan_stays() -> None
     assert len(said) == 1, "one warning, however often"
     assert said[0].startswith(f"the plan for 2 x {TOKENS} tokens predicts")
     assert auto.outcome().phase == "settled"
+
+
+@pytest.mark.parametrize("more", [0, LAYER_BYTES])
+def test_a_plan_that_comes_out_the_same_is_not_tried_again(more: int) -> None:
+    machine = tight()
+    machine.late, machine.disk_bytes, machine.host_bytes = LAYER_BYTES // 2, 1 << 40, LAYER_BYTES
+    machine.hidden_bytes = machine.late + more  # of saved tensors, in each step by a plan
+    machine.unexplained_bytes = -more
+    auto, phases = make(machine), []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            step(auto, machine)
+            phases.append(auto.outcome().phase)
+    assert phases[2:] == ["planned", "comparing", "settled", "settled"]
+    said = [str(one.message) for one in told if one.category is RuntimeWarning]
+    assert len(said) == bool(more), "what is on its way to the disk was predicted"
+    outcome = auto.outcome()
+    assert outcome.predicted_peak_bytes == outcome.plan.stages[0].peak_device_bytes + machine.late
 
 
 def test_replanning_is_quick(record_property: Any) -> None:

@@ -65,6 +65,7 @@ class Machine:
         self.after_bytes = 0  # more than in backward, after it
         self.loaded_bytes = 0  # by planning
         self.unexplained_bytes = 0  # above the peak of saved tensors, and not in `limits`
+        self.hidden_bytes = 0  # of saved tensors, above what a plan counts
         self.trials = 0  # in each step
         self.lacking = 0, 0  # bytes of host and disk, in the step under way
         self.addresses = 1.0  # bytes of host addresses that a plan's storages need, as a multiple of their own
@@ -189,7 +190,7 @@ def step(auto: AutoPlan, machine: Machine, *, tokens: int = TOKENS, batch: int =
     auto.before_forward()
     auto.before_layer((torch.zeros(batch, tokens, 8),), {})
     if isinstance(machine.used[-1], ActivationPlan):
-        machine.peak = machine.used[-1].stages[0].peak_device_bytes
+        machine.peak = machine.used[-1].stages[0].peak_device_bytes + machine.hidden_bytes
     machine.tell()
 
 
