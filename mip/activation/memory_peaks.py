@@ -220,16 +220,17 @@ def stage_memory(stage: StageView, plans: Sequence[LayerPlan]) -> DeviceMemory:
 
 
 def room_in_forward(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> list[int]:
-    """Bytes of the device's budget that are free while a layer's forward runs, by layer; those of the fullest microbatch."""
+    """Bytes that the device holds less, by layer, while its forward runs than at the stage's peak; in any microbatch."""
     found = [0] * len(plans)
     for stage in problem.stages:
-        layers = _LayerBytes.of(stage.layers, [plans[index] for index in stage.indices])
-        held: dict[str, float] = {}
+        layers, held, peak = _LayerBytes.of(stage.layers, [plans[index] for index in stage.indices]), {}, 0.0
         for place in device_peak_candidates(stage):
+            nbytes = place.nbytes(layers)
+            peak = max(peak, nbytes)
             if place.phase == "forward":
-                held[place.name] = max(held.get(place.name, 0.0), place.nbytes(layers))
+                held[place.name] = max(held.get(place.name, 0.0), nbytes)
         for index in stage.indices:
-            found[index] = max(0, int(problem.budgets.device_bytes - held[_name(index)]))
+            found[index] = int(peak - held[_name(index)])
     return found
 
 

@@ -7,7 +7,7 @@ copies wait. It does not own the choice of a tier (tier_choice), nor the bytes o
     copies       out 0 |   out 1 |   out 2 |
     released            ^ end of layer 1: compute waits for out 0, then the sources of layer 0 are released
 
-Where a plan knows of device memory that only later layers will fill, sources whose copies end last stay for one layer more
+Where a plan's device memory is filled by later layers only, sources whose copies end last stay for one layer more
 (`Placement.late_nbytes`): one layer's copies may take longer than the next one runs, if another's take less.
 
 A copy that the device can order (E2, by the device's own events) never stops the forward's host thread. A copy that only a
