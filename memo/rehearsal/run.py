@@ -259,6 +259,7 @@ class _Run:
         self._accumulate, self._lengths, self._attach = accumulate, lengths, attach
         self._on_step = on_step
         self._steps: list[RehearsedStep] = []
+        self._counts = _Counts()
         self._manager: Manager | None = None
         self._static_bytes = 0
         self._plans: list[ActivationPlan] = []
@@ -308,7 +309,7 @@ class _Run:
         tokens = self._lengths[number % len(self._lengths)] if self._lengths else 0
         machine.memory.begin_step()
         begin_ns = clock.host_ns
-        before = None if manager is None else _Counts.of(manager)
+        before = self._counts
         for _ in range(self._accumulate):
             self._forward_backward(tokens)
         for one in self._optimizers:
@@ -317,7 +318,9 @@ class _Run:
         if not self._optimizers:
             self._step.model.zero_grad(set_to_none=True)
         clock.finish()
-        found = _Counts() if manager is None or before is None else _Counts.of(manager).since(before)
+        if manager is not None:
+            self._counts = _Counts.of(manager, before)
+        found = self._counts.since(before)
         step = RehearsedStep(
             number=number,
             tokens=tokens,
@@ -410,8 +413,8 @@ class _Counts:
     trials: int = 0
 
     @classmethod
-    def of(cls, manager: Manager) -> _Counts:
-        """The counters now; bytes in tiers are the most so far."""
+    def of(cls, manager: Manager, before: _Counts) -> _Counts:
+        """The counters now, where they were as `before`; bytes in tiers are the most so far."""
         stats, report = manager.stats, manager.report()
         peaks = {tier.tier: tier.peak_bytes for tier in report.tiers}
         return cls(
@@ -420,7 +423,9 @@ class _Counts:
             moved_bytes=stats.bytes_host + stats.bytes_disk,
             recompute_s=stats.recompute_s or 0.0,
             stall_s=stats.stall_s or 0.0,
-            trials=0 if report.recompute is None else report.recompute.trials,
+            trials=before.trials
+            if report.recompute is None
+            else report.recompute.trials,  # None: nothing is recomputed
         )
 
     def since(self, before: _Counts) -> _Counts:
@@ -430,5 +435,5 @@ class _Counts:
             moved_bytes=self.moved_bytes - before.moved_bytes,
             recompute_s=self.recompute_s - before.recompute_s,
             stall_s=self.stall_s - before.stall_s,
-            trials=max(0, self.trials - before.trials),  # a plan that recomputes nothing has a report without trials
+            trials=self.trials - before.trials,
         )

@@ -137,6 +137,12 @@ def test_lengths_take_turns_and_all_of_them_settle() -> None:
     assert by_tokens[8192] > 2 * by_tokens[2048]
 
 
+def test_trials_are_those_of_the_step_also_where_another_length_recomputes_nothing() -> None:
+    found = small(lengths=[2048, 8192], device="700MiB", host="300MiB", steps=8)
+    assert [step.recompute_s > 0 for step in found.steps[4:]] == [False, True] * 2
+    assert [step.trials for step in found.steps[4:]] == [0] * 4
+
+
 def test_microbatches_of_a_step_take_their_time_each() -> None:
     one, two = (small(way=Way.KEEP, accumulate=n, optimizer=None, steps=2).step_s for n in (1, 2))
     assert one is not None
