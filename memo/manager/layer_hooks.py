@@ -58,7 +58,8 @@ class LayerHooks:
         if (name := self.open_layer) is None:
             return [layer.name for layer in self._layers if layer.module in parts]
         own = next(layer.module for layer in self._layers if layer.name == name)
-        return [name] if set(own.parameters()) <= {p for module in modules for p in module.parameters()} else []
+        has = set(own.parameters())
+        return [name] if own in parts or (has and has <= {p for part in parts for p in part.parameters()}) else []
 
     @property
     def seen(self) -> list[str]:

@@ -45,6 +45,21 @@ class InPart(Block):
         return torch.tanh(self.up(x))
 
 
+class Bare(Block):
+    """The same without parameters."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + checkpoint(lambda: self._first(x), use_reentrant=False)  # type: ignore[no-any-return]
+
+    def _first(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return torch.tanh(x).sin()
+
+
 class Within(Block):
     """Layer whose forward is a checkpoint of all of it, within hooks for saved tensors of its own."""
 
@@ -149,6 +164,15 @@ def test_a_checkpoint_in_a_part_of_a_layer_stays(in_closure: bool, monkeypatch: 
     assert all(block.calls == 2 * 2 for block in _blocks(model.layers))
     assert "not managed: layers.0 and 2 more: activation checkpointing of its own" in str(manager.report())
     assert "saved tensors take at most" in manager.report().benefit
+    assert manager.report().replaced == 0
+    manager.close()
+
+
+def test_a_checkpoint_in_a_layer_without_parameters_stays() -> None:
+    model = Stack("plain", Bare)
+    manager = memo.offload(model, layers=model.layers, alpha=1.0, host="8MiB", min_bytes=64)
+    assert all(map(torch.equal, _trained(model, manager), _trained(Stack("plain", Bare))))
+    assert all(block.calls == 2 * 2 for block in _blocks(model.layers))
     assert manager.report().replaced == 0
     manager.close()
 
