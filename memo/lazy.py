@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import sys
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from memo.installation import conflict
 
 __all__ = ["attach"]
 
@@ -31,3 +35,10 @@ def attach(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any]
         return getattr(importlib.import_module(home[name], package), name)
 
     return resolve, lambda: sorted(home), sorted(home)
+
+
+_CONFLICT = conflict()
+if _CONFLICT is not None and not hasattr(sys.modules["memo"], "_HERE"):
+    raise ImportError(_CONFLICT)
+if _CONFLICT is not None:
+    warnings.warn(_CONFLICT, RuntimeWarning, stacklevel=2)

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
+from memo.installation import conflict
 from memo.trace import duration, printable, rate
 from memo.units import format_bytes, format_duration, parse_duration_s
 
@@ -113,7 +114,9 @@ def _print(diagnosis: Diagnosis) -> None:
 
 
 def _rows(diagnosis: Diagnosis) -> list[tuple[str, str]]:
-    rows = [row for gpu in diagnosis.gpus for row in _gpu_rows(gpu)]
+    wrong = conflict()
+    rows = [] if wrong is None else [("package", wrong)]
+    rows += [row for gpu in diagnosis.gpus for row in _gpu_rows(gpu)]
     if diagnosis.gpu_driver_version:
         rows.append(("GPU driver", diagnosis.gpu_driver_version))
     if diagnosis.gpu_problem:

@@ -33,7 +33,7 @@ from memo.mip.activation import (
 from memo.mip.inputs import PRESETS, PipelineSchedule
 from memo.mip.simulate import verify_by_simulation
 from memo.parallel import Layout
-from memo.search import Training, with_run
+from memo.search import TrainingMethod, with_run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,7 +89,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--profile", metavar="FILE", help="profile measured by memo profile")
     how = parser.add_argument_group("training of a named model")
-    add_fields(how, Training, TRAINING_FIELDS, flags={"embedding": shape_flag("embedding")})
+    add_fields(how, TrainingMethod, TRAINING_FIELDS, flags={"embedding": shape_flag("embedding")})
     where = parser.add_argument_group("machine")
     where.add_argument(
         "--gpu",

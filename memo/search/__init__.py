@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         last_that_fits as last_that_fits,
         longest_that_fits as longest_that_fits,
     )
-    from memo.search.request import Request as Request, Training as Training
+    from memo.search.request import Request as Request, TrainingMethod as TrainingMethod
     from memo.search.search import (
         Closed as Closed,
         Found as Found,
@@ -49,7 +49,7 @@ else:
             "candidates": "Candidate Setting Shape",
             "launch": "Launch launch_of runs_under_memo_train train_arguments why_not_trained with_run",
             "longest": "LongestFit last_that_fits longest_that_fits",
-            "request": "Request Training",
+            "request": "Request TrainingMethod",
             "search": "Closed Found Planned search_layouts",
             "shares": "Shares",
             "smallest": "Smallest smallest_that_fits",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from memo.mip.activation import ActivationPlan, Budgets
     from memo.mip.inputs import Hardware, PipelineSchedule, Profile
 
-__all__ = ["Request", "Training"]
+__all__ = ["Request", "TrainingMethod"]
 
 
 def _method(text: str) -> RecomputeMethod | None:
@@ -41,7 +41,7 @@ _METHODS = {"type": _method, "metavar": f"{{plan,{','.join(RecomputeMethod)}}}"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
+class TrainingMethod:
     """How a named model is trained. The fields are flags of `memo plan`, and their docstrings its help."""
 
     recompute: Annotated[RecomputeMethod | None, _METHODS] = None
@@ -63,7 +63,7 @@ class Training:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Request(Training):
+class Request(TrainingMethod):
     """Model, step, layout and machine with its budgets. Searches and sweeps vary it."""
 
     config: GPTConfig | HuggingFaceModel | None

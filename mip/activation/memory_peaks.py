@@ -223,7 +223,9 @@ def room_in_forward(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> l
     """Bytes that the device holds less, by layer, while its forward runs than at the stage's peak; in any microbatch."""
     found = [0] * len(plans)
     for stage in problem.stages:
-        layers, held, peak = _LayerBytes.of(stage.layers, [plans[index] for index in stage.indices]), {}, 0.0
+        layers = _LayerBytes.of(stage.layers, [plans[index] for index in stage.indices])
+        held: dict[str, float] = {}
+        peak = 0.0
         for place in device_peak_candidates(stage):
             nbytes = place.nbytes(layers)
             peak = max(peak, nbytes)

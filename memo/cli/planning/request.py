@@ -32,7 +32,7 @@ AUTO = "auto"
 TILE_TOKENS = 1024
 """Tokens of each context-parallel rank by which lengths differ."""
 TRAINING_FIELDS = "recompute zero optimizer lora embedding codec optimizer_offload"
-"""Names of the fields of Training that are flags; None where one is not given."""
+"""Names of the fields of TrainingMethod that are flags; None where one is not given."""
 _METHOD_WORDS = {"none": " without recompute", "selective": " selective recompute", "full": " full recompute"}
 
 
