@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
-    from memo.autoplan.actuator import Actuator as Actuator, settings_of as settings_of
+    from memo.autoplan.actuator import (
+        Actuator as Actuator,
+        saved_peak_bytes as saved_peak_bytes,
+        settings_of as settings_of,
+    )
     from memo.autoplan.controller import AutoPlan as AutoPlan
     from memo.autoplan.device_budget import (
         DeviceBudget as DeviceBudget,
@@ -26,7 +30,7 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "actuator": "Actuator settings_of",
+            "actuator": "Actuator saved_peak_bytes settings_of",
             "controller": "AutoPlan",
             "device_budget": "DeviceBudget device_budget_of missing_gradient_bytes",
             "layer_classes": "classes_of mlp_tiles_of points_of",

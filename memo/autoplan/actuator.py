@@ -6,6 +6,8 @@ optimizer state and transient tensors leave of the budget.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
@@ -16,7 +18,7 @@ from memo.autoplan.device_peaks import DevicePeaks, MeasuredRecompute, Outside
 from memo.autoplan.layer_classes import mlp_tiles_of
 from memo.autoplan.limits import MEASURING, Limits
 from memo.events import TierName
-from memo.mip.activation import lower_tier_nbytes, room_in_forward
+from memo.mip.activation import lower_tier_nbytes, predict_stages, room_in_forward
 from memo.swap import Level, Placement, Quota, Setting, claims_in_turn, host_bytes_needed, setting_of
 from memo.units import format_bytes
 
@@ -28,9 +30,10 @@ if TYPE_CHECKING:
     from memo.events import Lane, Tracer
     from memo.machine import LinkRates
     from memo.mip.activation import ActivationPlan
+    from memo.mip.inputs import Profile
     from memo.swap import Engine, Layer, LayerCosts, RecomputePolicy
 
-__all__ = ["Actuator", "settings_of"]
+__all__ = ["Actuator", "saved_peak_bytes", "settings_of"]
 
 UNBOUNDED_DISK = 1 << 60
 """Bytes of a scratch file without budget: a full disk is found by a failed write, and its bytes go to another tier."""
@@ -370,18 +373,44 @@ def _weakly(method: Callable[..., object]) -> Callable[..., None]:
     return call
 
 
+def late_bytes_of(plan: ActivationPlan) -> list[int]:
+    """Of each layer the bytes that copies out may take beside the layer after the next one, in the same pass."""
+    room, found = room_in_forward(plan.problem, plan.layers), [0] * len(plan.layers)
+    for chunk in plan.problem.stages[0].chunks:
+        found[chunk.start : max(chunk.start, chunk.stop - 2)] = room[chunk.start + 2 : chunk.stop]
+    return found
+
+
+def saved_peak_bytes(plan: ActivationPlan, profile: Profile) -> int:
+    """Peak of saved tensors on the device by a plan, late copies out included.
+
+    Args:
+        plan: the plan.
+        profile: of the layers' saved tensors alone.
+    """
+    alone = dataclasses.replace(plan.problem, profile=profile)
+    peak = predict_stages(alone, plan.layers)[0].peak_device_bytes
+    less, late = room_in_forward(alone, plan.layers), late_bytes_of(plan)
+    found = [peak]
+    for number, (part, layer) in enumerate(zip(plan.layers, profile.layer_profiles(), strict=True)):
+        if late[number]:
+            moved = part.saved_bytes(layer) * (part.host + part.disk)
+            found.append(peak - less[number + 2] + min(late[number], math.ceil(moved)))
+    return max(found)
+
+
 def settings_of(plan: ActivationPlan, layers: Sequence[Layer]) -> tuple[dict[int, Placement], dict[str, Setting]]:
     """Converts a plan to placements by layer number, for the Engine, and points by layer name, for RecomputePolicy."""
     known = plan.problem.profile.layer_profiles()
     begins = {chunk.start for chunk in plan.problem.stages[0].chunks}
-    room = [*room_in_forward(plan.problem, plan.layers)[2:], 0, 0]  # of each layer: while the one after the next runs
+    late = late_bytes_of(plan)
     placements = {
         number: Placement(
             kept=part.kept,
             host=part.host,
             disk=part.disk,
             nbytes=int(part.saved_bytes(known[number])),
-            late_nbytes=room[number],
+            late_nbytes=late[number],
             begins=number in begins,
         )
         for number, part in enumerate(plan.layers)

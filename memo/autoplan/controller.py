@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memo.autoplan.actuator import saved_peak_bytes
 from memo.autoplan.limits import MEASURING
 from memo.autoplan.plan_cache import CachedPlan, Phase, PlanCache, growth, joint
 from memo.autoplan.plan_outcome import PlanOutcome, describe_level
@@ -526,9 +527,8 @@ class AutoPlan:
         assert cached.profile is not None
         cached.others_bytes, cached.unmeasured_bytes = others_bytes, unmeasured_bytes
         cached.planned(plan)
-        alone = dataclasses.replace(plan.problem, profile=cached.profile)
         cached.late_bytes = self._actuator.late_bytes(plan)
-        cached.predicted_peak_bytes = predict_stages(alone, plan.layers)[0].peak_device_bytes + cached.late_bytes
+        cached.predicted_peak_bytes = saved_peak_bytes(plan, cached.profile) + cached.late_bytes
         self._checks_budget = True  # also for a plan that moves nothing: its profile may be incomplete
 
     def _pipeline(self, calls: int) -> Pipeline:
@@ -572,8 +572,7 @@ class AutoPlan:
         # The time of several microbatches includes pipeline bubbles; trial recomputes are not in the plan.
         is_timed = found.calls == 1 and not found.trials
         if is_timed:
-            cached.measured_s = found.measured_s
-            cached.step_off = found.measured_s / (predicted.microbatch_s * fewer) - 1
+            cached.timed(found.measured_s, predicted.microbatch_s * fewer)
         cached.measured_peak_bytes = peak = found.peak_bytes
         cached.peak_off = peak / cached.predicted_peak_bytes - 1 if cached.predicted_peak_bytes else 0.0
         if abs(cached.step_off or 0.0) <= TOLERANCE and cached.peak_off <= TOLERANCE:
@@ -626,6 +625,9 @@ class AutoPlan:
             self._settle(cached)
             return
         cached.corrections = 0
+        if found.calls == 1 and cached.plan is not None and found.profile is not None:
+            fewer = seconds_of(found.profile) / seconds_of(cached.samples[-1])
+            cached.timed(found.measured_s, cached.plan.stages[0].microbatch_s * fewer)
         self._correct(cached, _corrected(cached.profile, profile))
 
     def _settle(self, cached: CachedPlan) -> None:

@@ -115,6 +115,10 @@ class CachedPlan:
         """The plan; None while all layers are at one level."""
         return None if isinstance(self.setting, Level) else self.setting
 
+    def timed(self, measured_s: float, predicted_s: float) -> None:
+        """Notes the time of forward and backward by the plan."""
+        self.measured_s, self.step_off = measured_s, measured_s / predicted_s - 1
+
     def planned(self, plan: ActivationPlan) -> None:
         """Takes a new plan, to be tried in the next step; one that moves and recomputes nothing is settled at once."""
         self.setting, self.samples = plan, []

@@ -127,7 +127,6 @@ class SavedTensors:
         self._min_bytes, self._when_full, self._verify = min_bytes, when_full, verify
         self._engine: Engine | None = None
         self._thread: int | None = None
-        self._entering = threading.Lock()
         self._hooks: SavingHooks | None = None
         self._layers: list[Layer] = []
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -161,7 +160,7 @@ class SavedTensors:
         self._engine = engine  # last: a context that is interrupted here opens anew
 
     def __enter__(self) -> SavedTensors:
-        with self._entering:
+        with _ENTERING:
             if self._thread == threading.get_ident():
                 self._depth += 1
                 return self
@@ -316,6 +315,7 @@ class SavedTensors:
         self._is_closed = True
 
 
+_ENTERING = threading.Lock()
 _NO_MODULE = nn.Module()
 _BETWEEN = 1 << 30
 """Number of the regions outside of `memo.checkpoint`."""

@@ -134,8 +134,8 @@ class _Options:
 
     @property
     def scale(self) -> float:
-        """Factor of the gradient by logits: in float16 a probability of 2 ** -36 is not zero, a gradient of 15 finite."""
-        return 2.0**12 if self.compute is torch.float16 else 1.0
+        """Factor of the gradient by logits: in float16 a probability of 2 ** -35 is not zero, and no gradient infinite."""
+        return 2.0 ** (12 - max(0, math.frexp(self.shape.scale)[1])) if self.compute is torch.float16 else 1.0
 
     def divisor(self, targets: torch.Tensor) -> torch.Tensor:
         """Divisor of the summed losses: the number of counted tokens of all ranks, or one."""
@@ -311,4 +311,5 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Matrix product; of float16 in float32, whose range the sums over tokens want."""
     if a.dtype is not torch.float16:
         return a @ b
-    return torch.mm(a, b, out_dtype=torch.float32) if a.device.type in ("cuda", "xpu") else a.float() @ b.float()
+    on_nvidia = a.is_cuda and torch.version.hip is None  # others have no such product
+    return torch.mm(a, b, out_dtype=torch.float32) if on_nvidia else a.float() @ b.float()

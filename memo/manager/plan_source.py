@@ -7,17 +7,15 @@ FixedSetting    no plan: a fixed alpha; the device budget only limits how far re
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from typing import TYPE_CHECKING, Any, Protocol
 
-from memo.autoplan import PlanOutcome, saved_alone
+from memo.autoplan import PlanOutcome, saved_alone, saved_peak_bytes
 from memo.errors import PlanError
 from memo.mip.activation import (
     ActivationPlan,
     extract_stage_plan,
     in_flight_within,
-    predict_stages,
     read_activation_plan,
     require_valid,
 )
@@ -164,8 +162,7 @@ class FixedPlan:
                 f"model mlp_tiles={tiles}"
             )
         self._plan = plan
-        saved = dataclasses.replace(plan.problem, profile=saved_alone(plan.problem.profile))
-        self._saved_peak_bytes = predict_stages(saved, plan.layers)[0].peak_device_bytes
+        self._saved_peak_bytes = saved_peak_bytes(plan, saved_alone(plan.problem.profile))
         actuator.apply(plan)
 
     @property

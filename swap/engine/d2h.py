@@ -207,7 +207,7 @@ class CopyOut:
         room = before.quota.placement.late_nbytes
         for saved in reversed(before.living()):
             if saved.state is LEAVING:
-                room -= saved.nbytes
+                room -= saved.nbytes + (0 if saved.coded is None else saved.place_nbytes)  # the codes stay as long
                 if room < 0:
                     break
                 found.add(saved)

@@ -188,12 +188,15 @@ def test_a_machine_that_has_become_slower_is_measured_again_though_all_was_settl
     before = auto.plan
     assert machine.heard_by is None
     machine.slowness = 1.5
-    steps(30, 1.5)
-    after = auto.plan
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        steps(30, 1.5)
+    after, outcome = auto.plan, auto.outcome()
     assert before is not None
     assert after is not None
     assert after.stages[0].compute_s == pytest.approx(1.5 * before.stages[0].compute_s, rel=1e-3)
-    assert auto.outcome().phase == "settled"
+    assert outcome.phase == "settled"
+    assert outcome.measured_s == pytest.approx(after.stages[0].microbatch_s, rel=0.01)
     assert machine.heard_by is None
 
 

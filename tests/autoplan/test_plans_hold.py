@@ -12,14 +12,24 @@ import torch
 from small_models import assert_equal, train
 
 import memo
+from memo.autoplan.actuator import late_bytes_of
 from memo.errors import Infeasible
 from memo.gpt import Precision, preset
 from memo.gpt.arithmetic import StepLayout, derive_profile
 from memo.gpt.model import GPT
 from memo.manager.plan_source import checked_plan
-from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, LayerPlan, predict_stages
+from memo.mip.activation import (
+    ActivationPlan,
+    ActivationProblem,
+    Budgets,
+    LayerPlan,
+    Pipeline,
+    extract_stage_plan,
+    predict_stages,
+    solve_problem,
+)
 from memo.mip.activation.plan import PAGE
-from memo.mip.inputs import EmbeddingOrHeadProfile, Profile, StaticBytes, hardware_preset
+from memo.mip.inputs import EmbeddingOrHeadProfile, PipelineSchedule, Profile, StaticBytes, hardware_preset
 from memo.profiling.saved_storages import saved_storages
 from memo.swap import find_layers
 from memo.swap.disk import raw_file
@@ -53,6 +63,22 @@ class Case:
         tokens = torch.randint(1, 96, (self.batch, self.tokens + 1), generator=generator)
         loss: torch.Tensor = model(tokens[:, :-1], tokens[:, 1:])
         return loss
+
+
+def test_copies_end_later_only_where_the_same_chunk_has_two_layers_more() -> None:
+    machine = hardware_preset("h200")
+    profile = derive_profile(preset("7b"), machine, StepLayout(tokens=1 << 15, gpus=4, pp=4), accumulate=8)
+    schedule = PipelineSchedule.INTERLEAVED
+    pipeline = Pipeline(stages=4, microbatches=8, stage_ranks=1, schedule=schedule, chunks=2)
+    budgets = Budgets(device_bytes=int(0.95 * machine.device_bytes), host_bytes=1 << 41)
+    problem = ActivationProblem(profile=profile, hardware=machine, budgets=budgets, pipeline=pipeline)
+    plan = extract_stage_plan(solve_problem(problem), 0)
+    (stage,) = plan.problem.stages
+    assert len(stage.chunks) == 2
+    late = late_bytes_of(plan)
+    for chunk in stage.chunks:
+        assert late[chunk.stop - 2 : chunk.stop] == [0, 0]
+        assert min(late[chunk.start : chunk.stop - 2]) > 0
 
 
 def random_case(seed: int) -> Case:

@@ -100,6 +100,21 @@ def test_float16_gradients_are_as_close_as_a_plain_scaled_losss(scale: int) -> N
     assert (found[0] - exact[0]).norm() < 2e-3 * exact[0].norm()
 
 
+@pytest.mark.parametrize("factor", [0.05, 20.0, -300.0])
+def test_float16_gradients_of_scaled_logits_are_finite_and_close(factor: float) -> None:
+    x, weight, targets = _case(64, 32, 100, torch.float16)
+    with torch.no_grad():
+        weight *= 0.1 / abs(factor)
+    shape = LogitTransformShape(scale=factor)
+
+    def gradients(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        leaves = [leaf.detach().to(dtype, copy=True).requires_grad_() for leaf in (x, weight)]
+        return torch.autograd.grad(chunked_linear_cross_entropy(*leaves, targets, shape=shape), leaves)
+
+    for found, exact in zip(gradients(torch.float16), gradients(torch.float64), strict=True):
+        assert (found - exact).norm() < 5e-3 * exact.norm()
+
+
 def test_autocast_computes_in_bfloat16_and_returns_float32_gradients() -> None:
     x, weight, targets = _case(100, 16, 31, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
