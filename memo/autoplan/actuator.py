@@ -374,7 +374,7 @@ def _weakly(method: Callable[..., object]) -> Callable[..., None]:
 
 
 def late_bytes_of(plan: ActivationPlan) -> list[int]:
-    """Of each layer the bytes that copies out may take beside the layer after the next one, in the same pass."""
+    """Bytes by layer whose copies out may end beside the layer after the next one, in the same pass."""
     room, found = room_in_forward(plan.problem, plan.layers), [0] * len(plan.layers)
     for chunk in plan.problem.stages[0].chunks:
         found[chunk.start : max(chunk.start, chunk.stop - 2)] = room[chunk.start + 2 : chunk.stop]
