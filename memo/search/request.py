@@ -42,19 +42,19 @@ _METHODS = {"type": _method, "metavar": f"{{plan,{','.join(RecomputeMethod)}}}"}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingMethod:
-    """How a named model is trained. The fields are flags of `memo plan`, and their docstrings its help."""
+    """Training method of a named model. The fields are flags of `memo plan`, and their docstrings its help."""
 
     recompute: Annotated[RecomputeMethod | None, _METHODS] = None
-    """What layers compute again: plan chooses; none, selective (scores: as none, since attention is fused) and full (the
+    """Recompute of the layers: plan chooses; none, selective (scores: as none, since attention is fused) and full (the
     layer) are fixed methods, counted as compute, that move nothing unless --host says so (default plan)."""
     zero: Annotated[int, {"choices": range(4), "metavar": None}] = 3
-    """What data-parallel ranks share out: 1 optimizer state, 2 gradients, too, 3 weights, too, as memo train does."""
+    """Degree of ZeRO, which data-parallel ranks share out: 1 optimizer state, 2 gradients, too, 3 weights, too, as memo train does."""
     optimizer: Optimizer = Optimizer.ADAMW
     """Optimizer, whose state is kept in the weights' format unless it says otherwise."""
     lora: Annotated[int, {"type": _rank, "metavar": "RANK"}] = 0
     """Train adapters of this rank on every linear map of the layers, and nothing else (default: everything)."""
     embedding: EmbeddingGradients = EmbeddingGradients.AUTO
-    """How data-parallel ranks exchange the embedding's gradient: dense, as a whole table, or sparse, as the rows of the
+    """Exchange of the embedding's gradient between data-parallel ranks: dense, as a whole table, or sparse, as the rows of the
     tokens that a rank has seen; auto is the one with the shorter step that fits."""
     codec: Annotated[str | None, {"choices": CODECS, "metavar": None}] = None
     """Move values as one-byte codes with a bounded error, as memo train --codec does (default: bit for bit)."""
