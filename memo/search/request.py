@@ -48,14 +48,15 @@ class TrainingMethod:
     """Recompute of the layers: plan chooses; none, selective (scores: as none, since attention is fused) and full (the
     layer) are fixed methods, counted as compute, that move nothing unless --host says so (default plan)."""
     zero: Annotated[int, {"choices": range(4), "metavar": None}] = 3
-    """Degree of ZeRO, which data-parallel ranks share out: 1 optimizer state, 2 gradients, too, 3 weights, too, as memo train does."""
+    """Degree of ZeRO, shared out by data-parallel ranks: 1 optimizer state, 2 gradients, too, 3 weights, too, as memo train
+    does."""
     optimizer: Optimizer = Optimizer.ADAMW
     """Optimizer, whose state is kept in the weights' format unless it says otherwise."""
     lora: Annotated[int, {"type": _rank, "metavar": "RANK"}] = 0
     """Train adapters of this rank on every linear map of the layers, and nothing else (default: everything)."""
     embedding: EmbeddingGradients = EmbeddingGradients.AUTO
-    """Exchange of the embedding's gradient between data-parallel ranks: dense, as a whole table, or sparse, as the rows of the
-    tokens that a rank has seen; auto is the one with the shorter step that fits."""
+    """Exchange of the embedding's gradient between data-parallel ranks: dense, as a whole table, or sparse, as the rows of
+    the tokens that a rank has seen; auto is the one with the shorter step that fits."""
     codec: Annotated[str | None, {"choices": CODECS, "metavar": None}] = None
     """Move values as one-byte codes with a bounded error, as memo train --codec does (default: bit for bit)."""
     optimizer_offload: bool = False
