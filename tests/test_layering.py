@@ -45,7 +45,7 @@ IMPORTS = {
     "memo/trace": "memo mip/address",
     "memo/trace/live": "memo memo/trace",
     "memo/out_of_memory": "memo memo/trace",
-    "memo/machine": "memo swap/backends swap/disk swap face",
+    "memo/machine": "memo mip/inputs swap/backends swap/disk swap face",
     "memo/parallel": "memo mip/inputs mip/activation swap face",
     "memo/compression": "memo kernels memo/parallel",
     "memo/loss": "memo memo/parallel",
@@ -62,10 +62,10 @@ IMPORTS = {
     "memo/manager memo/gpt/optim memo/gpt memo/gpt/data memo/gpt/checkpoint memo/gpt/arithmetic memo/gpt/model",
     "memo/record": "memo allocator swap/backends swap/tiers swap face memo/parallel memo/manager memo/gpt/optim memo/gpt "
     "memo/gpt/model memo/gpt/train",
-    "memo/dry_run": "memo mip/activation allocator swap face memo/parallel memo/autoplan memo/gpt/optim memo/gpt "
-    "memo/gpt/arithmetic memo/gpt/model memo/gpt/train memo/record",
-    "memo/hugging_face": "memo mip/inputs allocator swap face memo/loss memo/autoplan memo/gpt memo/gpt/arithmetic "
-    "memo/record",
+    "memo/dry_run": "memo mip/activation allocator swap face memo/machine memo/parallel memo/autoplan memo/gpt/optim "
+    "memo/gpt memo/gpt/arithmetic memo/gpt/model memo/gpt/train memo/record",
+    "memo/hugging_face": "memo mip/inputs allocator swap face memo/machine memo/loss memo/autoplan memo/gpt "
+    "memo/gpt/arithmetic memo/record",
     "memo/search": "memo mip mip/inputs mip/activation mip/cluster memo/gpt memo/gpt/arithmetic memo/hugging_face",
     "memo/profiling": "memo mip/inputs allocator swap face memo/autoplan memo/manager memo/record",
     "memo/rehearsal": "memo mip/inputs mip/activation allocator swap/backends swap/disk swap face memo/machine memo/loss "
@@ -76,7 +76,8 @@ IMPORTS = {
     "memo/integrations": "memo memo face",
     "memo/cli/tables": "memo mip/address mip/inputs mip/activation mip/simulate face memo/trace memo/search "
     "memo/rehearsal",
-    "memo/cli/inputs": "memo memo/gpt memo/record memo/hugging_face memo/rehearsal mip/activation mip/inputs",
+    "memo/cli/inputs": "memo memo/gpt memo/gpt/arithmetic memo/record memo/hugging_face memo/rehearsal mip/activation "
+    "mip/inputs",
     "memo/cli/terminal": "memo mip memo/trace",
     "memo/cli/planning": "memo memo/parallel memo/gpt memo/gpt/arithmetic memo/gpt/checkpoint memo/hugging_face "
     "mip/address mip/activation mip/cluster mip/inputs mip/simulate face memo/trace memo/search "

@@ -39,7 +39,7 @@ class KernelRates:
     @classmethod
     def of(cls, machine: Hardware) -> KernelRates:
         """Rates of a machine's description."""
-        return cls(matmul_efficiency=machine.matmul_efficiency, attention_efficiency=machine.attention_efficiency)
+        return cls(matmul_efficiency=machine.matmul_efficiency, attention_efficiency=machine.attention[0].share(128))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

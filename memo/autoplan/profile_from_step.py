@@ -18,6 +18,7 @@ from memo.mip.inputs import (
     ATTENTION,
     CODE_BYTES,
     MATMULS,
+    AttentionKernel,
     Coding,
     EmbeddingOrHeadProfile,
     Hardware,
@@ -342,7 +343,7 @@ def measured_hardware(
         name="measured",
         peak_flops=1.0,  # a measured profile has seconds; nothing is derived from a peak
         matmul_efficiency=1.0,
-        attention_efficiency=1.0,
+        attention=(AttentionKernel.alike(1.0),),
         device_bytes=device_bytes,
         hbm_bytes_per_s=1.0,
         d2h_bytes_per_s=out,

@@ -55,7 +55,7 @@ examples:
   memo plan --search --model 7b --max-seq --gpu a800 --host 2TiB
 """
 
-_DEFAULTS = {"gpus": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "schedule": str(PipelineSchedule.ONE_F_ONE_B)}
+DEFAULTS = {"gpus": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "schedule": str(PipelineSchedule.ONE_F_ONE_B)}
 """Values of what is searched under --search and is not given otherwise."""
 
 
@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         refuse_existing(args.output, args.html, force=args.force)
         return run_search(args)
     refuse_search_flags(args)
-    defaults = {name: value for name, value in _DEFAULTS.items() if getattr(args, name) is None}
+    defaults = {name: value for name, value in DEFAULTS.items() if getattr(args, name) is None}
     if args.cluster is not None:
         defaults.pop("gpus", None)
     args = argparse.Namespace(**{**vars(args), **defaults})

@@ -24,10 +24,11 @@ from memo.gpt.arithmetic import Ranks
 from memo.gpt.model import Experts, sharded_stages
 from memo.gpt.optim import LrSchedule, empty_state
 from memo.gpt.train import ParallelTrainer, rows_seen, weight_dtype
+from memo.machine import replay_rates
 from memo.mip.activation import extract_stage_plan
 from memo.parallel import Layout, PipelineOrder, simulated_rank
 from memo.record import OffloadWithoutBytes
-from memo.swap import Rates, find_layers
+from memo.swap import find_layers
 from memo.torch_private import fsdp_param, fsdp_param_group
 
 if TYPE_CHECKING:
@@ -111,12 +112,7 @@ def _offload(plan: ActivationPlan, trainer: ParallelTrainer) -> OffloadWithoutBy
     machine, stages = plan.problem.machine_of(trainer.world.pp).hardware, trainer.stages
     model = nn.ModuleList(stages)
     layers = find_layers(model, [layer for stage in stages for layer in stage.layers.values()])
-    rates = Rates(
-        flops_per_s=int(machine.peak_flops * machine.matmul_efficiency),
-        bytes_per_s=int(machine.hbm_bytes_per_s),
-        launch_ps=5_000_000,
-    )
-    offload = OffloadWithoutBytes(model, layers, 1.0, rates=rates)
+    offload = OffloadWithoutBytes(model, layers, 1.0, rates=replay_rates(machine))
     if trainer.schedule is not None:
         order = PipelineOrder.of(trainer.schedule, [layer.module for layer in layers])
         if order is not None:

@@ -1,7 +1,7 @@
 """Adapters on the linear maps of a model's layers, so that a step with them can be recorded: LoRA (Hu et al. 2021).
 
-Owns what PEFT does to a module with `target_modules="all-linear"`, without dropout: `W x + B A x`, where W is frozen. Fused
-tensors of experts are no linear maps, and get none.
+Owns what PEFT does to a module with `target_modules="all-linear"`, without dropout: `W x + s B A x`, where W is frozen, in
+the adapters' dtype and cast back. Fused tensors of experts are no linear maps, and get none.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ class AdaptedLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The map's result and the adapter's, added."""
-        return super().forward(input) + F.linear(F.linear(input, self.down), self.up)
+        adapted = F.linear(F.linear(input.to(self.down.dtype), self.down), self.up) * 2.0
+        return (super().forward(input) + adapted).to(input.dtype)
 
 
-def adapt(model: nn.Module, layers: Iterable[nn.Module], rank: int, *, name: str) -> None:
+def adapt(model: nn.Module, layers: Iterable[nn.Module], rank: int, *, name: str, dtype: torch.dtype) -> None:
     """Freezes a model but for its embedding, and puts adapters on the layers' linear maps, in place.
 
     The embedding stays trained in what is recorded, so that the first layer's input has a gradient, as every other layer's.
@@ -38,6 +39,7 @@ def adapt(model: nn.Module, layers: Iterable[nn.Module], rank: int, *, name: str
         layers: its repeated layers.
         rank: of the adapters.
         name: of the model in error messages.
+        dtype: of the adapters.
 
     Raises:
         UsageError: the layers have no linear maps.
@@ -53,4 +55,4 @@ def adapt(model: nn.Module, layers: Iterable[nn.Module], rank: int, *, name: str
         module.__class__ = AdaptedLinear
         weight = module.weight
         for part, shape in (("down", (rank, module.in_features)), ("up", (module.out_features, rank))):
-            module.register_parameter(part, nn.Parameter(torch.empty(shape, dtype=weight.dtype, device=weight.device)))
+            module.register_parameter(part, nn.Parameter(torch.empty(shape, dtype=dtype, device=weight.device)))

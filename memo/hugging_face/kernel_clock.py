@@ -1,7 +1,7 @@
 """Predicted seconds of a step's kernels, counted operator by operator as it runs on tensors without bytes.
 
-Owns where an operator's time counts: in a layer's forward or backward, or at one of the ends. What a kernel takes follows
-from its shapes and the machine's rates: a product its FLOPs, anything else its bytes, whichever takes longer.
+Owns where an operator's time counts: in a layer's forward or backward, or at one of the ends. What a kernel takes is
+`memo.machine.KernelTimes`'.
 """
 
 from __future__ import annotations
@@ -10,22 +10,14 @@ import collections
 import dataclasses
 from typing import Any
 
-import torch
-
 from memo.allocator import AllocationSite
-from memo.mip.inputs import Hardware
-from memo.swap import is_attention, work_of
+from memo.machine import KernelTimes
+from memo.mip.inputs import LAUNCH_S, Hardware
 from memo.torch_private import TorchDispatchMode
 
 __all__ = ["EMBEDDING", "HEAD", "MOST_OPERATORS", "KernelClock", "PassCost"]
 
 EMBEDDING, HEAD = "embedding", "head"
-_ATEN = torch.ops.aten
-_PRODUCTS = frozenset(
-    getattr(_ATEN, name)
-    for name in ("mm", "bmm", "addmm", "baddbmm", "linear", "_grouped_mm", "convolution", "convolution_backward")
-    if hasattr(_ATEN, name)
-)
 MOST_OPERATORS = 30_000
 """Most operators of one forward and backward of a few layers; more are a loop over tokens."""
 
@@ -35,12 +27,17 @@ class PassCost:
     """What one pass of a layer or an end does."""
 
     operators: int = 0
+    kernels: int = 0
     seconds: float = 0.0
     """Without attention's kernel."""
     product_flops: float = 0.0
     attention_flops: float = 0.0
-    """FLOPs of fused attention, causal where it is."""
+    """FLOPs of fused attention's forward, causal where it is."""
     attention_s: float = 0.0
+
+    def with_attention_s(self, attention_s: float) -> float:
+        """Seconds of the pass with so many of attention's kernel: no fewer than its kernels take to launch."""
+        return max(self.seconds + attention_s, self.kernels * LAUNCH_S)
 
 
 class TooManyOperators(Exception):
@@ -60,9 +57,7 @@ class KernelClock(TorchDispatchMode):
         self.site = AllocationSite()
         self.spent: dict[str, PassCost] = collections.defaultdict(PassCost)
         """Costs by `LAYER.forward`, `LAYER.backward`, and the same of the ends."""
-        self._products_per_s = machine.peak_flops * machine.matmul_efficiency
-        self._attention_per_s = machine.peak_flops * machine.attention_efficiency
-        self._bytes_per_s = machine.hbm_bytes_per_s
+        self._times = KernelTimes(machine)
         self._between = EMBEDDING
         self._phase = "forward"
         self._operators, self._most = 0, most
@@ -87,14 +82,11 @@ class KernelClock(TorchDispatchMode):
 
     def _count(self, spent: PassCost, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         spent.operators += 1
-        name = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func)
-        if "attention" in name and "backward" in name:
-            return  # follows from the forward
-        work = work_of(func, args, kwargs, out)
-        if is_attention(func):
-            spent.attention_flops += work.flops
-            spent.attention_s += work.flops / self._attention_per_s
-            return
-        flops = work.flops if getattr(func, "overloadpacket", None) in _PRODUCTS else 0
-        spent.product_flops += flops
-        spent.seconds += max(flops / self._products_per_s, work.nbytes / self._bytes_per_s)
+        time = self._times.of(func, args, kwargs, out)
+        spent.kernels += time.seconds > 0
+        spent.product_flops += time.product_flops
+        spent.attention_flops += time.attention_flops
+        if time.attends:
+            spent.attention_s += time.seconds
+        else:
+            spent.seconds += time.seconds

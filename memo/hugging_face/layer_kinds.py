@@ -70,9 +70,18 @@ class ShortModel:
     attention: str
     """Implementation of attention."""
     is_causal: bool
+    itemsize: int
+    """Bytes of an element of its weights."""
 
 
-def short_model(config: Any, *, name: str, dtype: torch.dtype, lora: int = 0) -> ShortModel:
+def short_model(
+    config: Any,
+    *,
+    name: str,
+    dtype: torch.dtype,
+    lora: int = 0,
+    adapter_dtype: torch.dtype = torch.float32,
+) -> ShortModel:
     """Builds the model of a configuration on the meta device and takes out all but one layer of each kind.
 
     A layer follows the last kind's where there is another of it, since the last layer of all behaves as no other.
@@ -82,6 +91,7 @@ def short_model(config: Any, *, name: str, dtype: torch.dtype, lora: int = 0) ->
         name: of the model in error messages.
         dtype: of the parameters.
         lora: rank of adapters on the layers' linear maps, which alone are trained; 0: everything is.
+        adapter_dtype: of the adapters.
 
     Raises:
         UsageError: transformers cannot build it on the meta device, it has no repeated layers, or they are Mamba's.
@@ -96,7 +106,7 @@ def short_model(config: Any, *, name: str, dtype: torch.dtype, lora: int = 0) ->
             " as much; plan it from a profile that memo profile measures"
         )
     if lora:
-        adapt(model, layers, lora, name=name)
+        adapt(model, layers, lora, name=name, dtype=adapter_dtype)
     types = _types(config, len(layers))
     keys = _keys(layers, types)
     names = _names(layers, types, keys)
@@ -130,6 +140,7 @@ def short_model(config: Any, *, name: str, dtype: torch.dtype, lora: int = 0) ->
         vocabulary=int(text.vocab_size),
         attention=str(getattr(config, "_attn_implementation", "eager")),
         is_causal=not getattr(config, "is_encoder_decoder", False),
+        itemsize=dtype.itemsize,
     )
 
 

@@ -16,7 +16,10 @@ import torch
 from memo.errors import UsageError
 from memo.gpt import Precision
 from memo.gpt.arithmetic import (
+    NF4_BYTES,
     STATES,
+    AdapterDtype,
+    BaseFormat,
     Optimizer,
     RankWeights,
     RecomputeMethod,
@@ -47,8 +50,9 @@ __all__ = ["HuggingFaceModel"]
 LEAST_TRANSFORMERS = 5
 """Version from which models save the bytes that are predicted; in older ones experts loop in Python (docs/versions.md)."""
 _DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
-# Attention's backward makes five products of the scores' size where forward makes two (Dao et al. 2022).
-_ATTENTION_BACKWARD = 2.5
+
+
+_ADAPTER_DTYPES = {AdapterDtype.FP32: torch.float32, AdapterDtype.BF16: torch.bfloat16}
 
 
 class HuggingFaceModel:
@@ -60,6 +64,7 @@ class HuggingFaceModel:
         precision: number format of weights and arithmetic: `bf16` or `fp32`.
         without_logits: whether the loss is that of `memo.loss_without_logits`.
         lora: rank of adapters on every linear map of the layers, which alone are trained; 0: everything is.
+        lora_dtype: number format of the adapters.
         say: is told which kind of layers is recorded.
 
     Raises:
@@ -74,6 +79,7 @@ class HuggingFaceModel:
         precision: Precision = Precision.BF16,
         without_logits: bool = False,
         lora: int = 0,
+        lora_dtype: AdapterDtype = AdapterDtype.FP32,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         if precision not in _DTYPES:
@@ -87,11 +93,13 @@ class HuggingFaceModel:
         self.name = name
         self._precision = precision
         self._without_logits = without_logits
-        self._lora = lora
+        self._lora, self._lora_dtype = lora, lora_dtype
         self._say = say
         self._whole, config = config, language_part(config)
         self._config = config
-        self._short: ShortModel = short_model(config, name=name, dtype=_DTYPES[precision], lora=lora)
+        self._short: ShortModel = short_model(
+            config, name=name, dtype=_DTYPES[precision], lora=lora, adapter_dtype=_ADAPTER_DTYPES[lora_dtype]
+        )
         self._recorded: dict[tuple[Hardware, int, int], RecordedStep] = {}
         self._with_logits: dict[tuple[Hardware, int, int], RecordedStep] = {}
         self._other: HuggingFaceModel | None = None
@@ -104,6 +112,16 @@ class HuggingFaceModel:
             self._other = other = copy.copy(self)
             other._without_logits, other._recorded, other._with_logits = True, {}, self._recorded
         return self._other
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the output projection."""
+        return self._short.vocabulary
+
+    @property
+    def hidden(self) -> int:
+        """Columns of the output projection; 0 without one."""
+        return self._short.projection_parameters // max(1, self._short.vocabulary)
 
     @property
     def layers(self) -> int:
@@ -178,6 +196,7 @@ class HuggingFaceModel:
         sharded_over: int | None = None,
         optimizer_offload: bool = False,
         optimizer: Optimizer = Optimizer.ADAMW,
+        base: BaseFormat = BaseFormat.FULL,
         recompute: RecomputeMethod | None = None,
         name: str | None = None,
     ) -> Profile:
@@ -191,6 +210,7 @@ class HuggingFaceModel:
             sharded_over: ranks that share one copy, as `Training.sharded_over`.
             optimizer_offload: whether optimizer state and its step are on the host.
             optimizer: which; its states are kept in the weights' format.
+            base: number format of the frozen weights under adapters.
             recompute: a fixed method for every layer, instead of points to plan with.
             name: in the profile; None is the model's.
 
@@ -205,6 +225,8 @@ class HuggingFaceModel:
             states=layer_states(optimizer, adam, smallest=smallest),
             end_states=end_states(optimizer, adam, smallest=smallest),
             lora=self._lora,
+            lora_dtype=self._lora_dtype,
+            base=base,
             zero=zero,
             sharded_over=sharded_over,
             gathered_bytes=adam.weight,
@@ -333,16 +355,29 @@ class _Rank:
         own, parameters, weights = self.step.layers[kind.name], kind.parameters, self.weights
         context_s = self._context_s(own)
         # Heads are exchanged for tokens: a rank's heads see all tokens, cp times those that were recorded.
-        attention_s, attention_flops = (self.layout.cp * amount for amount in (own.attention_s, own.attention_flops))
-        forward_s = own.forward.seconds + attention_s + context_s
+        attention_s, backward_attention_s = (self.layout.cp * seconds for seconds in own.attention_s)
+        attention_flops = self.layout.cp * own.attention_flops
+        quantized = weights.training.base is BaseFormat.NF4
+        width = self.short.itemsize
+        # Each pass makes the matrices anew from their codes, one after the other.
+        made_s = (
+            (NF4_BYTES + width) * (parameters - kind.trained) / self.machine.elementwise_bytes_per_s
+            if quantized
+            else 0.0
+        )
+        matrix = (
+            max((width * p.numel() for p in kind.layer.parameters() if not p.requires_grad), default=0)
+            if quantized
+            else 0
+        )
         largest = max(own.storages, default=0)
         profile = LayerProfile(
             name=kind.name,
             always_bytes=0,
             other_bytes=max(own.saved_nbytes - own.points[0].saved_bytes, 0),
             points=own.points,
-            forward_s=forward_s,
-            backward_s=own.backward.seconds + _ATTENTION_BACKWARD * attention_s + context_s,
+            forward_s=own.forward.with_attention_s(attention_s) + made_s + context_s,
+            backward_s=own.backward.with_attention_s(backward_attention_s) + made_s + context_s,
             forward_flops=own.forward.product_flops + attention_flops,
             backward_flops=own.backward.product_flops + 2 * attention_flops,
             attention_flops=attention_flops,
@@ -351,8 +386,8 @@ class _Rank:
             backward_exchange_s=context_s,
             gather_s=weights.gather_s(parameters),
             sync_s=weights.sync_s(kind.trained),
-            forward_transient_bytes=own.forward_transient_nbytes + comparing_nbytes(largest),
-            backward_transient_bytes=own.backward_transient_nbytes,
+            forward_transient_bytes=own.forward_transient_nbytes + comparing_nbytes(largest) + matrix,
+            backward_transient_bytes=own.backward_transient_nbytes + matrix,
             static=weights.static(parameters, trained=kind.trained) + StaticBytes(cast=own.weights_nbytes),
             storages=len(own.storages) + (2 if len(own.points) > 1 else 0),
             largest_storage_bytes=largest,
@@ -375,8 +410,8 @@ class _Rank:
     def _end(self, own: RecordedEnd, parameters: int, *, sync: int) -> EmbeddingOrHeadProfile:
         waits_s = self.weights.end_gather_s(parameters)
         return EmbeddingOrHeadProfile(
-            forward_s=own.forward.seconds + own.forward.attention_s + waits_s,
-            backward_s=own.backward.seconds + _ATTENTION_BACKWARD * own.forward.attention_s,
+            forward_s=own.forward.with_attention_s(own.forward.attention_s) + waits_s,
+            backward_s=own.backward.with_attention_s(own.backward.attention_s),
             forward_flops=own.forward.product_flops,
             backward_flops=own.backward.product_flops,
             forward_exchange_s=waits_s,

@@ -25,14 +25,14 @@ from memo.hugging_face.fused_attention import attended_in
 from memo.hugging_face.kernel_clock import EMBEDDING, HEAD, MOST_OPERATORS, KernelClock, PassCost, TooManyOperators
 from memo.hugging_face.layer_kinds import ShortModel
 from memo.loss import LOGIT_NBYTES, added_nbytes, chunk_tokens, loss_without_logits
+from memo.machine import replay_rates
 from memo.mip.inputs import ALL, Hardware, PointProfile
 from memo.record import AllocationSites, OffloadWithoutBytes, Step, record_step
-from memo.swap import Layer, LayerCosts, Rates, argument_storages, cast_of_parameter, find_layers, layer_input
+from memo.swap import Layer, LayerCosts, argument_storages, cast_of_parameter, find_layers, layer_input
 from memo.units import format_tokens
 
 __all__ = ["RecordedEnd", "RecordedLayer", "RecordedStep", "recorded_step"]
 
-_LAUNCH_PS = 5_000_000
 _MANY_OPERATORS = 500
 """In one forward of a layer; those with a kernel for what they do have about a hundred."""
 _CHUNKS = 4
@@ -70,9 +70,9 @@ class RecordedLayer:
         return self.forward.attention_flops * self.attention_share
 
     @property
-    def attention_s(self) -> float:
-        """Seconds of attention's kernel in one forward, with its window."""
-        return self.forward.attention_s * self.attention_share
+    def attention_s(self) -> tuple[float, float]:
+        """Seconds of attention's kernel in forward and in backward, with its window."""
+        return self.forward.attention_s * self.attention_share, self.backward.attention_s * self.attention_share
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +212,7 @@ class _Recording:
             return 0.0
         chunks = -(-math.prod(self._shape) // chunk_tokens(short.vocabulary, trained=True))
         each = added_nbytes(short.projection_parameters, next(short.model.parameters()).element_size())
-        return (chunks - _CHUNKS) * each / self._machine.hbm_bytes_per_s
+        return (chunks - _CHUNKS) * each / self._machine.elementwise_bytes_per_s
 
     def _chunked_nbytes(self) -> int:
         """Transient bytes of the loss without logits: a chunk's, and the gradient of the projection's weight, twice."""
@@ -250,13 +250,8 @@ class _Recording:
 
     def _recomputed(self, loss: Callable[[], torch.Tensor]) -> tuple[KernelClock, dict[str, LayerCosts]]:
         """Kernels of a step that recomputes all but attention, and the layers' costs."""
-        machine = self._machine
-        replays = Rates(
-            flops_per_s=round(machine.peak_flops * machine.matmul_efficiency),
-            bytes_per_s=round(machine.hbm_bytes_per_s),
-            launch_ps=_LAUNCH_PS,
-        )
-        offload = OffloadWithoutBytes(self._short.model, self._layers, 0.0, min_bytes=0, rates=replays)
+        rates = replay_rates(self._machine)
+        offload = OffloadWithoutBytes(self._short.model, self._layers, 0.0, min_bytes=0, rates=rates)
         clock = KernelClock(self._machine)
         try:
             for _ in range(_WARM_UPS):

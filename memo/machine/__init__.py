@@ -13,6 +13,11 @@ if TYPE_CHECKING:
         measure_collectives as measure_collectives,
     )
     from memo.machine.doctor import Diagnosis as Diagnosis, Gpu as Gpu, MeasuredDisk as MeasuredDisk, examine as examine
+    from memo.machine.kernel_times import (
+        KernelTime as KernelTime,
+        KernelTimes as KernelTimes,
+        replay_rates as replay_rates,
+    )
     from memo.machine.link_bandwidth import (
         DiskRates as DiskRates,
         HostFacts as HostFacts,
@@ -40,6 +45,7 @@ else:
         {
             "collective_rates": "CollectiveFit CollectiveRates measure_collectives",
             "doctor": "Diagnosis MeasuredDisk Gpu examine",
+            "kernel_times": "KernelTime KernelTimes replay_rates",
             "link_bandwidth": "DiskRates HostFacts LinkRates measure_lanes measure_link",
             "node_share": "share_of_node",
             "norm_limit": "require_layer_within_norm_limit require_within_norm_limit",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from memo.errors import UsageError
 from memo.gpt import EmbeddingGradients, GPTConfig
-from memo.gpt.arithmetic import Optimizer, RecomputeMethod, StepLayout, derive_profile
+from memo.gpt.arithmetic import AdapterDtype, BaseFormat, Optimizer, RecomputeMethod, StepLayout, derive_profile
 from memo.mip.activation import ActivationProblem, DoesNotFit, Pipeline, fits, solve_mlp_tiles
 from memo.mip.inputs import CODECS
 from memo.units import format_bytes
@@ -54,6 +54,11 @@ class TrainingMethod:
     """Optimizer, whose state is kept in the weights' format unless it says otherwise."""
     lora: Annotated[int, {"type": _rank, "metavar": "RANK"}] = 0
     """Train adapters of this rank on every linear map of the layers, and nothing else (default: everything)."""
+    lora_dtype: AdapterDtype = AdapterDtype.FP32
+    """With --lora: number format of the adapters; fp32 is what PEFT makes of those of a bfloat16 model, each of which saves
+    its input again, in float32."""
+    base: BaseFormat = BaseFormat.FULL
+    """With --lora: number format of the frozen weights; 4bit is bitsandbytes' NF4."""
     embedding: EmbeddingGradients = EmbeddingGradients.AUTO
     """Exchange of the embedding's gradient between data-parallel ranks: dense, as a whole table, or sparse, as the rows of
     the tokens that a rank has seen; auto is the one with the shorter step that fits."""
@@ -173,6 +178,8 @@ class Request(TrainingMethod):
                 optimizer_offload=optimizer_offload,
                 optimizer=self.optimizer,
                 lora=self.lora,
+                lora_dtype=self.lora_dtype,
+                base=self.base,
                 sparse_embedding=self.embedding is EmbeddingGradients.SPARSE,
                 codec=self.codec,
                 name=self.model,
@@ -187,6 +194,7 @@ class Request(TrainingMethod):
                 sharded_over=self.sharded_over,
                 optimizer_offload=optimizer_offload,
                 optimizer=self.optimizer,
+                base=self.base,
                 name=self.model,
             )
         assert profile is not None
@@ -196,7 +204,9 @@ class Request(TrainingMethod):
     def assumed(self) -> tuple[str, ...]:
         """Assumptions about training that are not the default, and those of a model of transformers."""
         found = [f"the optimizer is {self.optimizer}"] if self.optimizer is not Optimizer.ADAMW else []
-        found += [f"adapters of rank {self.lora} alone are trained"] if self.lora else []
+        if self.lora:
+            frozen = f"on a base in {self.base}" if self.base is not BaseFormat.FULL else ""
+            found.append(f"adapters of rank {self.lora} alone are trained, in {self.lora_dtype} {frozen}".rstrip())
         found += ["optimizer state and its step are on the host"] if self.optimizer_offload else []
         found += [f"what moves is coded as {self.codec}: gradients are near, not bit-identical"] if self.codec else []
         found += (

@@ -223,10 +223,7 @@ class _Search:
         """FLOPs of a token, and FLOP/s that no GPU exceeds; None for an empty space."""
         space = self._space
         own = isinstance(space.request.config, GPTConfig)
-        rates = [
-            machine.peak_flops * (max(machine.matmul_efficiency, machine.attention_efficiency) if own else 1.0)
-            for _, _, machine, _ in space.groups
-        ]
+        rates = [machine.most_flops_per_s if own else machine.peak_flops for _, _, machine, _ in space.groups]
         for shape in space.shapes:
             for setting in space.settings(shape):
                 profile = space.request_of(Candidate(shape=shape, setting=setting)).problem().profile

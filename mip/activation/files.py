@@ -1,8 +1,7 @@
 """JSON files of profiles, hardware and activation plans: strict, versioned, equal bytes for equal values.
 
 Owns the three formats of docs/activation-plan.md. A plan carries its whole problem, so that a plan file alone can be
-checked, shown and simulated. Plans and profiles of an earlier version are refused: until version 6 a layer could be at
-several points of its curve.
+checked, shown and simulated. Files of an earlier version are refused.
 """
 
 from __future__ import annotations
@@ -29,8 +28,12 @@ __all__ = [
 ]
 
 PLAN_FORMAT, PROFILE_FORMAT, HARDWARE_FORMAT = "memo-activation-plan", "memo-profile", "memo-hardware"
-VERSIONS = {PLAN_FORMAT: 7, PROFILE_FORMAT: 7, HARDWARE_FORMAT: 1}
-_MAKERS = {PLAN_FORMAT: "memo plan", PROFILE_FORMAT: "memo profile"}
+VERSIONS = {PLAN_FORMAT: 8, PROFILE_FORMAT: 7, HARDWARE_FORMAT: 2}
+_ANEW = {
+    PLAN_FORMAT: "run memo plan anew",
+    PROFILE_FORMAT: "run memo profile anew",
+    HARDWARE_FORMAT: "write attention, rates by kernel, head size and direction, in place of attention_efficiency",
+}
 
 Path_ = str | os.PathLike[str]
 T = TypeVar("T")
@@ -118,6 +121,6 @@ def _parse(text: str, kind: type[T], name: str) -> T:
 def _decode_root(root: dict[str, Any], kind: type[T], name: str) -> T:
     version, reads = root.get("version"), VERSIONS[name]
     if root.get("format") == name and type(version) is int and 1 <= version < reads:
-        raise PlanError(f"version is {version}, of an earlier memo; this one reads {reads}: run {_MAKERS[name]} anew")
+        raise PlanError(f"version is {version}, of an earlier memo; this one reads {reads}: {_ANEW[name]}")
     require_format(root, name, version=reads)
     return decode(kind, root, "the file", ignore=("format", "version"))

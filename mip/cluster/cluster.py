@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from memo.errors import PlanError
 from memo.mip.activation import Budgets
-from memo.mip.inputs import Hardware, Network, NetworkLevel
+from memo.mip.inputs import AttentionKernel, Hardware, HeadShares, Network, NetworkLevel
 
 if TYPE_CHECKING:
     from memo.mip.cluster.placement import ClusterPlacement, LayoutSizes
@@ -182,12 +182,29 @@ def slowest_machine(machines: Sequence[Hardware]) -> Hardware:
         name=" + ".join(dict.fromkeys(machine.name for machine in machines)),
         **{name: least(name) for name in _OF_GPU},
         matmul_efficiency=least_share("matmul_efficiency"),
-        attention_efficiency=least_share("attention_efficiency"),
+        attention=(_slowest_attention(machines, least("peak_flops")),),
         device_bytes=min(machine.device_bytes for machine in machines),
         **{name: least_of_node(name) for name in _OF_NODE},
         host_bytes=int(least_of_node("host_bytes")),
         gpus_per_node=gpus,
         network=_slowest_network(machines, gpus),
+    )
+
+
+def _slowest_attention(machines: Sequence[Hardware], peak_flops: float) -> AttentionKernel:
+    kernels = [(machine.attention[0], machine.peak_flops / peak_flops) for machine in machines]
+    heads = sorted({known.head for kernel, _ in kernels for known in kernel.heads})
+    return AttentionKernel(
+        name=" + ".join(dict.fromkeys(kernel.name for kernel, _ in kernels)),
+        far=min(kernel.far for kernel, _ in kernels),
+        heads=tuple(
+            HeadShares(
+                head,
+                min(kernel.share(head) * peak for kernel, peak in kernels),
+                min(kernel.share(head, backward=True) * peak for kernel, peak in kernels),
+            )
+            for head in heads
+        ),
     )
 
 

@@ -7,6 +7,7 @@ measured on the machine itself (`memo doctor --json`) replace a preset's.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from typing import Any
 
@@ -16,9 +17,72 @@ from memo.mip.inputs.profile import check_amounts
 from memo.toml_tables import toml_tables
 from memo.units import parse_bytes
 
-__all__ = ["PRESETS", "Hardware", "LaneRates", "hardware_of", "hardware_preset", "peak_flops"]
+__all__ = [
+    "LAUNCH_S",
+    "PRESETS",
+    "AttentionKernel",
+    "Hardware",
+    "HeadShares",
+    "LaneRates",
+    "hardware_of",
+    "hardware_preset",
+    "peak_flops",
+]
 
 GIB = 1 << 30
+ATTENTION_BACKWARD = 2.5
+"""FLOPs of attention's backward over its forward's: five products of the scores' size for two (Dao et al. 2022)."""
+MEMORY_SHARE = 0.9
+"""Share of a GPU's memory bandwidth that element-wise kernels reach: a copy's, 3.0 of an H100's 3.35 TB/s."""
+LAUNCH_S = 8e-6
+"""Seconds in which PyTorch calls an operator and launches its kernel; a layer takes no less than all of its launches."""
+NEAR_BYTES = 50_000_000
+"""Keys and values of a head beyond so many bytes, an H100's L2 cache, slow attention down, perhaps for that reason."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeadShares:
+    """Shares of a GPU's peak that attention reaches with heads of a size, in long sequences."""
+
+    head: int
+    forward: float
+    backward: float
+
+    def __post_init__(self) -> None:
+        if not (self.head > 0 and self.forward > 0 and self.backward > 0):
+            raise PlanError(f"attention with heads of {self.head}: its shares of the peak are not positive")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionKernel:
+    """Fused causal attention."""
+
+    name: str
+    heads: tuple[HeadShares, ...]
+    """Its rates, the smallest heads first."""
+    far: float = 1.0
+    """Share of its rates that is left where the keys and values of a head take more than 50 MB."""
+
+    def __post_init__(self) -> None:
+        sizes = [known.head for known in self.heads]
+        if not sizes or sizes != sorted(set(sizes)):
+            raise PlanError(f"attention {self.name[:80]!r}: no head sizes, or not in order")
+
+    @classmethod
+    def alike(cls, share: float, *, name: str = "fused") -> AttentionKernel:
+        """One share of the peak for every head size and both passes."""
+        return cls(name=name, heads=(HeadShares(64, share, share),))
+
+    def share(self, head: int, *, backward: bool = False) -> float:
+        """Share of the peak at a head size: between two known ones in proportion, below the smallest proportional to it."""
+        shares = [(known.head, known.backward if backward else known.forward) for known in self.heads]
+        (low, least), (high, most) = shares[0], shares[-1]
+        if len(shares) == 1 or head >= high:
+            return most
+        if head <= low:
+            return least * head / low
+        (low, least), (high, most) = next(pair for pair in itertools.pairwise(shares) if pair[1][0] >= head)
+        return least + (most - least) * (head - low) / (high - low)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +106,8 @@ class Hardware:
     """FLOP/s in dense bfloat16."""
     matmul_efficiency: float
     """Fraction of the peak that large matrix products reach."""
-    attention_efficiency: float
-    """Fraction of the peak that the fused attention kernel reaches."""
+    attention: tuple[AttentionKernel, ...]
+    """Kernels of attention; the first one runs."""
     device_bytes: int
     hbm_bytes_per_s: float
     d2h_bytes_per_s: float
@@ -70,9 +134,54 @@ class Hardware:
 
     def __post_init__(self) -> None:
         check_amounts(self, f"hardware {self.name[:80]!r}")
-        for name in ("peak_flops", "matmul_efficiency", "attention_efficiency", "hbm_bytes_per_s", "gpus_per_node"):
+        for name in ("peak_flops", "matmul_efficiency", "hbm_bytes_per_s", "gpus_per_node"):
             if not getattr(self, name) > 0:
                 raise PlanError(f"hardware {self.name[:80]!r}: {name} is not positive")
+        if not self.attention:
+            raise PlanError(f"hardware {self.name[:80]!r}: it has no kernel of attention")
+
+    @property
+    def product_flops_per_s(self) -> float:
+        """FLOP/s of large matrix products in bfloat16."""
+        return self.peak_flops * self.matmul_efficiency
+
+    @property
+    def elementwise_bytes_per_s(self) -> float:
+        """Bytes that element-wise kernels read and write in a second."""
+        return self.hbm_bytes_per_s * MEMORY_SHARE
+
+    @property
+    def most_flops_per_s(self) -> float:
+        """FLOP/s that neither matrix products nor attention exceed."""
+        shares = (max(known.forward, known.backward) for known in self.attention[0].heads)
+        return self.peak_flops * max(self.matmul_efficiency, *shares)
+
+    def attention_s(self, flops: float, *, head: int, keys: float, backward: bool = False) -> float:
+        """Seconds of fused attention in bfloat16.
+
+        Args:
+            flops: of its forward, of the scores that are computed.
+            head: size of a head.
+            keys: that a head reads.
+            backward: the seconds of backward, whose FLOPs are 2.5 times as many.
+        """
+        kernel = self.attention[0]
+        far = kernel.far if 2 * 2 * head * keys > NEAR_BYTES else 1.0
+        rate = self.peak_flops * kernel.share(head, backward=backward) * far
+        return (ATTENTION_BACKWARD if backward else 1.0) * flops / rate
+
+    def with_attention(self, kernel: str) -> Hardware:
+        """Returns the hardware with another of its kernels of attention, by name or the beginning of it, in any case.
+
+        Raises:
+            UsageError: it has none of that name.
+        """
+        found = [one for one in self.attention if _called(one.name).startswith(_called(kernel))]
+        if not kernel or not found:
+            names = ", ".join(one.name for one in self.attention)
+            raise UsageError(f"no attention {kernel[:40]!r} is known for {self.name}; one of {names}")
+        others = tuple(one for one in self.attention if one is not found[0])
+        return dataclasses.replace(self, attention=(found[0], *others))
 
     def lanes(self, ranks: int, *, taken: float = 0.0) -> LaneRates:
         """Divides the node's rates among `ranks` ranks, all of them busy at the same time.
@@ -99,14 +208,29 @@ _PEAKS: dict[str, float] = _TABLES.pop("peaks")
 
 
 def _preset(name: str, table: dict[str, Any]) -> Hardware:
-    fields = {key: value for key, value in table.items() if key not in ("chip", "device", "host", "network")}
+    fields = {
+        key: value for key, value in table.items() if key not in ("chip", "device", "host", "network", "attention")
+    }
+    kernels = [_kernel(kernel, shares) for kernel, shares in table["attention"].items()]
     return Hardware(
         name=name,
         peak_flops=_PEAKS[table["chip"]],
         device_bytes=parse_bytes(table["device"]),
         host_bytes=parse_bytes(table["host"]),
         network=Network(**table["network"]),
+        attention=tuple(kernels),
         **fields,
+    )
+
+
+def _called(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _kernel(name: str, shares: dict[str, Any]) -> AttentionKernel:
+    heads = sorted((int(key), both) for key, both in shares.items() if key.isdecimal())
+    return AttentionKernel(
+        name=name, far=shares.get("far", 1.0), heads=tuple(HeadShares(head, *both) for head, both in heads)
     )
 
 

@@ -12,7 +12,7 @@ from run_examples import EXAMPLES, example, run, run_on
 
 from memo.mip.activation import ActivationPlan, read_activation_plan
 from memo.mip.activation.files import hardware_to_json
-from memo.mip.inputs import Hardware
+from memo.mip.inputs import AttentionKernel, Hardware
 
 MIB = 1 << 20
 LAYERS, TOKENS = 6, 2048
@@ -20,7 +20,7 @@ TWO_CORES = Hardware(
     name="two cores",
     peak_flops=40e9,
     matmul_efficiency=0.5,
-    attention_efficiency=0.3,
+    attention=(AttentionKernel.alike(0.3),),
     device_bytes=1024 * MIB,
     hbm_bytes_per_s=5e9,
     d2h_bytes_per_s=1e9,

@@ -16,7 +16,7 @@ from launching import run_ranks
 from memo.cli.main import main
 from memo.mip.activation import ActivationPlan, read_activation_plan
 from memo.mip.activation.files import hardware_to_json
-from memo.mip.inputs import Hardware, Network
+from memo.mip.inputs import AttentionKernel, Hardware, Network
 
 SHAPE = ["--model", "tiny", "--layers", "8", "--hidden", "64", "--heads", "4", "--seq", "512"]
 SEQUENCES, STEPS = 8, 2
@@ -25,7 +25,7 @@ MACHINE = Hardware(
     name="slow",
     peak_flops=1e10,
     matmul_efficiency=0.8,
-    attention_efficiency=0.6,
+    attention=(AttentionKernel.alike(0.6),),
     device_bytes=1 << 34,
     hbm_bytes_per_s=1e9,
     d2h_bytes_per_s=1e9,

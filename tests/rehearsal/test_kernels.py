@@ -8,17 +8,16 @@ import pytest
 import torch
 
 from memo.errors import RecordError
-from memo.mip.inputs import hardware_preset
+from memo.mip.inputs import AttentionKernel, hardware_preset
 from memo.rehearsal import SimulatedMachine
-from memo.rehearsal.kernels import MEMORY_SHARE
 
 # 100 TFLOP/s in products, 50 in attention, 1 TB/s, and no time for a launch that matters.
 GPU = dataclasses.replace(
     hardware_preset("h100"),
     peak_flops=200e12,
     matmul_efficiency=0.5,
-    attention_efficiency=0.25,
-    hbm_bytes_per_s=1e12 / MEMORY_SHARE,
+    attention=(AttentionKernel.alike(0.25),),
+    hbm_bytes_per_s=1e12 / 0.9,
 )
 
 

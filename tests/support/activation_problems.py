@@ -20,6 +20,7 @@ from memo.mip.inputs import (
     ALL,
     ATTENTION,
     MATMULS,
+    AttentionKernel,
     Coding,
     EmbeddingOrHeadProfile,
     Hardware,
@@ -45,7 +46,7 @@ def machine(**changes: float) -> Hardware:
     rates = {
         "peak_flops": 1e9,
         "matmul_efficiency": 1.0,
-        "attention_efficiency": 1.0,
+        "attention": (AttentionKernel.alike(1.0),),
         "device_bytes": 1 << 40,
         "hbm_bytes_per_s": 1e12,
         "d2h_bytes_per_s": 10.0,

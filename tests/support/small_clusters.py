@@ -10,7 +10,7 @@ from memo.gpt import AttentionPattern, GPTConfig, MoeConfig, Precision
 from memo.gpt.arithmetic import Optimizer, StepLayout
 from memo.mip.activation import Budgets, LayerPlan, device_peak_candidates, predict_stages
 from memo.mip.cluster import Cluster, Connection, NodeGroup
-from memo.mip.inputs import Hardware, Network, NetworkLevel, PipelineSchedule
+from memo.mip.inputs import AttentionKernel, Hardware, Network, NetworkLevel, PipelineSchedule
 from memo.search import Candidate, Request, Setting, Shape, Space
 
 MIB = 1 << 20
@@ -135,7 +135,7 @@ def _machine(chance: random.Random, gpus: int) -> Hardware:
         name="small",
         peak_flops=10 ** chance.uniform(11.5, 13),
         matmul_efficiency=chance.uniform(0.4, 0.9),
-        attention_efficiency=chance.uniform(0.3, 0.8),
+        attention=(AttentionKernel.alike(chance.uniform(0.3, 0.8)),),
         device_bytes=1 << 40,
         hbm_bytes_per_s=10 ** chance.uniform(10, 11.5),
         d2h_bytes_per_s=link,

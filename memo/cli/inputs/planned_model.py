@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from memo.cli.inputs.model_shape import SHAPE_FIELDS, add_shape_flags, named_shape, shape_flag
 from memo.errors import UsageError
 from memo.gpt import PRESETS, GPTConfig, Precision, preset_name
+from memo.gpt.arithmetic import AdapterDtype
 from memo.hugging_face import PUBLISHED, names_configuration, published_name
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ def _of_transformers(
         precision=Precision(args.precision),
         without_logits=args.loss == _WITHOUT_LOGITS,
         lora=args.lora or 0,
+        lora_dtype=AdapterDtype(args.lora_dtype or AdapterDtype.FP32),
         say=say,
     )
 

@@ -31,7 +31,7 @@ __all__ = ["AUTO", "TILE_TOKENS", "TRAINING_FIELDS", "parse_request"]
 AUTO = "auto"
 TILE_TOKENS = 1024
 """Tokens of each context-parallel rank by which lengths differ."""
-TRAINING_FIELDS = "recompute zero optimizer lora embedding codec optimizer_offload"
+TRAINING_FIELDS = "recompute zero optimizer lora lora_dtype base embedding codec optimizer_offload"
 """Names of the fields of TrainingMethod that are flags; None where one is not given."""
 _METHOD_WORDS = {"none": " without recompute", "selective": " selective recompute", "full": " full recompute"}
 

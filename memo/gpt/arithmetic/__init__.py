@@ -39,7 +39,10 @@ if TYPE_CHECKING:
     from memo.gpt.arithmetic.training import (
         ADAM_FP32 as ADAM_FP32,
         ADAM_PURE as ADAM_PURE,
+        NF4_BYTES as NF4_BYTES,
         STATES as STATES,
+        AdapterDtype as AdapterDtype,
+        BaseFormat as BaseFormat,
         StateBytes as StateBytes,
         Training as Training,
     )
@@ -56,7 +59,7 @@ else:
             "run_of_plan": "PlannedRun layout_of planned_run run_of untrained",
             "profile_by_arithmetic": "derive_profile",
             "step_collectives": "ChunkOfLayers StepCollectives",
-            "training": "ADAM_FP32 ADAM_PURE STATES StateBytes Training",
+            "training": "ADAM_FP32 ADAM_PURE NF4_BYTES STATES AdapterDtype BaseFormat StateBytes Training",
             "rank_weights": "RankWeights",
         },
     )

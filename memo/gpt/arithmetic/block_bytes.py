@@ -36,6 +36,8 @@ PIECES_GELU, PIECES_SWIGLU = 6, 10
 # Scores of a block of queries that memo.gpt.model.local_attention holds at once in float32, where no kernel has a window.
 SCORES, QUERIES = 4, 128
 TILE = 128  # queries, or keys, of a tile of scores in a flash kernel
+# Bytes that rotating an element reads and writes, forward and backward, by bytes of an element (memo.gpt.model.rotary).
+ROTATION = {2: (38.5, 48.5), 4: (36.5, 40.5)}
 # What torch's ring holds at most beside q, k, v, and reads and writes for each rank whose keys come by, in units of h,
 # forward and backward: keys, values and their float32 gradients, sent and received, and results in float32, merged.
 # Recorded from 2, 3, 4 and 8 ranks by tests/gpt/arithmetic/test_ring_bytes.py; traffic counted from the code.
@@ -93,8 +95,12 @@ class BlockBytes:
     """Bytes of the gradients that the input half of a split backward keeps for the weights' half."""
     elementwise: float
     """Bytes read and written by norms, rotation, residuals and the MLP's activation, forward."""
+    elementwise_backward: float
+    """Bytes that they read and write in backward, with the sums that are gradients of biases."""
     elementwise_again: float
     """Part of `elementwise` that level `matmuls` repeats."""
+    kernels: tuple[int, int]
+    """Kernels that forward and backward launch, as eager PyTorch runs them."""
     projections: float
     """FLOPs of the matrix products with weights, forward."""
     projections_again: float
@@ -201,7 +207,9 @@ class BlockFigures:
             beside=h + (self.q if self._queries_are_made_anew() else 0),
             between=self._between(),
             elementwise=again + (self._activation() if self.tiled else 0) + 2 * self.stream + h,
+            elementwise_backward=self._elementwise_backward(),
             elementwise_again=again,
+            kernels=self._kernels(),
             projections=2.0 * weights,
             # A recompute stops at the last saved tensor: before the last projection, or before a tiled MLP.
             projections_again=2.0 * weights - (mlp if self.tiled else 2.0 * width),
@@ -300,10 +308,51 @@ class BlockFigures:
     # Read and written.
 
     def _elementwise_again(self) -> float:
-        norm = 2 * self.stream + self.h if self.cast else 2 * self.h
-        rotation = 2 * self.q if self.config.positions == "rotary" else 0
+        norm = 3 * self.stream + self.h if self.cast else 2 * self.h
         residual = 2 * self.stream + self.h
-        return 2 * norm + rotation + residual + (0 if self.tiled else self._activation())
+        inner = self._cast_again() + (0 if self.tiled else self._activation())
+        return 2 * norm + self._heads_apart() + residual + inner
+
+    @property
+    def _keys(self) -> float:
+        return (self.q - self.h) / 2
+
+    @property
+    def _rotates(self) -> bool:
+        return self.config.positions == "rotary"
+
+    def _heads_apart(self) -> float:
+        """Bytes that rotation and the copies of queries and values read and write."""
+        copied = 2 * self.h if self.config.group > 1 and self.config.kv_heads > self.tp else 0
+        if not self._rotates:
+            return copied
+        rotated = ROTATION[self.sizes.product][0] * (self.h + self._keys) / self.sizes.product
+        return copied + rotated + 2 * self._keys
+
+    def _elementwise_backward(self) -> float:
+        cast = self.stream + self.h if self.cast else 0
+        norms = residuals = 2 * (3 * self.stream + cast)
+        rotated = ROTATION[self.sizes.product][1] * (self.h + self._keys) / self.sizes.product if self._rotates else 0
+        biases = (2 * self.h + self.q + (2 if self.gated else 1) * self.f) if self.config.bias else 0
+        again = self._activation() if self.tiled else 0
+        inner = again + self._cast_again() + self._activation_backward()
+        return norms + residuals + 2 * self.q + rotated + biases + inner
+
+    def _cast_again(self) -> float:
+        return self.stream + self.h if self._casts_twice() else 0
+
+    def _activation_backward(self) -> float:
+        """Bytes that the backward of the MLP's activation reads and writes, with the sum of two products' gradients."""
+        summed = 3 * (self.stream if self._casts_twice() else self.h)
+        return 9 * self.f + summed if self.gated else 3 * self.f
+
+    def _kernels(self) -> tuple[int, int]:
+        wide, matrices, biases = self.sizes.product == FLOAT, 4 + self.gated, (4 + self.gated) * self.config.bias
+        casts = (matrices + biases + self._casts_twice()) * self.sizes.casts
+        rotations = (15, 16) if wide else (17, 26)
+        forward = 10 + 2 * self.gated + (self.config.group > 1) + casts + 2 * self.sizes.casts
+        backward = 15 + 5 * self.gated + biases + casts + 4 * self.sizes.casts
+        return forward + rotations[0] * self._rotates, backward + rotations[1] * self._rotates
 
     def _exchanges_at_matmuls(self) -> float:
         if not self.exchanged:

@@ -34,7 +34,7 @@ from memo.gpt.arithmetic.mixture_bytes import mixture_block
 from memo.gpt.arithmetic.optimizers import Optimizer, end_states, layer_states, orthogonalisation_flops
 from memo.gpt.arithmetic.rank_weights import RankWeights
 from memo.gpt.arithmetic.step_collectives import ChunkOfLayers, StepCollectives, padded_elements
-from memo.gpt.arithmetic.training import STATES, Training
+from memo.gpt.arithmetic.training import NF4_BYTES, STATES, AdapterDtype, BaseFormat, Training
 from memo.gpt.config import GPTConfig
 from memo.gpt.train_config import Precision
 from memo.loss import LOGIT_NBYTES, chunk_tokens, moved_nbytes
@@ -42,6 +42,7 @@ from memo.mip.inputs import (
     ALL,
     ATTENTION,
     CODE_BYTES,
+    LAUNCH_S,
     MATMULS,
     Coding,
     Collectives,
@@ -63,10 +64,8 @@ if TYPE_CHECKING:
 
 __all__ = ["StepLayout", "derive_profile", "require_divided"]
 
-# Attention's backward makes five products of the scores' size where forward makes two (Dao et al. 2022).
-ATTENTION_BACKWARD = 2.5
 TILE_ROWS = 128  # rows of a block in a GPU's matrix product
-LAUNCHES, LAUNCH_S = 8, 5e-6  # kernels of one tile in one pass, and the launch time of one
+LAUNCHES = 8  # kernels of one tile in one pass
 
 
 @functools.lru_cache(maxsize=4096)
@@ -82,6 +81,8 @@ def derive_profile(
     optimizer_offload: bool = False,
     optimizer: Optimizer = Optimizer.ADAMW,
     lora: int = 0,
+    lora_dtype: AdapterDtype = AdapterDtype.FP32,
+    base: BaseFormat = BaseFormat.FULL,
     recompute: RecomputeMethod | None = None,
     sparse_embedding: bool = False,
     codec: str | None = None,
@@ -100,6 +101,8 @@ def derive_profile(
         optimizer_offload: whether optimizer state and its step are on the host.
         optimizer: which; its states are kept in the weights' format.
         lora: rank of adapters on all matrices of the layers, which alone are trained; 0: everything is.
+        lora_dtype: number format of the adapters.
+        base: number format of the frozen weights under adapters.
         recompute: a fixed method for every layer, instead of points to plan with.
         sparse_embedding: exchange the embedding's gradient as rows. The profile's `embedding_exchange` has the times of
             both ways.
@@ -127,6 +130,8 @@ def derive_profile(
         states=layer_states(optimizer, STATES[precision], smallest=smallest),
         end_states=end_states(optimizer, STATES[precision], smallest=config.hidden),
         lora=lora,
+        lora_dtype=lora_dtype,
+        base=base,
         zero=zero,
         sharded_over=sharded_over,
         gathered_bytes=STATES[precision].weight,
@@ -280,11 +285,17 @@ def _layer(
     gathered_within = tp > 1 or layout.ep > 1
     block_of = functools.partial(mixture_block, ep=layout.ep, apart=gathered_within) if experts else BlockBytes.of
     block = block_of(config, layout.tokens, sizes, batch=layout.batch, tp=tp, cp=cp, rings=rings, window=window)
-    products_s = tokens / (machine.peak_flops * machine.matmul_efficiency)
-    memory_s = tokens / machine.hbm_bytes_per_s
-    attention_s = max(
-        block.attention_computed * tokens / (machine.peak_flops * machine.attention_efficiency),
-        block.attention_traffic * memory_s,
+    products_s = tokens / machine.product_flops_per_s
+    memory_s = tokens / machine.elementwise_bytes_per_s
+    keys = min(layout.tokens if window is None else window, layout.tokens / (layout.cp if rings else 1))
+    attention_s, backward_attention_s = (
+        max(
+            machine.attention_s(
+                block.attention_computed * tokens, head=config.head_dim, keys=keys, backward=bool(twice)
+            ),
+            (1 + twice) * block.attention_traffic * memory_s,
+        )
+        for twice in (0, 1)
     )
     ring_s = [layout.cp * nbytes * memory_s for nbytes in block.ring_traffic]
     # A ring's rotations run beside the kernel, but for what lasts longer.
@@ -296,7 +307,7 @@ def _layer(
         exchange_s(step.context_forward(), machine, layout) - hidden_s, 0.0
     )
     backward_exchange_s = exchange_s(back, machine, layout) + max(
-        exchange_s(step.context_backward(), machine, layout) - ATTENTION_BACKWARD * hidden_s, 0.0
+        exchange_s(step.context_backward(), machine, layout) - hidden_s * backward_attention_s / attention_s, 0.0
     )
     context_s = 0.0 if step.rings else exchange_s(step.context_forward(), machine, layout)
     own, *apart = step.layer_units(experts=experts)
@@ -307,28 +318,34 @@ def _layer(
     # gradients, and save what is between their two products; a frozen weight has no gradient.
     lora = weights.training.lora
     adapters = adapter_parameter_count(config, lora)
-    between_adapters = len(layer_matrices(config)) * lora * sizes.product * tokens
-    beside_adapters = max(max(shape) for shape in layer_matrices(config)) / layout.tp * sizes.product * tokens
-    beside_adapters = beside_adapters if lora else 0.0
+    adapted = _Adapted.of(config, weights.training, sizes)
+    of_adapters, beside_adapters = adapted.saved * tokens, adapted.beside * tokens / layout.tp
+    largest_matrix = max(math.prod(shape) for shape in layer_matrices(config)) / layout.tp
+    quantized = weights.training.base is BaseFormat.NF4
+    # Each pass makes the matrices anew from their codes, one after the other.
+    dequantized_s = (NF4_BYTES + sizes.product) * on_rank / machine.elementwise_bytes_per_s if quantized else 0.0
+    beside_adapters += sizes.product * largest_matrix if quantized else 0.0
     # Autocast's copies of the weights live from their first use until backward has used them.
     copied_weights = sizes.product * (on_rank + sum(unit.elements for unit in apart)) if sizes.casts else 0.0
     if experts and sizes.stream != FLOAT:  # a router's is copied to float32
         copied_weights += FLOAT * config.expert_count * config.hidden
     points = (
-        PointProfile(name=ALL, saved_bytes=round(block.all * tokens + between_adapters)),
+        PointProfile(name=ALL, saved_bytes=round(block.all * tokens + of_adapters)),
         # Sums over ranks are saved; gathered tensors are read by products only, whose results are saved.
         PointProfile(
             name=MATMULS,
-            saved_bytes=round(block.matmuls * tokens + between_adapters),
+            saved_bytes=round((block.matmuls + adapted.between) * tokens),
             beside_bytes=round(block.beside * tokens),
-            recompute_s=block.elementwise_again * memory_s + block.exchanges_again_at_matmuls * context_s,
+            recompute_s=(block.elementwise_again + adapted.forward) * memory_s
+            + block.exchanges_again_at_matmuls * context_s,
             held_bytes=round(block.held * tokens),
         ),
         PointProfile(
             name=ATTENTION,
             saved_bytes=round(block.at_attention * tokens),
             recompute_s=block.projections_again * products_s
-            + block.elementwise_again * memory_s
+            + (block.elementwise_again + adapted.forward) * memory_s
+            + dequantized_s
             + exchange_s(step.tensor_again(experts=experts), machine, layout)
             + block.exchanges_again * context_s,
             recompute_flops=block.projections_again * tokens,
@@ -339,18 +356,26 @@ def _layer(
         name=str(kind),
         always_bytes=round(block.always * tokens),
         points=_fewer(points),
-        forward_s=(block.projections + 2 * adapters) * products_s
-        + attention_s
-        + block.elementwise * memory_s
-        + ring_s[0]
-        + forward_exchange_s
-        + _tiling_s(config, block, machine),
-        backward_s=((1 if lora else 2) * block.projections + block.retiled + 4 * adapters) * products_s
-        + ATTENTION_BACKWARD * attention_s
-        + 2 * block.elementwise * memory_s
-        + ring_s[1]
-        + backward_exchange_s
-        + 2 * _tiling_s(config, block, machine),
+        forward_s=max(
+            (block.projections + 2 * adapters) * products_s
+            + attention_s
+            + (block.elementwise + adapted.forward) * memory_s
+            + ring_s[0]
+            + dequantized_s
+            + _tiling_s(config, block, machine),
+            block.kernels[0] * LAUNCH_S,
+        )
+        + forward_exchange_s,
+        backward_s=max(
+            ((1 if lora else 2) * block.projections + block.retiled + 4 * adapters) * products_s
+            + backward_attention_s
+            + (block.elementwise_backward + adapted.backward) * memory_s
+            + ring_s[1]
+            + dequantized_s
+            + 2 * _tiling_s(config, block, machine),
+            block.kernels[1] * LAUNCH_S,
+        )
+        + backward_exchange_s,
         forward_flops=(block.projections + 2 * adapters + block.attention) * tokens,
         backward_flops=((1 if lora else 2) * block.projections + block.retiled + 4 * adapters + 2 * block.attention)
         * tokens,
@@ -372,6 +397,48 @@ def _layer(
     gradients = 0.0 if lora else gathered_weights
     layer = weights.with_gathered(layer, weights=gathered_weights, gradients=gradients)
     return _coded(layer, block.coded, machine, sizes, tokens) if coded else layer
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Adapted:
+    """Bytes of a token that the adapters of a layer's matrices add; see `AdapterDtype`."""
+
+    saved: float = 0.0
+    """Beside what the frozen maps save: what is between an adapter's two products, and each input that is cast."""
+    between: float = 0.0
+    """The first part of it."""
+    beside: float = 0.0
+    """Bytes of the widest adapter's result, as long as it is added."""
+    forward: float = 0.0
+    """Read and written."""
+    backward: float = 0.0
+
+    @classmethod
+    def of(cls, config: GPTConfig, training: Training, sizes: ElementSizes) -> _Adapted:
+        if not training.lora:
+            return cls()
+        shapes = layer_matrices(config)
+        read, made = sum(columns for columns, _ in shapes), sum(rows for _, rows in shapes)
+        widest, narrow = max(max(shape) for shape in shapes), sizes.product
+        if training.lora_dtype is not AdapterDtype.FP32 or sizes.casts or narrow == FLOAT:
+            # Two products, the scale, the sum; of the gradients the scale, each product twice, the sum at the input.
+            between = len(shapes) * training.lora * narrow
+            return cls(
+                saved=between,
+                between=between,
+                beside=narrow * widest,
+                forward=narrow * (read + 6 * made),
+                backward=narrow * (5 * read + 4 * made),
+            )
+        # The same in float32 with casts of the input, of the sum, and of both gradients.
+        between = len(shapes) * training.lora * FLOAT
+        return cls(
+            saved=FLOAT * read + between,
+            between=between,
+            beside=2 * FLOAT * widest,
+            forward=(narrow + 2 * FLOAT) * read + (2 * narrow + 6 * FLOAT) * made,
+            backward=(4 * narrow + 3 * FLOAT) * read + (2 * narrow + 6 * FLOAT) * made,
+        )
 
 
 def _coded(layer: LayerProfile, values: Coded, machine: Hardware, sizes: ElementSizes, tokens: float) -> LayerProfile:
@@ -423,7 +490,7 @@ def _tiling_s(config: GPTConfig, block: BlockBytes, machine: Hardware) -> float:
     """Seconds that tiles add to one pass over an MLP."""
     if config.mlp_tiles == 1:
         return 0.0
-    rows_s = TILE_ROWS * block.mlp / (machine.peak_flops * machine.matmul_efficiency)
+    rows_s = TILE_ROWS * block.mlp / machine.product_flops_per_s
     return config.mlp_tiles * (rows_s + LAUNCHES * LAUNCH_S)
 
 
@@ -494,8 +561,8 @@ class _Ends:
         transient = row * tokens * (1 if self.layout.tp == 1 else 2 * self.layout.tp + 1)
         rotary = 4 * config.hidden // config.heads * self.layout.tokens / self.layout.cp
         return EmbeddingOrHeadProfile(
-            forward_s=2 * row * tokens / machine.hbm_bytes_per_s + waits_s,
-            backward_s=4 * row * tokens / machine.hbm_bytes_per_s + backward_waits_s,
+            forward_s=2 * row * tokens / machine.elementwise_bytes_per_s + waits_s,
+            backward_s=4 * row * tokens / machine.elementwise_bytes_per_s + backward_waits_s,
             forward_exchange_s=waits_s,
             backward_exchange_s=backward_waits_s,
             # Without a pipeline the head's come last, too: FSDP reduces the ends together.
@@ -537,11 +604,12 @@ class _Ends:
         rows, all_tokens = -(-config.vocab_size // self.layout.tp), math.ceil(tokens * self.layout.tp)
         logits = LOGIT_NBYTES * rows * min(all_tokens, chunk_tokens(rows, trained=trained))
         moved = moved_nbytes(all_tokens, rows, config.hidden, product_nbytes=self.sizes.product, trained=trained)
+        moved -= self.sizes.product * (2 + trained) * all_tokens * rows  # within the products' own time
         return EmbeddingOrHeadProfile(
-            forward_s=products * flops / (machine.peak_flops * machine.matmul_efficiency)
-            + (moved + 4 * row) / machine.hbm_bytes_per_s
+            forward_s=products * flops / machine.product_flops_per_s
+            + (moved + 4 * row) / machine.elementwise_bytes_per_s
             + waits_s,
-            backward_s=6 * row / machine.hbm_bytes_per_s + backward_waits_s,
+            backward_s=6 * row / machine.elementwise_bytes_per_s + backward_waits_s,
             forward_exchange_s=waits_s,
             backward_exchange_s=backward_waits_s,
             sync_s=weights.end_sync_s(elements),

@@ -74,7 +74,7 @@ class RankWeights:
 
     def sync_s(self, parameters: float) -> float:
         """Seconds to reduce gradients once a step."""
-        collectives, nbytes = Collectives(self.machine), self.training.states.reduced * parameters
+        collectives, nbytes = Collectives(self.machine), self.training.trained_states.reduced * parameters
         if self.training.zero == 0:
             return collectives.all_reduce_s(nbytes, self.layout.data_group(self.machine.gpus_per_node))
         summed = collectives.all_reduce_s(nbytes / self.shards, self._copies)
@@ -147,14 +147,14 @@ class RankWeights:
 
     def optimizer_s(self, trained: float) -> float:
         """Seconds in which the optimizer reads and writes so many parameters and their states on the device."""
-        passes = 0.0 if self.training.optimizer_offload else self.training.states.passes
-        return passes * trained / self.update_shards / self.machine.hbm_bytes_per_s
+        passes = 0.0 if self.training.optimizer_offload else self.training.trained_states.passes
+        return passes * trained / self.update_shards / self.machine.elementwise_bytes_per_s
 
     def orthogonalisation_s(self, flops: float) -> float:
         """Seconds of Muon's products in a step: matrices are divided over the ranks that share one copy, each one whole."""
         if self.training.optimizer_offload:
             return 0.0
-        return flops / self.update_shards / (self.machine.peak_flops * self.machine.matmul_efficiency)
+        return flops / self.update_shards / self.machine.product_flops_per_s
 
     def link_share(self, layers: Iterable[tuple[LayerProfile, float]], accumulate: int) -> float:
         """Fraction of a GPU's link to the host that collectives of layers' two passes take, in one direction.

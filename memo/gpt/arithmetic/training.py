@@ -6,12 +6,31 @@ Owns the choices and the bytes per parameter that follow from them. Needs no tor
 from __future__ import annotations
 
 import dataclasses
+import enum
 
 from memo.errors import UsageError
 from memo.gpt.train_config import Precision
 from memo.mip.inputs import StaticBytes
 
-__all__ = ["ADAM_FP32", "ADAM_PURE", "STATES", "StateBytes", "Training"]
+__all__ = ["ADAM_FP32", "ADAM_PURE", "NF4_BYTES", "STATES", "AdapterDtype", "BaseFormat", "StateBytes", "Training"]
+
+
+class AdapterDtype(enum.StrEnum):
+    """Number format of LoRA adapters and of their optimizer's state."""
+
+    FP32 = "fp32"  # as PEFT makes those of a bfloat16 model; each map's input is cast, and saved again
+    BF16 = "bf16"  # autocast_adapter_dtype=False
+
+
+class BaseFormat(enum.StrEnum):
+    """Number format of the frozen weights under adapters."""
+
+    FULL = "full"  # as --precision has it
+    NF4 = "4bit"  # bitsandbytes' NF4: half a byte, and the scale of 64 in a byte (Dettmers et al. 2023)
+
+
+NF4_BYTES = 0.5 + 1 / 64
+"""Bytes of a parameter in NF4 with doubly quantized scales."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +72,10 @@ class Training:
     """States of the embedding and the head; None: the same."""
     lora: int = 0
     """Rank of the adapters on every linear map of a layer (Hu et al. 2021), which alone are trained; 0: everything is."""
+    lora_dtype: AdapterDtype = AdapterDtype.FP32
+    """Number format of the adapters."""
+    base: BaseFormat = BaseFormat.FULL
+    """Number format of the frozen weights in the layers' matrices."""
     zero: int = 0
     """0: data-parallel ranks hold everything; 1: the optimizer is sharded; 2: gradients, too; 3: weights, too."""
     sharded_over: int | None = None
@@ -74,6 +97,16 @@ class Training:
             raise UsageError(f"weights are sharded over {self.sharded_over} ranks; at least 1")
         if self.lora < 0:
             raise UsageError(f"lora is {self.lora}; it is the rank of adapters, or 0")
+        if self.base is BaseFormat.NF4 and not self.lora:
+            raise UsageError(
+                f"--base {self.base} has no meaning without --lora: weights that are trained are not quantized"
+            )
+
+    @property
+    def trained_states(self) -> StateBytes:
+        """States of what is trained: of the weights, or of the adapters."""
+        wide = self.lora and self.lora_dtype is AdapterDtype.FP32
+        return ADAM_FP32 if wide else self.states
 
     def static_bytes(
         self, parameters: float, shards: int, *, trained: float | None = None, of_end: bool = False
@@ -86,18 +119,20 @@ class Training:
             trained: how many of them are trained; None: all.
             of_end: whether they are the embedding's or the head's.
         """
-        states = self.end_states if of_end and self.end_states is not None else self.states
+        stored = self.end_states if of_end and self.end_states is not None else self.states
+        states = self.trained_states if self.lora else stored
+        frozen = NF4_BYTES if self.base is BaseFormat.NF4 and not of_end else stored.weight
         zero, trained = self.zero, parameters if trained is None else trained
         gathered = whole_gradient = 0.0
         if zero >= 2 and shards > 1 and self.whole_in_step:
             gathered, whole_gradient = self.gathered_bytes if zero == 3 else 0, states.reduced
         elif zero >= 2 and shards > 1 and self.accumulates:
             whole_gradient = states.gradient
-        weight = states.weight / (shards if zero >= 3 else 1)
+        weight_shards = shards if zero >= 3 else 1
         gradient = 0.0 if self.optimizer_offload and zero >= 2 else states.gradient / (shards if zero >= 2 else 1)
         optimizer = 0.0 if self.optimizer_offload else states.optimizer / (shards if zero >= 1 else 1)
         return StaticBytes(
-            weights=round(weight * parameters),
+            weights=round((frozen * (parameters - trained) + states.weight * trained) / weight_shards),
             gradients=round((gradient + whole_gradient) * trained),
             optimizer=round(optimizer * trained),
             gathered=round(gathered * parameters),

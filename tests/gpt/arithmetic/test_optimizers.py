@@ -78,9 +78,9 @@ def test_adapters_alone_have_gradients_and_states() -> None:
     adapters = adapter_parameter_count(config, 16)
     assert adapters == 16 * sum(rows + columns for columns, rows in layer_matrices(config))
     (layer,), (before,) = adapted.classes, whole.classes
-    assert layer.static.gradients == pytest.approx(2 * adapters / 8, abs=1)
-    assert layer.static.optimizer == pytest.approx(4 * adapters / 8, abs=1)
-    assert layer.static.weights == pytest.approx(2 * (layer_parameter_count(config) + adapters) / 8, abs=1)
+    assert layer.static.gradients == pytest.approx(4 * adapters / 8, abs=1)  # PEFT makes adapters float32
+    assert layer.static.optimizer == pytest.approx(8 * adapters / 8, abs=1)
+    assert layer.static.weights == pytest.approx((2 * layer_parameter_count(config) + 4 * adapters) / 8, abs=1)
     for end in (adapted.embedding, adapted.head):
         assert (end.static.gradients, end.static.optimizer, end.sync_s) == (0, 0, 0)
     assert layer.full_bytes > before.full_bytes  # what is between two products of an adapter is saved, too

@@ -119,8 +119,8 @@ def test_a_short_window_takes_no_less_than_its_tiles_and_its_traffic() -> None:
     assert times == sorted(times)
     assert seconds(1 << 15) == seconds(None)
     config, tokens = preset("7b", layers=1), 1 << 15
-    tile = 4 * config.hidden * 128 * tokens / (H100.peak_flops * H100.attention_efficiency)
-    traffic = 2 * (config.qkv_width + config.hidden) * tokens / H100.hbm_bytes_per_s
+    tile = H100.attention_s(4 * config.hidden * 128 * tokens, head=config.head_dim, keys=1)
+    traffic = 2 * (config.qkv_width + config.hidden) * tokens / H100.elementwise_bytes_per_s
     without = derive_profile(config, H100, StepLayout(tokens=tokens)).classes[0]
     keys = 8192 - 8192**2 / (2 * tokens) + 128
     wide = without.forward_s - without.attention_s * (1 - keys / (tokens / 2))

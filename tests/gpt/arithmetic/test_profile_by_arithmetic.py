@@ -17,7 +17,7 @@ from memo.gpt.arithmetic.flops import layer_parameter_count, recompute_flops_per
 from memo.gpt.model.model import Block
 from memo.gpt.model.rotary import rotary_tables
 from memo.mip.activation import Budgets, free_swap_tokens
-from memo.mip.inputs import ALL, ATTENTION, Hardware, LayerProfile, Network, Profile, hardware_preset
+from memo.mip.inputs import ALL, ATTENTION, AttentionKernel, Hardware, LayerProfile, Network, Profile, hardware_preset
 
 GIB = 1 << 30
 PAPER = StepLayout(tokens=1 << 20, gpus=8, tp=8)
@@ -144,7 +144,7 @@ def only_matrix_products(link_bytes_per_s: float) -> Hardware:
         A800,
         peak_flops=200e12,
         matmul_efficiency=1.0,
-        attention_efficiency=1.0,
+        attention=(AttentionKernel.alike(1.0),),
         hbm_bytes_per_s=1e25,
         nvlink_bytes_per_s=1e25,
         d2h_bytes_per_s=link_bytes_per_s,

@@ -46,10 +46,10 @@ def test_a_plan_of_many_points_comes_back_as_it_was() -> None:
 @pytest.mark.parametrize("version", [1, 6])
 def test_files_of_an_earlier_version_are_to_be_made_anew(version: int, tmp_path: Path) -> None:
     older = f'"version": {version}'
-    words = f"version is {version}, of an earlier memo; this one reads 7: run memo plan anew"
+    words = f"version is {version}, of an earlier memo; this one reads 8: run memo plan anew"
     with pytest.raises(PlanError, match=words):
-        plan_from_json(TEXT.replace('"version": 7', older))
-    (tmp_path / "plan.json").write_text(TEXT.replace('"version": 7', older))
+        plan_from_json(TEXT.replace('"version": 8', older))
+    (tmp_path / "plan.json").write_text(TEXT.replace('"version": 8', older))
     with pytest.raises(PlanError, match=words):
         read_any_plan(tmp_path / "plan.json")
     (tmp_path / "profile.json").write_text(profile_to_json(PLAN.problem.profile).replace('"version": 7', older))
@@ -107,12 +107,12 @@ HOSTILE = {
     "nothing": ("", "not JSON"),
     "an array": ("[]", "not a JSON object"),
     "deep": ("[" * 100_000, "nested too deeply"),
-    "a number beyond every float": (TEXT.replace('"version": 7', '"version": 7e999'), "is too large"),
-    "a number of 5000 digits": (TEXT.replace('"version": 7', '"version": ' + "9" * 5000), "not JSON"),
-    "NaN": (TEXT.replace('"version": 7', '"version": NaN'), "not a JSON number"),
-    "a key twice": (TEXT.replace('"version": 7', '"version": 7, "version": 7'), "twice"),
+    "a number beyond every float": (TEXT.replace('"version": 8', '"version": 8e999'), "is too large"),
+    "a number of 5000 digits": (TEXT.replace('"version": 8', '"version": ' + "9" * 5000), "not JSON"),
+    "NaN": (TEXT.replace('"version": 8', '"version": NaN'), "not a JSON number"),
+    "a key twice": (TEXT.replace('"version": 8', '"version": 8, "version": 8'), "twice"),
     "another format": (edited(at("format", value="memo-profile")), "the format 'memo-profile', not"),
-    "another version": (edited(at("version", value=8)), "version is 8"),
+    "another version": (edited(at("version", value=9)), "version is 9"),
     "true as version": (edited(at("version", value=True)), "version is True"),
     "an unknown key": (edited(at("extra", value=1)), "unknown key 'extra'"),
     "an unknown key within": (edited(at(*BUDGETS, "gpu", value=1)), "unknown key 'gpu'"),
