@@ -22,7 +22,7 @@ from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.installation import conflict
 from memo.trace import duration, printable, rate
-from memo.units import format_bytes, format_duration, parse_duration_s
+from memo.units import format_bytes, format_duration, format_tokens, parse_duration_s
 
 if TYPE_CHECKING:
     from memo.machine import CollectiveFit, CollectiveRates, Diagnosis, DiskRates, Gpu, HostFacts, MeasuredDisk
@@ -149,6 +149,16 @@ def _gpu_rows(gpu: Gpu) -> list[tuple[str, str]]:
                 f"{rate(link.h2d_bytes_per_s)}, {rate(link.h2d_together_bytes_per_s)} both ways at once",
             ),
         ]
+    if gpu.kernels is not None:
+        kernels = gpu.kernels
+        product = f"matrix product {kernels.product_flops_per_s / 1e12:.0f} TFLOP/s"
+        copy = f"copy {rate(kernels.copy_bytes_per_s)}, read and written"
+        rows.append((f"{name} kernels", f"{product}, {copy}, launch {duration(kernels.launch_s * 1e9)}"))
+        for one in kernels.attention:
+            both = (
+                f"{one.forward_flops_per_s / 1e12:.0f} forward, {one.backward_flops_per_s / 1e12:.0f} backward TFLOP/s"
+            )
+            rows.append((f"  attention, heads of {one.head}", f"{both} at {format_tokens(one.tokens)} tokens"))
     return rows
 
 

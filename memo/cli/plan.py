@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from memo.cli.inputs.batch_sizes import add_batch_flags
 from memo.cli.inputs.budgets import add_budget_flags
 from memo.cli.inputs.fields import add_fields
+from memo.cli.inputs.machine import add_machine_flags
 from memo.cli.inputs.model_shape import shape_flag
 from memo.cli.inputs.planned_model import add_model_flags
 from memo.cli.planning.changes import changes_that_fit, explain_misfit
@@ -30,7 +31,7 @@ from memo.mip.activation import (
     DoesNotFit,
     plan_to_json,
 )
-from memo.mip.inputs import PRESETS, PipelineSchedule
+from memo.mip.inputs import PipelineSchedule
 from memo.mip.simulate import verify_by_simulation
 from memo.parallel import Layout
 from memo.search import TrainingMethod, with_run
@@ -91,11 +92,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("training of a named model")
     add_fields(how, TrainingMethod, TRAINING_FIELDS, flags={"embedding": shape_flag("embedding")})
     where = parser.add_argument_group("machine")
-    where.add_argument(
-        "--gpu",
-        metavar="NAME|FILE",
-        help=f"GPU: {', '.join(PRESETS)}, or a JSON description of a machine",
-    )
+    add_machine_flags(where)
     where.add_argument(
         "--gpus",
         type=_gpus,
@@ -114,11 +111,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--net",
         metavar="NICS",
         help="network between nodes: the NICs of a node, such as 8x400Gb, or none for one node (default: that of --gpu)",
-    )
-    where.add_argument(
-        "--doctor",
-        metavar="FILE",
-        help="use the rates that memo doctor --json measured on the machine (default: the rates of --gpu)",
     )
     add_search_flags(parser)
     add_budget_flags(parser)

@@ -12,14 +12,12 @@ import math
 import sys
 from typing import TYPE_CHECKING
 
+from memo.cli.inputs.machine import add_machine_flags, machine_of
 from memo.cli.inputs.rehearsed_model import add_rehearsed_model, rehearsed_step
 from memo.cli.inputs.step_source import OWN_MODEL
 from memo.cli.tables.rehearsal import rehearsal_summary, settled_line, step_line, what_would_fit
-from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.terminal.output_files import file_path, print_written, refuse_existing
 from memo.errors import ExitCode, Infeasible, MemoError, UsageError
-from memo.mip.activation import read_hardware
-from memo.mip.inputs import PRESETS, Hardware, hardware_preset
 from memo.units import format_bytes, parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
@@ -101,12 +99,7 @@ def _add_step(step: argparse._ArgumentGroup) -> None:
 
 
 def _add_machine(where: argparse._ArgumentGroup) -> None:
-    where.add_argument(
-        "--gpu",
-        default="h100",
-        metavar="NAME|FILE",
-        help=f"GPU: {', '.join(PRESETS)}, or a JSON description of a machine (default h100)",
-    )
+    add_machine_flags(where, default="h100")
     where.add_argument("--device", metavar="SIZE", help="budget of device memory (default: 94 %% of the GPU's)")
     where.add_argument(
         "--host-memory", metavar="SIZE", help="free host memory (default: one GPU's share of the node's)"
@@ -134,7 +127,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     build = rehearsed_step(args, tokens)
     from memo.rehearsal import SimulatedMachine, Way, rehearse
 
-    machine = SimulatedMachine(_hardware(args.gpu), **machine_options)
+    machine = SimulatedMachine(machine_of(args), **machine_options)
     budget = machine.device_budget(None if args.device is None else parse_bytes(args.device)).total_bytes
 
     decisions = [""]
@@ -205,16 +198,9 @@ def _lengths(args: argparse.Namespace) -> list[int]:
     return [parse_tokens(text, what="--lengths") for text in args.lengths.split(",")]
 
 
-def _hardware(name: str) -> Hardware:
-    if not (name.endswith(".json") or "/" in name):
-        return hardware_preset(name)
-    require_kind(name, FileKind.HARDWARE)
-    return read_hardware(name)
-
-
 def _machine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of the simulated machine; the sizes of all budgets are checked."""
-    hardware = _hardware(args.gpu)
+    hardware = machine_of(args)
     if args.device is not None:
         device = parse_bytes(args.device, what="--device")
         if not 0 < device <= hardware.device_bytes:

@@ -12,14 +12,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+from memo.cli.inputs.machine import hardware_named, measured
 from memo.cli.tables.simulation import print_simulation, simulation_summary
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.terminal.output_files import atomic_write, file_path, print_written, refuse_existing
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.events import TierName
-from memo.mip.activation import ActivationPlan, ActivationProblem, read_activation_plan, read_hardware, read_profile
-from memo.mip.inputs import PRESETS, Hardware, hardware_preset, parse_network
+from memo.mip.activation import ActivationPlan, ActivationProblem, read_activation_plan, read_profile
+from memo.mip.inputs import PRESETS, parse_network
 from memo.mip.simulate import Simulation, simulate, stage_events
 from memo.trace import TraceRecorder
 
@@ -36,6 +37,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--hardware",
         metavar="NAME|FILE",
         help=f"simulate this machine: {', '.join(PRESETS)}, or a JSON description (default: the plan's)",
+    )
+    parser.add_argument(
+        "--doctor",
+        metavar="FILE",
+        help="simulate with the links and disks that memo doctor --json measured (default: the machine's)",
     )
     parser.add_argument(
         "--net",
@@ -79,7 +85,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 def _problem(plan: ActivationPlan, args: argparse.Namespace) -> ActivationProblem:
     """The plan's problem, with the profile and the hardware of the arguments."""
     problem = plan.problem
-    given = [flag for flag in ("profile", "hardware", "net") if getattr(args, flag) is not None]
+    given = [flag for flag in ("profile", "hardware", "doctor", "net") if getattr(args, flag) is not None]
     if given and problem.machines:
         raise UsageError(
             f"--{given[0]}: the plan's stages are on machines that differ; plan again with another --cluster"
@@ -88,19 +94,14 @@ def _problem(plan: ActivationPlan, args: argparse.Namespace) -> ActivationProble
         require_kind(args.profile, FileKind.PROFILE)
         problem = dataclasses.replace(problem, profile=read_profile(args.profile))
     if args.hardware is not None:
-        problem = dataclasses.replace(problem, hardware=_hardware(args.hardware))
+        problem = dataclasses.replace(problem, hardware=hardware_named(args.hardware))
+    if args.doctor is not None:
+        problem = dataclasses.replace(problem, hardware=measured(problem.hardware, args.doctor))
     if args.net is not None:
         machine = problem.hardware
         network = parse_network(args.net, machine.network)
         problem = dataclasses.replace(problem, hardware=dataclasses.replace(machine, network=network))
     return problem
-
-
-def _hardware(name: str) -> Hardware:
-    if not (name.endswith(".json") or "/" in name):
-        return hardware_preset(name)
-    require_kind(name, FileKind.HARDWARE)
-    return read_hardware(name)
 
 
 def _paths(output: Path, count: int) -> list[Path]:

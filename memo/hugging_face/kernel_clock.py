@@ -12,7 +12,7 @@ from typing import Any
 
 from memo.allocator import AllocationSite
 from memo.machine import KernelTimes
-from memo.mip.inputs import LAUNCH_S, Hardware
+from memo.mip.inputs import Hardware
 from memo.torch_private import TorchDispatchMode
 
 __all__ = ["EMBEDDING", "HEAD", "MOST_OPERATORS", "KernelClock", "PassCost"]
@@ -35,9 +35,9 @@ class PassCost:
     """FLOPs of fused attention's forward, causal where it is."""
     attention_s: float = 0.0
 
-    def with_attention_s(self, attention_s: float) -> float:
+    def with_attention_s(self, attention_s: float, machine: Hardware) -> float:
         """Seconds of the pass with so many of attention's kernel: no fewer than its kernels take to launch."""
-        return max(self.seconds + attention_s, self.kernels * LAUNCH_S)
+        return max(self.seconds + attention_s, self.kernels * machine.launch_s)
 
 
 class TooManyOperators(Exception):

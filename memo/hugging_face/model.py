@@ -376,8 +376,8 @@ class _Rank:
             always_bytes=0,
             other_bytes=max(own.saved_nbytes - own.points[0].saved_bytes, 0),
             points=own.points,
-            forward_s=own.forward.with_attention_s(attention_s) + made_s + context_s,
-            backward_s=own.backward.with_attention_s(backward_attention_s) + made_s + context_s,
+            forward_s=own.forward.with_attention_s(attention_s, self.machine) + made_s + context_s,
+            backward_s=own.backward.with_attention_s(backward_attention_s, self.machine) + made_s + context_s,
             forward_flops=own.forward.product_flops + attention_flops,
             backward_flops=own.backward.product_flops + 2 * attention_flops,
             attention_flops=attention_flops,
@@ -410,8 +410,8 @@ class _Rank:
     def _end(self, own: RecordedEnd, parameters: int, *, sync: int) -> EmbeddingOrHeadProfile:
         waits_s = self.weights.end_gather_s(parameters)
         return EmbeddingOrHeadProfile(
-            forward_s=own.forward.with_attention_s(own.forward.attention_s) + waits_s,
-            backward_s=own.backward.with_attention_s(own.backward.attention_s),
+            forward_s=own.forward.with_attention_s(own.forward.attention_s, self.machine) + waits_s,
+            backward_s=own.backward.with_attention_s(own.backward.attention_s, self.machine),
             forward_flops=own.forward.product_flops,
             backward_flops=own.backward.product_flops,
             forward_exchange_s=waits_s,

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
         measure_collectives as measure_collectives,
     )
     from memo.machine.doctor import Diagnosis as Diagnosis, Gpu as Gpu, MeasuredDisk as MeasuredDisk, examine as examine
+    from memo.machine.kernel_rates import (
+        AttentionRate as AttentionRate,
+        KernelRates as KernelRates,
+        measure_kernels as measure_kernels,
+    )
     from memo.machine.kernel_times import (
         KernelTime as KernelTime,
         KernelTimes as KernelTimes,
@@ -45,6 +50,7 @@ else:
         {
             "collective_rates": "CollectiveFit CollectiveRates measure_collectives",
             "doctor": "Diagnosis MeasuredDisk Gpu examine",
+            "kernel_rates": "AttentionRate KernelRates measure_kernels",
             "kernel_times": "KernelTime KernelTimes replay_rates",
             "link_bandwidth": "DiskRates HostFacts LinkRates measure_lanes measure_link",
             "node_share": "share_of_node",

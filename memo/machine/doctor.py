@@ -16,6 +16,7 @@ import torch
 
 from memo.errors import SwapError
 from memo.machine.collective_rates import CollectiveRates
+from memo.machine.kernel_rates import KernelRates, measure_kernels
 from memo.machine.link_bandwidth import DiskRates, HostFacts, LinkRates, host_facts, measure_disk, measure_link
 from memo.swap import node_of_pci_device
 from memo.swap.disk import RawFile, mount_of, obstacles, try_gds
@@ -37,6 +38,8 @@ class Gpu:
     numa_node: int | None
     link: LinkRates | None
     """None when torch cannot use the GPU."""
+    kernels: KernelRates | None = None
+    """None when torch cannot use the GPU, or it has too little free memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +83,7 @@ def examine(directories: Sequence[Path], *, seconds: float, nvml: Any = None) ->
 
     Args:
         directories: Scratch directories.
-        seconds: Length of one measurement: one for the host, six for each disk (and the stripe), three for each GPU.
+        seconds: Length of one measurement: one for the host, six for each disk (and the stripe), six for each GPU.
         nvml: Module to use in place of pynvml.
     """
     begin = time.monotonic()
@@ -153,27 +156,36 @@ def _gpus(nvml: Any, seconds: float) -> tuple[str | None, list[Gpu], str | None]
 
 def _gpu(nvml: Any, index: int, handle: Any, seconds: float) -> Gpu:
     bus = _text(nvml.nvmlDeviceGetPciInfo(handle).busId)
+    device = _torch_device(bus)
     return Gpu(
         index=index,
         name=_text(nvml.nvmlDeviceGetName(handle)),
         memory_total_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
         # Measured first: an idle link reports a lower generation.
-        link=_link(bus, seconds),
+        link=None if device is None else measure_link(device, seconds=seconds),
         pcie_generation=int(nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle)),
         pcie_generation_max=int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)),
         pcie_width=int(nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)),
         pcie_width_max=int(nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)),
         numa_node=_numa_node(bus),
+        kernels=None if device is None else _kernels(device, seconds),
     )
 
 
-def _link(bus: str, seconds: float) -> LinkRates | None:
-    """Measures torch's device with this PCI address: CUDA_VISIBLE_DEVICES renumbers torch's devices, not NVML's."""
+def _kernels(device: torch.device, seconds: float) -> KernelRates | None:
+    try:
+        return measure_kernels(device, seconds=3 * seconds)
+    except torch.cuda.OutOfMemoryError:
+        return None
+
+
+def _torch_device(bus: str) -> torch.device | None:
+    """Torch's device with this PCI address: CUDA_VISIBLE_DEVICES renumbers torch's devices, not NVML's."""
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties: Any = torch.cuda.get_device_properties(index)
         address = f"{properties.pci_domain_id:08x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}"
         if bus.lower().startswith(address):
-            return measure_link(torch.device("cuda", index), seconds=seconds)
+            return torch.device("cuda", index)
     return None
 
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     )
     from memo.mip.inputs.doctor_rates import with_measured_rates as with_measured_rates
     from memo.mip.inputs.hardware import (
-        LAUNCH_S as LAUNCH_S,
         PRESETS as PRESETS,
         AttentionKernel as AttentionKernel,
         Hardware as Hardware,
@@ -52,7 +51,7 @@ else:
         {
             "coding": "CODECS CODE_BYTES Coding checking_nbytes",
             "doctor_rates": "with_measured_rates",
-            "hardware": "AttentionKernel Hardware HeadShares LAUNCH_S PRESETS hardware_of hardware_preset peak_flops",
+            "hardware": "AttentionKernel Hardware HeadShares PRESETS hardware_of hardware_preset peak_flops",
             "network": "Collectives RankGroup NetworkLevel Network parse_network",
             "pipeline_schedules": "Pass PipelineSchedule Turn",
             "profile": "ALL ATTENTION INPUT MATMULS EmbeddingExchange EmbeddingOrHeadProfile LayerProfile PointProfile "

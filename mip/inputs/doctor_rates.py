@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from memo.errors import PlanError
-from memo.mip.inputs.hardware import Hardware
+from memo.mip.inputs.hardware import MEMORY_SHARE, Hardware, HeadShares
 from memo.mip.inputs.network import Network
 from memo.mip.strict_json import parse_json, read_as
 
@@ -35,7 +35,9 @@ def with_measured_rates(machine: Hardware, path: str | os.PathLike[str]) -> Hard
 
     def read(text: str) -> Hardware:
         report = parse_json(text)
-        measured = dataclasses.replace(machine, **_gpus(_entries(report, "gpus")), **_host(report), **_disks(report))
+        gpus = _entries(report, "gpus")
+        measured = dataclasses.replace(machine, **_gpus(gpus), **_host(report), **_disks(report))
+        measured = _with_kernels(measured, [gpu["kernels"] for gpu in gpus if isinstance(gpu.get("kernels"), dict)])
         for fits in _rings(report):
             measured = _with_rings(measured, fits)
         return measured
@@ -56,6 +58,39 @@ def _gpus(gpus: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "device_bytes": min(_whole(gpu, "memory_total_bytes") for gpu in gpus),
         "gpus_per_node": len(gpus),
     }
+
+
+def _with_kernels(machine: Hardware, gpus: Sequence[dict[str, Any]]) -> Hardware:
+    """Sets rates of kernels to the slowest GPU's; attention's are those of 16k tokens, and of more the ratio to them."""
+    if not gpus:
+        return machine
+    product = min(_rate(gpu, "product_flops_per_s") for gpu in gpus)
+    peak = max(machine.peak_flops, product)
+    rates = [rate for gpu in gpus for rate in _entries(gpu, "attention")]
+    sizes = sorted({_whole(rate, "head") for rate in rates})
+    if not sizes:
+        raise PlanError("kernels have no attention")
+    lengths = sorted({_whole(rate, "tokens") for rate in rates})
+    usual = lengths[len(lengths) // 2]
+
+    def slowest(head: int, way: str, tokens: int) -> float:
+        found = [_rate(rate, way) for rate in rates if (rate["head"], rate["tokens"]) == (head, tokens)]
+        if not found:
+            raise PlanError(f"attention with heads of {head} was not measured at {tokens} tokens")
+        return min(found)
+
+    heads = [
+        HeadShares(head, *(slowest(head, f"{way}_flops_per_s", usual) / peak for way in ("forward", "backward")))
+        for head in sizes
+    ]
+    return dataclasses.replace(
+        machine,
+        peak_flops=peak,
+        matmul_efficiency=product / peak,
+        hbm_bytes_per_s=min(_rate(gpu, "copy_bytes_per_s") for gpu in gpus) / MEMORY_SHARE,
+        launch_s=max(_seconds(gpu, "launch_s") for gpu in gpus),
+        attention=(dataclasses.replace(machine.attention[0], name="measured", heads=tuple(heads)),),
+    )
 
 
 def _host(report: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from memo.toml_tables import toml_tables
 from memo.units import parse_bytes
 
 __all__ = [
-    "LAUNCH_S",
     "PRESETS",
     "AttentionKernel",
     "Hardware",
@@ -35,7 +34,7 @@ ATTENTION_BACKWARD = 2.5
 MEMORY_SHARE = 0.9
 """Share of a GPU's memory bandwidth that element-wise kernels reach: a copy's, 3.0 of an H100's 3.35 TB/s."""
 LAUNCH_S = 8e-6
-"""Seconds in which PyTorch calls an operator and launches its kernel; a layer takes no less than all of its launches."""
+"""Launch of a kernel where none was measured: 6 to 10 us on the machines that were."""
 NEAR_BYTES = 50_000_000
 """Keys and values of a head beyond so many bytes, an H100's L2 cache, slow attention down, perhaps for that reason."""
 
@@ -129,6 +128,8 @@ class Hardware:
     """Writes to all disks of a node together; 0: there is none."""
     disk_read_bytes_per_s: float = 0.0
     """Reads from all disks of a node together; 0: there is none."""
+    launch_s: float = LAUNCH_S
+    """Seconds in which PyTorch calls an operator and launches its kernel; a layer takes no less than all of its launches."""
     network: Network = dataclasses.field(default_factory=Network)
     """Links that collectives cross, within a node and between nodes."""
 

@@ -46,6 +46,7 @@ def space_on_cluster(args: argparse.Namespace) -> Space:
     clashes = {
         "--gpu": args.gpu is not None,
         "--net": args.net is not None,
+        "--attention": args.attention is not None,
         "--doctor": args.doctor is not None,
         "--profile": args.profile is not None,
         "--max-seq": args.max_seq,

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 from memo.cli.inputs.batch_sizes import batch_sizes
 from memo.cli.inputs.budgets import budgets_of
 from memo.cli.inputs.fields import given_fields
+from memo.cli.inputs.machine import machine_of
 from memo.cli.inputs.model_shape import SHAPE_FIELDS, shape_flag
 from memo.cli.inputs.planned_model import planned_model
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.errors import UsageError
 from memo.gpt import EmbeddingGradients, GPTConfig, Precision, preset_name
 from memo.gpt.arithmetic import StepLayout
-from memo.mip.activation import MLP_TILE_COUNTS, read_hardware, read_profile
-from memo.mip.inputs import Hardware, PipelineSchedule, hardware_preset, parse_network, with_measured_rates
+from memo.mip.activation import MLP_TILE_COUNTS, read_profile
+from memo.mip.inputs import Hardware, PipelineSchedule, parse_network
 from memo.parallel import ContextAttention
 from memo.search import Request
 from memo.units import parse_tokens
@@ -57,12 +58,9 @@ def parse_request(
     """
     if machine is None and args.gpu is None:
         raise UsageError("give the machine: --gpu, or --cluster with a file of groups of nodes")
-    machine = machine or _machine(args.gpu)
-    for path, kind in ((args.doctor, FileKind.MACHINE_REPORT), (args.profile, FileKind.PROFILE)):
-        if path is not None:
-            require_kind(path, kind)
-    if args.doctor is not None:
-        machine = with_measured_rates(machine, args.doctor)
+    machine = machine_of(args, machine)
+    if args.profile is not None:
+        require_kind(args.profile, FileKind.PROFILE)
     if args.net is not None:
         machine = dataclasses.replace(machine, network=parse_network(args.net, machine.network))
     if (args.profile is None) == (args.model is None):
@@ -227,11 +225,3 @@ def _require_agreement(args: argparse.Namespace, known: Signature) -> None:
             raise UsageError(
                 f"--{name} {given}: the profile is of {measured}; leave out --{name}, or measure another profile"
             )
-
-
-def _machine(name: str) -> Hardware:
-    if not (name.endswith(".json") or "/" in name):
-        return hardware_preset(name)
-    path = name
-    require_kind(path, FileKind.HARDWARE)
-    return read_hardware(path)

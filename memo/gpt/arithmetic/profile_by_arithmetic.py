@@ -42,7 +42,6 @@ from memo.mip.inputs import (
     ALL,
     ATTENTION,
     CODE_BYTES,
-    LAUNCH_S,
     MATMULS,
     Coding,
     Collectives,
@@ -363,7 +362,7 @@ def _layer(
             + ring_s[0]
             + dequantized_s
             + _tiling_s(config, block, machine),
-            block.kernels[0] * LAUNCH_S,
+            block.kernels[0] * machine.launch_s,
         )
         + forward_exchange_s,
         backward_s=max(
@@ -373,7 +372,7 @@ def _layer(
             + ring_s[1]
             + dequantized_s
             + 2 * _tiling_s(config, block, machine),
-            block.kernels[1] * LAUNCH_S,
+            block.kernels[1] * machine.launch_s,
         )
         + backward_exchange_s,
         forward_flops=(block.projections + 2 * adapters + block.attention) * tokens,
@@ -491,7 +490,7 @@ def _tiling_s(config: GPTConfig, block: BlockBytes, machine: Hardware) -> float:
     if config.mlp_tiles == 1:
         return 0.0
     rows_s = TILE_ROWS * block.mlp / machine.product_flops_per_s
-    return config.mlp_tiles * (rows_s + LAUNCHES * LAUNCH_S)
+    return config.mlp_tiles * (rows_s + LAUNCHES * machine.launch_s)
 
 
 def _exchanged_on_link(weights: RankWeights, step: StepCollectives, *, experts: bool) -> float:
