@@ -1,4 +1,4 @@
-"""docs/results.md, its plots, README's figures and tables of docs/search.md and gpu.md, from the newest result files.
+"""docs/results.md, its plots, README's figures and tables of docs/search.md, gpu.md and accuracy.md, from the newest result files.
 
     make plots          writes all of them anew: python -m benchmarks.pages
     python -m benchmarks.pages --check      exit 1 where a page is not what the files give; draws nothing
@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks.hf_table import hf_table, predicted_table
 from benchmarks.results import ROOT
 from benchmarks.searched import MEMO_MEAN_MFU, MISSING
+from benchmarks.step_times import step_table
 from memo.units import format_bytes
 
 __all__ = ["Result", "newest", "readme", "results_page"]
@@ -628,12 +629,13 @@ def main(arguments: Sequence[str]) -> int:
         "--check", action="store_true", help="write nothing; exit 1 where a page is not as the files say"
     )
     args = parser.parse_args(arguments)
-    search, gpu = ROOT / "docs" / "search.md", ROOT / "docs" / "gpu.md"
+    search, gpu, accuracy = (ROOT / "docs" / f"{name}.md" for name in ("search", "gpu", "accuracy"))
     pages = {
         ROOT / "docs" / "results.md": results_page(),
         ROOT / "README.md": readme((ROOT / "README.md").read_text()),
         search: with_block(search.read_text(), searched()),
         gpu: with_block(gpu.read_text(), predicted_table()),
+        accuracy: with_block(accuracy.read_text(), step_table()),
     }
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
     if args.check:

@@ -431,8 +431,10 @@ class _Adapted:
             )
         # The same in float32 with casts of the input, of the sum, and of both gradients.
         between = len(shapes) * training.lora * FLOAT
+        # Nothing saves the norms' results and the last map's input as they are any more: a frozen map does not.
+        unsaved = narrow * (2 * config.hidden + config.ffn) if config.mlp_tiles == 1 else 0
         return cls(
-            saved=FLOAT * read + between,
+            saved=FLOAT * read + between - unsaved,
             between=between,
             beside=2 * FLOAT * widest,
             forward=(narrow + 2 * FLOAT) * read + (2 * narrow + 6 * FLOAT) * made,
