@@ -1,4 +1,4 @@
-"""docs/results.md, its plots, README's figures and tables of docs/search.md, gpu.md and accuracy.md, from the newest result files.
+"""docs/results.md, its plots, README's figures and tables of docs/search.md, gpu.md and accuracy.md, from result files.
 
     make plots          writes all of them anew: python -m benchmarks.pages
     python -m benchmarks.pages --check      exit 1 where a page is not what the files give; draws nothing
