@@ -210,8 +210,8 @@ def _change(held: HeldMemory, cause: Cause) -> str:
     shorter = _shorter(held)
     if cause is Cause.LOGITS:
         return (
-            "Compute the loss without logits: memo.linear_cross_entropy(hidden, weight, labels), which holds one tile of "
-            f"them at a time{shorter}."
+            "Compute the loss without logits: memo.loss_without_logits(model) once before training, the same loss with a "
+            f"chunk of them at a time{shorter}."
         )
     if cause is Cause.ACTIVATIONS and not held.moved_nbytes:
         return (
@@ -224,7 +224,7 @@ def _change(held: HeldMemory, cause: Cause) -> str:
             f"recomputed, or give a device budget to plan for (device=...){shorter}."
         )
     if cause is Cause.TRANSIENT:
-        return f"Compute the MLP in tiles (memo train --mlp-tiles 4) or use a smaller batch{shorter}."
+        return f"Give saved activations less of the device (memo.offload(model, device=...)), or a smaller batch{shorter}."
     return f"End other programs on the device, or look for tensors that outlive their step{shorter}."
 
 

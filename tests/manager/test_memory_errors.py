@@ -154,3 +154,27 @@ def test_memory_of_the_machine_is_explained_too() -> None:
     with pytest.raises(RuntimeError, match=r"can't allocate memory(.|\n)*memo: In this step, outside the layers"):
         forward()
     manager.close()
+
+
+def test_the_advice_of_a_failing_head_keeps_the_loss() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 61}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, use_cache=False)
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.randint(0, 61, (1, 64))
+    plain = model(input_ids=ids, labels=ids).loss
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError(MESSAGE)
+
+    hook = model.lm_head.register_forward_pre_hook(fail)
+    manager = memo.offload(model, alpha=1.0, host="64MiB")
+    with pytest.raises(torch.OutOfMemoryError, match=r"memo\.loss_without_logits\(model\)"), manager:
+        model(input_ids=ids, labels=ids)
+    hook.remove()
+    memo.loss_without_logits(model)
+    with manager:
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    manager.close()
+    assert loss.item() == pytest.approx(plain.item(), rel=1e-6)
