@@ -386,56 +386,17 @@ def results_page() -> str:
     return "\n".join([*lines, "## Not measured", "", *prose(NOT_MEASURED), ""])
 
 
-def _step(row: dict[str, Any]) -> str:
-    return f"{row['to_keep']['median']:.2f} in {format_bytes(row['above_rest_bytes'])}"
-
-
-def _most_cap(lengths: Result, ways: Sequence[str]) -> int:
-    """The largest cap in bytes under which each of these ways was searched with Llama; 0: none."""
-    found: dict[int, set[str]] = {}
-    for row in lengths.body["lengths"]:
-        if row["family"] == "llama":
-            found.setdefault(row["cap_bytes"], set()).add(row["way"])
-    return max((cap for cap, known in found.items() if known.issuperset(ways)), default=0)
-
-
 def figures() -> list[str]:
-    """README's: the table of flags on a GPU; longest sequence, step time at equal memory, bit-equal architectures."""
-    peers, architectures, of_depths = newest("peers", having="steps"), newest("architectures"), newest_lengths()
-    if peers is None or architectures is None or not of_depths:
+    """README's: the table of flags on a GPU, and bit-equal architectures."""
+    architectures = newest("architectures")
+    if architectures is None:
         return []
-    ways = (KEEP, CHECKPOINTING, ALPHA_0, MOVED)
-    lengths, cap = max(((one, _most_cap(one, ways)) for one in of_depths), key=lambda found: found[1])
-    longest = {
-        row["way"]: row for row in lengths.body["lengths"] if (row["family"], row["cap_bytes"]) == ("llama", cap)
-    }
-    one = next(one for one in peers.body["steps"] if one["shape"]["family"] == "llama")
-    step = {row["way"]: row for row in one["rows"] if "failed" not in row}
     least = architectures.body["summary"]["settings"]["0"]
-    file, of_lengths = (f"[file](benchmarks/results/{one.path.name})" for one in (peers, lengths))
-    at_alpha_0 = f"[file](benchmarks/results/{architectures.path.name})"
-    told = [
-        f"- **Longest sequence** of {FAMILIES['llama']} of {lengths.body['options']['layers']} layers in"
-        f" {format_bytes(cap)} on a CPU with a disk, where memo's threads and buffers are inside the limit:"
-        f" {_length(longest[KEEP])} tokens keeping everything, {_length(longest[CHECKPOINTING])} with full checkpointing,"
-        f" {_length(longest[MOVED])} with memo moving all, {_length(longest[ALPHA_0])} at alpha 0 ({of_lengths}).",
-        f"- **Step time** of one of {one['shape']['layers']} layers at {one['shape']['tokens']} tokens, over keeping"
-        f" everything: memo with all moved to disk"
-        f" {_step(step[MOVED])}, at alpha 0 {_step(step[ALPHA_0])}; full checkpointing {_step(step[CHECKPOINTING])}; memory"
-        f" above rest, of {format_bytes(step[KEEP]['above_rest_bytes'])} ({file}).",
-        f"- **Bits**: {least['equal']} of {least['compared']} architectures of transformers have equal losses "
-        f"and gradients at alpha 0, where the median moves {least['median_share']:.1%} of its bytes "
-        f"({at_alpha_0}).",
-    ]
-    return [
-        *hf_table(),
-        "",
-        *(
-            line
-            for paragraph in told
-            for line in textwrap.wrap(paragraph, 125, subsequent_indent="  ", break_long_words=False)
-        ),
-    ]
+    told = (
+        f"{least['equal']} of {least['compared']} architectures of transformers have equal losses and gradients at alpha 0, "
+        f"bit for bit ([file](benchmarks/results/{architectures.path.name}))."
+    )
+    return [*hf_table(), "", *textwrap.wrap(told, 125, break_long_words=False)]
 
 
 def searched() -> list[str]:

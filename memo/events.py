@@ -143,6 +143,10 @@ class Span:
     module: str | None = None
     phase: str | None = None  # "forward", "backward", "optimizer"
     decoded_nbytes: int | None = None
+    issued: int | None = (
+        None  # of a layer on a GPU: when the host had issued its begin, and for how long it issued the rest
+    )
+    issued_d: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

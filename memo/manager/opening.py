@@ -134,7 +134,14 @@ class OffloadOptions:
         backend = machine.backend(timing=is_traced or self.automatic or self.plan is not None)
         recorder = None
         if self.trace is not None:
-            recorder = open_recorder(self.trace, self.model, room, stacks=self.trace_stacks, now_ns=backend.now_ns)
+            recorder = open_recorder(
+                self.trace,
+                self.model,
+                room,
+                device_bytes=self.device_bytes or machine.device_bytes,
+                stacks=self.trace_stacks,
+                now_ns=backend.now_ns,
+            )
         tiers, store = open_tiers(room, backend, verify=self.verify)
         engine = Engine(
             backend,

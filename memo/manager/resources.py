@@ -162,11 +162,17 @@ def open_tiers(room: TierBudgets, backend: Backend, *, verify: bool) -> tuple[li
 
 
 def open_recorder(
-    trace: _Path, model: nn.Module, room: TierBudgets, *, stacks: bool = False, now_ns: Callable[[], int]
+    trace: _Path,
+    model: nn.Module,
+    room: TierBudgets,
+    *,
+    device_bytes: int | None,
+    stacks: bool = False,
+    now_ns: Callable[[], int],
 ) -> TraceRecorder:
     """Opens this rank's trace; its header has the budgets and the rates of the links, measured alone."""
     machine = room.machine
-    budgets = {"device": machine.device_bytes, "host": room.host_bytes, "disk": room.disk_bytes}
+    budgets = {"device": device_bytes, "host": room.host_bytes, "disk": room.disk_bytes}
     links = machine.lanes(host=room.host_bytes > 0, directories=room.directories)
     meta = {
         "command": " ".join(sys.argv),

@@ -224,7 +224,9 @@ def _change(held: HeldMemory, cause: Cause) -> str:
             f"recomputed, or give a device budget to plan for (device=...){shorter}."
         )
     if cause is Cause.TRANSIENT:
-        return f"Give saved activations less of the device (memo.offload(model, device=...)), or a smaller batch{shorter}."
+        return (
+            f"Give saved activations less of the device (memo.offload(model, device=...)), or a smaller batch{shorter}."
+        )
     return f"End other programs on the device, or look for tensors that outlive their step{shorter}."
 
 

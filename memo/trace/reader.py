@@ -25,6 +25,7 @@ from memo.bounded_files import Refused, Unpacked, open_file, require_plain
 from memo.errors import TraceError
 from memo.events import FORMAT, VERSION, Event
 from memo.trace.decode_event import decode_event, decode_object, natural
+from memo.trace.device_clock import on_device_clock
 
 __all__ = ["Trace", "TraceLimits", "read_header", "read_trace", "read_traces"]
 
@@ -59,7 +60,7 @@ class Trace:
     """Wall clock at the trace's time zero, which aligns the ranks."""
     meta: dict[str, Any]
     events: tuple[Event, ...]
-    """Sorted by `t`."""
+    """Sorted by `t`, those of the host on the device's clock (memo.trace.device_clock)."""
     dropped: int
     """Number of events that the writer dropped."""
     remarks: tuple[str, ...] = ()
@@ -192,10 +193,9 @@ class _Reading:
         if self._header is None:
             raise TraceError("is empty")
         dropped = self._end[1] if self._end else 0
-        self._events.sort(key=operator.attrgetter("t"))
         return Trace(
             path=self._path,
-            events=tuple(self._events),
+            events=tuple(on_device_clock(self._events)),
             dropped=dropped,
             remarks=tuple(self._remarks(dropped)),
             **self._header,

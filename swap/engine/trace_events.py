@@ -13,6 +13,7 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from memo.events import Lane, Note, Span, Stall, StateChange, StorageUse
+from memo.swap.backends.protocol import HostStamp
 from memo.swap.engine.python_lines import python_lines
 
 if TYPE_CHECKING:
@@ -46,10 +47,24 @@ _MOST_VIEWS = 8
 
 
 class Began(NamedTuple):
-    """Begin of a layer's forward or backward: its time, None where not measured, and the number of its profiler range."""
+    """Begin of a layer's forward or backward: its time, None where not measured, the host's, and its profiler range."""
 
     stamp: Stamp | None
+    issued: int
     range: int
+
+
+class RunLayer(NamedTuple):
+    """Layer's forward, backward or recompute that has been issued."""
+
+    module: str
+    lane: Lane
+    phase: str
+    began: Stamp
+    ended: Stamp
+    issued: int | None = None
+    """When the host had issued its begin; None for a recompute."""
+    issued_d: int | None = None
 
 
 class TraceEvents:
@@ -59,7 +74,7 @@ class TraceEvents:
         self._backend = backend
         self._tracer = tracer
         self._copies: collections.deque[tuple[int, int, int | None, Lane, Timed]] = collections.deque()
-        self._layers: collections.deque[tuple[str, Lane, str, Stamp, Stamp]] = collections.deque()
+        self._layers: collections.deque[RunLayer] = collections.deque()
         self._backward: tuple[str, Began] | None = None  # the layer whose backward is running
 
     def changed(self, saved: SavedStorage, first: torch.Tensor | None = None) -> None:
@@ -89,7 +104,7 @@ class TraceEvents:
 
     def begin(self, name: str) -> Began:
         """Begins a layer's forward or backward."""
-        return Began(self._backend.stamp(), self._backend.begin_range(name))
+        return Began(self._backend.stamp(), self._tracer.now(), self._backend.begin_range(name))
 
     @contextlib.contextmanager
     def range(self, name: str) -> Iterator[None]:
@@ -108,11 +123,13 @@ class TraceEvents:
         self._backend.end_range(began.range)
         ended = self._backend.stamp()
         if began.stamp is not None and ended is not None:
-            self._layers.append((module, Lane.COMPUTE, phase, began.stamp, ended))
+            issued = None if type(ended) is HostStamp else began.issued  # not where the device's clock is the host's
+            took = None if issued is None else self._tracer.now() - issued
+            self._layers.append(RunLayer(module, Lane.COMPUTE, phase, began.stamp, ended, issued, took))
 
     def recompute_ended(self, module: str, began: Stamp, ended: Stamp) -> None:
         """Records an issued recompute of a layer."""
-        self._layers.append((module, Lane.RECOMPUTE, "backward", began, ended))
+        self._layers.append(RunLayer(module, Lane.RECOMPUTE, "backward", began, ended))
 
     def backward_reached(self, module: str) -> None:
         """Ends the backward of the layer before, and begins that of `module`."""
@@ -155,13 +172,24 @@ class TraceEvents:
                 took, step = end - start, tracer.step
                 tracer.emit(Span(t=start, d=took, step=step, lane=lane, id=ident, nbytes=nbytes, decoded_nbytes=values))
         for _ in range(len(self._layers)):
-            module, lane, phase, first, second = self._layers.popleft()
-            begin_ns, end_ns = first.ns(), second.ns()
+            layer = self._layers.popleft()
+            begin_ns, end_ns = layer.began.ns(), layer.ended.ns()
             if begin_ns is None or end_ns is None:
-                self._layers.append((module, lane, phase, first, second))
+                self._layers.append(layer)
                 continue
             t = tracer.at(begin_ns)
-            tracer.emit(Span(t=t, d=tracer.at(end_ns) - t, step=tracer.step, lane=lane, module=module, phase=phase))
+            tracer.emit(
+                Span(
+                    t=t,
+                    d=tracer.at(end_ns) - t,
+                    step=tracer.step,
+                    lane=layer.lane,
+                    module=layer.module,
+                    phase=layer.phase,
+                    issued=layer.issued,
+                    issued_d=layer.issued_d,
+                )
+            )
 
 
 def _operation(tensor: torch.Tensor) -> str | None:

@@ -14,6 +14,7 @@ from memo.bounded_files import Refused, open_file
 from memo.errors import TraceError
 from memo.events import Event, StepMark
 from memo.trace.decode_event import decode_event, decode_object
+from memo.trace.device_clock import on_device_clock
 from memo.trace.reader import Trace, TraceLimits, read_header
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class Follower:
         events = [event for step in self._complete for event in self._steps[step]]
         return Trace(
             path=self.path,
-            events=tuple(sorted(events, key=lambda event: event.t)),
+            events=tuple(on_device_clock(events)),
             dropped=self._dropped,
             **self._header,
         )
