@@ -1,0 +1,49 @@
+"""The program of docs/quickstart.md runs as it stands, on the CPU, and trains as without memo."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent.parent
+PAGE = (ROOT / "docs" / "quickstart.md").read_text()
+
+
+def program() -> str:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    return str(code).replace(".cuda()", "")
+
+
+def trained(code: str, folder: Path) -> tuple[list[float], str]:
+    """Losses and what was printed."""
+    torch.manual_seed(0)
+    batches = [dict.fromkeys(("input_ids", "labels"), torch.randint(0, 61, (1, 256))) for _ in range(4)]
+    losses: list[float] = []
+    printed: list[str] = []
+    code = code.replace("    loss.backward()", "    losses.append(loss.item())\n    loss.backward()")
+    names: dict[str, Any] = {"folder": folder, "batches": batches, "losses": losses, "print": printed.append}
+    exec(code, names)
+    if "manager" in names:
+        names["manager"].close()
+    return losses, "".join(map(str, printed))
+
+
+def test_the_program_trains_as_without_memo(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "vocab_size": 61}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with_memo, report = trained(program(), tmp_path)
+    plain = re.sub(r"^(memo\.loss|manager|print).*\n", "", program(), flags=re.MULTILINE)
+    without, _ = trained(plain, tmp_path)
+    assert with_memo == pytest.approx(without, rel=2e-3)  # the chunked loss rounds otherwise, in bfloat16
+    assert "all saved tensors fit" in report
+
+
+def test_it_has_as_many_lines_as_it_says() -> None:
+    lines = [line for line in program().splitlines() if line and not line.startswith(("import", "from"))]
+    assert len(lines) <= 12
