@@ -32,6 +32,8 @@ _TOKENS = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)([kKmM]?)")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
 LEAST_BARE = 1 << 20
 """Bytes from which a number without a unit is taken as bytes; a smaller one may well be meant as GiB."""
+_FEWEST = 4096
+"""Bytes below which an int is taken for a number of GiB whose unit was forgotten."""
 _MOST = 1 << 62
 """Largest number of bytes or tokens that the plan and trace formats can hold."""
 _DURATION_S = {None: 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -43,7 +45,7 @@ def parse_bytes(text: int | str, *, what: str = "size", bare: bool = False) -> i
     Args:
         text: an int of bytes, or text with a unit: B, KiB, MiB, GiB, TiB in powers of 1024, or kB, MB, GB, TB in powers of
             1000, such as `64KiB`, `1.5GiB` or `8GB`. Without one: `0`, or whole bytes from 2^20 on. A fraction of a byte is
-            dropped.
+            dropped. Of ints, 1 to 4095 are refused, since most who write 64 mean GiB.
         what: name of the quantity, for the error message.
         bare: whether smaller numbers without a unit are bytes, too: of what nobody counts in GiB.
 
@@ -53,6 +55,8 @@ def parse_bytes(text: int | str, *, what: str = "size", bare: bool = False) -> i
     if isinstance(text, bool) or not isinstance(text, (int, str)):
         raise UsageError(f"{what}: {_shown(text)} is not a size; write for instance 8GiB")
     if isinstance(text, int):
+        if 0 < text < _FEWEST and not bare:
+            raise UsageError(f"{what}: {text} is {text} bytes; write '{text}GiB' for as many GiB, or '{text}B'")
         nbytes = text
     else:
         match = _BYTES.fullmatch(text.strip())

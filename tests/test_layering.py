@@ -73,7 +73,7 @@ IMPORTS = {
     "memo/checkpointing": "memo swap face memo/manager",
     "memo face": "memo allocator swap swap/recompute/tape memo/parallel memo/loss memo/manager memo/checkpointing "
     "memo/profiling memo/rehearsal",
-    "memo/integrations": "memo memo face",
+    "memo/integrations": "memo swap face memo face",
     "memo/cli/tables": "memo mip/address mip/inputs mip/activation mip/simulate face memo/trace memo/search "
     "memo/rehearsal",
     "memo/cli/terminal": "memo mip memo/trace",

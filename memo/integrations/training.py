@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import memo
 from memo.errors import UsageError
+from memo.swap import setting_of
+from memo.units import parse_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,12 +22,17 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options themselves.
 
     Raises:
-        UsageError: one is no argument of `memo.offload`.
+        UsageError: one is no argument of `memo.offload`, or is no value of it.
     """
     known = inspect.signature(memo.offload).parameters.keys() - {"model"}
     unknown = sorted(options.keys() - known)
     if unknown:
         raise UsageError(f"memo.offload has no argument {unknown[0]}; it has {', '.join(sorted(known))}")
+    if options.get("alpha") is not None:
+        setting_of(options["alpha"])
+    for name in ("device", "host", "disk_budget"):
+        if options.get(name) not in (None, "auto"):
+            parse_bytes(options[name], what=name)
     return dict(options)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "bans_by_layer",
     "layer_at",
     "require_choice",
+    "require_device_budget",
     "require_kinds",
     "require_manageable",
     "settings_by_layer",
@@ -75,6 +77,15 @@ def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raises UsageError for a value that is none of the choices."""
     if value not in choices:
         raise UsageError(f"{name}: {_shown(value)} is none of {', '.join(map(repr, choices))}")
+
+
+def require_device_budget(device: object) -> None:
+    """Raises UsageError for a device's name in the place of a budget."""
+    name = device.type if isinstance(device, torch.device) else device
+    if isinstance(name, str) and re.fullmatch(r"(cuda|cpu|gpu)(:\d+)?", name.strip().lower()):
+        raise UsageError(
+            f"device: {name!r} is no budget of memory, such as device='70GiB'; memo manages the GPU that the model is on"
+        )
 
 
 def require_manageable(model: nn.Module) -> nn.Module:

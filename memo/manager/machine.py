@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import platform
 from contextvars import ContextVar
@@ -18,9 +19,9 @@ import torch
 from memo.allocator import memory_share
 from memo.autoplan import DeviceBudget, device_budget_of
 from memo.machine import LinkRates, measure_lanes, measure_link
-from memo.swap import available_host_bytes
+from memo.swap import available_host_bytes, total_host_bytes
 from memo.swap.backends import CpuBackend
-from memo.swap.disk import DiskStore
+from memo.swap.disk import DiskStore, in_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from memo.swap.backends import Backend, Disk
 
 __all__ = ["Machine", "machine_of", "use_machine"]
+
+log = logging.getLogger("memo")
 
 LINK_SECONDS = 0.05
 """Duration of each link measurement: long enough for a stable rate, short enough for the start of a run."""
@@ -70,6 +73,10 @@ class Machine:
         """Bytes of host memory that are free on this node."""
         return available_host_bytes()
 
+    def total_host_bytes(self) -> int:
+        """Bytes of host memory that this node has."""
+        return total_host_bytes()
+
     def backend(self, *, timing: bool) -> Backend:
         """Opens the device's backend; with `timing` its events measure when copies ran."""
         if self.host_is_device:
@@ -107,6 +114,9 @@ class Machine:
             verify: stores a checksum with each block.
         """
         device = self.device
+        for directory in directories:
+            if (kind := in_memory(directory)) is not None:
+                log.warning("disk: %s is %s, which is memory: what goes there fills the machine's own", directory, kind)
         if self.host_is_device:
             store = DiskStore(directories, nbytes, verify=verify)
             return store, store

@@ -13,6 +13,7 @@ from memo.manager.arguments import (
     Names,
     bans_by_layer,
     require_choice,
+    require_device_budget,
     require_kinds,
     require_manageable,
     settings_by_layer,
@@ -185,6 +186,7 @@ def offload(
     if fixed is not None and (alpha is not None or levels is not None):
         raise UsageError("plan: it excludes alpha and levels; give one of the three")
     require_choice("on_full", on_full, get_args(OnFull))
+    require_device_budget(device)
     if codec is not None:
         require_choice("codec", codec, get_args(CodecName))
     found = find_layers(require_manageable(model), layers)

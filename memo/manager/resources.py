@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 import platform
 import sys
@@ -23,7 +24,7 @@ from memo.machine import share_of_node
 from memo.swap import HostPool
 from memo.swap.tiers import DiskTier, HostTier
 from memo.trace import TraceRecorder
-from memo.units import parse_bytes
+from memo.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from memo.swap.tiers import Tier
 
 __all__ = ["TierBudgets", "device_of", "open_recorder", "open_tiers"]
+
+log = logging.getLogger("memo")
 
 AUTO_HOST_SHARE = 0.7
 """Share of the free host memory that `host="auto"` takes; the rest is for data loader, checkpoints and system."""
@@ -124,7 +127,13 @@ def _host_bytes(host: int | str, machine: Machine, share: Callable[[int], int]) 
     if host == "auto":
         free = int(machine.free_host_bytes() * AUTO_HOST_SHARE)
         return 0 if machine.host_is_device else share(free)
-    nbytes = parse_bytes(host, what="host")
+    nbytes, whole = parse_bytes(host, what="host"), machine.total_host_bytes()
+    if nbytes > whole:
+        log.warning(
+            "host: %s are more than the machine's %s of memory: a run that fills them is killed",
+            format_bytes(nbytes),
+            format_bytes(whole, down=True),
+        )
     return share(nbytes) if nbytes else 0
 
 

@@ -109,6 +109,10 @@ class SimulatedMachine(Machine):
         """The host memory that is free."""
         return self._host_bytes
 
+    def total_host_bytes(self) -> int:
+        """The host memory that is free: there is no more."""
+        return self._host_bytes
+
     def backend(self, *, timing: bool) -> SimulatedBackend:
         """A backend on this machine's clocks; times are always measured."""
         return SimulatedBackend(self.clock, self.link(), lock_s_per_byte=LOCK_S_PER_GIB / GIB)

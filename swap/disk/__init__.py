@@ -9,7 +9,12 @@ from memo.lazy import attach
 if TYPE_CHECKING:
     from memo.swap.disk.bounce_buffers import StagedDisk as StagedDisk
     from memo.swap.disk.gds import GdsDisk as GdsDisk
-    from memo.swap.disk.gds_probe import mount_of as mount_of, obstacles as obstacles, try_gds as try_gds
+    from memo.swap.disk.gds_probe import (
+        in_memory as in_memory,
+        mount_of as mount_of,
+        obstacles as obstacles,
+        try_gds as try_gds,
+    )
     from memo.swap.disk.operation import DiskExtent as DiskExtent
     from memo.swap.disk.raw_file import RawFile as RawFile
     from memo.swap.disk.store import DiskStore as DiskStore
@@ -19,7 +24,7 @@ else:
         {
             "bounce_buffers": "StagedDisk",
             "gds": "GdsDisk",
-            "gds_probe": "mount_of obstacles try_gds",
+            "gds_probe": "in_memory mount_of obstacles try_gds",
             "operation": "DiskExtent",
             "raw_file": "RawFile",
             "store": "DiskStore",

@@ -22,6 +22,12 @@ _IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 _NETWORK = frozenset({"nfs", "nfs4", "lustre", "beegfs", "gpfs", "wekafs"})
 
 
+def in_memory(directory: Path) -> str | None:
+    """Kind of the file system a directory is on, where that is memory and no disk; else None."""
+    kind = mount_of(directory).kind
+    return kind if kind in _IN_MEMORY else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mount:
     """File system that holds a directory."""

@@ -57,6 +57,10 @@ def open_files() -> int:
         ({"keep": ["m m"]}, "keep: no operator 'm m'; give names such as 'aten.mm' or 'mm', or one of the groups"),
         ({"repeat": {"layers.1": ["aten.no"]}}, "repeat: no operator 'aten.no'"),
         ({"keep": ["mm"], "repeat": {1: ["mm"]}}, "keep and repeat: 'mm' is in both"),
+        ({"device": "cuda:0"}, "device: 'cuda:0' is no budget of memory, such as device='70GiB'"),
+        ({"host": 64}, "host: 64 is 64 bytes; write '64GiB'"),
+        ({"device": 80}, "device: 80 is 80 bytes; write '80GiB'"),
+        ({"disk_budget": 1000}, "disk_budget: 1000 is 1000 bytes"),
         ({"plan": 5}, "plan: 5 is not an activation plan or the name of its file"),
         ({"plan": {"layers": "x" * 99}}, "plan: a dict is not an activation plan"),
         ({"layers": 5}, "layers: 5 is not a ModuleList"),
@@ -104,7 +108,7 @@ def test_a_layer_that_is_named_twice_is_one_layer() -> None:
 
 def test_a_disk_budget_of_less_than_a_block_holds_nothing() -> None:
     model = Model()
-    manager = memo.offload(model, alpha=1.0, disk_budget=1, min_bytes=0)
+    manager = memo.offload(model, alpha=1.0, disk_budget="1B", min_bytes=0)
     with pytest.raises(MemoError, match="no room for"), manager:
         model(torch.ones(4, 8, requires_grad=True))
     manager.close()
@@ -143,3 +147,14 @@ def test_a_lazy_parameter_is_refused_by_name() -> None:
         memo.offload(model, alpha=0.5, host="1MiB")
     model(torch.ones(2, 8))
     memo.offload(model, alpha=0.5, host="1MiB").close()
+
+
+def test_budgets_that_cannot_be_met_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    for arguments, words in (
+        ({"host": "1000TiB"}, "host: 1000 TiB are more than the machine's"),
+        ({"host": "1MiB", "disk": "/dev/shm"}, "disk: /dev/shm is tmpfs, which is memory"),
+    ):
+        with caplog.at_level("WARNING", logger="memo"), memo.offload(Model(), alpha=1.0, **arguments) as manager:
+            pass
+        manager.close()
+        assert words in caplog.text

@@ -187,6 +187,10 @@ def test_the_loss_is_computed_without_logits(given: str, tmp_path: Path) -> None
 def test_an_unknown_option_is_refused_when_it_is_given() -> None:
     with pytest.raises(UsageError, match=r"memo\.offload has no argument hots; it has alpha, codec, device"):
         MemoCallback(hots="64GiB")
+    with pytest.raises(UsageError, match="alpha: 3 is no fraction"):
+        MemoCallback(alpha=3)
+    with pytest.raises(UsageError, match="device: 70 is 70 bytes"):
+        MemoCallback(device=70)
 
 
 def test_memos_checkpoint_is_given_to_the_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
