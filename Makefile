@@ -17,6 +17,7 @@ WORKERS ?= 2
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
+	@echo "setup: into $(VENV) go torch (some 1 GB), then memo with what its tests need: three to five minutes, once"
 	@test -x $(BIN)/python || $(PY) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "setuptools>=77" wheel
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0

@@ -23,7 +23,6 @@ from memo.gpt import (
     EmbeddingGradients,
     GPTConfig,
     OffloadConfig,
-    OffloadMode,
     RunConfig,
     TrainConfig,
     preset_name,
@@ -107,8 +106,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
         UsageError: flags contradict each other or the plan, or a number is out of range.
         PlanError: the plan's file cannot be read.
     """
-    mode, planned = OffloadMode.NONE if args.plan is None else OffloadMode.AUTO, None
-    offload = OffloadConfig(**{"mode": mode, **given_fields(args, _OFFLOAD)})
+    planned, offload = None, OffloadConfig(**given_fields(args, _OFFLOAD))
     if args.plan is not None:
         require_kind(args.plan, FileKind.ACTIVATION_PLAN)
         plan = read_activation_plan(args.plan)

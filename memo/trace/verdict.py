@@ -120,8 +120,9 @@ def _than_plain(evidence: Evidence) -> str:
     plain, took = evidence.plain_ns, evidence.stats.duration_ns
     if not plain or evidence.stats.step is None:
         return ""
-    word = "longer" if took >= plain else "shorter"
-    return f", {percent(100 * abs(took / plain - 1))} {word} than the {duration(plain)} measured without memo"
+    if took < plain:  # memo makes nothing faster
+        return f", within the noise of the {duration(plain)} measured without memo"
+    return f", {percent(100 * (took / plain - 1))} longer than the {duration(plain)} measured without memo"
 
 
 def _outlier(evidence: Evidence) -> str | None:

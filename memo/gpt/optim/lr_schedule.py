@@ -26,7 +26,8 @@ class LrSchedule:
     floor: Annotated[float, _RATE]
     """Learning rate at the last step (default: a tenth of --lr)."""
     warmup: Annotated[int, {"metavar": "STEPS"}]
-    """Steps of linear warmup from almost zero to the peak; 0 starts there (default: a tenth of --steps, at most 2000)."""
+    """Steps of linear warmup from almost zero to the peak; 0 starts there (default: a tenth of --steps, at least 50 and at
+    most 2000; a shorter run ends within it)."""
     steps: int
     """Steps of the whole run, resumed ones included (default 100)."""
 
@@ -48,7 +49,7 @@ class LrSchedule:
         return cls(
             peak=peak,
             floor=peak / 10 if floor is None else floor,
-            warmup=min(2000, steps // 10) if warmup is None else warmup,
+            warmup=min(2000, max(50, steps // 10)) if warmup is None else warmup,
             steps=steps,
         )
 

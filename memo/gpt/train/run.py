@@ -103,7 +103,7 @@ class _Run:
         world: World | None,
         phase: Callable[[str | None], None],
     ) -> None:
-        self.config = config
+        self.config = config = dataclasses.replace(config, offload=config.offload.on(device.type))
         self.phase = phase
         self.world = world
         leads = world is None or world.rank == 0
