@@ -6,6 +6,7 @@ Pure data beside the model; `memo plan` parses it from flags, searches and sweep
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Annotated
 
 from memo.errors import UsageError
@@ -161,10 +162,10 @@ class Request(TrainingMethod):
         """
         profile, config = self.profile, self.config
         if isinstance(config, GPTConfig):
-            profile = derive_profile(
-                dataclasses.replace(config, mlp_tiles=tiles),
-                machine,
-                layout,
+            derived = functools.partial(
+                derive_profile,
+                machine=machine,
+                layout=layout,
                 precision=self.precision,
                 accumulate=self.accumulate,
                 recompute=self.recompute,
@@ -177,6 +178,9 @@ class Request(TrainingMethod):
                 codec=self.codec,
                 name=self.model,
             )
+            profile = derived(dataclasses.replace(config, mlp_tiles=tiles))
+            if tiles > 1:
+                profile = _with_tiling(profile, derived(dataclasses.replace(config, mlp_tiles=1)))
         elif config is not None:
             profile = config.profile(
                 machine,
@@ -223,3 +227,17 @@ class Request(TrainingMethod):
             chunks=self.chunks or 0,
             layers=self.stage_layers,
         )
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_tiling(profile: Profile, whole: Profile) -> Profile:
+    """The profile with what MLPs in tiles add to its layers, beside the same layers with whole MLPs."""
+    classes = tuple(
+        dataclasses.replace(
+            layer,
+            tiled_s=max(layer.forward_s + layer.backward_s - plain.forward_s - plain.backward_s, 0.0),
+            tiled_flops=max(layer.backward_flops - plain.backward_flops, 0.0),
+        )
+        for layer, plain in zip(profile.classes, whole.classes, strict=True)
+    )
+    return dataclasses.replace(profile, classes=classes)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from memo.cli.tables.address import printable, table
 from memo.cli.tables.layer_classes import classes_table
@@ -33,6 +33,7 @@ __all__ = [
     "utilisation",
 ]
 
+T = TypeVar("T")
 _RUNS = 6  # runs of layers of one plan that its row names
 _REASON = 300  # characters of a reason, which a plan's file has in words
 USES = {
@@ -42,6 +43,7 @@ USES = {
     MemoryUse.CAST: "weights cast for products",
     MemoryUse.HEAD: "head and logits",
     MemoryUse.SAVED: "saved tensors kept",
+    MemoryUse.MESSAGES: "messages in flight",
     MemoryUse.OTHER: "not told apart",
 }
 """Names of uses in the memory table, where they differ from those in JSON."""
@@ -94,7 +96,7 @@ def activation_summary(plan: ActivationPlan) -> dict[str, Any]:
         "binding": list(plan.binding),
         "warnings": _beyond_nodes(plan),
         "layer_plans": [
-            {"first": first, "last": last, **dataclasses.asdict(layer)} for first, last, layer in _runs(plan)
+            {"first": first, "last": last, **dataclasses.asdict(layer)} for first, last, layer in _runs(plan.layers)
         ],
     }
 
@@ -150,7 +152,7 @@ def utilisation(plan: ActivationPlan) -> dict[str, float]:
     rate = problem.step_tokens / plan.step_s if plan.step_s else 0.0
     peak = problem.gpus * problem.hardware.peak_flops
     layers = zip(profile.layer_profiles(), plan.layers, strict=True)
-    repeated = sum(layer.at(own.point).recompute_flops for layer, own in layers)
+    repeated = sum(layer.at(own.point).recompute_flops + layer.tiled_flops for layer, own in layers)
     repeated *= problem.gpus / problem.pipeline.stages * problem.pipeline.microbatches
     causal = profile.model_flops_causal_per_token * rate / peak
     return {
@@ -280,9 +282,11 @@ def _times(plan: ActivationPlan) -> str:
         f"{rate_text(plan.problem, plan.step_s)}; mfu_causal {figures['mfu_causal']:.1%}, "
         f"mfu_full {figures['mfu_full']:.1%}"
     )
+    if figures["mfu_full"] > 1:
+        shown += " (above 100 %: it counts attention's masked half, too, which no kernel computes)"
     if _is_fixed(plan):
         return f"{shown}; a fixed method's recompute counts as compute"
-    return f"{shown}, hfu {figures['hfu']:.1%}; saving memory adds {_added(stage):.2%} to the computation"
+    return f"{shown}, hfu {figures['hfu']:.1%}; saving memory adds {_added(plan, number):.2%} to the computation"
 
 
 def _embedding(profile: Profile) -> str:
@@ -311,15 +315,18 @@ def _layers(plan: ActivationPlan) -> str:
     if plan.declined:
         kept = "every layer keeps what its fixed method saves" if _is_fixed(plan) else "every layer keeps everything"
         return f"nothing to move: {printable(plan.declined, width=_REASON)}; {kept}"
-    numbers: dict[LayerPlan, list[str]] = {}
-    for first, last, layer in _runs(plan):
-        numbers.setdefault(layer, []).append(f"{first}" if first == last else f"{first} to {last}")
-    rows = []
-    for layer, runs in numbers.items():
-        shares = (f"{100 * share:.1f} %" if share else "-" for share in (layer.kept, layer.host, layer.disk))
-        name = ", ".join(runs[:_RUNS]) + (", ..." if len(runs) > _RUNS else "")
-        rows.append((name, layer.point, *shares))
+    numbers: dict[tuple[str, ...], list[str]] = {}
+    for first, last, row in _runs([_layer_row(layer) for layer in plan.layers]):
+        numbers.setdefault(row, []).append(f"{first}" if first == last else f"{first} to {last}")
+    rows = [
+        (", ".join(runs[:_RUNS]) + (", ..." if len(runs) > _RUNS else ""), *row) for row, runs in numbers.items()
+    ]
     return table(("layers", "point", "bytes: kept", "host", "disk"), rows)
+
+
+def _layer_row(layer: LayerPlan) -> tuple[str, ...]:
+    shares = (f"{100 * share:.1f} %" if share else "-" for share in (layer.kept, layer.host, layer.disk))
+    return (layer.point, *shares)
 
 
 def _reasons(plan: ActivationPlan) -> str:
@@ -356,18 +363,21 @@ def _free_swap_tokens(problem: ActivationProblem) -> int | None:
     return free_swap_tokens(problem.profile, problem.hardware, ranks_per_node=problem.budgets.ranks_per_node)
 
 
-def _runs(plan: ActivationPlan) -> list[tuple[int, int, LayerPlan]]:
-    """Runs of neighbouring layers with equal plans: number of the first, of the last, and their plan."""
+def _runs(layers: Sequence[T]) -> list[tuple[int, int, T]]:
+    """Runs of equal neighbours: number of the first, of the last, and what they are."""
     runs, first = [], 0
-    for layer, members in itertools.groupby(plan.layers):
+    for layer, members in itertools.groupby(layers):
         last = first + sum(1 for _ in members) - 1
         runs.append((first, last, layer))
         first = last + 1
     return runs
 
 
-def _added(stage: StagePrediction) -> float:
-    return (stage.recompute_s + (stage.coding_s or 0.0) + stage.stall_s) / stage.compute_s if stage.compute_s else 0.0
+def _added(plan: ActivationPlan, number: int) -> float:
+    """Seconds of recompute, MLPs in tiles, coding and stalls on a stage, over those of its computation without them."""
+    stage, tiled = plan.stages[number], sum(layer.tiled_s for layer in plan.problem.stages[number].layers)
+    plain = stage.compute_s - tiled
+    return (stage.recompute_s + tiled + (stage.coding_s or 0.0) + stage.stall_s) / plain if plain > 0 else 0.0
 
 
 def _time(seconds: float) -> str:
