@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from memo.errors import UsageError
 from memo.gpt import EmbeddingGradients, GPTConfig
-from memo.gpt.arithmetic import Optimizer, RecomputeMethod, StepLayout, derive_profile
+from memo.gpt.arithmetic import STATES, Optimizer, RecomputeMethod, StepLayout, derive_profile, layer_states
 from memo.mip.activation import ActivationProblem, DoesNotFit, Pipeline, fits, solve_mlp_tiles
 from memo.mip.inputs import CODECS
 from memo.units import format_bytes
@@ -23,6 +23,17 @@ if TYPE_CHECKING:
     from memo.mip.inputs import Hardware, PipelineSchedule, Profile
 
 __all__ = ["Request", "TrainingMethod"]
+
+ATTENTION_KERNEL = "attention is one fused kernel"
+_WIDTH = 4096  # of a layer, for the bytes of Adafactor's means
+GPT_WORDS = (
+    "the model is memo's GPT, whose loss holds no logits and whose MLPs may be in tiles (--mlp-tiles 1: whole); for "
+    "transformers' own give the path of its config.json"
+)
+OFFLOAD_WORDS = (
+    "optimizer state and its step are on the host, which is not a part of memo train; published runs took several times the "
+    "predicted update"
+)
 
 
 def _method(text: str) -> RecomputeMethod | None:
@@ -61,7 +72,7 @@ class TrainingMethod:
     codec: Annotated[str | None, {"choices": CODECS, "metavar": None}] = None
     """Move values as one-byte codes with a bounded error, as memo train --codec does (default: bit for bit)."""
     optimizer_offload: bool = False
-    """Optimizer state and its step are on the host."""
+    """Optimizer state and its step are on the host, which is not a part of memo train."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +95,8 @@ class Request(TrainingMethod):
     """Chunks of each pipeline rank; None is the schedule's own number."""
     sharded_over: int | None = None
     """Ranks that share one copy of what `zero` shards, for hybrid sharding; None is all data-parallel ranks."""
+    shares_host: bool = False
+    """Whether the host budget is what a node's memory has for as many GPUs, and grows with their number."""
     stage_layers: tuple[int, ...] = ()
     """Numbers of layers of the runs of consecutive layers; without them equal ones."""
 
@@ -91,6 +104,14 @@ class Request(TrainingMethod):
     def leanest_tiles(self) -> tuple[int, ...]:
         """Numbers of MLP tiles of which one holds least: the most, or where an MLP is narrow the fewest."""
         return tuple(dict.fromkeys((self.tiles[-1], self.tiles[0])))
+
+    def on(self, **layout: Any) -> Request:
+        """The request on another layout, whose fields are given."""
+        other, had = dataclasses.replace(self.layout, **layout), self.budgets
+        ranks = min(other.gpus, self.machine.gpus_per_node)
+        host = had.host_bytes * ranks // had.ranks_per_node if self.shares_host else had.host_bytes
+        budgets = dataclasses.replace(had, host_bytes=host, ranks_per_node=ranks)
+        return dataclasses.replace(self, layout=other, budgets=budgets)
 
     def fits(self) -> bool:
         """Whether some plan fits.
@@ -198,10 +219,20 @@ class Request(TrainingMethod):
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Assumptions about training that are not the default, and those of a model of transformers."""
-        found = [f"the optimizer is {self.optimizer}"] if self.optimizer is not Optimizer.ADAMW else []
+        """Assumptions about training: always its numbers of bytes and the model, and what is not the default."""
+        host = f"{format_bytes(self.budgets.host_bytes)} of host memory a node"
+        if self.config is None:
+            return (host,)
+        states = layer_states(self.optimizer, STATES[self.precision], smallest=_WIDTH)
+        found = [
+            f"{self.precision}; {states.weight} bytes of weight, {states.gradient} of gradient and {states.optimizer:.2g} "
+            f"of {self.optimizer}'s state a parameter; {ATTENTION_KERNEL}; {host}"
+        ]
+        found.append(
+            GPT_WORDS if isinstance(self.config, GPTConfig) else "the model is transformers' own, with whole MLPs"
+        )
         found += [f"adapters of rank {self.lora} alone are trained"] if self.lora else []
-        found += ["optimizer state and its step are on the host"] if self.optimizer_offload else []
+        found += [OFFLOAD_WORDS] if self.optimizer_offload else []
         found += [f"what moves is coded as {self.codec}: gradients are near, not bit-identical"] if self.codec else []
         found += (
             [f"data-parallel ranks share by ZeRO {self.zero}"] if self.zero < 3 and self.layout.replicas > 1 else []

@@ -11,7 +11,7 @@ from memo.cli.inputs.batch_sizes import batch_sizes
 from memo.cli.inputs.budgets import budgets_of
 from memo.cli.inputs.fields import given_fields
 from memo.cli.inputs.model_shape import SHAPE_FIELDS, shape_flag
-from memo.cli.inputs.planned_model import planned_model
+from memo.cli.inputs.planned_model import planned_model, planned_precision
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.errors import UsageError
 from memo.gpt import EmbeddingGradients, GPTConfig, Precision, preset_name
@@ -88,12 +88,13 @@ def parse_request(
     return Request(
         config=config,
         model=(args.model or "") + ("" if args.recompute is None else _METHOD_WORDS[args.recompute]),
-        precision=Precision(args.precision),
+        precision=planned_precision(args),
         tiles=_tiles(args, profile, config),
         layout=layout,
         profile=profile,
         machine=machine,
         budgets=budgets_of(args, machine),
+        shares_host=args.host is None,
         accumulate=accumulate,
         schedule=_schedule(args, layout, accumulate),
         chunks=args.chunks,
@@ -136,7 +137,7 @@ def _require_attention(
         )
     if asked is ContextAttention.RING and config.is_local_within(layout.tokens):
         raise UsageError("local attention is not possible with --cp-attention ring; use ulysses")
-    if asked is ContextAttention.RING and args.precision == Precision.FP32:
+    if asked is ContextAttention.RING and planned_precision(args) is Precision.FP32:
         raise UsageError("ring attention needs half precision on a GPU; give --precision bf16 or bf16-autocast")
 
 

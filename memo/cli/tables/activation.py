@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from memo.cli.tables.address import printable, table
@@ -51,6 +51,8 @@ USES = {
 _CAUSES = ("d2h", "disk_write", "h2d", "disk_read")
 MUCH = 0.2
 """Fraction of the layers' time in collectives from which parallelism across nodes is warned about."""
+MOST_HOST = 0.8
+"""Fraction of a node's host memory from which its use is warned about: the default budget."""
 _CAUSE_WORDS = ("copy to host", "disk write", "copy from host", "disk read")
 
 
@@ -94,7 +96,7 @@ def activation_summary(plan: ActivationPlan) -> dict[str, Any]:
         if problem.profile.embedding_exchange is None
         else dataclasses.asdict(problem.profile.embedding_exchange),
         "binding": list(plan.binding),
-        "warnings": _beyond_nodes(plan),
+        "warnings": _warnings(plan),
         "layer_plans": [
             {"first": first, "last": last, **dataclasses.asdict(layer)} for first, last, layer in _runs(plan.layers)
         ],
@@ -318,9 +320,7 @@ def _layers(plan: ActivationPlan) -> str:
     numbers: dict[tuple[str, ...], list[str]] = {}
     for first, last, row in _runs([_layer_row(layer) for layer in plan.layers]):
         numbers.setdefault(row, []).append(f"{first}" if first == last else f"{first} to {last}")
-    rows = [
-        (", ".join(runs[:_RUNS]) + (", ..." if len(runs) > _RUNS else ""), *row) for row, runs in numbers.items()
-    ]
+    rows = [(", ".join(runs[:_RUNS]) + (", ..." if len(runs) > _RUNS else ""), *row) for row, runs in numbers.items()]
     return table(("layers", "point", "bytes: kept", "host", "disk"), rows)
 
 
@@ -332,11 +332,28 @@ def _layer_row(layer: LayerPlan) -> tuple[str, ...]:
 def _reasons(plan: ActivationPlan) -> str:
     problem = plan.problem
     lines = [f"why not faster: {printable(reason, width=_REASON)}" for reason in plan.binding]
-    lines += [f"warning: {words}" for words in _beyond_nodes(plan)]
+    lines += [f"warning: {words}" for words in _warnings(plan)]
     length = _free_swap_tokens(problem)
     if length is not None and not _is_fixed(plan):
         lines.append(f"full swap hides behind compute {f'from {length:,} tokens' if length else 'at any length'}")
     return "\n".join(lines)
+
+
+def _warnings(plan: ActivationPlan) -> list[str]:
+    return [*_beyond_nodes(plan), *_full_host(plan)]
+
+
+def _full_host(plan: ActivationPlan) -> Iterator[str]:
+    """Sentence on the first node whose host memory is nearly full."""
+    for node in plan.problem.nodes:
+        there = plan.problem.stages[min(node)].machine.hardware.host_bytes
+        used = sum(ranks * plan.stages[stage].peak_host_bytes for stage, ranks in node.items())
+        if used > MOST_HOST * there:
+            yield (
+                f"{format_bytes(used)} of a node's {format_bytes(there)} of host memory are used, more than "
+                f"{MOST_HOST:.0%}; the program and the page cache need the rest"
+            )
+            return
 
 
 def _beyond_nodes(plan: ActivationPlan) -> list[str]:
