@@ -27,8 +27,8 @@ __all__ = ["Request", "TrainingMethod"]
 ATTENTION_KERNEL = "attention is one fused kernel"
 _WIDTH = 4096  # of a layer, for the bytes of Adafactor's means
 GPT_WORDS = (
-    "the model is memo's GPT, whose loss holds no logits and whose MLPs may be in tiles (--mlp-tiles 1: whole); for "
-    "transformers' own give the path of its config.json"
+    "the model is memo's GPT, whose loss holds no logits and whose MLPs may be in tiles (--mlp-tiles 1: whole); "
+    "transformers' own, by the path of its config.json, saves the input of each norm in float32, too"
 )
 OFFLOAD_WORDS = (
     "optimizer state and its step are on the host, which is not a part of memo train; published runs took several times the "
