@@ -65,24 +65,26 @@ def longest_sequence(request: Request) -> Longest:
 
 
 def fewest_gpus(request_of: Callable[..., Request], first: Request) -> tuple[Request, list[int]]:
-    """Finds the fewest GPUs that some plan fits, by more ranks of context or tensor parallelism where one rank is asked for.
+    """Finds the fewest GPUs that some plan fits, as asked for or by context or tensor parallelism within a node.
 
     Args:
         request_of: returns the request with other --gpus, and --cp or --tp.
         first: the request on so many GPUs as its layout needs.
 
     Returns:
-        The request with the shortest step on these GPUs, and the numbers of GPUs that do not fit.
+        The request as asked for or, where that does not fit, the fastest of the others; and the numbers of GPUs that do not fit.
 
     Raises:
         Infeasible: no number that was tried fits.
     """
     tried: list[int] = []
     for gpus in gpu_counts(first.layout.gpus, first.machine.gpus_per_node):
-        given = [{"gpus": gpus, **ranks} for ranks in _more_ranks(first, gpus)]
-        fitting = [ranks for ranks in given if _does_fit(lambda ranks=ranks: request_of(**ranks))]  # type: ignore[misc]
+        if _does_fit(lambda gpus=gpus: request_of(gpus=gpus)):  # type: ignore[misc]
+            return request_of(gpus=gpus), tried
+        divided = [{"gpus": gpus, **ranks} for ranks in _more_ranks(first, gpus)]
+        fitting = [ranks for ranks in divided if _does_fit(lambda ranks=ranks: request_of(**ranks))]  # type: ignore[misc]
         if fitting:
-            return min((request_of(**ranks) for ranks in fitting), key=lambda one: one.plan().step_s), tried
+            return min((request_of(**ranks) for ranks in fitting), key=_seconds_per_token), tried
         tried.append(gpus)
     named = ", ".join(map(str, tried))
     raise Infeasible(
@@ -92,14 +94,18 @@ def fewest_gpus(request_of: Callable[..., Request], first: Request) -> tuple[Req
 
 
 def _more_ranks(first: Request, gpus: int) -> Iterator[dict[str, int]]:
-    """No more ranks, and --cp or --tp of 2 up to a node where they are 1 and the GPUs divide by them."""
+    """--cp or --tp of 2 up to a node where they are 1 and the GPUs divide by them."""
     layout, node = first.layout, first.machine.gpus_per_node
-    yield {}
     for name in ("cp", "tp"):
         ranks = 2 if getattr(layout, name) == 1 else node + 1
         while ranks * layout.tp * layout.cp <= node and gpus % (ranks * layout.gpus) == 0:
             yield {name: ranks}
             ranks *= 2
+
+
+def _seconds_per_token(request: Request) -> float:
+    plan = request.plan()
+    return plan.step_s / plan.problem.step_tokens
 
 
 def _does_fit(request_of: Callable[[], Request]) -> bool:
