@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["Request", "TrainingMethod"]
 
 ATTENTION_KERNEL = "attention is one fused kernel"
-_WIDTH = 4096  # of a layer, for the bytes of Adafactor's means
 GPT_WORDS = (
     "the model is memo's GPT, whose loss holds no logits and whose MLPs may be in tiles (--mlp-tiles 1: whole); "
     "transformers' own, by the path of its config.json, saves the input of each norm in float32, too"
@@ -223,7 +222,9 @@ class Request(TrainingMethod):
         host = f"{format_bytes(self.budgets.host_bytes)} of host memory a node"
         if self.config is None:
             return (host,)
-        states = layer_states(self.optimizer, STATES[self.precision], smallest=_WIDTH)
+        states = layer_states(
+            self.optimizer, STATES[self.precision], smallest=4096
+        )  # Adafactor's means depend on it, by hundredths of a byte
         found = [
             f"{self.precision}; {states.weight} bytes of weight, {states.gradient} of gradient and {states.optimizer:.2g} "
             f"of {self.optimizer}'s state a parameter; {ATTENTION_KERNEL}; {host}"

@@ -72,7 +72,8 @@ def fewest_gpus(request_of: Callable[..., Request], first: Request) -> tuple[Req
         first: the request on so many GPUs as its layout needs.
 
     Returns:
-        The request as asked for or, where that does not fit, the fastest of the others; and the numbers of GPUs that do not fit.
+        The request as asked for or, where that does not fit, the fastest of the others, and the numbers of GPUs that do
+        not fit.
 
     Raises:
         Infeasible: no number that was tried fits.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from memo.cli.tables.address import printable, table
@@ -12,10 +12,10 @@ from memo.cli.tables.layer_classes import classes_table
 from memo.mip.activation import (
     ActivationPlan,
     ActivationProblem,
-    Budgets,
     DeviceMemory,
     LayerPlan,
     MemoryUse,
+    StageMachine,
     StagePrediction,
     free_swap_tokens,
     highest_memory,
@@ -197,35 +197,35 @@ def _headline(plan: ActivationPlan) -> str:
     )
 
 
+def _of_node(
+    plan: ActivationPlan, figure: Callable[[StagePrediction], int], there: Callable[[StageMachine], int]
+) -> tuple[int, int]:
+    """Bytes that a node has and that are used, of the node with the smallest part left."""
+    stages = plan.problem.stages
+    nodes = (
+        (there(stages[min(node)].machine), sum(ranks * figure(plan.stages[stage]) for stage, ranks in node.items()))
+        for node in plan.problem.nodes
+    )
+    return max(nodes, key=lambda pair: (pair[1] / pair[0] if pair[0] else 0.0, pair[1]))
+
+
 def _tiers(plan: ActivationPlan) -> str:
     problem = plan.problem
     machines = [stage.machine for stage in problem.stages]
-
-    def of_node(figure: Callable[[StagePrediction], int], budget: Callable[[Budgets], int]) -> tuple[int, int]:
-        """Budget and bytes of the node with the smallest part of its budget left."""
-        nodes = (
-            (
-                budget(machines[min(node)].budgets),
-                sum(ranks * figure(plan.stages[stage]) for stage, ranks in node.items()),
-            )
-            for node in problem.nodes
-        )
-        return max(nodes, key=lambda pair: (pair[1] / pair[0] if pair[0] else 0.0, pair[1]))
-
     devices = [
         (machine.budgets.device_bytes, stage.peak_device_bytes)
         for machine, stage in zip(machines, plan.stages, strict=True)
     ]
     rows = [("device, a GPU", *max(devices, key=lambda pair: pair[1] / pair[0] if pair[0] else 0.0))]
-    rows.append(("host, a node", *of_node(lambda stage: stage.peak_host_bytes, lambda budgets: budgets.host_bytes)))
-    rows.append(("disk, a node", *of_node(lambda stage: stage.peak_disk_bytes, lambda budgets: budgets.disk_bytes)))
+    rows.append(("host, a node", *_of_node(plan, lambda one: one.peak_host_bytes, lambda one: one.budgets.host_bytes)))
+    rows.append(("disk, a node", *_of_node(plan, lambda one: one.peak_disk_bytes, lambda one: one.budgets.disk_bytes)))
     lines = [
         (name, format_bytes(budget), format_bytes(peak), f"{100 * (1 - peak / budget):.1f} %" if budget else "-")
         for name, budget, peak in rows
         if budget
     ]
     shown = table(("tier", "budget", "peak", "headroom"), lines)
-    _, written = of_node(lambda stage: stage.disk_written_bytes, lambda budgets: 0)
+    _, written = _of_node(plan, lambda stage: stage.disk_written_bytes, lambda _: 0)
     if written:
         a_day = written / plan.step_s * 86400 / 1e12
         limit = problem.budgets.disk_wear_bytes_per_day
@@ -340,20 +340,12 @@ def _reasons(plan: ActivationPlan) -> str:
 
 
 def _warnings(plan: ActivationPlan) -> list[str]:
-    return [*_beyond_nodes(plan), *_full_host(plan)]
-
-
-def _full_host(plan: ActivationPlan) -> Iterator[str]:
-    """Sentence on the first node whose host memory is nearly full."""
-    for node in plan.problem.nodes:
-        there = plan.problem.stages[min(node)].machine.hardware.host_bytes
-        used = sum(ranks * plan.stages[stage].peak_host_bytes for stage, ranks in node.items())
-        if used > MOST_HOST * there:
-            yield (
-                f"{format_bytes(used)} of a node's {format_bytes(there)} of host memory are used, more than "
-                f"{MOST_HOST:.0%}; the program and the page cache need the rest"
-            )
-            return
+    there, used = _of_node(plan, lambda one: one.peak_host_bytes, lambda one: one.hardware.host_bytes)
+    full = (
+        f"{format_bytes(used)} of a node's {format_bytes(there)} of host memory are used, more than {MOST_HOST:.0%}; "
+    )
+    full += "the program and the page cache need the rest"
+    return [*_beyond_nodes(plan), *([full] if used > MOST_HOST * there else [])]
 
 
 def _beyond_nodes(plan: ActivationPlan) -> list[str]:
@@ -393,8 +385,8 @@ def _runs(layers: Sequence[T]) -> list[tuple[int, int, T]]:
 def _added(plan: ActivationPlan, number: int) -> float:
     """Seconds of recompute, MLPs in tiles, coding and stalls on a stage, over those of its computation without them."""
     stage, tiled = plan.stages[number], sum(layer.tiled_s for layer in plan.problem.stages[number].layers)
-    plain = stage.compute_s - tiled
-    return (stage.recompute_s + tiled + (stage.coding_s or 0.0) + stage.stall_s) / plain if plain > 0 else 0.0
+    added = stage.recompute_s + tiled + (stage.coding_s or 0.0) + stage.stall_s
+    return added / (stage.compute_s - tiled) if stage.compute_s > tiled else 0.0
 
 
 def _time(seconds: float) -> str:

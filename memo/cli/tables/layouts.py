@@ -119,15 +119,11 @@ def search_summary(
 
 def search_warnings(found: Found) -> list[str]:
     """Sentence on ZeRO 3 over more nodes than it is published to be fast on, where the best layout has it."""
-    best, space = found.best[0].candidate, found.space
-    ranks = (best.sharded_over or best.shape.dp * best.shape.cp) * best.shape.tp
-    nodes = -(-ranks // space.gpus_per_node)
-    if best.zero < 3 or nodes <= ZERO_3_NODES:
-        return []
-    return [
-        f"number 1 has ZeRO 3 over {nodes} nodes; published runs of that size were several times slower than predicted: 173 "
-        "to 186 TFLOP/s a GPU for 175B on 128 to 512 A100 (PyTorch FSDP, arXiv 2304.11277), without its jitter here"
-    ]
+    best = found.best[0].candidate
+    nodes = -(-(best.sharded_over or best.shape.dp * best.shape.cp) * best.shape.tp // found.space.gpus_per_node)
+    words = f"number 1 has ZeRO 3 over {nodes} nodes; published runs of that size were several times slower than predicted: "
+    words += "173 to 186 TFLOP/s a GPU for 175B on 128 to 512 A100 (PyTorch FSDP, arXiv 2304.11277)"
+    return [words] if best.zero == 3 and nodes > ZERO_3_NODES else []
 
 
 def longest_words(longest: LongestFit) -> str:
