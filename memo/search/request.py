@@ -219,19 +219,16 @@ class Request(TrainingMethod):
     @property
     def assumed(self) -> tuple[str, ...]:
         """Assumptions about training: always its numbers of bytes and the model, and what is not the default."""
-        host = f"{format_bytes(self.budgets.host_bytes)} of host memory a node"
-        if self.config is None:
-            return (host,)
-        states = layer_states(
-            self.optimizer, STATES[self.precision], smallest=4096
-        )  # Adafactor's means depend on it, by hundredths of a byte
-        found = [
-            f"{self.precision}; {states.weight} bytes of weight, {states.gradient} of gradient and {states.optimizer:.2g} "
-            f"of {self.optimizer}'s state a parameter; {ATTENTION_KERNEL}; {host}"
-        ]
-        found.append(
-            GPT_WORDS if isinstance(self.config, GPTConfig) else "the model is transformers' own, with whole MLPs"
-        )
+        found = [f"{format_bytes(self.budgets.host_bytes)} of host memory a node"]
+        is_gpt = isinstance(self.config, GPTConfig)
+        if self.config is not None:
+            # The width matters to Adafactor's means alone, by hundredths of a byte.
+            states = layer_states(self.optimizer, STATES[self.precision], smallest=4096)
+            found = [
+                f"{self.precision}; {states.weight} bytes of weight, {states.gradient} of gradient and "
+                f"{states.optimizer:.2g} of {self.optimizer}'s state a parameter; {ATTENTION_KERNEL}; {found[0]}",
+                GPT_WORDS if is_gpt else "the model is transformers' own, with whole MLPs",
+            ]
         found += [f"adapters of rank {self.lora} alone are trained"] if self.lora else []
         found += [OFFLOAD_WORDS] if self.optimizer_offload else []
         found += [f"what moves is coded as {self.codec}: gradients are near, not bit-identical"] if self.codec else []
