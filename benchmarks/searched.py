@@ -210,7 +210,7 @@ def _flags(**values: object) -> tuple[str, ...]:
 
 def search(*flags: str, seconds: float) -> dict[str, Any]:
     """The best layout and the search's own figures; under "failed" the reason why there is none."""
-    command = [sys.executable, "-m", "memo.cli.main", "plan", "--search", "--json", *flags]
+    command = [sys.executable, "-m", "memo.cli.main", "plan", "--search", "--json", "--precision", "bf16", *flags]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
     except subprocess.TimeoutExpired:

@@ -12,11 +12,13 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
 
 from memo.allocator import CachingUse, Segments, simulate_caching, trace_of
 from memo.cli.tables.address import arena_table, plan_summary, table
-from memo.cli.terminal.file_kinds import FileKind, require_kind
+from memo.cli.terminal.file_kinds import FileKind, kind_of, require_kind
 from memo.cli.terminal.output_files import display_name, file_name, refuse_existing, require_matplotlib
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
@@ -25,6 +27,7 @@ from memo.mip.address import (
     DEVICE,
     AddressPlan,
     AddressProblem,
+    Buffer,
     Method,
     Notes,
     Progress,
@@ -35,7 +38,11 @@ from memo.mip.address import (
     write_file,
     write_picture,
 )
+from memo.out_of_memory import blocks_apart
 from memo.units import format_bytes, parse_bytes, parse_duration_s
+
+if TYPE_CHECKING:
+    from memo.out_of_memory import SnapshotBlocks
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +51,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "problem",
         nargs="?",
         default=STDIN,
-        help="buffers with lifetimes: CSV with the columns id,lower,upper,size, or JSON (default: standard input, also -)",
+        help="buffers with lifetimes: CSV with the columns id,lower,upper,size, or JSON; or a snapshot of torch's CUDA "
+        "memory (default: standard input, also -)",
     )
     parser.add_argument(
         "--capacity",
@@ -61,7 +69,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--time-limit",
         default="60s",
         metavar="DURATION",
-        help="time to plan, the check of the plan included, such as 500ms or 5m (default 60s)",
+        help="time for all: reading, the simulated caching allocator, planning and the check of the plan, such as 500ms or "
+        "5m (default 60s)",
     )
     parser.add_argument(
         "--gap",
@@ -95,7 +104,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Solves the problem, checks and writes the plan, and prints it."""
-    time_limit_s = parse_duration_s(args.time_limit, what="--time-limit")
+    end = monotonic() + parse_duration_s(args.time_limit, what="--time-limit")
     gap = _parse_gap(args.gap)
     refuse_existing(args.output, args.plot, force=args.force)
     if args.plot and not args.plot.endswith((".png", ".html")):
@@ -104,16 +113,22 @@ def run(args: argparse.Namespace) -> ExitCode:
         require_matplotlib(args.plot)
     if args.problem == STDIN and sys.stdin.isatty():
         raise UsageError("no input; name a file with buffers, or pipe one in: memo record ... | memo pack")
-    require_kind(args.problem, FileKind.BUFFERS, FileKind.ADDRESS_PLAN)
+    require_kind(args.problem, FileKind.BUFFERS, FileKind.ADDRESS_PLAN, FileKind.SNAPSHOT)
+    reserved: int | None = None
     with WaitingLine("memo pack", "reading the buffers", quiet=args.json) as waiting:
-        given, notes = read_annotated(args.problem)
-        problem = _with_options(given, args)
-        waiting.say("simulating a caching allocator")
-        caching = _caching(given, notes)
+        if kind_of(args.problem) is FileKind.SNAPSHOT:
+            snapshot = blocks_apart(Path(args.problem))
+            reserved, caching = snapshot.reserved_nbytes, []
+            problem = _with_options(_of_snapshot(snapshot), args)
+        else:
+            given, notes = read_annotated(args.problem)
+            problem = _with_options(given, args)
+            waiting.say("simulating a caching allocator")
+            caching = _caching(given, notes)
         waiting.say(f"packing {len(problem.buffers):,} buffers; the first time, the solver is compiled")
         plan = solve(
             problem,
-            time_limit_s=time_limit_s,
+            time_limit_s=max(end - monotonic(), 0.0),
             gap=gap,
             method=Method(args.method),
             seed=args.seed,
@@ -127,14 +142,27 @@ def run(args: argparse.Namespace) -> ExitCode:
         write_picture(args.plot, plan, overwrite=args.force)
     if args.json:
         figures = [_caching_figures(use) for use in caching]
-        print(json.dumps({**plan_summary(plan), "caching": figures, "output": args.output, "plot": args.plot}))
+        there = {} if reserved is None else {"reserved_nbytes": reserved}
+        print(json.dumps({**plan_summary(plan), **there, "caching": figures, "output": args.output, "plot": args.plot}))
         return ExitCode.OK
+    if reserved is not None:
+        needed = format_bytes(plan.arena(DEVICE).nbytes, up=True)
+        print(f"torch reserves {format_bytes(reserved)}, an arena needs {needed}\n")
     print(arena_table(plan))
     if caching:
         print(f"\n{_caching_table(plan, caching)}")
     for path in filter(None, (args.output, args.plot)):
         print(f"Wrote {display_name(path)}")
     return ExitCode.OK
+
+
+def _of_snapshot(snapshot: SnapshotBlocks) -> AddressProblem:
+    return AddressProblem(
+        buffers=tuple(
+            Buffer(id=f"block{number}", start=start, end=end, nbytes=nbytes)
+            for number, (start, end, nbytes) in enumerate(snapshot.blocks)
+        )
+    )
 
 
 def _caching(problem: AddressProblem, notes: Sequence[Notes]) -> list[CachingUse]:

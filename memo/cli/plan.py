@@ -97,8 +97,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--gpus",
         type=_gpus,
         metavar="N",
-        help="number of GPUs in all; auto finds the fewest that fit: 1, 2, 4, 8, then whole nodes (default 1; with "
-        "--cluster all of it)",
+        help="number of GPUs in all; auto finds the fewest that fit: 1, 2, 4, 8, then whole nodes, with --cp or --tp "
+        "within a node where that takes fewer (default 1; with --cluster all of it)",
     )
     where.add_argument(
         "--cluster",
@@ -242,15 +242,15 @@ def _request(args: argparse.Namespace, *, say: Callable[[str], None]) -> tuple[R
     step = args.tp * args.cp * args.pp * args.ep
     first = parse_request(argparse.Namespace(**{**vars(args), "gpus": step}), say=say)
 
-    def with_gpus(gpus: int) -> Request:
-        return parse_request(argparse.Namespace(**{**vars(args), "gpus": gpus}), model=first.config)
+    def with_ranks(**ranks: int) -> Request:
+        return parse_request(argparse.Namespace(**{**vars(args), **ranks}), model=first.config)
 
-    node = first.machine.gpus_per_node
-    request, tried = fewest_gpus(with_gpus, step=step, gpus_per_node=node)
-    gpus = request.layout.gpus
+    request, tried = fewest_gpus(with_ranks, first)
+    layout = request.layout
+    ranks = {name: getattr(layout, name) for name in ("cp", "tp") if getattr(layout, name) != getattr(args, name)}
     too_few = f"; {', '.join(map(str, tried))} {'is' if len(tried) == 1 else 'are'} too few" if tried else ""
-    line = f"fewest GPUs: {gpus}{too_few}"
-    return request, _Found(lines=(line,), summary={"gpus": gpus, "gpus_too_few": tried})
+    line = f"fewest GPUs: {layout.gpus}{''.join(f' --{name} {size}' for name, size in ranks.items())}{too_few}"
+    return request, _Found(lines=(line,), summary={"gpus": layout.gpus, **ranks, "gpus_too_few": tried})
 
 
 def _gpus(text: str) -> int | str:

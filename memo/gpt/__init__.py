@@ -27,7 +27,11 @@ if TYPE_CHECKING:
         OffloadMode as OffloadMode,
         RunConfig as RunConfig,
     )
-    from memo.gpt.train_config import Precision as Precision, TrainConfig as TrainConfig
+    from memo.gpt.train_config import (
+        GPU_PRECISION as GPU_PRECISION,
+        Precision as Precision,
+        TrainConfig as TrainConfig,
+    )
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
@@ -35,6 +39,6 @@ else:
             "attention_pattern": "AttentionPattern with_pattern",
             "config": "GPTConfig MOE_FLAGS MoeConfig PRESETS Variant preset preset_key preset_name variant_of with_experts",
             "run_config": "Documents EmbeddingGradients OffloadConfig OffloadMode RunConfig",
-            "train_config": "Precision TrainConfig",
+            "train_config": "GPU_PRECISION Precision TrainConfig",
         },
     )

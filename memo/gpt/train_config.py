@@ -22,6 +22,10 @@ class Precision(enum.StrEnum):
     BF16 = "bf16"  # everything in bfloat16, the optimizer's state too
 
 
+GPU_PRECISION = Precision.BF16_AUTOCAST
+"""Default on a GPU, of training and of plans."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """Numbers of the step loop. Model, data and outputs are in RunConfig.

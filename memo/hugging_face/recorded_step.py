@@ -146,6 +146,17 @@ def recorded_step(
         raise UsageError(f"{name}: its step cannot be recorded without data: {said}") from error
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Runs operators on one thread: counts and masks alone are computed, and threads wait for each other for longer."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 class _Recording:
     def __init__(self, short: ShortModel, *, tokens: int, batch: int, machine: Hardware, without_logits: bool) -> None:
         self._short = short
@@ -172,7 +183,8 @@ class _Recording:
                 hook.remove()
 
     def run(self, with_logits: RecordedStep | None) -> RecordedStep:
-        with torch.random.fork_rng(devices=[]), ExitStack() as stack:
+        with torch.random.fork_rng(devices=[]), _one_thread(), ExitStack() as stack:
+            stack.callback(self._short.model.to, "meta")  # the model goes to other processes without its tensors
             if self._without_logits:
                 chunk = -(-self._shape[0] * self._shape[1] // _CHUNKS)
                 stack.enter_context(loss_without_logits(self._short.model, chunk=chunk))

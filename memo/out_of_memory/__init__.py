@@ -16,6 +16,8 @@ if TYPE_CHECKING:
         parse_torch_error as parse_torch_error,
     )
     from memo.out_of_memory.snapshot import (
+        SnapshotBlocks as SnapshotBlocks,
+        blocks_apart as blocks_apart,
         explain_apart as explain_apart,
         held_in_snapshot as held_in_snapshot,
         read_snapshot as read_snapshot,
@@ -25,6 +27,6 @@ else:
         __name__,
         {
             "explanation": "SAVED MemoryAnswer HeldMemory explain_memory held_in_trace parse_torch_error",
-            "snapshot": "explain_apart held_in_snapshot read_snapshot",
+            "snapshot": "SnapshotBlocks blocks_apart explain_apart held_in_snapshot read_snapshot",
         },
     )

@@ -9,13 +9,14 @@ back to the first state (`_first_state`), and then replayed to the error or to t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import multiprocessing
 import os
 import pickle
 import resource
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from memo.bounded_files import Refused, open_file
 from memo.errors import TraceError
@@ -26,7 +27,7 @@ from memo.trace import OTHER, OWNED, TRANSIENT, Holder
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-__all__ = ["explain_apart", "held_in_snapshot", "read_snapshot"]
+__all__ = ["SnapshotBlocks", "blocks_apart", "explain_apart", "held_in_snapshot", "read_snapshot"]
 
 _FORK = multiprocessing.get_context("fork")
 _LEAST_S, _S_PER_MIB = 2, 2  # processor seconds that a file may take
@@ -40,6 +41,8 @@ _MOST_HOLDERS = 10
 _FREED = ("free_completed",)
 _MADE_BY = frozenset({"_apply", "to", "__init__", "from_pretrained", "to_empty", "load_state_dict"})
 """Functions that allocate weights."""
+_NO_BLOCK = "no block was ever in use; record with torch.cuda.memory._record_memory_history() first"
+T = TypeVar("T")
 _SHOWN = 3  # lines of a stack
 
 
@@ -84,20 +87,44 @@ class _Block:
     frames: Sequence[Mapping[str, Any]]
 
 
-def explain_apart(path: Path, *, device: int | None = None) -> HeldMemory:
-    """Reads a snapshot of anyone's in a process of its own, and finds what it held: as `held_in_snapshot`.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotBlocks:
+    """Blocks of one device by their lifetimes, in events of the allocator, and what it reserved at most."""
 
-    Plain data can still be nested so deeply, or shared so often, that hashing it ends or stops the interpreter.
+    blocks: tuple[tuple[int, int, int], ...]
+    """First event, event of the end, and bytes."""
+    reserved_nbytes: int
+
+
+def explain_apart(path: Path, *, device: int | None = None) -> HeldMemory:
+    """What a snapshot of anyone's held, as `held_in_snapshot`.
 
     Raises:
         TraceError: as `read_snapshot` and `held_in_snapshot`; or the other process died, or took too long.
     """
+    return _apart(path, functools.partial(held_in_snapshot, device=device))
+
+
+def blocks_apart(path: Path) -> SnapshotBlocks:
+    """The blocks of a snapshot of anyone's.
+
+    Raises:
+        TraceError: as `explain_apart`.
+    """
+    return _apart(path, functools.partial(_read, _lifetimes, device=None))
+
+
+def _apart(path: Path, find: Callable[[Mapping[str, Any]], T]) -> T:
+    """Reads a snapshot of anyone's in a process of its own, and returns what is found in it.
+
+    Plain data can still be nested so deeply, or shared so often, that hashing it ends or stops the interpreter.
+    """
     there, here = _FORK.Pipe(duplex=False)
-    child = _FORK.Process(target=_answer, args=(here, path, device))
+    child = _FORK.Process(target=_answer, args=(here, path, find))
     child.start()
     here.close()
     try:
-        found: HeldMemory | TraceError = there.recv()
+        found: T | TraceError = there.recv()
     except EOFError:
         raise TraceError(f"{str(path)!r} is no snapshot of torch's memory: reading it does not end") from None
     finally:
@@ -107,7 +134,7 @@ def explain_apart(path: Path, *, device: int | None = None) -> HeldMemory:
     return found
 
 
-def _answer(pipe: Connection, path: Path, device: int | None) -> None:
+def _answer(pipe: Connection, path: Path, find: Callable[[Mapping[str, Any]], object]) -> None:
     try:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 2)  # CPython itself writes there of some damaged pickles
@@ -117,7 +144,7 @@ def _answer(pipe: Connection, path: Path, device: int | None) -> None:
         room = _address_space() + max(_LEAST_NBYTES, size * _NBYTES_PER_BYTE)
         resource.setrlimit(resource.RLIMIT_AS, (room, room))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        pipe.send(held_in_snapshot(read_snapshot(path), device=device))
+        pipe.send(find(read_snapshot(path)))
     except OSError as error:
         pipe.send(TraceError(f"cannot read {str(path)!r}: {error.strerror}"))
     except TraceError as error:
@@ -141,8 +168,12 @@ def held_in_snapshot(snapshot: Mapping[str, Any], *, device: int | None = None) 
     Raises:
         TraceError: a field is missing or of another type, or the snapshot has no such device.
     """
+    return _read(_held, snapshot, device=device)
+
+
+def _read(find: Callable[[Mapping[str, Any], int], T], snapshot: Mapping[str, Any], *, device: int | None) -> T:
     try:
-        return _held(snapshot, _device(snapshot) if device is None else device)
+        return find(snapshot, _device(snapshot) if device is None else device)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, ArithmeticError) as error:
         raise TraceError(f"the snapshot is damaged: {type(error).__name__} {error}") from None
 
@@ -159,18 +190,43 @@ def _device(snapshot: Mapping[str, Any]) -> int:
     return max(reserved, key=lambda number: reserved[number], default=0)
 
 
-def _held(snapshot: Mapping[str, Any], device: int) -> HeldMemory:
+def _last_state(snapshot: Mapping[str, Any], device: int) -> tuple[Sequence[Mapping[str, Any]], dict[int, _Block], int]:
+    """A device's events, and its blocks and reserved bytes after them."""
     segments = [one for one in snapshot["segments"] if one.get("device", 0) == device]
     traces = snapshot.get("device_traces") or []
     events = traces[device] if device < len(traces) else []
     for event in events:
         _nbytes(event["size"])
-    blocks, reserved = _blocks(segments), sum(_nbytes(one["total_size"]) for one in segments)
+    return events, _blocks(segments), sum(_nbytes(one["total_size"]) for one in segments)
+
+
+def _lifetimes(snapshot: Mapping[str, Any], device: int) -> SnapshotBlocks:
+    events, last, reserved = _last_state(snapshot, device)
+    first, reserved = _first_state(events, last, reserved)
+    begun = {address: (0, block.nbytes) for address, block in first.items()}
+    blocks, most = [], reserved
+    for at, event in enumerate(events, 1):
+        action, size = event["action"], event["size"]
+        if action == "alloc":
+            begun[event["addr"]] = (at, size)
+        elif action in _FREED and event["addr"] in begun:
+            start, nbytes = begun.pop(event["addr"])
+            blocks.append((start, at, nbytes))
+        reserved += size * _GROWTH.get(action, 0)
+        most = max(most, reserved)
+    blocks += [(start, len(events) + 1, nbytes) for start, nbytes in begun.values()]
+    if not blocks:
+        raise ValueError(_NO_BLOCK)
+    return SnapshotBlocks(blocks=tuple(sorted(blocks)), reserved_nbytes=most)
+
+
+def _held(snapshot: Mapping[str, Any], device: int) -> HeldMemory:
+    events, blocks, reserved = _last_state(snapshot, device)
     errors = [number for number, event in enumerate(events) if event["action"] == "oom"]
     error = events[errors[-1]] if errors else None
     blocks, reserved = _replayed(events, blocks, reserved, until=errors[-1] if errors else None)
     if not blocks and error is None:
-        raise ValueError("no block was ever in use; record with torch.cuda.memory._record_memory_history() first")
+        raise ValueError(_NO_BLOCK)
     bands: dict[str, int] = {}
     for block in blocks.values():
         band = _band(block.frames)

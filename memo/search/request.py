@@ -6,11 +6,21 @@ Pure data beside the model; `memo plan` parses it from flags, searches and sweep
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated
+import functools
+from typing import TYPE_CHECKING, Annotated, Any
 
 from memo.errors import UsageError
 from memo.gpt import EmbeddingGradients, GPTConfig
-from memo.gpt.arithmetic import AdapterDtype, BaseFormat, Optimizer, RecomputeMethod, StepLayout, derive_profile
+from memo.gpt.arithmetic import (
+    STATES,
+    AdapterDtype,
+    BaseFormat,
+    Optimizer,
+    RecomputeMethod,
+    StepLayout,
+    derive_profile,
+    layer_states,
+)
 from memo.mip.activation import ActivationProblem, DoesNotFit, Pipeline, fits, solve_mlp_tiles
 from memo.mip.inputs import CODECS
 from memo.units import format_bytes
@@ -22,6 +32,15 @@ if TYPE_CHECKING:
     from memo.mip.inputs import Hardware, PipelineSchedule, Profile
 
 __all__ = ["Request", "TrainingMethod"]
+
+GPT_WORDS = (
+    "the model is memo's GPT, whose loss holds no logits and whose MLPs may be in tiles (--mlp-tiles 1: whole); "
+    "transformers' own, by the path of its config.json, saves the input of each norm in float32, too"
+)
+OFFLOAD_WORDS = (
+    "optimizer state and its step are on the host, which is not a part of memo train; published runs took several times the "
+    "predicted update"
+)
 
 
 def _method(text: str) -> RecomputeMethod | None:
@@ -65,7 +84,7 @@ class TrainingMethod:
     codec: Annotated[str | None, {"choices": CODECS, "metavar": None}] = None
     """Move values as one-byte codes with a bounded error, as memo train --codec does (default: bit for bit)."""
     optimizer_offload: bool = False
-    """Optimizer state and its step are on the host."""
+    """Optimizer state and its step are on the host, which is not a part of memo train."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +107,8 @@ class Request(TrainingMethod):
     """Chunks of each pipeline rank; None is the schedule's own number."""
     sharded_over: int | None = None
     """Ranks that share one copy of what `zero` shards, for hybrid sharding; None is all data-parallel ranks."""
+    shares_host: bool = False
+    """Whether the host budget is what a node's memory has for as many GPUs, and grows with their number."""
     stage_layers: tuple[int, ...] = ()
     """Numbers of layers of the runs of consecutive layers; without them equal ones."""
 
@@ -95,6 +116,14 @@ class Request(TrainingMethod):
     def leanest_tiles(self) -> tuple[int, ...]:
         """Numbers of MLP tiles of which one holds least: the most, or where an MLP is narrow the fewest."""
         return tuple(dict.fromkeys((self.tiles[-1], self.tiles[0])))
+
+    def on(self, **layout: Any) -> Request:
+        """The request on another layout, whose fields are given."""
+        other, had = dataclasses.replace(self.layout, **layout), self.budgets
+        ranks = min(other.gpus, self.machine.gpus_per_node)
+        host = had.host_bytes * ranks // had.ranks_per_node if self.shares_host else had.host_bytes
+        budgets = dataclasses.replace(had, host_bytes=host, ranks_per_node=ranks)
+        return dataclasses.replace(self, layout=other, budgets=budgets)
 
     def fits(self) -> bool:
         """Whether some plan fits.
@@ -166,10 +195,10 @@ class Request(TrainingMethod):
         """
         profile, config = self.profile, self.config
         if isinstance(config, GPTConfig):
-            profile = derive_profile(
-                dataclasses.replace(config, mlp_tiles=tiles),
-                machine,
-                layout,
+            derived = functools.partial(
+                derive_profile,
+                machine=machine,
+                layout=layout,
                 precision=self.precision,
                 accumulate=self.accumulate,
                 recompute=self.recompute,
@@ -184,6 +213,9 @@ class Request(TrainingMethod):
                 codec=self.codec,
                 name=self.model,
             )
+            profile = derived(dataclasses.replace(config, mlp_tiles=tiles))
+            if tiles > 1:
+                profile = _with_tiling(profile, derived(dataclasses.replace(config, mlp_tiles=1)))
         elif config is not None:
             profile = config.profile(
                 machine,
@@ -202,12 +234,22 @@ class Request(TrainingMethod):
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Assumptions about training that are not the default, and those of a model of transformers."""
-        found = [f"the optimizer is {self.optimizer}"] if self.optimizer is not Optimizer.ADAMW else []
+        """Assumptions about training: always its numbers of bytes and the model, and what is not the default."""
+        found = [f"{format_bytes(self.budgets.host_bytes)} of host memory a node"]
+        is_gpt = isinstance(self.config, GPTConfig)
+        if self.config is not None:
+            # The width matters to Adafactor's means alone, by hundredths of a byte.
+            states = layer_states(self.optimizer, STATES[self.precision], smallest=4096)
+            kept = f"{states.gradient} of gradient and {states.optimizer:.2g} of {self.optimizer}'s state a parameter"
+            kernel = f"attention by {self.machine.attention[0].name}"
+            found = [
+                f"{self.precision}; {states.weight} bytes of weight, {kept}; {kernel}; {found[0]}",
+                GPT_WORDS if is_gpt else "the model is transformers' own, with whole MLPs",
+            ]
         if self.lora:
             frozen = f"on a base in {self.base}" if self.base is not BaseFormat.FULL else ""
             found.append(f"adapters of rank {self.lora} alone are trained, in {self.lora_dtype} {frozen}".rstrip())
-        found += ["optimizer state and its step are on the host"] if self.optimizer_offload else []
+        found += [OFFLOAD_WORDS] if self.optimizer_offload else []
         found += [f"what moves is coded as {self.codec}: gradients are near, not bit-identical"] if self.codec else []
         found += (
             [f"data-parallel ranks share by ZeRO {self.zero}"] if self.zero < 3 and self.layout.replicas > 1 else []
@@ -233,3 +275,17 @@ class Request(TrainingMethod):
             chunks=self.chunks or 0,
             layers=self.stage_layers,
         )
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_tiling(profile: Profile, whole: Profile) -> Profile:
+    """The profile with what MLPs in tiles add to its layers, beside the same layers with whole MLPs."""
+    classes = tuple(
+        dataclasses.replace(
+            layer,
+            tiled_s=max(layer.forward_s + layer.backward_s - plain.forward_s - plain.backward_s, 0.0),
+            tiled_flops=max(layer.backward_flops - plain.backward_flops, 0.0),
+        )
+        for layer, plain in zip(profile.classes, whole.classes, strict=True)
+    )
+    return dataclasses.replace(profile, classes=classes)

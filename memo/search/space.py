@@ -270,6 +270,9 @@ class Space:
 
     def least_work(self, shape: Shape, setting: Setting) -> BoundSequence:
         """Bounds by the work of a shape and a setting, whatever the rest of a candidate is."""
+        if not isinstance(self.request.config, GPTConfig) and self.cluster is None:
+            # A kernel's time per sequence is least in the largest microbatch, so one step is recorded for all settings.
+            setting = max(self.settings(shape), key=lambda one: one.batch)
         request = self.request_of(Candidate(shape=shape, setting=setting, zero=0))
         if self.cluster is not None:
             return self._least_work(shape, request)

@@ -69,6 +69,8 @@ class MemoryUse(enum.StrEnum):
     """Bytes that a recompute is given, and holds."""
     TRANSIENT = "transients"
     """Tensors of the running layer that nothing saves."""
+    MESSAGES = "messages"
+    """Buffers of a pipeline's messages in flight: activations and their gradients, of all microbatches that are received."""
     OTHER = "other"
     """Libraries' memory, and static bytes that a profile does not tell apart."""
 
@@ -92,7 +94,7 @@ class DeviceMemory:
 
     @property
     def static_bytes(self) -> int:
-        """Bytes that are there before any activation."""
+        """Bytes that are there before any activation, without messages."""
         return sum(
             self.uses.get(use, 0)
             for use in (MemoryUse.WEIGHTS, MemoryUse.GRADIENTS, MemoryUse.OPTIMIZER, MemoryUse.CAST, MemoryUse.OTHER)
@@ -364,6 +366,7 @@ class _MomentPeaks:
             MemoryUse.OPTIMIZER: static.optimizer,
             MemoryUse.GATHERED: static.gathered,
             MemoryUse.CAST: static.cast,
+            MemoryUse.MESSAGES: static.messages,
             MemoryUse.OTHER: static.other,
         }
         if self._starts:

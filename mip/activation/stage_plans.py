@@ -45,7 +45,7 @@ def extract_stage_plan(plan: ActivationPlan, stage: int) -> ActivationPlan:
             profile=dataclasses.replace(
                 profile,
                 layers=tuple(profile.layers[index] for index in own),
-                embedding=dataclasses.replace(embedding, static=embedding.static + StaticBytes(other=messages)),
+                embedding=dataclasses.replace(embedding, static=embedding.static + StaticBytes(messages=messages)),
                 head=profile.head if view.has_head else EmbeddingOrHeadProfile(),
                 optimizer_s=machine.optimizer_s,
                 optimizer_exchange_s=machine.optimizer_exchange_s,

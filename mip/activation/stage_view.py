@@ -117,4 +117,4 @@ class StageView:
         found = sum((each * count for each, count in statics.items()), StaticBytes())
         for end in self.ends:
             found += end.static
-        return found + StaticBytes(other=self.problem.message_bytes(self.number))
+        return found + StaticBytes(messages=self.problem.message_bytes(self.number))

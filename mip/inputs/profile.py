@@ -132,6 +132,8 @@ class StaticBytes:
     """Whole copies of sharded weights that stay from pass to pass."""
     cast: int = 0
     """Copies of weights in the number format of matrix products: autocast's."""
+    messages: int = 0
+    """Buffers of a pipeline's messages in flight."""
     other: int = 0
     """Libraries' memory, and what is not told apart: files of earlier versions."""
 
@@ -172,6 +174,10 @@ class LayerProfile:
     """The part of `forward_flops` in attention scores."""
     attention_s: float = 0.0
     """The part of `forward_s` in scores of full attention, which alone grows with the square of the length."""
+    tiled_s: float = 0.0
+    """The part of `forward_s` and `backward_s` that an MLP in tiles adds: repeated products and launches."""
+    tiled_flops: float = 0.0
+    """The part of `backward_flops` in those products."""
     forward_exchange_s: float = 0.0
     """The part of `forward_s` in which compute waits for collectives of tensor and context parallelism."""
     backward_exchange_s: float = 0.0

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import os
+import pickle
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from memo.cli import pack
 from memo.cli.main import main
-from memo.errors import ExitCode, SolverFailed
+from memo.errors import ExitCode, SolverFailed, SolverTimeout
 from memo.mip import compile_cpp
 from memo.mip.address import check, read_plan, read_problem
 from memo.mip.address.portfolio import ArenaSolver
@@ -57,6 +61,48 @@ def test_without_a_capacity_the_shortest_time_ends_with_a_plan(tmp_path: Path) -
     path = tmp_path / "plan.json"
     assert main(["pack", str(DATA / "A.1048576.csv"), "--time-limit", "0.001ms", "-o", str(path)]) == ExitCode.OK
     assert check(read_plan(path)) is None
+
+
+def test_a_snapshot_of_torchs_memory_says_what_torch_reserves_and_an_arena_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mib, path = 1 << 20, tmp_path / "snapshot.pickle"
+    blocks = [
+        {"address": 0, "size": 100 * mib, "state": "active_allocated", "frames": []},
+        {"address": 100 * mib, "size": 500 * mib, "state": "inactive", "frames": []},
+    ]
+    # Beside 100 MiB that stay there are 200, 100 beside them, and 200 elsewhere while the first 200 are free.
+    events = [
+        {"action": action, "addr": addr * mib, "size": size * mib}
+        for action, addr, size in (
+            ("segment_alloc", 0, 600), ("alloc", 100, 200), ("alloc", 300, 100), ("free_completed", 100, 200),
+            ("alloc", 400, 200), ("free_completed", 300, 100), ("free_completed", 400, 200),
+        )
+    ]  # fmt: skip
+    segment = {"device": 0, "address": 0, "total_size": 600 * mib, "blocks": blocks}
+    path.write_bytes(pickle.dumps({"segments": [segment], "device_traces": [events]}))
+    assert main(["pack", str(path)]) == ExitCode.OK
+    assert capsys.readouterr().out.startswith("torch reserves 600 MiB, an arena needs 400 MiB\n")
+    assert main(["pack", str(path), "--json"]) == ExitCode.OK
+    report = json.loads(capsys.readouterr().out)
+    assert (report["reserved_nbytes"], report["arenas"][0]["nbytes"]) == (600 * mib, 400 * mib)
+    path.write_bytes(pickle.dumps({"segments": [{"device": 0}], "device_traces": []}))
+    assert main(["pack", str(path)]) == ExitCode.FAILURE
+    assert "the snapshot is damaged" in assert_one_line(capsys)
+
+
+def test_what_comes_before_planning_is_a_part_of_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+    seconds = itertools.count(step=7.0)  # from one look at the clock to the next
+
+    def stop(*_: object, time_limit_s: float, **__: object) -> NoReturn:
+        given.append(time_limit_s)
+        raise SolverTimeout("stopped")
+
+    monkeypatch.setattr(pack, "solve", stop)
+    monkeypatch.setattr(pack, "monotonic", lambda: next(seconds))
+    assert main(["pack", STEP, "--time-limit", "60s", "--json"]) == ExitCode.NO_PLAN_IN_TIME
+    assert given == [53.0]
 
 
 def test_the_same_problem_gives_the_same_bytes(plan_path: Path, tmp_path: Path) -> None:

@@ -11,6 +11,10 @@ import pytest
 
 from memo.cli.main import main
 from memo.errors import ExitCode
+from memo.gpt import Precision, preset
+from memo.gpt.arithmetic import StepLayout, derive_profile
+from memo.mip.inputs import PRESETS
+from memo.search.request import GPT_WORDS
 
 LLAMA = {
     "model_type": "llama",
@@ -112,8 +116,23 @@ def test_the_longest_sequence_says_what_binds_and_what_would_lengthen_it(
     assert proposal == "a quarter longer or more: --loss without-logits, which is memo.loss_without_logits(model)"
 
 
+def test_memos_gpt_and_transformers_model_save_the_same_bytes_but_for_norms(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from memo.hugging_face import PUBLISHED, HuggingFaceModel, configuration_from
+
+    (tmp_path / "config.json").write_text(json.dumps(dict(PUBLISHED["llama-3-8b"].config)))
+    other = HuggingFaceModel(configuration_from(str(tmp_path), name="llama"), name="llama", without_logits=True)
+    layout, machine = StepLayout(tokens=4096, gpus=1), PRESETS["h100"]
+    own = derive_profile(preset("llama3-8b"), machine, layout, precision=Precision.BF16).classes[0]
+    (theirs,) = other.profile(machine, layout).classes
+    assert own.static == theirs.static
+    # Two norms, whose input transformers converts to float32.
+    assert theirs.full_bytes - own.full_bytes == 2 * 4 * 4096 * layout.tokens
+    assert "saves the input of each norm in float32, too" in GPT_WORDS
+
+
 def test_the_fewest_gpus_are_the_first_of_which_a_plan_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ("--model", "7b", "--seq", "256k", "--mlp-tiles", "8")
+    flags = ("--model", "7b", "--seq", "256k", "--mlp-tiles", "8", "--precision", "bf16")
     found = planned(capsys, *flags, "--gpus", "auto")
     assert (found["gpus"], found["gpus_too_few"]) == (2, [1])
     assert main(["plan", *flags, "--gpus", "1", "--gpu", "h100"]) == ExitCode.INFEASIBLE
@@ -194,7 +213,7 @@ def test_two_searches_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_sweep_over_host_memory_begins_where_something_fits(capsys: pytest.CaptureFixture[str]) -> None:
     points = planned(
-        capsys, "--model", "350m", "--seq", "64k", "--device", "8GiB", "--mlp-tiles", "8", "--sweep", "host"
+        capsys, "--model", "350m", "--seq", "64k", "--device", "12GiB", "--mlp-tiles", "8", "--sweep", "host"
     )["points"]
     assert all(point["infeasible"] is None for point in points)
     budgets = [point["host_budget_bytes"] for point in points]

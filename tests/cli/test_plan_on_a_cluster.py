@@ -30,6 +30,8 @@ PLAN = [
     "3",
     "--accumulate",
     "8",
+    "--precision",
+    "bf16",
 ]
 GUIDE = (ROOT / "docs" / "activation-plan.md").read_text()
 

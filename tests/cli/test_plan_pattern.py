@@ -22,7 +22,22 @@ def test_a_plan_tells_classes_of_layers_apart_by_their_shares(
 ) -> None:
     path = tmp_path / "plan.json"
     assert (
-        main(["plan", *MODEL, "--device", "11GiB", "--host", "6GiB", "--mlp-tiles", "1", "-o", str(path)])
+        main(
+            [
+                "plan",
+                *MODEL,
+                "--device",
+                "11GiB",
+                "--host",
+                "6GiB",
+                "--mlp-tiles",
+                "1",
+                "--precision",
+                "bf16",
+                "-o",
+                str(path),
+            ]
+        )
         == ExitCode.OK
     )
     lines = capsys.readouterr().out.splitlines()

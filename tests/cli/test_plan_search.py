@@ -208,9 +208,35 @@ def test_bad_input_is_one_line(arguments: list[str], words: str, capsys: pytest.
     assert words in error_of(capsys, arguments)
 
 
+def test_zero_3_over_more_than_64_nodes_has_a_sentence_beside_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    # Two GPUs a node, and all dimensions but the sharding fixed.
+    asked = [*SEARCH, "--model", "7b", "--seq", "4k", "--gpus-per-node", "2", "--dp", "130", "--tp", "1", "--cp", "1"]
+    asked += [
+        "--pp",
+        "1",
+        "--batch",
+        "1",
+        "--accumulate",
+        "1",
+        "--global-batch",
+        "130",
+        "--zero",
+        "3",
+        "--mlp-tiles",
+        "1",
+    ]
+    (words,) = of_json(capsys, [*asked, "--nodes", "65"])["warnings"]
+    assert words.startswith("number 1 has ZeRO 3 over 65 nodes; published runs of that size were several times slower")
+    assert "173 to 186 TFLOP/s a GPU for 175B on 128 to 512 A100 (PyTorch FSDP, arXiv 2304.11277)" in words
+    assert main([*asked, "--nodes", "65"]) == ExitCode.OK
+    assert f"warning: {words}" in capsys.readouterr().out
+    few = [word.replace("130", "128") for word in asked]
+    assert of_json(capsys, [*few, "--nodes", "64"])["warnings"] == []
+
+
 def test_a_cluster_that_is_too_small_names_the_smallest_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     small = [*SEARCH, "--model", "125m", "--seq", "1k", "--batch-tokens", "4k", "--gpus-per-node", "1", "--host", "0"]
-    small += ["--layers", "4", "--device", "600MiB", "--mlp-tiles", "1"]
+    small += ["--layers", "4", "--device", "600MiB", "--mlp-tiles", "1", "--precision", "bf16"]
     error = error_of(capsys, small, ExitCode.INFEASIBLE)
     assert "no layout of 125m at 1k tokens fits on one node of 1 GPU, a800" in error
     assert "--nodes 2" in error

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from memo.cli.planning.request import unheard
 from memo.errors import UsageError
 from memo.gpt.arithmetic import RecomputeMethod, StepLayout
 from memo.hugging_face import PUBLISHED, HuggingFaceModel, configuration_from, model_class, published_name
@@ -72,6 +74,16 @@ def test_saved_bytes_are_those_of_memo_record(kind: str) -> None:
         roles[role] for role in (SavedRole.INPUT, SavedRole.ATTENTION, SavedRole.RECOMPUTABLE, SavedRole.STATISTICS)
     )
     assert sum(layer.full_bytes for layer in profile(kind).layer_profiles()) == recorded
+
+
+def test_a_recorded_model_goes_to_another_process_without_its_tensors() -> None:
+    model = HuggingFaceModel(configuration_from(small("qwen3_moe")), name="any", say=unheard)
+    threads, layout = torch.get_num_threads(), StepLayout(tokens=TOKENS)
+    found = model.profile(MACHINE, layout)
+    assert torch.get_num_threads() == threads
+    written = pickle.dumps(model)
+    assert len(written) < 1 << 16
+    assert pickle.loads(written).profile(MACHINE, layout) == found  # of the recording that it takes along
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -153,7 +153,7 @@ def test_the_first_line_says_what_is_predicted_until_it_is_measured() -> None:
     )
     measured = dataclasses.replace(outcome, measured_s=1.03, measured_peak_bytes=1 << 21)
     assert dataclasses.replace(report, plan=measured).benefit == (
-        "saved tensors take at most 2 MiB of the device (measured) instead of 4 MiB; step +3.0 % (measured)"
+        "saved tensors take at most 2 MiB of the device (measured) instead of 4 MiB; step +10.0 % (predicted)"
     )
     plan.declined = "fits"
     assert dataclasses.replace(report, plan=outcome).benefit == (

@@ -25,7 +25,10 @@ def add_budget_flags(parser: argparse.ArgumentParser) -> None:
     within = parser.add_argument_group("budgets")
     within.add_argument("--device", metavar="SIZE", help="memory of one GPU, such as 80GiB (default: 95 %% of it)")
     within.add_argument(
-        "--host", metavar="SIZE", help="host memory of one node, for all its ranks; 0 is none (default: 80 %% of it)"
+        "--host",
+        metavar="SIZE",
+        help="host memory of one node, for all its ranks; 0 is none (default: 80 %% of it; of fewer GPUs than the node has "
+        "their share)",
     )
     within.add_argument(
         "--disk-budget",
@@ -53,7 +56,9 @@ def budgets_of(args: argparse.Namespace, machine: Hardware) -> Budgets:
         UsageError: a size or a rate cannot be read, or the device budget is more than the GPU has. A host budget above
             what the machine is described with is warned about, since hosts of one GPU differ.
     """
-    device, host = int(DEVICE_SHARE * machine.device_bytes), int(HOST_SHARE * machine.host_bytes)
+    ranks = min(max(args.gpus, 1), machine.gpus_per_node)
+    own = 1.0 if args.search or args.cluster is not None else ranks / machine.gpus_per_node
+    device, host = int(DEVICE_SHARE * machine.device_bytes), int(HOST_SHARE * machine.host_bytes * own)
     if args.recompute is not None:
         host = 0
     if args.device is not None:
@@ -81,5 +86,5 @@ def budgets_of(args: argparse.Namespace, machine: Hardware) -> Budgets:
         host_bytes=host,
         disk_bytes=parse_bytes(args.disk_budget, what="--disk-budget"),
         disk_wear_bytes_per_day=None if args.wear is None else args.wear * 1e12,
-        ranks_per_node=min(max(args.gpus, 1), machine.gpus_per_node),
+        ranks_per_node=ranks,
     )

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from memo.cli.inputs.model_shape import SHAPE_FIELDS, add_shape_flags, named_shape, shape_flag
 from memo.errors import UsageError
-from memo.gpt import PRESETS, GPTConfig, Precision, preset_name
+from memo.gpt import GPU_PRECISION, PRESETS, GPTConfig, Precision, preset_name
 from memo.gpt.arithmetic import AdapterDtype
 from memo.hugging_face import PUBLISHED, names_configuration, published_name
 
 if TYPE_CHECKING:
     from memo.hugging_face import HuggingFaceModel
 
-__all__ = ["add_model_flags", "planned_model"]
+__all__ = ["add_model_flags", "planned_model", "planned_precision"]
 
 _FIELDS = {
     "layers": "num_hidden_layers",
@@ -46,8 +46,8 @@ def add_model_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--precision",
         choices=[str(p) for p in Precision],
-        default=str(Precision.BF16),
-        help="number format of a named model (default bf16; note that memo train uses bf16-autocast on a GPU)",
+        help=f"number format of a named model (default: of memo's GPT {GPU_PRECISION}, as memo train has it on a GPU; of a "
+        f"model of transformers {Precision.BF16})",
     )
     group.add_argument(
         "--loss",
@@ -56,6 +56,14 @@ def add_model_flags(group: argparse._ArgumentGroup) -> None:
         "model; sizes of memo's GPT have no logits in memory)",
     )
     add_shape_flags(group)
+
+
+def planned_precision(args: argparse.Namespace) -> Precision:
+    """The precision of the flag, or the one in which the model is trained by default."""
+    if args.precision is not None:
+        return Precision(args.precision)
+    is_gpt = args.model is not None and preset_name(args.model) is not None and not Path(args.model).exists()
+    return GPU_PRECISION if is_gpt else Precision.BF16
 
 
 def planned_model(
@@ -98,7 +106,7 @@ def _of_transformers(
     return HuggingFaceModel(
         config,
         name=name,
-        precision=Precision(args.precision),
+        precision=planned_precision(args),
         without_logits=args.loss == _WITHOUT_LOGITS,
         lora=args.lora or 0,
         lora_dtype=AdapterDtype(args.lora_dtype or AdapterDtype.FP32),

@@ -13,9 +13,9 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from memo.cli.planning.search import gpu_counts
+from memo.cli.planning.search import OFFLOAD, OFFLOAD_WORDS, gpu_counts
 from memo.cli.tables.activation import memory_summary, memory_table, use_name
 from memo.errors import UsageError
 from memo.mip.activation import MemoryUse, device_peak_candidates
@@ -84,7 +84,9 @@ def changes_that_fit(request: Request, misfit: DoesNotFit, *, say: Callable[[str
     shorter = trial.first(_shorter(request))
     if combined is None and shorter is None and not singles:
         combined = trial.combined(shortens=True)
-    found = [_flags(request, changed) for changed in (*singles, combined, shorter) if changed is not None]
+    offloaded = None if request.config is None else dataclasses.replace(request, optimizer_offload=True)
+    offloaded = None if request.optimizer_offload or offloaded is None else trial.first([offloaded])
+    found = [_flags(request, changed) for changed in (*singles, combined, shorter, offloaded) if changed is not None]
     for tier, there in (("device", request.machine.device_bytes), ("host", request.machine.host_bytes)):
         least = misfit.least_bytes.get(tier)
         if least is not None and least <= there:
@@ -147,10 +149,10 @@ class _Trial:
         """Returns the request less changes of the layout that the fit does not need, and on the fewest GPUs."""
         was = self._request
         for name in ("tokens", "tp", "ep", "pp", "cp"):
-            less = _on(changed, **{name: getattr(was.layout, name)})
+            less = changed.on(**{name: getattr(was.layout, name)})
             changed = less if less != changed and self.fits(less) else changed
         counts = gpu_counts(_step(changed.layout), was.machine.gpus_per_node)
-        fewer = (_on(changed, gpus=gpus) for gpus in counts if was.layout.gpus <= gpus < changed.layout.gpus)
+        fewer = (changed.on(gpus=gpus) for gpus in counts if was.layout.gpus <= gpus < changed.layout.gpus)
         return next((less for less in fewer if self.fits(less)), changed)
 
     def _is_possible(self, changed: Request) -> bool:
@@ -167,7 +169,7 @@ class _Trial:
         asked = self._request.layout
         try:
             nbytes = max(
-                _weights(place) for place in _places(_on(changed, tokens=asked.tokens // asked.cp * changed.layout.cp))
+                _weights(place) for place in _places(changed.on(tokens=asked.tokens // asked.cp * changed.layout.cp))
             )
         except UsageError:  # the layout does not divide the model
             return False
@@ -195,7 +197,7 @@ def _weights(place: PeakCandidate) -> int:
 def _flags(request: Request, changed: Request) -> str:
     """Flags that turn the command line of `request` into that of `changed`."""
     found = ["--loss without-logits"] if changed.config is not request.config else []
-    found += ["--optimizer-offload"] if changed.optimizer_offload and not request.optimizer_offload else []
+    found += [OFFLOAD] if changed.optimizer_offload and not request.optimizer_offload else []
     for name in ("gpus", "tp", "cp", "pp", "ep"):
         number = getattr(changed.layout, name)
         found += [f"--{name} {number}"] if number != getattr(request.layout, name) else []
@@ -211,8 +213,6 @@ def _changes(request: Request) -> Iterator[Iterable[Request]]:
     without_logits = request.without_logits()
     if without_logits is not None:
         yield [without_logits]
-    if not request.optimizer_offload:
-        yield [dataclasses.replace(request, optimizer_offload=True)]
     if request.zero < 3 and request.layout.replicas > 1:
         yield [dataclasses.replace(request, zero=3)]
     yield _more_gpus(request)
@@ -228,7 +228,7 @@ def _more_gpus(request: Request) -> Iterator[Request]:
     layout = request.layout
     for gpus in gpu_counts(_step(layout), request.machine.gpus_per_node):
         if layout.gpus < gpus <= _most_gpus(request):
-            yield dataclasses.replace(_on(request, gpus=gpus), zero=3)
+            yield dataclasses.replace(request.on(gpus=gpus), zero=3)
 
 
 def _more_ranks(request: Request, name: str, *, most_gpus: int) -> Iterator[Request]:
@@ -246,14 +246,14 @@ def _more_ranks(request: Request, name: str, *, most_gpus: int) -> Iterator[Requ
         gpus = (
             layout.gpus if layout.gpus % step == 0 else min(-(-layout.gpus // unit), max(most_gpus // unit, 1)) * unit
         )
-        yield _on(request, gpus=gpus, **{name: size})
+        yield request.on(gpus=gpus, **{name: size})
 
 
 def _shorter(request: Request) -> Iterator[Request]:
     for times in _powers(MOST_TIMES):
         tokens = request.layout.tokens // times
         if tokens * times == request.layout.tokens:
-            yield _on(request, tokens=tokens)
+            yield request.on(tokens=tokens)
 
 
 def _step(layout: StepLayout) -> int:
@@ -268,21 +268,13 @@ def _powers(most: int) -> Iterator[int]:
         times *= 2
 
 
-def _on(request: Request, **layout: Any) -> Request:
-    """The request with another layout."""
-    other = dataclasses.replace(request.layout, **layout)
-    ranks = min(other.gpus, request.machine.gpus_per_node)
-    return dataclasses.replace(
-        request, layout=other, budgets=dataclasses.replace(request.budgets, ranks_per_node=ranks)
-    )
-
-
 def _message(request: Request, misfit: DoesNotFit, changes: list[str]) -> str:
     signature, memory = misfit.problem.profile.signature, misfit.memory
     words = f"no plan fits: {signature.model} in {signature.dtype} at {format_tokens(signature.tokens)} tokens: "
     words += _largest(memory, misfit.problem.budgets.device_bytes)
     if changes:
-        words += f"; it fits with {' or '.join(changes)}"
+        named = (f"{flags} ({OFFLOAD_WORDS})" if flags == OFFLOAD else flags for flags in changes)
+        words += f"; it fits with {' or '.join(named)}"
     elif request.config is not None:
         words += (
             f"; no change that was tried fits, alone or together: up to {_most_gpus(request)} GPUs, more ranks of each"

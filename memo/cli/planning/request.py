@@ -12,7 +12,7 @@ from memo.cli.inputs.budgets import budgets_of
 from memo.cli.inputs.fields import given_fields
 from memo.cli.inputs.machine import machine_of
 from memo.cli.inputs.model_shape import SHAPE_FIELDS, shape_flag
-from memo.cli.inputs.planned_model import planned_model
+from memo.cli.inputs.planned_model import planned_model, planned_precision
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.errors import UsageError
 from memo.gpt import EmbeddingGradients, GPTConfig, Precision, preset_name
@@ -37,12 +37,16 @@ TRAINING_FIELDS = "recompute zero optimizer lora lora_dtype base embedding codec
 _METHOD_WORDS = {"none": " without recompute", "selective": " selective recompute", "full": " full recompute"}
 
 
+def unheard(words: str) -> None:
+    """Takes what is said where nobody listens; unlike a lambda it goes to other processes with a model."""
+
+
 def parse_request(
     args: argparse.Namespace,
     *,
     model: GPTConfig | HuggingFaceModel | None = None,
     machine: Hardware | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    say: Callable[[str], None] = unheard,
 ) -> Request:
     """Parses the arguments and reads the files.
 
@@ -86,12 +90,13 @@ def parse_request(
     return Request(
         config=config,
         model=(args.model or "") + ("" if args.recompute is None else _METHOD_WORDS[args.recompute]),
-        precision=Precision(args.precision),
+        precision=planned_precision(args),
         tiles=_tiles(args, profile, config),
         layout=layout,
         profile=profile,
         machine=machine,
         budgets=budgets_of(args, machine),
+        shares_host=args.host is None,
         accumulate=accumulate,
         schedule=_schedule(args, layout, accumulate),
         chunks=args.chunks,
@@ -134,7 +139,7 @@ def _require_attention(
         )
     if asked is ContextAttention.RING and config.is_local_within(layout.tokens):
         raise UsageError("local attention is not possible with --cp-attention ring; use ulysses")
-    if asked is ContextAttention.RING and args.precision == Precision.FP32:
+    if asked is ContextAttention.RING and planned_precision(args) is Precision.FP32:
         raise UsageError("ring attention needs half precision on a GPU; give --precision bf16 or bf16-autocast")
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Longest", "describe_longest", "fewest_gpus", "gpu_counts", "longest_sequence"]
 
+OFFLOAD, OFFLOAD_WORDS = "--optimizer-offload", "not a part of memo train"
 LONGER = 1.25
 """Factor by which a change that is proposed must lengthen the sequence."""
 
@@ -63,28 +64,56 @@ def longest_sequence(request: Request) -> Longest:
     )
 
 
-def fewest_gpus(request_of: Callable[[int], Request], *, step: int, gpus_per_node: int) -> tuple[Request, list[int]]:
-    """Finds the fewest GPUs that some plan fits.
+def fewest_gpus(request_of: Callable[..., Request], first: Request) -> tuple[Request, list[int]]:
+    """Finds the fewest GPUs that some plan fits, as asked for or by context or tensor parallelism within a node.
 
     Args:
-        request_of: returns the request with so many GPUs.
-        step: tp x cp x pp, which divides the number of GPUs.
-        gpus_per_node: GPUs of a node; beyond one, whole nodes are tried.
+        request_of: returns the request with other --gpus, and --cp or --tp.
+        first: the request on so many GPUs as its layout needs.
 
     Returns:
-        The request, and the numbers of GPUs that do not fit.
+        The request as asked for or, where that does not fit, the fastest of the others, and the numbers of GPUs that do
+        not fit.
 
     Raises:
         Infeasible: no number that was tried fits.
     """
     tried: list[int] = []
-    for gpus in gpu_counts(step, gpus_per_node):
-        request = request_of(gpus)
-        if request.fits():
-            return request, tried
+    for gpus in gpu_counts(first.layout.gpus, first.machine.gpus_per_node):
+        if _does_fit(lambda gpus=gpus: request_of(gpus=gpus)):  # type: ignore[misc]
+            return request_of(gpus=gpus), tried
+        divided = [{"gpus": gpus, **ranks} for ranks in _more_ranks(first, gpus)]
+        fitting = [ranks for ranks in divided if _does_fit(lambda ranks=ranks: request_of(**ranks))]  # type: ignore[misc]
+        if fitting:
+            return min((request_of(**ranks) for ranks in fitting), key=_seconds_per_token), tried
         tried.append(gpus)
     named = ", ".join(map(str, tried))
-    raise Infeasible(f"no number of GPUs that was tried fits ({named}); with {tried[-1]}: {_lacks(request)}")
+    raise Infeasible(
+        f"no number of GPUs that was tried fits ({named}), with --cp or --tp of up to a node; with {tried[-1]}: "
+        f"{_lacks(request_of(gpus=tried[-1]))}"
+    )
+
+
+def _more_ranks(first: Request, gpus: int) -> Iterator[dict[str, int]]:
+    """--cp or --tp of 2 up to a node where they are 1 and the GPUs divide by them."""
+    layout, node = first.layout, first.machine.gpus_per_node
+    for name in ("cp", "tp"):
+        ranks = 2 if getattr(layout, name) == 1 else node + 1
+        while ranks * layout.tp * layout.cp <= node and gpus % (ranks * layout.gpus) == 0:
+            yield {name: ranks}
+            ranks *= 2
+
+
+def _seconds_per_token(request: Request) -> float:
+    plan = request.plan()
+    return plan.step_s / plan.problem.step_tokens
+
+
+def _does_fit(request_of: Callable[[], Request]) -> bool:
+    try:
+        return request_of().fits()
+    except UsageError:  # the layout does not divide the model, or the host has no room
+        return False
 
 
 def gpu_counts(step: int, gpus_per_node: int) -> Iterator[int]:
@@ -111,13 +140,8 @@ def _lacks(request: Request) -> str:
 
 def _proposal(request: Request, *, tokens: int) -> str | None:
     """The first of a few changes with which a longer sequence fits."""
-    for words, changed in _changes(request):
-        try:
-            if _of_length(changed, tokens).fits():
-                return words
-        except UsageError:  # the layout does not divide the model
-            continue
-    return None
+    changes = _changes(request)
+    return next((words for words, one in changes if _does_fit(lambda one=one: _of_length(one, tokens))), None)  # type: ignore[misc]
 
 
 def _changes(request: Request) -> Iterator[tuple[str, Request]]:
@@ -128,20 +152,16 @@ def _changes(request: Request) -> Iterator[tuple[str, Request]]:
         yield "--loss without-logits, which is memo.loss_without_logits(model)", without_logits
     if request.profile is None and request.zero < 3 and layout.gpus > 1:
         yield "--zero 3", dataclasses.replace(request, zero=3)
-    if request.profile is None and not request.optimizer_offload:
-        yield "--optimizer-offload", dataclasses.replace(request, optimizer_offload=True)
     more = dataclasses.replace(budgets, host_bytes=2 * budgets.host_bytes)
     if budgets.host_bytes:
-        yield f"--host {format_bytes(more.host_bytes).replace(' ', '')}", dataclasses.replace(request, budgets=more)
+        given = dataclasses.replace(request, budgets=more, shares_host=False)
+        yield f"--host {format_bytes(more.host_bytes).replace(' ', '')}", given
     if request.profile is None:
-        wider = dataclasses.replace(layout, gpus=2 * layout.gpus)
-        node = dataclasses.replace(
-            budgets, ranks_per_node=min(2 * budgets.ranks_per_node, request.machine.gpus_per_node)
-        )
-        doubled = dataclasses.replace(request, layout=wider, budgets=node)
-        yield f"--gpus {wider.gpus}", doubled
-        split = dataclasses.replace(wider, cp=2 * layout.cp)
-        yield f"--gpus {wider.gpus} --cp {split.cp}", dataclasses.replace(doubled, layout=split)
+        gpus, cp = 2 * layout.gpus, 2 * layout.cp
+        yield f"--gpus {gpus}", request.on(gpus=gpus)
+        yield f"--gpus {gpus} --cp {cp}", request.on(gpus=gpus, cp=cp)
+    if request.profile is None and not request.optimizer_offload:
+        yield f"{OFFLOAD} ({OFFLOAD_WORDS})", dataclasses.replace(request, optimizer_offload=True)
 
 
 def describe_longest(found: Longest) -> str:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from memo.cli.tables.address import printable, table
 from memo.cli.tables.layer_classes import classes_table
 from memo.mip.activation import (
     ActivationPlan,
     ActivationProblem,
-    Budgets,
     DeviceMemory,
     LayerPlan,
     MemoryUse,
+    StageMachine,
     StagePrediction,
     free_swap_tokens,
     highest_memory,
@@ -33,6 +33,7 @@ __all__ = [
     "utilisation",
 ]
 
+T = TypeVar("T")
 _RUNS = 6  # runs of layers of one plan that its row names
 _REASON = 300  # characters of a reason, which a plan's file has in words
 USES = {
@@ -42,6 +43,7 @@ USES = {
     MemoryUse.CAST: "weights cast for products",
     MemoryUse.HEAD: "head and logits",
     MemoryUse.SAVED: "saved tensors kept",
+    MemoryUse.MESSAGES: "messages in flight",
     MemoryUse.OTHER: "not told apart",
 }
 """Names of uses in the memory table, where they differ from those in JSON."""
@@ -49,6 +51,8 @@ USES = {
 _CAUSES = ("d2h", "disk_write", "h2d", "disk_read")
 MUCH = 0.2
 """Fraction of the layers' time in collectives from which parallelism across nodes is warned about."""
+MOST_HOST = 0.8
+"""Fraction of a node's host memory from which its use is warned about: the default budget."""
 _CAUSE_WORDS = ("copy to host", "disk write", "copy from host", "disk read")
 
 
@@ -92,9 +96,9 @@ def activation_summary(plan: ActivationPlan) -> dict[str, Any]:
         if problem.profile.embedding_exchange is None
         else dataclasses.asdict(problem.profile.embedding_exchange),
         "binding": list(plan.binding),
-        "warnings": _beyond_nodes(plan),
+        "warnings": _warnings(plan),
         "layer_plans": [
-            {"first": first, "last": last, **dataclasses.asdict(layer)} for first, last, layer in _runs(plan)
+            {"first": first, "last": last, **dataclasses.asdict(layer)} for first, last, layer in _runs(plan.layers)
         ],
     }
 
@@ -150,7 +154,7 @@ def utilisation(plan: ActivationPlan) -> dict[str, float]:
     rate = problem.step_tokens / plan.step_s if plan.step_s else 0.0
     peak = problem.gpus * problem.hardware.peak_flops
     layers = zip(profile.layer_profiles(), plan.layers, strict=True)
-    repeated = sum(layer.at(own.point).recompute_flops for layer, own in layers)
+    repeated = sum(layer.at(own.point).recompute_flops + layer.tiled_flops for layer, own in layers)
     repeated *= problem.gpus / problem.pipeline.stages * problem.pipeline.microbatches
     causal = profile.model_flops_causal_per_token * rate / peak
     return {
@@ -193,35 +197,35 @@ def _headline(plan: ActivationPlan) -> str:
     )
 
 
+def _of_node(
+    plan: ActivationPlan, figure: Callable[[StagePrediction], int], there: Callable[[StageMachine], int]
+) -> tuple[int, int]:
+    """Bytes that a node has and that are used, of the node with the smallest part left."""
+    stages = plan.problem.stages
+    nodes = (
+        (there(stages[min(node)].machine), sum(ranks * figure(plan.stages[stage]) for stage, ranks in node.items()))
+        for node in plan.problem.nodes
+    )
+    return max(nodes, key=lambda pair: (pair[1] / pair[0] if pair[0] else 0.0, pair[1]))
+
+
 def _tiers(plan: ActivationPlan) -> str:
     problem = plan.problem
     machines = [stage.machine for stage in problem.stages]
-
-    def of_node(figure: Callable[[StagePrediction], int], budget: Callable[[Budgets], int]) -> tuple[int, int]:
-        """Budget and bytes of the node with the smallest part of its budget left."""
-        nodes = (
-            (
-                budget(machines[min(node)].budgets),
-                sum(ranks * figure(plan.stages[stage]) for stage, ranks in node.items()),
-            )
-            for node in problem.nodes
-        )
-        return max(nodes, key=lambda pair: (pair[1] / pair[0] if pair[0] else 0.0, pair[1]))
-
     devices = [
         (machine.budgets.device_bytes, stage.peak_device_bytes)
         for machine, stage in zip(machines, plan.stages, strict=True)
     ]
     rows = [("device, a GPU", *max(devices, key=lambda pair: pair[1] / pair[0] if pair[0] else 0.0))]
-    rows.append(("host, a node", *of_node(lambda stage: stage.peak_host_bytes, lambda budgets: budgets.host_bytes)))
-    rows.append(("disk, a node", *of_node(lambda stage: stage.peak_disk_bytes, lambda budgets: budgets.disk_bytes)))
+    rows.append(("host, a node", *_of_node(plan, lambda one: one.peak_host_bytes, lambda one: one.budgets.host_bytes)))
+    rows.append(("disk, a node", *_of_node(plan, lambda one: one.peak_disk_bytes, lambda one: one.budgets.disk_bytes)))
     lines = [
         (name, format_bytes(budget), format_bytes(peak), f"{100 * (1 - peak / budget):.1f} %" if budget else "-")
         for name, budget, peak in rows
         if budget
     ]
     shown = table(("tier", "budget", "peak", "headroom"), lines)
-    _, written = of_node(lambda stage: stage.disk_written_bytes, lambda budgets: 0)
+    _, written = _of_node(plan, lambda stage: stage.disk_written_bytes, lambda _: 0)
     if written:
         a_day = written / plan.step_s * 86400 / 1e12
         limit = problem.budgets.disk_wear_bytes_per_day
@@ -280,9 +284,11 @@ def _times(plan: ActivationPlan) -> str:
         f"{rate_text(plan.problem, plan.step_s)}; mfu_causal {figures['mfu_causal']:.1%}, "
         f"mfu_full {figures['mfu_full']:.1%}"
     )
+    if figures["mfu_full"] > 1:
+        shown += " (above 100 %: it counts attention's masked half, too, which no kernel computes)"
     if _is_fixed(plan):
         return f"{shown}; a fixed method's recompute counts as compute"
-    return f"{shown}, hfu {figures['hfu']:.1%}; saving memory adds {_added(stage):.2%} to the computation"
+    return f"{shown}, hfu {figures['hfu']:.1%}; saving memory adds {_added(plan, number):.2%} to the computation"
 
 
 def _embedding(profile: Profile) -> str:
@@ -311,25 +317,35 @@ def _layers(plan: ActivationPlan) -> str:
     if plan.declined:
         kept = "every layer keeps what its fixed method saves" if _is_fixed(plan) else "every layer keeps everything"
         return f"nothing to move: {printable(plan.declined, width=_REASON)}; {kept}"
-    numbers: dict[LayerPlan, list[str]] = {}
-    for first, last, layer in _runs(plan):
-        numbers.setdefault(layer, []).append(f"{first}" if first == last else f"{first} to {last}")
-    rows = []
-    for layer, runs in numbers.items():
-        shares = (f"{100 * share:.1f} %" if share else "-" for share in (layer.kept, layer.host, layer.disk))
-        name = ", ".join(runs[:_RUNS]) + (", ..." if len(runs) > _RUNS else "")
-        rows.append((name, layer.point, *shares))
+    numbers: dict[tuple[str, ...], list[str]] = {}
+    for first, last, row in _runs([_layer_row(layer) for layer in plan.layers]):
+        numbers.setdefault(row, []).append(f"{first}" if first == last else f"{first} to {last}")
+    rows = [(", ".join(runs[:_RUNS]) + (", ..." if len(runs) > _RUNS else ""), *row) for row, runs in numbers.items()]
     return table(("layers", "point", "bytes: kept", "host", "disk"), rows)
+
+
+def _layer_row(layer: LayerPlan) -> tuple[str, ...]:
+    shares = (f"{100 * share:.1f} %" if share else "-" for share in (layer.kept, layer.host, layer.disk))
+    return (layer.point, *shares)
 
 
 def _reasons(plan: ActivationPlan) -> str:
     problem = plan.problem
     lines = [f"why not faster: {printable(reason, width=_REASON)}" for reason in plan.binding]
-    lines += [f"warning: {words}" for words in _beyond_nodes(plan)]
+    lines += [f"warning: {words}" for words in _warnings(plan)]
     length = _free_swap_tokens(problem)
     if length is not None and not _is_fixed(plan):
         lines.append(f"full swap hides behind compute {f'from {length:,} tokens' if length else 'at any length'}")
     return "\n".join(lines)
+
+
+def _warnings(plan: ActivationPlan) -> list[str]:
+    there, used = _of_node(plan, lambda one: one.peak_host_bytes, lambda one: one.hardware.host_bytes)
+    full = (
+        f"{format_bytes(used)} of a node's {format_bytes(there)} of host memory are used, more than {MOST_HOST:.0%}; "
+    )
+    full += "the program and the page cache need the rest"
+    return [*_beyond_nodes(plan), *([full] if used > MOST_HOST * there else [])]
 
 
 def _beyond_nodes(plan: ActivationPlan) -> list[str]:
@@ -356,18 +372,21 @@ def _free_swap_tokens(problem: ActivationProblem) -> int | None:
     return free_swap_tokens(problem.profile, problem.hardware, ranks_per_node=problem.budgets.ranks_per_node)
 
 
-def _runs(plan: ActivationPlan) -> list[tuple[int, int, LayerPlan]]:
-    """Runs of neighbouring layers with equal plans: number of the first, of the last, and their plan."""
+def _runs(layers: Sequence[T]) -> list[tuple[int, int, T]]:
+    """Runs of equal neighbours: number of the first, of the last, and what they are."""
     runs, first = [], 0
-    for layer, members in itertools.groupby(plan.layers):
+    for layer, members in itertools.groupby(layers):
         last = first + sum(1 for _ in members) - 1
         runs.append((first, last, layer))
         first = last + 1
     return runs
 
 
-def _added(stage: StagePrediction) -> float:
-    return (stage.recompute_s + (stage.coding_s or 0.0) + stage.stall_s) / stage.compute_s if stage.compute_s else 0.0
+def _added(plan: ActivationPlan, number: int) -> float:
+    """Seconds of recompute, MLPs in tiles, coding and stalls on a stage, over those of its computation without them."""
+    stage, tiled = plan.stages[number], sum(layer.tiled_s for layer in plan.problem.stages[number].layers)
+    added = stage.recompute_s + tiled + (stage.coding_s or 0.0) + stage.stall_s
+    return added / (stage.compute_s - tiled) if stage.compute_s > tiled else 0.0
 
 
 def _time(seconds: float) -> str:

@@ -36,6 +36,8 @@ from memo.units import format_bytes, format_duration, format_tokens
 __all__ = ["longest_words", "search_summary", "search_table", "smallest_table"]
 
 FORMAT, VERSION = "memo-search", 1
+ZERO_3_NODES = 64
+"""Nodes from which ZeRO 3 over all of them is warned about."""
 CLOSE = 1e-3
 """Fraction of a step below which an item's difference is not told."""
 _WORDS = {
@@ -68,6 +70,7 @@ def search_table(
     """
     parts = [_headline(found.space), _best_table(found, simulated_s), _memory_table(found), _why_table(found)]
     parts += [_proof(found, seconds), f"plan of {_name(found, written)}:\n\n{activation_table(written.plan)}"]
+    parts += [f"warning: {words}" for words in search_warnings(found)]
     parts.append(_launch_words(found, launch, not_trained, written))
     return "\n\n".join(parts)
 
@@ -109,8 +112,18 @@ def search_summary(
         if launch is None
         else {"torchrun": launch.torchrun, "slurm": launch.slurm, "train": list(launch.train)},
         "not_trained": not_trained,
+        "warnings": search_warnings(found),
         "points": _points(found),
     }
+
+
+def search_warnings(found: Found) -> list[str]:
+    """Sentence on ZeRO 3 over more nodes than it is published to be fast on, where the best layout has it."""
+    best = found.best[0].candidate
+    nodes = -(-(best.sharded_over or best.shape.dp * best.shape.cp) * best.shape.tp // found.space.gpus_per_node)
+    words = f"number 1 has ZeRO 3 over {nodes} nodes; published runs of that size were several times slower than predicted: "
+    words += "173 to 186 TFLOP/s a GPU for 175B on 128 to 512 A100 (PyTorch FSDP, arXiv 2304.11277)"
+    return [words] if best.zero == 3 and nodes > ZERO_3_NODES else []
 
 
 def longest_words(longest: LongestFit) -> str:

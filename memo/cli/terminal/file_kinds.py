@@ -40,7 +40,7 @@ class FileKind(enum.Enum):
     CHROME_TRACE = "a Chrome trace", "Perfetto, ui.perfetto.dev"
     PAGE = "an HTML page", "a browser"
     PICTURE = "a picture", "an image viewer"
-    SNAPSHOT = "a pickle, as memory snapshots of PyTorch are", "memo explain-oom"
+    SNAPSHOT = "a pickle, as memory snapshots of PyTorch are", "memo explain-oom or memo pack"
     ARCHIVE = "an archive, as weights of PyTorch are", None
     BINARY = "a binary file", None
     DIRECTORY = "a directory", None

@@ -146,9 +146,18 @@ class RankWeights:
         return self.shards if self.training.zero else 1
 
     def optimizer_s(self, trained: float) -> float:
-        """Seconds in which the optimizer reads and writes so many parameters and their states on the device."""
-        passes = 0.0 if self.training.optimizer_offload else self.training.trained_states.passes
-        return passes * trained / self.update_shards / self.machine.elementwise_bytes_per_s
+        """Seconds in which the optimizer reads and writes so many parameters and their states.
+
+        On the host: at the rate at which all GPUs of a node write its memory, after gradients have come and before weights
+        go, with nothing beside it. Published runs took several times as long.
+        """
+        states, machine, own = self.training.trained_states, self.machine, trained / self.update_shards
+        if not self.training.optimizer_offload:
+            return states.passes * own / machine.elementwise_bytes_per_s
+        ranks = min(self.layout.gpus, machine.gpus_per_node)
+        lanes = machine.lanes(ranks)
+        copied_s = states.reduced / lanes.d2h_bytes_per_s + states.weight / lanes.h2d_bytes_per_s
+        return own * (states.passes * ranks / machine.node_d2h_bytes_per_s + copied_s)
 
     def orthogonalisation_s(self, flops: float) -> float:
         """Seconds of Muon's products in a step: matrices are divided over the ranks that share one copy, each one whole."""

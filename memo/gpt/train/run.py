@@ -41,7 +41,7 @@ from memo.gpt.train.progress_bar import ProgressBar
 from memo.gpt.train.step import BatchSource, StepResult, Trainer, weight_dtype
 from memo.gpt.train.step_metrics import StepMeter
 from memo.gpt.train.tensorboard import TensorBoard
-from memo.gpt.train_config import Precision, TrainConfig
+from memo.gpt.train_config import GPU_PRECISION, Precision, TrainConfig
 from memo.machine import return_freed_memory
 from memo.parallel import Layout
 from memo.units import format_tokens
@@ -486,7 +486,7 @@ def _shape(config: RunConfig, tokens: TokenFile | None = None, start: Checkpoint
 
 
 def _training(config: RunConfig, device: torch.device) -> TrainConfig:
-    default = Precision.BF16_AUTOCAST if device.type == "cuda" else Precision.FP32
+    default = GPU_PRECISION if device.type == "cuda" else Precision.FP32
     return dataclasses.replace(config.training, precision=config.precision or default)
 
 
