@@ -50,6 +50,7 @@ def any_plan(problem: ActivationProblem, seed: int) -> ActivationPlan:
     return ActivationPlan(problem=problem, layers=tuple(layers), stages=predict_stages(problem, layers))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("schedule", "chunks"), CHUNKS)
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (2, 6), (3, 6), (4, 8)])
 def test_playing_every_turn_finds_what_is_predicted(

@@ -33,6 +33,7 @@ def steps(model: torch.nn.Module, forward: Any, manager: Any, count: int = 3) ->
     return done
 
 
+@pytest.mark.covering(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
 @pytest.mark.parametrize("kind", KINDS)
