@@ -70,7 +70,7 @@ def test_saved_bytes_are_those_of_a_recorded_step(config: GPTConfig, layout: Lay
     assert saved == recorded(config, precision, layout).saved
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, apart=True)
 @pytest.mark.parametrize(
     ("sizes", "layout"),
     [
