@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -22,29 +23,29 @@ LATER = (
 )
 
 
+@functools.cache
 def _told(code: str) -> dict[str, object]:
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd="/")
     told: dict[str, object] = json.loads(done.stdout)
     return told
 
 
+IMPORTS = (
+    "import json, sys, time\n"
+    "a = time.process_time()\nimport torch\n"
+    "b, before = time.process_time(), set(sys.modules)\nimport memo\n"
+    "c = time.process_time()\nmemo.offload\n"
+    "print(json.dumps({'torch': b - a, 'memo': c - b, 'new': sorted(set(sys.modules) - before)}))"
+)
+
+
 def test_importing_memo_takes_a_small_part_of_importing_torch() -> None:
-    code = (
-        "import json, time\n"
-        "a = time.process_time()\nimport torch\n"
-        "b = time.process_time()\nimport memo\n"
-        "c = time.process_time()\nprint(json.dumps({'torch': b - a, 'memo': c - b}))"
-    )
-    told = _told(code)
+    told = _told(IMPORTS)
     assert float(str(told["memo"])) < MOST * float(str(told["torch"]))
 
 
 def test_offload_loads_no_package_before_it_is_used() -> None:
-    code = (
-        "import json, sys, torch\nbefore = set(sys.modules)\nimport memo\nmemo.offload\n"
-        "print(json.dumps({'new': sorted(set(sys.modules) - before)}))"
-    )
-    new = _told(code)["new"]
+    new = _told(IMPORTS)["new"]
     assert isinstance(new, list)
     assert "memo.manager.manager" in new
     assert not set(LATER) & set(new)

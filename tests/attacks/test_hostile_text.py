@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import os
 import zlib
@@ -17,6 +18,7 @@ from memo.gpt.data.tokenizer import FileTokenizer
 MIB = 1 << 20
 
 
+@functools.cache
 def _packed(text: bytes, times: int) -> bytes:
     packer = zlib.compressobj(9, wbits=31)
     return b"".join([*(packer.compress(text) for _ in range(times)), packer.flush()])

@@ -88,6 +88,7 @@ WAYS: dict[str, Call] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_equal_and_each_function_runs_once(way: str, dropout: float, contexts: dict[Any, Any]) -> None:

@@ -429,6 +429,7 @@ class Spoiled(torch.autograd.Function):
         return grad * x.mul_(2)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "program",
     [

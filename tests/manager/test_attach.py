@@ -244,6 +244,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("within", [False, True])
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("program", PROGRAMS)

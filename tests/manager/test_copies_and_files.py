@@ -97,6 +97,7 @@ def test_a_file_of_a_managed_model_loads_where_memo_is_not_installed(when: _When
     manager.close()
 
 
+@pytest.mark.covering(1)
 @WHEN
 @ALPHA
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: torch.optim.swa_utils.AveragedModel(model).module])

@@ -21,6 +21,7 @@ def _no_collector() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("options", [{}, {"alpha": 0.5}, {"alpha": 1.0}, {"device": "64MiB", "alpha": 0.5}], ids=str)
 @pytest.mark.parametrize("closes", [False, True])
 @pytest.mark.parametrize("steps", [0, 4])

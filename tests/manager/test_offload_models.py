@@ -96,6 +96,7 @@ def compare(
     return manager
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -118,6 +119,7 @@ def causal(batch: int = 2, **kwargs: Any) -> Callable[[nn.Module, int], torch.Te
     return forward
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "bert", "t5"])

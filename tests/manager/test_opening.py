@@ -31,6 +31,7 @@ def with_memory(model: Stack) -> Stack:
     return model
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("how", ["attach", "with"])
 @pytest.mark.parametrize("options", [{"alpha": 1.0}, {"alpha": 0.0}, {"levels": {0: 0.5}}, {}], ids=str)
 def test_a_model_on_the_meta_device_is_opened_at_its_first_forward(options: dict[str, Any], how: str) -> None:

@@ -361,6 +361,7 @@ class Masked(nn.Module):
         return x * 2, out, mask, note
 
 
+@pytest.mark.covering(2)
 @suite(DEEPSPEED)
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("alpha", [1.0, 0.0])

@@ -131,6 +131,7 @@ def _made(how: str) -> nn.Module:
     return InSegments(how) if how == "segments" else Stack(how)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 @pytest.mark.parametrize("how", ["closure", "argument", "selective", "wrapper", "within", "segments"])
 def test_layers_are_managed_as_without_their_checkpoints(how: str, alpha: float) -> None:

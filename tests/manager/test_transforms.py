@@ -141,6 +141,7 @@ def of_vmap_of_grad(model: nn.Module, x: torch.Tensor) -> Any:
 TRANSFORMS = [of_grad, of_vjp, of_jacrev, of_jvp, of_vmap, of_vmap_of_grad]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("how", ["attached", "entered"])
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("transform", TRANSFORMS)
@@ -179,6 +180,7 @@ def inner_vmap(layer: nn.Module, y: torch.Tensor) -> torch.Tensor:
     return vmap(lambda z: layer.down(layer.up(z).tanh()))(y)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("how", ["attached", "entered"])
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("inner", [inner_grad, inner_vjp, inner_jacrev, inner_vmap])
@@ -204,6 +206,7 @@ def of_make_fx(model: nn.Module, x: torch.Tensor) -> Any:
     return make_fx(model)(x)(x)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("how", ["attached", "entered"])
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("trace", [of_jit, of_fx, of_export, of_make_fx])
@@ -254,6 +257,7 @@ def deep(x: torch.Tensor) -> Any:
     return found
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("how", ["attached", "entered"])
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("wrap", [in_itself, deep])
@@ -281,6 +285,7 @@ def test_a_compiled_layer_may_transform(alpha: float | None) -> None:
     assert_as_without(trained, alpha, "attached", make)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fullgraph", [True, False])
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_a_layer_that_is_compiled_in_a_managed_forward_may_transform(alpha: float | None, fullgraph: bool) -> None:

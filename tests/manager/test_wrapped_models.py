@@ -62,6 +62,7 @@ WRAPPERS: dict[str, Callable[[Stack], nn.Module]] = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("given", ["wrapped", "inner", "inner, then wrapped"])
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -77,6 +78,7 @@ def test_wrapped_models(wrapper: str, alpha: float, given: str) -> None:
     ends_well(manager, wrapped)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("first", ["attached", "sharded"])
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_fully_sharded_models(alpha: float, first: str) -> None:

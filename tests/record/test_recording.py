@@ -69,6 +69,7 @@ def made_and_sized(recording: Recording) -> list[tuple[int, int, str]]:
     return made
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", WAYS)
 @pytest.mark.parametrize("build", SMALL)
 def test_the_peak_is_mem_trackers_to_the_byte(build: Callable[[], Step], options: dict[str, bool]) -> None:

@@ -73,6 +73,7 @@ def lora() -> Step:
     return Step(model=model, loss=lambda: model(ids, labels=ids, use_cache=False).loss)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("build", [plain, padded, packed, lora])
 def test_the_trace_is_that_of_a_real_run(build: Callable[[], Step], optimizer: str | None) -> None:

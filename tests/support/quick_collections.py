@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,9 +10,7 @@ __all__ = ["quick_collections"]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """What earlier tests and imports left is not looked at each time."""
+def quick_collections() -> None:
+    """What earlier tests and imports left is not looked at each time, nor by the next module's: what was frozen stays so."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()

@@ -1,4 +1,9 @@
-"""Tests that `make test` leaves out for their length: those marked `slow`, and those that tests/slow.txt names.
+"""Tests that `make test` leaves out for their length: those marked `slow`, those that tests/slow.txt names, and
+of a function marked `covering` those whose values others of its have, too.
+
+    @pytest.mark.covering(2)                one test of `make test` has each two values of its parametrized arguments
+    @pytest.mark.covering(1, apart=True)    each value, also of arguments that one `parametrize` gives together
+    first(values, 8)                        the first as they are, the rest slow: seeds, and what else has no two arguments
 
     pytest --turn 6/4         of these only one in four, by their names' checksums, and those that hold a promise
     pytest --seconds FILE     writes what each test took; `python tests/support/slow_tests.py FILE` makes the list from it
@@ -11,7 +16,10 @@ from __future__ import annotations
 import sys
 import zlib
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +28,11 @@ MOST_SECONDS = 1.0
 """A test that takes longer on a quiet core is slow, except tests of the tree itself, which lie beside their folders, and the
 quickest of a function's that takes KEPT_SECONDS at most."""
 KEPT_SECONDS = 2.0
+
+
+def first(values: Iterable[Any], kept: int) -> list[Any]:
+    """For `parametrize`: so many values, and the rest as slow ones."""
+    return [each if place < kept else pytest.param(each, marks=pytest.mark.slow) for place, each in enumerate(values)]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,6 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.nodeid in named:
             item.add_marker(pytest.mark.slow)
+    _leave_out_what_others_cover(items)
     if (turn := config.getoption("--turn")) is None:
         return
     number, of = map(int, turn.split("/"))
@@ -63,7 +77,50 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _has_turn(item: pytest.Item, number: int, of: int) -> bool:
-    return item.get_closest_marker("promise") is not None or zlib.crc32(item.nodeid.encode()) % of == number % of
+    alone = item.get_closest_marker("promise") is not None and item.get_closest_marker("covering") is None
+    return alone or zlib.crc32(item.nodeid.encode()) % of == number % of
+
+
+def _leave_out_what_others_cover(items: list[pytest.Item]) -> None:
+    functions = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        if item.get_closest_marker("covering") is not None and item.get_closest_marker("slow") is None:
+            functions[item.nodeid.partition("[")[0]].append(item)
+    for tests in functions.values():
+        mark: Any = tests[0].get_closest_marker("covering")
+        kept = covering([_values(test, **mark.kwargs) for test in tests], *mark.args)
+        for test in [test for place, test in enumerate(tests) if place not in kept]:
+            test.add_marker(pytest.mark.slow)
+
+
+def _values(item: pytest.Item, apart: bool = False) -> dict[str, str]:
+    params = item.callspec.params  # type: ignore[attr-defined]
+    if apart:
+        return {name: repr(value) for name, value in params.items()}
+    found = {}
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].replace(",", " ").split() if isinstance(mark.args[0], str) else mark.args[0]
+        found[" ".join(names)] = repr([params[name] for name in names])
+    return found
+
+
+def covering(rows: Sequence[Mapping[str, Any]], together: int) -> set[int]:
+    """Places of rows, few, that have all the values that occur, `together` at a time, each about as often as another."""
+    tuples = [set(combinations(sorted(row.items(), key=lambda item: item[0]), together)) for row in rows]
+    missing, kept, uses = set[object]().union(*tuples), set[int](), Counter[tuple[str, Any]]()
+    while missing:
+        best = max(
+            (place for place in range(len(rows)) if place not in kept),
+            key=lambda place: (
+                len(tuples[place] & missing),
+                -sum(uses[value] for value in rows[place].items()),
+                -place,
+            ),
+        )
+        kept.add(best)
+        missing -= tuples[best]
+        uses.update(rows[best].items())
+    return kept
 
 
 def slow_tests(seconds: dict[str, float]) -> list[str]:

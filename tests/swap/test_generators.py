@@ -41,6 +41,7 @@ def steps(alpha: float | None, around: str) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("alpha", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("around", ["forward", "step"])
 def test_a_mode_that_draws_draws_as_without_memo(around: str, alpha: float) -> None:

@@ -61,6 +61,7 @@ def named(sizes: dict[str, Any]) -> str:
     return "-".join(f"{key}={value}" for key, value in sizes.items())
 
 
+@pytest.mark.covering(1, apart=True)
 @pytest.mark.parametrize(("config", "layout", "precision"), cases())
 def test_saved_bytes_are_those_of_a_recorded_step(config: GPTConfig, layout: Layout, precision: Precision) -> None:
     block = block_of(config, precision, layout)
@@ -69,6 +70,7 @@ def test_saved_bytes_are_those_of_a_recorded_step(config: GPTConfig, layout: Lay
     assert saved == recorded(config, precision, layout).saved
 
 
+@pytest.mark.covering(1, apart=True)
 @pytest.mark.parametrize(
     ("sizes", "layout"),
     [
@@ -90,6 +92,7 @@ def test_so_they_do_on_eight_ranks(sizes: dict[str, Any], precision: Precision) 
     assert_points_are_bounded(block_of(config, precision, layout), costs_of(config, precision, layout))
 
 
+@pytest.mark.covering(1, apart=True)
 @pytest.mark.parametrize(("config", "layout", "precision"), cases())
 def test_the_device_holds_what_is_saved_and_the_transients(
     config: GPTConfig, layout: Layout, precision: Precision

@@ -65,6 +65,7 @@ def cases() -> list[Any]:
     return [*found, pytest.param(shared, Layout(cp=4), Precision.BF16, id="llama-cp4, which share key/value heads")]
 
 
+@pytest.mark.covering(1, apart=True)
 @pytest.mark.parametrize(("config", "layout", "precision"), cases())
 def test_saved_and_held_bytes_are_those_of_a_recorded_step(
     config: GPTConfig, layout: Layout, precision: Precision
@@ -88,6 +89,7 @@ def test_saved_and_held_bytes_are_those_of_a_recorded_step(
         assert found.backward / rank_tokens + its_input >= 0.85 * (held + block.backward_transient)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"tp{layout.tp}cp{layout.cp}ep{layout.ep}")
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.BF16_AUTOCAST])
 @pytest.mark.parametrize("moe", MIXTURES[1:4], ids=str)

@@ -40,6 +40,7 @@ CASES = [
 ]
 
 
+@pytest.mark.covering(1, apart=True)
 @pytest.mark.parametrize(("given", "layout", "precision"), CASES)
 def test_saved_and_held_bytes_are_those_of_a_recorded_step(
     given: dict[str, Any], layout: Layout, precision: Precision

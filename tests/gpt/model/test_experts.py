@@ -172,6 +172,7 @@ def _steps(config: GPTConfig, scratch: Path, alpha: float | None, dtype: torch.d
     return seen
 
 
+@pytest.mark.covering(1)
 @pytest.mark.filterwarnings("ignore:.*whole tensors")
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ def _with_gradients(out: torch.Tensor, tensors: Tensors) -> Tensors:
     return out, *torch.autograd.grad(out, tensors, torch.randn(out.shape).to(out.dtype))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kernel", [local_attention._FUSED, local_attention._PRODUCTS], ids=["fused", "products"])
 @pytest.mark.parametrize(
     ("seq", "window"), [(48, 1), (48, 7), (128, 127), (129, 128), (300, 40), (300, 129), (300, 290)]

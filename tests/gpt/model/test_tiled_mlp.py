@@ -42,6 +42,7 @@ def _results(mlp: torch.nn.Module, tokens: int, dtype: torch.dtype, autocast: bo
     return [out, *torch.autograd.grad(out, [x, *mlp.parameters()], upstream)]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("variant", ["gpt", "llama"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

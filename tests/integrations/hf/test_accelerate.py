@@ -18,6 +18,7 @@ pytest.importorskip("transformers", reason="transformers is not installed, whose
 LAYERS = 3
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("alpha", [0.0, 0.25])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("accumulated", [1, 2])

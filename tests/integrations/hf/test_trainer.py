@@ -67,6 +67,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("alpha", [0.0, 0.25])
 def test_callback_leaves_the_losses_as_they_are(alpha: float, mode: str, tmp_path: Path) -> None:

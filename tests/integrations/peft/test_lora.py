@@ -99,6 +99,7 @@ def training(make: Callable[[], Any], steps: int = STEPS) -> Callable[[Any], Run
     return train
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("targets", [ALL, HALF], ids=["all", "q and v"])
 @pytest.mark.parametrize("alpha", [0.0, 0.25])

@@ -225,6 +225,7 @@ def test_a_broken_rule_is_named(name: str) -> None:
         require_valid(plan)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("schedule", PipelineSchedule)
 @pytest.mark.parametrize("factor", [0.0, 0.5, 0.99, 1.01, 2.0])
 def test_no_figure_of_a_plan_may_be_another_one(schedule: PipelineSchedule, factor: float) -> None:

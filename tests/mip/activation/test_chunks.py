@@ -8,6 +8,7 @@ import random
 
 import pytest
 from activation_problems import MIB, layer, machine, profile_of, random_problem
+from slow_tests import first
 
 from memo.errors import Infeasible, PlanError
 from memo.events import TierName
@@ -50,13 +51,15 @@ def any_plan(problem: ActivationProblem, seed: int) -> ActivationPlan:
     return ActivationPlan(problem=problem, layers=tuple(layers), stages=predict_stages(problem, layers))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("schedule", "chunks"), CHUNKS)
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (2, 6), (3, 6), (4, 8)])
+@pytest.mark.parametrize("seeds", first([range(4), range(4, 8)], 1), ids=str)
 def test_playing_every_turn_finds_what_is_predicted(
-    schedule: PipelineSchedule, chunks: int, stages: int, microbatches: int
+    schedule: PipelineSchedule, chunks: int, stages: int, microbatches: int, seeds: range
 ) -> None:
     pipeline = Pipeline(stages=stages, microbatches=microbatches, schedule=schedule, chunks=chunks)
-    for seed in range(8):
+    for seed in seeds:
         layers = chunks * stages + 3 * (seed % 4)
         problem = random_problem(seed, layers=layers, classes=1 + seed % 3, pipeline=pipeline)
         plan = any_plan(problem, seed)

@@ -59,6 +59,7 @@ def divides(layout: dict[str, int], name: str) -> bool:
     return not (config.heads % tp or config.kv_heads % tp or config.ffn % tp)
 
 
+@pytest.mark.covering(1, apart=True)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [(name, layout) for name in PRESETS if PRESETS[name].moe is None for layout in LAYOUTS if divides(layout, name)],

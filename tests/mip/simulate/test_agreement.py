@@ -81,6 +81,7 @@ def test_random_problems(pipeline: Pipeline) -> None:
     assert min(planned, moved, recomputed) >= 5  # else nothing was tested
 
 
+@pytest.mark.covering(1, apart=True)
 @pytest.mark.parametrize(
     "schedule", [PipelineSchedule.INTERLEAVED, PipelineSchedule.ZERO_BUBBLE, PipelineSchedule.ZERO_BUBBLE_V]
 )

@@ -242,6 +242,7 @@ def plain(name: str, steps: int = 3) -> list[Step]:
 NAMES = [*PROGRAMS, "microbatches"]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("alpha", [1.0, 0.5])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", NAMES)

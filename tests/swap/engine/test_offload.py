@@ -53,6 +53,7 @@ def test_prefetch_depth_is_bounded_by_bytes(
         assert deepest == ahead
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_compiled_layers(offload: Callable[..., memo.Manager], backend: str, fullgraph: bool) -> None:

@@ -52,6 +52,7 @@ def plain(model: Stack, steps: int = 3) -> list[Step]:
     return [step for n in range(steps) for step in train(model, lambda _, n=n: model(ids(n)), steps=1)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.promise("R10")
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("policy", POLICIES)

@@ -82,6 +82,7 @@ NOT_READ = {
 }
 
 
+@pytest.mark.covering(1)
 @by_recompute
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("what", NOT_READ)

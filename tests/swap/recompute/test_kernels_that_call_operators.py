@@ -99,6 +99,7 @@ class Layer(nn.Module):
         return x + self.kernel(F.layer_norm(x, (HIDDEN,)) * 1.5, self.weight).tanh()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.filterwarnings("ignore:.*moves whole tensors:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")

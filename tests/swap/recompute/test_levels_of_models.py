@@ -37,6 +37,7 @@ def make(name: str, **shape: Any) -> nn.Module:
     return gpt(GPTS[name], **shape) if name in GPTS else hugging_face(name)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("dtype", "batch"), KINDS)
 @pytest.mark.parametrize("mix", MIXES, ids=str)
 @pytest.mark.parametrize("name", ["gpt", "our llama", "gpt2", "llama", "qwen3"])

@@ -53,6 +53,7 @@ class Layer(nn.Module):
         return x + self.down(h * h.sigmoid())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.filterwarnings("ignore:dropout2d")
 @pytest.mark.parametrize("alpha", [0.0, 0.5, (0.2, 0.3, 0.5)])
 @pytest.mark.parametrize("mask", MASKS)

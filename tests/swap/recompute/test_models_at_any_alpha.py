@@ -28,6 +28,7 @@ KINDS = [
 """Dtype and batch: in a long matrix each of them once, else all."""
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("dtype", "batch"), KINDS)
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("variant", ["gpt", "llama"])
@@ -35,6 +36,7 @@ def test_our_gpt(variant: str, alpha: float, dtype: torch.dtype, batch: int, tmp
     assert_split(compare(lambda: gpt(variant), ours(batch), tmp_path, alpha, dtype), alpha)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("dtype", "batch"), KINDS)
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
@@ -44,12 +46,14 @@ def test_hugging_face_models_unmodified(
     assert_split(compare(lambda: hugging_face(name), causal(batch), tmp_path, alpha, dtype), alpha)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 @pytest.mark.parametrize("name", ["mistral", "phi3", "gemma", "neox", "opt, dropout", "bert"])
 def test_more_models_are_split_and_equal(name: str, alpha: float, tmp_path: Path) -> None:
     assert_split(compare(lambda: hugging_face(name), causal(2), tmp_path, alpha), alpha)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("alpha", [0.0, 0.25])
 @pytest.mark.parametrize("name", ["llama, eager", "gpt2, dropout", "mixtral", "mamba", "t5"])
@@ -88,6 +92,7 @@ def test_one_warning_for_all_layers_of_one_reason(tmp_path: Path, monkeypatch: p
     manager.close()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 def test_dropout_masks_are_kept_as_bits(alpha: float, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -95,6 +100,7 @@ def test_dropout_masks_are_kept_as_bits(alpha: float, dtype: torch.dtype, tmp_pa
     assert_split(manager, alpha)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 def test_left_padding_mask(alpha: float, cache: bool, tmp_path: Path) -> None:

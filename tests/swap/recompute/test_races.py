@@ -15,6 +15,7 @@ from memo.swap import Level
 ALPHAS = [0.0, 0.25, 0.5, 0.75, (0.25, 0.5, 0.25)]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("alpha", ALPHAS)

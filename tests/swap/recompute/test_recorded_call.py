@@ -63,6 +63,7 @@ def shows(**of: Any) -> Callable[[], Shows]:
     return make
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("alpha", [0.0, 0.5, (0.0, 1.0, 0.0)], ids=str)
 @pytest.mark.parametrize("of", [{}, {"uses": True}, {"hands_on": True}, {"uses": True, "hands_on": True}], ids=str)
 def test_gradients_are_equal_whoever_reads_what_a_layer_shows(
@@ -138,6 +139,7 @@ class Picking(Stack):
 VIEWS = {"whole": lambda picked: picked, "part": lambda picked: picked[..., 1:], "transposed": lambda picked: picked.mT}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, (0.0, 1.0, 0.0)], ids=str)
 def test_what_a_layer_returns_is_kept_as_a_copy_where_no_graph_guards_it(

@@ -27,6 +27,7 @@ def plan_of(manager: memo.Manager, layer: int = 0) -> Plan:
     return last[2]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize(
     "alpha",
@@ -81,6 +82,7 @@ def test_a_planner_is_told_the_curve_of_such_a_layer(offload: Callable[..., memo
     assert {point.saved_bytes for point in costs.points} <= {point.kept_nbytes for point in told.points}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("policy", ["lazy", "eager", "random"])
 @pytest.mark.parametrize("alpha", [0.25, 0.6, (0.25, 0.5, 0.25)], ids=str)
 def test_their_copies_race_with_nothing(policy: str, alpha: Any) -> None:

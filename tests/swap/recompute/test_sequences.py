@@ -81,6 +81,7 @@ def packed(model: nn.Module, step: int) -> torch.Tensor:
     return loss
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mix", MIXES, ids=str)
 def test_packed_sequences_with_cu_seqlens_through_a_marked_function(
@@ -103,12 +104,14 @@ def test_packed_sequences_that_nobody_marked(mix: Any, tmp_path: Path) -> None:
     assert_split(compare(lambda: Packed(attend_varlen), packed, tmp_path, mix), mix)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mix", MIXES, ids=str)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
 def test_packed_position_ids(name: str, mix: Any, tmp_path: Path) -> None:
     assert_split(compare(lambda: hugging_face(name), causal(1, position_ids=positions()), tmp_path, mix), mix)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mix", MIXES, ids=str)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
 def test_document_mask(name: str, mix: Any, tmp_path: Path) -> None:
@@ -150,6 +153,7 @@ def test_documents_whose_ends_are_changed_before_backward(alpha: Any, tmp_path: 
     assert manager.stats.bytes_recomputed > 0
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("mix", MIXES, ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
@@ -195,6 +199,7 @@ class Decoder(nn.Module):
         return F.cross_entropy((x @ self.embed.weight.t()).flatten(0, 1), ids.flatten())
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("encoded", [24, SEQ, 96])
 @pytest.mark.parametrize("mix", MIXES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

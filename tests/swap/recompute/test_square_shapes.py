@@ -33,6 +33,7 @@ def llama() -> torch.nn.Module:
     return transformers.LlamaForCausalLM(config)  # type: ignore[no-any-return]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize(
     "shape",

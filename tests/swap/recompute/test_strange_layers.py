@@ -62,6 +62,7 @@ def left_by(model: Stack, steps: Callable[[], list[Any]]) -> tuple[list[Any], li
     return done, [now - then for now, then in zip(after, before, strict=True)], states
 
 
+@pytest.mark.covering(1)
 @by_recompute
 @pytest.mark.parametrize("kind", STRANGE, ids=lambda kind: kind.__name__)
 def test_any_layer_is_divided_and_left_as_one_forward_leaves_it(
@@ -282,6 +283,7 @@ def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("alpha", [0.0, 0.25, 0.75])
 def test_a_marked_function_is_not_computed_twice(alpha: float, batch: int, tmp_path: Path) -> None:

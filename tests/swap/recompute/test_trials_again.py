@@ -181,6 +181,7 @@ def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (x.unsqueeze(2) * y.unsqueeze(0)).sum(1)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("puts_back", [True, False])
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 @pytest.mark.parametrize("how", [{"alpha": 0.5}, {"levels": dict.fromkeys(range(2), Level.SAVE_INPUT)}], ids=str)

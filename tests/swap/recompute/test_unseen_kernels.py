@@ -141,6 +141,7 @@ ALLOCATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("alpha", [0.0, 0.3])
 @pytest.mark.parametrize("how", ALLOCATIONS)
 def test_memory_that_an_unseen_kernel_fills_is_kept(how: str, alpha: float, tmp_path: Path) -> None:
@@ -165,6 +166,7 @@ IN_PLACE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("alpha", [0.0, 0.3])
 @pytest.mark.parametrize("what", IN_PLACE)
 def test_what_an_operator_filled_and_an_unseen_kernel_overwrites_is_kept(
@@ -242,6 +244,7 @@ def emptied_before(x: torch.Tensor) -> torch.Tensor:
     return x.sin() + torch.zeros_like(torch.empty_like(x))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("alpha", [0.0, 0.3])
 @pytest.mark.parametrize("fills", [copied, in_halves, by_turns, as_a_result, zeroed, emptied_before])
 def test_memory_that_operators_fill_is_proven(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from slow_tests import first
 from small_models import gradients
 from twelve_kinds import KINDS
 
@@ -33,6 +34,7 @@ def steps(model: torch.nn.Module, forward: Any, manager: Any, count: int = 3) ->
     return done
 
 
+@pytest.mark.covering(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
 @pytest.mark.parametrize("kind", KINDS)
@@ -63,7 +65,7 @@ def test_bytes_that_move_are_those_of_the_cut(kind: str, level: Level, tmp_path:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first(KINDS, 3))
 def test_levels_are_ordered_and_the_least_is_small(kind: str, tmp_path: Path) -> None:
     make, forward = KINDS[kind]
     moved = []

@@ -94,6 +94,7 @@ FORMS = [
 ]  # fmt: skip
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("alpha", [Level.SAVE_MATMULS, Level.SAVE_ATTENTION, (0.25, 0.5, 0.25)], ids=str)
 @pytest.mark.parametrize("between", FORMS)
 def test_gradients_are_equal_and_no_sum_is_made_twice_where_products_are_kept(
