@@ -30,6 +30,7 @@ demo: setup
 # What they compiled, asserts above all, is kept for the next time, whatever the environment says: it is 16 s of each worker.
 SHARED_OUT = PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(WORKERS) --dist worksteal --durations 20
 
+# 1,200 seconds of a processor in all: some ten of each core's minutes. The collection is 40 s of each where nothing is kept yet.
 test: setup
 	@echo "expected: some 10 minutes on two quiet cores; the first dot after one"
 	$(SHARED_OUT) -m "not gpu and not parallel and not slow" $(PYTEST_ARGS)
@@ -37,7 +38,7 @@ test: setup
 # One in four of the slow tests, by TURN, and those that hold a promise: tests/support/slow_tests.py. Each change has another turn.
 TURN ?= $(shell printf %d 0x$$(git rev-parse HEAD | cut -c 1-6))
 test-slow: setup
-	@echo "expected: some 7 minutes on two quiet cores"
+	@echo "expected: some 8 minutes on two quiet cores"
 	$(SHARED_OUT) -m "slow and not gpu and not parallel" --turn $(TURN)/4 $(PYTEST_ARGS)
 
 test-all: setup
