@@ -30,7 +30,7 @@ demo: setup
 # What they compiled, asserts above all, is kept for the next time, whatever the environment says: it is 16 s of each worker.
 SHARED_OUT = PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(WORKERS) --dist worksteal --durations 20
 
-# 1,200 seconds of a processor in all: some ten of each core's minutes. The collection is 40 s of each where nothing is kept yet.
+# Some 1,200 seconds of processor time, of which collecting is 25 for each worker, and 40 where no compiled tests are kept yet.
 test: setup
 	@echo "expected: some 10 minutes on two quiet cores; the first dot after one"
 	$(SHARED_OUT) -m "not gpu and not parallel and not slow" $(PYTEST_ARGS)
