@@ -526,6 +526,7 @@ class Manager:
         return Report.of(
             self._engine,
             layers=len(self._layers),
+            steps=self.step,
             disk=self._disk_use(),
             recompute_policy=self._recompute_policy,
             plan=None if self._plan_source is None else self._plan_source.outcome(),

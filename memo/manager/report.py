@@ -138,12 +138,12 @@ class RecomputeUse:
             trials=recompute_policy.trials_run,
         )
 
-    def lines(self) -> list[str]:
-        """Formats one line, and one more for each reason with its layers."""
-        seconds = "not measured" if self.recompute_s is None else format_duration(self.recompute_s)
+    def lines(self, layers: int) -> list[str]:
+        """Formats one line for so many managed layers, and one more for each reason with its layers."""
+        seconds = "time not measured" if self.recompute_s is None else format_duration(self.recompute_s)
         lines = [
-            f"recompute: {self.levels}, {self.accepted} layers (bit for bit), "
-            f"{format_bytes(self.recomputed_bytes)}, time {seconds}"
+            f"recompute ({self.levels}): a part of {self.accepted} of {layers} layers, bit for bit; "
+            f"{format_bytes(self.recomputed_bytes)} and {seconds} in all"
         ]
         lines += _by_reason("recomputed whole, attention included", self.repeated)
         lines += _by_reason("moved as whole tensors", self.refused)
@@ -177,6 +177,8 @@ class Report:
 
     layers: int
     """Number of managed layers."""
+    steps: int = 0
+    """Steps since construction."""
     tiers: tuple[TierUse, ...]
     """Device, host, disk; tiers that are off are left out."""
     saved_peak_bytes: int = 0
@@ -230,6 +232,7 @@ class Report:
         engine: Engine,
         *,
         layers: int,
+        steps: int = 0,
         disk: DiskUse | None = None,
         recompute_policy: RecomputePolicy | None = None,
         plan: PlanOutcome | None = None,
@@ -242,6 +245,7 @@ class Report:
         moved = {TierName.HOST: stats.bytes_host, TierName.DISK: stats.bytes_disk}
         return cls(
             layers=layers,
+            steps=steps,
             tiers=(
                 TierUse(
                     tier=TierName.DEVICE,
@@ -370,27 +374,43 @@ class Report:
     def _lines(self) -> list[str]:
         if self.nothing is not None:
             return []
-        rows = [("tier", "moved", "peak", "budget", "used")]
+        lines = [] if self.plan is None else self.plan.lines()
+        if self.recompute is not None:
+            lines += self.recompute.lines(self.layers)
+        if self.replaced:
+            lines.append(f"in place of the program's activation checkpointing: {self.replaced} layers")
+        lines += _by_reason("not managed", self.unseen)
+        return [*lines, *self._table(), *self._counters()]
+
+    def _table(self) -> list[str]:
+        """Peaks and budgets of the tiers, and what moved there, in all and in a step."""
+        rows = [("tier", "peak", "budget", "used", "moved", "a step")]
         for use in self.tiers:
             budget = "-" if use.budget_bytes is None else format_bytes(use.budget_bytes)
             share = "-" if not use.budget_bytes else f"{100 * use.peak_bytes / use.budget_bytes:.0f} %"
-            rows.append((use.tier, format_bytes(use.moved_bytes), format_bytes(use.peak_bytes), budget, share))
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        table = [
+            moved = ["-", "-"]
+            if use.tier is not TierName.DEVICE:
+                moved = [format_bytes(use.moved_bytes), format_bytes(use.moved_bytes // max(1, self.steps))]
+            rows.append((use.tier, format_bytes(use.peak_bytes), budget, share, *moved))
+        widths = [max(len(row[column]) for row in rows) for column in range(6)]
+        return [
             "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
             for row in rows
         ]
+
+    def _counters(self) -> list[str]:
         hits = self.prefetch_hits
         stalls = ", ".join(f"{cause} {format_duration(s)}" for cause, s in self.stalls_s.items() if s >= 5e-4) or "none"
         if self.untimed_waits:
             stalls = f"not measured on the device (record a trace to measure them), {stalls} on the host"
+        early = format_bytes(self.tiers[0].moved_bytes)
         lines = [
-            f"{self.layers} layers, {self.saved_tensors} saved tensors ({self.deduplicated} shared a storage)",
-            *table,
+            f"in {self.steps} steps of {self.layers} layers: {self.saved_tensors} tensors saved, of which "
+            f"{self.deduplicated} shared a storage; {format_bytes(self.kept_bytes)} kept on the device by plan",
             f"reloaded: {format_bytes(self.reloaded_bytes)}, prefetch hits "
-            + ("-" if hits is None else f"{100 * hits:.1f} %"),
-            f"storages: {self.uses[UseKind.LIVE]} used before they left the device, {self.cancelled} copies out "
-            f"cancelled, {self.spilled} spilled to a further tier",
+            + ("-" if hits is None else f"{100 * hits:.1f} %")
+            + f"; {early} in {self.uses[UseKind.LIVE]} storages used before their offload had ended, {self.cancelled} "
+            f"copies cancelled, {self.spilled} spilled to the next tier",
             f"stalls: {stalls}",
         ]
         if self.spills is not None:
@@ -403,8 +423,6 @@ class Report:
         lines += _lack_of_room("recomputed whole", self.recomputed_for_room)
         if self.coded is not None:
             lines.append(self.coded.line())
-        if self.kept_bytes:
-            lines.append(f"kept by plan: {format_bytes(self.kept_bytes)} on the device")
         if self.disk is not None and self.disk.written_bytes:
             overlap = self.overlap
             lines.append(
@@ -415,13 +433,6 @@ class Report:
             )
         if self.failed_writes:
             lines.append(f"failed disk writes: {self.failed_writes} (their bytes went to another tier)")
-        if self.plan is not None:
-            lines += self.plan.lines()
-        if self.recompute is not None:
-            lines += self.recompute.lines()
-        if self.replaced:
-            lines.append(f"in place of the program's activation checkpointing: {self.replaced} layers")
-        lines += _by_reason("not managed", self.unseen)
         if self.live_entries:
             lines.append(f"still saved: {self.live_entries} storages, whose backward is to come")
         return lines

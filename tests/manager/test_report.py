@@ -185,7 +185,7 @@ def test_a_given_plans_saved_tensors_are_predicted_without_weights_and_transient
     outcome = FixedPlan(actuator, plan).outcome()
     assert outcome is not None
     assert outcome.predicted_peak_bytes == 4 * 8 * mib
-    (line,) = outcome.lines()[:1]
+    line = outcome.lines()[1]
     assert f"saved tensors on the device at most 32 MiB predicted; {IN_ALL}" in line
     assert plan.stages[0].peak_device_bytes > 60 << 30
     model = stack()

@@ -109,7 +109,7 @@ def test_a_kept_layer_is_never_copied_and_counted_as_kept() -> None:
     stats = manager.stats
     assert (stats.bytes_host, stats.bytes_disk, stats.bytes_reloaded) == (0, 0, 0)
     assert stats.uses[UseKind.LIVE] == sum(stats.uses.values()) > 0
-    assert "kept by plan" in str(manager.report())
+    assert "kept on the device by plan" in str(manager.report())
     manager.close()
 
 
