@@ -9,6 +9,7 @@
     issue       host time of each call that the engine makes at a layer's edge
     rows        whether a matrix product over fewer rows repeats the bits of the whole: recompute rests on it
     attention   the kernel that attention takes, deterministic or not
+    kernels     rates of products, attention by head size, length and direction, copies and launches
 
 Written to a result file after each. Exits 3 without a GPU, 1 when a measurement fails; the others still run.
 """
@@ -205,7 +206,24 @@ def timed(work: Callable[[], Any], times: int) -> tuple[float, float]:
     return issued / times, (time.perf_counter() - begin) / times
 
 
-MEASURED: tuple[Callable[[torch.device, Sizes], dict[str, Any]], ...] = (host, locking, link, issue, rows, attention)
+def kernels(device: torch.device, sizes: Sizes) -> dict[str, Any]:
+    """Rates of products, attention, copies and launches, as `memo doctor` measures them and plans take them."""
+    from memo.machine import measure_kernels
+
+    found = dataclasses.asdict(measure_kernels(device, seconds=3.0, small=sizes is SMALL))
+    rates = {f"{each.pop('head')} x {each.pop('tokens')}": each for each in found.pop("attention")}
+    return {**found, **rates}
+
+
+MEASURED: tuple[Callable[[torch.device, Sizes], dict[str, Any]], ...] = (
+    host,
+    kernels,
+    locking,
+    link,
+    issue,
+    rows,
+    attention,
+)
 
 
 def shown(value: Any) -> str:

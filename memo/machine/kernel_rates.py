@@ -41,13 +41,16 @@ class KernelRates:
     attention: tuple[AttentionRate, ...]
 
 
-def measure_kernels(device: torch.device, *, seconds: float) -> KernelRates:
+def measure_kernels(device: torch.device, *, seconds: float, small: bool | None = None) -> KernelRates:
     """Measures for about `seconds`, and as long as one call of each takes.
 
-    Takes 1.5 GiB of a GPU's memory; on a CPU sizes are small, so that the same code can be tried there.
+    Args:
+        device: the device, of which 1.5 GiB are taken.
+        seconds: of all measurements together.
+        small: sizes at which the same code can be tried on a CPU, and which say nothing; None: on a CPU.
     """
-    is_gpu = device.type != "cpu"
-    side, copied, lengths = (8192, 512 << 20, (4096, 16384, 65536)) if is_gpu else (256, 4 << 20, (128, 256, 512))
+    small = device.type == "cpu" if small is None else small
+    side, copied, lengths = (256, 4 << 20, (128, 256, 512)) if small else (8192, 512 << 20, (4096, 16384, 65536))
     each_s = seconds / (3 + 2 * len(HEADS) * len(lengths))
     small = torch.ones(8, device=device)
     launch_s = _seconds(device, lambda: small.add_(1.0), each_s)
