@@ -52,8 +52,8 @@ def measure_kernels(device: torch.device, *, seconds: float, small: bool | None 
     small = device.type == "cpu" if small is None else small
     side, copied, lengths = (256, 4 << 20, (128, 256, 512)) if small else (8192, 512 << 20, (4096, 16384, 65536))
     each_s = seconds / (3 + 2 * len(HEADS) * len(lengths))
-    small = torch.ones(8, device=device)
-    launch_s = _seconds(device, lambda: small.add_(1.0), each_s)
+    few = torch.ones(8, device=device)
+    launch_s = _seconds(device, lambda: few.add_(1.0), each_s)
     return KernelRates(
         product_flops_per_s=_product_flops_per_s(device, side, each_s),
         copy_bytes_per_s=_copy_bytes_per_s(device, copied, each_s),

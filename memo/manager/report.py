@@ -384,13 +384,14 @@ class Report:
 
     def _table(self) -> list[str]:
         """Peaks and budgets of the tiers, and what moved there, in all and in a step."""
-        rows = [("tier", "peak", "budget", "used", "moved", "a step")]
+        rows: list[tuple[str, ...]] = [("tier", "peak", "budget", "used", "moved", "a step")]
         for use in self.tiers:
             budget = "-" if use.budget_bytes is None else format_bytes(use.budget_bytes)
             share = "-" if not use.budget_bytes else f"{100 * use.peak_bytes / use.budget_bytes:.0f} %"
             moved = ["-", "-"]
             if use.tier is not TierName.DEVICE:
-                moved = [format_bytes(use.moved_bytes), format_bytes(use.moved_bytes // max(1, self.steps))]
+                a_step = format_bytes(use.moved_bytes // self.steps) if self.steps else "-"
+                moved = [format_bytes(use.moved_bytes), a_step]
             rows.append((use.tier, format_bytes(use.peak_bytes), budget, share, *moved))
         widths = [max(len(row[column]) for row in rows) for column in range(6)]
         return [
@@ -405,8 +406,8 @@ class Report:
             stalls = f"not measured on the device (record a trace to measure them), {stalls} on the host"
         early = format_bytes(self.tiers[0].moved_bytes)
         lines = [
-            f"in {self.steps} steps of {self.layers} layers: {self.saved_tensors} tensors saved, of which "
-            f"{self.deduplicated} shared a storage; {format_bytes(self.kept_bytes)} kept on the device by plan",
+            f"{self.layers} layers{f', {self.steps} steps' if self.steps else ''}: {self.saved_tensors} tensors saved, "
+            f"{self.deduplicated} of them in a shared storage; {format_bytes(self.kept_bytes)} kept on the device by plan",
             f"reloaded: {format_bytes(self.reloaded_bytes)}, prefetch hits "
             + ("-" if hits is None else f"{100 * hits:.1f} %")
             + f"; {early} in {self.uses[UseKind.LIVE]} storages used before their offload had ended, {self.cancelled} "

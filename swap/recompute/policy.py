@@ -143,7 +143,7 @@ class RecomputePolicy:
     @property
     def described(self) -> str:
         """Text for reports."""
-        return f"{self.default}, or by layer" if self._chosen else str(self.default)
+        return "by layer" if self._chosen else str(self.default)
 
     def choose(self, settings: Mapping[str, Setting]) -> None:
         """Sets per-layer settings from the next forward on; unnamed layers use the default. Clears refusals."""
