@@ -98,5 +98,5 @@ class PlanOutcome:
             memory += f", {format_bytes(self.measured_peak_bytes)} measured"
         if total > self.predicted_peak_bytes:
             memory += f"; all device memory at most {format_bytes(total)} predicted"
-        limits = (f"limited by {reason}" for reason in self.plan.binding)
+        limits = (f"limited by: {reason}" for reason in self.plan.binding)
         return [f"time: {seconds}; {parts}", f"memory: {memory}", *limits]
