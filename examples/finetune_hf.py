@@ -3,6 +3,7 @@ r"""Finetunes an unmodified Hugging Face causal language model on your text, at 
     a small Llama made from a config, on a CPU     python examples/finetune_hf.py --data notes/ --seq 8k --alpha 0.25
     a model of yours, on one GPU                   python examples/finetune_hf.py --model ./llama --data books/ \
                                                        --seq 256k --host 64GiB --steps 200 --output ./llama-books
+    the same with LoRA                             ... --lora 16
     over the GPUs of one machine, or two           torchrun --standalone --nproc-per-node 8 examples/finetune_hf.py \
     processes on a CPU (--nproc-per-node 2)            --model ./llama --data books/ --seq 1m --tp 8
 
@@ -48,10 +49,12 @@ def main() -> int:
     model = open_model(args.model, tokens)
     if args.tp > 1:
         memo.parallelize(model, init_device_mesh(device.type, (args.tp,)))
+    if args.lora:
+        model = adapted(model, args.lora)
     memo.loss_without_logits(model)
     model.to(device).train()
     model.config.use_cache = False  # keys and values are kept for generation only
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=args.lr, weight_decay=0.0)
     manager = None if args.without_memo else memo.offload(model, alpha=args.alpha, host=args.host, disk=args.disk)
     for step in range(1, args.steps + 1):
         begin = time.perf_counter()
@@ -71,6 +74,8 @@ def main() -> int:
     if manager is not None:
         if first:
             print(manager.report())
+            if args.model is not None and device.type == "cpu":
+                print(f"on a GPU: memo rehearse --model {args.model} --seq {args.seq} --loss-without-logits --gpu h100")
         manager.close()
     if args.output is not None:
         save(model, args.output)
@@ -87,8 +92,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--data", nargs="+", help="text files, folders, .jsonl (default: Python's standard library)")
     parser.add_argument("--seq", default="4k", help="sequence length in tokens (default 4k)")
-    parser.add_argument("--steps", type=int, default=3, help="number of steps (default 3)")
+    parser.add_argument("--steps", type=int, default=6, help="number of steps (default 6: a plan has settled by then)")
     parser.add_argument("--lr", type=float, default=1e-4, help="learning rate (default 1e-4)")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train PEFT's adapters of this rank alone")
     parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
     parser.add_argument(
         "--tp", type=int, default=1, help="processes that divide the model, started by torchrun (default 1)"
@@ -127,6 +133,16 @@ def open_model(path: Path | None, tokens: TokenFile) -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
     shape = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 8, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(**shape, vocab_size=tokens.vocab_size, max_position_embeddings=1 << 20))
+
+
+def adapted(model: PreTrainedModel, rank: int) -> PreTrainedModel:
+    """The model with PEFT's adapters on all linear maps, which alone are trained."""
+    from peft import LoraConfig, get_peft_model
+
+    made: PreTrainedModel = get_peft_model(
+        model, LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    return made
 
 
 def tokenizer_of(model: Path | None) -> str | None:
