@@ -35,6 +35,7 @@ from memo.mip.inputs import PipelineSchedule
 from memo.mip.simulate import verify_by_simulation
 from memo.parallel import Layout
 from memo.search import TrainingMethod, with_run
+from memo.trace import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -213,7 +214,7 @@ def _finish(
     for row in found.rows:
         print(row)
     for sentence in assumed:
-        print(f"assumed: {sentence}")
+        print(f"assumed: {printable(sentence, limit=2000)}")
     off = abs(simulation.whole_step_s / plan.step_s - 1) if plan.step_s else 0.0
     print(f"checked, and simulated event by event: {off:.2%} off the prediction")
     if args.output:

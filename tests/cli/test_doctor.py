@@ -268,6 +268,7 @@ def test_a_link_is_measured_on_the_gpu_at_the_same_bus_address(monkeypatch: pyte
         lambda index: types.SimpleNamespace(pci_domain_id=0, pci_bus_id=buses[index], pci_device_id=0x1F),
     )
     monkeypatch.setattr(doctor, "measure_link", measure)
+    monkeypatch.setattr(doctor, "measure_kernels", lambda device, *, seconds: None)
     found = examine([], seconds=SECONDS, nvml=one_gpu())
     assert measured == [1]
     assert found.gpus[0].link == rates

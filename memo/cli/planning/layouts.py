@@ -37,7 +37,7 @@ from memo.search import (
     why_not_trained,
     with_run,
 )
-from memo.trace import render_page
+from memo.trace import printable, render_page
 from memo.units import format_tokens, parse_tokens
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def run_search(args: argparse.Namespace) -> ExitCode:
     if resharding is not None:
         print(resharding[0])
     for sentence in _assumed(args, space):
-        print(f"assumed: {sentence}")
+        print(f"assumed: {printable(sentence, limit=2000)}")
     for path in files:
         print(f"Wrote {display_name(path)}")
     return ExitCode.OK

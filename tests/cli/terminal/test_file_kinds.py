@@ -72,7 +72,7 @@ READERS = {
     "simulate": (["simulate"], {"plan.json"}),
     "simulate-profile": (["simulate", "plan.json", "--profile"], {"profile.json"}),
     "simulate-hardware": (["simulate", "plan.json", "--hardware"], {"machine.json"}),
-    "pack": (["pack"], {"buffers.csv", "addresses.json"}),
+    "pack": (["pack"], {"buffers.csv", "addresses.json", "snapshot.pickle"}),
     "stats": (["trace", "stats"], {"trace.jsonl", "trace.jsonl.gz"}),
     "html": (["trace", "html", "-o", "out.html"], {"trace.jsonl", "trace.jsonl.gz"}),
     "html-plan": (["trace", "html", "trace.jsonl", "-o", "out.html", "--plan"], {"addresses.json"}),
