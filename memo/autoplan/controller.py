@@ -56,7 +56,7 @@ from memo.autoplan.step_timeline import StepTimeline
 from memo.errors import Infeasible, MemoError, PlanError
 from memo.events import PLAN_MADE, Note
 from memo.lru import LRU
-from memo.mip.activation import ActivationProblem, Budgets, DoesNotFit, LayerPlan, Pipeline, predict_stages
+from memo.mip.activation import ActivationProblem, Budgets, LayerPlan, Pipeline, predict_stages
 from memo.mip.inputs import ALL, ATTENTION, INPUT, Signature
 from memo.swap import Level, layer_input
 from memo.units import format_bytes, format_duration
@@ -454,6 +454,8 @@ class AutoPlan:
             answer = self._placed(self._problem(cached)[0])
         self._planning_s += time.perf_counter() - begin
         if isinstance(answer, Infeasible):
+            from memo.mip.activation import DoesNotFit  # loads the solver, which has run
+
             others, needs = format_bytes(self._others_bytes), ""
             least = answer.least_bytes.get("device") if isinstance(answer, DoesNotFit) else None
             if least is not None:
