@@ -48,6 +48,11 @@ class LayerKind:
         shapes = [tuple(parameter.shape) for parameter in trained if parameter.dim() >= 2]
         return [(shape[-2], shape[-1]) for shape in shapes for _ in range(math.prod(shape[:-2]))]
 
+    def frozen_linear(self) -> list[int]:
+        """Sizes of the frozen weights of linear maps; fused tensors of experts are none."""
+        maps = [module for module in self.layer.modules() if isinstance(module, nn.Linear)]
+        return [module.weight.numel() for module in maps if not module.weight.requires_grad]
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ShortModel:

@@ -25,6 +25,7 @@ from memo.gpt.arithmetic import (
     RecomputeMethod,
     StepLayout,
     Training,
+    adapter_states,
     end_states,
     layer_states,
     orthogonalisation_flops,
@@ -221,8 +222,11 @@ class HuggingFaceModel:
         matrices = [shape for kind in self._short.kinds for shape in kind.matrices()]
         smallest = min((min(shape) for shape in matrices), default=1)
         adam = STATES[self._precision]
+        if base is BaseFormat.NF4 and layout.gpus > 1:
+            raise UsageError(f"--base {base} is planned on one GPU; leave it out with {layout.gpus}")
         training = Training(
             states=layer_states(optimizer, adam, smallest=smallest),
+            adapter_states=adapter_states(optimizer, self._lora_dtype, adam, rank=self._lora),
             end_states=end_states(optimizer, adam, smallest=smallest),
             lora=self._lora,
             lora_dtype=self._lora_dtype,
@@ -357,25 +361,20 @@ class _Rank:
         # Heads are exchanged for tokens: a rank's heads see all tokens, cp times those that were recorded.
         attention_s, backward_attention_s = (self.layout.cp * seconds for seconds in own.attention_s)
         attention_flops = self.layout.cp * own.attention_flops
-        quantized = weights.training.base is BaseFormat.NF4
-        width = self.short.itemsize
-        # Each pass makes the matrices anew from their codes, one after the other.
-        made_s = (
-            (NF4_BYTES + width) * (parameters - kind.trained) / self.machine.elementwise_bytes_per_s
-            if quantized
-            else 0.0
-        )
-        matrix = (
-            max((width * p.numel() for p in kind.layer.parameters() if not p.requires_grad), default=0)
-            if quantized
-            else 0
+        # Of a base in 4 bits each pass, and each recompute of products, makes the linear maps' weights anew, one by one.
+        linear = kind.frozen_linear() if weights.training.base is BaseFormat.NF4 else []
+        made_s = (NF4_BYTES + self.short.itemsize) * sum(linear) / self.machine.elementwise_bytes_per_s
+        matrix = self.short.itemsize * max(linear, default=0)
+        points = tuple(
+            dataclasses.replace(point, recompute_s=point.recompute_s + made_s * (point.recompute_flops > 0))
+            for point in own.points
         )
         largest = max(own.storages, default=0)
         profile = LayerProfile(
             name=kind.name,
             always_bytes=0,
             other_bytes=max(own.saved_nbytes - own.points[0].saved_bytes, 0),
-            points=own.points,
+            points=points,
             forward_s=own.forward.with_attention_s(attention_s, self.machine) + made_s + context_s,
             backward_s=own.backward.with_attention_s(backward_attention_s, self.machine) + made_s + context_s,
             forward_flops=own.forward.product_flops + attention_flops,
@@ -388,7 +387,8 @@ class _Rank:
             sync_s=weights.sync_s(kind.trained),
             forward_transient_bytes=own.forward_transient_nbytes + comparing_nbytes(largest) + matrix,
             backward_transient_bytes=own.backward_transient_nbytes + matrix,
-            static=weights.static(parameters, trained=kind.trained) + StaticBytes(cast=own.weights_nbytes),
+            static=weights.static(parameters, trained=kind.trained, coded=sum(linear))
+            + StaticBytes(cast=own.weights_nbytes),
             storages=len(own.storages) + (2 if len(own.points) > 1 else 0),
             largest_storage_bytes=largest,
         )

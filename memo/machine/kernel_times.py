@@ -75,6 +75,7 @@ class KernelTimes:
     def _attention_s(self, flops: int, tensors: Sequence[torch.Tensor], *, backward: bool = False) -> float:
         """Seconds of attention whose first tensors are queries and keys, with heads before tokens or behind them."""
         key = tensors[1]
+        flops = flops if key.itemsize <= 2 else round(flops / FP32_SHARE)
         return self._hardware.attention_s(flops, head=key.shape[-1], keys=max(key.shape[-3:-1]), backward=backward)
 
 

@@ -109,6 +109,7 @@ class Manager:
         self._replaced: set[str] = set()
         self._step_ends = StepEnds(model)
         self.step = 0
+        self._begun_steps = 0
         self._in_step = False
         self._is_told = False
         self._has_trained = False
@@ -251,6 +252,7 @@ class Manager:
                 self._watch = None
         if not self._in_step:
             self._in_step = True
+            self._begun_steps += 1
             if self._recorder is not None:
                 self._recorder.begin_step(self.step)
                 if self._sampler is not None:
@@ -526,7 +528,7 @@ class Manager:
         return Report.of(
             self._engine,
             layers=len(self._layers),
-            steps=self.step,
+            steps=self._begun_steps,
             disk=self._disk_use(),
             recompute_policy=self._recompute_policy,
             plan=None if self._plan_source is None else self._plan_source.outcome(),

@@ -178,7 +178,7 @@ class Report:
     layers: int
     """Number of managed layers."""
     steps: int = 0
-    """Steps since construction."""
+    """Steps that have begun since construction."""
     tiers: tuple[TierUse, ...]
     """Device, host, disk; tiers that are off are left out."""
     saved_peak_bytes: int = 0

@@ -18,6 +18,7 @@ from memo.gpt.arithmetic import (
     Optimizer,
     RecomputeMethod,
     StepLayout,
+    adapter_states,
     derive_profile,
     layer_states,
 )
@@ -240,7 +241,10 @@ class Request(TrainingMethod):
         if self.config is not None:
             # The width matters to Adafactor's means alone, by hundredths of a byte.
             states = layer_states(self.optimizer, STATES[self.precision], smallest=4096)
-            kept = f"{states.gradient} of gradient and {states.optimizer:.2g} of {self.optimizer}'s state a parameter"
+            if self.lora:
+                states = adapter_states(self.optimizer, self.lora_dtype, STATES[self.precision], rank=self.lora)
+            state = f"{states.optimizer:.2g} of {self.optimizer}'s state"
+            kept = f"{states.gradient} of gradient and {state} a {'trained ' * bool(self.lora)}parameter"
             kernel = f"attention by {self.machine.attention[0].name}"
             found = [
                 f"{self.precision}; {states.weight} bytes of weight, {kept}; {kernel}; {found[0]}",

@@ -21,11 +21,16 @@ __all__ = ["on_device_clock"]
 _OF_HOST = (StateChange, StorageUse, CounterEvent, Owned, Note, StepMark)
 
 
-def on_device_clock(events: Iterable[Event]) -> list[Event]:
-    """Events sorted by the device's time; where no span says when it was issued, by their own."""
+def on_device_clock(events: Iterable[Event], spans: Iterable[Event] | None = None) -> list[Event]:
+    """Events sorted by the device's time; where no span says when it was issued, by their own.
+
+    Args:
+        events: some or all events of a trace.
+        spans: events among which all spans of the trace are; None: `events`.
+    """
     events = list(events)
     pairs = [(0, 0)]
-    for event in events:
+    for event in events if spans is None else spans:
         if isinstance(event, Span) and event.issued is not None:
             pairs += [(event.issued, event.t), (event.issued + (event.issued_d or 0), event.t + event.d)]
     if len(pairs) > 1:

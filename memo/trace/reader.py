@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from memo.bounded_files import Refused, Unpacked, open_file, require_plain
 from memo.errors import TraceError
-from memo.events import FORMAT, VERSION, Event
+from memo.events import FORMAT, VERSION, Event, Span
 from memo.trace.decode_event import decode_event, decode_object, natural
 from memo.trace.device_clock import on_device_clock
 
@@ -159,6 +159,8 @@ class _Reading:
         self._seen = 0
         self._header: dict[str, Any] | None = None
         self._events: list[Event] = []
+        self._spans: list[Event] = []
+        """Layers of all steps that say when they were issued."""
         self._end: tuple[int, int] | None = None  # (events, dropped) by the writer's count
         self._torn = False
         self.line = 0
@@ -183,6 +185,8 @@ class _Reading:
 
     def _keep(self, event: Event) -> None:
         self._seen += 1
+        if isinstance(event, Span) and event.issued is not None and len(self._spans) < self._most:
+            self._spans.append(event)
         if self._steps is not None and event.step not in self._steps:
             return
         if len(self._events) == self._most:
@@ -195,7 +199,7 @@ class _Reading:
         dropped = self._end[1] if self._end else 0
         return Trace(
             path=self._path,
-            events=tuple(on_device_clock(self._events)),
+            events=tuple(on_device_clock(self._events, self._spans)),
             dropped=dropped,
             remarks=tuple(self._remarks(dropped)),
             **self._header,

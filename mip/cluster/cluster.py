@@ -187,6 +187,7 @@ def slowest_machine(machines: Sequence[Hardware]) -> Hardware:
         **{name: least_of_node(name) for name in _OF_NODE},
         host_bytes=int(least_of_node("host_bytes")),
         gpus_per_node=gpus,
+        launch_s=max(machine.launch_s for machine in machines),
         network=_slowest_network(machines, gpus),
     )
 

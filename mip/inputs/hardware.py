@@ -66,6 +66,8 @@ class AttentionKernel:
         sizes = [known.head for known in self.heads]
         if not sizes or sizes != sorted(set(sizes)):
             raise PlanError(f"attention {self.name[:80]!r}: no head sizes, or not in order")
+        if not 0 < self.far <= 1:
+            raise PlanError(f"attention {self.name[:80]!r}: far is {self.far}, not a share")
 
     @classmethod
     def alike(cls, share: float, *, name: str = "fused") -> AttentionKernel:
@@ -178,7 +180,7 @@ class Hardware:
             UsageError: it has none of that name.
         """
         found = [one for one in self.attention if _called(one.name).startswith(_called(kernel))]
-        if not kernel or not found:
+        if not _called(kernel) or not found:
             names = ", ".join(one.name for one in self.attention)
             raise UsageError(f"no attention {kernel[:40]!r} is known for {self.name}; one of {names}")
         others = tuple(one for one in self.attention if one is not found[0])

@@ -566,6 +566,8 @@ class Engine:
         if self._reload.closed:
             return
         self._release.end_dropped()
+        if self._telemetry.trace is not None:
+            self._telemetry.trace.finish()
         with self._lock:
             self._reload.closed = True
             self._release.clear_limbo()

@@ -60,6 +60,7 @@ class RunLayer(NamedTuple):
     module: str
     lane: Lane
     phase: str
+    step: int
     began: Stamp
     ended: Stamp
     issued: int | None = None
@@ -73,7 +74,7 @@ class TraceEvents:
     def __init__(self, tracer: Tracer, backend: Backend) -> None:
         self._backend = backend
         self._tracer = tracer
-        self._copies: collections.deque[tuple[int, int, int | None, Lane, Timed]] = collections.deque()
+        self._copies: collections.deque[tuple[int, int, int | None, Lane, Timed, int]] = collections.deque()
         self._layers: collections.deque[RunLayer] = collections.deque()
         self._backward: tuple[str, Began] | None = None  # the layer whose backward is running
 
@@ -100,7 +101,7 @@ class TraceEvents:
     def copying(self, saved: SavedStorage, lane: Lane, event: Timed) -> None:
         """Records an issued copy of a storage."""
         values = None if saved.coded is None else saved.nbytes
-        self._copies.append((saved.id, saved.place_nbytes, values, lane, event))
+        self._copies.append((saved.id, saved.place_nbytes, values, lane, event, self._tracer.step))
 
     def begin(self, name: str) -> Began:
         """Begins a layer's forward or backward."""
@@ -125,11 +126,13 @@ class TraceEvents:
         if began.stamp is not None and ended is not None:
             issued = None if type(ended) is HostStamp else began.issued  # not where the device's clock is the host's
             took = None if issued is None else self._tracer.now() - issued
-            self._layers.append(RunLayer(module, Lane.COMPUTE, phase, began.stamp, ended, issued, took))
+            self._layers.append(
+                RunLayer(module, Lane.COMPUTE, phase, self._tracer.step, began.stamp, ended, issued, took)
+            )
 
     def recompute_ended(self, module: str, began: Stamp, ended: Stamp) -> None:
         """Records an issued recompute of a layer."""
-        self._layers.append(RunLayer(module, Lane.RECOMPUTE, "backward", began, ended))
+        self._layers.append(RunLayer(module, Lane.RECOMPUTE, "backward", self._tracer.step, began, ended))
 
     def backward_reached(self, module: str) -> None:
         """Ends the backward of the layer before, and begins that of `module`."""
@@ -157,19 +160,25 @@ class TraceEvents:
         t, step = self._tracer.now(), self._tracer.step
         self._tracer.emit(Note(t=t, step=step, cause=cause, message=message, module=module))
 
+    def finish(self) -> None:
+        """Emits all spans of layers, waiting for those that still run."""
+        for layer in self._layers:
+            layer.ended.synchronize()
+        self.end_step()
+
     def end_step(self) -> None:
         """Emits the spans that have ended since the last call; keeps those still running."""
         self.backward_left()
         tracer = self._tracer
         for _ in range(len(self._copies)):
-            ident, nbytes, values, lane, event = self._copies.popleft()
+            ident, nbytes, values, lane, event, step = self._copies.popleft()
             if not event.query():
-                self._copies.append((ident, nbytes, values, lane, event))
+                self._copies.append((ident, nbytes, values, lane, event, step))
                 continue
             interval = event.interval_ns()
             if interval is not None:
                 start, end = tracer.at(interval[0]), tracer.at(interval[1])
-                took, step = end - start, tracer.step
+                took = end - start
                 tracer.emit(Span(t=start, d=took, step=step, lane=lane, id=ident, nbytes=nbytes, decoded_nbytes=values))
         for _ in range(len(self._layers)):
             layer = self._layers.popleft()
@@ -182,7 +191,7 @@ class TraceEvents:
                 Span(
                     t=t,
                     d=tracer.at(end_ns) - t,
-                    step=tracer.step,
+                    step=layer.step,
                     lane=layer.lane,
                     module=layer.module,
                     phase=layer.phase,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 from memo.errors import UsageError
 from memo.gpt import preset
-from memo.gpt.arithmetic import AdapterDtype, BaseFormat, StepLayout, derive_profile
+from memo.gpt.arithmetic import AdapterDtype, BaseFormat, Optimizer, StepLayout, derive_profile
 from memo.hugging_face import HuggingFaceModel, built_model, configuration_from, model_class
 from memo.hugging_face.adapters import adapt
 from memo.mip.inputs import hardware_preset
@@ -104,3 +105,48 @@ def test_sizes_of_memos_gpt_count_adapters_alike() -> None:
 def test_a_base_in_four_bits_is_of_adapters() -> None:
     with pytest.raises(UsageError, match="--base 4bit has no meaning without --lora"):
         derive_profile(preset("llama3-8b"), H100, StepLayout(tokens=1024), base=BaseFormat.NF4)
+
+
+@pytest.mark.parametrize("dtype", list(AdapterDtype))
+def test_the_optimizer_is_the_adapters(dtype: AdapterDtype) -> None:
+    def state_bytes(optimizer: Optimizer) -> int:
+        asked = {"lora": 64, "lora_dtype": dtype, "optimizer": optimizer}
+        return derive_profile(preset("llama3-8b"), H100, StepLayout(tokens=4096), **asked).classes[0].static.optimizer
+
+    adamw, small, none = (state_bytes(one) for one in (Optimizer.ADAMW, Optimizer.ADAMW_8BIT, Optimizer.SGD))
+    assert none == 0 < small < adamw
+
+
+def test_a_base_in_four_bits_is_planned_on_one_gpu() -> None:
+    with pytest.raises(UsageError, match="--base 4bit is planned on one GPU"):
+        derive_profile(preset("llama3-8b"), H100, StepLayout(tokens=1024, gpus=8), lora=4, base=BaseFormat.NF4)
+
+
+def test_fused_experts_are_no_linear_maps() -> None:
+    fields = {**SMALL, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    planned = HuggingFaceModel(configuration_from(fields, name="moe"), name="moe", lora=4)
+    full, coded = (
+        planned.profile(H100, StepLayout(tokens=256), base=base).classes[0].static.weights for base in BaseFormat
+    )
+    linear = 2 * 64 * 64 + 2 * 64 * 32
+    assert full - coded == pytest.approx((2 - 0.5 - 1 / 64) * linear, rel=0.1)
+
+
+def test_adapters_beside_are_whole_on_every_tensor_parallel_rank() -> None:
+    def beside(tp: int) -> int:
+        layout, config = StepLayout(tokens=8192 * tp, tp=tp, gpus=tp), preset("llama3-8b")
+        with_lora, without = (derive_profile(config, H100, layout, lora=rank).classes[0] for rank in (16, 0))
+        return with_lora.forward_transient_bytes - without.forward_transient_bytes
+
+    assert beside(2) == beside(4)
+
+
+def test_a_tiled_mlp_saves_nothing_for_its_adapters() -> None:
+    def added(tiles: int) -> int:
+        config = dataclasses.replace(preset("llama3-8b"), mlp_tiles=tiles)
+        with_lora, without = (
+            derive_profile(config, H100, StepLayout(tokens=8192), lora=rank).classes[0] for rank in (16, 0)
+        )
+        return with_lora.full_bytes - without.full_bytes
+
+    assert 0 < added(4) < added(1)

@@ -284,3 +284,21 @@ def test_manager_and_report_show_themselves(caplog: pytest.LogCaptureFixture) ->
     assert told[4].startswith("Stack: plan: nothing to move")
     manager.close()
     assert "closed" in repr(manager)
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_what_moved_in_a_step_is_the_mean_of_the_steps_that_ran(tells: bool) -> None:
+    model = stack(layers=4)
+    manager = memo.offload(model, alpha=1.0, host="8MiB", min_bytes=512)
+    manager.step = 100  # a resumed run
+    for number in range(3):
+        with manager:
+            loss = model(ids(number))
+        loss.backward()
+        model.zero_grad()
+        if tells:
+            manager.step_done()
+    report = manager.report()
+    assert report.steps == 3
+    assert f"{format_bytes(report.tiers[1].moved_bytes // 3)}" in str(report)
+    manager.close()

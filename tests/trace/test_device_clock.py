@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from small_models import Stack
 import memo
 from memo.events import CounterEvent, Lane, Span, StateChange, StepMark, TensorState, TierName
 from memo.rehearsal import hugging_face_step, rehearse
-from memo.trace import read_traces
+from memo.trace import TraceRecorder, read_traces
 from memo.trace.device_clock import on_device_clock
 
 
@@ -64,3 +65,23 @@ def test_a_rehearsed_steps_memory_lasts_as_long_as_its_compute(tmp_path: Path) -
     issued = max(span.issued or 0 for span in spans) - min(span.issued or 0 for span in spans)
     assert issued < 0.5 * computed
     assert 0.8 * computed < states[-1].t - states[0].t < 1.3 * computed
+
+
+def test_some_steps_alone_are_placed_as_among_all(tmp_path: Path) -> None:
+    """A host that is a step ahead writes a step's layers in the next one."""
+    recorder = TraceRecorder(tmp_path / "t.jsonl", rank=0, world_size=1, meta={})
+    for step in range(4):
+        recorder.step = step
+        recorder.emit(CounterEvent(t=1000 + 10 * step, step=step, tier=TierName.DEVICE, nbytes=step))
+        span = layer(1000 + 10 * step, 9, 2000 + 1000 * step, 900)
+        recorder.emit(dataclasses.replace(span, step=step))
+    recorder.close()
+
+    def places(steps: range | None) -> dict[int, int]:
+        events = read_traces([tmp_path / "t.jsonl"], steps=steps)[0].events
+        return {event.step: event.t for event in events if isinstance(event, CounterEvent)}
+
+    every = places(None)
+    assert every == {0: 2000, 1: 3000, 2: 4000, 3: 5000}
+    for step in range(4):
+        assert places(range(step, step + 1)) == {step: every[step]}

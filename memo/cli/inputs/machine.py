@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 
 from memo.cli.terminal.file_kinds import FileKind, require_kind
+from memo.errors import UsageError
 from memo.mip.activation import read_hardware
 from memo.mip.inputs import PRESETS, Hardware, hardware_preset, with_measured_rates
 
@@ -64,6 +65,10 @@ def machine_of(args: argparse.Namespace, machine: Hardware | None = None) -> Har
         UsageError: there is no such GPU or kernel.
         PlanError: a file cannot be read.
     """
+    if args.attention is not None and args.doctor is not None:
+        raise UsageError(
+            "--attention does not go with --doctor, whose file has measured rates of attention; give one of them"
+        )
     machine = machine or hardware_named(args.gpu)
     if args.attention is not None:
         machine = machine.with_attention(args.attention)

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         BaseFormat as BaseFormat,
         StateBytes as StateBytes,
         Training as Training,
+        adapter_states as adapter_states,
     )
 else:
     __getattr__, __dir__, __all__ = attach(
@@ -59,7 +60,7 @@ else:
             "run_of_plan": "PlannedRun layout_of planned_run run_of untrained",
             "profile_by_arithmetic": "derive_profile",
             "step_collectives": "ChunkOfLayers StepCollectives",
-            "training": "ADAM_FP32 ADAM_PURE NF4_BYTES STATES AdapterDtype BaseFormat StateBytes Training",
+            "training": "ADAM_FP32 ADAM_PURE NF4_BYTES STATES AdapterDtype BaseFormat StateBytes Training adapter_states",
             "rank_weights": "RankWeights",
         },
     )

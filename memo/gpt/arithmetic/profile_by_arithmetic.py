@@ -34,7 +34,7 @@ from memo.gpt.arithmetic.mixture_bytes import mixture_block
 from memo.gpt.arithmetic.optimizers import Optimizer, end_states, layer_states, orthogonalisation_flops
 from memo.gpt.arithmetic.rank_weights import RankWeights
 from memo.gpt.arithmetic.step_collectives import ChunkOfLayers, StepCollectives, padded_elements
-from memo.gpt.arithmetic.training import NF4_BYTES, STATES, AdapterDtype, BaseFormat, Training
+from memo.gpt.arithmetic.training import NF4_BYTES, STATES, AdapterDtype, BaseFormat, Training, adapter_states
 from memo.gpt.config import GPTConfig
 from memo.gpt.train_config import Precision
 from memo.loss import LOGIT_NBYTES, chunk_tokens, moved_nbytes
@@ -125,8 +125,11 @@ def derive_profile(
     )
     require_divided(config, layout)
     smallest = min(min(shape) for shape in layer_matrices(config))
+    if base is BaseFormat.NF4 and layout.gpus > 1:
+        raise UsageError(f"--base {base} is planned on one GPU; leave it out with {layout.gpus}")
     training = Training(
         states=layer_states(optimizer, STATES[precision], smallest=smallest),
+        adapter_states=adapter_states(optimizer, lora_dtype, STATES[precision], rank=lora),
         end_states=end_states(optimizer, STATES[precision], smallest=config.hidden),
         lora=lora,
         lora_dtype=lora_dtype,
@@ -318,11 +321,12 @@ def _layer(
     lora = weights.training.lora
     adapters = adapter_parameter_count(config, lora)
     adapted = _Adapted.of(config, weights.training, sizes)
-    of_adapters, beside_adapters = adapted.saved * tokens, adapted.beside * tokens / layout.tp
+    of_adapters, beside_adapters = adapted.saved * tokens, adapted.beside * tokens
     largest_matrix = max(math.prod(shape) for shape in layer_matrices(config)) / layout.tp
     quantized = weights.training.base is BaseFormat.NF4
     # Each pass makes the matrices anew from their codes, one after the other.
-    dequantized_s = (NF4_BYTES + sizes.product) * on_rank / machine.elementwise_bytes_per_s if quantized else 0.0
+    matrices = sum(math.prod(shape) for shape in layer_matrices(config)) / layout.tp
+    dequantized_s = (NF4_BYTES + sizes.product) * matrices / machine.elementwise_bytes_per_s if quantized else 0.0
     beside_adapters += sizes.product * largest_matrix if quantized else 0.0
     # Autocast's copies of the weights live from their first use until backward has used them.
     copied_weights = sizes.product * (on_rank + sum(unit.elements for unit in apart)) if sizes.casts else 0.0
@@ -388,10 +392,10 @@ def _layer(
         + comparing_nbytes(round(block.largest * tokens)),
         backward_transient_bytes=round(copied_weights + block.backward_transient * tokens + beside_adapters),
         between_bytes=round(block.between * tokens),
-        static=weights.static(on_rank + adapters, apart, trained=adapters if lora else on_rank)
+        static=weights.static(on_rank + adapters, apart, trained=adapters if lora else on_rank, coded=matrices)
         + StaticBytes(cast=round(copied_weights)),
         storages=block.storages,
-        largest_storage_bytes=round(block.largest * tokens),
+        largest_storage_bytes=round(max(block.largest, adapted.largest) * tokens),
     )
     gradients = 0.0 if lora else gathered_weights
     layer = weights.with_gathered(layer, weights=gathered_weights, gradients=gradients)
@@ -408,6 +412,8 @@ class _Adapted:
     """The first part of it."""
     beside: float = 0.0
     """Bytes of the widest adapter's result, as long as it is added."""
+    largest: float = 0.0
+    """Bytes of the largest input that is cast."""
     forward: float = 0.0
     """Read and written."""
     backward: float = 0.0
@@ -417,11 +423,13 @@ class _Adapted:
         if not training.lora:
             return cls()
         shapes = layer_matrices(config)
+        # A tiled MLP saves nothing of its own, and makes all of it anew.
+        saving = shapes[:2] if config.mlp_tiles > 1 else shapes
         read, made = sum(columns for columns, _ in shapes), sum(rows for _, rows in shapes)
         widest, narrow = max(max(shape) for shape in shapes), sizes.product
         if training.lora_dtype is not AdapterDtype.FP32 or sizes.casts or narrow == FLOAT:
             # Two products, the scale, the sum; of the gradients the scale, each product twice, the sum at the input.
-            between = len(shapes) * training.lora * narrow
+            between = len(saving) * training.lora * narrow
             return cls(
                 saved=between,
                 between=between,
@@ -430,11 +438,12 @@ class _Adapted:
                 backward=narrow * (5 * read + 4 * made),
             )
         # The same in float32 with casts of the input, of the sum, and of both gradients.
-        between = len(shapes) * training.lora * FLOAT
+        between = len(saving) * training.lora * FLOAT
         # Nothing saves the norms' results and the last map's input as they are any more: a frozen map does not.
-        unsaved = narrow * (2 * config.hidden + config.ffn) if config.mlp_tiles == 1 else 0
+        unsaved = narrow * (config.hidden if config.mlp_tiles > 1 else 2 * config.hidden + config.ffn)
         return cls(
-            saved=FLOAT * read + between - unsaved,
+            saved=FLOAT * sum(columns for columns, _ in saving) + between - unsaved,
+            largest=FLOAT * max(columns for columns, _ in saving),
             between=between,
             beside=2 * FLOAT * widest,
             forward=(narrow + 2 * FLOAT) * read + (2 * narrow + 6 * FLOAT) * made,

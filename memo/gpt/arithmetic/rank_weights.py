@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from memo.errors import UsageError
 from memo.gpt.arithmetic.collectives import exchange_s
 from memo.mip.inputs import Collectives, LayerProfile, StaticBytes
 
@@ -113,9 +114,11 @@ class RankWeights:
         """Seconds of a collective over each of some units apart."""
         return sum(exchange_s(collective(unit), self.machine, self.layout) for unit in apart)
 
-    def static(self, parameters: float, apart: Sequence[WeightUnit] = (), *, trained: float) -> StaticBytes:
+    def static(
+        self, parameters: float, apart: Sequence[WeightUnit] = (), *, trained: float, coded: float = 0.0
+    ) -> StaticBytes:
         """Bytes of a layer's parameters on the device all the time; units apart are trained, too."""
-        own = self.training.static_bytes(parameters, self.shards, trained=trained)
+        own = self.training.static_bytes(parameters, self.shards, trained=trained, coded=coded)
         return sum((self.training.static_bytes(unit.elements, unit.shards) for unit in apart), start=own)
 
     def with_gathered(self, layer: LayerProfile, *, weights: float, gradients: float) -> LayerProfile:
@@ -156,6 +159,8 @@ class RankWeights:
             return states.passes * own / machine.elementwise_bytes_per_s
         ranks = min(self.layout.gpus, machine.gpus_per_node)
         lanes = machine.lanes(ranks)
+        if not (lanes.d2h_bytes_per_s and lanes.h2d_bytes_per_s):
+            raise UsageError(f"--optimizer-offload: {machine.name} has no link to host memory")
         copied_s = states.reduced / lanes.d2h_bytes_per_s + states.weight / lanes.h2d_bytes_per_s
         return own * (states.passes * ranks / machine.node_d2h_bytes_per_s + copied_s)
 

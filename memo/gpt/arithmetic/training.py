@@ -9,10 +9,21 @@ import dataclasses
 import enum
 
 from memo.errors import UsageError
+from memo.gpt.arithmetic.optimizers import Optimizer, layer_states
 from memo.gpt.train_config import Precision
 from memo.mip.inputs import StaticBytes
 
-__all__ = ["ADAM_FP32", "ADAM_PURE", "NF4_BYTES", "STATES", "AdapterDtype", "BaseFormat", "StateBytes", "Training"]
+__all__ = [
+    "ADAM_FP32",
+    "ADAM_PURE",
+    "NF4_BYTES",
+    "STATES",
+    "AdapterDtype",
+    "BaseFormat",
+    "StateBytes",
+    "Training",
+    "adapter_states",
+]
 
 
 class AdapterDtype(enum.StrEnum):
@@ -59,6 +70,11 @@ STATES = {Precision.FP32: ADAM_FP32, Precision.BF16_AUTOCAST: ADAM_FP32, Precisi
 """Bytes of a parameter's states by the precision in which weights are stored; autocast is not FSDP's affair."""
 
 
+def adapter_states(optimizer: Optimizer, dtype: AdapterDtype, weights: StateBytes, *, rank: int) -> StateBytes:
+    """Bytes of an adapter's parameter, which is in float32 whatever the weights are, or as they are."""
+    return layer_states(optimizer, ADAM_FP32 if dtype is AdapterDtype.FP32 else weights, smallest=max(1, rank))
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     """Choices that a layout does not have.
@@ -72,6 +88,8 @@ class Training:
     """States of the embedding and the head; None: the same."""
     lora: int = 0
     """Rank of the adapters on every linear map of a layer (Hu et al. 2021), which alone are trained; 0: everything is."""
+    adapter_states: StateBytes | None = None
+    """States of the adapters; None: as of the weights."""
     lora_dtype: AdapterDtype = AdapterDtype.FP32
     """Number format of the adapters."""
     base: BaseFormat = BaseFormat.FULL
@@ -105,11 +123,10 @@ class Training:
     @property
     def trained_states(self) -> StateBytes:
         """States of what is trained: of the weights, or of the adapters."""
-        wide = self.lora and self.lora_dtype is AdapterDtype.FP32
-        return ADAM_FP32 if wide else self.states
+        return self.adapter_states if self.lora and self.adapter_states is not None else self.states
 
     def static_bytes(
-        self, parameters: float, shards: int, *, trained: float | None = None, of_end: bool = False
+        self, parameters: float, shards: int, *, trained: float | None = None, coded: float = 0.0, of_end: bool = False
     ) -> StaticBytes:
         """Bytes that a rank holds on its GPU of some parameters' weights, gradients and optimizer.
 
@@ -117,11 +134,13 @@ class Training:
             parameters: how many, before any sharding over data-parallel ranks.
             shards: ranks that what is sharded is divided over.
             trained: how many of them are trained; None: all.
+            coded: how many are quantized with a base in 4 bits.
             of_end: whether they are the embedding's or the head's.
         """
         stored = self.end_states if of_end and self.end_states is not None else self.states
         states = self.trained_states if self.lora else stored
-        frozen = NF4_BYTES if self.base is BaseFormat.NF4 and not of_end else stored.weight
+        quantized = coded if self.base is BaseFormat.NF4 else 0.0
+        frozen = stored.weight * (parameters - quantized) + NF4_BYTES * quantized
         zero, trained = self.zero, parameters if trained is None else trained
         gathered = whole_gradient = 0.0
         if zero >= 2 and shards > 1 and self.whole_in_step:
@@ -132,7 +151,7 @@ class Training:
         gradient = 0.0 if self.optimizer_offload and zero >= 2 else states.gradient / (shards if zero >= 2 else 1)
         optimizer = 0.0 if self.optimizer_offload else states.optimizer / (shards if zero >= 1 else 1)
         return StaticBytes(
-            weights=round((frozen * (parameters - trained) + states.weight * trained) / weight_shards),
+            weights=round((frozen + (states.weight - stored.weight) * trained) / weight_shards),
             gradients=round((gradient + whole_gradient) * trained),
             optimizer=round(optimizer * trained),
             gathered=round(gathered * parameters),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from memo.bounded_files import Refused, open_file
 from memo.errors import TraceError
-from memo.events import Event, StepMark
+from memo.events import Event, Span, StepMark
 from memo.trace.decode_event import decode_event, decode_object
 from memo.trace.device_clock import on_device_clock
 from memo.trace.reader import Trace, TraceLimits, read_header
@@ -24,6 +24,10 @@ __all__ = ["Follower"]
 
 _BLOCK = 1 << 22  # bytes read at once
 _START = 200  # bytes that tell one run's file from another's: a header begins with the time
+
+
+def _is_issued(event: Event) -> bool:
+    return isinstance(event, Span) and event.issued is not None
 
 
 class Follower:
@@ -86,10 +90,16 @@ class Follower:
         """The newest complete steps; None before there is one."""
         if self._header is None or not self._complete:
             return None
-        events = [event for step in self._complete for event in self._steps[step]]
+        spans = [event for step in self._steps.values() for event in step]
+        issued = {step: sum(map(_is_issued, events)) for step, events in self._steps.items()}
+        complete = list(self._complete)
+        # On a GPU a step's layers are written as they end there, which may be after the host's end of the step.
+        while not self.ended and len(complete) > 1 and issued[complete[-1]] < issued[complete[-2]]:
+            complete.pop()
+        events = [event for step in complete for event in self._steps[step]]
         return Trace(
             path=self.path,
-            events=tuple(on_device_clock(events)),
+            events=tuple(on_device_clock(events, spans)),
             dropped=self._dropped,
             **self._header,
         )

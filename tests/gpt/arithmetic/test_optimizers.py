@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -134,3 +136,10 @@ def test_an_optimizer_is_cheaper_where_it_keeps_less() -> None:
     ends = profile(optimizer=Optimizer.MUON)
     assert layer.static.optimizer == pytest.approx(layer.static.weights, abs=1)
     assert ends.head.static.optimizer == pytest.approx(2 * ends.head.static.weights, abs=1)
+
+
+def test_an_optimizer_on_the_host_needs_a_link_to_it() -> None:
+    links = dict.fromkeys(("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s"), 0.0)
+    machine = dataclasses.replace(H100, node_d2h_bytes_per_s=0.0, node_h2d_bytes_per_s=0.0, **links)
+    with pytest.raises(UsageError, match="h100 has no link to host memory"):
+        derive_profile(preset("350m"), machine, StepLayout(tokens=1024), optimizer_offload=True)
