@@ -373,7 +373,7 @@ def test_names_from_files_reach_the_terminal_escaped(plan_path: Path, capsys: py
 
 def test_a_plan_is_of_the_schedule_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["plan", "--model", "7b", "--seq", "48k", "--gpu", "h100", "--gpus", "8", "--tp", "2", "--pp", "4"]
-    asked += ["--accumulate", "8", "--device", "76GiB", "--host", "1TiB"]
+    asked += ["--accumulate", "8", "--device", "76GiB", "--host", "1TiB", "--precision", "bf16"]
     steps, traces = set(), tmp_path / "traces"
     for schedule in ("1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"):
         path = tmp_path / f"{schedule}.json"

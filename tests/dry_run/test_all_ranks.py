@@ -194,8 +194,8 @@ def test_a_rank_in_another_group_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 
 def plan_file(folder: Path, *flags: str) -> Path:
     path = folder / "plan.json"
-    given = ["plan", "--model", "7b", "--layers", "2", "--seq", "4k", "--gpu", "h100", *flags, "-f", "-o", str(path)]
-    assert main(given) == ExitCode.OK
+    given = ["plan", "--model", "7b", "--layers", "2", "--seq", "4k", "--gpu", "h100", "--precision", "bf16", *flags]
+    assert main([*given, "-f", "-o", str(path)]) == ExitCode.OK
     return path
 
 
