@@ -190,10 +190,13 @@ def _headline(plan: ActivationPlan) -> str:
     named += f", MLPs in {tiles} tiles" if tiles > 1 else ""
     codec = plan.problem.profile.codec
     named += f", what moves as {codec} codes" if codec else ""
+    own = "" if plan.run is None else "memo's GPT, "
+    role = plan.problem.profile.role
+    profile = "times by arithmetic" if role is Role.DERIVED else f"profile: {role}"
     return (
         f"{printable(signature.model)}, {len(plan.layers)} layers, {signature.batch} x "
         f"{format_tokens(signature.tokens)} tokens in {signature.dtype} on {printable(plan.problem.hardware.name)}{named} "
-        f"(profile: {plan.problem.profile.role})"
+        f"({own}{profile})"
     )
 
 
