@@ -396,7 +396,7 @@ def test_a_plan_has_as_many_chunks_as_are_asked_for(
     schedule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["plan", "--model", "7b", "--seq", "64k", "--gpu", "h100", "--gpus", "8", "--tp", "2", "--pp", "4"]
-    asked += ["--accumulate", "8", "--schedule", schedule]
+    asked += ["--accumulate", "8", "--schedule", schedule, "--precision", "bf16"]
     waits = []
     for chunks in (2, 4):
         path = tmp_path / f"{chunks}.json"

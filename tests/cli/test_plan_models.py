@@ -97,7 +97,7 @@ def test_the_longest_sequence_is_that_of_planning_each_length(
     model: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name, device, count = ("125m", "2300MiB", 40) if model == "125m" else (str(folder), "100MiB", 16)
-    flags = ("--model", name, "--device", device, "--host", "1GiB")
+    flags = ("--model", name, "--device", device, "--host", "1GiB", "--precision", "bf16")
     found = planned(capsys, *flags, "--max-seq")["max_seq"]
     fit = [main(["plan", *flags, "--gpu", "h100", "--seq", f"{tiles}k"]) == ExitCode.OK for tiles in range(1, count)]
     assert fit == sorted(fit, reverse=True)

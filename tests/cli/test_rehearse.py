@@ -75,7 +75,7 @@ def test_steps_the_report_and_when_it_settled_are_printed(config: str, capsys: p
     assert all(" of 700 MiB" in line for line in steps)
     assert "trials" in steps[0]
     assert steps[-1].endswith("settled")
-    assert any(line.startswith("plan: ") for line in lines)
+    assert any(line.startswith("time: ") for line in lines)
     assert lines[-1].startswith("settled after ")
     assert lines[-1].endswith("plain steps beyond their own")
     assert said.err == ""

@@ -101,6 +101,7 @@ def test_what_crosses_a_slow_connection_is_what_has_fewer_bytes(
     """
     path, cluster = tmp_path / "plan.json", cluster_file(tmp_path)
     large = ["plan", "--search", "--model", "1.3b", "--layers", "8", "--seq", "4k", "--cluster", cluster, "--cp", "1"]
+    large += ["--precision", "bf16"]
     weights, messages = 3 * 8 * 12 * 2048 * 2048 * 2, 2 * 64 * 1024 * 2048 * 2
     assert messages < weights < 8 * messages
     found = answer(capsys, [*large, "--batch-tokens", "64k", "-o", str(path)])

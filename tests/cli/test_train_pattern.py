@@ -34,7 +34,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 # So slow that moving, keeping and repeating are all worth something.
 SLOW = {"peak_flops": 1e10, "hbm_bytes_per_s": 1e9, "duplex_bytes_per_s": 6e7, "gpus_per_node": 1, "network": None}
 LINKS = ("d2h_bytes_per_s", "h2d_bytes_per_s", "node_d2h_bytes_per_s", "node_h2d_bytes_per_s")
-MACHINE = dataclasses.replace(hardware_preset("h100"), **SLOW, **dict.fromkeys(LINKS, 3e7))
+MACHINE = dataclasses.replace(hardware_preset("h100"), **SLOW, **dict.fromkeys(LINKS, 1.5e7))
 
 
 def memo(*flags: object) -> subprocess.CompletedProcess[str]:

@@ -145,6 +145,7 @@ def _machine(chance: random.Random, gpus: int) -> Hardware:
         node_h2d_bytes_per_s=link * chance.uniform(0.5, gpus),
         nvlink_bytes_per_s=10 ** chance.uniform(8, 11),
         gpus_per_node=gpus,
+        launch_s=0.0,
         host_bytes=1 << 40,
         disk_write_bytes_per_s=chance.choice([0.0, 10 ** chance.uniform(7, 9)]),
         disk_read_bytes_per_s=10 ** chance.uniform(7, 9),
