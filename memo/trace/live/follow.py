@@ -94,9 +94,9 @@ class Follower:
         issued = {step: sum(map(_is_issued, events)) for step, events in self._steps.items()}
         complete = list(self._complete)
         # On a GPU a step's layers are written as they end there, which may be after the host's end of the step.
-        while not self.ended and len(complete) > 1 and issued[complete[-1]] < issued[complete[-2]]:
+        while not self.ended and len(complete) > 1 and issued.get(complete[-1], 0) < issued.get(complete[-2], 0):
             complete.pop()
-        events = [event for step in complete for event in self._steps[step]]
+        events = [event for step in complete for event in self._steps.get(step, ())]
         return Trace(
             path=self.path,
             events=tuple(on_device_clock(events, spans)),
