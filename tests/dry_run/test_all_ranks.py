@@ -313,7 +313,7 @@ def test_stages_on_different_machines_are_run(tmp_path: Path, capsys: pytest.Cap
     cluster.write_text(json.dumps({"format": "memo-cluster", "version": 1, "groups": groups, "links": links}))
     path = tmp_path / "plan.json"
     asked = ["plan", "--model", "7b", "--layers", "6", "--seq", "8k", "--cluster", str(cluster), "--tp", "2"]
-    assert main([*asked, "--pp", "2", "--accumulate", "4", "-o", str(path)]) == ExitCode.OK
+    assert main([*asked, "--pp", "2", "--accumulate", "4", "--precision", "bf16", "-o", str(path)]) == ExitCode.OK
     problem = plan_from_json(path.read_text()).problem
     assert problem.machines
     assert len(set(problem.pipeline.layers)) == 2
