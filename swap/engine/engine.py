@@ -566,11 +566,13 @@ class Engine:
         if self._reload.closed:
             return
         self._release.end_dropped()
-        if self._telemetry.trace is not None:
-            self._telemetry.trace.finish()
-        with self._lock:
-            self._reload.closed = True
-            self._release.clear_limbo()
-        for tier in self.tiers:
-            tier.close()
-        self.backend.close()
+        try:
+            if self._telemetry.trace is not None:
+                self._telemetry.trace.finish()
+        finally:  # a device that has failed ends no span
+            with self._lock:
+                self._reload.closed = True
+                self._release.clear_limbo()
+            for tier in self.tiers:
+                tier.close()
+            self.backend.close()

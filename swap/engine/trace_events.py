@@ -162,6 +162,7 @@ class TraceEvents:
 
     def finish(self) -> None:
         """Emits all spans of layers, waiting for those that still run."""
+        self.backward_left()
         for layer in self._layers:
             layer.ended.synchronize()
         self.end_step()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 from pathlib import Path
 
+import pytest
 import torch
 from small_models import Stack
 
 import memo
 from memo.events import CounterEvent, Lane, Span, StateChange, StepMark, TensorState, TierName
 from memo.rehearsal import hugging_face_step, rehearse
+from memo.swap.engine.trace_events import TraceEvents
 from memo.trace import TraceRecorder, read_traces
 from memo.trace.device_clock import on_device_clock
 
@@ -85,3 +89,18 @@ def test_some_steps_alone_are_placed_as_among_all(tmp_path: Path) -> None:
     assert every == {0: 2000, 1: 3000, 2: 4000, 3: 5000}
     for step in range(4):
         assert places(range(step, step + 1)) == {step: every[step]}
+
+
+def test_a_device_that_has_failed_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: TraceEvents) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    before = len(os.listdir("/proc/self/fd"))
+    model, path = Stack(layers=3), tmp_path / "trace.jsonl"
+    with memo.offload(model, alpha=1.0, min_bytes="1KiB", disk=tmp_path, trace=path) as manager:
+        model(torch.randint(0, 61, (1, 64))).backward()
+    monkeypatch.setattr(TraceEvents, "finish", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        manager.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert json.loads(path.read_text().splitlines()[-1])["k"] == "end"
