@@ -143,9 +143,8 @@ class Span:
     module: str | None = None
     phase: str | None = None  # "forward", "backward", "optimizer"
     decoded_nbytes: int | None = None
-    issued: int | None = (
-        None  # of a layer on a GPU: when the host had issued its begin, and for how long it issued the rest
-    )
+    # Of a layer on a GPU: when the host had issued its begin, and for how long it issued the rest.
+    issued: int | None = None
     issued_d: int | None = None
 
 

@@ -28,7 +28,7 @@ _PRODUCTS = frozenset(
 
 
 class KernelTime(NamedTuple):
-    """What one kernel does and takes; `seconds` is 0 for what launches none."""
+    """Time and work of one kernel; `seconds` is 0 for an operator that launches none."""
 
     seconds: float
     product_flops: int = 0

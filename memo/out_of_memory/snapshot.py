@@ -97,7 +97,7 @@ class SnapshotBlocks:
 
 
 def explain_apart(path: Path, *, device: int | None = None) -> HeldMemory:
-    """What a snapshot of anyone's held, as `held_in_snapshot`.
+    """Memory that a snapshot of anyone's held, as `held_in_snapshot` finds it.
 
     Raises:
         TraceError: as `read_snapshot` and `held_in_snapshot`; or the other process died, or took too long.
