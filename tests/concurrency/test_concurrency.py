@@ -170,7 +170,7 @@ def _free(path: Path, budget: int) -> int:
 
 
 def test_jobs_with_one_host_pool_never_hold_more_than_its_budget(tmp_path: Path) -> None:
-    """Each needs 392 KiB of 512; together they take all of these, spill the rest, and compute what they do alone."""
+    """Each needs 392 KiB of 512; together they leave less than a tensor takes, spill the rest, and compute as alone."""
     scratch, pool, budget = tmp_path / "scratch", tmp_path / "pool", 512 << 10
     scratch.mkdir()
     program = """
@@ -192,7 +192,8 @@ print("equal")
         assert out.endswith("\nequal\n")
     told = [[tuple(map(int, line.split())) for line in out.splitlines()[:-1]] for out, _ in said]
     sums = [one[0] + other[0] for one, other in zip(*told, strict=True)]
-    assert max(sums) == budget
+    smallest = 12 << 10  # of the tensors that are spilled; who comes first decides how many pages fewer are left
+    assert budget - smallest < max(sums) <= budget
     assert all(max(host for host, _ in job) > 0 for job in told)
     assert any(disk > 0 for job in told for _, disk in job)
     assert _free(pool, budget) == budget
