@@ -45,17 +45,4 @@ if TYPE_CHECKING:
         trace_to_json as trace_to_json,
     )
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "byteless_tensors": "BytelessMode byteless_storage",
-            "caching_model": "CachedBlock CachingAllocator CachingUse Segments simulate_caching unsplit_nbytes",
-            "contents": "is_users place",
-            "local_mode": "LocalTensorMode",
-            "pluggable": "allocated_bytes memory_share memory_stats model_steps "
-            "active_allocator peak_allocated_bytes restart_peaks use_planned_allocator",
-            "record_step": "AllocationSite Lifetime AllocationRecorder",
-            "segments": "use_expandable_segments",
-            "trace": "Allocation AllocationTrace trace_of trace_to_csv trace_to_json",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

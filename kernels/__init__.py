@@ -26,10 +26,4 @@ if TYPE_CHECKING:
     )
     from memo.kernels.masks import pack_mask as pack_mask, unpack_mask as unpack_mask
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "codec": "ALIGNMENT GROUP VALUES Codec coded_error decode encode",
-            "masks": "pack_mask unpack_mask",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

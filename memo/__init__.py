@@ -63,21 +63,4 @@ if TYPE_CHECKING:
 else:
     from memo.lazy import attach
 
-    __getattr__, __dir__, _ = attach(
-        __name__,
-        {
-            "allocator.pluggable": "memory_stats use_planned_allocator",
-            "checkpointing.function": "checkpoint",
-            "checkpointing.context": "saved_tensors",
-            "errors": "MemoError",
-            "loss.projection_loss": "linear_cross_entropy",
-            "loss.without_logits": "loss_without_logits",
-            "manager.manager": "Manager",
-            "manager.offloading": "offload",
-            "parallel.hugging_face": "parallelize",
-            "profiling.measure": "profile",
-            "rehearsal.run": "rehearse",
-            "swap.kept": "keep",
-            "swap.recompute.tape.declared": "memoize recomputable",
-        },
-    )
+    __getattr__, __dir__, _ = attach(__name__)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from memo.installation import conflict
@@ -13,26 +15,28 @@ from memo.installation import conflict
 __all__ = ["attach"]
 
 
-def attach(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Makes a package's `__getattr__`, `__dir__` and `__all__` (PEP 562).
+def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Makes a package's `__getattr__`, `__dir__` and `__all__` (PEP 562) from its imports under `if TYPE_CHECKING:`.
 
-    A face lists each name twice: here, and for type checkers in an import under `if TYPE_CHECKING`. A test holds the
-    two lists equal. No name may be that of a module of the package, which would hide it once imported.
+    A type checker reads these imports, and here they are read from the package's source, so each name stands once.
+    No name may be that of a module of the package, which would hide it once imported.
 
     Args:
-        package: `__name__` of the package.
-        homes: public names by module, separated by spaces; modules are named relative to the package, `.other.module` one
-            of the package around it.
+        package: `__name__` of the package, whose `__init__.py` calls this.
 
     Returns:
         The functions `__getattr__` and `__dir__`, and the list `__all__`.
     """
-    home = {name: f".{module}" for module, names in homes.items() for name in names.split()}
+    file = sys.modules[package].__file__
+    assert file is not None
+    (block,) = [node for node in ast.parse(Path(file).read_text()).body if isinstance(node, ast.If) and node.orelse]
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    home = {alias.name: str(node.module) for node in imports for alias in node.names}
 
     def resolve(name: str) -> Any:
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(home[name], package), name)
+        return getattr(importlib.import_module(home[name]), name)
 
     return resolve, lambda: sorted(home), sorted(home)
 

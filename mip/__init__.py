@@ -19,11 +19,4 @@ if TYPE_CHECKING:
     from memo.mip.solvers import RowProgram as RowProgram
     from memo.mip.strict_json import STDIN as STDIN, decode as decode, encode as encode
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "compile_cpp": "build",
-            "solvers": "RowProgram",
-            "strict_json": "STDIN decode encode",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

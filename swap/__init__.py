@@ -69,34 +69,4 @@ if TYPE_CHECKING:
         tensors_within as tensors_within,
     )
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "engine.engine": "Engine",
-            "engine.handles": "KeptTensor",
-            "engine.layer_calls": "Group",
-            "engine.spills": "SpillOutcome SpillFigures",
-            "engine.tier_choice": "WhenFull",
-            "layers": "LayerHook Layer find_layers hook_forward runs_as_written",
-            "memory.host_bytes": "claims_in_turn host_bytes_needed",
-            "memory.host_memory": "available_host_bytes total_host_bytes",
-            "memory.host_pool": "HostPool",
-            "memory.numa": "node_of_pci_device",
-            "memory.page_aligned": "aligned_empty",
-            "memory.pinned": "empty_pinned",
-            "memory.slab": "touched_slab_bytes",
-            "placement": "Placement Quota",
-            "recompute.tape.attention": "is_attention",
-            "recompute.rank_agreement": "equal_on_all_ranks gather_values",
-            "recompute.tape.declared": "memoize recomputable",
-            "recompute.tape.bans": "Bans",
-            "recompute.tape.work": "Rates Work picoseconds_of work_of",
-            "recompute.explanation": "LayerExplanation",
-            "recompute.policy": "RecomputePolicy",
-            "saving_hooks": "SavingHooks",
-            "stats": "Stats",
-            "tensor_kinds": "argument_storages cast_of_parameter has_storage layer_input local_part parameter_behind "
-            "tensors_within",
-            "levels": "LayerCosts Level Mix PointCost Setting comparing_nbytes setting_of",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -27,15 +27,4 @@ if TYPE_CHECKING:
     from memo.autoplan.profile_from_step import saved_alone as saved_alone
     from memo.autoplan.step_evidence import AllGather as AllGather, single_rank as single_rank
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "actuator": "Actuator saved_peak_bytes settings_of",
-            "controller": "AutoPlan",
-            "device_budget": "DeviceBudget device_budget_of missing_gradient_bytes",
-            "layer_classes": "classes_of mlp_tiles_of points_of",
-            "plan_outcome": "PlanOutcome",
-            "profile_from_step": "saved_alone",
-            "step_evidence": "AllGather single_rank",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

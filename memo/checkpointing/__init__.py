@@ -10,6 +10,4 @@ if TYPE_CHECKING:
     from memo.checkpointing.context import SavedTensors as SavedTensors, saved_tensors as saved_tensors
     from memo.checkpointing.function import checkpoint as checkpoint
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__, {"context": "SavedTensors saved_tensors", "function": "checkpoint"}
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -17,11 +17,4 @@ if TYPE_CHECKING:
     )
     from memo.compression.traffic import ExchangeFigures as ExchangeFigures
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "attached": "CompressedGradients compress_gradients",
-            "method": "GradientCompression CompressionMethod",
-            "traffic": "ExchangeFigures",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

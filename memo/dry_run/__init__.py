@@ -9,9 +9,4 @@ from memo.lazy import attach
 if TYPE_CHECKING:
     from memo.dry_run.all_ranks import DryRun as DryRun, RankKind as RankKind, dry_run as dry_run
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "all_ranks": "DryRun RankKind dry_run",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

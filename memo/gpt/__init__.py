@@ -33,12 +33,4 @@ if TYPE_CHECKING:
         TrainConfig as TrainConfig,
     )
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "attention_pattern": "AttentionPattern with_pattern",
-            "config": "GPTConfig MOE_FLAGS MoeConfig PRESETS Variant preset preset_key preset_name variant_of with_experts",
-            "run_config": "Documents EmbeddingGradients OffloadConfig OffloadMode RunConfig",
-            "train_config": "GPU_PRECISION Precision TrainConfig",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -21,12 +21,4 @@ if TYPE_CHECKING:
         published_name as published_name,
     )
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "configuration": "configuration_from model_class names_configuration one_line",
-            "layer_kinds": "built_model",
-            "model": "HuggingFaceModel",
-            "published": "PUBLISHED Published published_name",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

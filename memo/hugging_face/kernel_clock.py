@@ -62,6 +62,10 @@ class KernelClock(TorchDispatchMode):
         self._phase = "forward"
         self._operators, self._most = 0, most
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as memo.allocator.LocalTensorMode
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)

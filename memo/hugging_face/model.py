@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from memo.gpt.arithmetic import (
 from memo.hugging_face.configuration import language_part, transformers_version
 from memo.hugging_face.fused_attention import NAME as FUSED
 from memo.hugging_face.layer_kinds import LayerKind, ShortModel, short_model
-from memo.hugging_face.recorded_step import RecordedEnd, RecordedLayer, RecordedStep, recorded_step
+from memo.hugging_face.recorded_step import RecordedEnd, RecordedLayer, RecordedStep, recorded_step, with_more_sequences
 from memo.mip.inputs import (
     Collectives,
     EmbeddingOrHeadProfile,
@@ -50,6 +51,8 @@ __all__ = ["HuggingFaceModel"]
 
 LEAST_TRANSFORMERS = 5
 """Version from which models save the bytes that are predicted; in older ones experts loop in Python (docs/versions.md)."""
+_LARGE_TOKENS = 1 << 14
+"""Tokens of a microbatch from which on kernels take as long for each more of them, experts' too."""
 _DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
 
 
@@ -174,8 +177,15 @@ class HuggingFaceModel:
             UsageError: the model's code cannot run without data.
         """
         key = (machine, tokens, batch)
-        if key not in self._recorded:
-            self._recorded[key] = recorded_step(
+        if key in self._recorded:
+            return self._recorded[key]
+        few = -(-_LARGE_TOKENS // tokens)
+        more = None
+        if batch > 2 * few:
+            few_and_twice = (self.recorded(machine, tokens=tokens, batch=size) for size in (few, 2 * few))
+            more = with_more_sequences(*few_and_twice, times=Fraction(batch, few))
+        if more is None:
+            more = recorded_step(
                 self._short,
                 name=self.name,
                 tokens=tokens,
@@ -185,7 +195,8 @@ class HuggingFaceModel:
                 with_logits=self._with_logits.get(key),
                 say=self._say,
             )
-        return self._recorded[key]
+        self._recorded[key] = more
+        return more
 
     def profile(
         self,

@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from memo.record import AllocationSites, OffloadWithoutBytes, Step, record_step
 from memo.swap import Layer, LayerCosts, argument_storages, cast_of_parameter, find_layers, layer_input
 from memo.units import format_tokens
 
-__all__ = ["RecordedEnd", "RecordedLayer", "RecordedStep", "recorded_step"]
+__all__ = ["RecordedEnd", "RecordedLayer", "RecordedStep", "recorded_step", "with_more_sequences"]
 
 _MANY_OPERATORS = 500
 """In one forward of a layer; those with a kernel for what they do have about a hundred."""
@@ -144,6 +145,52 @@ def recorded_step(
     except Exception as error:  # of the model's own code
         said = f"{type(error).__name__}: {one_line(error)}"
         raise UsageError(f"{name}: its step cannot be recorded without data: {said}") from error
+
+
+def with_more_sequences(few: RecordedStep, twice: RecordedStep, *, times: Fraction) -> RecordedStep | None:
+    """The step of more sequences: each adds the bytes, operators and seconds that one more adds between two recorded steps.
+
+    Which points a layer has depends on what launches take, too; those of the larger recorded step are enlarged.
+
+    Args:
+        few: step of some sequences, large enough for its kernels to take as long for each more of them.
+        twice: step of twice as many.
+        times: sequences of the result, in those of `few`.
+
+    Returns:
+        The step; None where the two do not have the same storages.
+    """
+    try:
+        step: RecordedStep = _on_the_line(few, twice, times - 1)
+    except ValueError:
+        return None
+    return step
+
+
+def _on_the_line(first: Any, second: Any, steps: Fraction) -> Any:
+    """Each number so many steps from the second's to the first's beyond the first's."""
+    if isinstance(first, (int, float)):
+        reached = first + (second - first) * (steps if isinstance(first, int) else float(steps))
+        return type(first)(reached)
+    if isinstance(second, PointProfile):
+        nbytes = {
+            n: math.ceil(getattr(second, n) * (steps + 1) / 2) for n in ("saved_bytes", "beside_bytes", "held_bytes")
+        }
+        times = float(steps + 1) / 2
+        work = {n: getattr(second, n) * times for n in ("recompute_s", "recompute_flops")}
+        return dataclasses.replace(second, **nbytes, **work)
+    if isinstance(first, tuple):
+        if second and isinstance(second[0], PointProfile):
+            return tuple(_on_the_line(point, point, steps) for point in second)
+        return tuple(_on_the_line(*pair, steps) for pair in zip(first, second, strict=True))
+    if isinstance(first, Mapping):
+        return {name: _on_the_line(one, second[name], steps) for name, one in first.items()}
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in dataclasses.fields(first)]
+        return type(first)(**{n: _on_the_line(getattr(first, n), getattr(second, n), steps) for n in names})
+    if first != second:
+        raise ValueError(f"{first} is {second}")
+    return first
 
 
 @contextmanager
@@ -266,9 +313,11 @@ class _Recording:
         offload = OffloadWithoutBytes(self._short.model, self._layers, 0.0, min_bytes=0, rates=rates)
         clock = KernelClock(self._machine)
         try:
-            for _ in range(_WARM_UPS):
-                clock = KernelClock(self._machine)
-                with clock, AllocationSites(clock, self._short.model, self._layers) as sites:
+            for step in range(_WARM_UPS):
+                with ExitStack() as stack:
+                    if step == _WARM_UPS - 1:
+                        stack.enter_context(clock)
+                    sites = stack.enter_context(AllocationSites(clock, self._short.model, self._layers))
                     sites.phase("forward")
                     with offload.manager:
                         value = loss()

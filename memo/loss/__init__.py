@@ -21,12 +21,4 @@ if TYPE_CHECKING:
     )
     from memo.loss.without_logits import loss_without_logits as loss_without_logits
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "chunks": "LOGIT_NBYTES added_nbytes chunk_tokens moved_nbytes",
-            "chunked_cross_entropy": "chunked_linear_cross_entropy",
-            "output_rows": "Vocabulary VocabularyShard WholeVocabulary",
-            "without_logits": "loss_without_logits",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

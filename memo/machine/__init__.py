@@ -45,17 +45,4 @@ if TYPE_CHECKING:
         trim_heap as trim_heap,
     )
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "collective_rates": "CollectiveFit CollectiveRates measure_collectives",
-            "doctor": "Diagnosis MeasuredDisk Gpu examine",
-            "kernel_rates": "AttentionRate KernelRates measure_kernels",
-            "kernel_times": "KernelTime KernelTimes replay_rates",
-            "link_bandwidth": "DiskRates HostFacts LinkRates measure_lanes measure_link",
-            "node_share": "share_of_node",
-            "norm_limit": "require_layer_within_norm_limit require_within_norm_limit",
-            "process_memory": "freed_memory_returns peak_rss_bytes restart_peak_rss return_freed_memory rss_bytes "
-            "run_peak_rss_bytes trim_heap",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -21,18 +21,4 @@ if TYPE_CHECKING:
     from memo.manager.report import Report as Report
     from memo.manager.resources import TierBudgets as TierBudgets, open_tiers as open_tiers
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "arguments": "require_choice",
-            "claims": "is_within_layer",
-            "disabled": "is_disabled",
-            "machine": "Machine machine_of use_machine",
-            "manager": "Manager abandon",
-            "offloading": "offload",
-            "opening": "OnFull",
-            "replaced_checkpoints": "is_replaced modules_of",
-            "report": "Report",
-            "resources": "TierBudgets open_tiers",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -23,10 +23,4 @@ if TYPE_CHECKING:
         read_snapshot as read_snapshot,
     )
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "explanation": "SAVED MemoryAnswer HeldMemory explain_memory held_in_trace parse_torch_error",
-            "snapshot": "SnapshotBlocks blocks_apart explain_apart held_in_snapshot read_snapshot",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

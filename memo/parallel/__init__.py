@@ -50,24 +50,4 @@ if TYPE_CHECKING:
     )
     from memo.parallel.world import World as World, join as join
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "collectives": "all_gathered exchange_rows reduce_scattered",
-            "failure": "ended_by_signal first_cause",
-            "gathered_input": "kept_for",
-            "grad_norm": "clip_gradients gradient_norm",
-            "layout": "ContextAttention Layout PipelineSchedule key_copies",
-            "pipeline": "check_torch make_schedule pass_through",
-            "pipeline_order": "PipelineOrder",
-            "rank_agreement": "gather_values",
-            "ring_attention": "Ring",
-            "sequence_shards": "SequenceShards",
-            "solo_rank": "simulated_rank",
-            "tensor_parallel": "ColumnParallel Entry Replicated RowParallel divide_experts own_experts own_parts row_sum",
-            "tensor_parallel_group": "group_of",
-            "ulysses": "Ulysses",
-            "vocabulary_parallel": "DividedRows VocabularyParallel own_rows",
-            "world": "World join",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -20,15 +20,4 @@ if TYPE_CHECKING:
     )
     from memo.record.step import Step as Step, gpt_step as gpt_step, load_step as load_step
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "allocation_sites": "AllocationSites",
-            "offload_without_bytes": "OffloadWithoutBytes",
-            "optimizers": "make_optimizer",
-            "record_rank": "rank_step",
-            "recording": "Recording SavedRole checkpoint_layers record_step",
-            "step": "Step gpt_step load_step",
-            "program_errors": "users_errors",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -17,11 +17,4 @@ if TYPE_CHECKING:
         rehearse as rehearse,
     )
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "machine": "SimulatedMachine",
-            "models": "hugging_face_step",
-            "run": "Rehearsal RehearsedStep BudgetViolation Way rehearse",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

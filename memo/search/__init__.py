@@ -41,18 +41,4 @@ if TYPE_CHECKING:
         Space as Space,
     )
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "answer": "Item Rival rivals step_items",
-            "bounds": "Bound",
-            "candidates": "Candidate Setting Shape",
-            "launch": "Launch launch_of runs_under_memo_train train_arguments why_not_trained with_run",
-            "longest": "LongestFit last_that_fits longest_that_fits",
-            "request": "Request TrainingMethod",
-            "search": "Closed Found Planned search_layouts",
-            "shares": "Shares",
-            "smallest": "Smallest smallest_that_fits",
-            "space": "DIMENSIONS MOST_PLACEMENTS Space",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

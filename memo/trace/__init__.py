@@ -34,21 +34,4 @@ if TYPE_CHECKING:
     from memo.trace.report import RankReport as RankReport, TraceReport as TraceReport, build_report as build_report
     from memo.trace.tensor_lifetimes import residency_changes as residency_changes
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "address_plan_view": "address_plan_drawings",
-            "chrome": "chrome_trace",
-            "device_memory": "OTHER OWNED TRANSIENT Holder device_stack largest_holders",
-            "diff": "DiffRow compare_reports diff_page diff_sentence diff_to_json",
-            "figures": "StepStats",
-            "format": "duration percent printable rate",
-            "html": "render_page",
-            "html_data": "page_data",
-            "png": "draw_step",
-            "reader": "Trace read_traces",
-            "recorder": "TraceRecorder",
-            "report": "RankReport TraceReport build_report",
-            "tensor_lifetimes": "residency_changes",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -54,21 +54,4 @@ if TYPE_CHECKING:
     )
     from memo.mip.activation.stage_view import StageView as StageView
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "checker": "check_plan require_valid",
-            "cost": "predict_kept_times predict_stages",
-            "files": "plan_to_json profile_to_json read_activation_plan read_any_plan read_hardware read_profile",
-            "free_swap_length": "free_swap_tokens",
-            "in_flight": "in_flight_within peak_in_flight",
-            "memory_peaks": "DeviceMemory PeakCandidate MemoryUse device_peak_candidates highest_memory room_in_forward "
-            "stage_memory",
-            "mlp_tiles": "MLP_TILE_COUNTS solve_mlp_tiles",
-            "plan": "ActivationPlan ActivationProblem Budgets LayerPlan StageMachine StageTurns Pipeline StagePrediction "
-            "layers_of_runs",
-            "solver": "DoesNotFit find_plan fits misfit_of relaxed_step_s solve_problem",
-            "stage_plans": "extract_stage_plan lower_tier_nbytes",
-            "stage_view": "StageView",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

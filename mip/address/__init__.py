@@ -29,14 +29,4 @@ if TYPE_CHECKING:
     from memo.mip.address.solver import Method as Method, Progress as Progress, solve as solve
     from memo.mip.address.svg import write_picture as write_picture
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "checker": "check require_valid",
-            "files": "Notes PROBLEM_FORMAT VERSION plan_to_csv plan_to_json "
-            "problem_to_json read_annotated read_plan read_problem write_file",
-            "problem": "Buffer DEVICE AddressPlan AddressProblem",
-            "solver": "Method Progress solve",
-            "svg": "write_picture",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -34,13 +34,4 @@ if TYPE_CHECKING:
         problem_inputs as problem_inputs,
     )
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "cluster": "Cluster Connection NodeGroup slowest_machine",
-            "files": "cluster_from_json read_cluster",
-            "layer_division": "StageCosts divide_equal_layers divide_layers",
-            "placement": "Crossing LayoutSizes ClusterPlacement StagePlace placements",
-            "stage_problem": "Communication ProfileOf balanced_layers communication problem_inputs",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

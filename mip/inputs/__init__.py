@@ -46,15 +46,4 @@ if TYPE_CHECKING:
         StaticBytes as StaticBytes,
     )
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "coding": "CODECS CODE_BYTES Coding checking_nbytes",
-            "doctor_rates": "with_measured_rates",
-            "hardware": "AttentionKernel Hardware HeadShares PRESETS hardware_of hardware_preset peak_flops",
-            "network": "Collectives RankGroup NetworkLevel Network parse_network",
-            "pipeline_schedules": "Pass PipelineSchedule Turn",
-            "profile": "ALL ATTENTION INPUT MATMULS EmbeddingExchange EmbeddingOrHeadProfile LayerProfile PointProfile "
-            "Profile Role Signature StaticBytes",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

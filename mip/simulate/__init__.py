@@ -17,12 +17,4 @@ if TYPE_CHECKING:
     )
     from memo.mip.simulate.trace_events import stage_events as stage_events
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            ".activation.proof": "agrees play verify_by_simulation",
-            ".activation.simulator": "simulate",
-            "result": "Peak Simulation StageSimulation Wait",
-            "trace_events": "stage_events",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

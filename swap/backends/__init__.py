@@ -19,11 +19,4 @@ if TYPE_CHECKING:
         Timed as Timed,
     )
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "cpu": "CpuBackend Done",
-            "cuda": "CudaBackend copy_stream numa_node",
-            "protocol": "Backend CopyStream Disk Event HostSlab OneComputeStream Timed",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

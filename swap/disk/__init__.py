@@ -19,14 +19,4 @@ if TYPE_CHECKING:
     from memo.swap.disk.raw_file import RawFile as RawFile
     from memo.swap.disk.store import DiskStore as DiskStore
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "bounce_buffers": "StagedDisk",
-            "gds": "GdsDisk",
-            "gds_probe": "in_memory mount_of obstacles try_gds",
-            "operation": "DiskExtent",
-            "raw_file": "RawFile",
-            "store": "DiskStore",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

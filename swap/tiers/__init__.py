@@ -10,10 +10,4 @@ if TYPE_CHECKING:
     from memo.swap.tiers.host_and_disk import DiskTier as DiskTier, HostTier as HostTier
     from memo.swap.tiers.protocol import Extent as Extent, Tier as Tier
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "host_and_disk": "DiskTier HostTier",
-            "protocol": "Extent Tier",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

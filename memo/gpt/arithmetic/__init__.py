@@ -48,19 +48,4 @@ if TYPE_CHECKING:
         adapter_states as adapter_states,
     )
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "collectives": "Collective CollectiveKind Ranks exchange_s",
-            "embedding_traffic": "EmbeddingTraffic reason_not_sparse",
-            "fixed_methods": "RecomputeMethod",
-            "flops": "parameter_count",
-            "layout": "StepLayout",
-            "optimizers": "Optimizer end_states layer_states orthogonalisation_flops",
-            "run_of_plan": "PlannedRun layout_of planned_run run_of untrained",
-            "profile_by_arithmetic": "derive_profile",
-            "step_collectives": "ChunkOfLayers StepCollectives",
-            "training": "ADAM_FP32 ADAM_PURE NF4_BYTES STATES AdapterDtype BaseFormat StateBytes Training adapter_states",
-            "rank_weights": "RankWeights",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -9,4 +9,4 @@ from memo.lazy import attach
 if TYPE_CHECKING:
     from memo.gpt.checkpoint.resharding import Resharding as Resharding, reshard as reshard
 else:
-    __getattr__, __dir__, __all__ = attach(__name__, {"resharding": "Resharding reshard"})
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -11,11 +11,4 @@ if TYPE_CHECKING:
     from memo.gpt.model.experts import Experts as Experts
     from memo.gpt.model.model import GPT as GPT
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "build_rank": "divided_stages sharded_stages",
-            "experts": "Experts",
-            "model": "GPT",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

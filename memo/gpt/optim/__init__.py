@@ -11,11 +11,4 @@ if TYPE_CHECKING:
     from memo.gpt.optim.lr_schedule import LrSchedule as LrSchedule
     from memo.gpt.optim.optimizer import adamw as adamw, empty_state as empty_state
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "loss_guard": "LossGuardConfig OnNan OnSpike",
-            "lr_schedule": "LrSchedule",
-            "optimizer": "adamw empty_state",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -12,12 +12,4 @@ if TYPE_CHECKING:
     from memo.gpt.train.run import train as train
     from memo.gpt.train.step import weight_dtype as weight_dtype
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "embedding_gradients": "rows_seen",
-            "parallel_step": "ParallelTrainer",
-            "run": "train",
-            "step": "weight_dtype",
-        },
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -10,4 +10,4 @@ if TYPE_CHECKING:
     from memo.trace.live.follow import Follower as Follower
     from memo.trace.live.server import LiveServer as LiveServer
 else:
-    __getattr__, __dir__, __all__ = attach(__name__, {"follow": "Follower", "server": "LiveServer"})
+    __getattr__, __dir__, __all__ = attach(__name__)
