@@ -393,8 +393,9 @@ def figures() -> list[str]:
         return []
     least = architectures.body["summary"]["settings"]["0"]
     told = (
-        f"{least['equal']} of the {least['compared']} architectures of transformers that could be built small have equal "
-        f"losses and gradients at alpha 0 on a CPU, bit for bit ([file](benchmarks/results/{architectures.path.name}))."
+        f"On a CPU at `alpha=0`, losses and gradients of {least['equal']} of the {least['compared']} architectures of "
+        "transformers that could be built at small size are bit-identical to those without memo "
+        f"([file](benchmarks/results/{architectures.path.name}))."
     )
     return [*hf_table(), "", *textwrap.wrap(told, 125, break_long_words=False)]
 
