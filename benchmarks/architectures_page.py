@@ -56,8 +56,8 @@ _WORDS = {
 _CONVOLUTION = "convolution"
 _WIDTH = 120
 _WORDS_WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-_LEAST, _MOST_WORDS = 0.01, 4
-"""Share of the kept bytes from which a word is shown, and most words of a cell."""
+_LEAST, _LEAST_SHOWN, _MOST_WORDS = 0.01, 0.05, 4
+"""Share of the kept bytes from which a word counts for a class, and is shown in a cell, and most words of a cell."""
 _STATES = ("convolution", "scan")
 """Words of layers that carry a state from token to token, where these take a share of what is kept."""
 
@@ -323,7 +323,7 @@ def _kept(built: Sequence[Entry]) -> Iterator[str]:
 
 
 def _cell(weights: Mapping[str, float]) -> str:
-    shown = [(word, share) for word, share in weights.items() if share >= _LEAST][:_MOST_WORDS]
+    shown = [(word, share) for word, share in weights.items() if share >= _LEAST_SHOWN][:_MOST_WORDS]
     return ", ".join(f"{word} {_percent(share)}" for word, share in shown)
 
 
@@ -396,8 +396,8 @@ def _modules(entries: Sequence[Entry]) -> str:
 def _classes(rows: Sequence[Entry]) -> Iterator[str]:
     yield (
         "Column 1: bytes that one forward offloads at alpha 1; other settings: share of these, where a number means"
-        " bit-identical; `bf16`: at alpha 0 in bfloat16, `=` means bit-identical. The words are explained above, each with"
-        " its share of the bytes at alpha 0."
+        " bit-identical; `bf16`: at alpha 0 in bfloat16, `=` means bit-identical. Words as above with their"
+        " share of the bytes at alpha 0, from 5 %."
     )
     header = ("class", "1", *_SHARES, "bf16", "kept at 0")
     yield _table(header, map(_row, rows))
