@@ -102,9 +102,10 @@ def _steps(one: dict[str, Any]) -> list[str]:
     shape = one["shape"]
     title = f"{FAMILIES[shape['family']]}, {shape['layers']} layers of {shape['hidden']}, {shape['tokens']} tokens"
     rows = []
+    unequal = any(row.get("gradient_difference") for row in one["rows"])
     for row in one["rows"]:
         if "failed" in row:
-            rows.append([_method(row), f"did not run: {_why(row['failed'])}", "", "", "", "", "", ""])
+            rows.append([_method(row), f"did not run: {_why(row['failed'])}", *[""] * (6 if unequal else 5)])
             continue
         moved = row["out_bytes"] + row["back_bytes"]
         rows.append(
@@ -116,7 +117,7 @@ def _steps(one: dict[str, Any]) -> list[str]:
                 _budget(row),
                 format_bytes(moved) if moved else "",
                 "" if row["hidden"] is None else f"{row['hidden']:.0%}",
-                "none" if row["gradient_difference"] == 0 else f"{row['gradient_difference']:.1e}",
+                *([f"{row['gradient_difference']:.1e}"] if unequal else []),
             ]
         )
     heads = [
@@ -127,9 +128,10 @@ def _steps(one: dict[str, Any]) -> list[str]:
         "budget",
         "offloaded and reloaded",
         "hidden",
-        "gradient difference",
+        *(["gradient difference"] if unequal else []),
     ]
-    return [f"**{title[0].upper()}{title[1:]}**", "", *table(heads, rows), ""]
+    same = [] if unequal else ["Gradients of all methods are bit-identical.", ""]
+    return [f"**{title[0].upper()}{title[1:]}**", "", *table(heads, rows), "", *same]
 
 
 def _method(row: dict[str, Any]) -> str:
