@@ -1,8 +1,7 @@
 """The page docs/architectures.md, made from one result file of the sweep over architectures and from nothing else.
 
-The figures that docs/recompute.md has of it, between two marks, are made with it. A row a class: the bytes that move at
-each setting as a share of those at alpha 1, and what is kept at alpha 0.
-Reasons are single words with a legend, so that a class stays a row.
+It also makes the figures of docs/recompute.md between two marks. A row a class: the bytes offloaded at each setting as a
+share of those at alpha 1, and what is kept at alpha 0. Reasons are single words with a legend, so that a class stays a row.
 """
 
 from __future__ import annotations
@@ -34,31 +33,31 @@ _WHOLE, _MIXED, _BFLOAT16 = "1", "0.3", "bfloat16"
 _SHARES = (_MIXED, "matmuls", "0", "input")
 """Settings of the columns."""
 _WORDS = {
-    "attention is kept": ("attention", "results of attention in one operator"),
+    "attention is kept": ("attention", "outputs of fused attention"),
     "a product of two activations is kept": (
-        "product",
-        "products of two activations that are not larger than both: attention written out, the states of a recurrence",
+        "matmul",
+        "matmuls of two activations that are not larger than both: unfused attention, the states of a recurrence",
     ),
     "convolution": ("convolution", "convolutions over several tokens"),
     "hidden states": ("input", "the layer's input"),
-    "argument": ("argument", "other arguments of the layer: masks, an encoder's result, a second stream"),
-    "other tensor": ("other", "memory that was there before the layer and is no argument"),
-    "sorting is kept": ("sort", "sorts and top-k, as a router's choice of experts, and what is made of them"),
-    "a scatter is kept": ("scatter", "writes at computed places: which row goes to which expert"),
-    "a scan is kept": ("scan", "running sums and Fourier transforms"),
+    "argument": ("argument", "other arguments of the layer: masks, an encoder's output, a second stream"),
+    "other tensor": ("other", "memory that existed before the layer and is not an argument"),
+    "sorting is kept": ("sort", "sorts and top-k, such as a router's choice of experts, and what is derived from them"),
+    "a scatter is kept": ("scatter", "scatters: which row goes to which expert"),
+    "a scan is kept": ("scan", "cumulative sums and Fourier transforms"),
     "it draws random numbers": ("random", "random numbers"),
-    "its size depends on numbers": ("sized", "results whose size depends on numbers, as the rows of one expert"),
-    "it is the layer's result": ("result", "the layer's result, which the next layer has too"),
-    "repeating it gave something else": ("differs", "what gave other bits when a trial repeated it"),
-    "keeping it is cheapest": ("smaller", "results that are smaller than all that they could be repeated from"),
-    "": ("unseen", "writes of something that the dispatcher does not see, and all other reasons"),
+    "its size depends on numbers": ("sized", "results whose size depends on data, such as the rows of one expert"),
+    "it is the layer's result": ("result", "the layer's output, which the next layer saves too"),
+    "repeating it gave something else": ("differs", "results that a trial recompute did not reproduce bit for bit"),
+    "keeping it is cheapest": ("smaller", "results that are smaller than everything they could be recomputed from"),
+    "": ("unseen", "writes that the dispatcher does not see, and all other reasons"),
 }
 """Reason of `explain`, of what was there before where it is from -> its word on the page, and what that stands for."""
 _CONVOLUTION = "convolution"
 _WIDTH = 120
 _WORDS_WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-_LEAST, _MOST_WORDS = 0.01, 4
-"""Share of the kept bytes from which a word is shown, and most words of a cell."""
+_LEAST, _LEAST_SHOWN, _MOST_WORDS = 0.01, 0.05, 4
+"""Share of the kept bytes from which a word counts for a class, and is shown in a cell, and most words of a cell."""
 _STATES = ("convolution", "scan")
 """Words of layers that carry a state from token to token, where these take a share of what is kept."""
 
@@ -78,7 +77,7 @@ def page(result: Entry, file: str) -> str:
         *_head(result, file),
         "## Summary",
         *_summary(result, rows, built),
-        "## What stays whole at alpha 0",
+        "## What is offloaded at alpha 0",
         *_kept(built),
         "## Experts",
         *_experts(built),
@@ -185,11 +184,10 @@ _VARIANTS = ("dropout", "attention", "experts")
 def _head(result: Entry, file: str) -> Iterator[str]:
     shape, machine = result["shape"], result["hardware"]
     yield (
-        "Every causal, masked and sequence-to-sequence language model class of the installed transformers, built small with"
-        f" random weights ({shape['batch']} sequences of {shape['seq']} tokens), takes two training steps without memo and"
-        " with it at each setting, on other tokens in the second. Losses, all gradients and all buffers are compared bit"
-        " for bit; the bytes that memo moved are those of one forward. What a setting keeps and repeats is in"
-        " [recompute.md](recompute.md)."
+        "Which transformers architectures memo was tested on: every causal, masked and sequence-to-sequence language model"
+        f" class, built at small size with random weights ({shape['batch']} sequences of {shape['seq']} tokens), takes two"
+        " training steps on different tokens, without memo and with it at each setting. Losses, gradients and buffers are"
+        " compared bit for bit; offloaded bytes are those of one forward. Settings: [recompute.md](recompute.md)."
     )
     yield "\n".join(
         (
@@ -200,10 +198,10 @@ def _head(result: Entry, file: str) -> Iterator[str]:
     commits = collections.Counter(row["commit"] for row in result["architectures"] if "commit" in row)
     continued = "".join(f" {_counted(count)} of it: commit {commit}." for commit, count in commits.items())
     yield (
-        f"Made from [{file}](../benchmarks/results/{file}): {result['date']}, commit {result['commit']}, torch"
+        f"Generated from [{file}](../benchmarks/results/{file}): {result['date']}, commit {result['commit']}, torch"
         f" {result['torch']}, transformers {result['transformers']}, {machine['cpu']} with {machine['cores']} cores and"
-        f" {format_bytes(machine['memory_bytes'])}, no GPU.{continued} Shares are of small models: with wider"
-        " layers and longer sequences other parts weigh more. Times are not compared."
+        f" {format_bytes(machine['memory_bytes'])}, no GPU.{continued} Shares are of small models; in"
+        " wider layers and longer sequences other parts weigh more. Times are not compared."
     )
 
 
@@ -212,27 +210,27 @@ def _summary(result: Entry, rows: Sequence[Entry], built: Sequence[Entry]) -> It
     layered = [row for row in built if "layers" in row]
     without = [row["name"] for row in built if "layers" not in row]
     text = (
-        f"{totals['built']} of {totals['examined']} classes were built and repeat themselves bit for bit without memo,"
-        f" within {result['options']['timeout_s']:.0f} s each; {len(layered)} have layers that memo finds."
+        f"{totals['built']} of {totals['examined']} classes were built and are reproducible bit for bit without memo, within"
+        f" {result['options']['timeout_s']:.0f} s each; {len(layered)} have repeated layers."
     )
     if without:
         text += f" Without repeated layers: {_listed(without)}."
     if totals["nothing_moves"]:
-        text += f" Nothing moves in {_listed(totals['nothing_moves'])}, whose layers save nothing or are never called."
+        text += f" Nothing is offloaded in {_listed(totals['nothing_moves'])}, whose layers save nothing or never run."
     yield text
     header = (
         "setting",
         "what is kept",
-        "equal bit for bit",
-        "median share that moves",
+        "bit-identical",
+        "median share offloaded",
         "at most half",
         "at most a fifth",
     )
     kept = {
         _WHOLE: "all that autograd saves",
-        "0.3": "the first 30 % of the tokens; attention's results of the others",
-        "matmuls": "results of matrix products and attention",
-        "0": "results of attention",
+        "0.3": "the first 30 % of the tokens (now: of the bytes); attention outputs of the others",
+        "matmuls": "outputs of matmuls and attention",
+        "0": "attention outputs",
         "input": "the layers' inputs",
         _BFLOAT16: "as 0, the model in bfloat16",
     }
@@ -251,7 +249,7 @@ def _summary(result: Entry, rows: Sequence[Entry], built: Sequence[Entry]) -> It
         yield f"**Not equal: {_listed(unequal)}.**"
     not_run = [row["name"] for row in layered if "not_run" in row["settings"].get(_BFLOAT16, {})]
     if not_run:
-        yield f"Not compared in bfloat16, in which they fail or do not repeat themselves without memo: {_listed(not_run)}."
+        yield f"Not compared in bfloat16, where they fail or are not reproducible without memo: {_listed(not_run)}."
     failed = [row for row in rows if "failed" in row]
     if failed:
         yield _table(("not built or not compared", "reason"), ((_class(row), _reason(row["failed"])) for row in failed))
@@ -291,9 +289,9 @@ def _entries(row: Entry, setting: str) -> Sequence[Entry]:
 
 def _kept(built: Sequence[Entry]) -> Iterator[str]:
     yield (
-        "Storages that all tokens move of, though everything may be repeated that this setting allows. A result that is"
-        " made of one that is neither kept nor repeated counts with the latter. The share is of the bytes that move at"
-        " alpha 0, the median over the classes where the word appears."
+        "What is kept although this setting allows recompute, by reason. A result derived from one that is neither kept nor"
+        " recomputed counts with the latter. The share is of the bytes offloaded at alpha 0, the median over the classes"
+        " where the word appears."
     )
     of_class = {row["name"]: _weights(_entries(row, "0")) for row in built}
     lines = []
@@ -315,17 +313,17 @@ def _kept(built: Sequence[Entry]) -> Iterator[str]:
     short = {row["name"]: None for row in built for entry in _entries(row, "0") if entry.get("point") == "now"}
     if short:
         yield (
-            f"In {_counted(len(short))} some of what a layer would best keep was not to be had when its last forward ended,"
-            f" which took another path than the one before; instead more is kept there: {_listed(list(short))}."
+            f"In {_counted(len(short))} the last forward took another path than the one before, and some tensors that a"
+            f" layer would best keep no longer existed at its end; more is kept there instead: {_listed(list(short))}."
         )
     high = [row for row in built if row["settings"].get("0", {}).get("share", 0) > 0.2]
     if high:
         told = (f"{_class(row)} {row['settings']['0']['share']:.3f} ({_cell(of_class[row['name']])})" for row in high)
-        yield f"More than a fifth moves at alpha 0 in {_counted(len(high))}: {'; '.join(told)}."
+        yield f"More than a fifth is offloaded at alpha 0 in {_counted(len(high))}: {'; '.join(told)}."
 
 
 def _cell(weights: Mapping[str, float]) -> str:
-    shown = [(word, share) for word, share in weights.items() if share >= _LEAST][:_MOST_WORDS]
+    shown = [(word, share) for word, share in weights.items() if share >= _LEAST_SHOWN][:_MOST_WORDS]
     return ", ".join(f"{word} {_percent(share)}" for word, share in shown)
 
 
@@ -340,12 +338,12 @@ def _experts(built: Sequence[Entry]) -> Iterator[str]:
         yield "None of the classes has experts."
         return
     shares = [row["settings"]["0"]["share"] for row, _ in found if "share" in row["settings"].get("0", {})]
-    median = f" a share of {statistics.median(shares):.3f} moves in the median" if shares else ""
+    median = f" the median share offloaded is {statistics.median(shares):.3f}" if shares else ""
     yield (
-        f"{_counted(len(found))} with layers that route rows to experts. At alpha 0{median}: the products of the"
-        " router and of the experts and all that is element-wise are repeated. The choice of the experts (`sort`), the"
-        " places of their rows (`scatter`) and the running counts of rows (`scan`) stay whole, because the replay must take"
-        " the same path; where each expert's rows are found by their numbers, these are `sized`."
+        f"{_counted(len(found))} with layers that route rows to experts. At alpha 0{median}: matmuls of the router and the"
+        " experts and element-wise operators are recomputed. The choice of experts (`sort`), the positions of their rows"
+        " (`scatter`) and the cumulative counts of rows (`scan`) are kept, so that the replay takes the same path; where"
+        " each expert's rows are selected by index, these are `sized`."
     )
     yield _table(
         ("class", "layers with experts", "kept at 0"),
@@ -377,10 +375,10 @@ def _states(built: Sequence[Entry]) -> Iterator[str]:
         yield "None of the classes has such layers."
         return
     yield (
-        f"{_counted(len(lines))} with layers in which convolutions over several tokens, running sums or Fourier transforms"
-        f" take a share of what is kept; in {hybrid} beside layers without. Their results stay whole at alpha 0, as those of"
-        " attention do, and so do the states that products of two activations give: repeating these costs the most time for"
-        " each byte. Projections and all that is element-wise are repeated."
+        f"{_counted(len(lines))} with layers in which convolutions over several tokens, cumulative sums or Fourier"
+        f" transforms are part of what is kept; {hybrid} of them also have layers without these. Their results are kept at"
+        " alpha 0, as those of attention are, and so are recurrent states from matmuls of two activations: recomputing these"
+        " takes the most time per byte. Projections and element-wise operators are recomputed."
     )
     yield _table(("class", "layers", "kept at 0", "other layers", "kept at 0"), lines)
 
@@ -397,9 +395,9 @@ def _modules(entries: Sequence[Entry]) -> str:
 
 def _classes(rows: Sequence[Entry]) -> Iterator[str]:
     yield (
-        "Under alpha 1 the bytes that one forward moves, under the other settings their share; `bf16`: at alpha 0 in"
-        " bfloat16, `=` where all bits are equal. A share without a remark means equal bits. Words are those of the section"
-        " above, each with its share of the bytes at alpha 0."
+        "Column 1: bytes that one forward offloads at alpha 1; other settings: share of these, where a number means"
+        " bit-identical; `bf16`: at alpha 0 in bfloat16, `=` means bit-identical. Words as above with their"
+        " share of the bytes at alpha 0, from 5 %."
     )
     header = ("class", "1", *_SHARES, "bf16", "kept at 0")
     yield _table(header, map(_row, rows))
@@ -428,7 +426,7 @@ def _state(cell: Entry) -> str:
 
 
 def _share(cell: Entry) -> str:
-    return f"{cell['share']:.3f}" if "share" in cell else "nothing moves"
+    return f"{cell['share']:.3f}" if "share" in cell else "nothing"
 
 
 def _class(row: Entry) -> str:

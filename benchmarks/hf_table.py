@@ -22,7 +22,7 @@ METHODS = {
     ATTENTION: "attention kept (TRL's `selective`)",
     TRANSFORMERS_ATTENTION: "attention kept, inputs on the host (transformers' `offload=True`)",
     AXOLOTL: "attention and inputs on the host (Axolotl's two flags)",
-    ALPHA_0: "memo, `alpha=0`: the same two on the host",
+    ALPHA_0: "memo, `alpha=0`: attention and inputs on the host",
     DEFAULTS: "**memo, defaults**: `memo.offload(model)`",
 }
 """In the table's order."""

@@ -32,7 +32,9 @@ IMAGES = ROOT / "docs" / "images"
 BEGIN, END = "<!-- figures: make plots -->", "<!-- end of figures -->"
 KEEP, CHECKPOINTING, ALPHA_0 = "keep everything", "full checkpointing", "memo, alpha 0"
 MOVED, AUTOMATIC = "memo, all moved", "memo, automatic"
-FAMILIES = {"gpt": "our GPT", "llama": "a Hugging Face Llama"}
+FAMILIES = {"gpt": "memo's GPT", "llama": "a Hugging Face Llama"}
+SHOWN = {MOVED: "memo, all offloaded", "memo, inputs moved": "memo, inputs offloaded"}
+"""Method of a result file -> name on the page, where they differ."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +52,12 @@ class Result:
         what = machine.get("gpu") or f"{body['hardware']['cores']} cores of {body['hardware']['cpu'].strip()}, no GPU"
         versions = ", ".join(f"{name} {number}" for name, number in body.get("versions", {}).items())
         told = [body["date"], f"commit {body['commit']}", what, *([versions] if versions else [])]
-        return f"[{self.path.name}](../benchmarks/results/{self.path.name}): {'; '.join(told)}"
+        return f"{self.link}: {'; '.join(told)}"
+
+    @property
+    def link(self) -> str:
+        """Link to the file, for a page in docs/."""
+        return f"[{self.path.name}](../benchmarks/results/{self.path.name})"
 
 
 def newest(name: str, folder: Path | None = None, *, having: str | None = None) -> Result | None:
@@ -95,34 +102,40 @@ def _steps(one: dict[str, Any]) -> list[str]:
     shape = one["shape"]
     title = f"{FAMILIES[shape['family']]}, {shape['layers']} layers of {shape['hidden']}, {shape['tokens']} tokens"
     rows = []
+    unequal = any(row.get("gradient_difference") for row in one["rows"])
     for row in one["rows"]:
         if "failed" in row:
-            rows.append([row["way"], f"did not run: {_why(row['failed'])}", "", "", "", "", "", ""])
+            rows.append([_method(row), f"did not run: {_why(row['failed'])}", *[""] * (6 if unequal else 5)])
             continue
         moved = row["out_bytes"] + row["back_bytes"]
         rows.append(
             [
-                row["way"],
+                _method(row),
                 ratio(row["to_keep"]),
                 ratio(row["to_checkpointing"]),
                 format_bytes(row["above_rest_bytes"]),
                 _budget(row),
                 format_bytes(moved) if moved else "",
                 "" if row["hidden"] is None else f"{row['hidden']:.0%}",
-                "none" if row["gradient_difference"] == 0 else f"{row['gradient_difference']:.1e}",
+                *([f"{row['gradient_difference']:.1e}"] if unequal else []),
             ]
         )
     heads = [
-        "way",
+        "method",
         "step / keep",
         "step / checkpointing",
-        "memory above rest",
+        "activation memory",
         "budget",
-        "moved",
+        "offloaded and reloaded",
         "hidden",
-        "gradients differ",
+        *(["gradient difference"] if unequal else []),
     ]
-    return [f"**{title[0].upper()}{title[1:]}**", "", *table(heads, rows), ""]
+    same = [] if unequal else ["Gradients of all methods are bit-identical.", ""]
+    return [f"**{title[0].upper()}{title[1:]}**", "", *table(heads, rows), "", *same]
+
+
+def _method(row: dict[str, Any]) -> str:
+    return SHOWN.get(row["way"], row["way"])
 
 
 def _budget(row: dict[str, Any]) -> str:
@@ -142,8 +155,8 @@ def _lengths(rows: list[dict[str, Any]]) -> list[str]:
     for way in dict.fromkeys(row["way"] for row in rows):
         cells = [_length(found.get((way, *column))) for column in columns]
         if any(cells):
-            lines.append([way, *cells])
-    heads = ["way", *(f"{FAMILIES[family]}, {format_bytes(cap)}" for family, cap in columns)]
+            lines.append([SHOWN.get(way, way), *cells])
+    heads = ["method", *(f"{FAMILIES[family]}, {format_bytes(cap)}" for family, cap in columns)]
     return table(heads, lines)
 
 
@@ -158,28 +171,27 @@ def _length(row: dict[str, Any] | None) -> str:
 
 def _hooks(rows: list[dict[str, Any]]) -> list[str]:
     told = [
-        [row["way"], f"{row['us_a_saved_tensor']['median']:.1f} ± {row['us_a_saved_tensor']['spread']:.1f}"]
+        [_method(row), f"{row['us_a_saved_tensor']['median']:.1f} ± {row['us_a_saved_tensor']['spread']:.1f}"]
         if "us_a_saved_tensor" in row
-        else [row["way"], f"did not run: {_why(row['failed'])}"]
+        else [_method(row), f"did not run: {_why(row['failed'])}"]
         for row in rows
         if row["way"] != KEEP
     ]
-    return table(["hooks", "µs of processor time a saved tensor"], told)
+    return table(["hooks", "CPU time per saved tensor, µs"], told)
 
 
 def _peers(peers: Result) -> list[str]:
     body, options = peers.body, peers.body["options"]
     lines = [
-        "## Beside what people would use instead",
+        "## Compared with other methods",
         "",
         *prose(
-            "`make peers` makes TRL's and DeepSpeed's environments and runs `make bench ARMS=peers`. Each way is "
-            f"a process of its own; they take steps in turn, {options['rounds']} rounds, {options['threads']} "
-            "thread each, and ratios are of one round, in the median, ± half of the range between the quartiles. A CPU has "
-            "no memory apart from the host's, so what others move to the host stays where it was; memo moves to a disk. "
-            "Automatic plans are given a budget: a share of what keeping everything takes above rest, or, without one in "
-            "the name, what full checkpointing takes; where no plan fits it, memo warns and takes the least it can. Hidden "
-            "is the share of the disk's busy time that compute covered."
+            f"`make peers`, on a CPU. Each method runs in its own process with {options['threads']} thread; they take steps "
+            f"in turn for {options['rounds']} rounds. Ratios are within a round: median ± half of the interquartile range. "
+            "Activation memory is the peak above the memory between steps. On a CPU, offloading to host memory frees "
+            "nothing; memo offloads to a disk. Hidden: the share of disk time that compute covers. Budget of automatic "
+            "plans: the given % of the activation memory of keeping everything, otherwise that of full checkpointing; if no "
+            "plan fits, memo warns and uses as little as it can."
         ),
         "",
     ]
@@ -190,25 +202,25 @@ def _peers(peers: Result) -> list[str]:
     if lengths:
         lines += [
             *prose(
-                "The longest sequence in tokens, under a limit of the process's data beside what torch takes when it "
-                "is loaded; weights and gradients are inside, and of memo the stacks and staging blocks of its disk threads."
-                ' "or more": the time for the search was over.'
+                "The longest sequence in tokens under a memory limit on the process, not counting what torch takes when it "
+                'is loaded, but with weights, gradients and memo\'s own disk threads. "or more": the search ran out of time.'
             ),
             "",
             "![longest sequence against memory](images/longest.svg)",
             "",
         ]
     for one in lengths:
+        source = one.link if one.path == peers.path else one.source
         told = f"{one.body['options']['layers']} layers of {one.body['options']['hidden']}"
-        lines += [f"**{told}**", "", *_lengths(one.body["lengths"]), "", f"Source: {one.source}.", ""]
+        lines += [f"**{told}**", "", *_lengths(one.body["lengths"]), "", f"Source: {source}.", ""]
     emulated = newest("gpu-peers")
     if body["hooks"]:
-        lines += ["What hooks cost, with copies of a few KiB in it:", "", *_hooks(body["hooks"]), ""]
-        lines += [f"Source: {peers.source}.", ""]
+        lines += ["Overhead of the hooks, copies of a few KiB included:", "", *_hooks(body["hooks"]), ""]
+        lines += [f"Source: {peers.link}.", ""]
     if emulated is not None:
         told = (
-            "The same over a device, with TRL's hooks beside: on an emulated one copies are this machine's own, and its"
-            " streams run on the processor whose time is counted, so that only rows of this table compare."
+            "The same on an emulated CUDA device, with TRL's hooks. Its copies and streams run on the processor whose time"
+            " is counted, so compare rows within this table only."
         )
         lines += [*prose(told), "", *_hooks(emulated.body["hooks"]), "", f"Source: {emulated.source}.", ""]
     return lines
@@ -222,10 +234,10 @@ def _architectures(result: Result) -> list[str]:
         "",
         *prose(
             f"{summary['built']} of the {summary['examined']} causal, masked and sequence-to-sequence classes of "
-            f"transformers {result.body['transformers']} were built small. {most['equal']} of {most['compared']} "
-            f"compared are bit-equal with memo at alpha 1, and {least['equal']} of {least['compared']} at alpha 0,"
-            f" where the median architecture moves {least['median_share']:.1%} of its saved bytes, and "
-            f"{least['at_most_half']} of {least['shares']} at most half. [The table](architectures.md)."
+            f"transformers {result.body['transformers']} were built at small size. Gradients with memo are bit-identical "
+            f"for {most['equal']} of {most['compared']} at alpha 1 and {least['equal']} of {least['compared']} at alpha 0. "
+            f"At alpha 0 the median architecture offloads {least['median_share']:.1%} of its saved bytes, and "
+            f"{least['at_most_half']} of {least['shares']} at most half. [Table](architectures.md)."
         ),
         "",
         f"Source: {result.source}.",
@@ -246,17 +258,16 @@ def _rules(simulated: Result, carried_out: Result) -> list[str]:
     ]
     sources = [f"Source: {simulated.source}."]
     if carried_out.path != simulated.path:
-        sources = [f"Sources: simulated {simulated.source}; carried out {carried_out.source}."]
-    heads = ["rule", "simulated: a plan", "best", "median", "worst", "above the bound", "carried out: a plan"]
+        sources = [f"Sources: simulated {simulated.source}; executed {carried_out.source}."]
+    heads = ["rule", "simulated: fits", "best", "median", "worst", "above the bound", "executed: fits"]
     unlike = sum("unlike" in row["problem"] for row in body["simulated"])
     return [
         *prose(
-            f"Step time over the LP's: {of} problems at equal budgets of device, host and disk,"
-            f" simulated, and {of_carried} carried out on the CPU engine with paced links, one of them with a"
-            f" disk; in {unlike} of those simulated every other layer is narrow. The rules are memo's LP and six that need"
-            " no solver (`benchmarks/solver/rules.py`); a plan counts where the independent checker accepts it. The bound is"
-            " that of the linear program before anything is rounded, which no plan is below; predicted steps are above it by"
-            " so much in the median."
+            f"Step time relative to memo's linear program (LP), for the LP and six rules without a solver"
+            f" (`benchmarks/solver/rules.py`), at equal budgets of device, host and disk: {of} problems simulated ({unlike}"
+            f" of them with every other layer narrow), {of_carried} executed on the CPU engine with paced links (one with a"
+            " disk). A plan fits if the independent checker accepts it. The bound is the LP's before rounding, below which"
+            " no plan can be; the column has the median distance of predicted steps from it."
         ),
         "",
         *table([*heads, "best", "median", "worst"], rows),
@@ -279,15 +290,15 @@ def _simulated_rules(body: dict[str, Any]) -> str:
     every, greedy, least = body["rules"], body["deciding_rules"]["greedy"], _least(body["rules"])
     solver, of = every["LP"], every["LP"]["of"]
     unbeaten = (
-        "no rule is shorter than the LP" if least > 0.999 else f"a rule takes {least:.3f} of the LP's time at best"
+        "no rule is faster than the LP" if least > 0.999 else f"the fastest rule takes {least:.3f} of the LP's time"
     )
     return (
-        f"In {of - body['deciding']} of the {of} links hide every copy: a rule that moves everything is as good as the LP."
-        f" In the other {body['deciding']}, which the table has, greedy takes {greedy['median'] - 1:.1%} longer in the"
-        f" median and {greedy['worst'] - 1:.1%} at worst. By simulation {unbeaten}; over all problems its plans are"
-        f" {solver['median_gap']:.2%} above the bound in the median and {solver['worst_gap']:.2%} at worst. It chooses in"
-        f" {solver['choosing_s'] * 1e3:.0f} ms in the median; greedy, which tries every number of its steps in turn, in"
-        f" {every['greedy']['choosing_s'] * 1e3:.0f}."
+        f"In {of - body['deciding']} of the {of} problems every copy is hidden, and offloading everything is as good as the"
+        f" LP. The table has the other {body['deciding']}: greedy is {greedy['median'] - 1:.1%} slower (median) and"
+        f" {greedy['worst'] - 1:.1%} at worst, and in simulation {unbeaten}. Over all problems the LP's plans are"
+        f" {solver['median_gap']:.2%} above the bound (median), {solver['worst_gap']:.2%} at worst. The LP takes"
+        f" {solver['choosing_s'] * 1e3:.0f} ms (median), greedy, which tries all of its steps in turn,"
+        f" {every['greedy']['choosing_s'] * 1e3:.0f} ms."
     )
 
 
@@ -295,10 +306,10 @@ def _carried_rules(body: dict[str, Any]) -> str:
     rules, (agreeing, pairs) = body["carried_rules"], body["pairs_in_order"]
     shares = [one["measured_over_simulated"] for one in rules.values() if one["measured_over_simulated"] is not None]
     return (
-        f"Carried out, {agreeing} of {pairs} pairs of rules whose simulated steps are more than 2 % apart were measured in"
-        f" that order: medians over the quieter half of the rounds, without the time that the process waited for a"
-        f" processor. Measured steps are {min(shares):.3f} to {max(shares):.3f} of the simulated ones, by rule in the"
-        f" median, and the least of any rule is {_least(rules):.3f} of the LP's."
+        f"Executed, {agreeing} of {pairs} pairs of rules whose simulated steps are more than 2 % apart came out in that"
+        f" order (medians over the quieter half of the rounds, without time spent waiting for a processor). Measured steps"
+        f" are {min(shares):.3f} to {max(shares):.3f} of the simulated ones (median of each rule); the fastest of any rule"
+        f" took {_least(rules):.3f} of the LP's time."
     )
 
 
@@ -329,24 +340,24 @@ def _parts(body: dict[str, Any]) -> list[str]:
     tiles = [[row["problem"], f"{row['least_over']:.3f}", f"{row['step_over']:.3f}"] for row in body["tiles"]]
     loss = newest("own-loss")
     return [
-        "Off in turn, on the thirty problems of the solver, simulated; step time over the plan with everything on:",
+        "One part disabled at a time, on the thirty simulated problems above; step time relative to the full planner:",
         "",
-        *table(["off", "has a plan", "median", "worst", "more than 1 % longer in"], planned),
+        *table(["without", "fits", "median", "worst", "over 1 % slower in"], planned),
         "",
-        "Off in turn on the CPU engine, everything moved over paced links; step time over the engine with everything on:",
+        "One part disabled at a time in the CPU engine, everything offloaded over paced links; relative step time:",
         "",
-        *table(["off", *links], engine),
+        *table(["without", *links], engine),
         "",
         *prose(
-            f"Forwarding answers {' and '.join(forwarded)} of the bytes that backward reads there from sources still on the"
-            " device; without it they would be reloads. It was not timed."
+            f"Forwarding serves {' and '.join(forwarded)} of the bytes that backward reads from sources still on the device;"
+            " without it they would be reloaded. Its effect on the step was not measured."
         ),
         "",
-        "Memory that an allocator reserves over what is live at the fullest moment, recorded steps:",
+        "Memory that an allocator reserves, relative to the peak of live memory, in recorded steps:",
         "",
         *table(["step", "caching allocator", "expandable segments", "planned addresses"], reserved),
         "",
-        "The MLP in eight tiles over one: least device memory that has a plan, and the step where both have one:",
+        "MLP in eight tiles relative to one: least device memory that has a plan, and the step where both have one:",
         "",
         *table(["model", "least memory", "step"], tiles),
         "",
@@ -355,9 +366,8 @@ def _parts(body: dict[str, Any]) -> list[str]:
 
 
 NOT_MEASURED = (
-    "What ten minutes on one GPU showed is in [gpu.md](gpu.md). Nothing here says anything about several GPUs, NCCL, "
-    "GPUDirect Storage, plans made meanwhile on a GPU, transformers' offloading, which needs an accelerator, or CUDA's "
-    "out-of-memory errors. Lengths of a million tokens are predicted ([accuracy](accuracy.md)) but for one there."
+    "This page has CPU results; [gpu.md](gpu.md) has what was measured on GPUs. Several GPUs, NCCL and GPUDirect Storage "
+    "have not been measured. Steps of a million tokens are predicted ([accuracy](accuracy.md)), except for those in gpu.md."
 )
 
 
@@ -367,8 +377,8 @@ def results_page() -> str:
         "# Results",
         "",
         *prose(
-            "Made by `make plots` from the files of [benchmarks/results](../benchmarks/results/README.md); every "
-            "number is one of theirs. Machines are shared: read ratios within a table, not times across tables."
+            "Generated by `make plots` from the files in [benchmarks/results](../benchmarks/results/README.md). The "
+            "machines are shared: compare ratios within a table, not times across tables."
         ),
         "",
     ]
@@ -377,10 +387,10 @@ def results_page() -> str:
         lines += _peers(peers)
     simulated, carried = newest("solver", having="deciding_rules"), newest("solver", having="pairs_in_order")
     if simulated is not None and carried is not None:
-        lines += ["## Is the solver worth it?", "", *_rules(simulated, carried)]
+        lines += ["## The solver against simpler rules", "", *_rules(simulated, carried)]
     parts = newest("parts", having="tiles")
     if parts is not None:
-        lines += ["## What each part is worth", "", *_parts(parts.body), f"Source: {parts.source}.", ""]
+        lines += ["## Contribution of each part", "", *_parts(parts.body), f"Source: {parts.source}.", ""]
     if architectures is not None:
         lines += _architectures(architectures)
     return "\n".join([*lines, "## Not measured", "", *prose(NOT_MEASURED), ""])
@@ -393,8 +403,9 @@ def figures() -> list[str]:
         return []
     least = architectures.body["summary"]["settings"]["0"]
     told = (
-        f"{least['equal']} of the {least['compared']} architectures of transformers that could be built small have equal "
-        f"losses and gradients at alpha 0 on a CPU, bit for bit ([file](benchmarks/results/{architectures.path.name}))."
+        f"On a CPU at `alpha=0`, losses and gradients of {least['equal']} of the {least['compared']} architectures of "
+        "transformers that could be built at small size are bit-identical to those without memo "
+        f"([file](benchmarks/results/{architectures.path.name}))."
     )
     return [*hf_table(), "", *textwrap.wrap(told, 125, break_long_words=False)]
 
@@ -548,9 +559,9 @@ def draw(peers: Result, lengths_of: Sequence[Result]) -> list[Path]:
             at = row["above_rest_bytes"] / 2**20, row["to_keep"]["median"]
             mine = row["way"].startswith("memo")
             plot.plot(*at, "o" if mine else "s", color="tab:blue" if mine else "tab:gray")
-            plot.annotate(row["way"], at, fontsize=6, xytext=(4, 4 if number % 2 else -8), textcoords="offset points")
+            plot.annotate(_method(row), at, fontsize=6, xytext=(4, 4 if number % 2 else -8), textcoords="offset points")
         shape = one["shape"]
-        plot.set(xlabel="memory above rest, MiB", ylabel="step time / keep everything")
+        plot.set(xlabel="activation memory, MiB", ylabel="step time / keep everything")
         plot.set_title(f"{FAMILIES[shape['family']]}, {shape['tokens']} tokens", fontsize=9)
     paths = [written(figure, "step-against-memory")]
     shown = [
@@ -572,7 +583,8 @@ def draw(peers: Result, lengths_of: Sequence[Result]) -> list[Path]:
             bars = plot.barh(at, fits, height=height, label=format_bytes(cap))
             plot.bar_label(bars, [_length(known.get(way)) for way in ways], fontsize=6, padding=2)
         plot.margins(x=0.15)
-        plot.set_yticks([number + 0.4 - height / 2 for number in range(len(ways))], ways, fontsize=7)
+        names = [SHOWN.get(way, way) for way in ways]
+        plot.set_yticks([number + 0.4 - height / 2 for number in range(len(ways))], names, fontsize=7)
         plot.invert_yaxis()
         plot.set(xlabel="longest sequence, tokens")
         plot.set_title(

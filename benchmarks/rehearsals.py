@@ -317,7 +317,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The Markdown table of docs/reliability.md."""
     head = (
-        "| model | cases | checkpointing fits | memo alone fits | checkpointing's step over memo's | over the bound |"
+        "| model | cases | checkpointing fits | only memo fits | checkpointing's step / memo's | worst step / bound |"
     )
     lines = [head, "|---|---|---|---|---|---|"]
     ran = [row for row in rows if "error" not in row]

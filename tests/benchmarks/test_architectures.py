@@ -111,7 +111,7 @@ def test_the_page_says_what_it_is_made_from_and_sums_up() -> None:
     for told in ("some.json", "2026-01-02", "abcdef0123", "torch 2.0", "transformers 5.0", "A processor", "16 GiB"):
         assert told in plain
     assert "2 of 3 classes were built" in plain
-    assert line(text, "| alpha 0 |") == "| alpha 0 | results of attention | 2 of 2 | 0.100 | 2 of 2 | 2 of 2 |"
+    assert line(text, "| alpha 0 |") == "| alpha 0 | attention outputs | 2 of 2 | 0.100 | 2 of 2 | 2 of 2 |"
     assert "Not equal" not in text
     assert all(len(line) <= 120 for line in text.splitlines() if not line.startswith(("|", "<", " ")))
 
