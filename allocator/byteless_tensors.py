@@ -37,8 +37,6 @@ from memo.torch_private import (
     tree_map_only,
 )
 
-__all__ = ["BytelessMode", "byteless_storage"]
-
 # Not in the mmap module before Python 3.12.
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 

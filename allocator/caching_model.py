@@ -18,8 +18,6 @@ from collections.abc import Iterable
 
 from memo.allocator.trace import AllocationTrace
 
-__all__ = ["CachingAllocator", "CachingUse", "Segments", "round_size", "simulate_caching", "unsplit_nbytes"]
-
 MIN_BLOCK = 512
 """kMinBlockSize: requests are rounded up to multiples of it."""
 SMALL_SIZE = 1 << 20

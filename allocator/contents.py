@@ -27,8 +27,6 @@ import torch
 from memo import errors
 from memo.torch_private import OpOverload
 
-__all__ = ["MAKES_ZEROS", "Blank", "assumption", "fits", "is_called_by", "is_users", "place", "reader", "written"]
-
 _ATEN = torch.ops.aten
 
 _COUNTS = frozenset({torch.bool, torch.int16, torch.int32, torch.int64})

@@ -12,8 +12,6 @@ import torch
 
 from memo.torch_private import OpOverload, TorchDispatchMode, TorchDispatchModeKey, get_dispatch_mode
 
-__all__ = ["LocalTensorMode"]
-
 
 class LocalTensorMode(TorchDispatchMode):
     """Dispatch mode whose `run` is called for operators on plain local tensors only."""

@@ -18,8 +18,6 @@ from memo.allocator.step import Divergence, EventKind, MemoryCounters, Reason, S
 from memo.errors import AllocatorError
 from memo.mip import build
 
-__all__ = ["ALIGNMENT", "FREE", "MALLOC", "RECORD_STREAM", "Begun", "Native", "library_path"]
-
 ALIGNMENT = 512
 """Bytes; sizes are rounded up to it and offsets are multiples of it. `kAlignment` in step_plan.h."""
 

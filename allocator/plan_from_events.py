@@ -17,16 +17,6 @@ from collections.abc import Iterable
 from memo.allocator.step import EventKind, StepEvent
 from memo.mip.address import AddressPlan, AddressProblem, Buffer
 
-__all__ = [
-    "AllocationRequest",
-    "Recording",
-    "ReplayLayout",
-    "layout_of",
-    "merge",
-    "problem_of",
-    "recording_of",
-]
-
 ALIGNMENT = 512  # bytes, as step_plan.h has it
 
 

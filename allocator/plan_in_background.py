@@ -31,8 +31,6 @@ from memo.mip.address import (
     solve,
 )
 
-__all__ = ["Planning"]
-
 _MEMO = str(Path(memo.errors.__file__).parent.parent)
 # The package's parent folder is last on the path: found where memo is not installed, and shadowing nothing.
 _START = """

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from memo.allocator.native import Native
     from memo.allocator.step import StepSummary
 
-__all__ = ["AllocatorStage", "PlannedAllocator"]
-
 KEPT_SIGNATURES = 8  # least recently used ones are dropped
 PLANS_EACH = 8  # plans for one signature; requests that diverge after that are left to the pool
 

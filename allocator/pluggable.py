@@ -24,19 +24,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-__all__ = [
-    "MemoryStats",
-    "ModelSteps",
-    "active_allocator",
-    "allocated_bytes",
-    "memory_share",
-    "memory_stats",
-    "model_steps",
-    "peak_allocated_bytes",
-    "restart_peaks",
-    "use_planned_allocator",
-]
-
 PLAN_SECONDS = 10.0  # limit for one plan; most steps are planned in well under a second
 
 _installed: PlannedAllocator | None = None

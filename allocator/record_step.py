@@ -23,8 +23,6 @@ from memo.allocator.local_mode import LocalTensorMode
 from memo.allocator.trace import Allocation, AllocationTrace
 from memo.torch_private import OpOverload
 
-__all__ = ["AllocationRecorder", "AllocationSite", "Lifetime"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllocationSite:

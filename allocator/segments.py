@@ -15,8 +15,6 @@ import torch
 
 from memo.torch_private import accelerator_setAllocatorSettings, snapshot
 
-__all__ = ["use_expandable_segments"]
-
 _NAME = "expandable_segments"
 _VIRTUAL_MEMORY = 102
 """CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"""

@@ -7,8 +7,6 @@ import enum
 
 from memo.units import format_bytes
 
-__all__ = ["Divergence", "EventKind", "MemoryCounters", "Reason", "StepEvent", "StepSummary"]
-
 
 class EventKind(enum.IntEnum):
     """Kind of an allocator call; the numbers are those of step_log.h."""

@@ -19,8 +19,6 @@ from collections.abc import Iterator
 from memo.errors import PlanError
 from memo.mip.address import PROBLEM_FORMAT, VERSION, AddressProblem, Buffer, Notes
 
-__all__ = ["Allocation", "AllocationTrace", "trace_of", "trace_to_csv", "trace_to_json"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:

@@ -62,8 +62,6 @@ if TYPE_CHECKING:
 
     from memo.manager import Manager
 
-__all__ = ["Options", "examine", "sweep"]
-
 SETTINGS: dict[str, Any] = {
     "1": 1.0,
     "0.3": 0.3,

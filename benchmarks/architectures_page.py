@@ -18,8 +18,6 @@ from benchmarks.architectures_reasons import MADE_OF
 from benchmarks.results import ROOT
 from memo.units import format_bytes
 
-__all__ = ["PAGE", "RECOMPUTE", "is_whole", "newest", "page", "with_figures"]
-
 PAGE = ROOT / "docs" / "architectures.md"
 RECOMPUTE = ROOT / "docs" / "recompute.md"
 BEGIN, END = "<!-- figures of the newest sweep -->", "<!-- end of figures -->"

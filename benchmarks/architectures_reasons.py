@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from memo.swap.recompute.explanation import LayerExplanation
     from memo.swap.recompute.tape.tape import Tape
 
-__all__ = ["MOST_REASONS", "reasons_of"]
-
 _EXPERTS = re.compile("Expert|MoE")
 """In the name of a class: a part of a layer that routes tokens to experts."""
 MADE_OF = "what it is made of is not kept"

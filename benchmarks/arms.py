@@ -21,8 +21,6 @@ from benchmarks.results import ROOT, newest_result, write_result
 from benchmarks.table import Table
 from memo.gpt.config import GPTConfig, preset
 
-__all__ = ["Bench"]
-
 
 class Bench:
     """Runs arms with these options on this device."""

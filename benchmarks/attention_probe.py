@@ -15,8 +15,6 @@ from memo.gpt.model.attention_kernel import AttentionKind, Kernel, choose, is_re
 if TYPE_CHECKING:
     from memo.gpt.config import GPTConfig
 
-__all__ = ["AttentionTime", "probe_attention"]
-
 SHORT_TOKENS = 8192
 LIMIT_S = 5.0
 """For the long call, as extrapolated from the short one; above it the length is halved until it fits."""

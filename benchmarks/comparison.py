@@ -34,22 +34,6 @@ from memo.gpt.optim.optimizer import adamw
 from memo.machine.link_bandwidth import LinkRates, measure_link
 from memo.mip.inputs import peak_flops
 
-__all__ = [
-    "Comparison",
-    "Setup",
-    "Step",
-    "compare",
-    "deterministic",
-    "guarded",
-    "link_rates",
-    "now",
-    "pinned_bytes",
-    "relative_norm",
-    "release_memory",
-    "synchronize",
-    "train_step",
-]
-
 LINK_SECONDS = 0.5
 LINE = 400
 """Characters of an error that a row shows: what could not be allocated is among them."""

@@ -26,8 +26,6 @@ from typing import Any
 from benchmarks.results import ROOT, write_result
 from memo.units import format_bytes, parse_tokens
 
-__all__ = ["ALPHAS", "Shape", "lasting_rows", "run_arm"]
-
 ALPHAS = [step / 8 for step in range(9)]
 WARM_UP = 2
 """Steps of a fixed alpha that do not count: each layer's recompute is tried in the first one."""

@@ -21,8 +21,6 @@ from benchmarks.limited import LimitedRun, run_limited
 from benchmarks.results import write_result
 from memo.units import format_bytes, format_duration, parse_bytes
 
-__all__ = ["losses", "run_arms"]
-
 EXAMPLE = Path(__file__).parent.parent / "examples" / "finetune_hf.py"
 NO_LIMIT = -1
 """RLIM_INFINITY"""

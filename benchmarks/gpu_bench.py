@@ -37,8 +37,6 @@ from memo.units import parse_bytes, parse_tokens
 if TYPE_CHECKING:
     from benchmarks.peers.ways import Way
 
-__all__ = ["ARMS", "Case", "Options", "main"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Case:

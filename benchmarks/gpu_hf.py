@@ -54,8 +54,6 @@ from memo.hugging_face import PUBLISHED, configuration_from, model_class, publis
 from memo.mip.inputs import peak_flops
 from memo.units import format_bytes
 
-__all__ = ["ALPHA_0", "DEFAULTS", "MOST_STEPS", "SMALL", "Task", "best_flag_s", "flops_of_step", "measure", "ways"]
-
 DEFAULTS = "memo, defaults"
 ALPHA_0 = "memo, alpha 0"
 MOST_STEPS = 14

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from memo.gpt.config import GPTConfig
     from memo.mip.activation.plan import ActivationPlan, ActivationProblem
 
-__all__ = ["OURS", "Request", "available", "choose_depth", "measure", "plan_within"]
-
 OURS = "memo, by plan"
 HEADS = 8
 WARM_UP_TOKENS = 8192

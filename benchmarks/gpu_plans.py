@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from benchmarks.table import Table
     from memo.gpt.config import GPTConfig
 
-__all__ = ["ALPHAS", "alphas", "at_alphas", "automatic", "plans"]
-
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MOST_STEPS = 14
 """Steps until the automatic plan is settled: three to measure, two for each of its corrections."""

@@ -30,8 +30,6 @@ from memo.record import Step
 from memo.rehearsal import Rehearsal, SimulatedMachine, Way, hugging_face_step, rehearse
 from memo.units import format_bytes, parse_bytes, parse_tokens
 
-__all__ = ["main", "predicted"]
-
 STEPS = 2
 """Number of steps of a way without a plan; the first initialises the optimizer's state."""
 

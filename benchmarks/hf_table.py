@@ -12,8 +12,6 @@ from benchmarks.peers.ways import ATTENTION, AXOLOTL, CHECKPOINTING, KEEP, TRANS
 from benchmarks.results import ROOT, newest_result
 from memo.units import format_tokens
 
-__all__ = ["hf_table", "predicted_table"]
-
 RESULTS = ROOT / "benchmarks" / "results"
 MODEL, GPU, LENGTHS = "llama-3-8b+lora16", "H100", (32 << 10, 64 << 10)
 METHODS = {

@@ -16,8 +16,6 @@ import dataclasses
 import random
 from pathlib import Path
 
-__all__ = ["Shape", "irregular_buffers"]
-
 KIB = 1 << 10
 
 

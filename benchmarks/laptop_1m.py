@@ -21,8 +21,6 @@ from benchmarks.limited import run_limited
 from benchmarks.results import write_result
 from memo.units import format_bytes, format_duration, parse_bytes
 
-__all__ = ["run_arm"]
-
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_1m.py"
 
 

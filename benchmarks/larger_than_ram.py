@@ -24,8 +24,6 @@ from typing import Any
 from benchmarks.limited import taken_bytes, use_at_most
 from memo.units import format_bytes, format_duration, parse_bytes, parse_tokens
 
-__all__ = ["Shape", "in_a_process"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:

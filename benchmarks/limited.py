@@ -12,8 +12,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["LimitedRun", "run_limited", "taken_bytes", "use_at_most"]
-
 LIMITED = """
 import resource, runpy, sys
 limit = int(sys.argv.pop(1))

@@ -14,8 +14,6 @@ from memo.trace.reader import read_trace
 if TYPE_CHECKING:
     from memo.gpt.config import GPTConfig
 
-__all__ = ["link_use"]
-
 LEAST_BYTES = 4 << 20
 """Smaller copies are launch time more than link time."""
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from benchmarks.peers.ways import Way
     from memo.gpt.config import GPTConfig
 
-__all__ = ["Found", "bisect", "capped", "longest"]
-
 STEP_TOKENS = 1024
 """Lengths are multiples of it."""
 PART = 32

@@ -28,8 +28,6 @@ from memo.loss.chunks import chunk_tokens
 from memo.machine.process_memory import return_freed_memory
 from memo.units import format_bytes, format_tokens, parse_tokens
 
-__all__ = ["measure", "ways"]
-
 SMALL_CHUNK = 64
 """A million tokens at a vocabulary of 128,000 are 4,096 chunks of the default size; these make as many of fewer tokens."""
 REFERENCE_CHUNK = 1024

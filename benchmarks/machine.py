@@ -13,19 +13,6 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = [
-    "DETERMINISTIC",
-    "NO_GPU",
-    "SOLVER",
-    "TESTING",
-    "describe",
-    "gpu",
-    "missing",
-    "no_gpu",
-    "no_solver",
-    "version",
-]
-
 NO_GPU = 3
 """Exit code of every benchmark that needs a GPU, where there is none."""
 _NO_CUDA_GPU = "no CUDA GPU that this interpreter's torch can use"

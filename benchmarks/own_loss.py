@@ -26,8 +26,6 @@ from memo.autoplan.device_budget import device_budget_of
 from memo.machine.process_memory import return_freed_memory
 from memo.units import format_bytes, format_tokens, parse_tokens
 
-__all__ = ["compare"]
-
 WAYS = ("own", "without logits")
 
 

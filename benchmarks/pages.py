@@ -25,8 +25,6 @@ from benchmarks.searched import MEMO_MEAN_MFU, MISSING
 from benchmarks.step_times import step_table
 from memo.units import format_bytes
 
-__all__ = ["Result", "newest", "readme", "results_page"]
-
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
 BEGIN, END = "<!-- figures: make plots -->", "<!-- end of figures -->"

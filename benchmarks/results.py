@@ -21,8 +21,6 @@ from typing import Any
 
 from memo.swap import total_host_bytes
 
-__all__ = ["ROOT", "commit", "hardware", "newest_result", "quartiles", "results_folder", "write_result"]
-
 ROOT = Path(__file__).parent.parent
 """The tree that runs."""
 

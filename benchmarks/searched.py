@@ -31,8 +31,6 @@ from memo.gpt import preset
 from memo.gpt.arithmetic.flops import flops_per_token
 from memo.mip.inputs import hardware_preset
 
-__all__ = ["MISSING", "Case", "cases"]
-
 GPUS_PER_NODE = 8
 K = 1024
 MISSING = (

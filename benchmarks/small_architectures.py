@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["BATCH", "SEQ", "VOCAB", "build", "loss_of", "names"]
-
 VOCAB, SEQ, BATCH = 128, 160, 2
 
 _KINDS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM")

@@ -27,8 +27,6 @@ from memo.search import Request
 from memo.toml_tables import toml_tables
 from memo.units import parse_tokens
 
-__all__ = ["measured_s", "predicted_s", "step_rows", "step_table"]
-
 RESULTS = ROOT / "benchmarks" / "results"
 FORMER_LOGITS = 1 << 25
 """Logits of a chunk of the loss until 28 November 2026."""

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from memo.gpt.config import GPTConfig
     from memo.machine.link_bandwidth import LinkRates
 
-__all__ = ["Row", "Table"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Row:

@@ -22,22 +22,6 @@ import torch.nn.functional as F
 from memo.errors import UsageError
 from memo.kernels.dispatch import current, on_triton
 
-__all__ = [
-    "ALIGNMENT",
-    "CHECKED",
-    "GROUP",
-    "LARGEST",
-    "SMALLEST",
-    "VALUES",
-    "Codec",
-    "coded_error",
-    "decode",
-    "decode_reference",
-    "encode",
-    "encode_reference",
-    "error_bound",
-]
-
 GROUP = 128
 ALIGNMENT = 16  # bytes; one vector access of a GPU
 SMALLEST = 2.0**-100  # below it a scale would be a subnormal float32 and lose bits

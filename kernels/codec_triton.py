@@ -8,8 +8,6 @@ import triton.language as tl
 
 from memo.kernels.codec import GROUP, LARGEST, SMALLEST, Codec, scales_in
 
-__all__ = ["GROUPS", "decode", "encode"]
-
 GROUPS = 32  # per program: two 16-byte accesses per thread for bfloat16
 GROUP_OF_VALUES = tl.constexpr(GROUP)
 SMALLEST_OF_GROUP = tl.constexpr(SMALLEST)

@@ -20,8 +20,6 @@ from triton.compiler import ASTSource
 
 from memo.kernels import codec_triton, masks_triton
 
-__all__ = ["compile_all", "kernels"]
-
 _TYPES = ("fp32", "bf16", "fp16")
 
 

@@ -9,8 +9,6 @@ import warnings
 
 import torch
 
-__all__ = ["current", "on_triton"]
-
 
 def on_triton(tensor: torch.Tensor) -> bool:
     """Returns True if the tensor is on a CUDA GPU and Triton works there."""

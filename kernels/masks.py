@@ -11,8 +11,6 @@ import torch
 from memo.errors import UsageError
 from memo.kernels.dispatch import current, on_triton
 
-__all__ = ["mask_nbytes", "pack_mask", "pack_mask_reference", "unpack_mask", "unpack_mask_reference"]
-
 
 def mask_nbytes(count: int) -> int:
     """Returns the bytes of `count` packed elements."""

@@ -8,8 +8,6 @@ import triton.language as tl
 
 from memo.kernels.masks import mask_nbytes
 
-__all__ = ["SIZE", "pack", "unpack"]
-
 SIZE = 512
 
 

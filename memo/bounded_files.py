@@ -16,22 +16,6 @@ import os
 import stat
 from typing import Any, BinaryIO, NoReturn
 
-__all__ = [
-    "MAX_DEPTH",
-    "MAX_FILE_NBYTES",
-    "MAX_INTEGER",
-    "Refused",
-    "Unpacked",
-    "is_file_name",
-    "open_file",
-    "parse_json",
-    "parse_object",
-    "read_bytes",
-    "read_object",
-    "require_plain",
-    "text_of",
-]
-
 MAX_FILE_NBYTES = 32 << 20
 MAX_INTEGER = 2**63 - 1
 _LONGEST_NAME = 255  # bytes, of Linux

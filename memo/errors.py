@@ -8,37 +8,6 @@ from __future__ import annotations
 
 import enum
 
-__all__ = [
-    "AllocatorError",
-    "CheckpointError",
-    "CorruptBlock",
-    "DataError",
-    "DeviceOutOfMemory",
-    "ExitCode",
-    "HostBudgetExceeded",
-    "HostPoolUnusable",
-    "Infeasible",
-    "MemoError",
-    "ModifiedAfterSave",
-    "NoRepeatedLayers",
-    "OutputExists",
-    "PeerLost",
-    "PlanError",
-    "PlanInvalid",
-    "RecordError",
-    "ScratchFull",
-    "ScratchUnusable",
-    "SolverFailed",
-    "SolverTimeout",
-    "StoreReadError",
-    "StoreWriteError",
-    "SwapError",
-    "TraceError",
-    "TrainingDiverged",
-    "UsageError",
-    "is_interruption",
-]
-
 
 def is_interruption(error: BaseException) -> bool:
     """True for what a signal's handler raised (Ctrl-C, an alarm), and for all that is no `Exception`.

@@ -16,29 +16,6 @@ import dataclasses
 import enum
 from typing import Any, ClassVar, Literal, Protocol
 
-__all__ = [
-    "FORMAT",
-    "OUT_OF_MEMORY",
-    "PLAN_MADE",
-    "VERSION",
-    "CounterEvent",
-    "Event",
-    "Lane",
-    "Note",
-    "Owned",
-    "Owner",
-    "Span",
-    "Stall",
-    "StallCause",
-    "StateChange",
-    "StepMark",
-    "StorageUse",
-    "TensorState",
-    "TierName",
-    "Tracer",
-    "UseKind",
-]
-
 FORMAT = "memo-trace"
 VERSION = 1
 PLAN_MADE = "plan"

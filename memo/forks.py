@@ -15,8 +15,6 @@ from memo.errors import SwapError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["call_in_child", "count", "free_in_child", "require_same"]
-
 
 class _Lock(Protocol):
     def _at_fork_reinit(self) -> None: ...

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["AGAIN", "conflict"]
-
 AGAIN = "pip uninstall memo, then install memo-train again with --force-reinstall"
 _OTHERS_FILES = ("_runner.py", "_grid.py")
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from memo.installation import conflict
 
-__all__ = ["attach"]
-
 
 def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Makes a package's `__getattr__`, `__dir__` and `__all__` (PEP 562) from its imports under `if TYPE_CHECKING:`.

@@ -6,8 +6,6 @@ import collections
 import threading
 from typing import Generic, TypeVar
 
-__all__ = ["LRU"]
-
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["own_hook"]
-
 _TABLES = (
     "_forward_pre_hooks",
     "_forward_hooks",

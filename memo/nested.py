@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["leaves_of"]
-
 
 def leaves_of(value: Any) -> Iterator[Any]:
     """Yields the leaves of nested lists, tuples and dicts, in order. What holds itself, or occurs twice, is read once."""

@@ -6,8 +6,6 @@ import threading
 
 from memo.errors import SwapError
 
-__all__ = ["start_thread"]
-
 
 def start_thread(thread: threading.Thread, *, stack_bytes: int | None = None) -> None:
     """Starts a thread. Its owner has it already: an interruption here leaves none that nobody knows.

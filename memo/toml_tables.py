@@ -6,8 +6,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-__all__ = ["toml_tables"]
-
 _LIKE, _FAMILIES = "like", "family"
 
 

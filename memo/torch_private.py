@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor, FakeTensorMode as FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-__all__ = ["AOT_AUTOGRAD", "ATTRIBUTES", "DYNAMO", "NAMES", "PrivateUse", "found", "place"]
-
 _log = logging.getLogger("memo")
 
 

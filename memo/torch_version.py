@@ -8,8 +8,6 @@ from __future__ import annotations
 import importlib.metadata
 import re
 
-__all__ = ["LEAST_TORCH", "require_torch"]
-
 LEAST_TORCH = (2, 11)
 
 

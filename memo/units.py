@@ -12,15 +12,6 @@ import re
 
 from memo.errors import UsageError
 
-__all__ = [
-    "format_bytes",
-    "format_duration",
-    "format_tokens",
-    "parse_bytes",
-    "parse_duration_s",
-    "parse_tokens",
-]
-
 _BYTE_UNITS = {
     "B": 1,
     **{f"{letter}iB": 1 << 10 * power for power, letter in enumerate("KMGT", 1)},

@@ -21,8 +21,6 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["build", "load", "open_cache"]
-
 FLAGS = ("-O3", "-march=native", "-std=c++20", "-shared", "-fPIC")
 COMPILE_LIMIT_S = 120
 

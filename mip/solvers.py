@@ -24,8 +24,6 @@ import numpy as np
 
 from memo.errors import SolverFailed
 
-__all__ = ["RowProgram", "Solved", "SolverName", "pulp", "solve_fixed", "solve_model"]
-
 
 def _imported_alone(name: str) -> Any:
     """Imports in a separate thread: PuLP keeps the errors of missing solvers, and so the frames of its importer."""

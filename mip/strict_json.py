@@ -22,19 +22,6 @@ from typing import Any, Literal, TypeVar
 from memo.bounded_files import MAX_FILE_NBYTES, Refused, parse_object, read_bytes, text_of
 from memo.errors import PlanError
 
-__all__ = [
-    "MAX_TEXT",
-    "STDIN",
-    "decode",
-    "decode_value",
-    "encode",
-    "parse_json",
-    "read_as",
-    "read_text",
-    "require_format",
-    "write_json",
-]
-
 STDIN = "-"
 """The path that stands for standard input."""
 MAX_TEXT = 1000

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["checksum"]
-
 _COLUMNS = 4093
 """A prime: rows of the program's own tensors do not lie over each other."""
 _PLACE = 0x1E3779B97F4A7C15

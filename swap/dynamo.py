@@ -8,8 +8,6 @@ from typing import Any
 
 from memo.torch_private import FrameAction, FrameExecStrategy, set_code_exec_strategy
 
-__all__ = ["keep_from_dynamo"]
-
 _kept_from: set[CodeType] = set()
 
 

@@ -11,8 +11,6 @@ import torch
 
 from memo.torch_private import get_dispatch_stack_at, len_torch_dispatch_stack
 
-__all__ = ["leaves_generators", "put_back"]
-
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 

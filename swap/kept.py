@@ -14,8 +14,6 @@ from memo.swap.tensor_kinds import has_storage, local_part
 if TYPE_CHECKING:
     from typing import Any
 
-__all__ = ["is_kept", "keep"]
-
 _Tensor = TypeVar("_Tensor", bound="torch.Tensor")
 
 _kept = StorageMap()

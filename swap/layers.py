@@ -25,16 +25,6 @@ from memo.torch_private import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = [
-    "Layer",
-    "LayerHook",
-    "find_layers",
-    "hook_forward",
-    "is_gathered_whole",
-    "is_transformed",
-    "runs_as_written",
-]
-
 _Begin = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 _End = Callable[[nn.Module, object, object], None]
 

@@ -18,8 +18,6 @@ from collections.abc import Mapping, Sequence
 
 from memo.errors import UsageError
 
-__all__ = ["COMPARED", "LayerCosts", "Level", "Mix", "PointCost", "Setting", "comparing_nbytes", "setting_of"]
-
 COMPARED = 1 << 22
 """Words, or bytes, that a trial compares at once; bounds `comparing_nbytes`."""
 

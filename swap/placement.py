@@ -17,8 +17,6 @@ from memo.events import TierName
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Placement", "Quota"]
-
 _TOLERANCE = 1e-6  # of a solver's fractions that should add up to 1
 
 

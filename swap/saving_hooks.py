@@ -25,8 +25,6 @@ from memo.torch_private import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["SavingHooks"]
-
 _forbid, _allow = found("saved_tensors_hooks_disable"), found("saved_tensors_hooks_enable")
 
 

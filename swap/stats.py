@@ -6,8 +6,6 @@ import dataclasses
 
 from memo.events import StallCause, TierName, UseKind
 
-__all__ = ["Stats"]
-
 _HOST, _DISK = TierName.HOST, TierName.DISK
 
 

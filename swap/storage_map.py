@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["StorageMap"]
-
 
 class StorageMap:
     """Weak-keyed dictionary of storages.

@@ -20,21 +20,6 @@ from memo.nested import leaves_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-__all__ = [
-    "are_wrapped",
-    "argument_storages",
-    "cast_of_parameter",
-    "has_hidden_state",
-    "has_storage",
-    "is_plain",
-    "is_sharded",
-    "layer_input",
-    "local_part",
-    "never_moves",
-    "parameter_behind",
-    "tensors_within",
-]
-
 _LOCAL_PART = "_ToTorchTensorBackward"
 # Autograd nodes of views, copies and casts. The walk back to a parameter stops at the first other node.
 _VIEWS_AND_CASTS = frozenset(

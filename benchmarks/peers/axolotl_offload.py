@@ -19,8 +19,6 @@ from benchmarks.peers.libraries import checkpointing_switch
 from benchmarks.peers.moved import Moved
 from memo.errors import UsageError
 
-__all__ = ["AxolotlOffload"]
-
 POLICY = "axolotl.monkeypatch.selective_checkpointing"
 
 

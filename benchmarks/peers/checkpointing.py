@@ -29,8 +29,6 @@ from torch.utils.checkpoint import (
 from benchmarks.peers.models import layers_of
 from benchmarks.peers.moved import Moved
 
-__all__ = ["OffloadedInputs", "checkpointed", "keep_attention", "selectively_checkpointed"]
-
 _ATEN = torch.ops.aten
 _PRODUCTS = frozenset({_ATEN.mm.default, _ATEN.addmm.default})
 _ATTENTION = frozenset(

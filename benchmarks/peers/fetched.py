@@ -21,8 +21,6 @@ import torch
 from benchmarks.results import ROOT
 from memo.errors import UsageError
 
-__all__ = ["FOLDERS", "load", "load_file"]
-
 FOLDERS = (Path(".gpu"), ROOT / ".gpu")
 """Folders that may hold the files."""
 

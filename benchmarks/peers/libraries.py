@@ -14,8 +14,6 @@ from torch import nn
 from benchmarks.peers.models import layers_of
 from memo.errors import UsageError
 
-__all__ = ["checkpointing_switch", "deepspeed_checkpointed", "load", "transformers_checkpointed"]
-
 MODULES = {
     "DeepSpeed checkpointing": ("deepspeed",),
     "sac_ilp, half": ("torch.distributed._tools.sac_estimator", "torch.distributed._tools.sac_ilp"),

@@ -18,8 +18,6 @@ import memo
 from memo.gpt.config import preset
 from memo.gpt.model.model import GPT
 
-__all__ = ["Family", "Shape", "layers_of"]
-
 Family = Literal["gpt", "llama"]
 VOCABULARY = 512
 

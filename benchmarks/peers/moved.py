@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["Moved"]
-
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Moved:

@@ -14,8 +14,6 @@ from typing import Any
 from benchmarks.peers.request import Request
 from benchmarks.results import ROOT
 
-__all__ = ["Process", "interpreter_of"]
-
 ENVIRONMENTS = {"TRL OffloadActivations": "trl", "DeepSpeed checkpointing": "deepspeed"}
 """Ways whose library has an environment of its own, made by `make peers`."""
 

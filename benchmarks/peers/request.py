@@ -7,8 +7,6 @@ from typing import Any
 
 from benchmarks.peers.models import Shape
 
-__all__ = ["ALPHAS", "AUTOMATIC", "IDENTITY", "INPUTS", "Request"]
-
 AUTOMATIC = "memo, automatic"
 ALPHAS = {"all moved": 1.0, "alpha 1/2": 0.5, "alpha 0": 0.0}
 INPUTS = "memo, inputs moved"

@@ -26,8 +26,6 @@ from benchmarks.peers.checkpointing import checkpointed
 from benchmarks.peers.models import layers_of
 from memo.errors import UsageError
 
-__all__ = ["ByIlp", "decisions_of"]
-
 
 class _Measured(TorchDispatchMode):
     """Name, milliseconds and new bytes of every operator that selective checkpointing asks about."""

@@ -11,8 +11,6 @@ from benchmarks.peers.fetched import load, load_file
 from benchmarks.peers.moved import Moved
 from memo.errors import UsageError
 
-__all__ = ["Offloading"]
-
 
 class Offloading:
     """TRL's hooks with its defaults, for one step after the other; counts what moves.

@@ -39,31 +39,6 @@ from benchmarks.peers.sac_ilp import ByIlp
 from benchmarks.peers.trl_offload import Offloading
 from memo.events import TierName
 
-__all__ = [
-    "ATTENTION",
-    "ATTENTION_OFFLOADED",
-    "AXOLOTL",
-    "CHECKPOINTING",
-    "DEEPSPEED",
-    "KEEP",
-    "OFFLOADED",
-    "SAVE_ON_CPU",
-    "SELECTIVE",
-    "TRANSFORMERS",
-    "TRANSFORMERS_ATTENTION",
-    "TRL",
-    "Compute",
-    "Running",
-    "Way",
-    "libraries",
-    "managed",
-    "memo_way",
-    "offloading_libraries",
-    "peers",
-    "simple",
-    "transformers_way",
-]
-
 KEEP = "keep everything"
 CHECKPOINTING = "full checkpointing"
 OFFLOADED = "offloaded checkpointing"

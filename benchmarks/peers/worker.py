@@ -34,8 +34,6 @@ from memo.autoplan import device_budget
 from memo.machine.process_memory import return_freed_memory, rss_bytes
 from memo.swap import Level
 
-__all__ = ["way_of"]
-
 NEVER_RESIDENT_BYTES = 24 << 20
 """Limited data of a process that no plan counts: stacks of threads, blocks of the heap that are not touched, and arenas
 that the C library sets up. A plan's budget is resident memory."""

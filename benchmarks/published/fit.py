@@ -22,8 +22,6 @@ from benchmarks.published.rows import TABLES
 from benchmarks.published.run import Fitted
 from benchmarks.published.target import Target
 
-__all__ = ["FITTED", "fit_all", "kind_of", "read_fitted"]
-
 FITTED = TABLES / "fitted.json"
 """Result of the fit."""
 

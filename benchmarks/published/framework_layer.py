@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from memo.gpt.arithmetic import StepLayout
     from memo.gpt.config import GPTConfig
 
-__all__ = ["FrameworkLayer", "Seconds"]
-
 E = 2  # bytes of an element of products and of the residual stream
 STATISTIC = 4  # bytes of attention's statistic of a row, in float32
 ATTENTION_BACKWARD = 2.5  # five products of the scores' size where forward makes two (Dao et al. 2022)

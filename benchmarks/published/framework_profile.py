@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from memo.gpt.config import GPTConfig
     from memo.mip.inputs import Hardware
 
-__all__ = ["profile_of_training"]
-
 # Bytes of a logit: at once at the peak, and read and written by the loss in both passes.
 LOGIT_BYTES = {Loss.FLOAT32: 6, Loss.COMPILED: 10, Loss.EAGER: 14, Loss.FUSED: 2, Loss.CHUNKED: 0}
 LOGIT_PASSES = {Loss.FLOAT32: 54, Loss.COMPILED: 30, Loss.EAGER: 40, Loss.FUSED: 8, Loss.CHUNKED: 8}

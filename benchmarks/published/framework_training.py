@@ -12,17 +12,6 @@ from memo.errors import UsageError
 from memo.gpt.arithmetic import StateBytes, Training
 from memo.mip.inputs import StaticBytes
 
-__all__ = [
-    "ADAM_MIXED",
-    "GATHERED",
-    "AttentionKernel",
-    "ContextExchange",
-    "FrameworkTraining",
-    "Kernels",
-    "Loss",
-    "Recompute",
-]
-
 GATHERED = 2
 """Bytes of a weight as it is gathered."""
 ADAM_MIXED = StateBytes(weight=2, gradient=4, optimizer=12, reduced=4, passes=30)

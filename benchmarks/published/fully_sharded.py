@@ -16,8 +16,6 @@ from memo.gpt.arithmetic import ADAM_FP32, ADAM_PURE, StepLayout
 from memo.gpt.config import PRESETS, GPTConfig
 from memo.mip.inputs import hardware_preset
 
-__all__ = ["TABLES"]
-
 # (hidden, layers, heads) of each of MPT's sizes.
 MPT = {
     "125m": (768, 12, 12),

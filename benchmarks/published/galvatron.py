@@ -36,8 +36,6 @@ from memo.mip.inputs import (
 )
 from memo.mip.simulate import simulate
 
-__all__ = ["galvatron_rows"]
-
 GPUS, SEQUENCES, TOKENS, LAYERS, HIDDEN = 8, 16, 2048, 32, 4096
 """Of the published plan: its file's name and global_bsz, and Llama-2 7B."""
 PROFILED = 8

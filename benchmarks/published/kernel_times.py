@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from memo.mip.inputs import Hardware
 
-__all__ = ["KernelRates", "KernelTimes"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KernelRates:

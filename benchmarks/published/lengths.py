@@ -22,8 +22,6 @@ from memo.gpt.arithmetic.flops import parameter_count
 from memo.gpt.config import GPTConfig
 from memo.mip.inputs import hardware_preset
 
-__all__ = ["TABLES"]
-
 GIB = 1 << 30
 HELD = 3 * GIB // 2
 """Bytes of a GPU that CUDA's context, libraries' workspaces and NCCL's buffers hold."""

@@ -32,8 +32,6 @@ from benchmarks.published.target import Table, Target
 from benchmarks.published.transformer import Experts, Transformer
 from memo.gpt.arithmetic import ADAM_FP32, StepLayout
 
-__all__ = ["TABLES"]
-
 MIB = 1 << 20
 GPT2 = 50_257
 # TikToken's as these tests use it, Nemotron's by the name of its file, BERT's with lower case, which is its default.

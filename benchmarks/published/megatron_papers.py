@@ -17,8 +17,6 @@ from benchmarks.published.target import Table, Target, step_target
 from memo.gpt.arithmetic import StateBytes, StepLayout
 from memo.gpt.config import GPTConfig
 
-__all__ = ["TABLES"]
-
 GPU = "a100-80g"
 PEAK = 312e12
 SEQ, VOCAB = 2048, 51_200

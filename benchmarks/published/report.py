@@ -21,8 +21,6 @@ from benchmarks.published.target import Table, Target
 from memo.errors import MemoError
 from memo.mip.inputs import hardware_preset
 
-__all__ = ["Comparison", "TableReport", "compare", "fittable", "print_report", "result_body"]
-
 UNUSABLE = (Inexpressible, MemoError, ArithmeticError, ValueError)
 """Errors of a row that is no run, or an impossible one."""
 SHOWN = 4  # rows that are named for each reason

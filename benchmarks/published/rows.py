@@ -10,8 +10,6 @@ import dataclasses
 import hashlib
 from pathlib import Path
 
-__all__ = ["TABLES", "Inexpressible", "Row", "read_rows"]
-
 MOST = 10_000_000  # of anything that is counted
 TABLES = Path(__file__).parent.parent / "data" / "published"
 """Copies of the published tables, each with its source in its first lines."""

@@ -17,8 +17,6 @@ from memo.gpt.config import GPTConfig
 from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline, predict_stages
 from memo.mip.inputs import Hardware, PipelineSchedule, Profile, hardware_preset
 
-__all__ = ["Fitted", "Run"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fitted:

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from benchmarks.published.rows import Row
 from benchmarks.published.run import Fitted, Run
 
-__all__ = ["Table", "Target", "step_target"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:

@@ -10,8 +10,6 @@ import dataclasses
 from memo.errors import UsageError
 from memo.gpt.config import GPTConfig
 
-__all__ = ["Experts", "Transformer"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:

@@ -32,8 +32,6 @@ from memo.swap.backends.protocol import HostStamp
 from memo.swap.engine.engine import Engine
 from memo.swap.placement import Placement
 
-__all__ = ["CASES", "carried", "pairs_in_order"]
-
 _T = TypeVar("_T")
 
 _LEVELS = {MATMULS: Level.SAVE_MATMULS, ATTENTION: Level.SAVE_ATTENTION}

@@ -6,8 +6,6 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["compared"]
-
 
 def compared(rows: Sequence[dict[str, Any]], names: Iterable[str], base: str) -> dict[str, dict[str, Any]]:
     """Each name's step over `base`'s: problems that it has a plan for, median, worst, best, and those above 1.01.

@@ -17,8 +17,6 @@ from memo.mip.activation.solver import DoesNotFit, find_plan, misfit_of
 from memo.mip.inputs.hardware import Hardware, hardware_preset
 from memo.mip.inputs.profile import Profile
 
-__all__ = ["HUGE", "MODELS", "TENSOR_PARALLEL", "Named", "derived", "least_bytes", "problems", "unlike", "with_budget"]
-
 MODELS = (("350m", 65536), ("1.3b", 16384), ("1.3b", 131072), ("7b", 32768), ("7b", 262144))
 UNLIKE = ("7b", 32768)
 """The model whose layers are unlike."""

@@ -25,8 +25,6 @@ from memo.mip.activation.simulator import simulate
 from memo.mip.activation.solver import find_plan
 from memo.mip.inputs.profile import ALL, ATTENTION, INPUT, MATMULS, LayerProfile
 
-__all__ = ["RULES", "Outcome", "best_of", "placed", "plan_of"]
-
 KEPT_LAST = 2
 PARTS = 8
 """The bytes that a layer moves are divided into so many by the greedy rule."""

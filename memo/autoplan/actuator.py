@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from memo.mip.inputs import Profile
     from memo.swap import Engine, Layer, LayerCosts, RecomputePolicy
 
-__all__ = ["Actuator", "saved_peak_bytes", "settings_of"]
-
 UNBOUNDED_DISK = 1 << 60
 """Bytes of a scratch file without budget: a full disk is found by a failed write, and its bytes go to another tier."""
 

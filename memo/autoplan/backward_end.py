@@ -13,8 +13,6 @@ from collections.abc import Callable
 
 from memo.torch_private import execution_engine
 
-__all__ = ["at_end_of_backward"]
-
 _PATIENCE_S = 1.0
 
 

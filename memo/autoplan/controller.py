@@ -72,8 +72,6 @@ if TYPE_CHECKING:
     from memo.mip.activation import ActivationPlan, StagePrediction, StageTurns
     from memo.mip.inputs import Hardware, LayerProfile, Profile
 
-__all__ = ["AutoPlan"]
-
 TOLERANCE = 0.05
 """Accepted relative difference between a measurement and its prediction."""
 MAX_CORRECTIONS = 3

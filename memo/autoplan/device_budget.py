@@ -24,8 +24,6 @@ from memo.machine import (
 )
 from memo.swap import available_host_bytes, local_part, touched_slab_bytes
 
-__all__ = ["DeviceBudget", "device_budget_of", "missing_gradient_bytes"]
-
 USABLE = 0.94
 """Usable share of a GPU's memory; the CUDA context and library workspaces take the rest."""
 USABLE_FIXED = 0.85

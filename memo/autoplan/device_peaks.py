@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from memo.autoplan.device_budget import DeviceBudget
     from memo.swap import Stats
 
-__all__ = ["DevicePeaks", "MeasuredRecompute", "Outside", "Part", "StepPeaks"]
-
 
 class Outside(enum.Enum):
     """A part of the step in which no layer runs."""

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from memo.swap import LayerCosts
 
-__all__ = ["classes_of", "mlp_tiles_of", "points_of"]
-
 _TIMES = ("forward_s", "backward_s", "attention_s")
 _PEAKS = ("forward_transient_bytes", "backward_transient_bytes", "storages", "largest_storage_bytes")
 

@@ -9,9 +9,6 @@ import dataclasses
 
 from memo.swap import Level
 
-__all__ = ["MEASURING", "Limits"]
-
-
 MEASURING = Level.SAVE_ATTENTION
 """Level of all layers while no plan is in use: attention outputs and layer inputs move, and the rest is recomputed."""
 

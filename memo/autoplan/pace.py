@@ -14,8 +14,6 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
-__all__ = ["Pace"]
-
 WINDOW = 9
 """Steps whose median is compared: a minority of odd ones does not move it."""
 CHANGE = 0.15

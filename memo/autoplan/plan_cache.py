@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from memo.mip.activation import ActivationPlan
     from memo.mip.inputs import Profile
 
-__all__ = ["CachedPlan", "Phase", "PlanCache", "growth", "joint"]
-
 MAX_PLANS = 32
 """Signatures whose plans are kept; one more evicts the one not used for longest."""
 LENGTHS_PER_OCTAVE = 8

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from memo.mip.activation import ActivationPlan, StagePrediction
     from memo.mip.inputs import Signature
 
-__all__ = ["PlanOutcome", "describe_level", "describe_seconds"]
-
 
 def describe_level(level: Level) -> str:
     """Says what every layer does at a level that is used for want of a plan."""

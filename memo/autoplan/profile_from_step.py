@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from memo.machine import LinkRates
     from memo.swap import LayerCosts
 
-__all__ = ["beside_layers", "measured_hardware", "measured_profile", "saved_alone", "scaled_profile", "seconds_of"]
-
 _NO_BOUND = 1e15
 """Rate of a lane that the step did not use, in bytes per second: never what a plan waits for."""
 

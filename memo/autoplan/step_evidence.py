@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from memo.mip.inputs import Hardware
 
-__all__ = ["NOTHING_SAVED", "AllGather", "StepEvidence", "least", "single_rank", "worst"]
-
 _T = TypeVar("_T")
 
 _RATES = (

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from memo.events import Event, Note, Tracer
 
-__all__ = ["LaneUse", "LayerTimes", "StepTimeline", "StepTimes"]
-
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class LayerTimes:

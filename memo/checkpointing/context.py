@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from memo.swap import Group, Setting
 
-__all__ = ["SavedTensors", "current", "saved_tensors"]
-
 REGION_BYTES = 128 << 20
 """Bytes that a region saves: 5 ms of PCIe 4, and up to twice as many are on the device beside what is running."""
 

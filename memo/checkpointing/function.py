@@ -26,8 +26,6 @@ from memo.torch_private import current_graph_task_id, top_saved_tensors_default_
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["checkpoint"]
-
 MIN_BYTES = 64 << 10
 
 

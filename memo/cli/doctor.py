@@ -27,8 +27,6 @@ from memo.units import format_bytes, format_duration, format_tokens, parse_durat
 if TYPE_CHECKING:
     from memo.machine import CollectiveFit, CollectiveRates, Diagnosis, DiskRates, Gpu, HostFacts, MeasuredDisk
 
-__all__ = ["configure", "run"]
-
 _MEASURING_S = 20.0  # all measurements together, unless --seconds is given
 _LONGEST_S = 1.0  # one measurement
 _EPILOG = """\

@@ -21,8 +21,6 @@ from memo.units import format_bytes
 if TYPE_CHECKING:
     from memo.dry_run import DryRun
 
-__all__ = ["configure", "run"]
-
 _EPILOG = """\
 example:
   memo plan --model 7b --seq 128k --gpu h100 --gpus 256 --tp 8 --pp 4 --accumulate 16 -o plan.json

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from memo.record import Step
     from memo.swap import LayerExplanation
 
-__all__ = ["configure", "run"]
-
 _EPILOG = f"""\
 examples:
   memo explain --model tiny --variant llama

@@ -19,8 +19,6 @@ from memo.out_of_memory import (
 from memo.trace import build_report, printable, read_traces
 from memo.units import format_bytes
 
-__all__ = ["configure", "run"]
-
 _EPILOG = """\
 examples:
   memo explain-oom trace.rank0.jsonl

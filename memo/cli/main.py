@@ -22,8 +22,6 @@ from typing import NoReturn
 from memo import __version__
 from memo.errors import ExitCode, MemoError, UsageError
 
-__all__ = ["main"]
-
 # name -> (module, one line of help), in the order in which they are used.
 COMMANDS = {
     "train": ("memo.cli.train", "train a GPT on text, with activations on the GPU, in host memory or on disk"),

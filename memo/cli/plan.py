@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from memo.mip.simulate import Simulation
     from memo.search import Request
 
-__all__ = ["configure", "run"]
-
 _EPILOG = """\
 examples:
   memo plan --model 7b --seq 1m --gpu a800 --gpus 8 --tp 8 --host 2TiB --device 80GiB -o plan.json

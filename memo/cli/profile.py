@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from memo.gpt import GPTConfig
     from memo.mip.inputs import LayerProfile, Profile
 
-__all__ = ["configure", "run"]
-
 _EPILOG = f"""\
 example:
   memo profile --model tiny --seq 2k -o profile.json

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from memo.record import Step
     from memo.rehearsal import Rehearsal, RehearsedStep, SimulatedMachine
 
-__all__ = ["configure", "run"]
-
 _EPILOG = f"""\
 examples:
   memo rehearse --model llama-3-8b --lora 16 --seq 32k --loss-without-logits --gpu h100

@@ -24,8 +24,6 @@ from memo.mip.inputs import PRESETS, parse_network
 from memo.mip.simulate import Simulation, simulate, stage_events
 from memo.trace import TraceRecorder
 
-__all__ = ["configure", "run"]
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `memo simulate`."""

@@ -25,8 +25,6 @@ from memo.cli.terminal.output_files import (
 from memo.errors import ExitCode, TraceError, UsageError
 from memo.trace import Trace, TraceReport, build_report, compare_reports, diff_to_json, printable, read_traces
 
-__all__ = ["configure", "run"]
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommands of `memo trace` with their arguments."""

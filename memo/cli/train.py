@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from memo.gpt.arithmetic import PlannedRun
     from memo.mip.activation import ActivationPlan
 
-__all__ = ["configure", "run"]
-
 _EPILOG = """\
 examples:
   memo train --model 125m --seq 32k --data texts/ --offload disk --disk /scratch --steps 100 \\

@@ -22,8 +22,6 @@ from memo.compression.traffic import ExchangeFigures, GradientTraffic
 from memo.errors import UsageError
 from memo.units import format_bytes
 
-__all__ = ["CompressedGradients", "compress_gradients"]
-
 
 def compress_gradients(model: nn.Module, compression: GradientCompression | str) -> CompressedGradients:
     """Has data-parallel ranks exchange the gradients of a model in fewer bytes, which are then not exact.

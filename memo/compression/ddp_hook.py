@@ -11,8 +11,6 @@ from memo.compression.traffic import GradientTraffic
 from memo.kernels import coded_error, decode, encode
 from memo.parallel import all_gathered
 
-__all__ = ["int8_mean_hook"]
-
 
 def int8_mean_hook(
     state: tuple[dist.ProcessGroup, GradientTraffic],

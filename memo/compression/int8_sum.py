@@ -19,8 +19,6 @@ import torch.distributed as dist
 from memo.compression.traffic import GradientTraffic
 from memo.kernels import ALIGNMENT, VALUES, Codec, coded_error, decode, encode
 
-__all__ = ["CODEC", "Int8ReduceScatter", "block_bytes", "summed_shard"]
-
 CODEC = Codec.INT8
 
 

@@ -7,8 +7,6 @@ import enum
 
 from memo.errors import UsageError
 
-__all__ = ["DEFAULT_RANK", "CompressionMethod", "GradientCompression"]
-
 DEFAULT_RANK = 4
 _SCALE_GROUP, _SCALE_BYTES = 128, 4  # of memo.kernels.codec
 

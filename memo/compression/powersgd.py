@@ -28,8 +28,6 @@ from memo.compression.traffic import GradientTraffic
 from memo.errors import UsageError
 from memo.parallel import reduce_scattered
 
-__all__ = ["PowerSgdReduceScatter"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:

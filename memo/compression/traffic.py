@@ -18,8 +18,6 @@ import torch.distributed as dist
 
 from memo.units import format_bytes
 
-__all__ = ["ExchangeFigures", "GradientTraffic"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeFigures:

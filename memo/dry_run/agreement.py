@@ -20,17 +20,6 @@ if TYPE_CHECKING:
     from memo.dry_run.places import Place
     from memo.dry_run.recorded_collectives import CollectiveCall
 
-__all__ = [
-    "GROUPS",
-    "PEAK",
-    "STATES",
-    "against_plan",
-    "among_ranks",
-    "memberships",
-    "memory",
-    "moved_to",
-]
-
 GROUPS = (
     Ranks.TENSOR,
     Ranks.CONTEXT,

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from memo.gpt.arithmetic import PlannedRun
     from memo.mip.activation import ActivationPlan
 
-__all__ = ["DryRun", "RankKind", "dry_run", "recomputed"]
-
 MOST_RANKS = 4096
 
 

@@ -13,8 +13,6 @@ from memo.gpt.arithmetic import Ranks
 if TYPE_CHECKING:
     from memo.parallel import Layout
 
-__all__ = ["Place"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Place:

@@ -18,8 +18,6 @@ from memo.errors import RecordError
 from memo.gpt.arithmetic import CollectiveKind
 from memo.torch_private import OpOverload, resolve_process_group
 
-__all__ = ["CollectiveCall", "IssuedCollectives"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCall:

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from memo.gpt.arithmetic import PlannedRun
     from memo.mip.activation import ActivationPlan
 
-__all__ = ["RankStep", "groups_of_rank", "step_of_rank"]
-
 _CPU = torch.device("cpu")
 _WARM_UP = 3
 """Steps in which replays are tried and the order of backward is learned."""

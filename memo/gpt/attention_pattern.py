@@ -14,8 +14,6 @@ from memo.units import parse_tokens
 if TYPE_CHECKING:
     from memo.gpt.config import GPTConfig
 
-__all__ = ["AttentionPattern", "with_pattern"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPattern:

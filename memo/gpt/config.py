@@ -16,23 +16,6 @@ from memo.gpt.attention_pattern import AttentionPattern
 from memo.gpt.rope_scaling import RopeScaling
 from memo.toml_tables import toml_tables
 
-__all__ = [
-    "MOE_FLAGS",
-    "PRESETS",
-    "GPTConfig",
-    "Mlp",
-    "MoeConfig",
-    "Norm",
-    "Positions",
-    "Variant",
-    "expert_shard_dimension",
-    "preset",
-    "preset_key",
-    "preset_name",
-    "variant_of",
-    "with_experts",
-]
-
 Norm = Literal["layernorm", "rmsnorm"]
 Mlp = Literal["gelu", "swiglu"]
 Positions = Literal["learned", "rotary"]

@@ -9,8 +9,6 @@ import math
 from memo.errors import UsageError
 from memo.units import format_tokens
 
-__all__ = ["RopeScaling", "RopeScalingKind"]
-
 
 class RopeScalingKind(enum.StrEnum):
     """Changes of rotary frequencies for sequences longer than those a model was first trained on."""

@@ -17,8 +17,6 @@ from memo.gpt.train_config import Precision, TrainConfig
 from memo.parallel import Layout
 from memo.units import parse_bytes, parse_tokens
 
-__all__ = ["Documents", "EmbeddingGradients", "OffloadConfig", "OffloadMode", "RunConfig"]
-
 
 class OffloadMode(enum.StrEnum):
     """Place of activations between forward and backward."""

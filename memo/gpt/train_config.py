@@ -11,8 +11,6 @@ from memo.errors import UsageError
 from memo.gpt.optim.loss_guard import LossGuardConfig
 from memo.gpt.optim.lr_schedule import LrSchedule
 
-__all__ = ["Precision", "TrainConfig"]
-
 
 class Precision(enum.StrEnum):
     """Number format of weights and arithmetic."""

@@ -14,8 +14,6 @@ from torch import nn
 
 from memo.errors import UsageError
 
-__all__ = ["adapt"]
-
 
 class AdaptedLinear(nn.Linear):
     """Linear map with a frozen weight and an adapter."""

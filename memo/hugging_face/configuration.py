@@ -16,16 +16,6 @@ from typing import Any
 from memo.bounded_files import Refused, read_object
 from memo.errors import UsageError
 
-__all__ = [
-    "configuration_from",
-    "language_part",
-    "model_class",
-    "names_configuration",
-    "one_line",
-    "quiet",
-    "transformers_version",
-]
-
 _COUNTS = {r"(layers?|blocks?|depths?|attention_types)$": 10_000, r"num_labels$": 1_000_000}
 """Largest numbers in fields, by the ends of their names, of which transformers makes lists of that length."""
 _FILE = "config.json"

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["NAME", "Attended", "attended_in", "register"]
-
 NAME = "memo_fused"
 _NOTE = "_memo_attended"
 _MASK_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias", "output_attentions")

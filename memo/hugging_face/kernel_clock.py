@@ -15,8 +15,6 @@ from memo.machine import KernelTimes
 from memo.mip.inputs import Hardware
 from memo.torch_private import TorchDispatchMode
 
-__all__ = ["EMBEDDING", "HEAD", "MOST_OPERATORS", "KernelClock", "PassCost"]
-
 EMBEDDING, HEAD = "embedding", "head"
 MOST_OPERATORS = 30_000
 """Most operators of one forward and backward of a few layers; more are a loop over tokens."""

@@ -22,8 +22,6 @@ from memo.hugging_face.adapters import adapt
 from memo.hugging_face.configuration import model_class, one_line, quiet
 from memo.swap import find_layers
 
-__all__ = ["LayerKind", "ShortModel", "built_model", "short_model"]
-
 _OF_THE_PLACE = ("idx", "index", "number", "layer_id", "depth", "training")
 _SCAN = frozenset({"A_log", "D"})
 """Parameters of the state space of Mamba and Mamba-2, whatever their module is called."""

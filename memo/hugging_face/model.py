@@ -47,11 +47,9 @@ from memo.mip.inputs import (
 )
 from memo.swap import comparing_nbytes
 
-__all__ = ["HuggingFaceModel"]
-
 LEAST_TRANSFORMERS = 5
 """Version from which models save the bytes that are predicted; in older ones experts loop in Python (docs/versions.md)."""
-_LARGE_TOKENS = 1 << 14
+LARGE_TOKENS = 1 << 14
 """Tokens of a microbatch from which on kernels take as long for each more of them, experts' too."""
 _DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
 
@@ -179,7 +177,7 @@ class HuggingFaceModel:
         key = (machine, tokens, batch)
         if key in self._recorded:
             return self._recorded[key]
-        few = -(-_LARGE_TOKENS // tokens)
+        few = -(-LARGE_TOKENS // tokens)
         more = None
         if batch > 2 * few:
             few_and_twice = (self.recorded(machine, tokens=tokens, batch=size) for size in (few, 2 * few))

@@ -13,8 +13,6 @@ from typing import Any
 from memo.gpt import preset_key
 from memo.toml_tables import toml_tables
 
-__all__ = ["PUBLISHED", "Published", "published_name"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Published:

@@ -32,8 +32,6 @@ from memo.record import AllocationSites, OffloadWithoutBytes, Step, record_step
 from memo.swap import Layer, LayerCosts, argument_storages, cast_of_parameter, find_layers, layer_input
 from memo.units import format_tokens
 
-__all__ = ["RecordedEnd", "RecordedLayer", "RecordedStep", "recorded_step", "with_more_sequences"]
-
 _MANY_OPERATORS = 500
 """In one forward of a layer; those with a kernel for what they do have about a hundred."""
 _CHUNKS = 4

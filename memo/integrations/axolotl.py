@@ -17,8 +17,6 @@ from memo.integrations.hf import MemoArguments, MemoCallback
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["MemoArgs", "MemoPlugin"]
-
 
 def _fields() -> dict[str, Any]:
     """Optional fields of a configuration, by name: an option that is not given has memo's own default."""

@@ -6,8 +6,6 @@ import dataclasses
 
 import memo
 
-__all__ = ["Counters"]
-
 _GIB = 1 << 30
 
 

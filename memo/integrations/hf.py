@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-__all__ = ["MemoArguments", "MemoCallback", "MemoTrainerMixin", "checkpoint_with_memo"]
-
 _log = logging.getLogger("memo")
 
 _WITHOUT_LOGITS = (

@@ -23,8 +23,6 @@ except ImportError:  # the same package under its older name
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["MemoCallback"]
-
 
 class MemoCallback(Callback):  # type: ignore[misc]
     """Lightning callback that manages the activations of a module while it trains.

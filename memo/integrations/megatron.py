@@ -22,8 +22,6 @@ from memo.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["managed", "offload"]
-
 
 def offload(model: nn.Module | Sequence[nn.Module], **options: Any) -> memo.Manager:
     """A manager of the transformer layers of a model, or of all chunks of an interleaved pipeline's model.

@@ -20,8 +20,6 @@ import memo
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Offload", "manager_of", "offload"]
-
 _managers: weakref.WeakKeyDictionary[nn.Module, memo.Manager] = weakref.WeakKeyDictionary()
 
 

@@ -15,8 +15,6 @@ from memo.units import parse_bytes
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["ManagedTraining", "checked"]
-
 
 def checked(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options themselves.

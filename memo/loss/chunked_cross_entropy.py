@@ -35,8 +35,6 @@ from memo.loss.chunks import chunk_tokens
 from memo.loss.logit_transform_shape import PLAIN, LogitTransformShape
 from memo.loss.output_rows import Vocabulary, WholeVocabulary
 
-__all__ = ["IGNORE", "Reduction", "chunked_linear_cross_entropy"]
-
 Reduction = Literal["mean", "sum"]
 
 # Target of tokens that do not count, as in torch.nn.functional.cross_entropy.

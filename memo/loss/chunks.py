@@ -6,16 +6,6 @@ projection is trained. On an H100 (600 TFLOP/s, 3.35 TB/s) that takes 360 / (tok
 
 from __future__ import annotations
 
-__all__ = [
-    "CHUNK_LOGITS",
-    "LOGIT_NBYTES",
-    "MAX_CHUNK_TOKENS",
-    "TRAINED_CHUNK_LOGITS",
-    "added_nbytes",
-    "chunk_tokens",
-    "moved_nbytes",
-]
-
 CHUNK_LOGITS = 1 << 25
 """Most elements of a chunk's logits where the projection is frozen; in float32 128 MiB."""
 TRAINED_CHUNK_LOGITS = 1 << 27

@@ -29,8 +29,6 @@ from memo.loss.logit_transform import Steps
 from memo.loss.projection_loss import linear_cross_entropy
 from memo.torch_private import DisableTorchFunctionSubclass, make_wrapper_subclass, tree_map_only
 
-__all__ = ["DeferredLogits", "Product", "deferred"]
-
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Product:

@@ -22,8 +22,6 @@ from memo.torch_private import parse_to
 if TYPE_CHECKING:
     from memo.loss.deferred_logits import DeferredLogits
 
-__all__ = ["WITHOUT_ELEMENTS", "by_rule"]
-
 
 def by_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """Result of `func` for deferred logits as its first argument, or NotImplemented."""

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from memo.loss.logit_transform_shape import LogitTransformShape
 
-__all__ = ["DIVISIONS", "Steps"]
-
 DIVISIONS = frozenset({"div", "divide", "true_divide"})
 
 

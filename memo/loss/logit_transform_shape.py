@@ -15,8 +15,6 @@ import torch
 
 from memo.errors import UsageError
 
-__all__ = ["PLAIN", "LogitTransformShape"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LogitTransformShape:

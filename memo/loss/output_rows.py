@@ -20,8 +20,6 @@ import torch.distributed as dist
 
 from memo.parallel import all_gathered, reduce_scattered
 
-__all__ = ["Vocabulary", "VocabularyShard", "WholeVocabulary"]
-
 
 class Vocabulary(Protocol):
     """Reductions over the whole vocabulary from the logits (tokens, local rows) of one rank."""

@@ -14,8 +14,6 @@ from memo.loss.logit_transform_shape import LogitTransformShape
 from memo.loss.output_rows import Vocabulary, VocabularyShard, WholeVocabulary
 from memo.parallel import DividedRows, own_rows
 
-__all__ = ["linear_cross_entropy"]
-
 
 def linear_cross_entropy(
     hidden: Tensor,

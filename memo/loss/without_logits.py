@@ -21,8 +21,6 @@ from memo.parallel import DividedRows
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["LossWithoutLogits", "loss_without_logits"]
-
 # Values of `loss_type` whose loss is one cross entropy of all logits; None is the default, the causal one.
 _CROSS_ENTROPIES = (None, "ForCausalLM", "ForConditionalGeneration", "ForMaskedLM")
 

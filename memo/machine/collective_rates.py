@@ -22,8 +22,6 @@ import torch.distributed as dist
 from memo.machine.node_share import host_name
 from memo.swap import available_host_bytes
 
-__all__ = ["CollectiveFit", "CollectiveRates", "CollectiveTime", "fit_line", "measure_collectives"]
-
 SMALLEST_BYTES = 1 << 10
 LARGEST_BYTES = 1 << 30
 MOST_BYTES_PER_S = 1e15

@@ -21,8 +21,6 @@ from memo.machine.link_bandwidth import DiskRates, HostFacts, LinkRates, host_fa
 from memo.swap import node_of_pci_device
 from memo.swap.disk import RawFile, mount_of, obstacles, try_gds
 
-__all__ = ["Diagnosis", "Gpu", "MeasuredDisk", "examine"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:

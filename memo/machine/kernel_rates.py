@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-__all__ = ["AttentionRate", "KernelRates", "measure_kernels"]
-
 HEADS = (64, 128)
 """Head sizes, of as many heads each that a layer is 1024 wide."""
 

@@ -14,8 +14,6 @@ import torch
 from memo.mip.inputs import Hardware
 from memo.swap import Rates, is_attention, work_of
 
-__all__ = ["KernelTime", "KernelTimes", "replay_rates"]
-
 FP32_SHARE = 67 / 989
 """Peak of float32 products without tensor cores, as a share of that in bfloat16: the data sheet of an H100."""
 _ATEN = torch.ops.aten

@@ -27,8 +27,6 @@ from memo.swap.disk import DiskExtent, DiskStore
 if TYPE_CHECKING:
     from memo.swap.backends import CopyStream, Timed
 
-__all__ = ["DiskRates", "HostFacts", "LinkRates", "host_facts", "measure_disk", "measure_lanes", "measure_link"]
-
 _TENSOR_BYTES = 16 << 20
 _SCRATCH_BYTES = 512 << 20
 _OUTSTANDING = 4  # operations in flight in each direction: enough to keep every I/O thread busy

@@ -6,8 +6,6 @@ import socket
 
 import torch.distributed as dist
 
-__all__ = ["host_name", "share_of_node"]
-
 
 def share_of_node(nbytes: int, *, weight: int = 1) -> int:
     """Returns this rank's share of a budget for the whole node; all of it without a process group.

@@ -22,8 +22,6 @@ from memo.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["NORM_ELEMENTS", "require_layer_within_norm_limit", "require_within_norm_limit"]
-
 NORM_ELEMENTS = 1 << 32
 """The last row of this many elements begins below 2^32: a million tokens of width 4096 are within the limit."""
 _NORMS = (nn.LayerNorm, nn.RMSNorm)

@@ -13,16 +13,6 @@ import resource
 import sys
 from collections.abc import Callable
 
-__all__ = [
-    "freed_memory_returns",
-    "peak_rss_bytes",
-    "restart_peak_rss",
-    "return_freed_memory",
-    "rss_bytes",
-    "run_peak_rss_bytes",
-    "trim_heap",
-]
-
 _M_MMAP_THRESHOLD = -3  # <malloc.h>
 _M_TRIM_THRESHOLD = -1
 # glibc gives larger blocks a mapping of their own, which free() unmaps at once. By default this threshold grows with

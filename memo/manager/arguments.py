@@ -23,18 +23,6 @@ from memo.swap import Bans, Level, setting_of
 if TYPE_CHECKING:
     from memo.swap import Layer, Setting
 
-__all__ = [
-    "LayerLevels",
-    "Names",
-    "bans_by_layer",
-    "layer_at",
-    "require_choice",
-    "require_device_budget",
-    "require_kinds",
-    "require_manageable",
-    "settings_by_layer",
-]
-
 LayerLevels = float | Sequence[float] | Level
 """Levels of one layer, as a caller writes them."""
 

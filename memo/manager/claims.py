@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from memo.manager.manager import Manager
 
-__all__ = ["attached_to", "claim", "enter", "entered", "is_within_layer", "leave", "release", "require_alone"]
-
 
 class _Entered(threading.local):
     def __init__(self) -> None:

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from memo.events import Tracer
 
-__all__ = ["MemorySampler", "OwnedMemory", "OwnedTensor"]
-
 SHORTEST_NS = 200_000
 """Least time between two samples within a layer: reading the counter takes some 10 µs."""
 MOST_TENSORS = 10

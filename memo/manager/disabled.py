@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from memo.mip.activation import ActivationPlan
     from memo.swap import Layer, LayerCosts, LayerExplanation
 
-__all__ = ["DisabledManager", "is_disabled"]
-
 VARIABLE = "MEMO_DISABLE"
 
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from memo.swap import Layer, LayerHook
 
-__all__ = ["ForwardHooks", "entries_of"]
-
 _Begin = Callable[[tuple[Any, ...], dict[str, Any]], None]
 _End = Callable[[bool], None]
 

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from memo.manager.plan_source import PlanSource
     from memo.swap import Engine, Group, Layer, LayerHook, RecomputePolicy
 
-__all__ = ["LayerHooks"]
-
-
 _LARGE_BYTES = 1 << 20
 """Hidden states from which on a model's cache of keys and values matters."""
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from memo.events import Lane
     from memo.swap.backends import Backend, Disk
 
-__all__ = ["Machine", "machine_of", "use_machine"]
-
 log = logging.getLogger("memo")
 
 LINK_SECONDS = 0.05

@@ -58,8 +58,6 @@ if TYPE_CHECKING:
     from memo.swap.tiers import Tier
     from memo.trace import TraceRecorder
 
-__all__ = ["Manager", "abandon"]
-
 log = logging.getLogger("memo")
 
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from memo.swap import Engine
     from memo.trace import TraceRecorder
 
-__all__ = ["MemoryWatch"]
-
 log = logging.getLogger("memo")
 
 _OWNER, _ENTRY = place("engine_run_backward")

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
     from memo.mip.activation import ActivationPlan
 
-__all__ = ["offload"]
-
 CodecName = Literal["int8", "fp8"]
 CODECS = {"int8": Codec.INT8, "fp8": Codec.FP8}
 

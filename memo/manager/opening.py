@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from memo.swap.disk import DiskStore
     from memo.trace import TraceRecorder
 
-__all__ = ["OffloadOptions", "OnFull", "Runtime"]
-
 _Path = str | os.PathLike[str]
 
 OnFull = Literal["spill", "raise", "recompute"]

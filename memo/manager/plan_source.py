@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from memo.mip.activation import ActivationProblem
     from memo.parallel import PipelineOrder
 
-__all__ = ["FixedPlan", "FixedSetting", "PlanSource", "checked_plan", "own_part", "read_plan"]
-
 
 class PlanSource(Protocol):
     """Decides which plan is in use. Plans change only between steps."""

@@ -25,8 +25,6 @@ from memo.torch_private import current_graph_task_id, found, place
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["is_replaced", "modules_of"]
-
 _CALLS = frozenset({"forward", "_call_impl", "_wrapped_call_impl"})
 """Names of the methods that run the whole of a module."""
 

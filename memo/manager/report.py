@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from memo.autoplan import PlanOutcome
     from memo.swap import Engine, RecomputePolicy, SpillFigures
 
-__all__ = ["CodecUse", "DiskUse", "RecomputeUse", "Report", "TierUse"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TierUse:

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from memo.swap.disk import DiskStore
     from memo.swap.tiers import Tier
 
-__all__ = ["TierBudgets", "device_of", "open_recorder", "open_tiers"]
-
 log = logging.getLogger("memo")
 
 AUTO_HOST_SHARE = 0.7

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["StepEnds"]
-
 MOST_FORWARDS = 16
 """Forwards, each after the backward of the one before, that are one step where nothing has ever shown an end."""
 LOOKED_AT = 4

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from memo.swap import Layer
 
-__all__ = ["ForgottenAttach"]
-
 _watched: weakref.WeakKeyDictionary[nn.Module, ForgottenAttach] = weakref.WeakKeyDictionary()
 """Model -> its watch, which ends where another manager of the model begins one."""
 

@@ -26,8 +26,6 @@ from memo.torch_private import AOT_AUTOGRAD, current_graph_task_id
 if TYPE_CHECKING:
     from memo.swap import Layer
 
-__all__ = ["Unseen"]
-
 _WATCHED = 3
 """Forwards in which something is saved, until it is clear how the model calls its layers."""
 

@@ -27,17 +27,6 @@ from memo.trace import (
 )
 from memo.units import format_bytes
 
-__all__ = [
-    "SAVED",
-    "Cause",
-    "HeldMemory",
-    "MemoryAnswer",
-    "TorchError",
-    "explain_memory",
-    "held_in_trace",
-    "parse_torch_error",
-]
-
 SAVED = "saved activations"
 """Group of what layers saved for backward."""
 _STATES = tuple(OWNED.values())

@@ -27,8 +27,6 @@ from memo.trace import OTHER, OWNED, TRANSIENT, Holder
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-__all__ = ["SnapshotBlocks", "blocks_apart", "explain_apart", "held_in_snapshot", "read_snapshot"]
-
 _FORK = multiprocessing.get_context("fork")
 _LEAST_S, _S_PER_MIB = 2, 2  # processor seconds that a file may take
 _LEAST_NBYTES, _NBYTES_PER_BYTE = (

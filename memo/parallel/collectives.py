@@ -23,20 +23,6 @@ from torch.autograd.function import once_differentiable
 
 from memo.swap import memoize, recomputable
 
-__all__ = [
-    "all_gathered",
-    "copy_in",
-    "exchange",
-    "exchange_rows",
-    "gather",
-    "join",
-    "own_shard",
-    "reduce_scattered",
-    "scatter_sum",
-    "split",
-    "sum_out",
-]
-
 Group = dist.ProcessGroup
 
 # torch 2.13 has these two under new names, and warns of the old ones.

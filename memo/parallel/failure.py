@@ -24,8 +24,6 @@ import torch.distributed as dist
 from memo.errors import MemoError, PeerLost
 from memo.parallel.store import meeting_store
 
-__all__ = ["GRACE_S", "ended_by_signal", "first_cause"]
-
 # Seconds from SIGTERM to the exit, at most. torchrun kills after 30.
 GRACE_S = 20.0
 

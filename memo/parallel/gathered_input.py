@@ -17,8 +17,6 @@ from torch.autograd.function import once_differentiable
 
 from memo.parallel.collectives import all_gathered, copy_in, gather
 
-__all__ = ["enter", "gathered_linear", "kept_for", "token_dim"]
-
 Group = dist.ProcessGroup
 
 

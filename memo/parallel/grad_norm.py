@@ -10,8 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-__all__ = ["clip_gradients", "gradient_norm"]
-
 
 def gradient_norm(parameters: Iterable[nn.Parameter], *, copies: int) -> float:
     """2-norm of all gradients over all ranks, each counted once, computed in float64. A collective call.

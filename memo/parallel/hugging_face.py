@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["parallelize"]
-
 # 2.11 is known to fail: its DTensor cannot place the gradients of fused projections.
 _FUSED_SINCE = "2.13"
 

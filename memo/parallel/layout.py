@@ -13,9 +13,7 @@ import math
 from typing import Annotated, Protocol
 
 from memo.errors import UsageError
-from memo.mip.inputs import PipelineSchedule
-
-__all__ = ["ContextAttention", "Layout", "ModelShape", "PipelineSchedule", "key_copies"]
+from memo.mip.inputs import PipelineSchedule as PipelineSchedule
 
 
 def key_copies(heads: int, kv_heads: int, ranks: int) -> int:

@@ -22,8 +22,6 @@ from memo.errors import UsageError
 from memo.parallel.layout import Layout, PipelineSchedule
 from memo.torch_private import found, place
 
-__all__ = ["TORCH_NAMES", "check_torch", "make_schedule", "pass_through"]
-
 # 2.11 is known to fail: its split backward needs attributes that nodes of Python functions lack.
 _SPLITS_SINCE = "2.13"
 _TORCHS_GATHERED = 3

@@ -17,8 +17,6 @@ from memo.mip.inputs import Pass, Turn
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["PipelineOrder"]
-
 _KINDS = {
     "FORWARD": Pass.FORWARD,
     "FULL_BACKWARD": Pass.BACKWARD,

@@ -14,9 +14,7 @@ import torch
 import torch.distributed as dist
 
 from memo.errors import UsageError
-from memo.swap import equal_on_all_ranks, gather_values
-
-__all__ = ["agree", "gather_values", "require_equal", "require_same_shape"]
+from memo.swap import equal_on_all_ranks, gather_values as gather_values
 
 _T = TypeVar("_T")
 

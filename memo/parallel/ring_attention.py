@@ -28,8 +28,6 @@ from memo.errors import UsageError
 from memo.swap import memoize
 from memo.torch_private import attention as torchs
 
-__all__ = ["Ring"]
-
 _TOKENS = 2  # of (batch, heads, tokens, head size), as torch's kernels take it
 
 _aten = torch.ops.aten

@@ -13,8 +13,6 @@ import dataclasses
 
 import torch
 
-__all__ = ["SequenceShards"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceShards:

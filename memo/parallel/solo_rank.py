@@ -21,8 +21,6 @@ from memo.torch_private import (
     clear_sharding_prop_cache,
 )
 
-__all__ = ["simulated_rank"]
-
 
 @contextlib.contextmanager
 def simulated_rank(layout: Layout, rank: int = 0) -> Iterator[World]:

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["meeting_store"]
-
 
 def meeting_store(*, timeout: datetime.timedelta, serve: bool = False) -> Any:
     """The store at MASTER_ADDR and MASTER_PORT, with the keys of this attempt.

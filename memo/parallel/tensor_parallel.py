@@ -31,17 +31,6 @@ from memo.errors import UsageError
 from memo.parallel.collectives import copy_in, scatter_sum, sum_out
 from memo.parallel.gathered_input import enter, gathered_linear, token_dim
 
-__all__ = [
-    "ColumnParallel",
-    "Entry",
-    "Replicated",
-    "RowParallel",
-    "divide_experts",
-    "own_experts",
-    "own_parts",
-    "row_sum",
-]
-
 Group = dist.ProcessGroup
 
 

@@ -10,8 +10,6 @@ from torch import nn
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["group_of", "note_group"]
-
 _GROUPS: weakref.WeakKeyDictionary[nn.Module, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 

@@ -21,8 +21,6 @@ import torch.distributed as dist
 from memo.parallel.collectives import exchange
 from memo.parallel.layout import key_copies
 
-__all__ = ["Ulysses"]
-
 _TOKENS, _HEADS = 1, 2
 
 Attend = Callable[..., torch.Tensor]

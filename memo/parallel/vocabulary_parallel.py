@@ -22,8 +22,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from memo.errors import UsageError
 from memo.parallel.collectives import all_gathered, copy_in, gather, join, scatter_sum, sum_out
 
-__all__ = ["DividedRows", "VocabularyParallel", "check_rows", "own_rows"]
-
 
 class VocabularyParallel(ParallelStyle):
     """Parallel style that divides the rows of an nn.Embedding, or of an nn.Linear and its bias.

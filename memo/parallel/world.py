@@ -18,8 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from memo.parallel.layout import Layout
 from memo.parallel.store import meeting_store
 
-__all__ = ["World", "join"]
-
 # Timeout of collectives, for a peer that hangs. One that died is detected at once, by its closed connection (gloo) or by
 # torchrun.
 TIMEOUT = datetime.timedelta(minutes=10)

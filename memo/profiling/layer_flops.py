@@ -15,8 +15,6 @@ from memo.manager import offload
 from memo.record import Step
 from memo.swap import Layer
 
-__all__ = ["Flops", "forward_flops", "repeated_flops"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Flops:

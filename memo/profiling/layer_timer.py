@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["LayerTimer", "TimedStep", "time_step"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TimedStep:

@@ -36,8 +36,6 @@ from memo.profiling.transient_memory import TransientMemory, transient_memory_of
 from memo.record import Step
 from memo.swap import Layer, LayerCosts, comparing_nbytes, find_layers
 
-__all__ = ["profile"]
-
 
 def profile(
     build: Callable[[], Step],

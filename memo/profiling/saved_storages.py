@@ -10,8 +10,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memo.swap import Layer
 
-__all__ = ["saved_storages"]
-
 
 def saved_storages(loss: Callable[[], torch.Tensor], layers: Sequence[Layer]) -> dict[str, list[int]]:
     """Runs one forward; returns the bytes of each storage saved in it, by layer name.

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable
 from memo.allocator import Allocation, AllocationTrace
 from memo.record import SavedRole, Step, record_step
 
-__all__ = ["TransientMemory", "transient_memory_of"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TransientMemory:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from memo.swap import Layer
 
-__all__ = ["AllocationSites", "is_in_backward"]
-
 _FORWARD: Final = "forward"
 _BACKWARD: Final = "backward"
 _OPTIMIZER: Final = "optimizer"

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from memo.swap import Layer, Rates
     from memo.swap.backends import Event, HostSlab
 
-__all__ = ["OffloadWithoutBytes"]
-
 MIN_BYTES = parse_bytes("64KiB")
 """Default of `memo.offload`."""
 

@@ -25,8 +25,6 @@ from torch import nn
 from memo.errors import RecordError, UsageError
 from memo.gpt.optim import adamw, empty_state
 
-__all__ = ["fill_state", "make_optimizer", "state_of"]
-
 _OWN = "adamw"
 # They call the step again, or take gradients that dense layers do not have.
 _NOT_THESE = ("lbfgs", "sparseadam", "optimizer")

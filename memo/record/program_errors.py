@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from memo.allocator import is_users, place
 from memo.errors import MemoError, RecordError
 
-__all__ = ["users_errors"]
-
 _LONGEST = 300
 _RESIZES = "resize storage that is not resizable"
 

@@ -17,8 +17,6 @@ from memo.gpt.train import weight_dtype
 from memo.parallel import World
 from memo.record.step import Step
 
-__all__ = ["rank_step"]
-
 
 def rank_step(
     config: GPTConfig, world: World, *, batch: int, tokens: int, precision: Precision = Precision.BF16

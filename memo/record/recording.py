@@ -31,8 +31,6 @@ from memo.record.step import Step
 from memo.swap import Layer, cast_of_parameter, find_layers, is_attention
 from memo.torch_private import DYNAMO
 
-__all__ = ["Recording", "SavedRole", "checkpoint_layers", "record_step"]
-
 
 class SavedRole(enum.StrEnum):
     """Kind of a saved tensor, by how a plan may treat it."""

@@ -24,8 +24,6 @@ from memo.gpt import GPTConfig, Precision
 from memo.gpt.model import GPT
 from memo.gpt.train import weight_dtype
 
-__all__ = ["Step", "gpt_step", "load_step"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Step:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from memo.rehearsal.clock import Clock
     from memo.swap.backends import Event
 
-__all__ = ["SimulatedBackend", "SimulatedDisk"]
-
 
 class SimulatedEvent:
     """End of an operation, known when it is issued."""

@@ -9,8 +9,6 @@ host waits only where the program does. All times are nanoseconds.
 
 from __future__ import annotations
 
-__all__ = ["Clock"]
-
 
 class Clock:
     """Clocks of one device.

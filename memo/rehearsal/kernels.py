@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from memo.rehearsal.clock import Clock
     from memo.rehearsal.memory import SimulatedDeviceMemory
 
-__all__ = ["SimulatedKernels"]
-
 _ATEN = torch.ops.aten
 _READS = frozenset({_ATEN._local_scalar_dense.default, _ATEN.equal.default, _ATEN.is_nonzero.default})
 """The host waits for their results."""

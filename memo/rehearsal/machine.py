@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from memo.swap.disk import DiskStore
 
-__all__ = ["SimulatedMachine"]
-
 USABLE = 0.94
 """As memo.autoplan.device_budget has it: the share of a GPU's memory that is the default budget."""
 FIRMWARE_BYTES = 841 << 20

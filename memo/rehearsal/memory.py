@@ -13,8 +13,6 @@ import torch
 from memo.allocator import CachedBlock, CachingAllocator, Segments
 from memo.units import format_bytes
 
-__all__ = ["SimulatedDeviceMemory"]
-
 
 class _Held(weakref.ref[torch.UntypedStorage]):
     """A storage that takes device memory, until it is gone."""

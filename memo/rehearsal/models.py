@@ -24,8 +24,6 @@ from memo.record import Step
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["hugging_face_step"]
-
 
 def hugging_face_step(
     model: str | Mapping[str, Any],

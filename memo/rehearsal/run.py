@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from memo.mip.activation import ActivationPlan
     from memo.record import Step
 
-__all__ = ["BudgetViolation", "Rehearsal", "RehearsedStep", "Way", "rehearse"]
-
 SETTLED_STEPS = 1
 """Steps that are run with a settled plan."""
 MOST_STEPS = 24

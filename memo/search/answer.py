@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from memo.search.candidates import Shape
     from memo.search.search import Found, Planned
 
-__all__ = ["Item", "Rival", "rivals", "step_items"]
-
 
 class Item(enum.StrEnum):
     """What a step's time is spent on, on the slowest stage."""

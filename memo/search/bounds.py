@@ -45,17 +45,6 @@ if TYPE_CHECKING:
     from memo.mip.activation import ActivationProblem, PeakCandidate, StageMachine, StagePrediction, StageView
     from memo.mip.inputs import EmbeddingOrHeadProfile, LayerProfile
 
-__all__ = [
-    "Bound",
-    "BoundSequence",
-    "has_room",
-    "keeps_all",
-    "kept_bounds",
-    "link_bound",
-    "schedule_bounds",
-    "work_bounds",
-]
-
 MOMENTS = 2
 """Fullest moments of a stage that count, by each of two orders."""
 STAGES = 6

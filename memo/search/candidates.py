@@ -7,8 +7,6 @@ import dataclasses
 from memo.mip.cluster import StagePlace
 from memo.mip.inputs import PipelineSchedule
 
-__all__ = ["Candidate", "Setting", "Shape"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Shape:

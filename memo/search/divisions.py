@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from memo.mip.activation import ActivationPlan, ActivationProblem, StageView
     from memo.mip.inputs import LayerProfile
 
-__all__ = ["moved_layers", "roomier_layers"]
-
 MOST_TAKERS = 3
 """Fastest stages that a layer of the slowest one is tried on."""
 MOST_STEPS = 32

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from memo.search.candidates import Candidate
     from memo.search.request import Request
 
-__all__ = ["Launch", "launch_of", "runs_under_memo_train", "train_arguments", "why_not_trained", "with_run"]
-
 PORT = 29500
 """Port of the first node, where torchrun's processes meet."""
 

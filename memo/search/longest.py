@@ -17,8 +17,6 @@ from memo.search.bounds import has_room, kept_bounds, link_bound
 from memo.search.candidates import Candidate, Shape
 from memo.search.space import Space
 
-__all__ = ["LongestFit", "fits_any_plan", "last_that_fits", "leanest", "longest_that_fits"]
-
 MOST_TOKENS = 1 << 30
 
 

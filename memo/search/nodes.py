@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from memo.search.candidates import Setting, Shape
     from memo.search.space import Space
 
-__all__ = ["Node", "NodeStage", "moved", "node_of", "problem_of", "refine", "roomier"]
-
 
 class NodeStage(enum.IntEnum):
     """Progress of an open node: the division or the bound that comes last."""

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from memo.mip.activation import ActivationPlan, Budgets
     from memo.mip.inputs import Hardware, PipelineSchedule, Profile
 
-__all__ = ["Request", "TrainingMethod"]
-
 GPT_WORDS = (
     "the model is memo's GPT, whose loss holds no logits and whose MLPs may be in tiles (--mlp-tiles 1: whole); "
     "transformers' own, by the path of its config.json, saves the input of each norm in float32, too"

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from memo.search.candidates import Setting, Shape
     from memo.search.space import Space
 
-__all__ = ["Closed", "Found", "Planned", "search_layouts"]
-
 WANTED = 10
 """Best layouts that are found and proven."""
 A_ROUND = 4

@@ -11,8 +11,6 @@ from memo.mip.inputs import ALL
 if TYPE_CHECKING:
     from memo.mip.activation import ActivationPlan, LayerPlan
 
-__all__ = ["Shares"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:

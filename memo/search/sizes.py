@@ -12,8 +12,6 @@ from memo.gpt import GPTConfig
 if TYPE_CHECKING:
     from memo.search.request import Request
 
-__all__ = ["ModelSizes", "divisors_of"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from memo.search.candidates import Candidate
     from memo.search.space import Space
 
-__all__ = ["Smallest", "smallest_that_fits"]
-
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 MOST_TIMES = 64
 """Times as many nodes that are tried."""

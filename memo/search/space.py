@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from memo.mip.inputs import EmbeddingOrHeadProfile, Hardware, LayerProfile, Profile
     from memo.search.request import Request
 
-__all__ = ["DIMENSIONS", "MOST_PLACEMENTS", "Space"]
-
 DIMENSIONS = ("pp", "dp", "cp", "tp", "ep", "ring", "zero", "schedule", "chunks", "batch", "accumulate")
 """Dimensions that may be fixed."""
 MOST_CHUNKS = 4

@@ -10,8 +10,6 @@ from typing import Any
 
 from memo.mip.address import AddressPlan
 
-__all__ = ["MAX_RECTANGLES", "address_plan_drawings"]
-
 MAX_RECTANGLES = 60_000
 
 

@@ -24,8 +24,6 @@ from memo.trace.reader import Trace
 from memo.trace.stats import COPY_LANES
 from memo.trace.tensor_lifetimes import TensorLifetime, lifetimes_of, residency_changes
 
-__all__ = ["chrome_trace"]
-
 _STALLS = "stalls"
 _LANE_NAMES = [lane.value for lane in Lane]
 _LANE_NAMES.insert(1, _STALLS)

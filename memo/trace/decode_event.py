@@ -18,8 +18,6 @@ from memo.bounded_files import MAX_INTEGER, Refused, parse_object
 from memo.errors import TraceError
 from memo.events import CounterEvent, Event, Note, Owned, Span, Stall, StateChange, StepMark, StorageUse
 
-__all__ = ["decode_event", "decode_object", "natural"]
-
 _EVENT_TYPES = (StateChange, Span, Stall, StorageUse, CounterEvent, Owned, StepMark, Note)
 _Check = Callable[[object], Any]
 

@@ -16,8 +16,6 @@ from collections.abc import Iterable
 
 from memo.events import CounterEvent, Event, Note, Owned, Span, StateChange, StepMark, StorageUse
 
-__all__ = ["on_device_clock"]
-
 _OF_HOST = (StateChange, StorageUse, CounterEvent, Owned, Note, StepMark)
 
 

@@ -28,18 +28,6 @@ from collections.abc import Iterable, Sequence
 from memo.events import CounterEvent, Event, Owned, Owner, StepMark, TierName
 from memo.trace.tensor_lifetimes import ResidencyChange, TensorLifetime, layer_of, residency_changes
 
-__all__ = [
-    "OTHER",
-    "OWNED",
-    "TRANSIENT",
-    "Holder",
-    "MemoryChange",
-    "MemoryPeak",
-    "TracedDeviceMemory",
-    "device_stack",
-    "largest_holders",
-]
-
 OTHER, TRANSIENT = "other", "transient"
 OWNED = {
     Owner.STATES: "weights, gradients, optimizer",

@@ -16,8 +16,6 @@ from memo.trace.html_data import page_data
 from memo.trace.report import TraceReport
 from memo.units import format_bytes
 
-__all__ = ["DiffRow", "compare_reports", "diff_page", "diff_sentence", "diff_to_json"]
-
 Unit = Literal["ns", "bytes", "bytes_per_s", "percent"]
 NOTABLE_PERCENT = 1.0
 """Smallest change that is called better or worse."""

@@ -11,17 +11,6 @@ from typing import Any
 
 from memo.events import Lane, StallCause, TierName
 
-__all__ = [
-    "LaneStats",
-    "LayerCost",
-    "PrefetchStats",
-    "RankStats",
-    "StallStats",
-    "StepStats",
-    "TierPeak",
-    "to_json",
-]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LaneStats:

@@ -14,8 +14,6 @@ import importlib.resources
 import json
 from typing import Any
 
-__all__ = ["embedded_json", "render_page"]
-
 _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 _PAGE = """<!doctype html>

@@ -32,8 +32,6 @@ from memo.trace.intervals import pack_rows
 from memo.trace.report import RankReport, TraceReport
 from memo.trace.tensor_lifetimes import TensorLifetime, layer_of, residency_changes
 
-__all__ = ["FORMAT", "MAX_ITEMS", "VERSION", "page_data"]
-
 FORMAT = "memo-trace-page"
 VERSION = 1
 MAX_ITEMS = 400_000

@@ -9,8 +9,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 
-__all__ = ["Interval", "intersection", "length", "pack_rows", "subtraction", "union"]
-
 Interval = tuple[int, int]
 
 

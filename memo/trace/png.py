@@ -19,8 +19,6 @@ from memo.trace.report import TraceReport
 from memo.trace.tensor_lifetimes import TensorLifetime, layer_of, residency_changes
 from memo.units import format_bytes
 
-__all__ = ["draw_step"]
-
 # Okabe-Ito, as the page's lanes: told apart with the common kinds of colour blindness.
 _MEASURED = "#0072b2"  # as on the page
 _COLOURS = {

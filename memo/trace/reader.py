@@ -27,8 +27,6 @@ from memo.events import FORMAT, VERSION, Event, Span
 from memo.trace.decode_event import decode_event, decode_object, natural
 from memo.trace.device_clock import on_device_clock
 
-__all__ = ["Trace", "TraceLimits", "read_header", "read_trace", "read_traces"]
-
 _GZIP_NAME = re.compile(r"\.gz$", re.IGNORECASE)
 _BLOCK = 1 << 17  # bytes unpacked at once
 

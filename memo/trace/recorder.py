@@ -20,8 +20,6 @@ from memo.forks import call_in_child
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["TraceRecorder"]
-
 _CHANGES = (StateChange, StorageUse)
 
 

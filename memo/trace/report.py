@@ -19,8 +19,6 @@ from memo.trace.stats import rank_stats, representative_step
 from memo.trace.tensor_lifetimes import TensorLifetime, lifetimes_of
 from memo.trace.verdict import Evidence, Sentence, verdict
 
-__all__ = ["FORMAT", "VERSION", "RankReport", "TraceReport", "build_report"]
-
 FORMAT = "memo-trace-stats"
 VERSION = 1
 

@@ -24,8 +24,6 @@ from memo.trace.intervals import Interval, intersection, length, subtraction, un
 from memo.trace.reader import Trace
 from memo.trace.tensor_lifetimes import TensorLifetime, layer_of, lifetimes_of, residency_changes
 
-__all__ = ["COPY_LANES", "prediction_of", "rank_stats", "representative_step"]
-
 COPY_LANES = (Lane.D2H, Lane.H2D, Lane.DISK_WRITE, Lane.DISK_READ)
 _WORST_LAYERS = 5
 

@@ -17,8 +17,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from memo.events import Event, Lane, Span, Stall, StateChange, StorageUse, TensorState, TierName
 
-__all__ = ["ResidencyChange", "TensorLifetime", "layer_of", "lifetimes_of", "residency_changes"]
-
 _LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
 _TIERS = tuple(TierName)  # iterating an Enum class is ten times slower
 _ON_DEVICE = (TensorState.LIVE, TensorState.RETURNING, TensorState.BACK)

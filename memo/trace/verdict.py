@@ -21,8 +21,6 @@ from memo.trace.reader import Trace
 from memo.trace.tensor_lifetimes import TensorLifetime, layer_of
 from memo.units import format_bytes
 
-__all__ = ["RULES", "Evidence", "Sentence", "verdict"]
-
 SLOW_LINK = 0.75
 """Fraction of its measured link below which a lane is called slow."""
 TIGHT = 0.95

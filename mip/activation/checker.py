@@ -21,8 +21,6 @@ from memo.mip.activation.simulator import simulate_stage
 from memo.mip.simulate.result import StageSimulation
 from memo.units import format_bytes
 
-__all__ = ["Rule", "Violation", "check_plan", "require_valid"]
-
 PREDICTION_TOLERANCE = 1e-3
 """Relative deviation of a plan's figures from its rules, and of these from a simulation, that is accepted."""
 

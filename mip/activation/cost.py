@@ -20,14 +20,6 @@ from memo.mip.inputs.pipeline_schedules import Pass
 from memo.mip.inputs.profile import LayerProfile
 from memo.units import format_bytes
 
-__all__ = [
-    "Traffic",
-    "disk_delay",
-    "predict_kept_times",
-    "predict_stages",
-    "rounding_bytes",
-]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:

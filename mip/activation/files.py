@@ -17,16 +17,6 @@ from memo.mip.inputs.hardware import Hardware
 from memo.mip.inputs.profile import Profile
 from memo.mip.strict_json import decode, encode, parse_json, read_as, require_format, write_json
 
-__all__ = [
-    "plan_from_json",
-    "plan_to_json",
-    "profile_to_json",
-    "read_activation_plan",
-    "read_any_plan",
-    "read_hardware",
-    "read_profile",
-]
-
 PLAN_FORMAT, PROFILE_FORMAT, HARDWARE_FORMAT = "memo-activation-plan", "memo-profile", "memo-hardware"
 VERSIONS = {PLAN_FORMAT: 8, PROFILE_FORMAT: 7, HARDWARE_FORMAT: 2}
 _ANEW = {

@@ -11,8 +11,6 @@ import math
 from memo.mip.inputs.hardware import Hardware
 from memo.mip.inputs.profile import Profile
 
-__all__ = ["free_swap_tokens"]
-
 
 def free_swap_tokens(profile: Profile, machine: Hardware, *, ranks_per_node: int = 1) -> int | None:
     """Computes the shortest sequence from which every layer's whole activations are swapped behind compute.

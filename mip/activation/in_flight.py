@@ -25,16 +25,6 @@ from collections.abc import Iterable, Sequence
 
 from memo.mip.inputs.pipeline_schedules import Pass, Turn
 
-__all__ = [
-    "SchedulePoint",
-    "TurnCopy",
-    "copies_between_turns",
-    "in_flight_within",
-    "moments_of",
-    "peak_in_flight",
-    "split_chunks",
-]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulePoint:

@@ -58,8 +58,6 @@ from memo.mip.inputs.pipeline_schedules import Pass
 from memo.mip.inputs.profile import ALL, LayerProfile
 from memo.mip.solvers import SolverName, pulp, solve_fixed, solve_model
 
-__all__ = ["DAY_S", "Limit", "PlanModel", "Resource", "Sharing", "Solution"]
-
 DAY_S = 86400.0
 TIME_LIMIT_S, WHOLE_TIME_LIMIT_S = 60.0, 10.0
 """Time limits of programs without and with integers; of the latter, what was found by then is taken."""

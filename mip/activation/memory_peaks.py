@@ -30,18 +30,6 @@ if TYPE_CHECKING:
     from memo.mip.activation.stage_view import StageView
     from memo.mip.inputs.profile import EmbeddingOrHeadProfile, LayerProfile
 
-__all__ = [
-    "DeviceMemory",
-    "MemoryUse",
-    "PeakCandidate",
-    "device_peak_candidates",
-    "grouped_peak_candidates",
-    "highest_memory",
-    "room_in_forward",
-    "stage_memory",
-]
-
-
 LIKELY = 2
 """Moments of each kind that are looked at, by each of two orders, where only likely peaks are asked for."""
 

@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem
 from memo.mip.activation.solver import find_plan, misfit_of
 
-__all__ = ["MLP_TILE_COUNTS", "solve_mlp_tiles"]
-
 MLP_TILE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of tiles to try. Beyond 64 little is saved: a 64th of the MLP's wide activations is less than one tensor of
 the hidden size."""

@@ -24,18 +24,6 @@ if TYPE_CHECKING:
     from memo.mip.activation.stage_view import StageView
     from memo.mip.inputs.profile import LayerProfile
 
-__all__ = [
-    "ExposedCommunication",
-    "PassLoad",
-    "SyncLoad",
-    "SyncStep",
-    "exposed_sync_s",
-    "pass_load",
-    "pass_loads",
-    "sync_load",
-    "work_s",
-]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PassLoad:

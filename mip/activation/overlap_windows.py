@@ -22,8 +22,6 @@ from memo.mip.inputs.pipeline_schedules import Pass
 if TYPE_CHECKING:
     from memo.mip.activation.stage_view import StageView
 
-__all__ = ["Window", "copies_in", "copies_out"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Window:

@@ -20,9 +20,6 @@ from memo.mip.inputs.pipeline_schedules import Pass
 if TYPE_CHECKING:
     from memo.mip.activation.plan import Pipeline, StagePrediction
 
-__all__ = ["microbatches_s"]
-
-
 SendSeconds = Callable[[int, int], float]
 """(giving stage, taking stage) -> seconds of a message."""
 

@@ -42,21 +42,6 @@ from memo.mip.inputs.profile import ALL, MAX_LAYERS, LayerProfile, Profile, chec
 if TYPE_CHECKING:
     from memo.mip.activation.stage_view import StageView
 
-__all__ = [
-    "ONE_STAGE",
-    "PAGE",
-    "ActivationPlan",
-    "ActivationProblem",
-    "Budgets",
-    "ChunkPrediction",
-    "LayerPlan",
-    "Pipeline",
-    "StageMachine",
-    "StagePrediction",
-    "StageTurns",
-    "layers_of_runs",
-]
-
 PAGE = 4096
 """Bytes; a place in a tier is a multiple of this."""
 

@@ -14,8 +14,6 @@ from memo.mip.activation.plan import ActivationPlan, Pipeline
 from memo.mip.activation.simulator import MAX_CALLS, require_within_budgets, simulate
 from memo.mip.simulate.result import Simulation
 
-__all__ = ["AGREEMENT", "AGREEMENT_IN_TURNS", "agrees", "most_early_s", "play", "verify_by_simulation"]
-
 AGREEMENT = 0.02
 """Largest deviation of the predicted step time from the simulated one, as a fraction of it."""
 AGREEMENT_IN_TURNS = 0.1

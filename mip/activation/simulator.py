@@ -27,8 +27,6 @@ from memo.mip.simulate.result import EndWork, LayerWork, Part, Simulation, Stage
 from memo.mip.simulate.stage import SimulatedStage
 from memo.units import format_bytes
 
-__all__ = ["MAX_CALLS", "layer_work", "require_within_budgets", "simulate", "simulate_stage"]
-
 MAX_CALLS = 200_000
 """Largest product of layers and microbatches; each takes about 20 microseconds and 3 KiB."""
 _ALMOST = 1e-6

@@ -23,8 +23,6 @@ from memo.mip.activation.plan import (
 from memo.mip.activation.whole_points import at_points, can_round, round_points
 from memo.units import format_bytes, format_duration
 
-__all__ = ["DoesNotFit", "find_plan", "fits", "misfit_of", "relaxed_step_s", "solve_problem"]
-
 UNIFORM_PRICE = 1e-4
 """Fraction of a step that treating layers alike may cost."""
 

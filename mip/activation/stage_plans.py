@@ -13,8 +13,6 @@ from memo.mip.activation.plan import ActivationPlan, Pipeline, StageTurns
 from memo.mip.activation.stage_view import StageView
 from memo.mip.inputs.profile import EmbeddingOrHeadProfile, StaticBytes
 
-__all__ = ["extract_stage_plan", "lower_tier_nbytes"]
-
 
 def lower_tier_nbytes(plan: ActivationPlan, stage: int = 0) -> tuple[int, int]:
     """Bytes of (host, disk) that one rank of a stage may take, including the excess of whole storages and pages."""

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from memo.mip.activation.plan import ActivationProblem, Pipeline, StageMachine
     from memo.mip.inputs.profile import EmbeddingOrHeadProfile, LayerProfile
 
-__all__ = ["StageView"]
-
 
 @dataclasses.dataclass(frozen=True)
 class StageView:

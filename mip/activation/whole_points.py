@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from memo.mip.activation.linear_program import Solution
     from memo.mip.inputs.profile import LayerProfile, PointProfile
 
-__all__ = ["at_points", "can_round", "round_points"]
-
 NOTHING = 1e-6
 """Fraction of a layer at a point below which it is a solver's error."""
 

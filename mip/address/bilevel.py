@@ -16,8 +16,6 @@ from memo.mip.address.milp import solve_flat
 from memo.mip.address.portfolio import ArenaSolver
 from memo.mip.address.problem import Buffer
 
-__all__ = ["solve_by_layers"]
-
 LEVEL_1_SHARE = 0.25
 """Share of the remaining time for all groups together, and the same for level 2."""
 

@@ -25,8 +25,6 @@ from itertools import groupby
 
 from memo.mip.address.instance import Instance
 
-__all__ = ["Tree", "fit", "sweep"]
-
 NEVER = 1 << 62
 IMPOSSIBLE, FOUND, STOPPED = 0, 1, 2
 

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 from memo.mip.address.instance import Instance
 
-__all__ = ["portfolio_orders", "search_orders"]
-
 GOLDEN = 0.6180339887498949
 """Golden ratio: its multiples modulo 1 cover the unit interval evenly, however many there are."""
 BY_SIZE = (0.3, 1.1)

@@ -14,8 +14,6 @@ import enum
 from memo.errors import PlanInvalid
 from memo.mip.address.problem import AddressPlan, Buffer
 
-__all__ = ["AddressRule", "AddressViolation", "check", "require_valid"]
-
 
 class AddressRule(enum.StrEnum):
     """Rules of a valid plan."""

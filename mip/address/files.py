@@ -19,21 +19,6 @@ from memo.errors import OutputExists, PlanError
 from memo.mip.address.problem import DEVICE, AddressPlan, AddressProblem, ArenaPlan, Buffer
 from memo.mip.strict_json import decode, decode_value, encode, parse_json, read_as, require_format, write_json
 
-__all__ = [
-    "PROBLEM_FORMAT",
-    "VERSION",
-    "Notes",
-    "address_plan_of",
-    "plan_to_csv",
-    "plan_to_json",
-    "problem_to_json",
-    "read_annotated",
-    "read_plan",
-    "read_problem",
-    "write_bytes",
-    "write_file",
-]
-
 PLAN_FORMAT, PROBLEM_FORMAT, VERSION = "memo-address-plan", "memo-address-problem", 1
 MAX_BUFFERS = 250_000
 

@@ -16,8 +16,6 @@ from itertools import accumulate
 
 from memo.mip.address.problem import Buffer
 
-__all__ = ["Instance", "make_instance"]
-
 Spans = tuple[tuple[int, int], ...]
 """Half-open ranges, in order."""
 

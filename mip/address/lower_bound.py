@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 from memo.mip.address.problem import Buffer
 
-__all__ = ["peak"]
-
 
 def peak(buffers: Iterable[Buffer], *, alignment: int = 1) -> tuple[int, int]:
     """Finds the largest sum of live bytes, with sizes rounded up to the alignment. No arena can be smaller.

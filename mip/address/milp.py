@@ -15,8 +15,6 @@ from memo.mip.address.instance import Instance
 from memo.mip.address.portfolio import ArenaSolver
 from memo.mip.solvers import SolverName, pulp, solve_model
 
-__all__ = ["MAX_PAIRS", "AddressModel", "overlapping_pairs", "pack_in_order", "solve_flat"]
-
 MAX_PAIRS = 6000
 """Overlapping pairs, one binary variable each, beyond which neither solver makes progress within a minute."""
 

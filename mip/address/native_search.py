@@ -24,8 +24,6 @@ from memo.mip.address import branch_and_bound
 from memo.mip.address.instance import Instance
 from memo.mip.compile_cpp import load
 
-__all__ = ["Compiled", "Pure", "SearchAnswer", "SearchEngine", "SearchOutcome", "Weights", "make_engine"]
-
 STACK_NBYTES_PER_BUFFER = 2048
 SMALL_PART = 1024
 """Buffers up to which tree.h treats a part as small; measured on instances of 150 to 24,000 buffers."""

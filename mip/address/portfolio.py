@@ -21,8 +21,6 @@ from memo.mip.address.buffer_orders import portfolio_orders, search_orders
 from memo.mip.address.instance import Instance
 from memo.mip.address.native_search import SearchAnswer, SearchEngine, Weights, make_engine
 
-__all__ = ["ArenaSolver"]
-
 FIT_MEETINGS = 500_000_000
 """Pairs of buffers that the greedy fits may look at together: about two seconds, all orders up to some 20,000 buffers."""
 NODE_LIMIT = 4000

@@ -15,8 +15,6 @@ from collections.abc import Iterator, Mapping
 
 from memo.errors import PlanError
 
-__all__ = ["DEVICE", "MAX_NBYTES", "AddressPlan", "AddressProblem", "ArenaPlan", "Buffer", "Status"]
-
 DEVICE = "device"
 """The arena of a buffer that names none."""
 

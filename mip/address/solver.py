@@ -22,8 +22,6 @@ from memo.mip.address.portfolio import ArenaSolver
 from memo.mip.address.problem import AddressPlan, AddressProblem, ArenaPlan, Buffer, Status
 from memo.units import format_bytes
 
-__all__ = ["Method", "Progress", "solve"]
-
 
 class Method(enum.StrEnum):
     """Solvers that a plan may use."""

@@ -18,8 +18,6 @@ from memo.mip.address.files import write_bytes, write_file
 from memo.mip.address.problem import AddressPlan, ArenaPlan
 from memo.units import format_bytes
 
-__all__ = ["picture_html", "picture_png", "write_picture"]
-
 COLOURS = ("#4e79a7", "#f28e2b", "#76b7b2", "#59a14f", "#edc948", "#b07aa1", "#9c755f", "#86bcb6", "#d4a6c8", "#8cd17d")
 MAX_OUTLINED = 1500
 """Rectangles up to which outlines are drawn; of more, outlines would hide the fill."""

@@ -23,8 +23,6 @@ from memo.mip.inputs import AttentionKernel, Hardware, HeadShares, Network, Netw
 if TYPE_CHECKING:
     from memo.mip.cluster.placement import ClusterPlacement, LayoutSizes
 
-__all__ = ["Cluster", "Connection", "NodeGroup", "slowest_machine"]
-
 DEVICE_SHARE, HOST_SHARE = 0.95, 0.8
 """Fractions of device and host memory that are the budgets; the CUDA context, the program and the page cache need the
 rest."""

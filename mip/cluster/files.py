@@ -19,8 +19,6 @@ from memo.mip.inputs import Hardware, Network, NetworkLevel, hardware_preset, pa
 from memo.mip.strict_json import decode, parse_json, read_as, require_format
 from memo.units import parse_bytes
 
-__all__ = ["CLUSTER_FORMAT", "cluster_from_json", "read_cluster"]
-
 CLUSTER_FORMAT, VERSION = "memo-cluster", 1
 T = TypeVar("T")
 

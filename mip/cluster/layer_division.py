@@ -14,8 +14,6 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-__all__ = ["StageCosts", "divide_equal_layers", "divide_layers"]
-
 EVENNESS = 1e-6
 """Weight of a run's square against its seconds, which chooses the more even of divisions with equal sums."""
 

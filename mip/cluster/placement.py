@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from memo.mip.cluster.stage_problem import ProfileOf
     from memo.mip.inputs import Hardware, NetworkLevel, PipelineSchedule
 
-__all__ = ["ClusterPlacement", "Crossing", "LayoutSizes", "StagePlace", "placements"]
-
 
 class LayoutSizes(Protocol):
     """Sizes of a layout; `memo.gpt.arithmetic`'s Layout has them."""

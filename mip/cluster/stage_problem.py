@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from memo.mip.cluster.placement import ClusterPlacement
     from memo.mip.inputs import Hardware, LayerProfile, Profile
 
-__all__ = ["Communication", "ProfileOf", "balanced_layers", "communication", "problem_inputs"]
-
 
 class ProfileOf(Protocol):
     """Derives a rank's profile as if every stage stood on one machine."""

@@ -11,8 +11,6 @@ import math
 
 from memo.errors import PlanError
 
-__all__ = ["CHECKED_VALUES", "CODECS", "CODE_BYTES", "Coding", "checking_nbytes"]
-
 CODECS = ("int8", "fp8")
 """Codecs that a profile may have; both take `CODE_BYTES` a value."""
 

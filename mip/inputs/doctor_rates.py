@@ -16,8 +16,6 @@ from memo.mip.inputs.hardware import MEMORY_SHARE, Hardware, HeadShares
 from memo.mip.inputs.network import Network
 from memo.mip.strict_json import parse_json, read_as
 
-__all__ = ["with_measured_rates"]
-
 MAX_RATE = 1e18
 MAX_SECONDS = 1e6
 

@@ -17,17 +17,6 @@ from memo.mip.inputs.profile import check_amounts
 from memo.toml_tables import toml_tables
 from memo.units import parse_bytes
 
-__all__ = [
-    "PRESETS",
-    "AttentionKernel",
-    "Hardware",
-    "HeadShares",
-    "LaneRates",
-    "hardware_of",
-    "hardware_preset",
-    "peak_flops",
-]
-
 GIB = 1 << 30
 ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward over its forward's: five products of the scores' size for two (Dao et al. 2022)."""

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from memo.mip.inputs.hardware import Hardware
 
-__all__ = ["Collectives", "Network", "NetworkLevel", "RankGroup", "parse_network"]
-
 GIGABIT = 1e9 / 8
 TREE_STEP = 2.1
 """Latency of a tree's step between nodes in steps of a ring: 8.5 us to 4.0 us in NCCL's tuning.cc, LL128."""

@@ -17,8 +17,6 @@ import enum
 import functools
 from collections.abc import Iterator
 
-__all__ = ["Pass", "PipelineSchedule", "Turn", "rank_turns"]
-
 
 class PipelineSchedule(enum.StrEnum):
     """The order of forwards and backwards in a pipeline."""

@@ -25,23 +25,6 @@ from typing import Any
 from memo.errors import PlanError
 from memo.mip.inputs.coding import CODECS, Coding
 
-__all__ = [
-    "ALL",
-    "ATTENTION",
-    "INPUT",
-    "MATMULS",
-    "MAX_LAYERS",
-    "EmbeddingExchange",
-    "EmbeddingOrHeadProfile",
-    "LayerProfile",
-    "PointProfile",
-    "Profile",
-    "Role",
-    "Signature",
-    "StaticBytes",
-    "check_amounts",
-]
-
 ALL = "all"
 """Name of the first point of every class: everything is saved."""
 MATMULS = "matmuls"

@@ -25,8 +25,6 @@ from memo.events import Lane
 from memo.mip.inputs.hardware import LaneRates
 from memo.units import format_bytes
 
-__all__ = ["Copy", "Links", "Queue", "shares"]
-
 
 class Queue(enum.IntEnum):
     """Queue of copies: a direction and the tier at the far end."""

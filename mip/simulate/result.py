@@ -16,22 +16,6 @@ from typing import Literal
 from memo.events import Lane, StallCause, TensorState, TierName, UseKind
 from memo.mip.simulate.links import Copy
 
-__all__ = [
-    "EndWork",
-    "LayerWork",
-    "Occupancy",
-    "Part",
-    "Peak",
-    "Phase",
-    "SimulatedSpan",
-    "Simulation",
-    "StageSimulation",
-    "Transition",
-    "Usage",
-    "Wait",
-]
-
-
 Phase = Literal["forward", "backward", "optimizer"]
 
 

@@ -50,8 +50,6 @@ from memo.mip.simulate.result import (
     Wait,
 )
 
-__all__ = ["SimulatedStage"]
-
 _MOVED = (
     (Part.HOST, TierName.HOST, Queue.HOST_OUT, Queue.HOST_IN),
     (Part.DISK, TierName.DISK, Queue.DISK_OUT, Queue.DISK_IN),

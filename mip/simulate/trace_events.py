@@ -26,8 +26,6 @@ from memo.events import (
 from memo.mip.simulate.links import Copy
 from memo.mip.simulate.result import Occupancy, Part, StageSimulation, Wait
 
-__all__ = ["stage_events"]
-
 _NAMES = {Part.KEPT: "kept", Part.HOST: "host", Part.DISK: "disk", Part.RECOMPUTED: "recomputed"}
 _TIERS = {Part.HOST: TierName.HOST, Part.DISK: TierName.DISK}
 _IN_DISK_OR_HOST = (TensorState.LEAVING, TensorState.AWAY, TensorState.RETURNING, TensorState.BACK)

@@ -23,8 +23,6 @@ from memo.threads import start_thread
 if TYPE_CHECKING:
     from memo.swap.backends.protocol import Event, Timed
 
-__all__ = ["CpuBackend", "Done", "HostEvent", "ThreadStream"]
-
 
 class Done:
     """Implements Timed as an event that is done already."""

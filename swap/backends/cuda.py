@@ -27,8 +27,6 @@ from memo.torch_private import found, place
 if TYPE_CHECKING:
     from memo.swap.backends.protocol import Event, Timed
 
-__all__ = ["CudaBackend", "CudaStream", "copy_stream", "numa_node"]
-
 # The driver reports the time between two events in milliseconds with 24 bits of precision: 1 us after ten seconds, a
 # quarter of a millisecond after an hour.
 _LONGEST_ELAPSED_MS = 10_000.0

@@ -21,20 +21,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = [
-    "Backend",
-    "CopyStream",
-    "Disk",
-    "Event",
-    "HostSlab",
-    "HostStamp",
-    "OneComputeStream",
-    "Stamp",
-    "Timed",
-    "drop_frames",
-    "renewed",
-]
-
 
 class Event(Protocol):
     """Point in the order of a stream."""

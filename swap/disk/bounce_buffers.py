@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from memo.swap.backends.protocol import CopyStream, Disk, Event
 
-__all__ = ["StagedDisk"]
-
 
 @dataclasses.dataclass(slots=True)
 class _Parts:

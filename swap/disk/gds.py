@@ -27,8 +27,6 @@ from memo.swap.disk.scratch import ScratchSpace
 if TYPE_CHECKING:
     from memo.swap.backends.protocol import Event
 
-__all__ = ["GdsDisk", "GdsOperation", "IoStream"]
-
 _READ_RETRIES = 2
 _MAX_LANES = 16  # streams in each direction; further operations share them round-robin
 

@@ -14,8 +14,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Mount", "mount_of", "obstacles", "trial", "try_gds"]
-
 _TRIAL_LIMIT_S = 20.0
 _TRIAL_BYTES = 64 << 20
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})

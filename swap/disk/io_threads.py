@@ -29,8 +29,6 @@ from memo.swap.disk.operation import DiskOperation, OperationKind, OperationStag
 from memo.swap.memory.page_aligned import Bounce
 from memo.threads import start_thread
 
-__all__ = ["IoPool"]
-
 _log = logging.getLogger("memo")
 _STACK_BYTES = 1 << 20  # the system's 8 MiB count against a limit of the process's data (RLIMIT_DATA), touched or not
 _GATE_JOIN_S = 1.0  # a gate thread may wait for an event that never fires; as a daemon it can be abandoned

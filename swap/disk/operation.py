@@ -25,8 +25,6 @@ from memo.errors import MemoError, StoreReadError, StoreWriteError, SwapError
 if TYPE_CHECKING:
     from memo.swap.backends.protocol import Event
 
-__all__ = ["DiskExtent", "DiskOperation", "OperationKind", "OperationStage", "Piece", "check_fits"]
-
 
 class OperationKind(enum.Enum):
     """Direction of a transfer; the value is used in messages."""

@@ -20,8 +20,6 @@ from pathlib import Path
 from memo.errors import ScratchFull, ScratchUnusable
 from memo.units import format_bytes
 
-__all__ = ["BLOCK_ALIGN", "NO_SPACE", "RawFile", "error_name"]
-
 BLOCK_ALIGN = 4096  # of file offsets and lengths, in bytes; a multiple of every logical block size in use
 
 # errno of a file system that is full, over quota, or at RLIMIT_FSIZE.

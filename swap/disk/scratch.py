@@ -26,8 +26,6 @@ from memo.swap.memory.free_list import FreeList
 from memo.swap.memory.planned_layout import StepRecorder
 from memo.units import format_bytes
 
-__all__ = ["ScratchSpace"]
-
 _GROWTH_BYTES = 1 << 30
 
 

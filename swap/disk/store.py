@@ -25,8 +25,6 @@ from memo.swap.disk.raw_file import RawFile
 from memo.swap.disk.scratch import ScratchSpace
 from memo.swap.disk.transfer import Transfer
 
-__all__ = ["DiskStats", "DiskStore"]
-
 _EXIT_WAIT_S = 5.0
 
 

@@ -24,8 +24,6 @@ from memo.swap.memory.page_aligned import Bounce, padded_bytes
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Transfer"]
-
 READ_RETRIES = 2
 _RETRY_PAUSE_S = 0.01
 _MAX_BARREN = 200  # consecutive calls without a whole block (EINTR, EAGAIN, a few bytes) before the transfer fails

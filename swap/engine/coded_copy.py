@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from memo.swap.backends.protocol import Backend, Event
     from memo.swap.stats import Stats
 
-__all__ = ["CodedCopy", "can_code"]
-
 SMALL = 8
 """A storage with at most 1/8 of the values of its layer's hidden states is never coded: statistics of norms and log-sum-exp
 of attention have one value for each token, or token and head, and little is won by them."""

@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from memo.swap.engine.tier_choice import TierChoice
     from memo.swap.tiers.protocol import Extent
 
-__all__ = ["CopyOut"]
-
 _DRAIN, _DISK_QUEUE = StallCause.DRAIN, StallCause.DISK_QUEUE
 
 

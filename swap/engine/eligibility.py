@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from memo.swap.engine.layer_calls import Group
     from memo.swap.engine.saved_storage import SavedStorage
 
-__all__ = ["STAYS", "Eligibility"]
-
 STAYS = object()  # the record of a storage that never moves
 
 

@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from memo.swap.stats import Stats
     from memo.swap.tiers.protocol import Tier
 
-__all__ = ["Engine"]
-
 CAPTURED = (
     "a CUDA graph is being captured: tensors saved meanwhile stay on the device, since a replay allocates nothing;"
     " capture parts that fit, or train without graphs"

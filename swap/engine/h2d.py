@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from memo.swap.engine.stream_order import StreamOrder
     from memo.swap.engine.telemetry import Telemetry
 
-__all__ = ["Reload"]
-
 _RELOAD = StallCause.RELOAD
 _LIVE, _PREFETCHED, _FETCHED = UseKind.LIVE, UseKind.PREFETCHED, UseKind.FETCHED
 

@@ -18,8 +18,6 @@ from memo.swap.tensor_kinds import is_sharded, local_part
 if TYPE_CHECKING:
     from memo.swap.engine.saved_storage import Geometry, Hold
 
-__all__ = ["Guard", "Handle", "KeptTensor", "Packed", "Sharded"]
-
 
 class Guard:
     """Sees in-place changes of a tensor, and holds none of its memory.

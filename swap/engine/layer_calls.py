@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from memo.swap.engine.trace_events import Began
     from memo.swap.placement import Quota
 
-__all__ = ["Call", "Group", "LayerCalls"]
-
 Call = tuple[int, int]
 """Layer number, and how often that layer was called before in the step."""
 

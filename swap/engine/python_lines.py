@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import sys
 
-__all__ = ["python_lines"]
-
 MOST_LINES = 3
 
 

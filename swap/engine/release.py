@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from memo.swap.engine.stream_order import StreamOrder
     from memo.swap.engine.telemetry import Telemetry
 
-__all__ = ["Release"]
-
 _DRAIN = StallCause.DRAIN
 
 

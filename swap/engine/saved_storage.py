@@ -34,27 +34,6 @@ if TYPE_CHECKING:
     from memo.swap.engine.layer_calls import Group
     from memo.swap.tiers.protocol import Extent
 
-__all__ = [
-    "AWAY",
-    "BACK",
-    "GONE",
-    "LEAVING",
-    "LIVE",
-    "RETURNING",
-    "UNCHANGED",
-    "Content",
-    "FillCallback",
-    "Geometry",
-    "HasHold",
-    "Hold",
-    "Recompute",
-    "SavedStorage",
-    "State",
-    "by_home",
-    "content_of",
-    "version_of",
-]
-
 # An attribute of an enumeration costs more to look up than all else in a transition.
 LIVE = State.LIVE
 LEAVING = State.LEAVING

@@ -17,8 +17,6 @@ from memo.units import format_bytes
 if TYPE_CHECKING:
     from memo.swap.engine.layer_calls import Group
 
-__all__ = ["LayerSpill", "SpillFigures", "SpillOutcome", "Spills", "StepSpill"]
-
 
 class SpillOutcome(enum.Enum):
     """What became of bytes that a tier had no room for."""

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from memo.swap.backends.protocol import Backend, Event
     from memo.swap.engine.saved_storage import SavedStorage
 
-__all__ = ["StreamOrder"]
-
 
 class StreamOrder:
     """Issues events and waits on one backend, for any number of compute streams."""

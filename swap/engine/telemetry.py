@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from memo.swap.backends.protocol import Backend, Stamp
     from memo.swap.engine.saved_storage import SavedStorage
 
-__all__ = ["Telemetry"]
-
 _NO_RANGE = contextlib.nullcontext()
 SHORTEST_STALL_NS = 20_000  # shorter ones are the engine's own work
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from memo.swap.stats import Stats
     from memo.swap.tiers.protocol import Extent, Tier
 
-__all__ = ["TierChoice", "WhenFull"]
-
 
 class WhenFull(enum.Enum):
     """Response to a full tier. Except for STAY it is an error where no tier has room for a storage."""

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from memo.swap.backends.protocol import Backend, Stamp, Timed
     from memo.swap.engine.saved_storage import SavedStorage
 
-__all__ = ["TraceEvents"]
-
-
 _NUMBERED = re.compile(r"Backward\d*$")
 _VIEWS = (
     "View",

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-__all__ = ["FreeList"]
-
 
 class FreeList:
     """Offsets in [0, capacity), each a multiple of `align`. Not thread-safe.

@@ -16,8 +16,6 @@ from memo.swap.memory.planned_layout import StepRecorder
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Claim", "HostBytes", "claims_in_turn", "host_bytes_needed"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:

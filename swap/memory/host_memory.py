@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["available_host_bytes", "total_host_bytes"]
-
 _ROOT = Path("/")
 _UNLIMITED = 1 << 60
 """Larger limits mean no limit: cgroup v1 writes a number near 2^63."""

@@ -26,8 +26,6 @@ from memo.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["HostPool"]
-
 _SET, _GET = getattr(fcntl, "F_OFD_SETLK", None), getattr(fcntl, "F_OFD_GETLK", None)  # of Linux alone
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length (0: to the end), pid
 

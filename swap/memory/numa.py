@@ -9,8 +9,6 @@ import ctypes
 import os
 from pathlib import Path
 
-__all__ = ["node_of_pci_device", "prefer_node"]
-
 _SYS_MBIND = {"x86_64": 237, "aarch64": 235}
 _MPOL_PREFERRED = 1  # <numaif.h>: from this node while it has room, from others then
 _BITS = 8 * ctypes.sizeof(ctypes.c_ulong)

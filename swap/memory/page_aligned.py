@@ -23,8 +23,6 @@ import torch
 from memo.errors import SwapError
 from memo.units import format_bytes
 
-__all__ = ["PAGE_BYTES", "PagePool", "aligned_empty", "padded_bytes", "private_pages", "whole_pages"]
-
 PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
 # Python names it from 3.13 on.

@@ -40,8 +40,6 @@ from memo.units import format_bytes, format_duration
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["PinnedSlab", "copy_pieces", "empty_pinned"]
-
 _HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context, as torch's own pinned memory
 _MADV_POPULATE_WRITE = 23  # <linux/mman.h>, since Linux 5.14; Python has no name for it
 _FAULTED_BYTES = 64 << 20

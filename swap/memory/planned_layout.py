@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from memo.swap.memory.free_list import FreeList
 
-__all__ = ["AddressLayout", "StepRecorder", "plan_layout"]
-
 PLAN_SECONDS = 1.0  # time limit of one plan; a step of 1,000 storages takes a few milliseconds
 KEPT_LAYOUTS = 8  # as many sequence lengths may alternate without planning again
 PLANS_EACH = 3  # plans of steps with one first size

@@ -17,8 +17,6 @@ from memo.swap.memory.page_aligned import private_pages
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["PageableSlab", "touched_slab_bytes"]
-
 
 class PageableSlab:
     """A `memo.swap.backends.protocol.HostSlab` of `nbytes` addresses, usable at once.

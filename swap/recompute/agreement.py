@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from memo.swap.recompute.tape.log import LoggedCollective
     from memo.swap.recompute.tape.tape import Tape
 
-__all__ = ["Agreements", "CollectiveAgreement", "Shared"]
-
 MOST_KINDS = 256
 """Kinds of calls remembered of one layer; counted by layer, so that all ranks forget alike."""
 

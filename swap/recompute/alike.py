@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from memo.swap.recompute.plans import Found
     from memo.swap.recompute.recorded_call import OpenCall, RecordedCall
 
-__all__ = ["PlanReuse"]
-
 MOST_FORMS = 512
 CLASSES_A_DOUBLING = 4
 """Calls are told apart by classes of saved bytes, as many for each doubling of the bytes."""

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from memo.swap.recompute.agreement import Shared
     from memo.swap.recompute.tape.tape import Tape
 
-__all__ = ["Choice"]
-
 MOST_POINTS = 12
 """Corners of a curve between its ends that a planner is told."""
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from memo.swap.recompute.tape.plan import Sources
     from memo.swap.recompute.tape.tape import Tape, TapeStep
 
-__all__ = ["explain"]
-
 _FROM = {
     Origin.INPUT: "hidden states",
     Origin.GIVEN: "argument",

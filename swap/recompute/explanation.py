@@ -14,8 +14,6 @@ from typing import Any
 
 from memo.units import format_bytes
 
-__all__ = ["Fate", "LayerExplanation", "Point", "Row"]
-
 
 class Fate(enum.StrEnum):
     """What becomes of a result until backward needs it."""

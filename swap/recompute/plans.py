@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from memo.swap.recompute.tape.log import Holds, Key
     from memo.swap.recompute.tape.work import Rates
 
-__all__ = ["Found", "Plans", "RefusedPlan"]
-
 MOST_PLANS = 512
 """Plans that are remembered, over all layers, settings and lengths."""
 MOST_KINDS = 512

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from memo.swap.recompute.tape.replay import Replay
     from memo.swap.recompute.tape.work import Rates
 
-__all__ = ["RecomputePolicy"]
-
 MOST_WARNED = 256
 MOST_COUNTED = 512
 """Layers and settings whose calls are counted."""

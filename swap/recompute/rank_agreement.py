@@ -18,8 +18,6 @@ from memo.swap.recompute.tape.operators import call, group_of, operator_of
 from memo.swap.tensor_kinds import are_wrapped
 from memo.torch_private import OpOverload, TorchDispatchMode
 
-__all__ = ["AgreeingRanks", "CollectiveRecorder", "equal_on_all_ranks", "gather_values"]
-
 _T = TypeVar("_T")
 _Told = Mapping[str, tuple[str, str | None]]  # by layer: what this rank was told of it, and what is known against it
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 SMALL = 512
 """Bytes of a constant that is copied, so that the program may change it later: one block of torch's allocator."""
 
-__all__ = ["Ended", "OpenCall", "RecordedCall"]
-
 
 class Ended(NamedTuple):
     """What of a call decides on its plan."""

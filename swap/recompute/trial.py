@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from memo.swap.recompute.tape.plan import Plan
     from memo.swap.recompute.tape.replay import Replay
 
-__all__ = ["ReplayMismatch", "try_out"]
-
 
 class ReplayMismatch(Exception):
     """The replay gave something else; `step` is the earliest one at fault, None where that is not known."""

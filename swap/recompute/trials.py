@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from memo.swap.recompute.tape.tape import Tape
     from memo.swap.recompute.tape.work import Rates
 
-__all__ = ["Case", "Trials"]
-
 _S_PER_PS = 1e-12
 MOST_BLANK = 3
 """Trials of a layer that prove nothing, as its input was zero, until the next one counts all the same."""

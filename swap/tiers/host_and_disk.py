@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from memo.swap.backends.protocol import Backend, Disk, Event, HostSlab, Timed
     from memo.swap.memory.host_pool import HostPool
 
-__all__ = ["DiskTier", "HostTier"]
-
 PAGE = PAGE_BYTES
 SURPLUS = 20
 """A slab keeps up to 1/20 more than steps need, and grows by 1/20 at least."""

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from memo.events import Lane, TierName as TierName
     from memo.swap.backends.protocol import Event, Timed
 
-__all__ = ["Extent", "Tier"]
-
 
 @dataclasses.dataclass(slots=True, eq=False, weakref_slot=True)
 class Extent:

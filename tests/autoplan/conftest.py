@@ -1,5 +1,3 @@
 """Settings of managed models's tests."""
 
-from quick_collections import quick_collections
-
-__all__ = ["quick_collections"]
+from quick_collections import quick_collections as quick_collections

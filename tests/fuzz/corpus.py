@@ -7,8 +7,6 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["ARCHIVE", "pack", "unpacked"]
-
 ARCHIVE = Path(__file__).with_name("corpus.tar.xz")
 
 

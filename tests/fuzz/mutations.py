@@ -14,8 +14,6 @@ import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["BYTES", "CANARY", "GZIPPED_LINES", "JSON", "LINES", "WORDS", "Shape"]
-
 CANARY = "<script>canary()</script>"
 """HTML that must never reach a page as such."""
 _NUMBERS = (

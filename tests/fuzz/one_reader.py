@@ -27,8 +27,6 @@ import atheris
 if TYPE_CHECKING:
     from tests.fuzz.readers import Reader
 
-__all__ = ["run", "way_to_fail"]
-
 _ROOT = Path(__file__).parents[2]
 _COMMANDS_OF = 8
 """Commands take a hundred times as long as their readers: they run on one input in so many."""

@@ -30,8 +30,6 @@ from memo.errors import ExitCode, MemoError
 from memo.mip.inputs import PRESETS
 from tests.fuzz.mutations import BYTES, CANARY, GZIPPED_LINES, JSON, LINES, WORDS, Shape
 
-__all__ = ["MOST_BYTES", "MOST_S", "READERS", "Broken", "Reader", "examine"]
-
 ROOT = Path(__file__).parents[2]
 MOST_S = 2.0
 MOST_BYTES = 1 << 30

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
 
+import memo.hugging_face.model as model_module
 from memo.cli.planning.request import unheard
 from memo.errors import UsageError
 from memo.gpt.arithmetic import RecomputeMethod, StepLayout
 from memo.hugging_face import PUBLISHED, HuggingFaceModel, configuration_from, model_class, published_name
+from memo.hugging_face.recorded_step import with_more_sequences
 from memo.mip.inputs import ALL, ATTENTION, INPUT, Profile, hardware_preset
 from memo.record import SavedRole, Step, record_step
 
@@ -242,3 +246,37 @@ def test_parallelism_that_divides_no_model_of_transformers_is_refused_with_what_
     model = HuggingFaceModel(configuration_from(small("mixtral")), name="mixtral")
     with pytest.raises(UsageError, match=rf"--{name} 2.*--zero 3.*--pp"):
         model.profile(MACHINE, StepLayout(tokens=TOKENS, gpus=2, **{name: 2}))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_a_step_of_many_sequences_is_what_each_adds_between_two_that_were_recorded(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes are exact; points are those of the larger recorded step, for whose replays launches count a little more."""
+    monkeypatch.setattr(model_module, "LARGE_TOKENS", 512)
+    model = HuggingFaceModel(configuration_from(small(kind)), name=kind)
+    derived = model.recorded(MACHINE, tokens=TOKENS, batch=9)
+    assert sorted(batch for _, _, batch in model._recorded) == [2, 4, 9]
+    monkeypatch.setattr(model_module, "LARGE_TOKENS", 1 << 30)
+    model._recorded.clear()
+    recorded = model.recorded(MACHINE, tokens=TOKENS, batch=9)
+    assert list(model._recorded) == [(MACHINE, TOKENS, 9)]
+    for name, layer in recorded.layers.items():
+        more = derived.layers[name]
+        assert dataclasses.replace(more, points=(), forward=layer.forward, backward=layer.backward) == (
+            dataclasses.replace(layer, points=())
+        )
+        assert (more.forward.operators, more.backward.kernels) == (layer.forward.operators, layer.backward.kernels)
+        assert more.forward.product_flops == pytest.approx(layer.forward.product_flops, rel=1e-9)
+        assert more.points[0].saved_bytes == pytest.approx(layer.points[0].saved_bytes, rel=1e-2)
+    assert derived.head.saved_nbytes == recorded.head.saved_nbytes
+    assert derived.embedding.transient_nbytes == recorded.embedding.transient_nbytes
+
+
+def test_a_step_with_other_storages_is_no_measure_of_more_sequences() -> None:
+    model = HuggingFaceModel(configuration_from(small("llama")), name="llama")
+    step = model.recorded(MACHINE, tokens=TOKENS, batch=1)
+    other = dataclasses.replace(
+        step, layers={name: dataclasses.replace(layer, storages=(1,)) for name, layer in step.layers.items()}
+    )
+    assert with_more_sequences(step, other, times=Fraction(3)) is None

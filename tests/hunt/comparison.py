@@ -26,8 +26,6 @@ from tests.hunt.levels import LEVELS, VERIFIED, Managed
 from tests.hunt.names import BATCH, DEVICE, HIDDEN, Replaced, on_device
 from tests.hunt.program import Program
 
-__all__ = ["Find", "Outcome", "compare"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Find:

@@ -16,8 +16,6 @@ from tests.hunt.program import Body, Line, Program, Step
 from tests.hunt.statements import SHAPES, Statement
 from tests.hunt.step_statements import STEPS
 
-__all__ = ["MOST_STATEMENTS", "catalogued", "drawn", "with_only"]
-
 MOST_LAYERS = 4
 MOST_STATEMENTS = 9
 """Of a layer, but those in blocks."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from tests.hunt.statements import parsed
 
-__all__ = ["FAULT_STATEMENTS", "FAULT_STATEMENTS_BETWEEN"]
-
 _CATALOGUE = """
 # masks
 mask of sequences | 3 | bsh

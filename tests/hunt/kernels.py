@@ -14,8 +14,6 @@ from torch.nn import functional as F
 
 from tests.hunt.operators import DEVICE
 
-__all__ = ["hidden_write", "rewritten"]
-
 _LIBRARY = torch.library.Library("memo_hunt", "FRAGMENT")
 
 

@@ -6,8 +6,6 @@ from tests.hunt.fault_statements import FAULT_STATEMENTS
 from tests.hunt.operators import DEVICE, EMULATED
 from tests.hunt.statements import parsed
 
-__all__ = ["LAYER_STATEMENTS"]
-
 _CATALOGUE = """
 # pointwise
 sin | 1 | same

@@ -25,8 +25,6 @@ from memo.swap import Engine, Level, Placement, RecomputePolicy, WhenFull, find_
 from memo.swap.tiers import DiskTier, HostTier
 from tests.hunt.names import DEVICE, Stack
 
-__all__ = ["LEVELS", "VERIFIED", "Managed", "Way", "levels_of"]
-
 ROOM = 1 << 29
 SETTINGS: dict[str, Any] = {
     "1": 1.0,

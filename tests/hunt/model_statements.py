@@ -9,8 +9,6 @@ from tests.hunt.fault_statements import FAULT_STATEMENTS_BETWEEN
 from tests.hunt.operators import DEVICE
 from tests.hunt.statements import parsed
 
-__all__ = ["MODEL_STATEMENTS", "WIRINGS"]
-
 _CATALOGUE = """
 # calls of layers
 call | 10 | bsh

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["DEVICE", "EMULATED", "MOST_SAMPLES", "Sampled", "sampled_names"]
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EMULATED = DEVICE == "cuda" and "emulated" in torch.cuda.get_device_name()
 """Where programs run."""

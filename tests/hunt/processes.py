@@ -26,8 +26,6 @@ from tests.hunt.operators import DEVICE, sampled_names
 from tests.hunt.program import Program
 from tests.hunt.shrinking import shrink
 
-__all__ = ["outcomes"]
-
 _MOST = 50 if DEVICE == "cpu" else 200
 """Programs of one process."""
 _LIMIT_S = 300.0

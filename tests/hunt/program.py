@@ -16,8 +16,6 @@ from torch import nn
 
 from tests.hunt import names as names_of_programs
 
-__all__ = ["Body", "Line", "Program", "Step"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Line:

@@ -26,8 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.hunt.comparison import Find, Outcome, compare
 from tests.hunt.program import Program
 
-__all__ = ["LEVELS_ON_RANKS", "PLACEMENTS", "compare_on_ranks", "drawn_placement"]
-
 RANKS = 2
 WAITS_S = 60.0
 ENDS_S = 300.0

@@ -17,8 +17,6 @@ from tests.hunt.names import TOKENS
 from tests.hunt.program import Body, Line, Program
 from tests.hunt.step_statements import STEPS
 
-__all__ = ["shrink"]
-
 
 def shrink(program: Program, fails: Callable[[Program], bool], *, limit_s: float = 60.0) -> Program:
     """The smallest program found within the limit of which `fails` is true, as it is of the given one."""

@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["SHAPES", "Shape", "Statement", "parsed"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from tests.hunt.operators import DEVICE
 from tests.hunt.statements import parsed
 
-__all__ = ["STEPS"]
-
 _CATALOGUE = """
 plain | 10 | -
     with managed():

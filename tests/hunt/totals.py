@@ -13,8 +13,6 @@ from tests.hunt.levels import LEVELS
 from tests.hunt.operators import sampled_names
 from tests.hunt.program import Program
 
-__all__ = ["Found", "Piece", "Totals"]
-
 _MOST_REASONS = 20
 """Reasons that a result file names; the others are counted together."""
 _OTHERS = "others"

@@ -29,8 +29,6 @@ from torch.utils import _python_dispatch
 import memo
 from memo.manager import claims
 
-__all__ = ["CASES", "KINDS", "Case", "Find", "Place", "collect", "draw_places", "interrupt"]
-
 HIDDEN, LAYERS, ROWS = 32, 3, 8
 _OWN = str(pathlib.Path(memo.__file__).parent)  # the root folders lie below it, or are linked there
 _REPLAY = "<replay>"

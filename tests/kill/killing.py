@@ -22,8 +22,6 @@ from pathlib import Path
 
 import ready_python
 
-__all__ = ["PHASES", "Find", "Kill", "Undisturbed", "kill_line", "undisturbed"]
-
 PHASES = ("start", "steps", "checkpoint", "exit")
 STEPS = 40
 _LONGEST_S = 300.0

@@ -12,8 +12,6 @@ from memo.parallel import PipelineSchedule
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))  # workers import this file too
 from ready_ranks import run_ranks
 
-__all__ = ["DIVIDES_FUSED", "SCHEDULES", "SPLITS_BACKWARD", "launch", "run", "run_ranks", "torchrun"]
-
 HERE = Path(__file__).parent
 SPLITS_BACKWARD = torch.__version__ >= "2.13"
 """True if this torch runs zero-bubble schedules; memo refuses them on an older one."""

@@ -7,8 +7,6 @@ import torch
 from memo.autoplan import DeviceBudget
 from memo.manager import Machine
 
-__all__ = ["SavedTensorsMachine"]
-
 
 class SavedTensorsMachine(Machine):
     """This CPU, whose budget is for saved tensors alone: on a CPU memo else counts all memory of the process."""

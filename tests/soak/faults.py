@@ -17,8 +17,6 @@ from faulty_file import Faults, Operation
 from memo.errors import CorruptBlock, MemoError, StoreReadError, StoreWriteError
 from tests.soak.pressure import Pressure
 
-__all__ = ["KINDS", "Fault", "Injector", "Kind"]
-
 _SLOW_S = 0.02
 _SOON_S = 0.03
 _TAKEN_BYTES = 16 << 20

@@ -11,8 +11,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["MemoryGroup", "remove_group_of"]
-
 _MOUNTS = Path("/sys/fs/cgroup")
 
 

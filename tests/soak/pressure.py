@@ -12,8 +12,6 @@ from pathlib import Path
 
 from tests.soak.memory_group import MemoryGroup
 
-__all__ = ["SLACK", "Pressure"]
-
 SLACK = 32 << 20
 _CACHED_BYTES = 96 << 20
 """Of a file that is read before each step: more than the limit leaves."""

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from memo.machine import rss_bytes, trim_heap
 
-__all__ = ["LIMITS", "Sample", "Trend", "sample", "trends"]
-
 LIMITS: dict[str, Callable[[float], float]] = {
     "rss_bytes": lambda mean: 0.1 * mean,  # free memory between what lives grows in steps, to an end
     "descriptors": lambda mean: 1.0,

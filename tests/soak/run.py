@@ -29,8 +29,6 @@ from tests.soak.pressure import Pressure
 from tests.soak.resources import Sample, sample
 from tests.soak.training import packed, step_of, trainer_of, unpacked
 
-__all__ = ["Settings", "Soaked", "soak"]
-
 ROOM = 24 << 20
 """Bytes of device memory above what the process has when a manager is opened; a step of the longest sequence needs more."""
 

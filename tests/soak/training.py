@@ -16,8 +16,6 @@ from memo.gpt.model import GPT
 from memo.gpt.optim import LrSchedule
 from memo.gpt.train.step import Trainer
 
-__all__ = ["EVAL_EVERY", "LONGEST", "Record", "step_of", "tell_records", "trainer_of"]
-
 LONGEST, SHORTEST = 448, 64
 """Tokens in a sequence."""
 EVAL_EVERY = 25

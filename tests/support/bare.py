@@ -15,8 +15,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["make_bare_environment"]
-
 WANTED = ("torch", "numpy", "triton")
 
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["assert_clean", "correct"]
-
 SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parents[1]
 

@@ -6,8 +6,6 @@ from collections.abc import Generator
 
 import pytest
 
-__all__ = ["pytest_runtest_makereport"]
-
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Gathered", "Linear"]
-
 
 class _Product(torch.autograd.Function):
     """A linear map that saves the parameter itself, whose memory backward finds gathered again."""

@@ -13,8 +13,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["ROOT", "TABLE", "lines_of_code", "table_in"]
-
 ROOT = Path(__file__).parent.parent.parent
 TOPS = ("memo", "swap", "allocator", "mip", "kernels")
 TABLE = ROOT / "CONTRIBUTING.md"

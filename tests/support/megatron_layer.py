@@ -9,8 +9,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["MegatronLayer"]
-
 
 class _Enter(torch.autograd.Function):
     """The input on every rank; backward sums its gradient."""

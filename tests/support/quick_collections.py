@@ -6,8 +6,6 @@ import gc
 
 import pytest
 
-__all__ = ["quick_collections"]
-
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_collections() -> None:

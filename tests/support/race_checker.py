@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from memo.swap.backends import Event
 
-__all__ = ["CheckingBackend", "CheckingDisk", "Past", "Race"]
-
 Policy = Literal["lazy", "eager", "random"]
 _POISON = 0xFF  # NaN in every floating type
 

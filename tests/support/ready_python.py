@@ -26,8 +26,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Program", "run", "start"]
-
 IMPORTED = (
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",

@@ -15,8 +15,6 @@ from typing import Any
 import ready_python
 import torch.distributed as dist
 
-__all__ = ["run_ranks"]
-
 
 def run_ranks(count: int, *arguments: object, timeout: float) -> subprocess.CompletedProcess[str]:
     """What they said, one rank after the other, first what they printed; the first exit code that is not 0."""

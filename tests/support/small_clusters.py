@@ -11,7 +11,7 @@ from memo.gpt.arithmetic import Optimizer, StepLayout
 from memo.mip.activation import Budgets, LayerPlan, device_peak_candidates, predict_stages
 from memo.mip.cluster import Cluster, Connection, NodeGroup
 from memo.mip.inputs import AttentionKernel, Hardware, Network, NetworkLevel, PipelineSchedule
-from memo.search import Candidate, Request, Setting, Shape, Space
+from memo.search import Candidate, Request, Setting as Setting, Shape as Shape, Space
 
 MIB = 1 << 20
 
@@ -195,6 +195,3 @@ def all_candidates(space: Space) -> list[Candidate]:
         for setting in space.settings(shape)
         for candidate in space.candidates(shape, setting)
     ]
-
-
-__all__ = ["Setting", "Shape", "all_candidates", "every_division", "random_cluster_space", "random_space"]

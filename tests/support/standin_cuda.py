@@ -19,8 +19,6 @@ import torch
 
 from memo.swap.backends import CudaBackend
 
-__all__ = ["OnHostMemory", "StandinCuda"]
-
 
 class Stream:
     """In order, as late as may be; the compute stream at once."""

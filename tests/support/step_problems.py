@@ -10,8 +10,6 @@ from activation_problems import MIB, random_problem, with_curves
 from memo.mip.activation import ActivationProblem, Budgets, LayerPlan, Pipeline, device_peak_candidates, predict_stages
 from memo.mip.inputs import EmbeddingOrHeadProfile, LayerProfile, PipelineSchedule, StaticBytes
 
-__all__ = ["random_step"]
-
 _MOST_LAYERS = 40
 
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from memo.swap.backends import Event
 
-__all__ = ["PacedBackend", "PacedDisk"]
-
 
 class _PacedStream(ThreadStream):
     """Its clock runs on from copy to copy, so that sleeping too long once is made up for."""

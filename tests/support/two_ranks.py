@@ -8,8 +8,6 @@ from pathlib import Path
 
 from ready_ranks import run_ranks
 
-__all__ = ["Launch", "launched"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from quick_collections import quick_collections
+from quick_collections import quick_collections as quick_collections
 
 import memo
 
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import nn
-
-__all__ = ["offload", "quick_collections"]
 
 
 @pytest.fixture

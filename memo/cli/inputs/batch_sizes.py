@@ -9,8 +9,6 @@ import argparse
 
 from memo.errors import UsageError
 
-__all__ = ["add_batch_flags", "batch_sizes"]
-
 
 def add_batch_flags(group: argparse._ArgumentGroup) -> None:
     """Adds --batch, --accumulate and --global-batch."""

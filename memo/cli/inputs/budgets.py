@@ -13,8 +13,6 @@ from memo.units import format_bytes, parse_bytes
 if TYPE_CHECKING:
     from memo.mip.inputs import Hardware
 
-__all__ = ["add_budget_flags", "budgets_of"]
-
 DEVICE_SHARE, HOST_SHARE = 0.95, 0.8
 """Fractions of device and host memory that are the default budgets; the CUDA context, the program and the page cache need
 the rest."""

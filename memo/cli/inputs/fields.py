@@ -21,8 +21,6 @@ from typing import Any, Literal
 
 from memo.errors import UsageError
 
-__all__ = ["add_fields", "given_fields"]
-
 _METAVARS: dict[Any, str] = {int: "N", float: "F", str: "NAME", Path: "FILE"}
 
 

@@ -12,8 +12,6 @@ from memo.errors import UsageError
 from memo.mip.activation import read_hardware
 from memo.mip.inputs import PRESETS, Hardware, hardware_preset, with_measured_rates
 
-__all__ = ["add_machine_flags", "hardware_named", "machine_of", "measured"]
-
 
 def add_machine_flags(group: argparse._ArgumentGroup, *, default: str | None = None) -> None:
     """Adds --gpu, --doctor and --attention; `default` is the GPU where none is given."""

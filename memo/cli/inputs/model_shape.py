@@ -17,8 +17,6 @@ from memo.gpt import (
     with_pattern,
 )
 
-__all__ = ["SHAPE_FIELDS", "add_shape_flags", "named_shape", "shape_flag"]
-
 _SIZES = "layers hidden heads kv_heads ffn"
 _PATTERN = "window full_every"
 _EXPERTS = "experts top_k shared_experts expert_hidden bottleneck every"

@@ -19,8 +19,6 @@ from memo.hugging_face import PUBLISHED, names_configuration, published_name
 if TYPE_CHECKING:
     from memo.hugging_face import HuggingFaceModel
 
-__all__ = ["add_model_flags", "planned_model", "planned_precision"]
-
 _FIELDS = {
     "layers": "num_hidden_layers",
     "hidden": "hidden_size",

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from memo.record import Step
 
-__all__ = ["add_rehearsed_model", "rehearsed_step"]
-
 
 def add_rehearsed_model(group: argparse._ArgumentGroup) -> None:
     """Adds --model and what shapes it."""

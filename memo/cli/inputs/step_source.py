@@ -17,8 +17,6 @@ from memo.gpt import PRESETS, GPTConfig, Precision, preset
 if TYPE_CHECKING:
     from memo.record import Step
 
-__all__ = ["OWN_MODEL", "add_step_options", "is_preset", "preset_config", "step_builder"]
-
 OWN_MODEL = """\
 A model of your own is given as module:function; the module must be importable from the current directory. The function is
 called with the keywords batch and tokens and returns (model, step): a module on the CPU, and any callable without arguments

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from memo.mip.activation import DeviceMemory, DoesNotFit, PeakCandidate
     from memo.search import Request
 
-__all__ = ["changes_that_fit", "explain_misfit"]
-
 MOST_TIMES = 64
 """Largest factor that is tried: of the GPUs (of one node, if fewer were asked for), and by which the sequence is divided."""
 _WEIGHTS = frozenset({MemoryUse.WEIGHTS, MemoryUse.GRADIENTS, MemoryUse.OPTIMIZER, MemoryUse.GATHERED, MemoryUse.CAST})

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from memo.mip.simulate import Simulation
     from memo.search import Candidate, Planned, Space
 
-__all__ = ["groups_of", "nodes_of"]
-
 
 def nodes_of(candidate: Candidate, space: Space) -> list[dict[str, Any]] | None:
     """The nodes of a cluster, each with its group and its ranks, None for an idle GPU; None where nodes are alike."""

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from memo.mip.activation import ActivationProblem
     from memo.mip.inputs import Hardware
 
-__all__ = ["CheckpointPlan", "checkpoint_bytes_per_s"]
-
-
 _NOT_OWN = "--from is for sizes of memo's GPT, which memo train trains"
 
 

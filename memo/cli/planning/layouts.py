@@ -43,8 +43,6 @@ from memo.units import format_tokens, parse_tokens
 if TYPE_CHECKING:
     from memo.search import Found, Planned, Request
 
-__all__ = ["add_search_flags", "refuse_search_flags", "run_search"]
-
 PROCESSES = 2
 MOST_CALLS = 20_000
 """Passes of layers in a step that is played whole, for each of the best layouts; of a longer one so many are."""

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from memo.mip.activation import ActivationPlan
 
-__all__ = ["plan_on_cluster", "space_on_cluster"]
-
 MOST_ROWS = 10
 
 

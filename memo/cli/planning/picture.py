@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from memo.mip.simulate import Simulation, StageSimulation
     from memo.search import Candidate, Planned, Space
 
-__all__ = ["search_page"]
-
 MOST_SPANS = 40_000
 """Most spans of all timelines of a page; number one's is always there."""
 FRACTIONS = (0.0, *(1 / (1 << power) for power in (16, 14, 12, 11, 10, 9)), 1.0)

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from memo.hugging_face import HuggingFaceModel
     from memo.mip.inputs import Profile, Signature
 
-__all__ = ["AUTO", "TILE_TOKENS", "TRAINING_FIELDS", "parse_request"]
-
 AUTO = "auto"
 TILE_TOKENS = 1024
 """Tokens of each context-parallel rank by which lengths differ."""

@@ -18,8 +18,6 @@ from memo.units import format_bytes, format_tokens
 if TYPE_CHECKING:
     from memo.search import Request
 
-__all__ = ["Longest", "describe_longest", "fewest_gpus", "gpu_counts", "longest_sequence"]
-
 OFFLOAD, OFFLOAD_WORDS = "--optimizer-offload", "not a part of memo train"
 LONGER = 1.25
 """Factor by which a change that is proposed must lengthen the sequence."""

@@ -29,8 +29,6 @@ from memo.units import format_bytes, format_duration, format_tokens
 if TYPE_CHECKING:
     from memo.search import Request
 
-__all__ = ["Fit", "SweepPoint", "run_sweep"]
-
 SweepAxis = Literal["seq", "device", "host"]
 
 SHORTEST_TOKENS = 8 << 10

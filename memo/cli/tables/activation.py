@@ -23,16 +23,6 @@ from memo.mip.activation import (
 from memo.mip.inputs import Profile, Role
 from memo.units import format_bytes, format_duration, format_tokens
 
-__all__ = [
-    "activation_summary",
-    "activation_table",
-    "memory_summary",
-    "memory_table",
-    "rate_text",
-    "use_name",
-    "utilisation",
-]
-
 T = TypeVar("T")
 _RUNS = 6  # runs of layers of one plan that its row names
 _REASON = 300  # characters of a reason, which a plan's file has in words

@@ -11,8 +11,6 @@ from typing import Any
 from memo.mip.address import AddressPlan, Buffer
 from memo.units import format_bytes
 
-__all__ = ["arena_table", "plan_summary", "printable", "table"]
-
 
 def printable(name: str, *, width: int = 60) -> str:
     """Name with control and other unprintable characters escaped, cut to `width` characters."""

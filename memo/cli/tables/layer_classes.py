@@ -9,8 +9,6 @@ from memo.mip.activation import ActivationPlan, LayerPlan
 from memo.mip.inputs import LayerProfile
 from memo.units import format_bytes
 
-__all__ = ["classes_table"]
-
 LEAST = 5e-4  # a share that is shown as 0.1 %
 
 

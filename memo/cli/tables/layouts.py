@@ -33,8 +33,6 @@ from memo.search import (
 )
 from memo.units import format_bytes, format_duration, format_tokens
 
-__all__ = ["longest_words", "search_summary", "search_table", "smallest_table"]
-
 FORMAT, VERSION = "memo-search", 1
 ZERO_3_NODES = 64
 """Nodes from which ZeRO 3 over all of them is warned about."""

@@ -10,8 +10,6 @@ from memo.units import format_bytes, format_duration, format_tokens
 if TYPE_CHECKING:
     from memo.rehearsal import Rehearsal, RehearsedStep
 
-__all__ = ["rehearsal_summary", "settled_line", "step_line", "what_would_fit"]
-
 SHOWN_S = 0.0005
 """Seconds that are not rounded to 0 ms."""
 

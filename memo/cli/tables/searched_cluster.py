@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     from memo.mip.inputs import Hardware
     from memo.search import Planned, Space
 
-__all__ = ["cluster_summary", "cluster_words", "used_share"]
-
 
 def cluster_words(space: Space) -> str:
     """The nodes and their GPUs, such as `2 nodes of 8 GPUs, a800`, one after another where they are not alike."""

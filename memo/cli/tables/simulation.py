@@ -12,8 +12,6 @@ from memo.mip.simulate import Peak, Simulation, StageSimulation, Wait, agrees
 from memo.trace import duration, percent
 from memo.units import format_bytes, format_tokens
 
-__all__ = ["print_simulation", "simulation_summary"]
-
 DAY_S = 86_400
 _COPY_LANES = (Lane.D2H, Lane.H2D, Lane.DISK_WRITE, Lane.DISK_READ)
 

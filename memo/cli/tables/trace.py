@@ -17,9 +17,6 @@ from rich.text import Text
 from memo.trace import DiffRow, RankReport, StepStats, duration, percent, printable, rate
 from memo.units import format_bytes
 
-__all__ = ["print_diff", "print_stats"]
-
-
 _NARROWEST = 120  # columns; a terminal of fewer wraps a line, where rich would cut the numbers in it
 
 

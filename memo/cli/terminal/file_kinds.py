@@ -17,8 +17,6 @@ from memo.cli.terminal.output_files import display_name
 from memo.errors import MemoError
 from memo.mip import STDIN
 
-__all__ = ["FileKind", "kind_of", "require_kind"]
-
 _HEAD_NBYTES = 8192
 
 

@@ -15,16 +15,6 @@ from memo.errors import MemoError, OutputExists, TraceError, UsageError
 from memo.trace import printable
 from memo.units import format_bytes
 
-__all__ = [
-    "atomic_write",
-    "display_name",
-    "file_name",
-    "file_path",
-    "print_written",
-    "refuse_existing",
-    "require_matplotlib",
-]
-
 
 def file_name(text: str) -> str:
     """Argument type of a file to write; refuses the empty name and `-`, which is not standard output here."""

@@ -23,8 +23,6 @@ from typing import TextIO
 
 from memo.trace import printable
 
-__all__ = ["WaitingLine"]
-
 TERMINAL_AFTER_S, TERMINAL_EVERY_S = 2.0, 1.0
 LOG_AFTER_S, LOG_EVERY_S = 10.0, 60.0
 

@@ -12,8 +12,6 @@ from memo.gpt.arithmetic.flops import layer_matrices
 from memo.gpt.arithmetic.training import AdapterDtype, Training
 from memo.gpt.config import GPTConfig
 
-__all__ = ["AdapterBytes"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterBytes:

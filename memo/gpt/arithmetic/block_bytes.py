@@ -26,8 +26,6 @@ from memo.gpt.train_config import Precision
 from memo.mip.inputs import CODE_BYTES
 from memo.parallel import key_copies
 
-__all__ = ["BlockBytes", "Coded", "ElementSizes"]
-
 FLOAT = STATISTIC = 4  # bytes of a float32
 ALIGNED = 128  # tiles are multiples of it: memo.gpt.model.tiled_mlp.ALIGNED
 # Bytes that tiled_mlp holds for a tile of rows in backward, in units of a tile of one wide activation, with those of the
@@ -194,6 +192,7 @@ class BlockFigures:
         self.gated, self.tiled = config.mlp == "swiglu", config.mlp_tiles > 1
 
     def block(self) -> BlockBytes:
+        """Bytes and work of the block."""
         config, h = self.config, self.h
         width, ups = config.hidden * config.ffn, 2 if self.gated else 1
         weights = layer_parameter_count(dataclasses.replace(config, bias=False)) - 2 * config.hidden

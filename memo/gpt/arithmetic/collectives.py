@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from memo.gpt.arithmetic.layout import StepLayout
     from memo.mip.inputs import Hardware
 
-__all__ = ["Collective", "CollectiveKind", "Ranks", "exchange_s", "group_of"]
-
 
 class CollectiveKind(enum.StrEnum):
     """Kind of a collective, or of one side of a message."""

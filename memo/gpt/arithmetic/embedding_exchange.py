@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from memo.gpt.arithmetic.rank_weights import RankWeights
     from memo.gpt.config import GPTConfig
 
-__all__ = ["RowExchange"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowExchange:

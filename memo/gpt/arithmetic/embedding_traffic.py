@@ -16,8 +16,6 @@ import dataclasses
 
 from memo.gpt.arithmetic.collectives import Collective, CollectiveKind, Ranks
 
-__all__ = ["COUNT_BYTES", "NUMBER_BYTES", "EmbeddingTraffic", "reason_not_sparse"]
-
 COUNT_BYTES = 8
 """Bytes in which a rank says how many rows it sends."""
 NUMBER_BYTES = 4

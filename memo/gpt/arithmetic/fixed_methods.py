@@ -11,8 +11,6 @@ import enum
 
 from memo.mip.inputs import LayerProfile, PointProfile
 
-__all__ = ["RecomputeMethod"]
-
 
 class RecomputeMethod(enum.StrEnum):
     """What every layer computes again in backward."""

@@ -20,23 +20,6 @@ from __future__ import annotations
 
 from memo.gpt.config import GPTConfig
 
-__all__ = [
-    "adapter_parameter_count",
-    "causal_keys",
-    "expert_layer_parameter_count",
-    "expert_layer_weights",
-    "flops_per_token",
-    "hfu",
-    "layer_matrices",
-    "layer_parameter_count",
-    "matmul_parameter_count",
-    "mfu_causal",
-    "mfu_full",
-    "mlp_parameter_count",
-    "parameter_count",
-    "recompute_flops_per_token",
-]
-
 
 def parameter_count(config: GPTConfig) -> int:
     """Number of parameters; equals the sum over model.parameters()."""

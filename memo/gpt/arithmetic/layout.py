@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from memo.errors import UsageError
 from memo.mip.inputs import RankGroup
 
-__all__ = ["StepLayout"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepLayout:

@@ -21,8 +21,6 @@ from memo.gpt.arithmetic.block_bytes import FLOAT, BlockBytes, BlockFigures, Ele
 from memo.gpt.arithmetic.flops import expert_layer_weights
 from memo.gpt.config import GPTConfig
 
-__all__ = ["SKEW", "mixture_block"]
-
 ID = 8
 SKEW = 1.25
 """Rows that a rank's experts get, as a multiple of the mean of all ranks, for which memory is planned. Routers are trained

@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from memo.gpt.arithmetic.training import StateBytes
 
-__all__ = ["Optimizer", "end_states", "layer_states", "orthogonalisation_flops"]
-
 _SCALED = 1 + 4 / 256  # bytes of an 8-bit moment with its part of a block's scale
 _MEAN = 4  # bytes of a row's or a column's mean
 _NEWTON_SCHULZ = 5  # steps of Muon's orthogonalisation

@@ -62,8 +62,6 @@ from memo.swap import comparing_nbytes
 if TYPE_CHECKING:
     from memo.gpt.arithmetic.step_collectives import WeightUnit
 
-__all__ = ["StepLayout", "derive_profile", "require_divided"]
-
 TILE_ROWS = 128  # rows of a block in a GPU's matrix product
 LAUNCHES = 8  # kernels of one tile in one pass
 

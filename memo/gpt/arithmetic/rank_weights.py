@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from memo.gpt.arithmetic.training import Training
     from memo.mip.inputs import Hardware, RankGroup
 
-__all__ = ["RankWeights"]
-
 MOST_LINK_SHARE = 0.5  # of a link that both use, each gets half
 
 

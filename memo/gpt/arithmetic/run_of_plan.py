@@ -22,8 +22,6 @@ from memo.parallel import ContextAttention, Layout
 if TYPE_CHECKING:
     from memo.mip.activation import ActivationPlan, ActivationProblem
 
-__all__ = ["PlannedRun", "layout_of", "planned_run", "run_of", "untrained"]
-
 _MODEL, _SHAPE, _UNTRAINED = "model", "shape", "untrained"
 
 

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from memo.gpt.arithmetic.layout import StepLayout
     from memo.gpt.config import GPTConfig, MoeConfig
 
-__all__ = ["ChunkOfLayers", "StepCollectives", "WeightUnit", "padded_elements"]
-
 ID = 8  # bytes of a token's number, and of the step's three sums
 WIDE = 4  # bytes of a float32, in which the loss computes
 

@@ -13,18 +13,6 @@ from memo.gpt.arithmetic.optimizers import Optimizer, layer_states
 from memo.gpt.train_config import Precision
 from memo.mip.inputs import StaticBytes
 
-__all__ = [
-    "ADAM_FP32",
-    "ADAM_PURE",
-    "NF4_BYTES",
-    "STATES",
-    "AdapterDtype",
-    "BaseFormat",
-    "StateBytes",
-    "Training",
-    "adapter_states",
-]
-
 
 class AdapterDtype(enum.StrEnum):
     """Number format of LoRA adapters and of their optimizer's state."""

@@ -21,8 +21,6 @@ from memo.errors import CheckpointError
 from memo.gpt.checkpoint.directory import Checkpoint, CheckpointDir
 from memo.gpt.checkpoint.random_state import random_state
 
-__all__ = ["BackgroundCheckpointDir"]
-
 
 class BackgroundCheckpointDir:
     """CheckpointDir with at most one checkpoint being written in the background.

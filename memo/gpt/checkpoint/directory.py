@@ -36,8 +36,6 @@ from memo.errors import CheckpointError
 from memo.gpt.checkpoint.plain_reader import PlainReader
 from memo.gpt.checkpoint.random_state import random_state, set_random_state
 
-__all__ = ["Checkpoint", "CheckpointDir", "cause_of", "newest"]
-
 _FORMAT = "memo-checkpoint"
 _VERSION = 1
 _META = "meta.json"

@@ -26,8 +26,6 @@ from memo.errors import CheckpointError, MemoError
 from memo.gpt.checkpoint.directory import Checkpoint, CheckpointDir, cause_of
 from memo.gpt.checkpoint.plain_reader import PlainReader
 
-__all__ = ["DistributedCheckpointDir", "load_distributed"]
-
 _T = TypeVar("_T")
 
 

@@ -31,8 +31,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from memo.bounded_files import Refused, is_file_name
 
-__all__ = ["PlainReader"]
-
 _HERE = "torch.distributed.checkpoint"
 _CLASSES = frozenset(
     {

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["random_state", "set_random_state"]
-
 
 def random_state() -> dict[str, torch.Tensor]:
     """Copies of the RNG states of the CPU and, once CUDA is initialised, of the current GPU."""

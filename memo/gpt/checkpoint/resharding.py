@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from memo.gpt.config import GPTConfig
     from memo.parallel import Layout
 
-__all__ = ["Resharding", "reshard"]
-
 TENSORS = 3
 """A weight and its two moments."""
 COUNTER_BYTES = 4

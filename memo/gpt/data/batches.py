@@ -20,8 +20,6 @@ from memo.errors import DataError, UsageError
 from memo.gpt.data.token_file import TokenFile
 from memo.units import format_tokens
 
-__all__ = ["Batches", "Split", "check_numbers", "windows"]
-
 Split = Literal["train", "eval"]
 
 

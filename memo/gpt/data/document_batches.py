@@ -24,8 +24,6 @@ from memo.gpt.data.batches import Split, check_numbers, windows
 from memo.gpt.data.token_file import TokenFile
 from memo.units import format_tokens
 
-__all__ = ["DocumentBatches"]
-
 _FIRST_STEP: dict[Split, int] = {"train": 1, "eval": 0}
 """First step of each split, with which its first epoch begins."""
 

@@ -21,8 +21,6 @@ from typing import BinaryIO
 from memo.bounded_files import Refused, Unpacked, open_file
 from memo.errors import DataError
 
-__all__ = ["find_files", "read_documents", "read_packages", "standard_library"]
-
 TEXT_SUFFIXES = frozenset(
     {".txt", ".text", ".md", ".rst", ".tex", ".csv", ".tsv", ".html", ".htm", ".xml", ".toml", ".yaml", ".yml"}
     | {".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".sh", ".sql"}

@@ -13,8 +13,6 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["RegroupedBatches"]
-
 
 class _Drawn(Protocol):
     batch: int

@@ -28,8 +28,6 @@ from memo.errors import DataError
 from memo.gpt.data.documents import find_files, read_documents, read_packages
 from memo.gpt.data.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["TokenFile", "default_cache_dir", "open_tokens"]
-
 MAGIC = b"MEMOTOK\x01"
 HEADER = struct.Struct("<8sIIQQQ24x")
 DOCUMENTS_PER_ENCODE = 64

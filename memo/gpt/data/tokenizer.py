@@ -18,8 +18,6 @@ import numpy.typing as npt
 from memo.bounded_files import Refused, read_bytes
 from memo.errors import DataError
 
-__all__ = ["ByteTokenizer", "FileTokenizer", "Tokenizer", "load_tokenizer"]
-
 MOST_NBYTES = 256 << 20
 """Size of a file; the largest published ones have 35 MB."""
 # Names of the end-of-document token in published tokenizers, most specific first.

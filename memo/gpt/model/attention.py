@@ -29,8 +29,6 @@ from memo.gpt.model.packed_documents import DocumentSpans
 from memo.swap import memoize
 from memo.torch_private import current_graph_task_id
 
-__all__ = ["attend", "attend_within"]
-
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, window: int | None = None) -> torch.Tensor:
     """Causal attention, softmax(q k^T / sqrt(d)) v.

@@ -32,17 +32,6 @@ from memo.swap import total_host_bytes
 from memo.torch_private import disable_current_modes, fused_sdp_choice
 from memo.units import format_bytes
 
-__all__ = [
-    "AttentionKind",
-    "Kernel",
-    "KernelChoice",
-    "choose",
-    "is_refusal",
-    "refuse",
-    "require_scores_fit",
-    "score_bytes",
-]
-
 
 class Kernel(enum.Enum):
     """Implementations of attention; the value is the name in messages."""

@@ -36,8 +36,6 @@ from memo.parallel import (
     divide_experts,
 )
 
-__all__ = ["build_stages", "divided_stages", "sharded_stages"]
-
 
 def build_stages(
     shape: GPTConfig,

@@ -27,8 +27,6 @@ from memo.gpt.config import GPTConfig, MoeConfig
 from memo.parallel import exchange_rows, own_experts
 from memo.swap import memoize
 
-__all__ = ["Experts", "MoeMlp", "Router"]
-
 _GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNED_BYTES = 16
 """Rows of a grouped product's operands begin at multiples of this."""

@@ -14,8 +14,6 @@ from torch import nn
 
 from memo.gpt.config import GPTConfig
 
-__all__ = ["INIT_STD", "initialise", "seed_of"]
-
 INIT_STD = 0.02  # Radford et al. 2019 (GPT-2)
 _RESIDUAL = (".out.weight", ".down.weight", ".ascend.weight")
 

@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["BLOCK", "local_attention"]
-
 BLOCK = 128
 """Queries of a block; of 128 to 1,024 the fastest on a CPU, or close to it, at windows of 128 and 1,024."""
 

@@ -26,8 +26,6 @@ from memo.gpt.model.tiled_mlp import tiled_mlp
 from memo.loss import chunked_linear_cross_entropy
 from memo.machine import require_within_norm_limit
 
-__all__ = ["GPT", "Attention", "Block", "GeluMlp", "SwigluMlp", "run_layers"]
-
 
 def _linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=bias)

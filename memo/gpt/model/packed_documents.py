@@ -14,8 +14,6 @@ import dataclasses
 
 import torch
 
-__all__ = ["DocumentSpans"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DocumentSpans:

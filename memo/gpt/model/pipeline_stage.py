@@ -24,8 +24,6 @@ from memo.loss import Vocabulary, WholeVocabulary, chunked_linear_cross_entropy
 from memo.machine import require_within_norm_limit
 from memo.parallel import SequenceShards, own_rows
 
-__all__ = ["PipelineStage"]
-
 
 class PipelineStage(nn.Module):
     """Pipeline stage on one rank.

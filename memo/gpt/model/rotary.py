@@ -16,8 +16,6 @@ from memo.gpt.rope_scaling import RopeScalingKind
 if TYPE_CHECKING:
     from memo.gpt.rope_scaling import RopeScaling
 
-__all__ = ["RotaryTables", "rotary_tables", "rotate", "tables_at"]
-
 # cos and sin, each (tokens, 1, head size / 2), broadcasting over batch and heads.
 RotaryTables = tuple[torch.Tensor, torch.Tensor]
 

@@ -26,8 +26,6 @@ from torch.autograd.function import once_differentiable
 
 from memo.swap import recomputable
 
-__all__ = ["tiled_mlp"]
-
 Activation = Callable[..., torch.Tensor]
 
 ALIGNED = 128

@@ -21,8 +21,6 @@ from typing import Any
 
 from memo.errors import TrainingDiverged, UsageError
 
-__all__ = ["LossGuard", "LossGuardConfig", "OnNan", "OnSpike", "Verdict"]
-
 SIGMA_OF_MAD = 1.4826
 SMALLEST_RISE = 0.1
 """Smallest rise that is a spike, as a fraction of the median; losses that hardly vary have tiny deviations."""

@@ -8,8 +8,6 @@ from typing import Annotated
 
 from memo.errors import UsageError
 
-__all__ = ["LrSchedule"]
-
 _RATE = {"metavar": "RATE"}
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["adamw", "empty_state"]
-
 # Decay of a norm's gain would pull the layer's output towards zero.
 _DECAY_FROM_DIM = 2
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-__all__ = ["CheckpointCadence"]
-
 
 class CheckpointCadence:
     """Decides when a checkpoint is due. It stays due until `begun` is called, so a delayed checkpoint is not lost.

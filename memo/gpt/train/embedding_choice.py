@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from memo.gpt.config import GPTConfig
     from memo.gpt.run_config import RunConfig
 
-__all__ = ["choose_exchange", "require_possible"]
-
 
 def require_possible(config: RunConfig, shape: GPTConfig) -> None:
     """Raises UsageError where the sparse exchange is asked for and not possible."""

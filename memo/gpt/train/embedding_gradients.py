@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from memo.gpt.model.pipeline_stage import PipelineStage
     from memo.parallel import World
 
-__all__ = ["SparseEmbeddingGradient"]
-
 
 class SparseEmbeddingGradient:
     """Exchange of the gradient of the embedding on this rank's first stage, where that is not FSDP's.

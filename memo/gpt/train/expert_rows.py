@@ -13,8 +13,6 @@ from memo.gpt.model.experts import MoeMlp
 from memo.gpt.model.pipeline_stage import PipelineStage
 from memo.parallel import Layout
 
-__all__ = ["ExpertRows", "ExpertRowsMeter"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRows:

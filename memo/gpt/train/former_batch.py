@@ -13,8 +13,6 @@ from memo.errors import UsageError
 from memo.gpt.checkpoint.directory import Checkpoint, newest
 from memo.gpt.run_config import RunConfig
 
-__all__ = ["batch_lines", "batch_settings", "drawn_rows", "with_former_batch"]
-
 
 def with_former_batch(config: RunConfig) -> RunConfig:
     """The run with as many sequences a step as the checkpoint that it goes on from, where no flag says how many.

@@ -9,8 +9,6 @@ from memo.errors import CheckpointError, UsageError
 from memo.gpt.checkpoint.directory import Checkpoint
 from memo.gpt.rope_scaling import RopeScaling, RopeScalingKind
 
-__all__ = ["GUARD", "require_settings"]
-
 GUARD = "health"
 """Key of the loss guard's state."""
 

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from memo.gpt.checkpoint.directory import Checkpoint
     from memo.gpt.run_config import RunConfig
 
-__all__ = ["COMPRESSED_AT", "STATE", "require_replicas", "resumed_state", "state_settings"]
-
 STATE = "compressed_gradients"
 """Name of the state in a checkpoint."""
 COMPRESSED_AT = "compressed_at"

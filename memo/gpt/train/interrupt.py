@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["StopRequest"]
-
 
 class StopRequest:
     """Stop request, true once a signal arrived. Signal handlers are installed only inside `listening`.

@@ -17,8 +17,6 @@ from typing import IO, Any
 from memo.bounded_files import Refused, open_file, parse_object, text_of
 from memo.errors import DataError, UsageError
 
-__all__ = ["MetricsFile", "StepMetrics", "StepUsage"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:

@@ -15,8 +15,6 @@ from memo.errors import UsageError
 from memo.gpt.run_config import OffloadConfig, OffloadMode
 from memo.manager import Manager, offload
 
-__all__ = ["open_manager"]
-
 
 def open_manager(
     config: OffloadConfig,

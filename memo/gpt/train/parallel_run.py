@@ -21,8 +21,6 @@ from memo.gpt.train_config import Precision, TrainConfig
 from memo.manager import Manager
 from memo.parallel import World
 
-__all__ = ["local_rank_first", "open_trainer"]
-
 _T = TypeVar("_T")
 
 

@@ -27,8 +27,6 @@ from memo.gpt.train.step import BatchSource, Trainer
 from memo.gpt.train_config import TrainConfig
 from memo.parallel import World, clip_gradients, gradient_norm, make_schedule, pass_through
 
-__all__ = ["ParallelTrainer", "RankBatches"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankBatch:

@@ -7,8 +7,6 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-__all__ = ["ProgressBar"]
-
 
 class ProgressBar:
     """Prints lines, and inside its `with` block shows a bar where standard output is a terminal.

@@ -54,8 +54,6 @@ if TYPE_CHECKING:
     from memo.mip.activation import ActivationPlan
     from memo.parallel import World
 
-__all__ = ["train"]
-
 
 def train(config: RunConfig, *, phase: Callable[[str | None], None] = lambda _: None) -> ExitCode:
     """Trains until the last step or a stop request.

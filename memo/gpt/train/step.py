@@ -25,8 +25,6 @@ from memo.gpt.optim.optimizer import adamw, empty_state
 from memo.gpt.train.expert_rows import ExpertRows
 from memo.gpt.train_config import Precision, TrainConfig
 
-__all__ = ["BatchSource", "StepResult", "Trainer", "weight_dtype"]
-
 
 class BatchSource(Protocol):
     """Source of a step's tokens: deterministic and stateless."""

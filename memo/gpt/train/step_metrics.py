@@ -18,8 +18,6 @@ from memo.manager import Manager
 from memo.mip.inputs import peak_flops
 from memo.swap import total_host_bytes
 
-__all__ = ["StepMeter"]
-
 
 class StepMeter:
     """Computes the metrics of each step from its result and the manager's counters.

@@ -8,8 +8,6 @@ from types import TracebackType
 from memo.errors import DataError, UsageError
 from memo.gpt.train.metrics import StepMetrics
 
-__all__ = ["TensorBoard"]
-
 GROUPS = {
     "loss": "training",
     "eval_loss": "training",

@@ -20,8 +20,6 @@ from memo.trace.reader import Trace, TraceLimits, read_header
 if TYPE_CHECKING:
     from typing import Any
 
-__all__ = ["Follower"]
-
 _BLOCK = 1 << 22  # bytes read at once
 _START = 200  # bytes that tell one run's file from another's: a header begins with the time
 

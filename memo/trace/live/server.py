@@ -24,8 +24,6 @@ from memo.trace.report import build_report
 if TYPE_CHECKING:
     import os
 
-__all__ = ["LiveServer"]
-
 HOST = "127.0.0.1"
 
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from memo.torch_private import HigherOrderOperator, OpOverload
 
-__all__ = ["drops_by", "is_attention"]
-
 _SAYS_ATTENTION = re.compile(r"attn|attention|sdpa|fmha|(^|_)mha(_|$)|flash_(fwd|forward)")
 _PACKAGE_OF_ATTENTION = re.compile(r"attn|attention|flash|sdpa|fmha|(^|_)v?fa\d(_|$)")
 _SAYS_FORWARD = re.compile(r"(^|_)(fwd|forward)$")

@@ -29,8 +29,6 @@ from memo.torch_private import OpOverloadPacket
 if TYPE_CHECKING:
     from memo.swap.recompute.tape.tape import Tape, TapeStep
 
-__all__ = ["GROUPS", "NO_BANS", "Bans", "banned", "groups_of", "is_cheap"]
-
 GROUPS = ("attention", "matmul", "collective", "scan", "sort", "scatter")
 """Names that stand for several operators."""
 

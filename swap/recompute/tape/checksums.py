@@ -17,8 +17,6 @@ from memo.swap.generators import leaves_generators
 from memo.swap.storage_map import StorageMap
 from memo.swap.tensor_kinds import has_storage
 
-__all__ = ["Checksums"]
-
 
 class Checksums:
     """Checksums of the storages of one run. They stay on the device."""

@@ -25,8 +25,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 
-__all__ = ["Cut", "CutNode", "CutProblem", "Operation", "cheapest", "curve"]
-
 _SOURCE, _SINK = 0, 1
 _NOTHING = -1
 """In place of an operation, where none makes a content."""

@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 
 from memo.torch_private import get_current_dispatch_mode_stack
 
-__all__ = ["memoize", "recomputable"]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

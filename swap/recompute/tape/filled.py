@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-__all__ = ["Region", "covers", "region_of"]
-
 _MOST_RUNS = 1024
 """Most runs of bytes in a region or a comparison; what takes more counts as not written."""
 

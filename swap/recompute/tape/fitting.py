@@ -17,8 +17,6 @@ from memo.swap.recompute.tape.cut import Cut, CutProblem, cheapest, curve
 if TYPE_CHECKING:
     from memo.swap.recompute.tape.tape import Tape
 
-__all__ = ["fitting_cut"]
-
 _SMALL = 8 * 4096
 """Bits of a storage that is tried even where there is no room for it: a cut with it may keep no more."""
 MOST_OPERATORS = 1 << 15

@@ -8,8 +8,6 @@ from typing import Any
 from memo.swap.recompute.tape.plan import mask_of
 from memo.swap.recompute.tape.tape import Hidden, Tape, TapeStep
 
-__all__ = ["have_same_form"]
-
 
 def have_same_form(one: Tape, other: Tape) -> bool:
     """True where steps, contents and storages differ in numbers among arguments, and in sizes, alone."""

@@ -18,28 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = [
-    "CARRIED",
-    "FALSE",
-    "HIDDEN",
-    "LIST",
-    "NAMED",
-    "OTHER",
-    "OUTPUTS",
-    "SAVED",
-    "TRUE",
-    "Function",
-    "Geometry",
-    "Holds",
-    "Key",
-    "LoggedCollective",
-    "Marker",
-    "Origin",
-    "Ref",
-    "Storage",
-    "word_of",
-]
-
 Holds = Mapping[int, tuple[Any, tuple[int, ...], bool]]
 """Operator number -> (operator, positions of its results whose storages are held, True to hold zeros and ones as bits)."""
 

@@ -22,8 +22,6 @@ from memo.torch_private import (
     resolve_process_group,
 )
 
-__all__ = ["NON_BLOCKING", "Operator", "apart", "call", "group_of", "operator_of"]
-
 _ATEN = torch.ops.aten
 # These say when a collective's result is there, and change nothing in it.
 _AWAIT = frozenset({"_c10d_functional::_wrap_tensor_autograd", "_c10d_functional::wait_tensor"})

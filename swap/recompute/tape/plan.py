@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from memo.swap.recompute.tape.cut import Cut, CutProblem
     from memo.swap.recompute.tape.tape import Tape, TapeStep
 
-__all__ = ["Kept", "Plan", "Sources", "keep_bits", "mask_of", "plan_of", "plan_on", "problem_of"]
-
 _MASKS = frozenset({"bernoulli_", "bernoulli", "native_dropout"})
 """Random operators of zeros and ones."""
 MOST_COMPILED = 1024

@@ -59,8 +59,6 @@ from memo.torch_private import (
 if TYPE_CHECKING:
     from memo.swap.recompute.tape.checksums import Checksums
 
-__all__ = ["Aside", "Recorder", "aside", "is_recordable", "leave_mode"]
-
 _PLAIN = (torch.Tensor, Parameter)
 _OTHERS = (Origin.FOUND, Origin.GIVEN)
 _CONSTANTS = frozenset({type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format})

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from memo.swap.engine.saved_storage import FillCallback, Hold
     from memo.swap.recompute.tape.plan import Plan
 
-__all__ = ["Brought", "Replay", "ReplayFailed", "Wanted"]
-
 
 class ReplayFailed(Exception):
     """A step did not run again; the message is the reason, as a person reads it."""

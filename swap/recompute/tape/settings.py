@@ -22,8 +22,6 @@ from memo.torch_private import (
     set_fp32_precision_setter,
 )
 
-__all__ = ["Settings", "precision_of_products"]
-
 _NAMES = (
     "cpu_allow_fp16_reduced_precision_reduction", "cublas_allow_bf16_reduced_precision_reduction",
     "cublas_allow_fp16_accumulation", "cublas_allow_fp16_reduced_precision_reduction", "cudnn_allow_tf32",

@@ -12,9 +12,6 @@ from memo.swap.recompute.tape.log import Function
 from memo.swap.recompute.tape.tape import Carried, ContentUse, Hidden, Tape, TapeStep
 from memo.swap.recompute.tape.work import Rates, Work, picoseconds_of, rates_of, work_of
 
-__all__ = ["step_costs"]
-
-
 _KNOWN: LRU[tuple[str | Rates, tuple[Any, ...]], int] = LRU(8192)
 """Layers repeat, and so do their operators; a call that takes another path has few new ones."""
 

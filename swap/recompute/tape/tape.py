@@ -34,8 +34,6 @@ from memo.swap.recompute.tape.log import (
     Storage,
 )
 
-__all__ = ["Carried", "Content", "ContentUse", "Hidden", "Tape", "TapeStep", "uses_in"]
-
 _RESIZE = frozenset({"resize_", "resize_as_", "set_", "_resize_output_"})
 _WHOLE = Region(period=1, starts=(0,), width=1)
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     import torch
     from torch.optim import Optimizer
 
-__all__ = ["UncountedWrites", "uncounted_writes"]
-
 STEP, LAYER = "an optimizer's step between forward and backward", "another layer's forward"
 
 

@@ -18,8 +18,6 @@ import torch
 from memo.swap.recompute.tape.attention import is_attention
 from memo.torch_private import tree_leaves
 
-__all__ = ["Rates", "Work", "picoseconds_of", "rates_of", "work_of"]
-
 _ATEN = torch.ops.aten
 _PS_PER_S = 10**12
 
