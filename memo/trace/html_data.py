@@ -148,7 +148,12 @@ class _RankColumns:
             "tiers": [self._tier_columns(tier) for tier in TierName],
             "owned": self._owned_columns(),
             "notes": [
-                {"t": note.t + self._shift, "step": note.step, "cause": note.cause, "message": without_folders(note.message)}
+                {
+                    "t": note.t + self._shift,
+                    "step": note.step,
+                    "cause": note.cause,
+                    "message": without_folders(note.message),
+                }
                 for note in self._notes
             ],
         }
