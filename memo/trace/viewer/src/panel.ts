@@ -171,15 +171,15 @@ function metaEntry(key: string, value: unknown): HTMLElement[] {
     const text = printable(String(value), 600).split(" ").flatMap((word) => [h("span", { class: "word" }, word), " "]);
     return [h("section", {}, h("h3", {}, title), h("p", { class: "meta" }, ...text))];
   }
-  const rows = flat(value, "").filter(([, text]) => text !== null).slice(0, 400).map(([name, text]): Cell[] => [printable(name), printable(metaText(key, text), 200)]);
+  const rows = flat(value, "").filter(([, text]) => text !== null).slice(0, 400).map(([name, text]): Cell[] => [printable(name), printable(metaText(`${key}.${name}`, text), 200)]);
   return rows.length ? [table(title, ["", ""], rows)] : [];
 }
 
-// Sizes and rates of the known groups, written for people; everything else as it is.
-function metaText(group: string, value: unknown): string {
+// Sizes and rates written for people; everything else as it is.
+function metaText(name: string, value: unknown): string {
   if (typeof value !== "number") return String(value);
-  if (group === "budgets") return bytes(value);
-  return group === "link_bytes_per_s" ? rate(value) : String(value);
+  if (name.includes("bytes_per_s")) return rate(value);
+  return /^budgets|nbytes/.test(name) ? bytes(value) : String(value);
 }
 
 function flat(value: object, prefix: string): [string, unknown][] {
