@@ -128,7 +128,8 @@ def _shoot(shown: Any, name: str) -> None:
     time.sleep(0.3)
     shown.screenshot(path=str(DOCS / name))
     picture = Image.open(DOCS / name).convert("RGB")
-    picture.quantize(256, dither=Image.Dither.NONE).save(DOCS / name, optimize=True)
+    palette = picture.quantize(256, Image.Quantize.MAXCOVERAGE, kmeans=3, dither=Image.Dither.NONE)
+    palette.save(DOCS / name, optimize=True)
     print(f"Wrote {DOCS / name}")
 
 

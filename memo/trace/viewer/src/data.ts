@@ -235,7 +235,7 @@ export class Rank {
   // True where a search found the tensor: by its module, operation, shape or Python line.
   found(hits: Uint8Array, life: number): boolean {
     const { name, op, shape, line } = this.lives;
-    return [name, op, shape, line].some((column) => hits[column[life]] === 1);
+    return hits[name[life]] + hits[op[life]] + hits[shape[life]] + hits[line[life]] > 0;
   }
 
   // Every copy of a tensor, by start, as [row, index].

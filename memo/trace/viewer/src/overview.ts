@@ -100,11 +100,11 @@ export class Overview {
       button.addEventListener("click", act);
       return button;
     };
-    const other = make("other", "", "Show or hide other memory (o)", () => this.store.set({ other: !this.store.now.other }));
+    const other = make("other", "Other", "Show or hide other memory (o)", () => this.store.set({ other: !this.store.now.other }));
     other.hidden = !this.page.ranks.some((rank) => rank.tiers.some((tier) => tier.layers.some((band) => this.page.name(band) === "other")));
-    const name = (): void => void (other.textContent = this.store.now.other ? "Hide other" : "Show other");
-    this.store.watch(name);
-    name();
+    const mark = (): void => other.setAttribute("aria-pressed", String(this.store.now.other));
+    this.store.watch(mark);
+    mark();
     const fit = (): void => this.axis.show(this.page.begin, this.page.end);
     return h(
       "span",
