@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ def main() -> None:
             _shoot(page, f"tensor-{scheme}.png")
             _choose_the_peak(page)
             _shoot(page, f"memory-{scheme}.png")
+            if scheme == "light":
+                _show_details(page)
         page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="light")
         page.goto(_simulated(Path(folder)).as_uri())
         page.wait_for_selector("html[data-ready]")
@@ -40,7 +43,7 @@ def main() -> None:
         page.goto(_compared(Path(folder)).as_uri())
         page.wait_for_selector("html[data-ready]")
         _shoot(page, "diff.png")
-        phone = browser.new_page(viewport={"width": 390, "height": 844}, color_scheme="light")
+        phone = browser.new_page(viewport={"width": 390, "height": 1120}, color_scheme="light")
         phone.goto(report.as_uri())
         phone.wait_for_selector("html[data-ready]")
         _shoot(phone, "phone.png")
@@ -87,6 +90,23 @@ def _choose_the_late_tensor(page: Any) -> None:
     page.locator("#search").evaluate("search => search.blur()")
 
 
+def _show_details(page: Any) -> None:
+    """The tensors that a search by shape or operation finds, without other memory; the run; the keys."""
+    page.keyboard.press("Escape")
+    page.keyboard.press("o")
+    page.locator("#search").fill("attention")
+    _shoot(page, "tensors.png")
+    page.keyboard.press("Escape")
+    page.locator("#search").fill("")
+    page.locator("#search").evaluate("search => search.blur()")
+    page.keyboard.press("o")
+    page.click("#tab-run")
+    _shoot(page.locator(".panel"), "run.png")
+    page.keyboard.press("?")
+    _shoot(page.locator("#keys"), "keys.png")
+    page.keyboard.press("Escape")
+
+
 def _choose_the_peak(page: Any) -> None:
     """Clicks the device's memory at its peak, as the canvas says where it was drawn."""
     for key in ("Escape", "]", "["):  # the step again, and not the tensor's life
@@ -101,9 +121,15 @@ def _choose_the_peak(page: Any) -> None:
     page.mouse.move(0, 0)
 
 
-def _shoot(page: Any, name: str) -> None:
-    page.wait_for_timeout(300)
-    page.screenshot(path=str(DOCS / name))
+def _shoot(shown: Any, name: str) -> None:
+    """Writes the picture of a page or of one of its elements, in 256 colours."""
+    from PIL import Image
+
+    time.sleep(0.3)
+    shown.screenshot(path=str(DOCS / name))
+    picture = Image.open(DOCS / name).convert("RGB")
+    palette = picture.quantize(256, Image.Quantize.MAXCOVERAGE, kmeans=3, dither=Image.Dither.NONE)
+    palette.save(DOCS / name, optimize=True)
     print(f"Wrote {DOCS / name}")
 
 

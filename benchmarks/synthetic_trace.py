@@ -69,7 +69,16 @@ class Workload:
 
 OWNED_NBYTES = 6 << 30
 OTHER_NBYTES = 400 << 20
-NAMES = ("input", "attn.q_proj", "attn.k_proj", "attn.out", "mlp.up", "mlp.act", "mlp.down", "norm")
+NAMES = {
+    "input": "Add",
+    "attn.q_proj": "Mm",
+    "attn.k_proj": "Mm",
+    "attn.out": "ScaledDotProductFlashAttention",
+    "mlp.up": "Mm",
+    "mlp.act": "Silu",
+    "mlp.down": "Mul",
+    "norm": "NativeLayerNorm",
+}
 
 
 class Run:
@@ -157,9 +166,8 @@ class Run:
         return saved
 
     def _save(self, layer: int, slot: int, nbytes: int, at: int) -> _Saved:
-        one = _Saved(
-            id=self._next_id, nbytes=nbytes, module=f"layers.{layer}.{NAMES[slot % len(NAMES)]}", slot=slot, away=0
-        )
+        name, op = list(NAMES.items())[slot % len(NAMES)]
+        one = _Saved(id=self._next_id, nbytes=nbytes, module=f"layers.{layer}.{name}", slot=slot, away=0)
         self._next_id += 1
         self._emit(
             StateChange(
@@ -172,6 +180,8 @@ class Run:
                 module=one.module,
                 shape=(1, nbytes // 2 // 256, 256),
                 dtype="bfloat16",
+                op=op,
+                line=f"gpt/block.py:{40 + slot % len(NAMES)} forward < gpt/model.py:88 forward",
             )
         )
         return one

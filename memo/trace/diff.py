@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from memo.trace.figures import StepStats
-from memo.trace.format import duration, percent, rate
+from memo.trace.format import duration, percent, rate, without_folders
 from memo.trace.html_data import page_data
 from memo.trace.report import TraceReport
 from memo.units import format_bytes
@@ -125,7 +125,7 @@ def diff_page(a: TraceReport, b: TraceReport, rows: list[DiffRow], *, names: tup
         }
         for row in rows
     ]
-    table = {"sentence": diff_sentence(rows), "rows": shown, "names": list(names)}
+    table = {"sentence": diff_sentence(rows), "rows": shown, "names": without_folders(names)}
     return {"diff": table, "pages": [page_data(one) for one in (a, b)]}
 
 

@@ -6,21 +6,37 @@ characters that a terminal or a bidirectional text engine would obey are shown a
 
 from __future__ import annotations
 
+import re
 import unicodedata
+from typing import Any
 
 _INERT = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}  # controls, bidi and zero-width marks, surrogates, line separators
 
+_LAST_WORD, _FIRST_WORD = re.compile(r"(?<= )[^ ]{1,20}\Z"), re.compile(r"\A[^ ]{1,20}(?= )")
+_HOME = re.compile(r"(?<![^\s'\"=,:;(\[])/(?:home|Users)/[^\s'\"/]+")
+_FOLDERS = re.compile(r"(?<![^\s'\"=,:;(\[])(?:…|\.{1,2})?/(?:[^\s'\"/]+/)+(?=[^\s'\"/])")
+
 
 def printable(name: str, *, limit: int = 80) -> str:
-    """Escapes control and invisible characters of a name, and cuts its middle beyond `limit` characters."""
+    """Escapes control and invisible characters of a name, and cuts its middle beyond `limit` characters, between words."""
     if len(name) > limit:
         head = (limit - 1) * 2 // 3
-        name = f"{name[:head]}…{name[-(limit - 1 - head) :]}"
+        begin, end = name[:head], name[-(limit - 1 - head) :]
+        name = f"{_LAST_WORD.sub('', begin)}…{_FIRST_WORD.sub('', end)}"
     return "".join(_escaped(char) if unicodedata.category(char) in _INERT else char for char in name)
 
 
 def _escaped(char: str) -> str:
     return char.encode("unicode_escape").decode("ascii")
+
+
+def without_folders(value: Any) -> Any:
+    """Shortens every path in the texts of a JSON value that begins at a root, `.` or `..` to its last part: `…/data.txt`."""
+    if isinstance(value, str):
+        return _FOLDERS.sub("…/", _HOME.sub("…", value)) if "/" in value else value
+    if isinstance(value, dict):
+        return {key: without_folders(item) for key, item in value.items()}
+    return [without_folders(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def duration(ns: float) -> str:

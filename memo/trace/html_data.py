@@ -28,6 +28,7 @@ from memo.events import (
     UseKind,
 )
 from memo.trace.device_memory import OWNED, device_stack
+from memo.trace.format import without_folders
 from memo.trace.intervals import pack_rows
 from memo.trace.report import RankReport, TraceReport
 from memo.trace.tensor_lifetimes import TensorLifetime, layer_of, residency_changes
@@ -71,8 +72,8 @@ def page_data(
         "tiers": [tier.value for tier in TierName],
         "uses": [use.value for use in UseKind],
         "origin_unix_ns": str(origin),  # beyond 2**53, so no number in JavaScript
-        "meta": report.of_rank(report.rank).trace.meta,
-        "stats": report.to_json(),
+        "meta": without_folders(report.of_rank(report.rank).trace.meta),  # a page is sent to others
+        "stats": without_folders(report.to_json()),
         "ranks": [_RankColumns(one, names, origin, share).to_json() for one in report.ranks],
         "names": names.strings,
         "packing": list(packing),
@@ -145,7 +146,12 @@ class _RankColumns:
             "tiers": [self._tier_columns(tier) for tier in TierName],
             "owned": self._owned_columns(),
             "notes": [
-                {"t": note.t + self._shift, "step": note.step, "cause": note.cause, "message": note.message}
+                {
+                    "t": note.t + self._shift,
+                    "step": note.step,
+                    "cause": note.cause,
+                    "message": without_folders(note.message),
+                }
                 for note in self._notes
             ],
         }

@@ -27,7 +27,7 @@ _COLOURS = {
     ("compute", "optimizer"): "#8a8f98",
     "compute": "#0072b2",
     "recompute": "#cc79a7",
-    "network": "#d55e00",
+    "network": "#808a9a",
     "d2h": "#009e73",
     "h2d": "#56b4e9",
     "nvme-write": "#b07d12",

@@ -165,7 +165,7 @@ def _plan_limits(evidence: Evidence) -> str | None:
         return None
     tightest, _, more = evidence.limits.partition("; ")
     others = " (and others)" if more else ""
-    return f"A solver planned this step. What limits it{others}: {printable(tightest)}."
+    return f"A solver planned this step. What limits it{others}: {printable(tightest, limit=300)}."
 
 
 def _declined(evidence: Evidence) -> str | None:

@@ -28,6 +28,7 @@ from memo.events import (
     TierName,
 )
 from memo.trace import Trace, build_report, device_stack, page_data, read_traces, render_page, residency_changes
+from memo.trace.format import printable, without_folders
 from memo.trace.html import embedded_json
 
 VIEWER = Path(__file__).parent.parent.parent / "memo" / "trace"
@@ -137,6 +138,29 @@ def test_no_source_parses_markup_or_text_as_code() -> None:
     assert len(sources) > 10
     for source in sources:
         assert not forbidden.search(source.read_text(encoding="utf-8")), source.name
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("/home/jane/env/bin/memo train --disk=/mnt/nvme/jane/", "…/memo train --disk=…/jane/"),
+        ("'/Users/jane/a.py', line 3", "'…/a.py', line 3"),
+        ("--data /home/jane", "--data …"),
+        ("../../env/bin/memo", "…/memo"),
+        ("runs/a/trace.jsonl at 5 GiB/s, https://a.b/c/d", "runs/a/trace.jsonl at 5 GiB/s, https://a.b/c/d"),
+    ],
+)
+def test_a_path_of_the_author_is_shortened_to_its_last_part(make_trace: MakeTrace, text: str, shown: str) -> None:
+    assert without_folders({"a": [text]}) == {"a": [shown]}
+    note = Note(t=1, step=0, cause="fallback", message=text)
+    page = page_of(make_trace([note], meta={"command": text}, path=text, remarks=(text,)))
+    assert text == shown or text not in page
+
+
+def test_a_long_text_is_cut_between_words() -> None:
+    text = "all layers are alike, at alpha 0.125, which measured steps have room for on this device"
+    assert printable(text, limit=60) == "all layers are alike, at alpha 0.125, … for on this device"
+    assert printable("x" * 90, limit=10) == "xxxxxx…xxx"
 
 
 def test_a_hostile_title_is_text(make_trace: MakeTrace) -> None:

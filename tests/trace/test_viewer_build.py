@@ -65,6 +65,7 @@ def test_the_page_writes_numbers_and_names_as_the_terminal_does(tmp_path: Path) 
     sizes = [0, 1, 1023, 1024, 1536, 2.5 * 2**20, 80 * 2**30, 3 * 2**40]
     rates = [5, 9.99e5, 1.2e6, 23.14e9, 9e8]
     names = ["layers.4", "\x1b[31m", "a\u202eb", "\u2028", "x" * 200, "\U000e0001", "é日本"]
+    names += ["a step's plan keeps what fits at alpha 0.125, " * 4, "x" * 60 + " " + "y" * 60]
     script = (
         "const f = await import(process.argv[1]); const [t, p, b, r, n] = JSON.parse(process.argv[2]);"
         "console.log(JSON.stringify([t.map(f.duration), p.map(f.percent), b.map(f.bytes), r.map(f.rate),"

@@ -2,10 +2,11 @@
 
 import type { Page, Row } from "./data";
 import { firstVisible } from "./lanes";
-import type { MemoryChart } from "./memory";
+import { LINE, type MemoryChart } from "./memory";
 import type { Looking } from "./state";
 
 export const AXIS = 24; // pixels above the first band
+const LOWEST = 68; // pixels of a memory chart below its caption
 const MAX_ROWS = 4; // of one lane; what overlaps deeper shares the last
 
 export interface Band {
@@ -24,8 +25,9 @@ export interface Hit {
   index: number; // of a span or a stall; -1 for none
 }
 
-// The bands for a window of some height: lanes of every shown rank, then the memory of the chosen one.
-export function stackBands(page: Page, { allRanks, rank }: Looking, charts: MemoryChart[], height: number): Band[] {
+// The bands for a window of some height: lanes of every shown rank, then the memory of the chosen one; of a tier that is
+// empty in the chosen step a line that says so.
+export function stackBands(page: Page, { allRanks, rank, step }: Looking, charts: MemoryChart[], height: number): Band[] {
   const shown = allRanks ? page.ranks.map((_, i) => i) : [rank];
   const bands: Band[] = [];
   let y = AXIS + 4;
@@ -38,10 +40,14 @@ export function stackBands(page: Page, { allRanks, rank }: Looking, charts: Memo
     if (allRanks) add({ ...base, kind: "title", height: 14, text: `rank ${page.ranks[index].rank}` });
     for (const band of lanesOf(page, index, allRanks ? 13 : 18)) add(band);
   }
-  const room = Math.max(84, Math.min(240, (height - y - 10) / Math.max(charts.length, 1) - 6));
+  const empty = charts.filter((chart) => chart.series.isEmpty(...page.ranks[rank].interval(step)));
+  const left = height - y - 10 - empty.length * (LINE + 6);
+  const room = Math.min(240, left / Math.max(charts.length - empty.length, 1) - 6);
   for (const chart of charts) {
     y += 3;
-    add({ kind: "memory", rank, height: room, text: chart.tier, rows: [], chart });
+    const shown = empty.includes(chart) ? null : chart;
+    const tall = shown ? Math.max(room, shown.header + LOWEST) : LINE;
+    add({ kind: "memory", rank, height: tall, text: chart.tier, rows: [], chart: shown });
   }
   return bands;
 }
@@ -57,8 +63,9 @@ function lanesOf(page: Page, index: number, height: number): Omit<Band, "y">[] {
       const tall = (lane === "compute" ? height + 6 : height) + (deep - 1) * 7;
       bands.push({ ...base, kind: "rows", height: tall, text: lane, rows });
     }
-    if (lane === "compute" && rank.stalls.length) {
-      bands.push({ ...base, kind: "stalls", height: Math.max(12, height - 4), text: "stalls", rows: [] });
+    const waits = new Set(lane === "compute" ? Array.from(rank.stalls.cause, (cause) => page.stallLane(cause)) : []);
+    for (const text of [...waits].sort().reverse()) {
+      bands.push({ ...base, kind: "stalls", height: Math.max(12, height - 4), text, rows: [] });
     }
   });
   return bands;
@@ -78,6 +85,7 @@ export function hitBand(page: Page, band: Band, t: number, y: number, near: numb
     const { stalls } = page.ranks[band.rank];
     let best = -1;
     for (let i = 0; i < stalls.length && stalls.t[i] <= t + near; i++) {
+      if (page.stallLane(stalls.cause[i]) !== band.text) continue;
       if (stalls.t[i] + stalls.d[i] >= t - near && (best < 0 || stalls.d[i] > stalls.d[best])) best = i;
     }
     return { ...miss, index: best };

@@ -204,6 +204,7 @@ export class Rank {
   readonly lives: Lives;
   readonly stalls: Stalls;
   readonly tiers: TierSeries[];
+  readonly without: (band: string) => TierSeries[]; // the tiers again, but for one band
   readonly owned: RawRank["owned"]; // the largest weights, gradients and tensors of optimizer state
   readonly notes: RawRank["notes"];
 
@@ -214,7 +215,8 @@ export class Rank {
     this.rows = raw.rows.map(rowOf);
     this.lives = livesOf(raw.lives);
     this.stalls = stallsOf(raw.stalls);
-    this.tiers = raw.tiers.map((tier) => new TierSeries(tier, names));
+    this.without = (band) => raw.tiers.map((tier) => new TierSeries(tier, names, tier.below.find((name) => names[name] === band)));
+    this.tiers = this.without("");
     this.owned = raw.owned;
     this.notes = raw.notes;
   }
@@ -228,6 +230,12 @@ export class Rank {
   interval(step: number | null): [number, number] {
     const { start_ns, duration_ns } = this.step(step);
     return [start_ns + this.shift, start_ns + this.shift + Math.max(duration_ns, 1)];
+  }
+
+  // True where a search found the tensor: by its module, operation, shape or Python line.
+  found(hits: Uint8Array, life: number): boolean {
+    const { name, op, shape, line } = this.lives;
+    return hits[name[life]] + hits[op[life]] + hits[shape[life]] + hits[line[life]] > 0;
   }
 
   // Every copy of a tensor, by start, as [row, index].
@@ -257,9 +265,10 @@ export class TierSeries {
   readonly peak: number;
   private readonly snapshots: Float64Array;
 
-  constructor(raw: RawRank["tiers"][number], names: string[]) {
+  // Without the bytes of a `hidden` band, if there is one.
+  constructor(raw: RawRank["tiers"][number], names: string[], readonly hidden?: number) {
     this.t = sums(raw.t);
-    this.delta = Float64Array.from(raw.delta);
+    this.delta = Float64Array.from(raw.delta, (nbytes, i) => (raw.layer[i] === hidden ? 0 : nbytes));
     const collator = new Intl.Collator("en", { numeric: true });
     const others = new Set([...raw.below, ...raw.above]);
     const layers = [...new Set(raw.layer)].filter((name) => !others.has(name));
@@ -269,7 +278,8 @@ export class TierSeries {
     this.above = raw.above.length;
     const place = new Map(this.layers.map((name, index) => [name, index]));
     this.layer = Int32Array.from(raw.layer, (name) => place.get(name) ?? 0);
-    this.total = sums(raw.delta);
+    this.total = this.delta.slice();
+    for (let i = 1; i < this.total.length; i++) this.total[i] += this.total[i - 1];
     this.peak = this.total.reduce((a, b) => Math.max(a, b), 0);
     this.counterT = sums(raw.counter_t);
     this.counterBytes = Float64Array.from(raw.counter_nbytes);
@@ -281,8 +291,10 @@ export class TierSeries {
     return this.layers.slice(this.below, this.layers.length - this.above);
   }
 
-  get empty(): boolean {
-    return this.peak === 0 && !this.counterBytes.some((nbytes) => nbytes > 0);
+  // True where the tier holds nothing within [from, to].
+  isEmpty(from: number, to: number): boolean {
+    const counted = this.counterBytes.some((nbytes, i) => nbytes > 0 && from <= this.counterT[i] && this.counterT[i] <= to);
+    return !counted && this.peakWithin(from, to).nbytes === 0;
   }
 
   // True where the bands are all that the tier holds, and not only what layers saved.
@@ -341,6 +353,11 @@ export class Page {
     this.begin = Math.min(...intervals.map(([begin]) => begin));
     this.end = Math.max(this.begin + SHORTEST_NS, ...intervals.map(([, end]) => end));
     this.layers = layersOf(this.ranks, raw.names);
+  }
+
+  // The lane in which a stall is drawn: waits for collectives are no stalls of copies.
+  stallLane(cause: number): "stalls" | "collectives" {
+    return this.raw.causes[cause] === "collective" ? "collectives" : "stalls";
   }
 
   // The place of the layer that a module is in (or is), in `layers`; undefined for a module of no layer.

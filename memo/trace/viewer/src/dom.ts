@@ -13,14 +13,23 @@ export function h<K extends keyof HTMLElementTagNameMap>(
   return element;
 }
 
-// A table with a header row; cells that are pairs are right-aligned numbers: [shown, exact].
+// A name that may be broken where its words begin, and within a word only after 24 characters.
+export function words(text: string): Node[] {
+  const parts = text.split(/(?<=[._/-])(?=[a-z])|(?<=×)|(?<=[a-z])(?=[A-Z][a-z])/).flatMap((part) => part.match(/.{1,24}/gsu) ?? []);
+  return parts.flatMap((part, i) => [...(i ? [h("wbr")] : []), document.createTextNode(part)]);
+}
+
+// A table with a header row; cells that are pairs are right-aligned numbers: [shown, exact]. `below` is text under a row.
 export type Cell = string | Node | [string, number | null];
 
-export function table(caption: string, head: string[], rows: Cell[][], pick?: (row: number) => void): HTMLElement {
-  const body = rows.map((cells, index) => {
+export function table(caption: string, head: string[], rows: Cell[][], pick?: (row: number) => void, below?: (row: number) => string): HTMLElement {
+  const body = rows.flatMap((cells, index) => {
     const line = h("tr", {}, ...cells.map(cell));
+    const text = below?.(index);
+    const more = text ? [h("tr", { class: "below" }, h("td", { colspan: String(head.length) }, h("div", {}, text)))] : [];
     if (pick) makeButton(line, () => pick(index));
-    return line;
+    if (pick) for (const one of more) one.addEventListener("click", () => pick(index));
+    return [line, ...more];
   });
   const header = head.map((text) => h("th", { scope: "col" }, text));
   return h("table", {}, h("caption", {}, caption), h("thead", {}, h("tr", {}, ...header)), h("tbody", {}, ...body));
@@ -30,7 +39,7 @@ function cell(content: Cell): HTMLElement {
   if (Array.isArray(content)) {
     return h("td", { class: "number", "data-value": String(content[1]) }, content[0]);
   }
-  return h("td", {}, content);
+  return h("td", {}, ...(typeof content === "string" ? words(content) : [content]));
 }
 
 function makeButton(line: HTMLElement, act: () => void): void {

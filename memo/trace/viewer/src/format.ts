@@ -42,12 +42,13 @@ export function rate(bytesPerS: number | null): string {
 
 const INERT = /[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Cn}\p{Zl}\p{Zp}]/gu;
 
-// Invisible and obeyed characters as escapes, and long names cut in their middle.
+// Invisible and obeyed characters as escapes, and long names cut in their middle, between words.
 export function printable(name: string, limit = 80): string {
   const characters = [...name];
   const head = Math.floor(((limit - 1) * 2) / 3);
-  const cut = characters.length <= limit ? characters : [...characters.slice(0, head), "…", ...characters.slice(-(limit - 1 - head))];
-  return cut.join("").replace(INERT, (char) => {
+  const begin = (): string => characters.slice(0, head).join("").replace(/(?<= )[^ ]{1,20}$/u, "");
+  const end = (): string => characters.slice(-(limit - 1 - head)).join("").replace(/^[^ ]{1,20}(?= )/u, "");
+  return (characters.length <= limit ? name : `${begin()}…${end()}`).replace(INERT, (char) => {
     const code = char.codePointAt(0) ?? 0;
     if (code < 0x100) return `\\x${code.toString(16).padStart(2, "0")}`;
     return code > 0xffff ? `\\U${code.toString(16).padStart(8, "0")}` : `\\u${code.toString(16).padStart(4, "0")}`;

@@ -11,13 +11,13 @@ export interface Header {
   search: HTMLInputElement;
 }
 
-export function makeHeader(page: Page, store: Store, act: { next(): void; themed(): void }): Header {
-  const search = h("input", { type: "search", id: "search", placeholder: "search modules ( / )", "aria-label": "Search by module name" });
+export function makeHeader(page: Page, store: Store, act: { next(): void; themed(): void; keys(): void }): Header {
+  const search = h("input", { type: "search", id: "search", placeholder: "layer, op, shape", title: "Search by layer, operation, shape or Python line ( / )", "aria-label": "Search by layer, operation, shape or Python line" });
   search.addEventListener("input", () => store.set({ query: search.value, hits: matches(page.raw.names, search.value) }));
   search.addEventListener("keydown", (event) => {
     if (event.key === "Enter") act.next();
   });
-  const controls = h("div", { class: "controls" }, ...views(page, store), rankSelect(page, store), stepSelect(page, store), search, themeButton(act.themed));
+  const controls = h("div", { class: "controls" }, ...views(page, store), rankSelect(page, store), stepSelect(page, store), search, themeButton(act.themed), keysButton(act.keys));
   const title = h("div", { class: "title" }, h("h1", {}, "memo trace"), h("span", { class: "subtitle" }, subtitle(page)));
   const element = h("header", {}, h("div", { class: "bar" }, title, controls), verdict(page, store));
   return { element, search };
@@ -92,6 +92,12 @@ function themeButton(themed: () => void): HTMLElement {
     themed();
   });
   label();
+  return button;
+}
+
+function keysButton(show: () => void): HTMLElement {
+  const button = h("button", { type: "button", id: "show-keys", title: "Keys ( ? )", "aria-label": "List the keys" }, "?");
+  button.addEventListener("click", show);
   return button;
 }
 

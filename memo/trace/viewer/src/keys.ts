@@ -1,9 +1,34 @@
 // Keyboard as in Perfetto: w and s zoom, a and d move, held keys move smoothly.
 
+import { h, table } from "./dom";
+
 export interface Moves {
   pan(pixels: number): void;
   zoomBy(factor: number): void;
   once: Record<string, () => void>;
+}
+
+const LIST = [
+  ["w  s", "zoom in, out"],
+  ["a  d", "left, right"],
+  ["wheel, drag", "zoom, move"],
+  ["click, double click", "select, zoom to it"],
+  ["f", "zoom to the selection"],
+  ["0", "the whole trace"],
+  ["[  ]", "step before, after"],
+  ["/", "search; Enter: next match"],
+  ["o", "show or hide other memory"],
+  ["Esc", "clear search and selection"],
+  ["shift + wheel", "scroll, when all ranks are shown"],
+  ["?", "this list"],
+];
+
+// The list of the keys, over the page until Esc or a click closes it.
+export function keysDialog(): HTMLDialogElement {
+  const close = h("button", { type: "button" }, "Close");
+  const dialog = h("dialog", { id: "keys" }, table("Keys", ["", ""], LIST), close);
+  dialog.addEventListener("click", () => dialog.close());
+  return dialog;
 }
 
 const PAN = 900; // pixels a second
@@ -57,5 +82,6 @@ export function listenToKeys(moves: Moves, signal: AbortSignal): void {
 }
 
 function isTyping(target: EventTarget | null): boolean {
+  if (target instanceof Element && target.closest("dialog")) return true;
   return target instanceof HTMLInputElement || target instanceof HTMLSelectElement || target instanceof HTMLTextAreaElement;
 }

@@ -4,7 +4,7 @@ import type { ScaleLinear } from "d3-scale";
 import { above, type Page, type Rank, type Row } from "./data";
 import { printable } from "./format";
 import type { Looking } from "./state";
-import { inkOn, laneColour, layerColour, type Theme } from "./theme";
+import { inkOn, laneColour, layerColour, stallColour, type Theme } from "./theme";
 
 const NARROW = 1.5; // pixels under which a span is not drawn on its own
 const CHARACTER = 6.1; // pixels, about, at 11 px
@@ -74,7 +74,7 @@ export function drawRow(pen: Pen, row: Row, y: number, height: number): void {
 function isBright({ looking, rank }: Pen, row: Row, i: number): boolean {
   const { hits } = looking;
   if (hits === null) return true;
-  return hits[row.name[i]] === 1 || (row.life[i] >= 0 && hits[rank.lives.name[row.life[i]]] === 1);
+  return hits[row.name[i]] === 1 || (row.life[i] >= 0 && rank.found(hits, row.life[i]));
 }
 
 export function labelOf(page: Page, rank: Rank, row: Row, i: number): string {
@@ -102,28 +102,25 @@ export function fit(text: string, room: number): string {
   const tail = parts.slice(-2).join(".");
   const last = parts[parts.length - 1];
   const numbered = /^\d+$/.test(last);
-  for (const candidate of numbered ? [tail, last] : [text, tail, last]) {
-    if (candidate.length <= room) return candidate;
-  }
-  return !numbered && room >= 4 ? `${last.slice(0, room - 1)}…` : "";
+  return (numbered ? [tail, last] : [text, tail, last]).find((candidate) => candidate.length <= room) ?? "";
 }
 
-// Stalls as hatched blocks, each at least a pixel and a half wide so that none is lost from sight.
-export function drawStalls(pen: Pen, y: number, height: number, hatch: CanvasPattern | string): void {
+// The stalls of a lane as hatched blocks, each at least a pixel and a half wide so that none is lost from sight.
+export function drawStalls(pen: Pen, lane: string, y: number, height: number, hatch: CanvasPattern | string): void {
   const { context, scale, rank, page, theme } = pen;
   const [from, to] = scale.domain();
   const { stalls } = rank;
   let covered = -1;
   for (let i = 0; i < stalls.length && stalls.t[i] < to; i++) {
     const end = stalls.t[i] + stalls.d[i];
-    if (end < from) continue;
+    if (end < from || page.stallLane(stalls.cause[i]) !== lane) continue;
     const x0 = Math.max(scale(stalls.t[i]), pen.left);
     const x1 = Math.max(Math.min(scale(end), pen.right), x0 + 1.5);
     if (x1 <= covered) continue;
     covered = x1;
     context.fillStyle = hatch;
     context.fillRect(x0, y, x1 - x0, height);
-    context.strokeStyle = theme.stall;
+    context.strokeStyle = stallColour(theme, lane);
     if (x1 - x0 > 5) context.strokeRect(x0 + 0.5, y + 0.5, x1 - x0 - 1, height - 1);
     const text = page.raw.causes[stalls.cause[i]];
     if (x1 - x0 > text.length * CHARACTER + 10) {

@@ -49,10 +49,10 @@ function replace(root: HTMLElement, show: Show, before: Shown | null, raw: RawPa
   before.close();
   const after = show(root, raw, (page) => {
     const rank = Math.min(looking.rank, page.ranks.length - 1);
-    const { query, allRanks } = looking;
+    const { query, allRanks, other } = looking;
     const there = page.ranks[rank].figures.steps.some((one) => one.step === looking.step);
     const step = looking.step === null ? null : follows || !there ? newest(page, rank) : looking.step;
-    return { rank, allRanks, query, hits: matches(page.raw.names, query), step, selection: selected(was, page, looking, rank, step) };
+    return { rank, allRanks, query, other, hits: matches(page.raw.names, query), step, selection: selected(was, page, looking, rank, step) };
   });
   const { rank, step } = after.looking;
   const [a, b] = was.ranks[looking.rank].interval(looking.step);

@@ -5,7 +5,7 @@ import { showDiff, type RawDiff } from "./diff";
 import { h } from "./dom";
 import { ExplainView } from "./explain";
 import { makeHeader } from "./header";
-import { listenToKeys } from "./keys";
+import { keysDialog, listenToKeys } from "./keys";
 import { Overview } from "./overview";
 import { PackingView } from "./packing";
 import { Panel } from "./panel";
@@ -48,6 +48,7 @@ function show(root: HTMLElement, raw: RawPage, kept: (page: Page) => Partial<Loo
     hits: null,
     selection: null,
     view: "timeline",
+    other: true,
     ...kept(page),
   });
   const timeline = new Timeline(page, store);
@@ -57,15 +58,17 @@ function show(root: HTMLElement, raw: RawPage, kept: (page: Page) => Partial<Loo
   const explain = page.raw.explained.kinds.length ? new ExplainView(page, store) : null;
   const panel = new Panel(page, store, { show: (from, to) => timeline.axis.show(from, to) });
   const next = nextMatch(page, store, timeline);
+  const keys = keysDialog();
   const header = makeHeader(page, store, {
     next,
+    keys: () => keys.showModal(),
     themed: () => {
       timeline.layout();
       packing?.redraw();
     },
   });
   const first = h("div", { class: "work" }, h("div", { class: "lanes" }, overview.element, timeline.element), panel.element);
-  root.append(header.element, first, ...(packing ? [packing.element] : []), ...(explain ? [explain.element] : []));
+  root.append(keys, header.element, first, ...(packing ? [packing.element] : []), ...(explain ? [explain.element] : []));
 
   const toStep = (): void => timeline.axis.around(...page.ranks[store.now.rank].interval(store.now.step), 0.01);
   const showView = (): void => {
@@ -84,6 +87,8 @@ function show(root: HTMLElement, raw: RawPage, kept: (page: Page) => Partial<Loo
     once: {
       "0": () => timeline.axis.show(page.begin, page.end),
       f: () => focus(page, store, timeline),
+      "?": () => keys.showModal(),
+      o: () => store.set({ other: !store.now.other }),
       "/": () => header.search.focus(),
       "[": () => moveStep(page, store, -1),
       "]": () => moveStep(page, store, 1),
@@ -139,7 +144,7 @@ function nextMatch(page: Page, store: Store, timeline: Timeline): () => void {
     const from = selection?.life ?? -1;
     for (let passed = 1; passed <= lives.length; passed++) {
       const life = (from + passed + lives.length) % lives.length;
-      if (hits[lives.name[life]] !== 1 || (step !== null && lives.step[life] !== step)) continue;
+      if (!page.ranks[index].found(hits, life) || (step !== null && lives.step[life] !== step)) continue;
       store.set({ selection: { kind: "life", rank: index, life, row: -1, index: -1 } });
       timeline.axis.around(lives.start[life], lives.end[life], 0.1);
       return;

@@ -10,7 +10,8 @@ import type { Pen } from "./lanes";
 import { bandColour } from "./band_colours";
 import { channels, layerColour } from "./theme";
 
-const LINE = 15; // pixels for a line of the caption
+export const LINE = 15; // pixels for a line of the caption
+const ROOM = 6; // pixels below it, for the mark of the peak
 const RED = "#c0392b";
 const OFF_SCALE = 2.5; // a line above this many peaks would flatten the chart, and is named instead of drawn
 
@@ -22,6 +23,20 @@ interface Mark {
   text: string;
 }
 
+// A part of the caption: a line's or (without a dash) a band's colour, and what it is.
+interface Entry {
+  text: string;
+  colour: string;
+  dash: number[] | null;
+  x: number;
+  line: number;
+}
+
+// Pixels for the line or the patch before a text; the first has none.
+function keyWidth({ dash }: Pick<Entry, "dash">, place: number): number {
+  return place ? (dash ? 18 : 13) : 0;
+}
+
 export class MemoryChart {
   private readonly raster = document.createElement("canvas");
   private image: ImageData | null = null;
@@ -30,18 +45,17 @@ export class MemoryChart {
   private held: Float64Array;
   private readonly counterPeak: number;
 
-  readonly header: number; // pixels for the caption
+  header = LINE; // pixels for the caption
+  private caption: Entry[] = [];
 
   constructor(readonly tier: string, readonly series: TierSeries) {
-    this.header = series.whole ? 2 * LINE : LINE;
     this.held = new Float64Array(series.layers.length);
     this.counterPeak = series.counterBytes.reduce((a, b) => Math.max(a, b), 0);
   }
 
   draw(pen: Pen, figures: PeakFigures, y: number, height: number, step: [number, number]): void {
     const { context, left, right, theme } = pen;
-    const marks = this.marks(figures, pen);
-    const shown = marks.filter((mark) => this.onScale(mark.nbytes));
+    const shown = this.marks(figures, pen).filter((mark) => this.onScale(mark.nbytes));
     const top = this.scaleTop(figures);
     const scaleY = scaleLinear().domain([0, top]).range([y + height, y + this.header]);
     context.fillStyle = theme.band;
@@ -63,7 +77,7 @@ export class MemoryChart {
     if (peak) this.drawPeak(pen, peak, scaleY(peak.nbytes));
     if (peak) context.canvas.dataset["memory"] = String(y + height - 4);
     this.drawInstants(pen, y, height);
-    this.caption(pen, figures, marks, y, peak);
+    this.drawCaption(pen, y);
     this.ticks(pen, top, scaleY);
   }
 
@@ -81,8 +95,9 @@ export class MemoryChart {
 
   // Bytes at the top of the chart: the same at every zoom, so that heights compare.
   scaleTop(figures: PeakFigures): number {
-    const others = [figures.budget_nbytes, this.series.whole ? null : figures.predicted_nbytes, this.counterPeak].filter((nbytes) => nbytes !== null);
-    return Math.max(this.series.peak, ...others.filter((nbytes) => this.onScale(nbytes)), 1) * 1.04;
+    const { whole, hidden, peak } = this.series;
+    const others = hidden === undefined ? [figures.budget_nbytes, whole ? null : figures.predicted_nbytes, this.counterPeak] : [];
+    return Math.max(peak, ...others.filter((nbytes) => nbytes !== null).filter((nbytes) => this.onScale(nbytes)), 1) * 1.04;
   }
 
   private onScale(nbytes: number): boolean {
@@ -104,6 +119,7 @@ export class MemoryChart {
 
   private marks(figures: PeakFigures, { theme }: Pen): Mark[] {
     const found: Mark[] = [];
+    if (this.series.hidden !== undefined) return found; // a budget counts what is hidden, too
     if (figures.budget_nbytes) {
       found.push({ nbytes: figures.budget_nbytes, colour: theme.budget, dash: [], text: `budget ${bytes(figures.budget_nbytes)}` });
     }
@@ -150,68 +166,69 @@ export class MemoryChart {
     for (const note of rank.notes) if (note.cause === "out-of-memory") line(note.t, RED, "out of memory");
   }
 
-  private caption(pen: Pen, figures: PeakFigures, marks: Mark[], y: number, peak: { t: number; nbytes: number } | null): void {
-    const { context, theme } = pen;
-    let x = pen.left + 4;
-    const say = (text: string, line: { colour: string; dash: number[] } | null): void => {
-      const width = context.measureText(text).width;
-      if (x + width + 18 > pen.right) return; // no room: the panel's figures say it too
-      if (line) {
-        this.key(pen, x, y, line.colour, line.dash);
-        x += 18;
-      }
-      context.fillStyle = line ? theme.faint : theme.text;
-      context.fillText(text, x, y + 7);
-      x += width + 14;
-    };
+  // Lays out the caption: the peak, the lines, and the bands with what each held at the peak, on as many lines as they need.
+  arrange(pen: Pen, figures: PeakFigures, step: [number, number]): void {
+    const { context, page, left, right, theme } = pen;
+    const peak = this.series.whole ? this.series.peakWithin(...step) : null;
+    const without = this.series.hidden === undefined ? "" : ` without ${page.name(this.series.hidden)}`;
+    const said: Omit<Entry, "x" | "line">[] = [
+      { text: peak ? `peak ${bytes(peak.nbytes)}${without}` : `peak ${bytes(figures.saved_nbytes)} saved by layer`, colour: theme.text, dash: null },
+    ];
     const off = (nbytes: number): string => (this.onScale(nbytes) ? "" : " (off the scale)");
-    say(peak ? `peak ${bytes(peak.nbytes)}` : `peak ${bytes(figures.saved_nbytes)} saved by layer`, null);
-    if (peak) this.legend(pen, peak.t, y + LINE);
-    else if (figures.measured_nbytes !== null) {
-      const word = pen.page.raw.meta["simulated"] === true ? "predicted" : "measured";
-      say(`all ${word} ${bytes(figures.measured_nbytes)}${off(this.counterPeak)}`, { colour: theme.measured, dash: [] });
+    if (!peak && figures.measured_nbytes !== null) {
+      const word = page.raw.meta["simulated"] === true ? "predicted" : "measured";
+      const text = `all ${word} ${bytes(figures.measured_nbytes)}${off(this.counterPeak)}`;
+      said.push({ text, colour: theme.measured, dash: [] });
     }
-    for (const mark of marks) say(`${mark.text}${off(mark.nbytes)}`, mark);
+    for (const mark of this.marks(figures, pen)) said.push({ ...mark, text: `${mark.text}${off(mark.nbytes)}` });
+    if (peak) said.push(...this.legend(page, peak.t));
+    let [x, line] = [left + 4, 0];
+    this.caption = said.map((entry, i) => {
+      const wide = keyWidth(entry, i) + context.measureText(entry.text).width;
+      if (i && x + wide > right) [x, line] = [left + 4, line + 1];
+      const placed = { ...entry, x, line };
+      x += wide + 14;
+      return placed;
+    });
+    this.header = (line + 1) * LINE + (peak ? ROOM : 0);
   }
 
-  // The bands' colours, and what each held at the peak.
-  private legend({ context, left, right, page, theme }: Pen, t: number, y: number): void {
+  private drawCaption({ context, theme }: Pen, y: number): void {
+    this.caption.forEach(({ text, colour, dash, x, line }, i) => {
+      const top = y + line * LINE;
+      [context.fillStyle, context.strokeStyle] = [colour, colour];
+      if (dash) {
+        context.setLineDash(dash);
+        context.beginPath();
+        context.moveTo(x, top + 7.5);
+        context.lineTo(x + 14, top + 7.5);
+        context.stroke();
+        context.setLineDash([]);
+      } else if (i) context.fillRect(x, top + 3, 9, 9);
+      if (i) context.fillStyle = theme.faint;
+      context.fillText(text, x + keyWidth({ dash }, i), top + 7);
+    });
+    context.canvas.dataset[`${this.tier}Caption`] = this.caption.map(({ text }) => text).join("; ");
+  }
+
+  // The bands that held anything at `t`, the largest first.
+  private legend(page: Page, t: number): Omit<Entry, "x" | "line">[] {
     const { series } = this;
     series.before(above(series.t, t), this.held);
     const layersEnd = series.layers.length - series.above;
     const saved = this.held.slice(series.below, layersEnd).reduce((a, b) => a + b, 0);
-    const parts: [string, number, number][] = [];
-    for (let band = 0; band < series.below; band++) parts.push([page.name(series.layers[band]), this.held[band], band]);
-    parts.push(["saved by layer", saved, Math.floor((series.below + layersEnd - 1) / 2)]);
-    for (let band = layersEnd; band < series.layers.length; band++) parts.push([page.name(series.layers[band]), this.held[band], band]);
-    let x = left + 4;
-    for (const [name, nbytes, band] of parts.sort((a, b) => b[1] - a[1])) {
-      if (!nbytes) continue;
-      const text = `${name} ${bytes(nbytes)}`;
-      const width = context.measureText(text).width;
-      if (x + width + 16 > right) return;
-      context.fillStyle = this.colourOf(page, band);
-      context.fillRect(x, y + 3, 9, 9);
-      context.fillStyle = theme.faint;
-      context.fillText(text, x + 13, y + 7);
-      x += width + 25;
-    }
+    const parts: [string, number, number][] = [["saved by layer", saved, Math.floor((series.below + layersEnd - 1) / 2)]];
+    series.layers.forEach((name, band) => {
+      if (band < series.below || band >= layersEnd) parts.push([page.name(name), this.held[band], band]);
+    });
+    const held = parts.filter(([, nbytes]) => nbytes > 0).sort((a, b) => b[1] - a[1]);
+    return held.map(([name, nbytes, band]) => ({ text: `${name} ${bytes(nbytes)}`, colour: this.colourOf(page, band), dash: null }));
   }
 
   private colourOf(page: Page, place: number): string {
     const { below, layers, above: over } = this.series;
     const isLayer = place >= below && place < layers.length - over;
     return isLayer ? layerColour(page.layers.get(layers[place]) ?? 0, page.layers.size) : bandColour(page.name(layers[place]));
-  }
-
-  private key({ context }: Pen, x: number, y: number, colour: string, dash: number[]): void {
-    context.strokeStyle = colour;
-    context.setLineDash(dash);
-    context.beginPath();
-    context.moveTo(x, y + 7.5);
-    context.lineTo(x + 14, y + 7.5);
-    context.stroke();
-    context.setLineDash([]);
   }
 
   private countersIn({ scale, right }: Pen): [number, number][] {
@@ -303,9 +320,12 @@ export class MemoryChart {
     if (wanted === this.coloursFor && this.colours.length === layers.length) return;
     this.coloursFor = wanted;
     const background = channels(theme.band);
+    const query = looking.query.toLowerCase();
+    const matching = layers.map((name) => looking.hits?.[name] === 1 || (name !== 0 && query.startsWith(page.name(name).toLowerCase())));
+    const any = matching.includes(true); // none, where an operation or a shape is searched
     this.colours = Uint32Array.from(layers, (name, place) => {
       const layer = page.name(name);
-      const matched = looking.hits === null || looking.hits[name] === 1 || (layer !== "" && looking.query.toLowerCase().startsWith(layer.toLowerCase()));
+      const matched = !any || matching[place];
       const chosen = !selected || selected === layer || selected.startsWith(`${layer}.`);
       const colour = channels(this.colourOf(page, place));
       const share = matched && chosen ? 1 : 0.3;

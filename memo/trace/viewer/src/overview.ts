@@ -100,6 +100,11 @@ export class Overview {
       button.addEventListener("click", act);
       return button;
     };
+    const other = make("other", "Other", "Show or hide other memory (o)", () => this.store.set({ other: !this.store.now.other }));
+    other.hidden = !this.page.ranks.some((rank) => rank.tiers.some((tier) => tier.layers.some((band) => this.page.name(band) === "other")));
+    const mark = (): void => other.setAttribute("aria-pressed", String(this.store.now.other));
+    this.store.watch(mark);
+    mark();
     const fit = (): void => this.axis.show(this.page.begin, this.page.end);
     return h(
       "span",
@@ -107,6 +112,7 @@ export class Overview {
       make("zoom-in", "+", "Zoom in (w)", () => this.axis.zoomBy(ZOOM, null)),
       make("zoom-out", "\u2212", "Zoom out (s)", () => this.axis.zoomBy(1 / ZOOM, null)),
       make("zoom-fit", "Fit", "Show the whole trace (0)", fit),
+      other,
     );
   }
 

@@ -5,6 +5,7 @@ import { h, table, type Cell } from "./dom";
 import { bytes, count, duration, percent, printable, rate } from "./format";
 import { selectionTab } from "./story";
 import type { Selection, Store } from "./state";
+import { tensorTable } from "./tensors";
 
 const TOP = 100; // rows of a ranked table
 
@@ -91,20 +92,33 @@ export class Panel {
   private stalls(rank: Rank): Node[] {
     const { stalls } = rank;
     const { step, hits } = this.store.now;
-    const chosen = [...Array(stalls.length).keys()]
-      .filter((i) => (step === null || stalls.step[i] === step) && (hits === null || hits[this.stallName(rank, i)] === 1))
+    const all = [...Array(stalls.length).keys()]
+      .filter((i) => (step === null || stalls.step[i] === step) && (hits === null || this.isFound(rank, i, hits)))
       .sort((a, b) => stalls.d[b] - stalls.d[a]);
-    if (!chosen.length) return [h("p", {}, "No stall here: nothing waited for a copy.")];
+    const [copies, collectives] = ["stalls", "collectives"].map((lane) => all.filter((i) => this.page.stallLane(stalls.cause[i]) === lane));
+    return [
+      copies.length ? this.stallTable(rank, copies, "stalls") : h("p", {}, "No stall here: nothing waited for a copy."),
+      ...(collectives.length ? [this.stallTable(rank, collectives, "waits for collectives")] : []),
+    ];
+  }
+
+  private stallTable(rank: Rank, chosen: number[], what: string): HTMLElement {
+    const { stalls } = rank;
     const rows: Cell[][] = chosen.slice(0, TOP).map((i) => [
       [duration(stalls.d[i]), stalls.d[i]],
       this.page.raw.causes[stalls.cause[i]],
       printable(this.page.name(this.stallName(rank, i))),
     ]);
     const of = this.page.ranks.length > 1 ? ` of rank ${rank.rank}` : "";
-    const caption = `${count(chosen.length)} stalls${of}, longest first`;
+    const caption = `${count(chosen.length)} ${what}${of}, longest first`;
     const pick = (row: number): void =>
       this.select({ kind: "stall", rank: this.store.now.rank, index: chosen[row], life: stalls.life[chosen[row]], row: -1 });
-    return [table(caption, ["waited", "cause", "module"], rows, pick)];
+    return table(caption, ["waited", "cause", "module"], rows, pick);
+  }
+
+  private isFound(rank: Rank, i: number, hits: Uint8Array): boolean {
+    const { stalls } = rank;
+    return hits[stalls.name[i]] === 1 || (stalls.life[i] >= 0 && rank.found(hits, stalls.life[i]));
   }
 
   private stallName(rank: Rank, i: number): number {
@@ -117,23 +131,17 @@ export class Panel {
     const { step, hits, query } = this.store.now;
     const weight = (i: number): number => lives.nbytes[i] * (lives.end[i] - lives.start[i]);
     const chosen = [...Array(lives.length).keys()]
-      .filter((i) => (step === null || lives.step[i] === step) && (hits === null || hits[lives.name[i]] === 1))
+      .filter((i) => (step === null || lives.step[i] === step) && (hits === null || rank.found(hits, i)))
       .sort((a, b) => weight(b) - weight(a));
     const what = hits === null ? "tensors" : `tensors match “${printable(query)}”`;
     if (!chosen.length) return [h("p", { id: "matches" }, `No ${what} in this step.`)];
-    const rows: Cell[][] = chosen.slice(0, TOP).map((i) => [
-      printable(this.page.name(lives.name[i])),
-      [bytes(lives.nbytes[i]), lives.nbytes[i]],
-      [duration(lives.end[i] - lives.start[i]), lives.end[i] - lives.start[i]],
-      this.page.raw.tiers[lives.tier[i]],
-    ]);
-    const pick = (row: number): void =>
-      this.select({ kind: "life", rank: this.store.now.rank, life: chosen[row], row: -1, index: -1 });
+    const pick = (life: number): void => this.select({ kind: "life", rank: this.store.now.rank, life, row: -1, index: -1 });
     const shown = chosen.length > TOP ? `, the first ${TOP}` : "";
     const caption = `${count(chosen.length)} ${what}; by bytes × lifetime${shown}`;
-    const list = table(caption, ["module", "bytes", "lived", "tier"], rows, pick);
+    const list = tensorTable(this.page, rank, caption, chosen.slice(0, TOP), pick);
     list.id = "matches";
-    return [list];
+    const wants = lives.op.some((name) => name > 0) && !lives.line.some((name) => name > 0) && this.page.raw.meta["simulated"] !== true;
+    return wants ? [list, h("p", {}, "The Python lines of each tensor: memo train --trace-stacks, memo.offload(trace_stacks=True).")] : [list];
   }
 
   private run(rank: Rank): Node[] {
@@ -149,26 +157,29 @@ export class Panel {
       ...rank.figures.remarks.map((remark) => h("p", { class: "remark" }, remark)),
       ...(rank.thinned ? [h("p", { class: "remark" }, rank.thinned)] : []),
       table("This trace", ["", ""], Object.entries(own).map(([key, value]) => [key, printable(String(value), 200)])),
-      ...Object.entries(meta).map(([key, value]) => metaEntry(key, value)),
+      ...Object.entries(meta).flatMap(([key, value]) => metaEntry(key, value)),
       ...(notes.length ? [table("Warnings and fallbacks", ["cause", "message"], notes)] : []),
     ];
   }
 }
 
-function metaEntry(key: string, value: unknown): HTMLElement {
+// An entry of the header; nothing of one without a value.
+function metaEntry(key: string, value: unknown): HTMLElement[] {
   const title = printable(key);
-  if (value === null || typeof value !== "object") {
-    return h("section", {}, h("h3", {}, title), h("p", { class: "meta" }, printable(String(value), 600)));
+  if (value === null) return [];
+  if (typeof value !== "object") {
+    const text = printable(String(value), 600).split(" ").flatMap((word) => [h("span", { class: "word" }, word), " "]);
+    return [h("section", {}, h("h3", {}, title), h("p", { class: "meta" }, ...text))];
   }
-  const rows = flat(value, "").slice(0, 400).map(([name, text]): Cell[] => [printable(name), printable(metaText(key, text), 200)]);
-  return table(title, ["", ""], rows);
+  const rows = flat(value, "").filter(([, text]) => text !== null).slice(0, 400).map(([name, text]): Cell[] => [printable(name), printable(metaText(`${key}.${name}`, text), 200)]);
+  return rows.length ? [table(title, ["", ""], rows)] : [];
 }
 
-// Sizes and rates of the known groups, written for people; everything else as it is.
-function metaText(group: string, value: unknown): string {
+// Sizes and rates written for people; everything else as it is.
+function metaText(name: string, value: unknown): string {
   if (typeof value !== "number") return String(value);
-  if (group === "budgets") return bytes(value);
-  return group === "link_bytes_per_s" ? rate(value) : String(value);
+  if (name.includes("bytes_per_s")) return rate(value);
+  return /^budgets|nbytes/.test(name) ? bytes(value) : String(value);
 }
 
 function flat(value: object, prefix: string): [string, unknown][] {

@@ -18,6 +18,7 @@ export interface Looking {
   hits: Uint8Array | null; // by name index: 1 where the query matches; null without a query
   selection: Selection | null;
   view: "timeline" | "packing" | "explain";
+  other: boolean; // memory that is neither saved nor owned is shown
 }
 
 export type Change = Partial<Looking>;
@@ -40,5 +41,6 @@ export class Store {
 export function matches(names: string[], query: string): Uint8Array | null {
   const wanted = query.trim().toLowerCase();
   if (!wanted) return null;
-  return Uint8Array.from(names, (name) => (name.toLowerCase().includes(wanted) ? 1 : 0));
+  const shape = wanted.replace(/(\d)\s*[x,]\s*(?=\d)/g, "$1×"); // 512x64 and 512, 64 mean a shape
+  return Uint8Array.from(names, (name) => (name.toLowerCase().includes(wanted) || name.toLowerCase().includes(shape) ? 1 : 0));
 }

@@ -5,6 +5,7 @@ import { h, table, type Cell } from "./dom";
 import { bytes, duration, printable, rate } from "./format";
 import { holdersTab } from "./holders";
 import type { Looking, Selection } from "./state";
+import { tensorTable } from "./tensors";
 
 const MEANING: Record<string, string> = {
   live: "saved on the device",
@@ -24,7 +25,8 @@ const FOUND: Record<string, string> = {
 export function selectionTab(page: Page, looking: Looking, pick: (selection: Selection) => void): Node[] {
   const { selection } = looking;
   if (!selection) {
-    return [h("p", {}, "Click a block to see it, a copy to see its tensor’s life, the memory to see what holds it; double-click to zoom to it."), keys()];
+    const hint = "Click a block to see it, a copy to see its tensor’s life, the memory to see what holds it; double-click to zoom to it. ? lists the keys.";
+    return [h("p", {}, hint)];
   }
   if (selection.kind === "instant") return holdersTab(page, selection, pick);
   const rank = page.ranks[selection.rank];
@@ -33,21 +35,6 @@ export function selectionTab(page: Page, looking: Looking, pick: (selection: Sel
   if (selection.kind === "span" && selection.life < 0) parts.push(...span(page, rank, selection, pick));
   if (selection.life >= 0) parts.push(...life(page, rank, selection.life));
   return parts;
-}
-
-function keys(): HTMLElement {
-  const rows = [
-    ["w  s", "zoom in, out"],
-    ["a  d", "left, right"],
-    ["wheel, drag", "zoom, move"],
-    ["f", "zoom to the selection"],
-    ["0", "whole trace"],
-    ["[  ]", "step before, after"],
-    ["/", "search; Enter: next match"],
-    ["Esc", "clear"],
-    ["shift + wheel", "scroll ranks"],
-  ];
-  return table("Keys", ["", ""], rows);
 }
 
 function stall(page: Page, rank: Rank, index: number): HTMLElement {
@@ -79,13 +66,8 @@ function span(page: Page, rank: Rank, selection: Selection, pick: (selection: Se
     .sort((a, b) => lives.nbytes[b] - lives.nbytes[a])
     .slice(0, 50);
   if (!own.length) return [shown];
-  const rows: Cell[][] = own.map((one) => [
-    printable(page.name(lives.name[one]).slice(module.length + 1) || module),
-    [bytes(lives.nbytes[one]), lives.nbytes[one]],
-    page.raw.tiers[lives.tier[one]],
-  ]);
-  const choose = (row: number): void => pick({ kind: "life", rank: selection.rank, life: own[row], row: -1, index: -1 });
-  return [shown, table("Its saved tensors", ["tensor", "bytes", "tier"], rows, choose)];
+  const choose = (life: number): void => pick({ kind: "life", rank: selection.rank, life, row: -1, index: -1 });
+  return [shown, tensorTable(page, rank, "Its saved tensors", own, choose)];
 }
 
 function isWithin(name: string, module: string): boolean {

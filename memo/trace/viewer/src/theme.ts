@@ -55,7 +55,7 @@ export function theme(): Theme {
 const LANES: Record<string, string> = {
   compute: "#0072b2",
   recompute: "#cc79a7",
-  network: "#d55e00",
+  network: "#808a9a",
   d2h: "#009e73",
   h2d: "#56b4e9",
   "nvme-write": "#b07d12",
@@ -66,6 +66,10 @@ const PHASES: Record<string, string> = { forward: "#0072b2", backward: "#e69f00"
 
 export function laneColour(lane: string, phase: string): string {
   return (lane === "compute" ? PHASES[phase] : undefined) ?? LANES[lane] ?? "#8a8f98";
+}
+
+export function stallColour(theme: Theme, lane: string): string {
+  return lane === "collectives" ? theme.faint : theme.stall;
 }
 
 // Black or white, whichever reads better on the colour.

@@ -2,21 +2,22 @@
 
 import { TimeAxis } from "./axis";
 import { AXIS, hitBand, slotOf, stackBands, type Band, type Hit } from "./bands";
-import type { Page } from "./data";
+import type { Page, PeakFigures, Rank } from "./data";
 import { h } from "./dom";
 import { bytes, duration, instant, printable, rate } from "./format";
 import { drawRow, drawStalls, labelOf, type Pen } from "./lanes";
 import { MemoryChart } from "./memory";
 import type { Store } from "./state";
-import { theme } from "./theme";
+import { stallColour, theme } from "./theme";
 import { drawSelection } from "./way";
 
 const GUTTER = 96; // pixels for lane names
 const FONT = "11px system-ui, sans-serif";
 const NEAR = 3; // pixels
 
-function named(tier: string): string {
-  return tier === "disk" ? "on disk" : `${tier} memory`;
+function named(band: Band): string {
+  if (band.kind !== "memory") return band.text;
+  return band.text === "disk" ? "on disk" : `${band.text} memory`;
 }
 
 export class Timeline {
@@ -28,27 +29,34 @@ export class Timeline {
   private readonly context: CanvasRenderingContext2D;
   private readonly spacer: HTMLElement;
   private readonly tip: HTMLElement;
-  private readonly charts: MemoryChart[][];
+  private charts: MemoryChart[][] = [];
   private bands: Band[] = [];
   private width = 1;
   private height = 1;
   private asked = false;
-  private pattern: CanvasPattern | string = "";
+  private readonly patterns = new Map<string, CanvasPattern | string>(); // of stalls, by lane
 
   // `extent` is what can be seen at most: by default the whole trace.
   constructor(private readonly page: Page, private readonly store: Store, extent: [number, number] = [page.begin, page.end]) {
-    this.canvas = h("canvas", { class: "plot", role: "img", tabindex: "0", "aria-label": "Timeline of lanes and memory" });
+    this.canvas = h("canvas", { class: "plot", role: "img", tabindex: "0", "aria-label": "Timeline" });
     this.tip = h("div", { class: "tip", role: "tooltip", hidden: "" });
     this.spacer = h("div", { class: "spacer" });
     this.element = h("div", { class: "timeline" }, h("div", { class: "stage" }, this.canvas, this.spacer), this.tip);
     const context = this.canvas.getContext("2d", { alpha: false });
     if (!context) throw new Error("no canvas");
     this.context = context;
-    this.charts = page.ranks.map((rank) =>
-      rank.tiers.map((series, i) => new MemoryChart(page.raw.tiers[i], series)).filter((chart) => !chart.series.empty),
-    );
+    this.makeCharts();
     this.axis = new TimeAxis(this.canvas, ...extent, () => this.redraw());
     this.listen();
+  }
+
+  private makeCharts(): void {
+    const { page, store } = this;
+    this.charts = page.ranks.map((rank) =>
+      (store.now.other ? rank.tiers : rank.without("other"))
+        .map((series, i) => new MemoryChart(page.raw.tiers[i], series))
+        .filter((chart) => !chart.series.isEmpty(-Infinity, Infinity)),
+    );
   }
 
   // Draws before the next frame, however often it is asked.
@@ -72,12 +80,23 @@ export class Timeline {
     this.canvas.style.width = `${this.width}px`;
     this.canvas.style.height = `${this.height}px`;
     this.context.setTransform(density, 0, 0, density, 0, 0);
-    this.pattern = this.hatch();
+    for (const lane of ["stalls", "collectives"]) this.patterns.set(lane, this.hatch(stallColour(theme(), lane)));
+    const pen = this.pen(this.store.now.rank);
+    this.context.font = FONT;
+    for (const chart of this.charts[this.store.now.rank]) {
+      const peak = this.peakOf(pen.rank, chart.tier);
+      if (peak) chart.arrange(pen, peak, pen.rank.interval(this.store.now.step));
+    }
     this.bands = stackBands(this.page, this.store.now, this.charts[this.store.now.rank], this.height);
+    this.canvas.setAttribute("aria-label", `Timeline of ${this.bands.map((band) => named(band) + this.emptiness(band)).join(", ")}`);
     const last = this.bands.at(-1);
     this.spacer.style.height = `${Math.max(0, (last ? last.y + last.height : 0) + 6 - this.height)}px`;
     this.axis.resize(GUTTER, this.width - 8, this.height);
     this.redraw();
+  }
+
+  private peakOf(rank: Rank, tier: string): PeakFigures | undefined {
+    return rank.step(this.store.now.step).peaks.find((one) => one.tier === tier);
   }
 
   private pen(rank: number): Pen {
@@ -122,17 +141,23 @@ export class Timeline {
     const pen = this.pen(band.rank);
     context.fillStyle = band.kind === "title" ? pen.theme.text : pen.theme.faint;
     const middle = band.kind === "memory" ? y + 7 : y + band.height / 2;
-    context.fillText(band.kind === "memory" ? named(band.text) : band.text, 8, middle, GUTTER - 12);
+    context.fillText(named(band), 8, middle, GUTTER - 12);
     if (band.kind === "rows") {
       context.fillStyle = pen.theme.band;
       context.fillRect(pen.left, y, pen.right - pen.left, band.height);
       band.rows.forEach((row, i) => drawRow(pen, row, ...slotOf(band, i, y)));
     } else if (band.kind === "stalls") {
-      drawStalls(pen, y, band.height, this.pattern);
+      drawStalls(pen, band.text, y, band.height, this.patterns.get(band.text) ?? "");
+    } else if (band.kind === "memory" && !band.chart) {
+      context.fillText(this.emptiness(band).trim(), pen.left + 4, middle);
     } else if (band.chart) {
-      const peak = pen.rank.step(this.store.now.step).peaks.find((one) => one.tier === band.text);
+      const peak = this.peakOf(pen.rank, band.text);
       if (peak) band.chart.draw(pen, peak, y, band.height, pen.rank.interval(this.store.now.step));
     }
+  }
+
+  private emptiness(band: Band): string {
+    return band.kind === "memory" && !band.chart ? ` empty in step ${this.store.now.step}` : "";
   }
 
   private drawGrid(): void {
@@ -192,7 +217,8 @@ export class Timeline {
     this.canvas.addEventListener("dblclick", (event) => this.approach(event));
     new ResizeObserver(() => this.layout()).observe(this.element);
     this.store.watch((change) => {
-      if ("allRanks" in change || "rank" in change) this.layout();
+      if ("other" in change) this.makeCharts();
+      if (["allRanks", "rank", "step", "other"].some((key) => key in change)) this.layout();
       else this.redraw();
     });
   }
@@ -256,7 +282,8 @@ export class Timeline {
     if (!hit.row) {
       const { stalls } = rank;
       const cause = this.page.raw.causes[stalls.cause[hit.index]];
-      return [`${cause} stall, ${duration(stalls.d[hit.index])}`, printable(this.page.name(stalls.name[hit.index]))];
+      const waited = hit.band.text === "collectives" ? "waits for a collective" : `${cause} stall`;
+      return [`${waited}, ${duration(stalls.d[hit.index])}`, printable(this.page.name(stalls.name[hit.index]))];
     }
     const took = hit.row.end[hit.index] - hit.row.t[hit.index];
     const nbytes = hit.row.nbytes[hit.index];
@@ -266,7 +293,7 @@ export class Timeline {
   }
 
   private describeMemory(band: Band, x: number, y: number): string[] {
-    const peak = this.page.ranks[band.rank].step(this.store.now.step).peaks.find((one) => one.tier === band.text);
+    const peak = this.peakOf(this.page.ranks[band.rank], band.text);
     if (!band.chart || !peak) return [];
     const fraction = Math.max(0, (band.y + band.height - y) / (band.height - band.chart.header));
     const found = band.chart.at(this.axis.scale.invert(x), fraction, band.chart.scaleTop(peak));
@@ -275,13 +302,13 @@ export class Timeline {
     return lines;
   }
 
-  private hatch(): CanvasPattern | string {
+  private hatch(colour: string): CanvasPattern | string {
     const tile = h("canvas", { width: "6", height: "6" });
     const brush = tile.getContext("2d");
-    if (!brush) return theme().stall;
+    if (!brush) return colour;
     brush.fillStyle = theme().background;
     brush.fillRect(0, 0, 6, 6);
-    brush.strokeStyle = theme().stall;
+    brush.strokeStyle = colour;
     brush.lineWidth = 2.2;
     for (const shift of [-6, 0, 6]) {
       brush.beginPath();
@@ -289,6 +316,6 @@ export class Timeline {
       brush.lineTo(shift + 7, -1);
       brush.stroke();
     }
-    return this.context.createPattern(tile, "repeat") ?? theme().stall;
+    return this.context.createPattern(tile, "repeat") ?? colour;
   }
 }

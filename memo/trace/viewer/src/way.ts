@@ -28,7 +28,8 @@ class Way {
     const { kind, index, row, life } = this.selection;
     const { rows, stalls } = this.pen.rank;
     if (kind === "span") this.frame(rows[row], index);
-    const band = kind === "stall" ? this.own((one) => one.kind === "stalls") : undefined;
+    const lane = kind === "stall" ? this.pen.page.stallLane(stalls.cause[index]) : "";
+    const band = this.own((one) => one.kind === "stalls" && one.text === lane);
     if (band) this.outline(stalls.t[index], stalls.t[index] + stalls.d[index], band.y - this.scroll, band.height);
     if (life >= 0) this.drawLife(life);
   }
