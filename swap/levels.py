@@ -29,12 +29,12 @@ _POINT = re.compile("all|matmuls|attention|input|p[1-9][0-9]*")
 class Level(enum.Enum):
     """Part of a layer's activations that is saved; the rest is recomputed in backward."""
 
-    SAVE_ALL = "everything is saved, nothing is repeated"
+    SAVE_ALL = "everything is saved, nothing is recomputed"
     SAVE_MATMULS = (
-        "results of attention and of matrix products (ranks' sums of them) are saved, element-wise work is repeated"
+        "outputs of attention and matmuls (summed over ranks) are saved, element-wise operations are recomputed"
     )
-    SAVE_ATTENTION = "results of attention are saved, everything else is repeated"
-    SAVE_INPUT = "the layer's input is saved, everything that can be repeated is, attention too"
+    SAVE_ATTENTION = "outputs of attention are saved, everything else is recomputed"
+    SAVE_INPUT = "the layer's input is saved, everything else is recomputed, attention too"
 
     @property
     def point(self) -> str:

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     if args.batch < 1:
         raise UsageError("--batch must be at least 1")
     if args.alpha is not None and not 0 <= args.alpha < 1:
-        raise UsageError(f"--alpha {args.alpha} is not from 0 to less than 1, where everything is moved")
+        raise UsageError(f"--alpha {args.alpha} is not from 0 to less than 1, where everything is offloaded")
     tokens = parse_tokens(args.seq, what="--seq")
     with WaitingLine("memo explain", f"building {args.model}", quiet=args.json) as waiting:
         step = _step(args, tokens)

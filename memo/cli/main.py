@@ -32,7 +32,7 @@ COMMANDS = {
     "profile": ("memo.cli.profile", "measure the saved bytes and the compute time of each layer"),
     "explain": ("memo.cli.explain", "explain what a layer keeps for backward and what it replays, and why"),
     "explain-oom": ("memo.cli.explain_oom", "say why memory ran out, from a trace or a snapshot of torch's memory"),
-    "plan": ("memo.cli.plan", "plan which activations are kept, moved and recomputed, without a GPU"),
+    "plan": ("memo.cli.plan", "plan which activations are kept, offloaded and recomputed, without a GPU"),
     "simulate": ("memo.cli.simulate", "simulate one training step under an activation plan, without a GPU"),
     "rehearse": (
         "memo.cli.rehearse",

@@ -200,7 +200,7 @@ def _table(args: argparse.Namespace, tokens: int, recording: Recording) -> str:
     rows += [(f"saved, {role}", format_bytes(nbytes)) for role, nbytes in recording.saved_nbytes.items()]
     if args.alpha is not None:
         rows += [
-            ("moved off the device", format_bytes(recording.moved_nbytes)),
+            ("offloaded", format_bytes(recording.moved_nbytes)),
             ("most away at once", format_bytes(recording.peak_away_nbytes)),
         ]
     ranks = "".join(f", one rank of {name} {size}" for name, size in (("tp", args.tp), ("cp", args.cp)) if size > 1)

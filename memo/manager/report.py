@@ -97,7 +97,7 @@ class CodecUse:
     def line(self) -> str:
         """Formats one line."""
         return (
-            f"codec: {format_bytes(self.decoded_bytes)} moved as {format_bytes(self.moved_bytes)}, largest error "
+            f"codec: {format_bytes(self.decoded_bytes)} offloaded as {format_bytes(self.moved_bytes)}, largest error "
             f"{100 * self.largest_error:.2g} % of the largest of 128 values; "
             f"{self.exact} storages exact for a NaN or infinity"
         )
@@ -144,7 +144,7 @@ class RecomputeUse:
             f"{format_bytes(self.recomputed_bytes)} and {seconds} in all"
         ]
         lines += _by_reason("recomputed whole, attention included", self.repeated)
-        lines += _by_reason("moved as whole tensors", self.refused)
+        lines += _by_reason("offloaded as whole tensors", self.refused)
         return lines
 
 
@@ -375,6 +375,10 @@ class Report:
         lines = [] if self.plan is None else self.plan.lines()
         if self.recompute is not None:
             lines += self.recompute.lines(self.layers)
+            if self.steps and not (self.recompute.accepted or self.recompute.refused):
+                lines.append(
+                    "nothing to recompute: all that the layers save is made by compiled or other code that memo does not see"
+                )
         if self.replaced:
             lines.append(f"in place of the program's activation checkpointing: {self.replaced} layers")
         lines += _by_reason("not managed", self.unseen)

@@ -36,8 +36,8 @@ _COMPILED = (
 )
 
 _CHECKPOINTED = (
-    "activation checkpointing of its own runs it, or a part of it, again; turn it off, or give use_reentrant=False where it "
-    "is around whole layers: memo takes its place"
+    "its own activation checkpointing recomputes it or a part of it; turn that off, or use use_reentrant=False around whole "
+    "layers, which memo replaces"
 )
 _HIDDEN = "its activation checkpointing offloads what it saves by itself; turn that off, memo replaces it"
 

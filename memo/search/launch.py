@@ -65,7 +65,7 @@ def with_run(plan: ActivationPlan, request: Request, candidate: Candidate | None
     if request.config is None:
         return plan
     run = run_of(request.model, request.config) if isinstance(request.config, GPTConfig) else {}
-    return dataclasses.replace(plan, run=run if reason is None else untrained(reason))
+    return dataclasses.replace(plan, run=run if reason is None else {**run, **untrained(reason)})
 
 
 def runs_under_memo_train(candidate: Candidate) -> bool:

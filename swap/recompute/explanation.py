@@ -109,14 +109,14 @@ class LayerExplanation:
             f"{format_bytes(used.held_nbytes)} held at once",
         ]
         if self.refused is not None:
-            head.append(f"moved whole: {self.refused}")
+            head.append(f"offloaded whole: {self.refused}")
         return "\n".join([*head, "", self._rows(), "", _table(_POINT_HEADER, map(_point, self.points))])
 
     def _rows(self) -> str:
         return _table(_ROW_HEADER, ([cells.get(name, "") for name in _ROW_HEADER] for cells in _folded(self.rows)))
 
 
-_ROW_HEADER = ("step", "operator", "result", "dtype", "bytes", "saved", "fate", "replay", "why")
+_ROW_HEADER = ("step", "operator", "result", "dtype", "bytes", "saved", "treatment", "replay", "why")
 _POINT_HEADER = ("point", "used", "kept", "share", "replay", "steps", "held")
 _RIGHT = frozenset({"step", "bytes", "replay", "kept", "share", "steps", "held"})
 
@@ -138,7 +138,7 @@ def _folded(rows: Sequence[Row]) -> list[dict[str, str]]:
                 {
                     "step": f"{group[0].step}-{group[-1].step}",
                     "operator": f"{len(group)} {'views' if views else 'steps'}",
-                    "fate": "" if views else Fate.UNUSED,
+                    "treatment": "" if views else Fate.UNUSED,
                 }
             )
     return lines
@@ -160,7 +160,7 @@ def _cells(row: Row) -> dict[str, str]:
         "dtype": row.dtype,
         "bytes": "" if is_view else format_bytes(row.nbytes),
         "saved": _mark(row.is_saved),
-        "fate": "" if is_view else row.fate,
+        "treatment": "" if is_view else row.fate,
         "replay": "" if row.replay_us is None else _time(row.replay_us),
         "why": row.why,
     }

@@ -193,7 +193,7 @@ class RecomputePolicy:
         if name in self.refused:
             return f"it moves whole tensors: {self.refused[name]}"
         if self._chosen.get(name, self.default) is Level.SAVE_ALL and self._engine.when_full is not WhenFull.RECOMPUTE:
-            return "all that it saves is moved, so its forward is not recorded"
+            return "all that it saves is offloaded, so its forward is not recorded"
         return "no forward of it has run in the manager yet"
 
     def begin_forwards(self, layers: Sequence[Layer]) -> None:
@@ -363,7 +363,7 @@ class RecomputePolicy:
             self._engine.recomputes_for_room(call.group, lacking)
         elif least:
             self.repeated[name] = reason = "no tier has room for it"
-            self._warn(reason, f"{name} is replayed whole in backward, attention too: {reason}")
+            self._warn(reason, f"{name} is recomputed whole in backward, attention too: {reason}")
         return least or replays
 
     def _least_after(self, call: OpenCall, recorded: RecordedCall) -> list[int]:

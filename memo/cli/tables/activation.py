@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from memo.cli.tables.address import printable, table
 from memo.cli.tables.layer_classes import classes_table
+from memo.gpt.arithmetic import is_of_gpt
 from memo.mip.activation import (
     ActivationPlan,
     ActivationProblem,
@@ -30,7 +31,7 @@ USES = {
     MemoryUse.GRADIENTS: "gradients of the weights",
     MemoryUse.OPTIMIZER: "optimizer state",
     MemoryUse.GATHERED: "gathered weights",
-    MemoryUse.CAST: "weights cast for products",
+    MemoryUse.CAST: "weights cast for matmuls",
     MemoryUse.HEAD: "head and logits",
     MemoryUse.SAVED: "saved tensors kept",
     MemoryUse.MESSAGES: "messages in flight",
@@ -180,7 +181,7 @@ def _headline(plan: ActivationPlan) -> str:
     named += f", MLPs in {tiles} tiles" if tiles > 1 else ""
     codec = plan.problem.profile.codec
     named += f", what moves as {codec} codes" if codec else ""
-    own = "" if plan.run is None else "memo's GPT, "
+    own = "memo's GPT, " if is_of_gpt(plan) else ""
     role = plan.problem.profile.role
     profile = "times by arithmetic" if role is Role.DERIVED else f"profile: {role}"
     return (

@@ -31,11 +31,11 @@ def classes_table(plan: ActivationPlan) -> str:
         "layers",
         "forward of one",
         "saved",
-        "again",
+        "recompute",
         "of the saved bytes: kept",
         "host",
         "disk",
-        "repeated",
+        "recomputed",
     )
     return table(head, rows)
 

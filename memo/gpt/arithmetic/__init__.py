@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from memo.gpt.arithmetic.rank_weights import RankWeights as RankWeights
     from memo.gpt.arithmetic.run_of_plan import (
         PlannedRun as PlannedRun,
+        is_of_gpt as is_of_gpt,
         layout_of as layout_of,
         planned_run as planned_run,
         run_of as run_of,

@@ -107,6 +107,11 @@ def untrained(reason: str) -> dict[str, object]:
     return {_UNTRAINED: reason}
 
 
+def is_of_gpt(plan: ActivationPlan) -> bool:
+    """Whether a plan is of memo's GPT, as far as it says what it is of."""
+    return plan.run is not None and _SHAPE in plan.run
+
+
 def planned_run(plan: ActivationPlan) -> PlannedRun:
     """The run of a plan, checked.
 

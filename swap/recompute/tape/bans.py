@@ -195,7 +195,7 @@ def _by_level(step: TapeStep, tape: Tape, level: Level) -> str | None:
             return f"{reason} is kept"
     if level is Level.SAVE_MATMULS:
         if "matmul" in groups:
-            return "convolutions are kept" if _is_convolution(step) else "matrix products are kept"
+            return "convolutions are kept" if _is_convolution(step) else "matmuls are kept"
         sums = not isinstance(step.operator, Function) and step.operator.func.overloadpacket.__name__ in _SUMS
         return "sums over ranks are kept" if sums else None
     if "matmul" not in groups or is_cheap(step, tape):

@@ -153,7 +153,7 @@ class _Search:
         self._maker = self._makers(problem.contents)
         for content in sorted(problem.wanted):
             if self._keep[content] is None and self._maker[content] == _NOTHING:
-                raise ValueError(f"content {content} is wanted, and can neither be kept nor replayed")
+                raise ValueError(f"content {content} is needed, and can be neither kept nor recomputed")
         self._all_bits = sum(keep or 0 for keep in self._keep)
         self._all_time = sum(cost or 0 for cost in self._cost)
         self.nothing_run = self._cut(frozenset(problem.wanted), frozenset())

@@ -274,7 +274,7 @@ class Tape:
         if operator.is_random and not (operator.is_attention and _drops_nothing(step)):
             return "it draws random numbers"
         if operator.is_apart:
-            return "it ran at another precision of products than the layer began with"
+            return "it ran at another matmul precision than the layer began with"
         if not operator.is_known and not operator.awaits:
             return "it is not of torch's own operators"
         name = operator.func.overloadpacket.__name__

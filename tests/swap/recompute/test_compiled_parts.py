@@ -57,16 +57,17 @@ def steps(how: str, alpha: float | None) -> tuple[list[torch.Tensor], Any]:
             parameter.grad = None
     if manager is not None:
         manager.close()
-    return found, None if manager is None else (manager.stats, manager.report().recompute)
+    return found, None if manager is None else (manager.stats, manager.report())
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("how", ["part", "whole"])
 def test_compiled_parts_are_kept_and_the_rest_is_divided(how: str) -> None:
     want, _ = steps(how, None)
-    got, (stats, use) = steps(how, 0.0)
+    got, (stats, report) = steps(how, 0.0)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert use.refused == {}
+    assert report.recompute.refused == {}
+    assert ("nothing to recompute: all that the layers save is made by compiled" in str(report)) == (how == "whole")
     if how == "part":
         assert stats.bytes_recomputed > 0
 

@@ -160,7 +160,7 @@ def test_with_room_for_inputs_alone_nothing_else_moves(alpha: Any) -> None:
     model, reference = stack(layers=6), stack(layers=6)
     entry = 2 * 48 * 32 * 4
     made = checked(model, budget=6 * entry, alpha=alpha, when_full=WhenFull.RECOMPUTE)
-    with pytest.warns(RuntimeWarning, match="is replayed whole in backward, attention too: no tier has room"):
+    with pytest.warns(RuntimeWarning, match="is recomputed whole in backward, attention too: no tier has room"):
         got = train(model, seeded(model), made.manager)
     assert_equal(got, train(reference, seeded(reference)))
     assert made.manager.stats.bytes_host == 3 * 5 * entry  # the last layer's stay: its backward comes next
@@ -187,7 +187,7 @@ def test_layers_leave_room_for_what_later_ones_keep_when_repeated_whole(alpha: f
     entry = 2 * 48 * 32 * 4
     budget = 7 * (1 + 4) * entry  # one whole layer and all later inputs
     made = checked(model, budget=budget, alpha=alpha, when_full=WhenFull.RECOMPUTE)
-    with pytest.warns(RuntimeWarning, match="is replayed whole in backward, attention too: no tier has room"):
+    with pytest.warns(RuntimeWarning, match="is recomputed whole in backward, attention too: no tier has room"):
         got = train(model, seeded(model), made.manager)
     assert_equal(got, train(reference, seeded(reference)))
     assert made.manager.stats.bytes_host == 3 * 5 * (1 + 4) * entry
