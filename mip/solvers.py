@@ -115,9 +115,9 @@ def solve_model(model: pulp.LpProblem, *, backend: SolverName, time_limit_s: flo
 
 
 def _run(model: pulp.LpProblem, solver: Any) -> Solved:
-    # PuLP goes through all rows each time that it asks for them; these do not change while it solves.
-    listed = model.variables()
-    model.variables = lambda: listed
+    # PuLP goes through all rows each time that it asks for them; these do not change while it solves, nor until it resumes.
+    listed = model.listed if isinstance(solver, _Resumed) else model.variables()
+    model.listed, model.variables = listed, lambda: listed
     try:
         model.solve(solver)
     except Exception as error:  # PuLP lets whatever its backends raise through
