@@ -170,7 +170,7 @@ def test_a_run_that_plans_itself_is_equal_in_every_phase_and_stays_in_its_budget
     assert engine.stats.restart_peak() <= 1.1 * memory.total_bytes, (
         "whole storages are kept where fractions were planned"
     )
-    assert "plan: forward and backward" in str(manager.report())
+    assert "time: forward and backward" in str(manager.report())
     manager.close()
 
 
