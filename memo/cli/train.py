@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memo.cli.inputs.batch_sizes import add_batch_flags, batch_sizes
+from memo.cli.inputs.batch_sizes import BatchOptions, batch_sizes
 from memo.cli.inputs.fields import add_fields, given_fields
 from memo.cli.inputs.model_shape import SHAPE_FIELDS, add_shape_flags, named_shape, shape_flag
 from memo.cli.terminal.file_kinds import FileKind, require_kind
@@ -73,7 +73,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_fields(model, GPTConfig, "mlp_tiles", default="the plan's, else 1")
     data = parser.add_argument_group("data")
     add_fields(data, RunConfig, _DATA)
-    add_batch_flags(data)
+    add_fields(data, BatchOptions)
     training = parser.add_argument_group("training")
     add_fields(training, LrSchedule, _SCHEDULE, flags={"peak": "--lr", "floor": "--min-lr"})
     add_fields(training, TrainConfig, "weight_decay clip eval_steps")
