@@ -57,7 +57,7 @@ examples:
   memo plan --search --model 7b --max-seq --gpu a800 --host 2TiB
 """
 
-DEFAULTS = {"gpus": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "schedule": str(PipelineSchedule.ONE_F_ONE_B)}
+DEFAULTS = {"gpus": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "schedule": PipelineSchedule.ONE_F_ONE_B}
 """Values of what is searched under --search and is not given otherwise."""
 
 

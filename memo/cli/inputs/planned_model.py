@@ -57,10 +57,8 @@ def add_model_flags(group: argparse._ArgumentGroup) -> None:
 
 def planned_precision(args: argparse.Namespace) -> Precision:
     """The precision of the flag, or the one in which the model is trained by default."""
-    if args.precision is not None:
-        return Precision(args.precision)
     is_gpt = args.model is not None and preset_name(args.model) is not None and not Path(args.model).exists()
-    return GPU_PRECISION if is_gpt else Precision.BF16
+    return args.precision or (GPU_PRECISION if is_gpt else Precision.BF16)
 
 
 def planned_model(
@@ -106,7 +104,7 @@ def _of_transformers(
         precision=planned_precision(args),
         without_logits=args.loss == "without-logits",
         lora=args.lora or 0,
-        lora_dtype=AdapterDtype(args.lora_dtype or AdapterDtype.FP32),
+        lora_dtype=args.lora_dtype or AdapterDtype.FP32,
         say=say,
     )
 

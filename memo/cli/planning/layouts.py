@@ -11,6 +11,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from memo.cli.inputs.fields import given_fields
 from memo.cli.inputs.flag_types import Count, Tokens, WrittenFile
 from memo.cli.planning.former_plan import CheckpointPlan
 from memo.cli.planning.on_cluster import space_on_cluster
@@ -177,11 +178,9 @@ def _space(args: argparse.Namespace) -> Space:
     """
     one_gpu = _with_one_gpu(args)
     space = _of_equal_nodes(args, parse_request(one_gpu)) if args.cluster is None else space_on_cluster(one_gpu)
-    fixed = {name: getattr(args, name) for name in DIMENSIONS if getattr(args, name, None) is not None}
+    fixed = given_fields(args, " ".join(DIMENSIONS))
     if args.cp_attention not in (None, ContextAttention.AUTO):
         fixed["ring"] = args.cp_attention == ContextAttention.RING
-    if "schedule" in fixed:
-        fixed["schedule"] = PipelineSchedule(fixed["schedule"])
     request, config = space.request, space.request.config
     space = dataclasses.replace(space, global_batch=_global_batch(args, request), fixed=fixed)
     if request.embedding is EmbeddingGradients.SPARSE and isinstance(config, GPTConfig):
@@ -199,7 +198,7 @@ def _space(args: argparse.Namespace) -> Space:
 def _with_one_gpu(args: argparse.Namespace) -> argparse.Namespace:
     """The flags with a layout of one GPU, as the search replaces it."""
     ones = {"gpus": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "batch": None, "accumulate": None, "global_batch": None}
-    later = {"schedule": str(PipelineSchedule.ONE_F_ONE_B), "chunks": None, "zero": None}
+    later = {"schedule": PipelineSchedule.ONE_F_ONE_B, "chunks": None, "zero": None}
     return argparse.Namespace(**{**vars(args), **ones, **later})
 
 

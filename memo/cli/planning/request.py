@@ -124,7 +124,7 @@ def _require_attention(
     args: argparse.Namespace, layout: StepLayout, config: GPTConfig | HuggingFaceModel | None
 ) -> None:
     """Checks --cp-attention; a layout has `ring` where that is asked for."""
-    asked = ContextAttention(args.cp_attention or ContextAttention.AUTO)
+    asked = args.cp_attention or ContextAttention.AUTO
     if asked is ContextAttention.AUTO:
         return
     if not isinstance(config, GPTConfig):
@@ -146,7 +146,7 @@ def _require_attention(
 def _stage_layers(args: argparse.Namespace, layout: StepLayout) -> tuple[int, ...]:
     """Checks --stage-layers; how many layers there are is known with the profile."""
     counts: tuple[int, ...] = args.stage_layers or ()
-    runs = layout.pp * (args.chunks or PipelineSchedule(args.schedule).default_chunks)
+    runs = layout.pp * (args.chunks or args.schedule.default_chunks)
     if counts and len(counts) != runs:
         raise UsageError(f"--stage-layers has {len(counts)} numbers, and there are {runs} runs of layers")
     if counts and layout.pp == 1:
@@ -163,7 +163,7 @@ def _require_named_model(args: argparse.Namespace) -> None:
 
 
 def _schedule(args: argparse.Namespace, layout: StepLayout, accumulate: int) -> PipelineSchedule:
-    schedule = PipelineSchedule(args.schedule)
+    schedule: PipelineSchedule = args.schedule
     if layout.pp == 1 and schedule is not PipelineSchedule.ONE_F_ONE_B:
         raise UsageError(f"--schedule {schedule} has no meaning without --pp")
     wrong = None if args.chunks is None else schedule.reason_not_chunks(args.chunks)
