@@ -6,18 +6,19 @@ alone, which prints the report.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from memo.cli.inputs.flag_types import Flag, Json
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.installation import conflict
@@ -29,46 +30,32 @@ if TYPE_CHECKING:
 
 _MEASURING_S = 20.0  # all measurements together, unless --seconds is given
 _LONGEST_S = 1.0  # one measurement
-_EPILOG = """\
+EPILOG = """\
 collectives of the GPUs of two nodes, for memo plan --doctor; on each node:
   torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m memo.cli.main doctor --json
 """
 _WIDEST = 2000  # characters of one cell: paths and reasons are shown whole
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `memo doctor`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
-    parser.add_argument(
-        "--disk",
-        dest="disk_dir",
-        action="append",
-        metavar="DIR",
-        help="scratch directory whose disk is measured; repeat the option for several disks (default: the current "
-        "directory)",
-    )
-    parser.add_argument(
-        "--seconds",
-        metavar="TIME",
-        help="duration of each measurement, such as 500ms (default 1s; less for many disks)",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object, with the unit in each key, instead of a table"
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of `memo doctor`."""
+
+    disk: Annotated[Sequence[str], Flag(type=str, action="append", metavar="DIR")] = (".",)
+    """Scratch directory whose disk is measured; repeat the option for several disks (default: the current directory)."""
+    seconds: Annotated[float | None, Flag(type=parse_duration_s, metavar="TIME")] = None
+    """Duration of each measurement, such as 500ms (default 1s; less for many disks)."""
+    json: Annotated[Json, Flag(help="print one JSON object, with the unit in each key, instead of a table")] = False
 
 
-def run(args: argparse.Namespace) -> ExitCode:
+def run(args: Options) -> ExitCode:
     """Measures and prints, on the first rank; exit code 1 when a disk cannot be used."""
     from memo.machine import examine
 
-    if "" in (args.disk_dir or []):
+    if "" in args.disk:
         raise UsageError("--disk: an empty name is no directory; leave the option out for the current directory")
-    directories = [Path(name) for name in args.disk_dir or ["."]]
-    if args.seconds is None:
-        seconds = min(_LONGEST_S, _MEASURING_S / (6 * (len(directories) + 1)))
-    else:
-        seconds = parse_duration_s(args.seconds, what="--seconds")
+    directories = [Path(name) for name in args.disk]
+    seconds = args.seconds or min(_LONGEST_S, _MEASURING_S / (6 * (len(directories) + 1)))
     begin = time.monotonic()
     collectives = None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -6,29 +6,28 @@ what the plan keeps is there to be kept.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import memo
-from memo.cli.inputs.step_source import OWN_MODEL, add_step_options, is_preset, step_builder
+from memo.cli.inputs.flag_types import Flag, Json
+from memo.cli.inputs.step_source import OWN_MODEL, StepOptions
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.gpt import Precision
 from memo.hugging_face import configuration_from, model_class
-from memo.units import format_bytes, format_tokens, parse_tokens
+from memo.units import format_bytes, format_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from memo.record import Step
     from memo.swap import LayerExplanation
 
-_EPILOG = f"""\
+EPILOG = f"""\
 examples:
   memo explain --model tiny --variant llama
   memo explain --model config.json --seq 512 --level matmuls
@@ -42,45 +41,44 @@ with random weights, that each kind of layer is among them.
 _LEVELS = {"matmuls": "SAVE_MATMULS", "attention": "SAVE_ATTENTION", "input": "SAVE_INPUT"}
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `memo explain`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
-    add_step_options(parser, precisions=("fp32", "bf16"), default="fp32")
-    way = parser.add_mutually_exclusive_group()
-    way.add_argument(
-        "--alpha", type=float, metavar="F", help="move at most the fraction F of what can be recomputed (default 0)"
-    )
-    way.add_argument("--level", choices=tuple(_LEVELS), help="level of all layers, instead of --alpha")
-    for name, about in (
-        ("keep", "whose results are never recomputed"),
-        ("repeat", "that may be recomputed at any level"),
-    ):
-        parser.add_argument(
-            f"--{name}", nargs="+", metavar="NAME", help=f"operators or groups {about}, such as aten.mm or attention"
-        )
-    parser.add_argument("--layer", metavar="NAME", help="explain this layer, by name or position (default: all kinds)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+def _alpha(text: str) -> float:
+    if not 0 <= (alpha := float(text)) < 1:
+        raise UsageError(f"{alpha} is not from 0 to less than 1, where everything is offloaded")
+    return alpha
 
 
-def run(args: argparse.Namespace) -> ExitCode:
+_Operators = Annotated[Sequence[str], Flag(type=str, nargs="+", metavar="NAME")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(StepOptions):
+    """Options of `memo explain`."""
+
+    alpha: Annotated[float, Flag(type=_alpha, one_of="way")] = 0.0
+    """Move at most the fraction F of what can be recomputed (default 0)."""
+    level: Annotated[str | None, Flag(choices=tuple(_LEVELS), metavar=None, one_of="way")] = None
+    """Level of all layers, instead of --alpha."""
+    keep: _Operators | None = None
+    """Operators or groups whose results are never recomputed, such as aten.mm or attention."""
+    repeat: _Operators | None = None
+    """Operators or groups that may be recomputed at any level, such as aten.mm or attention."""
+    layer: str | None = None
+    """Explain this layer, by name or position (default: all kinds)."""
+    json: Json = False
+
+
+def run(args: Options) -> ExitCode:
     """Runs the forwards and prints what was found."""
-    if args.batch < 1:
-        raise UsageError("--batch must be at least 1")
-    if args.alpha is not None and not 0 <= args.alpha < 1:
-        raise UsageError(f"--alpha {args.alpha} is not from 0 to less than 1, where everything is offloaded")
-    tokens = parse_tokens(args.seq, what="--seq")
     with WaitingLine("memo explain", f"building {args.model}", quiet=args.json) as waiting:
-        step = _step(args, tokens)
+        step = _step(args)
         waiting.say(f"running two forwards of {args.model}")
         explained, untold = _explained(args, step)
     if args.json:
         kinds = [{**found.to_json(), "layers": names} for found, names in explained]
-        print(
-            json.dumps({"model": args.model, "batch": args.batch, "tokens": tokens, "kinds": kinds, "untold": untold})
-        )
+        answer = {"model": args.model, "batch": args.batch, "tokens": args.seq, "kinds": kinds, "untold": untold}
+        print(json.dumps(answer))
         return ExitCode.OK
-    print(f"{args.model}, {args.batch} x {format_tokens(tokens)} tokens, {args.precision}")
+    print(f"{args.model}, {args.batch} x {format_tokens(args.seq)} tokens, {args.precision}")
     for found, names in explained:
         print(f"\n{found}")
         if len(names) > 1:
@@ -90,24 +88,24 @@ def run(args: argparse.Namespace) -> ExitCode:
     return ExitCode.OK
 
 
-def _step(args: argparse.Namespace, tokens: int) -> Step:
+def _step(args: Options) -> Step:
     if args.model.endswith(".json"):
         if args.variant is not None:
             raise UsageError("--variant applies to presets only; leave it out")
-        return _hugging_face_step(args, tokens)
-    if is_preset(args) and args.layers is None:
-        args.layers = 2
-    return step_builder(args, tokens)()
+        return _hugging_face_step(args)
+    if args.is_preset and args.layers is None:
+        args = dataclasses.replace(args, layers=2)
+    return args.builder()()
 
 
-def _explained(args: argparse.Namespace, step: Step) -> tuple[list[tuple[LayerExplanation, list[str]]], dict[str, str]]:
+def _explained(args: Options, step: Step) -> tuple[list[tuple[LayerExplanation, list[str]]], dict[str, str]]:
     """The explanation of each kind of layer with the layers' names; and the layers that have none, with the reason."""
     from memo.swap import Level, available_host_bytes
 
     manager = memo.offload(
         step.model,
         layers=step.layers,
-        alpha=args.alpha or 0.0,
+        alpha=args.alpha,
         keep=args.keep,
         repeat=args.repeat,
         host=max(1, available_host_bytes() // 2),
@@ -139,7 +137,7 @@ def _explained(args: argparse.Namespace, step: Step) -> tuple[list[tuple[LayerEx
         manager.close()
 
 
-def _hugging_face_step(args: argparse.Namespace, tokens: int) -> Step:
+def _hugging_face_step(args: Options) -> Step:
     """A step of a model from its configuration, on the CPU, with random weights.
 
     Raises:
@@ -165,7 +163,7 @@ def _hugging_face_step(args: argparse.Namespace, tokens: int) -> Step:
             "the sizes in the file"
         )
     model = made(config).to(torch.float32 if args.precision == Precision.FP32 else torch.bfloat16)
-    ids = torch.arange(args.batch * tokens).view(args.batch, tokens) % config.get_text_config().vocab_size
+    ids = torch.arange(args.batch * args.seq).view(args.batch, args.seq) % config.get_text_config().vocab_size
     return Step(model=model, loss=lambda: model(input_ids=ids, labels=ids).loss, inputs=(ids,))
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
 from pathlib import Path
+from typing import Annotated
 
+from memo.cli.inputs.fields import refuse_given
+from memo.cli.inputs.flag_types import Flag, Json
 from memo.cli.tables.address import table
 from memo.cli.terminal.file_kinds import FileKind, kind_of, require_kind
-from memo.errors import ExitCode, UsageError
+from memo.errors import ExitCode
 from memo.out_of_memory import (
     HeldMemory,
     MemoryAnswer,
@@ -19,7 +22,7 @@ from memo.out_of_memory import (
 from memo.trace import build_report, printable, read_traces
 from memo.units import format_bytes
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   memo explain-oom trace.rank0.jsonl
   memo explain-oom snapshot.pickle --json
@@ -29,19 +32,20 @@ is read from it.
 """
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `memo explain-oom`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
-    parser.add_argument("file", metavar="TRACE|SNAPSHOT", help="trace of a run, or snapshot of torch's CUDA memory")
-    parser.add_argument(
-        "--step", type=int, metavar="N", help="step of a trace (default: that of the error or the peak)"
-    )
-    parser.add_argument("--device", type=int, metavar="N", help="device of a snapshot (default: that of the error)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of sentences and a table")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of `memo explain-oom`."""
+
+    file: Annotated[str, Flag(flags="file", metavar="TRACE|SNAPSHOT")]
+    """Trace of a run, or snapshot of torch's CUDA memory."""
+    step: int | None = None
+    """Step of a trace (default: that of the error or the peak)."""
+    device: int | None = None
+    """Device of a snapshot (default: that of the error)."""
+    json: Json = False
 
 
-def run(args: argparse.Namespace) -> ExitCode:
+def run(args: Options) -> ExitCode:
     """Prints the answer."""
     answer = explain_memory(_held(args))
     if args.json:
@@ -52,14 +56,12 @@ def run(args: argparse.Namespace) -> ExitCode:
     return ExitCode.OK
 
 
-def _held(args: argparse.Namespace) -> HeldMemory:
+def _held(args: Options) -> HeldMemory:
     require_kind(args.file, FileKind.TRACE, FileKind.SNAPSHOT)
     if kind_of(args.file) is FileKind.SNAPSHOT:
-        if args.step is not None:
-            raise UsageError("--step chooses a step of a trace, and this is a snapshot; leave it out")
+        refuse_given(args, "--step", "chooses a step of a trace, and this is a snapshot; leave it out")
         return explain_apart(Path(args.file), device=args.device)
-    if args.device is not None:
-        raise UsageError("--device chooses a device of a snapshot, and this is no snapshot; leave it out")
+    refuse_given(args, "--device", "chooses a device of a snapshot, and this is no snapshot; leave it out")
     return held_in_trace(build_report(read_traces([args.file])).ranks[0], step=args.step)
 
 

@@ -1,7 +1,9 @@
 """The `memo` command: runs a subcommand, and turns errors into one line on standard error and an exit code.
 
 Subcommand modules are imported only when their name is given, so `memo --help` and the commands that need no torch stay
-quick and run without it. A subcommand module has `configure(parser)` and `run(args) -> ExitCode | int`.
+quick and run without it. A subcommand module has `run(args) -> ExitCode | int`, and one of two: `Options`, a dataclass whose
+fields are the flags, of which `run` takes one; or `configure(parser)`, and `run` takes what argparse makes. With both,
+`configure` adds the flags of `Options`. `EPILOG` is the end of its help.
 
 Standard streams may be closed, full, read by nobody, or limited to few characters. Invariant: whatever happens to standard
 output, a command ends with an exit code and at most one line on standard error, never in a traceback.
@@ -17,7 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from memo import __version__
 from memo.errors import ExitCode, MemoError, UsageError
@@ -161,15 +163,22 @@ def _run(args: Sequence[str]) -> int:
         return ExitCode.OK
     if name not in COMMANDS:
         raise UsageError(f"unknown command {name!r}; choose one of {', '.join(COMMANDS)}")
+    from memo.cli.inputs.fields import add_fields, parsed
+
     module = importlib.import_module(COMMANDS[name][0])
     about = COMMANDS[name][1]
     parser = _Parser(prog=f"memo {name}", description=f"{about[0].upper()}{about[1:]}.")
-    module.configure(parser)
+    parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, getattr(module, "EPILOG", None)
+    options: Any = getattr(module, "Options", None)
+    if hasattr(module, "configure"):
+        module.configure(parser)
+    else:
+        add_fields(parser, options)
     try:
-        parsed = parser.parse_args(args[1:])
+        flags = parser.parse_args(args[1:])
     except SystemExit as stop:  # --help and usage errors
         return int(stop.code or 0)
-    return int(module.run(parsed))
+    return int(module.run(flags if options is None else parsed(options, flags)))
 
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room, or no larger file allowed

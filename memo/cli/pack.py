@@ -7,19 +7,20 @@ on the size of input files are those of `memo.mip.address` (FAULTS row 18).
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from memo.allocator import CachingUse, Segments, simulate_caching, trace_of
+from memo.cli.inputs.flag_types import Flag, Force, Json, OutputFile, WrittenFile
 from memo.cli.tables.address import arena_table, plan_summary, table
 from memo.cli.terminal.file_kinds import FileKind, kind_of, require_kind
-from memo.cli.terminal.output_files import display_name, file_name, refuse_existing, require_matplotlib
+from memo.cli.terminal.output_files import display_name, refuse_existing, require_matplotlib
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.mip import STDIN
@@ -45,67 +46,49 @@ if TYPE_CHECKING:
     from memo.out_of_memory import SnapshotBlocks
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `memo pack`."""
-    parser.add_argument(
-        "problem",
-        nargs="?",
-        default=STDIN,
-        help="buffers with lifetimes: CSV with the columns id,lower,upper,size, or JSON; or a snapshot of torch's CUDA "
-        "memory (default: standard input, also -)",
-    )
-    parser.add_argument(
-        "--capacity",
-        action="append",
-        default=[],
-        metavar="[ARENA=]SIZE",
-        help="largest allowed arena size, such as 80GiB; name the arena where there are several, and repeat the option "
-        "(default: the problem's, else no limit)",
-    )
-    parser.add_argument(
-        "--align", metavar="SIZE", help="every offset is a multiple of SIZE bytes, such as 512 (default: the problem's)"
-    )
-    parser.add_argument(
-        "--time-limit",
-        default="60s",
-        metavar="DURATION",
-        help="time for all: reading, the simulated caching allocator, planning and the check of the plan, such as 500ms or "
-        "5m (default 60s)",
-    )
-    parser.add_argument(
-        "--gap",
-        default="0%",
-        metavar="PERCENT",
-        help="stop when an arena is within PERCENT of the lower bound, such as 1%% (default 0%%)",
-    )
-    parser.add_argument(
-        "--method",
-        choices=[str(method) for method in Method],
-        default="auto",
-        help="solver: search (greedy fits, local search, branch and bound), mip (mixed-integer program by HiGHS), mip-cbc "
-        "(the same by CBC), or auto (search, and mixed-integer programs for buffers in groups) (default auto)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="random seed of the search; same seed, same plan where the time limit is not reached (default 0)",
-    )
-    parser.add_argument(
-        "-o", "--output", type=file_name, metavar="FILE", help="write the plan: CSV if FILE ends in .csv, else JSON"
-    )
-    parser.add_argument("-f", "--force", action="store_true", help="overwrite existing files")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument(
-        "--plot", type=file_name, metavar="FILE", help="draw the address layout; FILE ends in .png or .html"
-    )
+def _share(text: str) -> float:
+    try:
+        share = float(text.removesuffix("%")) / 100
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise UsageError(f"{text!r} is not a percentage from 0% to 100%; write for instance 1%")
+    return share
 
 
-def run(args: argparse.Namespace) -> ExitCode:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of `memo pack`."""
+
+    problem: Annotated[str, Flag(flags="problem", metavar=None, nargs="?")] = STDIN
+    """Buffers with lifetimes: CSV with the columns id,lower,upper,size, or JSON; or a snapshot of torch's CUDA memory
+    (default: standard input, also -)."""
+    capacity: Annotated[Sequence[str], Flag(type=str, action="append", metavar="[ARENA=]SIZE")] = ()
+    """Largest allowed arena size, such as 80GiB; name the arena where there are several, and repeat the option (default: the
+    problem's, else no limit)."""
+    align: Annotated[int | None, Flag(type=functools.partial(parse_bytes, bare=True), metavar="SIZE")] = None
+    """Every offset is a multiple of SIZE bytes, such as 512 (default: the problem's)."""
+    time_limit: Annotated[float, Flag(type=parse_duration_s, metavar="DURATION")] = 60.0
+    """Time for all: reading, the simulated caching allocator, planning and the check of the plan, such as 500ms or 5m
+    (default 60s)."""
+    gap: Annotated[float, Flag(type=_share, metavar="PERCENT")] = 0.0
+    """Stop when an arena is within PERCENT of the lower bound, such as 1% (default 0%)."""
+    method: Method = Method.AUTO
+    """Solver: search (greedy fits, local search, branch and bound), mip (mixed-integer program by HiGHS), mip-cbc (the same
+    by CBC), or auto (search, and mixed-integer programs for buffers in groups)."""
+    seed: int = 0
+    """Random seed of the search; same seed, same plan where the time limit is not reached."""
+    output: OutputFile | None = None
+    """Write the plan: CSV if FILE ends in .csv, else JSON."""
+    force: Force = False
+    json: Json = False
+    plot: WrittenFile | None = None
+    """Draw the address layout; FILE ends in .png or .html."""
+
+
+def run(args: Options) -> ExitCode:
     """Solves the problem, checks and writes the plan, and prints it."""
-    end = monotonic() + parse_duration_s(args.time_limit, what="--time-limit")
-    gap = _parse_gap(args.gap)
+    end = monotonic() + args.time_limit
     refuse_existing(args.output, args.plot, force=args.force)
     if args.plot and not args.plot.endswith((".png", ".html")):
         raise UsageError(f"--plot {args.plot!r}: the name must end in .png or .html")
@@ -129,8 +112,8 @@ def run(args: argparse.Namespace) -> ExitCode:
         plan = solve(
             problem,
             time_limit_s=max(end - monotonic(), 0.0),
-            gap=gap,
-            method=Method(args.method),
+            gap=args.gap,
+            method=args.method,
             seed=args.seed,
             progress=lambda progress: waiting.say(_words(progress)),
             known={f"PyTorch's {use.segments} segments": use.addresses for use in caching},
@@ -195,8 +178,8 @@ def _caching_table(plan: AddressPlan, caching: Sequence[CachingUse]) -> str:
     return table(header, rows)
 
 
-def _with_options(problem: AddressProblem, args: argparse.Namespace) -> AddressProblem:
-    alignment = problem.alignment if args.align is None else parse_bytes(args.align, what="--align", bare=True)
+def _with_options(problem: AddressProblem, args: Options) -> AddressProblem:
+    alignment = problem.alignment if args.align is None else args.align
     if alignment < 1:
         raise UsageError("--align must be at least 1")
     capacities = dict(problem.capacities)
@@ -210,16 +193,6 @@ def _with_options(problem: AddressProblem, args: argparse.Namespace) -> AddressP
             raise UsageError(f"--capacity {text}: no buffer is in arena {arena!r}")
         capacities[arena] = parse_bytes(size, what="--capacity", bare=True)
     return dataclasses.replace(problem, alignment=alignment, capacities=capacities)
-
-
-def _parse_gap(text: str) -> float:
-    try:
-        gap = float(text.removesuffix("%")) / 100
-    except ValueError:
-        gap = -1.0
-    if not 0 <= gap <= 1:
-        raise UsageError(f"--gap: {text!r} is not a percentage from 0% to 100%; write for instance 1%")
-    return gap
 
 
 def _words(progress: Progress) -> str:

@@ -10,21 +10,22 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from memo.cli.inputs.batch_sizes import add_batch_flags
-from memo.cli.inputs.budgets import add_budget_flags
-from memo.cli.inputs.fields import add_fields
-from memo.cli.inputs.machine import add_machine_flags
+from memo.cli.inputs.batch_sizes import BatchOptions
+from memo.cli.inputs.budgets import BudgetOptions
+from memo.cli.inputs.fields import add_fields, is_given, refuse_given
+from memo.cli.inputs.flag_types import Flag, Force, InputFile, Json, OutputFile, Tokens, WrittenFile
+from memo.cli.inputs.machine import MachineOptions, Nics
 from memo.cli.inputs.model_shape import shape_flag
 from memo.cli.inputs.planned_model import add_model_flags
 from memo.cli.planning.changes import changes_that_fit, explain_misfit
 from memo.cli.planning.former_plan import CheckpointPlan
-from memo.cli.planning.layouts import add_search_flags, refuse_search_flags, run_search
-from memo.cli.planning.request import AUTO, TILE_TOKENS, TRAINING_FIELDS, parse_request
+from memo.cli.planning.layouts import SearchOptions, run_search
+from memo.cli.planning.request import AUTO, TRAINING_FIELDS, CountOrAuto, parse_request
 from memo.cli.planning.search import describe_longest, fewest_gpus, longest_sequence
 from memo.cli.tables.activation import activation_summary, activation_table
-from memo.cli.terminal.output_files import display_name, file_name, refuse_existing, require_matplotlib
+from memo.cli.terminal.output_files import display_name, refuse_existing, require_matplotlib
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.mip.activation import (
@@ -36,6 +37,7 @@ from memo.mip.simulate import verify_by_simulation
 from memo.parallel import Layout
 from memo.search import TrainingMethod, with_run
 from memo.trace import printable
+from memo.units import format_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     from memo.mip.simulate import Simulation
     from memo.search import Request
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   memo plan --model 7b --seq 1m --gpu a800 --gpus 8 --tp 8 --host 2TiB --device 80GiB -o plan.json
   memo simulate plan.json -o trace.jsonl
@@ -55,31 +57,59 @@ examples:
   memo plan --search --model 7b --max-seq --gpu a800 --host 2TiB
 """
 
-DEFAULTS = {"gpus": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "schedule": str(PipelineSchedule.ONE_F_ONE_B)}
+DEFAULTS = {"gpus": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "schedule": PipelineSchedule.ONE_F_ONE_B}
 """Values of what is searched under --search and is not given otherwise."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Step:
+    """The step of the model. The fields are flags."""
+
+    seq: Annotated[Tokens | None, Flag(one_of="length")] = None
+    """Sequence length in tokens, such as 128k or 1m."""
+    max_seq: Annotated[bool, Flag(one_of="length")] = False
+    """Find the longest sequence that fits, in steps of 1,024 tokens for each rank of --cp, and plan it; with --search the
+    longest that any layout fits, and the fastest layouts for it."""
+    mlp_tiles: CountOrAuto = AUTO
+    """Compute each MLP of a named model in N tiles; auto chooses the number with the shortest step."""
+    profile: InputFile | None = None
+    """Profile measured by memo profile."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Gpus:
+    """Number of GPUs, and their network. The fields are flags."""
+
+    gpus: CountOrAuto | None = None
+    """Number of GPUs in all; auto finds the fewest that fit: 1, 2, 4, 8, then whole nodes, with --cp or --tp within a node
+    where that takes fewer (default 1; with --cluster all of it)."""
+    cluster: InputFile | None = None
+    """Instead of --gpu: a JSON description of groups of nodes that are not alike and their links; plans every placement of
+    the layout on them."""
+    net: Nics | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Output:
+    """Output. The fields are flags."""
+
+    output: OutputFile | None = None
+    """Write the plan to FILE as JSON."""
+    force: Force = False
+    json: Json = False
+    sweep: Literal["seq", "device", "host"] | None = None
+    """Plan for a range of sequence lengths up to --seq, or of budgets of device or host memory, and print one line for
+    each."""
+    plot: WrittenFile | None = None
+    """With --sweep: draw it; FILE ends in .png, .svg or .pdf."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `memo plan`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
     what = parser.add_argument_group("model: either --model and --seq, or --profile")
     add_model_flags(what)
-    length = what.add_mutually_exclusive_group()
-    length.add_argument("--seq", metavar="TOKENS", help="sequence length in tokens, such as 128k or 1m")
-    length.add_argument(
-        "--max-seq",
-        action="store_true",
-        help=f"find the longest sequence that fits, in steps of {TILE_TOKENS:,} tokens for each rank of --cp, and plan it; "
-        "with --search the longest that any layout fits, and the fastest layouts for it",
-    )
-    what.add_argument(
-        "--mlp-tiles",
-        metavar="N",
-        default="auto",
-        help="compute each MLP of a named model in N tiles; auto chooses the number with the shortest step (default auto)",
-    )
-    add_batch_flags(what)
+    add_fields(what, _Step)
+    add_fields(what, BatchOptions)
     what.add_argument(
         "--from",
         dest="former",
@@ -87,56 +117,51 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="plan that a run was made with, whose checkpoint this one is to go on from: say what reading it at this layout "
         "costs (default: a new run)",
     )
-    what.add_argument("--profile", metavar="FILE", help="profile measured by memo profile")
     how = parser.add_argument_group("training of a named model")
     add_fields(how, TrainingMethod, TRAINING_FIELDS, flags={"embedding": shape_flag("embedding")})
     where = parser.add_argument_group("machine")
-    add_machine_flags(where)
-    where.add_argument(
-        "--gpus",
-        type=_gpus,
-        metavar="N",
-        help="number of GPUs in all; auto finds the fewest that fit: 1, 2, 4, 8, then whole nodes, with --cp or --tp "
-        "within a node where that takes fewer (default 1; with --cluster all of it)",
-    )
-    where.add_argument(
-        "--cluster",
-        metavar="FILE",
-        help="instead of --gpu: a JSON description of groups of nodes that are not alike and their links; plans every "
-        "placement of the layout on them",
-    )
+    add_fields(where, MachineOptions)
+    add_fields(where, _Gpus)
     add_fields(where, Layout, "tp cp pp ep cp_attention schedule chunks stage_layers")
-    where.add_argument(
-        "--net",
-        metavar="NICS",
-        help="network between nodes: the NICs of a node, such as 8x400Gb, or none for one node (default: that of --gpu)",
-    )
-    add_search_flags(parser)
-    add_budget_flags(parser)
-    out = parser.add_argument_group("output")
-    out.add_argument("-o", "--output", type=file_name, metavar="FILE", help="write the plan to FILE as JSON")
-    out.add_argument("-f", "--force", action="store_true", help="overwrite existing files")
-    out.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    out.add_argument(
-        "--sweep",
-        choices=("seq", "device", "host"),
-        help="plan for a range of sequence lengths up to --seq, or of budgets of device or host memory, and print one line "
-        "for each",
-    )
-    out.add_argument(
-        "--plot", type=file_name, metavar="FILE", help="with --sweep: draw it; FILE ends in .png, .svg or .pdf"
-    )
+    search = parser.add_argument_group("search for a layout (docs/search.md); dimensions that are given are fixed")
+    add_fields(search, SearchOptions)
+    add_fields(parser.add_argument_group("budgets"), BudgetOptions)
+    add_fields(parser.add_argument_group("output"), _Output)
+
+
+_CLASHES = (
+    ("--search", "--gpus", "give --nodes and --gpus-per-node"),
+    ("--search", "--profile", "give --model"),
+    ("--search", "--sweep --plot", "leave it out"),
+    ("--search", "--codec", "give one layout"),
+    ("--cluster", "--nodes --gpus-per-node", "leave it out"),
+    ("--cluster", "--codec", "give one kind of machine"),
+    (
+        "--cluster",
+        "--gpu --net --attention --doctor --profile --max-seq --gpus=auto --sweep --plot --optimizer-offload",
+        "its file has the machines; leave out one of them",
+    ),
+    ("--max-seq", "--batch-tokens", "give --global-batch (default: one sequence)"),
+    ("--global-batch", "--batch-tokens", "they are the same size; give one of them"),
+    ("--max-seq", "--gpus=auto --sweep", "each looks for a size; give the number of one of them"),
+    ("--sweep", "--gpus=auto", "give a number of GPUs"),
+    ("--profile", "--max-seq --gpus=auto", "which is of one length and rank; give --model"),
+)
+"""A flag, those that do not go with it, and what to do instead."""
+_ONLY_SEARCH = "--nodes --gpus-per-node --dp --batch-tokens --html"
+"""Flags that go with --search only."""
 
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Plans or searches, checks and simulates, writes the plan and prints it."""
-    if args.codec is not None and (args.search or args.cluster is not None):
-        flag = "--search" if args.search else "--cluster"
-        raise UsageError(f"--codec does not go with {flag}; give one layout on one kind of machine")
+    for flag, others, instead in _CLASHES:
+        if is_given(args, flag):
+            refuse_given(args, others, f"does not go with {flag}; {instead}")
+    if not args.search:
+        refuse_given(args, _ONLY_SEARCH, "goes with --search only")
     if args.search:
         refuse_existing(args.output, args.html, force=args.force)
         return run_search(args)
-    refuse_search_flags(args)
     defaults = {name: value for name, value in DEFAULTS.items() if getattr(args, name) is None}
     if args.cluster is not None:
         defaults.pop("gpus", None)
@@ -145,18 +170,14 @@ def run(args: argparse.Namespace) -> ExitCode:
         if args.former is not None:
             raise UsageError("--from does not go with --cluster; give the groups of nodes one by one")
         return _run_on_cluster(args)
-    if args.max_seq and (args.gpus == AUTO or args.sweep is not None):
-        other = "--gpus auto" if args.gpus == AUTO else f"--sweep {args.sweep}"
-        raise UsageError(f"--max-seq and {other} each look for a size; give the number of one of them")
-    if args.gpus == AUTO and args.sweep is not None:
-        raise UsageError(f"--gpus auto and --sweep {args.sweep} exclude each other; give a number of GPUs")
     refuse_existing(args.output, args.plot, force=args.force)
     require_matplotlib(args.plot)
     if args.plot is not None and args.sweep is None:
         raise UsageError(
             "--plot draws a sweep only; add --sweep seq, device or host, or use memo simulate for a timeline"
         )
-    what = " ".join(["planning", *(given for given in (args.model, args.seq and f"at {args.seq}") if given)])
+    length = f"at {format_tokens(args.seq)}" if args.seq else None
+    what = " ".join(filter(None, ("planning", args.model, length)))
     former = None if args.former is None else CheckpointPlan.read(args.former, model=args.model)
     with WaitingLine("memo plan", what, quiet=args.json) as waiting:
         request, found = _request(args, say=waiting.say)
@@ -250,13 +271,3 @@ def _request(args: argparse.Namespace, *, say: Callable[[str], None]) -> tuple[R
     too_few = f"; {', '.join(map(str, tried))} {'is' if len(tried) == 1 else 'are'} too few" if tried else ""
     line = f"fewest GPUs: {layout.gpus}{''.join(f' --{name} {size}' for name, size in ranks.items())}{too_few}"
     return request, _Found(lines=(line,), summary={"gpus": layout.gpus, **ranks, "gpus_too_few": tried})
-
-
-def _gpus(text: str) -> int | str:
-    """A number of GPUs, or `auto`."""
-    if text.lower() == AUTO:
-        return AUTO
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto") from None

@@ -5,15 +5,16 @@ The profile is the input of `memo plan --profile`. The measurements, and torch w
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import memo
-from memo.cli.inputs.step_source import OWN_MODEL, add_step_options, is_preset, preset_config, step_builder
+from memo.cli.inputs.flag_types import Count, Flag, Force, Json, OutputFile
+from memo.cli.inputs.step_source import OWN_MODEL, StepOptions
 from memo.cli.tables.address import printable, table
-from memo.cli.terminal.output_files import display_name, file_name, refuse_existing
+from memo.cli.terminal.output_files import display_name, refuse_existing
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.gpt import Precision
@@ -22,13 +23,12 @@ from memo.mip import encode
 from memo.mip.activation import profile_to_json
 from memo.mip.address import write_file
 from memo.mip.inputs import hardware_preset
-from memo.units import format_bytes, format_duration, format_tokens, parse_tokens
+from memo.units import format_bytes, format_duration, format_tokens
 
 if TYPE_CHECKING:
-    from memo.gpt import GPTConfig
     from memo.mip.inputs import LayerProfile, Profile
 
-_EPILOG = f"""\
+EPILOG = f"""\
 example:
   memo profile --model tiny --seq 2k -o profile.json
   memo plan --profile profile.json --gpu machine.json --device 1GiB -o plan.json
@@ -36,49 +36,37 @@ example:
 {OWN_MODEL}"""
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `memo profile`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
-    add_step_options(parser, precisions=("fp32", "bf16"), default="fp32")
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        default=3,
-        metavar="N",
-        help="number of times that each kind of step runs; the shortest time counts (default 3)",
-    )
-    parser.add_argument(
-        "--disk",
-        dest="disk_dir",
-        metavar="DIR",
-        help="directory of the scratch file (default: the system's temporary directory)",
-    )
-    parser.add_argument("-o", "--output", type=file_name, metavar="FILE", help="write the profile to FILE as JSON")
-    parser.add_argument("-f", "--force", action="store_true", help="overwrite an existing file")
-    parser.add_argument("--json", action="store_true", help="print the profile as one JSON object instead of a table")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(StepOptions):
+    """Options of `memo profile`."""
+
+    repeats: Count = 3
+    """Number of times that each kind of step runs; the shortest time counts."""
+    disk: Annotated[str | None, Flag(metavar="DIR")] = None
+    """Directory of the scratch file (default: the system's temporary directory)."""
+    output: OutputFile | None = None
+    """Write the profile to FILE as JSON."""
+    force: Force = False
+    json: Json = False
 
 
-def run(args: argparse.Namespace) -> ExitCode:
+def run(args: Options) -> ExitCode:
     """Measures the step, writes the profile and prints it."""
-    if args.batch < 1 or args.repeats < 1:
-        raise UsageError("--batch and --repeats must be at least 1")
     refuse_existing(args.output, force=args.force)
-    tokens = parse_tokens(args.seq, what="--seq")
-    if args.disk_dir is not None and not os.path.isdir(args.disk_dir):
-        raise UsageError(f"--disk {display_name(args.disk_dir)}: no such directory")
+    if args.disk is not None and not os.path.isdir(args.disk):
+        raise UsageError(f"--disk {display_name(args.disk)}: no such directory")
     steps = 2 * args.repeats + 6
-    what = f"measuring about {steps} steps of {args.model} at {format_tokens(tokens)}"
+    what = f"measuring about {steps} steps of {args.model} at {format_tokens(args.seq)}"
     with WaitingLine("memo profile", what, quiet=args.json):
-        if is_preset(args):
-            _require_room(args, preset_config(args, tokens), tokens)
+        if args.is_preset:
+            _require_room(args)
         profile = memo.profile(
-            step_builder(args, tokens),
+            args.builder(),
             name=args.model,
             batch=args.batch,
-            tokens=tokens,
+            tokens=args.seq,
             repeats=args.repeats,
-            disk=args.disk_dir,
+            disk=args.disk,
         )
     if args.output:
         write_file(args.output, profile_to_json(profile), overwrite=args.force)
@@ -91,7 +79,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     return ExitCode.OK
 
 
-def _require_room(args: argparse.Namespace, config: GPTConfig, tokens: int) -> None:
+def _require_room(args: Options) -> None:
     """Checks that host memory holds a plain step with AdamW's state, before anything is built.
 
     Raises:
@@ -99,10 +87,10 @@ def _require_room(args: argparse.Namespace, config: GPTConfig, tokens: int) -> N
     """
     from memo.swap import available_host_bytes
 
-    precision = Precision(args.precision)
+    precision, config = Precision(args.precision), args.config
     # The machine decides times only.
     derived = derive_profile(
-        config, hardware_preset("h100"), StepLayout(tokens=tokens, batch=args.batch), precision=precision
+        config, hardware_preset("h100"), StepLayout(tokens=args.seq, batch=args.batch), precision=precision
     )
     by_name = {layer.name: layer for layer in derived.classes}
     saved = sum(by_name[name].full_bytes for name in derived.layers)
@@ -110,7 +98,7 @@ def _require_room(args: argparse.Namespace, config: GPTConfig, tokens: int) -> N
     free = available_host_bytes()
     if state + saved > free:
         raise UsageError(
-            f"a step of {args.model} at {format_tokens(tokens)} needs {format_bytes(state + saved)} of host memory "
+            f"a step of {args.model} at {format_tokens(args.seq)} needs {format_bytes(state + saved)} of host memory "
             f"({format_bytes(state)} for weights, gradients and optimizer, {format_bytes(saved)} for saved tensors), and "
             f"{format_bytes(free)} are free; measure fewer layers, as --layers 2, or plan by arithmetic with memo plan "
             f"--model {args.model}"

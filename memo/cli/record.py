@@ -6,30 +6,32 @@ with it, is in memo.record.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import dataclasses
 import gc
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from memo.allocator import AllocationTrace, trace_to_csv, trace_to_json
-from memo.cli.inputs.step_source import OWN_MODEL, add_step_options, is_preset, preset_config, step_builder
+from memo.cli.inputs.fields import given_fields
+from memo.cli.inputs.flag_types import Alpha, Count, Flag, Force, Json, OutputFile
+from memo.cli.inputs.step_source import OWN_MODEL, StepOptions
 from memo.cli.tables.address import table
-from memo.cli.terminal.output_files import display_name, file_name, refuse_existing
+from memo.cli.terminal.output_files import display_name, refuse_existing
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.gpt import Precision
 from memo.mip.address import write_file
 from memo.parallel import Layout
-from memo.units import format_bytes, format_tokens, parse_tokens
+from memo.units import format_bytes, format_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from memo.record import Recording, Step
 
-_EPILOG = f"""\
+EPILOG = f"""\
 examples:
   memo record --model 7b --seq 1m --alpha 0.25 -o trace.csv && memo pack trace.csv
   memo record --model mymodel:build --seq 32k --checkpoint | memo pack
@@ -41,77 +43,52 @@ and return None.
 """
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `memo record`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
-    add_step_options(parser, precisions=[str(precision) for precision in Precision], default="bf16")
-    parser.add_argument(
-        "--tp", type=int, default=1, metavar="N", help="record one rank of N-way tensor parallelism (default 1)"
-    )
-    parser.add_argument(
-        "--cp", type=int, default=1, metavar="N", help="record one rank of N-way context parallelism (default 1)"
-    )
-    parser.add_argument(
-        "--no-sequence-parallel",
-        action="store_true",
-        help="with --tp: every rank keeps all tokens between the matrix products (default: a share of them)",
-    )
-    way = parser.add_mutually_exclusive_group()
-    way.add_argument(
-        "--alpha",
-        type=float,
-        metavar="F",
-        help="offload activations: move at most the fraction F, from 0 to 1, of what can be recomputed "
-        "(default: no offloading)",
-    )
-    way.add_argument("--checkpoint", action="store_true", help="recompute every layer in backward")
-    parser.add_argument(
-        "--optimizer",
-        nargs="?",
-        const="adamw",
-        metavar="NAME",
-        help="include the optimizer's update and the release of the gradients: a name of torch.optim or module:Class, with "
-        "arguments, such as sgd,momentum=0.9 (without a name: adamw); a step that brings its own needs no option",
-    )
-    parser.add_argument(
-        "--exact", action="store_true", help="record requested sizes instead of CUDA's multiples of 512 bytes"
-    )
-    reads = parser.add_mutually_exclusive_group()
-    reads.add_argument(
-        "--assume",
-        type=float,
-        metavar="NUMBER",
-        help="where the step reads a tensor that is computed from weights, such as loss.item(), each element is NUMBER"
-        "; of a comparison, 0 is false and any other number true (default: that is an error)",
-    )
-    reads.add_argument("--real", action="store_true", help="use real tensors, which a step may read")
-    parser.add_argument(
-        "-o", "--output", type=file_name, metavar="FILE", help="write the trace: JSON if FILE ends in .json, else CSV"
-    )
-    parser.add_argument("-f", "--force", action="store_true", help="overwrite an existing file")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(StepOptions):
+    """Options of `memo record`."""
+
+    precision: Annotated[str, Flag(choices=tuple(map(str, Precision)), metavar=None)] = "bf16"
+    tp: Count = 1
+    """Record one rank of N-way tensor parallelism."""
+    cp: Count = 1
+    """Record one rank of N-way context parallelism."""
+    no_sequence_parallel: bool = False
+    """With --tp: every rank keeps all tokens between the matrix products (default: a share of them)."""
+    alpha: Annotated[Alpha | None, Flag(one_of="way")] = None
+    """Offload activations: move at most the fraction F, from 0 to 1, of what can be recomputed (default: no offloading)."""
+    checkpoint: Annotated[bool, Flag(one_of="way")] = False
+    """Recompute every layer in backward."""
+    optimizer: Annotated[str | None, Flag(nargs="?", const="adamw")] = None
+    """Include the optimizer's update and the release of the gradients: a name of torch.optim or module:Class, with
+    arguments, such as sgd,momentum=0.9 (without a name: adamw); a step that brings its own needs no option (default: no
+    update)."""
+    exact: bool = False
+    """Record requested sizes instead of CUDA's multiples of 512 bytes."""
+    assume: Annotated[float | None, Flag(one_of="reads", metavar="NUMBER")] = None
+    """Where the step reads a tensor that is computed from weights, such as loss.item(), each element is NUMBER; of a
+    comparison, 0 is false and any other number true (default: that is an error)."""
+    real: Annotated[bool, Flag(one_of="reads")] = False
+    """Use real tensors, which a step may read."""
+    output: OutputFile | None = None
+    """Write the trace: JSON if FILE ends in .json, else CSV."""
+    force: Force = False
+    json: Json = False
 
 
-def run(args: argparse.Namespace) -> ExitCode:
+def run(args: Options) -> ExitCode:
     """Records the step, writes the trace and prints a summary."""
-    if args.batch < 1:
-        raise UsageError("--batch must be at least 1")
-    if args.alpha is not None and not 0 <= args.alpha <= 1:
-        raise UsageError(f"--alpha {args.alpha} is not between 0 (recompute all) and 1 (move all)")
     refuse_existing(args.output, force=args.force)
-    tokens = parse_tokens(args.seq, what="--seq")
-    what = f"recording a step of {args.model} at {format_tokens(tokens)}"
+    what = f"recording a step of {args.model} at {format_tokens(args.seq)}"
     with WaitingLine("memo record", what, quiet=args.json):
-        recording = _record(args, tokens)
+        recording = _record(args)
     if args.output:
         to_text = trace_to_json if args.output.endswith(".json") else trace_to_csv
         write_file(args.output, to_text(recording.trace), overwrite=args.force)
     piped = not (args.output or args.json or sys.stdout.isatty())
     if args.json:
-        print(json.dumps(_summary(args, tokens, recording)))
+        print(json.dumps(_summary(args, recording)))
         return ExitCode.OK
-    print(_table(args, tokens, recording), file=sys.stderr if piped else sys.stdout)
+    print(_table(args, recording), file=sys.stderr if piped else sys.stdout)
     if piped:
         sys.stdout.write(trace_to_csv(recording.trace))
     if args.output:
@@ -119,53 +96,49 @@ def run(args: argparse.Namespace) -> ExitCode:
     return ExitCode.OK
 
 
-def _record(args: argparse.Namespace, tokens: int) -> Recording:
+def _record(args: Options) -> Recording:
     collecting = gc.isenabled()
     gc.disable()  # importing torch makes a million objects and no garbage: a quarter of this command's time
     try:
         with contextlib.ExitStack() as stack:
-            build = _builder(args, tokens, stack)
+            build = _builder(args, stack)
             from memo.record import record_step
 
             return record_step(
                 build,
-                alpha=args.alpha,
                 checkpointed=args.checkpoint,
-                optimizer=args.optimizer,
-                exact=args.exact,
-                real=args.real,
-                assume=args.assume,
+                **given_fields(args, "alpha optimizer exact real assume"),
             )
     finally:
         if collecting:
             gc.enable()
 
 
-def _builder(args: argparse.Namespace, tokens: int, stack: contextlib.ExitStack) -> Callable[[], Step]:
+def _builder(args: Options, stack: contextlib.ExitStack) -> Callable[[], Step]:
     """Builder of the step of one rank; `stack` closes the simulated process group."""
     layout = Layout(tp=args.tp, cp=args.cp, sequence_parallel=not args.no_sequence_parallel)
     if layout.ranks == 1:
-        return step_builder(args, tokens, needs_loss=False)
-    if not is_preset(args):
+        return args.builder(needs_loss=False)
+    if not args.is_preset:
         raise UsageError("--tp and --cp apply to named models only; leave them out")
-    config = preset_config(args, tokens)
-    layout.check(config, seq=tokens, batch=args.batch, microbatches=1)
+    config = args.config
+    layout.check(config, seq=args.seq, batch=args.batch, microbatches=1)
     if args.real:
         raise UsageError("--real needs values from the other ranks of --tp and --cp, which are not run; leave it out")
     from memo.parallel import simulated_rank
     from memo.record import rank_step
 
     world = stack.enter_context(simulated_rank(layout))
-    return rank_step(config, world, batch=args.batch, tokens=tokens, precision=Precision(args.precision))
+    return rank_step(config, world, batch=args.batch, tokens=args.seq, precision=Precision(args.precision))
 
 
-def _summary(args: argparse.Namespace, tokens: int, recording: Recording) -> dict[str, Any]:
+def _summary(args: Options, recording: Recording) -> dict[str, Any]:
     """Object that `--json` prints; sizes in bytes."""
     trace = recording.trace
     return {
         "model": args.model,
         "batch": args.batch,
-        "tokens": tokens,
+        "tokens": args.seq,
         "layers": recording.layers,
         "tp": args.tp,
         "cp": args.cp,
@@ -189,7 +162,7 @@ def _events(trace: AllocationTrace) -> int:
     return sum(1 for _ in trace.events())
 
 
-def _table(args: argparse.Namespace, tokens: int, recording: Recording) -> str:
+def _table(args: Options, recording: Recording) -> str:
     trace = recording.trace
     way = "checkpointed" if args.checkpoint else "plain" if args.alpha is None else f"offloaded, alpha {args.alpha:g}"
     rows = [
@@ -204,6 +177,6 @@ def _table(args: argparse.Namespace, tokens: int, recording: Recording) -> str:
             ("most away at once", format_bytes(recording.peak_away_nbytes)),
         ]
     ranks = "".join(f", one rank of {name} {size}" for name, size in (("tp", args.tp), ("cp", args.cp)) if size > 1)
-    head = f"{args.model}, {recording.layers} layers, {args.batch} x {format_tokens(tokens)} tokens{ranks}, {way}"
+    head = f"{args.model}, {recording.layers} layers, {args.batch} x {format_tokens(args.seq)} tokens{ranks}, {way}"
     whole = [f"whole tensors: {name}: {reason}" for name, reason in recording.whole_layers.items()]
     return "\n".join([table((head, ""), rows), *whole])

@@ -6,13 +6,14 @@ the same writer, one file per pipeline stage.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from memo.cli.inputs.machine import hardware_named, measured
+from memo.cli.inputs.fields import refuse_given
+from memo.cli.inputs.flag_types import Flag, Force, InputFile, Json
+from memo.cli.inputs.machine import Gpu, Nics, hardware_named, measured
 from memo.cli.tables.simulation import print_simulation, simulation_summary
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.terminal.output_files import atomic_write, file_path, print_written, refuse_existing
@@ -20,44 +21,30 @@ from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.events import TierName
 from memo.mip.activation import ActivationPlan, ActivationProblem, read_activation_plan, read_profile
-from memo.mip.inputs import PRESETS, parse_network
 from memo.mip.simulate import Simulation, simulate, stage_events
 from memo.trace import TraceRecorder
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `memo simulate`."""
-    parser.add_argument("plan", help="activation plan in JSON, written by memo plan")
-    parser.add_argument(
-        "--profile", metavar="FILE", help="simulate this profile, written by memo profile (default: the plan's)"
-    )
-    parser.add_argument(
-        "--hardware",
-        metavar="NAME|FILE",
-        help=f"simulate this machine: {', '.join(PRESETS)}, or a JSON description (default: the plan's)",
-    )
-    parser.add_argument(
-        "--doctor",
-        metavar="FILE",
-        help="simulate with the links and disks that memo doctor --json measured (default: the machine's)",
-    )
-    parser.add_argument(
-        "--net",
-        metavar="NICS",
-        help="simulate this network: the NICs of a node, such as 8x400Gb, or none for one node (default: the machine's)",
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=file_path,
-        metavar="FILE",
-        help="write the trace to FILE; for a plan of several pipeline stages FILE is an existing directory",
-    )
-    parser.add_argument("-f", "--force", action="store_true", help="overwrite existing files")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of `memo simulate`."""
+
+    plan: Annotated[str, Flag(flags="plan", metavar=None)]
+    """Activation plan in JSON, written by memo plan."""
+    profile: InputFile | None = None
+    """Simulate this profile, written by memo profile (default: the plan's)."""
+    hardware: Gpu | None = None
+    """Simulate this machine: {names}, or a JSON description (default: the plan's)."""
+    doctor: InputFile | None = None
+    """Simulate with the links and disks that memo doctor --json measured (default: the machine's)."""
+    net: Nics | None = None
+    output: Annotated[Path | None, Flag(flags="-o --output", type=file_path)] = None
+    """Write the trace to FILE; for a plan of several pipeline stages FILE is an existing directory."""
+    force: Force = False
+    json: Json = False
 
 
-def run(args: argparse.Namespace) -> ExitCode:
+def run(args: Options) -> ExitCode:
     """Simulates, writes the traces and prints; exit code 5 when the step exceeds a budget."""
     require_kind(args.plan, FileKind.ACTIVATION_PLAN)
     plan = read_activation_plan(args.plan)
@@ -80,26 +67,18 @@ def run(args: argparse.Namespace) -> ExitCode:
     return ExitCode.PLAN_INVALID if simulation.overflows else ExitCode.OK
 
 
-def _problem(plan: ActivationPlan, args: argparse.Namespace) -> ActivationProblem:
+def _problem(plan: ActivationPlan, args: Options) -> ActivationProblem:
     """The plan's problem, with the profile and the hardware of the arguments."""
     problem = plan.problem
-    given = [flag for flag in ("profile", "hardware", "doctor", "net") if getattr(args, flag) is not None]
-    if given and problem.machines:
-        raise UsageError(
-            f"--{given[0]}: the plan's stages are on machines that differ; plan again with another --cluster"
-        )
+    if problem.machines:
+        why = "does not go with this plan: the plan's stages are on machines that differ; plan again with another --cluster"
+        refuse_given(args, "--profile --hardware --doctor --net", why)
     if args.profile is not None:
         require_kind(args.profile, FileKind.PROFILE)
         problem = dataclasses.replace(problem, profile=read_profile(args.profile))
-    if args.hardware is not None:
-        problem = dataclasses.replace(problem, hardware=hardware_named(args.hardware))
-    if args.doctor is not None:
-        problem = dataclasses.replace(problem, hardware=measured(problem.hardware, args.doctor))
-    if args.net is not None:
-        machine = problem.hardware
-        network = parse_network(args.net, machine.network)
-        problem = dataclasses.replace(problem, hardware=dataclasses.replace(machine, network=network))
-    return problem
+    machine = problem.hardware if args.hardware is None else hardware_named(args.hardware)
+    machine = measured(machine, args.doctor, args.net)
+    return problem if machine is problem.hardware else dataclasses.replace(problem, hardware=machine)
 
 
 def _paths(output: Path, count: int) -> list[Path]:

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memo.cli.inputs.batch_sizes import add_batch_flags, batch_sizes
+from memo.cli.inputs.batch_sizes import BatchOptions, batch_sizes
 from memo.cli.inputs.fields import add_fields, given_fields
 from memo.cli.inputs.model_shape import SHAPE_FIELDS, add_shape_flags, named_shape, shape_flag
 from memo.cli.terminal.file_kinds import FileKind, require_kind
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from memo.gpt.arithmetic import PlannedRun
     from memo.mip.activation import ActivationPlan
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   memo train --model 125m --seq 32k --data texts/ --offload disk --disk /scratch --steps 100 \\
              --checkpoint-dir run1 --checkpoint-every 20 --metrics run1.jsonl
@@ -65,8 +65,6 @@ _ROPE = "rope_theta rope_scaling"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `memo train`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
     model = parser.add_argument_group("model")
     presets = ", ".join(PRESETS)
     model.add_argument("--model", metavar="NAME", help=f"model size: {presets} (default: the plan's, else tiny)")
@@ -75,7 +73,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_fields(model, GPTConfig, "mlp_tiles", default="the plan's, else 1")
     data = parser.add_argument_group("data")
     add_fields(data, RunConfig, _DATA)
-    add_batch_flags(data)
+    add_fields(data, BatchOptions)
     training = parser.add_argument_group("training")
     add_fields(training, LrSchedule, _SCHEDULE, flags={"peak": "--lr", "floor": "--min-lr"})
     add_fields(training, TrainConfig, "weight_decay clip eval_steps")

@@ -121,8 +121,8 @@ def test_a_model_of_the_users_own(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--batch", "0"], "--batch must be at least 1"),
-        (["--alpha", "1"], "--alpha 1.0 is not from 0 to less than 1"),
+        (["--batch", "0"], "--batch: 0 is less than 1"),
+        (["--alpha", "1"], "--alpha: 1.0 is not from 0 to less than 1"),
         (["--model", "nowhere.json"], "nowhere.json: no such file"),
         (["--model", "nobody:there"], "nobody"),
         (["--keep", "aten.nothing"], "keep: no operator 'aten.nothing'; give names such as 'aten.mm' or 'mm'"),

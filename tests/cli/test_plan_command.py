@@ -305,7 +305,7 @@ def test_a_report_that_is_none_is_one_line(
         (["--gpu", "a900", "--model", "7b", "--seq", "8k"], ExitCode.USAGE, "unknown GPU"),
         (["--gpu", "a800", "--model", "8b", "--seq", "8k"], ExitCode.USAGE, "unknown model"),
         (["--gpu", "a800", "--model", "7b", "--seq", "8k", "--tp", "2"], ExitCode.USAGE, "not a multiple"),
-        (["--gpu", "a800", "--model", "7b", "--seq", "8k", "--gpus", "0"], ExitCode.USAGE, "gpus is 0"),
+        (["--gpu", "a800", "--model", "7b", "--seq", "8k", "--gpus", "0"], ExitCode.USAGE, "--gpus: 0 is less than 1"),
         (["--gpu", "a800", "--model", "7b", "--seq", "8k", "--host", "8 gigs"], ExitCode.USAGE, "cannot read"),
         (["--gpu", "a800", "--model", "7b", "--seq", "8k", "--accumulate", "0"], ExitCode.USAGE, "0 is less than 1"),
         (["--gpu", "a800", "--model", "7b", "--seq", "8k", "--wear", "-1"], ExitCode.USAGE, "--wear"),

@@ -212,9 +212,11 @@ def test_what_does_not_fit_in_any_way_says_what_was_tried(folder: Path, capsys: 
 
 
 def test_two_searches_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "each look for a size" in refused(capsys, "--model", "7b", "--max-seq", "--gpus", "auto")
-    assert "each look for a size" in refused(capsys, "--model", "7b", "--max-seq", "--sweep", "device")
-    assert "exclude each other" in refused(capsys, "--model", "7b", "--seq", "8k", "--gpus", "auto", "--sweep", "seq")
+    assert "each looks for a size" in refused(capsys, "--model", "7b", "--max-seq", "--gpus", "auto")
+    assert "each looks for a size" in refused(capsys, "--model", "7b", "--max-seq", "--sweep", "device")
+    assert "--gpus=auto does not go with --sweep" in refused(
+        capsys, "--model", "7b", "--seq", "8k", "--gpus", "auto", "--sweep", "seq"
+    )
 
 
 def test_a_sweep_over_host_memory_begins_where_something_fits(capsys: pytest.CaptureFixture[str]) -> None:

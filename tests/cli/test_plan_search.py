@@ -181,8 +181,8 @@ def test_dimensions_that_are_given_are_fixed(capsys: pytest.CaptureFixture[str])
         ),
         ([*SMALL, "--sweep", "host"], "--sweep does not go with --search"),
         ([*SMALL, "--plot", "x.png"], "--plot does not go with --search"),
-        ([*SMALL, "--global-batch", "8"], "--global-batch and --batch-tokens are the same size"),
-        ([*SMALL, "--nodes", "0"], "--nodes 0 is less than 1"),
+        ([*SMALL, "--global-batch", "8"], "--batch-tokens does not go with --global-batch; they are the same size"),
+        ([*SMALL, "--nodes", "0"], "--nodes: 0 is less than 1"),
         ([*SMALL, "--tp", "0"], "--tp 0 is less than 1"),
         (
             [*SMALL, "--cp-attention", "ulysses", "--cp", "8"],

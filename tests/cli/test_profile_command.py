@@ -75,7 +75,7 @@ def test_a_step_that_runs_backward_itself_is_one_line(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--batch", "0"], "at least 1"),
+        (["--batch", "0"], "--batch: 0 is less than 1"),
         (["--model", "nobody:there"], "nobody"),
         (["--model", "tinier"], "unknown model"),
         (["--model", "tiny", "--seq", "none"], "cannot read"),

@@ -230,7 +230,7 @@ def test_a_rank_of_eight_saves_sixteen_gib_a_layer_at_a_million_tokens(capsys: p
         (["--tp", "3"], "does not divide the model's 2 heads"),
         (["--tp", "2", "--seq", "129"], "--seq 129 does not divide over 2 ranks"),
         (["--tp", "2", "--real"], "other ranks"),
-        (["--tp", "0"], "--tp 0 is less than 1"),
+        (["--tp", "0"], "--tp: 0 is less than 1"),
         (["--tp", "2", "--model", "users_step:build"], "named models"),
     ],
 )

@@ -187,20 +187,20 @@ def test_a_gpu_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--model", "nobody"], "unknown model 'nobody'"),
         (["--model", "nobody/there"], "no such file or folder"),
         (["--model", "nobody:there"], "nobody"),
-        (["--model", "tiny", "--lora", "4"], "which PEFT does not adapt"),
+        (["--model", "tiny", "--lora", "4"], "PEFT does not adapt it"),
         (["--model", "tiny", "--loss-without-logits"], "has no logits in memory"),
-        (["--lora", "0"], "--lora 0 is less than 1"),
-        (["--layers", "0"], "--layers 0 is less than 1"),
-        (["--batch", "0"], "--batch 0 is less than 1"),
-        (["--steps", "0"], "--steps 0 is less than 1"),
-        (["--alpha", "2"], "--alpha 2.0 is not between 0"),
+        (["--lora", "0"], "--lora: 0 is less than 1"),
+        (["--layers", "0"], "--layers: 0 is less than 1"),
+        (["--batch", "0"], "--batch: 0 is less than 1"),
+        (["--steps", "0"], "--steps: 0 is less than 1"),
+        (["--alpha", "2"], "--alpha: 2.0 is not between 0"),
         (["--alpha", "1", "--way", "keep"], "--alpha applies to --way memo"),
-        (["--device", "200GiB"], "--device 200GiB is not within the 80 GiB of h100"),
+        (["--device", "200GiB"], "--device: 200 GiB are not within the 80 GiB of h100"),
         (["--device", "8"], "can be read in several ways"),
         (["--host", "0"], "nowhere to move activations"),
         (["--disk-write", "5GB"], "needs a disk"),
-        (["--disk-space", "1TiB", "--disk-budget", "2TiB"], "is more than --disk-space 1TiB"),
-        (["--seq", "8k", "--lengths", "8k"], "exclude each other"),
+        (["--disk-space", "1TiB", "--disk-budget", "2TiB"], "--disk-budget is more than the 1 TiB of --disk-space"),
+        (["--seq", "8k", "--lengths", "8k"], "--lengths: not allowed with argument --seq"),
         (["--lengths", "8k,none"], "cannot read 'none'"),
         (["--assume", "nan"], "not a finite number"),
         (["--optimizer", "nobody", "--model", "tiny"], "nobody"),
@@ -217,7 +217,7 @@ def test_bad_input_is_one_line(arguments: list[str], words: str, capsys: pytest.
 
 def test_a_users_step_without_tokens_has_one_length(user_module: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rehearse", "--model", f"{user_module}:build", "--lengths", "8,16"]) == ExitCode.USAGE
-    assert "--lengths: the step of rehearsed_step:build takes no tokens" in capsys.readouterr().err
+    assert "--lengths applies to models by name or configuration" in capsys.readouterr().err
 
 
 def test_a_configuration_that_cannot_be_built_is_one_line(config: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,11 +123,11 @@ def answer(capsys: pytest.CaptureFixture[str], flags: list[str]) -> dict[str, An
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--nodes", "2"], "--nodes does not go with --search --cluster"),
-        (["--gpus-per-node", "2"], "--gpus-per-node does not go with --search --cluster"),
+        (["--nodes", "2"], "--nodes does not go with --cluster"),
+        (["--gpus-per-node", "2"], "--gpus-per-node does not go with --cluster"),
         (["--html", "page.html", "-o", "page.html"], "-o and --html both name page.html"),
         (["--max-seq"], "not allowed with"),
-        (["--gpu", "h100"], "--gpu has no meaning with --cluster"),
+        (["--gpu", "h100"], "--gpu does not go with --cluster"),
         (["--tp", "5"], "--tp 5 does not divide"),
     ],
 )

@@ -274,7 +274,7 @@ USAGE = [
     ),
     (["--seq", "32kk"], "write for instance 4096, 32k or 1m"),
     (["--steps", "0"], "steps 0"),
-    (["--batch", "0"], "--batch 0"),
+    (["--batch", "0"], "--batch: 0 is less than 1"),
     (["--lr", "-1"], "lr -1.0"),
     (["--clip", "-1"], "clip -1.0"),
     (["--alpha", "2", "--offload", "disk"], "alpha 2.0"),

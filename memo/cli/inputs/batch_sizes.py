@@ -5,26 +5,22 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 
+from memo.cli.inputs.flag_types import Count
 from memo.errors import UsageError
 
 
-def add_batch_flags(group: argparse._ArgumentGroup) -> None:
-    """Adds --batch, --accumulate and --global-batch."""
-    group.add_argument(
-        "--batch",
-        type=int,
-        metavar="N",
-        help="sequences in a microbatch of each data-parallel rank: the micro batch size, not the global one (default 1)",
-    )
-    group.add_argument("--accumulate", type=int, metavar="N", help="microbatches in a step (default 1)")
-    group.add_argument(
-        "--global-batch",
-        type=int,
-        metavar="N",
-        help="sequences in a step of all ranks: --batch x data-parallel ranks x --accumulate; may replace either of them",
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """Sequences of a step as they are asked for. The fields are flags."""
+
+    batch: Count | None = None
+    """Sequences in a microbatch of each data-parallel rank: the micro batch size, not the global one (default 1)."""
+    accumulate: Count | None = None
+    """Microbatches in a step (default 1)."""
+    global_batch: Count | None = None
+    """Sequences in a step of all ranks: --batch x data-parallel ranks x --accumulate; may replace either of them."""
 
 
 def batch_sizes(
@@ -42,12 +38,9 @@ def batch_sizes(
         Sequences in a microbatch of each data-parallel rank, and microbatches in a step.
 
     Raises:
-        UsageError: a number is less than 1, or they contradict one another.
+        UsageError: they contradict one another.
     """
     given = {"--batch": batch, "--accumulate": accumulate, "--global-batch": global_batch}
-    for flag, number in given.items():
-        if number is not None and number < 1:
-            raise UsageError(f"{flag} {number} is less than 1")
     if global_batch is None:
         return batch or 1, accumulate or 1
     known = replicas * (batch or 1) * (accumulate or 1)

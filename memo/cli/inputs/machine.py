@@ -1,38 +1,36 @@
 """The machine that a command plans or rehearses for: a GPU by name or description, with rates that were measured on it.
 
-Owns --gpu, --doctor and --attention.
+Owns --gpu, --doctor, --attention and --net.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+from typing import Annotated
 
+from memo.cli.inputs.flag_types import Flag, InputFile
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.errors import UsageError
 from memo.mip.activation import read_hardware
-from memo.mip.inputs import PRESETS, Hardware, hardware_preset, with_measured_rates
+from memo.mip.inputs import PRESETS, Hardware, hardware_preset, parse_network, with_measured_rates
+
+Gpu = Annotated[str, Flag(metavar="NAME|FILE", names=tuple(PRESETS))]
+_NICS_HELP = "network between nodes: the NICs of a node, such as 8x400Gb, or none for one node (default: the machine's)"
+Nics = Annotated[str, Flag(metavar="NICS", help=_NICS_HELP)]
 
 
-def add_machine_flags(group: argparse._ArgumentGroup, *, default: str | None = None) -> None:
-    """Adds --gpu, --doctor and --attention; `default` is the GPU where none is given."""
-    ending = "" if default is None else f" (default {default})"
-    group.add_argument(
-        "--gpu",
-        default=default,
-        metavar="NAME|FILE",
-        help=f"GPU: {', '.join(PRESETS)}, or a JSON description of a machine{ending}",
-    )
-    group.add_argument(
-        "--doctor",
-        metavar="FILE",
-        help="use the rates that memo doctor --json measured on the machine (default: the rates of --gpu)",
-    )
-    group.add_argument(
-        "--attention",
-        metavar="KERNEL",
-        help="kernel of attention whose rates are used, by name: on an H100 cudnn, flashattention2 or flashattention3 "
-        "(default: the one that torch takes there)",
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """A machine. The fields are flags."""
+
+    gpu: Gpu | None = None
+    """GPU: {names}, or a JSON description of a machine."""
+    doctor: InputFile | None = None
+    """Use the rates that memo doctor --json measured on the machine (default: the rates of --gpu)."""
+    attention: Annotated[str | None, Flag(metavar="KERNEL")] = None
+    """Kernel of attention whose rates are used, by name: on an H100 cudnn, flashattention2 or flashattention3 (default: the
+    one that torch takes there)."""
 
 
 def hardware_named(name: str) -> Hardware:
@@ -48,16 +46,18 @@ def hardware_named(name: str) -> Hardware:
     return read_hardware(name)
 
 
-def measured(machine: Hardware, path: str | None) -> Hardware:
-    """A machine with the rates of --doctor, where it is given."""
-    if path is None:
-        return machine
-    require_kind(path, FileKind.MACHINE_REPORT)
-    return with_measured_rates(machine, path)
+def measured(machine: Hardware, doctor: str | None, net: str | None = None) -> Hardware:
+    """A machine with the rates of --doctor and the network of --net, where they are given."""
+    if doctor is not None:
+        require_kind(doctor, FileKind.MACHINE_REPORT)
+        machine = with_measured_rates(machine, doctor)
+    return machine if net is None else dataclasses.replace(machine, network=parse_network(net, machine.network))
 
 
-def machine_of(args: argparse.Namespace, machine: Hardware | None = None) -> Hardware:
-    """Hardware of --gpu, or one from elsewhere, with --attention and --doctor.
+def machine_of(
+    args: argparse.Namespace | MachineOptions, machine: Hardware | None = None, net: str | None = None
+) -> Hardware:
+    """Hardware of --gpu, or one from elsewhere, with --attention, --doctor and --net.
 
     Raises:
         UsageError: there is no such GPU or kernel.
@@ -67,7 +67,7 @@ def machine_of(args: argparse.Namespace, machine: Hardware | None = None) -> Har
         raise UsageError(
             "--attention does not go with --doctor, whose file has measured rates of attention; give one of them"
         )
-    machine = machine or hardware_named(args.gpu)
+    machine = machine or hardware_named(args.gpu or "")
     if args.attention is not None:
         machine = machine.with_attention(args.attention)
-    return measured(machine, args.doctor)
+    return measured(machine, args.doctor, net)

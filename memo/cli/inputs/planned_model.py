@@ -6,10 +6,13 @@ Owns the flags that name and shape it. torch and transformers are imported only 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from memo.cli.inputs.fields import add_fields
+from memo.cli.inputs.flag_types import Flag
 from memo.cli.inputs.model_shape import SHAPE_FIELDS, add_shape_flags, named_shape, shape_flag
 from memo.errors import UsageError
 from memo.gpt import GPU_PRECISION, PRESETS, GPTConfig, Precision, preset_name
@@ -28,40 +31,34 @@ _FIELDS = {
     "vocab_size": "vocab_size",
 }
 """Names of a shape's fields in a configuration of transformers."""
-_WITHOUT_LOGITS = "without-logits"
 _NAMES = (*PRESETS, *(name for name in PUBLISHED if preset_name(name) is None))
 """Names of models; a published one that is also a preset's is the preset."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The model and its loss. The fields are flags."""
+
+    model: Annotated[str | None, Flag(metavar="NAME|PATH", names=_NAMES)] = None
+    """Model by name: {names}; or a config.json of Hugging Face's transformers, or a folder with one."""
+    precision: Precision | None = None
+    """Number format of a named model (default: of memo's GPT bf16-autocast, as memo train has it on a GPU; of a model of
+    transformers bf16)."""
+    loss: Literal["model", "without-logits"] | None = None
+    """Loss of a model of transformers: its own, with all logits in float32, or memo.loss_without_logits (default model;
+    sizes of memo's GPT have no logits in memory)."""
+
+
 def add_model_flags(group: argparse._ArgumentGroup) -> None:
     """Adds --model and what shapes a model."""
-    group.add_argument(
-        "--model",
-        metavar="NAME|PATH",
-        help=f"model by name: {', '.join(_NAMES)}; or a config.json of Hugging Face's transformers, or a "
-        "folder with one",
-    )
-    group.add_argument(
-        "--precision",
-        choices=[str(p) for p in Precision],
-        help=f"number format of a named model (default: of memo's GPT {GPU_PRECISION}, as memo train has it on a GPU; of a "
-        f"model of transformers {Precision.BF16})",
-    )
-    group.add_argument(
-        "--loss",
-        choices=("model", _WITHOUT_LOGITS),
-        help="loss of a model of transformers: its own, with all logits in float32, or memo.loss_without_logits (default "
-        "model; sizes of memo's GPT have no logits in memory)",
-    )
+    add_fields(group, ModelOptions)
     add_shape_flags(group)
 
 
 def planned_precision(args: argparse.Namespace) -> Precision:
     """The precision of the flag, or the one in which the model is trained by default."""
-    if args.precision is not None:
-        return Precision(args.precision)
     is_gpt = args.model is not None and preset_name(args.model) is not None and not Path(args.model).exists()
-    return GPU_PRECISION if is_gpt else Precision.BF16
+    return args.precision or (GPU_PRECISION if is_gpt else Precision.BF16)
 
 
 def planned_model(
@@ -105,9 +102,9 @@ def _of_transformers(
         config,
         name=name,
         precision=planned_precision(args),
-        without_logits=args.loss == _WITHOUT_LOGITS,
+        without_logits=args.loss == "without-logits",
         lora=args.lora or 0,
-        lora_dtype=AdapterDtype(args.lora_dtype or AdapterDtype.FP32),
+        lora_dtype=args.lora_dtype or AdapterDtype.FP32,
         say=say,
     )
 

@@ -5,71 +5,85 @@ A name that is exactly a GPT preset's, such as `llama3-8b`, is that preset; any 
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import functools
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from memo.cli.inputs.fields import refuse_given
+from memo.cli.inputs.flag_types import Count, Flag, Tokens
 from memo.errors import UsageError
 from memo.gpt import PRESETS, preset, preset_name
 from memo.hugging_face import PUBLISHED, names_configuration, published_name
+from memo.units import parse_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from memo.record import Step
 
-
-def add_rehearsed_model(group: argparse._ArgumentGroup) -> None:
-    """Adds --model and what shapes it."""
-    group.add_argument(
-        "--model",
-        required=True,
-        metavar="NAME|PATH",
-        help=f"published model ({', '.join(PUBLISHED)}), config.json of Hugging Face's transformers or a folder with one, "
-        f"GPT preset ({', '.join(PRESETS)}), or a model of your own as module:function",
-    )
-    group.add_argument("--lora", type=int, metavar="RANK", help="train adapters of PEFT on all linear maps alone")
-    group.add_argument("--layers", type=int, metavar="N", help="number of layers (default: the model's)")
-    group.add_argument(
-        "--loss-without-logits",
-        action="store_true",
-        help="loss of memo.loss_without_logits instead of the model's own",
-    )
+_NAMES = (*PUBLISHED, *PRESETS)
 
 
-def rehearsed_step(args: argparse.Namespace, tokens: int) -> Callable[[], Step]:
-    """A callable that builds the step that the flags name.
+def _lengths(text: str) -> tuple[int, ...]:
+    return tuple(map(parse_tokens, text.split(",")))
 
-    Args:
-        args: the parsed flags.
-        tokens: most tokens of a sequence.
 
-    Raises:
-        UsageError: no model has this name, or a flag does not apply to it.
-    """
-    name: str = args.model
-    if args.lora is not None and args.lora < 1:
-        raise UsageError(f"--lora {args.lora} is less than 1")
-    if args.layers is not None and args.layers < 1:
-        raise UsageError(f"--layers {args.layers} is less than 1")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RehearsedModel:
+    """The model and its microbatches. The fields are flags."""
+
+    model: Annotated[str, Flag(required=True, metavar="NAME|PATH", names=_NAMES)]
+    """Published model or GPT preset: {names}; config.json of Hugging Face's transformers or a folder with one; or a model of
+    your own as module:function."""
+    lora: Annotated[Count | None, Flag(metavar="RANK")] = None
+    """Train adapters of PEFT on all linear maps alone."""
+    layers: Count | None = None
+    """Number of layers (default: the model's)."""
+    loss_without_logits: bool = False
+    """Loss of memo.loss_without_logits instead of the model's own."""
+    seq: Annotated[Tokens, Flag(one_of="length")] = 1024
+    """Sequence length in tokens, such as 32k (default 1k)."""
+    lengths: Annotated[Sequence[int], Flag(type=_lengths, metavar="TOKENS,...", one_of="length")] = ()
+    """Sequence lengths of the steps, one after another, again and again, such as 8k,32k,12k (default: --seq)."""
+    batch: Count = 1
+    """Sequences in a microbatch."""
+
+    def builder(self) -> Callable[[], Step]:
+        """A callable that builds the step of the longest sequence.
+
+        Raises:
+            UsageError: no model has this name, or a flag does not apply to it.
+        """
+        tokens = max(self.lengths, default=self.seq)
+        return functools.partial(_builder(self, tokens), batch=self.batch, tokens=tokens)
+
+
+def _builder(options: RehearsedModel, tokens: int) -> Callable[..., Step]:
+    name = options.model
     if ":" in name and not Path(name).exists():
-        return _users(name, args, tokens)
+        why = "applies to models by name or configuration; leave it out"
+        refuse_given(options, "--lora --layers --loss-without-logits --lengths", why)
+        from memo.record import load_step
+
+        return load_step(name, needs_loss=True)
     if _is_preset(name):
-        return _preset(name, args, tokens)
+        return _preset(name, options, tokens)
     if not Path(name).exists() and published_name(name) is None:
         if not names_configuration(name):
             raise UsageError(
-                f"unknown model {name!r}; choose one of {', '.join((*PUBLISHED, *PRESETS))}, or give the path of a "
-                "config.json, or module:function"
+                f"unknown model {name!r}; choose one of {', '.join(_NAMES)}, or give the path of a config.json, or "
+                "module:function"
             )
         raise UsageError(
             f"{name}: no such file or folder; nothing is fetched: download its config.json and give the path"
         )
     from memo.rehearsal import hugging_face_step
 
-    build = hugging_face_step(name, lora=args.lora or 0, without_logits=args.loss_without_logits, layers=args.layers)
-    return functools.partial(build, batch=args.batch, tokens=tokens)
+    return hugging_face_step(
+        name, lora=options.lora or 0, without_logits=options.loss_without_logits, layers=options.layers
+    )
 
 
 def _is_preset(name: str) -> bool:
@@ -78,25 +92,13 @@ def _is_preset(name: str) -> bool:
     return name.lower() in PRESETS or (published_name(name) is None and preset_name(name) is not None)
 
 
-def _users(name: str, args: argparse.Namespace, tokens: int) -> Callable[[], Step]:
-    for flag in ("lora", "layers", "loss_without_logits"):
-        if getattr(args, flag):
-            raise UsageError(f"--{flag.replace('_', '-')} applies to models by name or configuration; leave it out")
-    if args.lengths:
-        raise UsageError(f"--lengths: the step of {name} takes no tokens; leave --lengths out")
-    from memo.record import load_step
-
-    return functools.partial(load_step(name, needs_loss=True), batch=args.batch, tokens=tokens)
-
-
-def _preset(name: str, args: argparse.Namespace, tokens: int) -> Callable[[], Step]:
-    if args.lora:
-        raise UsageError(f"--lora: {name} is memo's GPT, which PEFT does not adapt; name a published model")
-    if args.loss_without_logits:
-        raise UsageError(f"--loss-without-logits: {name} is memo's GPT, whose loss has no logits in memory")
-    config = preset(name, layers=args.layers)
+def _preset(name: str, options: RehearsedModel, tokens: int) -> Callable[..., Step]:
+    own = f"does not go with {name}, which is memo's GPT:"
+    refuse_given(options, "--lora", f"{own} PEFT does not adapt it; name a published model")
+    refuse_given(options, "--loss-without-logits", f"{own} its loss has no logits in memory")
+    config = preset(name, layers=options.layers)
     if config.positions == "learned" and tokens > config.max_seq:
-        config = preset(name, layers=args.layers, max_seq=tokens)
+        config = preset(name, layers=options.layers, max_seq=tokens)
     from memo.record import gpt_step
 
-    return functools.partial(gpt_step, config, batch=args.batch, tokens=tokens)
+    return functools.partial(gpt_step, config)

@@ -11,12 +11,14 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from memo.cli.inputs.fields import given_fields
+from memo.cli.inputs.flag_types import Count, Tokens, WrittenFile
 from memo.cli.planning.former_plan import CheckpointPlan
 from memo.cli.planning.on_cluster import space_on_cluster
 from memo.cli.planning.picture import search_page
 from memo.cli.planning.request import TILE_TOKENS, parse_request
 from memo.cli.tables.layouts import longest_words, search_summary, search_table, smallest_table
-from memo.cli.terminal.output_files import display_name, file_name
+from memo.cli.terminal.output_files import display_name
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, Infeasible, PlanInvalid, UsageError
 from memo.gpt import EmbeddingGradients, GPTConfig
@@ -38,7 +40,7 @@ from memo.search import (
     with_run,
 )
 from memo.trace import printable, render_page
-from memo.units import format_tokens, parse_tokens
+from memo.units import format_tokens
 
 if TYPE_CHECKING:
     from memo.search import Found, Planned, Request
@@ -49,42 +51,24 @@ MOST_CALLS = 20_000
 LEAST_STEP_TOKENS = 1 << 20
 """Tokens of a step, at least, where its size is not given."""
 _SPLIT = "a node would hold ranks that do not follow one another; give --tp, --cp and --pp of whole nodes"
-_OWN = ("nodes", "gpus_per_node", "dp", "batch_tokens", "html")
-"""Flags that go with --search only."""
 
 
-def add_search_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds --search and the flags that go with it."""
-    group = parser.add_argument_group("search for a layout (docs/search.md); dimensions that are given are fixed")
-    group.add_argument(
-        "--search",
-        action="store_true",
-        help="find the layout, schedule, sharding and microbatch with the shortest step on a cluster, each with its plan",
-    )
-    group.add_argument("--nodes", type=int, metavar="N", help="with --search: nodes of the cluster (default 1)")
-    group.add_argument(
-        "--gpus-per-node", type=int, metavar="N", help="with --search: GPUs of a node (default: as many as --gpu has)"
-    )
-    group.add_argument("--dp", type=int, metavar="N", help="with --search: data-parallel ranks (default: searched)")
-    group.add_argument(
-        "--batch-tokens",
-        metavar="TOKENS",
-        help="with --search: tokens in a step of all ranks, such as 4m, instead of --global-batch (default: 1m, or one "
-        "sequence)",
-    )
-    group.add_argument(
-        "--html",
-        type=file_name,
-        metavar="FILE",
-        help="with --search: write a page with the space, the best layouts on nodes and links, and their simulated steps",
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """The search. The fields are flags."""
 
-
-def refuse_search_flags(args: argparse.Namespace) -> None:
-    """Refuses, without --search, flags that go with it only."""
-    for name in _OWN:
-        if getattr(args, name) is not None:
-            raise UsageError(f"--{name.replace('_', '-')} goes with --search only")
+    search: bool = False
+    """Find the layout, schedule, sharding and microbatch with the shortest step on a cluster, each with its plan."""
+    nodes: Count | None = None
+    """With --search: nodes of the cluster (default 1)."""
+    gpus_per_node: Count | None = None
+    """With --search: GPUs of a node (default: as many as --gpu has)."""
+    dp: Count | None = None
+    """With --search: data-parallel ranks (default: searched)."""
+    batch_tokens: Tokens | None = None
+    """With --search: tokens in a step of all ranks, such as 4m, instead of --global-batch (default: 1m, or one sequence)."""
+    html: WrittenFile | None = None
+    """With --search: write a page with the space, the best layouts on nodes and links, and their simulated steps."""
 
 
 def run_search(args: argparse.Namespace) -> ExitCode:
@@ -94,7 +78,8 @@ def run_search(args: argparse.Namespace) -> ExitCode:
         UsageError: a flag does not go with --search, or no layout divides the model and the step.
         Infeasible: no layout fits.
     """
-    _refuse_others(args)
+    if args.html and args.output and os.path.realpath(args.html) == os.path.realpath(args.output):
+        raise UsageError(f"-o and --html both name {display_name(args.html)}; the plan and the page are two files")
     former = None if args.former is None else CheckpointPlan.read(args.former, model=args.model)
     space = _space(args)
     if former is not None:
@@ -185,35 +170,6 @@ def _shown(found: Found) -> list[Planned]:
     return [*found.best, *runnable]
 
 
-def _refuse_others(args: argparse.Namespace) -> None:
-    """Refuses flags that do not go with --search, or with its cluster, and too small ones."""
-    instead = {
-        "gpus": "--nodes and --gpus-per-node",
-        "sweep": "no --sweep",
-        "plot": "no --plot",
-        "profile": "--model",
-    }
-    for name, other in instead.items():
-        if getattr(args, name) not in (None, False):
-            raise UsageError(f"--{name.replace('_', '-')} does not go with --search; give {other}")
-    if (
-        args.html is not None
-        and args.output is not None
-        and os.path.realpath(args.html) == os.path.realpath(args.output)
-    ):
-        raise UsageError(f"-o and --html both name {display_name(args.html)}; the plan and the page are two files")
-    if args.max_seq and args.batch_tokens is not None:
-        raise UsageError("--batch-tokens does not go with --max-seq; give --global-batch (default: one sequence)")
-    if args.global_batch is not None and args.batch_tokens is not None:
-        raise UsageError("--global-batch and --batch-tokens are the same size; give one of them")
-    for name in ("nodes", "gpus_per_node"):
-        flag, number = f"--{name.replace('_', '-')}", getattr(args, name)
-        if number is not None and args.cluster is not None:
-            raise UsageError(f"{flag} does not go with --search --cluster; leave it out")
-        if number is not None and number < 1:
-            raise UsageError(f"{flag} {number} is less than 1")
-
-
 def _space(args: argparse.Namespace) -> Space:
     """The space that the flags describe, with the dimensions fixed that are given.
 
@@ -222,11 +178,9 @@ def _space(args: argparse.Namespace) -> Space:
     """
     one_gpu = _with_one_gpu(args)
     space = _of_equal_nodes(args, parse_request(one_gpu)) if args.cluster is None else space_on_cluster(one_gpu)
-    fixed = {name: getattr(args, name) for name in DIMENSIONS if getattr(args, name, None) is not None}
+    fixed = given_fields(args, " ".join(DIMENSIONS))
     if args.cp_attention not in (None, ContextAttention.AUTO):
         fixed["ring"] = args.cp_attention == ContextAttention.RING
-    if "schedule" in fixed:
-        fixed["schedule"] = PipelineSchedule(fixed["schedule"])
     request, config = space.request, space.request.config
     space = dataclasses.replace(space, global_batch=_global_batch(args, request), fixed=fixed)
     if request.embedding is EmbeddingGradients.SPARSE and isinstance(config, GPTConfig):
@@ -244,7 +198,7 @@ def _space(args: argparse.Namespace) -> Space:
 def _with_one_gpu(args: argparse.Namespace) -> argparse.Namespace:
     """The flags with a layout of one GPU, as the search replaces it."""
     ones = {"gpus": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "batch": None, "accumulate": None, "global_batch": None}
-    later = {"schedule": str(PipelineSchedule.ONE_F_ONE_B), "chunks": None, "zero": None}
+    later = {"schedule": PipelineSchedule.ONE_F_ONE_B, "chunks": None, "zero": None}
     return argparse.Namespace(**{**vars(args), **ones, **later})
 
 
@@ -263,19 +217,17 @@ def _global_batch(args: argparse.Namespace, request: Request) -> int:
     """Sequences of a step."""
     tokens = request.layout.tokens
     if args.global_batch is not None:
-        if args.global_batch < 1:
-            raise UsageError(f"--global-batch {args.global_batch} is less than 1")
         return int(args.global_batch)
     if args.max_seq:
         return 1
     if args.batch_tokens is None:
         return max(-(-LEAST_STEP_TOKENS // tokens), 1)
-    step = parse_tokens(args.batch_tokens, what="--batch-tokens")
-    if step % tokens or not step:
+    step: int = args.batch_tokens
+    if step % tokens:
         low, high = step // tokens * tokens, (step // tokens + 1) * tokens
         near = " or ".join(format_tokens(size) for size in (low, high) if size)
         raise UsageError(
-            f"--batch-tokens {args.batch_tokens} are no whole sequences of {format_tokens(tokens)} tokens; give {near}"
+            f"--batch-tokens {format_tokens(step)} are no whole sequences of {format_tokens(tokens)} tokens; give {near}"
         )
     return step // tokens
 

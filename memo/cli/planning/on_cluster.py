@@ -14,7 +14,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from memo.cli.inputs.budgets import budgets_of
-from memo.cli.planning.request import AUTO, parse_request
+from memo.cli.planning.request import parse_request
 from memo.cli.tables.address import table
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.errors import UsageError
@@ -38,26 +38,9 @@ def space_on_cluster(args: argparse.Namespace) -> Space:
     Its machine is of equal nodes of as many GPUs as divide every node of the cluster.
 
     Raises:
-        UsageError: a flag has no meaning with a cluster, or is invalid.
+        UsageError: a flag is invalid.
         PlanError: the file cannot be read.
     """
-    clashes = {
-        "--gpu": args.gpu is not None,
-        "--net": args.net is not None,
-        "--attention": args.attention is not None,
-        "--doctor": args.doctor is not None,
-        "--profile": args.profile is not None,
-        "--max-seq": args.max_seq,
-        "--gpus auto": args.gpus == AUTO,
-        f"--sweep {args.sweep}": args.sweep is not None,
-        "--plot": args.plot is not None,
-        "--optimizer-offload": args.optimizer_offload,
-    }
-    given = [flag for flag, is_given in clashes.items() if is_given]
-    if given:
-        raise UsageError(
-            f"{given[0]} has no meaning with --cluster, whose file has the machines; leave out one of them"
-        )
     require_kind(args.cluster, FileKind.CLUSTER)
     cluster = read_cluster(args.cluster)
     args = argparse.Namespace(**{**vars(args), "gpus": cluster.gpus if args.gpus is None else args.gpus})
@@ -176,5 +159,4 @@ def _least_misfit(space: Space, candidates: list[Candidate]) -> DoesNotFit | Usa
 
 def _budgets(args: argparse.Namespace, group: NodeGroup) -> Budgets:
     budgets = budgets_of(args, group.machine)
-    disk = budgets.disk_bytes if args.disk_budget != "0" else group.disk_bytes
-    return dataclasses.replace(budgets, disk_bytes=disk)
+    return dataclasses.replace(budgets, disk_bytes=budgets.disk_bytes or group.disk_bytes)

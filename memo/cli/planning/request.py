@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from memo.cli.inputs.batch_sizes import batch_sizes
 from memo.cli.inputs.budgets import budgets_of
 from memo.cli.inputs.fields import given_fields
+from memo.cli.inputs.flag_types import Flag, at_least
 from memo.cli.inputs.machine import machine_of
 from memo.cli.inputs.model_shape import SHAPE_FIELDS, shape_flag
 from memo.cli.inputs.planned_model import planned_model, planned_precision
@@ -18,10 +19,9 @@ from memo.errors import UsageError
 from memo.gpt import EmbeddingGradients, GPTConfig, Precision, preset_name
 from memo.gpt.arithmetic import StepLayout
 from memo.mip.activation import MLP_TILE_COUNTS, read_profile
-from memo.mip.inputs import Hardware, PipelineSchedule, parse_network
+from memo.mip.inputs import Hardware, PipelineSchedule
 from memo.parallel import ContextAttention
 from memo.search import Request
-from memo.units import parse_tokens
 
 if TYPE_CHECKING:
     from memo.hugging_face import HuggingFaceModel
@@ -33,6 +33,13 @@ TILE_TOKENS = 1024
 TRAINING_FIELDS = "recompute zero optimizer lora lora_dtype base embedding codec optimizer_offload"
 """Names of the fields of TrainingMethod that are flags; None where one is not given."""
 _METHOD_WORDS = {"none": " without recompute", "selective": " selective recompute", "full": " full recompute"}
+
+
+def _count_or_auto(text: str) -> int | str:
+    return AUTO if text.lower() == AUTO else at_least(1)(text)
+
+
+CountOrAuto = Annotated[int | str, Flag(type=_count_or_auto, metavar="N")]
 
 
 def unheard(words: str) -> None:
@@ -60,19 +67,14 @@ def parse_request(
     """
     if machine is None and args.gpu is None:
         raise UsageError("give the machine: --gpu, or --cluster with a file of groups of nodes")
-    machine = machine_of(args, machine)
+    machine = machine_of(args, machine, args.net)
     if args.profile is not None:
         require_kind(args.profile, FileKind.PROFILE)
-    if args.net is not None:
-        machine = dataclasses.replace(machine, network=parse_network(args.net, machine.network))
     if (args.profile is None) == (args.model is None):
         raise UsageError("give either --model and --seq, or --profile")
     if args.profile is not None:
         _require_named_model(args)
     profile = None if args.profile is None else read_profile(args.profile)
-    if args.profile is not None and (args.max_seq or args.gpus == AUTO):
-        flag = "--max-seq" if args.max_seq else "--gpus auto"
-        raise UsageError(f"{flag} needs --model; a measured profile is of one length and rank")
     if args.model is not None and args.seq is None and not args.max_seq:
         raise UsageError("--model needs --seq, such as 128k, or --max-seq")
     if args.embedding is EmbeddingGradients.SPARSE and args.model is not None and preset_name(args.model) is None:
@@ -122,7 +124,7 @@ def _require_attention(
     args: argparse.Namespace, layout: StepLayout, config: GPTConfig | HuggingFaceModel | None
 ) -> None:
     """Checks --cp-attention; a layout has `ring` where that is asked for."""
-    asked = ContextAttention(args.cp_attention or ContextAttention.AUTO)
+    asked = args.cp_attention or ContextAttention.AUTO
     if asked is ContextAttention.AUTO:
         return
     if not isinstance(config, GPTConfig):
@@ -144,7 +146,7 @@ def _require_attention(
 def _stage_layers(args: argparse.Namespace, layout: StepLayout) -> tuple[int, ...]:
     """Checks --stage-layers; how many layers there are is known with the profile."""
     counts: tuple[int, ...] = args.stage_layers or ()
-    runs = layout.pp * (args.chunks or PipelineSchedule(args.schedule).default_chunks)
+    runs = layout.pp * (args.chunks or args.schedule.default_chunks)
     if counts and len(counts) != runs:
         raise UsageError(f"--stage-layers has {len(counts)} numbers, and there are {runs} runs of layers")
     if counts and layout.pp == 1:
@@ -161,7 +163,7 @@ def _require_named_model(args: argparse.Namespace) -> None:
 
 
 def _schedule(args: argparse.Namespace, layout: StepLayout, accumulate: int) -> PipelineSchedule:
-    schedule = PipelineSchedule(args.schedule)
+    schedule: PipelineSchedule = args.schedule
     if layout.pp == 1 and schedule is not PipelineSchedule.ONE_F_ONE_B:
         raise UsageError(f"--schedule {schedule} has no meaning without --pp")
     wrong = None if args.chunks is None else schedule.reason_not_chunks(args.chunks)
@@ -176,26 +178,24 @@ def _schedule(args: argparse.Namespace, layout: StepLayout, accumulate: int) -> 
 def _tiles(
     args: argparse.Namespace, profile: Profile | None, config: GPTConfig | HuggingFaceModel | None
 ) -> tuple[int, ...]:
-    text: str = args.mlp_tiles
+    asked = args.mlp_tiles or AUTO
     if profile is None and not isinstance(config, GPTConfig):
-        if text not in ("auto", "1"):
+        if asked not in (AUTO, 1):
             raise UsageError(
-                f"--mlp-tiles {text} applies to sizes of memo's GPT only; {args.model} computes its own MLPs"
+                f"--mlp-tiles {asked} applies to sizes of memo's GPT only; {args.model} computes its own MLPs"
             )
         return (1,)
     if args.recompute is not None:
-        if text not in ("auto", "1"):
-            raise UsageError(f"--mlp-tiles {text} has no meaning with --recompute {args.recompute}")
+        if asked not in (AUTO, 1):
+            raise UsageError(f"--mlp-tiles {asked} has no meaning with --recompute {args.recompute}")
         return (1,)
-    if text == "auto" and isinstance(config, GPTConfig) and config.moe is not None:
+    if asked == AUTO and isinstance(config, GPTConfig) and config.moe is not None:
         return (1,)  # experts are not computed in tiles
-    if text == "auto":
+    if asked == AUTO:
         return MLP_TILE_COUNTS if profile is None else (profile.mlp_tiles,)
     if profile is not None:
         raise UsageError("--mlp-tiles applies to a named model only; a profile has the tiles it was measured with")
-    if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"--mlp-tiles {text}: give auto, or a whole number of at least 1")
-    return (int(text),)
+    return (int(asked),)
 
 
 def _layout(args: argparse.Namespace, profile: Profile | None) -> tuple[StepLayout, int]:
@@ -208,7 +208,7 @@ def _layout(args: argparse.Namespace, profile: Profile | None) -> tuple[StepLayo
     if profile is not None:
         tokens = profile.signature.tokens
     else:
-        tokens = TILE_TOKENS * args.cp if args.max_seq else parse_tokens(args.seq, what="--seq")
+        tokens = TILE_TOKENS * args.cp if args.max_seq else args.seq
     ring = args.cp_attention == ContextAttention.RING and sizes["cp"] > 1
     layout = StepLayout(tokens=tokens, gpus=args.gpus, ring=ring, **sizes)
     batch, accumulate = batch_sizes(batch, args.accumulate, args.global_batch, replicas=layout.replicas)
@@ -217,11 +217,8 @@ def _layout(args: argparse.Namespace, profile: Profile | None) -> tuple[StepLayo
 
 def _require_agreement(args: argparse.Namespace, known: Signature) -> None:
     """Refuses flags that contradict the measured step, which would have no effect."""
-    asked = {name: getattr(args, name) for name in ("tp", "cp", "pp", "ep") if getattr(args, name) != 1}
-    if args.batch is not None:
-        asked["batch"] = args.batch
-    if args.seq is not None:
-        asked["seq"] = parse_tokens(args.seq, what="--seq")
+    asked = {name: size for name, size in given_fields(args, "tp cp pp ep").items() if size != 1}
+    asked |= given_fields(args, "batch seq")
     for name, given in asked.items():
         measured = known.tokens if name == "seq" else getattr(known, name)
         if given != measured:

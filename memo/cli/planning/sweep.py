@@ -118,7 +118,7 @@ def run_sweep(request: Request, args: argparse.Namespace) -> ExitCode:
         if length is not None:
             print(f"\nfull swap hides behind compute from {length:,} tokens")
         if args.plot is not None:
-            print_written(Path(args.plot))
+            print_written(args.plot)
     return ExitCode.INFEASIBLE if all(point.infeasible for point in points) else ExitCode.OK
 
 

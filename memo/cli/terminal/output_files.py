@@ -103,9 +103,9 @@ def atomic_write(path: Path, *, force: bool) -> Iterator[Path]:
         raise TraceError(f"cannot write {display_name(path)}: {error.strerror}") from None
 
 
-def print_written(path: Path) -> None:
+def print_written(path: str | Path) -> None:
     """Prints the file's name and size."""
-    print(f"Wrote {display_name(path)} ({format_bytes(path.stat().st_size)})")
+    print(f"Wrote {display_name(path)} ({format_bytes(os.stat(path).st_size)})")
 
 
 def _umask() -> int:

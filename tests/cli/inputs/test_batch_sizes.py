@@ -38,9 +38,6 @@ def test_what_is_left_out_follows_from_the_others(
         (5, None, 24, "--global-batch 24 is no multiple of --batch 5 x 4 data-parallel ranks, which is 20"),
         (None, 5, 24, "--global-batch 24 is no multiple of --accumulate 5 x 4 data-parallel ranks, which is 20"),
         (None, None, 3, "--global-batch 3 is no multiple of 4 data-parallel ranks, which is 4"),
-        (0, None, None, "--batch 0 is less than 1"),
-        (None, -1, 3, "--accumulate -1 is less than 1"),
-        (None, None, 0, "--global-batch 0 is less than 1"),
     ],
 )
 def test_numbers_that_contradict_one_another_are_refused_in_a_line(
@@ -48,6 +45,15 @@ def test_numbers_that_contradict_one_another_are_refused_in_a_line(
 ) -> None:
     with pytest.raises(UsageError, match=f"^{words}$"):
         batch_sizes(batch, accumulate, whole, replicas=4)
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+@pytest.mark.parametrize("flag", ["--batch", "--accumulate", "--global-batch"])
+def test_fewer_than_one_are_refused_in_a_line(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, flag, "0"]) == ExitCode.USAGE
+    said = capsys.readouterr().err
+    assert f"{flag}: 0 is less than 1" in said
+    assert said.count("\n") == 1
 
 
 def test_plan_and_train_mean_the_same_microbatch(tmp_path: Path) -> None:

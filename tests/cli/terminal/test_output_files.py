@@ -105,7 +105,7 @@ def test_a_directory_that_cannot_hold_the_output_is_refused_before_the_work(
     for module, work in (
         ("pack", "solve"),
         ("record", "_record"),
-        ("profile", "step_builder"),
+        ("profile", "Options.builder"),
         ("trace", "read_traces"),
         ("simulate", "simulate"),
     ):
