@@ -120,7 +120,7 @@ def run_search(args: argparse.Namespace) -> ExitCode:
             f"{space.gpus} GPUs of {args.cluster}; give more --host or --disk-budget, or a shorter --seq"
         )
     if written is None:
-        raise _does_not_fit(space, smallest_table(space, smallest), as_json=args.json)
+        raise _does_not_fit(smallest_table(space, smallest), as_json=args.json)
     runs = reason is None and runs_under_memo_train(written.candidate)
     launch = None
     if runs:
@@ -291,7 +291,7 @@ def _assumed(args: argparse.Namespace, space: Space) -> list[str]:
     return found
 
 
-def _does_not_fit(space: Space, smallest: tuple[str, dict[str, object]], *, as_json: bool) -> Infeasible:
+def _does_not_fit(smallest: tuple[str, dict[str, object]], *, as_json: bool) -> Infeasible:
     """Prints what would fit, and returns the error."""
     words, summary = smallest
     if as_json:
