@@ -19,7 +19,6 @@ from memo.cli.inputs.machine import add_machine_flags
 from memo.cli.inputs.model_shape import shape_flag
 from memo.cli.inputs.planned_model import add_model_flags
 from memo.cli.planning.changes import changes_that_fit, explain_misfit
-from memo.cli.planning.former_plan import CheckpointPlan
 from memo.cli.planning.layouts import add_search_flags, refuse_search_flags, run_search
 from memo.cli.planning.request import AUTO, TILE_TOKENS, TRAINING_FIELDS, parse_request
 from memo.cli.planning.search import describe_longest, fewest_gpus, longest_sequence
@@ -80,13 +79,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="compute each MLP of a named model in N tiles; auto chooses the number with the shortest step (default auto)",
     )
     add_batch_flags(what)
-    what.add_argument(
-        "--from",
-        dest="former",
-        metavar="FILE",
-        help="plan that a run was made with, whose checkpoint this one is to go on from: say what reading it at this layout "
-        "costs (default: a new run)",
-    )
     what.add_argument("--profile", metavar="FILE", help="profile measured by memo profile")
     how = parser.add_argument_group("training of a named model")
     add_fields(how, TrainingMethod, TRAINING_FIELDS, flags={"embedding": shape_flag("embedding")})
@@ -142,8 +134,6 @@ def run(args: argparse.Namespace) -> ExitCode:
         defaults.pop("gpus", None)
     args = argparse.Namespace(**{**vars(args), **defaults})
     if args.cluster is not None:
-        if args.former is not None:
-            raise UsageError("--from does not go with --cluster; give the groups of nodes one by one")
         return _run_on_cluster(args)
     if args.max_seq and (args.gpus == AUTO or args.sweep is not None):
         other = "--gpus auto" if args.gpus == AUTO else f"--sweep {args.sweep}"
@@ -157,11 +147,8 @@ def run(args: argparse.Namespace) -> ExitCode:
             "--plot draws a sweep only; add --sweep seq, device or host, or use memo simulate for a timeline"
         )
     what = " ".join(["planning", *(given for given in (args.model, args.seq and f"at {args.seq}") if given)])
-    former = None if args.former is None else CheckpointPlan.read(args.former, model=args.model)
     with WaitingLine("memo plan", what, quiet=args.json) as waiting:
         request, found = _request(args, say=waiting.say)
-        if former is not None:
-            former.require_model(args.model, request.config)
         misfit = None
         if args.sweep is None:
             try:
@@ -175,9 +162,6 @@ def run(args: argparse.Namespace) -> ExitCode:
         from memo.cli.planning.sweep import run_sweep
 
         return run_sweep(request, args)
-    if former is not None:
-        row, summary = former.resharding_row(request.config, plan.problem)
-        found = dataclasses.replace(found, rows=(*found.rows, row), summary={**found.summary, "resharding": summary})
     return _finish(args, with_run(plan, request), simulation, found, request.assumed)
 
 

@@ -11,7 +11,6 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from memo.cli.planning.former_plan import CheckpointPlan
 from memo.cli.planning.on_cluster import space_on_cluster
 from memo.cli.planning.picture import search_page
 from memo.cli.planning.request import TILE_TOKENS, parse_request
@@ -95,10 +94,7 @@ def run_search(args: argparse.Namespace) -> ExitCode:
         Infeasible: no layout fits.
     """
     _refuse_others(args)
-    former = None if args.former is None else CheckpointPlan.read(args.former, model=args.model)
     space = _space(args)
-    if former is not None:
-        former.require_model(args.model, space.request.config)
     reason = why_not_trained(space.request)
     begin_s = time.monotonic()
     longest = None
@@ -128,7 +124,6 @@ def run_search(args: argparse.Namespace) -> ExitCode:
         per_node = space.gpus_per_node
         launch = launch_of(written.plan, gpus_per_node=per_node, plan_file=plan_file, placement=placement)
         reason = _SPLIT if launch is None else None
-    resharding = None if former is None else former.resharding_row(space.request.config, written.plan.problem)
     steps = {one.candidate: simulation.whole_step_s for one, simulation in shown}
     summary = {
         **search_summary(found, simulated_s=steps, launch=launch, not_trained=reason, written=written),
@@ -136,7 +131,6 @@ def run_search(args: argparse.Namespace) -> ExitCode:
         "seconds": seconds,
         "output": args.output,
     }
-    summary |= {} if resharding is None else {"resharding": resharding[1]}
     summary |= {} if longest is None else {"max_seq": longest.tokens, "binds": longest.binds}
     files = {}
     if args.output:
@@ -152,8 +146,6 @@ def run_search(args: argparse.Namespace) -> ExitCode:
     if longest is not None:
         print(f"{longest_words(longest)}\n")
     print(search_table(found, simulated_s=steps, launch=launch, not_trained=reason, written=written, seconds=seconds))
-    if resharding is not None:
-        print(resharding[0])
     for sentence in _assumed(args, space):
         print(f"assumed: {printable(sentence, limit=2000)}")
     for path in files:
