@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 
-from memo.cli.tables.address import printable
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.errors import ExitCode, PlanInvalid
 from memo.mip.activation import ActivationPlan, check_plan, read_any_plan
 from memo.mip.address import check
 from memo.mip.simulate import verify_by_simulation
+from memo.trace import printable
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,6 @@ import argparse
 import json
 from pathlib import Path
 
-from memo.cli.tables.address import table
 from memo.cli.terminal.file_kinds import FileKind, kind_of, require_kind
 from memo.errors import ExitCode, UsageError
 from memo.out_of_memory import (
@@ -17,7 +16,7 @@ from memo.out_of_memory import (
     held_in_trace,
 )
 from memo.trace import build_report, printable, read_traces
-from memo.units import format_bytes
+from memo.units import format_bytes, text_table
 
 _EPILOG = """\
 examples:
@@ -74,4 +73,4 @@ def _holders(answer: MemoryAnswer) -> str:
         )
         for one in answer.held.holders
     ]
-    return table(("size", "what", "layer or parameter", "shape", "Python lines"), rows)
+    return text_table(("size", "what", "layer or parameter", "shape", "Python lines"), rows)

@@ -6,11 +6,13 @@ import argparse
 import json
 
 from memo.cli.tables.activation import activation_summary, activation_table
-from memo.cli.tables.address import arena_table, plan_summary, printable, table
+from memo.cli.tables.address import arena_table, plan_summary
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.errors import ExitCode, UsageError
 from memo.mip.activation import ActivationPlan, check_plan, read_any_plan
 from memo.mip.address import check
+from memo.trace import printable
+from memo.units import text_table
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -41,11 +43,11 @@ def run(args: argparse.Namespace) -> ExitCode:
     print(arena_table(plan))
     placed = sorted(zip(plan.problem.buffers, plan.offsets, strict=False), key=lambda p: (p[0].arena, p[1], p[0].start))
     rows = [
-        (printable(b.id), printable(b.arena, width=20), f"{offset}", f"{b.nbytes}", f"{b.start}", f"{b.end}")
+        (printable(b.id), printable(b.arena, limit=20), f"{offset}", f"{b.nbytes}", f"{b.start}", f"{b.end}")
         for b, offset in placed[: args.buffers]
     ]
     if rows:
-        print(f"\n{table(('buffer', 'arena', 'offset', 'bytes', 'start', 'end'), rows)}")
+        print(f"\n{text_table(('buffer', 'arena', 'offset', 'bytes', 'start', 'end'), rows)}")
         if len(placed) > len(rows):
             print(f"... and {len(placed) - len(rows):,} more (--buffers {len(placed)})")
     if violation is not None:
