@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from memo.atomic_file import atomic_file
 from memo.bounded_files import Refused, read_object
 from memo.cli.tables.trace import print_diff, print_stats
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.terminal.output_files import (
-    atomic_write,
     display_name,
     file_path,
     print_written,
@@ -183,7 +183,7 @@ def _html(args: argparse.Namespace) -> int:
     data = page_data(report, packing=_packing(args.plan) if args.plan else [], explained=explained)
     model = report.of_rank(report.rank).trace.meta.get("model")
     title = f"memo trace: {printable(model)}" if isinstance(model, str) else "memo trace"
-    with atomic_write(args.output, force=args.force) as target:
+    with atomic_file(args.output, overwrite=args.force) as target:
         target.write_text(render_page(data, title=title), encoding="utf-8")
     for rank in data["ranks"]:
         if rank["thinned"]:
@@ -225,7 +225,7 @@ def _chrome(args: argparse.Namespace) -> int:
     refuse_existing(args.output, force=args.force)
     text = json.dumps(chrome_trace(_read(args)), allow_nan=False, separators=(",", ":")).encode("ascii")
     packed = args.output.suffix == ".gz"
-    with atomic_write(args.output, force=args.force) as target:
+    with atomic_file(args.output, overwrite=args.force) as target:
         target.write_bytes(gzip.compress(text, mtime=0) if packed else text)
     print_written(args.output)
     return ExitCode.OK
@@ -246,7 +246,7 @@ def _diff(args: argparse.Namespace) -> int:
         return ExitCode.OK
     if args.output is not None:
         page = diff_page(a, b, rows, names=(args.a, args.b))
-        with atomic_write(args.output, force=args.force) as target:
+        with atomic_file(args.output, overwrite=args.force) as target:
             target.write_text(render_page(page, title="memo trace diff"), encoding="utf-8")
         print_written(args.output)
         return ExitCode.OK

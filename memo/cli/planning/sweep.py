@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from memo.atomic_file import atomic_file
 from memo.cli.tables.activation import step_time, utilisation
-from memo.cli.terminal.output_files import atomic_write, print_written
+from memo.cli.terminal.output_files import print_written
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, Infeasible, MemoError, UsageError
 from memo.mip.activation import (
@@ -107,7 +108,7 @@ def run_sweep(request: Request, args: argparse.Namespace) -> ExitCode:
         points = [SweepPoint.of(one) for one in requests]
     length = free_swap_tokens(request.problem().profile, request.machine, ranks_per_node=request.budgets.ranks_per_node)
     if args.plot is not None:
-        with atomic_write(Path(args.plot), force=args.force) as sibling:
+        with atomic_file(Path(args.plot), overwrite=args.force) as sibling:
             _draw(points, sibling, by=args.sweep, crossover=length)
     if args.json:
         found = [dataclasses.asdict(point) for point in points]
