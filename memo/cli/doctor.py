@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _MEASURING_S = 20.0  # all measurements together, unless --seconds is given
 _LONGEST_S = 1.0  # one measurement
-_EPILOG = """\
+EPILOG = """\
 collectives of the GPUs of two nodes, for memo plan --doctor; on each node:
   torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m memo.cli.main doctor --json
 """
@@ -38,8 +38,6 @@ _WIDEST = 2000  # characters of one cell: paths and reasons are shown whole
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `memo doctor`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
     parser.add_argument(
         "--disk",
         dest="disk_dir",

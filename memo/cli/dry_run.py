@@ -20,7 +20,7 @@ from memo.units import format_bytes, text_table
 if TYPE_CHECKING:
     from memo.dry_run import DryRun
 
-_EPILOG = """\
+EPILOG = """\
 example:
   memo plan --model 7b --seq 128k --gpu h100 --gpus 256 --tp 8 --pp 4 --accumulate 16 -o plan.json
   memo dry-run plan.json
@@ -33,8 +33,6 @@ _MOST = 20  # disagreements that are printed
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `memo dry-run`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
     parser.add_argument("plan", help="activation plan of a named model, in JSON; - is standard input")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 

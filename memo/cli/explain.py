@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from memo.record import Step
     from memo.swap import LayerExplanation
 
-_EPILOG = f"""\
+EPILOG = f"""\
 examples:
   memo explain --model tiny --variant llama
   memo explain --model config.json --seq 512 --level matmuls
@@ -44,8 +44,6 @@ _LEVELS = {"matmuls": "SAVE_MATMULS", "attention": "SAVE_ATTENTION", "input": "S
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `memo explain`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
     add_step_options(parser, precisions=("fp32", "bf16"), default="fp32")
     way = parser.add_mutually_exclusive_group()
     way.add_argument(

@@ -18,7 +18,7 @@ from memo.out_of_memory import (
 from memo.trace import build_report, printable, read_traces
 from memo.units import format_bytes, text_table
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   memo explain-oom trace.rank0.jsonl
   memo explain-oom snapshot.pickle --json
@@ -30,8 +30,6 @@ is read from it.
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `memo explain-oom`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
     parser.add_argument("file", metavar="TRACE|SNAPSHOT", help="trace of a run, or snapshot of torch's CUDA memory")
     parser.add_argument(
         "--step", type=int, metavar="N", help="step of a trace (default: that of the error or the peak)"

@@ -1,7 +1,8 @@
 """The `memo` command: runs a subcommand, and turns errors into one line on standard error and an exit code.
 
 Subcommand modules are imported only when their name is given, so `memo --help` and the commands that need no torch stay
-quick and run without it. A subcommand module has `configure(parser)` and `run(args) -> ExitCode | int`.
+quick and run without it. A subcommand module has `configure(parser)`, `run(args) -> ExitCode | int`, and may have an
+`EPILOG`, which ends its help.
 
 Standard streams may be closed, full, read by nobody, or limited to few characters. Invariant: whatever happens to standard
 output, a command ends with an exit code and at most one line on standard error, never in a traceback.
@@ -164,7 +165,10 @@ def _run(args: Sequence[str]) -> int:
         raise UsageError(f"unknown command {name!r}; choose one of {', '.join(COMMANDS)}")
     module = importlib.import_module(COMMANDS[name][0])
     about = COMMANDS[name][1]
-    parser = _Parser(prog=f"memo {name}", description=f"{about[0].upper()}{about[1:]}.")
+    parser = _Parser(
+        prog=f"memo {name}", description=f"{about[0].upper()}{about[1:]}.", epilog=getattr(module, "EPILOG", None)
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     module.configure(parser)
     try:
         parsed = parser.parse_args(args[1:])

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from memo.mip.simulate import Simulation
     from memo.search import Request
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   memo plan --model 7b --seq 1m --gpu a800 --gpus 8 --tp 8 --host 2TiB --device 80GiB -o plan.json
   memo simulate plan.json -o trace.jsonl
@@ -60,8 +60,6 @@ DEFAULTS = {"gpus": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "schedule": str(Pipel
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `memo plan`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
     what = parser.add_argument_group("model: either --model and --seq, or --profile")
     add_model_flags(what)
     length = what.add_mutually_exclusive_group()

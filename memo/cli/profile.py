@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from memo.gpt import GPTConfig
     from memo.mip.inputs import LayerProfile, Profile
 
-_EPILOG = f"""\
+EPILOG = f"""\
 example:
   memo profile --model tiny --seq 2k -o profile.json
   memo plan --profile profile.json --gpu machine.json --device 1GiB -o plan.json
@@ -38,8 +38,6 @@ example:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `memo profile`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
     add_step_options(parser, precisions=("fp32", "bf16"), default="fp32")
     parser.add_argument(
         "--repeats",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from memo.record import Recording, Step
 
-_EPILOG = f"""\
+EPILOG = f"""\
 examples:
   memo record --model 7b --seq 1m --alpha 0.25 -o trace.csv && memo pack trace.csv
   memo record --model mymodel:build --seq 32k --checkpoint | memo pack
@@ -42,8 +42,6 @@ and return None.
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `memo record`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
     add_step_options(parser, precisions=[str(precision) for precision in Precision], default="bf16")
     parser.add_argument(
         "--tp", type=int, default=1, metavar="N", help="record one rank of N-way tensor parallelism (default 1)"

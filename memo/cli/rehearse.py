@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from memo.record import Step
     from memo.rehearsal import Rehearsal, RehearsedStep, SimulatedMachine
 
-_EPILOG = f"""\
+EPILOG = f"""\
 examples:
   memo rehearse --model llama-3-8b --lora 16 --seq 32k --loss-without-logits --gpu h100
   memo rehearse --model qwen3-8b --lora 16 --lengths 8k,32k,12k --device 40GiB --host 64GiB
@@ -48,8 +48,6 @@ _SAY_FROM_S = 20.0
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `memo rehearse`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
     add_rehearsed_model(parser.add_argument_group("model"))
     _add_step(parser.add_argument_group("step"))
     _add_machine(parser.add_argument_group("machine and budgets"))

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from memo.gpt.arithmetic import PlannedRun
     from memo.mip.activation import ActivationPlan
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   memo train --model 125m --seq 32k --data texts/ --offload disk --disk /scratch --steps 100 \\
              --checkpoint-dir run1 --checkpoint-every 20 --metrics run1.jsonl
@@ -65,8 +65,6 @@ _ROPE = "rope_theta rope_scaling"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `memo train`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
     model = parser.add_argument_group("model")
     presets = ", ".join(PRESETS)
     model.add_argument("--model", metavar="NAME", help=f"model size: {presets} (default: the plan's, else tiny)")
