@@ -1,4 +1,4 @@
-"""Remakes the pictures of docs/trace.md, the viewer at 1280x720 in both themes on an imagined run, and of docs/simulate.md.
+"""Remakes README's picture and those of docs/trace.md, the viewer at 1280x720 on an imagined run, and of docs/simulate.md.
 
 python -m benchmarks.screenshots
 """
@@ -47,8 +47,11 @@ def main() -> None:
         phone.goto(report.as_uri())
         phone.wait_for_selector("html[data-ready]")
         _shoot(phone, "phone.png")
+        readme = browser.new_page(viewport={"width": 1280, "height": 720}, color_scheme="light")
+        readme.goto(_rehearsed(Path(folder)).as_uri())
+        readme.wait_for_selector("html[data-ready]")
+        _shoot(readme, "one-step.png")
         browser.close()
-        _picture(Path(folder))
 
 
 def _report(folder: Path) -> Path:
@@ -67,10 +70,13 @@ def _compared(folder: Path) -> Path:
     return page
 
 
-def _picture(folder: Path) -> None:
-    """The step of the report, as `memo trace png` draws it."""
-    trace = str(folder / "trace.rank0.jsonl")
-    assert memo(["trace", "png", trace, "-o", str(DOCS / "memory-step.png"), "-f"]) == 0
+def _rehearsed(folder: Path) -> Path:
+    """The step of README."""
+    trace, page = str(folder / "rehearsed.jsonl"), folder / "rehearsed.html"
+    asked = "--model llama-3-8b --lora 16 --layers 12 --seq 32k --loss-without-logits --gpu h100 --device 40GiB"
+    assert memo(["rehearse", *asked.split(), "--trace", trace]) == 0
+    assert memo(["trace", "html", trace, "-o", str(page)]) == 0
+    return page
 
 
 def _simulated(folder: Path) -> Path:

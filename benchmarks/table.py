@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.peers.moved import Moved
 from benchmarks.peers.ways import CHECKPOINTING, KEEP, Compute
-from memo.gpt.arithmetic.flops import flops_per_token, mfu_causal, recompute_flops_per_token
+from memo.gpt.arithmetic.flops import flops_per_token, recompute_flops_per_token
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Table:
     def _mfu(self, step_s: float) -> float | None:
         if self.peak_flops is None:
             return None
-        return mfu_causal(self.config, seq=self.seq, tokens_per_s=self.seq / step_s, peak_flops=self.peak_flops)
+        return flops_per_token(self.config, self.seq) * self.seq / step_s / self.peak_flops
 
     def body(self) -> dict[str, Any]:
         """For a result file."""

@@ -1,4 +1,4 @@
-"""Parsing and formatting of sizes, token counts and durations. Shared by every package; imports only `memo.errors`.
+"""Parsing and formatting of sizes, token counts and durations, and text tables; every package's, imports only `memo.errors`.
 
 Token counts use k = 1024 and m = 1048576, so 128k is 131072. Bytes are in binary units (`80GiB` is 80 x 2^30) or decimal
 ones (`80GB` is 80 x 10^9), as the standards define them. `80G` and a bare `80` are refused: they are read in two ways or
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Container, Sequence
 
 from memo.errors import UsageError
 
@@ -150,6 +151,19 @@ def format_duration(seconds: float) -> str:
         return f"{seconds:.2f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s"
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Container[int] = (0,)) -> str:
+    """Formats a table, whose columns are flush right but those of these numbers."""
+    lines = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
 
 
 def _is_many_bytes(number: str) -> bool:

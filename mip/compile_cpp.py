@@ -38,7 +38,9 @@ def load(source: Path, *, includes: tuple[Path, ...] = (), flags: Sequence[str] 
     except (OSError, subprocess.SubprocessError) as error:
         reason = error.stderr.strip()[-300:] if isinstance(error, subprocess.CalledProcessError) else str(error)
         warnings.warn(
-            f"{source.name} could not be compiled ({reason}); the slower Python version is used", stacklevel=2
+            f"{source.name} could not be compiled ({reason}); addresses are of greedy fits, which are proven smallest only "
+            "where they meet the lower bound",
+            stacklevel=2,
         )
         return None
 

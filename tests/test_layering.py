@@ -58,7 +58,7 @@ IMPORTS = {
     "memo/gpt/optim": "memo",
     "memo/gpt": "memo memo/parallel memo/compression memo/gpt/optim",
     "memo/gpt/data": "memo",
-    "memo/gpt/checkpoint": "memo memo/parallel memo/gpt",
+    "memo/gpt/checkpoint": "memo",
     "memo/gpt/arithmetic": "memo mip mip/inputs mip/activation swap face memo/parallel memo/loss memo/gpt",
     "memo/gpt/model": "memo allocator swap face memo/machine memo/parallel memo/loss memo/gpt",
     "memo/gpt/train": "memo mip/inputs mip/activation allocator swap face memo/machine memo/parallel memo/compression "
@@ -77,12 +77,12 @@ IMPORTS = {
     "memo face": "memo allocator swap swap/recompute/tape memo/parallel memo/loss memo/manager memo/checkpointing "
     "memo/profiling memo/rehearsal",
     "memo/integrations": "memo swap face memo face",
-    "memo/cli/tables": "memo mip/address mip/inputs mip/activation mip/simulate face memo/trace memo/search "
-    "memo/rehearsal",
+    "memo/cli/tables": "memo mip/address mip/inputs mip/activation mip/simulate face memo/trace memo/gpt/arithmetic "
+    "memo/search memo/rehearsal",
     "memo/cli/terminal": "memo mip memo/trace",
     "memo/cli/inputs": "memo memo/gpt memo/gpt/arithmetic memo/record memo/hugging_face memo/rehearsal mip/activation "
     "mip/inputs memo/cli/terminal",
-    "memo/cli/planning": "memo memo/parallel memo/gpt memo/gpt/arithmetic memo/gpt/checkpoint memo/hugging_face "
+    "memo/cli/planning": "memo memo/parallel memo/gpt memo/gpt/arithmetic memo/hugging_face "
     "mip/address mip/activation mip/cluster mip/inputs mip/simulate face memo/trace memo/search "
     "memo/cli/tables memo/cli/inputs memo/cli/terminal",
     "memo/cli": "memo allocator mip mip/address mip/inputs mip/activation mip/simulate face swap face memo/trace "

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 HELP = "reference/command-line.md"
-TRACE_COMMANDS = ("stats", "html", "png", "diff", "chrome")
+TRACE_COMMANDS = ("stats", "html", "diff", "chrome")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -34,7 +34,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
-import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +122,6 @@ class AutoPlan:
         self._applied: ActivationPlan | Level = MEASURING
         self._forwards = 0  # since nothing was saved
         self._trained = False  # one of these forwards was with gradients
-        self._planning_s = 0.0
         self._others_bytes = 0
         self._hardware: Hardware | None = None
         self._rates: tuple[LinkRates | None, Mapping[Lane, float]] | None = None
@@ -153,7 +151,6 @@ class AutoPlan:
             predicted_peak_bytes=cached.predicted_peak_bytes,
             measured_peak_bytes=cached.measured_peak_bytes,
             plans=self._cache.plans,
-            planning_s=self._planning_s,
             why_not=self._why_not,
             others_bytes=self._others_bytes,
             late_bytes=cached.late_bytes,
@@ -438,7 +435,6 @@ class AutoPlan:
         Raises:
             MemoError: as `_plan`.
         """
-        begin = time.perf_counter()
         if not self._has_solved:
             self._has_solved = True
             self._solve(self._problem(cached)[0])  # a solver is loaded by its first use
@@ -450,7 +446,6 @@ class AutoPlan:
         if isinstance(answer, Infeasible) and unmeasured:  # the step will show whether it needs them
             unmeasured = 0
             answer = self._placed(self._problem(cached)[0])
-        self._planning_s += time.perf_counter() - begin
         if isinstance(answer, Infeasible):
             from memo.mip.activation import DoesNotFit  # loads the solver, which has run
 

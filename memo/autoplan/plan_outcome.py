@@ -53,8 +53,6 @@ class PlanOutcome:
     """Measured peak of saved tensors on the device; None before a planned step was measured."""
     plans: int
     """Number of batch shapes that have a plan."""
-    planning_s: float
-    """Host time spent planning since construction, in seconds."""
     why_not: str | None
     """Reason why there is no plan."""
     others_bytes: int = 0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
-from memo.cli.tables.address import printable
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.errors import ExitCode, PlanInvalid
 from memo.mip.activation import ActivationPlan, check_plan, read_any_plan
-from memo.mip.address import check
+from memo.mip.address import AddressPlan, check
 from memo.mip.simulate import verify_by_simulation
+from memo.trace import printable
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -21,40 +22,39 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Checks the plan; an invalid one ends with exit code 5 and the broken rule."""
-    require_kind(args.plan, FileKind.ACTIVATION_PLAN, FileKind.ADDRESS_PLAN)
-    plan = read_any_plan(args.plan)
+    plan, found = checked_plan(args.plan)
     if isinstance(plan, ActivationPlan):
-        return _check_activations(plan, args)
-    violation = check(plan)
-    if args.json:
-        report: dict[str, object] = {"valid": violation is None, "buffers": len(plan.problem.buffers)}
-        if violation is not None:
-            report |= {"rule": violation.rule.value, "message": violation.message, "ids": list(violation.buffers)}
-        print(json.dumps(report))
-        return ExitCode.OK if violation is None else ExitCode.PLAN_INVALID
-    if violation is not None:
-        raise PlanInvalid(f"rule {violation.rule}: {violation.message}")
-    arenas = "1 arena" if len(plan.arenas) == 1 else f"{len(plan.arenas)} arenas"
-    print(f"{printable(args.plan)}: valid, {len(plan.problem.buffers):,} buffers in {arenas}")
-    return ExitCode.OK
-
-
-def _check_activations(plan: ActivationPlan, args: argparse.Namespace) -> ExitCode:
-    """Checks an activation plan by its rules and by a simulated step."""
-    violation = check_plan(plan)
-    rule, message = (None, None) if violation is None else (violation.rule.value, violation.message)
-    if rule is None:
+        codec, counted = plan.problem.profile.codec, {"layers": len(plan.layers)}
+        coded = f", what moves as {codec} codes" if codec else ""
+        words = f"{len(plan.layers):,} layers{coded}; a simulated step keeps every budget"
         try:
-            verify_by_simulation(plan)
+            if not found:
+                verify_by_simulation(plan)
         except PlanInvalid as error:
-            rule, message = "simulation", str(error)
+            found = {"rule": "simulation", "message": str(error)}
+    else:
+        counted = {"buffers": len(plan.problem.buffers)}
+        arenas = "1 arena" if len(plan.arenas) == 1 else f"{len(plan.arenas)} arenas"
+        words = f"{len(plan.problem.buffers):,} buffers in {arenas}"
     if args.json:
-        report: dict[str, object] = {"valid": rule is None, "layers": len(plan.layers)}
-        print(json.dumps(report | ({} if rule is None else {"rule": rule, "message": message})))
-        return ExitCode.OK if rule is None else ExitCode.PLAN_INVALID
-    if rule is not None:
-        raise PlanInvalid(f"rule {rule}: {message}")
-    codec = plan.problem.profile.codec
-    coded = f", what moves as {codec} codes" if codec else ""
-    print(f"{printable(args.plan)}: valid, {len(plan.layers):,} layers{coded}; a simulated step keeps every budget")
+        print(json.dumps({"valid": not found, **counted, **found}))
+        return ExitCode.PLAN_INVALID if found else ExitCode.OK
+    if found:
+        raise PlanInvalid(f"rule {found['rule']}: {found['message']}")
+    print(f"{printable(args.plan)}: valid, {words}")
     return ExitCode.OK
+
+
+def checked_plan(path: str) -> tuple[ActivationPlan | AddressPlan, dict[str, Any]]:
+    """Reads a plan of either kind; returns it with the first rule that it breaks, empty where there is none.
+
+    Raises:
+        MemoError: the file is of another kind, or cannot be read.
+    """
+    require_kind(path, FileKind.ACTIVATION_PLAN, FileKind.ADDRESS_PLAN)
+    plan = read_any_plan(path)
+    if isinstance(plan, ActivationPlan):
+        broken = check_plan(plan)
+        return plan, {} if broken is None else {"rule": broken.rule.value, "message": broken.message}
+    rule = check(plan)
+    return plan, {} if rule is None else {"rule": rule.rule.value, "message": rule.message, "ids": list(rule.buffers)}

@@ -10,13 +10,12 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from memo.cli.tables.address import table
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, PlanInvalid
 from memo.gpt.arithmetic import planned_run
 from memo.mip.activation import read_activation_plan
-from memo.units import format_bytes
+from memo.units import format_bytes, text_table
 
 if TYPE_CHECKING:
     from memo.dry_run import DryRun
@@ -110,4 +109,4 @@ def _table(result: DryRun) -> str:
     ]
     head = f"{layout.ranks:,} ranks: dp {layout.dp}, tp {layout.tp}, pp {layout.pp}, cp {layout.cp}"
     head += f", ep {layout.ep}" * (layout.ep > 1)
-    return table((head, "collectives", "bytes in them", "peak of the step", "by the plan"), rows)
+    return text_table((head, "collectives", "bytes in them", "peak of the step", "by the plan"), rows)

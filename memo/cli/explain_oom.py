@@ -9,7 +9,6 @@ from typing import Annotated
 
 from memo.cli.inputs.fields import refuse_given
 from memo.cli.inputs.flag_types import Flag, Json
-from memo.cli.tables.address import table
 from memo.cli.terminal.file_kinds import FileKind, kind_of, require_kind
 from memo.errors import ExitCode
 from memo.out_of_memory import (
@@ -20,7 +19,7 @@ from memo.out_of_memory import (
     held_in_trace,
 )
 from memo.trace import build_report, printable, read_traces
-from memo.units import format_bytes
+from memo.units import format_bytes, text_table
 
 EPILOG = """\
 examples:
@@ -76,4 +75,4 @@ def _holders(answer: MemoryAnswer) -> str:
         )
         for one in answer.held.holders
     ]
-    return table(("size", "what", "layer or parameter", "shape", "Python lines"), rows)
+    return text_table(("size", "what", "layer or parameter", "shape", "Python lines"), rows)

@@ -70,8 +70,9 @@ _RENAMED = {
     "doctor": {"--disk-dir": "--disk"},
     "profile": {"--disk-dir": "--disk"},
     "rehearse": {"--disk": "--disk-space"},
+    "trace": {"'png'": "html, whose page has the picture"},
 }
-"""Former names of a command's flags, of which an error tells the new one."""
+"""Former names of a command's flags and subcommands, of which an error tells the new one."""
 
 
 class _Parser(argparse.ArgumentParser):

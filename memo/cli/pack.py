@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from memo.allocator import CachingUse, Segments, simulate_caching, trace_of
 from memo.cli.inputs.flag_types import Flag, Force, Json, OutputFile, WrittenFile
-from memo.cli.tables.address import arena_table, plan_summary, table
+from memo.cli.tables.address import arena_table, plan_summary
 from memo.cli.terminal.file_kinds import FileKind, kind_of, require_kind
 from memo.cli.terminal.output_files import display_name, refuse_existing, require_matplotlib
 from memo.cli.terminal.progress import WaitingLine
@@ -40,7 +40,7 @@ from memo.mip.address import (
     write_picture,
 )
 from memo.out_of_memory import blocks_apart
-from memo.units import format_bytes, parse_bytes, parse_duration_s
+from memo.units import format_bytes, parse_bytes, parse_duration_s, text_table
 
 if TYPE_CHECKING:
     from memo.out_of_memory import SnapshotBlocks
@@ -175,7 +175,7 @@ def _caching_table(plan: AddressPlan, caching: Sequence[CachingUse]) -> str:
         for use in caching
     ]
     header = ("a caching allocator, simulated", "reserves", "against the arena", "driver calls")
-    return table(header, rows)
+    return text_table(header, rows)
 
 
 def _with_options(problem: AddressProblem, args: Options) -> AddressProblem:

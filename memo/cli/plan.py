@@ -20,7 +20,6 @@ from memo.cli.inputs.machine import MachineOptions, Nics
 from memo.cli.inputs.model_shape import shape_flag
 from memo.cli.inputs.planned_model import add_model_flags
 from memo.cli.planning.changes import changes_that_fit, explain_misfit
-from memo.cli.planning.former_plan import CheckpointPlan
 from memo.cli.planning.layouts import SearchOptions, run_search
 from memo.cli.planning.request import AUTO, TRAINING_FIELDS, CountOrAuto, parse_request
 from memo.cli.planning.search import describe_longest, fewest_gpus, longest_sequence
@@ -110,13 +109,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_model_flags(what)
     add_fields(what, _Step)
     add_fields(what, BatchOptions)
-    what.add_argument(
-        "--from",
-        dest="former",
-        metavar="FILE",
-        help="plan that a run was made with, whose checkpoint this one is to go on from: say what reading it at this layout "
-        "costs (default: a new run)",
-    )
     how = parser.add_argument_group("training of a named model")
     add_fields(how, TrainingMethod, TRAINING_FIELDS, flags={"embedding": shape_flag("embedding")})
     where = parser.add_argument_group("machine")
@@ -167,8 +159,6 @@ def run(args: argparse.Namespace) -> ExitCode:
         defaults.pop("gpus", None)
     args = argparse.Namespace(**{**vars(args), **defaults})
     if args.cluster is not None:
-        if args.former is not None:
-            raise UsageError("--from does not go with --cluster; give the groups of nodes one by one")
         return _run_on_cluster(args)
     refuse_existing(args.output, args.plot, force=args.force)
     require_matplotlib(args.plot)
@@ -178,11 +168,8 @@ def run(args: argparse.Namespace) -> ExitCode:
         )
     length = f"at {format_tokens(args.seq)}" if args.seq else None
     what = " ".join(filter(None, ("planning", args.model, length)))
-    former = None if args.former is None else CheckpointPlan.read(args.former, model=args.model)
     with WaitingLine("memo plan", what, quiet=args.json) as waiting:
         request, found = _request(args, say=waiting.say)
-        if former is not None:
-            former.require_model(args.model, request.config)
         misfit = None
         if args.sweep is None:
             try:
@@ -196,9 +183,6 @@ def run(args: argparse.Namespace) -> ExitCode:
         from memo.cli.planning.sweep import run_sweep
 
         return run_sweep(request, args)
-    if former is not None:
-        row, summary = former.resharding_row(request.config, plan.problem)
-        found = dataclasses.replace(found, rows=(*found.rows, row), summary={**found.summary, "resharding": summary})
     return _finish(args, with_run(plan, request), simulation, found, request.assumed)
 
 

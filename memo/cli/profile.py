@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 import memo
 from memo.cli.inputs.flag_types import Count, Flag, Force, Json, OutputFile
 from memo.cli.inputs.step_source import OWN_MODEL, StepOptions
-from memo.cli.tables.address import printable, table
 from memo.cli.terminal.output_files import display_name, refuse_existing
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
@@ -23,7 +22,8 @@ from memo.mip import encode
 from memo.mip.activation import profile_to_json
 from memo.mip.address import write_file
 from memo.mip.inputs import hardware_preset
-from memo.units import format_bytes, format_duration, format_tokens
+from memo.trace import printable
+from memo.units import format_bytes, format_duration, format_tokens, text_table
 
 if TYPE_CHECKING:
     from memo.mip.inputs import LayerProfile, Profile
@@ -115,13 +115,13 @@ def _table(profile: Profile) -> str:
     header = ("class and point", "layers", "saved", "transient", "forward", "backward", "recompute")
     return (
         f"{printable(signature.model)}, {signature.batch} x {format_tokens(signature.tokens)} tokens, {signature.dtype}\n\n"
-        f"{table(header, [*rows, *ends])}\n\noptimizer {format_duration(profile.optimizer_s)}"
+        f"{text_table(header, [*rows, *ends])}\n\noptimizer {format_duration(profile.optimizer_s)}"
     )
 
 
 def _rows(layer: LayerProfile, count: int) -> list[tuple[str, ...]]:
     whole = (
-        printable(layer.name, width=30),
+        printable(layer.name, limit=30),
         f"{count}",
         format_bytes(layer.full_bytes),
         format_bytes(layer.transient_bytes),

@@ -17,14 +17,13 @@ from memo.allocator import AllocationTrace, trace_to_csv, trace_to_json
 from memo.cli.inputs.fields import given_fields
 from memo.cli.inputs.flag_types import Alpha, Count, Flag, Force, Json, OutputFile
 from memo.cli.inputs.step_source import OWN_MODEL, StepOptions
-from memo.cli.tables.address import table
 from memo.cli.terminal.output_files import display_name, refuse_existing
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.gpt import Precision
 from memo.mip.address import write_file
 from memo.parallel import Layout
-from memo.units import format_bytes, format_tokens
+from memo.units import format_bytes, format_tokens, text_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -179,4 +178,4 @@ def _table(args: Options, recording: Recording) -> str:
     ranks = "".join(f", one rank of {name} {size}" for name, size in (("tp", args.tp), ("cp", args.cp)) if size > 1)
     head = f"{args.model}, {recording.layers} layers, {args.batch} x {format_tokens(args.seq)} tokens{ranks}, {way}"
     whole = [f"whole tensors: {name}: {reason}" for name, reason in recording.whole_layers.items()]
-    return "\n".join([table((head, ""), rows), *whole])
+    return "\n".join([text_table((head, ""), rows), *whole])

@@ -11,12 +11,13 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
+from memo.atomic_file import atomic_file
 from memo.cli.inputs.fields import refuse_given
 from memo.cli.inputs.flag_types import Flag, Force, InputFile, Json
 from memo.cli.inputs.machine import Gpu, Nics, hardware_named, measured
 from memo.cli.tables.simulation import print_simulation, simulation_summary
 from memo.cli.terminal.file_kinds import FileKind, require_kind
-from memo.cli.terminal.output_files import atomic_write, file_path, print_written, refuse_existing
+from memo.cli.terminal.output_files import file_path, print_written, refuse_existing
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.events import TierName
@@ -101,7 +102,7 @@ def _write(
     paths = _paths(output, count)
     for rank, path in enumerate(paths):
         events = stage_events(simulation.stages[rank], end_s=simulation.step_s)
-        with atomic_write(path, force=force) as sibling:
+        with atomic_file(path, overwrite=force) as sibling:
             recorder = TraceRecorder(
                 sibling, rank=rank, world_size=count, meta=_meta(plan, problem, simulation, rank), capacity=len(events)
             )

@@ -1,4 +1,4 @@
-"""`memo trace stats|html|diff|chrome|png`: reports a run's trace on the terminal or as a file."""
+"""`memo trace stats|html|diff|chrome`: reports a run's trace on the terminal or as a file."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from memo.atomic_file import atomic_file
 from memo.bounded_files import Refused, read_object
 from memo.cli.tables.trace import print_diff, print_stats
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.terminal.output_files import (
-    atomic_write,
     display_name,
     file_path,
     print_written,
     refuse_existing,
-    require_matplotlib,
 )
 from memo.errors import ExitCode, TraceError, UsageError
 from memo.trace import Trace, TraceReport, build_report, compare_reports, diff_to_json, printable, read_traces
@@ -28,9 +27,14 @@ from memo.trace import Trace, TraceReport, build_report, compare_reports, diff_t
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommands of `memo trace` with their arguments."""
-    commands = parser.add_subparsers(dest="trace_command", metavar="stats|html|diff|chrome|png", required=True)
+    commands = parser.add_subparsers(dest="trace_command", metavar="stats|html|diff|chrome", required=True)
     stats = _command(commands, "stats", "print the figures and the verdict of a run", _stats)
-    _add_selection(stats)
+    stats.add_argument(
+        "--rank", type=int, metavar="N", help="rank to show (default: the rank with the slowest median step)"
+    )
+    stats.add_argument(
+        "--step", metavar="N", help="number of the step to show, or all (default: the rank's median step)"
+    )
     _add_plain(stats)
     stats.add_argument(
         "--json", action="store_true", help="print one JSON object with every rank and step instead of tables"
@@ -55,10 +59,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _add_output(html, "write the page to FILE", required=False)
     chrome = _command(commands, "chrome", "write Chrome-trace JSON for Perfetto and chrome://tracing", _chrome)
     _add_output(chrome, "write the JSON to FILE, compressed if FILE ends in .gz")
-    png = _command(commands, "png", "draw one step", _png)
-    _add_selection(png)
-    _add_plain(png)
-    _add_output(png, "write the picture to FILE, which ends in .png, .pdf or .svg")
     text = "compare two runs side by side"
     diff = commands.add_parser("diff", help=text, description=_sentence(text))
     diff.add_argument("a", help="trace file of the first run")
@@ -114,15 +114,6 @@ def _read(args: argparse.Namespace) -> list[Trace]:
     if args.steps is not None and not any(trace.events for trace in traces):
         raise UsageError(f"--steps {args.steps}: the trace has no event of these steps; choose others")
     return traces
-
-
-def _add_selection(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--rank", type=int, metavar="N", help="rank to show (default: the rank with the slowest median step)"
-    )
-    parser.add_argument(
-        "--step", metavar="N", help="number of the step to show, or all (default: the rank's median step)"
-    )
 
 
 def _add_plain(parser: argparse.ArgumentParser) -> None:
@@ -192,7 +183,7 @@ def _html(args: argparse.Namespace) -> int:
     data = page_data(report, packing=_packing(args.plan) if args.plan else [], explained=explained)
     model = report.of_rank(report.rank).trace.meta.get("model")
     title = f"memo trace: {printable(model)}" if isinstance(model, str) else "memo trace"
-    with atomic_write(args.output, force=args.force) as target:
+    with atomic_file(args.output, overwrite=args.force) as target:
         target.write_text(render_page(data, title=title), encoding="utf-8")
     for rank in data["ranks"]:
         if rank["thinned"]:
@@ -234,23 +225,8 @@ def _chrome(args: argparse.Namespace) -> int:
     refuse_existing(args.output, force=args.force)
     text = json.dumps(chrome_trace(_read(args)), allow_nan=False, separators=(",", ":")).encode("ascii")
     packed = args.output.suffix == ".gz"
-    with atomic_write(args.output, force=args.force) as target:
+    with atomic_file(args.output, overwrite=args.force) as target:
         target.write_bytes(gzip.compress(text, mtime=0) if packed else text)
-    print_written(args.output)
-    return ExitCode.OK
-
-
-def _png(args: argparse.Namespace) -> int:
-    from memo.trace import draw_step
-
-    if args.output.suffix not in (".png", ".pdf", ".svg"):
-        raise UsageError(f"-o {printable(str(args.output))}: the name must end in .png, .pdf or .svg")
-    refuse_existing(args.output, force=args.force)
-    require_matplotlib(args.output)
-    report = _report(args)
-    rank, step = _selected(report, args)
-    with atomic_write(args.output, force=args.force) as target:
-        draw_step(report, target, rank=rank, step=step)
     print_written(args.output)
     return ExitCode.OK
 
@@ -270,7 +246,7 @@ def _diff(args: argparse.Namespace) -> int:
         return ExitCode.OK
     if args.output is not None:
         page = diff_page(a, b, rows, names=(args.a, args.b))
-        with atomic_write(args.output, force=args.force) as target:
+        with atomic_file(args.output, overwrite=args.force) as target:
             target.write_text(render_page(page, title="memo trace diff"), encoding="utf-8")
         print_written(args.output)
         return ExitCode.OK

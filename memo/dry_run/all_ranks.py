@@ -87,7 +87,7 @@ def dry_run(run: PlannedRun, *, progress: Callable[[str], None] = lambda _: None
         place, step = places[ranks[0]], kinds[-1].step
         wrong += against_plan(place, step.calls, kinds[-1].planned, recomputed(run, place.pp))
     if run.plan is not None:
-        wrong += _memory(run, run.plan, kinds)
+        wrong += _memory(run.plan, kinds)
     progress("comparing the ranks")
     wrong += _among_kinds(places, kinds)
     return DryRun(
@@ -109,7 +109,7 @@ def _kinds(run: PlannedRun, places: Sequence[Place]) -> list[tuple[int, ...]]:
     return [tuple(ranks) for ranks in found.values()]
 
 
-def _memory(run: PlannedRun, plan: ActivationPlan, kinds: Sequence[RankKind]) -> Iterator[str]:
+def _memory(plan: ActivationPlan, kinds: Sequence[RankKind]) -> Iterator[str]:
     """Compares what the ranks of each stage hold with the plan."""
     for stage, planned in enumerate(plan.stages):
         own = [kind for kind in kinds if kind.stage == stage]

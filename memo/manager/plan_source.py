@@ -187,7 +187,6 @@ class FixedPlan:
             predicted_peak_bytes=self._saved_peak_bytes,
             measured_peak_bytes=None,
             plans=1,
-            planning_s=0.0,
             why_not=None,
         )
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from memo.events import StallCause, TierName, UseKind
 from memo.swap import SpillOutcome
-from memo.units import format_bytes, format_duration
+from memo.units import format_bytes, format_duration, text_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -386,7 +386,7 @@ class Report:
 
     def _table(self) -> list[str]:
         """Peaks and budgets of the tiers, and what moved there, in all and in a step."""
-        rows: list[tuple[str, ...]] = [("tier", "peak", "budget", "used", "moved", "a step")]
+        rows: list[tuple[str, ...]] = []
         for use in self.tiers:
             budget = "-" if use.budget_bytes is None else format_bytes(use.budget_bytes)
             share = "-" if not use.budget_bytes else f"{100 * use.peak_bytes / use.budget_bytes:.0f} %"
@@ -395,11 +395,7 @@ class Report:
                 a_step = format_bytes(use.moved_bytes // self.steps) if self.steps else "-"
                 moved = [format_bytes(use.moved_bytes), a_step]
             rows.append((use.tier, format_bytes(use.peak_bytes), budget, share, *moved))
-        widths = [max(len(row[column]) for row in rows) for column in range(6)]
-        return [
-            "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-            for row in rows
-        ]
+        return text_table(("tier", "peak", "budget", "used", "moved", "a step"), rows).splitlines()
 
     def _counters(self) -> list[str]:
         hits = self.prefetch_hits

@@ -37,7 +37,15 @@ from typing import TYPE_CHECKING, Any
 from memo.errors import UsageError
 from memo.gpt import EmbeddingGradients, GPTConfig, Precision
 from memo.gpt.arithmetic import EmbeddingTraffic, reason_not_sparse
-from memo.mip.cluster import ClusterPlacement, Crossing, StageCosts, balanced_layers, divide_equal_layers, divide_layers
+from memo.mip.cluster import (
+    ClusterPlacement,
+    Crossing,
+    StageCosts,
+    balanced_layers,
+    divide_equal_layers,
+    divide_layers,
+    problem_inputs,
+)
 from memo.mip.inputs import PipelineSchedule
 from memo.search.bounds import Bound, BoundSequence, work_bounds
 from memo.search.candidates import Candidate, Setting, Shape
@@ -238,9 +246,9 @@ class Space:
             layers = balanced_layers(
                 placement,
                 _profile_of(self.request_of(candidate), self.request.tiles[0]),
+                self.budgets_of,
                 schedule=candidate.schedule,
                 chunks=candidate.chunks,
-                budgets_of=self.budgets_of,
             )
         except UsageError:
             return []
@@ -506,13 +514,14 @@ def _problem(space: Space, candidate: Candidate, tiles: int) -> ActivationProble
     request, placement = space.request_of(candidate), space.placement(candidate)
     if placement is None:
         return request.problem(tiles)
-    return placement.problem_inputs(
+    return problem_inputs(
+        placement,
         _profile_of(request, tiles),
+        space.budgets_of,
         microbatches=request.accumulate,
         layers=candidate.stage_layers or None,
         schedule=candidate.schedule,
         chunks=candidate.chunks,
-        budgets_of=space.budgets_of,
     )
 
 

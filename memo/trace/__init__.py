@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from memo.trace.format import duration as duration, percent as percent, printable as printable, rate as rate
     from memo.trace.html import render_page as render_page
     from memo.trace.html_data import page_data as page_data
-    from memo.trace.png import draw_step as draw_step
     from memo.trace.reader import Trace as Trace, read_traces as read_traces
     from memo.trace.recorder import TraceRecorder as TraceRecorder
     from memo.trace.report import RankReport as RankReport, TraceReport as TraceReport, build_report as build_report

@@ -111,20 +111,12 @@ def _layers(plan: ActivationPlan) -> Violation | None:
 
 def _most(plan: ActivationPlan, rules: StagePrediction, played: StageSimulation, tier: TierName) -> int:
     """Peak bytes of a tier by the plan's rules or the simulation, whichever has more."""
-    return max(_peaks(rules)[tier], played.peak(tier).nbytes - _rounded_bytes(plan))
+    return max(rules.peaks[tier], played.peak(tier).nbytes - _rounded_bytes(plan))
 
 
 def _rounded_bytes(plan: ActivationPlan) -> int:
     """Bytes that the simulator, which rounds each part of each call to bytes, may have too many or too few."""
     return 4 * len(plan.layers) * plan.problem.pipeline.microbatches
-
-
-def _peaks(stage: StagePrediction) -> dict[TierName, int]:
-    return {
-        TierName.DEVICE: stage.peak_device_bytes,
-        TierName.HOST: stage.peak_host_bytes,
-        TierName.DISK: stage.peak_disk_bytes,
-    }
 
 
 def _device(
@@ -201,7 +193,7 @@ def _played(
         microbatches = pipeline.microbatches if pipeline.chunks > 1 else pipeline.in_flight(number)
         written = own.disk_written_bytes * microbatches / pipeline.microbatches
         figures: list[tuple[str, float, float]] = [("written bytes", written, stage.moved_nbytes(Lane.DISK_WRITE))]
-        figures += [(f"{tier} bytes", nbytes, stage.peak(tier).nbytes) for tier, nbytes in _peaks(own).items()]
+        figures += [(f"{tier} bytes", nbytes, stage.peak(tier).nbytes) for tier, nbytes in own.peaks.items()]
         wrong = [one for one in figures if abs(one[1] - one[2]) > PREDICTION_TOLERANCE * one[2] + _rounded_bytes(plan)]
         seconds = microbatches * own.microbatch_s + own.sync_s
         if stage.end_s > seconds * (1 + PREDICTION_TOLERANCE) + 1e-9:

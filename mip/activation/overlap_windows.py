@@ -40,16 +40,6 @@ class Window:
     within: bool = False
     """Whether both layers are of one pass over a chunk."""
 
-    @property
-    def share(self) -> float:
-        """Fraction of the layer's backward time in this pass."""
-        return 0.5 if self.kind in (Pass.INPUT, Pass.WEIGHT) else 1.0
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether the pass begins with the layer's recompute."""
-        return self.kind in (Pass.BACKWARD, Pass.INPUT)
-
 
 def copies_out(stage: StageView) -> Iterator[Window]:
     """Yields the windows of one microbatch's copies out."""

@@ -33,6 +33,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from memo.errors import PlanError
+from memo.events import TierName
 from memo.mip.activation.in_flight import SchedulePoint, moments_of, peak_in_flight, split_chunks
 from memo.mip.activation.pipeline_time import microbatches_s
 from memo.mip.inputs.hardware import Hardware, LaneRates
@@ -513,6 +514,11 @@ class StagePrediction:
     """Per step."""
     chunks: tuple[ChunkPrediction, ...] | None = None
     """Where there is more than one chunk; together they take as long as the stage."""
+
+    @property
+    def peaks(self) -> dict[TierName, int]:
+        """Peak bytes of each tier."""
+        return dict(zip(TierName, (self.peak_device_bytes, self.peak_host_bytes, self.peak_disk_bytes), strict=True))
 
     def __post_init__(self) -> None:
         check_amounts(self, "prediction")

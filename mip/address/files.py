@@ -10,12 +10,11 @@ import csv
 import dataclasses
 import io
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from memo.errors import OutputExists, PlanError
+from memo.atomic_file import atomic_file
+from memo.errors import PlanError
 from memo.mip.address.problem import DEVICE, AddressPlan, AddressProblem, ArenaPlan, Buffer
 from memo.mip.strict_json import decode, decode_value, encode, parse_json, read_as, require_format, write_json
 
@@ -107,37 +106,10 @@ def write_file(path: Path_, text: str, *, overwrite: bool = False) -> None:
 
     Raises:
         OutputExists: the file exists and `overwrite` is False.
-        PlanError: it cannot be written; nothing is left behind.
+        MemoError: it cannot be written; nothing is left behind.
     """
-    write_bytes(path, text.encode(), overwrite=overwrite)
-
-
-def write_bytes(path: Path_, content: bytes, *, overwrite: bool = False) -> None:
-    """Writes a file atomically: under a temporary name beside `path`, which is then renamed.
-
-    Raises:
-        OutputExists: the file exists and `overwrite` is False.
-        PlanError: it cannot be written; nothing is left behind.
-    """
-    target = Path(path)
-    try:
-        handle, partial = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:80]}-")
-        try:
-            with open(handle, "wb") as file:
-                file.write(content)
-            mask = os.umask(0)
-            os.umask(mask)
-            os.chmod(partial, 0o666 & ~mask)
-            if overwrite:
-                os.replace(partial, target)
-            else:
-                os.link(partial, target)  # fails if the name is taken, however late that happened
-        finally:
-            Path(partial).unlink(missing_ok=True)
-    except FileExistsError:
-        raise OutputExists(f"{str(path)!r} exists; give -f to overwrite it") from None
-    except OSError as error:
-        raise PlanError(f"{str(path)!r}: cannot write: {error.strerror}") from None
+    with atomic_file(path, overwrite=overwrite) as sibling:
+        sibling.write_bytes(text.encode())
 
 
 def problem_to_json(problem: AddressProblem) -> str:

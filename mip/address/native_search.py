@@ -1,4 +1,4 @@
-"""Greedy fit, local search and tree search as engines: compiled C++ where possible, Python otherwise.
+"""Greedy fit, local search and tree search as engines: compiled C++ where possible, otherwise greedy fit alone in Python.
 
 Owns the interface to C: arrays, clock, thread. The loops in C ask the clock themselves, so a deadline holds however busy
 the machine is. A call runs in a thread with a stack for deep recursion while the caller waits, so that Ctrl-C takes effect
@@ -12,7 +12,6 @@ import dataclasses
 import enum
 import functools
 import math
-import sys
 import threading
 import time
 from array import array
@@ -20,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from memo.mip.address import branch_and_bound
+from memo.mip.address import greedy_fit
 from memo.mip.address.instance import Instance
 from memo.mip.compile_cpp import load
 
@@ -108,7 +107,7 @@ class SearchEngine(Protocol):
 
 
 def make_engine(instance: Instance) -> SearchEngine:
-    """Returns the compiled engine, or the one in Python where there is no compiler or numbers are too large for it."""
+    """Returns the compiled engine, or greedy fits alone where there is no compiler or numbers are too large for it."""
     if sum(instance.sizes) + instance.n * max(instance.alignments, default=0) + instance.lower_bound > LARGEST:
         return Pure(instance)
     library = load(NATIVE / "engine.cpp", includes=tuple(sorted(NATIVE.glob("*.h"))))
@@ -116,42 +115,25 @@ def make_engine(instance: Instance) -> SearchEngine:
 
 
 class Pure:
-    """Engine in Python, two orders of magnitude slower than the compiled one, and without the local search."""
+    """Greedy fits in Python, without any search."""
 
     def __init__(self, instance: Instance) -> None:
         self._instance = instance
 
     def sweep(self) -> tuple[int, ...]:
         """As `Engine.sweep`."""
-        return branch_and_bound.sweep(self._instance)
+        return greedy_fit.sweep(self._instance)
 
     def fit(self, order: Sequence[int], *, best: bool, deadline: float) -> tuple[int, ...] | None:
         """As `Engine.fit`."""
-        return branch_and_bound.fit(self._instance, order, best=best, expired=lambda: time.monotonic() > deadline)
+        return greedy_fit.fit(self._instance, order, best=best, expired=lambda: time.monotonic() > deadline)
 
     def refill(self, start: Sequence[int], **_: object) -> None:
         """Gives up: see the class."""
 
-    def search(
-        self, order: Sequence[int], *, capacity: int, node_limit: int, deadline: float, conflicts: array[int]
-    ) -> SearchOutcome:
-        """As `Engine.search`."""
-        search = branch_and_bound.Tree(
-            self._instance,
-            order,
-            capacity=capacity,
-            node_limit=node_limit,
-            expired=lambda: time.monotonic() > deadline,
-            conflicts=conflicts,
-        )
-        limit = sys.getrecursionlimit()
-        sys.setrecursionlimit(max(limit, 4 * self._instance.n + 1000))
-        try:
-            found = _in_thread(search.run, self._instance.n * 16, search.halt)
-        finally:
-            sys.setrecursionlimit(limit)
-        offsets = tuple(search.offsets) if found == SearchAnswer.FOUND else ()
-        return SearchOutcome(answer=SearchAnswer(found), offsets=offsets, nodes=search.nodes)
+    def search(self, order: Sequence[int], **_: object) -> SearchOutcome:
+        """Gives up likewise."""
+        return SearchOutcome(answer=SearchAnswer.STOPPED, offsets=(), nodes=0)
 
 
 class Compiled:

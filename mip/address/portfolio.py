@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from memo.mip.address.buffer_orders import portfolio_orders, search_orders
 from memo.mip.address.instance import Instance
-from memo.mip.address.native_search import SearchAnswer, SearchEngine, Weights, make_engine
+from memo.mip.address.native_search import Pure, SearchAnswer, SearchEngine, Weights, make_engine
 
 FIT_MEETINGS = 500_000_000
 """Pairs of buffers that the greedy fits may look at together: about two seconds, all orders up to some 20,000 buffers."""
@@ -154,7 +154,7 @@ class ArenaSolver:
             gap: as for `done`.
             turns: most searches of each kind.
         """
-        if self.done(deadline=deadline, gap=gap):
+        if isinstance(self._engine, Pure) or self.done(deadline=deadline, gap=gap):
             return
         self._core(deadline=deadline, gap=gap)
         conflicts = array("q", bytes(8 * self.instance.n_sections))

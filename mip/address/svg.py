@@ -13,8 +13,9 @@ import io
 import json
 from pathlib import Path
 
+from memo.atomic_file import atomic_file
 from memo.errors import UsageError
-from memo.mip.address.files import write_bytes, write_file
+from memo.mip.address.files import write_file
 from memo.mip.address.problem import AddressPlan, ArenaPlan
 from memo.units import format_bytes
 
@@ -29,12 +30,13 @@ def write_picture(path: str, plan: AddressPlan, *, overwrite: bool = False) -> N
     Raises:
         UsageError: the name ends in neither .png nor .html, or matplotlib is missing.
         OutputExists: the file exists and `overwrite` is False.
-        PlanError: the file cannot be written.
+        MemoError: the file cannot be written.
     """
     if path.endswith(".html"):
         write_file(path, picture_html(plan), overwrite=overwrite)
     elif path.endswith(".png"):
-        write_bytes(path, picture_png(plan), overwrite=overwrite)
+        with atomic_file(path, overwrite=overwrite) as sibling:
+            sibling.write_bytes(picture_png(plan))
     else:
         raise UsageError(f"{path!r}: a picture's name must end in .png or .html")
 

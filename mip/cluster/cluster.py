@@ -6,7 +6,7 @@
       Connection         "ib" to "roce": other NICs of each node, and what the trunk between the groups carries
 
 A group's links are its machine's `Network`. Groups that no connection joins do not communicate. A uniform cluster is one
-group: `Cluster.uniform(hardware_preset("h100"), nodes=4)`.
+group.
 """
 
 from __future__ import annotations
@@ -17,15 +17,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from memo.errors import PlanError
-from memo.mip.activation import Budgets
 from memo.mip.inputs import AttentionKernel, Hardware, HeadShares, Network, NetworkLevel
 
 if TYPE_CHECKING:
     from memo.mip.cluster.placement import ClusterPlacement, LayoutSizes
 
-DEVICE_SHARE, HOST_SHARE = 0.95, 0.8
-"""Fractions of device and host memory that are the budgets; the CUDA context, the program and the page cache need the
-rest."""
 MAX_GROUPS, MAX_NODES = 16, 1 << 17
 
 
@@ -56,15 +52,6 @@ class NodeGroup:
     def gpus(self) -> int:
         """Number of its GPUs."""
         return self.nodes * self.machine.gpus_per_node
-
-    def budgets(self) -> Budgets:
-        """Budgets that leave room for all that is not the plan's: 95 % of a GPU's memory, 80 % of the host's."""
-        return Budgets(
-            device_bytes=int(DEVICE_SHARE * self.machine.device_bytes),
-            host_bytes=int(HOST_SHARE * self.machine.host_bytes),
-            disk_bytes=self.disk_bytes,
-            ranks_per_node=self.machine.gpus_per_node,
-        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,11 +120,6 @@ class Cluster:
             if pair in pairs:
                 raise PlanError(f"cluster: two links are between {' and '.join(sorted(pair))}")
             pairs.add(pair)
-
-    @classmethod
-    def uniform(cls, machine: Hardware, *, nodes: int, disk_bytes: int = 0) -> Cluster:
-        """Cluster of equal nodes."""
-        return cls(groups=(NodeGroup(name=machine.name, machine=machine, nodes=nodes, disk_bytes=disk_bytes),))
 
     @property
     def gpus(self) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from memo.errors import UsageError
@@ -24,10 +24,8 @@ from memo.mip.cluster.cluster import slowest_machine
 from memo.mip.inputs import Collectives
 
 if TYPE_CHECKING:
-    from memo.mip.activation import ActivationProblem, Budgets
-    from memo.mip.cluster.cluster import Cluster, NodeGroup
-    from memo.mip.cluster.stage_problem import ProfileOf
-    from memo.mip.inputs import Hardware, NetworkLevel, PipelineSchedule
+    from memo.mip.cluster.cluster import Cluster
+    from memo.mip.inputs import Hardware, NetworkLevel
 
 
 class LayoutSizes(Protocol):
@@ -141,29 +139,6 @@ class ClusterPlacement:
     def crosses(self, stage: int, other: int) -> bool:
         """Whether a message between two stages goes from one group to another."""
         return self.places[stage].groups != self.places[other].groups
-
-    def problem_inputs(
-        self,
-        profile_of: ProfileOf,
-        *,
-        microbatches: int = 1,
-        layers: Sequence[int] | None = None,
-        schedule: PipelineSchedule | None = None,
-        chunks: int = 0,
-        budgets_of: Callable[[NodeGroup], Budgets] | None = None,
-    ) -> ActivationProblem:
-        """The placement as a problem of activation planning (`memo.mip.cluster.stage_problem.problem_inputs`)."""
-        from memo.mip.cluster.stage_problem import problem_inputs
-
-        return problem_inputs(
-            self,
-            profile_of,
-            microbatches=microbatches,
-            layers=layers,
-            schedule=schedule,
-            chunks=chunks,
-            budgets_of=budgets_of,
-        )
 
     @property
     def named_places(self) -> list[list[dict[str, Any]]]:

@@ -40,24 +40,24 @@ class ProfileOf(Protocol):
 def problem_inputs(
     placement: ClusterPlacement,
     profile_of: ProfileOf,
+    budgets_of: Callable[[NodeGroup], Budgets],
     *,
     microbatches: int = 1,
     layers: Sequence[int] | None = None,
     schedule: PipelineSchedule | None = None,
     chunks: int = 0,
-    budgets_of: Callable[[NodeGroup], Budgets] | None = None,
 ) -> ActivationProblem:
     """The problem of a placement.
 
     Args:
         placement: of the layout that `profile_of` knows.
         profile_of: derives the profile on one machine.
+        budgets_of: budgets of the ranks of a group's node.
         microbatches: of a step.
         layers: numbers of layers of the runs of consecutive layers, `pp` times the schedule's chunks; None: equal ones.
             `balanced_layers` finds those for which the slowest stage is shortest.
         schedule: of the pipeline; None is 1F1B.
         chunks: runs of layers of each stage; 0: the schedule's own number.
-        budgets_of: budgets of the ranks of a group's node; None is `NodeGroup.budgets`.
 
     Raises:
         UsageError: from `profile_of`, or a group has no network where ranks on several of its nodes communicate.
@@ -71,7 +71,7 @@ def problem_inputs(
         schedule=schedule or PipelineSchedule.ONE_F_ONE_B,
         chunks=chunks,
     )
-    budgets = [_budgets(placement, stage, budgets_of or NodeGroup.budgets) for stage in range(stages)]
+    budgets = [_budgets(placement, stage, budgets_of) for stage in range(stages)]
     if layers is not None:
         pipeline = dataclasses.replace(pipeline, layers=tuple(layers))
     if placement.crossing is Crossing.NOTHING:
@@ -205,10 +205,10 @@ def _of_gpus(budgets: Budgets, placement: ClusterPlacement) -> Budgets:
 def balanced_layers(
     placement: ClusterPlacement,
     profile_of: ProfileOf,
+    budgets_of: Callable[[NodeGroup], Budgets],
     *,
     schedule: PipelineSchedule | None = None,
     chunks: int = 0,
-    budgets_of: Callable[[NodeGroup], Budgets] | None = None,
 ) -> tuple[int, ...]:
     """Numbers of layers of each run for which the slowest one is shortest with nothing recomputed (`divide_layers`).
 
@@ -217,9 +217,9 @@ def balanced_layers(
     Args:
         placement: of the layout that `profile_of` knows.
         profile_of: derives the profile on one machine.
+        budgets_of: budgets of the ranks of a group's node.
         schedule: of the pipeline; None is 1F1B.
         chunks: runs of layers of each stage; 0: the schedule's own number.
-        budgets_of: budgets of the ranks of a group's node; None is `NodeGroup.budgets`.
 
     Raises:
         UsageError: from `profile_of`.
@@ -232,7 +232,7 @@ def balanced_layers(
         place = placement.places[stage]
         if place not in known:
             known[place] = profile_of(placement.machine(stage), **placement.changes(stage), stage_layers=0)
-        profile, budgets = known[place], _budgets(placement, stage, budgets_of or NodeGroup.budgets)
+        profile, budgets = known[place], _budgets(placement, stage, budgets_of)
         for run in schedule.stages_of(stage, stages, chunks=chunks):
             costs[run] = _costs(
                 profile, (budgets.device_bytes, chunks), first=run == 0, last=run == stages * chunks - 1
@@ -265,11 +265,6 @@ class Communication:
     """Gathers of weights and reductions of gradients, likewise."""
     pipeline_s: float
     """One microbatch's messages forward through all stages and back."""
-
-    @property
-    def seconds(self) -> float:
-        """Sum of the parts."""
-        return self.tensor_s + self.data_s + self.pipeline_s
 
 
 def communication(problem: ActivationProblem) -> Communication:

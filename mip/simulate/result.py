@@ -218,11 +218,6 @@ class StageSimulation:
         """Time that compute waited for collectives."""
         return math.fsum(wait.seconds for wait in self.waits if wait.cause is StallCause.COLLECTIVE)
 
-    @property
-    def idle_s(self) -> float:
-        """Time neither at work nor waiting for a copy or collective: the pipeline's bubble."""
-        return max(0.0, self.end_s - self.compute_s - self.communication_s - self.recompute_s - self.stall_s)
-
     def peak(self, tier: TierName) -> Peak:
         """Peak of one tier."""
         return next(peak for peak in self.peaks if peak.tier is tier)

@@ -35,11 +35,6 @@ class FreeList:
         self._sizes = [self.capacity] if self.capacity else []
         self._allocated: dict[int, int] = {}
 
-    @property
-    def largest_free(self) -> int:
-        """Bytes of the largest hole: the most that one `allocate` can still get."""
-        return max(self._sizes, default=0)
-
     def allocate(self, nbytes: int) -> int | None:
         """Allocates `nbytes`, rounded up to `align`, at the lowest offset where they fit; None if they fit nowhere."""
         if nbytes <= 0:

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from memo.units import format_bytes
+from memo.units import format_bytes, text_table
 
 
 class Fate(enum.StrEnum):
@@ -191,12 +191,4 @@ def _counted(count: int, noun: str) -> str:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if name in _RIGHT else cell.ljust(width)
-            for name, cell, width in zip(header, line, widths, strict=True)
-        ).rstrip()
-        for line in lines
-    )
+    return text_table(header, [*rows], left=[at for at, name in enumerate(header) if name not in _RIGHT])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -258,8 +259,8 @@ def test_replanning_is_quick(record_property: Any) -> None:
     auto = make(machine)
     for _ in range(4):
         step(auto, machine)
-    before = auto.outcome().planning_s
+    begin = time.perf_counter()
     for length in (72, 80, 88, 96):
         step(auto, machine, tokens=length)
-    record_property("replan_ms", (auto.outcome().planning_s - before) / 4 * 1e3)
+    record_property("replan_ms", (time.perf_counter() - begin) / 4 * 1e3)
     assert auto.outcome().plans == 5

@@ -74,7 +74,9 @@ def test_a_folder_or_its_file_names_the_model(folder: Path, spelled: str, capsys
     assert any("all logits" in sentence for sentence in found["assumed"])
 
 
-def test_the_first_line_names_memos_gpt_of_its_own_sizes_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_line_names_memos_gpt_of_its_own_sizes_alone(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for model, is_gpt in ((["125m"], True), (["125m", "--lora", "8"], True), ([str(folder)], False)):
         assert main(["plan", "--model", *model, "--seq", "8k", "--gpu", "h100"]) == ExitCode.OK
         assert ("memo's GPT" in capsys.readouterr().out.partition("\n")[0]) == is_gpt, model

@@ -172,22 +172,6 @@ def test_each_run_of_nodes_has_its_command(tmp_path: Path, capsys: pytest.Captur
     assert "no launch line: memo train shards by ZeRO 3 alone" in capsys.readouterr().out
 
 
-def test_a_run_goes_on_from_a_checkpoint_on_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 4 replicas to 2 stages of 2: each rank reads half of the layers, and every rank its own part of the rest."""
-    old, cluster = tmp_path / "old.json", cluster_file(tmp_path, gpus=("h100", "a800"))
-    alone = [*SMALL, "--gpu", "a800", "--gpus", "4", "-o", str(old)]
-    assert main(["plan", *alone]) == ExitCode.OK
-    capsys.readouterr()
-    asked = ["plan", "--search", *SMALL, "--cluster", cluster, "--global-batch", str(SEQUENCES), "--from", str(old)]
-    report = answer(capsys, [*asked, "--pp", "2", "--dp", "2"])
-    found = report["resharding"]
-    assert len(found["read_bytes"]) == len(found["own_bytes"]) == 4
-    assert found["total_read_bytes"] == sum(found["read_bytes"]) > 0
-    assert found["most_read_bytes"] == max(found["read_bytes"])
-    assert main([*asked, "--pp", "2", "--dp", "2"]) == ExitCode.OK
-    assert "resharding: dp 4 to dp 2, pp 2: a rank reads at most " in capsys.readouterr().out
-
-
 def test_a_page_has_the_nodes_of_each_group_and_the_links_that_are_crossed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

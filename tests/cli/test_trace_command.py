@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from memo.cli.main import main
-from memo.errors import ExitCode, MemoError
+from memo.errors import ExitCode
 from memo.mip.address import AddressPlan, AddressProblem, Buffer, plan_to_json
 from memo.mip.address.problem import ArenaPlan, Status
 
@@ -109,7 +109,7 @@ def test_html_writes_one_page_and_says_its_size(
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
-@pytest.mark.parametrize("what", ["html", "chrome", "png"])
+@pytest.mark.parametrize("what", ["html", "chrome"])
 def test_nothing_is_written_over_without_force(
     what: str, traces: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,19 +127,6 @@ def test_a_place_that_cannot_be_written_is_one_line_and_leaves_nothing(
 ) -> None:
     assert main(["trace", "html", *traces, "-o", str(tmp_path / "absent" / "r.html")]) == ExitCode.FAILURE
     assert capsys.readouterr().err.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_picture_that_fails_half_way_leaves_nothing(
-    traces: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(_: object, path: Path, **__: object) -> None:
-        path.write_bytes(b"half")
-        raise MemoError("no more ink")
-
-    monkeypatch.setattr("memo.trace.png.draw_step", fail)
-    assert main(["trace", "png", *traces, "-o", str(tmp_path / "p.png")]) == ExitCode.FAILURE
-    assert "no more ink" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -162,16 +149,16 @@ def test_chrome_packs_when_the_name_says_so(traces: list[str], tmp_path: Path) -
     assert json.loads(plain.read_text())["displayTimeUnit"] == "ms"
 
 
-@pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<?xml")])
-def test_pictures_are_of_the_kind_their_name_says(suffix: str, magic: bytes, traces: list[str], tmp_path: Path) -> None:
-    target = tmp_path / f"p{suffix}"
-    assert main(["trace", "png", *traces, "-o", str(target)]) == ExitCode.OK
-    assert target.read_bytes().startswith(magic)
+def test_the_former_picture_is_told_of_the_page(traces: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "png", *traces, "-o", "step.png"]) == ExitCode.USAGE
+    assert (
+        capsys.readouterr().err == "memo trace: 'png' is now html, whose page has the picture (see memo trace --help)\n"
+    )
 
 
-def test_the_same_trace_gives_the_same_picture_and_page(traces: list[str], tmp_path: Path) -> None:
-    for what in ("png", "html", "chrome"):
-        first, second = tmp_path / f"a.{what}.png", tmp_path / f"b.{what}.png"
+def test_the_same_trace_gives_the_same_page(traces: list[str], tmp_path: Path) -> None:
+    for what in ("html", "chrome"):
+        first, second = tmp_path / f"a.{what}", tmp_path / f"b.{what}"
         for target in (first, second):
             assert main(["trace", what, *traces, "-o", str(target)]) == ExitCode.OK
         assert first.read_bytes() == second.read_bytes(), what
@@ -194,9 +181,7 @@ def test_a_run_compared_with_itself_has_not_changed(traces: list[str], capsys: p
     assert {figure["word"] for figure in figures.values()} == {""}
 
 
-@pytest.mark.parametrize(
-    "command", [["stats"], ["html", "-o", "x.html"], ["chrome", "-o", "x.json"], ["png", "-o", "x.png"]]
-)
+@pytest.mark.parametrize("command", [["stats"], ["html", "-o", "x.html"], ["chrome", "-o", "x.json"]])
 def test_a_bad_trace_is_one_line_and_exit_code_one(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,9 +216,7 @@ def test_a_file_of_another_kind_is_told_what_a_trace_begins_with(
     assert "a trace begins with a header, as `memo train --trace`" in error
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["nothing"], ["stats"], ["html", "x"], ["diff", "a"], ["png", "x", "-o", "y.bmp"]]
-)
+@pytest.mark.parametrize("arguments", [[], ["nothing"], ["stats"], ["html", "x"], ["diff", "a"]])
 def test_a_wrong_command_line_is_a_usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", *arguments]) == ExitCode.USAGE
     assert capsys.readouterr().err.count("\n") == 1

@@ -23,10 +23,10 @@ from memo.compression.powersgd import PowerSgdReduceScatter
 from memo.compression.traffic import GradientTraffic
 from memo.errors import UsageError
 from memo.kernels import Codec
-from memo.kernels.codec import error_bound
 from memo.parallel import join
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
+from code_bounds import error_bound
 from live_bytes import LiveBytes
 
 CPU = torch.device("cpu")

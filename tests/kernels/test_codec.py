@@ -8,10 +8,11 @@ import sys
 
 import pytest
 import torch
+from code_bounds import error_bound
 
 from memo.errors import UsageError
 from memo.kernels import GROUP, Codec, codec as codecs, coded_error, decode, encode
-from memo.kernels.codec import LARGEST, SMALLEST, decode_reference, encode_reference, error_bound, scales_in
+from memo.kernels.codec import LARGEST, SMALLEST, decode_reference, encode_reference, scales_in
 from memo.mip.inputs import CODE_BYTES, CODECS
 from memo.mip.inputs.coding import CHECKED_VALUES
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+COMPILE = HERE.parent / "support" / "compile_kernels.py"
 # The largest block of shared memory that a program may ask for: sm_80 163 KiB, sm_90 227 KiB (CUDA C++ Programming
 # Guide, technical specifications per compute capability).
 SHARED_NBYTES = {"sm_80": 163 << 10, "sm_90a": 227 << 10}
@@ -33,7 +34,7 @@ def test_kernels_agree_with_their_references_in_the_interpreter() -> None:
 @pytest.fixture(scope="module")
 def compiled() -> list[dict[str, object]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "memo.kernels.compile_all", "80", "90"]
+    command = [sys.executable, COMPILE, "80", "90"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -50,12 +51,14 @@ def test_every_kernel_compiles_for_a100_and_h100_without_a_gpu(compiled: list[di
 
 
 def test_every_kernel_of_the_package_is_compiled(compiled: list[dict[str, object]]) -> None:
-    from memo.kernels import codec_triton, compile_all, masks_triton
+    import compile_kernels
 
-    covered = {kernel.__name__ for _, kernel, *_ in compile_all.kernels()}
+    from memo.kernels import codec_triton, masks_triton
+
+    covered = {kernel.__name__ for _, kernel, *_ in compile_kernels.kernels()}
     written = {name for module in (masks_triton, codec_triton) for name in vars(module) if name.endswith("_kernel")}
     assert covered == written
-    assert len({report["kernel"] for report in compiled}) == len(list(compile_all.kernels()))
+    assert len({report["kernel"] for report in compiled}) == len(list(compile_kernels.kernels()))
 
 
 def test_aligned_copies_move_sixteen_bytes_a_thread(compiled: list[dict[str, object]]) -> None:

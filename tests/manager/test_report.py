@@ -141,7 +141,6 @@ def test_the_first_line_says_what_is_predicted_until_it_is_measured() -> None:
         predicted_peak_bytes=1 << 20,
         measured_peak_bytes=None,
         plans=1,
-        planning_s=0.0,
         why_not=None,
     )
     model = stack()
@@ -208,7 +207,6 @@ def no_plan(**changes: Any) -> PlanOutcome:
         predicted_peak_bytes=0,
         measured_peak_bytes=None,
         plans=0,
-        planning_s=0.0,
         **{"why_not": "it does not fit", **changes},
     )
 

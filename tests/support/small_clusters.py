@@ -16,6 +16,11 @@ from memo.search import Candidate, Request, Setting as Setting, Shape as Shape, 
 MIB = 1 << 20
 
 
+def uniform_cluster(machine: Hardware, *, nodes: int) -> Cluster:
+    """One group of equal nodes."""
+    return Cluster(groups=(NodeGroup(name=machine.name, machine=machine, nodes=nodes),))
+
+
 def random_space(seed: int, *, most_gpus: int = 8, experts: bool = False, pattern: bool = False) -> Space:
     """A space of up to `most_gpus` GPUs and 4 layers, of which some have experts or local attention where that is asked."""
     chance = random.Random(seed)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from memo.cli.inputs.fields import given_fields
 from memo.cli.inputs.flag_types import Count, Tokens, WrittenFile
-from memo.cli.planning.former_plan import CheckpointPlan
 from memo.cli.planning.on_cluster import space_on_cluster
 from memo.cli.planning.picture import search_page
 from memo.cli.planning.request import TILE_TOKENS, parse_request
@@ -80,10 +79,7 @@ def run_search(args: argparse.Namespace) -> ExitCode:
     """
     if args.html and args.output and os.path.realpath(args.html) == os.path.realpath(args.output):
         raise UsageError(f"-o and --html both name {display_name(args.html)}; the plan and the page are two files")
-    former = None if args.former is None else CheckpointPlan.read(args.former, model=args.model)
     space = _space(args)
-    if former is not None:
-        former.require_model(args.model, space.request.config)
     reason = why_not_trained(space.request)
     begin_s = time.monotonic()
     longest = None
@@ -105,7 +101,7 @@ def run_search(args: argparse.Namespace) -> ExitCode:
             f"{space.gpus} GPUs of {args.cluster}; give more --host or --disk-budget, or a shorter --seq"
         )
     if written is None:
-        raise _does_not_fit(space, smallest_table(space, smallest), as_json=args.json)
+        raise _does_not_fit(smallest_table(space, smallest), as_json=args.json)
     runs = reason is None and runs_under_memo_train(written.candidate)
     launch = None
     if runs:
@@ -113,7 +109,6 @@ def run_search(args: argparse.Namespace) -> ExitCode:
         per_node = space.gpus_per_node
         launch = launch_of(written.plan, gpus_per_node=per_node, plan_file=plan_file, placement=placement)
         reason = _SPLIT if launch is None else None
-    resharding = None if former is None else former.resharding_row(space.request.config, written.plan.problem)
     steps = {one.candidate: simulation.whole_step_s for one, simulation in shown}
     summary = {
         **search_summary(found, simulated_s=steps, launch=launch, not_trained=reason, written=written),
@@ -121,7 +116,6 @@ def run_search(args: argparse.Namespace) -> ExitCode:
         "seconds": seconds,
         "output": args.output,
     }
-    summary |= {} if resharding is None else {"resharding": resharding[1]}
     summary |= {} if longest is None else {"max_seq": longest.tokens, "binds": longest.binds}
     files = {}
     if args.output:
@@ -137,8 +131,6 @@ def run_search(args: argparse.Namespace) -> ExitCode:
     if longest is not None:
         print(f"{longest_words(longest)}\n")
     print(search_table(found, simulated_s=steps, launch=launch, not_trained=reason, written=written, seconds=seconds))
-    if resharding is not None:
-        print(resharding[0])
     for sentence in _assumed(args, space):
         print(f"assumed: {printable(sentence, limit=2000)}")
     for path in files:
@@ -243,7 +235,7 @@ def _assumed(args: argparse.Namespace, space: Space) -> list[str]:
     return found
 
 
-def _does_not_fit(space: Space, smallest: tuple[str, dict[str, object]], *, as_json: bool) -> Infeasible:
+def _does_not_fit(smallest: tuple[str, dict[str, object]], *, as_json: bool) -> Infeasible:
     """Prints what would fit, and returns the error."""
     words, summary = smallest
     if as_json:

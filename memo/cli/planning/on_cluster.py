@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from memo.cli.inputs.budgets import budgets_of
 from memo.cli.planning.request import parse_request
-from memo.cli.tables.address import table
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.errors import UsageError
 from memo.gpt import EmbeddingGradients
 from memo.mip.activation import Budgets, DoesNotFit, find_plan, layers_of_runs, solve_mlp_tiles
 from memo.mip.cluster import NodeGroup, communication, read_cluster
 from memo.search import MOST_PLACEMENTS, Candidate, Planned, Setting, Shape, Space, search_layouts
-from memo.units import format_duration
+from memo.units import format_duration, text_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -99,7 +98,7 @@ def plan_on_cluster(space: Space) -> tuple[ActivationPlan, tuple[str, ...], dict
     steps = {candidate: steps[candidate] for candidate in (best.candidate, *candidates) if candidate in steps}
     rows, summaries = _compared(space, steps, plans)
     header = ("placement", "layers of the stages", "step", "collectives: tp, cp", "dp", "messages: pp")
-    text = table(header, rows[:MOST_ROWS])
+    text = text_table(header, rows[:MOST_ROWS])
     if len(rows) > MOST_ROWS:
         text += f"\nand {len(rows) - MOST_ROWS} others, which are slower"
     if left_out:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from memo.cli.tables.activation import utilisation
-from memo.cli.tables.address import table
-from memo.cli.terminal.output_files import atomic_write, print_written
+from memo.atomic_file import atomic_file
+from memo.cli.tables.activation import step_time, utilisation
+from memo.cli.terminal.output_files import print_written
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, Infeasible, MemoError, UsageError
 from memo.mip.activation import (
@@ -24,7 +24,7 @@ from memo.mip.activation import (
 from memo.mip.inputs import MATMULS
 from memo.mip.simulate import verify_by_simulation
 from memo.search import Shares
-from memo.units import format_bytes, format_duration, format_tokens
+from memo.units import format_bytes, format_tokens, text_table
 
 if TYPE_CHECKING:
     from memo.search import Request
@@ -108,7 +108,7 @@ def run_sweep(request: Request, args: argparse.Namespace) -> ExitCode:
         points = [SweepPoint.of(one) for one in requests]
     length = free_swap_tokens(request.problem().profile, request.machine, ranks_per_node=request.budgets.ranks_per_node)
     if args.plot is not None:
-        with atomic_write(Path(args.plot), force=args.force) as sibling:
+        with atomic_file(Path(args.plot), overwrite=args.force) as sibling:
             _draw(points, sibling, by=args.sweep, crossover=length)
     if args.json:
         found = [dataclasses.asdict(point) for point in points]
@@ -193,7 +193,7 @@ def _table(points: Sequence[SweepPoint], *, by: SweepAxis) -> str:
         "device",
         "note",
     )
-    return table(header, [_row(point, by=by) for point in points])
+    return text_table(header, [_row(point, by=by) for point in points])
 
 
 def _row(point: SweepPoint, *, by: SweepAxis) -> tuple[str, ...]:
@@ -204,7 +204,7 @@ def _row(point: SweepPoint, *, by: SweepAxis) -> tuple[str, ...]:
     shares = (fit.shares.alpha, fit.shares.points.get(MATMULS, 0.0), fit.shares.kept, fit.shares.host, fit.shares.disk)
     return (
         name,
-        f"{fit.step_s:,.1f} s" if fit.step_s >= 100 else format_duration(fit.step_s),
+        step_time(fit.step_s),
         f"{fit.tokens_per_s:,.0f}",
         f"{100 * fit.mfu_causal:.1f} %",
         f"{100 * fit.added:.2f} %",

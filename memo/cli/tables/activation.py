@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from memo.cli.tables.address import printable, table
 from memo.cli.tables.layer_classes import classes_table
 from memo.gpt.arithmetic import is_of_gpt
 from memo.mip.activation import (
@@ -22,7 +21,8 @@ from memo.mip.activation import (
     highest_memory,
 )
 from memo.mip.inputs import Profile, Role
-from memo.units import format_bytes, format_duration, format_tokens
+from memo.trace import printable
+from memo.units import format_bytes, format_duration, format_tokens, text_table
 
 T = TypeVar("T")
 _RUNS = 6  # runs of layers of one plan that its row names
@@ -121,7 +121,7 @@ def memory_table(problem: ActivationProblem, memory: DeviceMemory) -> str:
     lines.append(("left of the budget" if left >= 0 else "above the budget", f"{abs(left) / size:,.2f}"))
     if budget < there:
         lines.append(("outside the budget: CUDA, the allocator's gaps", f"{(there - budget) / size:,.2f}"))
-    return table((f"memory of a GPU{of} at its peak, {instant}", unit), lines)
+    return text_table((f"memory of a GPU{of} at its peak, {instant}", unit), lines)
 
 
 def use_name(use: MemoryUse) -> str:
@@ -218,7 +218,7 @@ def _tiers(plan: ActivationPlan) -> str:
         for name, budget, peak in rows
         if budget
     ]
-    shown = table(("tier", "budget", "peak", "headroom"), lines)
+    shown = text_table(("tier", "budget", "peak", "headroom"), lines)
     _, written = _of_node(plan, lambda stage: stage.disk_written_bytes, lambda _: 0)
     if written:
         a_day = written / plan.step_s * 86400 / 1e12
@@ -242,12 +242,12 @@ def _stages(plan: ActivationPlan) -> str:
                 f"{view.number}",
                 sizes,
                 printable(machine.hardware.name),
-                _time(stage.microbatch_s),
-                _time(machine.send_s) if view.number + 1 < len(plan.stages) else "-",
+                step_time(stage.microbatch_s),
+                step_time(machine.send_s) if view.number + 1 < len(plan.stages) else "-",
                 f"{format_bytes(peak)} of {format_bytes(budget)}",
             )
         )
-    return table(("stage", "layers", "GPU", "a microbatch", "message to the next", "device"), rows)
+    return text_table(("stage", "layers", "GPU", "a microbatch", "message to the next", "device"), rows)
 
 
 def _times(plan: ActivationPlan) -> str:
@@ -271,10 +271,10 @@ def _times(plan: ActivationPlan) -> str:
         rows.append(("bubble: waiting for other stages", max(plan.step_s - sum(seconds for _, seconds in rows), 0.0)))
     rows.append(("step", plan.step_s))
     of = f"time of stage {number}, the slowest" if len(plan.stages) > 1 else "time"
-    lines = [(name, _time(seconds), _share(seconds, plan.step_s)) for name, seconds in rows]
+    lines = [(name, step_time(seconds), _share(seconds, plan.step_s)) for name, seconds in rows]
     figures = utilisation(plan)
     shown = (
-        f"{table((of, 'predicted', 'of step'), lines)}\n{_embedding(plan.problem.profile)}"
+        f"{text_table((of, 'predicted', 'of step'), lines)}\n{_embedding(plan.problem.profile)}"
         f"{rate_text(plan.problem, plan.step_s)}; mfu_causal {figures['mfu_causal']:.1%}, "
         f"mfu_full {figures['mfu_full']:.1%}"
     )
@@ -310,12 +310,12 @@ def _is_fixed(plan: ActivationPlan) -> bool:
 def _layers(plan: ActivationPlan) -> str:
     if plan.declined:
         kept = "every layer keeps what its fixed method saves" if _is_fixed(plan) else "every layer keeps everything"
-        return f"nothing to move: {printable(plan.declined, width=_REASON)}; {kept}"
+        return f"nothing to move: {printable(plan.declined, limit=_REASON)}; {kept}"
     numbers: dict[tuple[str, ...], list[str]] = {}
     for first, last, row in _runs([_layer_row(layer) for layer in plan.layers]):
         numbers.setdefault(row, []).append(f"{first}" if first == last else f"{first} to {last}")
     rows = [(", ".join(runs[:_RUNS]) + (", ..." if len(runs) > _RUNS else ""), *row) for row, runs in numbers.items()]
-    return table(("layers", "point", "bytes: kept", "host", "disk"), rows)
+    return text_table(("layers", "point", "bytes: kept", "host", "disk"), rows)
 
 
 def _layer_row(layer: LayerPlan) -> tuple[str, ...]:
@@ -325,7 +325,7 @@ def _layer_row(layer: LayerPlan) -> tuple[str, ...]:
 
 def _reasons(plan: ActivationPlan) -> str:
     problem = plan.problem
-    lines = [f"why not faster: {printable(reason, width=_REASON)}" for reason in plan.binding]
+    lines = [f"why not faster: {printable(reason, limit=_REASON)}" for reason in plan.binding]
     lines += [f"warning: {words}" for words in _warnings(plan)]
     length = _free_swap_tokens(problem)
     if length is not None and not _is_fixed(plan):
@@ -383,7 +383,8 @@ def _added(plan: ActivationPlan, number: int) -> float:
     return added / (stage.compute_s - tiled) if stage.compute_s > tiled else 0.0
 
 
-def _time(seconds: float) -> str:
+def step_time(seconds: float) -> str:
+    """A duration; long ones in seconds, so that two can be compared."""
     return f"{seconds:,.1f} s" if seconds >= 100 else format_duration(seconds)
 
 

@@ -1,34 +1,12 @@
-"""Text tables of address plans, shared by `memo pack`, `memo check` and `memo show`.
-
-Names come from files, so control characters are escaped before they reach the terminal.
-"""
+"""Text tables of address plans, shared by `memo pack`, `memo check` and `memo show`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from memo.mip.address import AddressPlan, Buffer
-from memo.units import format_bytes
-
-
-def printable(name: str, *, width: int = 60) -> str:
-    """Name with control and other unprintable characters escaped, cut to `width` characters."""
-    shown = repr(name)[1:-1]
-    return shown if len(shown) <= width else shown[: width - 3] + "..."
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Text table: the first column flush left, the others flush right."""
-    lines = [header, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+from memo.trace import printable
+from memo.units import format_bytes, text_table
 
 
 def arena_table(plan: AddressPlan) -> str:
@@ -52,7 +30,7 @@ def arena_table(plan: AddressPlan) -> str:
     header = ("arena", "buffers", "size", "lower bound", "gap", "capacity", "headroom", "status", "found by")
     heavy = sorted(plan.problem.buffers, key=lambda b: (-_weight(b), b.id))[:5]
     top = [(printable(b.id), format_bytes(b.nbytes), f"{b.start}", f"{b.end}") for b in heavy]
-    return f"{table(header, rows)}\n\n{table(('bytes x life, top 5', 'size', 'start', 'end'), top)}"
+    return f"{text_table(header, rows)}\n\n{text_table(('bytes x life, top 5', 'size', 'start', 'end'), top)}"
 
 
 def plan_summary(plan: AddressPlan) -> dict[str, Any]:

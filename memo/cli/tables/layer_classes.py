@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memo.cli.tables.address import printable, table
 from memo.mip.activation import ActivationPlan, LayerPlan
 from memo.mip.inputs import LayerProfile
-from memo.units import format_bytes
+from memo.trace import printable
+from memo.units import format_bytes, text_table
 
 LEAST = 5e-4  # a share that is shown as 0.1 %
 
@@ -37,7 +37,7 @@ def classes_table(plan: ActivationPlan) -> str:
         "disk",
         "recomputed",
     )
-    return table(head, rows)
+    return text_table(head, rows)
 
 
 def _row(known: LayerProfile, layers: list[LayerPlan]) -> tuple[str, ...]:

@@ -9,8 +9,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from memo.cli.tables.activation import activation_summary, activation_table, memory_summary, use_name, utilisation
-from memo.cli.tables.address import table
+from memo.cli.tables.activation import (
+    activation_summary,
+    activation_table,
+    memory_summary,
+    step_time,
+    use_name,
+    utilisation,
+)
 from memo.cli.tables.searched_cluster import cluster_summary, cluster_words, used_share
 from memo.mip.activation import highest_memory
 from memo.search import (
@@ -31,7 +37,7 @@ from memo.search import (
     runs_under_memo_train,
     step_items,
 )
-from memo.units import format_bytes, format_duration, format_tokens
+from memo.units import format_bytes, format_tokens, text_table
 
 FORMAT, VERSION = "memo-search", 1
 ZERO_3_NODES = 64
@@ -227,8 +233,8 @@ def _best_table(found: Found, simulated_s: Mapping[Candidate, float]) -> str:
                 _schedule_words(one.candidate),
                 one.candidate.sharding,
                 f"{setting.batch} x {setting.accumulate}",
-                _time(one.step_s),
-                _time(simulated_s[one.candidate]),
+                step_time(one.step_s),
+                step_time(simulated_s[one.candidate]),
                 f"{figures['tokens_per_s']:,.0f}",
                 f"{figures['mfu_causal'] * used_share(found.space, one):.1%}",
                 _share(items[Item.BUBBLE], one.step_s),
@@ -237,7 +243,7 @@ def _best_table(found: Found, simulated_s: Mapping[Candidate, float]) -> str:
                 *([placement.describe()] if placement else []),
             )
         )
-    return table(header, rows)
+    return text_table(header, rows)
 
 
 def _does(one: Planned) -> str:
@@ -267,7 +273,7 @@ def _memory_table(found: Found) -> str:
         budget = one.plan.problem.machine_of(memory.stage).budgets.device_bytes
         sizes = [f"{nbytes / (1 << 30):,.1f}" for nbytes in (memory.nbytes, budget)]
         rows.append((str(number), *gib, *sizes, *map(format_bytes, _of_node(one))))
-    return table(header, rows)
+    return text_table(header, rows)
 
 
 def _of_node(one: Planned) -> tuple[int, int]:
@@ -286,16 +292,16 @@ def _why_table(found: Found) -> str:
         cells = [_difference(rival.items.get(item, math.nan), best.step_s) for item in Item]
         least = "" if rival.planned is not None else "at least "
         why = "" if rival.kind is None else f"{rival.kind} bound"
-        rows.append((f"{name}: {_shape_words(rival.shape)}", f"{least}+{_time(rival.slower_s)}", *cells, why))
+        rows.append((f"{name}: {_shape_words(rival.shape)}", f"{least}+{step_time(rival.slower_s)}", *cells, why))
     if not rows:
         return "nothing else fits"
-    return table(("why number 1 wins: a step of", "takes longer by", *Item, "proven by"), rows)
+    return text_table(("why number 1 wins: a step of", "takes longer by", *Item, "proven by"), rows)
 
 
 def _difference(seconds: float, step_s: float) -> str:
     if math.isnan(seconds) or abs(seconds) < CLOSE * step_s:
         return "-"
-    return f"{'+' if seconds > 0 else '-'}{_time(abs(seconds))}"
+    return f"{'+' if seconds > 0 else '-'}{step_time(abs(seconds))}"
 
 
 def _proof(found: Found, seconds: float) -> str:
@@ -308,9 +314,9 @@ def _proof(found: Found, seconds: float) -> str:
     ]
     rows = [(f"{kind}: {_WORDS[kind]}", f"{count:,}") for kind, count in found.pruned.items()]
     if rows:
-        lines.append(table(("bound", "ways"), rows))
+        lines.append(text_table(("bound", "ways"), rows))
     if found.smallest_bound_s is not None:
-        lines.append(f"smallest bound of what was not planned: {_time(found.smallest_bound_s)}")
+        lines.append(f"smallest bound of what was not planned: {step_time(found.smallest_bound_s)}")
     if space.left_out:
         out = ", ".join(f"{why} ({count:,})" for why, count in space.left_out.items())
         lines.append(f"layouts left out: {out}")
@@ -324,17 +330,13 @@ def _launch_words(found: Found, launch: Launch | None, not_trained: str | None, 
     if written.candidate != found.best[0].candidate:
         lines.append(
             f"number 1 shards by {found.best[0].candidate.sharding}, and memo train by ZeRO 3 alone: the fastest that it "
-            f"runs is {_shape_words(written.candidate.shape)}, in {_time(written.step_s)}"
+            f"runs is {_shape_words(written.candidate.shape)}, in {step_time(written.step_s)}"
         )
     if launch.slurm is None:
         lines += ["run it:", launch.torchrun]
     else:
         lines += [f"run it: {launch.torchrun}", f"by Slurm: {launch.slurm}"]
     return "\n".join(lines)
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:,.1f} s" if seconds >= 100 else format_duration(seconds)
 
 
 def _share(part: float, whole: float) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from memo.cli.tables.activation import rate_text
-from memo.cli.tables.address import printable, table
-from memo.events import Lane, StallCause, TierName
+from memo.events import Lane, StallCause
 from memo.mip.activation import ActivationPlan, ActivationProblem, StagePrediction
 from memo.mip.simulate import Peak, Simulation, StageSimulation, Wait, agrees
-from memo.trace import duration, percent
-from memo.units import format_bytes, format_tokens
+from memo.trace import duration, percent, printable
+from memo.units import format_bytes, format_tokens, text_table
 
 DAY_S = 86_400
 _COPY_LANES = (Lane.D2H, Lane.H2D, Lane.DISK_WRITE, Lane.DISK_READ)
@@ -92,7 +91,7 @@ def _times(
         )
     rows.append(("step", simulation.step_s, plan.step_s))
     rows = [row for row in rows if row[0] != "exposed communication" or max(row[1:]) > 0]
-    return table(
+    return text_table(
         ("time", "simulated", "predicted", "of step"),
         [(name, _time(ours), _time(theirs), percent(_share(ours, simulation.step_s))) for name, ours, theirs in rows],
     )
@@ -106,7 +105,7 @@ def _stalls(simulation: Simulation, stage: StageSimulation) -> str:
         worst = f"{module} {_time(by_layer[module])}"
         share = percent(_share(seconds, simulation.step_s))
         rows.append((cause.value, lane.value, _time(seconds), share, f"{len(by_layer)}", worst))
-    return table(("stalls", "behind", "time", "of step", "layers", "worst"), rows)
+    return text_table(("stalls", "behind", "time", "of step", "layers", "worst"), rows)
 
 
 def _by_layer(waits: tuple[Wait, ...], cause: StallCause, lane: Lane) -> dict[str, float]:
@@ -118,7 +117,7 @@ def _by_layer(waits: tuple[Wait, ...], cause: StallCause, lane: Lane) -> dict[st
 
 
 def _peaks(stage: StageSimulation, prediction: StagePrediction) -> str:
-    predicted = _predicted_peaks(prediction)
+    predicted = prediction.peaks
     rows = [
         (
             peak.tier.value,
@@ -131,15 +130,7 @@ def _peaks(stage: StageSimulation, prediction: StagePrediction) -> str:
         for peak in stage.peaks
         if peak.nbytes or peak.budget_nbytes
     ]
-    return table(("peak of a rank", "simulated", "predicted", "budget", "used", "at"), rows)
-
-
-def _predicted_peaks(prediction: StagePrediction) -> dict[TierName, int]:
-    return {
-        TierName.DEVICE: prediction.peak_device_bytes,
-        TierName.HOST: prediction.peak_host_bytes,
-        TierName.DISK: prediction.peak_disk_bytes,
-    }
+    return text_table(("peak of a rank", "simulated", "predicted", "budget", "used", "at"), rows)
 
 
 def _agreement(plan: ActivationPlan, problem: ActivationProblem, simulation: Simulation) -> str:
@@ -180,7 +171,7 @@ def _stage_summary(
     problem: ActivationProblem, simulation: Simulation, number: int, prediction: StagePrediction
 ) -> dict[str, Any]:
     stage = simulation.stages[number]
-    predicted = _predicted_peaks(prediction)
+    predicted = prediction.peaks
     written = stage.moved_nbytes(Lane.DISK_WRITE)
     ranks = max(node.get(number, 0) for node in problem.nodes)
     return {

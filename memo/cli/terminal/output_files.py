@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import errno
 import importlib.util
 import os
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
-from memo.errors import MemoError, OutputExists, TraceError, UsageError
+from memo.errors import MemoError, OutputExists, UsageError
 from memo.trace import printable
 from memo.units import format_bytes
 
@@ -79,36 +76,6 @@ def _require_directory(path: Path) -> None:
     raise MemoError(f"cannot write {display_name(path)}: {display_name(parent)}: {os.strerror(reason)}")
 
 
-@contextlib.contextmanager
-def atomic_write(path: Path, *, force: bool) -> Iterator[Path]:
-    """Yields a temporary sibling file, which replaces `path` when the block ends without an error.
-
-    Raises:
-        OutputExists: `path` exists and `force` is False.
-        UsageError: `path` is a directory.
-        TraceError: the file cannot be written; `path` is unchanged.
-    """
-    refuse_existing(path, force=force)
-    try:
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".memo-", suffix=path.suffix)
-        os.close(descriptor)
-        sibling = Path(name)
-        try:
-            yield sibling
-            sibling.chmod(0o666 & ~_umask())
-            sibling.replace(path)
-        finally:
-            sibling.unlink(missing_ok=True)
-    except OSError as error:
-        raise TraceError(f"cannot write {display_name(path)}: {error.strerror}") from None
-
-
 def print_written(path: str | Path) -> None:
     """Prints the file's name and size."""
     print(f"Wrote {display_name(path)} ({format_bytes(os.stat(path).st_size)})")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -105,28 +105,6 @@ def recompute_flops_per_token(config: GPTConfig, fraction: float = 1.0) -> float
     return 2.0 * config.layers * redone * fraction
 
 
-def mfu_causal(config: GPTConfig, *, seq: int, tokens_per_s: float, peak_flops: float) -> float:
-    """Model FLOPs utilisation with 6N + 6 L h s FLOPs per token; 1.0 is the peak."""
-    return flops_per_token(config, seq) * tokens_per_s / peak_flops
-
-
-def mfu_full(config: GPTConfig, *, seq: int, tokens_per_s: float, peak_flops: float) -> float:
-    """Model FLOPs utilisation with 6N + 12 L h s FLOPs per token, as in PaLM and many published tables."""
-    return flops_per_token(config, seq, causal=False) * tokens_per_s / peak_flops
-
-
-def hfu(
-    config: GPTConfig,
-    *,
-    seq: int,
-    tokens_per_s: float,
-    peak_flops: float,
-    recomputed_flops_per_token: float = 0.0,
-) -> float:
-    """Hardware FLOPs utilisation: as mfu_causal, with the recomputed FLOPs per token added."""
-    return (flops_per_token(config, seq) + recomputed_flops_per_token) * tokens_per_s / peak_flops
-
-
 def _mlp_matrices_up(config: GPTConfig) -> int:
     return 2 if config.mlp == "swiglu" else 1
 

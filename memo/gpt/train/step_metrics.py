@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from memo.allocator import memory_stats
-from memo.gpt.arithmetic.flops import hfu, mfu_causal, mfu_full, recompute_flops_per_token
+from memo.gpt.arithmetic.flops import flops_per_token, recompute_flops_per_token
 from memo.gpt.config import GPTConfig
 from memo.gpt.train.metrics import StepMetrics, StepUsage
 from memo.gpt.train.step import StepResult
@@ -99,21 +99,17 @@ class StepMeter:
         return metrics, usage
 
     def _utilisation(self, rate: float, *, recomputed: bool) -> tuple[float | None, float | None, float | None]:
-        """Utilisations mfu_full, mfu_causal and hfu; None where not known."""
+        """Utilisations mfu_full, mfu_causal and hfu (`memo.gpt.arithmetic.flops`); None where not known."""
         peak = self._peak
         if peak is None:
             return None, None, None
-        full = mfu_full(self._shape, seq=self._seq, tokens_per_s=rate, peak_flops=peak)
-        causal = mfu_causal(self._shape, seq=self._seq, tokens_per_s=rate, peak_flops=peak)
+        full, causal = (flops_per_token(self._shape, self._seq, causal=half) * rate / peak for half in (False, True))
         if not recomputed:
             return full, causal, causal
         if self._alpha is None:  # each layer has its own fraction, and the counters have no figures by layer
             return full, causal, None
         redone = recompute_flops_per_token(self._shape, 1 - self._alpha)
-        hardware = hfu(
-            self._shape, seq=self._seq, tokens_per_s=rate, peak_flops=peak, recomputed_flops_per_token=redone
-        )
-        return full, causal, hardware
+        return full, causal, causal + redone * rate / peak
 
     def _device_peak(self) -> int | None:
         return memory_stats(self._device).peak_device_bytes if self._device.type == "cuda" else None

@@ -1,5 +1,19 @@
-// Canonical branch and bound for dynamic storage allocation: the compiled twin of branch_and_bound.py, which says why each
-// prune is sound and against which the tests compare the answers. Here is also what makes it fast.
+// Canonical branch and bound for dynamic storage allocation; tests/support/tree_search.py is its second opinion.
+//
+// Any placement can be pushed down until every buffer rests on the ground, on another, or on a fixed one, and its buffers
+// can be listed in ascending order of (offset, rank). So it is enough to build placements in that order, each buffer at
+// the lowest place above all it overlaps in time: a canonical placement. The tree has no other nodes. Pruning:
+//
+// Order        A buffer that could have come before the last placed one but did not must wait until something below it
+//              lifts it; with it in its place the branch was, or will be, explored elsewhere.
+// Dominance    A buffer is not a choice while another one fits entirely below it: in any solution that takes it first, the
+//              other can be moved down there, which is another branch.
+// Sections     In each section the unplaced buffers must fit above the lowest offset that any of them can have there.
+// Parts        Where no unplaced buffer crosses an instant, both sides of it are solved separately.
+// Memory       A state (waiting flags and offsets of the unplaced buffers) that failed once fails again. States are
+//              identified by a 64-bit hash.
+//
+// A fixed buffer is a choice like others, at its own offset; buffers that would run into one rest on top of it.
 //
 // `floor` of a section is the least offset any buffer still to be placed there can have. Between a node and its first
 // child only the sections whose lowest buffer moved can change, and only those are recomputed; after a failed child all

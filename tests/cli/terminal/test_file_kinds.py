@@ -48,24 +48,24 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 KINDS = {
     "trace.jsonl": FileKind.TRACE,
     "trace.jsonl.gz": FileKind.TRACE,
-    "buffers.csv": FileKind.BUFFERS,
     "snapshot.pickle": FileKind.SNAPSHOT,
-    "weights.pt": FileKind.ARCHIVE,
-    "program": FileKind.BINARY,
-    "picture.png": FileKind.PICTURE,
-    "page.html": FileKind.PAGE,
-    "perfetto.json": FileKind.CHROME_TRACE,
-    "metrics.jsonl": FileKind.METRICS,
-    "config.json": FileKind.MODEL_CONFIG,
-    "doctor.json": FileKind.MACHINE_REPORT,
     "profile.json": FileKind.PROFILE,
     "machine.json": FileKind.HARDWARE,
-    "empty": FileKind.EMPTY,
-    "folder": FileKind.DIRECTORY,
-    "step-00000002": FileKind.CHECKPOINT,
     "plan.json": FileKind.ACTIVATION_PLAN,
     "addresses.json": FileKind.ADDRESS_PLAN,
 }
+OTHERS = (
+    "weights.pt",
+    "program",
+    "picture.png",
+    "page.html",
+    "perfetto.json",
+    "metrics.jsonl",
+    "config.json",
+    "empty",
+    "folder",
+    "step-00000002",
+)
 READERS = {
     "check": (["check"], {"plan.json", "addresses.json"}),
     "show": (["show"], {"plan.json", "addresses.json"}),
@@ -107,15 +107,27 @@ def test_every_reader_says_what_a_wrong_file_is(
     assert not list(files.glob("out.*"))
 
 
+@pytest.mark.parametrize("command", [command for command, _ in READERS.values()], ids=READERS)
+def test_every_reader_refuses_a_file_that_is_none_of_memos_in_one_line(
+    command: list[str], files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(files)
+    for name in OTHERS:
+        given = f"./{name}" if "--hardware" in command else name
+        assert main([*command, given]) == ExitCode.FAILURE, name
+        error = capsys.readouterr().err
+        assert name in error
+        assert error.count("\n") == 1
+    assert not list(files.glob("out.*"))
+
+
 def test_the_message_names_the_command_that_reads_the_file(files: Path) -> None:
     with pytest.raises(MemoError, match=r"trace\.jsonl is a trace, not an activation plan; use memo trace html$"):
         require_kind(files / "trace.jsonl", FileKind.ACTIVATION_PLAN)
-    with pytest.raises(MemoError, match=r"folder is a directory; a trace is needed$"):
-        require_kind(files / "folder", FileKind.TRACE)
 
 
 def test_what_is_not_known_is_left_to_the_reader(tmp_path: Path) -> None:
     (tmp_path / "torn.json").write_text('{"format": "memo-act')
-    for name in ("torn.json", "absent", "-"):
+    for name in ("torn.json", "absent", "-", "."):
         require_kind(tmp_path / name if name != "-" else name, FileKind.ACTIVATION_PLAN)
     assert kind_of("/dev/null") is None

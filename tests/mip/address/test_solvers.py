@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from address_problems import random_problem, smallest_arena
 from hypothesis import given, settings, strategies as st
+from tree_search import TreeSearch
 
 from memo.errors import Infeasible, PlanInvalid, SolverFailed, SolverTimeout
 from memo.mip import solvers
@@ -30,7 +31,7 @@ from memo.mip.address.buffer_orders import portfolio_orders
 from memo.mip.address.instance import make_instance
 from memo.mip.address.lower_bound import peak
 from memo.mip.address.milp import overlapping_pairs, pack_in_order
-from memo.mip.address.native_search import Compiled, Pure, SearchAnswer, SearchEngine, make_engine
+from memo.mip.address.native_search import Compiled, SearchAnswer, SearchEngine, make_engine
 from memo.mip.address.portfolio import ArenaSolver, luby
 from memo.mip.address.problem import Status
 
@@ -47,7 +48,7 @@ def engines(problem: AddressProblem) -> list[SearchEngine]:
     compiled = make_engine(instance)
     assert isinstance(compiled, Compiled), "the tests need a C++ compiler"
     # Parts of any size go both ways through tree.h: floors anew at each node, and kept from node to node.
-    return [compiled, Compiled(instance, compiled._library, small_part=0), Pure(instance)]
+    return [compiled, Compiled(instance, compiled._library, small_part=0), TreeSearch(instance)]
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -119,7 +120,7 @@ def test_recorded_steps_meet_the_lower_bound(name: str) -> None:
 def test_the_python_engine_solves_a_recorded_step_alone() -> None:
     problem = read_problem(DATA / "rnd_n32_s0.csv")
     instance = make_instance(problem.buffers, alignment=1)
-    solver = ArenaSolver(instance, engine=Pure(instance))
+    solver = ArenaSolver(instance, engine=TreeSearch(instance))
     solver.run(deadline=time.monotonic() + 60)
     assert solver.upper == instance.lower_bound
 

@@ -68,9 +68,6 @@ def test_groups_are_presets_with_changes_and_links_are_between_them() -> None:
     one = document()
     one["links"][0]["trunk"] = "400Gb"
     assert parsed(one) == cluster
-    budgets = roce.budgets()
-    assert (budgets.device_bytes, budgets.ranks_per_node) == (int(0.95 * 40 * GIB), 4)
-    assert (budgets.host_bytes, budgets.disk_bytes) == (int(0.8 * 512 * GIB), 3 * 10**12)
 
 
 def test_a_description_of_a_machine_is_found_beside_the_file(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from small_clusters import uniform_cluster
 
 from memo.errors import PlanError, UsageError
 from memo.gpt.arithmetic import StepLayout
@@ -30,7 +31,7 @@ def found(cluster: Cluster, gpus: int, **sizes: int) -> list[str]:
 
 
 def test_a_uniform_cluster_has_one_placement() -> None:
-    (only,) = Cluster.uniform(H100, nodes=4).placements(StepLayout(tokens=1024, gpus=32, tp=4, pp=2))
+    (only,) = uniform_cluster(H100, nodes=4).placements(StepLayout(tokens=1024, gpus=32, tp=4, pp=2))
     assert only.crossing is Crossing.NOTHING
     assert only.machine(0) == only.machine(1) == H100
     assert only.describe() == "stages 0 and 1 on h100"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from activation_problems import machine as slow_machine
+from small_clusters import uniform_cluster
 
 from memo.errors import UsageError
 from memo.gpt import preset
@@ -33,6 +34,7 @@ from memo.mip.cluster import (
     ProfileOf,
     balanced_layers,
     communication,
+    problem_inputs,
 )
 from memo.mip.inputs import (
     Collectives,
@@ -117,6 +119,26 @@ TWO = Cluster(
 LAYOUT = StepLayout(tokens=1024, gpus=4, pp=2)
 
 
+def node_budgets(group: NodeGroup) -> Budgets:
+    """95 % of a GPU's memory and 80 % of the host's."""
+    machine = group.machine
+    return Budgets(
+        device_bytes=int(0.95 * machine.device_bytes),
+        host_bytes=int(0.8 * machine.host_bytes),
+        disk_bytes=group.disk_bytes,
+        ranks_per_node=machine.gpus_per_node,
+    )
+
+
+def problem_of(
+    placement: ClusterPlacement,
+    profile_of: ProfileOf,
+    budgets_of: Callable[[NodeGroup], Budgets] = node_budgets,
+    **given: Any,
+) -> ActivationProblem:
+    return problem_inputs(placement, profile_of, budgets_of, **given)
+
+
 def by_crossing(cluster: Cluster, layout: StepLayout) -> dict[Crossing, list[ClusterPlacement]]:
     found: dict[Crossing, list[ClusterPlacement]] = {}
     for placement in cluster.placements(layout):
@@ -136,7 +158,7 @@ def test_two_clusters_joined_by_ethernet_by_hand() -> None:
     #   stage 0   B0 410-470, B1 590-650
     # The gradients of 3 layers, 200 MB each over 100 GB/s: 2 * 200 MB * 1/2 / 100 GB/s = 2 ms, of which the last is
     # exposed. Together 652 ms.
-    even = first.problem_inputs(profile_of, microbatches=2)
+    even = problem_of(first, profile_of, microbatches=2)
     assert even.machines[0].send_s == pytest.approx(0.1)
     assert kept_step_s(even) == pytest.approx(0.652)
 
@@ -144,11 +166,11 @@ def test_two_clusters_joined_by_ethernet_by_hand() -> None:
     #   stage 0   F0 0-40, F1 40-80        there at 140, 240
     #   stage 1   F0 140-180, B0 180-260, F1 260-300, B1 300-380      back at 360, 480
     #   stage 0   B0 360-440, B1 480-560, and 2 ms: 562 ms
-    sizes = balanced_layers(first, profile_of)
+    sizes = balanced_layers(first, profile_of, node_budgets)
     assert sizes == (4, 2)
-    problem = first.problem_inputs(profile_of, microbatches=2, layers=sizes)
+    problem = problem_of(first, profile_of, microbatches=2, layers=sizes)
     assert kept_step_s(problem) == pytest.approx(0.562)
-    assert balanced_layers(other, profile_of) == (2, 4)
+    assert balanced_layers(other, profile_of, node_budgets) == (2, 4)
     exchanged = communication(problem)
     assert exchanged.pipeline_s == pytest.approx(2 * 0.1)
     assert exchanged.data_s == pytest.approx(4 * 0.002)
@@ -159,7 +181,7 @@ def test_two_clusters_joined_by_ethernet_by_hand() -> None:
     #   stage 0   B0 241-361, B1 421-541
     # Gradients cross the Ethernet: 2 * 200 MB * 1/2 / 0.5 GB/s = 400 ms a layer, from 461 ms on, when the first is ready:
     # 461 + 3 * 400 = 1661 ms.
-    problem = replicas.problem_inputs(profile_of, microbatches=2)
+    problem = problem_of(replicas, profile_of, microbatches=2)
     assert kept_step_s(problem) == pytest.approx(1.661)
     assert communication(problem).data_s == pytest.approx(3 * 0.4)
     assert communication(problem).pipeline_s == pytest.approx(2 * 0.0005)
@@ -171,7 +193,7 @@ def test_the_pipeline_crosses_where_bytes_say_so_and_replicas_where_they_do() ->
     # of the last layer 2 ms: 582 ms. A pipeline across takes four messages one after another, 16 s.
     profile_of = profile_by_hand(LAYOUT, layers=6, gradients=1 * MB, message=2 * GB)
     steps = {
-        placement.crossing: kept_step_s(placement.problem_inputs(profile_of, microbatches=2))
+        placement.crossing: kept_step_s(problem_of(placement, profile_of, microbatches=2))
         for placement in TWO.placements(LAYOUT)
     }
     assert steps[Crossing.REPLICAS] == pytest.approx(0.582)
@@ -183,10 +205,10 @@ def test_a_trunk_is_shared_by_all_gpus_that_send_at_once() -> None:
     cluster = dataclasses.replace(TWO, connections=(link("fast", "slow", 1 * GB, trunk_bytes_per_s=0.4 * GB),))
     profile_of = profile_by_hand(LAYOUT, layers=6, gradients=200 * MB, message=50 * MB)
     found = by_crossing(cluster, LAYOUT)
-    problem = found[Crossing.STAGES][0].problem_inputs(profile_of)
+    problem = problem_of(found[Crossing.STAGES][0], profile_of)
     assert problem.machines[0].send_s == pytest.approx(0.25)
     # Two stages of one GPU in each cluster reduce their gradients at once: 2 * 200 MB * 1/2 / 0.2 GB/s.
-    problem = found[Crossing.REPLICAS][0].problem_inputs(profile_of)
+    problem = problem_of(found[Crossing.REPLICAS][0], profile_of)
     assert problem.profile.classes[0].sync_s == pytest.approx(1.0)
 
 
@@ -243,12 +265,10 @@ def test_a_uniform_cluster_described_as_groups_has_the_same_times_to_the_bit(
     budgets = Budgets(device_bytes=40 << 30, host_bytes=1 << 40, ranks_per_node=8)
     pipeline = Pipeline(stages=layout.pp, microbatches=microbatches, stage_ranks=layout.stage_gpus)
     plain = ActivationProblem(profile=profile_of(machine), hardware=machine, budgets=budgets, pipeline=pipeline)
-    (one,) = Cluster.uniform(machine, nodes=4).placements(layout)
+    (one,) = uniform_cluster(machine, nodes=4).placements(layout)
     given = {"microbatches": microbatches, "budgets_of": lambda group: budgets}
-    assert one.problem_inputs(profile_of, **given) == plain
-    problems = [
-        placement.problem_inputs(profile_of, **given) for placement in joined(machine, *nodes).placements(layout)
-    ]
+    assert problem_of(one, profile_of, **given) == plain
+    problems = [problem_of(placement, profile_of, **given) for placement in joined(machine, *nodes).placements(layout)]
     across = [problem for problem in problems if problem.machines[0].node_ranks == 0]
     assert across
     plan = solve_problem(plain)
@@ -262,10 +282,10 @@ def test_replicas_on_two_groups_of_a_uniform_cluster_have_the_same_times_to_the_
     machine = hardware_preset("h100")
     layout = StepLayout(tokens=8192, gpus=32, tp=2)
     profile_of = gpt(layout, microbatches=2)
-    (one,) = Cluster.uniform(machine, nodes=4).placements(layout)
+    (one,) = uniform_cluster(machine, nodes=4).placements(layout)
     (two,) = joined(machine, 2, 2).placements(layout)
     assert two.crossing is Crossing.REPLICAS
-    plain, across = (placement.problem_inputs(profile_of, microbatches=2) for placement in (one, two))
+    plain, across = (problem_of(placement, profile_of, microbatches=2) for placement in (one, two))
     assert across.profile == dataclasses.replace(plain.profile, send_s=across.profile.send_s)
     assert kept_step_s(across) == kept_step_s(plain)
 
@@ -283,7 +303,7 @@ def best_step_s(
 ) -> float:
     """The best of every placement with every division of the layers."""
     return min(
-        kept_step_s(placement.problem_inputs(profile_of, microbatches=microbatches, layers=sizes))
+        kept_step_s(problem_of(placement, profile_of, microbatches=microbatches, layers=sizes))
         for placement in cluster.placements(layout)
         for sizes in (compositions(layers, layout.pp) if layout.pp > 1 else [None])
     )
@@ -392,8 +412,8 @@ def test_plans_of_groups_that_differ_pass_the_checker_and_the_simulator(schedule
     layout = StepLayout(tokens=32768, gpus=32, tp=8, pp=4)
     profile_of = gpt(layout, microbatches=8)
     for placement in cluster.placements(layout):
-        sizes = balanced_layers(placement, profile_of, schedule=schedule)
-        problem = placement.problem_inputs(profile_of, microbatches=8, layers=sizes, schedule=schedule)
+        sizes = balanced_layers(placement, profile_of, node_budgets, schedule=schedule)
+        problem = problem_of(placement, profile_of, microbatches=8, layers=sizes, schedule=schedule)
         plan = solve_problem(problem)
         verify_by_simulation(plan)
         names = {problem.profile.layers[index] for index in range(12)}

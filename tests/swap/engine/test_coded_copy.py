@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from code_bounds import error_bound
 from race_checker import CheckingBackend, CheckingDisk
 from torch import nn
 
 import memo
 from memo.errors import UsageError
 from memo.kernels import Codec
-from memo.kernels.codec import LARGEST, error_bound
+from memo.kernels.codec import LARGEST
 from memo.swap import Engine
 from memo.swap.tiers import DiskTier, HostTier
 

@@ -1,6 +1,6 @@
 """Ahead-of-time compilation of every Triton kernel for given compute capabilities; needs no GPU.
 
-    python -m memo.kernels.compile_all 80 90
+    python tests/support/compile_kernels.py 80 90
 
 Prints one JSON object per kernel: name, architecture, bytes of machine code and shared memory, and properties of the
 assembly. Must not run under TRITON_INTERPRET, which compiles nothing.

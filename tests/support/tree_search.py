@@ -1,34 +1,51 @@
-"""Canonical branch and bound, and greedy fits, in Python: the reference for the C++ in native/, and its fallback.
-
-Any placement can be pushed down until every buffer rests on the ground, on another, or on a fixed one, and its buffers
-can be listed in ascending order of (offset, rank). So it is enough to build placements in that order, each buffer at
-the lowest place above all it overlaps in time: a canonical placement. The tree has no other nodes. Pruning:
-
-Order        A buffer that could have come before the last placed one but did not must wait until something below it
-             lifts it; with it in its place the branch was, or will be, explored elsewhere.
-Dominance    A buffer is not a choice while another one fits entirely below it: in any solution that takes it first, the
-             other can be moved down there, which is another branch.
-Sections     In each section the unplaced buffers must fit above the lowest offset that any of them can have there.
-Parts        Where no unplaced buffer crosses an instant, both sides of it are solved separately.
-Memory       A state (waiting flags and offsets of the unplaced buffers) that failed once fails again. States are
-             identified by a 64-bit hash.
-
-A fixed buffer is a choice like others, at its own offset; buffers that would run into one rest on top of it.
-"""
+"""Canonical branch and bound in Python: a second opinion of mip/address/native/tree.h, which says why prunes are sound."""
 
 from __future__ import annotations
 
+import sys
+import time
 from array import array
-from bisect import insort
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
+from memo.mip.address.greedy_fit import align, meeting
 from memo.mip.address.instance import Instance
+from memo.mip.address.native_search import Pure, SearchAnswer, SearchOutcome, _in_thread
 
 NEVER = 1 << 62
 IMPOSSIBLE, FOUND, STOPPED = 0, 1, 2
 
 Low = tuple[int, int]
+
+
+class TreeSearch:
+    """Engine in Python, two orders of magnitude slower than the compiled one, and without the local search."""
+
+    def __init__(self, instance: Instance) -> None:
+        self._instance = instance
+        fits = Pure(instance)
+        self.sweep, self.fit, self.refill = fits.sweep, fits.fit, fits.refill
+
+    def search(
+        self, order: Sequence[int], *, capacity: int, node_limit: int, deadline: float, conflicts: array[int]
+    ) -> SearchOutcome:
+        """As `Engine.search`."""
+        search = Tree(
+            self._instance,
+            order,
+            capacity=capacity,
+            node_limit=node_limit,
+            expired=lambda: time.monotonic() > deadline,
+            conflicts=conflicts,
+        )
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(max(limit, 4 * self._instance.n + 1000))
+        try:
+            found = _in_thread(search.run, self._instance.n * 16, search.halt)
+        finally:
+            sys.setrecursionlimit(limit)
+        offsets = tuple(search.offsets) if found == SearchAnswer.FOUND else ()
+        return SearchOutcome(answer=SearchAnswer(found), offsets=offsets, nodes=search.nodes)
 
 
 class Tree:
@@ -54,7 +71,7 @@ class Tree:
         self._order = list(order)
         self._rank = {index: rank for rank, index in enumerate(order)}
         self._sections = [[s for span in spans for s in range(*span)] for spans in instance.spans]
-        self._meets = _meeting(instance)
+        self._meets = meeting(instance)
         self._obstacles = [self._obstacles_of(index) for index in range(instance.n)]
         self._rest = list(instance.loads)
         self._low_end = [self._settle(index, 0) for index in range(instance.n)]
@@ -89,11 +106,11 @@ class Tree:
         instance = self._instance
         if instance.fixed[index] >= 0:
             return instance.fixed[index] if at <= instance.fixed[index] else NEVER
-        at = _align(at, instance.alignments[index])
+        at = align(at, instance.alignments[index])
         for k in self._obstacles[index]:
             top = instance.fixed[k] + instance.sizes[k]
             if at < top and at + instance.sizes[index] > instance.fixed[k]:
-                at = _align(top, instance.alignments[index])
+                at = align(top, instance.alignments[index])
         return at
 
     def _solve(self, part: list[int], low: Low) -> bool:
@@ -176,60 +193,3 @@ class Tree:
             end = max(end, spans[index][-1][1])
         pieces = groupby(sorted(part, key=lambda i: (owner[i], self._rank[i])), key=owner.__getitem__)
         return sorted((list(piece) for _, piece in pieces), key=len)
-
-
-def fit(instance: Instance, order: Sequence[int], *, best: bool, expired: Callable[[], bool]) -> tuple[int, ...] | None:
-    """Places the buffers one by one, each in the first or the tightest gap; None when time ran out."""
-    sizes, alignments = instance.sizes, instance.alignments
-    meets = _meeting(instance)
-    offsets = list(instance.fixed)
-    for index in order:
-        if expired():
-            return None
-        if instance.fixed[index] >= 0:
-            continue
-        taken = sorted((offsets[k], offsets[k] + sizes[k]) for k in meets[index] if offsets[k] >= 0)
-        at, gaps = 0, []
-        for begin, end in taken:
-            if begin - at >= sizes[index]:
-                gaps.append((begin - at if best else 0, at))
-            at = max(at, _align(end, alignments[index]))
-        offsets[index] = min(gaps)[1] if gaps else at
-    return tuple(offsets)
-
-
-def sweep(instance: Instance) -> tuple[int, ...]:
-    """Places the buffers by first fit in the order of their first sections, above the fixed ones."""
-    sizes, alignments, offsets = instance.sizes, instance.alignments, list(instance.fixed)
-    ground = max((at + size for at, size in zip(offsets, sizes, strict=True) if at >= 0), default=0)
-    living: list[tuple[int, int, int]] = []  # (offset, end, last section), sorted
-    for index in sorted(range(instance.n), key=lambda i: instance.spans[i][0][0]):
-        if offsets[index] >= 0:
-            continue
-        spans = instance.spans[index]
-        living = [one for one in living if one[2] > spans[0][0]]
-        at = _align(ground, alignments[index])
-        for begin, end, _ in living:
-            if begin - at >= sizes[index]:
-                break
-            at = max(at, _align(end, alignments[index]))
-        offsets[index] = at
-        insort(living, (at, at + sizes[index], spans[-1][1]))
-    return tuple(offsets)
-
-
-def _align(offset: int, alignment: int) -> int:
-    return -(-offset // alignment) * alignment
-
-
-def _meeting(instance: Instance) -> list[set[int]]:
-    """For each buffer the indices of the others that are live in one of its sections."""
-    inside: list[set[int]] = [set() for _ in range(instance.n_sections)]
-    for index, spans in enumerate(instance.spans):
-        for span in spans:
-            for section in range(*span):
-                inside[section].add(index)
-    return [
-        set().union(*(inside[s] for span in spans for s in range(*span))) - {index}
-        for index, spans in enumerate(instance.spans)
-    ]
