@@ -108,7 +108,7 @@ def test_a_codec_from_the_command_line_is_told_at_the_end(text: Path) -> None:
     run = ["--model", "tiny", "--seq", "256", "--on", "cpu", "--data", text, "--steps", "2"]
     done = memo_train(*run, "--offload", "host", "--host", "64MiB", "--codec", "fp8")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^codec: .* moved as .*, largest error 3\.\d+ %", done.stdout, re.MULTILINE)
+    assert re.search(r"^codec: .* offloaded as .*, largest error 3\.\d+ %", done.stdout, re.MULTILINE)
 
 
 def test_tiles_and_masked_documents_from_the_command_line(text: Path, tmp_path: Path) -> None:
