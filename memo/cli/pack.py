@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from memo.allocator import CachingUse, Segments, simulate_caching, trace_of
 from memo.cli.tables.address import arena_table, plan_summary
 from memo.cli.terminal.file_kinds import FileKind, kind_of, require_kind
-from memo.cli.terminal.output_files import display_name, file_name, refuse_existing, require_matplotlib
+from memo.cli.terminal.output_files import display_name, file_name, refuse_existing
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.mip import STDIN
@@ -36,9 +36,9 @@ from memo.mip.address import (
     read_annotated,
     solve,
     write_file,
-    write_picture,
 )
 from memo.out_of_memory import blocks_apart
+from memo.trace import address_plan_drawings, render_page
 from memo.units import format_bytes, parse_bytes, parse_duration_s, text_table
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-f", "--force", action="store_true", help="overwrite existing files")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument(
-        "--plot", type=file_name, metavar="FILE", help="draw the address layout; FILE ends in .png or .html"
+        "--plot", type=file_name, metavar="FILE", help="draw the address layout as a page; FILE ends in .html"
     )
 
 
@@ -107,10 +107,8 @@ def run(args: argparse.Namespace) -> ExitCode:
     end = monotonic() + parse_duration_s(args.time_limit, what="--time-limit")
     gap = _parse_gap(args.gap)
     refuse_existing(args.output, args.plot, force=args.force)
-    if args.plot and not args.plot.endswith((".png", ".html")):
-        raise UsageError(f"--plot {args.plot!r}: the name must end in .png or .html")
-    if args.plot and args.plot.endswith(".png"):
-        require_matplotlib(args.plot)
+    if args.plot and not args.plot.endswith(".html"):
+        raise UsageError(f"--plot {args.plot!r}: the name must end in .html")
     if args.problem == STDIN and sys.stdin.isatty():
         raise UsageError("no input; name a file with buffers, or pipe one in: memo record ... | memo pack")
     require_kind(args.problem, FileKind.BUFFERS, FileKind.ADDRESS_PLAN, FileKind.SNAPSHOT)
@@ -139,7 +137,8 @@ def run(args: argparse.Namespace) -> ExitCode:
         text = plan_to_csv(plan) if args.output.endswith(".csv") else plan_to_json(plan)
         write_file(args.output, text, overwrite=args.force)
     if args.plot:
-        write_picture(args.plot, plan, overwrite=args.force)
+        drawings = {"plans": address_plan_drawings(plan, title=Path(args.problem).name)}
+        write_file(args.plot, render_page(drawings, title="memo pack"), overwrite=args.force)
     if args.json:
         figures = [_caching_figures(use) for use in caching]
         there = {} if reserved is None else {"reserved_nbytes": reserved}
