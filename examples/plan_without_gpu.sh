@@ -4,7 +4,7 @@
 #     sh examples/plan_without_gpu.sh [FOLDER]                     a 7B model at a million tokens on eight A800
 #     MODEL=13b SEQ=512k GPU=h100 GPUS=8 TP=8 sh examples/plan_without_gpu.sh
 #
-# FOLDER (default: memo-plan) gets plan.json, timeline.html (open it in a browser) and arena.json with its picture, arena.png.
+# FOLDER (default: memo-plan) gets plan.json, timeline.html (open it in a browser) and arena.json with its picture, arena.html.
 # Needs the `memo` command: pip install ., or make, whose .venv is found here.
 set -eu
 
@@ -23,6 +23,6 @@ memo trace html "$FOLDER/timeline.jsonl" -o "$FOLDER/timeline.html" -f
 
 # The allocations of one rank in such a step with a fixed alpha, recorded on tensors without bytes, and the smallest arena for it.
 memo record --model "$MODEL" --seq "${RECORD_SEQ:-$SEQ}" --tp "$TP" --alpha "$ALPHA" -o "$FOLDER/allocations.csv" -f
-memo pack "$FOLDER/allocations.csv" -o "$FOLDER/arena.json" --plot "$FOLDER/arena.png" -f
+memo pack "$FOLDER/allocations.csv" -o "$FOLDER/arena.json" --plot "$FOLDER/arena.html" -f
 memo check "$FOLDER/arena.json"
-echo "Open $FOLDER/timeline.html in a browser, and look at $FOLDER/arena.png."
+echo "Open $FOLDER/timeline.html and $FOLDER/arena.html in a browser."

@@ -20,7 +20,7 @@ from memo.allocator import CachingUse, Segments, simulate_caching, trace_of
 from memo.cli.inputs.flag_types import Flag, Force, Json, OutputFile, WrittenFile
 from memo.cli.tables.address import arena_table, plan_summary
 from memo.cli.terminal.file_kinds import FileKind, kind_of, require_kind
-from memo.cli.terminal.output_files import display_name, refuse_existing, require_matplotlib
+from memo.cli.terminal.output_files import display_name, refuse_existing
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.mip import STDIN
@@ -37,9 +37,9 @@ from memo.mip.address import (
     read_annotated,
     solve,
     write_file,
-    write_picture,
 )
 from memo.out_of_memory import blocks_apart
+from memo.trace import address_plan_drawings, render_page
 from memo.units import format_bytes, parse_bytes, parse_duration_s, text_table
 
 if TYPE_CHECKING:
@@ -83,17 +83,15 @@ class Options:
     force: Force = False
     json: Json = False
     plot: WrittenFile | None = None
-    """Draw the address layout; FILE ends in .png or .html."""
+    """Draw the address layout as a page; FILE ends in .html."""
 
 
 def run(args: Options) -> ExitCode:
     """Solves the problem, checks and writes the plan, and prints it."""
     end = monotonic() + args.time_limit
     refuse_existing(args.output, args.plot, force=args.force)
-    if args.plot and not args.plot.endswith((".png", ".html")):
-        raise UsageError(f"--plot {args.plot!r}: the name must end in .png or .html")
-    if args.plot and args.plot.endswith(".png"):
-        require_matplotlib(args.plot)
+    if args.plot and not args.plot.endswith(".html"):
+        raise UsageError(f"--plot {args.plot!r}: the name must end in .html")
     if args.problem == STDIN and sys.stdin.isatty():
         raise UsageError("no input; name a file with buffers, or pipe one in: memo record ... | memo pack")
     require_kind(args.problem, FileKind.BUFFERS, FileKind.ADDRESS_PLAN, FileKind.SNAPSHOT)
@@ -122,7 +120,8 @@ def run(args: Options) -> ExitCode:
         text = plan_to_csv(plan) if args.output.endswith(".csv") else plan_to_json(plan)
         write_file(args.output, text, overwrite=args.force)
     if args.plot:
-        write_picture(args.plot, plan, overwrite=args.force)
+        drawings = {"plans": address_plan_drawings(plan, title=Path(args.problem).name)}
+        write_file(args.plot, render_page(drawings, title="memo pack"), overwrite=args.force)
     if args.json:
         figures = [_caching_figures(use) for use in caching]
         there = {} if reserved is None else {"reserved_nbytes": reserved}

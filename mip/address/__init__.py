@@ -27,6 +27,5 @@ if TYPE_CHECKING:
         Buffer as Buffer,
     )
     from memo.mip.address.solver import Method as Method, Progress as Progress, solve as solve
-    from memo.mip.address.svg import write_picture as write_picture
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

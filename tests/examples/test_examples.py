@@ -152,7 +152,7 @@ def test_from_nothing_to_a_plan_a_timeline_and_an_arena(tmp_path: Path) -> None:
     plan = read_activation_plan(str(tmp_path / "out" / "plan.json"))
     assert plan.problem.profile.signature.tokens == 256 << 10
     assert (tmp_path / "out" / "timeline.html").read_text().startswith("<!")
-    assert (tmp_path / "out" / "arena.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out" / "arena.html").read_text().startswith("<!doctype html>")
 
 
 def test_short_texts_can_be_packed_with_attention_within_them(tmp_path: Path) -> None:

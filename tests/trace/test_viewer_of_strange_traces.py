@@ -129,6 +129,19 @@ def test_the_second_view_shows_the_address_plan(packed: Path, open_page: Callabl
     domain(page)
 
 
+def test_the_page_of_an_address_plan_alone_shows_its_buffers(open_page: Callable[..., Any], tmp_path: Path) -> None:
+    problem, path = tmp_path / "p.csv", tmp_path / "p.html"
+    for rows, words in (("a,0,2,1024\nb,1,3,1024\n", "2 KiB"), ("", "nothing to place")):
+        problem.write_text(f"id,lower,upper,size\n{rows}")
+        assert main(["pack", str(problem), "--plot", str(path), "-f"]) == ExitCode.OK
+        page = open_page(path)
+        assert words in page.locator("#memo").text_content()
+        if rows:
+            box = page.locator(".packing canvas").bounding_box()
+            page.mouse.click(box["x"] + box["width"] * 0.2, box["y"] + box["height"] * 0.7)
+            assert "1 KiB" in page.locator(".packing .body").text_content()
+
+
 def test_a_thinned_page_says_so_and_still_draws(
     synthetic: ModuleType, open_page: Callable[..., Any], tmp_path: Path
 ) -> None:

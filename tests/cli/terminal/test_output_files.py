@@ -121,7 +121,8 @@ def test_a_missing_matplotlib_is_told_before_the_work(
 ) -> None:
     worked: list[str] = []
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("memo.cli.pack.read_annotated", lambda *_: worked.append("pack"))
-    assert main(["pack", STEP, "--plot", "plot.png"]) == ExitCode.FAILURE
+    monkeypatch.setattr("memo.search.Request.plan", lambda _: worked.append("plan"))
+    command = ["plan", "--model", "tiny", "--seq", "8k", "--gpu", "h100", "--sweep", "seq", "--plot", "plot.png"]
+    assert main(command) == ExitCode.FAILURE
     assert "plot.png: pictures need matplotlib: pip install matplotlib" in capsys.readouterr().err
     assert not worked

@@ -1,13 +1,13 @@
 // Puts the page together: data in, one store, header and views around it.
 
-import { Page, type RawPage } from "./data";
+import { Page, type Packing, type RawPage } from "./data";
 import { showDiff, type RawDiff } from "./diff";
 import { h } from "./dom";
 import { ExplainView } from "./explain";
 import { makeHeader } from "./header";
 import { keysDialog, listenToKeys } from "./keys";
 import { Overview } from "./overview";
-import { PackingView } from "./packing";
+import { PackingView, showPacking } from "./packing";
 import { Panel } from "./panel";
 import { follow } from "./live";
 import { Store, type Looking } from "./state";
@@ -17,10 +17,11 @@ function start(): void {
   const root = document.getElementById("memo");
   const source = document.getElementById("memo-data");
   if (!root || !source) throw new Error("this is not a page that memo wrote");
-  const raw = JSON.parse(source.textContent ?? "") as RawPage | { live: true } | RawDiff;
+  const raw = JSON.parse(source.textContent ?? "") as RawPage | { live: true } | RawDiff | { plans: Packing[] };
   source.remove();
   if ("live" in raw) follow(root, show);
   else if ("diff" in raw) showDiff(root, raw);
+  else if ("plans" in raw) showPacking(root, raw.plans);
   else show(root, raw);
   requestAnimationFrame(() => {
     document.documentElement.dataset["ready"] = String(Math.round(performance.now()));
@@ -54,7 +55,7 @@ function show(root: HTMLElement, raw: RawPage, kept: (page: Page) => Partial<Loo
   const timeline = new Timeline(page, store);
   const overview = new Overview(page, store, timeline.axis);
   timeline.moved = () => overview.draw();
-  const packing = page.raw.packing.length ? new PackingView(page, store) : null;
+  const packing = page.raw.packing.length ? new PackingView(page.raw.packing, store) : null;
   const explain = page.raw.explained.kinds.length ? new ExplainView(page, store) : null;
   const panel = new Panel(page, store, { show: (from, to) => timeline.axis.show(from, to) });
   const next = nextMatch(page, store, timeline);

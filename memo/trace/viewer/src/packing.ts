@@ -3,11 +3,11 @@
 import { scaleLinear, type ScaleLinear } from "d3-scale";
 import { select } from "d3-selection";
 import { zoom, zoomIdentity, type ZoomTransform } from "d3-zoom";
-import type { Packing, Page, PlanBuffer } from "./data";
+import type { Packing, PlanBuffer } from "./data";
 import { h, table } from "./dom";
 import { bytes, count, percent, printable } from "./format";
 import { fit } from "./lanes";
-import type { Store } from "./state";
+import { Store } from "./state";
 import { inkOn, layerColour, theme } from "./theme";
 
 const LEFT = 72;
@@ -30,12 +30,12 @@ export class PackingView {
   private height = 1;
   private asked = false;
 
-  constructor(page: Page, private readonly store: Store) {
-    [this.plan] = page.raw.packing;
+  constructor(plans: Packing[], private readonly store: Store) {
+    [this.plan] = plans;
     this.canvas = h("canvas", { class: "plot", role: "img", "aria-label": "Addresses over time" });
     this.facts = h("div", { class: "body" });
     const stage = h("div", { class: "timeline" }, this.canvas);
-    const arenas = page.raw.packing.length > 1 ? this.arenaSelect(page.raw.packing) : null;
+    const arenas = plans.length > 1 ? this.arenaSelect(plans) : null;
     this.element = h("div", { class: "packing" }, stage, h("aside", { class: "panel" }, arenas, this.facts));
     const context = this.canvas.getContext("2d", { alpha: false });
     if (!context) throw new Error("no canvas");
@@ -223,6 +223,14 @@ export class PackingView {
     }
     this.facts.replaceChildren(...parts);
   }
+}
+
+// The page of an address plan alone, of memo pack --plot.
+export function showPacking(root: HTMLElement, plans: Packing[]): void {
+  const store = new Store({ rank: 0, allRanks: false, step: null, query: "", hits: null, selection: null, view: "packing", other: true });
+  const title = h("div", { class: "bar" }, h("div", { class: "title" }, h("h1", {}, "memo pack")));
+  const shown = plans.length ? new PackingView(plans, store).element : h("p", {}, "nothing to place");
+  root.append(h("header", {}, title), shown);
 }
 
 function binaryStep(rough: number): number {
