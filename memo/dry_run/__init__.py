@@ -7,6 +7,6 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
-    from memo.dry_run.all_ranks import DryRun as DryRun, RankKind as RankKind, dry_run as dry_run
+    from memo.dry_run.all_ranks import DryRun as DryRun, dry_run as dry_run
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

@@ -17,11 +17,9 @@ if TYPE_CHECKING:
         preset as preset,
         preset_key as preset_key,
         preset_name as preset_name,
-        variant_of as variant_of,
         with_experts as with_experts,
     )
     from memo.gpt.run_config import (
-        Documents as Documents,
         EmbeddingGradients as EmbeddingGradients,
         OffloadConfig as OffloadConfig,
         OffloadMode as OffloadMode,

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from memo.hugging_face.model import HuggingFaceModel as HuggingFaceModel
     from memo.hugging_face.published import (
         PUBLISHED as PUBLISHED,
-        Published as Published,
         published_name as published_name,
     )
 else:

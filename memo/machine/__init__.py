@@ -14,12 +14,10 @@ if TYPE_CHECKING:
     )
     from memo.machine.doctor import Diagnosis as Diagnosis, Gpu as Gpu, MeasuredDisk as MeasuredDisk, examine as examine
     from memo.machine.kernel_rates import (
-        AttentionRate as AttentionRate,
         KernelRates as KernelRates,
         measure_kernels as measure_kernels,
     )
     from memo.machine.kernel_times import (
-        KernelTime as KernelTime,
         KernelTimes as KernelTimes,
         replay_rates as replay_rates,
     )

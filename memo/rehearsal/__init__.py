@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from memo.rehearsal.machine import SimulatedMachine as SimulatedMachine
     from memo.rehearsal.models import hugging_face_step as hugging_face_step
     from memo.rehearsal.run import (
-        BudgetViolation as BudgetViolation,
         Rehearsal as Rehearsal,
         RehearsedStep as RehearsedStep,
         Way as Way,

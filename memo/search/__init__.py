@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         Launch as Launch,
         launch_of as launch_of,
         runs_under_memo_train as runs_under_memo_train,
-        train_arguments as train_arguments,
         why_not_trained as why_not_trained,
         with_run as with_run,
     )

@@ -22,12 +22,9 @@ if TYPE_CHECKING:
     from memo.mip.cluster.placement import (
         ClusterPlacement as ClusterPlacement,
         Crossing as Crossing,
-        LayoutSizes as LayoutSizes,
         StagePlace as StagePlace,
-        placements as placements,
     )
     from memo.mip.cluster.stage_problem import (
-        Communication as Communication,
         ProfileOf as ProfileOf,
         balanced_layers as balanced_layers,
         communication as communication,

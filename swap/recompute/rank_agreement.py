@@ -113,14 +113,6 @@ class AgreeingRanks:
         """Names of the groups of the layer's collectives."""
         return tuple(group.group_name for group in self._groups.get(layer, ()))
 
-    def say_the_same(self, layer: str, value: object) -> bool:
-        """True when all ranks of the layer's groups have the same `value`. A collective call."""
-        same = True
-        for group in self._groups.get(layer, ()):
-            answers = gather_values((value, same), group)
-            same = all(answer == (value, True) for answer in answers)
-        return same
-
     def agree(self, told: Callable[[str], str], given: str) -> set[str]:
         """Compares levels and input shapes across ranks, once a forward. A collective call.
 

@@ -31,12 +31,11 @@ if TYPE_CHECKING:
     from memo.gpt.arithmetic.run_of_plan import (
         PlannedRun as PlannedRun,
         is_of_gpt as is_of_gpt,
-        layout_of as layout_of,
         planned_run as planned_run,
         run_of as run_of,
         untrained as untrained,
     )
-    from memo.gpt.arithmetic.step_collectives import ChunkOfLayers as ChunkOfLayers, StepCollectives as StepCollectives
+    from memo.gpt.arithmetic.step_collectives import StepCollectives as StepCollectives
     from memo.gpt.arithmetic.training import (
         ADAM_FP32 as ADAM_FP32,
         ADAM_PURE as ADAM_PURE,
