@@ -209,7 +209,7 @@ def main() -> None:
     """Arguments: alphas separated by commas, `disk`, `recompute`, `spill` or `raise`, and names of layouts."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", message=".*replayed whole")
+    warnings.filterwarnings("ignore", message=".*recomputed whole")
     with join(CPU):
         for name in sys.argv[3:]:
             for told in check(name, sys.argv[2], [float(alpha) for alpha in sys.argv[1].split(",")]):

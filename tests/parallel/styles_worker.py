@@ -352,7 +352,7 @@ def check_changes() -> None:
 def main() -> None:
     """Arguments: names of layouts, or `changes`."""
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message=".*whole tensors|.*is replayed whole")
+    warnings.filterwarnings("ignore", message=".*whole tensors|.*is recomputed whole")
     dist.init_process_group("gloo")
     for name in sys.argv[1:]:
         if name == "changes":

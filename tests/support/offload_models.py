@@ -114,7 +114,7 @@ def compare(
     random = torch.get_rng_state()
     manager = memo.offload(model, alpha=alpha, **{"disk": tmp_path, "min_bytes": 1024, **options})
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*(whole tensors|is replayed whole)", category=RuntimeWarning)
+        warnings.filterwarnings("ignore", message=".*(whole tensors|is recomputed whole)", category=RuntimeWarning)
         got = train(model, lambda step: forward(model, step), manager)
     assert_equal(got, want)
     assert torch.equal(torch.get_rng_state(), random), "the stream of random numbers is the same"

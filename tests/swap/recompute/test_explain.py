@@ -216,7 +216,7 @@ def test_a_layer_that_moves_whole_says_why(monkeypatch: pytest.MonkeyPatch) -> N
     assert found.refused == "a parameter has gone"
     assert (found.used.name, found.used.kept_nbytes) == ("all", found.saved_nbytes)
     assert not [row for row in found.rows if row.fate is Fate.REPLAYED]
-    assert "moved whole: a parameter has gone" in str(found)
+    assert "offloaded whole: a parameter has gone" in str(found)
 
 
 def test_what_has_no_tape_is_one_clear_line() -> None:
@@ -228,7 +228,7 @@ def test_what_has_no_tape_is_one_clear_line() -> None:
     with pytest.raises(UsageError, match=r"explain: no layer 'x'; they are 'layers\.0' to 'layers\.2'"):
         manager.explain("x")
     manager.close()
-    with managed(stack(), alpha=1.0) as whole, pytest.raises(UsageError, match="all that it saves is moved"):
+    with managed(stack(), alpha=1.0) as whole, pytest.raises(UsageError, match="all that it saves is offloaded"):
         whole.explain(0)
 
 

@@ -111,9 +111,9 @@ def test_what_can_neither_be_kept_nor_replayed_is_refused() -> None:
         problem = random_problem(seed)
         if not every_cut(problem):
             refused += 1
-            with pytest.raises(ValueError, match="wanted, and can neither be kept nor replayed"):
+            with pytest.raises(ValueError, match="needed, and can be neither kept nor recomputed"):
                 cheapest(problem, 1, 1)
-            with pytest.raises(ValueError, match="wanted, and can neither be kept nor replayed"):
+            with pytest.raises(ValueError, match="needed, and can be neither kept nor recomputed"):
                 curve(problem)
     assert refused > 10
 
