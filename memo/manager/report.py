@@ -375,7 +375,7 @@ class Report:
         lines = [] if self.plan is None else self.plan.lines()
         if self.recompute is not None:
             lines += self.recompute.lines(self.layers)
-            if self.steps and not (self.recompute.accepted or self.recompute.refused):
+            if self.saved_tensors and not (self.recompute.accepted or self.recompute.refused):
                 lines.append(
                     "nothing to recompute: all that the layers save is made by compiled or other code that memo does not see"
                 )

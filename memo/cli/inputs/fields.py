@@ -32,7 +32,7 @@ _METAVARS: dict[Any, str] = {int: "N", float: "F", str: "NAME", Path: "FILE"}
 
 
 def add_fields(
-    group: argparse._ActionsContainer,
+    group: argparse._ArgumentGroup | argparse.ArgumentParser,
     kind: type,
     names: str | None = None,
     *,
@@ -50,7 +50,9 @@ def add_fields(
     """
     hints, words = typing.get_type_hints(kind, include_extras=True), _docstrings(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    exclusive: dict[str, argparse._ActionsContainer] = collections.defaultdict(group.add_mutually_exclusive_group)
+    exclusive: dict[str, argparse._ArgumentGroup | argparse.ArgumentParser] = collections.defaultdict(
+        group.add_mutually_exclusive_group
+    )
     for name in fields if names is None else names.split():
         kept = fields[name].default
         flag = flag_of(f"no_{name}" if kept is True else name, flags)
