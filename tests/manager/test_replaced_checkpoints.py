@@ -210,7 +210,7 @@ def test_a_reentrant_checkpoint_stays() -> None:
     manager = memo.offload(model, layers=model.layers, alpha=0.0, host="8MiB", min_bytes=64)
     assert all(map(torch.equal, _trained(model, manager), wanted))
     assert all(block.calls == 2 * 2 for block in _blocks(model.layers))
-    assert "give use_reentrant=False" in str(manager.report())
+    assert "use use_reentrant=False" in str(manager.report())
     manager.close()
 
 
