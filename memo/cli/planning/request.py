@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from memo.cli.inputs.batch_sizes import batch_sizes
 from memo.cli.inputs.budgets import budgets_of
-from memo.cli.inputs.fields import given_fields
+from memo.cli.inputs.fields import given_fields, refuse_given
 from memo.cli.inputs.flag_types import Flag, at_least
 from memo.cli.inputs.machine import machine_of
 from memo.cli.inputs.model_shape import SHAPE_FIELDS, shape_flag
@@ -81,6 +81,8 @@ def parse_request(
         raise UsageError(
             f"--embedding-exchange sparse applies to sizes of memo's GPT only; {args.model} exchanges its own gradients"
         )
+    if not args.lora:
+        refuse_given(args, "--lora-dtype", "applies to adapters; give --lora RANK, too")
     config = None if args.model is None else planned_model(args, say=say) if model is None else model
     training = given_fields(args, TRAINING_FIELDS)
     if isinstance(config, GPTConfig) and config.moe is not None and training.get("zero", 3) != 3:
