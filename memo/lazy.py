@@ -27,7 +27,7 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
     """
     file = sys.modules[package].__file__
     assert file is not None
-    (block,) = [node for node in ast.parse(Path(file).read_text()).body if isinstance(node, ast.If) and node.orelse]
+    (block,) = [node for node in ast.parse(Path(file).read_bytes()).body if isinstance(node, ast.If) and node.orelse]
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     home = {alias.name: str(node.module) for node in imports for alias in node.names}
 

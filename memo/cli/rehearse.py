@@ -79,7 +79,7 @@ class _Training:
     attach: bool = False
     """Attach the manager (default: enter it around the forward)."""
     way: Literal["memo", "checkpoint", "keep"] = "memo"
-    """What is done with activations: memo.offload, torch's checkpoint of every layer, or nothing."""
+    """Treatment of activations: memo.offload, torch's checkpoint of every layer, or nothing."""
     alpha: Alpha | None = None
     """Move at most the fraction F, from 0 to 1, of what can be recomputed (default: planned)."""
 

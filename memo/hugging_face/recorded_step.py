@@ -156,7 +156,7 @@ def with_more_sequences(few: RecordedStep, twice: RecordedStep, *, times: Fracti
         times: sequences of the result, in those of `few`.
 
     Returns:
-        The step; None where the two do not have the same storages.
+        The step; None where the two do not have the same storages, or a number would fall below 0.
     """
     try:
         step: RecordedStep = _on_the_line(few, twice, times - 1)
@@ -169,6 +169,8 @@ def _on_the_line(first: Any, second: Any, steps: Fraction) -> Any:
     """Each number so many steps from the second's to the first's beyond the first's."""
     if isinstance(first, (int, float)):
         reached = first + (second - first) * (steps if isinstance(first, int) else float(steps))
+        if reached < 0:
+            raise ValueError(f"{first} and {second} lead to {reached}")
         return type(first)(reached)
     if isinstance(second, PointProfile):
         nbytes = {
