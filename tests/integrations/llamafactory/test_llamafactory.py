@@ -64,7 +64,6 @@ def trained(folder: Path, *callbacks: Any, **more: Any) -> Run:
         "use_cpu": True,
         "seed": 1,
         "finetuning_type": "full",
-        "use_reentrant_gc": False,
     }
     run_exp(arguments | more, callbacks=[*callbacks, watch])
     return watch.run
@@ -72,8 +71,13 @@ def trained(folder: Path, *callbacks: Any, **more: Any) -> Run:
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"disable_gradient_checkpointing": True}, {"finetuning_type": "lora", "lora_rank": 4, "lora_target": "all"}],
-    ids=["full", "without checkpointing", "lora"],
+    [
+        {},
+        {"use_reentrant_gc": False},
+        {"disable_gradient_checkpointing": True},
+        {"finetuning_type": "lora", "lora_rank": 4, "lora_target": "all"},
+    ],
+    ids=["full", "not reentrant", "without checkpointing", "lora"],
 )
 def test_five_steps_are_as_without(tmp_path: Path, more: dict[str, Any]) -> None:
     for name in ("plain", "managed"):
