@@ -55,6 +55,8 @@ class Stats:
     """Bytes of saved storages that have handles now, wherever they are: what the device would hold without moving any."""
     peak_saved_bytes: int = 0
     """Largest value of `saved_bytes`."""
+    peak_held_bytes: int = 0
+    """Most bytes that had left the device when a forward ended, and were still on it since the program held them."""
     recompute_ns: int = 0
     """Time of the compute streams spent recomputing."""
     uses: dict[UseKind, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(UseKind, 0))

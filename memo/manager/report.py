@@ -219,6 +219,8 @@ class Report:
     """None: a fixed `alpha` or fixed levels."""
     nothing: str | None = None
     """Reason why there is nothing to report."""
+    held_bytes: int = 0
+    """Most bytes that had left the device when a forward ended, and were still on it since the program held them."""
     unseen: dict[str, str] = dataclasses.field(default_factory=dict)
     """Layers that ran without their hooks, and the reason of each."""
     replaced: int = 0
@@ -270,6 +272,7 @@ class Report:
             stalls_s={cause: ns / 1e9 for cause, ns in stats.stalls_ns.items()},
             untimed_waits=stats.untimed_waits,
             live_entries=stats.live_entries,
+            held_bytes=stats.peak_held_bytes,
             recompute=None if recompute_policy is None else RecomputeUse.of(engine, recompute_policy),
             coded=CodecUse.of(engine),
             disk=disk,
@@ -382,6 +385,11 @@ class Report:
         if self.replaced:
             lines.append(f"in place of the program's activation checkpointing: {self.replaced} layers")
         lines += _by_reason("not managed", self.unseen)
+        if self.held_bytes:
+            lines.append(
+                f"still on the device: {format_bytes(self.held_bytes)} of this, since the program holds it (use_cache, "
+                "output_hidden_states, a list of layers' outputs)"
+            )
         return [*lines, *self._table(), *self._counters()]
 
     def _table(self) -> list[str]:

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import collections
 from typing import TYPE_CHECKING
+from weakref import ref
 
 from memo.errors import StoreWriteError
 from memo.events import StallCause
@@ -41,7 +42,8 @@ from memo.torch_private import get_sequence_nr
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
-    from weakref import ref
+
+    import torch
 
     from memo.swap.backends.protocol import Backend, Event
     from memo.swap.engine.layer_calls import Group
@@ -90,7 +92,14 @@ class CopyOut:
         self._nodes = -1  # number of nodes that autograd had made then
         self._waiting: Group | None = None  # its copies wait until another layer follows
         self._unreleased: collections.deque[Group] = collections.deque()
+        self._released: dict[ref[torch.UntypedStorage], int] = {}  # in this forward
         self._late: collections.deque[Group] = collections.deque()  # released but for sources whose copies are late
+
+    def count_held(self) -> None:
+        """Counts the sources released since the last call that are still there, since the program holds them."""
+        held = sum(nbytes for source, nbytes in self._released.items() if source() is not None)
+        self._telemetry.stats.peak_held_bytes = max(self._telemetry.stats.peak_held_bytes, held)
+        self._released.clear()
 
     def saves(self, saved: SavedStorage) -> None:
         """Takes a storage that an operator saves now; issues the copies of those that the operators before it have saved.
@@ -274,6 +283,7 @@ class CopyOut:
         if saved.state is LIVE:  # no other tier has room, and it may stay
             saved.coded = None
             return
+        self._released[ref(saved.source.untyped_storage())] = saved.nbytes
         saved.source = None
         stats.device_bytes -= saved.nbytes
         saved.move_to(AWAY)

@@ -374,6 +374,7 @@ class Engine:
         with self._lock:
             self._layer_calls.open = None
             self._copy_out.send_saved()
+            self._copy_out.count_held()
         self._release.end_dropped()
 
     # Hooks of autograd.

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from activation_problems import layer, machine
 from small_models import ids, stack, train
 
@@ -300,3 +301,21 @@ def test_what_moved_in_a_step_is_the_mean_of_the_steps_that_ran(tells: bool) -> 
     assert report.steps == 3
     assert f"{format_bytes(report.tiers[1].moved_bytes // 3)}" in str(report)
     manager.close()
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.0])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_tensors_that_the_program_holds_on_the_device_are_told(keeps: bool, alpha: float) -> None:
+    """As of `output_hidden_states`: a layer's output is the next one's input, which is offloaded and stays."""
+    model = stack(layers=4)
+    outputs: list[torch.Tensor] = []
+    if keeps:
+        for each in model.layers:
+            each.register_forward_hook(lambda module, args, output: outputs.append(output))
+    manager = memo.offload(model, alpha=alpha, host="8MiB", min_bytes=512)
+    train(model, lambda step: model(ids(step)), manager, steps=1)
+    report = manager.report()
+    manager.close()
+    # All but the last two layers' are released when the forward ends.
+    assert report.held_bytes == (2 * outputs[0].nbytes if keeps else 0)
+    assert ("since the program holds it" in str(report)) == keeps
