@@ -283,6 +283,7 @@ class CopyOut:
         if saved.state is LIVE:  # no other tier has room, and it may stay
             saved.coded = None
             return
+        assert saved.source is not None
         self._released[ref(saved.source.untyped_storage())] = saved.nbytes
         saved.source = None
         stats.device_bytes -= saved.nbytes
