@@ -66,7 +66,7 @@ def _wait_for_first_rank() -> None:
 
 _RENAMED = {
     "train": {"--device-budget": "--device", "--host-budget": "--host", "--disk-dir": "--disk"},
-    "plan": {"--nvme": "--disk-budget"},
+    "plan": {"--nvme": "--disk-budget", "--loss": "--loss-without-logits"},
     "doctor": {"--disk-dir": "--disk"},
     "profile": {"--disk-dir": "--disk"},
     "rehearse": {"--disk": "--disk-space"},
@@ -76,7 +76,10 @@ _RENAMED = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a usage error in one line on stderr, without the usage text."""
+    """Reports a usage error in one line on stderr, without the usage text; flags are written whole."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         _wait_for_first_rank()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from memo.cli.inputs.fields import add_fields, given_fields, refuse_given
 from memo.cli.inputs.flag_types import Alpha, Count, Flag, Force, Json, Size, WrittenFile
 from memo.cli.inputs.machine import Gpu, MachineOptions, machine_of
+from memo.cli.inputs.model_shape import namesake
 from memo.cli.inputs.rehearsed_model import RehearsedModel
 from memo.cli.inputs.step_source import OWN_MODEL
 from memo.cli.tables.rehearsal import rehearsal_summary, settled_line, step_line, what_would_fit
@@ -175,6 +176,8 @@ def run(args: Options) -> ExitCode:
 
     def on_step(step: RehearsedStep) -> None:
         if not args.json:
+            if not step.number and (line := namesake(args.model)) is not None:
+                print(line)
             print(step_line(step, budget, before=decisions[-1]), flush=True)
         decisions.append(step.decision)
 

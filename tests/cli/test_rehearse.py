@@ -188,7 +188,6 @@ def test_a_gpu_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--model", "nobody/there"], "no such file or folder"),
         (["--model", "nobody:there"], "nobody"),
         (["--model", "tiny", "--lora", "4"], "PEFT does not adapt it"),
-        (["--model", "tiny", "--loss-without-logits"], "has no logits in memory"),
         (["--lora", "0"], "--lora: 0 is less than 1"),
         (["--layers", "0"], "--layers: 0 is less than 1"),
         (["--batch", "0"], "--batch: 0 is less than 1"),
