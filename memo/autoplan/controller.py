@@ -34,7 +34,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,6 +58,7 @@ from memo.mip.activation import ActivationProblem, Budgets, LayerPlan, Pipeline,
 from memo.mip.inputs import ALL, ATTENTION, INPUT, Signature
 from memo.swap import Level, layer_input
 from memo.units import format_bytes, format_duration
+from memo.warn_user import warn_user
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -704,12 +704,12 @@ class AutoPlan:
             f"a step of {self._shape.batch} x {self._shape.tokens} tokens took {format_bytes(excess)} more device memory "
             f"than its budget{when}"
         )
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        warn_user(message)
 
     def _warn(self, cause: str, message: str) -> None:
         if cause not in self._warned:
             self._warned[cause] = True
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            warn_user(message)
 
 
 def _with_budgets(problem: ActivationProblem, **budgets: int) -> ActivationProblem:

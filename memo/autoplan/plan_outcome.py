@@ -69,7 +69,8 @@ class PlanOutcome:
     def lines(self) -> list[str]:
         """Formats the lines of the report."""
         if self.plan is None and self.why_not is None:
-            return [f"plan: none yet ({self.progress or f'phase: {self.phase}'})"]
+            unseen = "no step has ended yet: it does by optimizer.step(), zero_grad() or manager.step_done()"
+            return [f"plan: none yet ({self.progress or unseen})"]
         if self.plan is None and self.why_not == NOTHING_SAVED:
             return [f"plan: none: {self.why_not}"]
         if self.plan is None:

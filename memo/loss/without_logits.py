@@ -8,7 +8,6 @@ function and parameters stay as they are. Forwards without labels (`generate`, f
 from __future__ import annotations
 
 import inspect
-import warnings
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from memo.errors import UsageError
 from memo.loss.deferred_logits import Product, deferred
 from memo.parallel import DividedRows
+from memo.warn_user import warn_user
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -143,7 +143,7 @@ class LossWithoutLogits:
         self._products.clear()
         if computed and output is not None and not self._warned:  # with an error there is no output
             self._warned = True
-            warnings.warn(
+            warn_user(
                 f"{type(model).__name__} does more with its logits than a cross entropy: they were computed in full",
-                stacklevel=2,
+                UserWarning,
             )
