@@ -66,8 +66,13 @@ def _projection(model: nn.Module) -> nn.Linear:
     found = getattr(model, "get_output_embeddings", lambda: None)()
     if found is None:
         raise UsageError(f"{name} has no output projection: get_output_embeddings() gives none")
-    if "forward" in vars(found):
-        raise UsageError(f"the output projection of {name} has a forward put on it already, by memo or somebody else")
+    own = vars(found).get("forward")
+    if isinstance(getattr(own, "__self__", None), LossWithoutLogits):
+        raise UsageError(
+            f"the loss of {name} is without logits already; leave out this second memo.loss_without_logits"
+        )
+    if own is not None:
+        raise UsageError(f"the output projection of {name} has a forward put on it already, by another library")
     plain = isinstance(found, nn.Linear) and (
         type(found).forward is nn.Linear.forward or isinstance(found, DividedRows)
     )

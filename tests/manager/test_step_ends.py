@@ -86,9 +86,13 @@ def test_a_loop_without_ends_is_told_at_its_own_line() -> None:
     model = stack()
     manager = memo.offload(model, host="8MiB", min_bytes=512).attach()
     assert "plan: none yet (no step has ended yet: it does by optimizer.step(), " in str(manager.report())
-    with pytest.warns(RuntimeWarning, match=r"showed where a training step ends; .* or manager\.step_done\(\)") as told:
+
+    def loop() -> None:
         for _ in range(3 * WARNED_AFTER):
             microbatch(model)
+
+    with pytest.warns(RuntimeWarning, match=r"showed where a training step ends; .* or manager\.step_done\(\)") as told:
+        loop()
     assert [(one.filename, one.category) for one in told] == [(__file__, RuntimeWarning)]
     manager.close()
 
