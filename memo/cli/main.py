@@ -16,6 +16,7 @@ import errno
 import importlib
 import io
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -85,6 +86,9 @@ class _Parser(argparse.ArgumentParser):
         _wait_for_first_rank()
         words = [word.partition("=")[0] for word in message.split()]
         renamed = _RENAMED.get(self.prog.rpartition(" ")[2], {})
+        wrong = re.match(r"argument (\w+(?:\|\w+)+): invalid choice: ('.*?') \(", message)  # of a subcommand
+        if wrong is not None:
+            message = f"{wrong[2]} is none of {wrong[1].replace('|', ', ')}; give one of them"
         message = next((f"{word} is now {renamed[word]}" for word in words if word in renamed), message)
         self.exit(ExitCode.USAGE, f"{self.prog}: {_inert(message)} (see {self.prog} --help)\n")
 
