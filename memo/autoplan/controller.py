@@ -452,9 +452,8 @@ class AutoPlan:
             others, needs = format_bytes(self._others_bytes), ""
             least = answer.least_bytes.get("device") if isinstance(answer, DoesNotFit) else None
             if least is not None:
-                needs = (
-                    f"it needs device='{format_bytes(least + self._others_bytes, up=True).replace(' ', '')}' or more; "
-                )
+                fits = least + self._others_bytes + self._actuator.margin_bytes
+                needs = f"it needs device='{format_bytes(fits, up=True).replace(' ', '')}' or more; "
             raise PlanError(f"{needs}{answer}, beside {others} for everything but saved tensors") from None
         if isinstance(answer, MemoError):
             raise answer

@@ -231,7 +231,7 @@ def rehearse(
         except (MemoError, torch.OutOfMemoryError) as error:
             if not run.has_begun and not isinstance(error, NO_ROOM):
                 raise
-            run.failure, run.has_room = f"{type(error).__name__}: {error}", not isinstance(error, NO_ROOM)
+            run.failure, run.has_room = str(error), not isinstance(error, NO_ROOM)
         finally:
             result = run.result(time.perf_counter() - began)
             run.close()

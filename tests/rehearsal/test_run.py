@@ -107,7 +107,7 @@ def test_a_full_host_tier_ends_the_rehearsal_and_says_so() -> None:
     assert not found.fits
     assert not found.has_room
     assert found.failure is not None
-    assert found.failure.startswith("HostBudgetExceeded: ")
+    assert found.failure.startswith("no room for ")
     assert found.steps == ()
 
 
