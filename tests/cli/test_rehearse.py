@@ -144,7 +144,7 @@ def test_a_full_host_tier_is_exit_code_3(config: str, capsys: pytest.CaptureFixt
     assert "step 0 does not fit: no room for " in capsys.readouterr().err
     disk = ["--disk-space", "1GiB", "--disk-budget", "900MiB", "--disk-write", "20GB", "--disk-read", "20GB"]
     assert main(rehearsed(config, "--host", "64MiB", "--alpha", "1", "--steps", "1", *disk)) == ExitCode.OK
-    assert "  disk " in capsys.readouterr().out
+    assert "  disk peak " in capsys.readouterr().out
 
 
 def test_a_model_that_does_not_fit_is_exit_code_3(capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,12 +303,12 @@ def found(*steps: RehearsedStep, **others: object) -> Rehearsal:
 
 def test_the_line_of_a_step_leaves_out_what_is_nothing() -> None:
     plain = step(3)
-    assert step_line(plain, 2 * GIB) == "step  3  2.00 s  device 1 GiB of 2 GiB  settled: plan"
+    assert step_line(plain, 2 * GIB) == "step  3  2.00 s  device peak 1 GiB of 2 GiB  settled: plan"
     assert step_line(plain, 2 * GIB, before="settled: plan").endswith("GiB  settled")
     busy = step(3, tokens=8192, host_bytes=GIB, moved_bytes=GIB, recompute_s=0.5, stall_s=0.25, trials=4)
     assert step_line(busy, 2 * GIB) == (
-        "step  3  8k tokens  2.00 s  device 1 GiB of 2 GiB  host 1 GiB  moved 1 GiB  recompute 500 ms  stall 250 ms  "
-        "4 trials  settled: plan"
+        "step  3  8k tokens  2.00 s  device peak 1 GiB of 2 GiB  host peak 1 GiB  offloaded 1 GiB  recompute 500 ms  "
+        "stall 250 ms  4 trials  settled: plan"
     )
 
 
