@@ -79,8 +79,8 @@ _RENAMED = {
 class _Parser(argparse.ArgumentParser):
     """Reports a usage error in one line on stderr, without the usage text; flags are written whole."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         _wait_for_first_rank()

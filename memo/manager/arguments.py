@@ -33,7 +33,8 @@ Names = Collection[str] | Mapping[int | str, Collection[str]]
 """Names of operators or groups: for all layers, or for each layer that is named."""
 
 _PATH = (str, os.PathLike)
-_P, _T = ParamSpec("_P"), TypeVar("_T")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def naming_arguments(function: Callable[_P, _T]) -> Callable[_P, _T]:

@@ -106,6 +106,7 @@ def test_one_name_is_one_model_in_every_command(name: str, line: str, capsys: py
 def test_the_loss_flag_of_before_names_the_one_of_now(capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "--model", "7b", "--seq", "8k", "--loss", "without-logits")
     assert "--loss is now --loss-without-logits" in said
+    assert "unrecognized arguments: --loss-without" in refused(capsys, "--model", "7b", "--seq", "8k", "--loss-without")
 
 
 def test_shape_flags_change_a_configuration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
