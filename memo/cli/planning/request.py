@@ -158,7 +158,7 @@ def _stage_layers(args: argparse.Namespace, layout: StepLayout) -> tuple[int, ..
 
 def _require_named_model(args: argparse.Namespace) -> None:
     """Refuses flags that describe a named model where a profile is given."""
-    names = [*SHAPE_FIELDS, "variant", "loss", *TRAINING_FIELDS.split()]
+    names = [*SHAPE_FIELDS, "variant", "loss_without_logits", *TRAINING_FIELDS.split()]
     given = [shape_flag(name) for name in names if name != "codec" and getattr(args, name) is not None]
     if given:
         raise UsageError(f"{given[0]} applies to a named model only; a profile has the step that was measured")
