@@ -18,7 +18,6 @@ import collections
 import contextlib
 import dataclasses
 import enum
-import warnings
 from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING
 
@@ -26,6 +25,7 @@ from memo.allocator.native import Begun
 from memo.allocator.plan_from_events import Recording, ReplayLayout, layout_of, merge, problem_of, recording_of
 from memo.allocator.plan_in_background import Planning
 from memo.errors import AllocatorError, MemoError
+from memo.warn_user import warn_user
 
 if TYPE_CHECKING:
     from memo.allocator.native import Native
@@ -240,4 +240,4 @@ class PlannedAllocator:
         """Warns once; later divergences are only counted."""
         if not self._warned:
             self._warned = True
-            warnings.warn(f"planned allocator: {text}", stacklevel=4)
+            warn_user(f"planned allocator: {text}", UserWarning)

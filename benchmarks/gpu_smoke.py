@@ -92,7 +92,7 @@ def link(device: torch.device) -> str:
     """Copies between the device and pinned memory."""
     from memo.machine.link_bandwidth import measure_lanes
 
-    rates = measure_lanes(device, host=True, directories=[], seconds=0.3)
+    rates = measure_lanes(device, directories=[], seconds=0.3)
     return ", ".join(f"{lane.value} {rate / 1e9:.1f} GB/s" for lane, rate in rates.items())
 
 

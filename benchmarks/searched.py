@@ -191,7 +191,7 @@ def _alst(row: Row) -> Case:
         model = {"model": "7b", "variant": "llama", "layers": layers, "hidden": hidden, "heads": heads, "ffn": ffn}
         flags = _flags(**model, **{"kv-heads": kv_heads, "vocab": vocabulary})
     else:  # memo's GPT has heads of hidden / heads
-        flags = _flags(model=name, loss="without-logits")
+        flags = (*_flags(model=name), "--loss-without-logits")
     nodes = {"nodes": 1, "gpus-per-node": gpus} if gpus < GPUS_PER_NODE else {"nodes": gpus // GPUS_PER_NODE}
     flags += _flags(gpu=gpu, host=int(HOST_BYTES.get(gpu, hardware_preset(gpu).host_bytes)), **nodes)
     return Case(

@@ -276,6 +276,11 @@ class Actuator:
             f"{format_bytes(least, up=True)}, or a shorter sequence"
         )
 
+    @property
+    def margin_bytes(self) -> int:
+        """Bytes that a budget needs beside what steps have shown, where the counter is not of tensors alone."""
+        return self._budget.noise_bytes + self._budget.unseen_bytes
+
     def unmeasured_bytes(self, *, first: bool, growth: float = 1.0) -> int:
         """Bytes that the steps before a plan for `growth` times their tokens did not show.
 

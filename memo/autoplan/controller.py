@@ -4,10 +4,10 @@ Owns when plans are made and changed; memo.autoplan.plan_cache owns which batch 
 an actuator applies plans to the engine. Invariants: a plan changes only between two steps, and one that did not pass
 the checker is never applied; those of the solver have passed the simulator, too.
 
-    step       1          2          3       4               5 ...
+    step       0          1          2       3               4 ...
     setting    lean       lean       plan    plan            plan
     measured   -          profile    -       as predicted?
-                                             if off by more than 5 %: profile corrected, planned again from step 3
+                                             if off by more than 5 %: profile corrected, planned again from step 2
 
 While there is no plan every layer saves and moves its input and attention's outputs, and recomputes the rest, so that a
 step that is measured needs little memory. A setting's first step is not measured, since kernels are chosen and each
@@ -34,7 +34,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,6 +58,7 @@ from memo.mip.activation import ActivationProblem, Budgets, LayerPlan, Pipeline,
 from memo.mip.inputs import ALL, ATTENTION, INPUT, Signature
 from memo.swap import Level, layer_input
 from memo.units import format_bytes, format_duration
+from memo.warn_user import warn_user
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -129,7 +129,7 @@ class AutoPlan:
         self._warned: LRU[str, bool] = LRU(MOST_WARNED)
         self._has_solved = False
         self._worst_excess = 0
-        self._observed = 0  # steps
+        self._ended = 0  # training steps
         self._progress = ""
         self._begun_s: float | None = None  # when the step under way began; None if it cannot be timed
         actuator.apply(MEASURING)
@@ -261,6 +261,7 @@ class AutoPlan:
             changed_pace: on some rank, settled steps have come to take another time.
             lacking: bytes that the host and the disk had no room for, on the rank with the most of each.
         """
+        number, self._ended = self._ended, self._ended + 1
         if spare_in_all < 0:
             self._warn_excess(-spare_in_all, after_backward=spare >= 0)
         lacks = cached.plan is not None and any(lacking) and cached.short_plans < MAX_CORRECTIONS
@@ -303,8 +304,7 @@ class AutoPlan:
                 self._compare(cached, found)
             else:
                 self._check(cached, found)
-        self._observed += 1
-        self._progress = f"step {self._observed}: {_state(cached)}"
+        self._progress = f"step {number}: {_state(cached)}"
         self._apply(cached)
 
     def _evidence(self, cached: CachedPlan, peak: int, *, trials: int, looks_at_links: bool) -> StepEvidence:
@@ -452,9 +452,8 @@ class AutoPlan:
             others, needs = format_bytes(self._others_bytes), ""
             least = answer.least_bytes.get("device") if isinstance(answer, DoesNotFit) else None
             if least is not None:
-                needs = (
-                    f"it needs device='{format_bytes(least + self._others_bytes, up=True).replace(' ', '')}' or more; "
-                )
+                fits = least + self._others_bytes + self._actuator.margin_bytes
+                needs = f"it needs device='{format_bytes(fits, up=True).replace(' ', '')}' or more; "
             raise PlanError(f"{needs}{answer}, beside {others} for everything but saved tensors") from None
         if isinstance(answer, MemoError):
             raise answer
@@ -704,12 +703,12 @@ class AutoPlan:
             f"a step of {self._shape.batch} x {self._shape.tokens} tokens took {format_bytes(excess)} more device memory "
             f"than its budget{when}"
         )
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        warn_user(message)
 
     def _warn(self, cause: str, message: str) -> None:
         if cause not in self._warned:
             self._warned[cause] = True
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            warn_user(message)
 
 
 def _with_budgets(problem: ActivationProblem, **budgets: int) -> ActivationProblem:

@@ -69,7 +69,8 @@ class PlanOutcome:
     def lines(self) -> list[str]:
         """Formats the lines of the report."""
         if self.plan is None and self.why_not is None:
-            return [f"plan: none yet ({self.progress or f'phase: {self.phase}'})"]
+            unseen = "no step has ended yet: it does by optimizer.step(), zero_grad() or manager.step_done()"
+            return [f"plan: none yet ({self.progress or unseen})"]
         if self.plan is None and self.why_not == NOTHING_SAVED:
             return [f"plan: none: {self.why_not}"]
         if self.plan is None:
@@ -79,11 +80,8 @@ class PlanOutcome:
         total = stage.peak_device_bytes + self.late_bytes + self.others_bytes
         saved = format_bytes(self.predicted_peak_bytes)
         if self.plan.declined is not None:
-            budget = self.plan.problem.budgets.device_bytes + self.others_bytes
-            return [
-                f"plan: nothing to move: {format_bytes(total)} of {format_bytes(budget)} of device memory used at most, "
-                f"{saved} of it saved tensors"
-            ]
+            most = f"all device memory at most {format_bytes(total)} predicted"
+            return [f"plan: nothing to move: {most}, {saved} of it saved tensors"]
         seconds = f"forward and backward {format_duration(stage.microbatch_s)} predicted"
         if self.measured_s is not None:
             seconds += f", {format_duration(self.measured_s)} measured"

@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from memo.cli.inputs.flag_types import Flag, Json
+from memo.cli.terminal.output_files import display_name
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.installation import conflict
@@ -55,6 +56,9 @@ def run(args: Options) -> ExitCode:
     if "" in args.disk:
         raise UsageError("--disk: an empty name is no directory; leave the option out for the current directory")
     directories = [Path(name) for name in args.disk]
+    for directory in directories:
+        if not directory.is_dir():
+            raise UsageError(f"--disk: {display_name(directory)} is no directory; give one that exists")
     seconds = args.seconds or min(_LONGEST_S, _MEASURING_S / (6 * (len(directories) + 1)))
     begin = time.monotonic()
     collectives = None

@@ -16,6 +16,7 @@ import errno
 import importlib
 import io
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -66,7 +67,7 @@ def _wait_for_first_rank() -> None:
 
 _RENAMED = {
     "train": {"--device-budget": "--device", "--host-budget": "--host", "--disk-dir": "--disk"},
-    "plan": {"--nvme": "--disk-budget"},
+    "plan": {"--nvme": "--disk-budget", "--loss": "--loss-without-logits"},
     "doctor": {"--disk-dir": "--disk"},
     "profile": {"--disk-dir": "--disk"},
     "rehearse": {"--disk": "--disk-space"},
@@ -76,12 +77,18 @@ _RENAMED = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a usage error in one line on stderr, without the usage text."""
+    """Reports a usage error in one line on stderr, without the usage text; flags are written whole."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         _wait_for_first_rank()
         words = [word.partition("=")[0] for word in message.split()]
         renamed = _RENAMED.get(self.prog.rpartition(" ")[2], {})
+        wrong = re.match(r"argument (\w+(?:\|\w+)+): invalid choice: ('.*?') \(", message)  # of a subcommand
+        if wrong is not None:
+            message = f"{wrong[2]} is none of {wrong[1].replace('|', ', ')}; give one of them"
         message = next((f"{word} is now {renamed[word]}" for word in words if word in renamed), message)
         self.exit(ExitCode.USAGE, f"{self.prog}: {_inert(message)} (see {self.prog} --help)\n")
 

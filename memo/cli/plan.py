@@ -17,7 +17,7 @@ from memo.cli.inputs.budgets import BudgetOptions
 from memo.cli.inputs.fields import add_fields, is_given, refuse_given
 from memo.cli.inputs.flag_types import Flag, Force, InputFile, Json, OutputFile, Tokens, WrittenFile
 from memo.cli.inputs.machine import MachineOptions, Nics
-from memo.cli.inputs.model_shape import shape_flag
+from memo.cli.inputs.model_shape import namesake, shape_flag
 from memo.cli.inputs.planned_model import add_model_flags
 from memo.cli.planning.changes import changes_that_fit, explain_misfit
 from memo.cli.planning.layouts import SearchOptions, run_search
@@ -49,7 +49,7 @@ EPILOG = """\
 examples:
   memo plan --model 7b --seq 1m --gpu a800 --gpus 8 --tp 8 --host 2TiB --device 80GiB -o plan.json
   memo simulate plan.json -o trace.jsonl
-  memo plan --model ./Qwen3-8B --max-seq --gpu h100 --gpus 8 --loss without-logits
+  memo plan --model ./Qwen3-8B --max-seq --gpu h100 --gpus 8 --loss-without-logits
   memo plan --model llama3-70b --seq 128k --gpu h100 --gpus auto
   memo plan --model 7b --seq 8k --cluster cluster.json --tp 2 --pp 4 --accumulate 8
   memo plan --search --model 65b --seq 128k --gpu a800 --nodes 8 --batch-tokens 4m -o plan.json
@@ -211,7 +211,7 @@ def _finish(
         printed = {"simulated_step_s": simulation.whole_step_s, "output": args.output, "assumed": list(assumed)}
         print(json.dumps({**activation_summary(plan), **found.summary, **printed}))
         return ExitCode.OK
-    for line in found.lines:
+    for line in (*filter(None, [namesake(args.model or "")]), *found.lines):
         print(f"{line}\n")
     print(activation_table(plan))
     for row in found.rows:

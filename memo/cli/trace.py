@@ -27,7 +27,9 @@ from memo.trace import Trace, TraceReport, build_report, compare_reports, diff_t
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommands of `memo trace` with their arguments."""
-    commands = parser.add_subparsers(dest="trace_command", metavar="stats|html|diff|chrome", required=True)
+    commands = parser.add_subparsers(
+        title="commands", dest="trace_command", metavar="stats|html|diff|chrome", required=True
+    )
     stats = _command(commands, "stats", "print the figures and the verdict of a run", _stats)
     stats.add_argument(
         "--rank", type=int, metavar="N", help="rank to show (default: the rank with the slowest median step)"
@@ -39,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     stats.add_argument(
         "--json", action="store_true", help="print one JSON object with every rank and step instead of tables"
     )
-    html = _command(commands, "html", "write the timeline of a run as one self-contained HTML page", _html)
+    html = _command(commands, "html", "write the timeline of a run as one HTML page", _html)
     _add_plain(html)
     html.add_argument("--plan", type=Path, metavar="FILE", help="address plan to draw on the page (default: none)")
     html.add_argument(
@@ -57,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--port", type=int, default=8000, metavar="N", help="with --live: 0 takes a free one (default 8000)"
     )
     _add_output(html, "write the page to FILE", required=False)
-    chrome = _command(commands, "chrome", "write Chrome-trace JSON for Perfetto and chrome://tracing", _chrome)
+    chrome = _command(commands, "chrome", "write JSON for Perfetto and chrome://tracing", _chrome)
     _add_output(chrome, "write the JSON to FILE, compressed if FILE ends in .gz")
     text = "compare two runs side by side"
     diff = commands.add_parser("diff", help=text, description=_sentence(text))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from memo.cli.inputs.batch_sizes import BatchOptions, batch_sizes
 from memo.cli.inputs.fields import add_fields, given_fields
-from memo.cli.inputs.model_shape import SHAPE_FIELDS, add_shape_flags, named_shape, shape_flag
+from memo.cli.inputs.model_shape import SHAPE_FIELDS, add_shape_flags, gpt_size, named_shape, shape_flag
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
@@ -145,11 +145,13 @@ def _config(args: argparse.Namespace) -> RunConfig:
 def _named(args: argparse.Namespace) -> tuple[str, GPTConfig]:
     """The model that the flags name, and its shape."""
     name = args.model or "tiny"
-    known = preset_name(name)
+    known = gpt_size(name)
     if known is None and published_name(name) is not None:
+        size = preset_name(name)
+        instead = "" if size is None else f", or give {size}, memo's GPT of its size"
         raise UsageError(
             f"--model {name} is a model of Hugging Face's transformers, which memo train does not build; train it "
-            "with transformers under memo.offload"
+            f"with transformers under memo.offload{instead}"
         )
     return known or name, dataclasses.replace(named_shape(args, known or name), **given_fields(args, "mlp_tiles"))
 
@@ -189,6 +191,6 @@ def _refuse_contradictions(args: argparse.Namespace, planned: PlannedRun) -> Non
     }
     for name, value in given_fields(args, " ".join((*SHAPE_FIELDS, *has))).items():
         flag, planned_value = has.get(name, (shape_flag(name), None))
-        if (preset_name(value) or value if name == "model" else value) != planned_value:
+        if (gpt_size(value) or value if name == "model" else value) != planned_value:
             shown = "none" if planned_value in (None, ()) else planned_value
             raise UsageError(f"{flag} {value}: {args.plan} is for {shown}; leave {flag} out, or plan again with it")

@@ -148,7 +148,7 @@ class HuggingFaceModel:
         """What a plan of the model assumes, in sentences without a full stop."""
         found = []
         if not self._without_logits and self._short.projection_parameters:
-            found.append("the loss is the model's own, with all logits in memory (--loss without-logits is another)")
+            found.append("the loss is the model's own, with all logits in memory (--loss-without-logits is another)")
         if self._short.attention != FUSED:
             found.append(
                 f"attention is transformers' {self._short.attention!r}, with the masks and scores that it makes"

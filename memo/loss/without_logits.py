@@ -8,7 +8,6 @@ function and parameters stay as they are. Forwards without labels (`generate`, f
 from __future__ import annotations
 
 import inspect
-import warnings
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from memo.errors import UsageError
 from memo.loss.deferred_logits import Product, deferred
 from memo.parallel import DividedRows
+from memo.warn_user import warn_user
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -66,8 +66,13 @@ def _projection(model: nn.Module) -> nn.Linear:
     found = getattr(model, "get_output_embeddings", lambda: None)()
     if found is None:
         raise UsageError(f"{name} has no output projection: get_output_embeddings() gives none")
-    if "forward" in vars(found):
-        raise UsageError(f"the output projection of {name} has a forward put on it already, by memo or somebody else")
+    own = vars(found).get("forward")
+    if isinstance(getattr(own, "__self__", None), LossWithoutLogits):
+        raise UsageError(
+            f"the loss of {name} is without logits already; leave out this second memo.loss_without_logits"
+        )
+    if own is not None:
+        raise UsageError(f"the output projection of {name} has a forward put on it already, by another library")
     plain = isinstance(found, nn.Linear) and (
         type(found).forward is nn.Linear.forward or isinstance(found, DividedRows)
     )
@@ -143,7 +148,7 @@ class LossWithoutLogits:
         self._products.clear()
         if computed and output is not None and not self._warned:  # with an error there is no output
             self._warned = True
-            warnings.warn(
+            warn_user(
                 f"{type(model).__name__} does more with its logits than a cross entropy: they were computed in full",
-                stacklevel=2,
+                UserWarning,
             )

@@ -21,7 +21,6 @@ import torch
 from memo.errors import ScratchFull
 from memo.events import Lane
 from memo.swap import aligned_empty, available_host_bytes
-from memo.swap.backends import CpuBackend
 from memo.swap.disk import DiskExtent, DiskStore
 
 if TYPE_CHECKING:
@@ -95,26 +94,22 @@ def measure_disk(directories: Sequence[Path], *, seconds: float) -> DiskRates:
     )
 
 
-def measure_lanes(
-    device: torch.device, *, host: bool, directories: Sequence[Path], seconds: float
-) -> dict[Lane, float]:
+def measure_lanes(device: torch.device, *, directories: Sequence[Path], seconds: float) -> dict[Lane, float]:
     """Measures each copy lane alone, as the reference for the rates of a trace. Takes about six times `seconds`.
 
     Args:
         device: Device of the engine.
-        host: True if there is a host tier.
         directories: Scratch directories of the disk tier; empty without one.
         seconds: Length of one measurement.
 
     Returns:
-        Bytes per second by lane. Lanes that are unused or have no room for a measurement are left out.
+        Bytes per second by lane. Lanes that are unused, have no room for a measurement, or no link, as to
+        host memory on a CPU, are left out.
     """
     rates: dict[Lane, float] = {}
     if device.type == "cuda":
         link = measure_link(device, seconds=seconds)
         rates |= {Lane.D2H: link.d2h_bytes_per_s, Lane.H2D: link.h2d_bytes_per_s}
-    elif host:
-        rates |= dict.fromkeys((Lane.D2H, Lane.H2D), _worker_copy_rate(seconds))
     if directories:
         with contextlib.suppress(ScratchFull):
             rates[Lane.DISK_WRITE] = _disk_rate(directories, "write", seconds)
@@ -128,16 +123,6 @@ def _disk_rate(directories: Sequence[Path], direction: str, seconds: float) -> f
         return _sustain([_lane(store, direction, seconds)], seconds)[0]
     finally:
         store.close()
-
-
-def _worker_copy_rate(seconds: float) -> float:
-    """Bytes per second of a copy by a worker thread of the CPU backend."""
-    backend = CpuBackend()
-    try:
-        target, source = aligned_empty(_TENSOR_BYTES).fill_(1), aligned_empty(_TENSOR_BYTES).fill_(2)
-        return _copy_rates([(backend.d2h, target, source)], seconds)[0]
-    finally:
-        backend.close()
 
 
 def _lane(store: DiskStore, direction: str, seconds: float) -> Callable[[int], Timed]:

@@ -6,11 +6,14 @@ files are parsed, and refused, where they are used. Invariant: nothing has been 
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import itertools
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -30,6 +33,24 @@ Names = Collection[str] | Mapping[int | str, Collection[str]]
 """Names of operators or groups: for all layers, or for each layer that is named."""
 
 _PATH = (str, os.PathLike)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def naming_arguments(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Decorates a function of memo's face: the TypeError of an unknown keyword argument names the nearest one."""
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        for name in kwargs:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                instead = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
+                raise TypeError(f"memo.{function.__name__} has no argument {name!r}; {instead}")
+        return function(*args, **kwargs)
+
+    return called
 
 
 def require_kinds(
@@ -49,6 +70,8 @@ def require_kinds(
         raise UsageError(f"model: {_shown(model)} is no torch.nn.Module")
     _require("plan", plan, (ActivationPlan, *_PATH), "an activation plan or the name of its file")
     _require("levels", levels, (Mapping,), "a dict from layers to levels, such as {0: 0.5}")
+    if isinstance(layers, str):
+        raise UsageError(f"layers: {_shown(layers)} is a name; give the modules: model.get_submodule({_shown(layers)})")
     _require("layers", layers, (Iterable, type), "a ModuleList, a list of modules, or a class")
     _require("host_pool", host_pool, _PATH, "the name of a file")
     _require("trace", trace, _PATH, "the name of a file or a directory")

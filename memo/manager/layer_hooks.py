@@ -7,7 +7,6 @@ manager and in those of backward; other threads are left alone.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ import torch
 from memo.machine import require_layer_within_norm_limit
 from memo.swap import hook_forward, layer_input, runs_as_written
 from memo.torch_private import current_graph_task_id
+from memo.warn_user import warn_user
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -144,19 +144,15 @@ class LayerHooks:
     def _tell_cache(self) -> None:
         if not self._has_told_cache:
             self._has_told_cache = True
-            warnings.warn(
+            warn_user(
                 "the model caches keys and values (use_cache=True), which stay on the device as long as its output; give "
-                "use_cache=False, or model.config.use_cache = False",
-                RuntimeWarning,
-                stacklevel=3,
+                "use_cache=False, or model.config.use_cache = False"
             )
 
     def _tell_device(self, name: str, device: torch.device, opened: torch.device) -> None:
         if not self._has_told_device:
             self._has_told_device = True
-            warnings.warn(
+            warn_user(
                 f"{name} runs on {device}, and its manager was opened on {opened}: nothing of it is managed; call "
-                "memo.offload when the model is where it trains",
-                RuntimeWarning,
-                stacklevel=3,
+                "memo.offload when the model is where it trains"
             )

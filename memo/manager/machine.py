@@ -96,7 +96,7 @@ class Machine:
     def lanes(self, *, host: bool, directories: Sequence[Path]) -> Mapping[Lane, float]:
         """Measures the rates of the lanes to host memory and disk, in bytes per second."""
         with torch.random.fork_rng(devices=[]):  # a step's own numbers go on as without a measurement
-            return measure_lanes(self.device, host=host, directories=directories, seconds=LINK_SECONDS)
+            return measure_lanes(self.device, directories=directories, seconds=LINK_SECONDS)
 
     def disk(
         self, directories: Sequence[Path], nbytes: int | None, *, verify: bool

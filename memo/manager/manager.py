@@ -12,7 +12,6 @@ import logging
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -44,6 +43,7 @@ from memo.swap import (
     Stats,
     runs_as_written,
 )
+from memo.warn_user import warn_user
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -210,11 +210,9 @@ class Manager:
             self._has_told_forked = True
             if self._watch is not None:
                 self._watch.stop()
-            warnings.warn(
+            warn_user(
                 f"this process was forked from the one that manages {self._name}, and manages no forward of it: memo's "
-                "threads are not here; call memo.offload in this process",
-                RuntimeWarning,
-                stacklevel=3,
+                "threads are not here; call memo.offload in this process"
             )
 
     def _begin_forwards(self) -> None:

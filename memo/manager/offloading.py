@@ -12,6 +12,7 @@ from memo.manager.arguments import (
     LayerLevels,
     Names,
     bans_by_layer,
+    naming_arguments,
     require_choice,
     require_device_budget,
     require_kinds,
@@ -40,6 +41,7 @@ CODECS = {"int8": Codec.INT8, "fp8": Codec.FP8}
 _Path = str | os.PathLike[str]
 
 
+@naming_arguments
 def offload(
     model: nn.Module,
     *,
@@ -180,13 +182,13 @@ def offload(
     )
     if is_disabled():
         return DisabledManager(model)
-    fixed = None if plan is None else read_plan(plan)
-    if fixed is not None and (alpha is not None or levels is not None):
+    if plan is not None and (alpha is not None or levels is not None):
         raise UsageError("plan: it excludes alpha and levels; give one of the three")
     require_choice("on_full", on_full, get_args(OnFull))
     require_device_budget(device)
     if codec is not None:
         require_choice("codec", codec, get_args(CodecName))
+    fixed = None if plan is None else read_plan(plan)
     found = find_layers(require_manageable(model), layers)
     order = None if schedule is None else PipelineOrder.of(schedule, [layer.module for layer in found])
     setting, single = setting_of(1.0 if alpha is None else alpha), settings_by_layer(found, levels or {})

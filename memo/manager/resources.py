@@ -90,6 +90,8 @@ class TierBudgets:
             disk_bytes = share(parse_bytes(disk_budget, what="disk_budget"), weight=weights[1])
         host_bytes = _host_bytes(host, machine, functools.partial(share, weight=weights[0]))
         directories = _directories(disk, machine, host_bytes)
+        if disk_budget is not None and not directories:
+            raise UsageError("disk_budget: there is no disk; give disk='/scratch', too, or leave disk_budget out")
         if host_bytes == 0 and not directories:
             raise UsageError("host=0 and no disk: there is nowhere to move activations to; give host=... or disk=...")
         return cls(

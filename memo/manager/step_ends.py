@@ -18,12 +18,16 @@ from typing import TYPE_CHECKING
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from memo.warn_user import warn_user
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 MOST_FORWARDS = 16
 """Forwards, each after the backward of the one before, that are one step where nothing has ever shown an end."""
+WARNED_AFTER = 4 * MOST_FORWARDS
+"""Forwards without any such end after which the program is warned; few accumulate the gradients of so many."""
 LOOKED_AT = 4
 """Parameters that are looked at, from either end of the model."""
 
@@ -42,7 +46,7 @@ class StepEnds:
         self._places: list[tuple[weakref.ref[nn.Module], str]] = []
         self._before, self._had_gradients = self._state()
         self._is_seen = False
-        self._forwards = 0
+        self._forwards = self._unseen = 0
         # The hook holds the counter alone: it must not keep the manager.
         self._stop = weakref.finalize(self, register_optimizer_step_post_hook(self._steps).remove)
 
@@ -70,7 +74,15 @@ class StepEnds:
         self._is_seen |= is_changed
         ended = is_changed or is_cleared
         if not self._is_seen:
-            ended |= not has_gradients or self._forwards > MOST_FORWARDS
+            is_long = not ended and self._forwards > MOST_FORWARDS
+            ended |= not has_gradients or is_long
+            self._unseen += MOST_FORWARDS * is_long
+            if is_long and self._unseen == WARNED_AFTER:
+                warn_user(
+                    f"memo.offload: {WARNED_AFTER} forwards, and no optimizer step, changed parameter or cleared gradient "
+                    f"showed where a training step ends; memo takes {MOST_FORWARDS} forwards for one. Call optimizer.step() "
+                    "and optimizer.zero_grad(), or manager.step_done() after each step"
+                )
         if ended:
             self._forwards = 0
         return ended

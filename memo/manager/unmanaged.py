@@ -6,9 +6,10 @@ the manager, is in no copy and no file of the model, and does not run in an eval
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import TYPE_CHECKING
+
+from memo.warn_user import warn_user
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,11 +63,7 @@ class ForgottenAttach:
                 "manage forwards that torch traces, that torch.func's grad, vjp or jacrev differentiate, or that run within "
                 "allow_mutation_on_saved_tensors"
             )
-        warnings.warn(
-            f"memo.offload: backward ran, and no forward of {self._name} was managed: {why}",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+        warn_user(f"memo.offload: backward ran, and no forward of {self._name} was managed: {why}")
 
 
 class _Hook:

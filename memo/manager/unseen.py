@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ import torch
 
 from memo.swap import has_storage, local_part, parameter_behind, runs_as_written
 from memo.torch_private import AOT_AUTOGRAD, current_graph_task_id
+from memo.warn_user import warn_user
 
 if TYPE_CHECKING:
     from memo.swap import Layer
@@ -111,11 +111,7 @@ class Unseen:
         for reason in dict.fromkeys(found.values()):
             names = [name for name, why in found.items() if why == reason]
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            warnings.warn(
-                f"{names[0]}{others} ran without hooks, and nothing of it is managed: {reason}",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+            warn_user(f"{names[0]}{others} ran without hooks, and nothing of it is managed: {reason}")
 
     def checkpoint_begins(self, open_layer: str | None, around: Collection[str]) -> None:
         """Notes a checkpoint that stays, and warns once of those that save by hooks of others.
@@ -126,7 +122,7 @@ class Unseen:
         """
         if around:
             if _HIDDEN not in self.reasons.values():
-                warnings.warn(f"{next(iter(around))} is not managed: {_HIDDEN}", RuntimeWarning, stacklevel=2)
+                warn_user(f"{next(iter(around))} is not managed: {_HIDDEN}")
             self.reasons.update(dict.fromkeys(around, _HIDDEN))
         elif open_layer is not None:
             self.reasons[open_layer] = _CHECKPOINTED

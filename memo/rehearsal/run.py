@@ -231,7 +231,7 @@ def rehearse(
         except (MemoError, torch.OutOfMemoryError) as error:
             if not run.has_begun and not isinstance(error, NO_ROOM):
                 raise
-            run.failure, run.has_room = f"{type(error).__name__}: {error}", not isinstance(error, NO_ROOM)
+            run.failure, run.has_room = str(error), not isinstance(error, NO_ROOM)
         finally:
             result = run.result(time.perf_counter() - began)
             run.close()
@@ -394,9 +394,13 @@ def _decision(manager: Manager) -> str:
         return "fixed setting"
     if outcome.plan is None:
         return outcome.phase if outcome.why_not is None else f"{outcome.phase}: {outcome.why_not}"
-    stage, why = outcome.plan.stages[0], outcome.plan.declined or "; ".join(outcome.plan.binding)
-    plan = f"plan of {stage.microbatch_s:.3f} s, {format_bytes(stage.peak_host_bytes)} in host memory"
-    return f"{outcome.phase}: {plan}{why and f'; {why}'}"
+    why = (
+        "; ".join(outcome.plan.binding)
+        if outcome.plan.declined is None
+        else "everything is kept, for which there is room"
+    )
+    seconds = f"{outcome.plan.stages[0].microbatch_s:.3f} s predicted"
+    return f"{outcome.phase}: {seconds}{why and f'; {why}'}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

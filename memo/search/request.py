@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 GPT_WORDS = (
     "the model is memo's GPT, whose loss holds no logits and whose MLPs may be in tiles (--mlp-tiles 1: whole); "
-    "transformers' own, by the path of its config.json, saves the input of each norm in float32, too"
+    "transformers' own saves the input of each norm in float32, too"
 )
 OFFLOAD_WORDS = (
     "optimizer state and its step are on the host, which is not a part of memo train; published runs took several times the "

@@ -25,7 +25,7 @@ class LaneStats:
     backward_busy_percent: float | None
     bytes_per_s: float | None
     link_bytes_per_s: float | None
-    """Rate of the link measured alone, if the header has it."""
+    """Rate of the link measured alone; None where the header has none, or copies were faster than that."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,8 @@ from memo.trace.tensor_lifetimes import TensorLifetime, layer_of, lifetimes_of, 
 
 COPY_LANES = (Lane.D2H, Lane.H2D, Lane.DISK_WRITE, Lane.DISK_READ)
 _WORST_LAYERS = 5
+MOST_OF_LINK = 1.1
+"""Copies that reach more than this times their link's rate used another link than was measured, such as a page cache."""
 
 
 def rank_stats(trace: Trace, *, lifetimes: Sequence[TensorLifetime] | None = None) -> RankStats:
@@ -188,6 +190,9 @@ def _lane_stats(
 ) -> LaneStats:
     busy = _union_of(spans)
     nbytes = sum(span.nbytes or 0 for span in spans)
+    reached = nbytes / length(busy) * 1e9 if busy and nbytes else None
+    if link is not None and reached is not None and reached > MOST_OF_LINK * link:
+        link = None
     return LaneStats(
         lane=lane,
         copies=len(spans),
@@ -196,7 +201,7 @@ def _lane_stats(
         hidden_ns=length(intersection(busy, running)),
         forward_busy_percent=_percent(length(intersection(busy, forward)), length(forward)),
         backward_busy_percent=_percent(length(intersection(busy, backward)), length(backward)),
-        bytes_per_s=nbytes / length(busy) * 1e9 if busy and nbytes else None,
+        bytes_per_s=reached,
         link_bytes_per_s=link,
     )
 

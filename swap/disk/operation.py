@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import enum
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ import torch
 
 from memo import forks
 from memo.errors import MemoError, StoreReadError, StoreWriteError, SwapError
+from memo.warn_user import warn_user
 
 if TYPE_CHECKING:
     from memo.swap.backends.protocol import Event
@@ -155,11 +155,9 @@ class DiskOperation:
             SwapError: This is a forked child, in which it has no end.
         """
         if not self._wait(self.stall_warning_s):
-            warnings.warn(
+            warn_user(
                 f"{self.describe()} has not finished after {self.stall_warning_s:g} s ({self.stage.value});"
-                " the disk is slow or stalled",
-                RuntimeWarning,
-                stacklevel=2,
+                " the disk is slow or stalled"
             )
             self._wait(-1)
         if self.failure is not None:

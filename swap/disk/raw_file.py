@@ -14,11 +14,11 @@ import mmap
 import os
 import stat
 import uuid
-import warnings
 from pathlib import Path
 
 from memo.errors import ScratchFull, ScratchUnusable
 from memo.units import format_bytes
+from memo.warn_user import warn_user
 
 BLOCK_ALIGN = 4096  # of file offsets and lengths, in bytes; a multiple of every logical block size in use
 
@@ -53,10 +53,8 @@ class RawFile:
             self.close()
             raise
         if not self.direct:
-            warnings.warn(
-                f"{directory}: the file system has no O_DIRECT; scratch goes through the page cache, which is slower",
-                RuntimeWarning,
-                stacklevel=4,
+            warn_user(
+                f"{directory}: the file system has no O_DIRECT; scratch goes through the page cache, which is slower"
             )
 
     def pwrite(self, data: memoryview, offset: int) -> int:
@@ -78,10 +76,8 @@ class RawFile:
             if error.errno not in _NO_FALLOCATE:
                 raise
             os.ftruncate(self.fd, nbytes)
-            warnings.warn(
-                f"{self.directory}: the file system cannot reserve blocks; a full disk is detected only by a write",
-                RuntimeWarning,
-                stacklevel=4,
+            warn_user(
+                f"{self.directory}: the file system cannot reserve blocks; a full disk is detected only by a write"
             )
 
     def free_bytes(self) -> int:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import threading
-import warnings
 from typing import TYPE_CHECKING
 
 from memo.swap.backends.protocol import HostStamp
 from memo.swap.engine.trace_events import TraceEvents
 from memo.swap.stats import Stats
+from memo.warn_user import warn_user
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -164,4 +164,4 @@ class Telemetry:
             self.trace.noted(cause, message)
         if cause not in self._warned:
             self._warned.add(cause)
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            warn_user(message)

@@ -16,12 +16,12 @@ import fcntl
 import os
 import stat
 import struct
-import warnings
 from typing import TYPE_CHECKING
 
 from memo.errors import HostPoolUnusable
 from memo.forks import call_in_child
 from memo.units import format_bytes
+from memo.warn_user import warn_user
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -103,11 +103,9 @@ class HostPool:
             return self._fd >= 0
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn_user(
                 f"host_pool={self.path!r} was removed: jobs that start now do not see the {format_bytes(self.held)} of host "
-                f"memory of this one, which takes no more",
-                RuntimeWarning,
-                stacklevel=2,
+                f"memory of this one, which takes no more"
             )
         return False
 

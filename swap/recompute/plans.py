@@ -7,7 +7,6 @@ is left in memory: what the plan that was expected would have kept is held as we
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.tape.step_costs import step_costs
 from memo.swap.recompute.tape.tape import Tape
 from memo.swap.recompute.trials import Case, Trials
+from memo.warn_user import warn_user
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
@@ -258,12 +258,10 @@ class Plans:
     def _warn_of(self, call: OpenCall, what: str) -> None:
         """Warns of the calls since the last one that was tried: their replays may have been wrong."""
         if call.untried is not None and call.untried > 1:
-            warnings.warn(
+            warn_user(
                 f"{call.layer.name}: {what}. Gradients of this layer's {call.untried - 1} calls before this one may be "
                 "wrong; it is planned anew from here on. Go back to a checkpoint before them; memo.offload(verify=True) "
-                "checks each call",
-                RuntimeWarning,
-                stacklevel=2,
+                "checks each call"
             )
 
     def _made(self, case: Case, shared: Shared) -> tuple[Found, Shared]:

@@ -8,7 +8,6 @@ backward   the engine asks for a storage that no tier has; its Replay runs the p
 from __future__ import annotations
 
 import traceback
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +34,7 @@ from memo.swap.recompute.tape.cut import curve
 from memo.swap.recompute.tape.recorder import Recorder, aside, is_recordable, leave_mode
 from memo.swap.tensor_kinds import has_storage, is_sharded, layer_input, local_part, tensors_within
 from memo.torch_private import top_saved_tensors_default_hooks
+from memo.warn_user import warn_user
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -418,7 +418,7 @@ class RecomputePolicy:
         """Warns once of each reason."""
         if reason not in self._warned:
             self._warned[reason] = True
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            warn_user(message)
 
 
 def _without_memory(layers: Sequence[Layer]) -> Mapping[torch.nn.Parameter, bool]:

@@ -146,14 +146,22 @@ def test_the_table_names_each_disk_and_what_it_can_do(tmp_path: Path, capsys: py
 def test_an_unusable_directory_is_said_and_the_rest_is_still_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out = run(capsys, "--json", "--disk", str(tmp_path / "absent"), "--disk", str(tmp_path))
+    code, out = run(capsys, "--json", "--disk", "/proc/self", "--disk", str(tmp_path))
     first, second = json.loads(out)["disks"]
     assert code == ExitCode.FAILURE
-    assert "ENOENT" in first["problem"]
+    assert "scratch directory /proc/self: " in first["problem"]
     assert first["rates"] is None
     assert second["problem"] is None
     assert second["rates"]["write_bytes_per_s"] > 0
-    assert run(capsys, "--disk", str(tmp_path / "absent"))[0] == ExitCode.FAILURE
+    assert run(capsys, "--disk", "/proc/self")[0] == ExitCode.FAILURE
+
+
+def test_a_directory_that_is_missing_is_told_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memo.machine.examine", None)
+    assert main(["doctor", "--disk", str(tmp_path), "--disk", "/nodir"]) == ExitCode.USAGE
+    assert capsys.readouterr().err == "memo doctor: --disk: /nodir is no directory; give one that exists\n"
 
 
 def test_control_characters_in_a_name_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,7 +193,7 @@ def test_the_default_stays_within_half_a_minute_for_any_number_of_disks(
 
     monkeypatch.setattr(doctor, "examine", note)
     for count in (1, 4, 16):
-        args = [part for index in range(count) for part in ("--disk", str(tmp_path / str(index)))]
+        args = ["--disk", str(tmp_path)] * count
         assert main(["doctor", *args]) == ExitCode.OK
     assert max(asked) < 25
 

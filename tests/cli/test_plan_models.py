@@ -63,7 +63,7 @@ def test_ten_published_models_plan_without_a_network(
         raise AssertionError("a plan has no need of a network")
 
     monkeypatch.setattr(socket.socket, "connect", no_network)
-    found = planned(capsys, "--model", name, "--seq", "4k", "--gpus", "64", "--loss", "without-logits")
+    found = planned(capsys, "--model", name, "--seq", "4k", "--gpus", "64", "--loss-without-logits")
     assert found["layers"] > 20
     assert 0.05 < found["mfu_causal"] < 0.7
 
@@ -81,6 +81,32 @@ def test_the_first_line_names_memos_gpt_of_its_own_sizes_alone(
     for model, is_gpt in ((["125m"], True), (["125m", "--lora", "8"], True), ([str(folder)], False)):
         assert main(["plan", "--model", *model, "--seq", "8k", "--gpu", "h100"]) == ExitCode.OK
         assert ("memo's GPT" in capsys.readouterr().out.partition("\n")[0]) == is_gpt, model
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("llama3-8b", "llama3-8b is memo's GPT; the model of Hugging Face's transformers is llama-3-8b"),
+        ("llama-3-8b", "llama-3-8b is the model of Hugging Face's transformers; memo's GPT of its size is llama3-8b"),
+    ],
+)
+def test_one_name_is_one_model_in_every_command(name: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    shape = ["--model", name, "--layers", "2", "--seq", "128", "--loss-without-logits"]
+    for command in (["plan", *shape, "--gpu", "h100"], ["rehearse", *shape, "--steps", "1"]):
+        assert main(command) == ExitCode.OK
+        assert capsys.readouterr().out.splitlines()[0] == line, command
+    is_gpt = name == "llama3-8b"
+    assert (GPT_WORDS in planned(capsys, *shape)["assumed"]) == is_gpt
+    if not is_gpt:
+        assert main(["train", "--model", name, "--data", "texts"]) == ExitCode.USAGE
+        assert "or give llama3-8b, memo's GPT of its size" in capsys.readouterr().err
+
+
+def test_the_loss_flag_of_before_names_the_one_of_now(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "--model", "7b", "--seq", "8k", "--loss", "without-logits")
+    assert "--loss is now --loss-without-logits" in said
+    assert "unrecognized arguments: --loss-without" in refused(capsys, "--model", "7b", "--seq", "8k", "--loss-without")
 
 
 def test_shape_flags_change_a_configuration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,7 +149,7 @@ def test_the_longest_sequence_says_what_binds_and_what_would_lengthen_it(
     first, binds, proposal = capsys.readouterr().out.splitlines()[:3]
     assert first.startswith("longest sequence that fits:")
     assert "at the head" in binds
-    assert proposal == "a quarter longer or more: --loss without-logits, which is memo.loss_without_logits(model)"
+    assert proposal == "a quarter longer or more: --loss-without-logits, which is memo.loss_without_logits(model)"
 
 
 def test_memos_gpt_and_transformers_model_save_the_same_bytes_but_for_norms(tmp_path: Path) -> None:
@@ -177,8 +203,8 @@ LLAMA_405B = {
 @pytest.mark.parametrize(
     ("model", "asked", "named"),
     [
-        ("gpt-oss-120b", ("--seq", "128k", "--gpus", "8"), ["--loss without-logits --gpus 48 --cp 2"]),
-        (LLAMA_405B, ("--seq", "128k", "--gpus", "8"), ["--loss without-logits --gpus 504 --cp 4 --pp 126"]),
+        ("gpt-oss-120b", ("--seq", "128k", "--gpus", "8"), ["--loss-without-logits --gpus 48 --cp 2"]),
+        (LLAMA_405B, ("--seq", "128k", "--gpus", "8"), ["--loss-without-logits --gpus 504 --cp 4 --pp 126"]),
         (DEEPSEEK_V3, ("--seq", "4k", "--gpus", "8"), ["--gpus 488 --pp 61"]),
     ],
     ids=["gpt-oss-120b", "llama-405b", "deepseek-v3"],
@@ -205,7 +231,7 @@ def test_changes_are_combined_where_no_single_one_fits(
 
 def test_what_fits_together_fits_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
-    flags = ("--model", "gpt-oss-120b", "--seq", "128k", "--gpus", "64", "--cp", "8", "--loss", "without-logits")
+    flags = ("--model", "gpt-oss-120b", "--seq", "128k", "--gpus", "64", "--cp", "8", "--loss-without-logits")
     assert planned(capsys, *flags)["layers"] == 36
 
 

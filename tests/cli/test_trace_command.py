@@ -149,7 +149,11 @@ def test_chrome_packs_when_the_name_says_so(traces: list[str], tmp_path: Path) -
     assert json.loads(plain.read_text())["displayTimeUnit"] == "ms"
 
 
-def test_the_former_picture_is_told_of_the_page(traces: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_subcommand_is_told_what_there_is(traces: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "trace.jsonl"]) == ExitCode.USAGE
+    assert capsys.readouterr().err == (
+        "memo trace: 'trace.jsonl' is none of stats, html, diff, chrome; give one of them (see memo trace --help)\n"
+    )
     assert main(["trace", "png", *traces, "-o", "step.png"]) == ExitCode.USAGE
     assert (
         capsys.readouterr().err == "memo trace: 'png' is now html, whose page has the picture (see memo trace --help)\n"

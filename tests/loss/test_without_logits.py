@@ -390,6 +390,8 @@ def test_models_whose_loss_is_not_known_are_refused_and_left_alone() -> None:
     normed = model_of("LlamaForCausalLM")
     nn.utils.parametrizations.weight_norm(normed.lm_head)
     kept = memo.loss_without_logits(twice)
+    patched = model_of("LlamaForCausalLM")
+    patched.lm_head.forward = lambda hidden: hidden
     llama = hf.LlamaConfig(**small, vocab_size=VOCAB, pad_token_id=0)
     other = model_of("LlamaForCausalLM")
     other.loss_type = "ForCTC"
@@ -399,7 +401,8 @@ def test_models_whose_loss_is_not_known_are_refused_and_left_alone() -> None:
         "no transformer": (nn.Linear(3, 3), "no output projection"),
         "own forward": (scaled, r"is a \S*Scaled with a forward of its own"),
         "computed": (normed, "is computed, and no parameter of it"),
-        "twice": (twice, "has a forward put on it already"),
+        "twice": (twice, "is without logits already; leave out this second memo"),
+        "another's": (patched, "has a forward put on it already, by another library"),
         "other loss": (other, r"the loss of LlamaForCausalLM \(ForCTC\) is not a cross entropy"),
     }
     for name, (model, message) in refused.items():

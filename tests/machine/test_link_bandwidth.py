@@ -10,6 +10,6 @@ from memo.machine import measure_lanes
 
 
 def test_a_rate_is_of_one_copy_at_least(tmp_path: Path) -> None:
-    rates = measure_lanes(torch.device("cpu"), host=True, directories=[tmp_path], seconds=0.0)
+    rates = measure_lanes(torch.device("cpu"), directories=[tmp_path], seconds=0.0)
     assert len(rates) == 4
     assert min(rates.values()) > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,10 @@ def open_files() -> int:
         ({"plan": 5}, "plan: 5 is not an activation plan or the name of its file"),
         ({"plan": {"layers": "x" * 99}}, "plan: a dict is not an activation plan"),
         ({"layers": 5}, "layers: 5 is not a ModuleList"),
+        ({"layers": "layers.0"}, "layers: 'layers.0' is a name; give the modules: model.get_submodule('layers.0')"),
+        ({"plan": "nope.json", "alpha": 0.5}, "plan: it excludes alpha and levels"),
+        ({"plan": "nope.json", "on_full": "no"}, "on_full: 'no' is none of"),
+        ({"host": "1GiB", "disk_budget": "1GiB"}, "disk_budget: there is no disk; give disk='/scratch', too"),
         ({"layers": nn.Conv2d}, "layers: no module of Model is a Conv2d"),
         ({"layers": []}, "layers: the list is empty"),
         ({"layers": [nn.Linear(2, 2)]}, "layers: Linear is not a part of the model"),
@@ -91,6 +96,14 @@ def test_an_argument_of_no_meaning_is_refused_by_name(arguments: dict[str, Any],
     assert words in str(error.value)
     assert str(error.value).isprintable()
     assert open_files() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"), [("hots", "did you mean 'host'?"), ("max_memory", "it has model, plan, alpha, levels, ")]
+)
+def test_an_unknown_argument_names_the_nearest(name: str, instead: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"memo.offload has no argument '{name}'; {instead}")):
+        memo.offload(Model(), **{name: "1GiB"})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("model", [None, lambda x: x, {"layers": 3}])

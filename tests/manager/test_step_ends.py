@@ -16,7 +16,7 @@ from small_models import Stack, assert_equal, ids, plain, stack, train
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import memo
-from memo.manager.step_ends import MOST_FORWARDS, StepEnds
+from memo.manager.step_ends import MOST_FORWARDS, WARNED_AFTER, StepEnds
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
@@ -80,6 +80,28 @@ def test_where_nothing_shows_an_end_there_is_one_all_the_same() -> None:
 
     model.zero_grad()
     assert ends(model, StepEnds(model), 1, 3, unseen) == [1, 2, 3]
+
+
+def test_a_loop_without_ends_is_told_at_its_own_line() -> None:
+    model = stack()
+    manager = memo.offload(model, host="8MiB", min_bytes=512).attach()
+    assert "plan: none yet (no step has ended yet: it does by optimizer.step(), " in str(manager.report())
+
+    def loop() -> None:
+        for _ in range(3 * WARNED_AFTER):
+            microbatch(model)
+
+    with pytest.warns(RuntimeWarning, match=r"showed where a training step ends; .* or manager\.step_done\(\)") as told:
+        loop()
+    assert [(one.filename, one.category) for one in told] == [(__file__, RuntimeWarning)]
+    manager.close()
+
+
+def test_accumulation_is_not_taken_for_a_loop_without_ends() -> None:
+    model = stack()
+    say = StepEnds(model)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    ends(model, say, WARNED_AFTER, 2, optimizer.step)  # never sets gradients to zero
 
 
 def test_nothing_is_left_behind() -> None:

@@ -55,6 +55,7 @@ class Machine:
         self.device_bytes, self.host_bytes = device_bytes, host_bytes
         self.disk_bytes = self.late = 0  # `late` where a plan uses the disk
         self.others_bytes = 0
+        self.margin_bytes = 0
         self.tokens = TOKENS
         self.slowness = 1.0
         self.clock_ns = 0

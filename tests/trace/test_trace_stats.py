@@ -29,7 +29,7 @@ MakeTrace = Callable[..., Trace]
 S = TensorState
 META = {
     "budgets": {"device": 300, "host": 1000},
-    "link_bytes_per_s": {"d2h": 5e9},
+    "link_bytes_per_s": {"d2h": 20e9},
     "plan": {"predicted_peak_nbytes": {"host": 90}},
 }
 
@@ -92,7 +92,7 @@ def test_lanes(step: StepStats) -> None:
     d2h, h2d, *disk = step.lanes
     assert (d2h.lane, d2h.copies, d2h.nbytes, d2h.busy_ns) == (Lane.D2H, 1, 100, 6)
     assert d2h.bytes_per_s == pytest.approx(100 / 6e-9)
-    assert d2h.link_bytes_per_s == 5e9
+    assert d2h.link_bytes_per_s == 20e9
     assert d2h.forward_busy_percent == pytest.approx(100 * 6 / 20)
     assert h2d.backward_busy_percent == 0
     assert h2d.link_bytes_per_s is None
@@ -168,3 +168,13 @@ def test_an_empty_trace_has_figures(make_trace: MakeTrace) -> None:
 @pytest.mark.parametrize("plan", [None, 3, {}, {"predicted_peak_nbytes": 4}, {"predicted_peak_nbytes": {"host": "x"}}])
 def test_a_plan_without_predicted_peaks_has_no_prediction(plan: object) -> None:
     assert prediction_of({"plan": plan}) == {}
+
+
+@pytest.mark.parametrize(("link", "shown"), [(16e9, 16e9), (5e9, None)])
+def test_copies_faster_than_the_link_show_no_share_of_it(
+    link: float, shown: float | None, make_trace: MakeTrace
+) -> None:
+    stats = rank_stats(make_trace(EVENTS, meta={"link_bytes_per_s": {"d2h": link}}))
+    (d2h,) = [lane for lane in stats.total.lanes if lane.lane is Lane.D2H]
+    assert d2h.bytes_per_s == pytest.approx(100 / 6e-9)
+    assert d2h.link_bytes_per_s == shown

@@ -1,21 +1,29 @@
-"""Shape of a size of memo's GPT from the command line, the same in `memo train` and `memo plan`."""
+"""Sizes of memo's GPT by name, the same in every command, and their shape, the same in `memo train` and `memo plan`.
+
+A size's own name, such as `llama3-8b`, is memo's GPT. Any other spelling of it, such as `llama-3-8b` or the repository's
+name, is the published model of transformers, if there is one.
+"""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import get_args
 
 from memo.cli.inputs.fields import add_fields, given_fields
 from memo.gpt import (
     MOE_FLAGS,
+    PRESETS,
     AttentionPattern,
     GPTConfig,
     MoeConfig,
     Variant,
     preset,
+    preset_name,
     with_experts,
     with_pattern,
 )
+from memo.hugging_face import published_name
 
 _SIZES = "layers hidden heads kv_heads ffn"
 _PATTERN = "window full_every"
@@ -30,6 +38,25 @@ _FLAGS = {
     **{name: f"--{MOE_FLAGS[name]}" for name in MOE_FLAGS},
 }
 _DEFAULT = "the model's"
+
+
+def gpt_size(name: str) -> str | None:
+    """The size of memo's GPT that a name means; None for a published model, and for what is a file or no name."""
+    if Path(name).exists():
+        return None
+    if name.lower() in PRESETS:
+        return name.lower()
+    return preset_name(name) if published_name(name) is None else None
+
+
+def namesake(name: str) -> str | None:
+    """One line for the name of a model that is both a size of memo's GPT and a published one: which it is; else None."""
+    size, published = preset_name(name), published_name(name)
+    if size is None or published is None or Path(name).exists():
+        return None
+    if gpt_size(name) is not None:
+        return f"{name} is memo's GPT; the model of Hugging Face's transformers is {published}"
+    return f"{name} is the model of Hugging Face's transformers; memo's GPT of its size is {size}"
 
 
 def add_shape_flags(group: argparse._ArgumentGroup, *, training: bool = False) -> None:

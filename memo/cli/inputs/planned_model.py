@@ -9,13 +9,13 @@ import argparse
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from memo.cli.inputs.fields import add_fields
 from memo.cli.inputs.flag_types import Flag
-from memo.cli.inputs.model_shape import SHAPE_FIELDS, add_shape_flags, named_shape, shape_flag
+from memo.cli.inputs.model_shape import SHAPE_FIELDS, add_shape_flags, gpt_size, named_shape, shape_flag
 from memo.errors import UsageError
-from memo.gpt import GPU_PRECISION, PRESETS, GPTConfig, Precision, preset_name
+from memo.gpt import GPU_PRECISION, PRESETS, GPTConfig, Precision
 from memo.gpt.arithmetic import AdapterDtype
 from memo.hugging_face import PUBLISHED, names_configuration, published_name
 
@@ -31,8 +31,7 @@ _FIELDS = {
     "vocab_size": "vocab_size",
 }
 """Names of a shape's fields in a configuration of transformers."""
-_NAMES = (*PRESETS, *(name for name in PUBLISHED if preset_name(name) is None))
-"""Names of models; a published one that is also a preset's is the preset."""
+_NAMES = (*PRESETS, *PUBLISHED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,9 +43,9 @@ class ModelOptions:
     precision: Precision | None = None
     """Number format of a named model (default: of memo's GPT bf16-autocast, as memo train has it on a GPU; of a model of
     transformers bf16)."""
-    loss: Literal["model", "without-logits"] | None = None
-    """Loss of a model of transformers: its own, with all logits in float32, or memo.loss_without_logits (default model;
-    sizes of memo's GPT have no logits in memory)."""
+    loss_without_logits: bool = False
+    """Loss of memo.loss_without_logits instead of a model's own, which has all logits in float32; that of memo's GPT has
+    none in memory anyway."""
 
 
 def add_model_flags(group: argparse._ArgumentGroup) -> None:
@@ -57,7 +56,7 @@ def add_model_flags(group: argparse._ArgumentGroup) -> None:
 
 def planned_precision(args: argparse.Namespace) -> Precision:
     """The precision of the flag, or the one in which the model is trained by default."""
-    is_gpt = args.model is not None and preset_name(args.model) is not None and not Path(args.model).exists()
+    is_gpt = args.model is not None and gpt_size(args.model) is not None
     return args.precision or (GPU_PRECISION if is_gpt else Precision.BF16)
 
 
@@ -70,10 +69,8 @@ def planned_model(
         UsageError: no model has this name, there is no such file, transformers cannot build it, or a flag does not apply.
     """
     name: str = args.model
-    known = preset_name(name)
-    if known is not None and not Path(name).exists():
-        if args.loss == "model":
-            raise UsageError(f"--loss model: {name} is memo's GPT, whose loss has no logits in memory")
+    known = gpt_size(name)
+    if known is not None:
         return named_shape(args, known)
     shape = {name: value for name in SHAPE_FIELDS if (value := getattr(args, name)) is not None}
     other = next((shape_flag(name) for name in shape if name not in _FIELDS), "--variant" if args.variant else None)
@@ -102,7 +99,7 @@ def _of_transformers(
         config,
         name=name,
         precision=planned_precision(args),
-        without_logits=args.loss == "without-logits",
+        without_logits=bool(args.loss_without_logits),
         lora=args.lora or 0,
         lora_dtype=args.lora_dtype or AdapterDtype.FP32,
         say=say,

@@ -1,7 +1,4 @@
-"""The model that `memo rehearse` runs: a published one, a configuration of transformers, a GPT preset, or the user's own.
-
-A name that is exactly a GPT preset's, such as `llama3-8b`, is that preset; any other spelling is the published model.
-"""
+"""The model that `memo rehearse` runs: a published one, a configuration of transformers, a GPT preset, or the user's own."""
 
 from __future__ import annotations
 
@@ -13,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from memo.cli.inputs.fields import refuse_given
 from memo.cli.inputs.flag_types import Count, Flag, Tokens
+from memo.cli.inputs.model_shape import gpt_size
 from memo.errors import UsageError
-from memo.gpt import PRESETS, preset, preset_name
+from memo.gpt import PRESETS, preset
 from memo.hugging_face import PUBLISHED, names_configuration, published_name
 from memo.units import parse_tokens
 
@@ -42,7 +40,8 @@ class RehearsedModel:
     layers: Count | None = None
     """Number of layers (default: the model's)."""
     loss_without_logits: bool = False
-    """Loss of memo.loss_without_logits instead of the model's own."""
+    """Loss of memo.loss_without_logits instead of a model's own, which has all logits in float32; that of memo's GPT has
+    none in memory anyway."""
     seq: Annotated[Tokens, Flag(one_of="length")] = 1024
     """Sequence length in tokens, such as 32k (default 1k)."""
     lengths: Annotated[Sequence[int], Flag(type=_lengths, metavar="TOKENS,...", one_of="length")] = ()
@@ -68,7 +67,7 @@ def _builder(options: RehearsedModel, tokens: int) -> Callable[..., Step]:
         from memo.record import load_step
 
         return load_step(name, needs_loss=True)
-    if _is_preset(name):
+    if gpt_size(name) is not None:
         return _preset(name, options, tokens)
     if not Path(name).exists() and published_name(name) is None:
         if not names_configuration(name):
@@ -86,16 +85,9 @@ def _builder(options: RehearsedModel, tokens: int) -> Callable[..., Step]:
     )
 
 
-def _is_preset(name: str) -> bool:
-    if Path(name).exists():
-        return False
-    return name.lower() in PRESETS or (published_name(name) is None and preset_name(name) is not None)
-
-
 def _preset(name: str, options: RehearsedModel, tokens: int) -> Callable[..., Step]:
-    own = f"does not go with {name}, which is memo's GPT:"
-    refuse_given(options, "--lora", f"{own} PEFT does not adapt it; name a published model")
-    refuse_given(options, "--loss-without-logits", f"{own} its loss has no logits in memory")
+    published = published_name(name) or "a published model"
+    refuse_given(options, "--lora", f"does not go with {name}, memo's GPT, which PEFT does not adapt; name {published}")
     config = preset(name, layers=options.layers)
     if config.positions == "learned" and tokens > config.max_seq:
         config = preset(name, layers=options.layers, max_seq=tokens)

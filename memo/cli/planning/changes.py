@@ -194,7 +194,7 @@ def _weights(place: PeakCandidate) -> int:
 
 def _flags(request: Request, changed: Request) -> str:
     """Flags that turn the command line of `request` into that of `changed`."""
-    found = ["--loss without-logits"] if changed.config is not request.config else []
+    found = ["--loss-without-logits"] if changed.config is not request.config else []
     found += [OFFLOAD] if changed.optimizer_offload and not request.optimizer_offload else []
     for name in ("gpus", "tp", "cp", "pp", "ep"):
         number = getattr(changed.layout, name)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from memo.cli.inputs.fields import given_fields
 from memo.cli.inputs.flag_types import Count, Tokens, WrittenFile
+from memo.cli.inputs.model_shape import namesake
 from memo.cli.planning.on_cluster import space_on_cluster
 from memo.cli.planning.picture import search_page
 from memo.cli.planning.request import TILE_TOKENS, parse_request
@@ -128,6 +129,8 @@ def run_search(args: argparse.Namespace) -> ExitCode:
     if args.json:
         print(json.dumps(summary))
         return ExitCode.OK
+    if (line := namesake(args.model or "")) is not None:
+        print(line)
     if longest is not None:
         print(f"{longest_words(longest)}\n")
     print(search_table(found, simulated_s=steps, launch=launch, not_trained=reason, written=written, seconds=seconds))

@@ -12,11 +12,11 @@ from memo.cli.inputs.budgets import budgets_of
 from memo.cli.inputs.fields import given_fields, refuse_given
 from memo.cli.inputs.flag_types import Flag, at_least
 from memo.cli.inputs.machine import machine_of
-from memo.cli.inputs.model_shape import SHAPE_FIELDS, shape_flag
+from memo.cli.inputs.model_shape import SHAPE_FIELDS, gpt_size, shape_flag
 from memo.cli.inputs.planned_model import planned_model, planned_precision
 from memo.cli.terminal.file_kinds import FileKind, require_kind
 from memo.errors import UsageError
-from memo.gpt import EmbeddingGradients, GPTConfig, Precision, preset_name
+from memo.gpt import EmbeddingGradients, GPTConfig, Precision
 from memo.gpt.arithmetic import StepLayout
 from memo.mip.activation import MLP_TILE_COUNTS, read_profile
 from memo.mip.inputs import Hardware, PipelineSchedule
@@ -77,7 +77,7 @@ def parse_request(
     profile = None if args.profile is None else read_profile(args.profile)
     if args.model is not None and args.seq is None and not args.max_seq:
         raise UsageError("--model needs --seq, such as 128k, or --max-seq")
-    if args.embedding is EmbeddingGradients.SPARSE and args.model is not None and preset_name(args.model) is None:
+    if args.embedding is EmbeddingGradients.SPARSE and args.model is not None and gpt_size(args.model) is None:
         raise UsageError(
             f"--embedding-exchange sparse applies to sizes of memo's GPT only; {args.model} exchanges its own gradients"
         )
@@ -158,7 +158,7 @@ def _stage_layers(args: argparse.Namespace, layout: StepLayout) -> tuple[int, ..
 
 def _require_named_model(args: argparse.Namespace) -> None:
     """Refuses flags that describe a named model where a profile is given."""
-    names = [*SHAPE_FIELDS, "variant", "loss", *TRAINING_FIELDS.split()]
+    names = [*SHAPE_FIELDS, "variant", "loss_without_logits", *TRAINING_FIELDS.split()]
     given = [shape_flag(name) for name in names if name != "codec" and getattr(args, name) is not None]
     if given:
         raise UsageError(f"{given[0]} applies to a named model only; a profile has the step that was measured")

@@ -147,7 +147,7 @@ def _changes(request: Request) -> Iterator[tuple[str, Request]]:
     layout, budgets = request.layout, request.budgets
     without_logits = request.without_logits()
     if without_logits is not None:
-        yield "--loss without-logits, which is memo.loss_without_logits(model)", without_logits
+        yield "--loss-without-logits, which is memo.loss_without_logits(model)", without_logits
     if request.profile is None and request.zero < 3 and layout.gpus > 1:
         yield "--zero 3", dataclasses.replace(request, zero=3)
     more = dataclasses.replace(budgets, host_bytes=2 * budgets.host_bytes)

@@ -31,6 +31,7 @@ from memo.errors import DeviceOutOfMemory, MemoError
 from memo.swap import total_host_bytes
 from memo.torch_private import disable_current_modes, fused_sdp_choice
 from memo.units import format_bytes
+from memo.warn_user import warn_user
 
 
 class Kernel(enum.Enum):
@@ -140,7 +141,7 @@ def refuse(kind: AttentionKind, kernel: Kernel, error: Exception) -> None:
     _refused.setdefault(kind, set()).add(kernel)
     choose.cache_clear()
     why = next(iter(str(error).splitlines()), "") or type(error).__name__
-    warnings.warn(f"attention: {kernel.value} refused: {why}; instead: {choose(kind)}", RuntimeWarning, stacklevel=2)
+    warn_user(f"attention: {kernel.value} refused: {why}; instead: {choose(kind)}")
 
 
 def is_refusal(error: Exception) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import warnings
 from pathlib import Path
 from typing import Any
@@ -228,8 +229,8 @@ def test_arguments_are_parsed_beside_trainers(tmp_path: Path) -> None:
     assert (ours.memo_alpha, ours.memo_host, ours.memo_on_full) == (0.5, "1GiB", "recompute")
     manager = memo.offload(llama(), **ours.options())
     manager.close()
-    defaults = memo.offload.__kwdefaults__
-    assert MemoArguments().options() == {name: defaults[name] for name in MemoArguments().options()}
+    known = inspect.signature(memo.offload).parameters
+    assert MemoArguments().options() == {name: known[name].default for name in MemoArguments().options()}
 
 
 def test_training_again_makes_a_new_manager(tmp_path: Path) -> None:
