@@ -16,7 +16,6 @@ from memo.lazy import attach
 
 if TYPE_CHECKING:
     from memo.mip.compile_cpp import build as build
-    from memo.mip.solvers import RowProgram as RowProgram
     from memo.mip.strict_json import STDIN as STDIN, decode as decode, encode as encode
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

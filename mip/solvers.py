@@ -12,8 +12,6 @@ import ctypes
 import dataclasses
 import enum
 import importlib
-import itertools
-import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -162,51 +160,3 @@ def solve_fixed(model: pulp.LpProblem, fixed: Mapping[pulp.LpVariable, float], *
         if solved.proven:
             return solved
     return solve_model(model, backend=SolverName.HIGHS, time_limit_s=time_limit_s)
-
-
-class RowProgram:
-    """A linear program given by its rows, minimised over one variable: for many small programs.
-
-    PuLP's objects take longer than HiGHS does on programs of a few hundred rows; here there are none.
-    """
-
-    def __init__(self) -> None:
-        self._bounds: list[tuple[float, float]] = []
-        self._rows: list[tuple[Mapping[int, float], float, float]] = []
-
-    def variable(self, lower: float = 0.0, upper: float = math.inf) -> int:
-        """Adds a variable and returns its number."""
-        self._bounds.append((lower, upper))
-        return len(self._bounds) - 1
-
-    def row(self, terms: Mapping[int, float], *, lower: float = -math.inf, upper: float = math.inf) -> None:
-        """Adds a row: `lower` <= sum of coefficient times variable <= `upper`."""
-        self._rows.append((terms, lower, upper))
-
-    def minimum(self, objective: int) -> float | None:
-        """The least value of a variable; None where no values satisfy the rows.
-
-        Raises:
-            SolverFailed: HiGHS gave no answer.
-        """
-        program = highspy.HighsLp()
-        program.num_col_, program.num_row_ = len(self._bounds), len(self._rows)
-        program.col_cost_ = np.array([float(number == objective) for number in range(len(self._bounds))])
-        program.col_lower_, program.col_upper_ = map(np.array, zip(*self._bounds, strict=True))
-        program.row_lower_ = np.array([lower for _, lower, _ in self._rows])
-        program.row_upper_ = np.array([upper for _, _, upper in self._rows])
-        program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        program.a_matrix_.start_ = np.array([0, *itertools.accumulate(len(terms) for terms, _, _ in self._rows)])
-        program.a_matrix_.index_ = np.array([number for terms, _, _ in self._rows for number in terms], dtype=np.int32)
-        program.a_matrix_.value_ = np.array([value for terms, _, _ in self._rows for value in terms.values()])
-        solver = highspy.Highs()
-        solver.setOptionValue("output_flag", False)
-        solver.setOptionValue("threads", 1)
-        solver.passModel(program)
-        solver.run()
-        status = solver.getModelStatus()
-        if status == highspy.HighsModelStatus.kOptimal:
-            return float(solver.getInfo().objective_function_value)
-        if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
-            return None
-        raise SolverFailed(f"highs failed on a program of {len(self._rows)} rows: {solver.modelStatusToString(status)}")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from memo.errors import Infeasible, UsageError
 from memo.mip.activation import fits, misfit_of
-from memo.search.bounds import has_room, kept_bounds, link_bound
+from memo.search.bounds import has_room
 from memo.search.candidates import Candidate, Shape
 from memo.search.space import Space
 
@@ -79,7 +79,7 @@ def _fits(space: Space, candidate: Candidate, tiles: int) -> bool:
         problem = space.problem(candidate, tiles)
     except UsageError:  # the host has no room for what is to be there in any case
         return False
-    return has_room(problem) and math.isfinite(link_bound(kept_bounds(problem)[1])) and fits(problem)
+    return has_room(problem) and fits(problem)
 
 
 def last_that_fits(does_fit: Callable[[int], bool], low: int, *, tile: int) -> tuple[int, int | None]:

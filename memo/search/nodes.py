@@ -2,8 +2,8 @@
 
 Owns what one step of a search does to one part, knowing nothing of the others; the search decides which comes next.
 
-    GPUs ──▶ shape and setting ──▶ schedule ──▶ candidate ──▶ everything kept ──▶ links and memory ──▶ planned
-             work bounds           schedule     kept bounds   fits: planned       link bound
+    GPUs ──▶ shape and setting ──▶ schedule ──▶ candidate ──▶ everything kept ──▶ number of tiles ──▶ planned
+             work bounds           schedule     kept bounds   fits: planned       kept bounds
                                                     ▲         does not fit             ╎ a layer on another stage
                                                     └╌╌╌╌╌╌╌╌╌╌╌╌╌╌┴╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌┘
 """
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from memo.errors import UsageError
-from memo.search.bounds import Bound, BoundSequence, has_room, keeps_all, kept_bounds, link_bound, schedule_bounds
+from memo.search.bounds import Bound, BoundSequence, has_room, keeps_all, kept_bounds, schedule_bounds
 from memo.search.candidates import Candidate
 from memo.search.divisions import moved_layers, roomier_layers
 
@@ -42,8 +42,8 @@ class NodeStage(enum.IntEnum):
     """Bounded by keeping everything."""
     FITS = 6
     """Everything fits, so that this bound is its plan's step."""
-    LINKED = 7
-    """Bounded by its links and memory."""
+    TILED = 7
+    """Bounded for each number of tiles."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -63,8 +63,8 @@ class Node:
     """Whether it is a candidate beside those of the space: with single layers on other stages."""
 
 
-def refine(space: Space, node: Node, *, cutoff_s: float) -> list[Node]:
-    """Divides a node, or bounds it more tightly; what has a plan only above `cutoff_s` may be bounded less tightly."""
+def refine(space: Space, node: Node) -> list[Node]:
+    """Divides a node, or bounds it more tightly."""
     match node.stage:
         case NodeStage.GPUS:
             return [
@@ -93,7 +93,7 @@ def refine(space: Space, node: Node, *, cutoff_s: float) -> list[Node]:
         case NodeStage.CANDIDATE:
             return _with_roomier(space, _kept(space, node))
         case _:
-            return _with_roomier(space, _linked(space, node, cutoff_s))
+            return _with_roomier(space, _tiled(space, node))
 
 
 def moved(space: Space, plan: ActivationPlan, candidate: Candidate) -> list[Node]:
@@ -163,12 +163,11 @@ def _kept(space: Space, node: Node) -> Node:
     return dataclasses.replace(node, stage=NodeStage.KEPT, ladder=node.ladder.raised(*ladder.steps))
 
 
-def _linked(space: Space, node: Node, cutoff_s: float) -> Node:
-    """Bounded by what must move or be recomputed, for each number of tiles, unless everything fits."""
+def _tiled(space: Space, node: Node) -> Node:
+    """Bounded by the step that keeps everything with each number of tiles; with the fewest where it fits."""
     candidate, numbers = node.candidate, space.request.tiles
     assert candidate is not None
     tiles: list[tuple[int, float]] = []
-    least_s = math.inf
     fewest = 0
     if not _may_fit(space, candidate, numbers[0]):  # with the most it may, or the node would be closed
         fewest = bisect.bisect_left(numbers, True, lo=1, key=lambda number: _may_fit(space, candidate, number))
@@ -177,19 +176,14 @@ def _linked(space: Space, node: Node, cutoff_s: float) -> Node:
         if problem is None:
             continue
         ladder, plan = kept_bounds(problem)
-        bound_s = ladder.seconds
+        tiles.append((number, ladder.seconds))
         if number == space.request.tiles[0] and keeps_all(plan):
-            return dataclasses.replace(node, stage=NodeStage.FITS, tiles=((number, bound_s),))
-        if bound_s < min(least_s, cutoff_s):  # else it is looked at only if fewer tiles have no plan
-            bound_s = max(bound_s, link_bound(plan))
-        if math.isfinite(bound_s):
-            tiles.append((number, bound_s))
-        least_s = min(least_s, bound_s)
+            return dataclasses.replace(node, stage=NodeStage.FITS, tiles=tuple(tiles))
     if not tiles:
         return _unfit(node)
     tiles.sort(key=lambda pair: pair[1])
-    raised = node.ladder.raised((Bound.LINK, least_s))
-    return dataclasses.replace(node, stage=NodeStage.LINKED, ladder=raised, tiles=tuple(tiles))
+    raised = node.ladder.raised((Bound.BUBBLE, tiles[0][1]))
+    return dataclasses.replace(node, stage=NodeStage.TILED, ladder=raised, tiles=tuple(tiles))
 
 
 def _unfit(node: Node) -> Node:

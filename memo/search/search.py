@@ -301,12 +301,11 @@ class _Search:
     def _refine(self, nodes: Sequence[Node]) -> None:
         """Divides these nodes, or bounds them more tightly."""
         self._say(self._progress(nodes[0].ladder.seconds))
-        tasks = [(node, self._cutoff_s(node)) for node in nodes]
-        self._bounded += len(tasks)
+        self._bounded += len(nodes)
         if not self._has_processes():
-            parts = [refine(self._space, node, cutoff_s=cutoff_s) for node, cutoff_s in tasks]
+            parts = [refine(self._space, node) for node in nodes]
         else:
-            parts = list(self._processes().map(_refined, tasks, chunksize=-(-len(tasks) // (4 * self._workers))))
+            parts = list(self._processes().map(_refined, nodes, chunksize=-(-len(nodes) // (4 * self._workers))))
         for part in itertools.chain.from_iterable(parts):
             self._push(part)
 
@@ -347,7 +346,7 @@ class _Search:
             if plan is not None:
                 self._keep(Planned(candidate=node.candidate, plan=plan, bound_s=node.ladder.seconds))
             elif math.isfinite(rest_s):
-                node.ladder = node.ladder.raised((Bound.LINK, rest_s))
+                node.ladder = node.ladder.raised((Bound.BUBBLE, rest_s))
                 self._closed.append(node)
             else:
                 self._without_plan.append(node.candidate)
@@ -423,9 +422,8 @@ def _answer() -> None:
     """Shows that a process is there."""
 
 
-def _refined(task: tuple[Node, float]) -> list[Node]:
-    node, cutoff_s = task
-    return refine(_spaces[0], node, cutoff_s=cutoff_s)
+def _refined(node: Node) -> list[Node]:
+    return refine(_spaces[0], node)
 
 
 _Task = tuple[tuple[tuple["ActivationProblem", float], ...], float]

@@ -8,8 +8,8 @@ import pytest
 from small_clusters import all_candidates, random_space
 
 from memo.mip.activation import find_plan
-from memo.search import Bound, Candidate
-from memo.search.bounds import BoundSequence, has_room, keeps_all, kept_bounds, link_bound, schedule_bounds, work_bounds
+from memo.search import Bound
+from memo.search.bounds import BoundSequence, has_room, keeps_all, kept_bounds, schedule_bounds, work_bounds
 
 ROUNDING = 1e-9
 
@@ -31,7 +31,6 @@ def test_every_bound_is_below_the_planners_step(block: int) -> None:
                 "work": work_bounds(nothing_sharded).seconds,
                 "schedule": schedule_bounds(nothing_sharded).seconds,
                 "kept": ladder.seconds,
-                "link": link_bound(kept),
                 "room": 0.0 if has_room(problem) else math.inf,
             }
             for what, bound_s in bounds.items():
@@ -41,23 +40,10 @@ def test_every_bound_is_below_the_planners_step(block: int) -> None:
                 assert step_s == pytest.approx(ladder.seconds, rel=ROUNDING)
 
 
-def test_a_bound_rises_when_memory_falls() -> None:
-    for seed in range(40):
-        space = random_space(seed)
-        shape = space.shapes[0]
-        candidate = Candidate(shape=shape, setting=space.settings(shape)[0])
-        problem = space.request_of(candidate).problem()
-        budgets = problem.budgets
-        less = dataclasses.replace(budgets, device_bytes=budgets.device_bytes * 9 // 10)
-        _, kept = kept_bounds(problem)
-        _, tighter = kept_bounds(dataclasses.replace(problem, budgets=less))
-        assert link_bound(tighter) >= link_bound(kept) * (1 - 1e-6)
-
-
 def test_a_ladder_names_the_first_bound_that_is_too_high() -> None:
     ladder = BoundSequence().raised(
-        (Bound.COMPUTE, 1.0), (Bound.BUBBLE, 3.0), (Bound.COMMUNICATION, 2.0), (Bound.LINK, 4.0)
+        (Bound.COMPUTE, 1.0), (Bound.BUBBLE, 3.0), (Bound.COMMUNICATION, 2.0), (Bound.COMMUNICATION, 4.0)
     )
     assert ladder.seconds == 4.0
-    assert [ladder.kind(limit) for limit in (0.5, 1.5, 3.5)] == [Bound.COMPUTE, Bound.BUBBLE, Bound.LINK]
+    assert [ladder.kind(limit) for limit in (0.5, 1.5, 3.5)] == [Bound.COMPUTE, Bound.BUBBLE, Bound.COMMUNICATION]
     assert ladder.raised((Bound.MEMORY, math.inf)).kind(9.0) is Bound.MEMORY

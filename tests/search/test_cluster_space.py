@@ -14,7 +14,7 @@ from memo.mip.activation import check_plan, find_plan
 from memo.mip.cluster import Crossing
 from memo.mip.simulate import verify_by_simulation
 from memo.search import Candidate, Space, search_layouts
-from memo.search.bounds import has_room, keeps_all, kept_bounds, link_bound, schedule_bounds
+from memo.search.bounds import has_room, keeps_all, kept_bounds, schedule_bounds
 
 EQUAL = 1e-9
 OTHER_DIVISION = 0.002
@@ -82,7 +82,6 @@ def test_every_bound_is_below_the_planners_step_on_a_cluster(block: int) -> None
                 "work": space.least_work(candidate.shape, candidate.setting).seconds,
                 "schedule": schedule_bounds(space.problem(bare, space.request.tiles[0])).seconds,
                 "kept": ladder.seconds,
-                "link": link_bound(kept),
                 "room": 0.0 if has_room(problem) else math.inf,
             }
             for what, bound_s in bounds.items():

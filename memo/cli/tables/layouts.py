@@ -48,7 +48,6 @@ _WORDS = {
     Bound.COMPUTE: "work alone",
     Bound.COMMUNICATION: "work and collectives",
     Bound.BUBBLE: "these and the pipeline's waits",
-    Bound.LINK: "and what must move or be recomputed",
     Bound.MEMORY: "does not fit",
 }
 
