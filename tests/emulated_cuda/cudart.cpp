@@ -171,6 +171,15 @@ extern "C" {
 
 // For operators.py: what was queued on a stream before an operator happens before it.
 void emulated_cuda_flush(void* stream) { Lock lock(mutex); flush(of(static_cast<cudaStream_t>(stream))); }
+// For driver.cpp: the range of device memory that an address is in.
+int emulated_cuda_range(uintptr_t* base, size_t* bytes, uintptr_t pointer) {
+  Lock lock(mutex);
+  if (!inside(device_memory, reinterpret_cast<void*>(pointer))) return CUDA_ERROR_INVALID_VALUE;
+  auto at = --device_memory.upper_bound(pointer);
+  *base = at->first;
+  *bytes = at->second;
+  return CUDA_SUCCESS;
+}
 size_t emulated_cuda_pending() { Lock lock(mutex); size_t n = 0; for (auto s : streams) n += s->queue.size(); return n; }
 
 cudaError_t cudaGetDeviceCount(int* n) { *n = 1; return cudaSuccess; }
