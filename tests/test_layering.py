@@ -69,7 +69,7 @@ IMPORTS = {
     "memo/gpt memo/gpt/arithmetic memo/gpt/model memo/gpt/train memo/record",
     "memo/hugging_face": "memo mip/inputs allocator swap face memo/machine memo/loss memo/autoplan memo/gpt "
     "memo/gpt/arithmetic memo/record",
-    "memo/search": "memo mip mip/inputs mip/activation mip/cluster memo/gpt memo/gpt/arithmetic memo/hugging_face",
+    "memo/search": "memo mip/inputs mip/activation mip/cluster memo/gpt memo/gpt/arithmetic memo/hugging_face",
     "memo/profiling": "memo mip/inputs allocator swap face memo/autoplan memo/manager memo/record",
     "memo/rehearsal": "memo mip/inputs mip/activation allocator swap/backends swap/disk swap face memo/machine memo/loss "
     "memo/autoplan memo/manager memo/record memo/hugging_face",

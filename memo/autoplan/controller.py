@@ -1,7 +1,7 @@
 """Planning at run time: measures steps, makes a plan, applies it, compares it with its prediction, plans again.
 
-Owns when plans are made and changed; memo.autoplan.plan_cache owns which batch shape has which plan. It moves no bytes:
-an actuator applies plans to the engine. Invariants: a plan changes only between two steps, and one that did not pass
+Owns when plans are made and changed; plan_maker owns how one is made, plan_cache which batch shape has which. It moves no
+bytes: an actuator applies plans to the engine. Invariants: a plan changes only between two steps, and one that did not pass
 the checker is never applied; those of the solver have passed the simulator, too.
 
     step       0          1          2       3               4 ...
@@ -32,8 +32,6 @@ are measured again to tell a change of speed, which is planned for, from one out
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import statistics
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,21 +39,22 @@ import torch
 from memo.autoplan.actuator import saved_peak_bytes
 from memo.autoplan.limits import MEASURING
 from memo.autoplan.plan_cache import CachedPlan, Phase, PlanCache, growth, joint
+from memo.autoplan.plan_maker import PlanMaker
 from memo.autoplan.plan_outcome import PlanOutcome, describe_level
 from memo.autoplan.profile_from_step import (
-    beside_layers,
     measured_hardware,
     measured_profile,
     scaled_profile,
     seconds_of,
 )
-from memo.autoplan.step_evidence import NOTHING_SAVED, StepEvidence, least, single_rank, worst
+from memo.autoplan.speed import corrected, speed_of, steadier
+from memo.autoplan.step_evidence import NOTHING_SAVED, StepEvidence, single_rank, worst
 from memo.autoplan.step_timeline import StepTimeline
 from memo.errors import Infeasible, MemoError, PlanError
 from memo.events import PLAN_MADE, Note
 from memo.lru import LRU
-from memo.mip.activation import ActivationProblem, Budgets, LayerPlan, Pipeline, predict_stages
-from memo.mip.inputs import ALL, ATTENTION, INPUT, Signature
+from memo.mip.activation import ActivationProblem
+from memo.mip.inputs import Signature
 from memo.swap import Level, layer_input
 from memo.units import format_bytes, format_duration
 from memo.warn_user import warn_user
@@ -69,7 +68,7 @@ if TYPE_CHECKING:
     from memo.events import Lane, Tracer
     from memo.machine import LinkRates
     from memo.mip.activation import ActivationPlan, StagePrediction, StageTurns
-    from memo.mip.inputs import Hardware, LayerProfile, Profile
+    from memo.mip.inputs import Hardware, Profile
 
 TOLERANCE = 0.05
 """Accepted relative difference between a measurement and its prediction."""
@@ -108,10 +107,8 @@ class AutoPlan:
         model: str = "model",
     ) -> None:
         self._actuator = actuator
-        self._make_plan = make_plan
         self._all_gather = all_gather
-        self._held = held
-        self._turns = turns
+        self._maker = PlanMaker(actuator, make_plan, all_gather=all_gather, held=held, turns=turns)
         self._timeline = StepTimeline(tracer, now_ns=actuator.now_ns)
         self._model = model
         self._cache = PlanCache()
@@ -122,12 +119,9 @@ class AutoPlan:
         self._applied: ActivationPlan | Level = MEASURING
         self._forwards = 0  # since nothing was saved
         self._trained = False  # one of these forwards was with gradients
-        self._others_bytes = 0
-        self._hardware: Hardware | None = None
         self._rates: tuple[LinkRates | None, Mapping[Lane, float]] | None = None
         self._why_not: str | None = None
         self._warned: LRU[str, bool] = LRU(MOST_WARNED)
-        self._has_solved = False
         self._worst_excess = 0
         self._ended = 0  # training steps
         self._progress = ""
@@ -152,9 +146,9 @@ class AutoPlan:
             measured_peak_bytes=cached.measured_peak_bytes,
             plans=self._cache.plans,
             why_not=self._why_not,
-            others_bytes=self._others_bytes,
+            others_bytes=self._maker.others_bytes,
             late_bytes=cached.late_bytes,
-            fallback=None if cached.plan is not None or self._why_not is None else self._fallback(cached),
+            fallback=None if cached.plan is not None or self._why_not is None else self._maker.fallback(cached),
             level=cached.level,
             progress=self._progress,
         )
@@ -386,7 +380,7 @@ class AutoPlan:
         try:
             if found.profile is None:
                 raise PlanError(str(found.problem))
-            self._hardware = found.hardware
+            self._maker.hardware = found.hardware
             cached.profile, cached.calls = found.profile, found.calls
             self._plan(cached)
             self._why_not = None
@@ -404,18 +398,6 @@ class AutoPlan:
         self._why_not = why
         self._warn("no-plan", f"no plan: {why}; {describe_level(cached.level)}")
 
-    def _fallback(self, cached: CachedPlan) -> StagePrediction | None:
-        """Predicted step of the level that is used for want of a plan; None where no step was measured."""
-        if cached.profile is None or self._hardware is None:
-            return None
-        known = cached.profile.layer_profiles()
-        point = ATTENTION if cached.setting is MEASURING else INPUT
-        layers = [LayerPlan(point=point if layer.point(point) else ALL, kept=0.0, host=1.0) for layer in known]
-        layers[-1] = dataclasses.replace(layers[-1], kept=1.0, host=0.0)
-        budgets = Budgets(device_bytes=0, host_bytes=1 << 60)
-        problem = ActivationProblem(profile=cached.profile, hardware=self._hardware, budgets=budgets)
-        return predict_stages(problem, layers)[0]
-
     def _plan(self, cached: CachedPlan, *, excess: int = 0) -> None:
         """Makes a plan from the entry's profile, and sets it to be tried in the next step.
 
@@ -427,99 +409,9 @@ class AutoPlan:
         Raises:
             MemoError: no plan fits, or it cannot be made. The entry's setting is as before.
         """
-        self._take(cached, *self._found(cached, excess=excess))
-
-    def _found(self, cached: CachedPlan, *, excess: int = 0) -> tuple[ActivationPlan, int, int]:
-        """Returns a plan, the device memory that it leaves for all but saved tensors, and for what no step has shown yet.
-
-        Raises:
-            MemoError: as `_plan`.
-        """
-        if not self._has_solved:
-            self._has_solved = True
-            self._solve(self._problem(cached)[0])  # a solver is loaded by its first use
         assert cached.profile is not None
-        grown, is_first = self._growth(cached.profile.signature), cached.plan is None
-        unmeasured = max(self._all_gather(self._actuator.unmeasured_bytes(first=is_first, growth=grown)))
-        problem, others_bytes = self._problem(cached, excess=excess, unmeasured_bytes=unmeasured)
-        answer = self._placed(problem)
-        if isinstance(answer, Infeasible) and unmeasured:  # the step will show whether it needs them
-            unmeasured = 0
-            answer = self._placed(self._problem(cached)[0])
-        if isinstance(answer, Infeasible):
-            from memo.mip.activation import DoesNotFit  # loads the solver, which has run
-
-            others, needs = format_bytes(self._others_bytes), ""
-            least = answer.least_bytes.get("device") if isinstance(answer, DoesNotFit) else None
-            if least is not None:
-                fits = least + self._others_bytes + self._actuator.margin_bytes
-                needs = f"it needs device='{format_bytes(fits, up=True).replace(' ', '')}' or more; "
-            raise PlanError(f"{needs}{answer}, beside {others} for everything but saved tensors") from None
-        if isinstance(answer, MemoError):
-            raise answer
-        return answer, others_bytes, unmeasured
-
-    def _placed(self, problem: ActivationProblem) -> ActivationPlan | MemoError:
-        """Solves for a plan whose storages have addresses in the host tier, and whose late ones have room on the device.
-
-        That room, up to a layer's, may be worth more than the disk: the plan without it is taken where its step is shorter.
-        """
-        answer, room = self._fitted(problem), problem.budgets.device_bytes
-        has_whole_room = not isinstance(answer, MemoError) and answer.problem.budgets.device_bytes == room
-        if has_whole_room or not problem.budgets.disk_bytes:
-            return answer
-        without = self._fitted(_with_budgets(problem, disk_bytes=0))
-        if isinstance(without, MemoError):
-            return answer
-        return without if isinstance(answer, MemoError) or without.step_s < answer.step_s else answer
-
-    def _fitted(self, problem: ActivationProblem) -> ActivationPlan | MemoError:
-        """Solves until what storages need more than bytes has room.
-
-        The solver counts bytes. A storage moves whole, to one address, and to the disk at its own time: what that needs more
-        is left free by the next solution. All ranks solve the same problem and use the first rank's answer: rounding may
-        differ between machines.
-        """
-        room = problem.budgets.device_bytes
-        for _ in range(MAX_CORRECTIONS):
-            answer = self._all_gather(self._solve(problem))[0]
-            excess = late = 0
-            if not isinstance(answer, MemoError):
-                excess, late = self._actuator.host_excess(answer), self._actuator.late_bytes(answer)
-            excess, late = max(self._all_gather(excess)), max(self._all_gather(late))
-            budgets = problem.budgets
-            late -= room - budgets.device_bytes
-            if not excess and late <= 0:
-                break
-            problem = _with_budgets(
-                problem,
-                device_bytes=max(0, budgets.device_bytes - max(0, late)),
-                host_bytes=max(0, budgets.host_bytes - excess),
-            )
-        return answer
-
-    def _problem(
-        self, cached: CachedPlan, *, excess: int = 0, unmeasured_bytes: int = 0
-    ) -> tuple[ActivationProblem, int]:
-        """Returns the problem of an entry, and the most device memory that it leaves for all but saved tensors."""
-        assert cached.profile is not None
-        assert self._hardware is not None
-        limits = least(self._all_gather(self._actuator.limits(self._growth(cached.profile.signature))))
-        if excess:
-            cached.margin_bytes += max(0, excess - max(0, limits.others_bytes - cached.others_bytes))
-        profile, self._others_bytes = beside_layers(cached.profile, limits)
-        room = limits.device_bytes + limits.others_bytes - self._others_bytes
-        problem = ActivationProblem(
-            profile=profile,
-            hardware=self._hardware,
-            budgets=Budgets(
-                device_bytes=max(0, room - cached.margin_bytes - unmeasured_bytes),
-                host_bytes=max(0, limits.host_bytes - cached.host_margin_bytes),
-                disk_bytes=max(0, limits.disk_bytes - cached.disk_margin_bytes),
-            ),
-            pipeline=self._pipeline(cached.calls),
-        )
-        return problem, limits.others_bytes
+        growth = self._growth(cached.profile.signature)
+        self._take(cached, *self._maker.make(cached, growth=growth, excess=excess))
 
     def _take(self, cached: CachedPlan, plan: ActivationPlan, others_bytes: int, unmeasured_bytes: int) -> None:
         """Sets a plan to be tried in the next step."""
@@ -529,17 +421,6 @@ class AutoPlan:
         cached.late_bytes = self._actuator.late_bytes(plan)
         cached.predicted_peak_bytes = saved_peak_bytes(plan, cached.profile) + cached.late_bytes
         self._checks_budget = True  # also for a plan that moves nothing: its profile may be incomplete
-
-    def _pipeline(self, calls: int) -> Pipeline:
-        if self._turns is not None and self._turns.microbatches == calls:
-            return Pipeline(microbatches=calls, own=self._turns)
-        return Pipeline(microbatches=calls, held=min(self._held or calls, calls))
-
-    def _solve(self, problem: ActivationProblem) -> ActivationPlan | MemoError:
-        try:
-            return self._make_plan(problem)
-        except MemoError as error:
-            return error
 
     def _growth(self, shape: Signature | None) -> float:
         """Tokens of a shape as a multiple of those of the step whose device memory was measured last."""
@@ -587,23 +468,24 @@ class AutoPlan:
     def _correct_speed(self, cached: CachedPlan, profile: Profile) -> None:
         """Plans again after a step that took another time; the next one confirms it where the machine's speed changed."""
         assert cached.profile is not None
-        speed = _speed(cached.profile, profile)
+        speed = speed_of(cached.profile, profile)
         if abs(speed - 1) > TOLERANCE:
             cached.samples.append(profile)
             if len(cached.samples) == 1:
                 return  # compared once more
-            profile, agree = _steadier(cached.profile, cached.samples)
+            profile, agree = steadier(cached.profile, cached.samples)
             if not agree:
                 self._settle(cached)
                 return
-        self._correct(cached, _corrected(cached.profile, profile))
+        self._correct(cached, corrected(cached.profile, profile))
 
     def _settle_or_use_room(self, cached: CachedPlan) -> None:
         """Settles a plan, unless the room that it left for what had not been measured makes a step shorter."""
         assert cached.plan is not None
+        assert cached.profile is not None
         if cached.unmeasured_bytes > TOLERANCE * cached.plan.problem.budgets.device_bytes:
             with contextlib.suppress(MemoError):
-                found = self._found(cached)
+                found = self._maker.make(cached, growth=self._growth(cached.profile.signature))
                 if found[0].step_s < (1 - TOLERANCE) * cached.plan.step_s:
                     self._take(cached, *found)
                     return
@@ -613,13 +495,13 @@ class AutoPlan:
         """Evaluates a settled plan's step that was measured again: two that agree make the machine's speed another one."""
         assert cached.profile is not None
         profile = None if found.profile is None else scaled_profile(found.profile, cached.profile.signature)
-        if profile is None or found.trials or abs(_speed(cached.profile, profile) - 1) <= SPEED_CHANGE:
+        if profile is None or found.trials or abs(speed_of(cached.profile, profile) - 1) <= SPEED_CHANGE:
             self._settle(cached)
             return
         cached.samples.append(profile)
         if len(cached.samples) == 1:
             return  # checked once more
-        profile, agree = _steadier(cached.profile, cached.samples)
+        profile, agree = steadier(cached.profile, cached.samples)
         if not agree:
             self._settle(cached)
             return
@@ -627,7 +509,7 @@ class AutoPlan:
         if found.calls == 1 and cached.plan is not None and found.profile is not None:
             fewer = seconds_of(found.profile) / seconds_of(cached.samples[-1])
             cached.timed(found.measured_s, cached.plan.stages[0].microbatch_s * fewer)
-        self._correct(cached, _corrected(cached.profile, profile))
+        self._correct(cached, corrected(cached.profile, profile))
 
     def _settle(self, cached: CachedPlan) -> None:
         """Ends the measuring of a plan that has kept the budget."""
@@ -711,10 +593,6 @@ class AutoPlan:
             warn_user(message)
 
 
-def _with_budgets(problem: ActivationProblem, **budgets: int) -> ActivationProblem:
-    return dataclasses.replace(problem, budgets=dataclasses.replace(problem.budgets, **budgets))
-
-
 def _state(cached: CachedPlan) -> str:
     """What planning of an entry does after a step."""
     plan = cached.plan
@@ -738,48 +616,6 @@ def _leave_free(cached: CachedPlan, lacking: tuple[int, int]) -> None:
     host, disk = (nbytes + largest if nbytes else 0 for nbytes in lacking)
     cached.host_margin_bytes += host
     cached.disk_margin_bytes += disk
-
-
-def _speed(profile: Profile, measured: Profile) -> float:
-    """Plain compute of a measured step, without waits and recompute, as a multiple of the profile's."""
-    return seconds_of(measured) / seconds_of(profile)
-
-
-def _steadier(profile: Profile, samples: Sequence[Profile]) -> tuple[Profile, bool]:
-    """The sample whose speed is nearest to the profile's, and whether all are slower, or all faster, than that."""
-    speeds = [_speed(profile, sample) for sample in samples]
-    nearest = min(range(len(samples)), key=lambda number: abs(speeds[number] - 1))
-    return samples[nearest], len({speed > 1 for speed in speeds}) == 1
-
-
-def _corrected(profile: Profile, measured: Profile) -> Profile:
-    """Returns the profile with the times of a later step and its own bytes: a layer that is kept shows no levels.
-
-    Recompute was timed at the speed of the step that was profiled, and is scaled to that of this one.
-    """
-    fresh = measured.layer_profiles()
-    by_class: dict[str, list[tuple[float, float]]] = {}
-    for name, layer in zip(profile.layers, fresh, strict=True):
-        by_class.setdefault(name, []).append((layer.forward_s, layer.backward_s))
-
-    def scaled(known: LayerProfile) -> LayerProfile:
-        forward_s, backward_s = (statistics.fmean(seconds) for seconds in zip(*by_class[known.name], strict=True))
-        before_s = known.forward_s + known.backward_s
-        speed = (forward_s + backward_s) / before_s if before_s else 1.0
-        return dataclasses.replace(
-            known,
-            forward_s=forward_s,
-            backward_s=backward_s,
-            points=tuple(dataclasses.replace(point, recompute_s=point.recompute_s * speed) for point in known.points),
-        )
-
-    return dataclasses.replace(
-        profile,
-        role=measured.role,
-        classes=tuple(scaled(known) for known in profile.classes),
-        embedding=measured.embedding,
-        head=measured.head,
-    )
 
 
 def _signature(model: str, hidden: torch.Tensor) -> Signature:
