@@ -105,7 +105,9 @@ class Manager:
         self._layer_hooks = LayerHooks(model, layers)
         self._unseen = Unseen(layers)
         self._replaced: set[str] = set()
-        self._regions: weakref.WeakValueDictionary[str, replaced_checkpoints.Region] = weakref.WeakValueDictionary()
+        self._regions: weakref.WeakValueDictionary[str, replaced_checkpoints.ReentrantCall] = (
+            weakref.WeakValueDictionary()
+        )
         self._step_ends = StepEnds(model)
         self.step = 0
         self._begun_steps = 0
@@ -399,7 +401,9 @@ class Manager:
             self._hooks.pop()
         self._engine.end_forwards()
 
-    def replaces_checkpoint_of(self, modules: Sequence[nn.Module], region: replaced_checkpoints.Region | None) -> bool:
+    def replaces_checkpoint_of(
+        self, modules: Sequence[nn.Module], region: replaced_checkpoints.ReentrantCall | None
+    ) -> bool:
         """Tells whether a checkpoint that begins now, and runs `modules`, is a plain call: it is around managed layers.
 
         Args:

@@ -59,7 +59,7 @@ def _nothing() -> Iterator[None]:
     yield
 
 
-class Region:
+class ReentrantCall:
     """A reentrant checkpoint that is replaced, until its backward."""
 
 
@@ -67,7 +67,7 @@ class _Enter(torch.autograd.Function):
     """Inputs of a region: their gradients are summed over its uses first, and leave it together."""
 
     @staticmethod
-    def forward(ctx: Any, region: Region, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, region: ReentrantCall, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.region = region
         ctx.set_materialize_grads(False)
         return tuple(each.detach() for each in inputs)
@@ -92,7 +92,7 @@ class _Join(torch.autograd.Function):
 
 def _apply(kind: type, *args: Any) -> Any:
     """Torch's reentrant checkpoint, or a plain call with the same gradients."""
-    region = Region()
+    region = ReentrantCall()
     if kind is CheckpointFunction and _has_gradients_by_args(args[0], args[2:]):
         if is_replaced(args[0], args[2:], region):
             return _called(region, args[0], args[2:])
@@ -110,7 +110,7 @@ def _has_gradients_by_args(function: Callable[..., Any], args: tuple[Any, ...]) 
     return any(map(_has_gradient, args)) and not any(map(_has_gradient, tree_leaves(within)))
 
 
-def _called(region: Region, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _called(region: ReentrantCall, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """The function's result, with the gradients of a reentrant checkpoint."""
     result = function(*_with_gradients(args, functools.partial(_Enter.apply, region)))
     outputs = tuple(
@@ -132,7 +132,7 @@ def _has_gradient(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def is_replaced(function: Callable[..., Any], args: tuple[Any, ...], region: Region | None = None) -> bool:
+def is_replaced(function: Callable[..., Any], args: tuple[Any, ...], region: ReentrantCall | None = None) -> bool:
     """Tells whether a checkpoint of `function`, called with `args`, is a plain call in the managers of this thread.
 
     Args:
