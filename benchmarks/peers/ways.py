@@ -154,9 +154,7 @@ def saved_tensors_way(name: str, **options: Any) -> Way:
                 out = sum(use.moved_bytes for use in report.tiers if use.tier is not TierName.DEVICE)
                 return Moved(out_bytes=out, back_bytes=report.reloaded_bytes)
 
-            yield Running(
-                around=lambda: _but_the_head(model, saved), moved=moved, report=lambda: str(saved.report())
-            )
+            yield Running(around=lambda: _but_the_head(model, saved), moved=moved, report=lambda: str(saved.report()))
 
     return Way(name=name, start=start, compute=Compute.ONCE)
 
