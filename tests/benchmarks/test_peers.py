@@ -39,7 +39,7 @@ def test_every_way_steps_in_turn_to_the_same_gradients(tmp_path: Path, family: A
     assert not {way: row["failed"] for way, row in by_way.items() if "failed" in row}
     assert {row["gradient_difference"] for row in by_way.values()} == {0.0}
     assert by_way[KEEP]["to_keep"] == {"median": 1.0, "spread": 0.0}
-    assert by_way[SAVED_TENSORS]["out_bytes"] == by_way[SAVED_TENSORS]["back_bytes"] > 0
+    assert by_way[SAVED_TENSORS]["out_bytes"] > 0 == by_way[SAVED_TENSORS]["back_bytes"]  # all is in the last region
     assert by_way["memo, all moved"]["out_bytes"] > by_way["memo, alpha 0"]["out_bytes"] > 0
     assert by_way[KEEP]["out_bytes"] == by_way[ATTENTION]["out_bytes"] == 0
     inputs = given.layers * given.tokens * given.hidden * 4
