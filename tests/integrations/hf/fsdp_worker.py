@@ -6,15 +6,16 @@ Stand-ins on a CPU, where Accelerate has DDP only: the state says that the plugi
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import accelerate
 import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from integrations import MIN_BYTES, STEPS, Run, Texts, assert_divided, assert_same, llama
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -22,6 +23,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.tensor import DTensor
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
+
+from integrations import MIN_BYTES, STEPS, Run, Texts, assert_divided, assert_same, llama
 
 import memo
 from memo.checkpointing import function
