@@ -43,7 +43,7 @@ from benchmarks.longest import bisect
 from benchmarks.machine import NO_GPU, gpu
 from benchmarks.peers.models import Family, Shape
 from benchmarks.peers.process import Process
-from benchmarks.peers.request import ALPHAS, AUTOMATIC, IDENTITY, INPUTS, Request
+from benchmarks.peers.request import ALPHAS, AUTOMATIC, IDENTITY, INPUTS, SAVED_TENSORS, Request
 from benchmarks.peers.ways import (
     ATTENTION,
     ATTENTION_OFFLOADED,
@@ -115,6 +115,7 @@ class Options:
         """Those asked for, or all that stand for themselves."""
         names = [way.name for way in (*peers(), *libraries())] + [
             *(f"memo, {name}" for name in ALPHAS),
+            SAVED_TENSORS,
             INPUTS,
             AUTOMATIC,
         ]

@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.peers.models import Shape
 
 AUTOMATIC = "memo, automatic"
+SAVED_TENSORS = "memo.saved_tensors"
 ALPHAS = {"all moved": 1.0, "alpha 1/2": 0.5, "alpha 0": 0.0}
 INPUTS = "memo, inputs moved"
 """Level SAVE_INPUT in every layer: as offloaded checkpointing, to any tier."""

@@ -2,6 +2,7 @@
 
     keep everything            torch alone
     memo, alpha A              memo.offload at a fixed alpha, host tier
+    memo.saved_tensors         the context alone, without a plan
     save_on_cpu, pinned        torch.autograd.graph.save_on_cpu
     TRL OffloadActivations     streams and defaults as in TRL
     full checkpointing         torch's non-reentrant checkpoint around every layer
@@ -141,6 +142,23 @@ def managed(manager: memo.Manager) -> Running:
     )
 
 
+def saved_tensors_way(name: str, **options: Any) -> Way:
+    """`memo.saved_tensors` with these options."""
+
+    @contextlib.contextmanager
+    def start(model: nn.Module) -> Iterator[Running]:
+        with contextlib.closing(memo.saved_tensors(**options)) as saved:
+
+            def moved() -> Moved:
+                report = saved.report()
+                out = sum(use.moved_bytes for use in report.tiers if use.tier is not TierName.DEVICE)
+                return Moved(out_bytes=out, back_bytes=report.reloaded_bytes)
+
+            yield Running(around=lambda: _but_the_head(model, saved), moved=moved, report=lambda: str(saved.report()))
+
+    return Way(name=name, start=start, compute=Compute.ONCE)
+
+
 def peers(*, trl: Path | None = None, counted: bool = True) -> Sequence[Way]:
     """Every way but memo's, keep-everything and full checkpointing first: ratios are to these.
 
@@ -248,7 +266,7 @@ def _trl(model: nn.Module, path: Path | None, counted: bool) -> Iterator[Running
 
 
 @contextlib.contextmanager
-def _but_the_head(model: nn.Module, hooks: saved_tensors_hooks) -> Iterator[None]:
+def _but_the_head(model: nn.Module, hooks: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
     """`hooks` from here on, except for what is saved behind the last layer."""
     with hooks, contextlib.ExitStack() as head:
 

@@ -28,8 +28,8 @@ from benchmarks.comparison import guarded, relative_norm, synchronize
 from benchmarks.limited import taken_bytes, use_at_most
 from benchmarks.peers.libraries import load
 from benchmarks.peers.models import Shape
-from benchmarks.peers.request import ALPHAS, AUTOMATIC, IDENTITY, INPUTS, Request
-from benchmarks.peers.ways import Compute, Running, Way, libraries, memo_way, peers, simple
+from benchmarks.peers.request import ALPHAS, AUTOMATIC, IDENTITY, INPUTS, SAVED_TENSORS, Request
+from benchmarks.peers.ways import Compute, Running, Way, libraries, memo_way, peers, saved_tensors_way, simple
 from memo.autoplan import device_budget
 from memo.machine.process_memory import return_freed_memory, rss_bytes
 from memo.swap import Level
@@ -54,6 +54,7 @@ def way_of(request: Request) -> Way:
         *libraries(),
         simple(IDENTITY, lambda model: saved_tensors_hooks(torch.Tensor.detach, lambda x: x), Compute.ONCE),
         *(memo_way(f"memo, {name}", alpha=alpha, **tiers) for name, alpha in ALPHAS.items()),
+        saved_tensors_way(SAVED_TENSORS, **tiers),
         memo_way(INPUTS, levels=levels, **tiers),
         memo_way(AUTOMATIC, device=request.device_bytes, **tiers),
     ]

@@ -16,7 +16,7 @@ from benchmarks.pages import newest, readme, results_page
 from benchmarks.peers.__main__ import Options, Steps, _peak, main, parsed, quartiles
 from benchmarks.peers.models import Shape
 from benchmarks.peers.process import Process
-from benchmarks.peers.request import ALPHAS, AUTOMATIC, INPUTS
+from benchmarks.peers.request import ALPHAS, AUTOMATIC, INPUTS, SAVED_TENSORS
 from benchmarks.peers.sac_ilp import decisions_of
 from benchmarks.peers.ways import ATTENTION, ATTENTION_OFFLOADED, CHECKPOINTING, KEEP, TRL
 from benchmarks.results import ROOT
@@ -31,7 +31,7 @@ def options(tmp_path: Path, *more: str) -> Options:
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_every_way_steps_in_turn_to_the_same_gradients(tmp_path: Path, family: Any) -> None:
-    ours = [f"memo, {name}" for name in ALPHAS] + [INPUTS, AUTOMATIC]
+    ours = [f"memo, {name}" for name in ALPHAS] + [INPUTS, AUTOMATIC, SAVED_TENSORS]
     given = options(tmp_path, "--only", "; ".join([*ours, "sac_ilp, half", ATTENTION, ATTENTION_OFFLOADED, TRL]))
     (rows,) = Steps(given, given.shape(family, given.tokens)).run()
     by_way = {row["way"]: row for row in rows}
@@ -39,6 +39,7 @@ def test_every_way_steps_in_turn_to_the_same_gradients(tmp_path: Path, family: A
     assert not {way: row["failed"] for way, row in by_way.items() if "failed" in row}
     assert {row["gradient_difference"] for row in by_way.values()} == {0.0}
     assert by_way[KEEP]["to_keep"] == {"median": 1.0, "spread": 0.0}
+    assert by_way[SAVED_TENSORS]["out_bytes"] > 0 == by_way[SAVED_TENSORS]["back_bytes"]  # all is in the last region
     assert by_way["memo, all moved"]["out_bytes"] > by_way["memo, alpha 0"]["out_bytes"] > 0
     assert by_way[KEEP]["out_bytes"] == by_way[ATTENTION]["out_bytes"] == 0
     inputs = given.layers * given.tokens * given.hidden * 4

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from integrations import MIN_BYTES, SEQ, STEPS, VOCAB, Run, assert_divided, assert_same, llama
+from integrations import MIN_BYTES, SEQ, STEPS, VOCAB, Run, assert_divided, assert_same, llama, run_of
+from torch import nn
 
 import memo
+from memo.checkpointing.function import _thread
 
 deepspeed = pytest.importorskip("deepspeed", reason="deepspeed is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -46,9 +48,15 @@ def settings(stage: int, *, offload: bool, accumulate: int) -> dict[str, Any]:
 
 
 def trained(
-    config: dict[str, Any], alpha: float | None, accumulate: int = 1, *, leaves: bool = False
+    config: dict[str, Any],
+    alpha: float | None,
+    accumulate: int = 1,
+    *,
+    leaves: bool = False,
+    checkpoint: Callable[[Any], None] = lambda model: None,
 ) -> tuple[Run, memo.Manager | None, Any]:
     model = llama(LAYERS)
+    checkpoint(model)
     if leaves:
         deepspeed.utils.set_z3_leaf_modules(model, [type(model.model.layers[0])])
     engine, *_ = deepspeed.initialize(model=model, config=config)
@@ -111,3 +119,63 @@ def test_the_engine_itself_may_be_given() -> None:
     assert_divided(manager, LAYERS, forwards=1)
     manager.close()
     engine.destroy()
+
+
+def regions() -> memo.Report:
+    """What memo.checkpoint has done in this thread, whose context is then closed."""
+    (context,) = _thread.contexts.values()
+    _thread.contexts.clear()
+    context.close()
+    return context.report()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_models_checkpoints_may_be_memos(stage: int, leaves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from memo.integrations.hf import checkpoint_with_memo
+
+    monkeypatch.setattr("memo.checkpointing.function.MIN_BYTES", MIN_BYTES)
+    config = settings(stage, offload=False, accumulate=1)
+    want, _, _ = trained(config, None, leaves=leaves)
+    assert_same(trained(config, None, leaves=leaves, checkpoint=checkpoint_with_memo)[0], want)
+    report = regions()
+    assert report.recompute is not None
+    assert report.recompute.accepted == LAYERS
+    assert report.recompute.refused == {}
+    assert report.recompute.recomputed_bytes >= STEPS * LAYERS * MIN_BYTES
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + nn.functional.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))), 0.1)
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+def test_a_pipelines_checkpoints_may_be_memos(interval: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memo.checkpointing.function.MIN_BYTES", MIN_BYTES)
+    config = settings(1, offload=False, accumulate=2)
+
+    def piped(**checkpoints: Any) -> Run:
+        torch.manual_seed(0)
+        layers = [nn.Embedding(VOCAB, 32), *(Block(32) for _ in range(LAYERS)), nn.Linear(32, VOCAB)]
+        loss_of = lambda out, ids: nn.functional.cross_entropy(out.flatten(0, 1), ids.flatten())  # noqa: E731
+        deepspeed.init_distributed("gloo")
+        model = deepspeed.pipe.PipelineModule(layers, num_stages=1, loss_fn=loss_of, **checkpoints)
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        generator = torch.Generator().manual_seed(1)
+        ids = iter(torch.randint(VOCAB, (2 * STEPS, 2, SEQ), generator=generator))
+        losses = [float(engine.train_batch((each, each) for each in ids)) for _ in range(STEPS)]
+        engine.destroy()
+        return run_of(engine.module, losses)
+
+    want = piped()
+    got = piped(activation_checkpoint_interval=interval, activation_checkpoint_func=memo.checkpoint)
+    assert_same(got, want)
+    report = regions()
+    assert report.recompute is not None
+    assert report.recompute.refused == {}
+    assert report.recompute.recomputed_bytes >= STEPS * MIN_BYTES

@@ -6,6 +6,7 @@ counter of tokens that the forward-backward function allocates lies on it, too.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from integrations import MIN_BYTES, STEPS, Run, assert_divided, assert_same, run
 from torch import nn
 
 import memo
+from memo.checkpointing.function import _thread
 from memo.errors import UsageError
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
@@ -131,6 +133,36 @@ def test_a_manager_is_entered_around_each_forward_step() -> None:
     manager = offload(model, alpha=0.25, min_bytes=MIN_BYTES)
     assert_same(trained(model, managed(forward_step, manager), batch=2), want)
     assert_divided(manager, LAYERS, forwards=2 * STEPS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_in_memos_checkpoint_change_no_loss(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's own `tensor_parallel.checkpoint` around each layer has the same bits, too."""
+    monkeypatch.setattr("memo.checkpointing.function.MIN_BYTES", MIN_BYTES)
+
+    def checkpointed(by: Any) -> Run:
+        model = gpt(**KINDS[kind])
+        for layer in model.decoder.layers:
+            layer.forward = functools.partial(by, layer.forward)
+        return trained(model, forward_step, batch=2)
+
+    want = trained(gpt(**KINDS[kind]), forward_step, batch=2)
+    assert_same(checkpointed(memo.checkpoint), want)
+    (context,) = _thread.contexts.values()
+    _thread.contexts.clear()
+    context.close()
+    recompute = context.report().recompute
+    assert recompute is not None
+    assert recompute.accepted == LAYERS
+    assert recompute.refused == {}
+    assert_same(
+        checkpointed(
+            lambda forward, hidden_states, **named: tensor_parallel.checkpoint(
+                lambda x: forward(x, **named), False, hidden_states
+            )
+        ),
+        want,
+    )
 
 
 def test_tokens_come_first_and_are_not_taken_for_the_batch() -> None:

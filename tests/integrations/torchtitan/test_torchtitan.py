@@ -6,6 +6,7 @@ is `ScaledDotProductAttention`, as FlexAttention and varlen attention have no ba
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,12 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from integrations import MIN_BYTES, STEPS, Run, assert_divided, assert_same
+from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import memo
+from memo.checkpointing.function import _thread
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 
 from torchtitan.config.override import apply_overrides
 from torchtitan.distributed import ParallelDims, parallel_dims
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.models.llama3.parallelize import parallelize_llama
@@ -51,6 +58,18 @@ def configured(options: dict[str, Any] | None) -> Any:
         config.override.imports.append((OVERRIDE, options))
     apply_overrides(config.override, config)
     return config
+
+
+class Checkpointed(ActivationCheckpointing):  # type: ignore[misc]
+    """The policy of docs/integrations/torchtitan.md."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(ActivationCheckpointing.Config):  # type: ignore[misc]
+        pass
+
+    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
+        wrapped: nn.Module = checkpoint_wrapper(module, checkpoint_fn=memo.checkpoint)
+        return wrapped
 
 
 def built(config: Any, backend: str) -> Any:
@@ -107,6 +126,24 @@ def test_the_override_changes_no_loss_and_divides_every_layer(alpha: float, back
         shown = manager.explain(0)
         assert shown.used.kept_fraction <= 0.12, shown
     manager.close()
+
+
+@pytest.mark.parametrize("backend", ["partial_dtensor", "spmd_types"])
+def test_a_policy_may_wrap_blocks_with_memos_checkpoint(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memo.checkpointing.function.MIN_BYTES", MIN_BYTES)
+    want = trained(built(configured(None), backend))
+    config = configured(None)
+    config.activation_checkpoint = Checkpointed.Config()
+    got = trained(built(config, backend))
+    plain = {name.replace("_checkpoint_wrapped_module.", ""): each for name, each in got.parameters.items()}
+    assert_same(Run(got.losses, plain), want)
+    (context,) = _thread.contexts.values()
+    _thread.contexts.clear()
+    context.close()
+    recompute = context.report().recompute
+    assert recompute is not None
+    assert recompute.accepted == LAYERS
+    assert recompute.refused == {}
 
 
 def test_the_override_keeps_what_the_configuration_says_of_all_policies() -> None:
