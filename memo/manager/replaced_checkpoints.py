@@ -16,11 +16,12 @@ torch has no hook for that, so the two functions that its `checkpoint` calls are
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointFunction, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import CheckpointFunction, create_selective_checkpoint_contexts
 
 from memo.manager import claims
 from memo.swap import runs_as_written
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 _CALLS = frozenset({"forward", "_call_impl", "_wrapped_call_impl"})
 """Names of the methods that run the whole of a module."""
 
+_KNOWN = (nullcontext, type(create_selective_checkpoint_contexts([])[0]))
+"""Contexts that change no values: none, and those of torch's selective checkpointing, by whatever function they are made."""
+
 _checkpointed = found("checkpoint_without_reentrant_generator")
 _reentrant = torch.autograd.Function.__dict__["apply"].__func__  # of any class of functions
 
@@ -40,19 +44,20 @@ def _generator(
     function: Callable[..., Any], preserve_rng_state: bool, context_fn: Any, *args: Any, **kwargs: Any
 ) -> Iterator[None]:
     """Torch's generator, which goes on after the forward, or one that does nothing."""
-    if not _changes_nothing(context_fn):
-        for manager in claims.entered():
-            manager.notes_checkpoint(())
-    elif is_replaced(function, args):
-        return _nothing()
+    if claims.entered() and runs_as_written():
+        contexts = context_fn()  # once for each checkpoint, as torch does
+        context_fn = functools.partial(_given, contexts)
+        if not isinstance(contexts[0], _KNOWN):
+            for manager in claims.entered():
+                manager.notes_checkpoint(())
+        elif is_replaced(function, args):
+            return _nothing()
     made: Iterator[None] = _checkpointed(function, preserve_rng_state, context_fn, *args, **kwargs)
     return made
 
 
-def _changes_nothing(context_fn: Any) -> bool:
-    """Tells whether a function's contexts are known to change no values: none, or those of a selective policy."""
-    made_by = getattr(context_fn, "func", context_fn)
-    return made_by is noop_context_fn or made_by is create_selective_checkpoint_contexts
+def _given(contexts: Any) -> Any:
+    return contexts
 
 
 def _nothing() -> Iterator[None]:

@@ -98,6 +98,11 @@ class Stack(nn.Module):
             result = checkpoint(lambda hidden: layer(hidden), x, use_reentrant=False)
         elif self.how == "argument":
             result = checkpoint(lambda module, hidden: module(hidden), layer, x, use_reentrant=False)
+        elif self.how == "selective, by a function":
+            options = [torch.ops.aten.addmm.default]
+            result = checkpoint(
+                layer, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(options)
+            )
         elif self.how == "selective":
             contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
             result = checkpoint(layer.__call__, x, use_reentrant=False, context_fn=contexts)
@@ -135,7 +140,7 @@ def _made(how: str) -> nn.Module:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-@pytest.mark.parametrize("how", ["closure", "argument", "selective", "wrapper", "within", "segments"])
+@pytest.mark.parametrize("how", ["closure", "argument", "selective", "selective, by a function", "wrapper", "within", "segments"])
 def test_layers_are_managed_as_without_their_checkpoints(how: str, alpha: float) -> None:
     plain, model = Stack("plain"), _made(how)
     moved = []
