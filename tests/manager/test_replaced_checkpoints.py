@@ -140,7 +140,9 @@ def _made(how: str) -> nn.Module:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-@pytest.mark.parametrize("how", ["closure", "argument", "selective", "selective, by a function", "wrapper", "within", "segments"])
+@pytest.mark.parametrize(
+    "how", ["closure", "argument", "selective", "selective, by a function", "wrapper", "within", "segments"]
+)
 def test_layers_are_managed_as_without_their_checkpoints(how: str, alpha: float) -> None:
     plain, model = Stack("plain"), _made(how)
     moved = []
