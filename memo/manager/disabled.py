@@ -63,7 +63,7 @@ class DisabledManager(Manager):
     def detach(self) -> None:
         """Does nothing."""
 
-    def replaces_checkpoint_of(self, modules: Sequence[nn.Module], region: object) -> bool:
+    def replaces_checkpoint_of(self, modules: Sequence[nn.Module]) -> bool:
         """False."""
         return False
 

@@ -7,7 +7,6 @@ manager and in those of backward; other threads are left alone.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,14 +32,11 @@ class LayerHooks:
     """Hooks on layers, between `install` and `remove`.
 
     Args:
-        model: what has them.
         layers: the managed layers.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[Layer]) -> None:
-        self._model = model
+    def __init__(self, layers: Sequence[Layer]) -> None:
         self._layers = layers
-        self._shared: set[nn.Parameter] | None = None  # parameters that several modules have
         self._thread = 0
         self._hooks: list[LayerHook] = []
         self._running: dict[int, list[Group]] = {}
@@ -61,14 +57,6 @@ class LayerHooks:
         own = next(layer.module for layer in self._layers if layer.name == name)
         has = set(own.parameters())
         return [name] if own in parts or (has and has <= {p for part in parts for p in part.parameters()}) else []
-
-    def owns_parameters(self, name: str, modules: Sequence[nn.Module]) -> bool:
-        """Tells whether layer `name` has all parameters of `modules`, and no other module of the model has one of them."""
-        if self._shared is None:
-            uses = Counter(parameter for _, parameter in self._model.named_parameters(remove_duplicate=False))
-            self._shared = {parameter for parameter, count in uses.items() if count > 1}
-        own = {p for layer in self._layers if layer.name == name for p in layer.module.parameters()}
-        return own == {p for module in modules for p in module.parameters()} and not own & self._shared
 
     @property
     def seen(self) -> list[str]:

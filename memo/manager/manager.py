@@ -102,12 +102,9 @@ class Manager:
         self._attached: ForwardHooks | None = None
         self._hooks: list[LayerHook | RemovableHandle] = []
         self._saving: SavingHooks | None = None
-        self._layer_hooks = LayerHooks(model, layers)
+        self._layer_hooks = LayerHooks(layers)
         self._unseen = Unseen(layers)
         self._replaced: set[str] = set()
-        self._regions: weakref.WeakValueDictionary[str, replaced_checkpoints.ReentrantCall] = (
-            weakref.WeakValueDictionary()
-        )
         self._step_ends = StepEnds(model)
         self.step = 0
         self._begun_steps = 0
@@ -401,26 +398,14 @@ class Manager:
             self._hooks.pop()
         self._engine.end_forwards()
 
-    def replaces_checkpoint_of(
-        self, modules: Sequence[nn.Module], region: replaced_checkpoints.ReentrantCall | None
-    ) -> bool:
-        """Tells whether a checkpoint that begins now, and runs `modules`, is a plain call: it is around managed layers.
-
-        Args:
-            modules: what it runs.
-            region: the checkpoint, if it is a reentrant one, which must be around one layer, from within or without.
-        """
+    def replaces_checkpoint_of(self, modules: Sequence[nn.Module]) -> bool:
+        """Tells whether a checkpoint that begins now, and runs `modules`, is a plain call: it is around managed layers."""
         if self._saving is None:
             return False
         around = self._layer_hooks.within(modules)
         if not around or not self._saving.are_topmost:
             self.notes_checkpoint(around)
             return False
-        if region is not None:
-            if around[0] in self._regions or not self._layer_hooks.owns_parameters(around[0], modules):
-                self.notes_checkpoint(())
-                return False
-            self._regions[around[0]] = region
         if not self._replaced:
             log.info("%s: activation checkpointing around its layers is replaced", self._name)
         self._replaced.update(around)

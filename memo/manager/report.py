@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from memo.autoplan import PlanOutcome
     from memo.swap import Engine, RecomputePolicy, SpillFigures
 
+HELD_SHARE = 0.02
+"""Share of the saved bytes above which those that something else holds are told: the first layer's input always is one."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TierUse:
@@ -385,9 +388,9 @@ class Report:
         if self.replaced:
             lines.append(f"in place of the program's activation checkpointing: {self.replaced} layers")
         lines += _by_reason("not managed", self.unseen)
-        if self.held_bytes:
+        if self.held_bytes > HELD_SHARE * self.saved_peak_bytes:
             lines.append(
-                f"still on the device: {format_bytes(self.held_bytes)} of this, since the program holds it (use_cache, "
+                f"still on the device: {format_bytes(self.held_bytes)} of this, which something else holds, too (use_cache, "
                 "output_hidden_states, a list of layers' outputs)"
             )
         return [*lines, *self._table(), *self._counters()]

@@ -36,8 +36,8 @@ _COMPILED = (
 )
 
 _CHECKPOINTED = (
-    "its own activation checkpointing recomputes it or a part of it; turn that off, or put it around whole layers, where "
-    "memo replaces it"
+    "its own activation checkpointing recomputes it or a part of it; turn that off, or use use_reentrant=False around whole "
+    "layers, which memo replaces"
 )
 _HIDDEN = "its activation checkpointing offloads what it saves by itself; turn that off, memo replaces it"
 

@@ -152,15 +152,15 @@ def test_hugging_face_attention_implementations(name: str, attention: str, tmp_p
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_hugging_face_gradient_checkpointing_is_replaced(name: str, reentrant: bool, tmp_path: Path) -> None:
+def test_hugging_face_gradient_checkpointing_is_replaced_or_stays(name: str, reentrant: bool, tmp_path: Path) -> None:
     def make() -> nn.Module:
         model = hugging_face(name)
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
         return model.train()
 
     manager = compare(make, causal(use_cache=False), tmp_path)
-    assert manager.report().replaced == len(manager.layers)
-    assert manager.stats.bytes_disk > 3 * 3 * (2 * 64 * 32 * 4)  # more than the layers' inputs
+    assert manager.report().replaced == (0 if reentrant else len(manager.layers))
+    assert (manager.stats.bytes_disk <= 3 * 3 * (2 * 64 * 32 * 4)) == reentrant  # at most the layers' inputs
 
 
 def test_left_padding_mask(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_several_forwards_before_their_backwards(offload: Callable[..., memo.Man
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_around_layers_are_replaced(offload: Callable[..., memo.Manager], reentrant: bool) -> None:
+def test_checkpoints_around_layers_are_replaced_or_stay(offload: Callable[..., memo.Manager], reentrant: bool) -> None:
     class Checkpointed(Stack):
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             x = self.embed(tokens)
@@ -208,8 +208,9 @@ def test_checkpoints_around_layers_are_replaced(offload: Callable[..., memo.Mana
     manager = offload(model)
     got = train(model, lambda step: model(ids(step)), manager)
     assert_equal(got, plain(make))
-    assert manager.report().replaced == len(manager.layers)
-    assert manager.stats.bytes_disk > 3 * 3 * (2 * 48 * 32 * 4)  # more than the layers' inputs
+    assert manager.report().replaced == (0 if reentrant else len(manager.layers))
+    # The inputs of checkpoints that stay: two a step are saved before another layer follows.
+    assert (manager.stats.bytes_disk <= 3 * 3 * (2 * 48 * 32 * 4)) == reentrant
 
 
 def test_a_users_own_hooks_inside_win(offload: Callable[..., memo.Manager]) -> None:

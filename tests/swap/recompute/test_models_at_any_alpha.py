@@ -123,14 +123,14 @@ def test_autocast(alpha: float, variant: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_around_layers_are_replaced(reentrant: bool, tmp_path: Path) -> None:
+def test_checkpoints_around_layers_are_replaced_or_stay(reentrant: bool, tmp_path: Path) -> None:
     def make() -> nn.Module:
         model = hugging_face("llama")
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
         return model.train()
 
     manager = compare(make, causal(2, use_cache=False), tmp_path, 0.25)
-    assert manager.stats.bytes_recomputed > 0
+    assert (manager.stats.bytes_recomputed == 0) == reentrant
 
 
 class RoundsByPlace(nn.Module):
