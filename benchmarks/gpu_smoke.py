@@ -99,7 +99,7 @@ def link(device: torch.device) -> str:
 
 
 def blocking_kvikio() -> Any:
-    """kvikio in its compatibility mode, without GPUDirect Storage: its calls block, and GdsDisk would refuse it."""
+    """kvikio in its compatibility mode, told to GdsDisk as GPUDirect Storage, since it refuses calls that block."""
     library: Any = importlib.import_module("kvikio")
     importlib.import_module("kvikio.defaults").set("compat_mode", library.CompatMode.ON)
     return SimpleNamespace(CuFile=library.CuFile, defaults=SimpleNamespace(is_compat_mode_preferred=lambda: False))
@@ -117,13 +117,11 @@ def gds(device: torch.device) -> str:
         """This machine, whose disk is kvikio's whatever the driver has."""
 
         def disk(self, directories: Any, nbytes: int | None, *, verify: bool) -> Any:
-            return GdsDisk(
-                directories, nbytes, new_stream=lambda: copy_stream(device), kvikio=library
-            ), None  # None: the installed one
+            return GdsDisk(directories, nbytes, new_stream=lambda: copy_stream(device), kvikio=library), None
 
     with tempfile.TemporaryDirectory() as folder:
         lacks = obstacles(Path(folder)) or try_gds(Path(folder))
-        library = blocking_kvikio() if lacks else None
+        library = blocking_kvikio() if lacks else None  # None: GdsDisk imports kvikio itself
         rates = [_disk_rates(machine, Path(folder)) for machine in (ByGds(device), Machine(device))]
         with use_machine(ByGds(device)):
             manager = _equal_gradients(device, host=0, disk=folder)

@@ -82,7 +82,7 @@ def main() -> int:
     setup = setup_for_gpu() if torch.cuda.is_available() else setup_for_cpu()
     with tempfile.TemporaryDirectory(prefix="memo-demo-") as scratch:
         console.print(
-            "Two trainings of the same model, some two minutes each on two cores; a step takes up to a minute."
+            "Two trainings of the same model, some two minutes each on two cores; a step takes up to half a minute."
         )
         console.print(f"1/2  {format_tokens(setup.seq)} tokens, activations in memory")
         without = train(setup, ["--offload", "none"], Path(scratch) / "without.jsonl")
@@ -113,8 +113,8 @@ def setup_for_cpu() -> Setup:
 
     Two heads of 64, since torch's attention on a CPU uses as many cores in backward as there are heads.
     """
-    model = ["--model", "tiny", "--layers", "24", "--hidden", "128", "--heads", "2"]
-    return Setup(device="cpu", model=model, seq=8192, steps=3, offload=["--offload", "disk"])
+    model = ["--model", "tiny", "--layers", "48", "--hidden", "128", "--heads", "2"]
+    return Setup(device="cpu", model=model, seq=4096, steps=3, offload=["--offload", "disk"])
 
 
 def setup_for_gpu() -> Setup:

@@ -56,7 +56,7 @@ class Stats:
     peak_saved_bytes: int = 0
     """Largest value of `saved_bytes`."""
     peak_held_bytes: int = 0
-    """Most bytes that had left the device when a forward ended, and were still on it since the program held them."""
+    """Most bytes of offloaded storages still on the device when a forward ended, since the program kept a reference."""
     recompute_ns: int = 0
     """Time of the compute streams spent recomputing."""
     uses: dict[UseKind, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(UseKind, 0))

@@ -278,7 +278,7 @@ class Actuator:
 
     @property
     def margin_bytes(self) -> int:
-        """Bytes that a budget needs beside what steps have shown, where the counter is not of tensors alone."""
+        """Bytes that a suggested budget has beside what steps have shown: resident memory (CPU) is not of tensors alone."""
         return self._budget.noise_bytes + self._budget.unseen_bytes
 
     def unmeasured_bytes(self, *, first: bool, growth: float = 1.0) -> int:

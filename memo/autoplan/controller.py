@@ -410,8 +410,8 @@ class AutoPlan:
             MemoError: no plan fits, or it cannot be made. The entry's setting is as before.
         """
         assert cached.profile is not None
-        growth = self._growth(cached.profile.signature)
-        self._take(cached, *self._maker.make(cached, growth=growth, excess=excess))
+        grown = self._growth(cached.profile.signature)
+        self._take(cached, *self._maker.make(cached, growth=grown, excess=excess))
 
     def _take(self, cached: CachedPlan, plan: ActivationPlan, others_bytes: int, unmeasured_bytes: int) -> None:
         """Sets a plan to be tried in the next step."""

@@ -1,4 +1,4 @@
-"""Plans for what was measured: the problem, its solution on all ranks, and room for storages that move whole.
+"""Makes the plan of a measured profile: the problem, its solution on all ranks, and room for storages that move whole.
 
 Owns how a plan is made; the controller owns when, and what becomes of it.
 """
@@ -33,7 +33,7 @@ class PlanMaker:
     """Makes the plans of one manager.
 
     Args:
-        actuator: tells what plans have to fit.
+        actuator: has the budgets and margins.
         make_plan: solves a problem; returns a checked plan, or raises a MemoError.
         all_gather: collects a value from all ranks that must use the same plan.
         held: most microbatches in flight on this rank, by its pipeline's schedule; None: all of a step's.
@@ -85,9 +85,9 @@ class PlanMaker:
             from memo.mip.activation import DoesNotFit  # loads the solver, which has run
 
             others, needs = format_bytes(self.others_bytes), ""
-            least = answer.least_bytes.get("device") if isinstance(answer, DoesNotFit) else None
-            if least is not None:
-                fits = least + self.others_bytes + self._actuator.margin_bytes
+            known = answer.least_bytes.get("device") if isinstance(answer, DoesNotFit) else None
+            if known is not None:
+                fits = known + self.others_bytes + self._actuator.margin_bytes
                 needs = f"it needs device='{format_bytes(fits, up=True).replace(' ', '')}' or more; "
             raise PlanError(f"{needs}{answer}, beside {others} for everything but saved tensors") from None
         if isinstance(answer, MemoError):

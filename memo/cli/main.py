@@ -67,7 +67,7 @@ def _wait_for_first_rank() -> None:
 
 _RENAMED = {
     "train": {"--device-budget": "--device", "--host-budget": "--host", "--disk-dir": "--disk"},
-    "plan": {"--nvme": "--disk-budget", "--loss": "--loss-without-logits"},
+    "plan": {"--nvme": "--disk-budget", "--loss": "--loss-without-logits (leave it out for the model's own loss)"},
     "doctor": {"--disk-dir": "--disk"},
     "profile": {"--disk-dir": "--disk"},
     "rehearse": {"--disk": "--disk-space"},

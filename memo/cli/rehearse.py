@@ -42,9 +42,9 @@ Exit code 3: the training does not fit, or a budget was exceeded. Exit code 4: n
 _START_S = 10.0
 """Processor seconds of imports and building."""
 _FIRST_S, _LATER_S = 0.07, 0.0075
-"""Processor seconds for a layer's parameter in the first step under memo, which tries recompute, and in each step. They
-depend on the number of operators, not on sizes: 28 layers of Qwen3-0.6B at 8k, for which 45 s are said, took 40 s; 32 of
-Llama-3-8B with adapters at 32k, for which 95 s are said, 102 s."""
+"""Processor seconds for each parameter tensor of the layers in the first step under memo, which tries recompute, and in
+each step. They depend on the number of operators, not on sizes: 28 layers of Qwen3-0.6B at 8k, estimated 45 s, took 40 s;
+32 of Llama-3-8B with adapters at 32k, estimated 95 s, 102 s."""
 _EXPECTED_STEPS = 6
 """Steps until a plan has settled, and two by it: four to nine were seen."""
 _SAY_FROM_S = 20.0
@@ -227,9 +227,7 @@ def _with_estimate(build: Callable[[], Step], args: Options) -> Callable[[], Ste
         seconds = _START_S + parameters * (_FIRST_S * (args.way == "memo") + steps * args.accumulate * _LATER_S)
         if seconds > _SAY_FROM_S and (not args.json or sys.stderr.isatty()):
             about = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-            print(
-                f"memo rehearse: {len(layers)} layers, about {about} of a processor core", file=sys.stderr, flush=True
-            )
+            print(f"memo rehearse: {len(layers)} layers, about {about} of CPU time", file=sys.stderr, flush=True)
         return step
 
     return built

@@ -72,7 +72,9 @@ def _projection(model: nn.Module) -> nn.Linear:
             f"the loss of {name} is without logits already; leave out this second memo.loss_without_logits"
         )
     if own is not None:
-        raise UsageError(f"the output projection of {name} has a forward put on it already, by another library")
+        raise UsageError(
+            f"another library has replaced the forward of {name}'s output projection; call memo.loss_without_logits first"
+        )
     plain = isinstance(found, nn.Linear) and (
         type(found).forward is nn.Linear.forward or isinstance(found, DividedRows)
     )
@@ -149,6 +151,7 @@ class LossWithoutLogits:
         if computed and output is not None and not self._warned:  # with an error there is no output
             self._warned = True
             warn_user(
-                f"{type(model).__name__} does more with its logits than a cross entropy: they were computed in full",
+                f"{type(model).__name__} does more with its logits than a cross entropy: they were computed in full, and "
+                "memo.loss_without_logits saves nothing",
                 UserWarning,
             )

@@ -103,8 +103,8 @@ def measure_lanes(device: torch.device, *, directories: Sequence[Path], seconds:
         seconds: Length of one measurement.
 
     Returns:
-        Bytes per second by lane. Lanes that are unused, have no room for a measurement, or no link, as to
-        host memory on a CPU, are left out.
+        Bytes per second by lane. Left out: unused lanes, a disk too full to measure, and host memory on a CPU, which has no
+        link.
     """
     rates: dict[Lane, float] = {}
     if device.type == "cuda":

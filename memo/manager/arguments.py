@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 
 
 def naming_arguments(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorates a function of memo's face: the TypeError of an unknown keyword argument names the nearest one."""
+    """Decorates a public function: the TypeError of an unknown keyword argument names the nearest one."""
     known = inspect.signature(function).parameters
 
     @functools.wraps(function)

@@ -93,7 +93,7 @@ class Machine:
             return None
         return measure_link(self.device, seconds=LINK_SECONDS, room_bytes=room_bytes)
 
-    def lanes(self, *, host: bool, directories: Sequence[Path]) -> Mapping[Lane, float]:
+    def lanes(self, *, directories: Sequence[Path]) -> Mapping[Lane, float]:
         """Measures the rates of the lanes to host memory and disk, in bytes per second."""
         with torch.random.fork_rng(devices=[]):  # a step's own numbers go on as without a measurement
             return measure_lanes(self.device, directories=directories, seconds=LINK_SECONDS)

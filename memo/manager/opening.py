@@ -184,7 +184,7 @@ class OffloadOptions:
                 budget,
                 tracer=recorder,
                 link=machine.link,
-                disk_rates=lambda: machine.lanes(host=False, directories=room.directories) if room.directories else {},
+                disk_rates=lambda: machine.lanes(directories=room.directories) if room.directories else {},
                 missing_gradient_bytes=lambda: missing_gradient_bytes(self.model.parameters()),
             )
             parts = dataclasses.replace(parts, actuator=actuator, source=self._source(actuator, recorder))

@@ -5,9 +5,9 @@
 
 A checkpoint of a part of a layer stays: the program has chosen it. One with contexts of its own (`context_fn`) stays,
 since they may change what the layer computes; those of torch's selective checkpointing are known not to. A reentrant one
-stays: its backward is one of its own, so that sums have another order than a plain call's, and outputs and what leaves
-the layer another way (a list, an attribute, a hook) have other gradients. torch has no hook for that, so the two functions
-that its `checkpoint` calls are replaced once, when this module is imported.
+stays: a plain call would sum gradients in another order, and give tensors that leave the layer by a list, an attribute or
+a hook gradients that it does not give them. torch has no hook for this, so the two functions that its `checkpoint` calls
+are replaced once, when this module is imported.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def is_replaced(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
 
 
 def _called(function: Callable[..., Any], args: tuple[Any, ...], manager: Manager) -> list[nn.Module]:
-    """The modules that a checkpoint runs, by which a manager knows its layers: none where it would pass by their hooks."""
+    """The modules that a checkpoint calls; none for a `layer.forward`, which would bypass the hooks on the layer."""
     is_within = manager.open_layer is not None
     module = getattr(function, "__self__", None)
     if not is_within and isinstance(module, nn.Module) and function == module.forward:

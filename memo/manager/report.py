@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from memo.swap import Engine, RecomputePolicy, SpillFigures
 
 HELD_SHARE = 0.02
-"""Share of the saved bytes above which those that something else holds are told: the first layer's input always is one."""
+"""Held bytes are reported above this share of the saved bytes: the program always holds the first layer's input."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +223,7 @@ class Report:
     nothing: str | None = None
     """Reason why there is nothing to report."""
     held_bytes: int = 0
-    """Most bytes that had left the device when a forward ended, and were still on it since the program held them."""
+    """Most bytes of offloaded storages still on the device when a forward ended, since the program kept a reference."""
     unseen: dict[str, str] = dataclasses.field(default_factory=dict)
     """Layers that ran without their hooks, and the reason of each."""
     replaced: int = 0
@@ -390,8 +390,8 @@ class Report:
         lines += _by_reason("not managed", self.unseen)
         if self.held_bytes > HELD_SHARE * self.saved_peak_bytes:
             lines.append(
-                f"still on the device: {format_bytes(self.held_bytes)} of this, which something else holds, too (use_cache, "
-                "output_hidden_states, a list of layers' outputs)"
+                f"offloaded but still on the device: up to {format_bytes(self.held_bytes)}, since the program keeps a "
+                "reference; drop it before backward (use_cache, output_hidden_states, a list of layer outputs)"
             )
         return [*lines, *self._table(), *self._counters()]
 

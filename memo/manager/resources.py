@@ -182,7 +182,7 @@ def open_recorder(
     """Opens this rank's trace; its header has the budgets and the rates of the links, measured alone."""
     machine = room.machine
     budgets = {"device": device_bytes, "host": room.host_bytes, "disk": room.disk_bytes}
-    links = machine.lanes(host=room.host_bytes > 0, directories=room.directories)
+    links = machine.lanes(directories=room.directories)
     meta = {
         "command": " ".join(sys.argv),
         "model": f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MOST_FORWARDS = 16
 """Forwards, each after the backward of the one before, that are one step where nothing has ever shown an end."""
 WARNED_AFTER = 4 * MOST_FORWARDS
-"""Forwards without any such end after which the program is warned; few accumulate the gradients of so many."""
+"""Forwards without a sign of a step's end after which memo warns; few programs accumulate gradients over so many."""
 LOOKED_AT = 4
 """Parameters that are looked at, from either end of the model."""
 
@@ -74,14 +74,16 @@ class StepEnds:
         self._is_seen |= is_changed
         ended = is_changed or is_cleared
         if not self._is_seen:
+            if is_cleared:
+                self._unseen = 0
             is_long = not ended and self._forwards > MOST_FORWARDS
             ended |= not has_gradients or is_long
             self._unseen += MOST_FORWARDS * is_long
             if is_long and self._unseen == WARNED_AFTER:
                 warn_user(
-                    f"memo.offload: {WARNED_AFTER} forwards, and no optimizer step, changed parameter or cleared gradient "
-                    f"showed where a training step ends; memo takes {MOST_FORWARDS} forwards for one. Call optimizer.step() "
-                    "and optimizer.zero_grad(), or manager.step_done() after each step"
+                    f"memo.offload: nothing showed where a training step ends in {WARNED_AFTER} forwards: no optimizer "
+                    f"step, changed parameter or cleared gradient. memo counts {MOST_FORWARDS} forwards as one step; call "
+                    "optimizer.step() or zero_grad() in each step, or manager.step_done() after it"
                 )
         if ended:
             self._forwards = 0

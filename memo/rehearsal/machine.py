@@ -125,11 +125,9 @@ class SimulatedMachine(Machine):
             h2d_together_bytes_per_s=hardware.duplex_bytes_per_s / 2,
         )
 
-    def lanes(self, *, host: bool, directories: Sequence[Path]) -> Mapping[Lane, float]:
+    def lanes(self, *, directories: Sequence[Path]) -> Mapping[Lane, float]:
         """Rates by lane."""
-        hardware, found = self.hardware, dict[Lane, float]()
-        if host:
-            found |= {Lane.D2H: hardware.d2h_bytes_per_s, Lane.H2D: hardware.h2d_bytes_per_s}
+        found = {Lane.D2H: self.hardware.d2h_bytes_per_s, Lane.H2D: self.hardware.h2d_bytes_per_s}
         if directories:
             found |= {Lane.DISK_WRITE: self._disk_write, Lane.DISK_READ: self._disk_read}
         return found

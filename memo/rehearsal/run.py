@@ -394,11 +394,7 @@ def _decision(manager: Manager) -> str:
         return "fixed setting"
     if outcome.plan is None:
         return outcome.phase if outcome.why_not is None else f"{outcome.phase}: {outcome.why_not}"
-    why = (
-        "; ".join(outcome.plan.binding)
-        if outcome.plan.declined is None
-        else "everything is kept, for which there is room"
-    )
+    why = "; ".join(outcome.plan.binding) if outcome.plan.declined is None else "everything fits and is kept"
     seconds = f"{outcome.plan.stages[0].microbatch_s:.3f} s predicted"
     return f"{outcome.phase}: {seconds}{why and f'; {why}'}"
 

@@ -121,7 +121,7 @@ def schedule_bounds(problem: ActivationProblem) -> BoundSequence:
 def has_room(problem: ActivationProblem) -> bool:
     """Whether the device may hold what every plan holds in any case; if not, no plan fits.
 
-    The cheapest bound by memory: static bytes first, then the likely peaks of the stages whose memory counts.
+    Static bytes are looked at first, then the likely peaks of the stages whose memory counts.
     """
     counted = [problem.stages[number] for number in _counted_stages(problem.pipeline.stages)]
     if any(stage.static.nbytes > stage.machine.budgets.device_bytes for stage in counted):

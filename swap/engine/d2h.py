@@ -96,7 +96,7 @@ class CopyOut:
         self._late: collections.deque[Group] = collections.deque()  # released but for sources whose copies are late
 
     def count_held(self) -> None:
-        """Counts the sources released since the last call that are still there, since the program holds them."""
+        """Updates `peak_held_bytes` by the sources released since the last call that the program still references."""
         held = sum(nbytes for source, nbytes in self._released.items() if source() is not None)
         self._telemetry.stats.peak_held_bytes = max(self._telemetry.stats.peak_held_bytes, held)
         self._released.clear()

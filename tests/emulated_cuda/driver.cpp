@@ -1,4 +1,4 @@
-// The driver's functions that torch asks for before its first operator, and those of kvikio's compatibility mode: by the runtime's.
+// Driver functions that torch needs before its first operator and kvikio in its compatibility mode, by means of the emulated runtime.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 

@@ -1,4 +1,4 @@
-"""The disk path over the real kvikio, in its compatibility mode without GPUDirect Storage, as on the emulated device."""
+"""GdsDisk over the real kvikio, in compatibility mode where GPUDirect Storage is missing, as on the emulated device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 def test_bytes_come_back_from_two_folders(tmp_path: Path) -> None:
-    """Of any size, in stripes, after what another stream writes late."""
+    """Tensors of any size are written in stripes after the stream that fills them, and read back."""
     chance, backend = random.Random(0), CudaBackend(DEVICE)
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
@@ -54,7 +54,7 @@ def test_a_training_step_is_bit_equal_by_kvikio() -> None:
 
 
 def test_transfers_that_block_are_refused(tmp_path: Path) -> None:
-    """Of the library as it is, where it would not use GPUDirect Storage."""
+    """GdsDisk refuses kvikio where it would run in compatibility mode."""
     import kvikio.defaults
 
     with (

@@ -402,7 +402,7 @@ def test_models_whose_loss_is_not_known_are_refused_and_left_alone() -> None:
         "own forward": (scaled, r"is a \S*Scaled with a forward of its own"),
         "computed": (normed, "is computed, and no parameter of it"),
         "twice": (twice, "is without logits already; leave out this second memo"),
-        "another's": (patched, "has a forward put on it already, by another library"),
+        "another's": (patched, "another library has replaced the forward"),
         "other loss": (other, r"the loss of LlamaForCausalLM \(ForCTC\) is not a cross entropy"),
     }
     for name, (model, message) in refused.items():

@@ -317,4 +317,4 @@ def test_tensors_that_the_program_holds_on_the_device_are_told(keeps: bool, alph
     manager.close()
     # All but the last two layers' are released when the forward ends.
     assert report.held_bytes == (2 * outputs[0].nbytes if keeps else 0)
-    assert ("which something else holds" in str(report)) == keeps
+    assert ("offloaded but still on the device" in str(report)) == keeps

@@ -44,8 +44,8 @@ class ModelOptions:
     """Number format of a named model (default: of memo's GPT bf16-autocast, as memo train has it on a GPU; of a model of
     transformers bf16)."""
     loss_without_logits: bool = False
-    """Loss of memo.loss_without_logits instead of a model's own, which has all logits in float32; that of memo's GPT has
-    none in memory anyway."""
+    """Compute the loss with memo.loss_without_logits, so that the float32 logits are never in memory as a whole (memo's
+    GPT never has them)."""
 
 
 def add_model_flags(group: argparse._ArgumentGroup) -> None:

@@ -40,8 +40,8 @@ class RehearsedModel:
     layers: Count | None = None
     """Number of layers (default: the model's)."""
     loss_without_logits: bool = False
-    """Loss of memo.loss_without_logits instead of a model's own, which has all logits in float32; that of memo's GPT has
-    none in memory anyway."""
+    """Compute the loss with memo.loss_without_logits, so that the float32 logits are never in memory as a whole (memo's
+    GPT never has them)."""
     seq: Annotated[Tokens, Flag(one_of="length")] = 1024
     """Sequence length in tokens, such as 32k (default 1k)."""
     lengths: Annotated[Sequence[int], Flag(type=_lengths, metavar="TOKENS,...", one_of="length")] = ()
