@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _CALLS = frozenset({"forward", "_call_impl", "_wrapped_call_impl"})
 """Names of the methods that run the whole of a module."""
 
-_KNOWN = (nullcontext, type(create_selective_checkpoint_contexts([])[0]))
+_KNOWN = (nullcontext, *map(type, create_selective_checkpoint_contexts([])))
 """Contexts that change no values: none, and those of torch's selective checkpointing, by whatever function they are made."""
 
 _checkpointed = found("checkpoint_without_reentrant_generator")
@@ -44,9 +44,9 @@ def _generator(
 ) -> Iterator[None]:
     """Torch's generator, which goes on after the forward, or one that does nothing."""
     if claims.entered() and runs_as_written():
-        contexts = context_fn()  # once for each checkpoint, as torch does
+        contexts = tuple(context_fn())  # once for each checkpoint, as torch does
         context_fn = functools.partial(_given, contexts)
-        if not isinstance(contexts[0], _KNOWN):
+        if not all(isinstance(each, _KNOWN) for each in contexts):
             for manager in claims.entered():
                 manager.notes_checkpoint(())
         elif is_replaced(function, args):

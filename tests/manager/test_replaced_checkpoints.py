@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -185,12 +186,21 @@ def test_a_checkpoint_in_a_layer_without_parameters_stays() -> None:
     manager.close()
 
 
-def test_a_checkpoint_with_contexts_of_its_own_stays() -> None:
-    """They may change what is computed; without them the layers would compute in float32."""
+@pytest.mark.parametrize("where", ["both", "recompute"])
+def test_a_checkpoint_with_contexts_of_its_own_stays(where: str) -> None:
+    """They may change what is computed, in the forward or in backward; without them gradients are others."""
+
+    @contextmanager
+    def doubled(weight: torch.Tensor) -> Iterator[None]:
+        weight.mul_(2)
+        yield
+        weight.mul_(0.5)
 
     class InContexts(Stack):
         def _call(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            def contexts() -> tuple[torch.autocast, torch.autocast]:
+            def contexts() -> tuple[AbstractContextManager[Any], ...]:
+                if where == "recompute":
+                    return nullcontext(), doubled(layer.up.weight.data)
                 return torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", torch.bfloat16)
 
             result: torch.Tensor = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)

@@ -58,6 +58,19 @@ def assert_divided(manager: memo.Manager, layers: int, *, forwards: int = STEPS)
     assert report.live_entries == 0
 
 
+def assert_checkpointed_by_memo(layers: int) -> None:
+    """Asserts that `memo.checkpoint` ran and recomputed each layer in this thread, and ends its context."""
+    from memo.checkpointing.function import _thread
+
+    (context,) = _thread.contexts.values()
+    _thread.contexts.clear()
+    context.close()
+    recompute = context.report().recompute
+    assert recompute is not None
+    assert recompute.accepted == layers
+    assert recompute.refused == {}
+
+
 def compare(
     train: Callable[[Callable[[nn.Module], memo.Manager] | None], Run],
     alpha: float | None,

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from integrations import MIN_BYTES, STEPS, Run, assert_divided, assert_same, run_of
+from integrations import MIN_BYTES, STEPS, Run, assert_checkpointed_by_memo, assert_divided, assert_same, run_of
 from torch import nn
 
 import memo
-from memo.checkpointing.function import _thread
 from memo.errors import UsageError
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
@@ -148,13 +147,7 @@ def test_layers_in_memos_checkpoint_change_no_loss(kind: str, monkeypatch: pytes
 
     want = trained(gpt(**KINDS[kind]), forward_step, batch=2)
     assert_same(checkpointed(memo.checkpoint), want)
-    (context,) = _thread.contexts.values()
-    _thread.contexts.clear()
-    context.close()
-    recompute = context.report().recompute
-    assert recompute is not None
-    assert recompute.accepted == LAYERS
-    assert recompute.refused == {}
+    assert_checkpointed_by_memo(LAYERS)
     assert_same(
         checkpointed(
             lambda forward, hidden_states, **named: tensor_parallel.checkpoint(

@@ -16,14 +16,24 @@ import torch.distributed as dist
 if importlib.util.find_spec("nemo_automodel") is None:
     pytest.skip("nemo-automodel is not installed", allow_module_level=True)
 
-from integrations import MIN_BYTES, SEQ, STEPS, VOCAB, Run, assert_divided, assert_same, llama, run_of
+from integrations import (
+    MIN_BYTES,
+    SEQ,
+    STEPS,
+    VOCAB,
+    Run,
+    assert_checkpointed_by_memo,
+    assert_divided,
+    assert_same,
+    llama,
+    run_of,
+)
 from nemo_automodel import NeMoAutoModelForCausalLM
 from nemo_automodel.components.distributed.config import DDPConfig
 from nemo_automodel.components.distributed.ddp import parallelize_ddp
 from nemo_automodel.components.loss.masked_ce import MaskedCrossEntropy
 
 import memo
-from memo.checkpointing.function import _thread
 from memo.integrations.hf import checkpoint_with_memo
 
 LAYERS = 3
@@ -76,10 +86,4 @@ def test_five_steps_are_as_without(checkpointing: bool | str) -> None:
 def test_its_checkpoints_may_be_memos(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memo.checkpointing.function.MIN_BYTES", MIN_BYTES)
     assert_same(trained(True, checkpoint_with_memo), trained(True))
-    (context,) = _thread.contexts.values()
-    _thread.contexts.clear()
-    context.close()
-    recompute = context.report().recompute
-    assert recompute is not None
-    assert recompute.accepted == LAYERS
-    assert recompute.refused == {}
+    assert_checkpointed_by_memo(LAYERS)

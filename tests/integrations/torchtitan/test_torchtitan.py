@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from integrations import MIN_BYTES, STEPS, Run, assert_divided, assert_same
+from integrations import MIN_BYTES, STEPS, Run, assert_checkpointed_by_memo, assert_divided, assert_same
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import memo
-from memo.checkpointing.function import _thread
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 
@@ -137,13 +136,7 @@ def test_a_policy_may_wrap_blocks_with_memos_checkpoint(backend: str, monkeypatc
     got = trained(built(config, backend))
     plain = {name.replace("_checkpoint_wrapped_module.", ""): each for name, each in got.parameters.items()}
     assert_same(Run(got.losses, plain), want)
-    (context,) = _thread.contexts.values()
-    _thread.contexts.clear()
-    context.close()
-    recompute = context.report().recompute
-    assert recompute is not None
-    assert recompute.accepted == LAYERS
-    assert recompute.refused == {}
+    assert_checkpointed_by_memo(LAYERS)
 
 
 def test_the_override_keeps_what_the_configuration_says_of_all_policies() -> None:

@@ -19,11 +19,21 @@ import torch.distributed as dist
 if importlib.util.find_spec("verl") is None:
     pytest.skip("verl is not installed", allow_module_level=True)
 
-from integrations import MIN_BYTES, SEQ, STEPS, VOCAB, Run, assert_divided, assert_same, llama, word_tokenizer
+from integrations import (
+    MIN_BYTES,
+    SEQ,
+    STEPS,
+    VOCAB,
+    Run,
+    assert_checkpointed_by_memo,
+    assert_divided,
+    assert_same,
+    llama,
+    word_tokenizer,
+)
 from verl.plugin.platform import set_platform
 from verl.plugin.platform.platform_cuda import PlatformCUDA
 
-from memo.checkpointing.function import _thread
 from memo.integrations.hf import checkpoint_with_memo
 
 LAYERS = 3
@@ -137,10 +147,4 @@ def test_its_checkpoints_may_be_memos(model: Path, monkeypatch: pytest.MonkeyPat
         model, FSDPEngineWithLMHead, checkpointing=True, use=lambda engine: checkpoint_with_memo(engine.module)
     )
     assert_same(got, want)
-    (context,) = _thread.contexts.values()
-    _thread.contexts.clear()
-    context.close()
-    recompute = context.report().recompute
-    assert recompute is not None
-    assert recompute.accepted == LAYERS
-    assert recompute.refused == {}
+    assert_checkpointed_by_memo(LAYERS)
