@@ -34,7 +34,11 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
     def resolve(name: str) -> Any:
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(home[name]), name)
+        try:
+            module = importlib.import_module(home[name])
+        except AttributeError as error:  # Python would say that this package has no such name
+            raise ImportError(f"{home[name]}: {error}") from error
+        return getattr(module, name)
 
     return resolve, lambda: sorted(home), sorted(home)
 

@@ -71,8 +71,9 @@ IMPORTS = {
     "memo/gpt/arithmetic memo/record",
     "memo/search": "memo mip/inputs mip/activation mip/cluster memo/gpt memo/gpt/arithmetic memo/hugging_face",
     "memo/profiling": "memo mip/inputs allocator swap face memo/autoplan memo/manager memo/record",
-    "memo/rehearsal": "memo mip/inputs mip/activation allocator swap/backends swap/disk swap face memo/machine memo/loss "
-    "memo/autoplan memo/manager memo/record memo/hugging_face",
+    "memo/rehearsal": "memo mip/inputs mip/activation allocator swap/backends swap/disk swap face memo/machine "
+    "memo/parallel memo/loss memo/autoplan memo/manager memo/gpt memo/gpt/arithmetic memo/gpt/model memo/record "
+    "memo/dry_run memo/hugging_face",
     "memo/checkpointing": "memo swap face memo/manager",
     "memo face": "memo allocator swap swap/recompute/tape memo/parallel memo/loss memo/manager memo/checkpointing "
     "memo/profiling memo/rehearsal",
@@ -80,7 +81,7 @@ IMPORTS = {
     "memo/cli/tables": "memo mip/address mip/inputs mip/activation mip/simulate face memo/trace memo/gpt/arithmetic "
     "memo/search memo/rehearsal",
     "memo/cli/terminal": "memo mip memo/trace",
-    "memo/cli/inputs": "memo memo/gpt memo/gpt/arithmetic memo/record memo/hugging_face memo/rehearsal mip/activation "
+    "memo/cli/inputs": "memo memo/parallel memo/gpt memo/gpt/arithmetic memo/record memo/hugging_face memo/rehearsal mip/activation "
     "mip/inputs memo/cli/terminal",
     "memo/cli/planning": "memo memo/parallel memo/gpt memo/gpt/arithmetic memo/hugging_face "
     "mip/address mip/activation mip/cluster mip/inputs mip/simulate face memo/trace memo/search "

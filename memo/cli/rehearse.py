@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from memo.cli.inputs.fields import add_fields, given_fields, refuse_given
 from memo.cli.inputs.flag_types import Alpha, Count, Flag, Force, Json, Size, WrittenFile
-from memo.cli.inputs.machine import Gpu, MachineOptions, machine_of
+from memo.cli.inputs.machine import Gpu, MachineOptions, Nics, machine_of
 from memo.cli.inputs.model_shape import namesake
 from memo.cli.inputs.rehearsed_model import RehearsedModel
 from memo.cli.inputs.step_source import OWN_MODEL
@@ -93,18 +93,19 @@ class _Machine(MachineOptions):
     gpu: Gpu = "h100"
     device: Size | None = None
     """Budget of device memory (default: 94 % of the GPU's)."""
+    net: Nics | None = None
     host_memory: Size | None = None
-    """Free host memory (default: one GPU's share of the node's)."""
+    """Free host memory of a node (default: the node's share for its GPUs in use)."""
     host: Annotated[int | str, Flag(type=_host, metavar="SIZE")] = "auto"
-    """Budget of host memory (default: 70 % of what is free)."""
+    """Budget of host memory, which a node's GPUs share (default: 70 % of what is free)."""
     disk_space: Size = 0
-    """Disk space; 0 is none."""
+    """Disk space of a node; 0 is none."""
     disk_budget: _OfDisk | None = None
     """Budget of disk space (default: all of --disk-space)."""
     disk_write: _OfDisk | None = None
-    """Bytes that the disk writes in a second, such as 5GB (default: one GPU's share of the node's)."""
+    """Bytes that a node's disks write in a second, such as 5GB (default: the node's share for its GPUs in use)."""
     disk_read: _OfDisk | None = None
-    """Bytes that the disk reads in a second, such as 5GB (default: one GPU's share of the node's)."""
+    """Bytes that a node's disks read in a second, such as 5GB (default: the node's share for its GPUs in use)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,6 +140,7 @@ class Options(RehearsedModel, _Training, _Machine, _Run):
     """
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.way != "memo":
             refuse_given(self, "--alpha --trace --attach", "applies to --way memo; leave it out")
         if not self.disk_space:
@@ -156,7 +158,7 @@ class Options(RehearsedModel, _Training, _Machine, _Run):
 def run(args: Options) -> ExitCode:
     """Rehearses, prints each step, the report and whether it fits; exit code 3 where it does not."""
     refuse_existing(args.trace, force=args.force)
-    hardware = machine_of(args)
+    hardware = machine_of(args, net=args.net)
     if args.device is not None and not 0 < args.device <= hardware.device_bytes:
         given, most = format_bytes(args.device, up=True), format_bytes(hardware.device_bytes, down=True)
         raise UsageError(f"--device: {given} are not within the {most} of {hardware.name}; give another size or --gpu")
@@ -165,6 +167,7 @@ def run(args: Options) -> ExitCode:
 
     machine = SimulatedMachine(
         hardware,
+        ranks=args.gpus,
         host_bytes=args.host_memory,
         disk_bytes=args.disk_space,
         disk_write_bytes_per_s=args.disk_write,

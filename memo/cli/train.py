@@ -23,7 +23,6 @@ from memo.gpt import (
     EmbeddingGradients,
     GPTConfig,
     OffloadConfig,
-    OffloadMode,
     RunConfig,
     TrainConfig,
     preset_name,
@@ -108,9 +107,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
         require_kind(args.plan, FileKind.ACTIVATION_PLAN)
         plan = read_activation_plan(args.plan)
         planned = None if plan.run is None else planned_run(plan)
-        offload = dataclasses.replace(
-            offload, **{"mode": OffloadMode.AUTO, **_tiers_of(plan), **given_fields(args, _OFFLOAD)}
-        )
+        offload = dataclasses.replace(offload, **{**_tiers_of(plan), **given_fields(args, _OFFLOAD)})
     given = given_fields(args, f"{_DATA} {_TRAINING} {_EXCHANGES} {_OUTPUT} {_ROPE}")
     if planned is None:
         model, shape = _named(args)

@@ -54,15 +54,27 @@ class IssuedCollectives(LocalTensorMode):
             RecordError: it is a collective that memo's training step does not have.
         """
         result = func(*args, **kwargs)
-        if func.namespace in ("c10d", "_c10d_functional"):
-            name = func._schema.name.partition("::")[2]
-            if name not in _SILENT:
-                read = _READ.get(name)
-                if read is None:
-                    raise RecordError(f"the step issues {name}, a collective that a dry run does not know")
-                if not _votes(name, args):
-                    self.calls.append(read(args))
+        call = collective_of(func, args)
+        if call is not None:
+            self.calls.append(call)
         return result
+
+
+def collective_of(func: OpOverload, args: tuple[Any, ...]) -> CollectiveCall | None:
+    """The collective that an operator is; None for others, and for those that only wait.
+
+    Raises:
+        RecordError: it is a collective that memo's training step does not have.
+    """
+    if func.namespace not in ("c10d", "_c10d_functional"):
+        return None
+    name = func._schema.name.partition("::")[2]
+    if name in _SILENT or _votes(name, args):
+        return None
+    read = _READ.get(name)
+    if read is None:
+        raise RecordError(f"the step issues {name}, a collective that a dry run does not know")
+    return read(args)
 
 
 def _votes(name: str, args: tuple[Any, ...]) -> bool:

@@ -18,6 +18,7 @@ from torch import nn
 
 from memo.allocator import AllocationRecorder, BytelessMode
 from memo.autoplan import settings_of
+from memo.dry_run.fsdp_storages import storages_without_memory
 from memo.dry_run.recorded_collectives import CollectiveCall, IssuedCollectives
 from memo.gpt import Precision, TrainConfig
 from memo.gpt.arithmetic import Ranks
@@ -29,7 +30,6 @@ from memo.mip.activation import extract_stage_plan
 from memo.parallel import Layout, PipelineOrder, simulated_rank
 from memo.record import OffloadWithoutBytes
 from memo.swap import find_layers
-from memo.torch_private import fsdp_param, fsdp_param_group
 
 if TYPE_CHECKING:
     from memo.gpt.arithmetic import PlannedRun
@@ -75,7 +75,7 @@ def step_of_rank(run: PlannedRun, rank: int) -> RankStep:
         with (
             BytelessMode(assume=1.0),
             recorder,
-            _storages_without_memory(recorder),
+            storages_without_memory(recorder),
             _norms_of_a_gpu(),
             _equal_arrivals(),
         ):
@@ -209,21 +209,3 @@ def _equal_arrivals() -> Iterator[None]:
 def _shares(total: int, parts: int) -> list[int]:
     each, more = divmod(total, parts)
     return [each + (part < more) for part in range(parts)]
-
-
-@contextlib.contextmanager
-def _storages_without_memory(recorder: AllocationRecorder) -> Iterator[None]:
-    """Has FSDP tell the recorder when it frees and allocates, instead of resizing storages that have no memory."""
-    modules: tuple[Any, ...] = (fsdp_param, fsdp_param_group)
-    replaced = {
-        "free_storage": lambda tensor: recorder.emptied(tensor.untyped_storage()),
-        "alloc_storage": lambda tensor: recorder.refilled(tensor.untyped_storage()),
-    }
-    before = [(module, name, getattr(module, name)) for module in modules for name in replaced if hasattr(module, name)]
-    for module, name, _ in before:
-        setattr(module, name, replaced[name])
-    try:
-        yield
-    finally:
-        for module, name, function in before:
-            setattr(module, name, function)

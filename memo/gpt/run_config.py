@@ -76,9 +76,9 @@ class OffloadConfig:
         UsageError: options contradict each other or the mode.
     """
 
-    mode: OffloadMode | None = None
+    mode: OffloadMode = OffloadMode.AUTO
     """Where activations wait between forward and backward: none leaves them on the device; host and disk move them; auto
-    measures the first steps and plans (default: auto on a GPU, or where an option beside it is given, else none)."""
+    measures the first steps and plans (default: auto)."""
     plan: Path | None = None
     """Run this plan, written by memo plan: the model, the layout, the batch and the precision are the plan's."""
     device: Annotated[int | None, {"type": _device_bytes, "metavar": "SIZE"}] = None
@@ -105,9 +105,8 @@ class OffloadConfig:
     trace_stacks: bool = False
     """With --trace: record the Python lines that saved each tensor (default: off)."""
 
-    @property
-    def _given(self) -> dict[str, object]:
-        return {
+    def __post_init__(self) -> None:
+        given = {
             "--plan": self.plan,
             "--device": self.device,
             "--host": self.host,
@@ -119,18 +118,7 @@ class OffloadConfig:
             "--trace": self.trace,
             "--trace-stacks": self.trace_stacks or None,
         }
-
-    def on(self, device_type: str) -> OffloadConfig:
-        """The options for a run on a device of this type: with a mode."""
-        if self.mode is not None:
-            return self
-        wanted = device_type == "cuda" or any(value is not None for value in self._given.values())
-        return dataclasses.replace(self, mode=OffloadMode.AUTO if wanted else OffloadMode.NONE)
-
-    def __post_init__(self) -> None:
-        given = self._given
         useless: list[str] = {
-            None: [],
             OffloadMode.NONE: list(given),
             OffloadMode.HOST: ["--plan", "--device", "--disk", "--disk-budget"],
             OffloadMode.DISK: ["--plan", "--device"],

@@ -18,7 +18,7 @@ import torch
 
 from memo.allocator import memory_share
 from memo.autoplan import DeviceBudget, device_budget_of
-from memo.machine import LinkRates, measure_lanes, measure_link
+from memo.machine import LinkRates, measure_lanes, measure_link, share_of_node
 from memo.swap import available_host_bytes, total_host_bytes
 from memo.swap.backends import CpuBackend
 from memo.swap.disk import DiskStore, in_memory
@@ -74,6 +74,10 @@ class Machine:
     def total_host_bytes(self) -> int:
         """Bytes of host memory that this node has."""
         return total_host_bytes()
+
+    def share_of_node(self, nbytes: int, *, weight: int = 1) -> int:
+        """This rank's share of a budget of its node, as of `memo.machine.share_of_node`. A collective call."""
+        return share_of_node(nbytes, weight=weight)
 
     def backend(self, *, timing: bool) -> Backend:
         """Opens the device's backend; with `timing` its events measure when copies ran."""

@@ -36,7 +36,6 @@ _KNOWN = (nullcontext, *map(type, create_selective_checkpoint_contexts([])))
 """Contexts that change no values: none, and those of torch's selective checkpointing, by whatever function they are made."""
 
 _checkpointed = found("checkpoint_without_reentrant_generator")
-_reentrant = torch.autograd.Function.__dict__["apply"].__func__  # of any class of functions
 
 
 def _generator(
@@ -67,7 +66,7 @@ def _apply(kind: type, *args: Any) -> Any:
     """Torch's reentrant checkpoint, of which managers are told."""
     for manager in claims.entered():
         manager.notes_checkpoint(())
-    return _reentrant(kind, *args)
+    return super(torch.utils.checkpoint.CheckpointFunction, kind).apply(*args)
 
 
 def is_replaced(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:

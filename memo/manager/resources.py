@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from memo.errors import TraceError, UsageError
-from memo.machine import share_of_node
 from memo.swap import HostPool
 from memo.swap.tiers import DiskTier, HostTier
 from memo.trace import TraceRecorder
@@ -79,12 +78,12 @@ class TierBudgets:
             disk: as of `memo.offload`.
             disk_budget: as of `memo.offload`.
             weights: this rank's weight, relative to the node's other ranks, in sharing host and disk.
-            share: gives this rank's share of bytes of the node; None: `share_of_node`, which asks all ranks.
+            share: gives this rank's share of bytes of the node; None: the machine's, which asks all ranks.
 
         Raises:
             UsageError: both tiers are off, a budget cannot be parsed, or a shared one has no size.
         """
-        share = share or share_of_node
+        share = share or machine.share_of_node
         disk_bytes = None
         if disk_budget is not None:
             disk_bytes = share(parse_bytes(disk_budget, what="disk_budget"), weight=weights[1])

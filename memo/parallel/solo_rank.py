@@ -28,10 +28,17 @@ def simulated_rank(layout: Layout, rank: int = 0) -> Iterator[World]:
 
     The process must have no process group; the fake one is destroyed at the end.
     """
-    hook = sys.excepthook  # torch replaces it, and each group's replacement would call the one before
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.ranks)
-    try:
+    with fake_group(layout.ranks, rank):
         yield World.of(layout, "cpu")
+
+
+@contextlib.contextmanager
+def fake_group(ranks: int, rank: int = 0) -> Iterator[None]:
+    """Gives the process one rank's place in torch's fake process group for the block; it must have none."""
+    hook = sys.excepthook  # torch replaces it, and each group's replacement would call the one before
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        yield
     finally:
         dist.destroy_process_group()
         sys.excepthook = hook

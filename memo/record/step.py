@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from memo.errors import RecordError, UsageError
 from memo.gpt import GPTConfig, Precision
@@ -40,6 +41,8 @@ class Step:
     """Optimizers that step after backward."""
     whole: bool | None = False
     """True if `loss` runs backward and the optimizer itself; None finds out by running it once."""
+    group: ProcessGroup | None = None
+    """Ranks that communicate within the layers, as of `memo.offload`."""
 
 
 def gpt_step(config: GPTConfig, *, batch: int, tokens: int, precision: Precision = Precision.BF16) -> Step:

@@ -227,7 +227,8 @@ class SimulatedBackend(OneComputeStream):
         assert isinstance(event, SimulatedEvent)
         if event.is_of_host:
             event.synchronize()
-        self._clock.compute_ns = max(self._clock.compute_ns, event.end_ns)
+        compute = self._clock.compute
+        compute.end_ns = max(compute.end_ns, event.end_ns)
 
     def would_block(self, event: Event) -> bool:
         """True for an event of a thread of the host that is still to come."""

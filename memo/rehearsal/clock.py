@@ -1,13 +1,24 @@
-"""Clocks of a simulated GPU: the host's, and the time until which the compute stream has work.
+"""Clocks of a simulated GPU: the host's, and for each stream the time until which it has work.
 
     host      launch | launch | launch | wait ................. |
     compute            kernel 1        | kernel 2      | kernel 3 |
+    network                 all-gather       | reduce-scatter |
 
-The host runs ahead: a launch takes the host a few microseconds, and the kernel begins when the one before it has ended. The
-host waits only where the program does. All times are nanoseconds.
+The host runs ahead: a launch takes the host a few microseconds, and the kernel begins when the one before it in its stream
+has ended. The host waits only where the program does. All times are nanoseconds.
 """
 
 from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(slots=True)
+class StreamClock:
+    """A stream of the device."""
+
+    end_ns: int = 0
+    """End of the work that it has been given."""
 
 
 class Clock:
@@ -19,19 +30,39 @@ class Clock:
 
     def __init__(self, launch_ns: int) -> None:
         self.host_ns = 1_000_000_000
-        self.compute_ns = self.host_ns
-        """End of the work that the compute stream has been given."""
+        self.compute = StreamClock(self.host_ns)
+        self.current = self.compute
+        """The stream that kernels are given to."""
+        self._network = StreamClock()
+        self._streams = [self.compute]
         self._launch_ns = launch_ns
 
+    @property
+    def compute_ns(self) -> int:
+        """End of the work that the compute stream has been given."""
+        return self.compute.end_ns
+
+    def new_stream(self) -> StreamClock:
+        """A further stream, without work."""
+        self._streams.append(StreamClock())
+        return self._streams[-1]
+
     def run(self, kernel_ns: int) -> None:
-        """Launches a kernel."""
+        """Launches a kernel in the current stream."""
         self.host_ns = host = self.host_ns + self._launch_ns
-        self.compute_ns = max(self.compute_ns, host) + kernel_ns
+        stream = self.current
+        stream.end_ns = max(stream.end_ns, host) + kernel_ns
+
+    def communicate(self, collective_ns: int) -> None:
+        """Launches a collective, for which the current stream waits: one at a time, since all cross the same links."""
+        self.current.end_ns = max(self.current.end_ns, self._network.end_ns)
+        self.run(collective_ns)
+        self._network.end_ns = self.current.end_ns
 
     def wait(self, until_ns: int) -> None:
         """Blocks the host."""
         self.host_ns = max(self.host_ns, until_ns)
 
     def finish(self) -> None:
-        """Blocks the host until the compute stream is idle."""
-        self.wait(self.compute_ns)
+        """Blocks the host until all streams are idle."""
+        self.wait(max(stream.end_ns for stream in self._streams))

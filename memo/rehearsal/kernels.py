@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from memo.mip.inputs import Hardware
     from memo.rehearsal.clock import Clock
     from memo.rehearsal.memory import SimulatedDeviceMemory
+    from memo.rehearsal.network import SimulatedNetwork
 
 _ATEN = torch.ops.aten
 _READS = frozenset({_ATEN._local_scalar_dense.default, _ATEN.equal.default, _ATEN.is_nonzero.default})
@@ -28,16 +29,24 @@ class SimulatedKernels(BytelessMode):
         hardware: rates of the device.
         clock: is moved on by each kernel.
         memory: counts each storage.
+        network: times collectives.
         assume: as of BytelessMode.
     """
 
     def __init__(
-        self, hardware: Hardware, clock: Clock, memory: SimulatedDeviceMemory, *, assume: float | None = None
+        self,
+        hardware: Hardware,
+        clock: Clock,
+        memory: SimulatedDeviceMemory,
+        network: SimulatedNetwork,
+        *,
+        assume: float | None = None,
     ) -> None:
         super().__init__(assume=assume)
         self._times = KernelTimes(hardware)
         self._clock = clock
         self._memory = memory
+        self._network = network
         self._known_ns: dict[Any, int] = {}
 
     def compute(
@@ -52,6 +61,9 @@ class SimulatedKernels(BytelessMode):
         if func in _READS:
             self._clock.finish()
         out = super().compute(func, args, kwargs, key, tensors)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._clock.communicate(int(self._network.seconds(func, args) * 1e9))
+            return out
         try:
             known = self._known_ns.get(key)
         except TypeError:  # an argument that has no hash

@@ -1,4 +1,8 @@
-"""Simulated machine: a GPU by its data sheet, its host and its disks, as memo.manager.machine asks for them."""
+"""Simulated machine: a GPU by its data sheet, its host, its disks and its peers, as memo.manager.machine asks for them.
+
+One of several GPUs is rehearsed, the others are taken to do the same: each has an equal share of its node's host memory,
+disk space and disk rates, and collectives begin when this one is there.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from memo.rehearsal.backend import SimulatedBackend, SimulatedDisk
 from memo.rehearsal.clock import Clock
 from memo.rehearsal.kernels import SimulatedKernels
 from memo.rehearsal.memory import SimulatedDeviceMemory
+from memo.rehearsal.network import SimulatedNetwork
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,24 +42,26 @@ GIB = 1 << 30
 
 
 class SimulatedMachine(Machine):
-    """A machine with one GPU that is not here.
+    """A machine with GPUs that are not here.
 
     Args:
         hardware: rates and memories, or a preset's name, such as "h100".
-        host_bytes: host memory that is free; None: the hardware's share for one GPU.
-        disk_bytes: disk space; 0: there is no disk.
-        disk_write_bytes_per_s: rate of writes; None: the hardware's share for one GPU.
-        disk_read_bytes_per_s: rate of reads; None: the hardware's share for one GPU.
+        ranks: GPUs of the training, which fill one node after the other.
+        host_bytes: host memory of a node that is free; None: as much as the hardware has for each of its GPUs in use.
+        disk_bytes: disk space of a node; 0: there is no disk.
+        disk_write_bytes_per_s: rate of a node's writes; None: the hardware's for each of its GPUs in use.
+        disk_read_bytes_per_s: rate of a node's reads; None: the hardware's for each of its GPUs in use.
         assume: number that each element has where the program reads a tensor without contents; None: that is an error.
 
     Raises:
-        UsageError: no preset has this name, or there is a disk without a rate.
+        UsageError: no preset has this name, there is a disk without a rate, or nodes that no network connects.
     """
 
     def __init__(
         self,
         hardware: Hardware | str,
         *,
+        ranks: int = 1,
         host_bytes: int | None = None,
         disk_bytes: int = 0,
         disk_write_bytes_per_s: float | None = None,
@@ -63,20 +70,23 @@ class SimulatedMachine(Machine):
     ) -> None:
         super().__init__(torch.device("cpu"))
         self.hardware = hardware = hardware_preset(hardware) if isinstance(hardware, str) else hardware
-        ranks = hardware.gpus_per_node
-        self._disk_write = (
-            hardware.disk_write_bytes_per_s / ranks if disk_write_bytes_per_s is None else disk_write_bytes_per_s
-        )
-        self._disk_read = (
-            hardware.disk_read_bytes_per_s / ranks if disk_read_bytes_per_s is None else disk_read_bytes_per_s
-        )
+        self.ranks = ranks
+        self._on_node = on_node = min(ranks, hardware.gpus_per_node)
+        in_use = on_node / hardware.gpus_per_node
+
+        def own(given: float | None, of_node: float) -> float:
+            return (of_node * in_use if given is None else given) / on_node
+
+        self._disk_write = own(disk_write_bytes_per_s, hardware.disk_write_bytes_per_s)
+        self._disk_read = own(disk_read_bytes_per_s, hardware.disk_read_bytes_per_s)
         if disk_bytes and not (self._disk_write > 0 and self._disk_read > 0):
             raise UsageError(f"{hardware.name}: a disk needs rates of writes and reads, in bytes per second")
         self.disk_bytes = disk_bytes
-        self._host_bytes = hardware.host_bytes // ranks if host_bytes is None else host_bytes
+        self._host_bytes = int(hardware.host_bytes * in_use) if host_bytes is None else host_bytes
         self.clock = Clock(LAUNCH_NS)
         self.memory = SimulatedDeviceMemory(self.device_bytes - OUTSIDE_BYTES)
-        self.kernels = SimulatedKernels(hardware, self.clock, self.memory, assume=assume)
+        network = SimulatedNetwork(hardware, ranks)
+        self.kernels = SimulatedKernels(hardware, self.clock, self.memory, network, assume=assume)
 
     @property
     def name(self) -> str:
@@ -110,6 +120,10 @@ class SimulatedMachine(Machine):
     def total_host_bytes(self) -> int:
         """The host memory that is free: there is no more."""
         return self._host_bytes
+
+    def share_of_node(self, nbytes: int, *, weight: int = 1) -> int:
+        """An equal share: the node's other ranks are taken to need as much."""
+        return nbytes // self._on_node
 
     def backend(self, *, timing: bool) -> SimulatedBackend:
         """A backend on this machine's clocks; times are always measured."""

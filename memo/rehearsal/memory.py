@@ -17,10 +17,12 @@ from memo.units import format_bytes
 class _Held(weakref.ref[torch.UntypedStorage]):
     """A storage that takes device memory, until it is gone."""
 
-    __slots__ = ("block", "nbytes")
+    __slots__ = ("block", "key", "nbytes")
 
-    block: CachedBlock
+    block: CachedBlock | None
+    """None while it has given its memory up."""
     nbytes: int
+    key: int
 
 
 class SimulatedDeviceMemory:
@@ -37,7 +39,7 @@ class SimulatedDeviceMemory:
         """Bytes of storages now, and the most since `restart`."""
         self.step_peak = 0
         """The most since the program's own `begin_step`."""
-        self._held: set[_Held] = set()
+        self._held: dict[int, _Held] = {}  # by the storage's id
         self._allocator = CachingAllocator(segments, capacity)
 
     @property
@@ -60,20 +62,38 @@ class SimulatedDeviceMemory:
         Raises:
             torch.OutOfMemoryError: the device has no room.
         """
-        nbytes = storage.nbytes()
-        if not nbytes:
-            return
+        if storage.nbytes():
+            held = _Held(storage, self._gone)
+            held.nbytes, held.key, held.block = storage.nbytes(), id(storage), None
+            self._take(held)
+            self._held[held.key] = held
+
+    def emptied(self, storage: torch.UntypedStorage) -> None:
+        """Counts a storage no longer that has given up its memory and lives on."""
+        held = self._held.get(id(storage))
+        if held is not None:
+            self._give_back(held)
+
+    def refilled(self, storage: torch.UntypedStorage) -> None:
+        """Counts an emptied storage again.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room.
+        """
+        held = self._held.get(id(storage))
+        if held is not None and held.block is None:
+            self._take(held)
+
+    def _take(self, held: _Held) -> None:
+        nbytes = held.nbytes
         try:
-            block = self._allocator.malloc(nbytes)
+            held.block = self._allocator.malloc(nbytes)
         except MemoryError:
             raise torch.OutOfMemoryError(
                 f"CUDA out of memory (simulated). Tried to allocate {format_bytes(nbytes)}; of "
                 f"{format_bytes(self.capacity)} {format_bytes(self.used)} are in use and "
                 f"{format_bytes(self.reserved - self.used)} reserved beside them."
             ) from None
-        held = _Held(storage, self._gone)
-        held.nbytes, held.block = nbytes, block
-        self._held.add(held)
         self.used = used = self.used + nbytes
         if used > self.peak:
             self.peak = used
@@ -82,6 +102,12 @@ class SimulatedDeviceMemory:
 
     def _gone(self, held: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(held, _Held)
-        self._held.discard(held)
-        self._allocator.free(held.block)
-        self.used -= held.nbytes
+        if self._held.get(held.key) is held:  # not one for which there was no room
+            del self._held[held.key]
+            self._give_back(held)
+
+    def _give_back(self, held: _Held) -> None:
+        if held.block is not None:
+            self._allocator.free(held.block)
+            self.used -= held.nbytes
+            held.block = None

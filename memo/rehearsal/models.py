@@ -1,4 +1,6 @@
-"""Models of Hugging Face for a rehearsal: built from a configuration, on tensors without bytes, with PEFT's adapters."""
+"""Models for a rehearsal, on tensors without bytes: Hugging Face's with PEFT's adapters, and memo's GPT; on several GPUs
+sharded over them.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 from memo.errors import UsageError
+from memo.gpt.model import sharded_stages
 from memo.hugging_face import (
     PUBLISHED,
     built_model,
@@ -19,10 +24,15 @@ from memo.hugging_face import (
     published_name,
 )
 from memo.loss import loss_without_logits
+from memo.parallel import World
 from memo.record import Step
+from memo.swap import find_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from memo.gpt import GPTConfig
+    from memo.parallel import Layout
 
 
 def hugging_face_step(
@@ -34,6 +44,8 @@ def hugging_face_step(
     fp32_adapters: bool = True,
 ) -> Callable[..., Step]:
     """Returns a function that builds the step of a model of transformers, in bfloat16.
+
+    Where several GPUs are rehearsed, FSDP2 shards each layer's parameters over them, and each has its own sequences.
 
     Args:
         model: name of a published model or of its repository, path of a configuration or of its folder, or the
@@ -71,6 +83,8 @@ def hugging_face_step(
         made: Any = built_model(model_class(config, name=name), config, name=name, dtype=torch.bfloat16)
         if lora:
             made = _adapted(made, lora, fp32=fp32_adapters, name=name)
+        if dist.is_initialized():
+            _shard(made)
         made.to_empty(device="cpu")
         made.tie_weights()
         made.train()
@@ -82,6 +96,40 @@ def hugging_face_step(
             return made(input_ids=ids, labels=ids, use_cache=False).loss  # type: ignore[no-any-return]
 
         return Step(model=made, loss=loss)
+
+    return build
+
+
+def _shard(model: torch.nn.Module) -> None:
+    """Shards as FSDP2's documentation has it: each layer, then what is left."""
+    for layer in find_layers(model):
+        fully_shard(layer.module)
+    fully_shard(model)
+
+
+def gpt_step_of_rank(config: GPTConfig, layout: Layout) -> Callable[..., Step]:
+    """Returns a function that builds the first rank's step of memo's GPT in bfloat16, as `memo train` divides it.
+
+    Args:
+        config: the whole model.
+        layout: without pipeline parallelism.
+
+    Returns:
+        A callable with the keywords `batch`, sequences in a microbatch of each of the layout's `dp` replicas, and `tokens`
+        of a whole sequence, which returns a Step.
+    """
+
+    def build(*, batch: int, tokens: int) -> Step:
+        world = World.of(layout, "cpu")
+        (stage,) = sharded_stages(config, world, seq=tokens, dtype=torch.bfloat16)
+        stage.to_empty(device="cpu")
+        ids = torch.zeros(batch, len(stage.own), dtype=torch.int64)
+
+        def loss() -> torch.Tensor:
+            return stage(ids, ids)  # type: ignore[no-any-return]
+
+        group = world.layer_ranks.get_group()
+        return Step(model=stage, loss=loss, inputs=(ids,), layers=list(stage.layers.values()), group=group)
 
     return build
 

@@ -4,22 +4,27 @@
 
 The engine, its tiers, the measuring steps, the solver and the plans are those of a run. The machine alone is simulated
 (memo.rehearsal.machine): kernels take what their FLOPs and bytes take at its rates, copies what its link takes, and each
-storage counts in its memory. Not simulated: other ranks, the time that solving takes, and Python's own time beyond a launch.
+storage counts in its memory. Of several ranks the first runs, in torch's fake process group; its collectives take what the
+machine's network takes. Not simulated: the time that solving takes, and Python's own time beyond a launch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import gc
 import inspect
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
+from memo.dry_run import storages_without_memory
 from memo.errors import (
     DeviceOutOfMemory,
     HostBudgetExceeded,
@@ -31,8 +36,10 @@ from memo.errors import (
 )
 from memo.events import TierName
 from memo.manager import offload, use_machine
+from memo.parallel import fake_group
 from memo.record import checkpoint_layers, make_optimizer, users_errors
 from memo.rehearsal.machine import SimulatedMachine
+from memo.rehearsal.streams import streams_on
 from memo.swap import find_layers
 from memo.units import format_bytes, parse_bytes
 
@@ -217,7 +224,13 @@ def rehearse(
     machine = SimulatedMachine(machine) if isinstance(machine, str) else machine
     budget = machine.device_budget(None if device is None else parse_bytes(device, what="device")).total_bytes
     run = _Run(machine, way, budget, accumulate=accumulate, lengths=lengths, attach=attach, on_step=on_step)
-    with users_errors(), use_machine(machine), machine.kernels, warnings.catch_warnings(record=True) as warned:
+    with (
+        users_errors(),
+        use_machine(machine),
+        ranks_of(machine),
+        machine.kernels,
+        warnings.catch_warnings(record=True) as warned,
+    ):
         warnings.simplefilter("always")
         disk = ["/"] if machine.disk_bytes else []
         if machine.disk_bytes and disk_budget is None:
@@ -237,6 +250,16 @@ def rehearse(
             run.close()
         texts = [str(one.message) for one in warned if issubclass(one.category, RuntimeWarning)]
         return dataclasses.replace(result, warned=tuple(dict.fromkeys(texts)))
+
+
+@contextlib.contextmanager
+def ranks_of(machine: SimulatedMachine) -> Iterator[None]:
+    """Makes this process the first of the machine's ranks; nothing for one rank."""
+    if machine.ranks == 1:
+        yield
+        return
+    with fake_group(machine.ranks), streams_on(machine.clock), storages_without_memory(machine.memory):
+        yield
 
 
 class _Run:
@@ -269,13 +292,14 @@ class _Run:
         machine = self._machine
         if self._lengths and not _takes_tokens(step.loss):
             raise UsageError("the step takes no tokens: lengths need a loss with an argument `tokens`")
-        machine.kernels.forget(step.model.parameters())
+        machine.kernels.forget(_own_part(parameter) for parameter in step.model.parameters())
         self._step = step
+        self._sharded = [module for module in step.model.modules() if isinstance(module, FSDPModule)]
         self._optimizers = step.optimizers if optimizer is None else (make_optimizer(optimizer, step.model),)
         if self._way is Way.CHECKPOINT:
             checkpoint_layers(find_layers(step.model, step.layers))
         elif self._way is Way.MEMO:
-            manager = offload(step.model, layers=step.layers, **given)
+            manager = offload(step.model, layers=step.layers, group=step.group, **given)
             self._manager = manager
             if self._attach:
                 manager.attach()
@@ -308,7 +332,9 @@ class _Run:
         machine.memory.begin_step()
         begin_ns = clock.host_ns
         before = self._counts
-        for _ in range(self._accumulate):
+        for microbatch in range(self._accumulate):
+            for module in self._sharded:
+                module.set_requires_gradient_sync(microbatch == self._accumulate - 1, recurse=False)
             self._forward_backward(tokens)
         for one in self._optimizers:
             one.step()
@@ -376,6 +402,10 @@ class _Run:
             warned=(),
             took_s=took_s,
         )
+
+
+def _own_part(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _takes_tokens(loss: Callable[..., Any]) -> bool:

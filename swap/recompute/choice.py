@@ -85,22 +85,32 @@ class Choice:
         """
         if isinstance(setting, Level):
             return self.at(setting)
-        if not self.sources.everything:
-            best = self.for_next.cut(setting)
-            if self._can_keep(best):  # else it would be chosen again, for a target by what this call happens to have
+        free = dataclasses.replace(self.for_next, never=frozenset(), always=frozenset())
+        best = None
+        if self != free:  # points are named, and bytes counted, on the curve of a call in which all can be kept and replayed
+            best = free.cut(setting)
+            if self._allows(best):
                 return best
         known = self.points()
-        if setting.point is not None:  # of a call with fewer corners the last one, which keeps least
-            return known.get(setting.point) or known[min(known, key=lambda name: known[name].keep_cost)]
+        if setting.point is not None:
+            if best is None and setting.point in known:
+                return known[setting.point]
+            corners = [cut for name, cut in known.items() if name != "input"]
+            small = [cut for cut in corners if best is not None and cut.keep_cost <= best.keep_cost]
+            return small[0] if small else corners[-1]  # they go from the least replayed to the least kept
         bits = {"matmuls": self.at(Level.SAVE_MATMULS).keep_cost, "input": self.at(Level.SAVE_INPUT).keep_cost}
         bits |= {name: cut.keep_cost for name, cut in known.items()}
         target = sum(share * bits.get(name, bits["input"]) for name, share in setting.points.items())
         return fitting_cut(self.tape, self.problem(Level.SAVE_ATTENTION), self.wanted, target)
 
-    def _can_keep(self, best: Cut) -> bool:
-        """True if all that a cut of `for_next` keeps is there, at the same cost."""
+    def _allows(self, best: Cut) -> bool:
+        """True for a cut that keeps only what is there, at the same cost, and repeats only what may and all that must be."""
         there, wished = self.sources, self.for_next.sources
-        return all(keep_bits(self.tape, at, there) == keep_bits(self.tape, at, wished) for at in best.kept)
+        return (
+            self.never.isdisjoint(best.replayed)
+            and self.always <= best.replayed
+            and all(keep_bits(self.tape, at, there) == keep_bits(self.tape, at, wished) for at in best.kept)
+        )
 
     def points(self) -> dict[str, Cut]:
         """The corners of the curve at which attention is never repeated, by name: `all`, `p1` and so on, `attention`.

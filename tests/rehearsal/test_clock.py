@@ -35,3 +35,25 @@ def test_finish_waits_for_the_compute_stream() -> None:
     clock.run(100)
     clock.finish()
     assert clock.host_ns == clock.compute_ns
+
+
+def test_a_stream_runs_beside_the_compute_stream() -> None:
+    clock = Clock(10)
+    start = clock.host_ns
+    other = clock.new_stream()
+    clock.run(100)
+    clock.current = other
+    clock.run(300)
+    clock.current = clock.compute
+    assert (clock.compute_ns, other.end_ns) == (start + 110, start + 320)
+    clock.finish()
+    assert clock.host_ns == start + 320
+
+
+def test_collectives_of_several_streams_follow_one_another() -> None:
+    clock = Clock(10)
+    start = clock.host_ns
+    clock.communicate(100)
+    clock.current = other = clock.new_stream()
+    clock.communicate(100)
+    assert (clock.compute_ns, other.end_ns) == (start + 110, start + 210)

@@ -14,6 +14,7 @@ from memo.cli.inputs.model_shape import gpt_size
 from memo.errors import UsageError
 from memo.gpt import PRESETS, preset
 from memo.hugging_face import PUBLISHED, names_configuration, published_name
+from memo.parallel import Layout
 from memo.units import parse_tokens
 
 if TYPE_CHECKING:
@@ -47,7 +48,18 @@ class RehearsedModel:
     lengths: Annotated[Sequence[int], Flag(type=_lengths, metavar="TOKENS,...", one_of="length")] = ()
     """Sequence lengths of the steps, one after another, again and again, such as 8k,32k,12k (default: --seq)."""
     batch: Count = 1
-    """Sequences in a microbatch."""
+    """Sequences in a microbatch of a GPU; with --tp and --cp of the GPUs that share them."""
+    gpus: Count = 1
+    """GPUs, of which one is rehearsed: FSDP2 shards the parameters over them (over those with the same ones, with --tp)."""
+    tp: Count | None = None
+    """With a GPT preset: tensor parallelism."""
+    cp: Count | None = None
+    """With a GPT preset: context parallelism."""
+
+    def __post_init__(self) -> None:
+        tp, cp = self.tp or 1, self.cp or 1
+        if self.gpus % (tp * cp):
+            raise UsageError(f"--gpus {self.gpus} is no multiple of --tp {tp} times --cp {cp}")
 
     def builder(self) -> Callable[[], Step]:
         """A callable that builds the step of the longest sequence.
@@ -61,6 +73,8 @@ class RehearsedModel:
 
 def _builder(options: RehearsedModel, tokens: int) -> Callable[..., Step]:
     name = options.model
+    if gpt_size(name) is None:
+        refuse_given(options, "--tp --cp", "divides memo's GPT, such as llama3-8b; leave it out for other models")
     if ":" in name and not Path(name).exists():
         why = "applies to models by name or configuration; leave it out"
         refuse_given(options, "--lora --layers --loss-without-logits --lengths", why)
@@ -91,6 +105,14 @@ def _preset(name: str, options: RehearsedModel, tokens: int) -> Callable[..., St
     config = preset(name, layers=options.layers)
     if config.positions == "learned" and tokens > config.max_seq:
         config = preset(name, layers=options.layers, max_seq=tokens)
+    if options.gpus > 1:
+        refuse_given(options, "--lengths", "applies to one GPU; give --seq")
+        from memo.rehearsal import gpt_step_of_rank
+
+        tp, cp = options.tp or 1, options.cp or 1
+        layout = Layout(dp=options.gpus // (tp * cp), tp=tp, cp=cp)
+        layout.check(config, seq=tokens, batch=options.batch * layout.dp, microbatches=1)
+        return gpt_step_of_rank(config, layout)
     from memo.record import gpt_step
 
     return functools.partial(gpt_step, config)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         Collective as Collective,
         CollectiveKind as CollectiveKind,
         Ranks as Ranks,
+        collective_s as collective_s,
         exchange_s as exchange_s,
     )
     from memo.gpt.arithmetic.embedding_traffic import (

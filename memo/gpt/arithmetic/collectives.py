@@ -116,19 +116,30 @@ def exchange_s(
     total = 0.0
     for each in collectives:
         group = group_of(each.ranks, layout, machine.gpus_per_node, shards=shards)
-        total += each.count * _seconds(times, each, group)
+        total += each.count * collective_s(times, each.kind, each.nbytes, group)
     return total
 
 
-def _seconds(times: Collectives, each: Collective, group: RankGroup) -> float:
-    if each.kind is CollectiveKind.RECEIVE or group.size == 1:
+def collective_s(times: Collectives, kind: CollectiveKind, nbytes: float, group: RankGroup) -> float:
+    """Seconds of one collective; a receive takes none, since its send does.
+
+    Args:
+        times: of the machine's links.
+        kind: of the collective.
+        nbytes: as of `Collective`.
+        group: its ranks.
+
+    Raises:
+        UsageError: the group spans nodes that no network connects.
+    """
+    if kind is CollectiveKind.RECEIVE or group.size == 1:
         return 0.0
-    if each.kind in (CollectiveKind.SEND, CollectiveKind.ROTATE):
-        return times.send_s(each.nbytes, beyond_node=group.nodes > 1)
+    if kind in (CollectiveKind.SEND, CollectiveKind.ROTATE):
+        return times.send_s(nbytes, beyond_node=group.nodes > 1)
     timed = {
         CollectiveKind.ALL_GATHER: times.all_gather_s,
         CollectiveKind.REDUCE_SCATTER: times.reduce_scatter_s,
         CollectiveKind.ALL_REDUCE: times.all_reduce_s,
         CollectiveKind.ALL_TO_ALL: times.all_to_all_s,
     }
-    return timed[each.kind](each.nbytes, group)
+    return timed[kind](nbytes, group)

@@ -101,7 +101,7 @@ class _Run:
         world: World | None,
         phase: Callable[[str | None], None],
     ) -> None:
-        self.config = config = dataclasses.replace(config, offload=config.offload.on(device.type))
+        self.config = config
         self.phase = phase
         self.world = world
         leads = world is None or world.rank == 0

@@ -1,0 +1,134 @@
+"""Several GPUs, one of which is rehearsed: FSDP2's streams, the network's times, and a node's host memory among its GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import memo
+from memo.cli.main import main
+from memo.gpt import preset
+from memo.mip.inputs import hardware_preset
+from memo.parallel import Layout
+from memo.record import Step
+from memo.rehearsal import Rehearsal, SimulatedMachine, Way, gpt_step_of_rank, hugging_face_step
+from memo.rehearsal.streams import streams_on
+
+H100 = hardware_preset("h100")
+LAYERS, WIDTH, TOKENS = 8, 4096, 16384
+
+
+def linear_layers(*, sharded: bool = True) -> Step:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU()) for _ in range(LAYERS)])
+    model.to(torch.bfloat16)
+    if sharded:
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+    x = torch.zeros(TOKENS, WIDTH, dtype=torch.bfloat16)
+    return Step(model=model, loss=lambda: model(x).sum(), layers=list(model))
+
+
+def kept(ranks: int, *, link: float = H100.nvlink_bytes_per_s) -> Rehearsal:
+    hardware = dataclasses.replace(H100, nvlink_bytes_per_s=link)
+    machine = SimulatedMachine(hardware, ranks=ranks)
+    build = functools.partial(linear_layers, sharded=ranks > 1)
+    return memo.rehearse(build, machine, way=Way.KEEP, optimizer=None, steps=2)
+
+
+def seconds(found: Rehearsal) -> float:
+    assert found.step_s is not None
+    return found.step_s
+
+
+def test_gathers_of_a_fast_link_hide_behind_compute_and_of_a_slow_one_take_its_time() -> None:
+    nbytes = LAYERS * WIDTH * WIDTH * 2  # of all weights, gathered for forward and for backward, and of their gradients
+    alone, fast = seconds(kept(1)), seconds(kept(8))
+    assert alone < fast < 1.1 * alone
+    slow_link = 3e9 / 0.82
+    exchanged = 3 * nbytes * 7 / 8 / 3e9
+    assert exchanged > 3 * alone
+    assert seconds(kept(8, link=slow_link)) == pytest.approx(exchanged, rel=0.1)  # the last layers stay gathered
+
+
+def test_parameters_take_their_share_of_the_device() -> None:
+    inputs = TOKENS * WIDTH * 2
+    assert kept(8).static_bytes - inputs == (kept(1).static_bytes - inputs) // 8
+
+
+def test_a_gathered_layer_counts_while_it_is_gathered() -> None:
+    found = kept(8)
+    activations = LAYERS * TOKENS * WIDTH * 2  # those of ReLU; products are not saved
+    layer = WIDTH * WIDTH * 2
+    assert found.steps[-1].device_bytes - found.static_bytes - activations < LAYERS / 2 * layer + 2 * TOKENS * WIDTH * 2
+
+
+def test_a_node_s_gpus_share_its_host_memory() -> None:
+    build = functools.partial(hugging_face_step("llama-3.2-1b", layers=2), batch=1, tokens=1024)
+    budgets = {
+        ranks: memo.rehearse(build, SimulatedMachine("h100", ranks=ranks), steps=1, host=host).host_budget
+        for ranks, host in ((1, "64GiB"), (8, "64GiB"), (16, "64GiB"))
+    }
+    assert budgets == {1: 64 << 30, 8: 8 << 30, 16: 8 << 30}
+    assert memo.rehearse(build, SimulatedMachine("h100", ranks=2), steps=1).host_budget == pytest.approx(
+        H100.host_bytes / 8 * 0.7, rel=1e-3
+    )
+
+
+@pytest.mark.parametrize("layout", [Layout(cp=4), Layout(tp=4), Layout(dp=2, cp=2, tp=2)], ids=str)
+def test_memo_s_gpt_is_divided_as_memo_train_does_and_settles(layout: Layout) -> None:
+    build = functools.partial(gpt_step_of_rank(preset("125m", layers=4, max_seq=131072), layout), batch=1, tokens=131072)
+    found = memo.rehearse(build, SimulatedMachine("h100", ranks=layout.ranks), device="2.5GiB")
+    assert found.fits, (found.failure, found.violations)
+    assert found.settled
+    assert found.plan is not None
+    assert found.plan.declined is None
+    predicted = found.plan.stages[0].microbatch_s
+    assert found.step_s == pytest.approx(predicted, rel=0.05)
+    assert not dist.is_initialized()
+
+
+def test_adapters_of_a_sharded_model_settle_within_the_budget() -> None:
+    pytest.importorskip("peft")
+    build = functools.partial(
+        hugging_face_step("llama-3.2-1b", lora=8, layers=4, without_logits=True), batch=1, tokens=16384
+    )
+    found = memo.rehearse(build, SimulatedMachine("h100", ranks=8), device="6GiB")
+    assert found.fits, (found.failure, found.violations)
+    assert found.settled
+
+
+def test_torch_has_its_own_streams_again() -> None:
+    before = torch.cpu.Stream, torch.cpu.Event, torch.cpu.stream, torch.cpu.current_stream
+    with streams_on(SimulatedMachine("h100").clock):
+        assert torch.cpu.Stream is not before[0]
+    assert (torch.cpu.Stream, torch.cpu.Event, torch.cpu.stream, torch.cpu.current_stream) == before
+
+
+def test_the_command_rehearses_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rehearse", "--model", "tiny", "--seq", "4k", "--gpus", "8", "--cp", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--model", "tiny", "--gpus", "6", "--cp", "4"], "--gpus 6 is no multiple of --tp 1 times --cp 4"),
+        (["--model", "llama-3.2-1b", "--gpus", "8", "--cp", "2"], "--cp divides memo's GPT"),
+        (["--model", "tiny", "--gpus", "8", "--lengths", "1k,2k"], "--lengths applies to one GPU"),
+        (["--model", "tiny", "--gpus", "3", "--tp", "3"], "--tp 3 does not divide the model's 2 heads"),
+        (["--model", "tiny", "--gpus", "16", "--net", "none"], "network"),
+    ],
+)
+def test_what_does_not_divide_is_one_line(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rehearse", *flags]) != 0
+    said = capsys.readouterr().err
+    assert says in said
+    assert len(said.strip().splitlines()) == 1
