@@ -81,8 +81,8 @@ IMPORTS = {
     "memo/cli/tables": "memo mip/address mip/inputs mip/activation mip/simulate face memo/trace memo/gpt/arithmetic "
     "memo/search memo/rehearsal",
     "memo/cli/terminal": "memo mip memo/trace",
-    "memo/cli/inputs": "memo memo/parallel memo/gpt memo/gpt/arithmetic memo/record memo/hugging_face memo/rehearsal mip/activation "
-    "mip/inputs memo/cli/terminal",
+    "memo/cli/inputs": "memo memo/parallel memo/gpt memo/gpt/arithmetic memo/record memo/hugging_face memo/rehearsal "
+    "mip/activation mip/inputs memo/cli/terminal",
     "memo/cli/planning": "memo memo/parallel memo/gpt memo/gpt/arithmetic memo/hugging_face "
     "mip/address mip/activation mip/cluster mip/inputs mip/simulate face memo/trace memo/search "
     "memo/cli/tables memo/cli/inputs memo/cli/terminal",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointFunction, create_selective_checkpoint_contexts
 
 from memo.manager import claims
 from memo.swap import runs_as_written
@@ -62,11 +62,11 @@ def _nothing() -> Iterator[None]:
     yield
 
 
-def _apply(kind: type, *args: Any) -> Any:
+def _apply(kind: type[CheckpointFunction], *args: Any) -> Any:
     """Torch's reentrant checkpoint, of which managers are told."""
     for manager in claims.entered():
         manager.notes_checkpoint(())
-    return super(torch.utils.checkpoint.CheckpointFunction, kind).apply(*args)
+    return super(CheckpointFunction, kind).apply(*args)  # type: ignore[no-untyped-call]
 
 
 def is_replaced(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
@@ -119,4 +119,4 @@ def _is_filled(cell: Any) -> bool:
 
 
 setattr(*place("checkpoint_without_reentrant_generator"), _generator)
-torch.utils.checkpoint.CheckpointFunction.apply = classmethod(_apply)  # type: ignore[method-assign,assignment]
+CheckpointFunction.apply = classmethod(_apply)  # type: ignore[method-assign,assignment]

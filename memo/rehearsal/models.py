@@ -1,5 +1,6 @@
-"""Models for a rehearsal, on tensors without bytes: Hugging Face's with PEFT's adapters, and memo's GPT; on several GPUs
-sharded over them.
+"""Models for a rehearsal, on tensors without bytes: Hugging Face's with PEFT's adapters, and memo's GPT.
+
+Where several GPUs are rehearsed, FSDP2 shards them.
 """
 
 from __future__ import annotations

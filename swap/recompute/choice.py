@@ -87,7 +87,9 @@ class Choice:
             return self.at(setting)
         free = dataclasses.replace(self.for_next, never=frozenset(), always=frozenset())
         best = None
-        if self != free:  # points are named, and bytes counted, on the curve of a call in which all can be kept and replayed
+        if (
+            self != free
+        ):  # points are named, and bytes counted, on the curve of a call in which all can be kept and replayed
             best = free.cut(setting)
             if self._allows(best):
                 return best

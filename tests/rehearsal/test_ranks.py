@@ -84,7 +84,9 @@ def test_a_node_s_gpus_share_its_host_memory() -> None:
 
 @pytest.mark.parametrize("layout", [Layout(cp=4), Layout(tp=4), Layout(dp=2, cp=2, tp=2)], ids=str)
 def test_memo_s_gpt_is_divided_as_memo_train_does_and_settles(layout: Layout) -> None:
-    build = functools.partial(gpt_step_of_rank(preset("125m", layers=4, max_seq=131072), layout), batch=1, tokens=131072)
+    build = functools.partial(
+        gpt_step_of_rank(preset("125m", layers=4, max_seq=131072), layout), batch=1, tokens=131072
+    )
     found = memo.rehearse(build, SimulatedMachine("h100", ranks=layout.ranks), device="2.5GiB")
     assert found.fits, (found.failure, found.violations)
     assert found.settled

@@ -26,7 +26,9 @@ def moved(point: str) -> tuple[int, dict[str, int]]:
             step.model, layers=step.layers, group=step.group, alpha=setting_of({point: 1.0}), host="1GiB", min_bytes=1
         )
         before = 0
-        for _ in range(3):  # replays are agreed on, and tried; the order of backward is learned; a step as all that follow
+        for _ in range(
+            3
+        ):  # replays are agreed on, and tried; the order of backward is learned; a step as all that follow
             before = manager.stats.bytes_host
             with manager:
                 loss = step.loss()
