@@ -7,6 +7,10 @@ import json
 import subprocess
 import sys
 
+import pytest
+
+from memo import lazy
+
 MOST = 0.08
 """Of torch's own import, which takes some two seconds on an idle core: 150 ms."""
 LATER = (
@@ -96,3 +100,14 @@ print(json.dumps({"hidden": hidden, "equal": all(map(torch.equal, step(True), st
     told = _told(code)
     assert {"numpy", "pulp", "highspy", "rich", "pynvml"} <= set(told["hidden"])  # type: ignore[call-overload]
     assert told["equal"] is True
+
+
+def test_an_error_while_a_module_is_imported_is_not_taken_for_a_missing_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`from memo.manager import Manager` said "cannot import name" where a newer torch lacked something."""
+
+    def broken(name: str) -> None:
+        raise AttributeError("torch has no attribute 'apply'")
+
+    monkeypatch.setattr(lazy.importlib, "import_module", broken)
+    with pytest.raises(ImportError, match="memo.manager: torch has no attribute 'apply'"):
+        lazy.attach("memo")[0]("offload")

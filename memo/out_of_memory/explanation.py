@@ -32,6 +32,8 @@ SAVED = "saved activations"
 _STATES = tuple(OWNED.values())
 _FRAGMENTED = 0.2
 """Share of reserved memory that is free and yet counts as fragmentation where no request is known."""
+_LARGE_REQUEST = 1 / 8
+"""Of what is held: from this size on a request outside the layers is taken for logits."""
 _LOGITS = re.compile(r"logits|lm_head|cross_entropy|log_?softmax|nll_loss", re.IGNORECASE)
 _VOCABULARY = 16_384
 """Last dimension from which a tensor outside the layers is taken for logits."""
@@ -143,9 +145,17 @@ def _cause(held: HeldMemory) -> Cause:
     }
     logits = sum(one.nbytes for one in held.holders if _is_logits(one))
     largest = max(sizes, key=lambda cause: sizes[cause])
+    if _asks_for_logits(held):
+        return Cause.LOGITS
     if logits and logits >= sizes[largest] / 2:
         return Cause.LOGITS
     return Cause.LOGITS if largest is Cause.TRANSIENT and held.outside_layers else largest
+
+
+def _asks_for_logits(held: HeldMemory) -> bool:
+    """True for a request outside the layers that is too large for a weight's gradient or state."""
+    asked = held.requested_nbytes or 0
+    return held.ran_out and held.outside_layers and asked >= _LARGE_REQUEST * held.nbytes
 
 
 def _is_logits(one: Holder) -> bool:
@@ -160,6 +170,11 @@ def _kind(held: HeldMemory, cause: Cause) -> str:
         return (
             f"It is fragmentation: {format_bytes(_unused(held))} were reserved and free, but not in one piece of the size "
             "asked for."
+        )
+    if cause is Cause.LOGITS and _asks_for_logits(held) and held.requested_nbytes:
+        return (
+            f"The {format_bytes(held.requested_nbytes)} are most likely for the logits or their loss: no other tensor outside "
+            "the layers is as large."
         )
     free = "" if held.reserved_nbytes is None else f"not fragmentation ({format_bytes(_unused(held))} of it free), but "
     total = max(held.nbytes, 1)

@@ -52,6 +52,16 @@ def test_activations_are_moved_and_the_sequence_that_fits_is_said() -> None:
             Cause.LOGITS,
             "memo.loss_without_logits(model)",
         ),
+        (
+            {"bands": {"weights": 16 * GIB, "optimizer state": 10 * GIB}, "outside_layers": True},
+            Cause.LOGITS,
+            "memo.loss_without_logits(model)",
+        ),
+        (
+            {"bands": {"weights": 16 * GIB}, "outside_layers": True, "requested_nbytes": GIB},  # a state of an embedding
+            Cause.STATES,
+            "each holds 2 GiB",
+        ),
         ({"bands": {"other": 20 * GIB}}, Cause.OTHER, "End other programs"),
     ],
 )
