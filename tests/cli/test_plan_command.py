@@ -89,6 +89,16 @@ def test_one_line_names_the_layers_with_full_device_memory_and_what_a_gib_more_s
     assert float(found[1]) / 1e3 == pytest.approx(tight["step_s"] - roomy["step_s"], rel=0.05)
 
 
+def test_what_the_default_budget_leaves_out_is_named_and_what_a_flag_leaves_out_is_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ["plan", "--model", "tiny", "--seq", "8k", "--gpu", "h100"]
+    assert main(asked) == ExitCode.OK
+    assert re.search(r"^outside the budget: CUDA, the allocator's gaps +4,096\.00$", capsys.readouterr().out, re.M)
+    assert main([*asked, "--device", "20GiB"]) == ExitCode.OK
+    assert re.search(r"^outside the budget +61,440\.00$", capsys.readouterr().out, re.M)
+
+
 def test_the_same_request_gives_the_same_bytes(plan_path: Path, tmp_path: Path) -> None:
     again = tmp_path / "again.json"
     assert main([*PAPER, "-o", str(again)]) == ExitCode.OK

@@ -42,6 +42,8 @@ USES = {
 _CAUSES = ("d2h", "disk_write", "h2d", "disk_read")
 MUCH = 0.2
 """Fraction of the layers' time in collectives from which parallelism across nodes is warned about."""
+DEVICE_SHARE = 0.95
+"""Fraction of a GPU's memory that is the default budget."""
 MOST_HOST = 0.8
 """Fraction of a node's host memory from which its use is warned about: the default budget."""
 _CAUSE_WORDS = ("copy to host", "disk write", "copy from host", "disk read")
@@ -120,7 +122,8 @@ def memory_table(problem: ActivationProblem, memory: DeviceMemory) -> str:
     left = budget - memory.nbytes
     lines.append(("left of the budget" if left >= 0 else "above the budget", f"{abs(left) / size:,.2f}"))
     if budget < there:
-        lines.append(("outside the budget: CUDA, the allocator's gaps", f"{(there - budget) / size:,.2f}"))
+        why = ": CUDA, the allocator's gaps" if budget == int(DEVICE_SHARE * there) else ""
+        lines.append((f"outside the budget{why}", f"{(there - budget) / size:,.2f}"))
     return text_table((f"memory of a GPU{of} at its peak, {instant}", unit), lines)
 
 
