@@ -104,13 +104,13 @@ def _step_time(evidence: Evidence) -> str | None:
         nothing = (
             "waits for no copy and recomputes nothing" if simulated else "waited for no copy and recomputed nothing"
         )
-        return f"{said}; it {nothing}."
+        return f"{said}; it {nothing}.{_unexplained(evidence)}"
     parts = []
     if stats.stall_ns:
         parts.append(f"{'waits' if simulated else 'waited'} {duration(stats.stall_ns)} for copies")
     if stats.recompute_ns:
         parts.append(f"{'recomputes' if simulated else 'recomputed'} for {duration(stats.recompute_ns)}")
-    return f"{said}; it {' and '.join(parts)}."
+    return f"{said}; it {' and '.join(parts)}.{_unexplained(evidence)}"
 
 
 def _than_plain(evidence: Evidence) -> str:
@@ -121,6 +121,19 @@ def _than_plain(evidence: Evidence) -> str:
     if took < plain:  # memo makes nothing faster
         return f", within the noise of the {duration(plain)} measured without memo"
     return f", {percent(100 * (took / plain - 1))} longer than the {duration(plain)} measured without memo"
+
+
+def _unexplained(evidence: Evidence) -> str:
+    """Sentence on a step that took longer than without memo by more than twice its waits and recompute."""
+    plain, stats = evidence.plain_ns, evidence.stats
+    longer = stats.duration_ns - (plain or stats.duration_ns)
+    if stats.step is None or stats.added_ns * 2 >= longer:
+        return ""
+    part = duration(stats.added_ns) if stats.added_ns else "none"
+    return (
+        f" Waits and recompute explain {part} of the {duration(longer)} more; the trace does not show the reason of the rest, "
+        "such as other programs or memory touched for the first time."
+    )
 
 
 def _outlier(evidence: Evidence) -> str | None:

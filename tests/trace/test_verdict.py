@@ -98,7 +98,7 @@ def test_a_simulated_step_is_predicted(say: Say) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plain", "said"), [(0.8, "25 % longer than the 800 ms"), (1.25, "within the noise of the 1.25 s")]
+    ("plain", "said"), [(1.0, "0 % longer than the 1.00 s"), (1.25, "within the noise of the 1.25 s")]
 )
 def test_a_measured_plain_step_is_compared_with(plain: float, said: str, make_trace: MakeTrace) -> None:
     ends: list[Event] = [StepMark(t=0, step=0, phase="begin"), StepMark(t=1000 * MS, step=0, phase="end")]
@@ -107,6 +107,31 @@ def test_a_measured_plain_step_is_compared_with(plain: float, said: str, make_tr
         f"Step 0 took 1.00 s, {said} measured without memo; it waited for no copy and recomputed nothing."
     )
     assert "without memo" not in report.ranks[0].verdicts[None][0].text
+
+
+@pytest.mark.parametrize(
+    ("plain", "waited", "said"),
+    [
+        (
+            0.8,
+            99,
+            "Waits and recompute explain 99 ms of the 200 ms more; the trace does not show the reason of the rest",
+        ),
+        (0.8, 0, "Waits and recompute explain none of the 200 ms more; the trace does not show the reason of the rest"),
+        (0.8, 100, None),
+    ],
+)
+def test_a_step_is_said_to_be_unexplained_where_waits_and_recompute_are_less_than_half_of_what_it_took_longer(
+    plain: float, waited: int, said: str | None, make_trace: MakeTrace
+) -> None:
+    ends: list[Event] = [StepMark(t=0, step=0, phase="begin"), StepMark(t=1000 * MS, step=0, phase="end")]
+    stalls = [reload_stall(700, waited)] if waited else []
+    text = build_report([make_trace([*ends, *LAYERS, *stalls])], plain_s=plain).ranks[0].verdicts[0][0].text
+    assert text.startswith("Step 0 took 1.00 s, 25 % longer than the 800 ms measured without memo; it waited ")
+    assert text.endswith(
+        "." if said is None else f"{said}, such as other programs or memory touched for the first time."
+    )
+    assert ("explain" in text) is (said is not None)
 
 
 def test_plain_steps_of_the_same_bytes_in_the_trace_are_what_is_compared_with(make_trace: MakeTrace) -> None:
