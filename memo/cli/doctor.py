@@ -111,7 +111,7 @@ def _rows(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     if diagnosis.gpu_problem:
         rows.append(("GPU", diagnosis.gpu_problem))
     rows += _host_rows(diagnosis.host)
-    rows += [row for disk in diagnosis.disks for row in _disk_rows(disk)]
+    rows += [row for disk in diagnosis.disks for row in _disk_rows(disk, has_gpu=bool(diagnosis.gpus))]
     if diagnosis.striped is not None:
         rows += _rate_rows("striped over all", diagnosis.striped)
     if diagnosis.collectives is not None:
@@ -152,15 +152,13 @@ def _gpu_rows(gpu: Gpu) -> list[tuple[str, str]]:
 
 
 def _host_rows(host: HostFacts) -> list[tuple[str, str]]:
-    limit = host.memlock_limit_bytes
     return [
         ("host memory free", format_bytes(host.memory_available_bytes)),
-        ("may be pinned", "without limit" if limit is None else format_bytes(limit)),
         ("host copy", rate(host.copy_bytes_per_s)),
     ]
 
 
-def _disk_rows(disk: MeasuredDisk) -> list[tuple[str, str]]:
+def _disk_rows(disk: MeasuredDisk, *, has_gpu: bool) -> list[tuple[str, str]]:
     rows = [("disk", f"{disk.directory} ({disk.file_system} on {disk.device})")]
     if disk.problem is not None:
         rows.append(("  cannot be used", disk.problem))
@@ -170,7 +168,8 @@ def _disk_rows(disk: MeasuredDisk) -> list[tuple[str, str]]:
         rows.append(("  O_DIRECT", "not here: bytes go through the page cache"))
     if disk.rates is not None:
         rows += _rate_rows(" ", disk.rates)
-    rows.append(("  GPUDirect Storage", "works" if disk.gds_works else "; ".join(disk.gds_obstacles) or "not tried"))
+    obstacles = "; ".join(disk.gds_obstacles) or "not tried"
+    rows.append(("  GPUDirect Storage", "works" if disk.gds_works else obstacles if has_gpu else "no GPU"))
     return rows
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import resource
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -55,12 +54,10 @@ class LinkRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """Host memory: limits and copy rate."""
+    """Host memory: free bytes and copy rate."""
 
     memory_available_bytes: int
     """Smaller of the kernel's estimate and the control group's limit."""
-    memlock_limit_bytes: int | None
-    """RLIMIT_MEMLOCK; None is unlimited."""
     copy_bytes_per_s: float
     """One copy at a time, memory to memory."""
 
@@ -162,8 +159,7 @@ def _sustain(lanes: Sequence[Callable[[int], Timed]], seconds: float) -> list[fl
 
 
 def host_facts(*, seconds: float) -> HostFacts:
-    """Reads the limits of host memory and measures its copy rate for `seconds`."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    """Reads how much host memory is free and measures its copy rate for `seconds`."""
     source, target = aligned_empty(4 * _TENSOR_BYTES).fill_(1), aligned_empty(4 * _TENSOR_BYTES).fill_(2)
     begin, copies = time.perf_counter(), 0
     while not copies or time.perf_counter() - begin < seconds:
@@ -172,7 +168,6 @@ def host_facts(*, seconds: float) -> HostFacts:
     rate = copies * source.numel() / (time.perf_counter() - begin)
     return HostFacts(
         memory_available_bytes=available_host_bytes(),
-        memlock_limit_bytes=None if soft == resource.RLIM_INFINITY else soft,
         copy_bytes_per_s=rate,
     )
 

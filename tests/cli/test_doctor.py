@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import gc
 import json
@@ -10,6 +11,7 @@ import re
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from ready_ranks import run_ranks
 from memo.cli.main import main
 from memo.errors import ExitCode
 from memo.machine import LinkRates, doctor, examine, link_bandwidth
-from memo.machine.link_bandwidth import host_facts, measure_disk
+from memo.machine.link_bandwidth import measure_disk
 from memo.mip.activation import read_activation_plan
 from memo.swap.disk import gds_probe, mount_of, obstacles, try_gds
 from memo.swap.disk.gds_probe import Mount
@@ -137,10 +139,25 @@ def test_the_table_names_each_disk_and_what_it_can_do(tmp_path: Path, capsys: py
     code, out = run(capsys, "--disk", str(paths[0]), "--disk", str(paths[1]))
     flat = " ".join(out.split())
     assert code == ExitCode.OK
-    for word in ("host memory free", "may be pinned", "host copy", "while reading", "while writing", "GPUDirect"):
+    for word in ("host memory free", "host copy", "while reading", "while writing", "GPUDirect"):
         assert word in flat
     assert "striped over all write" in flat
     assert len(re.findall(r"^disk ", out, re.M)) == 2
+
+
+@pytest.mark.parametrize(("nvml", "advises"), [(no_gpu, False), (one_gpu, True)])
+def test_advice_on_gpudirect_storage_is_for_machines_with_a_gpu(
+    nvml: Callable[[], Any],
+    advises: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = examine([tmp_path], seconds=SECONDS, nvml=nvml())
+    disk = dataclasses.replace(found.disks[0], gds_works=False, gds_obstacles=["kvikio is not installed: pip install it"])
+    monkeypatch.setattr("memo.machine.examine", lambda *_, **__: dataclasses.replace(found, disks=[disk]))
+    _, out = run(capsys, "--disk", str(tmp_path))
+    assert re.search(rf"^  GPUDirect Storage +{'kvikio is not' if advises else 'no GPU *$'}", out, re.M)
 
 
 def test_an_unusable_directory_is_said_and_the_rest_is_still_measured(
@@ -229,14 +246,6 @@ def test_a_rate_is_what_the_disk_delivers(tmp_path: Path, monkeypatch: pytest.Mo
     at_most = 4 * (2 << 20) / 0.05  # four threads, 2 MiB each, no write faster than its delay
     assert 0 < rates.write_bytes_per_s <= at_most
     assert 0 < rates.write_together_bytes_per_s <= at_most
-
-
-def test_an_unlimited_memlock_is_null_and_not_a_huge_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    import resource
-
-    for soft, expected in ((resource.RLIM_INFINITY, None), (8 << 20, 8 << 20)):
-        monkeypatch.setattr(resource, "getrlimit", lambda which, value=soft: (value, value))
-        assert host_facts(seconds=0.001).memlock_limit_bytes == expected
 
 
 # GPUs
