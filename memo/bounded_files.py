@@ -27,6 +27,11 @@ class Refused(ValueError):
     """Content that no reader takes; the message says why in a few words, without the file's name."""
 
 
+def shown_name(path: str | os.PathLike[str]) -> str:
+    """File name for an error message: on one line, without control characters."""
+    return repr(os.fspath(path))[1:-1]
+
+
 def open_file(path: str | os.PathLike[str], *, pipes: bool = False) -> BinaryIO:
     """Opens a regular file for reading, and never waits for it.
 

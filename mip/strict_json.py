@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from memo.bounded_files import MAX_FILE_NBYTES, Refused, parse_object, read_bytes, text_of
+from memo.bounded_files import MAX_FILE_NBYTES, Refused, parse_object, read_bytes, shown_name, text_of
 from memo.errors import PlanError
 
 STDIN = "-"
@@ -44,7 +44,7 @@ def read_as(path: str | os.PathLike[str], parse: Callable[[str], T]) -> T:
         PlanError: from `parse`, or the file cannot be read; the message begins with the file's name.
     """
     name = os.fspath(path)
-    shown = "standard input" if name == STDIN else repr(name)
+    shown = "standard input" if name == STDIN else shown_name(name)
     try:
         return parse(read_text(Path(path)))
     except (PlanError, Refused) as error:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from memo.bounded_files import Refused, open_file
+from memo.bounded_files import Refused, open_file, shown_name
 from memo.errors import TraceError
 from memo.events import Owner
 from memo.out_of_memory.explanation import SAVED, HeldMemory
@@ -60,22 +60,22 @@ def read_snapshot(path: Path) -> dict[str, Any]:
     Raises:
         TraceError: the file cannot be read, is no snapshot, or holds more than plain data.
     """
-    name = str(path)
+    name = shown_name(path)
     try:
         if path.stat().st_size > MOST_BYTES:
-            raise TraceError(f"{name!r} has more than {MOST_BYTES >> 30} GiB")
+            raise TraceError(f"{name} has more than {MOST_BYTES >> 30} GiB")
         with open_file(path) as file:
             found = _Plain(file).load()
     except OSError as error:
-        raise TraceError(f"cannot read {name!r}: {error.strerror}") from error
+        raise TraceError(f"{name}: cannot read: {error.strerror}") from error
     except Refused as error:
-        raise TraceError(f"cannot read {name!r}: {error}") from error
+        raise TraceError(f"{name}: {error}") from error
     except TraceError:
         raise
     except Exception as error:  # pickle raises errors of many types on damaged files
-        raise TraceError(f"{name!r} is no snapshot of torch's memory: {error}") from None
+        raise TraceError(f"{name} is no snapshot of torch's memory: {error}") from None
     if not isinstance(found, dict) or not isinstance(found.get("segments"), list):
-        raise TraceError(f"{name!r} is no snapshot of torch's memory: it has no list of segments")
+        raise TraceError(f"{name} is no snapshot of torch's memory: it has no list of segments")
     return found
 
 
@@ -124,7 +124,7 @@ def _apart(path: Path, find: Callable[[Mapping[str, Any]], T]) -> T:
     try:
         found: T | TraceError = there.recv()
     except EOFError:
-        raise TraceError(f"{str(path)!r} is no snapshot of torch's memory: reading it does not end") from None
+        raise TraceError(f"{shown_name(path)} is no snapshot of torch's memory: reading it does not end") from None
     finally:
         child.join()
     if isinstance(found, TraceError):
@@ -144,11 +144,11 @@ def _answer(pipe: Connection, path: Path, find: Callable[[Mapping[str, Any]], ob
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         pipe.send(find(read_snapshot(path)))
     except OSError as error:
-        pipe.send(TraceError(f"cannot read {str(path)!r}: {error.strerror}"))
+        pipe.send(TraceError(f"{shown_name(path)}: cannot read: {error.strerror}"))
     except TraceError as error:
         pipe.send(error)
     except MemoryError:
-        pipe.send(TraceError(f"{str(path)!r} is no snapshot of torch's memory: reading it takes too much memory"))
+        pipe.send(TraceError(f"{shown_name(path)} is no snapshot of torch's memory: reading it takes too much memory"))
 
 
 def _address_space() -> int:

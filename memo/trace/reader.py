@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from memo.bounded_files import Refused, Unpacked, open_file, require_plain
+from memo.bounded_files import Refused, Unpacked, open_file, require_plain, shown_name
 from memo.errors import TraceError
 from memo.events import FORMAT, VERSION, Event, Span
 from memo.trace.decode_event import decode_event, decode_object, natural
@@ -96,7 +96,7 @@ def read_trace(path: str | os.PathLike[str], *, steps: range | None = None, limi
     Raises:
         TraceError: the file cannot be opened, or is not a trace within the limits; the message names the line.
     """
-    shown = ascii(os.fspath(path))[1:-1]
+    shown = shown_name(path)
     limits = limits or TraceLimits()
     reading = _Reading(path=shown, steps=steps, most=limits.events)
     try:

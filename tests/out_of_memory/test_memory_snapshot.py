@@ -117,6 +117,11 @@ def test_anything_but_plain_data_is_refused(content: Any, tmp_path: Path) -> Non
         read_snapshot(path)
 
 
+def test_a_missing_file_is_named_without_quotes(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=f"^{tmp_path}/none: cannot read: No such file"):
+        read_snapshot(tmp_path / "none")
+
+
 def test_a_damaged_file_is_an_error_of_ours(snapshot: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "snapshot.pickle"
     path.write_bytes(pickle.dumps(snapshot)[:200])

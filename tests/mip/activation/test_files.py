@@ -82,7 +82,7 @@ def test_a_file_says_what_it_is(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="names no format, not memo-activation-plan or memo-address-plan"):
         read_any_plan(path)
     path.write_text(" \n")
-    with pytest.raises(PlanError, match=r"plan\.json': is empty"):
+    with pytest.raises(PlanError, match=r"/plan\.json: is empty"):
         read_any_plan(path)
 
 
@@ -164,12 +164,14 @@ def test_what_is_not_in_the_format_is_one_line(name: str) -> None:
     assert len(str(raised.value)) < 400
 
 
-def test_unreadable_files_are_named(tmp_path: Path) -> None:
+def test_unreadable_files_are_named_without_quotes(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     for path, words in (
         ("/dev/null", "not a regular file"),
         (tmp_path / "no", "cannot read"),
-        (tmp_path / "bytes", "UTF-8"),
+        (tmp_path / "a\nb", "cannot read"),
+        (tmp_path / "bytes", "not UTF-8"),
     ):
-        with pytest.raises(PlanError, match=words):
+        with pytest.raises(PlanError, match=words) as raised:
             read_activation_plan(path)
+        assert str(raised.value).startswith(f"{path}: ".replace("\n", "\\n"))

@@ -77,7 +77,7 @@ def test_a_description_of_a_machine_is_found_beside_the_file(tmp_path: Path) -> 
     path.write_text(json.dumps(document(groups=[{"name": "all", "gpu": "mine.json", "nodes": 2}], links=[])))
     assert read_cluster(path) == Cluster(groups=(NodeGroup(name="all", machine=machine, nodes=2),))
     path.write_text(json.dumps(document(groups=[{"name": "all", "gpu": "other.json", "nodes": 2}], links=[])))
-    with pytest.raises(PlanError, match=r"other\.json': cannot read"):
+    with pytest.raises(PlanError, match=r"/other\.json: cannot read"):
         read_cluster(path)
 
 
