@@ -597,7 +597,10 @@ def _state(cached: CachedPlan) -> str:
     """What planning of an entry does after a step."""
     plan = cached.plan
     if plan is None:
-        what = {Phase.WARM_UP: "the next step tries each layer's recompute", Phase.PROFILING: "the next step is measured"}
+        what = {
+            Phase.WARM_UP: "the next step tries each layer's recompute",
+            Phase.PROFILING: "the next step is measured",
+        }
         return what.get(cached.phase, "no plan fits")
     seconds = f"{format_duration(plan.stages[0].microbatch_s)} predicted"
     if cached.phase is Phase.PLANNED:

@@ -76,11 +76,39 @@ _RENAMED = {
 """Former names of a command's flags and subcommands, of which an error tells the new one."""
 
 
+USAGE = {
+    "train": ("--model NAME --seq TOKENS --data PATH", "--model tiny --seq 4k --data texts/ --steps 20"),
+    "record": ("--model NAME --seq TOKENS -o FILE", "--model 7b --seq 32k --alpha 0.25 -o trace.csv"),
+    "pack": ("FILE -o FILE", "trace.csv -o plan.json"),
+    "check": ("FILE", "plan.json"),
+    "show": ("FILE", "plan.json"),
+    "profile": ("--model NAME --seq TOKENS -o FILE", "--model tiny --seq 2k -o profile.json"),
+    "explain": ("--model NAME", "--model tiny --variant llama"),
+    "explain-oom": ("FILE", "trace.rank0.jsonl"),
+    "plan": ("--model NAME --seq TOKENS --gpu NAME", "--model llama-3-8b --lora 16 --seq 32k --gpu h100"),
+    "simulate": ("FILE", "plan.json -o trace.jsonl"),
+    "rehearse": ("--model NAME --seq TOKENS --gpu NAME", "--model llama-3-8b --lora 16 --seq 32k --gpu h100"),
+    "dry-run": ("FILE", "plan.json"),
+    "trace stats": ("FILE ...", "trace.rank*.jsonl"),
+    "trace html": ("FILE ... -o FILE", "trace.rank*.jsonl -o trace.html"),
+    "trace chrome": ("FILE ... -o FILE", "trace.rank*.jsonl -o trace.json.gz"),
+    "trace diff": ("FILE FILE", "before.jsonl after.jsonl"),
+    "doctor": ("--disk DIR", "--disk /tmp"),
+}
+"""By command: the arguments that its help begins with, and those of an example."""
+
+
 class _Parser(argparse.ArgumentParser):
     """Reports a usage error in one line on stderr, without the usage text; flags are written whole."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
+
+    def format_help(self) -> str:
+        """The help, which begins with a short usage and an example instead of every flag."""
+        if (found := USAGE.get(self.prog.removeprefix("memo "))) is not None:
+            self.usage = f"{self.prog} {found[0]} [options]\nexample: {self.prog} {found[1]}"
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         _wait_for_first_rank()

@@ -154,7 +154,9 @@ def test_advice_on_gpudirect_storage_is_for_machines_with_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = examine([tmp_path], seconds=SECONDS, nvml=nvml())
-    disk = dataclasses.replace(found.disks[0], gds_works=False, gds_obstacles=["kvikio is not installed: pip install it"])
+    disk = dataclasses.replace(
+        found.disks[0], gds_works=False, gds_obstacles=["kvikio is not installed: pip install it"]
+    )
     monkeypatch.setattr("memo.machine.examine", lambda *_, **__: dataclasses.replace(found, disks=[disk]))
     _, out = run(capsys, "--disk", str(tmp_path))
     assert re.search(rf"^  GPUDirect Storage +{'kvikio is not' if advises else 'no GPU *$'}", out, re.M)
