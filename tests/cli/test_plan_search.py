@@ -94,6 +94,20 @@ def test_the_object_has_what_the_page_says(capsys: pytest.CaptureFixture[str]) -
         assert f"`{key}`" in page, key
 
 
+def test_a_search_that_writes_no_plan_says_how_to_have_it_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(SMALL) == ExitCode.OK
+    text = capsys.readouterr().out
+    begin = text.index("no plan was written; add -o plan.json, then run it: torchrun")
+    assert main([*SMALL, "-o", "plan.json"]) == ExitCode.OK
+    written = capsys.readouterr().out
+    same = text[begin:].replace("no plan was written; add -o plan.json, then ", "")
+    assert same in written
+    assert "no plan was written" not in written
+
+
 @pytest.mark.parametrize(
     "more",
     [

@@ -133,7 +133,16 @@ def run_search(args: argparse.Namespace) -> ExitCode:
         print(line)
     if longest is not None:
         print(f"{longest_words(longest)}\n")
-    print(search_table(found, simulated_s=steps, launch=launch, not_trained=reason, written=written, seconds=seconds))
+    table = search_table(
+        found,
+        simulated_s=steps,
+        launch=launch,
+        not_trained=reason,
+        written=written,
+        output=args.output,
+        seconds=seconds,
+    )
+    print(table)
     for sentence in _assumed(args, space):
         print(f"assumed: {printable(sentence, limit=2000)}")
     for path in files:

@@ -59,6 +59,7 @@ def search_table(
     launch: Launch | None,
     not_trained: str | None,
     written: Planned,
+    output: str | None,
     seconds: float,
 ) -> str:
     """The answer as text.
@@ -69,12 +70,13 @@ def search_table(
         launch: launch lines of `written`.
         not_trained: reason why memo train does not train what is planned.
         written: the plan that -o writes.
+        output: the file of -o; None: the plan is not written.
         seconds: of the search.
     """
     parts = [_headline(found.space), _best_table(found, simulated_s), _memory_table(found), _why_table(found)]
     parts += [_proof(found, seconds), f"plan of {_name(found, written)}:\n\n{activation_table(written.plan)}"]
     parts += [f"warning: {words}" for words in search_warnings(found)]
-    parts.append(_launch_words(found, launch, not_trained, written))
+    parts.append(_launch_words(found, launch, not_trained, written, output))
     return "\n\n".join(parts)
 
 
@@ -322,7 +324,9 @@ def _proof(found: Found, seconds: float) -> str:
     return "\n".join(lines)
 
 
-def _launch_words(found: Found, launch: Launch | None, not_trained: str | None, written: Planned) -> str:
+def _launch_words(
+    found: Found, launch: Launch | None, not_trained: str | None, written: Planned, output: str | None
+) -> str:
     if launch is None:
         return f"no launch line: {not_trained}" if not_trained else "no launch line: memo train shards by ZeRO 3 alone"
     lines = []
@@ -331,10 +335,11 @@ def _launch_words(found: Found, launch: Launch | None, not_trained: str | None, 
             f"number 1 shards by {found.best[0].candidate.sharding}, and memo train by ZeRO 3 alone: the fastest that it "
             f"runs is {_shape_words(written.candidate.shape)}, in {step_time(written.step_s)}"
         )
+    first = "" if output else "no plan was written; add -o plan.json, then "
     if launch.slurm is None:
-        lines += ["run it:", launch.torchrun]
+        lines += [f"{first}run it:", launch.torchrun]
     else:
-        lines += [f"run it: {launch.torchrun}", f"by Slurm: {launch.slurm}"]
+        lines += [f"{first}run it: {launch.torchrun}", f"by Slurm: {launch.slurm}"]
     return "\n".join(lines)
 
 

@@ -102,6 +102,7 @@ export interface Answer {
   why: Rival[];
   launch: { torchrun: string; slurm: string | null } | null;
   not_trained: string | null;
+  output: string | null; // the plan's file; null where none was written
   points: Point[];
   assumed: string[];
   seconds: number;

@@ -144,6 +144,7 @@ function launch(answer: Answer, data: Data, entries: Entry[]): HTMLElement[] {
   const written = `The launch lines are of ${number}${shapeWords(answer.written)}${number ? `, in ${seconds(entries[data.written!].step_s)}` : ""}: memo train shards by ZeRO 3 alone, and a plan is written only if the simulator agrees with it.`;
   return [
     ...(data.written === 0 ? [] : [h("p", {}, written)]),
+    ...(answer.output === null ? [h("p", {}, "No plan was written; add -o plan.json, then run:")] : []),
     h("pre", { id: "torchrun" }, answer.launch.torchrun),
     ...(answer.launch.slurm === null ? [] : [h("pre", { id: "slurm" }, answer.launch.slurm)]),
   ];
