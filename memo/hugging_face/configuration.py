@@ -16,6 +16,9 @@ from typing import Any
 from memo.bounded_files import Refused, read_object
 from memo.errors import UsageError
 
+LEAST_TRANSFORMERS = 5
+"""Version from which models save the bytes that are predicted; in older ones experts loop in Python (docs/versions.md)."""
+INSTALL = f'pip install "transformers>={LEAST_TRANSFORMERS}"'
 _COUNTS = {r"(layers?|blocks?|depths?|attention_types)$": 10_000, r"num_labels$": 1_000_000}
 """Largest numbers in fields, by the ends of their names, of which transformers makes lists of that length."""
 _FILE = "config.json"
@@ -56,7 +59,7 @@ def configuration_from(source: str | Mapping[str, Any], *, name: str | None = No
     try:
         import transformers
     except ImportError:
-        raise UsageError(f"{called}: a configuration of transformers needs transformers; install it") from None
+        raise UsageError(f"{called}: a configuration of transformers needs transformers: {INSTALL}") from None
     if kind not in transformers.CONFIG_MAPPING:
         raise UsageError(
             f"{called}: transformers {transformers.__version__} has no architecture {kind!r}; a newer one may, and code "

@@ -31,7 +31,7 @@ from memo.gpt.arithmetic import (
     layer_states,
     orthogonalisation_flops,
 )
-from memo.hugging_face.configuration import language_part, transformers_version
+from memo.hugging_face.configuration import INSTALL, LEAST_TRANSFORMERS, language_part, transformers_version
 from memo.hugging_face.fused_attention import NAME as FUSED
 from memo.hugging_face.layer_kinds import LayerKind, ShortModel, short_model
 from memo.hugging_face.recorded_step import RecordedEnd, RecordedLayer, RecordedStep, recorded_step, with_more_sequences
@@ -47,8 +47,6 @@ from memo.mip.inputs import (
 )
 from memo.swap import comparing_nbytes
 
-LEAST_TRANSFORMERS = 5
-"""Version from which models save the bytes that are predicted; in older ones experts loop in Python (docs/versions.md)."""
 LARGE_TOKENS = 1 << 14
 """Tokens of a microbatch from which on kernels take as long for each more of them, experts' too."""
 _DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
@@ -89,8 +87,8 @@ class HuggingFaceModel:
         version = transformers_version()
         if int(version.partition(".")[0]) < LEAST_TRANSFORMERS:
             raise UsageError(
-                f"{name}: models of transformers {LEAST_TRANSFORMERS} and newer are planned, and this is {version}; install "
-                "a newer one, or give memo profile the model's module:function"
+                f"{name}: models of transformers {LEAST_TRANSFORMERS} and newer are planned, and this is {version}: "
+                f"{INSTALL}, or give memo profile the model's module:function"
             )
         self.name = name
         self._precision = precision

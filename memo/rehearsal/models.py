@@ -148,7 +148,7 @@ def _adapted(model: Any, rank: int, *, fp32: bool, name: str) -> Any:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
-        raise UsageError(f"{name}: adapters need PEFT; install peft") from None
+        raise UsageError(f'{name}: adapters need PEFT: pip install "peft>=0.17"') from None
     try:
         config = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
         return get_peft_model(model, config, autocast_adapter_dtype=fp32)

@@ -233,8 +233,8 @@ def test_a_configuration_that_cannot_be_built_is_one_line(config: str, capsys: p
 @pytest.mark.parametrize(
     ("package", "more", "words"),
     [
-        ("transformers", [], "needs transformers; install it"),
-        ("peft", ["--lora", "4"], "adapters need PEFT; install peft"),
+        ("transformers", [], 'needs transformers: pip install "transformers>=5"'),
+        ("peft", ["--lora", "4"], 'adapters need PEFT: pip install "peft>=0.17"'),
     ],
 )
 def test_a_package_that_is_missing_is_one_line(
