@@ -77,6 +77,17 @@ def test_the_page_opens_wide_and_narrow_and_has_the_answer_s_figures(
     assert page.locator("h1").text_content().startswith("</script><b>model\\u202e at ")
 
 
+@pytest.mark.parametrize("output", [None, "plan.json"])
+def test_a_plan_that_was_not_written_stands_before_the_launch_line(
+    output: str | None, many: tuple[Path, Searched], tmp_path: Path, open_page: OpenPage
+) -> None:
+    answer = many[1].page["search"] | {"launch": {"torchrun": "torchrun x", "slurm": None}, "output": output}
+    path = tmp_path / "search.html"
+    path.write_text(render_page(many[1].page | {"search": answer}, title="small", assets="search"), encoding="utf-8")
+    text = open_page(path).locator("body").inner_text()
+    assert ("No plan was written; add -o plan.json, then run:\n\ntorchrun x" in text) == (output is None)
+
+
 def test_the_chart_has_a_mark_for_each_layout(many: tuple[Path, Searched], open_page: OpenPage) -> None:
     path, one = many
     page = open_page(path)
