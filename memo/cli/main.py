@@ -12,6 +12,7 @@ output, a command ends with an exit code and at most one line on standard error,
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import importlib
 import io
@@ -19,7 +20,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from memo import __version__
@@ -110,15 +111,32 @@ class _Parser(argparse.ArgumentParser):
             self.usage = f"{self.prog} {found[0]} [options]\nexample: {self.prog} {found[1]}"
         return super().format_help()
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuses unknown arguments; a subcommand's parser, which argparse calls in this way, names its own flags."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flag = next((word.partition("=")[0] for word in unknown if word.startswith("-")), "")
+            self.error(
+                "; ".join([f"unrecognized arguments: {' '.join(unknown)}", *_meant(flag, self._option_string_actions)])
+            )
+        return found, unknown
+
     def error(self, message: str) -> NoReturn:
         _wait_for_first_rank()
         words = [word.partition("=")[0] for word in message.split()]
         renamed = _RENAMED.get(self.prog.rpartition(" ")[2], {})
         wrong = re.match(r"argument (\w+(?:\|\w+)+): invalid choice: ('.*?') \(", message)  # of a subcommand
         if wrong is not None:
-            message = f"{wrong[2]} is none of {wrong[1].replace('|', ', ')}; give one of them"
+            known = wrong[1].split("|")
+            instead = _meant(wrong[2][1:-1], known, shown=repr) or ["give one of them"]
+            message = f"{wrong[2]} is none of {', '.join(known)}; {instead[0]}"
         message = next((f"{word} is now {renamed[word]}" for word in words if word in renamed), message)
         self.exit(ExitCode.USAGE, f"{self.prog}: {_inert(message)} (see {self.prog} --help)\n")
+
+
+def _meant(word: str, known: Iterable[str], *, shown: Callable[[str], str] = str) -> list[str]:
+    """Question whether the known word nearest to this one was meant; none where nothing is near."""
+    return [f"did you mean {shown(near)}?" for near in difflib.get_close_matches(word, known, n=1)]
 
 
 def _inert(message: object) -> str:
@@ -198,7 +216,8 @@ def _run(args: Sequence[str]) -> int:
         print(f"memo {__version__}")
         return ExitCode.OK
     if name not in COMMANDS:
-        raise UsageError(f"unknown command {name!r}; choose one of {', '.join(COMMANDS)}")
+        instead = _meant(name, COMMANDS, shown=repr) or [f"choose one of {', '.join(COMMANDS)}"]
+        raise UsageError(f"unknown command {name!r}; {instead[0]}")
     from memo.cli.inputs.fields import add_fields, parsed
 
     module = importlib.import_module(COMMANDS[name][0])
