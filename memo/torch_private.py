@@ -120,7 +120,7 @@ torch.distributed.tensor.debug:_clear_python_sharding_prop_cache | forgets a sim
 torch.distributed.tensor.debug:_clear_sharding_prop_cache | forgets a simulated rank | lost: its shapes stay
 torch.distributed.tensor.experimental._context_parallel:_attention | loops of ring attention, for any kernel
 torch.distributed.tensor.placement_types:_StridedShard | divides each of the projections that are fused in one matrix
-torch.fx:_symbolic_trace | tells torch.fx's tracing | public: torch.fx._symbolic_trace.is_fx_tracing, which warns
+torch.fx:_symbolic_trace.is_fx_symbolic_tracing | memo stands aside where torch.fx traces
 torch.testing._internal.distributed.fake_pg:FakeStore | simulates one rank alone; its import registers the backend
 torch.utils._python_dispatch:TorchDispatchMode | sees each operator | public: in torch's notes, by this name
 torch.utils._python_dispatch:_disable_current_modes | hides operators of memo's own from the program's modes
@@ -160,7 +160,6 @@ torch.distributed.tensor.experimental._context_parallel:_attention._cp_options |
 torch.distributed.tensor.experimental._context_parallel:_attention._templated_ring_attention | forward
 torch.distributed.tensor.experimental._context_parallel:_attention._templated_ring_attention_backward | backward
 torch.distributed.tensor.parallel:ParallelStyle._apply | divides a module; overridden by styles of ours
-torch.fx:_symbolic_trace._is_fx_tracing_flag | memo stands aside where torch.fx traces
 torch.nn:Module._call_impl | tells frames of modules' calls
 torch.nn:Module._compiled_call_impl | tells compiled modules, and keeps one from a layer's hooks
 torch.nn:Module._forward_hooks | hooks of ours are called last, and are in no copy

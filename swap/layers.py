@@ -18,8 +18,8 @@ from memo.torch_private import (
     TransformType,
     get_interpreter_stack,
     get_tracing_state,
+    is_fx_symbolic_tracing,
     peek_interpreter_stack,
-    symbolic_trace,
 )
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def runs_as_written() -> bool:
         or any(level.key() not in _KEEP_HOOKS for level in get_interpreter_stack() or ())
         or get_tracing_state() is not None  # torch.jit.trace
         or get_proxy_mode() is not None
-        or symbolic_trace._is_fx_tracing_flag
+        or is_fx_symbolic_tracing()
         or torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
     )
 

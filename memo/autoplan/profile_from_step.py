@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from memo.autoplan.layer_classes import classes_of, points_of
 from memo.errors import PlanError
-from memo.events import Lane
+from memo.events import Lane, StallCause
 from memo.mip.inputs import (
     ALL,
     ATTENTION,
@@ -69,7 +69,8 @@ def measured_profile(
     Raises:
         PlanError: a layer ran forward without backward.
     """
-    layers = [_layer(name, layer, costs.get(name)) for name, layer in times.layers.items()]
+    stretch = _time_between(times)
+    layers = [_layer(name, layer, costs.get(name), stretch) for name, layer in times.layers.items()]
     if codec is not None:
         layers = [_coded(layer, own) for layer, own in zip(layers, times.layers.values(), strict=True)]
     if is_measuring:
@@ -94,7 +95,23 @@ def _coded(layer: LayerProfile, times: LayerTimes) -> LayerProfile:
     return dataclasses.replace(layer, coding=Coding(spared_bytes=int(share * layer.full_bytes)))
 
 
-def _layer(name: str, times: LayerTimes, costs: LayerCosts | None) -> LayerProfile:
+def _time_between(times: StepTimes) -> tuple[float, float]:
+    """Factors by which forward and backward of the layers grow by what runs between them, such as FSDP's copies.
+
+    1 where several microbatches mix, and for waits of the offload itself.
+    """
+    own = times.layers.values()
+    forward, backward = sum(layer.forward_ns for layer in own), sum(layer.own_backward_ns for layer in own)
+    end, begin = times.turn_ns
+    if end > begin or not forward or not backward:
+        return 1.0, 1.0
+    waits = sum(ns for cause, ns in times.stalls_ns.items() if cause is not StallCause.RELOAD)
+    before = end - times.first_layer_ns - forward - waits
+    after = times.end_ns - begin - sum(layer.backward_ns for layer in own)
+    return 1 + max(0, before) / forward, 1 + max(0, after) / backward
+
+
+def _layer(name: str, times: LayerTimes, costs: LayerCosts | None, stretch: tuple[float, float]) -> LayerProfile:
     if not times.calls or not times.backward_ns:
         raise PlanError(f"{name} ran {times.calls} forwards and no backward in the step that was measured")
     calls = times.calls
@@ -103,8 +120,8 @@ def _layer(name: str, times: LayerTimes, costs: LayerCosts | None) -> LayerProfi
         name="layer",
         always_bytes=0,
         points=points or (PointProfile(name=ALL, saved_bytes=times.saved_bytes // calls),),
-        forward_s=times.forward_ns / calls / 1e9,
-        backward_s=times.own_backward_ns / calls / 1e9,
+        forward_s=times.forward_ns * stretch[0] / calls / 1e9,
+        backward_s=times.own_backward_ns * stretch[1] / calls / 1e9,
         storages=-(-times.storages // calls),
         largest_storage_bytes=times.largest_storage_bytes,
     )

@@ -33,7 +33,7 @@ class Clock:
         self.compute = StreamClock(self.host_ns)
         self.current = self.compute
         """The stream that kernels are given to."""
-        self._network = StreamClock()
+        self._communicators: dict[object, int] = {}
         self._streams = [self.compute]
         self._launch_ns = launch_ns
 
@@ -53,11 +53,17 @@ class Clock:
         stream = self.current
         stream.end_ns = max(stream.end_ns, host) + kernel_ns
 
-    def communicate(self, collective_ns: int) -> None:
-        """Launches a collective, for which the current stream waits: one at a time, since all cross the same links."""
-        self.current.end_ns = max(self.current.end_ns, self._network.end_ns)
-        self.run(collective_ns)
-        self._network.end_ns = self.current.end_ns
+    def communicate(self, collective_ns: int, ranks: object) -> None:
+        """Launches a collective among `ranks`, for which the current stream waits.
+
+        Those of the same ranks follow one another. One that meets another's has half of the links while both run; what the
+        other loses by it is not counted.
+        """
+        known, stream = self._communicators, self.current
+        stream.end_ns = max(stream.end_ns, known.get(ranks, 0), self.host_ns + self._launch_ns)
+        beside_ns = max((end_ns - stream.end_ns for other, end_ns in known.items() if other != ranks), default=0)
+        self.run(collective_ns + min(collective_ns, max(0, beside_ns)))
+        known[ranks] = stream.end_ns
 
     def wait(self, until_ns: int) -> None:
         """Blocks the host."""

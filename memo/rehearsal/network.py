@@ -26,8 +26,8 @@ class SimulatedNetwork:
         self._gpus_per_node = hardware.gpus_per_node
         self._ranks = ranks
 
-    def seconds(self, func: OpOverload, args: tuple[Any, ...]) -> float:
-        """Seconds of an operator of torch's process groups: 0 for those that wait or are not for tensors.
+    def collective(self, func: OpOverload, args: tuple[Any, ...]) -> tuple[float, tuple[int, ...]] | None:
+        """Seconds and ranks of an operator of torch's process groups; None for those that only wait.
 
         Raises:
             RecordError: it is a collective that memo does not know.
@@ -35,9 +35,9 @@ class SimulatedNetwork:
         """
         call = collective_of(func, args)
         if call is None:
-            return 0.0
+            return None
         first, second = (*call.ranks, call.ranks[0] + 1)[:2]
         group = RankGroup.of(
             len(call.ranks), stride=abs(second - first), gpus_per_node=self._gpus_per_node, gpus=self._ranks
         )
-        return collective_s(self._times, call.kind, call.nbytes, group)
+        return collective_s(self._times, call.kind, call.nbytes, group), call.ranks

@@ -58,7 +58,11 @@ def test_activations_are_moved_and_the_sequence_that_fits_is_said() -> None:
             "memo.loss_without_logits(model)",
         ),
         (
-            {"bands": {"weights": 16 * GIB}, "outside_layers": True, "requested_nbytes": GIB},  # a state of an embedding
+            {
+                "bands": {"weights": 16 * GIB},
+                "outside_layers": True,
+                "requested_nbytes": GIB,
+            },  # a state of an embedding
             Cause.STATES,
             "each holds 2 GiB",
         ),

@@ -50,10 +50,22 @@ def test_a_stream_runs_beside_the_compute_stream() -> None:
     assert clock.host_ns == start + 320
 
 
-def test_collectives_of_several_streams_follow_one_another() -> None:
+def test_collectives_of_the_same_ranks_follow_one_another() -> None:
     clock = Clock(10)
     start = clock.host_ns
-    clock.communicate(100)
+    clock.communicate(100, "all")
     clock.current = other = clock.new_stream()
-    clock.communicate(100)
+    clock.communicate(100, "all")
     assert (clock.compute_ns, other.end_ns) == (start + 110, start + 210)
+
+
+def test_a_collective_beside_another_has_half_of_the_links_while_both_run() -> None:
+    clock = Clock(10)
+    start = clock.host_ns
+    clock.current = gathers = clock.new_stream()
+    clock.communicate(1000, "all")
+    clock.current = clock.compute
+    clock.communicate(100, "some")  # begins at 20
+    assert (gathers.end_ns, clock.compute_ns) == (start + 1010, start + 220)
+    clock.communicate(2000, "some")
+    assert clock.compute_ns == start + 220 + 2000 + (1010 - 220)
