@@ -37,6 +37,7 @@ from memo.gpt.train.step import StepResult
 from memo.gpt.train.step_metrics import StepMeter
 from memo.manager import Machine
 from memo.mip import build
+from memo.units import format_bytes
 
 KIB = 1024
 
@@ -152,7 +153,7 @@ def peak_metric(meter: StepMeter) -> int | None:
     result = StepResult(step=1, loss=1.0, grad_norm=1.0, lr=1e-3, duration_s=1.0, tokens=64)
     metrics, usage = meter.measure(result)
     assert usage.memory_bytes == metrics.peak_device_bytes
-    assert f"memory {usage.memory_bytes / 2**30:.2f} GiB" in metrics.to_line(usage)
+    assert f"memory {format_bytes(usage.memory_bytes)} " in metrics.to_line(usage)
     return metrics.peak_device_bytes
 
 

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from memo.bounded_files import Refused, open_file, parse_object, text_of
 from memo.errors import DataError, UsageError
+from memo.units import format_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +82,12 @@ class StepMetrics:
             f"step {self.step}",
             f"loss {self.loss:.5f}",
             f"grad_norm {self.grad_norm:.3f}",
-            f"memory {usage.memory_bytes / 2**30:.2f} GiB {usage.memory_bytes / usage.memory_total_bytes:.0%}",
+            f"memory {format_bytes(usage.memory_bytes)} {usage.memory_bytes / usage.memory_total_bytes:.0%}",
         ]
         if usage.offloads:
-            rates = (self.d2h_bytes_per_s, self.h2d_bytes_per_s, self.disk_bytes_per_s)
             parts += [
-                f"host {self.host_bytes / 2**30:.2f} GiB",
-                f"nvme {self.disk_bytes / 2**30:.2f} GiB",
-                "d2h/h2d/nvme " + "/".join(f"{rate / 1e9:.2f}" for rate in rates) + " GB/s",
+                f"host {format_bytes(self.host_bytes)}",
+                f"nvme {format_bytes(self.disk_bytes)}",
                 f"stall {_milliseconds(self.stall_s)}",
                 f"recompute {_milliseconds(self.recompute_s)}",
             ]

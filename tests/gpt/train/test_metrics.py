@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -138,9 +139,12 @@ def test_nothing_is_made_before_the_first_step(tmp_path: Path) -> None:
 def test_the_line_shows_the_offload_only_where_there_is_one() -> None:
     usage = StepUsage(memory_bytes=1 << 30, memory_total_bytes=4 << 30, offloads=True)
     line = metrics(7, mfu=0.5).to_line(usage)
-    assert line.startswith("step 7  loss 0.30000  grad_norm 1.000  memory 1.00 GiB 25%")
-    assert "nvme 3.00 GiB  d2h/h2d/nvme 1.61/0.50/1.60 GB/s  stall 250 ms  recompute 0 ms" in line
+    assert line.startswith(
+        "step 7  loss 0.30000  grad_norm 1.000  memory 1 GiB 25%  host 0 B  nvme 3 GiB  stall 250 ms"
+    )
     assert line.endswith("tps 2,048  mfu_causal 50.0%")
     plain = StepUsage(memory_bytes=1 << 30, memory_total_bytes=4 << 30, offloads=False)
     assert "nvme" not in metrics(7).to_line(plain)
+    small = dataclasses.replace(metrics(7), host_bytes=3 << 19)
+    assert "  host 1.5 MiB  nvme 3 GiB  " in small.to_line(usage)
     assert metrics(7, skipped_steps=3).to_line(plain).endswith("skipped 3")
