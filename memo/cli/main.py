@@ -96,7 +96,7 @@ USAGE = {
     "trace diff": ("FILE FILE", "before.jsonl after.jsonl"),
     "doctor": ("--disk DIR", "--disk /tmp"),
 }
-"""By command: the arguments that its help begins with, and those of an example."""
+"""Arguments that the help of a command begins with, and those of its example."""
 
 
 class _Parser(argparse.ArgumentParser):
