@@ -34,6 +34,8 @@ _AT_LAYER = "at layer "
 WORDS = {use: str(use).replace("_", " ") for use in MemoryUse}
 LEAST_SAVING = 1e-6
 """Fraction of a step; smaller savings come from the prices that break ties."""
+MOST_SAVING = 0.1
+"""Fraction of a step above which what a unit more saves is named as a bound."""
 
 
 class DoesNotFit(Infeasible):
@@ -86,12 +88,9 @@ def find_plan(problem: ActivationProblem) -> ActivationPlan | None:
     found = _whole_layers(problem)
     if found is None:
         return None
-    plan = ActivationPlan(
-        problem=problem,
-        layers=found.layers,
-        stages=predict_stages(problem, found.layers),
-        binding=_binding_texts(found.limits, found.step_s),
-    )
+    plan, kept = _predicted(problem, found.layers), _predicted(problem, _everything_kept(problem))
+    binding = _binding_texts(found.limits, found.step_s, added_s=plan.step_s - kept.step_s)
+    plan = dataclasses.replace(plan, binding=binding)
     require_valid(plan)
     return plan
 
@@ -198,23 +197,37 @@ def _staying_options(problem: ActivationProblem, relaxed: Resource | None = None
 
 def _keep_all(problem: ActivationProblem) -> ActivationPlan | None:
     """The plan that keeps everything, if that fits; else None."""
-    layers = tuple(LayerPlan() for _ in problem.profile.layers)
-    stages = predict_stages(problem, layers)
+    plan = _predicted(problem, _everything_kept(problem))
     held = [
         (predicted.peak_device_bytes, stage.machine.budgets.device_bytes)
-        for predicted, stage in zip(stages, problem.stages, strict=True)
+        for predicted, stage in zip(plan.stages, problem.stages, strict=True)
     ]
     if any(peak > budget for peak, budget in held):
         return None
     peak, budget = max(held, key=lambda pair: pair[0] - pair[1]) if problem.machines else max(held)
     declined = f"fits in {format_bytes(peak)} of {format_bytes(budget)}"
-    plan = ActivationPlan(problem=problem, layers=layers, stages=stages, declined=declined)
+    plan = dataclasses.replace(plan, declined=declined)
     require_valid(plan)
     return plan
 
 
-def _binding_texts(limits: Iterable[Limit], step_s: float) -> tuple[str, ...]:
-    """Texts of the binding rows, one for each kind of row, the most valuable first."""
+def _everything_kept(problem: ActivationProblem) -> tuple[LayerPlan, ...]:
+    return (LayerPlan(),) * len(problem.profile.layers)
+
+
+def _predicted(problem: ActivationProblem, layers: tuple[LayerPlan, ...]) -> ActivationPlan:
+    """These layers as a plan, with the prediction of its stages."""
+    return ActivationPlan(problem=problem, layers=layers, stages=predict_stages(problem, layers))
+
+
+def _binding_texts(limits: Iterable[Limit], step_s: float, *, added_s: float) -> tuple[str, ...]:
+    """Texts of the binding rows, one for each kind of row, the most valuable first.
+
+    Args:
+        limits: the binding rows.
+        step_s: the step by the plan.
+        added_s: the part of it that goes with everything kept, which no budget saves more than.
+    """
     saving: dict[tuple[Resource, str], float] = {}
     for limit in limits:
         key = (limit.resource, limit.where)
@@ -224,7 +237,7 @@ def _binding_texts(limits: Iterable[Limit], step_s: float) -> tuple[str, ...]:
     if device:  # a larger budget loosens all of them at once
         worthy[Resource.DEVICE, _places([where for _, where in device])] = sum(device.values())
     ranked = sorted(worthy.items(), key=lambda item: (-_worth(item[0][0], item[1]), item[0]))
-    return tuple(_binding_text(*key, value) for key, value in ranked[:MOST_BINDING])
+    return tuple(_binding_text(*key, value, step_s, added_s) for key, value in ranked[:MOST_BINDING])
 
 
 def _places(where: list[str]) -> str:
@@ -244,13 +257,15 @@ def _worth(resource: Resource, saving: float) -> float:
     return saving * (1e12 if resource is Resource.WEAR else GIB)
 
 
-def _binding_text(resource: Resource, where: str, saving: float) -> str:
+def _binding_text(resource: Resource, where: str, saving: float, step_s: float, added_s: float) -> str:
+    """Text of a binding row. Later bytes save no more than the first one, so a large saving is named as a bound."""
     if resource in _WINDOWS:
         return f"{where} is full: {resource} takes all of it"
     unit = "TB a day" if resource is Resource.WEAR else "GiB"
-    worth = format_duration(_worth(resource, saving))
+    worth = _worth(resource, saving)
+    saves = format_duration(worth) if worth <= MOST_SAVING * step_s else f"up to {format_duration(min(worth, added_s))}"
     name = {Resource.DEVICE: "device memory", Resource.HOST: "host memory", Resource.DISK: "disk space"}.get(resource)
-    return f"{name or resource} {where} is full: a {unit} more saves {worth} a step"
+    return f"{name or resource} {where} is full: a {unit} more saves {saves} a step"
 
 
 def misfit_of(problem: ActivationProblem) -> DoesNotFit:

@@ -29,6 +29,7 @@ from memo.mip.activation.linear_program import PlanModel, Sharing
 from memo.mip.activation.proof import verify_by_simulation
 from memo.mip.activation.simulator import simulate
 from memo.mip.inputs import ALL, ATTENTION, MATMULS
+from memo.units import format_duration
 
 
 @pytest.mark.parametrize("classes", [1, 3])
@@ -131,6 +132,19 @@ def test_recompute_that_is_cheaper_than_waiting_is_chosen_and_the_other_way_roun
     # The forward window of 10 s takes 100 bytes of 420 at 10 bytes/s; the others stall it for 32 s, and backward for 22 s.
     assert chosen(1.0).point == ATTENTION
     assert chosen(1000.0).point == ALL
+
+
+def test_a_budget_is_never_said_to_save_more_than_recompute_and_waits_take() -> None:
+    """What the first byte saves, times a GiB, is years."""
+    block = layer(always=20, all=400, matmuls=None, attention=100.0)
+    budgets = Budgets(device_bytes=2 * block.full_bytes + 1, host_bytes=1000)
+    profile = profile_of(*[block] * 8)
+    plan = plan_activations(profile, machine(), budgets)
+    roomy = plan_activations(profile, machine(), Budgets(device_bytes=1 << 40))
+    added = format_duration(plan.step_s - roomy.step_s)
+    assert plan.step_s > 2 * roomy.step_s
+    assert plan.binding
+    assert all(reason.endswith(f" is full: a GiB more saves up to {added} a step") for reason in plan.binding)
 
 
 def test_disk_wear_bounds_what_is_written() -> None:
