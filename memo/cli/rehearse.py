@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from memo.cli.inputs.fields import add_fields, given_fields, refuse_given
 from memo.cli.inputs.flag_types import Alpha, Count, Flag, Force, Json, Size, WrittenFile
 from memo.cli.inputs.machine import Gpu, MachineOptions, Nics, machine_of
-from memo.cli.inputs.model_shape import namesake
+from memo.cli.inputs.model_shape import gpt_size, namesake
 from memo.cli.inputs.rehearsed_model import RehearsedModel
 from memo.cli.inputs.step_source import OWN_MODEL
 from memo.cli.tables.rehearsal import rehearsal_summary, settled_line, step_line, what_would_fit
@@ -163,6 +163,7 @@ def run(args: Options) -> ExitCode:
         given, most = format_bytes(args.device, up=True), format_bytes(hardware.device_bytes, down=True)
         raise UsageError(f"--device: {given} are not within the {most} of {hardware.name}; give another size or --gpu")
     build = args.builder()
+    from memo.machine import require_host_memory
     from memo.rehearsal import SimulatedMachine, Way, rehearse
 
     machine = SimulatedMachine(
@@ -174,6 +175,8 @@ def run(args: Options) -> ExitCode:
         disk_read_bytes_per_s=args.disk_read,
         assume=args.assume,
     )
+    if isinstance(args.host, int):
+        require_host_memory(args.host, machine.total_host_bytes(), argument="--host {}")
     budget = machine.device_budget(args.device).total_bytes
 
     decisions = [""]
@@ -213,7 +216,8 @@ def _print(args: Options, machine: SimulatedMachine, found: Rehearsal) -> ExitCo
         raise MemoError(found.failure)
     misfit = what_would_fit(found, most_device=machine.device_budget(None).total_bytes)
     if misfit is not None:
-        raise Infeasible(misfit)
+        has_logits = gpt_size(args.model) is None and not args.loss_without_logits and "the head takes" in found.report
+        raise Infeasible(f"{misfit}, or --loss-without-logits" if has_logits else misfit)
     return ExitCode.OK if found.settled or args.steps is not None else ExitCode.NO_PLAN_IN_TIME
 
 

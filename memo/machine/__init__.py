@@ -28,7 +28,11 @@ if TYPE_CHECKING:
         measure_lanes as measure_lanes,
         measure_link as measure_link,
     )
-    from memo.machine.node_share import share_of_node as share_of_node
+    from memo.machine.node_share import (
+        AUTO_HOST_SHARE as AUTO_HOST_SHARE,
+        require_host_memory as require_host_memory,
+        share_of_node as share_of_node,
+    )
     from memo.machine.norm_limit import (
         require_layer_within_norm_limit as require_layer_within_norm_limit,
         require_within_norm_limit as require_within_norm_limit,

@@ -1,10 +1,38 @@
-"""Division of a node's host memory and disk budgets among its ranks."""
+"""Host memory and disk budgets of a node: what it has, and their division among its ranks."""
 
 from __future__ import annotations
 
 import socket
 
 import torch.distributed as dist
+
+from memo.errors import UsageError
+from memo.units import format_bytes
+
+AUTO_HOST_SHARE = 0.7
+"""Share of the free host memory that `host="auto"` takes; the rest is for data loader, checkpoints and system."""
+
+
+def require_host_memory(nbytes: int, machine_bytes: int, *, argument: str = "host='{}'") -> None:
+    """Refuses a host budget above the machine's memory.
+
+    Args:
+        nbytes: Budget of the node.
+        machine_bytes: Memory of the node.
+        argument: How the budget is given, with braces for its size, such as `--host {}`.
+
+    Raises:
+        UsageError: it is above.
+    """
+    if nbytes <= machine_bytes:
+        return
+    most = int(machine_bytes * AUTO_HOST_SHARE)
+    size = f"{most >> 30}GiB" if most >> 30 else f"{most >> 20}MiB"
+    given, there = format_bytes(nbytes), format_bytes(machine_bytes, down=True)
+    name = argument.replace("=", " ").split()[0]
+    raise UsageError(
+        f"{name}: {given} is more than the machine's {there} of memory; give {argument.format(size)} or less"
+    )
 
 
 def share_of_node(nbytes: int, *, weight: int = 1) -> int:

@@ -72,8 +72,8 @@ class Machine:
         return available_host_bytes()
 
     def total_host_bytes(self) -> int:
-        """Bytes of host memory that this node has."""
-        return total_host_bytes()
+        """Bytes of host memory that this node has, or may grow to: as many as its control groups leave."""
+        return max(total_host_bytes(), available_host_bytes(total_before=0))
 
     def share_of_node(self, nbytes: int, *, weight: int = 1) -> int:
         """This rank's share of a budget of its node, as of `memo.machine.share_of_node`. A collective call."""

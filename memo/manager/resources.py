@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 import os
 import platform
 import sys
@@ -20,10 +19,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from memo.errors import TraceError, UsageError
+from memo.machine import AUTO_HOST_SHARE, require_host_memory
 from memo.swap import HostPool
 from memo.swap.tiers import DiskTier, HostTier
 from memo.trace import TraceRecorder
-from memo.units import format_bytes, parse_bytes
+from memo.units import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,11 +34,6 @@ if TYPE_CHECKING:
     from memo.swap.backends import Backend
     from memo.swap.disk import DiskStore
     from memo.swap.tiers import Tier
-
-log = logging.getLogger("memo")
-
-AUTO_HOST_SHARE = 0.7
-"""Share of the free host memory that `host="auto"` takes; the rest is for data loader, checkpoints and system."""
 
 _Path = str | os.PathLike[str]
 
@@ -81,7 +76,8 @@ class TierBudgets:
             share: gives this rank's share of bytes of the node; None: the machine's, which asks all ranks.
 
         Raises:
-            UsageError: both tiers are off, a budget cannot be parsed, or a shared one has no size.
+            UsageError: both tiers are off, a budget cannot be parsed, a shared one has no size, or the host's is above the
+                machine's memory.
         """
         share = share or machine.share_of_node
         disk_bytes = None
@@ -126,13 +122,8 @@ def _host_bytes(host: int | str, machine: Machine, share: Callable[[int], int]) 
     if host == "auto":
         free = int(machine.free_host_bytes() * AUTO_HOST_SHARE)
         return 0 if machine.host_is_device else share(free)
-    nbytes, whole = parse_bytes(host, what="host"), machine.total_host_bytes()
-    if nbytes > whole:
-        log.warning(
-            "host: %s are more than the machine's %s of memory: a run that fills them is killed",
-            format_bytes(nbytes),
-            format_bytes(whole, down=True),
-        )
+    nbytes = parse_bytes(host, what="host")
+    require_host_memory(nbytes, machine.total_host_bytes())
     return share(nbytes) if nbytes else 0
 
 

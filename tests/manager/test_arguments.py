@@ -163,11 +163,20 @@ def test_a_lazy_parameter_is_refused_by_name() -> None:
 
 
 def test_budgets_that_cannot_be_met_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    for arguments, words in (
-        ({"host": "1000TiB"}, "host: 1000 TiB are more than the machine's"),
-        ({"host": "1MiB", "disk": "/dev/shm"}, "disk: /dev/shm is tmpfs, which is memory"),
-    ):
-        with caplog.at_level("WARNING", logger="memo"), memo.offload(Model(), alpha=1.0, **arguments) as manager:
-            pass
-        manager.close()
-        assert words in caplog.text
+    on_memory = {"host": "1MiB", "disk": "/dev/shm"}
+    with caplog.at_level("WARNING", logger="memo"), memo.offload(Model(), alpha=1.0, **on_memory) as manager:
+        pass
+    manager.close()
+    assert "disk: /dev/shm is tmpfs, which is memory" in caplog.text
+
+
+def test_a_host_budget_above_the_machines_memory_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memo.manager.machine.total_host_bytes", lambda: 100 << 30)
+    monkeypatch.setattr("memo.manager.machine.available_host_bytes", lambda **_: 50 << 30)
+    said = "host: 1000 TiB is more than the machine's 100 GiB of memory; give host='70GiB' or less"
+    with pytest.raises(UsageError, match=f"^{re.escape(said)}$"):
+        memo.offload(Model(), alpha=1.0, host="1000TiB")
+    memo.offload(Model(), alpha=1.0, host="100GiB").close()
+    # A machine that grows as it is used shows less than its control group leaves.
+    monkeypatch.setattr("memo.manager.machine.available_host_bytes", lambda **_: 1001 << 40)
+    memo.offload(Model(), alpha=1.0, host="1000TiB").close()

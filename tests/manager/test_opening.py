@@ -185,7 +185,7 @@ def test_a_pool_that_cannot_be_used_leaves_nothing_open(tmp_path: Path) -> None:
 
 
 def test_a_rank_has_its_share_of_what_all_jobs_have_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memo.manager.resources.share_of_node", lambda nbytes, *, weight: nbytes // 4)
+    monkeypatch.setattr("memo.manager.machine.share_of_node", lambda nbytes, *, weight: nbytes // 4)
     room = TierBudgets.of(Machine(torch.device("cpu")), host="8GiB", host_pool="pool", disk=None, disk_budget=None)
     assert room.host_bytes == 2 << 30
     assert room.pool == ("pool", 8 << 30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,8 @@ from torch.distributed import ProcessGroup
 
 from memo.errors import UsageError
 from memo.gpt.run_config import OffloadConfig, OffloadMode
-from memo.manager import Manager, offload
+from memo.machine import require_host_memory
+from memo.manager import Machine, Manager, offload
 
 
 def open_manager(
@@ -43,6 +45,11 @@ def open_manager(
     """
     if config.mode is OffloadMode.NONE:
         return None
+    there = Machine(device).total_host_bytes()
+    if config.plan is None:
+        require_host_memory(config.host or 0, there, argument="--host {}")
+    elif config.host is not None:  # the budget of the machine that the plan is for, which may have more than the plan takes
+        config = dataclasses.replace(config, host=min(config.host, there))
     return offload(
         model,
         plan=config.plan,

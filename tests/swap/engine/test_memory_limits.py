@@ -93,7 +93,10 @@ def little_address_space() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("asked", ["in the step", "by a plan"])
-def test_addresses_that_the_system_refuses_are_one_line_and_the_next_step_works(asked: str) -> None:
+def test_addresses_that_the_system_refuses_are_one_line_and_the_next_step_works(
+    asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memo.manager.machine.total_host_bytes", lambda: 1 << 40)
     model = stack()
     manager = memo.offload(model, alpha=1.0, host="1TiB", disk=[], min_bytes=512)
     tier: Any = manager._engine.tiers[0]
