@@ -131,8 +131,8 @@ def _unexplained(evidence: Evidence) -> str:
         return ""
     part = duration(stats.added_ns) if stats.added_ns else "none"
     return (
-        f" Waits and recompute explain {part} of the {duration(longer)} more; the trace does not show the reason of the rest, "
-        "such as other programs or memory touched for the first time."
+        f" Waits and recompute explain {part} of the {duration(longer)} more; the trace does not show the reason of the "
+        "rest, such as other programs or memory touched for the first time."
     )
 
 
