@@ -109,5 +109,5 @@ def test_an_error_while_a_module_is_imported_is_not_taken_for_a_missing_name(mon
         raise AttributeError("torch has no attribute 'apply'")
 
     monkeypatch.setattr(lazy.importlib, "import_module", broken)
-    with pytest.raises(ImportError, match="memo.manager.offloading: torch has no"):
+    with pytest.raises(ImportError, match="offloading: torch has no"):
         lazy.attach("memo")[0]("offload")

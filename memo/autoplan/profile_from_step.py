@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 _NO_BOUND = 1e15
 """Rate of a lane that the step did not use, in bytes per second: never what a plan waits for."""
 
+_WAITS_IN_FORWARD = (StallCause.DRAIN, StallCause.HOST_FULL, StallCause.DISK_QUEUE)
+
 ALIKE = 0.05
 """Layers are one class if the memory beside them differs by at most this fraction of the largest layer's bytes."""
 
@@ -105,7 +107,7 @@ def _time_between(times: StepTimes) -> tuple[float, float]:
     end, begin = times.turn_ns
     if end > begin or not forward or not backward:
         return 1.0, 1.0
-    waits = sum(ns for cause, ns in times.stalls_ns.items() if cause is not StallCause.RELOAD)
+    waits = sum(times.stalls_ns.get(cause, 0) for cause in _WAITS_IN_FORWARD)
     before = end - times.first_layer_ns - forward - waits
     after = times.end_ns - begin - sum(layer.backward_ns for layer in own)
     return 1 + max(0, before) / forward, 1 + max(0, after) / backward

@@ -57,6 +57,8 @@ class KernelTimes:
         if "attention" in name and "backward" in name:
             work = work_of(_FORWARD, args[1:4], {"is_causal": _is_causal(func, args)}, args[4:6])
             return KernelTime(self._attention_s(work.flops, args[1:4], backward=True), attends=True)
+        if name == "all_gather_copy_in":  # FSDP2's: of what it is given to write into, it writes this rank's part
+            return KernelTime(2 * sum(tensor.nbytes for tensor in args[0]) / self._bytes_per_s)
         work = work_of(func, args, kwargs, out)
         if not work.flops and not work.nbytes:
             return KernelTime(0.0)

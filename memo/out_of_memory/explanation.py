@@ -173,8 +173,8 @@ def _kind(held: HeldMemory, cause: Cause) -> str:
         )
     if cause is Cause.LOGITS and _asks_for_logits(held) and held.requested_nbytes:
         return (
-            f"The {format_bytes(held.requested_nbytes)} are most likely for the logits or their loss: no other tensor outside "
-            "the layers is as large."
+            f"The {format_bytes(held.requested_nbytes)} are most likely for the logits or their loss: no other tensor "
+            "outside the layers is as large."
         )
     free = "" if held.reserved_nbytes is None else f"not fragmentation ({format_bytes(_unused(held))} of it free), but "
     total = max(held.nbytes, 1)

@@ -63,7 +63,8 @@ def changes_that_fit(request: Request, misfit: DoesNotFit, *, say: Callable[[str
     """Flags that each make a plan fit by itself, the one that asks for least first; the smallest value of each.
 
     Of changes that take more GPUs each is named that takes fewer than those before it. Where none fits by itself, changes
-    are combined: first without a shorter sequence, and with one only where nothing else fits.
+    are combined: first without a shorter sequence, and with one only where nothing else fits. Where the logits are most of the
+    memory, and a loss without them is not enough, all other changes come with it.
 
     Args:
         request: the request.
@@ -73,7 +74,7 @@ def changes_that_fit(request: Request, misfit: DoesNotFit, *, say: Callable[[str
     trial = _Trial(request, say)
     singles: list[Request] = []
     now, fewest = request.layout.gpus, math.inf
-    for options in _changes(request):
+    for options in _changes(trial.without_logits_where_most()):
         changed = trial.first(other for other in options if other.layout.gpus <= now or other.layout.gpus < fewest)
         if changed is not None:
             singles.append(changed)
@@ -98,6 +99,15 @@ class _Trial:
     def __init__(self, request: Request, say: Callable[[str], None]) -> None:
         self._request = request
         self._say = say
+
+    def without_logits_where_most(self) -> Request:
+        """The request; without logits where they are the largest item of the memory, and it is not enough to do without."""
+        without = self._request.without_logits()
+        if without is None or not self._weights_fit(self._request):
+            return self._request
+        nbytes = _items(self._request)
+        is_most = max(nbytes, key=lambda item: nbytes[item]) is _Item.HEAD
+        return without if is_most and not self.fits(without) else self._request
 
     def fits(self, changed: Request) -> bool:
         """Whether a plan fits."""

@@ -67,14 +67,14 @@ def what_would_fit(found: Rehearsal, *, most_device: int) -> str | None:
         found: the rehearsal.
         most_device: the GPU's largest device budget, in bytes.
     """
-    last = next((step.decision for step in reversed(found.steps) if step.decision), "")
-    planned = f"; planning: {last}" if "no plan" in last else ""
     if found.failure is not None and not found.static_bytes:
         return (
             f"the model and its optimizer do not fit: {found.failure} It needs a GPU with more memory, or fewer trained "
             "parameters"
         )
     if found.failure is not None:
+        last = next((step.decision for step in reversed(found.steps) if step.decision), "")
+        planned = f"; planning: {last}" if "it needs device=" in last or "no plan fits" in last else ""
         return f"step {len(found.steps)} does not fit: {found.failure}{planned}"
     parts = []
     for tier in TierName:
@@ -88,7 +88,7 @@ def what_would_fit(found: Rehearsal, *, most_device: int) -> str | None:
             if tier is TierName.DEVICE and worst.used_bytes > most_device:
                 cure = "a GPU with more memory"
             parts.append(f"{worst}{others}; it needs {cure}, or fewer tokens")
-    return "; ".join(parts) + planned if parts else None
+    return "; ".join(parts) or None
 
 
 def rehearsal_summary(found: Rehearsal) -> dict[str, Any]:
