@@ -63,7 +63,7 @@ def main() -> int:
     args = parser.parse_args()
     limit = parse_bytes(args.limit, what="limit")
     print(f"{args.seq} tokens, {format_bytes(limit)} of data")
-    runs = run_arms(["--seq", args.seq, "--steps", str(args.steps)], limit=limit, threads=args.threads)
+    runs = run_arms(["--seq", args.seq, "--steps", str(args.steps), "--digits", "9"], limit=limit, threads=args.threads)
     ours, refused, free = runs.values()
     equal = losses(ours) == losses(free)
     print(f"losses with memo and without: {'identical to the last bit' if equal else 'DIFFERENT'}")

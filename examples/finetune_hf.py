@@ -1,11 +1,14 @@
 r"""Finetunes an unmodified Hugging Face causal language model on your text, at a length whose activations do not fit.
 
-    a small Llama made from a config, on a CPU     python examples/finetune_hf.py --data notes/ --seq 8k --alpha 0.25
+    a small Llama made from a config, on a CPU     python examples/finetune_hf.py
     a model of yours, on one GPU                   python examples/finetune_hf.py --model ./llama --data books/ \
                                                        --seq 256k --host 64GiB --steps 200 --output ./llama-books
     the same with LoRA                             ... --lora 16
     over the GPUs of one machine, or two           torchrun --standalone --nproc-per-node 8 examples/finetune_hf.py \
     processes on a CPU (--nproc-per-node 2)            --model ./llama --data books/ --seq 1m --tp 8
+
+Without arguments the text is Python's standard library, and on a CPU the budget is too small to keep all saved tensors: the
+report of these 6 steps, a minute or so on two cores, says what was offloaded and recomputed.
 
 memo needs two lines: `memo.offload(model)`, and `with manager:` around the forward. At this length the logits matter, too:
 a quarter of a million tokens times 128,000 words in float32 are 128 GiB. `memo.loss_without_logits(model)` computes the
@@ -21,6 +24,7 @@ import contextlib
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -35,6 +39,9 @@ from memo.gpt.data.batches import Batches
 from memo.gpt.data.token_file import TokenFile, open_tokens
 from memo.machine import peak_rss_bytes, return_freed_memory
 from memo.units import format_bytes, parse_tokens
+
+SMALL = "700MiB"
+"""Device budget of the small Llama on a CPU: at 4k tokens 200 of 332 MiB of saved tensors have room beside torch."""
 
 
 def main() -> int:
@@ -54,8 +61,11 @@ def main() -> int:
     memo.loss_without_logits(model)
     model.to(device).train()
     model.config.use_cache = False  # keys and values are kept for generation only
+    if first:
+        print(header(args, model, device), flush=True)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=args.lr, weight_decay=0.0)
-    manager = None if args.without_memo else memo.offload(model, alpha=args.alpha, host=args.host, disk=args.disk)
+    budgets = {"device": device_budget(args, device), "host": args.host, "disk": args.disk}
+    manager = None if args.without_memo else memo.offload(model, alpha=args.alpha, **budgets)
     for step in range(1, args.steps + 1):
         begin = time.perf_counter()
         ids = batches.at(step)[0].to(device)
@@ -70,7 +80,7 @@ def main() -> int:
         speed = ids.numel() / (time.perf_counter() - begin)
         if first:
             memory = format_bytes(peak(device))
-            print(f"step {step}  loss {loss.item()!r}  memory {memory}  tps {speed:,.0f}", flush=True)
+            print(f"step {step}  loss {loss.item():.{args.digits}g}  memory {memory}  tps {speed:,.0f}", flush=True)
     if manager is not None:
         if first:
             print(manager.report())
@@ -102,10 +112,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--alpha", type=float, help="most of what can be recomputed that moves, 0 to 1 (default: planned)"
     )
+    parser.add_argument(
+        "--device", help=f"device memory, such as 40GiB (default: what is usable; of the small Llama on a CPU {SMALL})"
+    )
     parser.add_argument("--host", default="auto", help="host memory for activations, such as 64GiB (default auto)")
     parser.add_argument(
         "--disk", help="folder of the scratch file (default: none on a GPU, the system's temporary one on a CPU)"
     )
+    parser.add_argument("--digits", type=int, default=6, help="digits of the losses; 9 are all of them (default 6)")
     parser.add_argument("--output", type=Path, help="save the model to this folder (default: do not save)")
     parser.add_argument("--without-memo", action="store_true", help="train without offloading")
     args = parser.parse_args()
@@ -135,13 +149,28 @@ def open_model(path: Path | None, tokens: TokenFile) -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**shape, vocab_size=tokens.vocab_size, max_position_embeddings=1 << 20))
 
 
+def device_budget(args: argparse.Namespace, device: torch.device) -> str | None:
+    """The device budget that is asked for; with a plan of the small Llama on a CPU `SMALL`."""
+    planned = args.alpha is None and not args.without_memo
+    return SMALL if args.device is None and args.model is None and device.type == "cpu" and planned else args.device
+
+
+def header(args: argparse.Namespace, model: PreTrainedModel, device: torch.device) -> str:
+    """Line of text with the model, its device and what it trains on."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    budget = device_budget(args, device)
+    within = "" if budget is None else f" within {budget}"
+    return f"{type(model).__name__}, {trained:,} trained parameters, on {device}{within}; {args.seq} tokens a step"
+
+
 def adapted(model: PreTrainedModel, rank: int) -> PreTrainedModel:
     """The model with PEFT's adapters on all linear maps, which alone are trained."""
     from peft import LoraConfig, get_peft_model
 
-    made: PreTrainedModel = get_peft_model(
-        model, LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    )
+    config = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    with warnings.catch_warnings():  # PEFT reads a property that transformers has renamed
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+        made: PreTrainedModel = get_peft_model(model, config)
     return made
 
 

@@ -117,7 +117,7 @@ def test_the_plan_that_a_gpu_would_get(
 
 def test_an_unmodified_hugging_face_model_is_finetuned_saved_and_found_again(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    script, flags = EXAMPLES / "finetune_hf.py", ("--seq", 512, "--steps", 2)
+    script, flags = EXAMPLES / "finetune_hf.py", ("--seq", 512, "--steps", 2, "--digits", 9)
     saved = ("--output", tmp_path / "model")
     with_memo = run(sys.executable, script, *flags, "--alpha", 0.25, "--disk", tmp_path, *saved)
     plain = run(sys.executable, script, *flags, "--without-memo")
@@ -131,7 +131,8 @@ def test_an_unmodified_hugging_face_model_is_finetuned_saved_and_found_again(tmp
 
 def test_two_processes_finetune_one_model_with_the_losses_of_one_and_save_it_whole(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    script, flags = EXAMPLES / "finetune_hf.py", ("--seq", 512, "--steps", 2, "--alpha", 0.25, "--disk", tmp_path)
+    script, flags = EXAMPLES / "finetune_hf.py", ("--seq", 512, "--steps", 2, "--digits", 9)
+    flags = (*flags, "--alpha", 0.25, "--disk", tmp_path)
     divided = run_on(2, script, *flags, "--tp", 2, "--output", tmp_path / "model")
     whole = run(sys.executable, script, *flags)
     losses = [[float(loss) for loss in re.findall(r"step \d  loss (\S+)", said)] for said in (divided, whole)]
