@@ -1,8 +1,13 @@
-"""Threads of memo's own, whose start fails with an error of memo's."""
+"""Threads of memo's own, whose start fails with an error of memo's, and one that hears of signals."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import socket
 import threading
+from collections.abc import Callable, Iterator
 
 from memo.errors import SwapError
 
@@ -29,3 +34,40 @@ def start_thread(thread: threading.Thread, *, stack_bytes: int | None = None) ->
         ) from error
     finally:
         threading.stack_size(before)
+
+
+@contextlib.contextmanager
+def signals_told(call: Callable[[int, threading.Event], None]) -> Iterator[None]:
+    """Calls `call` in a thread for each signal that Python handles, also while the main thread runs no bytecode.
+
+    Of nested blocks the outer ones hear of a signal first. Main thread only.
+
+    Args:
+        call: takes the signal's number, and an event that is set once the block has ended.
+
+    Raises:
+        SwapError: the system starts no more threads.
+    """
+    over = threading.Event()
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+
+    def hear() -> None:
+        while number := theirs.recv(1):
+            if former != -1:
+                with contextlib.suppress(OSError):
+                    os.write(former, number)
+            call(number[0], over)
+
+    with theirs, ours:
+        former = signal.set_wakeup_fd(ours.fileno(), warn_on_full_buffer=False)
+        thread = threading.Thread(target=hear, name="memo-signals", daemon=True)
+        try:
+            start_thread(thread)
+            yield
+        finally:
+            over.set()
+            signal.set_wakeup_fd(former)
+            ours.close()
+            if thread.ident is not None:
+                thread.join()

@@ -184,8 +184,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _wait_for_first_rank()
         print(f"{who}: {_inert(error)}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print(f"{who}: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print("; ".join(filter(None, (f"{who}: interrupted", _inert(interrupt)))), file=sys.stderr)
         return ExitCode.INTERRUPTED
     except BrokenPipeError:  # `memo ... | head`
         _discard_stdout()

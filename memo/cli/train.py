@@ -16,6 +16,7 @@ from memo.cli.inputs.batch_sizes import BatchOptions, batch_sizes
 from memo.cli.inputs.fields import add_fields, given_fields
 from memo.cli.inputs.model_shape import SHAPE_FIELDS, add_shape_flags, gpt_size, named_shape, shape_flag
 from memo.cli.terminal.file_kinds import FileKind, require_kind
+from memo.cli.terminal.output_files import print_written
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.gpt import (
@@ -28,10 +29,11 @@ from memo.gpt import (
     preset_name,
 )
 from memo.gpt.arithmetic import planned_run
-from memo.gpt.optim import LossGuardConfig, LrSchedule
+from memo.gpt.optim import FLAGS, LossGuardConfig, LrSchedule
 from memo.hugging_face import published_name
 from memo.mip.activation import read_activation_plan
 from memo.parallel import Layout
+from memo.trace import trace_path
 
 if TYPE_CHECKING:
     from memo.gpt.arithmetic import PlannedRun
@@ -49,6 +51,8 @@ Ctrl-C finishes the step, saves a checkpoint and exits with code 130. --resume c
 for bit. Sizes are written as 8GiB, token counts as 32k or 1m.
 """
 
+FIRST_LINE_S = 30.0
+"""Seconds until a log has a line on what a run does, if no step has ended."""
 _SCHEDULE = "steps peak floor warmup"
 _LAYOUT = "dp tp pp cp ep cp_attention schedule chunks stage_layers sequence_parallel"
 _OFFLOAD = "mode plan device host host_pool disk disk_budget alpha codec trace trace_stacks"
@@ -74,7 +78,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_fields(data, RunConfig, _DATA)
     add_fields(data, BatchOptions)
     training = parser.add_argument_group("training")
-    add_fields(training, LrSchedule, _SCHEDULE, flags={"peak": "--lr", "floor": "--min-lr"})
+    add_fields(training, LrSchedule, _SCHEDULE, flags=FLAGS)
     add_fields(training, TrainConfig, "weight_decay clip eval_steps")
     add_fields(training, LossGuardConfig, "on_nan on_spike")
     add_fields(training, RunConfig, _TRAINING)
@@ -89,10 +93,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     """Trains to the last step or until interrupted."""
     config = _config(args)
-    with WaitingLine("memo train", "starting", quiet=True) as waiting:  # a log has the run's own lines
+    with WaitingLine("memo train", "starting", log_after_s=FIRST_LINE_S) as waiting:
         from memo.gpt.train import train
 
-        return train(config, phase=lambda text: waiting.end() if text is None else waiting.say(text))
+        code = train(config, phase=lambda text: waiting.end() if text is None else waiting.say(text))
+    if config.offload.trace is not None and os.environ.get("RANK", "0") == "0":
+        print_written(trace_path(Path(config.offload.trace), rank=0))
+    return code
 
 
 def _config(args: argparse.Namespace) -> RunConfig:

@@ -142,6 +142,15 @@ class OffloadConfig:
         if self.alpha is not None and not 0 <= self.alpha <= 1:
             raise UsageError(f"--alpha {self.alpha} is not between 0 (recompute all) and 1 (move all)")
 
+    @property
+    def words(self) -> str:
+        """What decides what moves: the plan, the fraction that is given, or the mode."""
+        if self.plan is not None:
+            return f"plan {self.plan}"
+        alpha = "" if self.alpha is None else f"alpha {self.alpha:g}"
+        mode = "" if alpha and self.mode is OffloadMode.AUTO else f"offload {self.mode}"
+        return ", ".join(filter(None, (mode, alpha)))
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:

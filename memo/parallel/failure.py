@@ -14,7 +14,6 @@ import contextlib
 import datetime
 import os
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 
@@ -23,6 +22,7 @@ import torch.distributed as dist
 
 from memo.errors import MemoError, PeerLost
 from memo.parallel.store import meeting_store
+from memo.threads import signals_told
 
 # Seconds from SIGTERM to the exit, at most. torchrun kills after 30.
 GRACE_S = 20.0
@@ -111,27 +111,14 @@ def _published() -> str | None:
 def ended_by_signal(grace_s: float = GRACE_S) -> Iterator[None]:
     """Makes SIGTERM end the process within `grace_s` seconds, even while it waits in a collective.
 
-    Python runs signal handlers between bytecodes, never inside a collective. So a thread reads the signal from the wakeup
-    descriptor, and exits the process when the block has not ended in time.
+    Python runs signal handlers between bytecodes, never inside a collective. So a thread exits the process when the block
+    has not ended in time.
     """
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    former = signal.set_wakeup_fd(ours.fileno(), warn_on_full_buffer=False)
-    over = threading.Event()
-    threading.Thread(target=_watch, args=(theirs, over, grace_s), name="memo-deadline", daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
-        signal.set_wakeup_fd(former)
-        ours.close()
 
-
-def _watch(socket_: socket.socket, over: threading.Event, grace_s: float) -> None:
-    with socket_:
-        while number := socket_.recv(1):
-            if number[0] == signal.SIGTERM:
-                break
-        if number and not over.wait(grace_s):
+    def end_in_time(number: int, over: threading.Event) -> None:
+        if number == signal.SIGTERM and not over.wait(grace_s):
             os.write(2, b"memo train: still waiting for another rank long after SIGTERM; ending\n")
             os._exit(128 + signal.SIGTERM)
+
+    with signals_told(end_in_time):
+        yield

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from memo.trace.html import render_page as render_page
     from memo.trace.html_data import page_data as page_data
     from memo.trace.reader import Trace as Trace, read_traces as read_traces
-    from memo.trace.recorder import TraceRecorder as TraceRecorder
+    from memo.trace.recorder import TraceRecorder as TraceRecorder, trace_path as trace_path
     from memo.trace.report import RankReport as RankReport, TraceReport as TraceReport, build_report as build_report
     from memo.trace.tensor_lifetimes import residency_changes as residency_changes
 else:

@@ -23,6 +23,21 @@ if TYPE_CHECKING:
 _CHANGES = (StateChange, StorageUse)
 
 
+def trace_path(where: Path, *, rank: int) -> Path:
+    """The trace file of a rank.
+
+    Args:
+        where: a directory, for `trace.rank{rank}.jsonl` in it; or a file name, for rank 0. Another rank replaces `rank0` in
+            the name by its own, or adds it: `step.jsonl` becomes `step.rank1.jsonl`.
+        rank: the writer's rank.
+    """
+    if where.is_dir():
+        return where / f"trace.rank{rank}.jsonl"
+    if "rank0" in where.name:
+        return where.with_name(where.name.replace("rank0", f"rank{rank}"))
+    return where if rank == 0 else where.with_name(f"{where.stem}.rank{rank}{where.suffix}")
+
+
 class TraceRecorder:
     """Writer of one rank's trace file; implements `memo.events.Tracer`.
 
@@ -92,8 +107,7 @@ class TraceRecorder:
         """Creates the recorder of one rank, with a file of its own.
 
         Args:
-            where: a directory, for `trace.rank{rank}.jsonl` in it; or a file name, for rank 0. Another rank replaces
-                `rank0` in the name by its own, or adds it: `step.jsonl` becomes `step.rank1.jsonl`.
+            where: as of `trace_path`.
             rank: the writer's rank.
             world_size: number of ranks of the run.
             meta: free-form object of the header.
@@ -103,12 +117,7 @@ class TraceRecorder:
         Raises:
             TraceError: the file cannot be written, or exists and is not a trace. An existing trace is replaced.
         """
-        if where.is_dir():
-            path = where / f"trace.rank{rank}.jsonl"
-        elif "rank0" in where.name:
-            path = where.with_name(where.name.replace("rank0", f"rank{rank}"))
-        else:
-            path = where if rank == 0 else where.with_name(f"{where.stem}.rank{rank}{where.suffix}")
+        path = trace_path(where, rank=rank)
         _require_trace(path)
         return cls(path, rank=rank, world_size=world_size, meta=meta, stacks=stacks, now_ns=now_ns)
 

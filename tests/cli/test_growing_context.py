@@ -111,5 +111,5 @@ def test_what_else_differs_is_named_setting_by_setting(text: Path, short: Path, 
     slower = ["--lr", "1e-4", "--min-lr", "1e-4", "--warmup", "0"]
     done = memo_train(*LLAMA, *slower, "--data", text, "--seq", 64, "--resume", short, "--steps", 3)
     assert done.returncode == 0, done.stderr
-    assert "warning  training.schedule.peak was 0.0003 in the checkpoint and is 0.0001 now" in done.stdout
+    assert "warning  --lr was 0.0003 in the checkpoint and is 0.0001 now" in done.stdout
     assert "context " not in done.stdout

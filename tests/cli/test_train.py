@@ -169,7 +169,7 @@ def test_whole_documents_from_the_command_line_resumed_too(tmp_path: Path) -> No
     assert memo_train(*whole, *saving, "--steps", 4, "--metrics", tmp_path / "resumed", "--resume").returncode == 0
     assert losses(tmp_path / "resumed") == losses(tmp_path / "straight")
     changed = memo_train(*train, *saving, "--steps", 5, "--resume")
-    assert "warning  documents was whole in the checkpoint and is packed now" in changed.stdout
+    assert "warning  --documents was whole in the checkpoint and is packed now" in changed.stdout
     short = memo_train(*whole, "--seq", 2000)
     assert_one_line(short, code=1, says="no document has 2000 tokens: the longest of 4 has 1000")
 
@@ -192,6 +192,7 @@ def test_offload_to_disk_gives_the_same_losses_and_counts_what_it_moved(
     assert json.loads(trace.read_text().splitlines()[0])["format"] == "memo-trace"
     assert plain.stderr == ""
     assert moved.stderr == ""
+    assert moved.stdout.splitlines()[-1].startswith(f"Wrote {trace} (")
     assert [line.split()[:2] for line in plain.stdout.splitlines() if line.startswith("step")] == [
         ["step", "1"],
         ["step", "2"],
@@ -214,11 +215,22 @@ def test_ctrl_c_saves_and_the_resumed_run_ends_with_the_losses_of_an_uninterrupt
     assert "Traceback" not in errors
     done = len(losses(tmp_path / "m"))
     assert 2 <= done < 40
-    assert f"stopped after step {done}" in output
+    saved = tmp_path / "run" / f"step-{done:08d}"
+    assert output.endswith(f"stopped after step {done}; saved in {saved}; continue with --resume\n")
     assert [path.name for path in (tmp_path / "run").iterdir()] == [f"step-{done:08d}"]
     resumed = memo_train(*saving, "--resume")
     assert resumed.returncode == 0, resumed.stderr
     assert losses(tmp_path / "m") == losses(tmp_path / "straight")
+
+
+def test_a_stop_without_checkpoints_says_how_to_keep_the_steps(text: Path, tmp_path: Path) -> None:
+    process = start(*SMALL, "--data", text, "--steps", 1000, "--metrics", tmp_path / "m")
+    wait_for_steps(process, tmp_path / "m", 1)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert output.endswith("nothing was saved; give --checkpoint-dir to save steps and resume\n")
+    assert errors == "memo train: stopping after this step; interrupt again to stop at once\n"
 
 
 def test_sigterm_is_the_same_request(text: Path, tmp_path: Path) -> None:

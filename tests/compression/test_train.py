@@ -88,7 +88,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(data: Path, tmp_path: Pa
     assert ("the checkpoint has no error feedback of powersgd:2 in this layout" in said) == (method != "int8")
     assert losses(other)[0] == pytest.approx(losses(whole)[3], rel=1e-5)
     alone, said = trained(1, tmp_path / "alone", "--data", data, "--steps", 6, "--resume", kept)
-    assert f"compress_gradients was {method} in the checkpoint and is None now" in said
+    assert f"--compress-gradients was {method} in the checkpoint and is None now" in said
     assert losses(alone)[0] == pytest.approx(losses(whole)[3], rel=1e-5)
 
 

@@ -1,8 +1,8 @@
 """Waiting line: on standard error, what a command is doing, once it has done it for two seconds.
 
 On a terminal one line is rewritten in place and erased at the end. Elsewhere, as in a log file, nothing is written in the
-first ten seconds, then one line, and another one each minute. Standard output is never touched, and with `quiet`, as under
-`--json`, nothing is written where standard error is no terminal.
+first ten seconds (of memo train thirty), then one line, and another one each minute. Standard output is never touched, and
+with `quiet`, as under `--json`, nothing is written where standard error is no terminal.
 
     with WaitingLine("memo plan", "solving 7b at 1m") as waiting:        memo plan: solving 7b at 1m, 3 s
         plan = solve(problem)
@@ -36,12 +36,22 @@ class WaitingLine:
         command: first words of the line, such as `memo plan`.
         text: what the command is doing, in a few words.
         quiet: write to a terminal only.
+        log_after_s: seconds until the first line where standard error is no terminal; None is LOG_AFTER_S.
         stream: where to write; None is standard error.
     """
 
-    def __init__(self, command: str, text: str, *, quiet: bool = False, stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        command: str,
+        text: str,
+        *,
+        quiet: bool = False,
+        log_after_s: float | None = None,
+        stream: TextIO | None = None,
+    ) -> None:
         self._command = command
         self._text = text
+        self._log_after_s = log_after_s
         self._stream = sys.stderr if stream is None else stream
         self._terminal = self._stream.isatty()
         leads = os.environ.get("RANK", "0") == "0"  # of the ranks that torchrun starts, the first one writes
@@ -77,7 +87,7 @@ class WaitingLine:
         self.end()
 
     def _write(self) -> None:
-        for due_s in due_times(terminal=self._terminal):
+        for due_s in due_times(terminal=self._terminal, log_after_s=self._log_after_s):
             if self._done.wait(self._begin + due_s - time.monotonic()):
                 return
             line = f"{self._command}: {printable(self._text)}, {time.monotonic() - self._begin:.0f} s"
@@ -93,10 +103,11 @@ class WaitingLine:
             self._stream.flush()
 
 
-def due_times(*, terminal: bool) -> Iterator[float]:
+def due_times(*, terminal: bool, log_after_s: float | None = None) -> Iterator[float]:
     """Seconds after the beginning at which the line is written."""
-    after_s, every_s = (TERMINAL_AFTER_S, TERMINAL_EVERY_S) if terminal else (LOG_AFTER_S, LOG_EVERY_S)
-    return itertools.count(after_s, every_s)
+    if terminal:
+        return itertools.count(TERMINAL_AFTER_S, TERMINAL_EVERY_S)
+    return itertools.count(LOG_AFTER_S if log_after_s is None else log_after_s, LOG_EVERY_S)
 
 
 def _columns() -> int:

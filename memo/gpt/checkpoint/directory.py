@@ -128,6 +128,11 @@ def newest(directory: Path, *, verify: bool = False) -> tuple[Checkpoint | None,
     return None, skipped
 
 
+def step_path(directory: Path, step: int) -> Path:
+    """Path of a step's checkpoint."""
+    return directory / f"step-{step:08d}"
+
+
 def _paths(directory: Path) -> list[Path]:
     """Checkpoints, complete or damaged, in the order of their steps."""
     steps = {int(match[1]): path for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))}
@@ -266,7 +271,7 @@ class CheckpointDir:
                 _remove(path)
 
     def _target(self, step: int) -> Path:
-        return self.path / f"step-{step:08d}"
+        return step_path(self.path, step)
 
     def _partial(self, step: int) -> Path:
         return self.path / f".step-{step:08d}.partial"

@@ -8,7 +8,7 @@ from memo.lazy import attach
 
 if TYPE_CHECKING:
     from memo.gpt.optim.loss_guard import LossGuardConfig as LossGuardConfig, OnNan as OnNan, OnSpike as OnSpike
-    from memo.gpt.optim.lr_schedule import LrSchedule as LrSchedule
+    from memo.gpt.optim.lr_schedule import FLAGS as FLAGS, LrSchedule as LrSchedule
     from memo.gpt.optim.optimizer import adamw as adamw, empty_state as empty_state
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

@@ -11,6 +11,10 @@ from memo.errors import UsageError
 _RATE = {"metavar": "RATE"}
 
 
+FLAGS = {"peak": "--lr", "floor": "--min-lr"}
+"""Flags of the fields of LrSchedule whose flag is not their name."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LrSchedule:
     """Learning rate as a pure function of the step number; a resumed run needs no scheduler state.

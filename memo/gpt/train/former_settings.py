@@ -7,10 +7,22 @@ from typing import Any
 
 from memo.errors import CheckpointError, UsageError
 from memo.gpt.checkpoint.directory import Checkpoint
+from memo.gpt.optim import FLAGS
 from memo.gpt.rope_scaling import RopeScaling, RopeScalingKind
 
 GUARD = "health"
 """Key of the loss guard's state."""
+
+
+def flag_of_setting(setting: str) -> str:
+    """The flag of `memo train` for a setting of a checkpoint, such as --steps for training.schedule.steps.
+
+    The setting itself where it has none: AdamW's betas, and what the loss guard takes for a spike.
+    """
+    name = setting.rpartition(".")[2]
+    if name == "betas" or (f".{GUARD}." in setting and name not in ("on_nan", "on_spike")):
+        return setting
+    return FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 
 def require_settings(start: Checkpoint) -> None:

@@ -1,25 +1,46 @@
-"""Interrupts of a run: the first Ctrl-C or SIGTERM requests a stop after the step, the second raises at once."""
+"""Interrupts of a run: the first Ctrl-C or SIGTERM requests a stop after the step, the second ends it at once.
+
+Python runs signal handlers between bytecodes, and a step on a CPU may be in one call of torch for minutes. So a thread
+answers the signals, and ends the process where the second one's handler has not run in time:
+
+    signal    thread                                     handler, in the main thread
+    first     prints that the run stops after the step   makes the request true
+    second    waits GRACE_S, prints, exits with 130      raises KeyboardInterrupt, which ends the thread's wait
+
+A rank under a launcher is not ended by the thread here; memo.parallel.ended_by_signal does it.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from memo.errors import ExitCode
+from memo.threads import signals_told
+
+GRACE_S = 3.0
+_SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
+
 
 class StopRequest:
-    """Stop request, true once a signal arrived. Signal handlers are installed only inside `listening`.
+    """Stop request, true once a signal arrived. Signals are handled only inside `listening`.
 
     Args:
+        lost: what a second request loses, as a clause for the message.
         forwarded: a launcher runs this process and turns a Ctrl-C, which the terminal sends here as well, into a SIGTERM.
             Only the same signal again then counts as the second request.
     """
 
-    def __init__(self, *, forwarded: bool = False) -> None:
+    def __init__(self, *, lost: str, forwarded: bool = False) -> None:
+        self._lost = lost
         self._forwarded = forwarded
         self._asked: int | None = None
+        self._is_told = False
 
     def __bool__(self) -> bool:
         return self._asked is not None
@@ -29,15 +50,27 @@ class StopRequest:
         """Handles SIGINT and SIGTERM inside the block, then restores the former handlers."""
         former = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            yield
+            with signals_told(self._tell):
+                yield
         finally:
             for number, handler in former.items():
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._asked is not None:
-            if self._forwarded and number != self._asked:
-                return
-            raise KeyboardInterrupt
-        self._asked = number
-        print("memo train: stopping after this step; interrupt again to stop at once", file=sys.stderr, flush=True)
+        if self._asked is None:
+            self._asked = number
+        elif number == self._asked or not self._forwarded:
+            raise KeyboardInterrupt(self._lost)
+
+    def _tell(self, number: int, over: threading.Event) -> None:
+        """Answers a signal, in the thread; `over` is set once the block has ended."""
+        if number not in (signal.SIGINT, signal.SIGTERM):
+            return
+        if not self._is_told:
+            self._is_told = True
+            print("memo train: stopping after this step; interrupt again to stop at once", file=sys.stderr, flush=True)
+        elif not self._forwarded and not over.wait(GRACE_S):
+            print(f"memo train: interrupted; {self._lost}", file=sys.stderr, flush=True)
+            if os.isatty(1):
+                os.write(1, _SHOW_CURSOR)
+            os._exit(ExitCode.INTERRUPTED)

@@ -19,7 +19,7 @@ from memo.allocator import active_allocator, use_planned_allocator
 from memo.errors import CheckpointError, DeviceOutOfMemory, ExitCode, TrainingDiverged, UsageError
 from memo.gpt.arithmetic.flops import parameter_count
 from memo.gpt.checkpoint.background import BackgroundCheckpointDir
-from memo.gpt.checkpoint.directory import Checkpoint
+from memo.gpt.checkpoint.directory import Checkpoint, step_path
 from memo.gpt.config import GPTConfig
 from memo.gpt.data.batches import Batches, Split
 from memo.gpt.data.document_batches import DocumentBatches
@@ -32,7 +32,7 @@ from memo.gpt.run_config import Documents, RunConfig
 from memo.gpt.train.checkpoint_cadence import CheckpointCadence
 from memo.gpt.train.embedding_choice import choose_exchange, require_possible
 from memo.gpt.train.former_batch import batch_lines, batch_settings, drawn_rows, with_former_batch
-from memo.gpt.train.former_settings import GUARD, require_settings
+from memo.gpt.train.former_settings import GUARD, flag_of_setting, require_settings
 from memo.gpt.train.gradient_compression import COMPRESSED_AT, require_replicas, resumed_state, state_settings
 from memo.gpt.train.interrupt import StopRequest
 from memo.gpt.train.metrics import MetricsFile
@@ -106,7 +106,10 @@ class _Run:
         self.world = world
         leads = world is None or world.rank == 0
         self._told_rows = 0.0
-        self.stop = StopRequest(forwarded=world is not None)
+        lost = "all steps"
+        if config.checkpoint_dir is not None:
+            lost = f"steps since the last checkpoint in {config.checkpoint_dir}"
+        self.stop = StopRequest(lost=f"{lost} are lost", forwarded=world is not None)
         self.checkpoints = _open_checkpoints(config, stack, world)
         start, notes = _starting_point(config, self.checkpoints)
         self.done = start.step if start is not None else 0
@@ -162,7 +165,7 @@ class _Run:
         )
         steps = config.training.schedule.steps
         self.progress = stack.enter_context(ProgressBar(done=self.done, steps=steps, quiet=not leads))
-        phase(None if self.progress.has_bar else "running the first step")
+        phase(None if self.progress.has_bar else f"running step {self.done + 1} of {steps}")
         for line in (*map(_inert, notes), *self._banner(shape, device, tokens, batches.description)):
             self.progress.line(line)
 
@@ -185,8 +188,11 @@ class _Run:
         if self.trainer.compressed is not None:
             self.progress.line(f"gradients: {self.trainer.compressed.total}")
         if stopped:
-            kept = "" if self.checkpoints is not None else "; without --checkpoint-dir nothing was saved"
-            self.progress.line(f"stopped after step {self.done}{kept}")
+            kept = "nothing was saved; give --checkpoint-dir to save steps and resume"
+            if self.checkpoints is not None:
+                path = step_path(self.checkpoints.path, self.done)
+                kept = f"saved in {path}; continue with --resume" if self.done else "nothing is to be saved"
+            self.progress.line(f"stopped after step {self.done}; {kept}")
             return ExitCode.INTERRUPTED
         return ExitCode.OK
 
@@ -262,7 +268,7 @@ class _Run:
             f"rows     {rows}",
             f"attention {self._attention(shape, device)}",
             *([] if self.trainer.compressed is None else [f"gradients {self.trainer.compressed}"]),
-            f"run      steps {self.done + 1} to {config.training.schedule.steps}, offload {config.offload.mode}",
+            f"run      steps {self.done + 1} to {config.training.schedule.steps}, {config.offload.words}",
         ]
 
     def _attention(self, shape: GPTConfig, device: torch.device) -> str:
@@ -547,7 +553,10 @@ def _differences(start: Checkpoint | None, settings: dict[str, Any]) -> list[str
     others = (("seq", "model", COMPRESSED_AT, *_OF_BATCH), former, settings)
     return [
         *_other_positions(former, settings),
-        *(f"warning  {key} was {then} in the checkpoint and is {value} now" for key, then, value in _unequal(*others)),
+        *(
+            f"warning  {flag_of_setting(key)} was {then} in the checkpoint and is {value} now"
+            for key, then, value in _unequal(*others)
+        ),
     ]
 
 

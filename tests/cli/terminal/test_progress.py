@@ -6,13 +6,17 @@ import io
 import itertools
 import json
 import threading
+import time
+from typing import Any
 
 import pytest
 
+from memo.cli import train
 from memo.cli.main import main
 from memo.cli.terminal import progress
 from memo.cli.terminal.progress import WaitingLine, due_times
 from memo.errors import ExitCode
+from memo.gpt.train.step import StepResult, Trainer
 
 
 class Stream(io.StringIO):
@@ -39,6 +43,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_seconds_on_a_terminal_and_ten_elsewhere_pass_before_the_first_line() -> None:
     assert list(itertools.islice(due_times(terminal=True), 3)) == [2.0, 3.0, 4.0]
     assert list(itertools.islice(due_times(terminal=False), 3)) == [10.0, 70.0, 130.0]
+    assert list(itertools.islice(due_times(terminal=False, log_after_s=30.0), 3)) == [30.0, 90.0, 150.0]
 
 
 def test_quick_work_writes_nothing() -> None:
@@ -146,7 +151,25 @@ def test_train_says_what_it_sets_up_and_ends_the_line_before_the_first_step_is_t
     monkeypatch.setattr(WaitingLine, "end", lambda _: said.append(f"end {capsys.readouterr().out.count('loss')}"))
     small = ["--layers", "2", "--hidden", "32", "--heads", "2", "--seq", "32", "--steps", "1", "--on", "cpu"]
     assert main(["train", "--model", "tiny", *small]) == ExitCode.OK
-    assert said[:4] == ["reading the data", "building the model", "running the first step", "end 0"]
+    assert said[:4] == ["reading the data", "building the model", "running step 1 of 1", "end 0"]
+
+
+def test_a_log_of_a_training_has_a_line_within_a_long_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, step = Stream(terminal=False), Trainer.step
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setattr(train, "FIRST_LINE_S", 0.0)
+    monkeypatch.setattr(progress, "LOG_EVERY_S", 0.01)
+
+    def long_step(trainer: Trainer, number: int, **keywords: Any) -> StepResult | None:
+        deadline = time.monotonic() + 60
+        while f"memo train: running step {number} of 1, " not in stream.getvalue():
+            assert time.monotonic() < deadline, stream.getvalue()
+            time.sleep(0.01)
+        return step(trainer, number, **keywords)
+
+    monkeypatch.setattr(Trainer, "step", long_step)
+    small = ["--layers", "2", "--hidden", "32", "--heads", "2", "--seq", "32", "--steps", "1", "--on", "cpu"]
+    assert main(["train", "--model", "tiny", *small]) == ExitCode.OK
 
 
 def test_a_profile_without_room_is_refused_before_anything_is_built(capsys: pytest.CaptureFixture[str]) -> None:
