@@ -1,8 +1,10 @@
-"""The program of docs/quickstart.md runs as it stands, on the CPU, and trains as without memo."""
+"""The programs of docs/quickstart.md run, on the CPU, and the first one trains as without memo."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,11 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = (ROOT / "docs" / "quickstart.md").read_text()
+PROGRAMS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "quickstart.md").read_text(), re.DOTALL)
 
 
 def program() -> str:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    return str(code).replace(".cuda()", "")
+    return PROGRAMS[0].replace(".cuda()", "")
 
 
 def trained(code: str, folder: Path) -> tuple[list[float], str]:
@@ -42,6 +43,19 @@ def test_the_program_trains_as_without_memo(tmp_path: Path) -> None:
     without, _ = trained(plain, tmp_path)
     assert with_memo == pytest.approx(without, rel=2e-3)  # the chunked loss rounds otherwise, in bfloat16
     assert "all saved tensors fit" in report
+
+
+def test_the_program_for_a_cpu_runs_and_prints_losses_and_a_report() -> None:
+    pytest.importorskip("transformers")
+    _, code = PROGRAMS
+    assert "2048" in code
+    assert "range(6)" in code
+    small = code.replace("2048", "64").replace("range(6)", "range(2)")
+    done = subprocess.run([sys.executable, "-c", small], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert [line.split()[:3] for line in said[:2]] == [["step", str(step), "loss"] for step in range(2)]
+    assert said[2].startswith("saved tensors take at most ")
 
 
 def test_it_is_short() -> None:
