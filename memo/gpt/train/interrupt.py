@@ -24,7 +24,7 @@ from memo.errors import ExitCode
 from memo.threads import signals_told
 
 GRACE_S = 3.0
-_SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
+_END_OF_BAR = b"\r\x1b[K\x1b[?25h"  # erases a progress bar, which hides the cursor, too
 
 
 class StopRequest:
@@ -72,5 +72,5 @@ class StopRequest:
         elif not self._forwarded and not over.wait(GRACE_S):
             print(f"memo train: interrupted; {self._lost}", file=sys.stderr, flush=True)
             if os.isatty(1):
-                os.write(1, _SHOW_CURSOR)
+                os.write(1, _END_OF_BAR)
             os._exit(ExitCode.INTERRUPTED)
