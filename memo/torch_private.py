@@ -129,6 +129,7 @@ torch.utils._python_dispatch:_get_current_dispatch_mode_stack | finds the record
 torch.utils._python_dispatch:_pop_mode | takes the recorder off for the engine's own operators
 torch.utils._python_dispatch:_push_mode | puts the recorder back
 torch.utils.checkpoint:_checkpoint_without_reentrant_generator | replaced: no checkpoint around managed layers
+torch.utils.checkpoint:_checkpoint_without_reentrant_generator_impl | replaced likewise | since: 2.14 | lost: its caller is
 torch.utils._pytree:tree_leaves | finds tensors within arguments
 torch.utils._pytree:tree_map_only | exchanges tensors within arguments
 """

@@ -89,7 +89,7 @@ class PlanMaker:
 
             others = f"{format_bytes(self.others_bytes)} for everything but saved tensors"
             known = answer.least_bytes.get("device") if isinstance(answer, DoesNotFit) else None
-            if known is None:
+            if known is None or not isinstance(answer, DoesNotFit):
                 raise PlanError(f"{answer}, beside {others}") from None
             fits = math.ceil((known + self.others_bytes + self._actuator.margin_bytes) * NEEDED)
             needs = f"device='{format_bytes(fits, up=True).replace(' ', '')}'"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointFunction, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointFunction, create_selective_checkpoint_contexts, noop_context_fn
 
 from memo.manager import claims
 from memo.swap import runs_as_written
@@ -35,23 +35,39 @@ _CALLS = frozenset({"forward", "_call_impl", "_wrapped_call_impl"})
 _KNOWN = (nullcontext, *map(type, create_selective_checkpoint_contexts([])))
 """Contexts that change no values: none, and those of torch's selective checkpointing, by whatever function they are made."""
 
-_checkpointed = found("checkpoint_without_reentrant_generator")
+_BEFORE_2_14 = "checkpoint_without_reentrant_generator"
+_FROM_2_14 = "checkpoint_without_reentrant_generator_impl"
+_NAME = _BEFORE_2_14 if found(_FROM_2_14) is None else _FROM_2_14
+_checkpointed: Callable[..., Iterator[None]] = found(_NAME)
 
 
-def _generator(
+def _before_2_14(
     function: Callable[..., Any], preserve_rng_state: bool, context_fn: Any, *args: Any, **kwargs: Any
 ) -> Iterator[None]:
     """Torch's generator, which goes on after the forward, or one that does nothing."""
-    if claims.entered() and runs_as_written():
-        contexts = tuple(context_fn())  # once for each checkpoint, as torch does
-        context_fn = functools.partial(_given, contexts)
-        if not all(isinstance(each, _KNOWN) for each in contexts):
-            for manager in claims.entered():
-                manager.notes_checkpoint(())
-        elif is_replaced(function, args):
-            return _nothing()
-    made: Iterator[None] = _checkpointed(function, preserve_rng_state, context_fn, *args, **kwargs)
-    return made
+    stays = _contexts_that_stay(function, args, context_fn)
+    return _nothing() if stays is None else _checkpointed(function, preserve_rng_state, stays, *args, **kwargs)
+
+
+def _from_2_14(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, *, context_fn: Any = noop_context_fn, **how: Any
+) -> Iterator[None]:
+    """Torch's generator or one that does nothing, with the arguments that torch gives it from 2.14 on."""
+    stays = _contexts_that_stay(function, args, context_fn)
+    return _nothing() if stays is None else _checkpointed(function, args, kwargs, context_fn=stays, **how)
+
+
+def _contexts_that_stay(function: Callable[..., Any], args: tuple[Any, ...], context_fn: Any) -> Any:
+    """What makes the contexts of a checkpoint that stays one; None for a plain call."""
+    if not (claims.entered() and runs_as_written()):
+        return context_fn
+    contexts = tuple(context_fn())  # once for each checkpoint, as torch does
+    if not all(isinstance(each, _KNOWN) for each in contexts):
+        for manager in claims.entered():
+            manager.notes_checkpoint(())
+    elif is_replaced(function, args):
+        return None
+    return functools.partial(_given, contexts)
 
 
 def _given(contexts: Any) -> Any:
@@ -118,5 +134,5 @@ def _is_filled(cell: Any) -> bool:
     return True
 
 
-setattr(*place("checkpoint_without_reentrant_generator"), _generator)
+setattr(*place(_NAME), _before_2_14 if _NAME == _BEFORE_2_14 else _from_2_14)
 CheckpointFunction.apply = classmethod(_apply)  # type: ignore[method-assign,assignment]

@@ -33,7 +33,7 @@ _STATES = tuple(OWNED.values())
 _FRAGMENTED = 0.2
 """Share of reserved memory that is free and yet counts as fragmentation where no request is known."""
 _LARGE_REQUEST = 1 / 8
-"""Of what is held: from this size on a request outside the layers is taken for logits."""
+"""Share of what is held from which a request outside the layers is taken for logits."""
 _LOGITS = re.compile(r"logits|lm_head|cross_entropy|log_?softmax|nll_loss", re.IGNORECASE)
 _VOCABULARY = 16_384
 """Last dimension from which a tensor outside the layers is taken for logits."""

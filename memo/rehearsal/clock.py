@@ -53,17 +53,22 @@ class Clock:
         stream = self.current
         stream.end_ns = max(stream.end_ns, host) + kernel_ns
 
-    def communicate(self, collective_ns: int, ranks: object) -> None:
-        """Launches a collective among `ranks`, for which the current stream waits.
+    def communicate(self, collective_ns: int, ranks: object) -> int:
+        """Launches a collective among `ranks` after the current stream's work; returns its end, for which nothing waits yet.
 
         Those of the same ranks follow one another. One that meets another's has half of the links while both run; what the
         other loses by it is not counted.
         """
-        known, stream = self._communicators, self.current
-        stream.end_ns = max(stream.end_ns, known.get(ranks, 0), self.host_ns + self._launch_ns)
-        beside_ns = max((end_ns - stream.end_ns for other, end_ns in known.items() if other != ranks), default=0)
-        self.run(collective_ns + min(collective_ns, max(0, beside_ns)))
-        known[ranks] = stream.end_ns
+        known = self._communicators
+        self.host_ns += self._launch_ns
+        begin = max(self.current.end_ns, known.get(ranks, 0), self.host_ns)
+        beside_ns = max((end_ns - begin for other, end_ns in known.items() if other != ranks), default=0)
+        known[ranks] = begin + collective_ns + min(collective_ns, max(0, beside_ns))
+        return known[ranks]
+
+    def await_until(self, end_ns: int) -> None:
+        """Has the current stream's further work wait."""
+        self.current.end_ns = max(self.current.end_ns, end_ns)
 
     def wait(self, until_ns: int) -> None:
         """Blocks the host."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -48,6 +49,8 @@ class SimulatedKernels(BytelessMode):
         self._memory = memory
         self._network = network
         self._known_ns: dict[Any, int] = {}
+        self._awaited: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
+        """Results of functional collectives that nothing has waited for, with the ends of these."""
 
     def compute(
         self,
@@ -62,9 +65,7 @@ class SimulatedKernels(BytelessMode):
             self._clock.finish()
         out = super().compute(func, args, kwargs, key, tensors)
         if func.namespace in ("c10d", "_c10d_functional"):
-            found = self._network.collective(func, args)
-            if found is not None:
-                self._clock.communicate(int(found[0] * 1e9), found[1])
+            self._communicate(func, args, out)
             return out
         try:
             known = self._known_ns.get(key)
@@ -77,6 +78,18 @@ class SimulatedKernels(BytelessMode):
         if known >= 0:
             self._clock.run(known)
         return out
+
+    def _communicate(self, func: OpOverload, args: tuple[Any, ...], out: Any) -> None:
+        """A functional collective is waited for by an operator of its own, others by the stream that launched them."""
+        found = self._network.collective(func, args)
+        if found is not None:
+            end_ns = self._clock.communicate(int(found[0] * 1e9), found[1])
+            if func.namespace == "_c10d_functional":
+                self._awaited[out.untyped_storage()] = end_ns
+            else:
+                self._clock.await_until(end_ns)
+        elif func is torch.ops._c10d_functional.wait_tensor.default:
+            self._clock.await_until(self._awaited.pop(args[0].untyped_storage(), 0))
 
     def storage(self, nbytes: int) -> torch.UntypedStorage:
         """Makes a storage that the device's memory counts."""

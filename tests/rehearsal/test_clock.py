@@ -53,19 +53,16 @@ def test_a_stream_runs_beside_the_compute_stream() -> None:
 def test_collectives_of_the_same_ranks_follow_one_another() -> None:
     clock = Clock(10)
     start = clock.host_ns
-    clock.communicate(100, "all")
-    clock.current = other = clock.new_stream()
-    clock.communicate(100, "all")
-    assert (clock.compute_ns, other.end_ns) == (start + 110, start + 210)
+    assert clock.communicate(100, "all") == start + 110
+    assert clock.communicate(100, "all") == start + 210
+    assert clock.compute_ns == start
+    clock.await_until(start + 210)
+    assert clock.compute_ns == start + 210
 
 
 def test_a_collective_beside_another_has_half_of_the_links_while_both_run() -> None:
     clock = Clock(10)
     start = clock.host_ns
-    clock.current = gathers = clock.new_stream()
-    clock.communicate(1000, "all")
-    clock.current = clock.compute
-    clock.communicate(100, "some")  # begins at 20
-    assert (gathers.end_ns, clock.compute_ns) == (start + 1010, start + 220)
-    clock.communicate(2000, "some")
-    assert clock.compute_ns == start + 220 + 2000 + (1010 - 220)
+    assert clock.communicate(1000, "all") == start + 1010
+    assert clock.communicate(100, "some") == start + 20 + 200
+    assert clock.communicate(2000, "some") == start + 220 + 2000 + (1010 - 220)

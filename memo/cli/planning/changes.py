@@ -63,8 +63,8 @@ def changes_that_fit(request: Request, misfit: DoesNotFit, *, say: Callable[[str
     """Flags that each make a plan fit by itself, the one that asks for least first; the smallest value of each.
 
     Of changes that take more GPUs each is named that takes fewer than those before it. Where none fits by itself, changes
-    are combined: first without a shorter sequence, and with one only where nothing else fits. Where the logits are most of the
-    memory, and a loss without them is not enough, all other changes come with it.
+    are combined: first without a shorter sequence, and with one only where nothing else fits. Where the logits are most of
+    the memory, and a loss without them is not enough, all other changes come with it.
 
     Args:
         request: the request.

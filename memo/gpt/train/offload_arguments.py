@@ -23,7 +23,7 @@ def open_manager(
     model: nn.Module,
     device: torch.device,
     *,
-    layers: Sequence[nn.Module] | None = None,
+    layers: Sequence[nn.Module],
     group: ProcessGroup | None = None,
     schedule: Any = None,
 ) -> Manager | None:
@@ -33,7 +33,7 @@ def open_manager(
         config: tiers and budgets.
         model: the module whose activations move.
         device: the device that the model runs on.
-        layers: the layers, where the model has no ModuleList of them.
+        layers: the model's layers, of which there may be one.
         group: process group of the ranks that hold the same layers, as for `memo.offload`.
         schedule: torch's pipeline schedule, as for `memo.offload`.
 

@@ -400,7 +400,7 @@ def _open_trainer(
         return open_trainer(config, shape, training, batches, world, device, stack, sparse_embedding=sparse)
     torch.manual_seed(config.seed)
     model = GPT(shape, device=device, dtype=weight_dtype(training.precision))
-    manager = open_manager(config.offload, model, device)
+    manager = open_manager(config.offload, model, device, layers=list(model.layers))
     if manager is not None:
         stack.enter_context(closing(manager))
     return Trainer(model, batches, training, device=device, around_forward=manager), manager
