@@ -344,9 +344,12 @@ class Plans:
             if not self._ranks.all_have(case.layer, plan is not None):
                 break
             assert plan is not None
-            unlike = self.trials.unlike(case, plan)
+            is_shown = self._ranks.all_have(case.layer, self.trials.may_skip(case, plan))
+            unlike = None if is_shown else self.trials.unlike(case, plan)
             if self._ranks.all_have(case.layer, unlike is None):
                 assert settled.agreed is not None
+                if not is_shown:
+                    self.trials.passed(case, plan)
                 agreed = CollectiveAgreement(
                     repeats=settled.agreed.repeats,
                     operators=tuple(step.operator for step in steps),
