@@ -116,9 +116,8 @@ class _Parser(argparse.ArgumentParser):
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flag = next((word.partition("=")[0] for word in unknown if word.startswith("-")), "")
-            self.error(
-                "; ".join([f"unrecognized arguments: {' '.join(unknown)}", *_meant(flag, self._option_string_actions)])
-            )
+            flags = re.findall(r"(?<![\w-])--?\w[\w-]*", super().format_help())
+            self.error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *_meant(flag, flags)]))
         return found, unknown
 
     def error(self, message: str) -> NoReturn:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _LARGE_BYTES = 1 << 20
 """Hidden states from which on a model's cache of keys and values matters."""
+_CACHES = ("past_key_values", "cache")
+"""Names by which transformers gives a layer the cache, before 5.24 and from then on."""
 
 
 class LayerHooks:
@@ -105,7 +107,7 @@ class LayerHooks:
             hidden = layer_input(args, kwargs)
             if hidden is not None:
                 require_layer_within_norm_limit(layer.name, module, hidden)
-                if kwargs.get("past_key_values") is not None and hidden.nbytes >= _LARGE_BYTES:
+                if hidden.nbytes >= _LARGE_BYTES and any(kwargs.get(name) is not None for name in _CACHES):
                     self._tell_cache()
                 if hidden.device != device:
                     self._tell_device(layer.name, hidden.device, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -189,7 +190,9 @@ def test_a_layer_may_transform(inner: Step, alpha: float | None, how: str) -> No
 
 
 def of_jit(model: nn.Module, x: torch.Tensor) -> Any:
-    return trained(torch.jit.trace(model, (x.clone(),)), x)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit", FutureWarning)  # from torch 2.14 on
+        return trained(torch.jit.trace(model, (x.clone(),)), x)
 
 
 def of_fx(model: nn.Module, x: torch.Tensor) -> Any:

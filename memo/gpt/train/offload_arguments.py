@@ -48,7 +48,9 @@ def open_manager(
     there = Machine(device).total_host_bytes()
     if config.plan is None:
         require_host_memory(config.host or 0, there, argument="--host {}")
-    elif config.host is not None:  # the budget of the machine that the plan is for, which may have more than the plan takes
+    elif (
+        config.host is not None
+    ):  # the budget of the machine that the plan is for, which may have more than the plan takes
         config = dataclasses.replace(config, host=min(config.host, there))
     return offload(
         model,
