@@ -60,6 +60,7 @@ class Unseen:
         self._is_within_checkpoints = False  # what runs outside of layers is checkpointed
         self._saving: set[str] = set()  # layers in which something was saved
         self._left = _WATCHED
+        self._has_told = False  # of checkpoints that stay
 
     def watch(self, pack: _Pack, open_layer: Callable[[], str | None]) -> _Pack:
         """Returns the pack hook for one forward: `pack` itself once all is known.
@@ -109,9 +110,12 @@ class Unseen:
         self._outside.clear()
         self._saving.clear()
         for reason in dict.fromkeys(found.values()):
-            names = [name for name, why in found.items() if why == reason]
-            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            warn_user(f"{names[0]}{others} ran without hooks, and nothing of it is managed: {reason}")
+            named = _named([name for name, why in found.items() if why == reason])
+            warn_user(f"{named} ran without hooks, and nothing of it is managed: {reason}")
+        checkpointed = [name for name, why in self.reasons.items() if why == _CHECKPOINTED]
+        if checkpointed and not self._has_told:
+            self._has_told = True
+            warn_user(f"not managed, or not as a whole: {_named(checkpointed)}; {_CHECKPOINTED}")
 
     def checkpoint_begins(self, open_layer: str | None, around: Collection[str]) -> None:
         """Notes a checkpoint that stays, and warns once of those that save by hooks of others.
@@ -128,6 +132,10 @@ class Unseen:
             self.reasons[open_layer] = _CHECKPOINTED
         else:
             self._is_within_checkpoints = True
+
+
+def _named(layers: Sequence[str]) -> str:
+    return f"{layers[0]} and {len(layers) - 1} more" if len(layers) > 1 else layers[0]
 
 
 def _is_compiled() -> bool:
