@@ -100,12 +100,12 @@ def _coded(layer: LayerProfile, times: LayerTimes) -> LayerProfile:
 def _time_between(times: StepTimes) -> tuple[float, float]:
     """Factors by which forward and backward of the layers grow by what runs between them, such as FSDP's copies.
 
-    1 where several microbatches mix, and for waits of the offload itself.
+    1 where several microbatches or calls mix, between which a pipeline waits, and for waits of the offload itself.
     """
     own = times.layers.values()
     forward, backward = sum(layer.forward_ns for layer in own), sum(layer.own_backward_ns for layer in own)
     end, begin = times.turn_ns
-    if end > begin or not forward or not backward:
+    if end > begin or not forward or not backward or any(layer.calls > 1 for layer in own):
         return 1.0, 1.0
     waits = sum(times.stalls_ns.get(cause, 0) for cause in _WAITS_IN_FORWARD)
     before = end - times.first_layer_ns - forward - waits

@@ -67,7 +67,7 @@ def _contexts_that_stay(function: Callable[..., Any], args: tuple[Any, ...], con
             manager.notes_checkpoint(())
     elif is_replaced(function, args):
         return None
-    return functools.partial(_given, contexts)
+    return context_fn if context_fn is noop_context_fn else functools.partial(_given, contexts)
 
 
 def _given(contexts: Any) -> Any:

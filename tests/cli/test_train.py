@@ -223,6 +223,21 @@ def test_ctrl_c_saves_and_the_resumed_run_ends_with_the_losses_of_an_uninterrupt
     assert losses(tmp_path / "m") == losses(tmp_path / "straight")
 
 
+def test_a_run_whose_output_nobody_reads_any_more_saves_its_steps(text: Path, tmp_path: Path) -> None:
+    """Ctrl-C in `memo train | tee log` ends tee, too."""
+    process = start(
+        *SMALL, "--data", text, "--steps", 1000, "--metrics", tmp_path / "m", "--checkpoint-dir", tmp_path / "run"
+    )
+    wait_for_steps(process, tmp_path / "m", 1)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(60) == 0
+    assert process.stderr is not None
+    process.stderr.close()
+    done = len(losses(tmp_path / "m"))
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [f"step-{done:08d}"]
+
+
 def test_a_stop_without_checkpoints_says_how_to_keep_the_steps(text: Path, tmp_path: Path) -> None:
     process = start(*SMALL, "--data", text, "--steps", 1000, "--metrics", tmp_path / "m")
     wait_for_steps(process, tmp_path / "m", 1)

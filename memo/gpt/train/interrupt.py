@@ -12,10 +12,12 @@ A rank under a launcher is not ended by the thread here; memo.parallel.ended_by_
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -24,6 +26,9 @@ from memo.errors import ExitCode
 from memo.threads import signals_told
 
 GRACE_S = 3.0
+TOGETHER_S = 1.0
+"""Signals that come so soon after the first are one request: timeout and wrappers of commands send two, and Python merges
+those that arrive in one call."""
 _END_OF_BAR = b"\r\x1b[K\x1b[?25h"  # erases a progress bar, which hides the cursor, too
 
 
@@ -40,7 +45,7 @@ class StopRequest:
         self._lost = lost
         self._forwarded = forwarded
         self._asked: int | None = None
-        self._is_told = False
+        self._told_s: float | None = None
 
     def __bool__(self) -> bool:
         return self._asked is not None
@@ -66,11 +71,18 @@ class StopRequest:
         """Answers a signal, in the thread; `over` is set once the block has ended."""
         if number not in (signal.SIGINT, signal.SIGTERM):
             return
-        if not self._is_told:
-            self._is_told = True
-            print("memo train: stopping after this step; interrupt again to stop at once", file=sys.stderr, flush=True)
-        elif not self._forwarded and not over.wait(GRACE_S):
-            print(f"memo train: interrupted; {self._lost}", file=sys.stderr, flush=True)
+        now_s = time.monotonic()
+        if self._told_s is None:
+            self._told_s = now_s
+            _say("memo train: stopping after this step; interrupt again to stop at once")
+        elif now_s - self._told_s >= TOGETHER_S and not self._forwarded and not over.wait(GRACE_S):
+            _say(f"memo train: interrupted; {self._lost}")
             if os.isatty(1):
                 os.write(1, _END_OF_BAR)
             os._exit(ExitCode.INTERRUPTED)
+
+
+def _say(text: str) -> None:
+    """Prints where anybody reads: the reader of a pipe may have had the same Ctrl-C."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)

@@ -171,7 +171,7 @@ class _Run:
 
     def go(self) -> ExitCode:
         """Runs the step loop."""
-        stopped = False
+        stopped, unread = False, None
         with self.stop.listening():
             while self.done < self.config.training.schedule.steps and not stopped:
                 result = self._step()
@@ -179,10 +179,18 @@ class _Run:
                 if result is None:
                     break
                 self.done = result.step
-                self._observe(result)
+                try:
+                    self._observe(result)
+                except (BrokenPipeError, SystemExit) as error:  # rich's; the reader has ended, by the same Ctrl-C perhaps
+                    if self.world is not None:
+                        raise
+                    unread = error
+                    break
                 self._save_if_due()
             if self.done:
                 self._save(wait=True)
+        if unread is not None:
+            raise unread
         if self.manager is not None:
             self.progress.line(str(self.manager.report()))
         if self.trainer.compressed is not None:

@@ -16,7 +16,7 @@ from memo.threads import signals_told
 IN_A_C_CALL = """
 import contextlib, ctypes
 from memo.gpt.train import interrupt
-interrupt.GRACE_S = 0.1
+interrupt.GRACE_S, interrupt.TOGETHER_S = 0.1, 0.0
 with {outer}, interrupt.StopRequest(lost="all is lost", {more}).listening():
     lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
     lock(mutex)
@@ -48,6 +48,30 @@ def ended_in_a_c_call(
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_signals_in_a_long_c_call_are_answered_at_once(second: signal.Signals) -> None:
     assert ended_in_a_c_call(signal.SIGINT, second) == (130, "memo train: interrupted; all is lost\n")
+
+
+def test_two_signals_at_once_are_one_request() -> None:
+    """As timeout and wrappers of commands send them; Python calls the handler once for both."""
+    source = (
+        "import ctypes, os, signal, threading, time\n"
+        "from memo.gpt.train import interrupt\n"
+        "interrupt.GRACE_S = 0.1\n"
+        "stop, libc, mutex = interrupt.StopRequest(lost='all'), ctypes.CDLL(None), ctypes.create_string_buffer(64)\n"
+        "def signals():\n"
+        "    time.sleep(0.5)\n"
+        "    for _ in range(2):\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        time.sleep(0.05)\n"
+        "    time.sleep(0.5)\n"
+        "    libc.pthread_mutex_unlock(mutex)\n"
+        "with stop.listening():\n"
+        "    libc.pthread_mutex_lock(mutex)\n"
+        "    threading.Thread(target=signals).start()\n"
+        "    libc.pthread_mutex_lock(mutex)\n"
+        "print('saved', bool(stop))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "saved True\n", STOPPING)
 
 
 def test_a_rank_within_a_collective_ends_by_sigterm_alone() -> None:
