@@ -143,7 +143,7 @@ def test_the_schedule_says_how_many_microbatches_are_in_flight() -> None:
     assert (plan.problem.pipeline.microbatches, plan.problem.pipeline.held) == (5, 2)
 
 
-@pytest.mark.parametrize(("margin_bytes", "needed"), [(0, "8.671MiB"), (16 << 20, "25MiB")])
+@pytest.mark.parametrize(("margin_bytes", "needed"), [(0, "8.841MiB"), (16 << 20, "25.49MiB")])
 def test_a_budget_that_nothing_fits_leaves_the_level_that_holds_least_and_says_why(
     margin_bytes: int, needed: str
 ) -> None:

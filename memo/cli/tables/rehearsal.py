@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from memo.events import TierName
-from memo.units import format_bytes, format_duration, format_tokens
+from memo.units import format_bytes, format_duration, format_tokens, parse_bytes
 
 if TYPE_CHECKING:
     from memo.rehearsal import Rehearsal, RehearsedStep
 
+_NEEDED = re.compile("it needs device='([^']+)' or more")
+"""The planner's words where no plan fits."""
 SHOWN_S = 0.0005
 """Seconds that are not rounded to 0 ms."""
 
@@ -81,11 +84,14 @@ def what_would_fit(found: Rehearsal, *, most_device: int) -> str | None:
         over = [one for one in found.violations if one.tier is tier]
         if over:
             worst = max(over, key=lambda one: one.used_bytes)
+            needed = worst.used_bytes
+            if tier is TierName.DEVICE and (planned := _NEEDED.search(found.report)) is not None:
+                needed = max(needed, parse_bytes(planned[1]))
             others = f", and {len(over) - 1} more steps exceeded it" if len(over) > 1 else ""
-            size = format_bytes(worst.used_bytes, up=True).replace(" ", "")
+            size = format_bytes(needed, up=True).replace(" ", "")
             flag = f"--{tier}-budget" if tier is TierName.DISK else f"--{tier}"
             cure = f"{flag} {size}"
-            if tier is TierName.DEVICE and worst.used_bytes > most_device:
+            if tier is TierName.DEVICE and needed > most_device:
                 cure = "a GPU with more memory"
             parts.append(f"{worst}{others}; it needs {cure}, or fewer tokens")
     return "; ".join(parts) or None

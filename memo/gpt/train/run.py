@@ -181,7 +181,10 @@ class _Run:
                 self.done = result.step
                 try:
                     self._observe(result)
-                except (BrokenPipeError, SystemExit) as error:  # rich's; the reader has ended, by the same Ctrl-C perhaps
+                except (
+                    BrokenPipeError,
+                    SystemExit,
+                ) as error:  # rich's; the reader has ended, by the same Ctrl-C perhaps
                     if self.world is not None:
                         raise
                     unread = error
