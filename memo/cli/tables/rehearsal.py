@@ -85,8 +85,8 @@ def what_would_fit(found: Rehearsal, *, most_device: int) -> str | None:
         if over:
             worst = max(over, key=lambda one: one.used_bytes)
             needed = worst.used_bytes
-            if tier is TierName.DEVICE and (planned := _NEEDED.search(found.report)) is not None:
-                needed = max(needed, parse_bytes(planned[1]))
+            if tier is TierName.DEVICE and (asked := _NEEDED.search(found.report)) is not None:
+                needed = max(needed, parse_bytes(asked[1]))
             others = f", and {len(over) - 1} more steps exceeded it" if len(over) > 1 else ""
             size = format_bytes(needed, up=True).replace(" ", "")
             flag = f"--{tier}-budget" if tier is TierName.DISK else f"--{tier}"
