@@ -32,7 +32,7 @@ class Case:
     tp: int
     cp: int
     host_memory: str
-    """Of a node."""
+    """Free host memory of a node."""
 
 
 CASES = (

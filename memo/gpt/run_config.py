@@ -144,7 +144,7 @@ class OffloadConfig:
 
     @property
     def words(self) -> str:
-        """What decides what moves: the plan, the fraction that is given, or the mode."""
+        """Plan, alpha or mode by which activations move, as a run's header has it."""
         if self.plan is not None:
             return f"plan {self.plan}"
         alpha = "" if self.alpha is None else f"alpha {self.alpha:g}"

@@ -58,7 +58,7 @@ def _from_2_14(
 
 
 def _contexts_that_stay(function: Callable[..., Any], args: tuple[Any, ...], context_fn: Any) -> Any:
-    """What makes the contexts of a checkpoint that stays one; None for a plain call."""
+    """Context function for a checkpoint that stays; None where a plain call replaces it."""
     if not (claims.entered() and runs_as_written()):
         return context_fn
     contexts = tuple(context_fn())  # once for each checkpoint, as torch does
