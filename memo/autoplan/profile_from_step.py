@@ -71,21 +71,21 @@ def measured_profile(
     Raises:
         PlanError: a layer ran forward without backward.
     """
-    stretch = _time_between(times)
-    layers = [_layer(name, layer, costs.get(name), stretch) for name, layer in times.layers.items()]
+    layers = [_layer(name, layer, costs.get(name)) for name, layer in times.layers.items()]
     if codec is not None:
         layers = [_coded(layer, own) for layer, own in zip(layers, times.layers.values(), strict=True)]
     if is_measuring:
         layers = _recomputed(layers, times, repeated)
     classes, names = classes_of(layers)
     head_ns = times.turn_ns[1] - times.turn_ns[0]
+    forward_ns, backward_ns = _between_ns(times)  # the ends': it does not grow with attention
     return Profile(
         signature=signature,
         role=Role.MEASURED,
         classes=classes,
         layers=names,
-        embedding=EmbeddingOrHeadProfile(forward_s=max(0, times.first_layer_ns - times.begin_ns) / 1e9),
-        head=EmbeddingOrHeadProfile(forward_s=max(0, head_ns) / 1e9),
+        embedding=EmbeddingOrHeadProfile(forward_s=(max(0, times.first_layer_ns - times.begin_ns) + forward_ns) / 1e9),
+        head=EmbeddingOrHeadProfile(forward_s=(max(0, head_ns) + backward_ns) / 1e9),
         mlp_tiles=mlp_tiles,
         codec=codec,
     )
@@ -97,23 +97,22 @@ def _coded(layer: LayerProfile, times: LayerTimes) -> LayerProfile:
     return dataclasses.replace(layer, coding=Coding(spared_bytes=int(share * layer.full_bytes)))
 
 
-def _time_between(times: StepTimes) -> tuple[float, float]:
-    """Factors by which forward and backward of the layers grow by what runs between them, such as FSDP's copies.
+def _between_ns(times: StepTimes) -> tuple[int, int]:
+    """Time between the layers' forwards and between their backwards, such as that of FSDP's copies.
 
-    1 where several microbatches or calls mix, between which a pipeline waits, and for waits of the offload itself.
+    0 where several microbatches or calls mix, between which a pipeline waits, and for waits of the offload itself.
     """
     own = times.layers.values()
-    forward, backward = sum(layer.forward_ns for layer in own), sum(layer.own_backward_ns for layer in own)
     end, begin = times.turn_ns
-    if end > begin or not forward or not backward or any(layer.calls > 1 for layer in own):
-        return 1.0, 1.0
+    if end > begin or any(layer.calls > 1 for layer in own):
+        return 0, 0
     waits = sum(times.stalls_ns.get(cause, 0) for cause in _WAITS_IN_FORWARD)
-    before = end - times.first_layer_ns - forward - waits
-    after = times.end_ns - begin - sum(layer.backward_ns for layer in own)
-    return 1 + max(0, before) / forward, 1 + max(0, after) / backward
+    forward = end - times.first_layer_ns - sum(layer.forward_ns for layer in own) - waits
+    backward = times.end_ns - begin - sum(layer.backward_ns for layer in own)
+    return max(0, forward), max(0, backward)
 
 
-def _layer(name: str, times: LayerTimes, costs: LayerCosts | None, stretch: tuple[float, float]) -> LayerProfile:
+def _layer(name: str, times: LayerTimes, costs: LayerCosts | None) -> LayerProfile:
     if not times.calls or not times.backward_ns:
         raise PlanError(f"{name} ran {times.calls} forwards and no backward in the step that was measured")
     calls = times.calls
@@ -122,8 +121,8 @@ def _layer(name: str, times: LayerTimes, costs: LayerCosts | None, stretch: tupl
         name="layer",
         always_bytes=0,
         points=points or (PointProfile(name=ALL, saved_bytes=times.saved_bytes // calls),),
-        forward_s=times.forward_ns * stretch[0] / calls / 1e9,
-        backward_s=times.own_backward_ns * stretch[1] / calls / 1e9,
+        forward_s=times.forward_ns / calls / 1e9,
+        backward_s=times.own_backward_ns / calls / 1e9,
         storages=-(-times.storages // calls),
         largest_storage_bytes=times.largest_storage_bytes,
     )
