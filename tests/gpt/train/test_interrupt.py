@@ -14,13 +14,19 @@ from memo.gpt.train.interrupt import StopRequest
 from memo.threads import signals_told
 
 IN_A_C_CALL = """
-import contextlib, ctypes
+import contextlib, ctypes, sys, threading
 from memo.gpt.train import interrupt
 interrupt.GRACE_S, interrupt.TOGETHER_S = 0.1, 0.0
+locks = threading.Event()
+def say():
+    locks.wait()
+    print("locked", flush=True)
 with {outer}, interrupt.StopRequest(lost="all is lost", {more}).listening():
     lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
     lock(mutex)
-    print("locked", flush=True)
+    threading.Thread(target=say, daemon=True).start()
+    sys.setswitchinterval(1000)  # the thread runs again once the call below gives the interpreter up
+    locks.set()
     lock(mutex)  # waits for ever, in no bytecode
 """
 STOPPING = "memo train: stopping after this step; interrupt again to stop at once\n"
