@@ -123,7 +123,8 @@ class RankWeights:
         """A layer with its whole weights on top of its own transients.
 
         Two layers' are there at a time, the one's that runs and the next one's, which are gathered meanwhile; and in
-        backward their whole gradients, until they are reduced.
+        backward their whole gradients, until they are reduced. FSDP copies what it gathers into each parameter, and
+        gradients into what it reduces, on the compute stream.
 
         Args:
             layer: without them.
@@ -131,8 +132,11 @@ class RankWeights:
             gradients: bytes of the gradients of these.
         """
         forward, backward = round(2 * weights), round(2 * weights + 2 * gradients)
+        copied = weights if self.training.accumulates else weights + gradients
         return dataclasses.replace(
             layer,
+            forward_s=layer.forward_s + 2 * weights / self.machine.elementwise_bytes_per_s,
+            backward_s=layer.backward_s + 2 * copied / self.machine.elementwise_bytes_per_s,
             forward_transient_bytes=layer.forward_transient_bytes + forward,
             backward_transient_bytes=layer.backward_transient_bytes + backward,
             forward_gathered_bytes=forward,

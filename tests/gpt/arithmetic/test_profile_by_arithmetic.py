@@ -386,10 +386,19 @@ def test_gathers_and_reductions_take_time_beyond_a_node() -> None:
 
 
 def test_exchanges_are_a_part_of_the_passes() -> None:
-    (layer,) = derive_profile(SHORT, A800, StepLayout(tokens=4096, gpus=8, tp=4, cp=2)).classes
+    (layer,) = derive_profile(SHORT, A800, StepLayout(tokens=4096, gpus=8, tp=4, cp=2), zero=0).classes
     alone = derive_profile(SHORT, A800, StepLayout(tokens=512)).classes[0]
     assert 0 < layer.forward_exchange_s < layer.forward_s
     assert layer.forward_s - layer.forward_exchange_s == pytest.approx(alone.forward_s, rel=0.15)
+
+
+def test_gathered_weights_and_gradients_are_copied_in_the_passes() -> None:
+    """FSDP reads and writes them on the compute stream: each layer's weights twice a step, its gradients once."""
+    whole, sharded = (derive_profile(SHORT, A800, StepLayout(tokens=512, gpus=8), zero=zero).classes[0] for zero in (0, 3))
+    copied_s = sharded.forward_gathered_bytes / A800.elementwise_bytes_per_s
+    assert copied_s > 0
+    assert sharded.forward_s == pytest.approx(whole.forward_s + copied_s)
+    assert sharded.backward_s == pytest.approx(whole.backward_s + 2 * copied_s)
 
 
 def test_collectives_beyond_a_node_take_a_part_of_the_link_to_the_host() -> None:
