@@ -394,7 +394,9 @@ def test_exchanges_are_a_part_of_the_passes() -> None:
 
 def test_gathered_weights_and_gradients_are_copied_in_the_passes() -> None:
     """FSDP reads and writes them on the compute stream: each layer's weights twice a step, its gradients once."""
-    whole, sharded = (derive_profile(SHORT, A800, StepLayout(tokens=512, gpus=8), zero=zero).classes[0] for zero in (0, 3))
+    whole, sharded = (
+        derive_profile(SHORT, A800, StepLayout(tokens=512, gpus=8), zero=zero).classes[0] for zero in (0, 3)
+    )
     copied_s = sharded.forward_gathered_bytes / A800.elementwise_bytes_per_s
     assert copied_s > 0
     assert sharded.forward_s == pytest.approx(whole.forward_s + copied_s)
