@@ -214,6 +214,9 @@ def test_a_phone_shows_the_whole_legend_and_every_chart(
     assert said[0] == said[1]
     assert said[0].count(";") == 5  # the peak, the budget, and four bands
     page = open_page(path, width=390, height=844)
+    narrow = open_page(path, width=320, height=844)
+    tops = [narrow.locator(one).bounding_box()["y"] for one in ("#step", "#search", "#theme", "#show-keys")]
+    assert max(tops) - min(tops) < 10  # in one row
     page.select_option("#step", "0")
     assert "on disk" in bands(page)
     timeline = page.locator(".timeline")
