@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -235,15 +234,9 @@ def _change(held: HeldMemory, cause: Cause) -> str:
 
 
 def _shorter(held: HeldMemory) -> str:
-    """A shorter sequence that would fit, where that can be said; saved and transient bytes grow with its length."""
+    """What half the sequence would save of what is held; what the rest of the step would have asked for is not known."""
     growing = held.bands.get(SAVED, 0) + held.bands.get(TRANSIENT, 0) + (held.requested_nbytes or 0)
-    if not growing:
-        return ""
-    if held.capacity_nbytes and held.requested_nbytes:
-        over = held.nbytes + held.requested_nbytes - held.capacity_nbytes
-        if 0 < over < growing:
-            return f"; or shorten the sequence by at least {math.ceil(100 * over / growing)} %"
-    return f"; half the sequence would take about {format_bytes(growing / 2)} less"
+    return f"; half the sequence would take about {format_bytes(growing / 2)} less" if growing else ""
 
 
 def held_in_trace(one: RankReport, *, step: int | None = None) -> HeldMemory:

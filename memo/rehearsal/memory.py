@@ -90,9 +90,10 @@ class SimulatedDeviceMemory:
             held.block = self._allocator.malloc(nbytes)
         except MemoryError:
             raise torch.OutOfMemoryError(
-                f"CUDA out of memory (simulated). Tried to allocate {format_bytes(nbytes)}; of "
-                f"{format_bytes(self.capacity)} {format_bytes(self.used)} are in use and "
-                f"{format_bytes(self.reserved - self.used)} reserved beside them."
+                f"CUDA out of memory (simulated). Tried to allocate {format_bytes(nbytes)}. GPU 0 has a total capacity of "
+                f"{format_bytes(self.capacity)} of which {format_bytes(self.capacity - self.reserved)} is free. Of the "
+                f"allocated memory {format_bytes(self.used)} is allocated by PyTorch, and "
+                f"{format_bytes(self.reserved - self.used)} is reserved by PyTorch but unallocated."
             ) from None
         self.used = used = self.used + nbytes
         if used > self.peak:

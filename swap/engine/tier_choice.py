@@ -279,9 +279,8 @@ def _no_room(saved: SavedStorage, nbytes: int, tiers: Sequence[Tier], *, present
     kind = ScratchFull if tiers[-1].name is TierName.DISK else HostBudgetExceeded
     budgets = " or ".join(tier.name for tier in tiers if tier.name is not TierName.DEVICE)
     absent = next((name for name in (TierName.DISK, TierName.HOST) if name not in present), None)
-    others = "train on a shorter sequence"
-    if absent is not None:
-        others = f"give {absent}=..., a smaller alpha or on_full='recompute'"
+    more = "" if absent is None else f"{absent}=..., "
     return kind(
-        f"no room for {format_bytes(nbytes)} saved by {saved.module} ({state}); raise the {budgets} budget, or {others}"
+        f"no room for {format_bytes(nbytes)} saved by {saved.module} ({state}); raise the {budgets} budget, or give {more}"
+        "on_full='recompute' or, above alpha 0, a smaller alpha"
     )

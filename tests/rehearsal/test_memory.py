@@ -37,7 +37,7 @@ def test_what_has_no_room_raises_and_is_not_counted() -> None:
     memory = SimulatedDeviceMemory(100 * MIB)
     kept = byteless_storage(60 * MIB)
     memory.add(kept)
-    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 41 MiB; of 100 MiB 60 MiB are in use and 0 B"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 41 MiB\..* 60 MiB is allocated"):
         memory.add(byteless_storage(41 * MIB))
     assert memory.used == memory.peak == 60 * MIB
     exact = byteless_storage(40 * MIB)
@@ -59,7 +59,7 @@ def test_gaps_between_storages_count(segments: Segments, fits: bool) -> None:
     if fits:
         memory.add(both)
     else:
-        with pytest.raises(torch.OutOfMemoryError, match=r"20 MiB are in use and 40 MiB reserved beside them"):
+        with pytest.raises(torch.OutOfMemoryError, match=r"20 MiB is allocated by PyTorch, and 40 MiB"):
             memory.add(both)
 
 

@@ -122,7 +122,7 @@ def test_addresses_that_the_system_refuses_are_one_line_and_the_next_step_works(
 def test_a_host_budget_is_refused_before_anything_is_taken() -> None:
     model = stack()
     manager = memo.offload(model, alpha=1.0, host="40KiB", disk=[], min_bytes=512)
-    advice = r"raise the host budget, or give disk=\.\.\., a smaller alpha or on_full='recompute'$"
+    advice = r"raise the host budget, or give disk=\.\.\., on_full='recompute' or, above alpha 0, a smaller alpha$"
     with pytest.raises(HostBudgetExceeded, match=r"no room for .* saved by layers\.0 .*40 KiB.*; " + advice), manager:
         model(ids())
     assert manager.report().tiers[1].peak_bytes <= 40 << 10
