@@ -63,11 +63,14 @@ def test_a_device_budget_that_no_plan_fits() -> None:
     said = advice(rehearsed(device="4GiB"))
     named = re.search(r"it takes more than ([\d.]+) GiB, or a shorter sequence", said)
     assert named is not None, said
-    more = rehearsed(device=f"{1.05 * float(named[1]):.3f}GiB")  # one layer in it, and not yet what its backward takes
-    named = next(found for said in more.warned if (found := re.search(r"it needs device='([\d.]+GiB)' or more", said)))
-    followed = rehearsed(device=named[1])
-    assert followed.fits, (followed.failure, followed.violations)
-    shorter = rehearsed(tokens=32768, device="4GiB")
+    measured = rehearsed(device=f"{1.05 * float(named[1]):.3f}GiB")  # it was a lower bound: nothing had run yet
+    needs = re.compile(r"needs device='([\d.]+GiB)' or more")
+    (device,) = {found[1] for said in measured.warned if (found := needs.search(said))}
+    followed = rehearsed(device=device)
+    assert followed.settled
+    assert followed.steps[-1].device_bytes <= followed.device_budget
+    assert max(step.device_bytes for step in followed.steps) <= 1.01 * followed.device_budget
+    shorter = rehearsed(tokens=16384, device="4GiB")
     assert shorter.fits, (shorter.failure, shorter.violations)
 
 
