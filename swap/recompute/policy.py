@@ -347,11 +347,12 @@ class RecomputePolicy:
     ) -> Mapping[SavedStorage, Replay]:
         """`replays`, or where they have no room those of the least level, if the response to a full tier is to recompute.
 
-        With STAY layers that run collectives stay as they are: ranks would have to agree at each of their calls.
+        With STAY layers that run collectives are asked about while no plan places them: ranks have to agree at each call.
         """
         name, when_full = call.layer.name, self._engine.when_full
         stays = when_full is WhenFull.STAY
-        if not (when_full is WhenFull.RECOMPUTE or (stays and not self._ranks.talks(name))):
+        placed = call.group.quota is not None or call.setting is Level.SAVE_INPUT
+        if not (when_full is WhenFull.RECOMPUTE or (stays and not (placed and self._ranks.talks(name)))):
             return replays
         besides = [] if stays else self._least_after(call, recorded)
         lacking = self._engine.lacking_nbytes(call.group, replays, besides=besides)
