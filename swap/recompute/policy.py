@@ -360,11 +360,12 @@ class RecomputePolicy:
         if fits or not self._ranks.all_have(name, not call.has_released):
             return replays
         least = self._planned(call, recorded, Level.SAVE_INPUT)
-        if least and stays:
-            self._engine.recomputes_for_room(call.group, lacking)
-        elif least:
+        if least:
             self.repeated[name] = reason = "no tier has room for it"
-            self._warn(reason, f"{name} is recomputed whole in backward, attention too: {reason}")
+            if stays:
+                self._engine.recomputes_for_room(call.group, lacking)
+            else:
+                self._warn(reason, f"{name} is recomputed whole in backward, attention too: {reason}")
         return least or replays
 
     def _least_after(self, call: OpenCall, recorded: RecordedCall) -> list[int]:
