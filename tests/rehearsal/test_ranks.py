@@ -97,6 +97,21 @@ def test_memo_s_gpt_is_divided_as_memo_train_does_and_settles(layout: Layout) ->
     assert not dist.is_initialized()
 
 
+def test_layers_that_ranks_compute_together_are_recomputed_where_the_host_is_full() -> None:
+    """Kept on the device they took 10 % more than its budget here, and an 8B at a million tokens ran out of memory."""
+    layout, tokens = Layout(cp=8), 262144
+    config = preset("llama3-8b", layers=16, max_seq=tokens)
+    build = functools.partial(gpt_step_of_rank(config, layout), batch=1, tokens=tokens)
+    found = memo.rehearse(build, SimulatedMachine("h100", ranks=8), device="21.5GiB", host="1GiB")
+    assert found.failure is None
+    assert found.settled
+    assert max(step.device_bytes for step in found.steps) < 1.03 * found.device_budget
+    assert found.steps[-1].device_bytes <= found.device_budget
+    assert found.plan is not None
+    assert found.plan.declined is None
+    assert found.step_s == pytest.approx(found.plan.stages[0].microbatch_s, rel=0.05)
+
+
 def test_adapters_of_a_sharded_model_settle_within_the_budget() -> None:
     pytest.importorskip("peft")
     build = functools.partial(
