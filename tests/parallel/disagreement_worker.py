@@ -21,6 +21,7 @@ from memo.gpt import preset
 from memo.gpt.model.build_rank import build_stages
 from memo.gpt.train import ParallelTrainer
 from memo.parallel import World, gather_values, join
+from memo.swap import WhenFull
 
 PATIENCE = datetime.timedelta(seconds=60)
 """Time that a rank waits for the other: less than the test's."""
@@ -175,12 +176,31 @@ def less_memory(rank: int) -> None:
         assert gather_values(host.budget_bytes) == [8 << 20, 300 << 10]
 
 
+def less_memory_before_a_plan(rank: int) -> None:
+    """The same, as steps are measured: what has no room would stay on the device, which has none either."""
+    memo.machine.node_share.host_name = lambda: f"node {rank}"
+    plain, managed = Training(None), Training({"host": "120KiB" if rank else "8MiB", "alpha": 0.25})
+    managed.manager._engine._tier_choice.when_full = WhenFull.STAY
+    with closing(managed.manager):
+        for _ in range(2):
+            assert_equal(managed.step(), plain.step())
+        said = gather_values(managed.use().repeated)
+        assert said[0] == said[1] != {}, said
+        assert len(said[0]) < 4, said
+
+
 def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=RuntimeWarning)
     memo.parallel.world.TIMEOUT = PATIENCE
     with join(CPU):
-        for case in (told_differently, computed_differently, turned_different, less_memory):
+        for case in (
+            told_differently,
+            computed_differently,
+            turned_different,
+            less_memory,
+            less_memory_before_a_plan,
+        ):
             if case.__name__ in sys.argv[1:]:
                 case(dist.get_rank())
                 print(f"equal though {case.__name__}", flush=True)
