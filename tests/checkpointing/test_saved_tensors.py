@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import memo
 from memo.errors import HostBudgetExceeded, ModifiedAfterSave, UsageError
@@ -187,3 +191,31 @@ def test_saved_tensors_come_back_after_the_context_is_gone() -> None:
     assert got is not None
     assert x.grad is not None
     assert torch.equal(got, x.grad)
+
+
+@pytest.mark.skipif(
+    "respect_saved_tensors_hooks" not in inspect.signature(checkpoint).parameters, reason="torch 2.14 or newer"
+)
+def test_what_selective_checkpointing_saves_moves_where_torch_hands_it_on() -> None:
+    def save_matmuls(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_matmul = operator is torch.ops.aten.addmm.default
+        return CheckpointPolicy.MUST_SAVE if is_matmul else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def trained(context: Any, **how: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
+        model = _model()
+        x = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        contexts = partial(create_selective_checkpoint_contexts, save_matmuls)
+        with context:
+            loss = checkpoint(model, x, use_reentrant=False, context_fn=contexts, **how).square().sum()
+        loss.backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None], x
+
+    context = memo.saved_tensors(host="8MiB", min_bytes=64)
+    moved, x = trained(context, respect_saved_tensors_hooks=True)
+    plain, other = trained(nullcontext(), respect_saved_tensors_hooks=True)
+    assert x.grad is not None
+    assert other.grad is not None
+    assert all(map(torch.equal, [*moved, x.grad], [*plain, other.grad]))
+    # The results of the matmuls, the checkpoint's own input, and the square's.
+    assert context.report().tiers[-1].moved_bytes >= LAYERS * STEP_BYTES
+    context.close()

@@ -28,6 +28,7 @@ NEWEST = "newest"
 TESTS = (
     "tests/manager",
     "tests/swap/engine",
+    "tests/checkpointing",
     "tests/hugging_face",
     "tests/allocator",
     "tests/cli/test_plan_command.py",
