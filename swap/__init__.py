@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         PointCost as PointCost,
         Setting as Setting,
         comparing_nbytes as comparing_nbytes,
+        least_part_nbytes as least_part_nbytes,
         setting_of as setting_of,
     )
     from memo.swap.memory.host_bytes import (

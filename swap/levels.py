@@ -21,6 +21,10 @@ from memo.errors import UsageError
 COMPARED = 1 << 22
 """Words, or bytes, that a trial compares at once; bounds `comparing_nbytes`."""
 
+PART_BYTES = 64 << 20
+"""Least bytes that a part of a recompute gives: one more of them takes the host some 50 us."""
+MOST_PARTS = 8
+
 # tolerance for fractions that come out of floating-point arithmetic
 _SLACK = 1e-6
 _POINT = re.compile("all|matmuls|attention|input|p[1-9][0-9]*")
@@ -130,6 +134,8 @@ class PointCost:
     beside_bytes: int = 0
     """Part of `saved_bytes` that autograd does not save; it stands beside the whole layer."""
     recompute_flops: float = 0.0
+    absent_bytes: int = 0
+    """Least bytes that are not there at the peak of backward, of all that autograd saved, if its recompute runs in parts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +149,11 @@ class LayerCosts:
     """Point `all` first, then ever fewer saved bytes."""
     sizes: tuple[int, ...] = ()
     """Bytes of each storage that autograd saves."""
+
+
+def least_part_nbytes(given: float) -> float:
+    """Least bytes that a part of a recompute gives that gives so many in all."""
+    return max(PART_BYTES, given / MOST_PARTS)
 
 
 def comparing_nbytes(nbytes: int) -> int:

@@ -72,6 +72,9 @@ class Actuator:
         self._missing_gradient_bytes = missing_gradient_bytes
         self._peaks = DevicePeaks(budget, engine.stats)
         self._others: Mapping[Part, int] = {}  # beside saved tensors, in the last step
+        self._absent: Mapping[
+            str, int
+        ] = {}  # of a layer's saved tensors at its backward's peak, in the last step at a level
         self._idle_bytes = self._gradient_bytes = 0  # in use between steps; gradients that backward then allocates
         self._held_bytes = budget.used_bytes()  # before the first step
         self._trials = 0
@@ -217,6 +220,7 @@ class Actuator:
             around_bytes=around,
             beside_layers=layers,
             beside_recomputes=recomputes,
+            absent_layers=tuple(int(self._absent.get(layer.name, 0) * min(1.0, growth)) for _, layer in self._planned),
             host_bytes=budgets.get(TierName.HOST, 0) or 0,
             disk_bytes=UNBOUNDED_DISK if disk is None else disk,
         )
@@ -327,6 +331,10 @@ class Actuator:
         """
         step = self._peaks.end_step()
         before = {} if growth is None else {where: self._grown(where, growth) for where in self._others}
+        if growth is None:  # a plan's points have other parts
+            self._absent = step.absent
+        else:
+            self._absent = {layer: int(nbytes * min(1.0, growth)) for layer, nbytes in self._absent.items()}
         self._others = before | {where: max(nbytes, before.get(where, 0)) for where, nbytes in step.others.items()}
         self._idle_bytes, self._gradient_bytes = self._budget.used_bytes(), self._missing_gradient_bytes()
         return step.saved_bytes

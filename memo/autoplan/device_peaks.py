@@ -58,6 +58,9 @@ class StepPeaks:
     """Peak of saved tensors."""
     others: Mapping[Part, int]
     """Peak of everything else, by part."""
+    absent: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Least bytes that were not there at the peaks of each layer's backward, of all that autograd saved, where the recompute
+    ran in parts."""
 
 
 class DevicePeaks:
@@ -75,6 +78,9 @@ class DevicePeaks:
         self._where: Part = Outside.LAYERS
         self._tried: Part = Outside.LAYERS  # the part that a trial is in
         self._others: dict[Part, int] = {}
+        self._absent_bytes: int | None = None  # of the layer in backward; None before its recompute, and outside
+        self._with_absent: dict[Part, int] = {}  # `_others` in backward, less what was absent meanwhile
+        self._divided: set[str] = set()  # layers of which something was absent
         self._peak_bytes = self._noted_bytes = self._saved_bytes = 0
         self._after_bytes = 0  # after backward
         self._backward_has_ended = False
@@ -107,10 +113,20 @@ class DevicePeaks:
         """Begins the interval of the named layer, or for None that around the layers."""
         self._begin(Outside.LAYERS if begins is None else begins)
 
-    def cross_recompute(self, layer: str | None, begins: bool) -> None:
-        """Begins the interval of a layer's recompute, or that of the rest of its backward; for None of a trial."""
+    def cross_recompute(self, layer: str | None, begins: bool, absent_nbytes: int = 0) -> None:
+        """Begins the interval of a layer's recompute, or that of the rest of its backward; for None of a trial.
+
+        Args:
+            layer: its name.
+            begins: the recompute, or a part of it; False: it has ended.
+            absent_nbytes: of what autograd saved of the layer, meanwhile and until the next part begins.
+        """
         if layer is not None:
-            self._begin(MeasuredRecompute(layer) if begins else layer)
+            if absent_nbytes:
+                self._divided.add(layer)
+            if self._absent_bytes is None:
+                self._absent_bytes = absent_nbytes  # no less than now was absent since backward came to the layer
+            self._begin(MeasuredRecompute(layer) if begins else layer, absent_nbytes)
         elif begins:
             self._tried = self._where
             self._begin(Outside.TRIAL)
@@ -131,15 +147,20 @@ class DevicePeaks:
         self._begin(Outside.LAYERS)
         for part in (Outside.BACKWARD, Outside.TRIAL):
             self._others.pop(part, None)
-        step = StepPeaks(saved_bytes=self._saved_bytes, others=self._others)
+        absent = {layer: self._absent_of(layer) for layer in self._divided}
+        step = StepPeaks(saved_bytes=self._saved_bytes, others=self._others, absent=absent)
         self.restart()
         return step
+
+    def _absent_of(self, layer: str) -> int:
+        """Bytes by which all that a layer saved and the peak of everything else exceed what was there at any time."""
+        return min(self._others[part] - self._with_absent[part] for part in (layer, MeasuredRecompute(layer)))
 
     def restart(self) -> None:
         """Forgets the peaks so far."""
         self._peak_bytes = self._noted_bytes = self._saved_bytes = 0
         self._where = Outside.LAYERS
-        self._others = {}
+        self._others, self._with_absent, self._absent_bytes, self._divided = {}, {}, None, set()
         self._after_bytes, self._backward_has_ended = 0, False
         self._seen_device_bytes = self._seen_saved_bytes = -1
         self._stats.restart_peak()
@@ -151,11 +172,16 @@ class DevicePeaks:
         self._backward_has_ended = False
         self._seen_device_bytes, self._seen_saved_bytes = self._budget.peak_bytes(), self._stats.recent_peak_bytes
 
-    def _begin(self, where: Part) -> None:
+    def _begin(self, where: Part, absent_bytes: int | None = None) -> None:
         self.note()
         saved = self._stats.restart_peak()
         self._budget.restart()
-        self._others[self._where] = max(self._others.get(self._where, 0), self._noted_bytes - saved)
+        others = self._noted_bytes - saved
+        self._others[self._where] = max(self._others.get(self._where, 0), others)
+        if self._absent_bytes is not None:
+            less = others - self._absent_bytes
+            self._with_absent[self._where] = max(less, self._with_absent.get(self._where, less))
+        self._absent_bytes = absent_bytes
         self._saved_bytes = max(self._saved_bytes, saved)
         if self._where is Outside.BACKWARD:
             self._after_bytes = max(self._after_bytes, self._noted_bytes)

@@ -52,6 +52,7 @@ def points_of(costs: LayerCosts, *, again_flops: float | None = None) -> tuple[P
                 recompute_s=point.recompute_s,
                 recompute_flops=again,
                 held_bytes=point.held_bytes,
+                absent_bytes=point.absent_bytes,
             )
         )
     return tuple(found)
@@ -71,7 +72,7 @@ def classes_of(layers: Sequence[LayerProfile]) -> tuple[tuple[LayerProfile, ...]
 
 
 def _class_key(layer: LayerProfile) -> tuple[object, ...]:
-    points = ((point.name, point.saved_bytes, point.beside_bytes, point.held_bytes) for point in layer.points)
+    points = ((p.name, p.saved_bytes, p.beside_bytes, p.held_bytes, p.absent_bytes) for p in layer.points)
     # Local and full attention save the same bytes and take different times; FLOPs are known of a measured profile alone.
     return layer.name, layer.always_bytes, layer.other_bytes, layer.attention_flops, *points
 

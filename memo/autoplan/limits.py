@@ -26,5 +26,8 @@ class Limits:
     """Most such bytes while each layer runs; empty where only the whole step was measured."""
     beside_recomputes: tuple[int, ...] = ()
     """Most such bytes while each layer is recomputed, what the recompute holds included; 0 for those that were not."""
+    absent_layers: tuple[int, ...] = ()
+    """Least bytes of each layer's saved tensors that are not there at its backward's peak, at the setting of steps without a
+    plan; empty or 0 where its recompute does not run in parts."""
     host_bytes: int
     disk_bytes: int

@@ -116,7 +116,8 @@ def _layer(name: str, times: LayerTimes, costs: LayerCosts | None) -> LayerProfi
     if not times.calls or not times.backward_ns:
         raise PlanError(f"{name} ran {times.calls} forwards and no backward in the step that was measured")
     calls = times.calls
-    points = () if costs is None else points_of(costs)
+    # What is absent at a backward's peak is measured (`beside_layers`): this layer may run its parts in another order.
+    points = () if costs is None else tuple(dataclasses.replace(each, absent_bytes=0) for each in points_of(costs))
     return LayerProfile(
         name="layer",
         always_bytes=0,
@@ -177,8 +178,10 @@ def beside_layers(profile: Profile, limits: Limits) -> tuple[Profile, int]:
     if not limits.beside_layers:
         return profile, limits.others_bytes
     beside, known = limits.beside_layers, profile.layer_profiles()
-    recomputes = limits.beside_recomputes or (0,) * len(beside)
+    recomputes, absent = (each or (0,) * len(beside) for each in (limits.beside_recomputes, limits.absent_layers))
     most = max(layer.full_bytes for layer in known)
+    if max(absent) - min(absent) <= ALIKE * most:
+        absent = (min(absent),) * len(absent)
     beside, recomputes = (
         (max(each),) * len(each) if max(each) - min(each) <= ALIKE * most else each for each in (beside, recomputes)
     )
@@ -186,18 +189,18 @@ def beside_layers(profile: Profile, limits: Limits) -> tuple[Profile, int]:
     each = {
         key: dataclasses.replace(
             layer,
-            name=f"{layer.name}+{key[1] - always}+{key[2]}",
+            name="+".join(map(str, (layer.name, key[1] - always, *key[2:]))),
             forward_transient_bytes=key[1] - always + _codes_bytes(layer),
             backward_transient_bytes=_after_recompute(layer, key, always) - always + _codes_bytes(layer),
-            points=_held_above(layer, _after_recompute(layer, key, always), key[2]),
+            points=_with_absent(_held_above(layer, _after_recompute(layer, key, always), key[2]), key[3]),
         )
-        for layer, key in zip(known, _keys(known, beside, recomputes), strict=True)
+        for layer, key in zip(known, _keys(known, beside, recomputes, absent), strict=True)
     }
     around = limits.around_bytes - always
     return dataclasses.replace(
         profile,
         classes=tuple(each.values()),
-        layers=tuple(each[key].name for key in _keys(known, beside, recomputes)),
+        layers=tuple(each[key].name for key in _keys(known, beside, recomputes, absent)),
         embedding=dataclasses.replace(profile.embedding, transient_bytes=around),
         head=dataclasses.replace(profile.head, transient_bytes=around),
     ), always
@@ -231,13 +234,11 @@ def _codes_bytes(layer: LayerProfile) -> int:
     return int(2 * layer.coding.spared_bytes * CODE_BYTES / (2 - CODE_BYTES)) if layer.coding is not None else 0
 
 
-def _keys(
-    known: Sequence[LayerProfile], beside: Sequence[int], recomputes: Sequence[int]
-) -> list[tuple[str, int, int]]:
-    return [(layer.name, *nbytes) for layer, *nbytes in zip(known, beside, recomputes, strict=True)]  # type: ignore[misc]
+def _keys(known: Sequence[LayerProfile], *nbytes: Sequence[int]) -> list[tuple[str, int, int, int]]:
+    return [(layer.name, *each) for layer, *each in zip(known, *nbytes, strict=True)]
 
 
-def _after_recompute(layer: LayerProfile, key: tuple[str, int, int], always: int) -> int:
+def _after_recompute(layer: LayerProfile, key: tuple[str, int, int, int], always: int) -> int:
     """Device memory beside all that autograd saves of a layer, after its recompute."""
     point = _measured_point(layer)
     if not key[2]:  # what the recompute held is among it, and a plan counts it by itself
@@ -247,6 +248,15 @@ def _after_recompute(layer: LayerProfile, key: tuple[str, int, int], always: int
 
 def _measured_point(layer: LayerProfile) -> PointProfile:
     return layer.point(ATTENTION) or layer.points[-1]
+
+
+def _with_absent(points: tuple[PointProfile, ...], nbytes: int) -> tuple[PointProfile, ...]:
+    """The points, of which the measured one lacks these bytes at its backward's peak."""
+    measured = next((point.name for point in points if point.name == ATTENTION), points[-1].name)
+    return tuple(
+        dataclasses.replace(point, absent_bytes=nbytes) if point.name == measured and point.recompute_s else point
+        for point in points
+    )
 
 
 def _held_above(layer: LayerProfile, beside: int, while_recomputing: int) -> tuple[PointProfile, ...]:
@@ -320,6 +330,7 @@ def _scaled_points(layer: LayerProfile, factor: float) -> tuple[PointProfile, ..
                     recompute_s=point.recompute_s * factor,
                     recompute_flops=point.recompute_flops * factor,
                     held_bytes=round(point.held_bytes * factor),
+                    absent_bytes=int(point.absent_bytes * factor),
                 )
             )
     return tuple(found)

@@ -92,6 +92,7 @@ def least(limits: Sequence[Limits]) -> Limits:
         around_bytes=max(one.around_bytes for one in limits),
         beside_layers=tuple(map(max, zip(*(one.beside_layers for one in limits), strict=True))),
         beside_recomputes=tuple(map(max, zip(*(one.beside_recomputes for one in limits), strict=True))),
+        absent_layers=tuple(map(min, zip(*(one.absent_layers for one in limits), strict=True))),
         host_bytes=min(one.host_bytes for one in limits),
         disk_bytes=min(one.disk_bytes for one in limits),
     )
@@ -118,7 +119,8 @@ def _slowest_layer(layers: Sequence[LayerProfile]) -> LayerProfile:
         everywhere = [point for layer in layers if (point := layer.point(known.name)) is not None]
         if len(everywhere) == len(layers):
             most = {field: max(getattr(one, field) for one in everywhere) for field in _OF_POINTS}
-            points.append(dataclasses.replace(known, **most))
+            absent = min(one.absent_bytes for one in everywhere)
+            points.append(dataclasses.replace(known, **most, absent_bytes=absent))
     return dataclasses.replace(
         layers[0],
         name=layers[0].name.partition("#")[0],

@@ -176,6 +176,7 @@ def _on_the_line(first: Any, second: Any, steps: Fraction) -> Any:
         nbytes = {
             n: math.ceil(getattr(second, n) * (steps + 1) / 2) for n in ("saved_bytes", "beside_bytes", "held_bytes")
         }
+        nbytes["absent_bytes"] = math.floor(second.absent_bytes * (steps + 1) / 2)
         times = float(steps + 1) / 2
         work = {n: getattr(second, n) * times for n in ("recompute_s", "recompute_flops")}
         return dataclasses.replace(second, **nbytes, **work)

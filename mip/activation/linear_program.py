@@ -16,11 +16,11 @@ Bytes are in units of the largest layer's, times in units of the mean layer's, t
          w: delay of disk bytes by a host byte on the link (memo.mip.activation.cost.disk_delay)
          with several chunks, and with split backwards, memo.mip.activation.overlap_windows gives the pairs i and i+1
     (6)  resident(q) + sum_j kept(q, j) K_j + whole(q, j) G_j + saved(q, j) (S_j - least_j)
-         + unmoved(q, j) (full_j + G_j - h_j - d_j) + recomputing(q, j) H_j <= device
+         + unmoved(q, j) (full_j + G_j - h_j - d_j) + recomputing(q, j) H_j + absent(q, j) A_j <= device
          at each position q of a stage (memo.mip.activation.memory_peaks), with G = sum_p x_p beside_p and
-         H = sum_p x_p held_p, where held_p is at least a forward's transient beyond backward's; least_j, the S of its last
-         point, is in resident(q). Under 1F1B kept is (flight - 1) for each layer, 1 more where j < behind(q); whole is 1
-         for the running layer, saved is 1 for the one before it
+         H = sum_p x_p held_p, where held_p is at least a forward's transient beyond backward's, and A = sum_p x_p absent_p;
+         least_j, the S of its last point, is in resident(q). Under 1F1B kept is (flight - 1) for each layer, 1 more where
+         j < behind(q); whole is 1 for the running layer, saved is 1 for the one before it, absent is -1 for one in backward
     (7)  sum over a node of flight (sum h) <= host - rounding;  likewise d <= disk - rounding; of several chunks H_s
          instead, with H_s >= sum over the chunks of as many as are held at one time (sum h), for each such time
     (8)  sum over a node of M (sum d) <= wear a day / 86400 s * M (C + sum R) of each of its stages
@@ -154,6 +154,8 @@ class _Group:
     """G: bytes that its recompute is given and autograd does not save."""
     held: pulp.LpAffineExpression
     """H: bytes that its recompute holds at once."""
+    absent: pulp.LpAffineExpression
+    """A: bytes that are not there at its backward's peak."""
     encode_s: float = 0.0
     """Time of coding for each byte that moves as codes."""
     decode_s: float = 0.0
@@ -379,6 +381,9 @@ class PlanModel:
             held=pulp.lpSum(
                 x[known.name] * (max(known.held_bytes, layer.repeated_bytes) / self._byte) for known in layer.points[1:]
             ),
+            absent=pulp.lpSum(
+                x[known.name] * (known.absent_bytes / self._byte) for known in layer.points if known.absent_bytes
+            ),
         )
         if group.moves:
             # (2)
@@ -591,7 +596,7 @@ class PlanModel:
         sizes = tuple(len(group.members) for group in groups)
         for name, resident, counts in grouped_peak_candidates(stage, sizes):
             used = _WeightedSum()
-            for group, its_kept, (of_kept, of_whole, of_saved, of_unmoved, of_recomputing) in zip(
+            for group, its_kept, (of_kept, of_whole, of_saved, of_unmoved, of_recomputing, of_absent) in zip(
                 groups, kept, counts, strict=True
             ):
                 if of_kept:
@@ -603,6 +608,8 @@ class PlanModel:
                     used.add(-of_saved, group.layer.least_saved_bytes / self._byte)
                 if of_recomputing:
                     used.add(of_recomputing, group.held)
+                if of_absent:
+                    used.add(of_absent, group.absent)
                 if of_unmoved:
                     used.add(of_unmoved, group.layer.full_bytes / self._byte)
                     used.add(of_unmoved, group.recompute_extra_bytes - group.host.saved - group.disk.saved)

@@ -107,10 +107,12 @@ class PeakCandidate:
     """For each layer the number that hold all of it but the moved bytes."""
     recomputing: tuple[int, ...]
     """For each layer the number whose recompute runs."""
+    absent: tuple[int, ...]
+    """For each layer minus the number of those whose backward runs in one piece, and so never holds all of it."""
     running: tuple[int, ...]
     """For each layer how many hold rounding buffers of it in `resident`: all that autograd saves, or the least saved."""
     counts: np.ndarray = dataclasses.field(compare=False, repr=False)
-    """`kept`, `whole`, `saved`, `unmoved` and `recomputing` as one array, [5, layers]."""
+    """`kept`, `whole`, `saved`, `unmoved`, `recomputing` and `absent` as one array, [6, layers]."""
 
     @property
     def resident_bytes(self) -> int:
@@ -119,7 +121,7 @@ class PeakCandidate:
 
     def nbytes(self, layers: _LayerBytes) -> float:
         """Bytes on the device, given the bytes of each layer by kind."""
-        return self.resident_bytes + self._saved(layers) + self._recompute(layers)
+        return self.resident_bytes + self._saved(layers) + self._recompute(layers) + self._absent(layers)
 
     def uses(self, layers: _LayerBytes) -> dict[MemoryUse, int]:
         """Returns the bytes by use, which add up to `nbytes` rounded to a byte."""
@@ -127,6 +129,7 @@ class PeakCandidate:
         uses[MemoryUse.ROUNDING] += round(_sum((self.saved, layers.above_least))) - round(
             _sum((self.running, layers.kept))
         )
+        uses[MemoryUse.ROUNDING] += self._absent(layers)
         uses[MemoryUse.RECOMPUTE] += self._recompute(layers)
         uses[MemoryUse.SAVED] += round(self.nbytes(layers)) - sum(uses.values())
         return {use: nbytes for use, nbytes in uses.items() if nbytes}
@@ -136,6 +139,9 @@ class PeakCandidate:
 
     def _recompute(self, layers: _LayerBytes) -> int:
         return int(_sum((self.whole, layers.recompute_extra), (self.recomputing, layers.held)))
+
+    def _absent(self, layers: _LayerBytes) -> int:
+        return int(_sum((self.absent, layers.absent)))
 
 
 @functools.lru_cache(maxsize=96)
@@ -243,6 +249,8 @@ class _LayerBytes:
     unmoved: Sequence[float]
     held: Sequence[float]
     """What its recompute holds."""
+    absent: Sequence[float]
+    """What is not there at its backward's peak."""
 
     @classmethod
     def of(cls, layers: Sequence[LayerProfile], plans: Sequence[LayerPlan]) -> _LayerBytes:
@@ -258,6 +266,7 @@ class _LayerBytes:
                 for layer, plan, nbytes, given in zip(layers, plans, saved, extra, strict=True)
             ],
             held=[plan.held_bytes(layer) for layer, plan in zip(layers, plans, strict=True)],
+            absent=[plan.absent_bytes(layer) for layer, plan in zip(layers, plans, strict=True)],
         )
 
 
@@ -280,6 +289,8 @@ class _Residence(enum.IntEnum):
     UNMOVED = 3
     RECOMPUTING = 4
     """Beside being whole: what the recompute holds."""
+    ABSENT = 5
+    """What of it is not there while its backward runs, which counts as less."""
 
 
 class _Tally:
@@ -323,7 +334,7 @@ class _Tally:
         return twin
 
     def candidate(self, name: str, phase: str) -> PeakCandidate:
-        kept, whole, saved, unmoved, recomputing = map(tuple, self._counts.tolist())
+        kept, whole, saved, unmoved, recomputing, absent = map(tuple, self._counts.tolist())
         return PeakCandidate(
             name=name,
             phase=phase,
@@ -333,6 +344,7 @@ class _Tally:
             saved=saved,
             unmoved=unmoved,
             recomputing=recomputing,
+            absent=absent,
             running=tuple(self._running.tolist()),
             counts=self._counts,
         )
@@ -375,7 +387,8 @@ class _MomentPeaks:
 
     # Note [Transients]: on top come, in a forward, the layer's transients of forward; in a backward those of backward, and
     # where a part is recomputed (of a split backward in the first half) what the recompute holds besides, with which it is
-    # at least a forward; while the embedding or the head runs, their own.
+    # at least a forward; while the embedding or the head runs, their own. A recompute in parts never has all of the layer
+    # there: less by what is absent then, but not where a split backward needs all of it for its second half.
     #
     # Note [Between the halves]: of a split backward each half takes half of its time, the first one the recompute too.
     # Between them a call holds what has not moved, recomputed or not, and the gradients of its results; what has moved
@@ -401,9 +414,12 @@ class _MomentPeaks:
                 yield self._at(name, resident, running, phase="forward", ends_turn=ends_turn, latest_left=left)
                 continue
             resident = _with(resident, layer.backward_transient_bytes, layer.backward_gathered_bytes)
-            yield self._at(name, resident, running, phase="backward", ends_turn=ends_turn)
+            absent = number if not halves and any(point.absent_bytes for point in layer.points) else None
+            yield self._at(name, resident, running, phase="backward", ends_turn=ends_turn, absent=absent)
             if not second_half and (layer.repeated_bytes or any(point.held_bytes for point in layer.points)):
-                yield self._at(name, resident, running, phase="recompute", ends_turn=ends_turn, recomputing=number)
+                yield self._at(
+                    name, resident, running, phase="recompute", ends_turn=ends_turn, absent=absent, recomputing=number
+                )
         if self._has_head:
             running = {} if second_half else self._running(own.stop)
             resident = _of_end(self._head, MemoryUse.HEAD)
@@ -432,6 +448,7 @@ class _MomentPeaks:
         *,
         phase: str = "",
         ends_turn: bool = False,
+        absent: int | None = None,
         recomputing: int | None = None,
         latest_left: bool = False,
     ) -> PeakCandidate:
@@ -444,6 +461,8 @@ class _MomentPeaks:
             tally.add(numbers, how)
         if recomputing is not None:
             tally.add(recomputing, _Residence.RECOMPUTING)
+        if absent is not None:
+            tally.add(absent, _Residence.ABSENT, -1)
         if self._moment.ahead is not None and (ends_turn or self._moment.kind is Pass.FORWARD):
             chunk, second_half = self._moment.ahead
             number = self._chunks[chunk][0 if second_half else -1]

@@ -464,6 +464,10 @@ class LayerPlan:
         """Bytes that the recompute holds at once, on top of backward's transient; at least what forward holds."""
         return max(layer.at(self.point).held_bytes, layer.repeated_bytes) if self.recomputes else 0
 
+    def absent_bytes(self, layer: LayerProfile) -> int:
+        """Bytes of the whole layer that are not there at the peak of a backward in one piece."""
+        return layer.at(self.point).absent_bytes
+
     def recompute_s(self, layer: LayerProfile) -> float:
         """Seconds of recompute in backward."""
         return layer.at(self.point).recompute_s

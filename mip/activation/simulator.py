@@ -148,6 +148,7 @@ def layer_work(name: str, layer: LayerProfile, plan: LayerPlan) -> LayerWork:
         forward_transient_nbytes=layer.forward_transient_bytes,
         backward_transient_nbytes=layer.backward_transient_bytes,
         recompute_held_nbytes=plan.held_bytes(layer),
+        absent_nbytes=plan.absent_bytes(layer),
     )
 
 

@@ -92,6 +92,9 @@ class PointProfile:
     held_bytes: int = 0
     """Peak bytes of the recompute beside the layer's saved tensors, on top of its backward's transient. 0: a
     recompute holds what a forward holds."""
+    absent_bytes: int = 0
+    """Bytes of what autograd saved that are not there at the peak of the layer's backward: its recompute runs in parts, each
+    when backward asks for what it gives. Of a split backward all of it is there."""
 
     def __post_init__(self) -> None:
         if not (self.name.isascii() and self.name.isidentifier() and len(self.name) <= MAX_NAME):
@@ -215,9 +218,13 @@ class LayerProfile:
         if len(names) > MAX_POINTS:
             raise PlanError(f"{where}: {len(names)} points; at most {MAX_POINTS} are possible")
         whole = self.points[0]
-        if whole.recompute_s or whole.recompute_flops or whole.held_bytes or whole.beside_bytes:
+        if any((whole.recompute_s, whole.recompute_flops, whole.held_bytes, whole.beside_bytes, whole.absent_bytes)):
             raise PlanError(f"{where}: point '{ALL}' recomputes nothing")
         for before, point in itertools.pairwise(self.points):
+            if point.absent_bytes > self.full_bytes:
+                raise PlanError(
+                    f"{where}: at point {point.name} {point.absent_bytes} of {self.full_bytes} bytes are absent"
+                )
             if point.saved_bytes >= before.saved_bytes:
                 raise PlanError(
                     f"{where}: point {point.name} saves {point.saved_bytes} bytes, not fewer than {before.name} before it"

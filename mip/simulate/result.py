@@ -59,6 +59,8 @@ class LayerWork:
     """Peak bytes of its backward beside what its forward saved."""
     recompute_held_nbytes: int = 0
     """Further bytes while it recomputes: of a split backward, in the first half."""
+    absent_nbytes: int = 0
+    """Bytes of all that autograd saved that are not there at the peak of a backward in one piece."""
     between_nbytes: int = 0
     """Gradients held between the halves of its backward."""
 

@@ -269,6 +269,8 @@ class SimulatedStage:
         """Runs one layer's backward; `stays`: the second half of the same backward begins with this call."""
         work = call.work
         transient = work.backward_transient_nbytes + (0 if kind is Pass.WEIGHT else work.recompute_held_nbytes)
+        if kind is Pass.BACKWARD:
+            transient -= work.absent_nbytes
         self._hold(TierName.DEVICE, transient, f"{work.name} backward")
         if kind is Pass.INPUT:
             self._hold(TierName.DEVICE, work.between_nbytes)
@@ -286,12 +288,12 @@ class SimulatedStage:
             call.computed_again = True
         seconds = work.backward_s * _share(kind) + (work.decode_s if returning else 0.0)
         self._run(work.name, "backward", seconds, work.backward_exchange_s * _share(kind))
-        self._hold(TierName.DEVICE, -transient)
-        if kind is Pass.WEIGHT:
-            self._hold(TierName.DEVICE, -work.between_nbytes)
         if kind is not Pass.INPUT:
             self._end(call)
-        elif returning and not stays:
+        self._hold(TierName.DEVICE, -transient)  # which may be below 0, and what was absent then is not there now
+        if kind is Pass.WEIGHT:
+            self._hold(TierName.DEVICE, -work.between_nbytes)
+        elif kind is Pass.INPUT and returning and not stays:
             self._leave_again(call)
 
     def _reach(self, call: _Call, following: _Call | None, *, same_turn: bool) -> None:

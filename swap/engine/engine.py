@@ -168,13 +168,16 @@ class Engine:
         self._telemetry.listen(tracer)
 
     def at_layer_boundaries(
-        self, call: Callable[[str | None], None] | None, recompute: Callable[[str | None, bool], None] | None = None
+        self,
+        call: Callable[[str | None], None] | None,
+        recompute: Callable[[str | None, bool, int], None] | None = None,
     ) -> None:
         """Registers layer-boundary callbacks; None removes them.
 
-        `call(name)` on entering a layer in forward or backward, `call(None)` on leaving its forward. `recompute(name, True)`
-        as the layer's recompute begins within its backward, and with False as it ends; with None as its name for a trial at
-        the end of a layer's forward. They run in any thread, and must not block or call the engine.
+        `call(name)` on entering a layer in forward or backward, `call(None)` on leaving its forward.
+        `recompute(name, True, absent)` as the layer's recompute, or a part of it, begins within its backward, and with False
+        as it ends; with None as its name for a trial at the end of a layer's forward. Absent are the bytes that other parts
+        have not given yet, or have given and that are gone. They run in any thread, and must not block or call the engine.
         """
         self._telemetry.boundary_callback, self._telemetry.recompute_callback = call, recompute
 
@@ -327,6 +330,7 @@ class Engine:
                 if replays:
                     saved.coded = None  # replays read it
             group.together = any(replay.together for replay in replays.values())
+            group.replayed_nbytes = sum(saved.nbytes for saved in replays)
             if not group.wait_for_next:
                 self._copy_out.send_living(group)
             elif self.when_full is WhenFull.STAY or not self._layer_calls.may_come_next(group):

@@ -118,7 +118,7 @@ class Reload:
         saved.user = backend.current_stream()
 
     def recompute(self, saved: SavedStorage) -> None:
-        """Recomputes `saved` and its layer's other storages that no tier has.
+        """Recomputes `saved`, and what else the same part of its layer's recompute gives.
 
         Raises:
             SwapError: the engine is closed.
@@ -127,12 +127,13 @@ class Reload:
             self._refuse_if_closed(saved)
             if saved.group is not self._layer_calls.reading and not self.closed:
                 self.reach(saved.group)
+            absent = _absent_nbytes(saved)
         began = self._backend.stamp()
-        self._telemetry.at_recompute(saved.module, begins=True)
+        self._telemetry.at_recompute(saved.module, begins=True, absent_nbytes=absent)
         with self._telemetry.issuing("recompute", saved.module):
             assert saved.replay is not None
             saved.replay.recompute(self._fill)
-        self._telemetry.at_recompute(saved.module, begins=False)
+        self._telemetry.at_recompute(saved.module, begins=False, absent_nbytes=absent)
         self._telemetry.recomputed(began, saved.module)
         if saved.lacks_replay:
             raise AssertionError(f"the recompute of {saved.module} did not give saved storage {saved.id}")
@@ -341,3 +342,10 @@ class Reload:
 def _away_in_tiers(group: Group) -> list[SavedStorage]:
     """Storages of a group whose bytes rest in a tier; a recompute brings the buffers of the others."""
     return [saved for saved in group.living() if saved.state is AWAY and saved.extent is not None]
+
+
+def _absent_nbytes(saved: SavedStorage) -> int:
+    """Bytes of its layer that other parts of the recompute have not given yet, or that are gone again."""
+    replayed = (other for other in saved.group.living() if other.replay is not None)
+    there = (other for other in replayed if other.replay is saved.replay or not other.lacks_replay)
+    return saved.group.replayed_nbytes - sum(other.nbytes for other in there)

@@ -49,6 +49,7 @@ class Group:
         "nbytes",
         "quota",
         "recomputed_for_room",
+        "replayed_nbytes",
         "saved",
         "together",
         "wait_for_next",
@@ -71,6 +72,7 @@ class Group:
         self.quota: Quota | None = None  # bytes due to each tier; None: the first tier with room
         self.may_lack_room = False  # tiers and device may be too full for what the call saves
         self.recomputed_for_room = False  # what it saves is less than the layer's setting says
+        self.replayed_nbytes = 0  # of the storages that replays give
         self.began: Began | None = None  # begin of its forward, where there is a trace
 
     def living(self) -> list[SavedStorage]:

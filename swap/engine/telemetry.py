@@ -55,7 +55,7 @@ class Telemetry:
         """Called after each state transition of a new storage; None without a tracer."""
         self.boundary_callback: Callable[[str | None], None] | None = None
         """Layer-boundary callback; see `Engine.at_layer_boundaries`."""
-        self.recompute_callback: Callable[[str | None, bool], None] | None = None
+        self.recompute_callback: Callable[[str | None, bool, int], None] | None = None
         """Called at the begin and end of recomputes, and for None of trials."""
         self.memory_callback: Callable[[], None] | None = None
         """Called at layer boundaries before that one, which may restart the device's peak; see `Engine.sample_memory`."""
@@ -88,10 +88,10 @@ class Telemetry:
         if self.boundary_callback is not None:
             self.boundary_callback(entered)
 
-    def at_recompute(self, module: str | None, *, begins: bool) -> None:
+    def at_recompute(self, module: str | None, *, begins: bool, absent_nbytes: int = 0) -> None:
         """Calls the callback of recomputes as a layer's begins or ends within its backward, or for None a trial."""
         if self.recompute_callback is not None:
-            self.recompute_callback(module, begins)
+            self.recompute_callback(module, begins, absent_nbytes)
 
     def issuing(self, what: str, module: str) -> AbstractContextManager[None]:
         """A profiler range around the issue of a copy or a recompute; none without a tracer."""

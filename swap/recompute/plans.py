@@ -19,6 +19,7 @@ from memo.swap.recompute.agreement import Agreements, CollectiveAgreement, Share
 from memo.swap.recompute.alike import PlanReuse
 from memo.swap.recompute.choice import Choice
 from memo.swap.recompute.tape.bans import NO_BANS, Bans
+from memo.swap.recompute.tape.parts import held_and_absent
 from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.tape.step_costs import step_costs
 from memo.swap.recompute.tape.tape import Tape
@@ -384,12 +385,17 @@ class Plans:
                     saved_bytes=others + cut.keep_cost // 8,
                     recompute_s=each_s * cut.replay_cost,
                     beside_bytes=choice.beside_nbytes(cut, saved),
-                    held_bytes=choice.plan(cut).held_bytes,
+                    **self._beside(choice.plan(cut), in_parts=point == Level.SAVE_ATTENTION.point),
                 )
                 for point, cut in choice.points().items()
             ),
             sizes=tuple(case.tape.storages[storage][1] for storage in case.tape.saved_storages),
         )
+
+    def _beside(self, plan: Plan, *, in_parts: bool) -> dict[str, int]:
+        """What a recompute holds, and of the point that is measured before planning also what its parts spare."""
+        held, absent = held_and_absent(plan) if in_parts else (plan.held_bytes, 0)
+        return {"held_bytes": held, "absent_bytes": absent}
 
 
 def _without(setting: Setting, kind: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -380,7 +380,7 @@ class RecomputePolicy:
         return [*self._plans.least_nbytes(call, recorded)] * after
 
     def _planned(self, call: OpenCall, recorded: RecordedCall, setting: Setting) -> dict[SavedStorage, Replay]:
-        """The storages that are replayed instead of moved, with the replay."""
+        """The storages that are replayed instead of moved, each with its replay."""
         if setting is Level.SAVE_ALL:
             return {}
         name = call.layer.name
@@ -402,8 +402,7 @@ class RecomputePolicy:
             return {}
         self.recomputed.add(name)
         self.refused.pop(name, None)
-        replay = recorded.replay(found, self._engine, together=together)
-        return {saved: replay for storage in found.wanted if (saved := recorded.saved.get(storage)) is not None}
+        return recorded.replays(found, self._engine, together=together)
 
     def _told(self, name: str) -> str:
         """Text of all settings of a layer on this rank, compared between ranks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
@@ -15,7 +15,8 @@ from memo.swap.engine.saved_storage import content_of
 from memo.swap.kept import is_kept
 from memo.swap.layers import Layer, is_gathered_whole
 from memo.swap.recompute.tape.log import Origin
-from memo.swap.recompute.tape.plan import Plan, Sources
+from memo.swap.recompute.tape.parts import parts_of
+from memo.swap.recompute.tape.plan import Kept, Plan, Sources
 from memo.swap.recompute.tape.recorder import is_recordable
 from memo.swap.recompute.tape.replay import Brought, Replay, Wanted
 from memo.swap.tensor_kinds import is_sharded, local_part, tensors_within
@@ -184,24 +185,45 @@ class RecordedCall:
         """Saved storages that move in any case."""
         return self.ended.stuck
 
-    def replay(self, plan: Plan, engine: Engine, *, together: bool = False) -> Replay:
-        """The replay of this call by a plan."""
+    def replay(self, plan: Plan, engine: Engine) -> Replay:
+        """The replay of this call by a plan, as a whole."""
+        return self._replay(plan, self._kept_of(plan, engine), engine)
+
+    def replays(self, plan: Plan, engine: Engine, *, together: bool = False) -> dict[SavedStorage, Replay]:
+        """For each saved storage that a plan gives the replay that gives it, of the whole or of a part.
+
+        Args:
+            plan: of this call.
+            engine: packs what the plan keeps.
+            together: other ranks take part in its collectives.
+        """
+        kept = self._kept_of(plan, engine)
+        collectives = frozenset(each.number for each in self._call.recorder.collectives) if together else frozenset()
+        found: dict[SavedStorage, Replay] = {}
+        for part in parts_of(plan, collectives):
+            replay = self._replay(part, kept, engine, together=not collectives.isdisjoint(part.steps))
+            found |= {self.saved[storage]: replay for storage in part.wanted}
+        return found
+
+    def _kept_of(self, plan: Plan, engine: Engine) -> dict[Kept, Brought]:
         recorder = self._call.recorder
-        kept = [
-            self._brought(recorder.bits[item.bits_of], -1 - item.bits_of, engine)
+        return {
+            item: self._brought(recorder.bits[item.bits_of], -1 - item.bits_of, engine)
             if item.bits_of >= 0
             else self._brought(recorder.tensors[item.storage], item.storage, engine)
             for item in plan.kept
-        ]
-        wanted = [Wanted(self.saved[storage].hold, self.saved[storage].nbytes) for storage in plan.wanted]
+        }
+
+    def _replay(self, plan: Plan, kept: Mapping[Kept, Brought], engine: Engine, *, together: bool = False) -> Replay:
+        recorder = self._call.recorder
         return Replay(
             engine,
             self._call.layer.name,
             plan,
-            kept,
+            [kept[item] for item in plan.kept],
             carried=recorder.carried,
             precision=recorder.precision,
-            wanted=wanted,
+            wanted=[Wanted(self.saved[storage].hold, self.saved[storage].nbytes) for storage in plan.wanted],
             together=together,
             verify=self._call.verify,
         )

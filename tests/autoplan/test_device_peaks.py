@@ -81,6 +81,33 @@ def test_a_recompute_is_a_part_of_its_own_within_its_layers_backward() -> None:
     assert step.others == {Outside.LAYERS: 10, "first": 50, MeasuredRecompute("first"): 90}
 
 
+def test_of_a_recompute_in_parts_what_is_absent_at_each_peak_counts() -> None:
+    told = Told()
+    told.use.cross_boundary("first")
+    told.holds(saved=500, others=40)  # its forward
+    told.use.cross_boundary(None)
+    told.use.cross_boundary("first")
+    told.holds(saved=100, others=45)  # before anything of it is there again
+    told.use.cross_recompute("first", begins=True, absent_nbytes=300)
+    told.holds(saved=200, others=90)
+    told.use.cross_recompute("first", begins=False, absent_nbytes=300)
+    told.holds(saved=200, others=50)
+    told.use.cross_recompute("first", begins=True, absent_nbytes=200)
+    told.holds(saved=300, others=80)
+    told.use.cross_recompute("first", begins=False, absent_nbytes=200)
+    told.holds(saved=300, others=60)
+    step = told.use.end_step()
+    assert step.others == {Outside.LAYERS: 0, "first": 60, MeasuredRecompute("first"): 90}
+    # 500 + 60 are 200 more than the most after a part, 300 + 60, and 500 + 90 are 210 more than within one, 300 + 80.
+    assert step.absent == {"first": 200}
+    told.use.cross_boundary("first")
+    told.use.cross_recompute("first", begins=True)
+    told.holds(saved=300, others=10)
+    told.use.cross_recompute("first", begins=False)
+    told.holds(saved=300, others=20)
+    assert told.use.end_step().absent == {}
+
+
 def test_a_trials_memory_counts_for_the_budget_and_for_no_later_step() -> None:
     told = Told()
     told.use.cross_boundary("first")

@@ -207,6 +207,20 @@ def test_a_plan_counts_what_recomputes_hold_above_the_rest_of_backward(
     assert tuple(point.held_bytes for point in known.points) == held
 
 
+def test_what_is_absent_at_a_backwards_peak_is_taken_off_at_the_measured_point_alone() -> None:
+    layers = {"a": layer(10, 30), "b": layer(10, 30)}
+    measured = measured_profile(times(layers), {name: holding_points(name) for name in layers}, SIGNATURE)
+    known = limits(5000, 5000, around=100, recomputes=(5400, 5400), absent=(600, 590))
+    found, _ = beside_layers(measured, known)
+    before, _ = beside_layers(measured, dataclasses.replace(known, absent_layers=()))
+    assert len(found.classes) == 1, "a plan treats alike what differs by little"
+    assert [(each.name, each.absent_bytes) for each in found.classes[0].points if each.absent_bytes] == [
+        (ATTENTION, 590)
+    ]
+    bare = tuple(dataclasses.replace(each, absent_bytes=0) for each in found.classes[0].points)
+    assert bare == before.classes[0].points
+
+
 def test_layers_whose_recomputes_hold_another_amount_are_other_classes() -> None:
     layers = {"a": layer(10, 30), "b": layer(10, 30)}
     measured = measured_profile(times(layers), {name: holding_points(name) for name in layers}, SIGNATURE)
@@ -279,13 +293,14 @@ def test_a_link_that_was_measured_alone_is_believed() -> None:
     assert (rates.d2h_bytes_per_s, rates.h2d_bytes_per_s, rates.duplex_bytes_per_s) == (7e9, 8e9, 9e9)
 
 
-def limits(*beside: int, around: int, recomputes: tuple[int, ...] = ()) -> Limits:
+def limits(*beside: int, around: int, recomputes: tuple[int, ...] = (), absent: tuple[int, ...] = ()) -> Limits:
     return Limits(
         device_bytes=0,
         others_bytes=max(around, *beside, *recomputes),
         around_bytes=around,
         beside_layers=beside,
         beside_recomputes=recomputes,
+        absent_layers=absent,
         host_bytes=0,
         disk_bytes=0,
     )

@@ -30,7 +30,7 @@ RANKS = 2
 WAITS_S = 60.0
 ENDS_S = 300.0
 """Ranks that have sent nothing for this long are killed."""
-LEVELS_ON_RANKS = ("1", "0.5", "0", "pieces", "1, disk", "0, spilled", "0.5, ahead")
+LEVELS_ON_RANKS = ("1", "0.5", "0", "mix", "1, disk", "0, spilled", "0.5, ahead", "checkpoint")
 """Levels that are compared on two ranks."""
 _CONTEXT = multiprocessing.get_context("forkserver")  # a process that has run backward can't be forked
 

@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 
 from tests.hunt.drawing import drawn, with_only
+from tests.hunt.levels import LEVELS
 from tests.hunt.program import Program
-from tests.hunt.ranks import PLACEMENTS, compare_on_ranks, drawn_placement
+from tests.hunt.ranks import LEVELS_ON_RANKS, PLACEMENTS, compare_on_ranks, drawn_placement
 
 
 def _with_memo_seen_by(rank: int) -> Program:
@@ -20,6 +21,10 @@ def _with_memo_seen_by(rank: int) -> Program:
     line = dataclasses.replace(body.lines[0], name="watched", text=f"{watched}x = x * watched()", plain="", declared=())
     body = dataclasses.replace(body, lines=(body.lines[0], line, *body.lines[1:]))
     return dataclasses.replace(program, kinds=(body,))
+
+
+def test_levels_on_ranks_are_levels() -> None:
+    assert set(LEVELS_ON_RANKS) <= LEVELS.keys(), "a rank that dies before its first comparison discards the program"
 
 
 def test_what_differs_on_one_rank_is_found_there_and_its_gradients_on_both() -> None:

@@ -131,7 +131,13 @@ def _curve(draw: random.Random, count: int, nbytes: int, *, held: bool) -> tuple
         before = share
         held_bytes = int(draw.uniform(0.0, 0.5) * nbytes) if held else 0
         points.append(
-            PointProfile(name=f"p{number}", saved_bytes=int(share * nbytes), recompute_s=seconds, held_bytes=held_bytes)
+            PointProfile(
+                name=f"p{number}",
+                saved_bytes=int(share * nbytes),
+                recompute_s=seconds,
+                held_bytes=held_bytes,
+                absent_bytes=held_bytes * number // (2 * count),
+            )
         )
     return tuple(points)
 

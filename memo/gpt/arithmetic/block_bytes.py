@@ -19,6 +19,7 @@ recorded step holds.
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from memo.gpt.arithmetic.flops import causal_keys, layer_parameter_count
 from memo.gpt.config import GPTConfig
@@ -123,6 +124,8 @@ class BlockBytes:
     """Largest number of bytes that backward holds at once beyond everything that is saved."""
     held: float
     """Largest number of bytes that a recompute holds at once beside the layer's saved tensors."""
+    in_parts: RecomputeInParts | None
+    """The recompute at level `attention`; None where it has one part."""
     ring_traffic: tuple[float, float]
     """Bytes that a ring's hop reads and writes beside attention's kernel, forward and backward; 0 without a ring."""
     storages: int
@@ -158,6 +161,17 @@ class BlockBytes:
             window: tokens that each one attends to, fewer than `tokens`; None is all of them.
         """
         return BlockFigures(config, sizes, tokens, batch, tp, cp, rings=rings, window=window).block()
+
+
+class RecomputeInParts(NamedTuple):
+    """A recompute of which one part makes attention's tensors again, one the MLP's (memo.swap.recompute.tape.parts)."""
+
+    given: tuple[float, float]
+    """Bytes that each part gives."""
+    held: float
+    """Largest number of bytes that it holds beside the layer's saved tensors."""
+    absent: float
+    """Bytes of these that are not there at backward's peak."""
 
 
 def _spared(nbytes: float, itemsize: int) -> float:
@@ -222,7 +236,8 @@ class BlockFigures:
             exchanges_again_at_matmuls=self._exchanges_at_matmuls(),
             forward_transient=max(self._behind_mlp(), self._behind_attention() - saved, 0),
             backward_transient=max(self._backward_of_mlp(), self._backward_of_attention() - saved, 0),
-            held=3 * h if self.tiled else 0,  # a tiled MLP makes no wide activation anew, but what it reads
+            held=self._held(),
+            in_parts=self._in_parts(),
             ring_traffic=(RING_TRAFFIC[0] * h, RING_TRAFFIC[1] * h) if self.rings else (0.0, 0.0),
             storages=self.storages(),
             largest=self.largest(),
@@ -425,6 +440,31 @@ class BlockFigures:
         """Share of one tile in all rows or wide columns."""
         step = -(-length // (self.config.mlp_tiles * ALIGNED)) * ALIGNED
         return min(step, length) / length
+
+    def _held(self) -> float:
+        return 3 * self.h if self.tiled else 0  # a tiled MLP makes no wide activation anew, but what it reads
+
+    def _in_parts(self) -> RecomputeInParts | None:
+        """The recompute in two parts: the MLP's, whose backward follows, and attention's when all that has gone.
+
+        Where ranks exchange queries, keys and values, their part runs as backward begins, too.
+        """
+        if self.tp > 1:
+            return None
+        saved = self.always() + self.rest()
+        made_again = self.h + self.attended + self._gathered() + (self.h if self.exchanged else 0)
+        of_attention = 0.0 if self.exchanged else made_again
+        mlp, attention = saved - of_attention + self._backward_of_mlp(), self._backward_of_attention()
+        entering = self.stream + (self.h if self.sizes.casts else 0)
+        first = saved - of_attention + entering + self._held()
+        second = 2 * self.stream + 3 * self.h + 2 * self.q + self.cast + (self.attended if self.exchanged else 0)
+        peak = max(mlp, attention)
+        whole = saved + max(self._backward_of_mlp(), attention - saved, 0)
+        return RecomputeInParts(
+            given=(made_again, self.rest() - made_again),
+            held=max(0.0, first - peak, second - peak),
+            absent=max(0.0, whole - peak),
+        )
 
     def _backward_of_attention(self) -> float:
         """Bytes held in attention's backward: input, norm, projection and output, their gradients, and the residual's."""

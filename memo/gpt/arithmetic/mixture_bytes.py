@@ -101,6 +101,7 @@ class _MixtureFigures(BlockFigures):
             forward_transient=max(self._behind_experts(), self._behind_attention() - saved, 0),
             backward_transient=max(self._backward_of_experts(), self._backward_of_attention() - saved, 0),
             held=max(self._behind_experts(), self.q + self.repeated),
+            in_parts=None,
         )
 
     # Saved.

@@ -57,7 +57,7 @@ from memo.mip.inputs import (
     StaticBytes,
     checking_nbytes,
 )
-from memo.swap import comparing_nbytes
+from memo.swap import comparing_nbytes, least_part_nbytes
 
 if TYPE_CHECKING:
     from memo.gpt.arithmetic.step_collectives import WeightUnit
@@ -213,6 +213,14 @@ def derive_profile(
     )
 
 
+def _beside_recompute(block: BlockBytes, tokens: float) -> dict[str, int]:
+    """Bytes that the recompute at level `attention` holds, and those that are absent at backward's peak."""
+    parts = block.in_parts
+    if parts is None or min(parts.given) * tokens < least_part_nbytes(sum(parts.given) * tokens):
+        return {"held_bytes": round(block.held * tokens)}
+    return {"held_bytes": round(parts.held * tokens), "absent_bytes": int(parts.absent * tokens)}
+
+
 def _fewer(points: Sequence[PointProfile]) -> tuple[PointProfile, ...]:
     """Returns the points that save fewer bytes than all before them."""
     found: list[PointProfile] = []
@@ -351,7 +359,7 @@ def _layer(
             + exchange_s(step.tensor_again(experts=experts), machine, layout)
             + block.exchanges_again * context_s,
             recompute_flops=block.projections_again * tokens,
-            held_bytes=round(block.held * tokens),
+            **_beside_recompute(block, tokens),
         ),
     )
     layer = LayerProfile(

@@ -8,6 +8,8 @@ view where a step reads one, a `del` after a content's last use.
         k1 = kept(1)                                    # a weight
         c5 = f0(view(k0, ...), view(k1, ...))           # aten.mm
         give(0, c5)                                     # autograd saved it
+
+A plan may be divided into several (parts.py).
 """
 
 from __future__ import annotations
@@ -93,6 +95,13 @@ class Plan:
     """Storages that the replay could have given."""
     wrong: frozenset[int] = frozenset()
     """Steps that a trial found to give something else, and that are not repeated."""
+    parts: dict[frozenset[int], tuple[Plan, ...]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    """Those that parts.py has made, by the steps that run together."""
+
+    @property
+    def given_nbytes(self) -> int:
+        """Bytes of the storages that it gives."""
+        return sum(self.tape.storages[storage][1] for storage in self.wanted)
 
     @property
     def holds(self) -> Holds:
