@@ -130,15 +130,15 @@ class BytelessMode(LocalTensorMode):
         self._outcomes: dict[Any, _Outcome] = {}
         self._blank = Blank()
         self._assume = assume
-        self._conversions = _Conversions(self._readable)
+        self._calls = _Calls(self._readable, self._blank)
 
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._conversions.__enter__()  # type: ignore[no-untyped-call]
+        self._calls.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._conversions.__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._calls.__exit__(*exception)  # type: ignore[no-untyped-call]
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -325,19 +325,35 @@ class _NeedsContents(RecordError):
     """The shape of an operator's results, or a number that it returns, depends on data."""
 
 
-class _Conversions(TorchFunctionMode):
-    """Mode over the conversions of a tensor to Python's or numpy's objects, which are no operators."""
+class _Calls(TorchFunctionMode):
+    """Mode over calls that are no operator: a tensor's conversion to an object of Python or numpy, and RMSNorm.
 
-    def __init__(self, readable: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
+    A CPU computes an RMSNorm by several operators, and saves their results in float32. A GPU has one kernel; LayerNorm
+    without bias is such a kernel: of the same shapes, with one statistic of a token more.
+    """
+
+    def __init__(self, readable: Callable[[torch.Tensor, str], torch.Tensor], blank: Blank) -> None:
         super().__init__()
         self._readable = readable
+        self._blank = blank
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _CONVERSIONS:
             args = (self._readable(args[0], f"Tensor.{func.__name__}()"), *args[1:])
+        if func in _RMS_NORMS and args and self._blank.has(args[0]):
+            func = _rms_norm_of_a_gpu
         return func(*args, **(kwargs or {}))
+
+
+def _rms_norm_of_a_gpu(
+    x: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    return torch.layer_norm(x, normalized_shape, weight, None, 1e-5 if eps is None else eps)
+
+
+_RMS_NORMS = frozenset({torch.nn.functional.rms_norm, torch.rms_norm})
 
 
 _CONVERSIONS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})

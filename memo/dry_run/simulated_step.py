@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 from memo.allocator import AllocationRecorder, BytelessMode
@@ -76,7 +75,6 @@ def step_of_rank(run: PlannedRun, rank: int) -> RankStep:
             BytelessMode(assume=1.0),
             recorder,
             storages_without_memory(recorder),
-            _norms_of_a_gpu(),
             _equal_arrivals(),
         ):
             for stage in stages:
@@ -164,26 +162,6 @@ def _rows_of_distinct_tokens(run: PlannedRun) -> Callable[[torch.Tensor], torch.
     """
     tokens = run.rows // run.layout.dp * run.tokens // run.layout.cp * run.microbatches
     return lambda grad: rows_seen(grad)[:tokens].clone()
-
-
-@contextlib.contextmanager
-def _norms_of_a_gpu() -> Iterator[None]:
-    """Has an RMSNorm save what a GPU's one kernel does; a CPU's saves the results of several operators in float32.
-
-    LayerNorm without bias is such a kernel: of the same shapes, with one statistic of a token more.
-    """
-    on_cpu = F.rms_norm
-
-    def fused(
-        x: torch.Tensor, shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
-    ) -> torch.Tensor:
-        return F.layer_norm(x, shape, weight, None, 1e-5 if eps is None else eps)
-
-    F.rms_norm = fused  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        F.rms_norm = on_cpu
 
 
 @contextlib.contextmanager

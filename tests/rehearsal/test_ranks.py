@@ -138,7 +138,7 @@ def test_the_command_rehearses_ranks(capsys: pytest.CaptureFixture[str]) -> None
     ("flags", "says"),
     [
         (["--model", "tiny", "--gpus", "6", "--cp", "4"], "--gpus 6 is no multiple of --tp 1 times --cp 4"),
-        (["--model", "llama-3.2-1b", "--gpus", "8", "--cp", "2"], "--cp divides memo's GPT"),
+        (["--model", "llama-3.2-1b", "--gpus", "8", "--cp", "2"], "--cp is for memo's GPT"),
         (["--model", "tiny", "--gpus", "8", "--lengths", "1k,2k"], "--lengths applies to one GPU"),
         (["--model", "tiny", "--gpus", "3", "--tp", "3"], "--tp 3 does not divide the model's 2 heads"),
         (["--model", "tiny", "--gpus", "16", "--net", "none"], "network"),

@@ -11,7 +11,7 @@ from typing import Any
 from memo.allocator import Allocation, AllocationTrace, BytelessMode
 from memo.autoplan import points_of
 from memo.gpt import GPTConfig, Precision, preset
-from memo.gpt.arithmetic.block_bytes import BlockBytes
+from memo.gpt.arithmetic.block_bytes import BlockBytes, ElementSizes
 from memo.mip.inputs import ATTENTION, MATMULS
 from memo.parallel import Layout, simulated_rank
 from memo.record import OffloadWithoutBytes, Recording, SavedRole, gpt_step, rank_step, record_step
@@ -99,12 +99,11 @@ def assert_points_are_bounded(block: BlockBytes, cost: LayerCosts) -> None:
     assert max(point.held_bytes for point in points.values()) <= (held + 1) * tokens
 
 
-def written_out_norms(config: GPTConfig, precision: Precision) -> int:
-    """A CPU has no fused rmsnorm: of each it saves the result in float32 as well, and in bfloat16 the input in float32
-    instead of the input."""
+def second_statistics(config: GPTConfig, precision: Precision) -> int:
+    """Bytes of a token that the layer norms which are recorded in place of rmsnorms save in addition to these."""
     if config.norm != "rmsnorm":
         return 0
-    return 2 * HIDDEN * (4 + (4 - 2 if precision is Precision.BF16 else 0))
+    return 2 * (2 * ElementSizes.of(precision).stream - 4)
 
 
 def in_middle(allocation: Allocation) -> bool:

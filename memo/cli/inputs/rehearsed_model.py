@@ -55,6 +55,8 @@ class RehearsedModel:
     """With a GPT preset: tensor parallelism."""
     cp: Count | None = None
     """With a GPT preset: context parallelism."""
+    mlp_tiles: Count | None = None
+    """With a GPT preset: compute each MLP in as many tiles, as memo plan says (default 1)."""
 
     def __post_init__(self) -> None:
         tp, cp = self.tp or 1, self.cp or 1
@@ -74,7 +76,9 @@ class RehearsedModel:
 def _builder(options: RehearsedModel, tokens: int) -> Callable[..., Step]:
     name = options.model
     if gpt_size(name) is None:
-        refuse_given(options, "--tp --cp", "divides memo's GPT, such as llama3-8b; leave it out for other models")
+        refuse_given(
+            options, "--tp --cp --mlp-tiles", "is for memo's GPT, such as llama3-8b; leave it out for other models"
+        )
     if ":" in name and not Path(name).exists():
         why = "applies to models by name or configuration; leave it out"
         refuse_given(options, "--lora --layers --loss-without-logits --lengths", why)
@@ -102,9 +106,9 @@ def _builder(options: RehearsedModel, tokens: int) -> Callable[..., Step]:
 def _preset(name: str, options: RehearsedModel, tokens: int) -> Callable[..., Step]:
     published = published_name(name) or "a published model"
     refuse_given(options, "--lora", f"does not go with {name}, memo's GPT, which PEFT does not adapt; name {published}")
-    config = preset(name, layers=options.layers)
+    config = preset(name, layers=options.layers, mlp_tiles=options.mlp_tiles)
     if config.positions == "learned" and tokens > config.max_seq:
-        config = preset(name, layers=options.layers, max_seq=tokens)
+        config = dataclasses.replace(config, max_seq=tokens)
     if options.gpus > 1:
         refuse_given(options, "--lengths", "applies to one GPU; give --seq")
         from memo.rehearsal import gpt_step_of_rank

@@ -36,7 +36,9 @@ PIECES_GELU, PIECES_SWIGLU = 6, 10
 SCORES, QUERIES = 4, 128
 TILE = 128  # queries, or keys, of a tile of scores in a flash kernel
 # Bytes that rotating an element reads and writes, forward and backward, by bytes of an element (memo.gpt.model.rotary).
-ROTATION = {2: (38.5, 48.5), 4: (36.5, 40.5)}
+ROTATION = {2: (34.5, 48.5), 4: (36.5, 40.5)}
+# What rotating an element holds at most, with its result, in units of its bytes (memo.gpt.model.rotary).
+ROTATING = {2: 2.5, 4: 2.0}
 # What torch's ring holds at most beside q, k, v, and reads and writes for each rank whose keys come by, in units of h,
 # forward and backward: keys, values and their float32 gradients, sent and received, and results in float32, merged.
 # Recorded from 2, 3, 4 and 8 ranks by tests/gpt/arithmetic/test_ring_bytes.py; traffic counted from the code.
@@ -363,7 +365,7 @@ class BlockFigures:
     def _kernels(self) -> tuple[int, int]:
         wide, matrices, biases = self.sizes.product == FLOAT, 4 + self.gated, (4 + self.gated) * self.config.bias
         casts = (matrices + biases + self._casts_twice()) * self.sizes.casts
-        rotations = (15, 16) if wide else (17, 26)
+        rotations = (15, 16) if wide else (19, 28)
         forward = 10 + 2 * self.gated + (self.config.group > 1) + casts + 2 * self.sizes.casts
         backward = 15 + 5 * self.gated + biases + casts + 4 * self.sizes.casts
         return forward + rotations[0] * self._rotates, backward + rotations[1] * self._rotates
@@ -457,7 +459,10 @@ class BlockFigures:
         mlp, attention = saved - of_attention + self._backward_of_mlp(), self._backward_of_attention()
         entering = self.stream + (self.h if self.sizes.casts else 0)
         first = saved - of_attention + entering + self._held()
-        second = 2 * self.stream + 3 * self.h + 2 * self.q + self.cast + (self.attended if self.exchanged else 0)
+        # Input and attention's result, the gradients of the stream and of that result; norm, projection, and beside these
+        # the queries on their way through rotation, or all that is rotated.
+        turned = max(ROTATING[self.sizes.product] * self.h, self.q) if self._rotates else 0
+        second = 2 * self.stream + 3 * self.h + self.q + self.cast + turned + (self.attended if self.exchanged else 0)
         peak = max(mlp, attention)
         whole = saved + max(self._backward_of_mlp(), attention - saved, 0)
         return RecomputeInParts(
