@@ -55,7 +55,7 @@ IMPORTS = {
     "memo/autoplan": "memo mip/inputs mip/activation allocator swap face memo/machine",
     "memo/manager": "memo kernels mip/activation mip/simulate face allocator swap/backends swap/disk swap/tiers swap face "
     "memo/trace memo/out_of_memory memo/machine memo/parallel memo/autoplan",
-    "memo/gpt/optim": "memo",
+    "memo/gpt/optim": "memo swap/backends",
     "memo/gpt": "memo memo/parallel memo/compression memo/gpt/optim",
     "memo/gpt/data": "memo",
     "memo/gpt/checkpoint": "memo",
