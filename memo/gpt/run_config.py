@@ -253,7 +253,7 @@ class RunConfig:
             raise UsageError("--planned-allocator needs a GPU; leave it out with --on cpu")
         if self.optimizer_offload and self.layout.ranks > 1:
             raise UsageError(
-                f"--optimizer-offload is for one GPU, not {self.layout.ranks}, which share the optimizer's state; leave it out"
+                f"--optimizer-offload is for one GPU; {self.layout.ranks} share its state on the device: leave it out"
             )
         if self.pipeline_dtype is not None and self.layout.pp == 1:
             raise UsageError(f"--pipeline-dtype {self.pipeline_dtype} has no meaning without --pp")

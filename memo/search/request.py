@@ -36,9 +36,13 @@ GPT_WORDS = (
     "the model is memo's GPT, whose loss holds no logits and whose MLPs may be in tiles (--mlp-tiles 1: whole); "
     "transformers' own saves the input of each norm in float32, too"
 )
+ON_HOST_WORDS = (
+    "AdamW's state, the gradients and a copy of the parameters are on the host, where parameters are updated at the rate at "
+    "which GPUs write a node's memory"
+)
 OFFLOAD_WORDS = (
-    "optimizer state and its step are on the host, which is not a part of memo train; published runs took several times the "
-    "predicted update"
+    "optimizer state and its step are on the host, which memo train has for one GPU alone; published runs took several "
+    "times the predicted update"
 )
 
 
@@ -83,7 +87,7 @@ class TrainingMethod:
     codec: Annotated[str | None, {"choices": CODECS, "metavar": None}] = None
     """Move values as one-byte codes with a bounded error, as memo train --codec does (default: bit for bit)."""
     optimizer_offload: bool = False
-    """Optimizer state and its step are on the host, which is not a part of memo train."""
+    """Optimizer state and its step are on the host; memo train has it for one GPU."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,10 +174,16 @@ class Request(TrainingMethod):
         return dataclasses.replace(problem, budgets=dataclasses.replace(problem.budgets, host_bytes=host))
 
     def _optimizer_host_bytes(self, problem: ActivationProblem, tiles: int) -> int:
-        """Bytes of optimizer state and gradients in a node's host memory; 0 for fixed methods, without a budget there."""
+        """Bytes of optimizer state and gradients in a node's host memory; 0 for fixed methods, without a budget there.
+
+        On one GPU a copy of the trained parameters, too, which are as large as their gradients.
+        """
         if not self.optimizer_offload or self.recompute is not None or self.config is None:
             return 0
         without = self._problem(tiles, optimizer_offload=False)
+        if self.layout.gpus == 1:
+            (static,) = (stage.static for stage in without.stages)
+            return 2 * static.gradients + static.optimizer
         pairs = zip(without.stages, problem.stages, strict=True)
         return max(kept.static.nbytes - stage.static.nbytes for kept, stage in pairs) * problem.budgets.ranks_per_node
 
@@ -251,7 +261,8 @@ class Request(TrainingMethod):
         if self.lora:
             frozen = f"on a base in {self.base}" if self.base is not BaseFormat.FULL else ""
             found.append(f"adapters of rank {self.lora} alone are trained, in {self.lora_dtype} {frozen}".rstrip())
-        found += [OFFLOAD_WORDS] if self.optimizer_offload else []
+        if self.optimizer_offload:
+            found.append(OFFLOAD_WORDS if self.layout.gpus > 1 else ON_HOST_WORDS)
         found += [f"what moves is coded as {self.codec}: gradients are near, not bit-identical"] if self.codec else []
         found += (
             [f"data-parallel ranks share by ZeRO {self.zero}"] if self.zero < 3 and self.layout.replicas > 1 else []

@@ -18,7 +18,7 @@ from memo.units import format_bytes, format_tokens
 if TYPE_CHECKING:
     from memo.search import Request
 
-OFFLOAD, OFFLOAD_WORDS = "--optimizer-offload", "not a part of memo train"
+OFFLOAD, OFFLOAD_WORDS = "--optimizer-offload", "memo train has it for one GPU"
 LONGER = 1.25
 """Factor by which a change that is proposed must lengthen the sequence."""
 

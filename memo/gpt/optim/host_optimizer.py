@@ -20,34 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from memo.errors import UsageError
+from memo.gpt.optim.host_bytes import GROUP_BYTES, IN_FLIGHT_BYTES, aligned, optimizer_host_bytes
 from memo.gpt.optim.optimizer import adamw
-from memo.units import format_bytes
 
 if TYPE_CHECKING:
     from memo.swap.backends import Backend, Event
-
-IN_FLIGHT_BYTES = 1 << 30
-"""Most bytes of gradients on the device, unless one alone is larger; beyond it backward waits for the oldest copy."""
-GROUP_BYTES = 256 << 20
-"""Bytes of parameters that are updated together; their copies to the device overlap with the next group's update."""
-_ALIGNED = 64
-"""Bytes to which host tensors are aligned, as torch aligns them."""
-
-
-def optimizer_host_bytes(parameters: Iterable[torch.Tensor]) -> int:
-    """Bytes of host memory for a copy, the gradient and AdamW's two moments of each parameter."""
-    return sum(4 * _aligned(parameter.nbytes) for parameter in parameters)
-
-
-def require_optimizer_room(nbytes: int, free_bytes: int) -> None:
-    """Raises UsageError where the host has less memory free than the optimizer takes."""
-    if nbytes > free_bytes:
-        raise UsageError(
-            f"--optimizer-offload takes {format_bytes(nbytes, up=True)} of host memory for a copy of the parameters, their "
-            f"gradients and AdamW's state, and {format_bytes(free_bytes, down=True)} are free; free some, or train a "
-            "smaller model"
-        )
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -223,7 +200,7 @@ class _HostMemory:
     def like(self, parameter: torch.Tensor) -> torch.Tensor:
         """The next tensor, of the parameter's shape and dtype."""
         first, end = self._used, self._used + parameter.nbytes
-        self._used += _aligned(parameter.nbytes)
+        self._used += aligned(parameter.nbytes)
         return self._memory[first:end].view(parameter.dtype).view(parameter.shape)
 
 
@@ -243,7 +220,3 @@ def _groups(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor."""
     return tensor.detach().view(-1).view(torch.uint8)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNED) * _ALIGNED

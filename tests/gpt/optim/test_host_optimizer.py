@@ -72,7 +72,8 @@ def test_losses_weights_and_state_are_those_of_training_without_it(
         assert_equal(everything(there), everything(plain))
         for step in range(1, 5):
             a, b = plain.step(step), there.step(step)
-            assert a is not None and b is not None
+            assert a is not None
+            assert b is not None
             assert (a.loss, a.grad_norm) == (b.loss, b.grad_norm)
             assert_equal(everything(there), everything(plain))
             assert all(torch.equal(one.host, one.device) for one in optimizer._trained())
@@ -131,7 +132,8 @@ def test_an_interrupted_backward_leaves_the_step_before() -> None:
         assert_equal(everything(there), before)
         optimizer.zero_grad()
         a, b = plain.step(2), there.step(2)
-        assert a is not None and b is not None
+        assert a is not None
+        assert b is not None
         assert a.loss == b.loss
         assert_equal(everything(there), everything(plain))
 
@@ -153,7 +155,8 @@ def test_a_stopped_or_diverged_step_drops_the_gradients_on_the_host(stops: bool)
             poison.remove()
         assert all(one.host.grad is None and one.norm is None for one in optimizer._trained())
         a, b = plain.step(1), there.step(1)
-        assert a is not None and b is not None
+        assert a is not None
+        assert b is not None
         assert (a.loss, a.grad_norm) == (b.loss, b.grad_norm)
         assert_equal(everything(there), everything(plain))
 
