@@ -52,7 +52,7 @@ def why_not_trained(request: Request, candidate: Candidate | None = None) -> str
         return "memo train trains all weights, not adapters"
     layout = request.layout
     if request.optimizer_offload and layout.gpus > 1:
-        return "memo train has the optimizer on the host for one GPU alone"
+        return "memo train has an optimizer on the host for one GPU alone"
     sharded = request.zero == 3 and request.sharded_over is None if candidate is None else candidate.is_fully_sharded
     if not sharded and (candidate is not None or layout.replicas * layout.cp > 1):
         return "memo train shards weights, gradients and optimizer state over all data-parallel ranks (ZeRO 3)"

@@ -36,14 +36,6 @@ GPT_WORDS = (
     "the model is memo's GPT, whose loss holds no logits and whose MLPs may be in tiles (--mlp-tiles 1: whole); "
     "transformers' own saves the input of each norm in float32, too"
 )
-ON_HOST_WORDS = (
-    "AdamW's state, the gradients and a copy of the parameters are on the host, where parameters are updated at the rate at "
-    "which GPUs write a node's memory"
-)
-OFFLOAD_WORDS = (
-    "optimizer state and its step are on the host, which memo train has for one GPU alone; published runs took several "
-    "times the predicted update"
-)
 
 
 def _method(text: str) -> RecomputeMethod | None:
@@ -262,13 +254,22 @@ class Request(TrainingMethod):
             frozen = f"on a base in {self.base}" if self.base is not BaseFormat.FULL else ""
             found.append(f"adapters of rank {self.lora} alone are trained, in {self.lora_dtype} {frozen}".rstrip())
         if self.optimizer_offload:
-            found.append(OFFLOAD_WORDS if self.layout.gpus > 1 else ON_HOST_WORDS)
+            where = "the optimizer's state and update are on the host"
+            where = f"{where} ({self.offload_note})" if self.offload_note else f"{where}, with a copy of the parameters"
+            found.append(f"{where}; published runs took several times the predicted update")
         found += [f"what moves is coded as {self.codec}: gradients are near, not bit-identical"] if self.codec else []
         found += (
             [f"data-parallel ranks share by ZeRO {self.zero}"] if self.zero < 3 and self.layout.replicas > 1 else []
         )
         own = () if self.config is None or isinstance(self.config, GPTConfig) else self.config.notes
         return (*found, *own)
+
+    @property
+    def offload_note(self) -> str:
+        """Why `memo train` has no optimizer on the host here; empty where it has one."""
+        if not isinstance(self.config, GPTConfig):
+            return "memo train has it for memo's GPT"
+        return "memo train has it for one GPU" if self.layout.gpus > 1 else ""
 
     def without_logits(self) -> Request | None:
         """The request with `memo.loss_without_logits`; None where its loss has no logits in memory already."""
