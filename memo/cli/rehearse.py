@@ -212,6 +212,8 @@ def _print(args: Options, machine: SimulatedMachine, found: Rehearsal) -> ExitCo
             print(f"warning: {' '.join(text.split())}")
         if found.report:
             print(found.report)
+        if found.optimizer_host_bytes:
+            print(f"optimizer: {format_bytes(found.optimizer_host_bytes)} of host memory, beside the host tier's")
         if args.trace:
             print_written(args.trace)
         if found.steps:

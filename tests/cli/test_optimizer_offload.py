@@ -112,5 +112,5 @@ def test_a_rehearsal_has_the_state_on_the_host_and_holds_its_budgets(capsys: pyt
     assert here["static_nbytes"] - there["static_nbytes"] == pytest.approx(4 * parameters, rel=1e-3)
     assert here["host_budget_nbytes"] > there["host_budget_nbytes"]
     assert there["step_s"] > here["step_s"]
-    peaks = [max(step["device_bytes"] for step in one["steps"]) for one in (here, there)]
+    peaks = [max(step["device_peak_nbytes"] for step in one["steps"]) for one in (here, there)]
     assert peaks[1] < peaks[0] - 4 * parameters

@@ -67,7 +67,8 @@ class HostOptimizer:
         memory = _HostMemory(backend, self.nbytes)
         self._groups: list[tuple[list[_Trained], torch.optim.AdamW]] = []
         for group in _groups(parameters):
-            trained, states = [], {}
+            trained: list[_Trained] = []
+            states: dict[torch.Tensor, Any] = {}
             for parameter in group:
                 copy, gradient, mean, square = (memory.like(parameter) for _ in range(4))
                 one = _Trained(device=parameter, host=nn.Parameter(copy), gradient=gradient)
@@ -163,7 +164,7 @@ class HostOptimizer:
         one.device.grad = None
         gradient = gradient.contiguous()
         if one.norm is not None and one.copied is not None:
-            earlier = torch.empty_like(gradient)
+            earlier = backend.empty(gradient.nbytes).view(gradient.dtype).view(gradient.shape)
             for event in (one.copied, backend.compute_event()):  # written on the host; allocated here
                 backend.h2d.wait(event)
             backend.compute_wait(backend.h2d.copy(_bytes(earlier), _bytes(one.gradient)))

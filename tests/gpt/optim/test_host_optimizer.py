@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from race_checker import CheckingBackend
 from torch import nn
 
 from memo.errors import TrainingDiverged, UsageError
@@ -15,7 +16,7 @@ from memo.gpt.model import GPT
 from memo.gpt.optim import HostOptimizer, LrSchedule, host_optimizer, optimizer_host_bytes, require_optimizer_room
 from memo.gpt.train import weight_dtype
 from memo.gpt.train.step import Trainer
-from memo.swap.backends import CpuBackend
+from memo.swap.backends import Backend, CpuBackend
 
 SEQ = 32
 SCHEDULE = LrSchedule(peak=1e-2, floor=1e-3, warmup=2, steps=10)
@@ -39,8 +40,9 @@ def gpt(*, precision: Precision = Precision.FP32, **shape: object) -> GPT:
 
 
 @contextlib.contextmanager
-def on_host(model: nn.Module, *, lr: float = SCHEDULE.peak) -> Iterator[HostOptimizer]:
-    with contextlib.closing(HostOptimizer(model, CpuBackend(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)) as made:
+def on_host(model: nn.Module, *, lr: float = SCHEDULE.peak, backend: Backend | None = None) -> Iterator[HostOptimizer]:
+    made = HostOptimizer(model, backend or CpuBackend(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+    with contextlib.closing(made):
         yield made
 
 
@@ -77,6 +79,23 @@ def test_losses_weights_and_state_are_those_of_training_without_it(
             assert (a.loss, a.grad_norm) == (b.loss, b.grad_norm)
             assert_equal(everything(there), everything(plain))
             assert all(torch.equal(one.host, one.device) for one in optimizer._trained())
+
+
+@pytest.mark.parametrize("in_flight", [20000, 1 << 30])
+@pytest.mark.parametrize("policy", ["lazy", "eager", "random"])
+def test_no_copy_races_whenever_it_runs(policy: str, in_flight: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_optimizer, "GROUP_BYTES", 3000)
+    monkeypatch.setattr(host_optimizer, "IN_FLIGHT_BYTES", in_flight)
+    config = TrainConfig(schedule=SCHEDULE, accumulate=3)
+    plain = Trainer(gpt(), Drawn(), config, device=torch.device("cpu"))
+    model, backend = gpt(), CheckingBackend(policy, seed=1)
+    with on_host(model, backend=backend) as optimizer:
+        there = Trainer(model, Drawn(), config, device=torch.device("cpu"), optimizer=optimizer)
+        for step in (1, 2, 3):
+            plain.step(step)
+            there.step(step)
+        assert_equal(everything(there), everything(plain))
+        assert backend.races == []
 
 
 def test_a_model_with_a_head_of_its_own_and_dropout_trains_alike() -> None:
