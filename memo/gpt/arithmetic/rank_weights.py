@@ -160,8 +160,8 @@ class RankWeights:
 
         Args:
             trained: parameters.
-            backward_s: seconds of the last microbatch's backward, beside which gradients go to the host.
-            accumulate: microbatches in a step; each but the first fetches the earlier ones' sums from the host.
+            backward_s: seconds of a microbatch's backward, beside which gradients go to the host.
+            accumulate: microbatches in a step; each but the first brings the earlier ones' sums back beside its backward.
         """
         states, machine, own = self.training.trained_states, self.machine, trained / self.update_shards
         if not self.training.optimizer_offload:
@@ -174,13 +174,13 @@ class RankWeights:
         out_s, back_s = own * states.reduced / lanes.d2h_bytes_per_s, own * states.weight / lanes.h2d_bytes_per_s
         if self.layout.gpus > 1:
             return host_s + out_s + back_s
-        fetched_s = (accumulate - 1) * own * states.reduced / lanes.h2d_bytes_per_s
+        fetched_s = (accumulate - 1) * max(own * states.reduced / lanes.h2d_bytes_per_s - backward_s, 0.0)
         last_out_s = min(out_s, IN_FLIGHT_BYTES / lanes.d2h_bytes_per_s)
         last_back_s = min(back_s, GROUP_BYTES / lanes.h2d_bytes_per_s)
         return fetched_s + max(out_s - backward_s, last_out_s) + max(host_s, back_s) + last_back_s
 
     def in_flight(self, parameters: float, *, largest: float) -> StaticBytes:
-        """Gradients on their way to an optimizer on the host of one GPU, and the one that backward is making.
+        """Gradients on their way to an optimizer on the host of one GPU, and those that backward adds to one another.
 
         Args:
             parameters: of the model.
@@ -188,8 +188,8 @@ class RankWeights:
         """
         if not self.training.optimizer_offload or self.layout.gpus > 1:
             return StaticBytes()
-        gradient = self.training.trained_states.gradient
-        return StaticBytes(gradients=round(min(gradient * parameters, IN_FLIGHT_BYTES + gradient * largest)))
+        gradient, made = self.training.trained_states.gradient, 3 if self.training.accumulates else 1
+        return StaticBytes(gradients=round(min(gradient * parameters, IN_FLIGHT_BYTES + made * gradient * largest)))
 
     def orthogonalisation_s(self, flops: float) -> float:
         """Seconds of Muon's products in a step: matrices are divided over the ranks that share one copy, each one whole."""

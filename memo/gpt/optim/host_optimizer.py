@@ -80,6 +80,9 @@ class HostOptimizer:
             self._groups.append((trained, optimizer))
         self._leaving: collections.deque[tuple[Event, torch.Tensor]] = collections.deque()
         self._leaving_bytes = 0
+        self._fetched: dict[_Trained, tuple[Event, torch.Tensor]] = {}  # sums on their way back to the device
+        self._following: dict[_Trained, _Trained] = {}  # the order of gradients in a step's first backward
+        self._latest: _Trained | None = None
         self._returned: Event | None = None  # end of the last copy of an updated parameter to the device
         self._clipping: tuple[float, torch.Tensor] | None = None
         hooks = [one.device.register_post_accumulate_grad_hook(self._taking(one)) for one in self._trained()]
@@ -139,7 +142,10 @@ class HostOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients; `set_to_none` is there for the optimizer that this one stands in for."""
         self._release(0)
-        self._clipping = None
+        while self._fetched:
+            _, (copied, _earlier) = self._fetched.popitem()
+            self._backend.compute_wait(copied)
+        self._clipping = self._latest = None
         for one in self._trained():
             one.norm = one.copied = one.host.grad = None
 
@@ -163,18 +169,32 @@ class HostOptimizer:
         assert gradient is not None  # autograd has just set it
         one.device.grad = None
         gradient = gradient.contiguous()
-        if one.norm is not None and one.copied is not None:
-            earlier = backend.empty(gradient.nbytes).view(gradient.dtype).view(gradient.shape)
-            for event in (one.copied, backend.compute_event()):  # written on the host; allocated here
-                backend.h2d.wait(event)
-            backend.compute_wait(backend.h2d.copy(_bytes(earlier), _bytes(one.gradient)))
+        if one.norm is not None:
+            self._fetch(one)
+            copied, earlier = self._fetched.pop(one)
+            backend.compute_wait(copied)
             gradient = earlier.add_(gradient)
+            if (following := self._following.get(one)) is not None:
+                self._fetch(following)  # beside the work that makes its gradient
+        elif self._latest is not None:
+            self._following[self._latest] = one
+        self._latest = one
         one.norm = torch.linalg.vector_norm(gradient)
         self._release(max(0, IN_FLIGHT_BYTES - gradient.nbytes))
         backend.d2h.wait(backend.compute_event())
         one.copied = backend.d2h.copy(_bytes(one.gradient), _bytes(gradient))
         self._leaving.append((one.copied, gradient))
         self._leaving_bytes += gradient.nbytes
+
+    def _fetch(self, one: _Trained) -> None:
+        """Begins to copy the sum of a step's earlier gradients back to the device, once."""
+        if one in self._fetched or one.copied is None:
+            return
+        backend = self._backend
+        earlier = backend.empty(one.gradient.nbytes).view(one.gradient.dtype).view(one.gradient.shape)
+        for event in (one.copied, backend.compute_event()):  # written on the host; allocated here
+            backend.h2d.wait(event)
+        self._fetched[one] = backend.h2d.copy(_bytes(earlier), _bytes(one.gradient)), earlier
 
     def _release(self, most_bytes: int) -> None:
         """Releases the oldest gradients, each after its copy, until at most so many bytes are on the device."""
