@@ -137,7 +137,9 @@ class Comparison:
     def __init__(self, setup: Setup, config: GPTConfig) -> None:
         self._setup = setup
         self._model, self._ids = setup.make(config)
-        self._optimizer = adamw(self._model, lr=0.0, betas=(0.9, 0.95), weight_decay=0.1) if setup.optimizer else None
+        self._optimizer = (
+            adamw(self._model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.1) if setup.optimizer else None
+        )
         self._gradients: dict[str, torch.Tensor] = {}
         self._reference: str | None = None
         self.table = Table(

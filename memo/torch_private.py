@@ -136,6 +136,7 @@ torch.utils._pytree:tree_map_only | exchanges tensors within arguments
 
 _ATTRIBUTES = """
 torch:Tensor._is_zerotensor | tells zeros without memory
+torch:Tensor._post_accumulate_grad_hooks | tells parameters whose gradients a program takes in backward
 torch:UntypedStorage._cdata | tells whether two tensors share memory | public: data_ptr, 0 of all that are empty
 torch._dynamo.eval_frame:OptimizedModule._orig_mod | tells compiled modules
 torch._ops:OpOverload._op | calls an operator with a Python frame less

@@ -55,11 +55,11 @@ IMPORTS = {
     "memo/autoplan": "memo mip/inputs mip/activation allocator swap face memo/machine",
     "memo/manager": "memo kernels mip/activation mip/simulate face allocator swap/backends swap/disk swap/tiers swap face "
     "memo/trace memo/out_of_memory memo/machine memo/parallel memo/autoplan",
-    "memo/gpt/optim": "memo",
+    "memo/gpt/optim": "memo swap/backends",
     "memo/gpt": "memo memo/parallel memo/compression memo/gpt/optim",
     "memo/gpt/data": "memo",
     "memo/gpt/checkpoint": "memo",
-    "memo/gpt/arithmetic": "memo mip mip/inputs mip/activation swap face memo/parallel memo/loss memo/gpt",
+    "memo/gpt/arithmetic": "memo mip mip/inputs mip/activation swap face memo/parallel memo/loss memo/gpt/optim memo/gpt",
     "memo/gpt/model": "memo allocator swap face memo/machine memo/parallel memo/loss memo/gpt",
     "memo/gpt/train": "memo mip/inputs mip/activation allocator swap face memo/machine memo/parallel memo/compression "
     "memo/manager memo/gpt/optim memo/gpt memo/gpt/data memo/gpt/checkpoint memo/gpt/arithmetic memo/gpt/model",
@@ -72,8 +72,8 @@ IMPORTS = {
     "memo/search": "memo mip/inputs mip/activation mip/cluster memo/gpt memo/gpt/arithmetic memo/hugging_face",
     "memo/profiling": "memo mip/inputs allocator swap face memo/autoplan memo/manager memo/record",
     "memo/rehearsal": "memo mip/inputs mip/activation allocator swap/backends swap/disk swap face memo/machine "
-    "memo/parallel memo/loss memo/autoplan memo/manager memo/gpt memo/gpt/arithmetic memo/gpt/model memo/record "
-    "memo/dry_run memo/hugging_face",
+    "memo/parallel memo/loss memo/autoplan memo/manager memo/gpt/optim memo/gpt memo/gpt/arithmetic memo/gpt/model "
+    "memo/record memo/dry_run memo/hugging_face",
     "memo/checkpointing": "memo swap face memo/manager",
     "memo face": "memo allocator swap swap/recompute/tape memo/parallel memo/loss memo/manager memo/checkpointing "
     "memo/profiling memo/rehearsal",

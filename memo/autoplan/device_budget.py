@@ -97,6 +97,7 @@ def _resident_bytes() -> int:
 
 
 def missing_gradient_bytes(parameters: Iterable[torch.Tensor]) -> int:
-    """Bytes of the gradients that backward has still to allocate."""
-    missing = (parameter for parameter in parameters if parameter.requires_grad and parameter.grad is None)
+    """Bytes of the gradients that backward has still to allocate, and that no hook takes as they are made."""
+    trained = (parameter for parameter in parameters if parameter.requires_grad)
+    missing = (one for one in trained if one.grad is None and not one._post_accumulate_grad_hooks)
     return sum(local_part(parameter).nbytes for parameter in missing)

@@ -78,6 +78,8 @@ class _Training:
     optimizer: str = "adamw"
     """Name of torch.optim or module:Class, with arguments, such as sgd,momentum=0.9; none is none, or what a model of your
     own brings."""
+    optimizer_offload: bool = False
+    """Keep AdamW's state, gradients and a copy of the parameters in host memory and update there, as memo train does."""
     attach: bool = False
     """Attach the manager (default: enter it around the forward)."""
     way: Literal["memo", "checkpoint", "keep"] = "memo"
@@ -143,6 +145,8 @@ class Options(RehearsedModel, _Training, _Machine, _Run):
         super().__post_init__()
         if self.way != "memo":
             refuse_given(self, "--alpha --trace --attach", "applies to --way memo; leave it out")
+        if self.optimizer_offload and (self.gpus > 1 or self.optimizer != "adamw"):
+            raise UsageError("--optimizer-offload is for one GPU and adamw; leave out it, or --gpus and --optimizer")
         if not self.disk_space:
             refuse_given(
                 self, "--disk-budget --disk-write --disk-read", "needs a disk; give --disk-space, such as 1TiB"
@@ -194,7 +198,7 @@ def run(args: Options) -> ExitCode:
         way=Way(args.way),
         optimizer=None if args.optimizer == "none" else args.optimizer,
         on_step=on_step,
-        **given_fields(args, "device host disk_budget lengths accumulate attach steps trace alpha"),
+        **given_fields(args, "device host disk_budget lengths accumulate optimizer_offload attach steps trace alpha"),
     )
     return _print(args, machine, found)
 
@@ -208,6 +212,8 @@ def _print(args: Options, machine: SimulatedMachine, found: Rehearsal) -> ExitCo
             print(f"warning: {' '.join(text.split())}")
         if found.report:
             print(found.report)
+        if found.optimizer_host_bytes:
+            print(f"optimizer: {format_bytes(found.optimizer_host_bytes)} of host memory, beside the host tier's")
         if args.trace:
             print_written(args.trace)
         if found.steps:

@@ -62,7 +62,7 @@ _OUTPUT = (
     "peak_flops deterministic"
 )
 _EXCHANGES = "embedding_exchange compress_gradients pipeline_dtype"
-_TRAINING = "seed precision eval_every"
+_TRAINING = "seed precision optimizer_offload eval_every"
 _ROPE = "rope_theta rope_scaling"
 
 
@@ -128,7 +128,13 @@ def _config(args: argparse.Namespace) -> RunConfig:
         layout = dataclasses.replace(layout, **given_fields(args, "sequence_parallel"))
         batch, keeps_batch = planned.rows // layout.dp, False
         sparse = EmbeddingGradients.SPARSE if planned.sparse_embedding else EmbeddingGradients.DENSE
-        given = {"seq": planned.tokens, "precision": planned.precision, "embedding_exchange": sparse, **given}
+        given = {
+            "seq": planned.tokens,
+            "precision": planned.precision,
+            "embedding_exchange": sparse,
+            "optimizer_offload": planned.optimizer_offload,
+            **given,
+        }
     schedule = LrSchedule.of(**given_fields(args, _SCHEDULE))
     numbers = given_fields(args, "weight_decay clip eval_steps")
     if numbers.get("clip") == 0:

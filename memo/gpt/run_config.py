@@ -190,6 +190,9 @@ class RunConfig:
     """Random seed of weights, batches and dropout."""
     precision: Precision | None = None
     """Number format of weights and arithmetic (default: bf16-autocast on a GPU, fp32 on a CPU; the plan's with --plan)."""
+    optimizer_offload: bool = False
+    """Keep AdamW's state in host memory, with a copy of the parameters and their gradients, and update there: the GPU holds
+    parameters alone; for one GPU (default: all on the device; the plan's with --plan)."""
     eval_every: Annotated[int, _STEPS] = 0
     """Steps between evaluations; 0 is never."""
     metrics: Path | None = None
@@ -248,6 +251,10 @@ class RunConfig:
             raise UsageError("--resume needs --checkpoint-dir, or the path of a checkpoint")
         if self.planned_allocator and self.on == "cpu":
             raise UsageError("--planned-allocator needs a GPU; leave it out with --on cpu")
+        if self.optimizer_offload and self.layout.ranks > 1:
+            raise UsageError(
+                f"--optimizer-offload is for one GPU; {self.layout.ranks} share its state on the device: leave it out"
+            )
         if self.pipeline_dtype is not None and self.layout.pp == 1:
             raise UsageError(f"--pipeline-dtype {self.pipeline_dtype} has no meaning without --pp")
         if self.pipeline_dtype is not None and self.precision is Precision.BF16:

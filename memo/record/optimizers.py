@@ -46,7 +46,7 @@ def make_optimizer(spec: str, model: nn.Module) -> torch.optim.Optimizer:
     if not parameters:
         raise RecordError("no parameter of the model requires a gradient: nothing is trained")
     if name.lower() == _OWN and not given:
-        own = adamw(model, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
+        own = adamw(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
         empty_state(own)
         return own
     kind = _class_of(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 _ATEN = torch.ops.aten
 _READS = frozenset({_ATEN._local_scalar_dense.default, _ATEN.equal.default, _ATEN.is_nonzero.default})
 """The host waits for their results."""
+_UPDATES = frozenset({_ATEN._fused_adamw_.default})
+"""Run on the host where the parameters are there."""
 
 
 class SimulatedKernels(BytelessMode):
@@ -32,6 +35,7 @@ class SimulatedKernels(BytelessMode):
         memory: counts each storage.
         network: times collectives.
         assume: as of BytelessMode.
+        host_bytes_per_s: rate of an optimizer's step on tensors in host memory.
     """
 
     def __init__(
@@ -42,8 +46,10 @@ class SimulatedKernels(BytelessMode):
         network: SimulatedNetwork,
         *,
         assume: float | None = None,
+        host_bytes_per_s: float = math.inf,
     ) -> None:
         super().__init__(assume=assume)
+        self._host_bytes_per_s = host_bytes_per_s
         self._times = KernelTimes(hardware)
         self._clock = clock
         self._memory = memory
@@ -66,6 +72,11 @@ class SimulatedKernels(BytelessMode):
         out = super().compute(func, args, kwargs, key, tensors)
         if func.namespace in ("c10d", "_c10d_functional"):
             self._communicate(func, args, out)
+            return out
+        if func in _UPDATES and not self._memory.holds(args[0][0]):
+            # Parameters, gradients and moments are read, and all but gradients written.
+            moved = 2 * sum(one.nbytes for one in tensors) - sum(one.nbytes for one in args[1])
+            self._clock.wait(self._clock.host_ns + round(moved / self._host_bytes_per_s * 1e9))
             return out
         try:
             known = self._known_ns.get(key)

@@ -86,7 +86,16 @@ class SimulatedMachine(Machine):
         self.clock = Clock(LAUNCH_NS)
         self.memory = SimulatedDeviceMemory(self.device_bytes - OUTSIDE_BYTES)
         network = SimulatedNetwork(hardware, ranks)
-        self.kernels = SimulatedKernels(hardware, self.clock, self.memory, network, assume=assume)
+        self.kernels = SimulatedKernels(
+            hardware,
+            self.clock,
+            self.memory,
+            network,
+            assume=assume,
+            host_bytes_per_s=hardware.node_d2h_bytes_per_s / on_node,
+        )
+        # One for all that open one: they share the link.
+        self._backend = SimulatedBackend(self.clock, self.link(), lock_s_per_byte=LOCK_S_PER_GIB / GIB)
 
     @property
     def name(self) -> str:
@@ -117,6 +126,10 @@ class SimulatedMachine(Machine):
         """The host memory that is free."""
         return self._host_bytes
 
+    def take_host_bytes(self, nbytes: int) -> None:
+        """Counts host memory as taken, for good."""
+        self._host_bytes -= nbytes
+
     def total_host_bytes(self) -> int:
         """The host memory that is free: there is no more."""
         return self._host_bytes
@@ -127,7 +140,7 @@ class SimulatedMachine(Machine):
 
     def backend(self, *, timing: bool) -> SimulatedBackend:
         """A backend on this machine's clocks; times are always measured."""
-        return SimulatedBackend(self.clock, self.link(), lock_s_per_byte=LOCK_S_PER_GIB / GIB)
+        return self._backend
 
     def link(self, room_bytes: int = 0) -> LinkRates:
         """Rates of the GPU's link by the hardware's description, which takes no room."""

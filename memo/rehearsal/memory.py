@@ -68,6 +68,10 @@ class SimulatedDeviceMemory:
             self._take(held)
             self._held[held.key] = held
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is in this memory."""
+        return id(tensor.untyped_storage()) in self._held
+
     def emptied(self, storage: torch.UntypedStorage) -> None:
         """Counts a storage no longer that has given up its memory and lives on."""
         held = self._held.get(id(storage))

@@ -35,6 +35,7 @@ from memo.errors import (
     UsageError,
 )
 from memo.events import TierName
+from memo.gpt.optim import HostOptimizer, optimizer_host_bytes, require_optimizer_room
 from memo.manager import offload, use_machine
 from memo.parallel import fake_group
 from memo.record import checkpoint_layers, make_optimizer, users_errors
@@ -112,6 +113,8 @@ class Rehearsal:
     steps: tuple[RehearsedStep, ...]
     static_bytes: int
     """Device memory before the first step."""
+    optimizer_host_bytes: int = 0
+    """Host memory of an optimizer there, which is not the host tier's."""
     device_budget: int
     host_budget: int
     disk_budget: int
@@ -186,6 +189,7 @@ def rehearse(
     lengths: Sequence[int] = (),
     accumulate: int = 1,
     optimizer: str | None = "adamw",
+    optimizer_offload: bool = False,
     attach: bool = False,
     steps: int | None = None,
     trace: str | None = None,
@@ -205,6 +209,7 @@ def rehearse(
             takes `tokens`.
         accumulate: microbatches of a step.
         optimizer: that ends each step (memo.record.optimizers); None: those of the step.
+        optimizer_offload: AdamW's state and step are on the host, as with `memo train --optimizer-offload`.
         attach: attaches the manager to the model, instead of entering it around each forward.
         steps: number of steps; None: until two have run by a settled plan, at most 24.
         trace: path for a trace of the rehearsal.
@@ -220,8 +225,12 @@ def rehearse(
     """
     if accumulate < 1 or (steps is not None and steps < 1):
         raise UsageError("a rehearsal has at least one step, of at least one microbatch")
+    if optimizer_offload and optimizer != "adamw":
+        raise UsageError("on the host there is AdamW alone: optimizer_offload goes with optimizer='adamw'")
     began = time.perf_counter()
     machine = SimulatedMachine(machine) if isinstance(machine, str) else machine
+    if optimizer_offload and machine.ranks > 1:
+        raise UsageError("the optimizer is on the host for one GPU alone")
     budget = machine.device_budget(None if device is None else parse_bytes(device, what="device")).total_bytes
     run = _Run(machine, way, budget, accumulate=accumulate, lengths=lengths, attach=attach, on_step=on_step)
     with (
@@ -237,7 +246,7 @@ def rehearse(
             disk_budget = machine.disk_bytes
         given = {"device": device, "host": host, "disk": disk, "disk_budget": disk_budget, "trace": trace, **options}
         try:
-            run.open(build(), optimizer, given)
+            run.open(build(), optimizer, given, on_host=optimizer_offload)
             run.go(steps)
         except (RecordError, UsageError):
             raise
@@ -282,12 +291,13 @@ class _Run:
         self._steps: list[RehearsedStep] = []
         self._counts = _Counts()
         self._manager: Manager | None = None
-        self._static_bytes = 0
+        self._static_bytes = self._optimizer_host_bytes = 0
+        self._optimizers: tuple[torch.optim.Optimizer | HostOptimizer, ...] = ()
         self._plans: list[ActivationPlan] = []
         self.has_begun, self.has_room = False, True
         self.failure: str | None = None
 
-    def open(self, step: Step, optimizer: str | None, given: dict[str, Any]) -> None:
+    def open(self, step: Step, optimizer: str | None, given: dict[str, Any], *, on_host: bool) -> None:
         """Prepares the model."""
         machine = self._machine
         if self._lengths and not _takes_tokens(step.loss):
@@ -295,7 +305,10 @@ class _Run:
         machine.kernels.forget(_own_part(parameter) for parameter in step.model.parameters())
         self._step = step
         self._sharded = [module for module in step.model.modules() if isinstance(module, FSDPModule)]
-        self._optimizers = step.optimizers if optimizer is None else (make_optimizer(optimizer, step.model),)
+        if on_host:
+            self._optimizers = (self._host_optimizer(step.model),)
+        else:
+            self._optimizers = step.optimizers if optimizer is None else (make_optimizer(optimizer, step.model),)
         if self._way is Way.CHECKPOINT:
             checkpoint_layers(find_layers(step.model, step.layers))
         elif self._way is Way.MEMO:
@@ -304,6 +317,13 @@ class _Run:
             if self._attach:
                 manager.attach()
         self._static_bytes = machine.memory.used
+
+    def _host_optimizer(self, model: torch.nn.Module) -> HostOptimizer:
+        machine = self._machine
+        self._optimizer_host_bytes = optimizer_host_bytes(one for one in model.parameters() if one.requires_grad)
+        require_optimizer_room(self._optimizer_host_bytes, machine.free_host_bytes())
+        machine.take_host_bytes(self._optimizer_host_bytes)
+        return HostOptimizer(model, machine.backend(timing=False), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
 
     def go(self, steps: int | None) -> None:
         """Runs so many steps, or until the plan has settled."""
@@ -390,6 +410,7 @@ class _Run:
         return Rehearsal(
             steps=tuple(self._steps),
             static_bytes=self._static_bytes,
+            optimizer_host_bytes=self._optimizer_host_bytes,
             device_budget=device,
             host_budget=host,
             disk_budget=disk,

@@ -50,9 +50,9 @@ def why_not_trained(request: Request, candidate: Candidate | None = None) -> str
         return f"memo train has no optimizer but AdamW, not {request.optimizer}"
     if request.lora:
         return "memo train trains all weights, not adapters"
-    if request.optimizer_offload:
-        return "memo train keeps the optimizer's state on the GPU"
     layout = request.layout
+    if request.optimizer_offload and layout.gpus > 1:
+        return "memo train has an optimizer on the host for one GPU alone"
     sharded = request.zero == 3 and request.sharded_over is None if candidate is None else candidate.is_fully_sharded
     if not sharded and (candidate is not None or layout.replicas * layout.cp > 1):
         return "memo train shards weights, gradients and optimizer state over all data-parallel ranks (ZeRO 3)"
@@ -64,7 +64,9 @@ def with_run(plan: ActivationPlan, request: Request, candidate: Candidate | None
     reason = why_not_trained(request, candidate)
     if request.config is None:
         return plan
-    run = run_of(request.model, request.config) if isinstance(request.config, GPTConfig) else {}
+    run = {}
+    if isinstance(request.config, GPTConfig):
+        run = run_of(request.model, request.config, optimizer_offload=request.optimizer_offload)
     return dataclasses.replace(plan, run=run if reason is None else {**run, **untrained(reason)})
 
 

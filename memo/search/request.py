@@ -36,10 +36,6 @@ GPT_WORDS = (
     "the model is memo's GPT, whose loss holds no logits and whose MLPs may be in tiles (--mlp-tiles 1: whole); "
     "transformers' own saves the input of each norm in float32, too"
 )
-OFFLOAD_WORDS = (
-    "optimizer state and its step are on the host, which is not a part of memo train; published runs took several times the "
-    "predicted update"
-)
 
 
 def _method(text: str) -> RecomputeMethod | None:
@@ -83,7 +79,7 @@ class TrainingMethod:
     codec: Annotated[str | None, {"choices": CODECS, "metavar": None}] = None
     """Move values as one-byte codes with a bounded error, as memo train --codec does (default: bit for bit)."""
     optimizer_offload: bool = False
-    """Optimizer state and its step are on the host, which is not a part of memo train."""
+    """Optimizer state and its step are on the host; memo train has it for one GPU."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,10 +166,16 @@ class Request(TrainingMethod):
         return dataclasses.replace(problem, budgets=dataclasses.replace(problem.budgets, host_bytes=host))
 
     def _optimizer_host_bytes(self, problem: ActivationProblem, tiles: int) -> int:
-        """Bytes of optimizer state and gradients in a node's host memory; 0 for fixed methods, without a budget there."""
+        """Bytes of optimizer state and gradients in a node's host memory; 0 for fixed methods, without a budget there.
+
+        On one GPU a copy of the trained parameters, too, which are as large as their gradients.
+        """
         if not self.optimizer_offload or self.recompute is not None or self.config is None:
             return 0
         without = self._problem(tiles, optimizer_offload=False)
+        if self.layout.gpus == 1:
+            (static,) = (stage.static for stage in without.stages)
+            return 2 * static.gradients + static.optimizer
         pairs = zip(without.stages, problem.stages, strict=True)
         return max(kept.static.nbytes - stage.static.nbytes for kept, stage in pairs) * problem.budgets.ranks_per_node
 
@@ -251,13 +253,23 @@ class Request(TrainingMethod):
         if self.lora:
             frozen = f"on a base in {self.base}" if self.base is not BaseFormat.FULL else ""
             found.append(f"adapters of rank {self.lora} alone are trained, in {self.lora_dtype} {frozen}".rstrip())
-        found += [OFFLOAD_WORDS] if self.optimizer_offload else []
+        if self.optimizer_offload:
+            where = "the optimizer's state and update are on the host"
+            where = f"{where} ({self.offload_note})" if self.offload_note else f"{where}, with a copy of the parameters"
+            found.append(f"{where}; published runs took several times the predicted update")
         found += [f"what moves is coded as {self.codec}: gradients are near, not bit-identical"] if self.codec else []
         found += (
             [f"data-parallel ranks share by ZeRO {self.zero}"] if self.zero < 3 and self.layout.replicas > 1 else []
         )
         own = () if self.config is None or isinstance(self.config, GPTConfig) else self.config.notes
         return (*found, *own)
+
+    @property
+    def offload_note(self) -> str:
+        """Why `memo train` has no optimizer on the host here; empty where it has one."""
+        if not isinstance(self.config, GPTConfig):
+            return "memo train has it for memo's GPT"
+        return "memo train has it for one GPU" if self.layout.gpus > 1 else ""
 
     def without_logits(self) -> Request | None:
         """The request with `memo.loss_without_logits`; None where its loss has no logits in memory already."""

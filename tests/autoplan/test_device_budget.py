@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from memo.autoplan import device_budget, device_budget_of
+from memo.autoplan import device_budget, device_budget_of, missing_gradient_bytes
 from memo.swap import touched_slab_bytes
 from memo.swap.backends import CpuBackend
 from memo.swap.tiers import HostTier
@@ -128,3 +128,11 @@ print(manager.stats.peak_saved_bytes, rss_bytes())
     before, saved, after = map(int, done.stdout.split())
     assert saved > 100 * MIB, "else nothing was tested"
     assert after < before + saved // 2  # code that is used first, and the host tier's few bytes
+
+
+def test_gradients_that_hooks_take_in_backward_are_not_missing() -> None:
+    taken, kept, frozen = (torch.nn.Parameter(torch.zeros(4), requires_grad=trained) for trained in (True, True, False))
+    hook = taken.register_post_accumulate_grad_hook(lambda _: None)
+    assert missing_gradient_bytes([taken, kept, frozen]) == kept.nbytes
+    hook.remove()
+    assert missing_gradient_bytes([taken, kept, frozen]) == taken.nbytes + kept.nbytes

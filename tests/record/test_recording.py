@@ -77,7 +77,7 @@ def test_the_peak_is_mem_trackers_to_the_byte(build: Callable[[], Step], options
     step = build()
     if "checkpointed" in options:
         checkpoint_layers(step.model)
-    adam = adamw(step.model, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
+    adam = adamw(step.model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
     if "optimizer" in options:
         empty_state(adam)
     tracker = MemTracker()

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from memo.cli.planning.search import OFFLOAD, OFFLOAD_WORDS, gpu_counts
+from memo.cli.planning.search import OFFLOAD, gpu_counts
 from memo.cli.tables.activation import memory_summary, memory_table, use_name
 from memo.errors import UsageError
 from memo.mip.activation import MemoryUse, device_peak_candidates
@@ -281,7 +281,8 @@ def _message(request: Request, misfit: DoesNotFit, changes: list[str]) -> str:
     words = f"no plan fits: {signature.model} in {signature.dtype} at {format_tokens(signature.tokens)} tokens: "
     words += _largest(memory, misfit.problem.budgets.device_bytes)
     if changes:
-        named = (f"{flags} ({OFFLOAD_WORDS})" if flags == OFFLOAD else flags for flags in changes)
+        note = f" ({request.offload_note})" if request.offload_note else ""
+        named = (f"{flags}{note}" if flags == OFFLOAD else flags for flags in changes)
         words += f"; it fits with {' or '.join(named)}"
     elif request.config is not None:
         words += (

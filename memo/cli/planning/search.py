@@ -18,7 +18,7 @@ from memo.units import format_bytes, format_tokens
 if TYPE_CHECKING:
     from memo.search import Request
 
-OFFLOAD, OFFLOAD_WORDS = "--optimizer-offload", "not a part of memo train"
+OFFLOAD = "--optimizer-offload"
 LONGER = 1.25
 """Factor by which a change that is proposed must lengthen the sequence."""
 
@@ -159,7 +159,8 @@ def _changes(request: Request) -> Iterator[tuple[str, Request]]:
         yield f"--gpus {gpus}", request.on(gpus=gpus)
         yield f"--gpus {gpus} --cp {cp}", request.on(gpus=gpus, cp=cp)
     if request.profile is None and not request.optimizer_offload:
-        yield f"{OFFLOAD} ({OFFLOAD_WORDS})", dataclasses.replace(request, optimizer_offload=True)
+        note = f" ({request.offload_note})" if request.offload_note else ""
+        yield f"{OFFLOAD}{note}", dataclasses.replace(request, optimizer_offload=True)
 
 
 def describe_longest(found: Longest) -> str:

@@ -106,6 +106,7 @@ def rehearsal_summary(found: Rehearsal) -> dict[str, Any]:
         "step_s": found.step_s,
         "settling_s": found.settling_s,
         "static_nbytes": found.static_bytes,
+        "optimizer_host_nbytes": found.optimizer_host_bytes,
         "device_budget_nbytes": found.device_budget,
         "host_budget_nbytes": found.host_budget,
         "disk_budget_nbytes": found.disk_budget,

@@ -180,7 +180,9 @@ def derive_profile(
     trained = _trained_count(config, weights, step, layers=stage_layers - with_experts, with_experts=with_experts)
     apart = step.layer_units(experts=True)[1:] if with_experts else []
     shares = sum(unit.elements / unit.shards for unit in apart)
-    optimizer_s = weights.optimizer_s(trained + with_experts * shares * weights.update_shards)
+    trained_here = trained + with_experts * shares * weights.update_shards
+    backward_s = sum(classes[kind].backward_s for kind in kinds)
+    optimizer_s = weights.optimizer_s(trained_here, backward_s=backward_s, accumulate=accumulate)
     exchanged_s = weights.update_s(trained) + ends.tied_s()
     if not weights.gathers_each_pass:
         exchanged_s += with_experts * weights.apart_s(step.gather, apart)
@@ -190,6 +192,9 @@ def derive_profile(
     if optimizer is Optimizer.MUON and not lora:
         flops = stage_layers * orthogonalisation_flops(layer_matrices(config)) / layout.tp
         optimizer_s += weights.orthogonalisation_s(flops)
+    largest = max(math.prod(shape) for shape in layer_matrices(config))
+    head = ends.head()
+    head = dataclasses.replace(head, static=head.static + weights.in_flight(trained_here, largest=largest))
     return Profile(
         signature=signature,
         role=Role.DERIVED,
@@ -197,7 +202,7 @@ def derive_profile(
         layers=tuple(classes[kind].name for kind in kinds),
         mlp_tiles=config.mlp_tiles,
         embedding=ends.embedding(),
-        head=ends.head(),
+        head=head,
         optimizer_s=optimizer_s,
         optimizer_exchange_s=exchanged_s,
         embedding_exchange=None if isinstance(rows, str) else rows.figures(sparse=sparse_embedding),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from memo.errors import UsageError
 from memo.gpt.arithmetic.collectives import exchange_s
+from memo.gpt.optim import GROUP_BYTES, IN_FLIGHT_BYTES
 from memo.mip.inputs import Collectives, LayerProfile, StaticBytes
 
 if TYPE_CHECKING:
@@ -150,11 +151,17 @@ class RankWeights:
         """Ranks that divide the optimizer's step."""
         return self.shards if self.training.zero else 1
 
-    def optimizer_s(self, trained: float) -> float:
+    def optimizer_s(self, trained: float, *, backward_s: float = 0.0, accumulate: int = 1) -> float:
         """Seconds in which the optimizer reads and writes so many parameters and their states.
 
-        On the host: at the rate at which all GPUs of a node write its memory, after gradients have come and before weights
-        go, with nothing beside it. Published runs took several times as long.
+        On the host: at the rate at which all GPUs of a node write its memory. On one GPU gradients go there beside backward
+        and weights come back beside the update; on several, gradients come before it and weights go after it. Published
+        runs took several times as long.
+
+        Args:
+            trained: parameters.
+            backward_s: seconds of a microbatch's backward, beside which gradients go to the host.
+            accumulate: microbatches in a step; each but the first brings the earlier ones' sums back beside its backward.
         """
         states, machine, own = self.training.trained_states, self.machine, trained / self.update_shards
         if not self.training.optimizer_offload:
@@ -163,8 +170,26 @@ class RankWeights:
         lanes = machine.lanes(ranks)
         if not (lanes.d2h_bytes_per_s and lanes.h2d_bytes_per_s):
             raise UsageError(f"--optimizer-offload: {machine.name} has no link to host memory")
-        copied_s = states.reduced / lanes.d2h_bytes_per_s + states.weight / lanes.h2d_bytes_per_s
-        return own * (states.passes * ranks / machine.node_d2h_bytes_per_s + copied_s)
+        host_s = states.passes * own * ranks / machine.node_d2h_bytes_per_s
+        out_s, back_s = own * states.reduced / lanes.d2h_bytes_per_s, own * states.weight / lanes.h2d_bytes_per_s
+        if self.layout.gpus > 1:
+            return host_s + out_s + back_s
+        fetched_s = (accumulate - 1) * max(own * states.reduced / lanes.h2d_bytes_per_s - backward_s, 0.0)
+        last_out_s = min(out_s, IN_FLIGHT_BYTES / lanes.d2h_bytes_per_s)
+        last_back_s = min(back_s, GROUP_BYTES / lanes.h2d_bytes_per_s)
+        return fetched_s + max(out_s - backward_s, last_out_s) + max(host_s, back_s) + last_back_s
+
+    def in_flight(self, parameters: float, *, largest: float) -> StaticBytes:
+        """Gradients on their way to an optimizer on the host of one GPU, and those that backward adds to one another.
+
+        Args:
+            parameters: of the model.
+            largest: parameters of a layer's largest matrix.
+        """
+        if not self.training.optimizer_offload or self.layout.gpus > 1:
+            return StaticBytes()
+        gradient, made = self.training.trained_states.gradient, 3 if self.training.accumulates else 1
+        return StaticBytes(gradients=round(min(gradient * parameters, IN_FLIGHT_BYTES + made * gradient * largest)))
 
     def orthogonalisation_s(self, flops: float) -> float:
         """Seconds of Muon's products in a step: matrices are divided over the ranks that share one copy, each one whole."""

@@ -22,7 +22,7 @@ from memo.parallel import ContextAttention, Layout
 if TYPE_CHECKING:
     from memo.mip.activation import ActivationPlan, ActivationProblem
 
-_MODEL, _SHAPE, _UNTRAINED = "model", "shape", "untrained"
+_MODEL, _SHAPE, _UNTRAINED, _OPTIMIZER_OFFLOAD = "model", "shape", "untrained", "optimizer_offload"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +41,8 @@ class PlannedRun:
     microbatches: int
     sparse_embedding: bool = False
     """The embedding's gradient is exchanged as rows."""
+    optimizer_offload: bool = False
+    """The optimizer's state and step are on the host."""
     plan: ActivationPlan | None = None
 
     @property
@@ -97,9 +99,9 @@ class PlannedRun:
         self.layout.check(self.config, seq=self.tokens, batch=self.rows, microbatches=self.microbatches)
 
 
-def run_of(model: str, config: GPTConfig) -> dict[str, object]:
-    """Entry `run` of a plan's file: the size's name and its shape."""
-    return {_MODEL: model, _SHAPE: encode(config)}
+def run_of(model: str, config: GPTConfig, *, optimizer_offload: bool = False) -> dict[str, object]:
+    """Entry `run` of a plan's file: the size's name and its shape, and where the optimizer is on the host, that it is."""
+    return {_MODEL: model, _SHAPE: encode(config), **({_OPTIMIZER_OFFLOAD: True} if optimizer_offload else {})}
 
 
 def untrained(reason: str) -> dict[str, object]:
@@ -149,6 +151,7 @@ def planned_run(plan: ActivationPlan) -> PlannedRun:
         rows=signature.batch * problem.replicas,
         microbatches=problem.pipeline.microbatches,
         sparse_embedding=exchange is not None and exchange.sparse,
+        optimizer_offload=said.get(_OPTIMIZER_OFFLOAD) is True,
         plan=plan,
     )
     run.check()

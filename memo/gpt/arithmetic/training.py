@@ -136,7 +136,8 @@ class Training:
         elif zero >= 2 and shards > 1 and self.accumulates:
             whole_gradient = states.gradient
         weight_shards = shards if zero >= 3 else 1
-        gradient = 0.0 if self.optimizer_offload and zero >= 2 else states.gradient / (shards if zero >= 2 else 1)
+        leaves = self.optimizer_offload and (zero >= 2 or shards == 1)
+        gradient = 0.0 if leaves else states.gradient / (shards if zero >= 2 else 1)
         optimizer = 0.0 if self.optimizer_offload else states.optimizer / (shards if zero >= 1 else 1)
         return StaticBytes(
             weights=round((frozen + (states.weight - stored.weight) * trained) / weight_shards),

@@ -27,6 +27,7 @@ from memo.gpt.data.regrouped_batches import RegroupedBatches
 from memo.gpt.data.token_file import TokenFile, open_tokens
 from memo.gpt.model.attention_kernel import AttentionKind, Kernel, choose
 from memo.gpt.model.model import GPT
+from memo.gpt.optim import HostOptimizer, require_optimizer_room
 from memo.gpt.rope_scaling import RopeScaling, RopeScalingKind
 from memo.gpt.run_config import Documents, RunConfig
 from memo.gpt.train.checkpoint_cadence import CheckpointCadence
@@ -43,8 +44,9 @@ from memo.gpt.train.step_metrics import StepMeter
 from memo.gpt.train.tensorboard import TensorBoard
 from memo.gpt.train_config import GPU_PRECISION, Precision, TrainConfig
 from memo.machine import return_freed_memory
+from memo.manager import Machine
 from memo.parallel import Layout
-from memo.units import format_tokens
+from memo.units import format_bytes, format_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -113,6 +115,16 @@ class _Run:
         self.checkpoints = _open_checkpoints(config, stack, world)
         start, notes = _starting_point(config, self.checkpoints)
         self.done = start.step if start is not None else 0
+        self.cadence = CheckpointCadence(
+            steps=config.checkpoint_every, minutes=config.checkpoint_minutes, done=self.done
+        )
+        phase("reading the data")
+        tokens = _open_tokens(config, world)
+        shape = _shape(config, tokens, start)
+        training = _training(config, device)
+        if config.optimizer_offload:
+            element = weight_dtype(training.precision).itemsize
+            require_optimizer_room(4 * element * parameter_count(shape), Machine(device).free_host_bytes())
         self.metrics = None
         if config.metrics is not None and leads:
             self.metrics = stack.enter_context(
@@ -121,13 +133,6 @@ class _Run:
         self.tensorboard = None
         if config.tensorboard is not None and leads:
             self.tensorboard = stack.enter_context(TensorBoard(config.tensorboard, done=self.done))
-        self.cadence = CheckpointCadence(
-            steps=config.checkpoint_every, minutes=config.checkpoint_minutes, done=self.done
-        )
-        phase("reading the data")
-        tokens = _open_tokens(config, world)
-        shape = _shape(config, tokens, start)
-        training = _training(config, device)
         drawn = drawn_rows(config, start)
         self.settings = _settings(config, shape, training) | batch_settings(config, drawn)
         notes += _differences(start, self.settings) + batch_lines(config, start)
@@ -278,6 +283,7 @@ class _Run:
             f"{format_tokens(config.seq)}",
             f"rows     {rows}",
             f"attention {self._attention(shape, device)}",
+            *_optimizer_lines(self.trainer),
             *([] if self.trainer.compressed is None else [f"gradients {self.trainer.compressed}"]),
             f"run      steps {self.done + 1} to {config.training.schedule.steps}, {config.offload.words}",
         ]
@@ -411,20 +417,37 @@ def _open_trainer(
         return open_trainer(config, shape, training, batches, world, device, stack, sparse_embedding=sparse)
     torch.manual_seed(config.seed)
     model = GPT(shape, device=device, dtype=weight_dtype(training.precision))
+    optimizer = None
+    if config.optimizer_offload:  # before the manager, whose host tier has what is left of the memory
+        optimizer = HostOptimizer(
+            model,
+            Machine(device).backend(timing=False),
+            lr=training.schedule.peak,
+            betas=training.betas,
+            weight_decay=training.weight_decay,
+        )
+        stack.enter_context(closing(optimizer))
     manager = open_manager(config.offload, model, device, layers=list(model.layers))
     if manager is not None:
         stack.enter_context(closing(manager))
-    return Trainer(model, batches, training, device=device, around_forward=manager), manager
+    return Trainer(model, batches, training, device=device, around_forward=manager, optimizer=optimizer), manager
 
 
 def _load(start: Checkpoint, trainer: Trainer, world: World | None, *, with_compression: bool) -> None:
     if world is None:
         start.load(trainer.state())
+        trainer.restored()
         return
     from memo.gpt.checkpoint.distributed import load_distributed
 
     for state in trainer.states(with_compression=with_compression):  # type: ignore[attr-defined]
         load_distributed(start, state)
+
+
+def _optimizer_lines(trainer: Trainer) -> list[str]:
+    if not isinstance(trainer.optimizer, HostOptimizer):
+        return []
+    return [f"optimizer AdamW on the host, in {format_bytes(trainer.optimizer.nbytes)} of its memory"]
 
 
 def _ranks(layout: Layout) -> str:

@@ -20,6 +20,7 @@ from torch import nn
 from memo.compression import CompressedGradients, ExchangeFigures
 from memo.errors import TrainingDiverged
 from memo.gpt.checkpoint.random_state import random_state, set_random_state
+from memo.gpt.optim.host_optimizer import HostOptimizer
 from memo.gpt.optim.loss_guard import LossGuard
 from memo.gpt.optim.optimizer import adamw, empty_state
 from memo.gpt.train.expert_rows import ExpertRows
@@ -69,6 +70,7 @@ class Trainer:
         config: numbers of the step loop.
         device: the device of the model; batches are copied to it.
         around_forward: context manager entered for every forward pass, such as memo's manager; None is none.
+        optimizer: AdamW on the host, of this model; None is AdamW on the device.
     """
 
     def __init__(
@@ -79,11 +81,14 @@ class Trainer:
         *,
         device: torch.device,
         around_forward: AbstractContextManager[Any] | None = None,
+        optimizer: HostOptimizer | None = None,
     ) -> None:
         self.model = model
         self.config = config
         self.device = device
-        self.optimizer = adamw(model, lr=config.schedule.peak, betas=config.betas, weight_decay=config.weight_decay)
+        self.optimizer: torch.optim.AdamW | HostOptimizer = optimizer or adamw(
+            model.parameters(), lr=config.schedule.peak, betas=config.betas, weight_decay=config.weight_decay
+        )
         self.loss_guard = LossGuard(config.loss_guard)
         self._batches = batches
         self.compressed: CompressedGradients | None = None
@@ -122,6 +127,8 @@ class Trainer:
         if not verdict.skip:
             self._update(lr)
         self.optimizer.zero_grad(set_to_none=True)
+        if isinstance(self.optimizer, HostOptimizer):
+            self.optimizer.wait()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the time of the last kernels belongs to this step
         return StepResult(
@@ -166,6 +173,11 @@ class Trainer:
             "optimizer": {names[parameter]: dict(state) for parameter, state in self.optimizer.state.items()},
         }
 
+    def restored(self) -> None:
+        """Notes that the tensors of `state` were changed from outside, as by loading a checkpoint."""
+        if isinstance(self.optimizer, HostOptimizer):
+            self.optimizer.take_parameters()
+
     def _gradients(self, step: int, stop: Callable[[], bool]) -> tuple[float, int] | None:
         total, tokens = torch.zeros((), device=self.device), 0
         for microbatch in range(self.config.accumulate):
@@ -183,6 +195,8 @@ class Trainer:
 
     def _clip(self) -> float:
         limit = math.inf if self.config.clip is None else self.config.clip
+        if isinstance(self.optimizer, HostOptimizer):
+            return self.optimizer.clip(limit)
         return float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
 
     def _update(self, lr: float) -> None:

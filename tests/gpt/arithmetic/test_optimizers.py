@@ -17,6 +17,7 @@ from memo.gpt.arithmetic import (
     derive_profile,
     layer_states,
     orthogonalisation_flops,
+    parameter_count,
 )
 from memo.gpt.arithmetic.flops import adapter_parameter_count, layer_matrices, layer_parameter_count
 from memo.gpt.model import GPT
@@ -143,3 +144,21 @@ def test_an_optimizer_on_the_host_needs_a_link_to_it() -> None:
     machine = dataclasses.replace(H100, node_d2h_bytes_per_s=0.0, node_h2d_bytes_per_s=0.0, **links)
     with pytest.raises(UsageError, match="h100 has no link to host memory"):
         derive_profile(preset("350m"), machine, StepLayout(tokens=1024), optimizer_offload=True)
+
+
+def test_an_update_on_the_host_of_one_gpu_hides_the_copies_beside_it() -> None:
+    config = preset("llama3-8b")
+    parameters = parameter_count(config)
+
+    def update_s(tokens: int, accumulate: int = 1) -> float:
+        layout = StepLayout(tokens=tokens)
+        given = {"precision": Precision.BF16, "accumulate": accumulate, "optimizer_offload": True}
+        return derive_profile(config, H100, layout, **given).optimizer_s
+
+    host_s = 14 * parameters / H100.node_d2h_bytes_per_s
+    out_s, back_s = (2 * parameters / rate for rate in (H100.d2h_bytes_per_s, H100.h2d_bytes_per_s))
+    last_s = (1 << 30) / H100.d2h_bytes_per_s + (256 << 20) / H100.h2d_bytes_per_s
+    assert update_s(32 << 10) == pytest.approx(host_s + last_s)
+    assert update_s(32 << 10, accumulate=3) == pytest.approx(host_s + last_s)
+    assert update_s(256) > host_s + 0.8 * out_s  # backward is too short for the copies
+    assert update_s(256, accumulate=3) > update_s(256) + 2 * 0.8 * back_s

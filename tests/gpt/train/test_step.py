@@ -101,7 +101,7 @@ def test_clipping_bounds_the_gradient_and_reports_the_norm_before() -> None:
 
 def test_only_matrices_decay() -> None:
     subject = trainer()
-    optimizer = adamw(subject.model, lr=1.0, betas=(0.9, 0.95), weight_decay=0.5)
+    optimizer = adamw(subject.model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.5)
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert len(decay) == sum(1 for _ in subject.model.parameters())
     for parameter in subject.model.parameters():
