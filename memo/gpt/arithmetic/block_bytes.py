@@ -338,12 +338,11 @@ class BlockFigures:
         return self.config.positions == "rotary"
 
     def _heads_apart(self) -> float:
-        """Bytes that rotation and the copies of queries and values read and write."""
-        copied = 2 * self.h if self.config.group > 1 and self.config.kv_heads > self.tp else 0
+        """Bytes that rotation and the copy of the values read and write, or without it the copy of the queries."""
         if not self._rotates:
-            return copied
+            return 2 * self.h if self.config.group > 1 and self.config.kv_heads > self.tp else 0
         rotated = ROTATION[self.sizes.product][0] * (self.h + self._keys) / self.sizes.product
-        return copied + rotated + 2 * self._keys
+        return rotated + 2 * self._keys
 
     def _elementwise_backward(self) -> float:
         cast = self.stream + self.h if self.cast else 0
@@ -366,7 +365,7 @@ class BlockFigures:
         wide, matrices, biases = self.sizes.product == FLOAT, 4 + self.gated, (4 + self.gated) * self.config.bias
         casts = (matrices + biases + self._casts_twice()) * self.sizes.casts
         rotations = (15, 16) if wide else (19, 28)
-        forward = 10 + 2 * self.gated + (self.config.group > 1) + casts + 2 * self.sizes.casts
+        forward = 10 + 2 * self.gated + (self.config.group > 1 and not self._rotates) + casts + 2 * self.sizes.casts
         backward = 15 + 5 * self.gated + biases + casts + 4 * self.sizes.casts
         return forward + rotations[0] * self._rotates, backward + rotations[1] * self._rotates
 

@@ -62,11 +62,12 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """Attention output of `x`, both (batch, tokens, hidden)."""
         grouped = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_dim))
-        query, key, value = (part.flatten(2, 3) for part in grouped.split([self.group, 1, 1], dim=3))
+        query, key, value = grouped.split([self.group, 1, 1], dim=3)
         if rotary is not None:
             # Rotation makes new queries and keys. A copy of the values frees the projection, which attention would otherwise
             # keep for them alone.
             query, key, value = rotate(query, rotary), rotate(key, rotary), value.clone()
+        query, key, value = (part.flatten(2, 3) for part in (query, key, value))
         if spans is None:
             mixed = self.attend(query, key, value)
         else:

@@ -96,8 +96,11 @@ def tables_at(tables: RotaryTables, positions: torch.Tensor) -> RotaryTables:
 
 
 def rotate(x: torch.Tensor, tables: RotaryTables) -> torch.Tensor:
-    """Rotates `x` (batch, tokens, heads, head size) by its positions, into a new tensor of the same dtype."""
-    cos, sin = tables
+    """Rotates `x` (batch, tokens, heads, head size) by its positions, into a new tensor of the same dtype.
+
+    Heads may be in groups: (batch, tokens, groups, heads, head size).
+    """
+    cos, sin = (table.unsqueeze(-2) for table in tables) if x.dim() == 5 else tables
     real, imaginary = x.chunk(2, dim=-1)
     # Each half is rounded by itself: at a million tokens one of float32 is several GiB.
     return torch.cat(

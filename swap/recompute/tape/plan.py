@@ -344,7 +344,10 @@ class _Writer:
             args[operator.non_blocking_at] = "False"
         args += [f"{name}={value}" for name, value in named.items()]
         results = self._results(step.out, step, made)
-        self._line(f"{results} = {function}({', '.join(args)})")
+        call = f"{function}({', '.join(args)})"
+        self._line(call if results == "_" else f"{results} = {call}")
+        if results != "_" and "_" in results.strip("[]").split(", "):
+            self._line("del _")  # else what nothing reads is held until the next such result
         for content, name in made.items():
             if content in self._cut.kept:  # what is kept is read from its tier
                 self._names.pop(content, None)
