@@ -82,7 +82,7 @@ def main() -> int:
     setup = setup_for_gpu() if torch.cuda.is_available() else setup_for_cpu()
     with tempfile.TemporaryDirectory(prefix="memo-demo-") as scratch:
         console.print(
-            "Two trainings of the same model, some two minutes each on two cores; a step takes up to half a minute."
+            "Two trainings of the same model, a minute or two each on two cores. They show memory, not speed."
         )
         console.print(f"1/2  {format_tokens(setup.seq)} tokens, activations in memory")
         without = train(setup, ["--offload", "none"], Path(scratch) / "without.jsonl")

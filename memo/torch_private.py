@@ -129,7 +129,7 @@ torch.utils._python_dispatch:_get_current_dispatch_mode_stack | finds the record
 torch.utils._python_dispatch:_pop_mode | takes the recorder off for the engine's own operators
 torch.utils._python_dispatch:_push_mode | puts the recorder back
 torch.utils.checkpoint:_checkpoint_without_reentrant_generator | replaced: no checkpoint around managed layers
-torch.utils.checkpoint:_checkpoint_without_reentrant_generator_impl | replaced likewise | since: 2.14 | lost: its caller is
+torch.utils.checkpoint:_checkpoint_without_reentrant_generator_impl | replaced likewise | since: 2.14 | lost: it stays
 torch.utils._pytree:tree_leaves | finds tensors within arguments
 torch.utils._pytree:tree_map_only | exchanges tensors within arguments
 """
@@ -220,8 +220,15 @@ def found(name: str) -> Any:
     except (AttributeError, ImportError) as error:
         if not use.lost:
             raise _missing(f"{module}.{path}", use) from error
-        _log.info("this torch has no %s.%s (%s): %s", module, path, use.what, use.lost)
+        if _is_as_new_as(use.since):
+            _log.info("this torch has no %s.%s (%s): %s", module, path, use.what, use.lost)
         return None
+
+
+def _is_as_new_as(version: str) -> bool:
+    import torch
+
+    return bool(torch.__version__ >= version)
 
 
 def _missing(name: str, use: PrivateUse) -> ImportError:

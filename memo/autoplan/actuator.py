@@ -254,6 +254,11 @@ class Actuator:
         total = self._budget.total_bytes
         return total - self._peaks.planned_peak_bytes, total - self._peaks.peak_bytes
 
+    @property
+    def total_bytes(self) -> int:
+        """The device's budget."""
+        return self._budget.total_bytes
+
     def lacking_bytes(self) -> int:
         """Bytes by which every plan exceeds the device's budget; not known where the counter is not of tensors alone."""
         if self._budget.noise_bytes:

@@ -583,7 +583,7 @@ class AutoPlan:
         when = ", after its backward" if after_backward else ""
         message = (
             f"a step of {self._shape.batch} x {self._shape.tokens} tokens took {format_bytes(excess)} more device memory "
-            f"than its budget{when}"
+            f"than its budget of {format_bytes(self._actuator.total_bytes)}{when}; planning goes on"
         )
         warn_user(message)
 

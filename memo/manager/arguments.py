@@ -37,6 +37,18 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
+_MEANT = {
+    "gpu": "device",
+    "memory": "device",
+    "ram": "host",
+    "cpu": "host",
+    "nvme": "disk",
+    "offload": "disk",
+    "ssd": "disk",
+}
+"""Beginnings of arguments as others name them."""
+
+
 def naming_arguments(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Decorates a public function: the TypeError of an unknown keyword argument names the nearest one."""
     known = inspect.signature(function).parameters
@@ -45,7 +57,9 @@ def naming_arguments(function: Callable[_P, _T]) -> Callable[_P, _T]:
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         for name in kwargs:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
+                first = name.partition("_")[0]  # of host_memory or device_budget
+                meant = _MEANT.get(first, first)
+                near = [meant] if meant in known else difflib.get_close_matches(name, known, n=1)
                 instead = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
                 raise TypeError(f"memo.{function.__name__} has no argument {name!r}; {instead}")
         return function(*args, **kwargs)

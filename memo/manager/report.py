@@ -406,7 +406,7 @@ class Report:
                 a_step = format_bytes(use.moved_bytes // self.steps) if self.steps else "-"
                 moved = [format_bytes(use.moved_bytes), a_step]
             rows.append((use.tier, format_bytes(use.peak_bytes), budget, share, *moved))
-        return text_table(("tier", "peak", "budget", "used", "moved", "a step"), rows).splitlines()
+        return text_table(("tier", "peak", "budget", "used", "moved", "mean step"), rows).splitlines()
 
     def _counters(self) -> list[str]:
         hits = self.prefetch_hits

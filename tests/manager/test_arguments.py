@@ -99,7 +99,13 @@ def test_an_argument_of_no_meaning_is_refused_by_name(arguments: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    ("name", "instead"), [("hots", "did you mean 'host'?"), ("max_memory", "it has model, plan, alpha, levels, ")]
+    ("name", "instead"),
+    [
+        ("hots", "did you mean 'host'?"),
+        ("gpu_memory", "did you mean 'device'?"),
+        ("host_budget", "did you mean 'host'?"),
+        ("max_memory", "it has model, plan, alpha, levels, "),
+    ],
 )
 def test_an_unknown_argument_names_the_nearest(name: str, instead: str) -> None:
     with pytest.raises(TypeError, match=re.escape(f"memo.offload has no argument '{name}'; {instead}")):
