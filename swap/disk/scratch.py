@@ -6,6 +6,9 @@ disk is detected at construction or in `reserve`, hardly ever by a write.
 
 From the second step on, extents are placed by a plan of the first step's lifetimes (memo.swap.memory.planned_layout); a
 step ends when no extent is held. Requests that do not follow the plan are served by first fit.
+
+A directory whose file failed a transfer is left out from the next step on, where others remain: extents are striped over
+all directories, so no byte of the step in which it failed could be placed elsewhere.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from memo.swap.disk.raw_file import BLOCK_ALIGN, NO_SPACE, RawFile, error_name
 from memo.swap.memory.free_list import FreeList
 from memo.swap.memory.planned_layout import StepRecorder
 from memo.units import format_bytes
+from memo.warn_user import warn_user
 
 _GROWTH_BYTES = 1 << 30
 
@@ -58,12 +62,14 @@ class ScratchSpace:
         if block_bytes <= 0 or block_bytes % BLOCK_ALIGN:
             raise ValueError(f"block_bytes must be a multiple of {BLOCK_ALIGN}, is {block_bytes}")
         paths = [Path(directory) for directory in directories]
-        self.place = ", ".join(map(str, paths))
         self.files: list[RawFile] = []
         self._block_bytes = block_bytes
         self._growing = capacity is None
+        self._budget = 0 if capacity is None else capacity - capacity % BLOCK_ALIGN
         self.refusal: str | None = None
-        """Why a file system gave no more, if it was that."""
+        """Why there was no more room at the latest request that found none."""
+        self._failed: dict[int, str] = {}  # errors of files, by index; they are left out when no extent is held
+        self._peak_before = 0  # of striping over more files
         self._spare_bytes = spare_bytes
         self._free = FreeList(0, align=BLOCK_ALIGN)
         self._recorder = StepRecorder()
@@ -73,10 +79,15 @@ class ScratchSpace:
             undo.callback(self.close)
             for path in paths:
                 self.files.append(open_file(path))
-            whole = 0 if capacity is None else capacity - capacity % BLOCK_ALIGN
-            if whole:
-                self._preallocate(whole)
+            self._striped = list(range(len(paths)))  # indices of the files in use
+            if self._budget:
+                self._preallocate(self._budget)
             undo.pop_all()
+
+    @property
+    def place(self) -> str:
+        """The directories in use."""
+        return ", ".join(str(self.files[index].directory) for index in self._striped)
 
     @property
     def capacity(self) -> int:
@@ -93,7 +104,12 @@ class ScratchSpace:
     @property
     def peak(self) -> int:
         """Largest `used` so far."""
-        return self._free.peak
+        return max(self._free.peak, self._peak_before)
+
+    def file_failed(self, index: int, error: str) -> None:
+        """Leaves a file out from the next step on, where others remain; `error` says why in the warning."""
+        with self._lock:
+            self._failed.setdefault(index, error)
 
     def reserve(self, nbytes: int) -> DiskExtent | None:
         """Reserves at least `nbytes`; None when the budget or the file system is used up."""
@@ -102,11 +118,15 @@ class ScratchSpace:
         with self._lock:
             self._free.keep(self._extents)
             if not self._extents:
+                if self._failed:
+                    self._leave_out_failed()
                 self._recorder.end_step(BLOCK_ALIGN, self._free.capacity)
             number, offset = self._recorder.find(self._free, nbytes)
             if offset is None and self._growing and self._grow(nbytes):
                 offset = self._free.allocate(nbytes)
             if offset is None:
+                if not self._growing:
+                    self.refusal = f"{format_bytes(self._free.capacity)} of scratch in {self.place} are used up"
                 return None
             extent = DiskExtent(offset, -(-nbytes // BLOCK_ALIGN) * BLOCK_ALIGN, (number, self._recorder.step))
             self._extents[offset] = extent
@@ -143,23 +163,43 @@ class ScratchSpace:
         pieces, start = [], 0
         while start < nbytes:
             block, within = divmod(offset + start, self._block_bytes)
-            row, index = divmod(block, len(self.files))
+            row, position = divmod(block, len(self._striped))
             length = min(self._block_bytes - within, nbytes - start)
             pieces.append(
                 Piece(
                     start=start,
                     nbytes=length,
-                    file_index=index,
+                    file_index=self._striped[position],
                     file_offset=row * self._block_bytes + within,
                 )
             )
             start += length
         return pieces
 
-    def _file_bytes(self, capacity: int, index: int) -> int:
-        """Length of file `index` for a space of `capacity` bytes."""
-        rows, rest = divmod(capacity, self._block_bytes * len(self.files))
-        return rows * self._block_bytes + min(max(rest - index * self._block_bytes, 0), self._block_bytes)
+    def _file_bytes(self, capacity: int, position: int) -> int:
+        """Length of the file at `position` among those in use, for a space of `capacity` bytes."""
+        rows, rest = divmod(capacity, self._block_bytes * len(self._striped))
+        return rows * self._block_bytes + min(max(rest - position * self._block_bytes, 0), self._block_bytes)
+
+    def _leave_out_failed(self) -> None:
+        """Stripes over the files that have not failed, up to the budget where there is room. Nothing is held now."""
+        failed, self._failed = self._failed, {}
+        left = [index for index in self._striped if index not in failed]
+        if not left or len(left) == len(self._striped):
+            return  # the last one is tried again
+        rows = min(self._file_bytes(self._free.capacity, self._striped.index(index)) for index in left)
+        rows //= self._block_bytes
+        for index in set(self._striped) - set(left):
+            self.files[index].close()
+        self._striped, self._peak_before = left, self.peak
+        self._free = FreeList(rows * self._block_bytes * len(left), align=BLOCK_ALIGN)
+        self._recorder = StepRecorder()
+        if not self._growing and self._extend_files(self._budget):
+            self._free.extend(self._budget - self._free.capacity)
+        warn_user(
+            f"{'; '.join(failed.values())}. This directory is not used any more: {format_bytes(self._free.capacity)} of"
+            f" scratch remain in {self.place}. A new manager would try it again"
+        )
 
     def _preallocate(self, capacity: int) -> None:
         for index, file in enumerate(self.files):
@@ -182,7 +222,7 @@ class ScratchSpace:
 
     def _grow(self, nbytes: int) -> bool:
         """Extends the files by at least `nbytes`, in large steps while the file systems have room for them."""
-        stripe = self._block_bytes * len(self.files)
+        stripe = self._block_bytes * len(self._striped)
         for step in (max(nbytes, _GROWTH_BYTES), nbytes):
             capacity = self._free.capacity + -(-step // stripe) * stripe
             if self._extend_files(capacity):
@@ -191,9 +231,10 @@ class ScratchSpace:
         return False
 
     def _extend_files(self, capacity: int) -> bool:
-        for index, file in enumerate(self.files):
-            needed = self._file_bytes(capacity, index)
-            more = needed - self._file_bytes(self._free.capacity, index)
+        for position, index in enumerate(self._striped):
+            file = self.files[index]
+            needed = self._file_bytes(capacity, position)
+            more = needed - self._file_bytes(self._free.capacity, position)
             free = file.free_bytes()
             if free - more < self._spare_bytes:
                 left = format_bytes(self._spare_bytes)

@@ -49,6 +49,8 @@ class DiskStats:
 class DiskStore:
     """Implements `memo.swap.backends.Disk` over anonymous O_DIRECT files, one in each directory.
 
+    A directory whose file fails a transfer is not used any more once no extent is held, where others remain.
+
     Args:
         directories: One scratch file is created in each; they are striped.
         capacity: Byte budget over all directories, preallocated; None grows on demand.
@@ -86,7 +88,7 @@ class DiskStore:
         self._space = ScratchSpace(
             directories, capacity, block_bytes=block_bytes, spare_bytes=spare_bytes, open_file=open_file
         )
-        self._transfer = Transfer(self._space.files, verify=verify)
+        self._transfer = Transfer(self._space.files, verify=verify, file_failed=self._space.file_failed)
         try:
             self._pool = IoPool(threads * len(directories), self._transfer.run, bounce_bytes=block_bytes)
         except BaseException:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from memo.errors import CorruptBlock
 from memo.swap.disk.operation import DiskOperation, OperationKind, Piece
-from memo.swap.disk.raw_file import BLOCK_ALIGN, RawFile, error_name
+from memo.swap.disk.raw_file import BLOCK_ALIGN, NO_SPACE, RawFile, error_name
 from memo.swap.memory.page_aligned import Bounce, padded_bytes
 
 if TYPE_CHECKING:
@@ -31,10 +31,17 @@ _BARREN_PAUSE_S = 0.001
 
 
 class Transfer:
-    """Transfers pieces of one store and counts bytes, errors and retries. Thread-safe."""
+    """Transfers pieces of one store and counts bytes, errors and retries. Thread-safe.
 
-    def __init__(self, files: Sequence[RawFile], *, verify: bool) -> None:
+    Args:
+        files: Scratch files, in the order of their indices.
+        verify: Keep checksums and compare them.
+        file_failed: Called with the index of a file that failed a transfer for good, and the error.
+    """
+
+    def __init__(self, files: Sequence[RawFile], *, verify: bool, file_failed: Callable[[int, str], None]) -> None:
         self.files = files
+        self._file_failed = file_failed
         self.verify = verify
         self.bytes_moved = dict.fromkeys(OperationKind, 0)
         self.errors = dict.fromkeys(OperationKind, 0)
@@ -59,9 +66,10 @@ class Transfer:
         except OSError as error:
             with self.lock:
                 self.errors[operation.kind] += 1
+            where = f"{piece.nbytes} bytes at {piece.file_offset} in {file.directory}"
+            self._file_failed(piece.file_index, f"{operation.kind.value} of {where} failed: {error_name(error)}")
             raise operation.kind.error(
-                f"{operation.describe()}: {piece.nbytes} bytes at {piece.file_offset} in {file.directory}"
-                f" failed: {error_name(error)}"
+                f"{operation.describe()}: {where} failed: {error_name(error)}; {_advice(error, file)}"
             ) from error
         except CorruptBlock:
             with self.lock:
@@ -112,6 +120,12 @@ class Transfer:
     def _count(self, kind: OperationKind, nbytes: int) -> None:
         with self.lock:
             self.bytes_moved[kind] += nbytes
+
+
+def _advice(error: OSError, file: RawFile) -> str:
+    if error.errno in NO_SPACE:
+        return f"free space in {file.directory}, or lower the disk budget"
+    return f"check that drive (dmesg, smartctl), or take {file.directory} out of disk="
 
 
 def _whole_blocks(nbytes: int) -> int:

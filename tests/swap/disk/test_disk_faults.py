@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -434,3 +435,61 @@ def test_a_thread_killed_at_any_of_its_calls_leaves_no_operation_undone(
         if not killed:
             break
     assert nth > 20
+
+
+# Row 2a: one of several drives fails.
+
+
+@pytest.mark.parametrize("kind", ["write", "read"])
+@pytest.mark.parametrize("capacity", [1 << 20, None])
+def test_a_failed_drive_of_two_is_named_and_left_out_from_the_next_step_on(
+    tmp_path: Path, capacity: int | None, kind: Any
+) -> None:
+    good, lost = Faults(), Faults().fail(kind, 1, errno=errno.EIO, sticky=True)
+    names = {tmp_path / "good": good, tmp_path / "lost": lost}
+    for name in names:
+        name.mkdir()
+    store = DiskStore(
+        list(names), capacity, block_bytes=BLOCK, spare_bytes=0, open_file=lambda name: names[name].open(name)
+    )
+    error = StoreWriteError if kind == "write" else StoreReadError
+    with pytest.raises(error, match=rf"in {tmp_path}/lost failed: EIO .*take {tmp_path}/lost out of disk="):
+        round_trip(store)
+    with pytest.warns(
+        RuntimeWarning, match=rf"{kind} of .*{tmp_path}/lost failed: EIO.*scratch remain in {tmp_path}/good\."
+    ):
+        round_trip(store)
+    calls = lost.calls.copy()
+    for seed in range(3):
+        round_trip(store, seed)
+    assert lost.calls == calls
+    assert lost.files[0].fd == -1, "its blocks are free"
+    assert store.stats.capacity_bytes >= SIZE
+    if capacity is not None:
+        assert store.stats.capacity_bytes == capacity
+    store.close()
+
+
+def test_where_what_is_left_has_no_room_for_the_budget_it_has_its_own_share(tmp_path: Path) -> None:
+    good, lost = Faults(), Faults().fail("write", 1, errno=errno.EIO)
+    names = {tmp_path / "good": good, tmp_path / "lost": lost}
+    for name in names:
+        name.mkdir()
+    store = DiskStore(list(names), 8 * BLOCK, block_bytes=BLOCK, open_file=lambda name: names[name].open(name))
+    with pytest.raises(StoreWriteError):
+        round_trip(store)
+    good.next("fallocate", errno=errno.ENOSPC)
+    with pytest.warns(RuntimeWarning, match="64 KiB of scratch remain"):
+        assert store.reserve(5 * BLOCK) is None
+    assert store.refusal == f"64 KiB of scratch in {tmp_path}/good are used up"
+    assert store.reserve(4 * BLOCK) is not None
+    store.close()
+
+
+def test_the_last_drive_is_tried_again(tmp_path: Path) -> None:
+    lost = Faults().fail("write", 1, errno=errno.EIO).fail("write", 2, errno=errno.EIO)
+    store = DiskStore([tmp_path] * 2, 1 << 20, block_bytes=BLOCK, open_file=lost.open)
+    with pytest.raises(StoreWriteError):
+        round_trip(store)
+    round_trip(store)
+    store.close()
