@@ -256,6 +256,9 @@ def test_a_doctors_report_replaces_the_presets_rates(tmp_path: Path, capsys: pyt
     assert (machine.device_bytes, machine.host_bytes) == (85 << 30, 1 << 41)
     assert (machine.disk_write_bytes_per_s, machine.disk_read_bytes_per_s) == (7e9, 8e9)
     assert machine.peak_flops == PRESETS["a800"].peak_flops
+    report.write_text(json.dumps(DOCTOR | {"sustained": {"steady_bytes_per_s": 2e9}}))
+    assert main([*PAPER, "--doctor", str(report), "-f", "-o", str(plan)]) == ExitCode.OK
+    assert read_activation_plan(plan).problem.hardware.disk_write_bytes_per_s == 2e9
 
 
 def test_the_network_is_that_of_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
