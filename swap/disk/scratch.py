@@ -7,8 +7,8 @@ disk is detected at construction or in `reserve`, hardly ever by a write.
 From the second step on, extents are placed by a plan of the first step's lifetimes (memo.swap.memory.planned_layout); a
 step ends when no extent is held. Requests that do not follow the plan are served by first fit.
 
-A directory whose file failed a transfer is left out from the next step on, where others remain: extents are striped over
-all directories, so no byte of the step in which it failed could be placed elsewhere.
+A directory whose file failed a transfer takes no more bytes, where others remain: for the rest of the step its pieces go to
+a second file in one of these, and from the next step on extents are striped over these alone.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ class ScratchSpace:
         paths = [Path(directory) for directory in directories]
         self.files: list[RawFile] = []
         self._block_bytes = block_bytes
+        self._open_file = open_file
+        self._overflow: dict[int, tuple[int, int]] = {}  # second files: index and length by the index of the first
         self._growing = capacity is None
         self._budget = 0 if capacity is None else capacity - capacity % BLOCK_ALIGN
         self.refusal: str | None = None
@@ -107,9 +109,37 @@ class ScratchSpace:
         return max(self._free.peak, self._peak_before)
 
     def file_failed(self, index: int, error: str) -> None:
-        """Leaves a file out from the next step on, where others remain; `error` says why in the warning."""
+        """Leaves a file out, where others remain; `error` says why in the warning."""
         with self._lock:
+            for first, (second, _) in self._overflow.items():
+                if index == second:
+                    self._failed.setdefault(first, error)
             self._failed.setdefault(index, error)
+
+    def elsewhere(self, piece: Piece) -> Piece | None:
+        """Returns the place of a piece whose file has failed; None if it has not, or no other has room.
+
+        The piece's own place stays unused, so the bytes held are within the budget.
+        """
+        if piece.file_index not in self._failed:
+            return None
+        with self._lock:
+            good = [index for index in self._striped if index not in self._failed]
+            for first in sorted(good, key=lambda index: self._overflow.get(index, (0, 0))[1]):
+                try:
+                    if first not in self._overflow:
+                        self.files.append(self._open_file(self.files[first].directory))
+                        self._overflow[first] = len(self.files) - 1, 0
+                    index, end = self._overflow[first]
+                    nbytes = -(-piece.nbytes // BLOCK_ALIGN) * BLOCK_ALIGN
+                    if self.files[index].free_bytes() - nbytes < (self._spare_bytes if self._growing else 0):
+                        continue
+                    self.files[index].fallocate(end + nbytes)
+                except (OSError, SwapError):
+                    continue
+                self._overflow[first] = index, end + nbytes
+                return Piece(start=piece.start, nbytes=piece.nbytes, file_index=index, file_offset=end)
+            return None
 
     def reserve(self, nbytes: int) -> DiskExtent | None:
         """Reserves at least `nbytes`; None when the budget or the file system is used up."""
@@ -184,9 +214,12 @@ class ScratchSpace:
     def _leave_out_failed(self) -> None:
         """Stripes over the files that have not failed, up to the budget where there is room. Nothing is held now."""
         failed, self._failed = self._failed, {}
+        overflow, self._overflow = self._overflow, {}
+        for second, _ in overflow.values():
+            self.files[second].close()
         left = [index for index in self._striped if index not in failed]
         if not left or len(left) == len(self._striped):
-            return  # the last one is tried again
+            return  # the last ones are tried again
         rows = min(self._file_bytes(self._free.capacity, self._striped.index(index)) for index in left)
         rows //= self._block_bytes
         for index in set(self._striped) - set(left):
@@ -196,8 +229,9 @@ class ScratchSpace:
         self._recorder = StepRecorder()
         if not self._growing and self._extend_files(self._budget):
             self._free.extend(self._budget - self._free.capacity)
+        errors = "; ".join(dict.fromkeys(failed.values()))
         warn_user(
-            f"{'; '.join(failed.values())}. This directory is not used any more: {format_bytes(self._free.capacity)} of"
+            f"{errors}. This directory is not used any more: {format_bytes(self._free.capacity)} of"
             f" scratch remain in {self.place}. A new manager would try it again"
         )
 

@@ -8,12 +8,13 @@ count. Bytes from the disk are never interpreted; with `verify` their checksum i
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import errno
 import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from memo.errors import CorruptBlock
@@ -24,6 +25,8 @@ from memo.swap.memory.page_aligned import Bounce, padded_bytes
 if TYPE_CHECKING:
     import torch
 
+    from memo.swap.disk.scratch import ScratchSpace
+
 READ_RETRIES = 2
 _RETRY_PAUSE_S = 0.01
 _MAX_BARREN = 200  # consecutive calls without a whole block (EINTR, EAGAIN, a few bytes) before the transfer fails
@@ -33,15 +36,11 @@ _BARREN_PAUSE_S = 0.001
 class Transfer:
     """Transfers pieces of one store and counts bytes, errors and retries. Thread-safe.
 
-    Args:
-        files: Scratch files, in the order of their indices.
-        verify: Keep checksums and compare them.
-        file_failed: Called with the index of a file that failed a transfer for good, and the error.
+    A piece whose write fails goes elsewhere, where the space has another file.
     """
 
-    def __init__(self, files: Sequence[RawFile], *, verify: bool, file_failed: Callable[[int, str], None]) -> None:
-        self.files = files
-        self._file_failed = file_failed
+    def __init__(self, space: ScratchSpace, *, verify: bool) -> None:
+        self._space = space
         self.verify = verify
         self.bytes_moved = dict.fromkeys(OperationKind, 0)
         self.errors = dict.fromkeys(OperationKind, 0)
@@ -55,26 +54,41 @@ class Transfer:
             StoreWriteError, StoreReadError: The system failed to; a read's part of the tensor holds garbage.
             CorruptBlock: The checksum differs after all retries; likewise.
         """
-        tensor = operation.tensor
+        tensor, writes, moved = operation.tensor, operation.kind is OperationKind.WRITE, operation.extent.moved
         assert tensor is not None, "an operation keeps its tensor until it is done"
-        file = self.files[piece.file_index]
-        try:
-            if operation.kind is OperationKind.WRITE:
-                self._write(file, tensor, operation, piece, bounce)
-            else:
-                self._read_with_retries(file, tensor, operation, piece, bounce)
-        except OSError as error:
-            with self.lock:
-                self.errors[operation.kind] += 1
-            where = f"{piece.nbytes} bytes at {piece.file_offset} in {file.directory}"
-            self._file_failed(piece.file_index, f"{operation.kind.value} of {where} failed: {error_name(error)}")
-            raise operation.kind.error(
-                f"{operation.describe()}: {where} failed: {error_name(error)}; {_advice(error, file)}"
-            ) from error
-        except CorruptBlock:
-            with self.lock:
-                self.errors[operation.kind] += 1
-            raise
+        if writes:
+            moved.pop(piece.start, None)  # of earlier bytes
+            self._place_elsewhere(operation, piece)
+        while True:
+            place = moved.get(piece.start, piece)
+            file = self._space.files[place.file_index]
+            # A read may be shorter than the write that was placed elsewhere.
+            place = dataclasses.replace(place, nbytes=piece.nbytes)
+            try:
+                if writes:
+                    return self._write(file, tensor, operation, place, bounce)
+                return self._read_with_retries(file, tensor, operation, place, bounce)
+            except OSError as error:
+                self._count_error(operation.kind)
+                where = f"{piece.nbytes} bytes at {place.file_offset} in {file.directory} failed: {error_name(error)}"
+                self._space.file_failed(place.file_index, f"{operation.kind.value} of {where}")
+                if not (writes and self._place_elsewhere(operation, place)):
+                    message = f"{operation.describe()}: {where}; {_advice(error, file)}"
+                    raise operation.kind.error(message) from error
+            except CorruptBlock:
+                self._count_error(operation.kind)
+                raise
+
+    def _place_elsewhere(self, operation: DiskOperation, place: Piece) -> bool:
+        """Gives a piece whose file has failed another place; False if it has not, or there is none."""
+        other = self._space.elsewhere(place)
+        if other is not None:
+            operation.extent.moved[place.start] = other
+        return other is not None
+
+    def _count_error(self, kind: OperationKind) -> None:
+        with self.lock:
+            self.errors[kind] += 1
 
     def _write(
         self, file: RawFile, tensor: torch.Tensor, operation: DiskOperation, piece: Piece, bounce: Bounce

@@ -173,8 +173,11 @@ def test_disks_and_their_wear(capsys: pytest.CaptureFixture[str]) -> None:
     free = of_json(capsys, less_host)
     assert free["stages"][0]["disk_written_bytes"] > 0
     assert main(less_host) == ExitCode.OK
-    assert "TB a day at this rate" in capsys.readouterr().out
+    said = re.search(r"([\d.]+) TB a day at this rate: ([\d.]+) days for each 600 TBW", capsys.readouterr().out)
+    assert said is not None
     a_day = 8 * free["stages"][0]["disk_written_bytes"] / free["step_s"] * 86400
+    assert float(said[1]) == pytest.approx(a_day / 1e12, rel=0.01)
+    assert float(said[1]) * float(said[2]) == pytest.approx(600, rel=0.02)
     bounded = of_json(capsys, [*less_host, "--wear", str(a_day / 2e12)])
     written = 8 * bounded["stages"][0]["disk_written_bytes"] / bounded["step_s"] * 86400
     assert 0.4 * a_day < written <= a_day / 2 * (1 + 1e-9)

@@ -3,10 +3,10 @@
     python -m tests.soak.disk_hour [--minutes 60] [--fault-every 3] [--seed 0] [--folder DIR] [--write]
 
 Layers of element-wise operators save 1 GiB in each of 20 microbatches and compute little. All of it goes to disk, without a
-host tier. The weights return to their start after every second step, so the steps repeat two whose losses, gradients and
-weights were computed before without memo, layer by layer under torch's checkpoint. A step under a fault has the same bits,
-or ends in the error that the fault may cause, with the failed directory in its message; it then runs again, by the same
-manager on what is left, and after that a new manager has both directories. Exit 1 where anything else was found.
+host tier. The steps repeat two whose losses, gradients and weights were computed before without memo, layer by layer under
+torch's checkpoint. A step under a fault has the same bits, or ends in the error that the fault may cause, with the failed
+directory in its message. Then it runs again, by the same manager on what is left, and after that a new manager has both
+directories. Exit 1 where anything else was found.
 """
 
 from __future__ import annotations
@@ -54,10 +54,13 @@ class Kind:
 
     errors: tuple[type[MemoError], ...] = ()
     """What the step ends in; empty: it goes on."""
-    first: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Operations of the scratch file that fail, each with the microbatches from the drawn operation to the first failure."""
+    first: dict[str, int | None] = dataclasses.field(default_factory=dict)
+    """Operations of the scratch file that fail, each with the microbatches from the drawn operation to the first failure;
+    None: from the beginning of the drawn microbatch."""
     given: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Arguments of Faults.fail."""
+    leaves_out: bool = False
+    """The same manager does not use the directory in another step."""
     both: bool = False
     """The first directory, too."""
     option: dict[str, Any] | None = None
@@ -72,14 +75,14 @@ _EIO, _EIOS, _ENOSPCS = (
 )
 _SLOW = {"delay": 0.1, "sticky": True}
 KINDS = {
-    "full drive (ENOSPC)": Kind(errors=(_WRITE,), first={"write": 0}, given=_ENOSPCS),
+    "full drive (ENOSPC)": Kind(first={"write": 0}, given=_ENOSPCS, leaves_out=True),
     "slow drive (100 ms a call)": Kind(first={"write": 0, "read": 0}, given=_SLOW),
     "stalled drive (35 s)": Kind(first={"write": 0}, given={"delay": 35.0}),
-    "one write fails (EIO)": Kind(errors=(_WRITE,), first={"write": 0}, given=_EIO),
+    "one write fails (EIO)": Kind(first={"write": 0}, given=_EIO, leaves_out=True),
     "one read fails (EIO)": Kind(first={"read": 0}, given=_EIO),
-    "reads fail (EIO)": Kind(errors=(_READ,), first={"read": 0}, given=_EIOS),
-    "drive lost in forward": Kind(errors=(_WRITE,), first={"write": 0, "read": 0}, given=_EIOS),
-    "drive lost in backward": Kind(errors=(_READ,), first={"read": 0, "write": 2}, given=_EIOS),
+    "reads fail (EIO)": Kind(errors=(_READ,), first={"read": 0}, given=_EIOS, leaves_out=True),
+    "drive lost in forward": Kind(errors=(_READ,), first={"write": 0, "read": None}, given=_EIOS, leaves_out=True),
+    "drive lost in backward": Kind(errors=(_READ,), first={"read": 0, "write": 2}, given=_EIOS, leaves_out=True),
     "both drives lost": Kind(errors=(_WRITE, _READ), first={"write": 0, "read": 0}, given=_EIOS, both=True),
     "budget too small": Kind(errors=(_FULL,), option={"disk_budget": "512MiB"}),
     "file system too small": Kind(errors=(_FULL,), option={"disk": _SMALL}),
@@ -185,12 +188,12 @@ class Hour:
             self.finds.append(f"{name}: {outcome[0]}")
         if kind.first and not lost.hits:
             self.finds.append(f"{name}: no operation met it")
-        if failed and kind.first:
+        if kind.first and (failed or kind.leaves_out):
             if kind.both:
                 self._repair()
             calls = lost.calls.copy()
             outcome.append(f"again by the same manager: {self._clean(turn)}")
-            if lost.calls != calls and not kind.both:
+            if lost.calls != calls and kind.leaves_out:
                 self.finds.append(f"{name}: the failed directory was used again")
         self._close()
         self._repair()
@@ -204,12 +207,14 @@ class Hour:
 
     def _inject(self, kind: Kind) -> list[Path]:
         """Arms the fault at a drawn operation; returns the directories of which the error names one."""
-        at = 1 + self._draw.randrange((self.args.microbatches - 3) * _PIECES)
+        begun = self._draw.randrange(self.args.microbatches - 3) * _PIECES + 1
+        within = self._draw.randrange(_PIECES // 4, _PIECES)
         folders = self.folders if kind.both else self.folders[1:]
         for drive in (self._drives[folder] for folder in folders):
             for operation, later in kind.first.items():
                 op: Any = operation
-                drive.fail(op, drive.calls[op] + at + later * _PIECES, **kind.given)
+                first = begun if later is None else begun + within + later * _PIECES
+                drive.fail(op, drive.calls[op] + first, **kind.given)
         return [self._small] if kind.option == {"disk": _SMALL} else self.folders if kind.option else folders
 
     def _named(self, value: str) -> Any:

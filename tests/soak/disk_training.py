@@ -51,16 +51,18 @@ class Training:
         self.model = Model()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self._microbatches = microbatches
-        self._start = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self._starts = [self._weights()]
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
 
     def run(self, turn: int, manager: Manager | None) -> tuple[Any, ...]:
         """Losses of all microbatches, and CRC-32 of gradients and of the weights after the update.
 
-        Before turn 0 the weights return to their start. An error leaves the weights as they were.
+        The weights are those before that step, turn 1's those after turn 0, which runs first.
         """
         self.optimizer.zero_grad()
-        if turn == 0:
-            self.model.load_state_dict(self._start)
+        self.model.load_state_dict(self._starts[turn])
         losses = []
         for number in range(self._microbatches):
             generator = torch.Generator().manual_seed(number)
@@ -75,6 +77,8 @@ class Training:
             losses.append(loss.item())
         crc = _crc([parameter.grad for parameter in self.model.parameters()])
         self.optimizer.step()
+        if len(self._starts) == 1:
+            self._starts.append(self._weights())
         return (*losses, crc, _crc(list(self.model.parameters())))
 
 
