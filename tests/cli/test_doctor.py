@@ -249,7 +249,7 @@ def test_the_default_stays_within_half_a_minute_for_any_number_of_disks(
 ) -> None:
     asked: list[float] = []
 
-    def note(directories: list[Path], *, seconds: float) -> Any:
+    def note(directories: list[Path], *, seconds: float, sustained_bytes: int) -> Any:
         # Six for each directory and once more for all of them, one for the host.
         asked.append(6 * seconds * (len(directories) + (len(directories) > 1)) + seconds)
         return examine([], seconds=0.001, nvml=no_gpu())
