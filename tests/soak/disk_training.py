@@ -17,6 +17,29 @@ LAYERS, TOKENS, WIDTH = 16, 4096, 1024
 """Each layer saves four float32 tensors of 16 MiB, a microbatch 1 GiB."""
 
 
+class _Watched(torch.autograd.Function):
+    """Zero, whose backward compares the bits of tensors with those in forward: gradients alone do not show each bit."""
+
+    changed = 0
+    """Tensors that came back with other bits."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.sums = [_sum_of_bits(tensor) for tensor in tensors]
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        pairs = zip(ctx.saved_tensors, ctx.sums, strict=True)
+        _Watched.changed += sum(_sum_of_bits(tensor) != before for tensor, before in pairs)
+        return (None,) * len(ctx.sums)
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> int:
+    return int(tensor.detach().view(torch.int32).sum())
+
+
 class Layer(nn.Module):
     """Element-wise operators that each save their input, and compute next to nothing."""
 
@@ -26,7 +49,10 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Shape (tokens, width), as its input."""
-        return functional.hardtanh(functional.hardswish(functional.leaky_relu(x * self.scale)))
+        scaled = x * self.scale
+        leaky = functional.leaky_relu(scaled)
+        swish = functional.hardswish(leaky)
+        return functional.hardtanh(swish).add_(_Watched.apply(x, scaled, leaky, swish))
 
 
 class Model(nn.Module):
@@ -57,13 +83,13 @@ class Training:
         return {name: value.clone() for name, value in self.model.state_dict().items()}
 
     def run(self, turn: int, manager: Manager | None) -> tuple[Any, ...]:
-        """Losses of all microbatches, and CRC-32 of gradients and of the weights after the update.
+        """Losses of all microbatches, CRC-32 of gradients and of the weights after the update, and tensors with other bits.
 
         The weights are those before that step, turn 1's those after turn 0, which runs first.
         """
         self.optimizer.zero_grad()
         self.model.load_state_dict(self._starts[turn])
-        losses = []
+        losses, _Watched.changed = [], 0
         for number in range(self._microbatches):
             generator = torch.Generator().manual_seed(number)
             x = torch.rand(TOKENS, WIDTH, generator=generator)
@@ -79,7 +105,7 @@ class Training:
         self.optimizer.step()
         if len(self._starts) == 1:
             self._starts.append(self._weights())
-        return (*losses, crc, _crc(list(self.model.parameters())))
+        return (*losses, crc, _crc(list(self.model.parameters())), _Watched.changed)
 
 
 def _crc(tensors: Sequence[torch.Tensor | None]) -> int:

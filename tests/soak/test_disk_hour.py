@@ -1,4 +1,4 @@
-"""A short disk hour finds nothing, and flipped bits are found."""
+"""A short disk hour finds nothing, and finds a flipped bit."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def test_steps_under_drive_faults_are_equal_or_end_in_an_error_that_names_the_dr
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_flipped_bits_are_a_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flipped_bit_is_a_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(KINDS):
         monkeypatch.delitem(KINDS, name)
-    monkeypatch.setitem(KINDS, "flipped bits", Kind(first={"write": 0}, given={"flip": True, "sticky": True}))
+    monkeypatch.setitem(KINDS, "flipped bit", Kind(first={"write": 0}, given={"flip": True}))
     hour = _hour(tmp_path, monkeypatch)
     hour.go()
     assert len(hour.finds) == 1
