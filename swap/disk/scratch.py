@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from memo.errors import ScratchFull, SwapError
+from memo.errors import ScratchFull, ScratchUnusable, SwapError
 from memo.forks import free_in_child
 from memo.swap.disk.operation import DiskExtent, Piece
 from memo.swap.disk.raw_file import BLOCK_ALIGN, NO_SPACE, RawFile, error_name
@@ -247,7 +247,7 @@ class ScratchSpace:
                     file.fallocate(needed)
             except OSError as error:
                 if error.errno not in NO_SPACE:
-                    raise
+                    raise _unusable(file, needed, error) from error
                 raise ScratchFull(
                     f"cannot reserve {format_bytes(needed)} of scratch in {file.directory}: {error_name(error)};"
                     f" {format_bytes(free)} are free; lower the disk budget or give another directory"
@@ -266,6 +266,8 @@ class ScratchSpace:
 
     def _extend_files(self, capacity: int) -> bool:
         for position, index in enumerate(self._striped):
+            if index in self._failed:
+                continue  # its pieces go elsewhere
             file = self.files[index]
             needed = self._file_bytes(capacity, position)
             more = needed - self._file_bytes(self._free.capacity, position)
@@ -279,8 +281,19 @@ class ScratchSpace:
                     file.fallocate(needed)
             except OSError as error:
                 if error.errno not in NO_SPACE:
-                    raise
+                    unusable = _unusable(file, needed, error)
+                    self._failed[index] = str(unusable)
+                    if len(self._failed.keys() & set(self._striped)) == len(self._striped):
+                        raise unusable from error
+                    continue
                 self.refusal = f"{file.directory} does not take a file of {format_bytes(needed)}: {error_name(error)}"
                 return False
         self.refusal = None
         return True
+
+
+def _unusable(file: RawFile, nbytes: int, error: OSError) -> ScratchUnusable:
+    return ScratchUnusable(
+        f"scratch directory {file.directory} does not take a file of {format_bytes(nbytes)}: {error_name(error)};"
+        " check that drive (dmesg, smartctl), or give another directory"
+    )

@@ -19,7 +19,7 @@ import torch
 from faulty_file import Faults, ManualEvent
 from faulty_store import BLOCK, SIZE, make, python, random_bytes, round_trip
 
-from memo.errors import CorruptBlock, ScratchFull, StoreReadError, StoreWriteError, SwapError
+from memo.errors import CorruptBlock, ScratchFull, ScratchUnusable, StoreReadError, StoreWriteError, SwapError
 from memo.swap import aligned_empty
 from memo.swap.disk import DiskStore, io_threads, operation
 from memo.swap.disk.io_threads import IoPool
@@ -536,3 +536,22 @@ def test_where_what_is_left_has_no_room_for_the_budget_it_has_its_own_share(tmp_
     assert drives.store.refusal == f"64 KiB of scratch in {tmp_path}/good are used up"
     assert drives.store.reserve(4 * BLOCK) is not None
     drives.store.close()
+
+
+def test_a_drive_that_cannot_grow_is_left_out_where_another_can(tmp_path: Path) -> None:
+    drives = Drives(tmp_path, Faults().fail("fallocate", 1, errno=errno.EIO, sticky=True), None)
+    round_trip(drives.store)
+    assert drives.lost.calls["write"] == 0
+    with pytest.warns(
+        RuntimeWarning, match=rf"{tmp_path}/lost does not take a file of .*EIO.*remain in {tmp_path}/good\."
+    ):
+        round_trip(drives.store)
+    drives.store.close()
+
+
+@pytest.mark.parametrize("capacity", [1 << 20, None])
+def test_a_drive_that_cannot_reserve_is_named(tmp_path: Path, capacity: int | None) -> None:
+    faults = Faults().fail("fallocate", 1, errno=errno.EIO, sticky=True)
+    with pytest.raises(ScratchUnusable, match=rf"{tmp_path} does not take a file of .* EIO .*; check that drive"):
+        DiskStore([tmp_path], capacity, spare_bytes=0, open_file=faults.open).reserve(4096)
+    assert all(file.fd == -1 for file in faults.files) or capacity is None
