@@ -65,7 +65,7 @@ class ScratchSpace:
         self.files: list[RawFile] = []
         self._block_bytes = block_bytes
         self._open_file = open_file
-        self._overflow: dict[int, tuple[int, int]] = {}  # second files: index and length by the index of the first
+        self._overflow: dict[int, tuple[int, FreeList]] = {}  # second files, by the index of their directory's first
         self._growing = capacity is None
         self._budget = 0 if capacity is None else capacity - capacity % BLOCK_ALIGN
         self.refusal: str | None = None
@@ -125,21 +125,30 @@ class ScratchSpace:
             return None
         with self._lock:
             good = [index for index in self._striped if index not in self._failed]
-            for first in sorted(good, key=lambda index: self._overflow.get(index, (0, 0))[1]):
+            for first in sorted(
+                good, key=lambda index: self._overflow[index][1].used if index in self._overflow else 0
+            ):
                 try:
                     if first not in self._overflow:
                         self.files.append(self._open_file(self.files[first].directory))
-                        self._overflow[first] = len(self.files) - 1, 0
-                    index, end = self._overflow[first]
-                    nbytes = -(-piece.nbytes // BLOCK_ALIGN) * BLOCK_ALIGN
-                    if self.files[index].free_bytes() - nbytes < (self._spare_bytes if self._growing else 0):
-                        continue
-                    self.files[index].fallocate(end + nbytes)
+                        self._overflow[first] = len(self.files) - 1, FreeList(0, align=BLOCK_ALIGN)
+                    index, free = self._overflow[first]
+                    offset = free.allocate(piece.nbytes)
+                    if offset is None:
+                        self._extend_overflow(self.files[index], free, piece.nbytes)
+                        offset = free.allocate(piece.nbytes)
                 except (OSError, SwapError):
                     continue
-                self._overflow[first] = index, end + nbytes
-                return Piece(start=piece.start, nbytes=piece.nbytes, file_index=index, file_offset=end)
+                if offset is not None:
+                    return Piece(start=piece.start, nbytes=piece.nbytes, file_index=index, file_offset=offset)
             return None
+
+    def _extend_overflow(self, file: RawFile, free: FreeList, nbytes: int) -> None:
+        """Extends a second file by `nbytes`, rounded up, where its file system has room for them."""
+        nbytes = -(-nbytes // BLOCK_ALIGN) * BLOCK_ALIGN
+        if file.free_bytes() - nbytes >= (self._spare_bytes if self._growing else 0):
+            file.fallocate(free.capacity + nbytes)
+            free.extend(nbytes)
 
     def reserve(self, nbytes: int) -> DiskExtent | None:
         """Reserves at least `nbytes`; None when the budget or the file system is used up."""
@@ -182,6 +191,9 @@ class ScratchSpace:
                 self._free.free(extent.offset)
                 self._recorder.release(*extent.claim)
                 del self._extents[extent.offset]
+                free = dict(self._overflow.values())
+                for piece in extent.moved.values():
+                    free[piece.file_index].free(piece.file_offset)
 
     def close(self) -> None:
         """Closes the files. Idempotent."""

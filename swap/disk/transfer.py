@@ -56,8 +56,7 @@ class Transfer:
         """
         tensor, writes, moved = operation.tensor, operation.kind is OperationKind.WRITE, operation.extent.moved
         assert tensor is not None, "an operation keeps its tensor until it is done"
-        if writes:
-            moved.pop(piece.start, None)  # of earlier bytes
+        if writes and (piece.start not in moved or moved[piece.start].nbytes < piece.nbytes):
             self._place_elsewhere(operation, piece)
         while True:
             place = moved.get(piece.start, piece)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import errno
 import json
 import os
 import random
@@ -34,9 +33,10 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 from faulty_file import Faults
 
 import memo
-from memo.errors import MemoError, ScratchFull, StoreReadError, StoreWriteError
+from memo.errors import MemoError
 from memo.manager import Manager
 from memo.swap.disk import DiskStore
+from tests.soak.disk_faults import KINDS, SMALL, Kind
 from tests.soak.disk_training import Training
 from tests.soak.resources import Sample, sample, trends
 
@@ -50,47 +50,6 @@ _PIECES = 120
 """Writes of 4 MiB to a directory in a microbatch, and as many reads; the last layer's tensors do not move."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """One kind of fault of the second directory."""
-
-    errors: tuple[type[MemoError], ...] = ()
-    """What the step ends in; empty: it goes on."""
-    first: dict[str, int | None] = dataclasses.field(default_factory=dict)
-    """Operations of the scratch file that fail, each with the microbatches from the drawn operation to the first failure;
-    None: from the beginning of the drawn microbatch."""
-    given: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Arguments of Faults.fail."""
-    leaves_out: bool = False
-    """The same manager does not use the directory in another step."""
-    both: bool = False
-    """The first directory, too."""
-    option: dict[str, Any] | None = None
-    """Arguments of memo.offload for a manager of this step's own."""
-
-
-_WRITE, _READ, _FULL, _SMALL = StoreWriteError, StoreReadError, ScratchFull, "drive-small"
-_EIO, _EIOS, _ENOSPCS = (
-    {"errno": errno.EIO},
-    {"errno": errno.EIO, "sticky": True},
-    {"errno": errno.ENOSPC, "sticky": True},
-)
-_SLOW = {"delay": 0.1, "sticky": True}
-KINDS = {
-    "full drive (ENOSPC)": Kind(first={"write": 0}, given=_ENOSPCS, leaves_out=True),
-    "slow drive (100 ms a call)": Kind(first={"write": 0, "read": 0}, given=_SLOW),
-    "stalled drive (35 s)": Kind(first={"write": 0}, given={"delay": 35.0}),
-    "one write fails (EIO)": Kind(first={"write": 0}, given=_EIO, leaves_out=True),
-    "one read fails (EIO)": Kind(first={"read": 0}, given=_EIO),
-    "reads fail (EIO)": Kind(errors=(_READ,), first={"read": 0}, given=_EIOS, leaves_out=True),
-    "drive lost in forward": Kind(errors=(_READ,), first={"write": 0, "read": None}, given=_EIOS, leaves_out=True),
-    "drive lost in backward": Kind(errors=(_READ,), first={"read": 0, "write": 2}, given=_EIOS, leaves_out=True),
-    "both drives lost": Kind(errors=(_WRITE, _READ), first={"write": 0, "read": 0}, given=_EIOS, both=True),
-    "budget too small": Kind(errors=(_FULL,), option={"disk_budget": "512MiB"}),
-    "file system too small": Kind(errors=(_FULL,), option={"disk": _SMALL}),
-}
-
-
 class Hour:
     """State of one run."""
 
@@ -99,7 +58,7 @@ class Hour:
         self.rows, self.finds, self._samples, self._round = list[Any](), list[str](), list[Any](), list[str]()
         self._commit, self._draw = commit(), random.Random(args.seed)
         self.folders = [folder / "drive-0", folder / "drive-1"]
-        self._small = folder / _SMALL
+        self._small = folder / SMALL
         for directory in (*self.folders, self._small):
             directory.mkdir()
         mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "memo", self._small]
@@ -172,7 +131,7 @@ class Hour:
     def _disturbed(self, turn: int, name: str) -> str:
         """Runs a step under a fault, after an error again; then a new manager has both directories."""
         kind, lost, outcome = KINDS[name], self._drives[self.folders[1]], []
-        if kind.option == {"disk": _SMALL} and not self._mounted:
+        if kind.option == {"disk": SMALL} and not self._mounted:
             return self._clean(turn) + "; no file system can be mounted here"
         places = self._inject(kind)
         try:
@@ -217,10 +176,10 @@ class Hour:
                 op: Any = operation
                 first = begun if later is None else begun + within + later * _PIECES
                 drive.fail(op, drive.calls[op] + first, **kind.given)
-        return [self._small] if kind.option == {"disk": _SMALL} else self.folders if kind.option else folders
+        return [self._small] if kind.option == {"disk": SMALL} else self.folders if kind.option else folders
 
     def _named(self, value: str) -> Any:
-        return [self.folders[0], self._small] if value == _SMALL else value
+        return [self.folders[0], self._small] if value == SMALL else value
 
     def _repair(self) -> None:
         for drive in self._drives.values():

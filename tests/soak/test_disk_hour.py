@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from memo.swap.disk import DiskStore
-from tests.soak.disk_hour import KINDS, Hour, Kind
+from tests.soak.disk_faults import KINDS, Kind
+from tests.soak.disk_hour import Hour
 
 
 @pytest.fixture(autouse=True)
