@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import os
 import random
@@ -150,6 +151,7 @@ class Hour:
         if kind.first and not lost.hits:
             self.finds.append(f"{name}: no operation met it")
         if kind.first and (failed or kind.leaves_out):
+            self._let_go(name)
             if kind.both:
                 self._repair()
             calls = lost.calls.copy()
@@ -165,6 +167,18 @@ class Hour:
         if failed and not kind.first:
             outcome.append(f"again by a new manager: {self._clean(turn)}")
         return "; ".join(outcome)
+
+    def _let_go(self, name: str) -> None:
+        """Waits until nothing of a step that failed is held: torch keeps its graph until the next backward."""
+        torch.ones((), requires_grad=True).backward()
+        assert self._manager is not None
+        end = time.perf_counter() + 30
+        while self._manager.stats.live_entries and time.perf_counter() < end:
+            gc.collect()
+            time.sleep(0.1)
+        time.sleep(1)  # reads that were under way are repeated twice
+        if self._manager.stats.live_entries:
+            self.finds.append(f"{name}: {self._manager.stats.live_entries} storages of the failed step are held")
 
     def _inject(self, kind: Kind) -> list[Path]:
         """Arms the fault at a drawn operation; returns the directories of which the error names one."""

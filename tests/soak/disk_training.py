@@ -87,7 +87,6 @@ class Training:
 
         The weights are those before that step, turn 1's those after turn 0, which runs first.
         """
-        torch.ones((), requires_grad=True).backward()  # torch keeps a graph whose backward raised until the next one
         self.optimizer.zero_grad()
         self.model.load_state_dict(self._starts[turn])
         losses, _Watched.changed = [], 0
