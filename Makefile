@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 PEERS_ARGS ?=
 WORKERS ?= 2
 
-.PHONY: demo test test-slow test-all hunt fuzz kill interrupt rehearsals soak matrix test-parallel lint typed typecheck format docs bench peers plots gpu-check gpu-bench gpu-emulated gpu-hour-prepare gpu-rehearsal setup clean release integrations
+.PHONY: demo test test-slow test-all hunt fuzz kill interrupt rehearsals soak disk-hour matrix test-parallel lint typed typecheck format docs bench peers plots gpu-check gpu-bench gpu-emulated gpu-hour-prepare gpu-rehearsal setup clean release integrations
 
 setup: $(STAMP)
 
@@ -80,6 +80,11 @@ rehearsals: setup
 SOAK_ARGS ?= --steps 10000 --minutes 60 --write
 soak: setup
 	$(BIN)/python -m tests.soak $(SOAK_ARGS)
+
+# An hour at 20 GB a step through two directories of a disk, with drives that fail: docs/disk.md. 60 GB stay free.
+DISK_HOUR_ARGS ?= --minutes 60 --write
+disk-hour: setup
+	$(BIN)/python -m tests.soak.disk_hour $(DISK_HOUR_ARGS)
 
 # Versions of Python, torch and transformers, each in an environment of its own: docs/versions.md. MATRIX_ARGS="--only 3.12" for some.
 MATRIX_ARGS ?= --write

@@ -130,7 +130,7 @@ class BytelessMode(LocalTensorMode):
         self._outcomes: dict[Any, _Outcome] = {}
         self._blank = Blank()
         self._assume = assume
-        self._calls = _Calls(self._readable, self._blank)
+        self._calls = _Calls(self._readable)
 
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -332,25 +332,24 @@ class _Calls(TorchFunctionMode):
     without bias is such a kernel: of the same shapes, with one statistic of a token more.
     """
 
-    def __init__(self, readable: Callable[[torch.Tensor, str], torch.Tensor], blank: Blank) -> None:
+    def __init__(self, readable: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
         super().__init__()
         self._readable = readable
-        self._blank = blank
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _CONVERSIONS:
             args = (self._readable(args[0], f"Tensor.{func.__name__}()"), *args[1:])
-        if func in _RMS_NORMS and args and self._blank.has(args[0]):
+        if func in _RMS_NORMS:
             func = _rms_norm_of_a_gpu
         return func(*args, **(kwargs or {}))
 
 
 def _rms_norm_of_a_gpu(
-    x: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
-    return torch.layer_norm(x, normalized_shape, weight, None, 1e-5 if eps is None else eps)
+    return torch.layer_norm(input, normalized_shape, weight, None, 1e-5 if eps is None else eps)
 
 
 _RMS_NORMS = frozenset({torch.nn.functional.rms_norm, torch.rms_norm})

@@ -153,6 +153,13 @@ def format_duration(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s"
 
 
+def format_wear(bytes_per_day: float) -> str:
+    """Formats a rate of writes, positive, with the time in which it uses up the usual rating of a consumer drive of 1 TB."""
+    days = 600e12 / bytes_per_day
+    lasts = f"{days:.3g} days" if days < 1000 else f"{days / 365:,.0f} years"
+    return f"{bytes_per_day / 1e12:.3g} TB a day at this rate: {lasts} for each 600 TBW that the drives are rated for"
+
+
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Container[int] = (0,)) -> str:
     """Formats a table, whose columns are flush right but those of these numbers."""
     lines = [header, *rows]

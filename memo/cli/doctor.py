@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from memo.cli.inputs.flag_types import Flag, Json
+from memo.cli.inputs.flag_types import Flag, Json, Size
 from memo.cli.terminal.output_files import display_name
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
@@ -27,7 +27,16 @@ from memo.trace import duration, printable, rate
 from memo.units import format_bytes, format_duration, format_tokens, parse_duration_s
 
 if TYPE_CHECKING:
-    from memo.machine import CollectiveFit, CollectiveRates, Diagnosis, DiskRates, Gpu, HostFacts, MeasuredDisk
+    from memo.machine import (
+        CollectiveFit,
+        CollectiveRates,
+        Diagnosis,
+        DiskRates,
+        Gpu,
+        HostFacts,
+        MeasuredDisk,
+        SustainedWrite,
+    )
 
 _MEASURING_S = 20.0  # all measurements together, unless --seconds is given
 _LONGEST_S = 1.0  # one measurement
@@ -46,6 +55,9 @@ class Options:
     """Scratch directory whose disk is measured; repeat the option for several disks (default: the current directory)."""
     seconds: Annotated[float | None, Flag(type=parse_duration_s, metavar="TIME")] = None
     """Duration of each measurement, such as 500ms (default 1s; less for many disks)."""
+    disk_sustained: Size | None = None
+    """Also write this many bytes to all disks without a pause, such as 200GiB, to find where a drive's cache ends; it wears
+    them by as much."""
     json: Annotated[Json, Flag(help="print one JSON object, with the unit in each key, instead of a table")] = False
 
 
@@ -69,7 +81,7 @@ def run(args: Options) -> ExitCode:
         return ExitCode.OK
     spent = time.monotonic() - begin
     with WaitingLine("memo doctor", "measuring links, host memory and disks", quiet=args.json):
-        diagnosis = examine(directories, seconds=seconds)
+        diagnosis = examine(directories, seconds=seconds, sustained_bytes=args.disk_sustained or 0)
     diagnosis = dataclasses.replace(diagnosis, collectives=collectives, took_s=round(diagnosis.took_s + spent, 3))
     if args.json:
         print(json.dumps(dataclasses.asdict(diagnosis), indent=2))
@@ -114,6 +126,8 @@ def _rows(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     rows += [row for disk in diagnosis.disks for row in _disk_rows(disk, has_gpu=bool(diagnosis.gpus))]
     if diagnosis.striped is not None:
         rows += _rate_rows("striped over all", diagnosis.striped)
+    if diagnosis.sustained is not None:
+        rows.append(_sustained_row(diagnosis.sustained))
     if diagnosis.collectives is not None:
         rows += _collective_rows(diagnosis.collectives)
     return [*rows, ("measured in", format_duration(diagnosis.took_s))]
@@ -193,3 +207,13 @@ def _rate_rows(name: str, rates: DiskRates) -> list[tuple[str, str]]:
         (f"{name} write", f"{rate(rates.write_bytes_per_s)}, {rate(rates.write_together_bytes_per_s)} while reading"),
         (f"{name} read", f"{rate(rates.read_bytes_per_s)}, {rate(rates.read_together_bytes_per_s)} while writing"),
     ]
+
+
+def _sustained_row(found: SustainedWrite) -> tuple[str, str]:
+    text = rate(found.steady_bytes_per_s)
+    if found.fell_after_bytes is None:
+        text += f" over {format_bytes(found.written_bytes)}, no fall"
+    else:
+        text += f" after {format_bytes(found.fell_after_bytes)}, {rate(found.first_bytes_per_s)} before"
+    again = found.written_bytes - found.scratch_bytes
+    return "sustained write", text + (f" ({format_bytes(again)} of it over the same blocks)" if again else "")

@@ -46,5 +46,6 @@ if TYPE_CHECKING:
         run_peak_rss_bytes as run_peak_rss_bytes,
         trim_heap as trim_heap,
     )
+    from memo.machine.sustained_write import SustainedWrite as SustainedWrite
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

@@ -18,6 +18,7 @@ from memo.errors import SwapError
 from memo.machine.collective_rates import CollectiveRates
 from memo.machine.kernel_rates import KernelRates, measure_kernels
 from memo.machine.link_bandwidth import DiskRates, HostFacts, LinkRates, host_facts, measure_disk, measure_link
+from memo.machine.sustained_write import SustainedWrite, measure_sustained
 from memo.swap import node_of_pci_device
 from memo.swap.disk import RawFile, mount_of, obstacles, try_gds
 
@@ -72,24 +73,32 @@ class Diagnosis:
     striped: DiskRates | None
     """Rates of all directories striped into one store; None for fewer than two usable ones."""
     took_s: float
+    sustained: SustainedWrite | None = None
+    """One long write over all directories; None where none was asked for or a directory cannot be used."""
     collectives: CollectiveRates | None = None
     """Collectives among the ranks that `memo doctor` was started as; None for one process."""
 
 
-def examine(directories: Sequence[Path], *, seconds: float, nvml: Any = None) -> Diagnosis:
+def examine(directories: Sequence[Path], *, seconds: float, sustained_bytes: int = 0, nvml: Any = None) -> Diagnosis:
     """Measures the host, the GPUs and the disks.
 
     Args:
         directories: Scratch directories.
         seconds: Length of one measurement: one for the host, six for each disk (and the stripe), six for each GPU.
+        sustained_bytes: Length of a long write over all directories, after the rest; 0: none.
         nvml: Module to use in place of pynvml.
+
+    Raises:
+        ScratchFull, StoreWriteError: In the long write. Nothing is left on the disk.
     """
     begin = time.monotonic()
     driver, gpus, problem = _gpus(nvml, seconds)
     disks = [_disk(directory, seconds) for directory in directories]
-    striped = None
-    if len(disks) > 1 and not any(disk.problem for disk in disks):
+    striped, sustained, usable = None, None, not any(disk.problem for disk in disks)
+    if len(disks) > 1 and usable:
         striped = measure_disk(directories, seconds=seconds)
+    if sustained_bytes and usable:
+        sustained = measure_sustained(directories, sustained_bytes)
     return Diagnosis(
         gpu_driver_version=driver,
         gpus=gpus,
@@ -97,6 +106,7 @@ def examine(directories: Sequence[Path], *, seconds: float, nvml: Any = None) ->
         host=host_facts(seconds=seconds),
         disks=disks,
         striped=striped,
+        sustained=sustained,
         took_s=round(time.monotonic() - begin, 3),
     )
 

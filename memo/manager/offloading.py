@@ -147,7 +147,7 @@ def offload(
 
     A forward inside `with manager:` raises:
         HostBudgetExceeded, ScratchFull: No tier has room (see `on_full`); only with `plan`, `alpha` or `levels`.
-        StoreWriteError: A write to disk failed, and no other tier takes the bytes.
+        StoreWriteError: A write to disk failed, and no other directory or tier takes the bytes.
         SwapError: The system refuses host memory within the budget.
         ModifiedAfterSave: With `verify`, a storage is saved again with other bytes, and nothing counted the change.
         After any of them what earlier forwards saved is still restored, and the manager can be entered again.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from memo.events import StallCause, TierName, UseKind
 from memo.swap import SpillOutcome
-from memo.units import format_bytes, format_duration, text_table
+from memo.units import format_bytes, format_duration, format_wear, text_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -439,7 +439,7 @@ class Report:
                 f"disk: write {format_bytes(self.disk.write_bytes_per_s)}/s, "
                 f"read {format_bytes(self.disk.read_bytes_per_s)}/s, "
                 + (f"{100 * overlap:.1f} % of its busy time hidden behind compute, " if overlap is not None else "")
-                + f"{self.disk.wear_bytes_per_day / 1e12:.3g} TB written a day at this rate"
+                + f"writes {format_wear(self.disk.wear_bytes_per_day)}"
             )
         if self.failed_writes:
             lines.append(f"failed disk writes: {self.failed_writes} (their bytes went to another tier)")

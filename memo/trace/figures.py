@@ -24,6 +24,8 @@ class LaneStats:
     forward_busy_percent: float | None
     backward_busy_percent: float | None
     bytes_per_s: float | None
+    queue_nbytes: int
+    """Most bytes at one time whose copy was issued and had not ended."""
     link_bytes_per_s: float | None
     """Rate of the link measured alone; None where the header has none, or copies were faster than that."""
 

@@ -6,6 +6,7 @@ definitions are choices:
 - Compute is running while a compute or recompute span is open and no stall is: a layer's span may contain its waits.
 - A copy is hidden while compute is running; `overlap_percent` is hidden copy time over all copy time, lanes united.
 - A rate is bytes over the time the lane was busy, not over the step, so that it compares with the measured link.
+- A copy is queued from the time its storage is `leaving` or `returning`, and until it has ended.
 - A prefetch is hit when a reload had been issued before backward asked; uses that found the live source count apart.
 - Added time is stalls and recompute: what this step would not have spent had everything stayed on the device.
 """
@@ -18,7 +19,20 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from memo.events import CounterEvent, Event, Lane, Span, Stall, StallCause, StepMark, StorageUse, TierName, UseKind
+from memo.events import (
+    CounterEvent,
+    Event,
+    Lane,
+    Span,
+    Stall,
+    StallCause,
+    StateChange,
+    StepMark,
+    StorageUse,
+    TensorState,
+    TierName,
+    UseKind,
+)
 from memo.trace.figures import LaneStats, LayerCost, PrefetchStats, RankStats, StallStats, StepStats, TierPeak
 from memo.trace.intervals import Interval, intersection, length, subtraction, union
 from memo.trace.reader import Trace
@@ -116,9 +130,12 @@ def _measure(trace: Trace, residence: _Residence, events: Sequence[Event], *, st
     collectives: list[Stall] = []
     uses: list[StorageUse] = []
     counters: dict[TierName, int] = {}
+    issued: dict[tuple[TensorState, int], list[int]] = collections.defaultdict(list)
     for event in events:
         if isinstance(event, Span):
             spans[event.lane].append(event)
+        elif isinstance(event, StateChange):
+            issued[event.to, event.id].append(event.t)
         elif isinstance(event, Stall):
             (collectives if event.cause is StallCause.COLLECTIVE else stalls).append(event)
         elif isinstance(event, StorageUse):
@@ -153,7 +170,9 @@ def _measure(trace: Trace, residence: _Residence, events: Sequence[Event], *, st
         copy_ns=length(copying),
         hidden_ns=hidden,
         overlap_percent=_percent(hidden, length(copying)),
-        lanes=tuple(_lane_stats(lane, spans[lane], running, forward, backward, links.get(lane)) for lane in COPY_LANES),
+        lanes=tuple(
+            _lane_stats(lane, spans[lane], issued, running, forward, backward, links.get(lane)) for lane in COPY_LANES
+        ),
         stalls=_stall_stats(stalls),
         prefetch=_prefetch_stats(uses, stalls),
         peaks=residence.peaks(window, counters),
@@ -183,6 +202,7 @@ def _percent(part: int, whole: int) -> float | None:
 def _lane_stats(
     lane: Lane,
     spans: Sequence[Span],
+    issued: Mapping[tuple[TensorState, int], Sequence[int]],
     running: Sequence[Interval],
     forward: Sequence[Interval],
     backward: Sequence[Interval],
@@ -202,8 +222,21 @@ def _lane_stats(
         forward_busy_percent=_percent(length(intersection(busy, forward)), length(forward)),
         backward_busy_percent=_percent(length(intersection(busy, backward)), length(backward)),
         bytes_per_s=reached,
+        queue_nbytes=_most_queued(lane, spans, issued),
         link_bytes_per_s=link,
     )
+
+
+def _most_queued(lane: Lane, spans: Sequence[Span], issued: Mapping[tuple[TensorState, int], Sequence[int]]) -> int:
+    """Most bytes at one time whose copy was issued, by the latest such state of the storage, and had not ended."""
+    state = TensorState.LEAVING if lane in (Lane.D2H, Lane.DISK_WRITE) else TensorState.RETURNING
+    changes: list[tuple[int, int]] = []
+    for span in spans:
+        times = issued.get((state, -1 if span.id is None else span.id), ())
+        place = bisect.bisect_right(times, span.t)
+        nbytes = span.nbytes or 0
+        changes += [(times[place - 1] if place else span.t, nbytes), (span.t + span.d, -nbytes)]
+    return max(itertools.accumulate(delta for _, delta in sorted(changes)), default=0)
 
 
 def _stall_stats(stalls: Sequence[Stall]) -> tuple[StallStats, ...]:

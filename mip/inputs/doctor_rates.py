@@ -97,13 +97,19 @@ def _host(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _disks(report: dict[str, Any]) -> dict[str, Any]:
-    """Rates of all directories striped, where that was measured; else of the first usable one."""
+    """Rates of all directories striped, where that was measured; else of the first usable one.
+
+    Of writes at most the steady rate of a sustained write.
+    """
     usable = [disk["rates"] for disk in _entries(report, "disks") if isinstance(disk.get("rates"), dict)]
     rates = report["striped"] if isinstance(report.get("striped"), dict) else next(iter(usable), None)
     if rates is None:
         return {}
+    write, sustained = _rate(rates, "write_bytes_per_s"), report.get("sustained")
+    if isinstance(sustained, dict):
+        write = min(write, _rate(sustained, "steady_bytes_per_s"))
     return {
-        "disk_write_bytes_per_s": _rate(rates, "write_bytes_per_s"),
+        "disk_write_bytes_per_s": write,
         "disk_read_bytes_per_s": _rate(rates, "read_bytes_per_s"),
     }
 

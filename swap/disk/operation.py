@@ -63,6 +63,8 @@ class DiskExtent:
     pending: int = 0
     """Number of operations on this extent that are not done."""
     released: bool = False
+    moved: dict[int, Piece] = field(default_factory=dict)
+    """Pieces, by their start within the extent, that lie elsewhere since their file failed."""
     checksums: dict[int, int] = field(default_factory=dict)
     """CRC-32 of each piece, by its start within the extent; filled only by a store that verifies."""
 

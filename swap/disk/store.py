@@ -49,6 +49,9 @@ class DiskStats:
 class DiskStore:
     """Implements `memo.swap.backends.Disk` over anonymous O_DIRECT files, one in each directory.
 
+    A directory whose file fails a transfer takes no more bytes, where others remain, and the failed write goes to one of
+    them.
+
     Args:
         directories: One scratch file is created in each; they are striped.
         capacity: Byte budget over all directories, preallocated; None grows on demand.
@@ -86,7 +89,7 @@ class DiskStore:
         self._space = ScratchSpace(
             directories, capacity, block_bytes=block_bytes, spare_bytes=spare_bytes, open_file=open_file
         )
-        self._transfer = Transfer(self._space.files, verify=verify)
+        self._transfer = Transfer(self._space, verify=verify)
         try:
             self._pool = IoPool(threads * len(directories), self._transfer.run, bounce_bytes=block_bytes)
         except BaseException:

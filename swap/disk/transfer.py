@@ -8,21 +8,24 @@ count. Bytes from the disk are never interpreted; with `verify` their checksum i
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import errno
 import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from memo.errors import CorruptBlock
 from memo.swap.disk.operation import DiskOperation, OperationKind, Piece
-from memo.swap.disk.raw_file import BLOCK_ALIGN, RawFile, error_name
+from memo.swap.disk.raw_file import BLOCK_ALIGN, NO_SPACE, RawFile, error_name
 from memo.swap.memory.page_aligned import Bounce, padded_bytes
 
 if TYPE_CHECKING:
     import torch
+
+    from memo.swap.disk.scratch import ScratchSpace
 
 READ_RETRIES = 2
 _RETRY_PAUSE_S = 0.01
@@ -31,10 +34,13 @@ _BARREN_PAUSE_S = 0.001
 
 
 class Transfer:
-    """Transfers pieces of one store and counts bytes, errors and retries. Thread-safe."""
+    """Transfers pieces of one store and counts bytes, errors and retries. Thread-safe.
 
-    def __init__(self, files: Sequence[RawFile], *, verify: bool) -> None:
-        self.files = files
+    A piece whose write fails goes elsewhere, where the space has another file.
+    """
+
+    def __init__(self, space: ScratchSpace, *, verify: bool) -> None:
+        self._space = space
         self.verify = verify
         self.bytes_moved = dict.fromkeys(OperationKind, 0)
         self.errors = dict.fromkeys(OperationKind, 0)
@@ -48,25 +54,40 @@ class Transfer:
             StoreWriteError, StoreReadError: The system failed to; a read's part of the tensor holds garbage.
             CorruptBlock: The checksum differs after all retries; likewise.
         """
-        tensor = operation.tensor
+        tensor, writes, moved = operation.tensor, operation.kind is OperationKind.WRITE, operation.extent.moved
         assert tensor is not None, "an operation keeps its tensor until it is done"
-        file = self.files[piece.file_index]
-        try:
-            if operation.kind is OperationKind.WRITE:
-                self._write(file, tensor, operation, piece, bounce)
-            else:
-                self._read_with_retries(file, tensor, operation, piece, bounce)
-        except OSError as error:
-            with self.lock:
-                self.errors[operation.kind] += 1
-            raise operation.kind.error(
-                f"{operation.describe()}: {piece.nbytes} bytes at {piece.file_offset} in {file.directory}"
-                f" failed: {error_name(error)}"
-            ) from error
-        except CorruptBlock:
-            with self.lock:
-                self.errors[operation.kind] += 1
-            raise
+        if writes and (piece.start not in moved or moved[piece.start].nbytes < piece.nbytes):
+            self._place_elsewhere(operation, piece)
+        while True:
+            place = moved.get(piece.start, piece)
+            file = self._space.files[place.file_index]
+            # A read may be shorter than the write that was placed elsewhere.
+            place = dataclasses.replace(place, nbytes=piece.nbytes)
+            try:
+                if writes:
+                    return self._write(file, tensor, operation, place, bounce)
+                return self._read_with_retries(file, tensor, operation, place, bounce)
+            except OSError as error:
+                self._count_error(operation.kind)
+                where = f"{piece.nbytes} bytes at {place.file_offset} in {file.directory} failed: {error_name(error)}"
+                self._space.file_failed(place.file_index, f"{operation.kind.value} of {where}")
+                if not (writes and self._place_elsewhere(operation, place)):
+                    message = f"{operation.describe()}: {where}; {_advice(error, file)}"
+                    raise operation.kind.error(message) from error
+            except CorruptBlock:
+                self._count_error(operation.kind)
+                raise
+
+    def _place_elsewhere(self, operation: DiskOperation, place: Piece) -> bool:
+        """Gives a piece whose file has failed another place; False if it has not, or there is none."""
+        other = self._space.elsewhere(place)
+        if other is not None:
+            operation.extent.moved[place.start] = other
+        return other is not None
+
+    def _count_error(self, kind: OperationKind) -> None:
+        with self.lock:
+            self.errors[kind] += 1
 
     def _write(
         self, file: RawFile, tensor: torch.Tensor, operation: DiskOperation, piece: Piece, bounce: Bounce
@@ -112,6 +133,12 @@ class Transfer:
     def _count(self, kind: OperationKind, nbytes: int) -> None:
         with self.lock:
             self.bytes_moved[kind] += nbytes
+
+
+def _advice(error: OSError, file: RawFile) -> str:
+    if error.errno in NO_SPACE:
+        return f"free space in {file.directory}, or lower the disk budget"
+    return f"check that drive (dmesg, smartctl), or take {file.directory} out of disk="
 
 
 def _whole_blocks(nbytes: int) -> int:

@@ -20,11 +20,11 @@ from faulty_file import Faults
 from ready_ranks import run_ranks
 
 from memo.cli.main import main
-from memo.errors import ExitCode
-from memo.machine import LinkRates, doctor, examine, link_bandwidth
+from memo.errors import ExitCode, ScratchFull
+from memo.machine import LinkRates, doctor, examine, link_bandwidth, sustained_write
 from memo.machine.link_bandwidth import measure_disk
 from memo.mip.activation import read_activation_plan
-from memo.swap.disk import gds_probe, mount_of, obstacles, try_gds
+from memo.swap.disk import DiskStore, gds_probe, mount_of, obstacles, try_gds
 from memo.swap.disk.gds_probe import Mount
 
 SECONDS = 0.02
@@ -145,6 +145,50 @@ def test_the_table_names_each_disk_and_what_it_can_do(tmp_path: Path, capsys: py
     assert len(re.findall(r"^disk ", out, re.M)) == 2
 
 
+def test_a_sustained_write_is_measured_on_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sustained_write, "_TENSOR_BYTES", 1 << 20)
+    monkeypatch.setitem(DiskStore.__init__.__kwdefaults__, "spare_bytes", 0)
+    code, out = run(capsys, "--json", "--disk", str(tmp_path), "--disk-sustained", "33MiB")
+    found = json.loads(out)
+    assert code == ExitCode.OK
+    assert_units(found)
+    assert found["sustained"]["written_bytes"] == found["sustained"]["scratch_bytes"] == 64 << 20
+    assert len(found["sustained"]["window_bytes_per_s"]) == 32
+    _, out = run(capsys, "--disk", str(tmp_path), "--disk-sustained", "1MiB")
+    assert re.search(r"^sustained write +[\d.]+ [MG]B/s (over 32 MiB, no fall|after \d+ MiB, )", out, re.M)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sustained_write_goes_over_the_same_blocks_where_there_are_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sustained_write, "_TENSOR_BYTES", 1 << 20)
+    faults = Faults().fail("fallocate", 2, errno=errno.ENOSPC, sticky=True)
+    faults.install(monkeypatch)
+    monkeypatch.setattr("memo.swap.disk.scratch._GROWTH_BYTES", 8 << 20)
+    found = sustained_write.measure_sustained([tmp_path], 32 << 20)
+    assert (found.written_bytes, found.scratch_bytes) == (32 << 20, 8 << 20)
+    assert faults.calls["write"] == 32
+    faults.clear()
+    faults.fail("fallocate", 1, errno=errno.ENOSPC, sticky=True).calls["fallocate"] = 0
+    with pytest.raises(ScratchFull, match=r"does not take a file of .* free the disk"):
+        sustained_write.measure_sustained([tmp_path], 32 << 20)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_end_of_a_drives_cache_is_found() -> None:
+    rates = [3e9] * 10 + [2.9e9, 1.6e9] + [0.8e9, 0.9e9, 0.7e9, 0.8e9] * 5
+    found = sustained_write.summary(rates, window_bytes=1 << 30, scratch_bytes=32 << 30)
+    assert found.fell_after_bytes == 12 << 30
+    assert found.steady_bytes_per_s == pytest.approx(0.8e9)
+    assert found.first_bytes_per_s == pytest.approx(2.9e9, rel=0.1)
+    even = sustained_write.summary([1e9, 0.9e9] * 16, window_bytes=1 << 30, scratch_bytes=0)
+    assert even.fell_after_bytes is None
+    assert even.first_bytes_per_s == pytest.approx(0.947e9, rel=0.01)
+
+
 @pytest.mark.parametrize(("nvml", "advises"), [(no_gpu, False), (one_gpu, True)])
 def test_advice_on_gpudirect_storage_is_for_machines_with_a_gpu(
     nvml: Callable[[], Any],
@@ -205,7 +249,7 @@ def test_the_default_stays_within_half_a_minute_for_any_number_of_disks(
 ) -> None:
     asked: list[float] = []
 
-    def note(directories: list[Path], *, seconds: float) -> Any:
+    def note(directories: list[Path], *, seconds: float, sustained_bytes: int) -> Any:
         # Six for each directory and once more for all of them, one for the host.
         asked.append(6 * seconds * (len(directories) + (len(directories) > 1)) + seconds)
         return examine([], seconds=0.001, nvml=no_gpu())

@@ -172,8 +172,11 @@ def test_disks_and_their_wear(capsys: pytest.CaptureFixture[str]) -> None:
     free = of_json(capsys, less_host)
     assert free["stages"][0]["disk_written_bytes"] > 0
     assert main(less_host) == ExitCode.OK
-    assert "TB a day at this rate" in capsys.readouterr().out
+    said = re.search(r"([\d.]+) TB a day at this rate: ([\d.]+) days for each 600 TBW", capsys.readouterr().out)
+    assert said is not None
     a_day = 8 * free["stages"][0]["disk_written_bytes"] / free["step_s"] * 86400
+    assert float(said[1]) == pytest.approx(a_day / 1e12, rel=0.01)
+    assert float(said[1]) * float(said[2]) == pytest.approx(600, rel=0.02)
     bounded = of_json(capsys, [*less_host, "--wear", str(a_day / 2e12)])
     written = 8 * bounded["stages"][0]["disk_written_bytes"] / bounded["step_s"] * 86400
     assert 0.4 * a_day < written <= a_day / 2 * (1 + 1e-9)
@@ -255,6 +258,9 @@ def test_a_doctors_report_replaces_the_presets_rates(tmp_path: Path, capsys: pyt
     assert (machine.device_bytes, machine.host_bytes) == (85 << 30, 1 << 41)
     assert (machine.disk_write_bytes_per_s, machine.disk_read_bytes_per_s) == (7e9, 8e9)
     assert machine.peak_flops == PRESETS["a800"].peak_flops
+    report.write_text(json.dumps(DOCTOR | {"sustained": {"steady_bytes_per_s": 2e9}}))
+    assert main([*PAPER, "--doctor", str(report), "-f", "-o", str(plan)]) == ExitCode.OK
+    assert read_activation_plan(plan).problem.hardware.disk_write_bytes_per_s == 2e9
 
 
 def test_the_network_is_that_of_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,6 +88,17 @@ def test_a_stall_inside_a_layers_span_hides_nothing(make_trace: MakeTrace) -> No
     assert step.hidden_ns == 6 + 5  # the copy in from 25 to 30; from 30 to 35 the layer itself waits
 
 
+def test_a_lanes_queue_has_what_was_issued_and_has_not_arrived(make_trace: MakeTrace) -> None:
+    events: list[Event] = [StepMark(t=0, step=0, phase="begin")]
+    for number, issued in enumerate((1, 2, 30)):  # each is written in 10 ns, one after the other
+        events.append(StateChange(t=issued, step=0, id=number, to=S.LEAVING, nbytes=100, tier=TierName.DISK))
+        start = max(issued, 1 + 10 * number)
+        events.append(Span(t=start, d=10, step=0, lane=Lane.DISK_WRITE, id=number, nbytes=100))
+    events.append(Span(t=60, d=5, step=0, lane=Lane.DISK_READ, nbytes=70))
+    d2h, _, write, read = rank_stats(make_trace(events)).steps[0].lanes
+    assert (d2h.queue_nbytes, write.queue_nbytes, read.queue_nbytes) == (0, 200, 70)
+
+
 def test_lanes(step: StepStats) -> None:
     d2h, h2d, *disk = step.lanes
     assert (d2h.lane, d2h.copies, d2h.nbytes, d2h.busy_ns) == (Lane.D2H, 1, 100, 6)

@@ -82,7 +82,10 @@ def test_the_panel_says_what_stats_says(
     step = next(one for one in rank["steps"] if one["step"] == stats["step"])
     assert [row[1] for row in figures(page, "figures-time")] == expected_times(step)
     for row, lane in zip(figures(page, "figures-lanes"), step["lanes"], strict=True):
-        assert row == [lane["lane"], lane["nbytes"], lane["bytes_per_s"], lane["link_bytes_per_s"]]
+        assert row == [
+            lane["lane"],
+            *(lane[key] for key in ("nbytes", "bytes_per_s", "link_bytes_per_s", "queue_nbytes")),
+        ]
     for row, peak in zip(figures(page, "figures-peaks"), step["peaks"], strict=True):
         assert row == [peak["tier"], peak["saved_nbytes"], peak["measured_nbytes"], peak["budget_nbytes"]]
     for row, stall in zip(figures(page, "figures-stalls"), step["stalls"], strict=True):

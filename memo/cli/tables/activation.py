@@ -22,7 +22,7 @@ from memo.mip.activation import (
 )
 from memo.mip.inputs import Profile, Role
 from memo.trace import printable
-from memo.units import format_bytes, format_duration, format_tokens, text_table
+from memo.units import format_bytes, format_duration, format_tokens, format_wear, text_table
 
 T = TypeVar("T")
 _RUNS = 6  # runs of layers of one plan that its row names
@@ -224,10 +224,10 @@ def _tiers(plan: ActivationPlan) -> str:
     shown = text_table(("tier", "budget", "peak", "headroom"), lines)
     _, written = _of_node(plan, lambda stage: stage.disk_written_bytes, lambda _: 0)
     if written:
-        a_day = written / plan.step_s * 86400 / 1e12
+        a_day = written / plan.step_s * 86400
         limit = problem.budgets.disk_wear_bytes_per_day
-        shown += f"\ndisk wear: {format_bytes(written)} a step and node, {a_day:.3g} TB a day at this rate"
-        shown += "" if limit is None else f" (allowed {limit / 1e12:.3g})"
+        shown += f"\ndisk wear: {format_bytes(written)} a step and node, {format_wear(a_day)}"
+        shown += "" if limit is None else f" (allowed {limit / 1e12:.3g} TB a day)"
     return shown
 
 

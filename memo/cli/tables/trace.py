@@ -57,9 +57,10 @@ def _lanes(step: StepStats) -> _Table:
                 rate(lane.bytes_per_s),
                 rate(lane.link_bytes_per_s),
                 percent(share),
+                format_bytes(lane.queue_nbytes),
             )
         )
-    return ("lane", "copies", "moved", "busy", "rate", "link", "of link"), rows
+    return ("lane", "copies", "moved", "busy", "rate", "link", "of link", "queue"), rows
 
 
 def _peaks(step: StepStats) -> _Table:

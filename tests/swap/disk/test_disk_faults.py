@@ -19,7 +19,7 @@ import torch
 from faulty_file import Faults, ManualEvent
 from faulty_store import BLOCK, SIZE, make, python, random_bytes, round_trip
 
-from memo.errors import CorruptBlock, ScratchFull, StoreReadError, StoreWriteError, SwapError
+from memo.errors import CorruptBlock, ScratchFull, ScratchUnusable, StoreReadError, StoreWriteError, SwapError
 from memo.swap import aligned_empty
 from memo.swap.disk import DiskStore, io_threads, operation
 from memo.swap.disk.io_threads import IoPool
@@ -434,3 +434,129 @@ def test_a_thread_killed_at_any_of_its_calls_leaves_no_operation_undone(
         if not killed:
             break
     assert nth > 20
+
+
+# Row 2a: one of several drives fails.
+
+
+class Drives:
+    """A store over two directories, of which the second fails as scripted."""
+
+    def __init__(self, folder: Path, lost: Faults, capacity: int | None = 1 << 20, spare_bytes: int = 0) -> None:
+        self.good, self.lost = Faults(), lost
+        self.names = {folder / "good": self.good, folder / "lost": lost}
+        for name in self.names:
+            name.mkdir(exist_ok=True)
+        self.store = DiskStore(
+            list(self.names),
+            capacity,
+            block_bytes=BLOCK,
+            spare_bytes=spare_bytes,
+            open_file=lambda name: self.names[name].open(name),
+        )
+
+
+@pytest.mark.parametrize("capacity", [1 << 20, None])
+def test_writes_that_fail_on_one_drive_of_two_go_to_the_other(tmp_path: Path, capacity: int | None) -> None:
+    for nth in (1, 2, 3):
+        drives = Drives(tmp_path, Faults().fail("write", nth, errno=errno.EIO, sticky=True), capacity)
+        store = drives.store
+        round_trip(store)
+        assert bool(store.stats.write_errors) == (nth < 3), "two of the five pieces are on the second drive"
+        if nth == 3:
+            continue
+        with pytest.warns(RuntimeWarning, match=rf"write of .*/lost failed: EIO.*scratch remain in {tmp_path}/good\."):
+            round_trip(store, seed=1)
+        calls = drives.lost.calls.copy()
+        for seed in range(3):
+            round_trip(store, seed)
+        assert drives.lost.calls == calls
+        assert drives.lost.files[0].fd == -1, "its blocks are free"
+        assert [file.fd >= 0 for file in drives.good.files] == [True, False], "so is what took the rest of the step"
+        assert store.stats.capacity_bytes >= SIZE
+        if capacity is not None:
+            assert store.stats.capacity_bytes == capacity
+        store.close()
+
+
+@pytest.mark.parametrize("capacity", [1 << 20, None])
+def test_a_drive_of_two_that_cannot_be_read_is_named_and_left_out(tmp_path: Path, capacity: int | None) -> None:
+    drives = Drives(tmp_path, Faults().fail("read", 1, errno=errno.EIO, sticky=True), capacity)
+    with pytest.raises(StoreReadError, match=rf"in {tmp_path}/lost failed: EIO .*take {tmp_path}/lost out of disk="):
+        round_trip(drives.store)
+    with pytest.warns(RuntimeWarning, match=rf"read of .*/lost failed: EIO.*scratch remain in {tmp_path}/good\."):
+        round_trip(drives.store)
+    drives.store.close()
+
+
+def test_pieces_that_lie_elsewhere_are_overwritten_read_in_part_and_verified(tmp_path: Path) -> None:
+    drives = Drives(tmp_path, Faults().fail("write", 1, errno=errno.ENOSPC, sticky=True))
+    store = drives.store
+    extent = store.reserve(SIZE)
+    assert extent is not None
+    store.write(extent, random_bytes(BLOCK + 5)).synchronize()
+    for seed in range(3):
+        source, target = random_bytes(SIZE, seed), aligned_empty(SIZE)
+        store.write(extent, source).synchronize()
+        store.read(extent, target[: BLOCK + 10]).synchronize()
+        assert torch.equal(target[: BLOCK + 10], source[: BLOCK + 10])
+        store.read(extent, target).synchronize()
+        assert torch.equal(target, source)
+    assert store.stats.used_bytes == extent.nbytes
+    nbytes = os.fstat(drives.good.files[1].fd).st_size
+    for seed in range(3):  # while another extent is held
+        round_trip(store, seed)
+    assert nbytes < os.fstat(drives.good.files[1].fd).st_size <= 2 * nbytes
+    store.release(extent)
+    store.close()
+    assert all(file.fd == -1 for faults in drives.names.values() for file in faults.files)
+
+
+def test_where_no_other_drive_has_room_the_write_is_an_error(tmp_path: Path) -> None:
+    drives = Drives(tmp_path, Faults().fail("write", 1, errno=errno.EIO, sticky=True))
+    drives.good.next("fallocate", errno=errno.ENOSPC, sticky=True)
+    with pytest.raises(StoreWriteError, match=rf"in {tmp_path}/lost failed: EIO"):
+        round_trip(drives.store)
+    drives.store.close()
+
+
+def test_two_drives_that_fail_in_one_step_are_tried_again(tmp_path: Path) -> None:
+    drives = Drives(tmp_path, Faults().fail("write", 1, errno=errno.EIO))
+    drives.good.fail("write", 1, errno=errno.EIO).fail("write", 2, errno=errno.EIO)
+    with pytest.raises(StoreWriteError):
+        round_trip(drives.store)
+    for seed in range(3):
+        round_trip(drives.store, seed)
+    assert len(drives.store._space._striped) == 2
+    drives.store.close()
+
+
+def test_where_what_is_left_has_no_room_for_the_budget_it_has_its_own_share(tmp_path: Path) -> None:
+    drives = Drives(tmp_path, Faults().fail("read", 1, errno=errno.EIO, sticky=True), 8 * BLOCK, spare_bytes=1 << 30)
+    with pytest.raises(StoreReadError):
+        round_trip(drives.store)
+    drives.good.next("fallocate", errno=errno.ENOSPC)
+    with pytest.warns(RuntimeWarning, match="64 KiB of scratch remain"):
+        assert drives.store.reserve(5 * BLOCK) is None
+    assert drives.store.refusal == f"64 KiB of scratch in {tmp_path}/good are used up"
+    assert drives.store.reserve(4 * BLOCK) is not None
+    drives.store.close()
+
+
+def test_a_drive_that_cannot_grow_is_left_out_where_another_can(tmp_path: Path) -> None:
+    drives = Drives(tmp_path, Faults().fail("fallocate", 1, errno=errno.EIO, sticky=True), None)
+    round_trip(drives.store)
+    assert drives.lost.calls["write"] == 0
+    with pytest.warns(
+        RuntimeWarning, match=rf"{tmp_path}/lost does not take a file of .*EIO.*remain in {tmp_path}/good\."
+    ):
+        round_trip(drives.store)
+    drives.store.close()
+
+
+@pytest.mark.parametrize("capacity", [1 << 20, None])
+def test_a_drive_that_cannot_reserve_is_named(tmp_path: Path, capacity: int | None) -> None:
+    faults = Faults().fail("fallocate", 1, errno=errno.EIO, sticky=True)
+    with pytest.raises(ScratchUnusable, match=rf"{tmp_path} does not take a file of .* EIO .*; check that drive"):
+        DiskStore([tmp_path], capacity, spare_bytes=0, open_file=faults.open).reserve(4096)
+    assert all(file.fd == -1 for file in faults.files) or capacity is None

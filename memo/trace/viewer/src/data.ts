@@ -34,6 +34,7 @@ export interface LaneFigures {
   forward_busy_percent: number | null;
   backward_busy_percent: number | null;
   bytes_per_s: number | null;
+  queue_nbytes: number;
   link_bytes_per_s: number | null;
 }
 

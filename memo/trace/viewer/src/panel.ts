@@ -205,11 +205,12 @@ function figuresTab(figures: Figures, of: string): Node[] {
       share("copies hidden", figures.overlap_percent),
       share("prefetch hits", figures.prefetch.hit_percent),
     ]), "figures-time"),
-    keyed(table("Lanes", ["lane", "moved", "rate", "of link"], figures.lanes.map((lane) => [
+    keyed(table("Lanes", ["lane", "moved", "rate", "of link", "queue"], figures.lanes.map((lane) => [
       lane.lane,
       [bytes(lane.nbytes), lane.nbytes],
       [rate(lane.bytes_per_s), lane.bytes_per_s],
       [lane.bytes_per_s && lane.link_bytes_per_s ? percent((100 * lane.bytes_per_s) / lane.link_bytes_per_s) : "–", lane.link_bytes_per_s],
+      [bytes(lane.queue_nbytes), lane.queue_nbytes],
     ])), "figures-lanes"),
     keyed(table("Peaks", ["tier", "saved", "all", "budget"], figures.peaks.map((peak) => [
       peak.tier,
