@@ -18,8 +18,8 @@ from memo.swap.levels import LayerCosts, Level, PointCost, Setting
 from memo.swap.recompute.agreement import Agreements, CollectiveAgreement, Shared
 from memo.swap.recompute.alike import PlanReuse
 from memo.swap.recompute.choice import Choice
+from memo.swap.recompute.parts import held_and_absent
 from memo.swap.recompute.tape.bans import NO_BANS, Bans
-from memo.swap.recompute.tape.parts import held_and_absent
 from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.tape.step_costs import step_costs
 from memo.swap.recompute.tape.tape import Tape

@@ -14,8 +14,8 @@ from memo.swap.engine.handles import Guard, KeptTensor, Sharded
 from memo.swap.engine.saved_storage import content_of
 from memo.swap.kept import is_kept
 from memo.swap.layers import Layer, is_gathered_whole
+from memo.swap.recompute.parts import parts_of
 from memo.swap.recompute.tape.log import Origin
-from memo.swap.recompute.tape.parts import parts_of
 from memo.swap.recompute.tape.plan import Kept, Plan, Sources
 from memo.swap.recompute.tape.recorder import is_recordable
 from memo.swap.recompute.tape.replay import Brought, Replay, Wanted

@@ -166,7 +166,7 @@ class BlockBytes:
 
 
 class RecomputeInParts(NamedTuple):
-    """A recompute of which one part makes attention's tensors again, one the MLP's (memo.swap.recompute.tape.parts)."""
+    """A recompute of which one part makes attention's tensors again, one the MLP's (memo.swap.recompute.parts)."""
 
     given: tuple[float, float]
     """Bytes that each part gives."""

@@ -96,7 +96,7 @@ class Plan:
     wrong: frozenset[int] = frozenset()
     """Steps that a trial found to give something else, and that are not repeated."""
     parts: dict[frozenset[int], tuple[Plan, ...]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
-    """Those that parts.py has made, by the steps that run together."""
+    """The parts that parts.py has made, by the steps that run together."""
 
     @property
     def given_nbytes(self) -> int:

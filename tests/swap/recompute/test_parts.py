@@ -14,7 +14,7 @@ import memo
 from memo.gpt import preset
 from memo.gpt.model import GPT
 from memo.swap import Level
-from memo.swap.recompute.tape.parts import held_and_absent, parts_of
+from memo.swap.recompute.parts import held_and_absent, parts_of
 
 if TYPE_CHECKING:
     from pathlib import Path
