@@ -567,6 +567,8 @@ class AutoPlan:
         signature = self._cache.signature
         assert signature is not None
         measured = "" if cached.measured_s is None else f"{format_duration(cached.measured_s)} and "
+        if (cached.step_off or 0.0) <= 0 and (cached.peak_off or 0.0) <= 0:
+            return  # faster, and in less memory
         self._warn(
             f"off {signature}",
             f"the plan for {signature.batch} x {signature.tokens} tokens predicts "

@@ -311,6 +311,7 @@ class Manager:
                 if any(layer.module not in ours for layer in other.layers):
                     raise UsageError("attach: a manager of these and of more layers is attached; detach that one first")
                 other.detach()
+                log.info("%s: detached the manager that was attached to it before", self._name)
             self._attached = ForwardHooks(self._entries, self._begin_attached, self._end_attached)
             self._attached.install()
             claims.claim(self)

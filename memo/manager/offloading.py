@@ -185,6 +185,7 @@ def offload(
     if plan is not None and (alpha is not None or levels is not None):
         raise UsageError("plan: it excludes alpha and levels; give one of the three")
     require_choice("on_full", on_full, get_args(OnFull))
+    require_choice("verify", verify, (True, False))
     require_device_budget(device)
     if codec is not None:
         require_choice("codec", codec, get_args(CodecName))

@@ -52,7 +52,8 @@ class Machine:
         self.heard_by: Tracer | None = None
         self.listened = 0
         self.idle = True
-        self.device_bytes, self.host_bytes = device_bytes, host_bytes
+        self.device_bytes = self.total_bytes = device_bytes
+        self.host_bytes = host_bytes
         self.disk_bytes = self.late = 0  # `late` where a plan uses the disk
         self.others_bytes = 0
         self.margin_bytes = 0
