@@ -98,7 +98,7 @@ def require_kinds(
     _require_method("schedule", schedule, "step", "one of torch.distributed.pipelining's schedules")
 
 
-def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
+def require_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """Raises UsageError for a value that is none of the choices."""
     if value not in choices:
         raise UsageError(f"{name}: {_shown(value)} is none of {', '.join(map(repr, choices))}")
