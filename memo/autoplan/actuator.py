@@ -220,7 +220,7 @@ class Actuator:
             around_bytes=around,
             beside_layers=layers,
             beside_recomputes=recomputes,
-            absent_layers=tuple(int(self._absent.get(layer.name, 0) * min(1.0, growth)) for _, layer in self._planned),
+            absent_layers=tuple(self._absent.get(layer.name, 0) if growth >= 1 else 0 for _, layer in self._planned),
             host_bytes=budgets.get(TierName.HOST, 0) or 0,
             disk_bytes=UNBOUNDED_DISK if disk is None else disk,
         )
@@ -339,7 +339,7 @@ class Actuator:
         if growth is None:  # a plan's points have other parts
             self._absent = step.absent
         else:
-            self._absent = {layer: int(nbytes * min(1.0, growth)) for layer, nbytes in self._absent.items()}
+            self._absent = self._absent if growth >= 1 else {}  # of a shorter step parts may be too small
         self._others = before | {where: max(nbytes, before.get(where, 0)) for where, nbytes in step.others.items()}
         self._idle_bytes, self._gradient_bytes = self._budget.used_bytes(), self._missing_gradient_bytes()
         return step.saved_bytes

@@ -330,7 +330,7 @@ def _scaled_points(layer: LayerProfile, factor: float) -> tuple[PointProfile, ..
                     recompute_s=point.recompute_s * factor,
                     recompute_flops=point.recompute_flops * factor,
                     held_bytes=round(point.held_bytes * factor),
-                    absent_bytes=int(point.absent_bytes * factor),
+                    absent_bytes=point.absent_bytes if factor >= 1 else 0,
                 )
             )
     return tuple(found)

@@ -56,8 +56,9 @@ class Transfer:
         """
         tensor, writes, moved = operation.tensor, operation.kind is OperationKind.WRITE, operation.extent.moved
         assert tensor is not None, "an operation keeps its tensor until it is done"
-        if writes and (piece.start not in moved or moved[piece.start].nbytes < piece.nbytes):
-            self._place_elsewhere(operation, piece)
+        is_short = piece.start not in moved or moved[piece.start].nbytes < piece.nbytes
+        if writes and is_short and not self._place_elsewhere(operation, piece):
+            moved.pop(piece.start, None)  # what is next to the shorter piece there is another's
         while True:
             place = moved.get(piece.start, piece)
             file = self._space.files[place.file_index]

@@ -483,6 +483,8 @@ class Engine:
         try:
             if by_backward and saved.group.together and saved.group is not self._layer_calls.reading:
                 self._reload.recompute_together(saved.group)
+            if by_backward and saved.readers:
+                reload.recompute_readers(saved)
             while True:
                 with self._lock:
                     if saved.replay is None or not saved.lacks_replay:

@@ -138,6 +138,16 @@ class Reload:
         if saved.lacks_replay:
             raise AssertionError(f"the recompute of {saved.module} did not give saved storage {saved.id}")
 
+    def recompute_readers(self, saved: SavedStorage) -> None:
+        """Runs the parts of a recompute that read `saved` and have not run, before backward has it and may write into it.
+
+        Raises:
+            SwapError: the engine is closed.
+        """
+        for other in saved.group.living():
+            if other.lacks_replay and any(reader() is other.replay for reader in saved.readers):
+                self.recompute(other)
+
     def recompute_together(self, group: Group) -> None:
         """Runs a recompute that has collectives as soon as backward reaches its layer.
 

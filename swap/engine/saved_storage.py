@@ -149,6 +149,7 @@ class SavedStorage:
         "is_read",
         "nbytes",
         "out",
+        "readers",
         "replay",
         "replayed",
         "returned",
@@ -184,6 +185,7 @@ class SavedStorage:
         self.sum: torch.Tensor | None = None  # checksum of the source as it was copied out; None: not verified
         self.replay: Recompute | None = None  # gives the bytes in backward, in place of a tier
         self.replayed = False  # the reload buffer has them
+        self.readers: tuple[ref[Recompute], ...] = ()  # recomputes that read its bytes, each a part of several
         self.coded: CodedCopy | None = None  # set where what moves is coded
         self.returned: torch.Tensor | None = None  # the reload buffer
         self.returning: Timed | None = None  # end of the reload

@@ -386,6 +386,7 @@ class RecomputePolicy:
         name = call.layer.name
         try:
             found, together = self._plans.of(call, recorded, setting)
+            replays = {} if isinstance(found, RefusedPlan) else recorded.replays(found, self._engine, together=together)
         except (AssertionError, LookupError) as fault:  # memo's own: nothing is lost yet
             at = traceback.extract_tb(fault.__traceback__)[-1]
             place = f"{type(fault).__name__} in {at.name}, {Path(at.filename).name}:{at.lineno}"
@@ -402,7 +403,7 @@ class RecomputePolicy:
             return {}
         self.recomputed.add(name)
         self.refused.pop(name, None)
-        return recorded.replays(found, self._engine, together=together)
+        return replays
 
     def _told(self, name: str) -> str:
         """Text of all settings of a layer on this rank, compared between ranks."""

@@ -10,7 +10,7 @@ from weakref import ref
 
 import torch
 
-from memo.swap.engine.handles import Guard, KeptTensor, Sharded
+from memo.swap.engine.handles import Guard, Handle, KeptTensor, Sharded
 from memo.swap.engine.saved_storage import content_of
 from memo.swap.kept import is_kept
 from memo.swap.layers import Layer, is_gathered_whole
@@ -203,6 +203,9 @@ class RecordedCall:
         for part in parts_of(plan, collectives):
             replay = self._replay(part, kept, engine, together=not collectives.isdisjoint(part.steps))
             found |= {self.saved[storage]: replay for storage in part.wanted}
+            if part is not plan:
+                for item in part.kept:
+                    _note_reader(kept[item].packed, replay)
         return found
 
     def _kept_of(self, plan: Plan, engine: Engine) -> dict[Kept, Brought]:
@@ -270,6 +273,13 @@ class RecordedCall:
             geometry = tensor.storage_offset(), tensor.size(), tensor.stride()
             copy = self._copies[number] = tensor.new().set_(whole.clone().untyped_storage(), *geometry)
         return copy
+
+
+def _note_reader(packed: Packed, replay: Replay) -> None:
+    """Notes that a part reads something that autograd may have saved as well, and a backward may write into."""
+    handle = packed.local if isinstance(packed, Sharded) else packed
+    if isinstance(handle, Handle):
+        handle.hold.saved.readers += (ref(replay),)
 
 
 def _shapes_given(recorder: Recorder) -> set[torch.Size]:

@@ -81,12 +81,13 @@ def test_one_line_names_the_layers_with_full_device_memory_and_what_a_gib_more_s
     # With room on the host, so that nothing else is short.
     short = ["plan", "--model", "7b", "--seq", "32k", "--gpu", "a800", "--gpus", "8", "--tp", "8", "--host", "2TiB"]
     short += ["--precision", "bf16"]
-    tight, roomy = (of_json(capsys, [*short, "--device", size]) for size in ("10GiB", "11GiB"))
+    # Three GiB apart: plans move whole storages, and so save up to a third more or less by a single one.
+    tight, roomy = (of_json(capsys, [*short, "--device", size]) for size in ("10GiB", "13GiB"))
     (reason,) = tight["binding"]
     places = r"at layers? [\d, .]+(?: and at the head)?"
     found = re.fullmatch(rf"device memory {places} is full: a GiB more saves (\d+) ms a step", reason)
     assert found
-    assert float(found[1]) / 1e3 == pytest.approx(tight["step_s"] - roomy["step_s"], rel=0.05)
+    assert float(found[1]) / 1e3 == pytest.approx((tight["step_s"] - roomy["step_s"]) / 3, rel=0.1)
 
 
 def test_what_the_default_budget_leaves_out_is_named_and_what_a_flag_leaves_out_is_not(

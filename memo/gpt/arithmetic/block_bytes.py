@@ -36,7 +36,7 @@ PIECES_GELU, PIECES_SWIGLU = 6, 10
 SCORES, QUERIES = 4, 128
 TILE = 128  # queries, or keys, of a tile of scores in a flash kernel
 # Bytes that rotating an element reads and writes, forward and backward, by bytes of an element (memo.gpt.model.rotary).
-ROTATION = {2: (34.5, 48.5), 4: (36.5, 40.5)}
+ROTATION = {2: (26.5, 45.0), 4: (28.5, 37.0)}
 # What rotating an element holds at most, with its result, in units of its bytes (memo.gpt.model.rotary).
 ROTATING = {2: 2.5, 4: 2.0}
 # What torch's ring holds at most beside q, k, v, and reads and writes for each rank whose keys come by, in units of h,
@@ -364,7 +364,7 @@ class BlockFigures:
     def _kernels(self) -> tuple[int, int]:
         wide, matrices, biases = self.sizes.product == FLOAT, 4 + self.gated, (4 + self.gated) * self.config.bias
         casts = (matrices + biases + self._casts_twice()) * self.sizes.casts
-        rotations = (15, 16) if wide else (19, 28)
+        rotations = (11, 18) if wide else (15, 30)
         forward = 10 + 2 * self.gated + (self.config.group > 1 and not self._rotates) + casts + 2 * self.sizes.casts
         backward = 15 + 5 * self.gated + biases + casts + 4 * self.sizes.casts
         return forward + rotations[0] * self._rotates, backward + rotations[1] * self._rotates

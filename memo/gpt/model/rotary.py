@@ -102,7 +102,6 @@ def rotate(x: torch.Tensor, tables: RotaryTables) -> torch.Tensor:
     """
     cos, sin = (table.unsqueeze(-2) for table in tables) if x.dim() == 5 else tables
     real, imaginary = x.chunk(2, dim=-1)
-    # Each half is rounded by itself: at a million tokens one of float32 is several GiB.
-    return torch.cat(
-        ((real * cos).sub_(imaginary * sin).to(x.dtype), (imaginary * cos).add_(real * sin).to(x.dtype)), dim=-1
-    )
+    # Each half is rounded by itself, and no product is kept beside the sum: at a million tokens one is several GiB.
+    first = torch.addcmul(real * cos, imaginary, sin, value=-1).to(x.dtype)
+    return torch.cat((first, torch.addcmul(imaginary * cos, real, sin).to(x.dtype)), dim=-1)

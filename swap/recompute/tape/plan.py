@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -346,7 +347,7 @@ class _Writer:
         results = self._results(step.out, step, made)
         call = f"{function}({', '.join(args)})"
         self._line(call if results == "_" else f"{results} = {call}")
-        if results != "_" and "_" in results.strip("[]").split(", "):
+        if results != "_" and re.search(r"\b_\b", results):
             self._line("del _")  # else what nothing reads is held until the next such result
         for content, name in made.items():
             if content in self._cut.kept:  # what is kept is read from its tier

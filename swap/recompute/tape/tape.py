@@ -107,6 +107,8 @@ class Tape:
         self.steps: list[TapeStep] = []
         self.saved: list[ContentUse] = []
         """What autograd saved, in order."""
+        self.saved_after: dict[int, tuple[int, int]] = {}
+        """Of each storage that autograd saved the steps that had run at its first and at its last save."""
         self.last: list[int] = []
         """Content of each storage at the end."""
         self.opaque = set(opaque)
@@ -146,6 +148,8 @@ class Tape:
                     if self._lacks_bytes(saved.value):
                         self._uninitialised.add(self.values[saved.value][0])
                     self.saved.append(self._use(saved.value))
+                    storage, now = self.values[saved.value][0], len(self.steps)
+                    self.saved_after[storage] = self.saved_after.get(storage, (now, now))[0], now
             else:
                 self._step(word, words)
 

@@ -9,6 +9,7 @@ import torch
 from offload_models import assert_split, causal, compare, gpt, hugging_face, ours
 from small_models import Block
 from taped import record
+from torch import nn
 
 import memo
 from memo.gpt import preset
@@ -101,3 +102,70 @@ def test_a_backward_never_holds_all_that_its_layer_saved(monkeypatch: pytest.Mon
     hidden = 512 * preset("tiny").hidden * 4
     # Of a GPT's layer that saves 13 such tensors queries, keys, values and the first norm's result are made again later.
     assert in_parts <= whole - 3 * hidden
+
+
+class _WritesIntoSaved(torch.autograd.Function):
+    """Gives its gradient in the memory of what it saved, as fused kernels do; nothing counts the write."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, gate)
+        return x * gate
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, gate = ctx.saved_tensors
+        of_gate = x * grads[0]
+        x.data.mul_(0).add_(gate * grads[0])
+        return x.data, of_gate
+
+
+class _Reuses(nn.Module):
+    """Its last operator's backward overwrites the layer's input, which queries are made again from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.o = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.q.requires_grad_(False)
+        self.k.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = torch.cumsum(self.q(x) * self.k(x), 1)
+        result: torch.Tensor = _WritesIntoSaved.apply(x, nn.functional.gelu(self.o(mixed)))
+        return result
+
+
+def test_a_part_runs_before_backward_may_write_into_what_it_reads(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(32, 32)
+            self.layers = nn.ModuleList([_Reuses() for _ in range(3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().sum()
+
+    compare(Model, lambda model, step: model(_hidden() + step), tmp_path, 0.0, min_bytes=64)
+
+
+class _Both(nn.Module):
+    """Two branches whose results one operator multiplies: backward uses what both parts give by turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.one, self.other, self.out = (nn.LayerNorm(32), *(nn.Linear(32, 32) for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = nn.functional.scaled_dot_product_attention(*(self.norm(x).unflatten(-1, (2, 16)).transpose(1, 2),) * 3)
+        return x + self.out(mixed.transpose(1, 2).flatten(2)) * nn.functional.gelu(
+            self.other(nn.functional.gelu(self.one(x)))
+        )
+
+
+def test_nothing_is_absent_where_backward_uses_two_parts_by_turns() -> None:
+    plan = record(_Both(), _hidden()).plan(Level.SAVE_ATTENTION)
+    assert len(parts_of(plan)) > 1
+    assert held_and_absent(plan) == (plan.held_bytes, 0)
