@@ -108,7 +108,7 @@ class Tape:
         self.saved: list[ContentUse] = []
         """What autograd saved, in order."""
         self.saved_after: dict[int, tuple[int, int]] = {}
-        """Of each storage that autograd saved the steps that had run at its first and at its last save."""
+        """The numbers of steps that had run at the first and at the last save of each storage that autograd saved."""
         self.last: list[int] = []
         """Content of each storage at the end."""
         self.opaque = set(opaque)
