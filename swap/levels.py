@@ -116,7 +116,9 @@ def setting_of(value: object, *, argument: str = "alpha") -> Setting:
         except (UsageError, TypeError) as error:
             raise UsageError(f"{argument}: {error}") from None
     if not isinstance(value, Mix):
-        raise UsageError(f"{argument}: {value!r} is neither a fraction, nor three of them, nor a Level")
+        raise UsageError(
+            f"{argument}: {value!r} is neither a fraction, nor three of them, nor a Level; leave it out to have it planned"
+        )
     return _LEVELS.get(value.point or "", value)
 
 
