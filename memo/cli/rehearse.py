@@ -43,8 +43,8 @@ _START_S = 10.0
 """Processor seconds of imports and building."""
 _FIRST_S, _LATER_S = 0.03, 0.0035
 """Processor seconds for each parameter tensor of the layers in the first step under memo, which tries recompute, and in
-each step. They depend on the number of operators, not on sizes: 32 layers of Llama-3-8B with adapters at 32k took 43 s on one
-machine with two cores, 102 s on another that others used, too."""
+each step. They depend on the number of operators, not on sizes: 32 layers of Llama-3-8B with adapters at 32k took 43 s on
+one machine with two cores, 102 s on another that others used, too."""
 _EXPECTED_STEPS = 6
 """Steps until a plan has settled, and two by it: four to nine were seen."""
 _SAY_FROM_S = 20.0
