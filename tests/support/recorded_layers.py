@@ -73,7 +73,8 @@ def costs_of(config: GPTConfig, precision: Precision, layout: Layout) -> LayerCo
             build = rank_step(config, world, batch=1, tokens=TOKENS, precision=precision)
         stack.enter_context(BytelessMode())
         step = build()
-        manager = OffloadWithoutBytes(step.model, find_layers(step.model, step.layers), alpha=0.5).manager
+        layers = find_layers(step.model, step.layers)
+        manager = OffloadWithoutBytes(step.model, layers, alpha=0.5, min_bytes=1 << 13).manager
         with manager:
             step.loss()
         first, *others = manager.levels_profile()

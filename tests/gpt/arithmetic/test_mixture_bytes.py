@@ -82,7 +82,7 @@ def test_saved_and_held_bytes_are_those_of_a_recorded_step(
     matrices = 2 * 4 * config.hidden * (config.ffn + config.expert_count * config.moe.expert_hidden)
     assert found.forward / rank_tokens + its_input <= saved + block.forward_transient + router / rank_tokens
     assert found.backward / rank_tokens + its_input <= saved + block.backward_transient + matrices / rank_tokens
-    if layout.cp == 1:
+    if layout.cp == 1 and config.norm == "layernorm":
         assert found.forward / rank_tokens + its_input >= 0.85 * (saved + block.forward_transient)
         assert found.backward / rank_tokens + its_input >= 0.85 * (saved + block.backward_transient)
 
