@@ -74,7 +74,9 @@ def costs_of(config: GPTConfig, precision: Precision, layout: Layout) -> LayerCo
         stack.enter_context(BytelessMode())
         step = build()
         layers = find_layers(step.model, step.layers)
-        manager = OffloadWithoutBytes(step.model, layers, alpha=0.5, min_bytes=1 << 13).manager
+        # In tiles and on many ranks nothing else is large; a mixture's counts and indices are to stay.
+        least = 1 << (13 if config.moe is None else 16)
+        manager = OffloadWithoutBytes(step.model, layers, alpha=0.5, min_bytes=least).manager
         with manager:
             step.loss()
         first, *others = manager.levels_profile()
