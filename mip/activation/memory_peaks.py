@@ -250,7 +250,7 @@ class _LayerBytes:
     held: Sequence[float]
     """What its recompute holds."""
     absent: Sequence[float]
-    """What is not there at its backward's peak."""
+    """Saved bytes that are absent at the peak of its backward."""
 
     @classmethod
     def of(cls, layers: Sequence[LayerProfile], plans: Sequence[LayerPlan]) -> _LayerBytes:
@@ -290,7 +290,7 @@ class _Residence(enum.IntEnum):
     RECOMPUTING = 4
     """Beside being whole: what the recompute holds."""
     ABSENT = 5
-    """What of it is not there while its backward runs, which counts as less."""
+    """Saved bytes that are absent while its backward runs; subtracted."""
 
 
 class _Tally:

@@ -14,7 +14,6 @@ import itertools
 from typing import TYPE_CHECKING
 
 from memo.swap.levels import least_part_nbytes
-from memo.swap.recompute.tape.log import Origin
 from memo.swap.recompute.tape.plan import plan_of
 
 if TYPE_CHECKING:
@@ -78,31 +77,6 @@ def _divided(plan: Plan, together: frozenset[int]) -> tuple[Plan, ...]:
     )
 
 
-def _join(groups: dict[int, set[int]], one: int, other: int) -> None:
-    if groups[one] is not groups[other]:
-        merged = groups[one] | groups[other]
-        groups.update(dict.fromkeys(merged, merged))
-
-
-def _read_later(plan: Plan, groups: dict[int, set[int]]) -> list[tuple[int, set[int]]]:
-    """For each step the parameters and buffers that it reads, and that a later step outside of its group reads, too.
-
-    A hook may change them in backward once it is through with that later step: such a step runs with the first part.
-    """
-    tape, births = plan.tape, (Origin.PARAMETER, Origin.FOUND)
-    last: dict[int, int] = {}
-    for step in tape.steps:
-        for content in step.reads:
-            if tape.storage(content)[0] in births:
-                last[tape.contents[content].storage] = step.number
-    found = []
-    for number in plan.steps:
-        read = {tape.contents[content].storage for content in tape.steps[number].reads} & last.keys()
-        end = max(groups[number])
-        found.append((number, {storage for storage in read if last[storage] > end}))
-    return found
-
-
 def _connected(plan: Plan, together: frozenset[int]) -> Iterator[tuple[set[int], list[int]]]:
     """Groups of steps that share only what is kept, in the order of their first steps, with the storages that they give."""
     tape, kept = plan.tape, plan.cut.kept
@@ -114,10 +88,9 @@ def _connected(plan: Plan, together: frozenset[int]) -> Iterator[tuple[set[int],
         if number in together:
             joined.append(next(other for other in plan.steps if other in together))
         for other in joined:
-            _join(groups, number, other)
-    for number, storages in _read_later(plan, groups):
-        if storages:
-            _join(groups, number, plan.steps[-1])
+            if groups[other] is not groups[number]:
+                merged = groups[other] | groups[number]
+                groups.update(dict.fromkeys(merged, merged))
     wanted: dict[int, list[int]] = {id(group): [] for group in groups.values()}
     for storage in plan.wanted:
         content = tape.last[storage]

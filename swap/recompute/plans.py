@@ -393,7 +393,7 @@ class Plans:
         )
 
     def _beside(self, plan: Plan, *, in_parts: bool) -> dict[str, int]:
-        """What a recompute holds, and of the point that is measured before planning also what its parts spare."""
+        """Bytes that a recompute holds, and saved bytes that are absent in backward while it runs in parts."""
         held, absent = held_and_absent(plan) if in_parts else (plan.held_bytes, 0)
         return {"held_bytes": held, "absent_bytes": absent}
 
