@@ -96,8 +96,8 @@ def _resident_bytes() -> int:
     return max(0, rss_bytes() - touched_slab_bytes())
 
 
-def missing_gradient_bytes(parameters: Iterable[torch.Tensor]) -> int:
-    """Bytes of the gradients that backward has still to allocate, and that no hook takes as they are made."""
+def missing_gradient_bytes(parameters: Iterable[torch.Tensor], device: torch.device) -> int:
+    """Bytes of the gradients that backward has still to allocate on the device, and that no hook takes as they are made."""
     trained = (parameter for parameter in parameters if parameter.requires_grad)
     missing = (one for one in trained if one.grad is None and not one._post_accumulate_grad_hooks)
-    return sum(local_part(parameter).nbytes for parameter in missing)
+    return sum(part.nbytes for part in map(local_part, missing) if part.device.type == device.type)

@@ -166,10 +166,11 @@ def _gpu_rows(gpu: Gpu) -> list[tuple[str, str]]:
 
 
 def _host_rows(host: HostFacts) -> list[tuple[str, str]]:
-    return [
-        ("host memory free", format_bytes(host.memory_available_bytes)),
-        ("host copy", rate(host.copy_bytes_per_s)),
-    ]
+    rows = [("host memory free", format_bytes(host.memory_available_bytes))]
+    for user in host.users:
+        locked = f", {format_bytes(user.locked_bytes)} of it locked" if user.locked_bytes else ""
+        rows.append(("  held", f"{format_bytes(user.held_bytes)} by {user.command}, process {user.pid}{locked}"))
+    return [*rows, ("host copy", rate(host.copy_bytes_per_s))]
 
 
 def _disk_rows(disk: MeasuredDisk, *, has_gpu: bool) -> list[tuple[str, str]]:

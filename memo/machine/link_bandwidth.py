@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ import torch
 
 from memo.errors import ScratchFull
 from memo.events import Lane
+from memo.machine.process_memory import HostUser, largest_host_users
 from memo.swap import aligned_empty, available_host_bytes
 from memo.swap.disk import DiskExtent, DiskStore
 
@@ -60,6 +61,8 @@ class HostFacts:
     """Smaller of the kernel's estimate and the control group's limit."""
     copy_bytes_per_s: float
     """One copy at a time, memory to memory."""
+    users: list[HostUser] = field(default_factory=list)
+    """Processes that hold most of the rest, largest first."""
 
 
 def measure_disk(directories: Sequence[Path], *, seconds: float) -> DiskRates:
@@ -169,6 +172,7 @@ def host_facts(*, seconds: float) -> HostFacts:
     return HostFacts(
         memory_available_bytes=available_host_bytes(),
         copy_bytes_per_s=rate,
+        users=largest_host_users(),
     )
 
 

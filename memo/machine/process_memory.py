@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import heapq
+import operator
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 _M_MMAP_THRESHOLD = -3  # <malloc.h>
 _M_TRIM_THRESHOLD = -1
@@ -21,6 +25,40 @@ _MMAP_THRESHOLD_BYTES = 256 << 10
 _PROBE_BYTES = 8 << 20
 """Size of the block that `freed_memory_returns` allocates: well above what other threads do meanwhile."""
 _largest_restarted = 0  # largest peak that `restart_peak_rss` has ended, in bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostUser:
+    """A process and the host memory that it holds: an offloaded optimizer, a data loader's worker, another job."""
+
+    pid: int
+    command: str
+    """First 15 characters of the program's name."""
+    held_bytes: int
+    """Resident, without pages of files, which the kernel takes back; shared memory counts in each process."""
+    locked_bytes: int
+    """Of these locked or pinned through the kernel's accounts; CUDA's pinned memory is not in them."""
+
+
+def largest_host_users(most: int = 3, *, least_bytes: int = 1 << 30, root: Path = Path("/proc")) -> list[HostUser]:
+    """Returns the processes that hold most host memory, largest first: at most `most`, each with `least_bytes` or more."""
+    found = (user for user in _host_users(root) if user.held_bytes >= least_bytes)
+    return heapq.nlargest(most, found, key=operator.attrgetter("held_bytes"))
+
+
+def _host_users(root: Path) -> Iterator[HostUser]:
+    for status in root.glob("[0-9]*/status"):
+        try:
+            lines = dict(line.split(":", 1) for line in status.read_text(errors="replace").splitlines() if ":" in line)
+        except OSError:  # it has ended
+            continue
+        nbytes = {name: int(text.split()[0]) << 10 for name, text in lines.items() if text.endswith(" kB")}
+        yield HostUser(
+            pid=int(status.parent.name),
+            command=lines.get("Name", "?").strip(),
+            held_bytes=nbytes.get("RssAnon", 0) + nbytes.get("RssShmem", 0),
+            locked_bytes=nbytes.get("VmLck", 0) + nbytes.get("VmPin", 0),
+        )
 
 
 def peak_rss_bytes() -> int:

@@ -97,7 +97,8 @@ def offload(
             keep within it; with a fixed `alpha` it limits how far reloads run ahead of backward. Default None: 94 % of
             the GPU's memory, which is also the most, or on a CPU what the process uses and 80 % of the free host memory.
         host: Bytes of host memory for activations on this node, shared by its ranks: an int, text such as "64GiB", or
-            "auto". Default "auto": 70 % of the free memory for a model on a GPU, 0 for one on the CPU, where host
+            "auto". Default "auto": 70 % of the free memory for a model on a GPU, less what parameters on the host
+            (FSDP's CPU offload) still need for gradients and AdamW's state; 0 for a model on the CPU, where host
             memory is the device. 0 turns the tier off. With a process group this is a collective call of all ranks.
         host_pool: File on this node, such as "/dev/shm/memo-host". `host` is then the budget of all jobs that name the same
             file, together: each takes host memory as it needs it, finds the tier full where the others leave none, and

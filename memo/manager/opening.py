@@ -17,7 +17,7 @@ from memo.autoplan import Actuator, AutoPlan, missing_gradient_bytes, single_ran
 from memo.manager.device_memory import MemorySampler, OwnedMemory
 from memo.manager.machine import machine_of
 from memo.manager.plan_source import FixedPlan, FixedSetting, PlanSource, checked_plan
-from memo.manager.resources import TierBudgets, device_of, open_recorder, open_tiers
+from memo.manager.resources import TierBudgets, device_of, offloaded_training_bytes, open_recorder, open_tiers
 from memo.mip.activation import lower_tier_nbytes
 from memo.parallel import PipelineOrder, gather_values, group_of
 from memo.swap import Bans, Engine, Layer, RecomputePolicy, Setting, WhenFull
@@ -127,6 +127,7 @@ class OffloadOptions:
             disk=self.disk,
             disk_budget=self.disk_budget,
             weights=_weights(self.plan, self.order),
+            reserved_bytes=offloaded_training_bytes(self.model, device),
         )
         is_traced = self.trace is not None
         backend = machine.backend(timing=is_traced or self.automatic or self.plan is not None)
@@ -185,7 +186,7 @@ class OffloadOptions:
                 tracer=recorder,
                 link=machine.link,
                 disk_rates=lambda: machine.lanes(directories=room.directories) if room.directories else {},
-                missing_gradient_bytes=lambda: missing_gradient_bytes(self.model.parameters()),
+                missing_gradient_bytes=lambda: missing_gradient_bytes(self.model.parameters(), device),
             )
             parts = dataclasses.replace(parts, actuator=actuator, source=self._source(actuator, recorder))
             undo.pop_all()

@@ -20,7 +20,7 @@ import torch
 
 from memo.errors import TraceError, UsageError
 from memo.machine import AUTO_HOST_SHARE, require_host_memory
-from memo.swap import HostPool
+from memo.swap import HostPool, local_part
 from memo.swap.tiers import DiskTier, HostTier
 from memo.trace import TraceRecorder
 from memo.units import parse_bytes
@@ -63,6 +63,7 @@ class TierBudgets:
         disk_budget: int | str | None,
         weights: tuple[int, int] = (1, 1),
         share: Callable[..., int] | None = None,
+        reserved_bytes: int = 0,
     ) -> TierBudgets:
         """Reads the budgets given to `memo.offload`. With a process group a collective call: a node's ranks share them.
 
@@ -74,6 +75,7 @@ class TierBudgets:
             disk_budget: as of `memo.offload`.
             weights: this rank's weight, relative to the node's other ranks, in sharing host and disk.
             share: gives this rank's share of bytes of the node; None: the machine's, which asks all ranks.
+            reserved_bytes: host memory that "auto" leaves to what this rank has still to allocate there.
 
         Raises:
             UsageError: both tiers are off, a budget cannot be parsed, a shared one has no size, or the host's is above the
@@ -83,7 +85,7 @@ class TierBudgets:
         disk_bytes = None
         if disk_budget is not None:
             disk_bytes = share(parse_bytes(disk_budget, what="disk_budget"), weight=weights[1])
-        host_bytes = _host_bytes(host, machine, functools.partial(share, weight=weights[0]))
+        host_bytes = _host_bytes(host, machine, functools.partial(share, weight=weights[0]), reserved_bytes)
         directories = _directories(disk, machine, host_bytes)
         if disk_budget is not None and not directories:
             raise UsageError("disk_budget: there is no disk; give disk='/scratch', too, or leave disk_budget out")
@@ -99,12 +101,17 @@ class TierBudgets:
 
 
 def device_of(model: nn.Module) -> torch.device | None:
-    """Returns the device of the model's parameters; a GPU if some are on the CPU, None if all are on the meta device.
+    """Returns the device that the model computes on; None if all parameters are on the meta device.
+
+    That of its parameters, a GPU if some are on the CPU; under FSDP with CPU offload the GPU that they are copied to.
 
     Raises:
         UsageError: the parameters are on several GPUs, or on a device that is neither a CPU nor a CUDA GPU.
     """
-    devices = {parameter.device for parameter in model.parameters()} or {torch.device("cpu")}
+    devices = {_computed_on(parameter) for parameter in model.parameters()} or {torch.device("cpu")}
+    devices |= {
+        place for one in model.modules() if isinstance(place := getattr(one, "compute_device", None), torch.device)
+    }
     if {device.type for device in devices} == {"meta"}:
         return None
     unknown = sorted({device.type for device in devices} - {"cpu", "cuda", "meta"})
@@ -117,11 +124,29 @@ def device_of(model: nn.Module) -> torch.device | None:
     return accelerators.pop() if accelerators else torch.device("cpu")
 
 
-def _host_bytes(host: int | str, machine: Machine, share: Callable[[int], int]) -> int:
+def _computed_on(parameter: nn.Parameter) -> torch.device:
+    mesh = getattr(parameter, "device_mesh", None)
+    if parameter.device.type == "cpu" and mesh is not None and mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return parameter.device
+
+
+def offloaded_training_bytes(model: nn.Module, device: torch.device) -> int:
+    """Host bytes that training has still to allocate for parameters on the host of a model that computes on a GPU.
+
+    Their gradients, and AdamW's two moments of the parameters' format, which the first step of an optimizer makes.
+    """
+    if device.type == "cpu":
+        return 0
+    parts = ((one, local_part(one)) for one in model.parameters() if one.requires_grad)
+    return sum((2 + (one.grad is None)) * part.nbytes for one, part in parts if part.device.type == "cpu")
+
+
+def _host_bytes(host: int | str, machine: Machine, share: Callable[[int], int], reserved_bytes: int) -> int:
     """This rank's share of the node's host budget."""
     if host == "auto":
         free = int(machine.free_host_bytes() * AUTO_HOST_SHARE)
-        return 0 if machine.host_is_device else share(free)
+        return 0 if machine.host_is_device else max(share(free) - reserved_bytes, 0)
     nbytes = parse_bytes(host, what="host")
     require_host_memory(nbytes, machine.total_host_bytes())
     return share(nbytes) if nbytes else 0

@@ -133,6 +133,12 @@ print(manager.stats.peak_saved_bytes, rss_bytes())
 def test_gradients_that_hooks_take_in_backward_are_not_missing() -> None:
     taken, kept, frozen = (torch.nn.Parameter(torch.zeros(4), requires_grad=trained) for trained in (True, True, False))
     hook = taken.register_post_accumulate_grad_hook(lambda _: None)
-    assert missing_gradient_bytes([taken, kept, frozen]) == kept.nbytes
+    cpu = torch.device("cpu")
+    assert missing_gradient_bytes([taken, kept, frozen], cpu) == kept.nbytes
     hook.remove()
-    assert missing_gradient_bytes([taken, kept, frozen]) == taken.nbytes + kept.nbytes
+    assert missing_gradient_bytes([taken, kept, frozen], cpu) == taken.nbytes + kept.nbytes
+
+
+def test_gradients_of_parameters_on_the_host_take_no_room_on_a_gpu() -> None:
+    """FSDP with CPU offload copies each shard's gradient to the host."""
+    assert missing_gradient_bytes([torch.nn.Parameter(torch.zeros(4))], torch.device("cuda")) == 0

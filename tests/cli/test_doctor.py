@@ -19,10 +19,12 @@ import pytest
 from faulty_file import Faults
 from ready_ranks import run_ranks
 
+from memo.cli.doctor import _host_rows
 from memo.cli.main import main
 from memo.errors import ExitCode, ScratchFull
-from memo.machine import LinkRates, doctor, examine, link_bandwidth, sustained_write
+from memo.machine import HostFacts, LinkRates, doctor, examine, link_bandwidth, sustained_write
 from memo.machine.link_bandwidth import measure_disk
+from memo.machine.process_memory import HostUser
 from memo.mip.activation import read_activation_plan
 from memo.swap.disk import DiskStore, gds_probe, mount_of, obstacles, try_gds
 from memo.swap.disk.gds_probe import Mount
@@ -71,6 +73,12 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
 
 
 # The command
+
+
+def test_the_report_names_who_holds_the_rest_of_host_memory() -> None:
+    users = [HostUser(pid=7, command="deepspeed", held_bytes=96 << 30, locked_bytes=12 << 30)]
+    facts = HostFacts(memory_available_bytes=1 << 40, copy_bytes_per_s=1e10, users=users)
+    assert ("  held", "96 GiB by deepspeed, process 7, 12 GiB of it locked") in _host_rows(facts)
 
 
 def test_json_is_one_object_whose_numbers_carry_their_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from memo.machine import peak_rss_bytes, restart_peak_rss, rss_bytes, run_peak_rss_bytes
+from memo.machine.process_memory import largest_host_users
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and sets glibc's thresholds")
 
@@ -63,3 +64,25 @@ def test_the_peak_begins_anew_where_it_is_restarted() -> None:
     assert restart_peak_rss()
     assert peak_rss_bytes() < rss_bytes() + (32 << 20)
     assert run_peak_rss_bytes() >= resident - (4 << 20), "the run's own peak does not"
+
+
+def test_the_processes_that_hold_most_host_memory_are_named() -> None:
+    """What an offloaded optimizer or a data loader's worker holds, and what of it is locked; others are left out."""
+    program = """
+import ctypes, mmap, sys
+held, locked = bytearray(64 << 20), mmap.mmap(-1, 4 << 20)  # a mapping without a file is shared memory
+address = ctypes.addressof(ctypes.c_char.from_buffer(locked))
+print(ctypes.CDLL(None).mlock(ctypes.c_void_p(address), 1 << 16), flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"0\n", "mlock failed"
+        users = largest_host_users(1000, least_bytes=64 << 20)
+        assert users == sorted(users, key=lambda user: -user.held_bytes)
+        (own,) = (user for user in users if user.pid == child.pid)
+        assert 64 << 20 <= own.held_bytes < 96 << 20
+        assert own.locked_bytes == 1 << 16
+        assert own.command.startswith("python")
+        assert child.pid not in {user.pid for user in largest_host_users(1000, least_bytes=own.held_bytes + (8 << 20))}
+        child.communicate()
