@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from memo.machine import LinkRates
     from memo.swap import LayerCosts
 
+_SHARED = 0.75
+"""Part of the link's rate beside copies out below which a step's copies back show that others use it, too."""
+_TELLING_BYTES = 1 << 28
+"""Fewest bytes of copies back from which their rate is taken."""
 _NO_BOUND = 1e15
 """Rate of a lane that the step did not use, in bytes per second: never what a plan waits for."""
 
@@ -356,7 +360,9 @@ def measured_hardware(
         times: a step, for the rates that its copies reached.
         device_bytes: this rank's device budget.
         host_bytes: this rank's host budget.
-        link: rates of the device's link, measured alone; None takes those of the step's copies.
+        link: rates of the device's link, measured alone; None takes those of the step's copies. Copies back that were much
+            slower in the step shared it with others (parameters that FSDP or an optimizer keeps on the host, other ranks);
+            copies out may have waited for host memory to be pinned, and show nothing.
         disks: rates of the disks, measured alone, for those that the step did not use; without them these have rate 0.
     """
     rates = dict(disks or {}) | {lane: use.bytes_per_s for lane, use in times.lanes.items() if use.nbytes}
@@ -364,7 +370,12 @@ def measured_hardware(
     both = out + back
     if link is not None:
         out, back = link.d2h_bytes_per_s, link.h2d_bytes_per_s
-        both = link.d2h_together_bytes_per_s + link.h2d_together_bytes_per_s
+        together = link.h2d_together_bytes_per_s
+        both = link.d2h_together_bytes_per_s + together
+        reached = times.lanes.get(Lane.H2D)
+        if reached is not None and reached.nbytes >= _TELLING_BYTES and reached.bytes_per_s < _SHARED * together:
+            back = reached.bytes_per_s
+            both = max(both - together + back, out)
     write = rates.get(Lane.DISK_WRITE, 0.0)
     return Hardware(
         name="measured",

@@ -293,6 +293,27 @@ def test_a_link_that_was_measured_alone_is_believed() -> None:
     assert (rates.d2h_bytes_per_s, rates.h2d_bytes_per_s, rates.duplex_bytes_per_s) == (7e9, 8e9, 9e9)
 
 
+@pytest.mark.parametrize(
+    ("rate", "nbytes", "expected"),
+    [(2e9, 1 << 30, (7e9, 2e9, 7e9)), (4e9, 1 << 30, (7e9, 8e9, 9e9)), (2e9, 1 << 20, (7e9, 8e9, 9e9))],
+    ids=["others use it", "copies both ways", "few bytes"],
+)
+def test_a_link_that_others_use_in_the_step_is_as_fast_as_its_copies_back(
+    rate: float, nbytes: int, expected: tuple[float, ...]
+) -> None:
+    """FSDP's parameters on the host come over it, too; copies out, which pinning may delay, say nothing."""
+    lanes = {
+        Lane.D2H: LaneUse(nbytes=nbytes, busy_ns=nbytes),
+        Lane.H2D: LaneUse(nbytes=nbytes, busy_ns=round(nbytes / rate * 1e9)),
+    }
+    link = LinkRates(
+        d2h_bytes_per_s=7e9, h2d_bytes_per_s=8e9, d2h_together_bytes_per_s=4e9, h2d_together_bytes_per_s=5e9
+    )
+    machine = measured_hardware(times({"a": layer(1, 2)}, lanes), device_bytes=1, host_bytes=2, link=link)
+    rates = machine.lanes(1)
+    assert (rates.d2h_bytes_per_s, rates.h2d_bytes_per_s, rates.duplex_bytes_per_s) == pytest.approx(expected)
+
+
 def limits(*beside: int, around: int, recomputes: tuple[int, ...] = (), absent: tuple[int, ...] = ()) -> Limits:
     return Limits(
         device_bytes=0,
