@@ -6,7 +6,9 @@ line on stderr and exits with the leaf's `exit_code`; a traceback is always a bu
 
 from __future__ import annotations
 
+import difflib
 import enum
+from collections.abc import Iterable
 
 
 def is_interruption(error: BaseException) -> bool:
@@ -57,6 +59,14 @@ class MemoError(RuntimeError):
 
 class UsageError(MemoError, ValueError):
     """Invalid argument, such as an unknown preset, `8 gigs` or a negative budget."""
+
+    @classmethod
+    def unknown(cls, what: str, name: str, known: Iterable[str], *, otherwise: str = "") -> UsageError:
+        """Error for a name that is none of those known; the nearest one, if any, comes before all of them."""
+        known = list(known)
+        near = difflib.get_close_matches(name.lower(), known, n=1)
+        question = f"did you mean {near[0]}? It is" if near else "choose"
+        return cls(f"unknown {what} {name!r}; {question} one of {', '.join(known)}{otherwise}")
 
     exit_code = ExitCode.USAGE
 

@@ -14,10 +14,9 @@ from collections.abc import Container, Sequence
 from memo.errors import UsageError
 
 _BYTE_UNITS = {
-    "B": 1,
-    **{f"{letter}iB": 1 << 10 * power for power, letter in enumerate("KMGT", 1)},
-    **{f"{letter}B": 1000**power for power, letter in enumerate(("k", "M", "G", "T"), 1)},
-    "KB": 1000,
+    "b": 1,
+    **{f"{letter}ib": 1 << 10 * power for power, letter in enumerate("kmgt", 1)},
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
 }
 _BYTES = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)")
 _TOKENS = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)([kKmM]?)")
@@ -36,7 +35,7 @@ def parse_bytes(text: int | str, *, what: str = "size", bare: bool = False) -> i
 
     Args:
         text: an int of bytes, or text with a unit: B, KiB, MiB, GiB, TiB in powers of 1024, or kB, MB, GB, TB in powers of
-            1000, such as `64KiB`, `1.5GiB` or `8GB`. Without one: `0`, or whole bytes from 2^20 on. A fraction of a byte is
+            1000, such as `64KiB`, `1.5GiB` or `8gb`. Without one: `0`, or whole bytes from 2^20 on. A fraction of a byte is
             dropped. Of ints, 1 to 4095 are refused, since most who write 64 mean GiB.
         what: name of the quantity, for the error message.
         bare: whether smaller numbers without a unit are bytes, too: of what nobody counts in GiB.
@@ -54,14 +53,14 @@ def parse_bytes(text: int | str, *, what: str = "size", bare: bool = False) -> i
         match = _BYTES.fullmatch(text.strip())
         if match is not None and not match[2] and (bare or match[1] == "0" or _is_many_bytes(match[1])):
             unit = 1
-        elif match is not None and match[2] in ("", *"kKMGT"):
+        elif match is not None and match[2].lower() in ("", *"kmgt"):
             letter = match[2].upper() or "G"
             other = f"{match[1]}{letter}B" if match[2] else f"{match[1]}B for bytes"
             raise UsageError(
                 f"{what}: {_shown(text)} can be read in several ways; write {match[1]}{letter}iB, or {other}"
             )
-        elif match is not None and match[2] in _BYTE_UNITS:
-            unit = _BYTE_UNITS[match[2]]
+        elif match is not None and match[2].lower() in _BYTE_UNITS:
+            unit = _BYTE_UNITS[match[2].lower()]
         else:
             raise UsageError(f"{what}: cannot read {_shown(text)}; write for instance 8GiB, or 8GB for 8 x 10^9 bytes")
         assert match is not None

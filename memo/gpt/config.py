@@ -309,7 +309,7 @@ def preset(
     """
     known = preset_name(name)
     if known is None:
-        raise UsageError(f"unknown model {name!r}; choose one of {', '.join(PRESETS)}")
+        raise UsageError.unknown("model", name, PRESETS)
     if variant is not None and variant not in get_args(Variant):
         raise UsageError(f"unknown variant {variant!r}; choose one of {', '.join(get_args(Variant))}")
     unknown = overrides.keys() - {field.name for field in dataclasses.fields(GPTConfig)}

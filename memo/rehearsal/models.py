@@ -69,9 +69,7 @@ def hugging_face_step(
         if published is not None:
             fields = PUBLISHED[published].config
         elif not names_configuration(model):
-            raise UsageError(
-                f"unknown model {model!r}; choose one of {', '.join(PUBLISHED)}, or give the path of a config.json"
-            )
+            raise UsageError.unknown("model", model, PUBLISHED, otherwise=", or give the path of a config.json")
     if lora < 0:
         raise UsageError(f"rank {lora} of adapters is less than 1")
     if layers is not None and layers < 1:

@@ -244,7 +244,7 @@ def hardware_preset(name: str) -> Hardware:
     for known in (name, *(preset for preset in PRESETS if called in _spellings(preset))):
         if known in PRESETS:
             return PRESETS[known]
-    raise UsageError(f"unknown GPU {name[:80]!r}; one of {', '.join(PRESETS)}")
+    raise UsageError.unknown("GPU", name[:80], PRESETS)
 
 
 def hardware_of(device_name: str) -> Hardware:

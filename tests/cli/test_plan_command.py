@@ -320,6 +320,7 @@ def test_a_report_that_is_none_is_one_line(
         (["--gpu", "a800", "--model", "7b"], ExitCode.USAGE, "--seq"),
         (["--gpu", "a900", "--model", "7b", "--seq", "8k"], ExitCode.USAGE, "unknown GPU"),
         (["--gpu", "a800", "--model", "8b", "--seq", "8k"], ExitCode.USAGE, "unknown model"),
+        (["--gpu", "a800", "--model", "lama3-8b", "--seq", "8k"], ExitCode.USAGE, "did you mean llama3-8b?"),
         (["--gpu", "a800", "--model", "7b", "--seq", "8k", "--tp", "2"], ExitCode.USAGE, "not a multiple"),
         (["--gpu", "a800", "--model", "7b", "--seq", "8k", "--gpus", "0"], ExitCode.USAGE, "--gpus: 0 is less than 1"),
         (["--gpu", "a800", "--model", "7b", "--seq", "8k", "--host", "8 gigs"], ExitCode.USAGE, "cannot read"),

@@ -84,9 +84,7 @@ def _of_transformers(
 ) -> HuggingFaceModel:
     published = None if Path(name).exists() else published_name(name)
     if published is None and not names_configuration(name):
-        raise UsageError(
-            f"unknown model {name!r}; choose one of {', '.join(_NAMES)}, or give the path of a config.json"
-        )
+        raise UsageError.unknown("model", name, _NAMES, otherwise=", or give the path of a config.json")
     if published is None and not Path(name).exists() and not name.endswith(".json"):
         raise UsageError(
             f"{name}: no such file or folder; nothing is fetched: download its config.json and give the path"

@@ -89,9 +89,8 @@ def _builder(options: RehearsedModel, tokens: int) -> Callable[..., Step]:
         return _preset(name, options, tokens)
     if not Path(name).exists() and published_name(name) is None:
         if not names_configuration(name):
-            raise UsageError(
-                f"unknown model {name!r}; choose one of {', '.join(_NAMES)}, or give the path of a config.json, or "
-                "module:function"
+            raise UsageError.unknown(
+                "model", name, _NAMES, otherwise=", or give the path of a config.json, or module:function"
             )
         raise UsageError(
             f"{name}: no such file or folder; nothing is fetched: download its config.json and give the path"
