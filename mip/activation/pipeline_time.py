@@ -34,43 +34,14 @@ def microbatches_s(
         stages: predicted times of each stage.
         send_s: seconds of a message from one stage to another.
     """
-    if pipeline.chunks > 1:
-        return _in_turns(pipeline, stages, send_s)
     ahead = max(pipeline.stages, pipeline.in_flight(0))
-    shown = min(pipeline.microbatches, 4 * ahead)  # from there on each further one takes as long as the one before it
-    seconds = _one_chunk_each(pipeline, shown, stages, send_s)
-    if pipeline.microbatches == shown:
-        return seconds
-    further_s = (seconds - _one_chunk_each(pipeline, shown - ahead, stages, send_s)) / ahead
-    return seconds + (pipeline.microbatches - shown) * further_s
-
-
-def _one_chunk_each(
-    pipeline: Pipeline, microbatches: int, stages: Sequence[StagePrediction], send_s: SendSeconds
-) -> float:
-    pipeline = dataclasses.replace(pipeline, microbatches=microbatches)
-    count = len(stages)
-    clock, orders = [0.0] * count, [list(pipeline.order(stage)) for stage in range(count)]
-    # Of backwards and of forwards: when what they send has arrived, or of the last ones when they ended.
-    done: list[tuple[list[float], list[float]]] = [([], []) for _ in stages]
-    while any(len(backwards) < pipeline.microbatches for backwards, _ in done):
-        for number, stage in enumerate(stages):
-            backwards, forwards = done[number]
-            while (at := len(backwards) + len(forwards)) < len(orders[number]):
-                forward = orders[number][at] is Pass.FORWARD
-                giver = number - 1 if forward else number + 1
-                if 0 <= giver < count:
-                    given, mine = done[giver][forward], done[number][forward]
-                    if len(given) <= len(mine):
-                        break
-                    clock[number] = max(clock[number], given[len(mine)])
-                clock[number] += stage.forward_s if forward else stage.microbatch_s - stage.forward_s
-                taker, sent = number + 1 if forward else number - 1, done[number][forward]
-                ready_s = clock[number]
-                if 0 <= taker < count:
-                    ready_s = max(ready_s, sent[-1] if sent else 0.0) + send_s(number, taker)
-                sent.append(ready_s)
-    return _end_s(clock, stages)
+    shown = 4 * ahead  # from there on each further one takes as long as the one before it
+    if pipeline.chunks > 1 or pipeline.microbatches <= shown:
+        return _in_turns(pipeline, stages, send_s)
+    seconds, before_s = (
+        _in_turns(dataclasses.replace(pipeline, microbatches=count), stages, send_s) for count in (shown, shown - ahead)
+    )
+    return seconds + (pipeline.microbatches - shown) * (seconds - before_s) / ahead
 
 
 def _in_turns(pipeline: Pipeline, stages: Sequence[StagePrediction], send_s: SendSeconds) -> float:

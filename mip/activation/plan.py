@@ -37,7 +37,7 @@ from memo.events import TierName
 from memo.mip.activation.in_flight import SchedulePoint, moments_of, peak_in_flight, split_chunks
 from memo.mip.activation.pipeline_time import microbatches_s
 from memo.mip.inputs.hardware import Hardware, LaneRates
-from memo.mip.inputs.pipeline_schedules import Pass, PipelineSchedule, Turn, rank_turns
+from memo.mip.inputs.pipeline_schedules import Pass, PipelineSchedule, Turn, one_chunk_turns, rank_turns
 from memo.mip.inputs.profile import ALL, MAX_LAYERS, LayerProfile, Profile, check_amounts
 
 if TYPE_CHECKING:
@@ -190,9 +190,11 @@ class Pipeline:
         return max(sum(self.layers[run] for run in self.chunk_positions(stage)) for stage in range(self.stages))
 
     def turns(self, stage: int) -> tuple[Turn, ...]:
-        """Turns of a stage with several chunks, in order."""
+        """Turns of a stage, in order."""
         if self.own is not None:
             return self.own.turns
+        if self.chunks == 1:
+            return one_chunk_turns(self.microbatches, self.in_flight(stage))
         return rank_turns(
             self.schedule, ranks=self.stages, rank=stage, microbatches=self.microbatches, chunks=self.chunks
         )
@@ -205,10 +207,7 @@ class Pipeline:
 
     def order(self, stage: int) -> Iterator[Pass]:
         """Passes of a stage of one chunk, in order: the forward of the next microbatch, or its backward."""
-        ahead = self.in_flight(stage)
-        yield from [Pass.FORWARD] * ahead
-        yield from [Pass.BACKWARD, Pass.FORWARD] * (self.microbatches - ahead)
-        yield from [Pass.BACKWARD] * ahead
+        yield from (turn.kind for turn in self.turns(stage))
 
     def moments(self, stage: int) -> tuple[SchedulePoint, ...]:
         """Moments at which the stage may hold most. With one chunk, those are passes with all others in flight."""
@@ -529,7 +528,8 @@ class StagePrediction:
 
     def turn_s(self, chunk: int, kind: Pass) -> float:
         """Seconds of one turn."""
-        assert self.chunks is not None
+        if self.chunks is None:
+            return self.forward_s if kind is Pass.FORWARD else self.microbatch_s - self.forward_s
         own = self.chunks[chunk]
         return {Pass.FORWARD: own.forward_s, Pass.WEIGHT: own.weight_s}.get(kind, own.backward_s)
 

@@ -52,10 +52,7 @@ def simulate(plan: ActivationPlan, problem: ActivationProblem | None = None) -> 
         _stage(plan.layers, view, budgets={TierName.DEVICE: view.machine.budgets.device_bytes})
         for view in problem.stages
     ]
-    if pipeline.chunks > 1:
-        _run_turns(stages, problem)
-    else:
-        _run(stages, problem)
+    _run(stages, problem)
     if problem.machines:  # optimizers run when the last stage has its gradients
         ready_s = max(stage.reduced_s for stage in stages)
         for stage in stages:
@@ -199,57 +196,12 @@ def _end_work(name: str, end: EmbeddingOrHeadProfile) -> EndWork:
     )
 
 
-@dataclasses.dataclass(slots=True)
-class _Progress:
-    """Position of a stage in its order, and when what its microbatches send in both directions has arrived."""
-
-    order: list[Pass]
-    at: int = 0
-    forward_s: list[float] = dataclasses.field(default_factory=list)
-    backward_s: list[float] = dataclasses.field(default_factory=list)
-
-
 def _run(stages: Sequence[SimulatedStage], problem: ActivationProblem) -> None:
-    """Runs every stage's order; a pass begins when its stage is free and the neighbour's part has arrived.
+    """Runs every stage's turns; a pass begins when its stage is free and the neighbour's part has arrived.
 
-    Stages share nothing but these times, so each pass can be played as soon as the time it waits for is known.
+    Stages share nothing but these times, so each pass can be played as soon as the time it waits for is known. A stage
+    that is planned alone waits for no other.
     """
-    count = len(stages)
-    done = [_Progress(list(problem.pipeline.order(number))) for number in range(count)]
-    while any(own.at < len(own.order) for own in done):
-        for number, (stage, own) in enumerate(zip(stages, done, strict=True)):
-            while own.at < len(own.order) and _advance(stage, number, done, problem):
-                own.at += 1
-
-
-def _advance(stage: SimulatedStage, number: int, done: Sequence[_Progress], problem: ActivationProblem) -> bool:
-    """Plays a stage's next pass; False while the neighbour's part of it is not known yet."""
-    own = done[number]
-    forward = own.order[own.at] is Pass.FORWARD
-    neighbour = number - 1 if forward else number + 1
-    if 0 <= neighbour < len(done):
-        times = done[neighbour].forward_s if forward else done[neighbour].backward_s
-        microbatch = len(own.forward_s if forward else own.backward_s)
-        if len(times) <= microbatch:
-            return False
-        stage.idle(times[microbatch])
-    if forward:
-        stage.forward()
-    else:
-        stage.backward(last=own.at == len(own.order) - 1)
-    sent = own.forward_s if forward else own.backward_s
-    taker, starts_s = number + 1 if forward else number - 1, stage.now_s
-    if not 0 <= taker < len(done):
-        sent.append(starts_s)
-        return True
-    if sent:  # the link is free when the message before has arrived
-        starts_s = max(starts_s, sent[-1])
-    sent.append(starts_s + problem.send_s(number, taker))
-    return True
-
-
-def _run_turns(stages: Sequence[SimulatedStage], problem: ActivationProblem) -> None:
-    """Runs stages with several chunks a stage, in the order of their turns. A single stage waits for no other."""
     pipeline = problem.pipeline
     stage_of = {place: number for number in range(len(stages)) for place in pipeline.chunk_positions(number)}
     waiting = [collections.deque(pipeline.turns(number)) for number in range(len(stages))]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 
 class PipelineSchedule(enum.StrEnum):
@@ -108,11 +108,13 @@ def rank_turns(
     """Turns of one rank in a step, in order; `chunks` is a number that the schedule allows, by default its own."""
     match schedule:
         case PipelineSchedule.GPIPE:
-            turns = _one_chunk(microbatches, ahead=microbatches)
+            return one_chunk_turns(microbatches, microbatches)
         case PipelineSchedule.ONE_F_ONE_B:
-            turns = _one_chunk(microbatches, ahead=min(microbatches, ranks - rank))
+            return one_chunk_turns(microbatches, min(microbatches, ranks - rank))
         case PipelineSchedule.ZERO_BUBBLE_V:
-            turns = (turn for turn in _in_a_v(ranks, rank, microbatches) if turn.microbatch < microbatches)
+            turns: Iterable[Turn] = (
+                turn for turn in _in_a_v(ranks, rank, microbatches) if turn.microbatch < microbatches
+            )
         case _:
             split = schedule is PipelineSchedule.ZERO_BUBBLE
             turns = _interleaved(ranks, rank, microbatches, chunks or schedule.default_chunks, split=split)
@@ -128,12 +130,13 @@ def _undivided(turn: Turn) -> Turn | None:
     return _turn(0, Pass.BACKWARD, turn.microbatch) if turn.kind is Pass.WEIGHT else turn
 
 
-def _one_chunk(microbatches: int, *, ahead: int) -> Iterator[Turn]:
-    for forward in range(microbatches + ahead):
-        if forward < microbatches:
-            yield _turn(0, Pass.FORWARD, forward)
-        if forward >= ahead - 1 and forward - ahead + 1 < microbatches:
-            yield _turn(0, Pass.BACKWARD, forward - ahead + 1)
+@functools.lru_cache(maxsize=1024)
+def one_chunk_turns(microbatches: int, ahead: int) -> tuple[Turn, ...]:
+    """Turns of a rank with one chunk that holds up to `ahead` microbatches: a backward follows that many forwards."""
+    forwards = [_turn(0, Pass.FORWARD, which) for which in range(microbatches)]
+    backwards = [_turn(0, Pass.BACKWARD, which) for which in range(microbatches)]
+    steady = (turn for pair in zip(backwards, forwards[ahead:], strict=False) for turn in pair)
+    return _Order((*forwards[:ahead], *steady, *backwards[microbatches - ahead :]))
 
 
 def _interleaved(ranks: int, rank: int, microbatches: int, chunks: int, *, split: bool) -> Iterator[Turn]:
