@@ -1,11 +1,9 @@
 """Page-aligned host tensors, which O_DIRECT reads and writes without a second copy.
 
-torch aligns CPU memory to 64 bytes, O_DIRECT needs 512 to 4096. `PagePool.empty` returns a tensor of exactly the bytes
-asked for, over an anonymous mapping padded to whole pages. The mapping of a dead storage may be kept for the next request of
-the same size, up to `limit_bytes`. The pool of `aligned_empty` keeps none: where host memory is the device, idle mappings
-count against its budget (two layers' worth of them, 39 of a step's 166 MiB), and a step took as much processor time without.
-
-Invariant: a mapping is either under exactly one storage, or in the pool, or returned to the system.
+torch aligns CPU memory to 64 bytes, O_DIRECT needs 512 to 4096. `aligned_empty` returns a tensor of exactly the bytes
+asked for, over an anonymous mapping padded to whole pages, which returns to the system with its storage. Idle mappings kept
+for later tensors would count against the budget where host memory is the device (two layers' worth of them, 39 of a step's
+166 MiB), and a step took as much processor time without.
 """
 
 from __future__ import annotations
@@ -14,9 +12,7 @@ import contextlib
 import ctypes
 import mmap
 import sys
-import threading
 import weakref
-from collections import OrderedDict, deque
 
 import torch
 
@@ -30,81 +26,7 @@ _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 # Address of each live mapping -> (bytes asked for, bytes mapped). Any thread that makes or frees a tensor writes it.
 _live: dict[int, tuple[int, int]] = {}
-
-
-class PagePool:
-    """Recycled anonymous mappings, at most `limit_bytes` of them idle. Thread-safe."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.idle_bytes = 0
-        self._idle: OrderedDict[int, list[mmap.mmap]] = OrderedDict()  # padded size -> mappings, least recent first
-        self._returned: deque[mmap.mmap] = deque()
-        self._references: dict[int, weakref.ref[memoryview]] = {}
-        self._lock = threading.Lock()
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        """Returns a uint8 tensor of `nbytes` uninitialised bytes at a page-aligned address.
-
-        Raises:
-            SwapError: the system refuses the mapping.
-        """
-        if nbytes < 0:
-            raise ValueError(f"cannot make a tensor of {nbytes} bytes")
-        if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8, device="cpu")
-        size = whole_pages(nbytes)
-        with self._lock:
-            self._shelve()
-            mapping = self._take(size)
-        if mapping is None:
-            mapping = private_pages(size)
-        view = memoryview(mapping)
-        tensor = torch.frombuffer(view, dtype=torch.uint8, count=nbytes)
-        address = tensor.data_ptr()
-        _live[address] = (nbytes, size)
-        # The storage holds `view`, `view` holds the mapping; the callback runs when the storage dies.
-        self._references[address] = weakref.ref(view, lambda _: self._give_back(address, mapping))
-        return tensor
-
-    def clear(self) -> None:
-        """Returns every idle mapping to the system."""
-        with self._lock:
-            self._shelve()
-            self._idle.clear()
-            self.idle_bytes = 0
-
-    def _give_back(self, address: int, mapping: mmap.mmap) -> None:
-        # May run inside a garbage collection that interrupted a method of this class: no blocking lock here.
-        _live.pop(address, None)
-        self._references.pop(address, None)
-        self._returned.append(mapping)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._shelve()
-            finally:
-                self._lock.release()
-
-    def _shelve(self) -> None:
-        while self._returned:
-            mapping = self._returned.popleft()
-            size = len(mapping)
-            self._idle.setdefault(size, []).append(mapping)
-            self._idle.move_to_end(size)
-            self.idle_bytes += size
-        while self.idle_bytes > self.limit_bytes:
-            size = next(iter(self._idle))
-            self._take(size)
-
-    def _take(self, size: int) -> mmap.mmap | None:
-        mappings = self._idle.get(size)
-        if not mappings:
-            return None
-        mapping = mappings.pop()
-        if not mappings:
-            del self._idle[size]
-        self.idle_bytes -= size
-        return mapping
+_references: dict[int, weakref.ref[memoryview]] = {}
 
 
 def whole_pages(nbytes: int) -> int:
@@ -136,22 +58,34 @@ def private_pages(nbytes: int) -> mmap.mmap:
     return mapping
 
 
-_default_pool = PagePool(0)
-
-
 def aligned_empty(nbytes: int) -> torch.Tensor:
-    """Returns a page-aligned uint8 tensor of `nbytes` from the process-wide pool, uninitialised.
+    """Returns a uint8 tensor of `nbytes` uninitialised bytes at a page-aligned address.
 
     Raises:
         SwapError: the system refuses the mapping.
     """
-    return _default_pool.empty(nbytes)
+    if nbytes < 0:
+        raise ValueError(f"cannot make a tensor of {nbytes} bytes")
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    size = whole_pages(nbytes)
+    view = memoryview(private_pages(size))
+    tensor = torch.frombuffer(view, dtype=torch.uint8, count=nbytes)
+    address = tensor.data_ptr()
+
+    def forget(_: object) -> None:
+        del _live[address], _references[address]
+
+    _live[address] = (nbytes, size)
+    # The storage holds `view`, `view` holds the mapping; the callback runs when the storage dies.
+    _references[address] = weakref.ref(view, forget)
+    return tensor
 
 
 def padded_bytes(address: int, nbytes: int) -> int:
     """Bytes from `address` that may be overwritten, for a tensor of `nbytes` there.
 
-    More than `nbytes` only for a whole tensor of a PagePool: it owns the padding up to the end of its last page.
+    More than `nbytes` only for a whole tensor of `aligned_empty`: it owns the padding up to the end of its last page.
     """
     asked, mapped = _live.get(address, (0, 0))
     return mapped if asked == nbytes else nbytes

@@ -1,8 +1,7 @@
-"""Page-aligned tensors: exact sizes, safe padding, mappings recycled within their bound."""
+"""Page-aligned tensors: exact sizes, safe padding, mappings returned with their storage."""
 
 from __future__ import annotations
 
-import gc
 import re
 import threading
 
@@ -10,7 +9,8 @@ import pytest
 import torch
 
 from memo.swap import aligned_empty
-from memo.swap.memory.page_aligned import PAGE_BYTES, PagePool, padded_bytes
+from memo.swap.memory import page_aligned
+from memo.swap.memory.page_aligned import PAGE_BYTES, padded_bytes
 
 
 @pytest.mark.parametrize("nbytes", [1, 64, 4095, 4096, 4097, 1 << 20, (1 << 20) + 3])
@@ -28,8 +28,8 @@ def test_zero_bytes_are_an_empty_tensor() -> None:
     assert aligned_empty(0).shape == (0,)
 
 
-def test_padding_belongs_to_whole_tensors_of_a_pool_only() -> None:
-    tensor = PagePool(0).empty(5000)
+def test_padding_belongs_to_whole_tensors_only() -> None:
+    tensor = aligned_empty(5000)
     address = tensor.data_ptr()
     assert padded_bytes(address, 5000) == 8192
     assert padded_bytes(address, 4999) == 4999
@@ -39,67 +39,34 @@ def test_padding_belongs_to_whole_tensors_of_a_pool_only() -> None:
 
 
 def test_a_mapping_lives_as_long_as_any_view_of_the_storage() -> None:
-    pool = PagePool(1 << 20)
-    tensor = pool.empty(8192)
+    tensor = aligned_empty(8192)
     view = tensor.view(torch.float32)[100:]
+    address = tensor.data_ptr()
     del tensor
-    assert pool.idle_bytes == 0
-    other = pool.empty(8192)
-    assert other.data_ptr() != view.data_ptr() - 400
+    assert padded_bytes(address, 8192) == 8192
+    assert aligned_empty(8192).data_ptr() != address
+    assert address in page_aligned._live
     del view
-    assert pool.idle_bytes == 8192
+    assert address not in page_aligned._live
 
 
-def test_a_dead_storage_is_recycled_for_the_same_size() -> None:
-    pool = PagePool(1 << 20)
-    address = pool.empty(5000).data_ptr()
-    assert pool.idle_bytes == 8192
-    assert pool.empty(8000).data_ptr() == address
-    assert pool.empty(4000).data_ptr() != address
-
-
-def test_idle_mappings_stay_within_the_limit() -> None:
-    pool = PagePool(10 * PAGE_BYTES)
-    tensors = [pool.empty(3 * PAGE_BYTES) for _ in range(8)]
-    del tensors
-    gc.collect()
-    assert pool.idle_bytes == 9 * PAGE_BYTES
-    pool.clear()
-    assert pool.idle_bytes == 0
-
-
-def test_the_size_used_least_recently_goes_first() -> None:
-    pool = PagePool(4 * PAGE_BYTES)
-    singles = [pool.empty(PAGE_BYTES) for _ in range(3)]
-    double = pool.empty(2 * PAGE_BYTES)
-    del singles[1:]
-    del double
-    assert pool.idle_bytes == 4 * PAGE_BYTES
-    again = pool.empty(PAGE_BYTES)
-    singles.clear()
-    del again  # a fifth page: the double one has waited longest
-    assert pool.idle_bytes == 3 * PAGE_BYTES
-
-
-def test_evicted_mappings_return_to_the_system() -> None:
+def test_mappings_return_to_the_system() -> None:
     def mapped_kib() -> int:
         with open("/proc/self/status") as status:
             return next(int(line.split()[1]) for line in status if line.startswith("VmSize"))
 
-    pool = PagePool(0)
     before = mapped_kib()
     for _ in range(20):
-        pool.empty(64 << 20)
+        aligned_empty(64 << 20)
     assert mapped_kib() - before < 2 * 64 << 10
 
 
 def test_threads_never_share_a_mapping() -> None:
-    pool = PagePool(1 << 20)
     wrong: list[int] = []
 
     def work(mark: int) -> None:
         for _ in range(200):
-            tensor = pool.empty(PAGE_BYTES)
+            tensor = aligned_empty(PAGE_BYTES)
             tensor.fill_(mark)
             if int(tensor.min()) != mark or int(tensor.max()) != mark:
                 wrong.append(mark)
@@ -110,12 +77,11 @@ def test_threads_never_share_a_mapping() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert pool.idle_bytes <= 8 * PAGE_BYTES  # a thread holds its last tensor while it asks for the next
 
 
 @pytest.mark.parametrize("nbytes", [4096, (4 << 20) + 5])
 def test_memory_is_private_and_asks_for_huge_pages_where_they_fit(nbytes: int) -> None:
-    tensor = PagePool(0).empty(nbytes)
+    tensor = aligned_empty(nbytes)
     tensor.fill_(1)
     with open("/proc/self/smaps") as maps:
         text = maps.read()
