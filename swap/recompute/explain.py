@@ -1,25 +1,27 @@
 """Explains a recorded call: each step of its tape with what becomes of its results and why, and the points of its curve.
 
-Reads the tape, the cut that was chosen and the bans that it kept to; decides nothing. The explanation is data of its own
+Reads the choice that the call left; decides nothing. The explanation is data of its own
 (explanation.py).
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from memo.swap.levels import Level
 from memo.swap.recompute.explanation import Fate, LayerExplanation, Point, Row
+from memo.swap.recompute.tape.cut import curve
 from memo.swap.recompute.tape.log import Origin
-from memo.swap.recompute.tape.plan import plan_of, problem_of
+from memo.swap.recompute.tape.plan import keep_bits
 from memo.swap.recompute.tape.tape import uses_in
 
 if TYPE_CHECKING:
     from memo.swap.layers import Layer
+    from memo.swap.levels import Setting
+    from memo.swap.recompute.choice import Choice
     from memo.swap.recompute.tape.cut import Cut
-    from memo.swap.recompute.tape.plan import Sources
-    from memo.swap.recompute.tape.tape import Tape, TapeStep
+    from memo.swap.recompute.tape.tape import TapeStep
 
 _FROM = {
     Origin.INPUT: "hidden states",
@@ -35,68 +37,41 @@ _BETWEEN = "between"
 _US_PER_PS = 1e-6
 
 
-def explain(
-    layer: Layer,
-    *,
-    setting: str,
-    refused: str | None,
-    tape: Tape,
-    sources: Sources,
-    wanted: Sequence[int],
-    stuck: Sequence[int],
-    reasons: Mapping[int, str],
-    used: Cut,
-    best: Cut | None,
-    named: Mapping[str, Cut],
-    curve: Sequence[Cut],
-) -> LayerExplanation:
+def explain(layer: Layer, choice: Choice, setting: Setting, *, refused: str | None, is_whole: bool) -> LayerExplanation:
     """Explains one call.
 
     Args:
         layer: whose call it was.
-        setting: of its recompute, for people.
+        choice: what the call left to choose.
+        setting: of its recompute.
         refused: why all of it moves; None if it need not.
-        tape: of the call.
-        sources: what could be kept of it.
-        wanted: storages that autograd saved and that a replay may give.
-        stuck: storages that autograd saved and that move in any case.
-        reasons: steps that are never repeated at this setting, and why.
-        used: the cut that was chosen.
-        best: the cut that would be chosen if all that the layer makes could be kept; None where that is not asked.
-        named: the points that have names.
-        curve: the corners of the curve.
+        is_whole: no plan of it could be used, so all of it moved.
     """
-    saved = sum(tape.storages[storage][1] for storage in (*wanted, *stuck))
+    free = choice.for_next
+    used = choice.at(Level.SAVE_ALL) if is_whole else choice.cut(setting)
+    level = setting if isinstance(setting, Level) else Level.SAVE_ATTENTION
     return LayerExplanation(
         layer=layer.name,
         module=type(layer.module).__name__,
-        setting=setting,
+        setting="; ".join(filter(None, (str(setting), str(choice.bans)))),
         refused=refused,
-        saved_storages=len(wanted) + len(stuck),
-        saved_nbytes=saved,
-        rows=tuple(_Rows(tape, sources, wanted, stuck, reasons, used).all()),
-        points=tuple(_points(tape, sources, wanted, saved, used, best, named, curve)),
+        saved_storages=len(choice.wanted) + len(choice.stuck),
+        saved_nbytes=choice.saved_nbytes,
+        rows=tuple(_Rows(choice, choice.banned(level), used).all()),
+        points=tuple(_points(choice, used, best=None if is_whole else free.cut(setting))),
     )
 
 
 class _Rows:
     """Writes the rows of a tape of which whole storages are kept or replayed."""
 
-    def __init__(
-        self,
-        tape: Tape,
-        sources: Sources,
-        wanted: Iterable[int],
-        stuck: Iterable[int],
-        reasons: Mapping[int, str],
-        used: Cut,
-    ) -> None:
+    def __init__(self, choice: Choice, reasons: Mapping[int, str], used: Cut) -> None:
+        tape, sources = choice.tape, choice.sources
         self._tape, self._sources, self._reasons = tape, sources, reasons
         self._kept, self._replayed = used.kept, used.replayed
-        self._wanted = {tape.last[storage] for storage in wanted}
-        self._stuck = {tape.last[storage] for storage in stuck}
-        problem = problem_of(tape, reasons, sources, wanted, stuck, tape.costs)
-        self._keep = [content.keep for content in problem.contents]
+        self._wanted = {tape.last[storage] for storage in choice.wanted}
+        self._stuck = {tape.last[storage] for storage in choice.stuck}
+        self._keep = [keep_bits(tape, number, sources) for number in range(len(tape.contents))]
         self._runs: list[bool] = []  # for each step, whether it could be repeated
         for step in tape.steps:
             self._runs.append(step.number not in reasons and all(self._can_have(read) for read in step.reads))
@@ -191,22 +166,15 @@ class _Rows:
         return "keeping it is cheapest" if self._runs[number] else "what it is made of is not kept"
 
 
-def _points(
-    tape: Tape,
-    sources: Sources,
-    wanted: Sequence[int],
-    saved: int,
-    used: Cut,
-    best: Cut | None,
-    named: Mapping[str, Cut],
-    curve: Sequence[Cut],
-) -> list[Point]:
+def _points(choice: Choice, used: Cut, *, best: Cut | None) -> list[Point]:
+    """Points of the curve; `best` is the cut that would be chosen if all that the layer makes could be kept."""
+    free, saved = choice.for_next, choice.saved_nbytes
+    named = {each.point: free.at(each) for each in Level}
     cuts: list[tuple[str, Cut]] = list(named.items())
-    others = [cut for cut in curve if cut not in named.values()]
+    others = [cut for cut in curve(free.problem(Level.SAVE_ATTENTION)) if cut not in named.values()]
     cuts += [(f"p{number}", cut) for number, cut in enumerate(others, 1)]
     if used not in [cut for _, cut in cuts]:
         cuts.append((_BETWEEN if used == best else _NOW, used))
-    free = dataclasses.replace(sources, everything=True)
     at = next((name for name, cut in cuts if cut == used), None)
     points = [
         Point(
@@ -215,16 +183,12 @@ def _points(
             kept_fraction=cut.keep_cost / (8 * saved) if saved else 0.0,
             replay_us=cut.replay_cost * _US_PER_PS,
             replayed_steps=len(cut.replayed),
-            held_nbytes=_held_nbytes(tape, cut, sources if name == _NOW else free, wanted),
+            held_nbytes=(choice if name == _NOW else free).plan(cut).held_bytes if cut.replayed else 0,
             is_used=name == at,
         )
         for name, cut in cuts
     ]
     return sorted(points, key=lambda point: (-point.kept_nbytes, point.replay_us))
-
-
-def _held_nbytes(tape: Tape, cut: Cut, sources: Sources, wanted: Sequence[int]) -> int:
-    return plan_of(tape, cut, sources, wanted).held_bytes if cut.replayed else 0
 
 
 def _name(dtype: Any) -> str:

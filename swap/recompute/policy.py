@@ -30,7 +30,6 @@ from memo.swap.recompute.rank_agreement import AgreeingRanks, CollectiveRecorder
 from memo.swap.recompute.recorded_call import OpenCall, RecordedCall
 from memo.swap.recompute.tape.bans import Bans
 from memo.swap.recompute.tape.checksums import Checksums
-from memo.swap.recompute.tape.cut import curve
 from memo.swap.recompute.tape.recorder import Recorder, aside, is_recordable, leave_mode
 from memo.swap.tensor_kinds import has_storage, is_sharded, layer_input, local_part, tensors_within
 from memo.torch_private import top_saved_tensors_default_hooks
@@ -171,23 +170,8 @@ class RecomputePolicy:
         if last is None:
             raise UsageError(f"{layer.name} has no tape: {self._why_no_tape(layer.name)}")
         choice, setting, found = last
-        level = setting if isinstance(setting, Level) else Level.SAVE_ATTENTION
-        free = choice.for_next
-        is_refused = isinstance(found, RefusedPlan)  # all of it moves
-        return explain(
-            layer,
-            setting="; ".join(filter(None, (str(setting), str(choice.bans)))),
-            refused=self.refused.get(layer.name),
-            tape=choice.tape,
-            reasons=choice.banned(level),
-            sources=choice.sources,
-            wanted=choice.wanted,
-            stuck=choice.stuck,
-            used=choice.at(Level.SAVE_ALL) if is_refused else choice.cut(setting),
-            best=None if is_refused else free.cut(setting),
-            named={each.point: free.at(each) for each in Level},
-            curve=curve(free.problem(Level.SAVE_ATTENTION)),
-        )
+        is_whole = isinstance(found, RefusedPlan)
+        return explain(layer, choice, setting, refused=self.refused.get(layer.name), is_whole=is_whole)
 
     def _why_no_tape(self, name: str) -> str:
         if name in self.refused:
