@@ -1,4 +1,4 @@
-"""Interface to the two solvers of PuLP models: HiGHS in this process, and CBC as a program.
+"""Interface to HiGHS, the solver of PuLP models, in this process.
 
 Owns the warm start: PuLP passes `warmStart` to HiGHS as an option, which HiGHS does not have, and drops the values;
 here they are handed over as a solution. PuLP reports "Optimal" for a run that hit its time limit; `Solved.proven` does
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import enum
 import importlib
 import os
 from collections.abc import Mapping
@@ -55,13 +54,6 @@ OPTIMAL, FOUND = 1, 2
 """Values of PuLP's sol_status. With any other value the variables hold no solution."""
 
 
-class SolverName(enum.StrEnum):
-    """The solver of a model."""
-
-    HIGHS = "highs"
-    CBC = "cbc"
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Solved:
     """Outcome of a solver run."""
@@ -82,12 +74,11 @@ class _WarmHiGHS(pulp.HiGHS):  # type: ignore[misc]
         lp.solverModel.run()
 
 
-def solve_model(model: pulp.LpProblem, *, backend: SolverName, time_limit_s: float, gap: float = 0.0) -> Solved:
+def solve_model(model: pulp.LpProblem, *, time_limit_s: float, gap: float = 0.0) -> Solved:
     """Solves a model, warm-started from the values set by `setInitialValue`.
 
     Args:
         model: the model.
-        backend: the solver.
         time_limit_s: seconds after which it gives what it has.
         gap: part of the objective by which a solution may miss the optimum and still counts as optimal, with integers.
 
@@ -98,17 +89,13 @@ def solve_model(model: pulp.LpProblem, *, backend: SolverName, time_limit_s: flo
         SolverFailed: the solver crashed or could not be run.
     """
     limit = max(time_limit_s, 0.1)
-    if backend is SolverName.CBC:
-        solver = pulp.PULP_CBC_CMD(msg=False, timeLimit=limit, threads=1, warmStart=True, gapRel=gap)
-    else:
-        solver = _WarmHiGHS(msg=False, timeLimit=limit, threads=1, gapRel=gap)
-    solved = _run(model, solver)
-    if backend is SolverName.HIGHS and model.solverModel.getModelStatus() == highspy.HighsModelStatus.kUnknown:
+    solved = _run(model, _WarmHiGHS(msg=False, timeLimit=limit, threads=1, gapRel=gap))
+    if model.solverModel.getModelStatus() == highspy.HighsModelStatus.kUnknown:
         # Its dual simplex lost its way, as in nearly infeasible programs; the primal one has not been seen to.
         solver = pulp.HiGHS(msg=False, timeLimit=limit, threads=1, gapRel=gap, simplex_strategy=PRIMAL_SIMPLEX)
         solved = _run(model, solver)
     if model.status == pulp.LpStatusUndefined:
-        raise SolverFailed(f"{backend.value} failed: it ended without a status")
+        raise SolverFailed("HiGHS failed: it ended without a status")
     return solved
 
 
@@ -118,7 +105,7 @@ def _run(model: pulp.LpProblem, solver: Any) -> Solved:
     model.listed, model.variables = listed, lambda: listed
     try:
         model.solve(solver)
-    except Exception as error:  # PuLP lets whatever its backends raise through
+    except Exception as error:  # PuLP lets whatever HiGHS raises through
         raise SolverFailed(f"{solver.name} failed: {type(error).__name__}: {str(error)[:200]}") from error
     finally:
         del model.variables
@@ -159,4 +146,4 @@ def solve_fixed(model: pulp.LpProblem, fixed: Mapping[pulp.LpVariable, float], *
         solved = _run(model, _Resumed(fixed))
         if solved.proven:
             return solved
-    return solve_model(model, backend=SolverName.HIGHS, time_limit_s=time_limit_s)
+    return solve_model(model, time_limit_s=time_limit_s)

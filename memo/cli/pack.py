@@ -74,8 +74,8 @@ class Options:
     gap: Annotated[float, Flag(type=_share, metavar="PERCENT")] = 0.0
     """Stop when an arena is within PERCENT of the lower bound, such as 1% (default 0%)."""
     method: Method = Method.AUTO
-    """Solver: search (greedy fits, local search, branch and bound), mip (mixed-integer program by HiGHS), mip-cbc (the same
-    by CBC), or auto (search, and mixed-integer programs for buffers in groups)."""
+    """Solver: search (greedy fits, local search, branch and bound), mip (mixed-integer program by HiGHS), or auto
+    (search, and mixed-integer programs for buffers in groups)."""
     seed: int = 0
     """Random seed of the search; same seed, same plan where the time limit is not reached."""
     output: OutputFile | None = None

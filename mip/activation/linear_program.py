@@ -56,7 +56,7 @@ from memo.mip.activation.plan import ActivationProblem, LayerPlan
 from memo.mip.activation.stage_view import StageView
 from memo.mip.inputs.pipeline_schedules import Pass
 from memo.mip.inputs.profile import ALL, LayerProfile
-from memo.mip.solvers import SolverName, pulp, solve_fixed, solve_model
+from memo.mip.solvers import pulp, solve_fixed, solve_model
 
 DAY_S = 86400.0
 TIME_LIMIT_S, WHOLE_TIME_LIMIT_S = 60.0, 10.0
@@ -241,7 +241,7 @@ class PlanModel:
             SolverFailed: the solver crashed, or a program without integers ran out of time.
         """
         gap, limit_s = (WHOLE_GAP, WHOLE_TIME_LIMIT_S) if self._whole else (0.0, TIME_LIMIT_S)
-        solved = solve_model(self._program, backend=SolverName.HIGHS, time_limit_s=limit_s, gap=gap)
+        solved = solve_model(self._program, time_limit_s=limit_s, gap=gap)
         if not solved.proven and not self._whole:
             raise SolverFailed(f"no answer to the activation plan's program in {TIME_LIMIT_S:.0f} s")
         return solved.found

@@ -2,7 +2,7 @@
 
 A section is an instant at which the set of live buffers is maximal: the set at any other instant is a subset of a
 neighbouring section's, so two buffers overlap in time exactly when some section holds both. Buffers of zero bytes are
-left out. Units keep the numbers small, which MIP solvers need (in bytes both HiGHS and CBC call feasible models
+left out. Units keep the numbers small, which MIP solvers need (in bytes HiGHS calls feasible models
 infeasible), and keep the search's arithmetic exact.
 """
 

@@ -2,21 +2,22 @@
 
 Level 1 is this program for the buffers of one layer's forward or backward pass; level 2 is the same program for the
 step with each pass as one pseudo-buffer (`memo.mip.address.bilevel`). All numbers are units of the greatest common
-divisor: in bytes both solvers call feasible programs infeasible. The solver's answer is not trusted: its addresses only
+divisor: in bytes solvers call feasible programs infeasible. The solver's answer is not trusted: its addresses only
 give an order, in which the buffers are packed again in whole units, and its claim of optimality counts only when the
 result is as small as claimed.
 """
 
 from __future__ import annotations
 
+import math
 import time
 
 from memo.mip.address.instance import Instance
 from memo.mip.address.portfolio import ArenaSolver
-from memo.mip.solvers import SolverName, pulp, solve_model
+from memo.mip.solvers import pulp, solve_model
 
 MAX_PAIRS = 6000
-"""Overlapping pairs, one binary variable each, beyond which neither solver makes progress within a minute."""
+"""Overlapping pairs, one binary variable each, beyond which the solver makes no progress within a minute."""
 
 
 class AddressModel:
@@ -66,9 +67,7 @@ class AddressModel:
         return [float(pulp.value(address)) for address in self.A]
 
 
-def solve_flat(
-    solver: ArenaSolver, *, deadline: float, backend: SolverName = SolverName.HIGHS, max_pairs: int = MAX_PAIRS
-) -> None:
+def solve_flat(solver: ArenaSolver, *, deadline: float) -> None:
     """Runs the portfolio and, if that misses the lower bound, solves the program with its result as warm start.
 
     Raises:
@@ -78,17 +77,14 @@ def solve_flat(
     if solver.impossible:
         return
     solver.portfolio(deadline=deadline)
-    if solver.optimal or not solver.offsets or len(overlapping_pairs(instance, most=max_pairs)) > max_pairs:
+    if solver.optimal or not solver.offsets or len(overlapping_pairs(instance, most=MAX_PAIRS)) > MAX_PAIRS:
         return
     model = AddressModel(instance, lower=solver.lower, incumbent=solver.offsets)
-    solved = solve_model(model.program, backend=backend, time_limit_s=deadline - time.monotonic())
+    solved = solve_model(model.program, time_limit_s=deadline - time.monotonic())
     if not solved.found:
         return
     addresses = model.addresses()
-    packed = pack_in_order(instance, sorted(range(instance.n), key=lambda i: (addresses[i], i)))
-    if packed is None:
-        return
-    solver.offer(packed, f"{backend.value} model")
+    solver.follow(sorted(range(instance.n), key=lambda i: (addresses[i], i)), "HiGHS model", deadline=math.inf)
     claimed = round(float(model.M.varValue))
     if solved.proven and solver.upper == claimed:
         solver.lower = max(solver.lower, claimed)
@@ -108,20 +104,3 @@ def overlapping_pairs(instance: Instance, *, most: int | None = None) -> list[tu
             if most is not None and len(pairs) > most:
                 return sorted(pairs)
     return sorted(pairs)
-
-
-def pack_in_order(instance: Instance, order: list[int]) -> tuple[int, ...] | None:
-    """Places each buffer above those before it with which it shares a section; None if a fixed one's place is taken."""
-    top = [0] * instance.n_sections
-    offsets = [0] * instance.n
-    for i in order:
-        sections = [s for span in instance.spans[i] for s in range(*span)]
-        at = -(-max(top[s] for s in sections) // instance.alignments[i]) * instance.alignments[i]
-        if instance.fixed[i] >= 0:
-            if at > instance.fixed[i]:
-                return None
-            at = instance.fixed[i]
-        offsets[i] = at
-        for s in sections:
-            top[s] = at + instance.sizes[i]
-    return tuple(offsets)

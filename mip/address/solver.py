@@ -32,8 +32,6 @@ class Method(enum.StrEnum):
     """Portfolio, then local and tree searches."""
     MIP = "mip"
     """Portfolio, then one flat mixed-integer program by HiGHS; for small problems and comparison."""
-    MIP_CBC = "mip-cbc"
-    """The mixed-integer program, solved by CBC."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,12 +133,10 @@ class _ArenaWork:
         solver = self._solver
         self._report(solver)
         try:
-            if method in (Method.MIP, Method.MIP_CBC):
+            if method is Method.MIP:
                 from memo.mip.address.milp import solve_flat
-                from memo.mip.solvers import SolverName
 
-                backend = SolverName.HIGHS if method is Method.MIP else SolverName.CBC
-                solve_flat(solver, deadline=deadline, backend=backend)
+                solve_flat(solver, deadline=deadline)
             else:
                 solver.portfolio(deadline=deadline, gap=gap)
                 self._follow_known(deadline=deadline, gap=gap)
