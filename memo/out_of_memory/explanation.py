@@ -257,12 +257,12 @@ def held_in_trace(one: RankReport, *, step: int | None = None) -> HeldMemory:
     window = (figures.start_ns, figures.end_ns)
     numbers = TorchError()
     if error is None:
-        t = memory.peak(window).t
+        t = memory.peak(window)
         number = next((each.step for each in one.stats.steps if each.start_ns <= t <= each.end_ns), None)
         where = "At the peak" if number is None else f"At the peak, in step {number},"
     else:
         begin = next((each.start_ns for each in one.stats.steps if each.step == error.step), 0)
-        t = memory.peak((min(begin, error.t), error.t)).t
+        t = memory.peak((min(begin, error.t), error.t))
         where = f"When memory ran out in step {error.step}{f', in {error.module}' if error.module else ''},"
         numbers = parse_torch_error(error.message)
     held = memory.at(t)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from memo.trace.reader import Trace as Trace, read_traces as read_traces
     from memo.trace.recorder import TraceRecorder as TraceRecorder, trace_path as trace_path
     from memo.trace.report import RankReport as RankReport, TraceReport as TraceReport, build_report as build_report
+    from memo.trace.stats import COPY_LANES as COPY_LANES
     from memo.trace.tensor_lifetimes import residency_changes as residency_changes
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

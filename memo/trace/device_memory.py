@@ -22,7 +22,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import heapq
-import itertools
 from collections.abc import Iterable, Sequence
 
 from memo.events import CounterEvent, Event, Owned, Owner, StepMark, TierName
@@ -48,16 +47,6 @@ class MemoryChange:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryPeak:
-    """The instant at which the device held most."""
-
-    t: int
-    nbytes: int
-    by_band: dict[str, int]
-    """Bytes of each band that held any, from the bottom up."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TracedDeviceMemory:
     """What one rank's device held."""
 
@@ -69,29 +58,22 @@ class TracedDeviceMemory:
     """Bands over them."""
     changes: tuple[MemoryChange, ...]
     """Changes by time; at one instant releases come first."""
-    is_measured: bool
-    """The trace has samples of the device's total; otherwise saved and owned bytes are all there is."""
 
     @property
     def bands(self) -> tuple[str, ...]:
         """All bands from the bottom up."""
         return (*self.below, *self.layers, *self.above)
 
-    def peak(self, window: tuple[int, int] | None = None) -> MemoryPeak:
-        """Finds the largest total within a window of time, its first instant; None: of the whole trace."""
+    def peak(self, window: tuple[int, int] | None = None) -> int:
+        """The first instant of the largest total within a window of time; None: of the whole trace."""
         first, last = window or (0, self.changes[-1].t if self.changes else 0)
-        held = dict.fromkeys(self.bands, 0)
-        for change in (one for one in self.changes if one.t <= first):  # what the window inherits
-            held[change.band] += change.delta
-        total = most = sum(held.values())
-        best, at = dict(held), first
-        within = [one for one in self.changes if first < one.t <= last]
-        for change, following in itertools.zip_longest(within, within[1:]):
-            held[change.band] += change.delta
-            total += change.delta
-            if total > most and (following is None or following.t > change.t):
-                most, best, at = total, dict(held), change.t
-        return MemoryPeak(t=at, nbytes=most, by_band={band: nbytes for band, nbytes in best.items() if nbytes})
+        totals: dict[int, int] = {first: 0}
+        total = 0
+        for change in self.changes:
+            if change.t <= last:
+                total += change.delta
+                totals[max(change.t, first)] = total  # what the window inherits is there at its start
+        return max(totals, key=totals.__getitem__)
 
     def at(self, t: int) -> dict[str, int]:
         """Returns the bytes of each band that holds any at `t`."""
@@ -125,7 +107,6 @@ def device_stack(events: Sequence[Event], lifetimes: Sequence[TensorLifetime]) -
         layers=layers,
         above=(TRANSIENT,) if TRANSIENT in there else (),
         changes=tuple(changes),
-        is_measured=bool(samples),
     )
 
 
@@ -225,10 +206,10 @@ def largest_holders(
             what="saved",
             name=life.module,
             nbytes=nbytes,
-            op=life.op,
-            shape=life.shape,
-            dtype=life.dtype,
-            line=life.line,
+            op=life.named and life.named.op,
+            shape=life.named and life.named.shape,
+            dtype=life.named and life.named.dtype,
+            line=life.named and life.named.line,
         )
         for life, nbytes in _resident(lifetimes, t)
     ]

@@ -12,6 +12,7 @@ is made. Both accept incomplete traces: a ring that dropped events must not stop
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -22,25 +23,36 @@ _TIERS = tuple(TierName)  # iterating an Enum class is ten times slower
 _ON_DEVICE = (TensorState.LIVE, TensorState.RETURNING, TensorState.BACK)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass
 class TensorLifetime:
     """One storage from its save to its release, as far as the trace has it."""
 
     id: int
-    step: int
-    module: str
-    nbytes: int
-    shape: tuple[int, ...] | None
-    dtype: str | None
-    states: tuple[StateChange, ...]
-    uses: tuple[StorageUse, ...]
-    moves: tuple[Span, ...]
+    states: list[StateChange] = dataclasses.field(default_factory=list)
+    uses: list[StorageUse] = dataclasses.field(default_factory=list)
+    moves: list[Span] = dataclasses.field(default_factory=list)
     """Its copies in all lanes, by start."""
-    stalls: tuple[Stall, ...]
-    op: str | None = None
-    """The operation whose result it is, where known."""
-    line: str | None = None
-    """Python lines that saved it, where recorded."""
+    stalls: list[Stall] = dataclasses.field(default_factory=list)
+
+    @functools.cached_property
+    def step(self) -> int:
+        """The first step with an event of it."""
+        return min(event.step for event in (*self.states, *self.uses, *self.moves, *self.stalls))
+
+    @functools.cached_property
+    def named(self) -> StateChange | None:
+        """The state that says what it is, where one does: module, shape and dtype, operation and Python lines."""
+        return next((state for state in self.states if state.module is not None), None)
+
+    @property
+    def module(self) -> str:
+        """The module that saved it; empty where not known."""
+        return (self.named.module or "") if self.named else ""
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Bytes of its largest state or copy."""
+        return max([state.nbytes for state in self.states] + [move.nbytes or 0 for move in self.moves], default=0)
 
     @property
     def start_ns(self) -> int:
@@ -65,64 +77,27 @@ class TensorLifetime:
         return TierName.HOST if TierName.HOST in seen or Lane.D2H in lanes else TierName.DEVICE
 
 
-@dataclasses.dataclass(slots=True)
-class _Draft:
-    states: list[StateChange] = dataclasses.field(default_factory=list)
-    uses: list[StorageUse] = dataclasses.field(default_factory=list)
-    moves: list[Span] = dataclasses.field(default_factory=list)
-    stalls: list[Stall] = dataclasses.field(default_factory=list)
-
-    @property
-    def gone(self) -> bool:
-        return bool(self.states) and self.states[-1].to is TensorState.GONE
-
-    def finish(self, key: int) -> TensorLifetime:
-        named = next((state for state in self.states if state.module is not None), None)
-        everything: list[StateChange | StorageUse | Span | Stall] = [
-            *self.states,
-            *self.uses,
-            *self.moves,
-            *self.stalls,
-        ]
-        sizes = [state.nbytes for state in self.states] + [move.nbytes or 0 for move in self.moves]
-        return TensorLifetime(
-            id=key,
-            step=min(event.step for event in everything),
-            module=(named.module or "") if named else "",
-            nbytes=max(sizes, default=0),
-            shape=named.shape if named else None,
-            dtype=named.dtype if named else None,
-            states=tuple(self.states),
-            uses=tuple(self.uses),
-            moves=tuple(self.moves),
-            stalls=tuple(self.stalls),
-            op=named.op if named else None,
-            line=named.line if named else None,
-        )
-
-
 def lifetimes_of(events: Iterable[Event]) -> list[TensorLifetime]:
     """Collects the lifetimes in events sorted by time, in order of their first events."""
-    open_lives: dict[int, _Draft] = {}
-    drafts: list[tuple[int, _Draft]] = []
+    open_lives: dict[int, TensorLifetime] = {}
+    found = []
     for event in events:
         key = getattr(event, "id", None)
         if key is None:
             continue
-        draft = open_lives.get(key)
-        reborn = isinstance(event, StateChange) and draft is not None and draft.gone
-        if draft is None or reborn:
-            draft = open_lives[key] = _Draft()
-            drafts.append((key, draft))
+        life = open_lives.get(key)
+        if life is None or (isinstance(event, StateChange) and life.states and life.states[-1].to is TensorState.GONE):
+            life = open_lives[key] = TensorLifetime(key)
+            found.append(life)
         if isinstance(event, StateChange):
-            draft.states.append(event)
+            life.states.append(event)
         elif isinstance(event, StorageUse):
-            draft.uses.append(event)
+            life.uses.append(event)
         elif isinstance(event, Span):
-            draft.moves.append(event)
+            life.moves.append(event)
         elif isinstance(event, Stall):
-            draft.stalls.append(event)
-    return [draft.finish(key) for key, draft in drafts]
+            life.stalls.append(event)
+    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
