@@ -59,7 +59,7 @@ from memo.swap.layers import find_layers
 from memo.swap.levels import Level, setting_of
 from memo.swap.recompute.policy import RecomputePolicy
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
-from memo.swap.tiers.protocol import Tier
+from memo.swap.tiers.tier import Tier
 from memo.units import format_bytes
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))

@@ -15,7 +15,7 @@ from memo.events import Lane, TierName as TierName
 from memo.manager import Manager
 from memo.swap import Engine, RecomputePolicy, setting_of
 from memo.swap.backends import Done, OneComputeStream
-from memo.swap.tiers import Extent
+from memo.swap.tiers import Extent, Tier
 from memo.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class OffloadWithoutBytes:
         min_bytes: int = MIN_BYTES,
         rates: Rates | None = None,
     ) -> None:
-        self._tier = _UnboundedTier()
+        self._tier = _UnboundedTier(budget=None)
         self.engine = Engine(_BytelessBackend(), [self._tier], min_bytes=min_bytes)
         self.tapes = RecomputePolicy(self.engine, setting_of(alpha), rates=rates)
         self.manager = Manager(model, layers, self.engine, recompute_policy=self.tapes)
@@ -75,43 +75,21 @@ class OffloadWithoutBytes:
 _DONE = Done()
 
 
-class _UnboundedTier:
-    """A tier that counts bytes and stores none; implements Tier."""
+class _UnboundedTier(Tier):
+    """A tier that counts bytes and stores none."""
 
     name = TierName.HOST
     lane_out = Lane.D2H
     lane_in = Lane.H2D
-    budget: int | None = None
-    obtainable: int | None = None
-    free: int | None = None
-    refusal: str | None = None
-
-    def __init__(self) -> None:
-        self.used = 0
-        self.peak = 0
 
     def reserve(self, nbytes: int) -> Extent:
-        self.used += nbytes
-        self.peak = max(self.peak, self.used)
-        return Extent(self, nbytes)
+        return self._count(Extent(self, nbytes))
 
     def write(self, extent: Extent, source: torch.Tensor, *, after: Event) -> Done:
         return _DONE
 
     def read(self, extent: Extent, target: torch.Tensor, *, after: Event) -> Done:
         return _DONE
-
-    def release(self, extent: Extent) -> None:
-        self.used -= extent.nbytes
-
-    def expect(self, nbytes: int) -> None:
-        return None
-
-    def end_step(self) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
 
 
 class _Stream:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from memo.swap.backends.protocol import Timed
     from memo.swap.engine.coded_copy import CodedCopy
     from memo.swap.engine.layer_calls import Group
-    from memo.swap.tiers.protocol import Extent
+    from memo.swap.tiers.tier import Extent
 
 # An attribute of an enumeration costs more to look up than all else in a transition.
 LIVE = State.LIVE

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from memo.swap.engine.spills import Spills
     from memo.swap.placement import Placement
     from memo.swap.stats import Stats
-    from memo.swap.tiers.protocol import Extent, Tier
+    from memo.swap.tiers.tier import Extent, Tier
 
 
 class WhenFull(enum.Enum):

@@ -8,6 +8,6 @@ from memo.lazy import attach
 
 if TYPE_CHECKING:
     from memo.swap.tiers.host_and_disk import DiskTier as DiskTier, HostTier as HostTier
-    from memo.swap.tiers.protocol import Extent as Extent, Tier as Tier
+    from memo.swap.tiers.tier import Extent as Extent, Tier as Tier
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

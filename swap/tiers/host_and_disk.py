@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 from memo.events import Lane, TierName as TierName
 from memo.swap.memory.free_list import FreeList
 from memo.swap.memory.page_aligned import PAGE_BYTES, whole_pages
 from memo.swap.memory.planned_layout import StepRecorder
-from memo.swap.tiers.protocol import Extent
+from memo.swap.tiers.tier import Extent, Tier
 
 if TYPE_CHECKING:
     import torch
@@ -24,55 +23,6 @@ if TYPE_CHECKING:
 PAGE = PAGE_BYTES
 SURPLUS = 20
 """A slab keeps up to 1/20 more than steps need, and grows by 1/20 at least."""
-
-
-class _Ledger:
-    """Counts the bytes that a tier holds, and their peak.
-
-    Its references to extents are weak: `forget_lost` counts out one whose release was interrupted, once nobody holds it.
-    """
-
-    def __init__(self, budget: int | None) -> None:
-        self.budget = budget
-        self.used = 0
-        self.peak = 0
-        self._extents: dict[int, ref[Extent]] = {}  # by identity
-
-    @property
-    def obtainable(self) -> int | None:
-        """The budget."""
-        return self.budget
-
-    @property
-    def free(self) -> int | None:
-        """Bytes of further extents that have room."""
-        return None if self.obtainable is None else max(0, self.obtainable - self.used)
-
-    @property
-    def refusal(self) -> str | None:
-        """Reason why the tier did not grow to its budget; None without one."""
-        return None
-
-    def _count(self, extent: Extent) -> Extent:
-        """Counts the bytes of a reserved extent, and returns it."""
-        self._extents[id(extent)] = ref(extent)
-        self.used += extent.nbytes
-        self.peak = max(self.peak, self.used)
-        return extent
-
-    def _count_out(self, extent: Extent) -> bool:
-        """Counts out the bytes of a released extent; False if `forget_lost` has done so."""
-        if self._extents.pop(id(extent), None) is None:
-            return False
-        self.used -= extent.nbytes
-        return True
-
-    def forget_lost(self) -> list[Extent]:
-        """Counts out extents that were freed without a release. Returns those that are left."""
-        held = [extent for weak in self._extents.values() if (extent := weak()) is not None]
-        self._extents = {id(extent): ref(extent) for extent in held}
-        self.used = sum(extent.nbytes for extent in held)
-        return held
 
 
 @dataclasses.dataclass(slots=True)
@@ -88,7 +38,7 @@ class _Block:
     """Number and event of its latest reload."""
 
 
-class HostTier(_Ledger):
+class HostTier(Tier):
     """Host arena: one slab that grows in place as it is needed, never above the budget.
 
     Pinning takes some tenths of a second to a second per GiB (memo.swap.memory.pinned): a small model should not pay
@@ -274,7 +224,7 @@ class HostTier(_Ledger):
         self._slab = None
 
 
-class DiskTier(_Ledger):
+class DiskTier(Tier):
     """Scratch file: extents written and read by the store's own threads.
 
     Args:
@@ -289,9 +239,6 @@ class DiskTier(_Ledger):
     def __init__(self, disk: Disk[Any], budget: int | None) -> None:
         super().__init__(budget)
         self.disk = disk
-
-    def expect(self, nbytes: int) -> None:
-        """Does nothing: the file has the budget's size from the beginning, or grows."""
 
     @property
     def refusal(self) -> str | None:
@@ -315,10 +262,6 @@ class DiskTier(_Ledger):
         """Releases the range."""
         self.disk.release(extent.room)
         self._count_out(extent)
-
-    def end_step(self) -> None:
-        """Ends a step: nothing is held now."""
-        self.forget_lost()
 
     def close(self) -> None:
         """Closes the store."""
