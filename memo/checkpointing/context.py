@@ -297,7 +297,7 @@ class SavedTensors:
     def report(self) -> Report:
         """Returns bytes moved, peaks, stalls and recomputes so far; `print` shows it as a table."""
         if self._engine is None:
-            return Report.of_nothing(layers=0, why="nothing has run in it yet")
+            return Report(layers=0, nothing="nothing has run in it yet")
         self._engine.settle_times()
         policy = self._recompute_policy if self._layers else None
         return Report.of(self._engine, layers=len(self._layers), recompute_policy=policy)

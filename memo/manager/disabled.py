@@ -90,7 +90,7 @@ class DisabledManager(Manager):
 
     def report(self) -> Report:
         """Returns a report of nothing."""
-        return Report.of_nothing(layers=0, why=f"memo is off ({VARIABLE} is set)")
+        return Report(layers=0, nothing=f"memo is off ({VARIABLE} is set)")
 
     def close(self) -> None:
         """Does nothing."""

@@ -521,7 +521,7 @@ class Manager:
 
     def _report(self) -> Report:
         if self._parts is None:
-            return Report.of_nothing(layers=len(self._layers), why="the model is still on the meta device")
+            return Report(layers=len(self._layers), nothing="the model is still on the meta device")
         return Report.of(
             self._engine,
             layers=len(self._layers),

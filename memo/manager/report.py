@@ -180,31 +180,31 @@ class Report:
     """Number of managed layers."""
     steps: int = 0
     """Steps that have begun since construction."""
-    tiers: tuple[TierUse, ...]
+    tiers: tuple[TierUse, ...] = ()
     """Device, host, disk; tiers that are off are left out."""
     saved_peak_bytes: int = 0
     """Most bytes of saved tensors at one time, wherever they were: what the device would have held without memo."""
-    saved_tensors: int
+    saved_tensors: int = 0
     """Tensors that autograd saved inside the manager."""
-    deduplicated: int
+    deduplicated: int = 0
     """Number of these tensors whose storage had been saved already."""
-    kept_bytes: int
+    kept_bytes: int = 0
     """Bytes that stayed on the device by the plan."""
-    reloaded_bytes: int
+    reloaded_bytes: int = 0
     """Bytes copied back to the device."""
-    uses: dict[UseKind, int]
+    uses: dict[UseKind, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(UseKind, 0))
     """Requests of backward, by where the bytes were."""
-    cancelled: int
+    cancelled: int = 0
     """Copies out that were cancelled before they began, because backward needed the bytes."""
-    spilled: int
+    spilled: int = 0
     """Storages that went to a further tier because the first one was full."""
-    failed_writes: int
+    failed_writes: int = 0
     """Disk writes that failed; their bytes went to another tier."""
-    stalls_s: dict[StallCause, float]
+    stalls_s: dict[StallCause, float] = dataclasses.field(default_factory=dict)
     """Seconds that compute waited for copies, by cause, as far as they were measured."""
-    untimed_waits: int
+    untimed_waits: int = 0
     """Waits of unknown duration: a device's times are measured only for a trace or a plan."""
-    live_entries: int
+    live_entries: int = 0
     """Storages whose backward is still to come."""
     spills: SpillFigures | None = None
     """Bytes that went to a further tier, the step with the most of them and its layer; None: none did."""
@@ -216,7 +216,7 @@ class Report:
     """None: no recompute."""
     coded: CodecUse | None = None
     """None: nothing moved as codes."""
-    disk: DiskUse | None
+    disk: DiskUse | None = None
     """None: no disk tier, or one whose traffic is not counted."""
     plan: PlanOutcome | None = None
     """None: a fixed `alpha` or fixed levels."""
@@ -285,27 +285,6 @@ class Report:
             spills=spills.get(SpillOutcome.SPILLED),
             stayed=stayed,
             recomputed_for_room=spills.get(SpillOutcome.RECOMPUTED),
-        )
-
-    @classmethod
-    def of_nothing(cls, *, layers: int, why: str) -> Report:
-        """The report of a manager that has nothing open."""
-        return cls(
-            layers=layers,
-            tiers=(),
-            saved_tensors=0,
-            deduplicated=0,
-            kept_bytes=0,
-            reloaded_bytes=0,
-            uses=dict.fromkeys(UseKind, 0),
-            cancelled=0,
-            spilled=0,
-            failed_writes=0,
-            stalls_s={},
-            untimed_waits=0,
-            live_entries=0,
-            disk=None,
-            nothing=why,
         )
 
     @property
