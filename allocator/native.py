@@ -13,10 +13,14 @@ import functools
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from memo.allocator.step import Divergence, EventKind, MemoryCounters, Reason, StepEvent, StepSummary
 from memo.errors import AllocatorError
 from memo.mip import build
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 ALIGNMENT = 512
 """Bytes; sizes are rounded up to it and offsets are multiples of it. `kAlignment` in step_plan.h."""
@@ -24,8 +28,6 @@ ALIGNMENT = 512
 MALLOC, FREE, RECORD_STREAM = "memo_arena_malloc", "memo_arena_free", "memo_arena_record_stream"
 """Names of the functions that torch calls."""
 
-_COUNTS = [field.name for field in dataclasses.fields(StepSummary) if field.name != "first"]
-_COUNTERS = [field.name for field in dataclasses.fields(MemoryCounters)]
 _FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-pthread")
 
 
@@ -57,37 +59,28 @@ def library_path() -> Path:
         raise AllocatorError(f"cannot compile the planned allocator: {reason}; it needs a C++20 compiler") from None
 
 
+def _int64s(of: type[DataclassInstance]) -> list[tuple[str, Any]]:
+    return [(field.name, ctypes.c_int64) for field in dataclasses.fields(of)]
+
+
 class _Event(ctypes.Structure):
-    _fields_ = (
-        ("request", ctypes.c_int64),
-        ("nbytes", ctypes.c_int64),
-        ("stream", ctypes.c_void_p),
-        ("kind", ctypes.c_int32),
-        ("thread", ctypes.c_int32),
-    )
+    _fields_ = [*_int64s(StepEvent)[1:-1], ("kind", ctypes.c_int32), ("thread", ctypes.c_int32)]
 
 
 class _Divergence(ctypes.Structure):
-    _fields_ = (
-        ("reason", ctypes.c_int64),
-        ("request", ctypes.c_int64),
-        ("slot", ctypes.c_int64),
-        ("expected_nbytes", ctypes.c_int64),
-        ("expected_stream", ctypes.c_void_p),
-        ("got_nbytes", ctypes.c_int64),
-        ("got_stream", ctypes.c_void_p),
-    )
+    _fields_ = _int64s(Divergence)
 
 
 class _Summary(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in _COUNTS),
-        ("first", _Divergence),
-    )
+    _fields_ = [*_int64s(StepSummary)[:-1], ("first", _Divergence)]
 
 
 class _Stats(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in _COUNTERS]
+    _fields_ = _int64s(MemoryCounters)
+
+
+def _values(raw: ctypes.Structure) -> dict[str, Any]:
+    return {name: getattr(raw, name) for name, *_ in raw._fields_}
 
 
 class Native:
@@ -142,8 +135,9 @@ class Native:
             raise AllocatorError(
                 "end_step() of the planned allocator without begin_step(): a step ends that never began"
             )
-        counts = {name: getattr(summary, name) for name in _COUNTS}
-        return StepSummary(first=_divergence(summary.first), **counts)
+        raw = summary.first
+        first = Divergence(**_values(raw) | {"reason": Reason(raw.reason)}) if raw.reason else None
+        return StepSummary(**_values(summary) | {"first": first})
 
     def add_plan(
         self, sizes: Sequence[int], offsets: Sequence[int | None], streams: Sequence[int], *, arena_nbytes: int
@@ -184,37 +178,14 @@ class Native:
             return ()
         events = (_Event * n)()
         n = min(n, int(self.arena.memo_arena_events(events, ctypes.c_int64(n))))
-        return tuple(
-            StepEvent(
-                kind=EventKind(event.kind),
-                request=event.request,
-                nbytes=event.nbytes,
-                stream=event.stream or 0,
-                thread=event.thread,
-            )
-            for event in events[:n]
-        )
+        return tuple(StepEvent(**_values(event) | {"kind": EventKind(event.kind)}) for event in events[:n])
 
     def counters(self, device: int) -> MemoryCounters:
         """Returns counts since the start, and bytes in use now."""
         stats = _Stats()
         self.arena.memo_arena_stats(ctypes.c_int(device), ctypes.byref(stats))
-        return MemoryCounters(**{name: getattr(stats, name) for name in _COUNTERS})
+        return MemoryCounters(**_values(stats))
 
     def reset_peaks(self) -> None:
         """Restarts the peaks at the current values, except that of device memory in all."""
         self.arena.memo_arena_reset_peaks()
-
-
-def _divergence(raw: _Divergence) -> Divergence | None:
-    if not raw.reason:
-        return None
-    return Divergence(
-        reason=Reason(raw.reason),
-        request=raw.request,
-        slot=raw.slot,
-        expected_nbytes=raw.expected_nbytes,
-        expected_stream=raw.expected_stream or 0,
-        got_nbytes=raw.got_nbytes,
-        got_stream=raw.got_stream or 0,
-    )

@@ -188,7 +188,7 @@ def memory_stats(device: torch.device | int | None = None, *, reset_peaks: bool 
 def allocated_bytes(device: torch.device) -> int:
     """Returns the bytes of a GPU that are allocated now, whichever allocator is installed."""
     if _installed is not None:
-        return _installed.native.counters(_index(device)).allocated
+        return _installed.native.counters(_index(device)).allocated_bytes
     return _figure(_torch_counters(device), "allocated_bytes", "current")
 
 
@@ -199,7 +199,7 @@ def peak_allocated_bytes(device: torch.device) -> int:
     hundred counters to return one.
     """
     if _installed is not None:
-        return _installed.native.counters(_index(device)).allocated_peak
+        return _installed.native.counters(_index(device)).peak_allocated_bytes
     peak = _figure(_torch_counters(device), "allocated_bytes", "peak")
     _largest(device, peak)
     return peak
@@ -224,25 +224,8 @@ def restart_peaks(device: torch.device | int | None = None) -> None:
 
 def _planned_stats(native: Native, device: torch.device | int | None) -> MemoryStats:
     counters = native.counters(_index(device))
-    return MemoryStats(
-        allocator="planned",
-        device_bytes=counters.device,
-        peak_device_bytes=counters.device_peak,
-        allocated_bytes=counters.allocated,
-        peak_allocated_bytes=counters.allocated_peak,
-        reserved_bytes=counters.reserved,
-        peak_reserved_bytes=counters.reserved_peak,
-        device_mallocs=counters.device_mallocs,
-        arena_bytes=counters.arena,
-        arena_used_bytes=counters.arena_used,
-        peak_arena_used_bytes=counters.arena_used_peak,
-        planned=counters.planned,
-        outside=counters.outside,
-        fallbacks=counters.fallbacks,
-        rescues=counters.rescues,
-        fallback_bytes=counters.fallback_nbytes,
-        divergent_steps=counters.divergent_steps,
-    )
+    names = [field.name for field in dataclasses.fields(MemoryStats) if field.name != "allocator"]
+    return MemoryStats(allocator="planned", **{name: getattr(counters, name) for name in names})
 
 
 def memory_share(device: torch.device) -> float:

@@ -102,24 +102,24 @@ class StepSummary:
 class MemoryCounters:
     """Counters of the allocator, in the order of `Stats` in counters.h: bytes, then numbers of calls."""
 
-    allocated: int
-    allocated_peak: int
-    reserved: int
+    allocated_bytes: int
+    peak_allocated_bytes: int
+    reserved_bytes: int
     """Bytes taken from the device: the arena, and the pool with its free memory."""
-    reserved_peak: int
-    device: int
+    peak_reserved_bytes: int
+    device_bytes: int
     """Bytes of the arena, used or free, and of the blocks outside it."""
-    device_peak: int
+    peak_device_bytes: int
     """The most since the start; `reset_peaks` does not restart it."""
-    arena: int
-    arena_used: int
-    arena_used_peak: int
+    arena_bytes: int
+    arena_used_bytes: int
+    peak_arena_used_bytes: int
     requests: int
     frees: int
     planned: int
     outside: int
     fallbacks: int
-    fallback_nbytes: int
+    fallback_bytes: int
     divergences: int
     divergent_steps: int
     unknown_frees: int

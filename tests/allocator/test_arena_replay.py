@@ -245,7 +245,7 @@ def test_a_full_device_serves_from_what_the_arena_does_not_need(
 ) -> None:
     plan = plan_for(native, driver)
     step(native, driver, STEP, plan)
-    standin.limit(native.counters(0).reserved)  # the arena and nothing else
+    standin.limit(native.counters(0).reserved_bytes)  # the arena and nothing else
     first = driver.malloc("x", 10 * KIB)
     assert first is not None
     assert driver.malloc("y", 10 * KIB) is None  # 18 KiB of arena hold one of them
@@ -369,33 +369,33 @@ def test_a_device_without_pools_is_served_by_plain_malloc() -> None:
 
 def test_counters_are_exact(native: Native, standin: Standin, driver: Driver) -> None:
     driver.malloc("x", 1000)
-    assert native.counters(0).allocated == 1024
+    assert native.counters(0).allocated_bytes == 1024
     plan = plan_for(native, driver)
     step(native, driver, STEP, plan)
     counters = native.counters(0)
-    assert (counters.allocated, counters.allocated_peak) == (1024, 1024 + 18 * KIB)
-    assert (counters.arena, counters.arena_used, counters.arena_used_peak) == (18 * KIB, 0, 18 * KIB)
-    assert counters.reserved == standin.held == 18 * KIB + 1024  # the pool was emptied for the arena
+    assert (counters.allocated_bytes, counters.peak_allocated_bytes) == (1024, 1024 + 18 * KIB)
+    assert (counters.arena_bytes, counters.arena_used_bytes, counters.peak_arena_used_bytes) == (18 * KIB, 0, 18 * KIB)
+    assert counters.reserved_bytes == standin.held == 18 * KIB + 1024  # the pool was emptied for the arena
     native.reset_peaks()
-    assert native.counters(0).allocated_peak == 1024
+    assert native.counters(0).peak_allocated_bytes == 1024
     driver.free_all()
-    assert native.counters(0).allocated == 0
+    assert native.counters(0).allocated_bytes == 0
 
 
 def test_device_bytes_are_the_arena_and_the_blocks_outside_it_and_their_peak_is_never_restarted(
     native: Native, driver: Driver
 ) -> None:
     driver.malloc("x", 1000)
-    assert native.counters(0).device == native.counters(0).device_peak == 1024
+    assert native.counters(0).device_bytes == native.counters(0).peak_device_bytes == 1024
     plan = plan_for(native, driver)
     step(native, driver, STEP, plan)
-    assert native.counters(0).device == 18 * KIB + 1024  # the step's blocks are freed; the arena stays
+    assert native.counters(0).device_bytes == 18 * KIB + 1024  # the step's blocks are freed; the arena stays
     driver.malloc("y", 4 * KIB)
     driver.free("y")
     native.reset_peaks()
     counters = native.counters(0)
-    assert (counters.allocated, counters.allocated_peak) == (1024, 1024)
-    assert (counters.device, counters.device_peak) == (18 * KIB + 1024, 22 * KIB + 1024)
+    assert (counters.allocated_bytes, counters.peak_allocated_bytes) == (1024, 1024)
+    assert (counters.device_bytes, counters.peak_device_bytes) == (18 * KIB + 1024, 22 * KIB + 1024)
     driver.free_all()
 
 

@@ -129,7 +129,7 @@ def test_each_signature_has_a_plan_of_its_own_in_one_arena(
             assert (allocator.last.planned, allocator.last.first) == (allocator.last.requests, None)
     long = allocator.layout("long")
     assert long is not None
-    assert native.counters(0).arena == long.nbytes
+    assert native.counters(0).arena_bytes == long.nbytes
 
 
 def test_the_least_recently_used_signature_is_forgotten(allocator: PlannedAllocator, driver: Driver) -> None:
