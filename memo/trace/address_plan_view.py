@@ -1,4 +1,4 @@
-"""Drawings of an address plan for the HTML report: one rectangle for each span in which a buffer is in use.
+"""Drawings of an address plan for the HTML report: one rectangle for each buffer.
 
 Knows the data types of an address plan, not their files. A plan with more than MAX_RECTANGLES is thinned to the largest
 bytes × time, and the drawing says so.
@@ -29,10 +29,9 @@ def address_plan_drawings(
 def _arena(plan: AddressPlan, name: str, title: str, room: int) -> dict[str, Any]:
     arena = plan.arena(name)
     rectangles = [
-        {"name": buffer.id, "offset": offset, "nbytes": buffer.nbytes, "start": start, "end": end}
+        {"name": buffer.id, "offset": offset, "nbytes": buffer.nbytes, "start": buffer.start, "end": buffer.end}
         for buffer, offset in zip(plan.problem.buffers, plan.offsets, strict=True)
         if buffer.arena == name and buffer.nbytes
-        for start, end in buffer.spans()
     ]
     drawn = sorted(rectangles, key=_weight, reverse=True)[:room]
     thinned = None

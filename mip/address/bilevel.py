@@ -34,8 +34,7 @@ def solve_by_layers(solver: ArenaSolver, buffers: Sequence[Buffer], *, alignment
     groups: dict[str, list[int]] = {}
     outside: list[int] = []
     for index, buffer in enumerate(buffers):
-        plain = buffer.group and buffer.fixed_offset is None and not buffer.gaps
-        (groups.setdefault(buffer.group, []) if plain else outside).append(index)
+        (groups.setdefault(buffer.group, []) if buffer.group else outside).append(index)
     left = deadline - time.monotonic()
     level_1 = _pack_groups(buffers, groups, alignment, time.monotonic() + left * LEVEL_1_SHARE)
     pseudo = [

@@ -25,7 +25,7 @@ Key = Callable[[int], tuple[int, ...]]
 def portfolio_orders(instance: Instance) -> Iterator[tuple[str, list[int]]]:
     """Yields (name, buffer indices) of the orders for greedy fit, the best one for large instances first."""
     width, sizes = _widths(instance), instance.sizes
-    start = [spans[0][0] for spans in instance.spans]
+    start = [first for first, _ in instance.spans]
     keys: dict[str, Key] = {
         "size, start": lambda i: (-sizes[i], start[i], i),
         "width": lambda i: (-width[i], -sizes[i], i),
@@ -66,11 +66,11 @@ def search_orders(instance: Instance, *, seed: int, conflicts: Sequence[int]) ->
         most = max(1, *conflicts)
         score = [w + by_size * s + by_peak * p + noise * (draw.random() - draw.random()) for w, s, p in logs]
         if by_conflict:
-            for i, spans in enumerate(instance.spans):
-                score[i] += by_conflict * max(max(conflicts[a:b]) for a, b in spans) / most
+            for i, (first, last) in enumerate(instance.spans):
+                score[i] += by_conflict * max(conflicts[first:last]) / most
         yield sorted(range(instance.n), key=lambda i: (-score[i], i))
 
 
 def _widths(instance: Instance) -> list[int]:
-    """Number of sections from each buffer's first to its last."""
-    return [spans[-1][1] - spans[0][0] for spans in instance.spans]
+    """Number of sections of each buffer."""
+    return [last - first for first, last in instance.spans]

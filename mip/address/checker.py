@@ -1,6 +1,6 @@
 """Independent checker of address plans.
 
-Shares no code with the solvers: it reads only the data types. One sweep over the buffers' spans in time keeps the live
+Shares no code with the solvers: it reads only the data types. One sweep over the buffers' lifetimes keeps the live
 ones sorted by offset, so two live neighbours that overlap are found in O(n log n) comparisons. The first broken rule is
 returned, in the order of `AddressRule`; a plan is valid when there is none.
 """
@@ -24,8 +24,6 @@ class AddressRule(enum.StrEnum):
     """Every buffer lies inside its arena, at an offset that is not negative."""
     ALIGNMENT = "alignment"
     """Every offset is a multiple of the buffer's and the problem's alignment, every arena of the problem's."""
-    FIXED = "fixed"
-    """A buffer with a fixed offset lies there."""
     CAPACITY = "capacity"
     """No arena is larger than its capacity."""
     OVERLAP = "overlap"
@@ -84,8 +82,6 @@ def _each_buffer(plan: AddressPlan) -> AddressViolation | None:
                 return _one(
                     AddressRule.ALIGNMENT, buffer, f"lies at {offset}, which is {offset % alignment} past {alignment}"
                 )
-        if buffer.fixed_offset not in (None, offset):
-            return _one(AddressRule.FIXED, buffer, f"lies at {offset}, but is fixed at {buffer.fixed_offset}")
     return None
 
 
@@ -122,8 +118,7 @@ def _overlap_in(arena: str, plan: AddressPlan) -> AddressViolation | None:
     events = []
     for index, buffer in enumerate(buffers):
         if buffer.arena == arena and buffer.nbytes:
-            for start, end in buffer.spans():
-                events += [(start, 1, index), (end, 0, index)]
+            events += [(buffer.start, 1, index), (buffer.end, 0, index)]
     live: list[tuple[int, int]] = []
     for time, begins, index in sorted(events):
         key = (offsets[index], index)

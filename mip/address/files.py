@@ -22,7 +22,7 @@ PLAN_FORMAT, PROBLEM_FORMAT, VERSION = "memo-address-plan", "memo-address-proble
 MAX_BUFFERS = 250_000
 
 CSV_REQUIRED = ("id", "lower", "upper", "size")
-CSV_OPTIONAL = ("alignment", "fixed_offset", "gaps", "arena", "group", "offset")
+CSV_OPTIONAL = ("alignment", "arena", "group", "offset")
 NOTES = ("tag", "phase", "stream")
 """Optional columns and keys that a recorder adds to a buffer. The planner ignores them."""
 
@@ -68,7 +68,7 @@ def _field_names(kind: type) -> frozenset[str]:
 
 _HEAD_KEYS = {"format", "version", "buffers"}
 _BUFFER_KEYS, _EXTRA_KEYS = _field_names(Buffer), _field_names(_EntryExtras)
-_DEFAULTS = {"alignment": 1, "gaps": [], "arena": DEVICE, "group": ""}
+_DEFAULTS = {"alignment": 1, "arena": DEVICE, "group": ""}
 """Fields of a buffer that a file leaves out where they have this value."""
 
 
@@ -131,11 +131,9 @@ def plan_to_csv(plan: AddressPlan) -> str:
     """Writes a plan as CSV: the columns of the input that are in use, and `offset`."""
     rows = []
     for buffer, offset in zip(plan.problem.buffers, plan.offsets, strict=True):
-        gaps = " ".join(f"{start}-{end}" for start, end in buffer.gaps)
-        fixed = "" if buffer.fixed_offset is None else buffer.fixed_offset
-        optional = (buffer.alignment, fixed, gaps, buffer.arena, buffer.group)
+        optional = (buffer.alignment, buffer.arena, buffer.group)
         rows.append((buffer.id, buffer.start, buffer.end, buffer.nbytes, *optional, offset))
-    defaults: tuple[object, ...] = (1, "", "", DEVICE, "")
+    defaults: tuple[object, ...] = (1, DEVICE, "")
     used = [True] * 4 + [any(row[4 + i] != value for row in rows) for i, value in enumerate(defaults)] + [True]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -242,13 +240,6 @@ def _buffer_of_row(header: list[str], row: list[str], where: str) -> Buffer:
             raise PlanError(f"{where}: {name} is {text[:40]!r}, not a whole number below 2^62")
         return decode_value(int, int(text), f"{where}: {name}")  # type: ignore[no-any-return]
 
-    gaps = []
-    for gap in cells.get("gaps", "").split():
-        start, dash, end = gap.partition("-")
-        if not dash:
-            raise PlanError(f"{where}: gap {gap[:40]!r} is not start-end")
-        gaps.append((number(start, "gaps"), number(end, "gaps")))
-    fixed = cells.get("fixed_offset", "")
     try:
         return Buffer(
             id=decode_value(str, cells["id"], where),
@@ -256,8 +247,6 @@ def _buffer_of_row(header: list[str], row: list[str], where: str) -> Buffer:
             end=number(cells["upper"], "upper"),
             nbytes=number(cells["size"], "size"),
             alignment=number(cells.get("alignment") or "1", "alignment"),
-            fixed_offset=number(fixed, "fixed_offset") if fixed else None,
-            gaps=tuple(gaps),
             arena=decode_value(str, cells.get("arena") or DEVICE, where),
             group=decode_value(str, cells.get("group", ""), where),
         )

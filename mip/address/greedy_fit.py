@@ -12,12 +12,10 @@ def fit(instance: Instance, order: Sequence[int], *, best: bool, expired: Callab
     """Places the buffers one by one, each in the first or the tightest gap; None when time ran out."""
     sizes, alignments = instance.sizes, instance.alignments
     meets = meeting(instance)
-    offsets = list(instance.fixed)
+    offsets = [-1] * instance.n
     for index in order:
         if expired():
             return None
-        if instance.fixed[index] >= 0:
-            continue
         taken = sorted((offsets[k], offsets[k] + sizes[k]) for k in meets[index] if offsets[k] >= 0)
         at, gaps = 0, []
         for begin, end in taken:
@@ -29,22 +27,19 @@ def fit(instance: Instance, order: Sequence[int], *, best: bool, expired: Callab
 
 
 def sweep(instance: Instance) -> tuple[int, ...]:
-    """Places the buffers by first fit in the order of their first sections, above the fixed ones."""
-    sizes, alignments, offsets = instance.sizes, instance.alignments, list(instance.fixed)
-    ground = max((at + size for at, size in zip(offsets, sizes, strict=True) if at >= 0), default=0)
+    """Places the buffers by first fit in the order of their first sections."""
+    sizes, alignments, offsets = instance.sizes, instance.alignments, [0] * instance.n
     living: list[tuple[int, int, int]] = []  # (offset, end, last section), sorted
-    for index in sorted(range(instance.n), key=lambda i: instance.spans[i][0][0]):
-        if offsets[index] >= 0:
-            continue
-        spans = instance.spans[index]
-        living = [one for one in living if one[2] > spans[0][0]]
-        at = align(ground, alignments[index])
+    for index in sorted(range(instance.n), key=lambda i: instance.spans[i][0]):
+        first, last = instance.spans[index]
+        living = [one for one in living if one[2] > first]
+        at = 0
         for begin, end, _ in living:
             if begin - at >= sizes[index]:
                 break
             at = max(at, align(end, alignments[index]))
         offsets[index] = at
-        insort(living, (at, at + sizes[index], spans[-1][1]))
+        insort(living, (at, at + sizes[index], last))
     return tuple(offsets)
 
 
@@ -56,11 +51,7 @@ def align(offset: int, alignment: int) -> int:
 def meeting(instance: Instance) -> list[set[int]]:
     """For each buffer the indices of the others that are live in one of its sections."""
     inside: list[set[int]] = [set() for _ in range(instance.n_sections)]
-    for index, spans in enumerate(instance.spans):
-        for span in spans:
-            for section in range(*span):
-                inside[section].add(index)
-    return [
-        set().union(*(inside[s] for span in spans for s in range(*span))) - {index}
-        for index, spans in enumerate(instance.spans)
-    ]
+    for index, span in enumerate(instance.spans):
+        for section in range(*span):
+            inside[section].add(index)
+    return [set().union(*(inside[s] for s in range(*span))) - {index} for index, span in enumerate(instance.spans)]

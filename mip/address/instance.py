@@ -16,9 +16,6 @@ from itertools import accumulate
 
 from memo.mip.address.problem import Buffer
 
-Spans = tuple[tuple[int, int], ...]
-"""Half-open ranges, in order."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Instance:
@@ -28,10 +25,8 @@ class Instance:
     """Bytes of one unit."""
     sizes: tuple[int, ...]
     alignments: tuple[int, ...]
-    fixed: tuple[int, ...]
-    """Given offset of each buffer, or -1."""
-    spans: tuple[Spans, ...]
-    """Sections in which each buffer is in use."""
+    spans: tuple[tuple[int, int], ...]
+    """Half-open range of sections in which each buffer lives."""
     n_sections: int
 
     @property
@@ -43,10 +38,9 @@ class Instance:
     def loads(self) -> tuple[int, ...]:
         """Sum of the live buffers' sizes in each section."""
         steps = [0] * (self.n_sections + 1)
-        for size, spans in zip(self.sizes, self.spans, strict=True):
-            for first, last in spans:
-                steps[first] += size
-                steps[last] -= size
+        for size, (first, last) in zip(self.sizes, self.spans, strict=True):
+            steps[first] += size
+            steps[last] -= size
         loads, load = [], 0
         for step in steps[:-1]:
             load += step
@@ -55,35 +49,31 @@ class Instance:
 
     @cached_property
     def lower_bound(self) -> int:
-        """Lower bound on the arena's size: the largest load, or the end of the highest fixed buffer."""
-        ends = [at + size for at, size in zip(self.fixed, self.sizes, strict=True) if at >= 0]
-        return max([*self.loads, *ends], default=0)
+        """Lower bound on the arena's size: the largest load."""
+        return max(self.loads, default=0)
 
     @cached_property
     def n_meetings(self) -> int:
-        """Sum over the buffers of how many others live at some time between their starts and their ends."""
+        """Sum over the buffers of how many others live at some time in their lives."""
         begun = [0] * (self.n_sections + 1)
         ended = [0] * (self.n_sections + 1)
-        for spans in self.spans:
-            begun[spans[0][0] + 1] += 1
-            ended[spans[-1][1]] += 1
+        for first, last in self.spans:
+            begun[first + 1] += 1
+            ended[last] += 1
         begun, ended = list(accumulate(begun)), list(accumulate(ended))
-        return sum(begun[spans[-1][1]] - ended[spans[0][0]] - 1 for spans in self.spans)
+        return sum(begun[last] - ended[first] - 1 for first, last in self.spans)
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
         """Largest load among each buffer's sections."""
         most = RangeMaximum(self.loads)
-        return tuple(max(most.within(first, last) for first, last in spans) for spans in self.spans)
+        return tuple(most.within(*span) for span in self.spans)
 
     def part(self, indices: Sequence[int]) -> Instance:
         """The instance of some of the buffers, in the same units, with no more sections than they need."""
         spans, n_sections = _sections([self.spans[i] for i in indices])
-        columns = (self.sizes, self.alignments, self.fixed)
-        sizes, alignments, fixed = (tuple(column[i] for i in indices) for column in columns)
-        return Instance(
-            unit=self.unit, sizes=sizes, alignments=alignments, fixed=fixed, spans=spans, n_sections=n_sections
-        )
+        sizes, alignments = (tuple(column[i] for i in indices) for column in (self.sizes, self.alignments))
+        return Instance(unit=self.unit, sizes=sizes, alignments=alignments, spans=spans, n_sections=n_sections)
 
     def height(self, offsets: Sequence[int]) -> int:
         """Size of the arena that these offsets need."""
@@ -113,27 +103,24 @@ def make_instance(buffers: Sequence[Buffer], *, alignment: int) -> Instance:
     """
     sizes = [-(-buffer.nbytes // alignment) * alignment for buffer in buffers]
     alignments = [math.lcm(alignment, buffer.alignment) for buffer in buffers]
-    fixed = [-1 if buffer.fixed_offset is None else buffer.fixed_offset for buffer in buffers]
-    unit = math.gcd(*sizes, *(a for a in alignments if a > 1), *(at for at in fixed if at >= 0)) or 1
-    spans, n_sections = _sections([tuple(buffer.spans()) for buffer in buffers])
+    unit = math.gcd(*sizes, *(a for a in alignments if a > 1)) or 1
+    spans, n_sections = _sections([(buffer.start, buffer.end) for buffer in buffers])
     return Instance(
         unit=unit,
         sizes=tuple(size // unit for size in sizes),
         alignments=tuple(-(-a // unit) if a > 1 else 1 for a in alignments),
-        fixed=tuple(at // unit if at >= 0 else -1 for at in fixed),
         spans=spans,
         n_sections=n_sections,
     )
 
 
-def _sections(times: Sequence[Spans]) -> tuple[tuple[Spans, ...], int]:
-    """Ranges of sections for ranges of instants, and the number of sections. An end after a start closes a section."""
+def _sections(lives: Sequence[tuple[int, int]]) -> tuple[tuple[tuple[int, int], ...], int]:
+    """Range of sections of each lifetime, and the number of sections. An end after a start closes a section."""
     events = []
-    for index, spans in enumerate(times):
-        for start, end in spans:
-            events += [(start, 1, index), (end, 0, index)]
-    opened = [0] * len(times)
-    ranges: list[list[tuple[int, int]]] = [[] for _ in times]
+    for index, (start, end) in enumerate(lives):
+        events += [(start, 1, index), (end, 0, index)]
+    opened = [0] * len(lives)
+    ranges = [(0, 0)] * len(lives)
     section, grown = 0, False
     for _, begins, index in sorted(events):
         if begins:
@@ -141,5 +128,5 @@ def _sections(times: Sequence[Spans]) -> tuple[tuple[Spans, ...], int]:
             continue
         if grown:
             section, grown = section + 1, False
-        ranges[index].append((opened[index], section))
-    return tuple(map(tuple, ranges)), section
+        ranges[index] = (opened[index], section)
+    return tuple(ranges), section

@@ -16,9 +16,8 @@ def peak(buffers: Iterable[Buffer], *, alignment: int = 1) -> tuple[int, int]:
     steps: dict[int, int] = {}
     for buffer in buffers:
         size = -(-buffer.nbytes // alignment) * alignment
-        for start, end in buffer.spans():
-            steps[start] = steps.get(start, 0) + size
-            steps[end] = steps.get(end, 0) - size
+        steps[buffer.start] = steps.get(buffer.start, 0) + size
+        steps[buffer.end] = steps.get(buffer.end, 0) - size
     at = load = most = 0
     for time in sorted(steps):
         load += steps[time]

@@ -51,8 +51,6 @@ class AddressModel:
         for i, size in enumerate(sizes):
             # (1)
             self.program += self.A[i] + size <= self.M
-            if instance.fixed[i] >= 0:
-                self.program += self.A[i] == instance.fixed[i]
         for i, j in overlapping_pairs(instance):
             z = self.program.add_variable(f"z_{i}_{j}", cat=pulp.LpBinary)
             self.program += self.A[i] + sizes[i] <= self.A[j] + (1 - z) * upper  # (2)
@@ -94,10 +92,9 @@ def overlapping_pairs(instance: Instance, *, most: int | None = None) -> list[tu
     """Every pair of buffers that share a section, sorted; with `most`, stops once there are more than that."""
     pairs: set[tuple[int, int]] = set()
     inside: list[list[int]] = [[] for _ in range(instance.n_sections)]
-    for index, spans in enumerate(instance.spans):
-        for span in spans:
-            for section in range(*span):
-                inside[section].append(index)
+    for index, span in enumerate(instance.spans):
+        for section in range(*span):
+            inside[section].append(index)
     for live in inside:
         for k, i in enumerate(live):
             pairs.update((i, j) for j in live[k + 1 :])

@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 import enum
 import functools
+import itertools
 import math
 import threading
 import time
@@ -61,7 +62,7 @@ class SearchEngine(Protocol):
     """Greedy fit, local search and tree search on one instance."""
 
     def sweep(self) -> tuple[int, ...]:
-        """Places the buffers by first fit in the order of time, above the fixed ones; it has no deadline and needs none."""
+        """Places the buffers by first fit in the order of time; it has no deadline and needs none."""
 
     def fit(self, order: Sequence[int], *, best: bool, deadline: float) -> tuple[int, ...] | None:
         """Places the buffers by greedy fit in this order.
@@ -141,13 +142,8 @@ class Compiled:
 
     def __init__(self, instance: Instance, library: ctypes.CDLL, *, small_part: int = SMALL_PART) -> None:
         self._n, self._small_part, self._library = instance.n, small_part, library
-        rows, ranges = array("i", [0]), array("i")
-        for spans in instance.spans:
-            for span in spans:
-                ranges.extend(span)
-            rows.append(len(ranges) // 2)
-        columns = (instance.sizes, instance.alignments, instance.fixed)
-        self._arrays = (rows, ranges, *(array("q", column) for column in columns))
+        ranges = array("i", itertools.chain.from_iterable(instance.spans))
+        self._arrays = (ranges, array("q", instance.sizes), array("q", instance.alignments))
         self._given = _Given(instance.n, instance.n_sections, *map(_at, self._arrays))
 
     def sweep(self) -> tuple[int, ...]:
@@ -196,7 +192,7 @@ class _Given(ctypes.Structure):
     _fields_ = (
         ("n", ctypes.c_int32),
         ("sections", ctypes.c_int32),
-        *((name, ctypes.c_void_p) for name in ("row", "ranges", "sizes", "alignments", "fixed")),
+        *((name, ctypes.c_void_p) for name in ("ranges", "sizes", "alignments")),
     )
 
 

@@ -34,8 +34,8 @@ the fraction NEAR of it, else one is; the others lie between the bound and the i
 TREE_MEETINGS = 5_000_000
 """Pairs of buffers in the largest instances for tree search: beyond, one descent takes seconds."""
 CORE_LOADS, CORE_MOST = (0.9, 0.97, 0.99), 0.5
-"""The core: buffers that live where the load is more than a fraction of the largest, and those that are fixed; the first
-fraction for which they are no more than CORE_MOST of all. A core has a core of its own."""
+"""The core: buffers that live where the load is more than a fraction of the largest; the first fraction for which they are
+no more than CORE_MOST of all. A core has a core of its own."""
 CORE_TURNS = 4
 REFILL_STEPS = 5000
 """Steps of the shortest refills."""
@@ -130,7 +130,6 @@ class ArenaSolver:
             offsets = self._engine.fit(order, best=best, deadline=deadline)
             if offsets is None:
                 break
-            # Greedy fit puts movable buffers around the fixed ones, so what it returns always holds.
             self.offer(offsets, f"{'best' if best else 'first'} fit by {name}")
             if self.done(deadline=deadline, gap=gap):
                 return
@@ -175,8 +174,7 @@ class ArenaSolver:
         while loads:
             share, *loads = loads
             load = share * max(instance.loads)
-            pairs = zip(instance.peaks, instance.fixed, strict=True)
-            core = [index for index, (peak, at) in enumerate(pairs) if peak > load or at >= 0]
+            core = [index for index, peak in enumerate(instance.peaks) if peak > load]
             if len(core) <= CORE_MOST * instance.n:
                 break
         else:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from memo.errors import PlanError
 
@@ -43,10 +43,6 @@ class Buffer:
     nbytes: int
     alignment: int = 1
     """The offset is a multiple of this and of the problem's alignment."""
-    fixed_offset: int | None = None
-    """The offset, where it is given; None where the planner chooses it."""
-    gaps: tuple[tuple[int, int], ...] = ()
-    """Half-open spans within the lifetime in which the contents are dead and other buffers may use the bytes."""
     arena: str = DEVICE
     group: str = ""
     """Layer pass within which the buffer lives and dies, such as `layers.3.forward`; empty if there is none."""
@@ -59,21 +55,6 @@ class Buffer:
             raise PlanError(f"buffer {self.id!r}: life [{self.start}, {self.end}) is empty")
         if self.nbytes < 0 or self.alignment < 1:
             raise PlanError(f"buffer {self.id!r}: {self.nbytes} bytes aligned to {self.alignment} cannot be placed")
-        if self.fixed_offset is not None and not 0 <= self.fixed_offset <= MAX_NBYTES:
-            raise PlanError(f"buffer {self.id!r}: fixed offset {self.fixed_offset} is outside every arena")
-        at = self.start
-        for start, end in self.gaps:
-            if not at < start < end < self.end:
-                raise PlanError(f"buffer {self.id!r}: gap [{start}, {end}) is not in order strictly inside the life")
-            at = end
-
-    def spans(self) -> Iterator[tuple[int, int]]:
-        """Yields the half-open spans in which the bytes are in use: the lifetime without its gaps."""
-        at = self.start
-        for start, end in self.gaps:
-            yield at, start
-            at = end
-        yield at, self.end
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import itertools
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from memo.errors import Infeasible, SolverTimeout
 from memo.mip.address.checker import require_valid
 from memo.mip.address.instance import make_instance
 from memo.mip.address.lower_bound import peak
 from memo.mip.address.portfolio import ArenaSolver
-from memo.mip.address.problem import AddressPlan, AddressProblem, ArenaPlan, Buffer, Status
+from memo.mip.address.problem import AddressPlan, AddressProblem, ArenaPlan, Status
 from memo.units import format_bytes
 
 
@@ -115,13 +113,11 @@ class _ArenaWork:
         self._known = known
         self._problem, self._name, self._began, self._progress = problem, name, began, progress
         everything = problem.of(name)
-        _require_possible(problem, name, everything)
         self._buffers = [buffer for buffer in everything if buffer.nbytes]
-        self._empty = [buffer for buffer in everything if not buffer.nbytes]
         self._instance = make_instance(self._buffers, alignment=problem.alignment)
         capacity = problem.capacities.get(name)
         self._capacity = capacity
-        self.offsets: dict[str, int] = {buffer.id: buffer.fixed_offset or 0 for buffer in self._empty}
+        self.offsets: dict[str, int] = {buffer.id: 0 for buffer in everything if not buffer.nbytes}
         self._solver = ArenaSolver(
             self._instance,
             capacity=None if capacity is None else capacity // self._instance.unit,
@@ -154,11 +150,10 @@ class _ArenaWork:
         unit = self._instance.unit
         pairs = zip(self._buffers, solver.offsets, strict=True)
         self.offsets |= {buffer.id: offset * unit for buffer, offset in pairs}
-        floor = max((buffer.fixed_offset or 0 for buffer in self._empty), default=0)
         return ArenaPlan(
             name=self._name,
-            nbytes=max((solver.upper or 0) * unit, floor),
-            lower_bound_nbytes=max(solver.lower * unit, floor),
+            nbytes=(solver.upper or 0) * unit,
+            lower_bound_nbytes=solver.lower * unit,
             status=Status.OPTIMAL if solver.optimal else Status.FEASIBLE,
             method=solver.method or "nothing to place",
         )
@@ -205,31 +200,3 @@ class _ArenaWork:
                     lower_bound_nbytes=solver.lower * unit,
                 )
             )
-
-
-def _require_possible(problem: AddressProblem, name: str, buffers: Sequence[Buffer]) -> None:
-    """Raises Infeasible for fixed buffers that break a rule by themselves."""
-    fixed = [buffer for buffer in buffers if buffer.fixed_offset is not None]
-    for buffer in fixed:
-        alignment = math.lcm(problem.alignment, buffer.alignment)
-        if (buffer.fixed_offset or 0) % alignment:
-            raise Infeasible(
-                f"buffer {buffer.id!r} is fixed at {buffer.fixed_offset}, not a multiple of its alignment {alignment}"
-            )
-    end = max((buffer.fixed_offset or 0 for buffer in fixed if not buffer.nbytes), default=0)
-    capacity = problem.capacities.get(name)
-    if capacity is not None and end > capacity:
-        raise Infeasible(f"arena {name!r}: a buffer is fixed at {end}, beyond its capacity of {capacity} bytes")
-    fixed = sorted((buffer for buffer in fixed if buffer.nbytes), key=lambda buffer: buffer.fixed_offset or 0)
-    for one, other in itertools.combinations(fixed, 2):
-        below = (one.fixed_offset or 0) + _rounded(one.nbytes, problem.alignment)
-        if below > (other.fixed_offset or 0) and _meet(one, other):
-            raise Infeasible(f"buffers {one.id!r} and {other.id!r} are fixed on common bytes while both live")
-
-
-def _rounded(nbytes: int, alignment: int) -> int:
-    return -(-nbytes // alignment) * alignment
-
-
-def _meet(one: Buffer, other: Buffer) -> bool:
-    return any(a < d and c < b for a, b in one.spans() for c, d in other.spans())

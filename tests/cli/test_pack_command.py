@@ -112,13 +112,10 @@ def test_the_same_problem_gives_the_same_bytes(plan_path: Path, tmp_path: Path) 
 
 
 def test_a_plan_is_a_problem_too_and_round_trips(tmp_path: Path) -> None:
-    rows = (
-        "id,lower,upper,size,alignment,fixed_offset,gaps,arena,group\n"
-        'x,0,9,100,,,2-4 5-6,,\n"y ,z",1,5,64,64,128,,host slab,layers.0\n-,-3,2,0,,,,,\n'
-    )
+    rows = 'id,lower,upper,size,alignment,arena,group\nx,0,9,100,,,\n"y ,z",1,5,64,64,host slab,layers.0\n-,-3,2,0,,,\n'
     problem = read_problem(write(tmp_path / "p.csv", rows))
-    assert problem.buffers[0].gaps == ((2, 4), (5, 6))
-    assert problem.buffers[1].fixed_offset == 128
+    second = problem.buffers[1]
+    assert (second.alignment, second.arena, second.group) == (64, "host slab", "layers.0")
     plan = tmp_path / "plan.json"
     assert main(["pack", str(tmp_path / "p.csv"), "--align", "64", "-o", str(plan)]) == ExitCode.OK
     assert read_problem(plan).buffers == problem.buffers
@@ -236,12 +233,11 @@ HOSTILE: dict[str, str | bytes] = {
     "duplicate key": plan_text(BUFFER % ', "id": "b"'),
     "duplicate id": plan_text(f"{BUFFER % ''}, {BUFFER % ''}"),
     "unknown key": plan_text(BUFFER % ', "path": "../../etc/passwd"'),
-    "null for a key": plan_text(BUFFER % ', "fixed_offset": null'),
+    "null for a key": plan_text(BUFFER % ', "arena": null'),
     "missing key": plan_text('{"id": "a"}'),
     "lone surrogate": plan_text(BUFFER.replace('"a"', '"\\ud800"') % ""),
     "long name": plan_text(BUFFER.replace('"a"', f'"{"x" * 5000}"') % ""),
-    "gap outside": plan_text(BUFFER % ', "gaps": [[0, 9]]'),
-    "gap not a pair": plan_text(BUFFER % ', "gaps": [1]'),
+    "a key of another format": plan_text(BUFFER % ', "gaps": [[0, 1]]'),
     "other version": plan_text().replace('"version": 1', '"version": 99'),
     "other format": plan_text().replace("memo-address-plan", "\x1b[31mplan"),
     "unknown status": plan_text(arenas=ARENA.replace("optimal", "perfect")),
@@ -289,7 +285,7 @@ def test_a_wrong_header_names_the_column(
         "id,lower,upper,size\n1,0,2,99999999999999999999999\n",
         "id,lower,upper,size\n1,0,2,-5\n",
         "id,lower,upper,size\n1,0,2,5\n1,0,2,5\n",
-        "id,lower,upper,size,gaps\n1,0,9,5,3\n",
+        "id,lower,upper,size,gaps\n1,0,9,5,3-4\n",
         'id,lower,upper,size\n"1,0,2,5\n',
         "id,lower,upper,size\n\x1b[2J,x,2,5\n",
     ],

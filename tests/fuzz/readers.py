@@ -170,10 +170,10 @@ def _machines() -> list[bytes]:
     return [hardware_to_json(PRESETS[name]).encode() for name in ("h100", "gb200")]
 
 
-_PROBLEM = b"""id,lower,upper,size,alignment,gaps,group,tag
-a,0,4,1024,512,1-2,layers.0.forward,weights
-b,1,3,2048,1,,layers.0.forward,
-c,3,9,512,256,4-5 6-7,,saved
+_PROBLEM = b"""id,lower,upper,size,alignment,group,tag
+a,0,4,1024,512,layers.0.forward,weights
+b,1,3,2048,1,layers.0.forward,
+c,3,9,512,256,,saved
 """
 
 

@@ -24,9 +24,7 @@ def random_bytes(nbytes: int, seed: int = 0) -> torch.Tensor:
 
 
 def make(directory: Path, faults: Faults, *, verify: bool = False, threads: int = 2) -> DiskStore:
-    return DiskStore(
-        [directory], 1 << 20, block_bytes=BLOCK, threads=threads, verify=verify, rank=3, open_file=faults.open
-    )
+    return DiskStore([directory], 1 << 20, block_bytes=BLOCK, threads=threads, verify=verify, open_file=faults.open)
 
 
 def round_trip(store: DiskStore, seed: int = 0) -> None:

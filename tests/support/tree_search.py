@@ -70,11 +70,10 @@ class Tree:
         self._expired, self._conflicts = expired, conflicts
         self._order = list(order)
         self._rank = {index: rank for rank, index in enumerate(order)}
-        self._sections = [[s for span in spans for s in range(*span)] for spans in instance.spans]
+        self._sections = [range(*span) for span in instance.spans]
         self._meets = meeting(instance)
-        self._obstacles = [self._obstacles_of(index) for index in range(instance.n)]
         self._rest = list(instance.loads)
-        self._low_end = [self._settle(index, 0) for index in range(instance.n)]
+        self._low_end = [0] * instance.n
         self._failed: set[int] = set()
         self._stopped = False
 
@@ -95,24 +94,6 @@ class Tree:
         self._stopped = self._stopped or self.nodes > self._node_limit or self._expired()
         return self._stopped
 
-    def _obstacles_of(self, index: int) -> list[int]:
-        fixed = self._instance.fixed
-        if fixed[index] >= 0:
-            return []
-        return sorted((k for k in self._meets[index] if fixed[k] >= 0), key=lambda k: (fixed[k], self._rank[k]))
-
-    def _settle(self, index: int, at: int) -> int:
-        """Lowest place at or above `at` that hits no fixed buffer; NEVER if the buffer is fixed below `at`."""
-        instance = self._instance
-        if instance.fixed[index] >= 0:
-            return instance.fixed[index] if at <= instance.fixed[index] else NEVER
-        at = align(at, instance.alignments[index])
-        for k in self._obstacles[index]:
-            top = instance.fixed[k] + instance.sizes[k]
-            if at < top and at + instance.sizes[index] > instance.fixed[k]:
-                at = align(top, instance.alignments[index])
-        return at
-
     def _solve(self, part: list[int], low: Low) -> bool:
         """Places the buffers of a part, all after `low` = (offset, rank) of the last placed one."""
         if not part:
@@ -122,8 +103,6 @@ class Tree:
             return False
         sizes, smallest = self._instance.sizes, min(self._instance.sizes[i] for i in part)
         waiting = {i for i in part if self._waits(i, low)}
-        if any(self._instance.fixed[i] >= 0 for i in waiting):
-            return False
         state = hash((tuple((i, -1 if i in waiting else self._low_end[i]) for i in part), bool(waiting) and low[0]))
         if state in self._failed:
             return False
@@ -166,7 +145,7 @@ class Tree:
         top = at + sizes[index]
         lifted = [(i, self._low_end[i]) for i in remaining if i in self._meets[index] and self._low_end[i] < top]
         for i, _ in lifted:
-            self._low_end[i] = self._settle(i, top)
+            self._low_end[i] = align(top, self._instance.alignments[i])
         ok = all(self._low_end[i] + sizes[i] <= self._capacity for i, _ in lifted)
         if ok:
             for section in self._sections[index]:
@@ -186,10 +165,10 @@ class Tree:
         spans = self._instance.spans
         owner: dict[int, int] = {}
         end = name = -1
-        for index in sorted(part, key=lambda i: spans[i][0][0]):
-            if spans[index][0][0] >= end:
+        for index in sorted(part, key=lambda i: spans[i][0]):
+            if spans[index][0] >= end:
                 name += 1
             owner[index] = name
-            end = max(end, spans[index][-1][1])
+            end = max(end, spans[index][1])
         pieces = groupby(sorted(part, key=lambda i: (owner[i], self._rank[i])), key=owner.__getitem__)
         return sorted((list(piece) for _, piece in pieces), key=len)

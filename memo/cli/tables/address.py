@@ -56,4 +56,4 @@ def plan_summary(plan: AddressPlan) -> dict[str, Any]:
 
 
 def _weight(buffer: Buffer) -> int:
-    return buffer.nbytes * sum(end - start for start, end in buffer.spans())
+    return buffer.nbytes * (buffer.end - buffer.start)

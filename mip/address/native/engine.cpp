@@ -18,7 +18,7 @@ using namespace memo;
 std::vector<int> by_first_section(const Given& given) {
     std::vector<int> order(given.n);
     std::iota(order.begin(), order.end(), 0);
-    auto first = [&](int i) { return given.ranges[given.row[i]].first; };
+    auto first = [&](int i) { return given.ranges[i].first; };
     std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return first(a) < first(b); });
     return order;
 }
@@ -44,7 +44,7 @@ int32_t memo_search(const Given* given, const Clock* clock, const int32_t* order
     };
     int64_t largest = capacity;
     for (int i = 0; i < given->n; i++)
-        largest = std::max({largest, given->sizes[i], given->alignments[i], given->fixed[i]});
+        largest = std::max({largest, given->sizes[i], given->alignments[i]});
     // Sums of three such numbers occur.
     return largest < Instance<int32_t>::kNever / 4 ? search(int32_t(capacity)) : search(capacity);
 }

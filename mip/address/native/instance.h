@@ -1,7 +1,6 @@
 // The buffers of one arena as the loops of this folder see them, and the clock that ends those loops.
 //
-// Buffers are numbered by rank: their place in an order that the caller gives. Section ranges come as a CSR list, sizes
-// in units.
+// Buffers are numbered by rank: their place in an order that the caller gives. Sizes are in units.
 
 #pragma once
 
@@ -33,9 +32,8 @@ struct Clock {
 // As the caller passes them: by index, in the order of its own arrays.
 struct Given {
     int32_t n, sections;
-    const int32_t* row;
     const Range* ranges;
-    const int64_t *sizes, *alignments, *fixed;
+    const int64_t *sizes, *alignments;
 };
 
 // Unit is 32 bits wide where the numbers allow, for twice the lanes of a vector.
@@ -43,32 +41,17 @@ template <class Unit>
 struct Instance {
     static constexpr Unit kNever = std::numeric_limits<Unit>::max() / 4;
     int n, sections;
-    std::vector<int> row;
-    std::vector<Range> ranges;
-    std::vector<Unit> sizes, alignments, fixed;
-    std::vector<int> lo, hi;  // hull of the ranges, one array each so that scans are contiguous
+    std::vector<Unit> sizes, alignments;
+    std::vector<int> lo, hi;  // sections [lo, hi) in which each buffer lives, one array each so that scans are contiguous
 
-    Instance(const Given& given, const int32_t* order) : n(given.n), sections(given.sections), row{0} {
+    Instance(const Given& given, const int32_t* order) : n(given.n), sections(given.sections) {
         for (int rank = 0; rank < n; rank++) {
             int i = order[rank];
-            ranges.insert(ranges.end(), given.ranges + given.row[i], given.ranges + given.row[i + 1]);
-            row.push_back(int(ranges.size()));
             sizes.push_back(Unit(given.sizes[i]));
             alignments.push_back(Unit(given.alignments[i]));
-            fixed.push_back(Unit(given.fixed[i]));
-            lo.push_back(ranges[row[rank]].first);
-            hi.push_back(ranges.back().last);
+            lo.push_back(given.ranges[i].first);
+            hi.push_back(given.ranges[i].last);
         }
-    }
-
-    // Whether some section holds both.
-    bool meet(int a, int b) const {
-        if (lo[a] >= hi[b] || lo[b] >= hi[a]) return false;
-        if (row[a + 1] - row[a] == 1 && row[b + 1] - row[b] == 1) return true;
-        for (int x = row[a]; x < row[a + 1]; x++)
-            for (int y = row[b]; y < row[b + 1]; y++)
-                if (ranges[x].first < ranges[y].last && ranges[y].first < ranges[x].last) return true;
-        return false;
     }
 
     Unit align(int i, Unit offset) const {
@@ -78,8 +61,7 @@ struct Instance {
 
     template <class F>
     void each_section(int i, F f) const {
-        for (int x = row[i]; x < row[i + 1]; x++)
-            for (int s = ranges[x].first; s < ranges[x].last; s++) f(s);
+        for (int s = lo[i]; s < hi[i]; s++) f(s);
     }
 };
 

@@ -29,17 +29,13 @@ class Layout {
     Layout(const Instance<int64_t>& in, const Clock& clock)
         : in(in), clock(clock), neighbours(in), offset(in.n, -1), begins(in.n), ends(in.n) {}
 
-    // First fit in the order of time, above the fixed buffers: seldom good, but it takes milliseconds where another order
-    // takes a second, since what is free at one moment is one list.
+    // First fit in the order of time: seldom good, but it takes milliseconds where another order takes a second, since what
+    // is free at one moment is one list.
     void sweep() {
-        int64_t ground = 0;
-        for (int i = 0; i < in.n; i++)
-            if (in.fixed[i] >= 0) ground = std::max(ground, (offset[i] = in.fixed[i]) + in.sizes[i]);
-        std::vector<Gap> free{{ground, kNoCeiling}};  // ascending; no two touch
-        using Death = std::pair<int, int>;            // its section, and the buffer
+        std::vector<Gap> free{{0, kNoCeiling}};  // ascending; no two touch
+        using Death = std::pair<int, int>;       // its section, and the buffer
         std::priority_queue<Death, std::vector<Death>, std::greater<>> living;
         for (int i = 0; i < in.n; i++) {
-            if (in.fixed[i] >= 0) continue;
             for (; !living.empty() && living.top().first <= in.lo[i]; living.pop()) {
                 int dead = living.top().second;
                 give_back(free, {offset[dead], top(dead)});
@@ -57,10 +53,7 @@ class Layout {
 
     // One pass in the order given: each buffer goes into the first, or the tightest, gap. False: out of time.
     bool fit(const std::vector<int>& order, bool best) {
-        for (int i = 0; i < in.n; i++)
-            if (in.fixed[i] >= 0) place(i, in.fixed[i]);
         for (int i : order) {
-            if (in.fixed[i] >= 0) continue;
             if (clock.over()) return false;
             list_in_the_way(i);
             place(i, gap(i, kNoCeiling, best));
@@ -68,17 +61,14 @@ class Layout {
         return true;
     }
 
-    // Puts the buffers of a placement, -1 for those it leaves out but never for a fixed one, below the target. True when all are, which takes at
-    // most `steps` buffers put in by force.
+    // Puts the buffers of a placement, -1 for those it leaves out, below the target. True when all are, which takes at most
+    // `steps` buffers put in by force.
     bool refill(const int64_t* start, int64_t target, int64_t steps, uint64_t seed, double by_size, double by_width) {
         ejects = true;
         std::vector<int> out;
         for (int i = 0; i < in.n; i++) {
-            int64_t at = in.fixed[i] >= 0 ? in.fixed[i] : start[i];
-            if (at >= 0 && at + in.sizes[i] <= target)
-                place(i, at);
-            else if (in.fixed[i] >= 0)
-                return false;
+            if (start[i] >= 0 && start[i] + in.sizes[i] <= target)
+                place(i, start[i]);
             else
                 out.push_back(i);
         }
@@ -106,7 +96,7 @@ class Layout {
                 if (!steps--) return false;
                 weight[i] += base[i];
                 at = lightest(i, target, draw);
-                if (at < 0) return false;
+                if (at < 0) return false;  // it is larger than the target
                 for (int k : in_the_way)
                     if (offset[k] < at + in.sizes[i] && top(k) > at) {
                         take(k);
@@ -192,27 +182,20 @@ class Layout {
         weight = base;
     }
 
-    // The place below the target where what must go weighs least; of equals one at random; -1: fixed buffers leave none.
+    // The place below the target where what must go weighs least; of equals one at random; -1: it does not fit below it.
     int64_t lightest(int i, int64_t target, std::mt19937_64& draw) {
         std::vector<int> by_end;
         for (int k : in_the_way) ends.mark(k);
         ends.drain([&](int k) { by_end.push_back(k); });
         size_t entered = 0, left = 0;
         int64_t chosen = -1;
-        int held = 0;  // fixed buffers in the way
         double load = 0, least = 0;
         uint64_t equals = 0;
-        auto count = [&](int k, int sign) {
-            if (in.fixed[k] >= 0)
-                held += sign;
-            else
-                load += sign * weight[k];
-        };
         for (int64_t at = 0; at + in.sizes[i] <= target;) {
-            for (; left < by_end.size() && top(by_end[left]) <= at; left++) count(by_end[left], -1);
+            for (; left < by_end.size() && top(by_end[left]) <= at; left++) load -= weight[by_end[left]];
             for (; entered < in_the_way.size() && offset[in_the_way[entered]] < at + in.sizes[i]; entered++)
-                count(in_the_way[entered], +1);
-            if (!held && (chosen < 0 || load <= least)) {
+                load += weight[in_the_way[entered]];
+            if (chosen < 0 || load <= least) {
                 equals = chosen >= 0 && load == least ? equals + 1 : 1;
                 if (draw() % equals == 0) chosen = at;
                 least = load;

@@ -17,7 +17,6 @@ class Neighbours {
   public:
     // The ranks of `in` must ascend by first section.
     explicit Neighbours(const Instance<int64_t>& in) : in(in), begin(in.sections + 1, 0), kept_at(in.sections, 0) {
-        whole = int(in.ranges.size()) == in.n;
         for (int i = 0; i < in.n; i++) begin[in.lo[i] + 1]++;
         for (int s = 0; s < in.sections; s++) begin[s + 1] += begin[s];
         std::vector<int> now;
@@ -40,7 +39,7 @@ class Neighbours {
         int s = in.lo[i];
         auto [section, first, last] = kept[kept_at[s]];
         auto visit = [&](int k) {
-            if (in.hi[k] > s && k != i && (whole || in.meet(i, k))) f(k);
+            if (in.hi[k] > s && k != i) f(k);
         };
         for (int x = first; x < last; x++) visit(live[x]);
         for (int k = begin[section]; k < begin[in.hi[i]]; k++) visit(k);
@@ -51,7 +50,6 @@ class Neighbours {
         int section, first, last;
     };
     const Instance<int64_t>& in;
-    bool whole;              // no buffer has a gap in its life
     std::vector<int> begin;  // buffers [begin[s], begin[s + 1]) begin in section s
     std::vector<int> kept_at, live;
     std::vector<Kept> kept;

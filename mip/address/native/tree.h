@@ -1,8 +1,8 @@
 // Canonical branch and bound for dynamic storage allocation; tests/support/tree_search.py is its second opinion.
 //
-// Any placement can be pushed down until every buffer rests on the ground, on another, or on a fixed one, and its buffers
-// can be listed in ascending order of (offset, rank). So it is enough to build placements in that order, each buffer at
-// the lowest place above all it overlaps in time: a canonical placement. The tree has no other nodes. Pruning:
+// Any placement can be pushed down until every buffer rests on the ground or on another, and its buffers can be listed in
+// ascending order of (offset, rank). So it is enough to build placements in that order, each buffer at the lowest place
+// above all it overlaps in time: a canonical placement. The tree has no other nodes. Pruning:
 //
 // Order        A buffer that could have come before the last placed one but did not must wait until something below it
 //              lifts it; with it in its place the branch was, or will be, explored elsewhere.
@@ -12,8 +12,6 @@
 // Parts        Where no unplaced buffer crosses an instant, both sides of it are solved separately.
 // Memory       A state (waiting flags and offsets of the unplaced buffers) that failed once fails again. States are
 //              identified by a 64-bit hash.
-//
-// A fixed buffer is a choice like others, at its own offset; buffers that would run into one rest on top of it.
 //
 // `floor` of a section is the least offset any buffer still to be placed there can have. Between a node and its first
 // child only the sections whose lowest buffer moved can change, and only those are recomputed; after a failed child all
@@ -59,24 +57,13 @@ class Tree {
         : in(in), capacity(capacity), node_limit(node_limit), small_part(small_part), clock(clock),
           conflicts(conflicts), out(out),
           offset(in.n, 0), least(in.n, 0), placed(in.n, 0), rest(in.sections, 0), floor(in.sections, 0),
-          crossing(in.sections + 1, 0), obstacles(in.n), witness(in.sections, 0),
+          crossing(in.sections + 1, 0), witness(in.sections, 0),
           witnessed(in.n, 0) {
         list_sections();
         size_t slots = 1 << 12;
         while (slots < size_t(node_limit) * 2 && slots < (1u << 21)) slots *= 2;
         failed.assign(slots, 0);
         for (int i = 0; i < in.n; i++) carry(i, +1);
-        std::vector<int> fixed;
-        for (int i = 0; i < in.n; i++)
-            if (in.fixed[i] >= 0) fixed.push_back(i);
-        std::sort(fixed.begin(), fixed.end(), [&](int a, int b) {
-            return std::make_pair(in.fixed[a], a) < std::make_pair(in.fixed[b], b);
-        });
-        for (int i = 0; i < in.n; i++) {
-            for (int f : fixed)
-                if (in.fixed[i] < 0 && in.meet(i, f)) obstacles[i].push_back(f);
-            offset[i] = settle(i, 0);
-        }
     }
 
     // 1 found, 0 proven impossible, 2 stopped.
@@ -99,12 +86,11 @@ class Tree {
     int64_t* conflicts;
     int64_t* out;
     bool stopped = false;
-    std::vector<Unit> offset;  // lowest place above everything placed that it meets; kNever: its fixed place is taken
+    std::vector<Unit> offset;  // lowest place above everything placed that it meets
     std::vector<Unit> least;   // the same, but for a buffer that must wait, the least it can get by waiting
     std::vector<char> placed;
     std::vector<Unit> rest, floor;
     std::vector<int> crossing;  // unplaced buffers over each section boundary
-    std::vector<std::vector<int>> obstacles;
     std::vector<std::pair<int, Unit>> trail;
     std::vector<uint64_t> failed;
     std::vector<int> inside_row, inside;  // for each section the buffers that live in it
@@ -123,15 +109,6 @@ class Tree {
     void carry(int i, int sign) {
         in.each_section(i, [&](int s) { rest[s] += sign * in.sizes[i]; });
         for (int s = in.lo[i] + 1; s < in.hi[i]; s++) crossing[s] += sign;
-    }
-
-    Unit settle(int i, Unit at) const {
-        if (in.fixed[i] >= 0) return at <= in.fixed[i] ? in.fixed[i] : kNever;
-        at = in.align(i, at);
-        for (int f : obstacles[i])
-            if (at < in.fixed[f] + in.sizes[f] && at + in.sizes[i] > in.fixed[f])
-                at = in.align(i, in.fixed[f] + in.sizes[f]);
-        return at;
     }
 
     bool waits(int i, Low low) const { return offset[i] < low.offset || (offset[i] == low.offset && i < low.rank); }
@@ -216,7 +193,6 @@ class Tree {
         for (int i : part) {
             if (placed[i]) continue;
             bool waits_ = waits(i, low);
-            if (waits_ && in.fixed[i] >= 0) return false;
             Unit at = waits_ ? low.offset + smallest : offset[i];
             waiting |= waits_;
             if (small) key ^= mix(uint64_t(i) * 0x9e3779b97f4a7c15ull + mix(waits_ ? ~0ull : uint64_t(at)));
@@ -251,9 +227,9 @@ class Tree {
         carry(i, -1);
         if (!small) raise(i, kNever);
         for (int k : part) {
-            if (in.lo[k] >= in.hi[i] || in.lo[i] >= in.hi[k] || offset[k] >= top || placed[k] || !in.meet(i, k)) continue;
+            if (in.lo[k] >= in.hi[i] || in.lo[i] >= in.hi[k] || offset[k] >= top || placed[k]) continue;
             trail.emplace_back(k, offset[k]);
-            offset[k] = settle(k, top);
+            offset[k] = in.align(k, top);
             if (offset[k] + in.sizes[k] > capacity) {
                 ok = false;
                 break;

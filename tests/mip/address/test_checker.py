@@ -37,15 +37,9 @@ BROKEN = {
     "off the problem's alignment": (plan_of((A, 4), alignment=10), AddressRule.ALIGNMENT, ("a",)),
     "off its own alignment": (plan_of((buffer("a", 0, 4, 8, alignment=8), 4)), AddressRule.ALIGNMENT, ("a",)),
     "an arena off the alignment": (plan_of((A, 0), nbytes=101, alignment=10), AddressRule.ALIGNMENT, ()),
-    "a fixed one moved": (plan_of((buffer("a", 0, 4, 8, fixed_offset=8), 0)), AddressRule.FIXED, ("a",)),
     "a full arena": (plan_of((A, 0), capacity=99), AddressRule.CAPACITY, ()),
     "an offset missing": (dataclasses.replace(plan_of((A, 0), (C, 0)), offsets=(0,)), AddressRule.SHAPE, ()),
     "an arena missing": (dataclasses.replace(plan_of((A, 0)), arenas=()), AddressRule.SHAPE, ()),
-    "the guest outlives the gap": (
-        plan_of((buffer("a", 0, 9, 10, gaps=((2, 5),)), 0), (buffer("b", 3, 6, 5), 0)),
-        AddressRule.OVERLAP,
-        ("a", "b"),
-    ),
 }
 
 
@@ -65,7 +59,6 @@ def test_a_broken_rule_is_named_with_its_buffers(name: str) -> None:
 def test_lives_are_half_open_and_neighbours_touch() -> None:
     assert check(plan_of((A, 0), (C, 0))) is None
     assert check(plan_of((A, 0), (B, 10))) is None
-    assert check(plan_of((buffer("a", 0, 9, 10, gaps=((2, 5),)), 0), (buffer("b", 2, 5, 10), 0))) is None
 
 
 def test_a_claimed_bound_above_the_arena_is_refused() -> None:
@@ -95,7 +88,7 @@ def _overlapping_pairs(plan: AddressPlan) -> set[frozenset[str]]:
     placed = list(zip(plan.problem.buffers, plan.offsets, strict=True))
     for one, at in placed:
         for other, there in placed:
-            meet = any(a < d and c < b for a, b in one.spans() for c, d in other.spans())
+            meet = one.start < other.end and other.start < one.end
             if one.id < other.id and meet and at < there + other.nbytes and there < at + one.nbytes:
                 pairs.add(frozenset((one.id, other.id)))
     return pairs
@@ -108,9 +101,6 @@ def _overlapping_pairs(plan: AddressPlan) -> set[frozenset[str]]:
         {"nbytes": -1},
         {"alignment": 0},
         {"nbytes": 1 << 63},
-        {"gaps": ((0, 2),)},
-        {"gaps": ((2, 3), (1, 2))},
-        {"fixed_offset": -1},
     ],
 )
 def test_a_buffer_that_cannot_be_is_refused(wrong: dict[str, object]) -> None:

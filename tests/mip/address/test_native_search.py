@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from array import array
 
@@ -12,7 +11,6 @@ from address_problems import random_problem, smallest_arena
 from benchmarks.pack import generated
 from memo.mip.address import DEVICE, AddressPlan, AddressProblem, Buffer, check, plan_to_json, portfolio, solve
 from memo.mip.address.instance import Instance, make_instance
-from memo.mip.address.lower_bound import peak
 from memo.mip.address.native_search import Compiled, Pure, SearchAnswer, Weights, make_engine
 from memo.mip.address.portfolio import ArenaSolver
 from memo.mip.address.problem import ArenaPlan, Status
@@ -87,11 +85,8 @@ def test_refill_reaches_nearly_every_height_that_exists_and_none_that_does_not()
     assert reached >= 57
 
 
-def test_refill_places_what_was_not_placed_and_moves_no_fixed_buffer() -> None:
-    buffers = tuple(
-        dataclasses.replace(one, fixed_offset=100 if i == 3 else None) for i, one in enumerate(crowded(200).buffers)
-    )
-    problem = AddressProblem(buffers=buffers)
+def test_refill_places_what_was_not_placed() -> None:
+    problem = crowded(200)
     instance = instance_of(problem)
     engine = compiled(instance)
     start = list(engine.sweep())
@@ -99,7 +94,6 @@ def test_refill_places_what_was_not_placed_and_moves_no_fixed_buffer() -> None:
     target = instance.lower_bound + instance.lower_bound // 5
     found = engine.refill(start, target=target, steps=10_000, seed=0, weights=WEIGHTS, deadline=FAR)
     assert found is not None
-    assert found[3] * instance.unit == 100
     assert instance.height(found) <= target
     assert check(placed(problem, instance, found)) is None
 
@@ -200,29 +194,15 @@ def test_local_search_alone_meets_a_bound_that_no_order_meets(monkeypatch: pytes
 @pytest.mark.parametrize("seed", range(0, 40, 4))
 def test_meetings_peaks_and_parts_are_those_of_the_definition(seed: int) -> None:
     instance = instance_of(random_problem(seed, n=30))
-    hulls = [(spans[0][0], spans[-1][1]) for spans in instance.spans]
-    meet = [(i, k) for i, a in enumerate(hulls) for k, b in enumerate(hulls) if i != k and a[0] < b[1] and b[0] < a[1]]
+    spans = instance.spans
+    meet = [(i, k) for i, a in enumerate(spans) for k, b in enumerate(spans) if i != k and a[0] < b[1] and b[0] < a[1]]
     assert instance.n_meetings == len(meet)
-    sections = [[s for span in spans for s in range(*span)] for spans in instance.spans]
+    sections = [range(*span) for span in spans]
     assert instance.peaks == tuple(max(instance.loads[s] for s in inside) for inside in sections)
     chosen = list(range(0, instance.n, 2))
     part = instance.part(chosen)
     assert part.sizes == tuple(instance.sizes[i] for i in chosen)
-    inside = [{s for span in spans for s in range(*span)} for spans in part.spans]
+    inside = [set(range(*span)) for span in part.spans]
     for a, i in enumerate(chosen):
         for b, k in enumerate(chosen):
             assert bool(inside[a] & inside[b]) == bool(set(sections[i]) & set(sections[k]))
-
-
-def test_a_fixed_buffer_of_low_load_holds_its_place_when_the_core_goes_first() -> None:
-    """It meets one buffer of the core, which must not be put on its bytes."""
-    trace = generated("irregular-600").buffers
-    low = trace[-1].end + 5
-    long = dataclasses.replace(trace[0], end=low + 10)
-    least = peak((long, *trace[1:]))[1]
-    fixed = Buffer(id="fixed", start=low, end=low + 10, nbytes=least // 2048 * 1024, fixed_offset=0)
-    problem = AddressProblem(buffers=(long, *trace[1:], fixed))
-    plan = solve(problem, time_limit_s=60)
-    assert plan.arena(DEVICE).method == "core first"
-    assert plan.offsets[-1] == 0
-    assert plan.offsets[0] >= fixed.nbytes
