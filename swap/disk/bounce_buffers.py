@@ -136,49 +136,29 @@ class StagedDisk:
             job.parts.written.synchronize()
         for event in job.after:
             stream.wait(event)
-        pieces = list(self._pieces(job))
-        reads: collections.deque[Event] = collections.deque()
+        reads: collections.deque[tuple[Event, torch.Tensor, torch.Tensor]] = collections.deque()
         copies: collections.deque[Event] = collections.deque()
+
+        def copy_oldest() -> None:
+            read, piece, block = reads.popleft()
+            read.synchronize()
+            copies.append(stream.copy(piece, block))
+
         try:
-            for number, (part, piece) in enumerate(pieces):
-                if len(reads) + len(copies) == len(ring):
-                    self._free_oldest(pieces, number, reads, copies, stream, ring)
+            for number, (part, piece) in enumerate(self._pieces(job)):
+                if len(reads) + len(copies) == len(ring):  # the oldest block has to be free: read, and copied
+                    if not copies:
+                        copy_oldest()
+                    copies.popleft().synchronize()
                 block = ring[number % len(ring)][: piece.numel()]
-                reads.append(self._disk.read(part, block))
+                reads.append((self._disk.read(part, block), piece, block))
             while reads:
-                self._copy_oldest(pieces, len(pieces) - len(reads), reads, copies, stream, ring)
+                copy_oldest()
         finally:
             try:
-                _settle(reads)
+                _settle(collections.deque(read for read, *_ in reads))
             finally:
                 _settle(copies)  # after failed reads too: a running copy would write into a freed buffer
-
-    def _free_oldest(
-        self,
-        pieces: Sequence[tuple[Any, torch.Tensor]],
-        number: int,
-        reads: collections.deque[Event],
-        copies: collections.deque[Event],
-        stream: CopyStream,
-        ring: Sequence[torch.Tensor],
-    ) -> None:
-        """Frees the oldest block of a full ring: waits for its read and for its H2D copy."""
-        if not copies:
-            self._copy_oldest(pieces, number - len(reads), reads, copies, stream, ring)
-        copies.popleft().synchronize()
-
-    def _copy_oldest(
-        self,
-        pieces: Sequence[tuple[Any, torch.Tensor]],
-        number: int,
-        reads: collections.deque[Event],
-        copies: collections.deque[Event],
-        stream: CopyStream,
-        ring: Sequence[torch.Tensor],
-    ) -> None:
-        reads.popleft().synchronize()
-        piece = pieces[number][1]
-        copies.append(stream.copy(piece, ring[number % len(ring)][: piece.numel()]))
 
     def _pieces(self, job: _Job) -> list[tuple[Any, torch.Tensor]]:
         size = self._block_bytes

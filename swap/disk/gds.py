@@ -129,7 +129,6 @@ class GdsDisk:
         capacity: Byte budget over all directories, preallocated; None grows on demand.
         new_stream: Creates a copy stream of that GPU.
         record: Records an event on a torch stream.
-        rank: Rank named in messages.
         block_bytes: Stripe size and largest piece.
         spare_bytes: Bytes left free on each file system when growing on demand.
         kvikio: Module to use in place of the installed one.
@@ -147,7 +146,6 @@ class GdsDisk:
         *,
         new_stream: Callable[[], IoStream],
         record: Callable[[Any], Event] | None = None,
-        rank: int = 0,
         block_bytes: int = 16 << 20,
         spare_bytes: int = 1 << 30,
         kvikio: Any = None,
@@ -156,7 +154,6 @@ class GdsDisk:
         library = _import_kvikio() if kvikio is None else kvikio
         if library.defaults.is_compat_mode_preferred():
             raise ScratchUnusable("kvikio would not use GPUDirect Storage here; `memo doctor` tells why")
-        self._rank = rank
         self._new_stream = new_stream
         self._record = _record if record is None else record
         self._lock = threading.Lock()
@@ -229,7 +226,7 @@ class GdsDisk:
         if not self._files:
             raise SwapError("the disk store is closed")
         pieces = self._space.split(extent.offset, tensor.numel())
-        label = f"rank {self._rank}: {kind.value} of {tensor.numel()} bytes in {self._space.place} by GPUDirect Storage"
+        label = f"{kind.value} of {tensor.numel()} bytes in {self._space.place} by GPUDirect Storage"
         operation = GdsOperation(kind, extent, tensor, pieces, label)
         with self._lock:
             lane = self._lane(kind)

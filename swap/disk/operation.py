@@ -95,7 +95,6 @@ class DiskOperation:
         "next_piece",
         "pieces",
         "place",
-        "rank",
         "stage",
         "stall_warning_s",
         "start_ns",
@@ -111,7 +110,6 @@ class DiskOperation:
         *,
         pieces: Sequence[Piece],
         after: Sequence[Event],
-        rank: int,
         place: str,
         cancel_with: Callable[[DiskOperation], bool],
         stall_warning_s: float,
@@ -121,7 +119,6 @@ class DiskOperation:
         self.tensor: torch.Tensor | None = tensor
         self.pieces = pieces
         self.after = after
-        self.rank = rank
         self.place = place
         self.cancel_with = cancel_with
         self.stall_warning_s = stall_warning_s
@@ -185,10 +182,10 @@ class DiskOperation:
         return self.cancel_with(self)
 
     def describe(self) -> str:
-        """Returns, for example, `rank 0: write of 65536 bytes at offset 4096 of the scratch in /scratch`."""
+        """Returns, for example, `write of 65536 bytes at offset 4096 of the scratch in /scratch`."""
         nbytes = sum(piece.nbytes for piece in self.pieces)
         where = f"offset {self.extent.offset} of the scratch in {self.place}"
-        return f"rank {self.rank}: {self.kind.value} of {nbytes} bytes at {where}"
+        return f"{self.kind.value} of {nbytes} bytes at {where}"
 
 
 def check_fits(extent: DiskExtent, tensor: torch.Tensor, limit: int) -> None:

@@ -58,7 +58,6 @@ class DiskStore:
         block_bytes: Stripe size and largest piece.
         threads: I/O threads for each directory.
         verify: Keep a checksum of each piece in RAM and compare it after each read.
-        rank: Rank named in messages.
         spare_bytes: Bytes left free on each file system when growing on demand.
         stall_warning_s: `synchronize` warns after waiting this long.
         open_file: Creates the scratch file of a directory.
@@ -77,14 +76,12 @@ class DiskStore:
         block_bytes: int = 4 << 20,
         threads: int = 4,
         verify: bool = False,
-        rank: int = 0,
         spare_bytes: int = 1 << 30,
         stall_warning_s: float = 30.0,
         open_file: Callable[[Path], RawFile] = RawFile,
     ) -> None:
         if threads < 1:
             raise ValueError(f"a disk store needs at least one thread, not {threads}")
-        self._rank = rank
         self._stall_warning_s = stall_warning_s
         self._space = ScratchSpace(
             directories, capacity, block_bytes=block_bytes, spare_bytes=spare_bytes, open_file=open_file
@@ -171,7 +168,6 @@ class DiskStore:
             tensor,
             pieces=self._space.split(extent.offset, tensor.numel()),
             after=after,
-            rank=self._rank,
             place=self._space.place,
             cancel_with=self._pool.cancel,
             stall_warning_s=self._stall_warning_s,
