@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from memo.swap.engine.stream_order import StreamOrder
     from memo.swap.engine.telemetry import Telemetry
     from memo.swap.engine.tier_choice import TierChoice
-    from memo.swap.tiers.protocol import Extent
+    from memo.swap.tiers.tier import Extent
 
 _DRAIN, _DISK_QUEUE = StallCause.DRAIN, StallCause.DISK_QUEUE
 
@@ -66,7 +66,6 @@ class CopyOut:
         tier_choice: reserves each storage its extent.
         release: its limbo counts as late copies, too.
         telemetry: counters and trace.
-        late_bytes: the most bytes of sources whose copies only the host could wait for; None: those of one layer.
         verify: sums the bytes of each storage whose copy out is issued.
     """
 
@@ -78,7 +77,6 @@ class CopyOut:
         release: Release,
         *,
         telemetry: Telemetry,
-        late_bytes: int | None,
         verify: bool,
     ) -> None:
         self._backend = backend
@@ -86,7 +84,8 @@ class CopyOut:
         self._tier_choice = tier_choice
         self._release = release
         self._telemetry = telemetry
-        self.late_bytes = late_bytes
+        self.late_bytes: int | None = None
+        """The most bytes of sources whose copies only the host could wait for; None: those of one layer."""
         self._verify = verify
         self._being_saved: list[ref[Hold]] = []  # by the operator that saved last
         self._nodes = -1  # number of nodes that autograd had made then

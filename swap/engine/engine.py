@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from memo.swap.engine.saved_storage import Content, Geometry, Recompute
     from memo.swap.placement import Placement
     from memo.swap.stats import Stats
-    from memo.swap.tiers.protocol import Tier
+    from memo.swap.tiers.tier import Tier
 
 CAPTURED = (
     "a CUDA graph is being captured: tensors saved meanwhile stay on the device, since a replay allocates nothing;"
@@ -69,12 +69,8 @@ class Engine:
         tiers: destinations, tried in order.
         min_bytes: smaller storages stay on the device.
         when_full: response to a full tier.
-        prefetch_bytes: the most bytes reloaded ahead of backward; None: one layer.
-        late_bytes: the most bytes of sources that stay on the device because only a host thread can wait for their copies
-            out; None: one layer.
         verify: compares by checksums what is saved again with what was copied out.
         codec: format of what moves, INT8 or FP8; None: exact.
-        placements: fractions of bytes to each tier by layer number; such a layer tries the tier of its placement first.
         tracer: receives events; None: no trace.
     """
 
@@ -85,11 +81,8 @@ class Engine:
         *,
         min_bytes: int,
         when_full: WhenFull = WhenFull.SPILL,
-        prefetch_bytes: int | None = None,
-        late_bytes: int | None = None,
         verify: bool = False,
         codec: Codec | None = None,
-        placements: Mapping[int, Placement] | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self.backend = backend
@@ -117,20 +110,15 @@ class Engine:
             warn=telemetry.warn,
             make_room=release.clear_limbo,
         )
-        self._copy_out = CopyOut(
-            backend, order, self._tier_choice, release, telemetry=telemetry, late_bytes=late_bytes, verify=verify
-        )
-        self._reload = Reload(
-            lock, backend, order, release, layer_calls=layer_calls, telemetry=telemetry, prefetch_bytes=prefetch_bytes
-        )
-        self._min_bytes, self._late_bytes = min_bytes, late_bytes
+        self._copy_out = CopyOut(backend, order, self._tier_choice, release, telemetry=telemetry, verify=verify)
+        self._reload = Reload(lock, backend, order, release, layer_calls=layer_calls, telemetry=telemetry)
+        self._min_bytes = min_bytes
         self.codec = codec
         self._device = backend.device
         self._uint8 = torch.empty(0, dtype=torch.uint8, device=backend.device)
         self._empty_tensors: dict[torch.dtype, torch.Tensor] = {}  # an empty tensor of each dtype
         # Layers repeat, and so do their tensors' geometries: sharing them spares the garbage collector most of its work.
         self._geometries: dict[Geometry, Geometry] = {}
-        self.place(placements or {})
 
     # Layers. The manager calls these around each layer's forward.
 
@@ -152,16 +140,18 @@ class Engine:
         """Sets the placements of layers from their next calls on; other layers use the tiers in order.
 
         Args:
-            placements: by layer number; replaces all earlier ones.
+            placements: by layer number the fractions of bytes to each tier, of which such a layer tries the first one
+                first; replaces all earlier ones.
             rest_bytes: with STAY, bytes that no tier has room for stay on the device while it holds at most this many;
                 more of them only if they cannot be recomputed.
-            late_bytes: instead of the engine's own, as long as these placements are in use.
+            late_bytes: the most bytes of sources that stay on the device because only a host thread can wait for their
+                copies out; None: one layer.
 
         Raises:
             UsageError: a placement sends bytes to a tier that is not there; nothing changes.
         """
         self._tier_choice.place(placements, rest_bytes=rest_bytes)
-        self._copy_out.late_bytes = self._late_bytes if late_bytes is None else late_bytes
+        self._copy_out.late_bytes = late_bytes
 
     def listen(self, tracer: Tracer | None) -> None:
         """Sets the receiver of trace events; None: no trace. Between steps only: saved storages keep their tracer."""

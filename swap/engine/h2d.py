@@ -45,7 +45,6 @@ class Reload:
         release: its limbo is polled as backward proceeds.
         layer_calls: groups and the order expected of backward.
         telemetry: counters and trace.
-        prefetch_bytes: the most bytes reloaded ahead of backward; None: one layer.
     """
 
     def __init__(
@@ -57,9 +56,8 @@ class Reload:
         *,
         layer_calls: LayerCalls,
         telemetry: Telemetry,
-        prefetch_bytes: int | None,
     ) -> None:
-        self.prefetch_bytes = prefetch_bytes
+        self.prefetch_bytes: int | None = None
         """The most bytes reloaded ahead of backward; None: one layer."""
         self.closed = False
         """The tiers are closed; nothing can be reloaded."""

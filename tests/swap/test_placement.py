@@ -42,7 +42,8 @@ def managed(
 ) -> Manager:
     backend = CheckingBackend(policy, seed=seed)
     tiers = [HostTier(backend, host, segment_bytes=1 << 20), DiskTier(CheckingDisk(backend, ROOM), ROOM)]
-    engine = Engine(backend, tiers, min_bytes=512, placements=placements, when_full=when_full)
+    engine = Engine(backend, tiers, min_bytes=512, when_full=when_full)
+    engine.place(placements or {})
     return Manager(model, find_layers(model), engine)
 
 
@@ -254,7 +255,8 @@ def test_what_rounding_moves_too_much_stays_where_no_tier_has_room_for_it() -> N
     model = stack(layers=4)
     backend = CheckingBackend("lazy")
     tiers = [HostTier(backend, planned + 4096, segment_bytes=1 << 12)]
-    engine = Engine(backend, tiers, min_bytes=512, placements=dict.fromkeys(range(4), Placement(kept=0.75, host=0.25)))
+    engine = Engine(backend, tiers, min_bytes=512)
+    engine.place(dict.fromkeys(range(4), Placement(kept=0.75, host=0.25)))
     manager = Manager(model, find_layers(model), engine)
     assert_equal(train(model, lambda step: model(ids(step)), manager), plain(stack(layers=4)))
     assert tiers[0].peak <= planned + 4096

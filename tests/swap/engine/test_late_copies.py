@@ -31,7 +31,9 @@ ENOUGH = 1 << 30
 def checked(model: Stack, policy: Any, *, late: int | None) -> tuple[Manager, CheckingBackend]:
     backend = CheckingBackend(policy, hosted_disk=True)
     tiers = [DiskTier(CheckingDisk(backend, ROOM), ROOM)]
-    return Manager(model, find_layers(model), Engine(backend, tiers, min_bytes=512, late_bytes=late)), backend
+    engine = Engine(backend, tiers, min_bytes=512)
+    engine.place({}, late_bytes=late)
+    return Manager(model, find_layers(model), engine), backend
 
 
 def plain() -> Any:
@@ -124,7 +126,8 @@ class HostApart(CpuBackend):
 def behind_a_slow_disk(directory: Path, faults: Faults, late: int) -> Manager:
     model = stack(layers=LAYERS)
     store = DiskStore([directory], 1 << 22, open_file=faults.open)
-    engine = Engine(HostApart(), [DiskTier(store, 1 << 22)], min_bytes=4096, late_bytes=late)
+    engine = Engine(HostApart(), [DiskTier(store, 1 << 22)], min_bytes=4096)
+    engine.place({}, late_bytes=late)
     manager = Manager(model, find_layers(model), engine)
     manager.model = model  # type: ignore[attr-defined]
     return manager
