@@ -167,17 +167,23 @@ def rate_text(problem: ActivationProblem, step_s: float) -> str:
     return f"{rate:,.0f} tokens/s{each}"
 
 
+def size_words(problem: ActivationProblem) -> str:
+    """What divides the model and the batch, each after a comma."""
+    signature, pipeline = problem.profile.signature, problem.pipeline
+    sizes = {
+        "dp": problem.replicas,
+        "tp": signature.tp,
+        "cp": signature.cp,
+        "ep": signature.ep,
+        "pp": pipeline.stages,
+        "microbatches": pipeline.microbatches,
+    }
+    return "".join(f", {name} {size}" for name, size in sizes.items() if size > 1)
+
+
 def _headline(plan: ActivationPlan) -> str:
     signature, pipeline = plan.problem.profile.signature, plan.problem.pipeline
-    sizes = [
-        ("dp", plan.problem.replicas),
-        ("tp", signature.tp),
-        ("cp", signature.cp),
-        ("ep", signature.ep),
-        ("pp", pipeline.stages),
-        ("microbatches", pipeline.microbatches),
-    ]
-    named = "".join(f", {name} {size}" for name, size in sizes if size > 1)
+    named = size_words(plan.problem)
     tiles = plan.problem.profile.mlp_tiles
     chunks = f" of {pipeline.chunks} chunks" if pipeline.chunks > 2 else ""
     named += f" ({pipeline.schedule}{chunks})" if pipeline.chunks > 1 else ""

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from memo.cli.tables.activation import rate_text
+from memo.cli.tables.activation import rate_text, size_words
 from memo.events import Lane, StallCause
 from memo.mip.activation import ActivationPlan, ActivationProblem, StagePrediction
 from memo.mip.simulate import Peak, Simulation, StageSimulation, Wait, agrees
-from memo.trace import duration, percent, printable
+from memo.trace import COPY_LANES, duration, percent, printable
 from memo.units import format_bytes, format_tokens, text_table
 
 DAY_S = 86_400
-_COPY_LANES = (Lane.D2H, Lane.H2D, Lane.DISK_WRITE, Lane.DISK_READ)
 
 
 def print_simulation(plan: ActivationPlan, problem: ActivationProblem, simulation: Simulation) -> None:
@@ -48,25 +47,13 @@ def simulation_summary(plan: ActivationPlan, problem: ActivationProblem, simulat
 
 def _headline(problem: ActivationProblem, simulation: Simulation, number: int) -> str:
     signature = problem.profile.signature
-    ways = "".join(f", {name} {size}" for name, size in _sizes(problem) if size > 1)
+    ways = size_words(problem)
     ways += f", what moves as {problem.profile.codec} codes" if problem.profile.codec else ""
     stage = f"; stage {number}, the slowest, is shown" if len(simulation.stages) > 1 else ""
     return (
         f"{printable(signature.model)}, {signature.batch} x {format_tokens(signature.tokens)} tokens on "
         f"{printable(problem.hardware.name)}{ways}: {rate_text(problem, simulation.step_s)}{stage}"
     )
-
-
-def _sizes(problem: ActivationProblem) -> list[tuple[str, int]]:
-    signature, pipeline = problem.profile.signature, problem.pipeline
-    return [
-        ("dp", problem.replicas),
-        ("tp", signature.tp),
-        ("cp", signature.cp),
-        ("ep", signature.ep),
-        ("stages", pipeline.stages),
-        ("microbatches", pipeline.microbatches),
-    ]
 
 
 def _times(
@@ -201,7 +188,7 @@ def _stage_summary(
             }
             for peak in stage.peaks
         ],
-        "moved_nbytes": {lane.value: stage.moved_nbytes(lane) for lane in _COPY_LANES},
+        "moved_nbytes": {lane.value: stage.moved_nbytes(lane) for lane in COPY_LANES},
         "disk_written_bytes_per_day_and_node": ranks * written * DAY_S / simulation.step_s
         if simulation.step_s
         else 0.0,
