@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import operator
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -32,16 +32,6 @@ SHORTEST_NS = 200_000
 """Least time between two samples within a layer: reading the counter takes some 10 µs."""
 MOST_TENSORS = 10
 """Largest tensors of each owner that are named."""
-
-
-class OwnedTensor(NamedTuple):
-    """One tensor of an owner."""
-
-    owner: Owner
-    name: str
-    nbytes: int
-    shape: tuple[int, ...]
-    dtype: str
 
 
 class OwnedMemory:
@@ -94,13 +84,20 @@ class OwnedMemory:
                 total += gradient.nbytes if type(gradient) is torch.Tensor else local_part(gradient).nbytes
         return total
 
-    def largest(self, owner: Owner) -> list[OwnedTensor]:
-        """The largest tensors of one owner now, at most MOST_TENSORS, largest first."""
-        named = ((nbytes, name, tensor) for name, tensor, nbytes in self._tensors(owner))
-        found = heapq.nlargest(MOST_TENSORS, named, key=operator.itemgetter(0))
+    def largest(self, owner: Owner, *, t: int = 0, step: int = 0) -> list[Owned]:
+        """The largest tensors of one owner now, at most MOST_TENSORS, largest first, as events of this time."""
+        found = heapq.nlargest(MOST_TENSORS, self._tensors(owner), key=operator.itemgetter(2))
         return [
-            OwnedTensor(owner, name, nbytes, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            for nbytes, name, tensor in found
+            Owned(
+                t=t,
+                step=step,
+                owner=owner,
+                nbytes=nbytes,
+                module=name,
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+            )
+            for name, tensor, nbytes in found
         ]
 
     def _tensors(self, owner: Owner) -> Iterator[tuple[str, torch.Tensor, int]]:
@@ -232,15 +229,5 @@ class MemorySampler:
         self._totals[owner] = nbytes
         now, step = self._tracer.now(), self._tracer.step
         self._tracer.emit(Owned(t=now, step=step, owner=owner, nbytes=nbytes))
-        for one in self._owned.largest(owner) if named else ():
-            self._tracer.emit(
-                Owned(
-                    t=now,
-                    step=step,
-                    owner=owner,
-                    nbytes=one.nbytes,
-                    module=one.name,
-                    shape=one.shape,
-                    dtype=one.dtype,
-                )
-            )
+        for one in self._owned.largest(owner, t=now, step=step) if named else ():
+            self._tracer.emit(one)

@@ -112,7 +112,7 @@ class MemoryWatch:
             assert self._owned is not None
             bands[OWNED[owner]] = self._owned.nbytes(owner)
             holders += [
-                Holder(what=OWNED[owner], name=one.name, nbytes=one.nbytes, shape=one.shape, dtype=one.dtype)
+                Holder(what=OWNED[owner], name=one.module or "", nbytes=one.nbytes, shape=one.shape, dtype=one.dtype)
                 for one in self._owned.largest(owner)
             ]
         device = engine.backend.device

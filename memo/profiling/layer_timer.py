@@ -43,78 +43,51 @@ class TimedStep:
         )
 
 
-class LayerTimer:
-    """Context manager that times one forward and backward of a model whose layers each run once.
-
-    The caller marks "begin", "loss" (the forward has ended) and "end".
+def time_step(loss: Callable[[], torch.Tensor], layers: Sequence[nn.Module], device: torch.device) -> TimedStep:
+    """Runs and times one forward (`loss`) and backward of a model whose layers each run once.
 
     Args:
+        loss: runs the forward.
         layers: the layers, in any order; times are in the same order.
         device: on "cuda" each mark waits for the device.
+
+    Raises:
+        KeyError: a layer did not run forward and backward.
     """
+    at: dict[tuple[str, int], list[float]] = {}
 
-    def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
-        self._layers = layers
-        self._device = device
-        self._hooks: list[Any] = []
-        self._marks: list[tuple[str, int, float]] = []
+    def now() -> float:
+        """The time at which all work issued so far is done."""
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
 
-    def __enter__(self) -> LayerTimer:
-        for number, layer in enumerate(self._layers):
-            self._hooks += [
-                layer.register_forward_pre_hook(self._marker("forward", number)),
-                layer.register_forward_hook(self._marker("forward", number), prepend=True),
-                layer.register_full_backward_pre_hook(self._marker("backward", number)),
-                layer.register_full_backward_hook(self._marker("backward", number)),
+    def marker(what: str, number: int) -> Callable[..., None]:
+        return lambda *_: at.setdefault((what, number), []).append(now())
+
+    hooks: list[Any] = []
+    try:
+        for number, layer in enumerate(layers):
+            hooks += [
+                layer.register_forward_pre_hook(marker("forward", number)),
+                layer.register_forward_hook(marker("forward", number), prepend=True),
+                layer.register_full_backward_pre_hook(marker("backward", number)),
+                layer.register_full_backward_hook(marker("backward", number)),
             ]
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-
-    def mark(self, what: str, number: int = -1) -> None:
-        """Records the time at which all work issued so far is done."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self._marks.append((what, number, time.perf_counter()))
-
-    def times(self) -> TimedStep:
-        """Returns the times between the marks.
-
-        Raises:
-            KeyError: a layer did not run forward and backward.
-        """
-        at: dict[tuple[str, int], list[float]] = {}
-        for what, number, moment in self._marks:
-            at.setdefault((what, number), []).append(moment)
-        count = len(self._layers)
-        forward = [at["forward", number] for number in range(count)]
-        backward = [at["backward", number] for number in range(count)]
-        (begin,), (loss,), (end,) = at["begin", -1], at["loss", -1], at["end", -1]
-        return TimedStep(
-            forward_s=tuple(span[-1] - span[0] for span in forward),
-            backward_s=tuple(span[-1] - span[0] for span in backward),
-            embedding_forward_s=min(span[0] for span in forward) - begin,
-            embedding_backward_s=end - max(span[-1] for span in backward),
-            head_forward_s=loss - max(span[-1] for span in forward),
-            head_backward_s=min(span[0] for span in backward) - loss,
-        )
-
-    def _marker(self, what: str, number: int) -> Callable[..., None]:
-        def mark(*_: object) -> None:
-            self.mark(what, number)
-
-        return mark
-
-
-def time_step(loss: Callable[[], torch.Tensor], layers: Sequence[nn.Module], device: torch.device) -> TimedStep:
-    """Runs and times one forward (`loss`) and backward."""
-    with LayerTimer(layers, device) as timer:
-        timer.mark("begin")
+        begin = now()
         value = loss()
-        timer.mark("loss")
+        turn = now()
         value.backward()
-        timer.mark("end")
-    return timer.times()
+        end = now()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    forward, backward = ([at[way, number] for number in range(len(layers))] for way in ("forward", "backward"))
+    return TimedStep(
+        forward_s=tuple(span[-1] - span[0] for span in forward),
+        backward_s=tuple(span[-1] - span[0] for span in backward),
+        embedding_forward_s=min(span[0] for span in forward) - begin,
+        embedding_backward_s=end - max(span[-1] for span in backward),
+        head_forward_s=turn - max(span[-1] for span in forward),
+        head_backward_s=min(span[0] for span in backward) - turn,
+    )

@@ -61,7 +61,7 @@ def test_the_largest_are_named(model: nn.Module, owned: OwnedMemory) -> None:
     found = owned.largest(Owner.WEIGHTS)
     assert len(found) == 10
     assert [one.nbytes for one in found] == sorted((one.nbytes for one in found), reverse=True)
-    assert found[0].name in ("layers.0.up.weight", "layers.0.down.weight")
+    assert found[0].module in ("layers.0.up.weight", "layers.0.down.weight")
     assert (found[0].shape, found[0].dtype) == ((128, 32), "float32")
 
 
