@@ -23,8 +23,6 @@ from typing import TYPE_CHECKING
 from memo.mip.inputs.pipeline_schedules import Pass
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from memo.mip.activation.in_flight import SchedulePoint
     from memo.mip.activation.plan import ActivationProblem, LayerPlan
     from memo.mip.activation.stage_view import StageView
@@ -89,6 +87,26 @@ class DeviceMemory:
         )
 
 
+class _Residence(enum.IntEnum):
+    """Form in which one microbatch's layer is on the device."""
+
+    KEPT = 0
+    WHOLE = 1
+    """Where a recompute of it may be given bytes: these; what autograd saves is in `resident`."""
+    SAVED = 2
+    """Before or after it runs: what it saves at its point, of which the least of any point is in `resident`."""
+    UNMOVED = 3
+    """All of it but the moved bytes."""
+    RECOMPUTING = 4
+    """Beside being whole: what the recompute holds."""
+    ABSENT = 5
+    """Saved bytes that are absent while its backward runs in one piece, which never holds all of it; subtracted."""
+
+
+_LayerBytes = dict[_Residence, Sequence[float]]
+"""Bytes of each layer of a stage in each form."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PeakCandidate:
     """A point of a stage's step at which the device's memory may peak."""
@@ -97,22 +115,20 @@ class PeakCandidate:
     phase: str
     resident: Mapping[MemoryUse, int]
     """Bytes that do not depend on the plan: static ones, rounding buffers, transients, embedding and head."""
-    kept: tuple[int, ...]
-    """For each layer of the stage the number of microbatches that hold only its kept bytes."""
-    whole: tuple[int, ...]
-    """For each layer the number that hold it whole, where a recompute of it may be given bytes."""
-    saved: tuple[int, ...]
-    """For each layer the number that hold what it saves at its point, of which the least of any point is in `resident`."""
-    unmoved: tuple[int, ...]
-    """For each layer the number that hold all of it but the moved bytes."""
-    recomputing: tuple[int, ...]
-    """For each layer the number whose recompute runs."""
-    absent: tuple[int, ...]
-    """For each layer minus the number of those whose backward runs in one piece, and so never holds all of it."""
+    counts: tuple[tuple[int, ...], ...]
+    """By `_Residence` the number of microbatches that hold each layer of the stage so."""
     running: tuple[int, ...]
     """For each layer how many hold rounding buffers of it in `resident`: all that autograd saves, or the least saved."""
-    counts: np.ndarray = dataclasses.field(compare=False, repr=False)
-    """`kept`, `whole`, `saved`, `unmoved`, `recomputing` and `absent` as one array, [6, layers]."""
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """For each layer of the stage the number of microbatches that hold only its kept bytes."""
+        return self.counts[_Residence.KEPT]
+
+    @property
+    def unmoved(self) -> tuple[int, ...]:
+        """For each layer the number that hold all of it but the moved bytes."""
+        return self.counts[_Residence.UNMOVED]
 
     @property
     def resident_bytes(self) -> int:
@@ -121,27 +137,24 @@ class PeakCandidate:
 
     def nbytes(self, layers: _LayerBytes) -> float:
         """Bytes on the device, given the bytes of each layer by kind."""
-        return self.resident_bytes + self._saved(layers) + self._recompute(layers) + self._absent(layers)
+        saved = self._sum(layers, _Residence.KEPT, _Residence.SAVED, _Residence.UNMOVED)
+        recomputed = self._sum(layers, _Residence.WHOLE, _Residence.RECOMPUTING)
+        return self.resident_bytes + saved + int(recomputed) + int(self._sum(layers, _Residence.ABSENT))
 
     def uses(self, layers: _LayerBytes) -> dict[MemoryUse, int]:
         """Returns the bytes by use, which add up to `nbytes` rounded to a byte."""
         uses = dict.fromkeys(MemoryUse, 0) | dict(self.resident)
-        uses[MemoryUse.ROUNDING] += round(_sum((self.saved, layers.above_least))) - round(
-            _sum((self.running, layers.kept))
-        )
-        uses[MemoryUse.ROUNDING] += self._absent(layers)
-        uses[MemoryUse.RECOMPUTE] += self._recompute(layers)
+        kept = sum(count * nbytes for count, nbytes in zip(self.running, layers[_Residence.KEPT], strict=True) if count)
+        uses[MemoryUse.ROUNDING] += round(self._sum(layers, _Residence.SAVED)) - round(kept)
+        uses[MemoryUse.ROUNDING] += int(self._sum(layers, _Residence.ABSENT))
+        uses[MemoryUse.RECOMPUTE] += int(self._sum(layers, _Residence.WHOLE, _Residence.RECOMPUTING))
         uses[MemoryUse.SAVED] += round(self.nbytes(layers)) - sum(uses.values())
         return {use: nbytes for use, nbytes in uses.items() if nbytes}
 
-    def _saved(self, layers: _LayerBytes) -> float:
-        return _sum((self.kept, layers.kept), (self.saved, layers.above_least), (self.unmoved, layers.unmoved))
-
-    def _recompute(self, layers: _LayerBytes) -> int:
-        return int(_sum((self.whole, layers.recompute_extra), (self.recomputing, layers.held)))
-
-    def _absent(self, layers: _LayerBytes) -> int:
-        return int(_sum((self.absent, layers.absent)))
+    def _sum(self, layers: _LayerBytes, *forms: _Residence) -> float:
+        """Sum of each layer's count times its bytes, in these forms."""
+        pairs = ((self.counts[how], layers[how]) for how in forms)
+        return sum(n * nbytes for counts, each in pairs for n, nbytes in zip(counts, each, strict=True) if n)
 
 
 @functools.lru_cache(maxsize=96)
@@ -180,7 +193,7 @@ def grouped_peak_candidates(
 
     candidates = device_peak_candidates(stage)
     starts = [0, *itertools.accumulate(sizes[:-1])]
-    held = np.stack([one.counts for one in candidates])
+    held = np.array([one.counts for one in candidates])
     counts = np.add.reduceat(held, starts, axis=2).swapaxes(1, 2)  # of each candidate, group and form
     resident = np.array([one.resident_bytes for one in candidates])
     amounts = np.column_stack((resident, counts.reshape(len(candidates), -1)))
@@ -210,7 +223,7 @@ def stage_memory(stage: StageView, plans: Sequence[LayerPlan]) -> DeviceMemory:
         stage: the stage.
         plans: plan of each layer of the model.
     """
-    layers = _LayerBytes.of(stage.layers, [plans[index] for index in stage.indices])
+    layers = _layer_bytes(stage.layers, [plans[index] for index in stage.indices])
     peak = max(device_peak_candidates(stage), key=lambda place: place.nbytes(layers))
     return DeviceMemory(stage=stage.number, where=peak.name, phase=peak.phase, uses=peak.uses(layers))
 
@@ -219,7 +232,7 @@ def room_in_forward(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> l
     """Bytes that the device holds less, by layer, while its forward runs than at the stage's peak; in any microbatch."""
     found = [0] * len(plans)
     for stage in problem.stages:
-        layers = _LayerBytes.of(stage.layers, [plans[index] for index in stage.indices])
+        layers = _layer_bytes(stage.layers, [plans[index] for index in stage.indices])
         held: dict[str, float] = {}
         peak = 0.0
         for place in device_peak_candidates(stage):
@@ -237,60 +250,25 @@ def highest_memory(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> De
     return max((stage_memory(stage, plans) for stage in problem.stages), key=lambda memory: memory.nbytes)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _LayerBytes:
-    """Bytes of each layer of a stage under its plan, by kind."""
-
-    kept: Sequence[float]
-    above_least: Sequence[float]
-    """What it saves beyond the point that saves least."""
-    recompute_extra: Sequence[float]
-    """What its recompute is given beside what autograd saves."""
-    unmoved: Sequence[float]
-    held: Sequence[float]
-    """What its recompute holds."""
-    absent: Sequence[float]
-    """Saved bytes that are absent at the peak of its backward."""
-
-    @classmethod
-    def of(cls, layers: Sequence[LayerProfile], plans: Sequence[LayerPlan]) -> _LayerBytes:
-        """Bytes of these layers."""
-        saved = [plan.saved_bytes(layer) for layer, plan in zip(layers, plans, strict=True)]
-        extra = [plan.beside_bytes(layer) for layer, plan in zip(layers, plans, strict=True)]
-        return cls(
-            kept=[nbytes * plan.kept for nbytes, plan in zip(saved, plans, strict=True)],
-            above_least=[nbytes - layer.least_saved_bytes for nbytes, layer in zip(saved, layers, strict=True)],
-            recompute_extra=extra,
-            unmoved=[
-                layer.full_bytes + given - nbytes * (plan.host + plan.disk)
-                for layer, plan, nbytes, given in zip(layers, plans, saved, extra, strict=True)
-            ],
-            held=[plan.held_bytes(layer) for layer, plan in zip(layers, plans, strict=True)],
-            absent=[plan.absent_bytes(layer) for layer, plan in zip(layers, plans, strict=True)],
-        )
-
-
-def _sum(*counted: tuple[Sequence[int], Sequence[float]]) -> float:
-    """Sum of each layer's count times its bytes."""
-    return sum(count * nbytes for counts, each in counted for count, nbytes in zip(counts, each, strict=True) if count)
+def _layer_bytes(layers: Sequence[LayerProfile], plans: Sequence[LayerPlan]) -> _LayerBytes:
+    """Bytes of these layers under their plans, beyond what a candidate counts without a plan."""
+    saved = [plan.saved_bytes(layer) for layer, plan in zip(layers, plans, strict=True)]
+    extra = [plan.beside_bytes(layer) for layer, plan in zip(layers, plans, strict=True)]
+    return {
+        _Residence.KEPT: [nbytes * plan.kept for nbytes, plan in zip(saved, plans, strict=True)],
+        _Residence.WHOLE: extra,
+        _Residence.SAVED: [nbytes - layer.least_saved_bytes for nbytes, layer in zip(saved, layers, strict=True)],
+        _Residence.UNMOVED: [
+            layer.full_bytes + given - nbytes * (plan.host + plan.disk)
+            for layer, plan, nbytes, given in zip(layers, plans, saved, extra, strict=True)
+        ],
+        _Residence.RECOMPUTING: [plan.held_bytes(layer) for layer, plan in zip(layers, plans, strict=True)],
+        _Residence.ABSENT: [plan.absent_bytes(layer) for layer, plan in zip(layers, plans, strict=True)],
+    }
 
 
 def _name(layer: int) -> str:
     return f"layer {layer}"
-
-
-class _Residence(enum.IntEnum):
-    """Form in which one microbatch's layer is on the device."""
-
-    KEPT = 0
-    WHOLE = 1
-    SAVED = 2
-    """Before or after it runs: what it saves at its point."""
-    UNMOVED = 3
-    RECOMPUTING = 4
-    """Beside being whole: what the recompute holds."""
-    ABSENT = 5
-    """Saved bytes that are absent while its backward runs; subtracted."""
 
 
 class _Tally:
@@ -334,20 +312,8 @@ class _Tally:
         return twin
 
     def candidate(self, name: str, phase: str) -> PeakCandidate:
-        kept, whole, saved, unmoved, recomputing, absent = map(tuple, self._counts.tolist())
-        return PeakCandidate(
-            name=name,
-            phase=phase,
-            resident=self._resident,
-            kept=kept,
-            whole=whole,
-            saved=saved,
-            unmoved=unmoved,
-            recomputing=recomputing,
-            absent=absent,
-            running=tuple(self._running.tolist()),
-            counts=self._counts,
-        )
+        counts, running = tuple(map(tuple, self._counts.tolist())), tuple(self._running.tolist())
+        return PeakCandidate(name=name, phase=phase, resident=self._resident, counts=counts, running=running)
 
 
 class _MomentPeaks:
