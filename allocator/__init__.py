@@ -41,8 +41,6 @@ if TYPE_CHECKING:
         Allocation as Allocation,
         AllocationTrace as AllocationTrace,
         trace_of as trace_of,
-        trace_to_csv as trace_to_csv,
-        trace_to_json as trace_to_json,
     )
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ import torch
 from memo.allocator.caching_model import round_size
 from memo.allocator.local_mode import LocalTensorMode
 from memo.allocator.trace import Allocation, AllocationTrace
+from memo.nested import leaves_of
 from memo.torch_private import OpOverload
 
 
@@ -136,7 +137,7 @@ class AllocationRecorder(LocalTensorMode):
         nbytes = storage.nbytes()
         if nbytes == 0 or tensor.device.type == "meta":
             return
-        if any(storage is other.untyped_storage() for other in _tensors_in(arguments)):
+        if any(isinstance(one, torch.Tensor) and storage is one.untyped_storage() for one in leaves_of(arguments)):
             self._known[storage] = None  # existed before the step
             return
         self._begin(storage, Lifetime(lower=self._clock, nbytes=nbytes, operator=func, result=index, site=self.site))
@@ -155,16 +156,6 @@ class AllocationRecorder(LocalTensorMode):
     def _end(self, life: Lifetime) -> None:
         life.upper, life.freed_in = self._clock, self.site.group
         self._clock += 1
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors_in(item)
-    elif isinstance(value, dict):
-        yield from _tensors_in(tuple(value.values()))
 
 
 class _Watch(weakref.ref[torch.UntypedStorage]):

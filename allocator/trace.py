@@ -10,14 +10,10 @@ reads them.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
-import json
 from collections.abc import Iterator
 
-from memo.errors import PlanError
-from memo.mip.address import PROBLEM_FORMAT, VERSION, AddressProblem, Buffer, Notes
+from memo.mip.address import AddressProblem, Buffer, peak
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +36,6 @@ class Allocation:
     stream: int = 0
     """CUDA stream that requested it, numbered by first use; 0 is the compute stream."""
 
-    def __post_init__(self) -> None:
-        if self.stream < 0:
-            raise PlanError(f"allocation {self.id!r}: stream {self.stream} is negative; streams count from 0")
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllocationTrace:
@@ -64,11 +56,7 @@ class AllocationTrace:
     @property
     def peak_nbytes(self) -> int:
         """Peak of live bytes: a lower bound for every allocator."""
-        live = peak = 0
-        for allocation, is_free in self.events():
-            live += -allocation.size if is_free else allocation.size
-            peak = max(peak, live)
-        return peak
+        return peak(self.problem().buffers)[1]
 
     def events(self) -> Iterator[tuple[Allocation, bool]]:
         """Yields each event in order: an allocation, and True for its free or False for its start.
@@ -82,53 +70,23 @@ class AllocationTrace:
             yield self.allocations[place], kind == 0
 
     def problem(self, *, alignment: int = 1) -> AddressProblem:
-        """Returns the address problem, without the notes; `problem.buffers[i]` is `allocations[i]`."""
+        """Returns the address problem; `problem.buffers[i]` is `allocations[i]`."""
         return AddressProblem(
             buffers=tuple(_buffer_of(allocation) for allocation in self.allocations), alignment=alignment
         )
 
 
-def trace_of(problem: AddressProblem, notes: tuple[Notes, ...] = ()) -> AllocationTrace:
-    """Returns an address problem as a trace, with the notes of its file if there are any.
-
-    Raises:
-        PlanError: The note `stream` is not a whole number.
-    """
-    pairs = zip(problem.buffers, notes or ({},) * len(problem.buffers), strict=True)
-    return AllocationTrace(allocations=tuple(_allocation_of(buffer, note) for buffer, note in pairs))
+_NOTES = ("tag", "phase", "group", "stream")
 
 
-_COLUMNS = ("id", "lower", "upper", "size", "tag", "phase")
-_OPTIONAL = {"group": "", "stream": 0}
-
-
-def trace_to_csv(trace: AllocationTrace) -> str:
-    """Formats a trace as CSV; the columns `group` and `stream` are written only if an allocation uses them."""
-    used = [name for name, default in _OPTIONAL.items() if any(getattr(a, name) != default for a in trace.allocations)]
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow((*_COLUMNS, *used))
-    for allocation in trace.allocations:
-        writer.writerow([getattr(allocation, name) for name in (*_COLUMNS, *used)])
-    return text.getvalue()
-
-
-def trace_to_json(trace: AllocationTrace) -> str:
-    """Formats a trace as JSON, one allocation per line."""
-    lines = ",\n".join(json.dumps(_to_json(allocation)) for allocation in trace.allocations)
-    head = f'"format": {json.dumps(PROBLEM_FORMAT)},\n"version": {VERSION},\n"alignment": 1'
-    return f'{{\n{head},\n"buffers": [\n{lines}\n]\n}}\n'
-
-
-def _to_json(allocation: Allocation) -> dict[str, object]:
-    entry: dict[str, object] = {
-        "id": allocation.id,
-        "start": allocation.lower,
-        "end": allocation.upper,
-        "nbytes": allocation.size,
-    }
-    notes = {name: getattr(allocation, name) for name in ("tag", "phase", "group", "stream")}
-    return entry | {name: value for name, value in notes.items() if value}
+def trace_of(problem: AddressProblem) -> AllocationTrace:
+    """Returns an address problem as a trace."""
+    names = {"id": "id", "lower": "start", "upper": "end", "size": "nbytes", **{name: name for name in _NOTES}}
+    return AllocationTrace(
+        allocations=tuple(
+            Allocation(**{own: getattr(buffer, name) for own, name in names.items()}) for buffer in problem.buffers
+        )
+    )
 
 
 def _buffer_of(allocation: Allocation) -> Buffer:
@@ -137,21 +95,5 @@ def _buffer_of(allocation: Allocation) -> Buffer:
         start=allocation.lower,
         end=allocation.upper,
         nbytes=allocation.size,
-        group=allocation.group,
-    )
-
-
-def _allocation_of(buffer: Buffer, notes: Notes) -> Allocation:
-    stream = notes.get("stream") or "0"
-    if not (stream.isascii() and stream.isdigit() and len(stream) < 20):
-        raise PlanError(f"allocation {buffer.id!r}: stream is {stream[:40]!r}, not a whole number")
-    return Allocation(
-        id=buffer.id,
-        lower=buffer.start,
-        upper=buffer.end,
-        size=buffer.nbytes,
-        tag=notes.get("tag", ""),
-        phase=notes.get("phase", ""),
-        group=buffer.group,
-        stream=int(stream),
+        **{name: getattr(allocation, name) for name in _NOTES},
     )

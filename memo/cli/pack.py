@@ -30,11 +30,10 @@ from memo.mip.address import (
     AddressProblem,
     Buffer,
     Method,
-    Notes,
     Progress,
     plan_to_csv,
     plan_to_json,
-    read_annotated,
+    read_problem,
     solve,
     write_file,
 )
@@ -102,10 +101,10 @@ def run(args: Options) -> ExitCode:
             reserved, caching = snapshot.reserved_nbytes, []
             problem = _with_options(_of_snapshot(snapshot), args)
         else:
-            given, notes = read_annotated(args.problem)
+            given = read_problem(args.problem)
             problem = _with_options(given, args)
             waiting.say("simulating a caching allocator")
-            caching = _caching(given, notes)
+            caching = _caching(given)
         waiting.say(f"packing {len(problem.buffers):,} buffers; the first time, the solver is compiled")
         plan = solve(
             problem,
@@ -147,12 +146,12 @@ def _of_snapshot(snapshot: SnapshotBlocks) -> AddressProblem:
     )
 
 
-def _caching(problem: AddressProblem, notes: Sequence[Notes]) -> list[CachingUse]:
+def _caching(problem: AddressProblem) -> list[CachingUse]:
     """Simulated memory use of PyTorch's caching allocator for the device's buffers; empty without device buffers."""
-    kept = [(buffer, note) for buffer, note in zip(problem.buffers, notes, strict=True) if buffer.arena == DEVICE]
+    kept = problem.of(DEVICE)
     if not kept:
         return []
-    trace = trace_of(AddressProblem(buffers=tuple(b for b, _ in kept)), tuple(n for _, n in kept))
+    trace = trace_of(AddressProblem(buffers=kept))
     return [simulate_caching(trace, segments) for segments in Segments]
 
 

@@ -13,7 +13,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
-from memo.allocator import AllocationTrace, trace_to_csv, trace_to_json
+from memo.allocator import AllocationTrace
 from memo.cli.inputs.fields import given_fields
 from memo.cli.inputs.flag_types import Alpha, Count, Flag, Force, Json, OutputFile
 from memo.cli.inputs.step_source import OWN_MODEL, StepOptions
@@ -21,7 +21,7 @@ from memo.cli.terminal.output_files import display_name, refuse_existing
 from memo.cli.terminal.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
 from memo.gpt import Precision
-from memo.mip.address import write_file
+from memo.mip.address import problem_to_csv, problem_to_json, write_file
 from memo.parallel import Layout
 from memo.units import format_bytes, format_tokens, text_table
 
@@ -81,15 +81,15 @@ def run(args: Options) -> ExitCode:
     with WaitingLine("memo record", what, quiet=args.json):
         recording = _record(args)
     if args.output:
-        to_text = trace_to_json if args.output.endswith(".json") else trace_to_csv
-        write_file(args.output, to_text(recording.trace), overwrite=args.force)
+        to_text = problem_to_json if args.output.endswith(".json") else problem_to_csv
+        write_file(args.output, to_text(recording.trace.problem()), overwrite=args.force)
     piped = not (args.output or args.json or sys.stdout.isatty())
     if args.json:
         print(json.dumps(_summary(args, recording)))
         return ExitCode.OK
     print(_table(args, recording), file=sys.stderr if piped else sys.stdout)
     if piped:
-        sys.stdout.write(trace_to_csv(recording.trace))
+        sys.stdout.write(problem_to_csv(recording.trace.problem()))
     if args.output:
         print(f"Wrote {display_name(args.output)}")
     return ExitCode.OK

@@ -9,17 +9,15 @@ from memo.lazy import attach
 if TYPE_CHECKING:
     from memo.mip.address.checker import check as check, require_valid as require_valid
     from memo.mip.address.files import (
-        PROBLEM_FORMAT as PROBLEM_FORMAT,
-        VERSION as VERSION,
-        Notes as Notes,
         plan_to_csv as plan_to_csv,
         plan_to_json as plan_to_json,
+        problem_to_csv as problem_to_csv,
         problem_to_json as problem_to_json,
-        read_annotated as read_annotated,
         read_plan as read_plan,
         read_problem as read_problem,
         write_file as write_file,
     )
+    from memo.mip.address.lower_bound import peak as peak
     from memo.mip.address.problem import (
         DEVICE as DEVICE,
         AddressPlan as AddressPlan,

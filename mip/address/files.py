@@ -10,7 +10,7 @@ import csv
 import dataclasses
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from memo.atomic_file import atomic_file
@@ -22,13 +22,8 @@ PLAN_FORMAT, PROBLEM_FORMAT, VERSION = "memo-address-plan", "memo-address-proble
 MAX_BUFFERS = 250_000
 
 CSV_REQUIRED = ("id", "lower", "upper", "size")
-CSV_OPTIONAL = ("alignment", "arena", "group", "offset")
-NOTES = ("tag", "phase", "stream")
-"""Optional columns and keys that a recorder adds to a buffer. The planner ignores them."""
 
 Path_ = str | os.PathLike[str]
-Notes = Mapping[str, str]
-"""The notes of one buffer, by name; those it does not have are absent or empty."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,18 +43,10 @@ class _PlanHead:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _EntryExtras:
-    """Keys of a buffer's entry that are not fields of the buffer."""
+class _Placed:
+    """Key of a buffer's entry in a plan that is no field of the buffer."""
 
-    offset: int | None = None
-    tag: str | None = None
-    phase: str | None = None
-    stream: int | None = None
-
-    @property
-    def notes(self) -> Notes:
-        found = {name: getattr(self, name) for name in NOTES}
-        return {name: str(value) for name, value in found.items() if value is not None}
+    offset: int
 
 
 def _field_names(kind: type) -> frozenset[str]:
@@ -67,9 +54,10 @@ def _field_names(kind: type) -> frozenset[str]:
 
 
 _HEAD_KEYS = {"format", "version", "buffers"}
-_BUFFER_KEYS, _EXTRA_KEYS = _field_names(Buffer), _field_names(_EntryExtras)
-_DEFAULTS = {"alignment": 1, "arena": DEVICE, "group": ""}
+_BUFFER_KEYS = _field_names(Buffer)
+_DEFAULTS = {"alignment": 1, "arena": DEVICE, "tag": "", "phase": "", "group": "", "stream": 0}
 """Fields of a buffer that a file leaves out where they have this value."""
+CSV_OPTIONAL = (*_DEFAULTS, "offset")
 
 
 def read_problem(path: Path_) -> AddressProblem:
@@ -78,17 +66,8 @@ def read_problem(path: Path_) -> AddressProblem:
     Raises:
         PlanError: the file cannot be read or is not in the format; the message names the line or the key.
     """
-    return read_annotated(path)[0]
-
-
-def read_annotated(path: Path_) -> tuple[AddressProblem, tuple[Notes, ...]]:
-    """Reads a problem and the notes of its buffers, in the same order.
-
-    Raises:
-        PlanError: as `read_problem`.
-    """
     return read_as(
-        path, lambda text: _annotated(parse_json(text)) if text.lstrip()[:1] == "{" else _annotated_csv(text)
+        path, lambda text: _problem_of(parse_json(text)) if text.lstrip()[:1] == "{" else _problem_of_csv(text)
     )
 
 
@@ -127,18 +106,24 @@ def plan_to_json(plan: AddressPlan) -> str:
     return write_json(PLAN_FORMAT, VERSION, entries)
 
 
+def problem_to_csv(problem: AddressProblem) -> str:
+    """Writes a problem as CSV, without capacities: optional columns that no buffer uses are left out."""
+    return _to_csv(problem, None)
+
+
 def plan_to_csv(plan: AddressPlan) -> str:
     """Writes a plan as CSV: the columns of the input that are in use, and `offset`."""
-    rows = []
-    for buffer, offset in zip(plan.problem.buffers, plan.offsets, strict=True):
-        optional = (buffer.alignment, buffer.arena, buffer.group)
-        rows.append((buffer.id, buffer.start, buffer.end, buffer.nbytes, *optional, offset))
-    defaults: tuple[object, ...] = (1, DEVICE, "")
-    used = [True] * 4 + [any(row[4 + i] != value for row in rows) for i, value in enumerate(defaults)] + [True]
+    return _to_csv(plan.problem, plan.offsets)
+
+
+def _to_csv(problem: AddressProblem, offsets: Sequence[int] | None) -> str:
+    optional = [name for name, value in _DEFAULTS.items() if any(getattr(b, name) != value for b in problem.buffers)]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    for row in ((*CSV_REQUIRED, *CSV_OPTIONAL), *rows):
-        writer.writerow([value for value, wanted in zip(row, used, strict=True) if wanted])
+    writer.writerow((*CSV_REQUIRED, *optional, *(() if offsets is None else ("offset",))))
+    for index, buffer in enumerate(problem.buffers):
+        values = (getattr(buffer, name) for name in ("id", "start", "end", "nbytes", *optional))
+        writer.writerow((*values, *(() if offsets is None else offsets[index : index + 1])))
     return text.getvalue()
 
 
@@ -158,12 +143,7 @@ def address_plan_of(root: dict[str, Any]) -> AddressPlan:
     """
     require_format(root, PLAN_FORMAT, version=VERSION)
     head = decode(_PlanHead, root, "the file", ignore={*_HEAD_KEYS, *_field_names(_ProblemHead)})
-    offsets = []
-    for where, entry in _buffer_entries(root):
-        placed = decode(_EntryExtras, entry, where, ignore=_BUFFER_KEYS)
-        if placed.offset is None:
-            raise PlanError(f"{where} has no offset")
-        offsets.append(placed.offset)
+    offsets = [decode(_Placed, entry, where, ignore=_BUFFER_KEYS).offset for where, entry in _buffer_entries(root)]
     arenas = tuple(sorted(head.arenas, key=lambda arena: arena.name))
     return AddressPlan(problem=_problem_of(root), offsets=tuple(offsets), arenas=arenas, seed=head.seed)
 
@@ -172,14 +152,8 @@ def _problem_of(root: dict[str, Any]) -> AddressProblem:
     require_format(root, PLAN_FORMAT, PROBLEM_FORMAT, version=VERSION)
     plan_keys = _field_names(_PlanHead) if root["format"] == PLAN_FORMAT else ()
     head = decode(_ProblemHead, root, "the file", ignore={*_HEAD_KEYS, *plan_keys})
-    buffers = tuple(decode(Buffer, entry, where, ignore=_EXTRA_KEYS) for where, entry in _buffer_entries(root))
+    buffers = tuple(decode(Buffer, entry, where, ignore={"offset"}) for where, entry in _buffer_entries(root))
     return AddressProblem(buffers=buffers, alignment=head.alignment, capacities=head.capacities)
-
-
-def _annotated(root: dict[str, Any]) -> tuple[AddressProblem, tuple[Notes, ...]]:
-    problem = _problem_of(root)
-    found = (decode(_EntryExtras, entry, where, ignore=_BUFFER_KEYS) for where, entry in _buffer_entries(root))
-    return problem, tuple(extras.notes for extras in found)
 
 
 def _buffer_entries(root: dict[str, Any]) -> Iterator[tuple[str, object]]:
@@ -195,22 +169,20 @@ def _buffer_entries(root: dict[str, Any]) -> Iterator[tuple[str, object]]:
         yield f"buffer {index}", entry
 
 
-def _annotated_csv(text: str) -> tuple[AddressProblem, tuple[Notes, ...]]:
+def _problem_of_csv(text: str) -> AddressProblem:
     rows = csv.reader(io.StringIO(text), strict=True)
     buffers: list[Buffer] = []
-    notes: list[Notes] = []
     try:
         header = [cell.strip() for cell in next(rows, [])]
         _check_header(header)
         for row in rows:
             if row:
                 buffers.append(_buffer_of_row(header, row, f"line {rows.line_num}"))
-                notes.append(_notes_of_row(header, row, f"line {rows.line_num}"))
             if len(buffers) > MAX_BUFFERS:
                 raise PlanError(f"more than {MAX_BUFFERS} buffers")
     except csv.Error as error:
         raise PlanError(f"line {rows.line_num}: not CSV: {error}") from None
-    return AddressProblem(buffers=tuple(buffers)), tuple(notes)
+    return AddressProblem(buffers=tuple(buffers))
 
 
 def _check_header(header: list[str]) -> None:
@@ -218,15 +190,11 @@ def _check_header(header: list[str]) -> None:
         if name not in header:
             raise PlanError(f"column {name!r} is missing")
     for name in header:
-        if name not in (*CSV_REQUIRED, *CSV_OPTIONAL, *NOTES):
+        if name not in (*CSV_REQUIRED, *CSV_OPTIONAL):
             known = ", ".join((*CSV_REQUIRED, *CSV_OPTIONAL))
             raise PlanError(f"column {name[:80]!r} is unknown; the columns are {known}")
         if header.count(name) > 1:
             raise PlanError(f"column {name!r} appears twice")
-
-
-def _notes_of_row(header: list[str], row: list[str], where: str) -> Notes:
-    return {name: decode_value(str, cell, where) for name, cell in zip(header, row, strict=True) if name in NOTES}
 
 
 def _buffer_of_row(header: list[str], row: list[str], where: str) -> Buffer:
@@ -248,7 +216,8 @@ def _buffer_of_row(header: list[str], row: list[str], where: str) -> Buffer:
             nbytes=number(cells["size"], "size"),
             alignment=number(cells.get("alignment") or "1", "alignment"),
             arena=decode_value(str, cells.get("arena") or DEVICE, where),
-            group=decode_value(str, cells.get("group", ""), where),
+            stream=number(cells.get("stream") or "0", "stream"),
+            **{name: decode_value(str, cells.get(name, ""), where) for name in ("group", "tag", "phase")},
         )
     except PlanError as error:
         raise PlanError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None

@@ -46,13 +46,21 @@ class Buffer:
     arena: str = DEVICE
     group: str = ""
     """Layer pass within which the buffer lives and dies, such as `layers.3.forward`; empty if there is none."""
+    tag: str = ""
+    """Code that made it: a recorder's note, which the planner ignores, as the next two."""
+    phase: str = ""
+    """Part of the step, such as `forward`."""
+    stream: int = 0
+    """CUDA stream, numbered by first use; 0 is the compute stream."""
 
     def __post_init__(self) -> None:
-        for name in ("start", "end", "nbytes", "alignment"):
+        for name in ("start", "end", "nbytes", "alignment", "stream"):
             if abs(getattr(self, name)) > MAX_NBYTES:
                 raise PlanError(f"buffer {self.id!r}: {name} is beyond 2^62")
         if self.start >= self.end:
             raise PlanError(f"buffer {self.id!r}: life [{self.start}, {self.end}) is empty")
+        if self.stream < 0:
+            raise PlanError(f"buffer {self.id!r}: stream {self.stream} is negative; streams count from 0")
         if self.nbytes < 0 or self.alignment < 1:
             raise PlanError(f"buffer {self.id!r}: {self.nbytes} bytes aligned to {self.alignment} cannot be placed")
 

@@ -14,7 +14,7 @@ from memo.allocator.native import Begun, Native
 from memo.allocator.plan_from_events import layout_of, problem_of, recording_of
 from memo.allocator.step import EventKind, Reason, StepSummary
 from memo.errors import AllocatorError
-from memo.mip.address import Method, read_annotated, require_valid, solve
+from memo.mip.address import Method, read_problem, require_valid, solve
 
 DATA = Path(__file__).parent.parent / "mip" / "data"
 KIB = 1024
@@ -78,7 +78,7 @@ def plan_for(native: Native, driver: Driver, calls: tuple[Call, ...] = STEP) -> 
 def calls_of(path: Path) -> tuple[Call, ...]:
     return tuple(
         Call(block=allocation.id) if freed else Call(block=allocation.id, nbytes=allocation.size)
-        for allocation, freed in trace_of(*read_annotated(path)).events()
+        for allocation, freed in trace_of(read_problem(path)).events()
     )
 
 
@@ -97,7 +97,7 @@ def test_a_step_is_written_down_call_by_call(native: Native, driver: Driver) -> 
 
 @pytest.mark.parametrize("name", ["gptm_L4_ckpt", "lvl1-B_ckpt_L12", "rnd_n32_s0"])
 def test_recorded_traces_replay_without_a_fallback(native: Native, standin: Standin, driver: Driver, name: str) -> None:
-    trace = trace_of(*read_annotated(DATA / f"{name}.csv"))
+    trace = trace_of(read_problem(DATA / f"{name}.csv"))
     calls = calls_of(DATA / f"{name}.csv")
     plan = plan_for(native, driver, calls)
     driver.free_all()  # what outlives the trace

@@ -18,11 +18,9 @@ from memo.allocator import (
     AllocationTrace,
     BytelessMode,
     trace_of,
-    trace_to_csv,
-    trace_to_json,
 )
 from memo.errors import PlanError, RecordError
-from memo.mip.address import read_annotated
+from memo.mip.address import problem_to_csv, problem_to_json, read_problem
 
 
 def lives(recorder: AllocationRecorder) -> list[tuple[int, int, int]]:
@@ -171,11 +169,11 @@ def test_a_trace_is_in_order_and_frees_make_room_first() -> None:
 
 
 def test_a_trace_round_trips_through_csv_and_json(tmp_path: Path) -> None:
-    for name, text in (("t.csv", trace_to_csv(TRACE)), ("t.json", trace_to_json(TRACE))):
+    for name, text in (("t.csv", problem_to_csv(TRACE.problem())), ("t.json", problem_to_json(TRACE.problem()))):
         path = tmp_path / name
         path.write_text(text)
-        assert trace_of(*read_annotated(path)) == TRACE
-    assert trace_to_csv(TRACE).splitlines()[0] == "id,lower,upper,size,tag,phase,group,stream"
+        assert trace_of(read_problem(path)) == TRACE
+    assert problem_to_csv(TRACE.problem()).splitlines()[0] == "id,lower,upper,size,tag,phase,group,stream"
 
 
 @pytest.mark.parametrize(
@@ -185,4 +183,4 @@ def test_hostile_traces_are_refused(row: str, tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text(f"id,lower,upper,size,tag,phase,group,stream\n{row}\n")
     with pytest.raises(PlanError):
-        trace_of(*read_annotated(path))
+        trace_of(read_problem(path))

@@ -13,7 +13,7 @@ import pytest
 from memo.allocator import trace_of
 from memo.cli.main import main
 from memo.errors import ExitCode
-from memo.mip.address import read_annotated
+from memo.mip.address import read_problem
 
 SMALL = ["record", "--model", "tiny", "--layers", "2", "--seq", "128"]
 
@@ -49,7 +49,7 @@ def test_a_trace_is_written_and_packed(name: str, tmp_path: Path, capsys: pytest
     path = str(tmp_path / name)
     assert main([*SMALL, "-o", path]) == ExitCode.OK
     assert capsys.readouterr().out.splitlines()[-1] == f"Wrote {path}"
-    trace = trace_of(*read_annotated(path))
+    trace = trace_of(read_problem(path))
     assert main(["pack", path, "--json"]) == ExitCode.OK
     packed = json.loads(capsys.readouterr().out)
     assert packed["arenas"][0]["lower_bound_nbytes"] == trace.peak_nbytes
@@ -116,7 +116,7 @@ def test_json_sums_up(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_way_of_a_step_is_recorded(options: list[str], tmp_path: Path) -> None:
     plain, other = str(tmp_path / "plain.csv"), str(tmp_path / "other.csv")
     assert main([*SMALL, "-o", plain]) == main([*SMALL, *options, "-o", other]) == ExitCode.OK
-    assert (trace_of(*read_annotated(plain)) == trace_of(*read_annotated(other))) == (options == ["--real"])
+    assert (trace_of(read_problem(plain)) == trace_of(read_problem(other))) == (options == ["--real"])
 
 
 def test_a_sequence_beyond_the_learned_positions_is_recorded(capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,7 +191,7 @@ def test_existing_files_are_kept_without_force(tmp_path: Path, capsys: pytest.Ca
     assert main([*SMALL, "-o", str(path)]) == ExitCode.FAILURE
     assert path.read_text() == "mine"
     assert main([*SMALL, "-o", str(path), "-f"]) == ExitCode.OK
-    assert trace_of(*read_annotated(path)).peak_nbytes > 0
+    assert trace_of(read_problem(path)).peak_nbytes > 0
 
 
 def test_seven_billion_parameters_at_a_million_tokens_take_less_than_a_gibibyte() -> None:

@@ -315,12 +315,12 @@ def _is_short(command: str, plan: Any) -> bool:
 
 def _problem(path: Path) -> object:
     from memo.allocator import Segments, simulate_caching, trace_of
-    from memo.mip.address import problem_to_json, read_annotated, read_problem
+    from memo.mip.address import problem_to_json, read_problem
 
-    problem, notes = read_annotated(path)
+    problem = read_problem(path)
     _comes_back(read_problem, problem_to_json, path)
     for segments in Segments:
-        simulate_caching(trace_of(problem, notes), segments)
+        simulate_caching(trace_of(problem), segments)
     return problem
 
 
