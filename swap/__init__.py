@@ -29,17 +29,13 @@ if TYPE_CHECKING:
         least_part_nbytes as least_part_nbytes,
         setting_of as setting_of,
     )
-    from memo.swap.memory.host_bytes import (
-        claims_in_turn as claims_in_turn,
-        host_bytes_needed as host_bytes_needed,
-    )
     from memo.swap.memory.host_memory import (
         available_host_bytes as available_host_bytes,
         total_host_bytes as total_host_bytes,
     )
     from memo.swap.memory.host_pool import HostPool as HostPool
     from memo.swap.memory.numa import node_of_pci_device as node_of_pci_device
-    from memo.swap.memory.page_aligned import aligned_empty as aligned_empty
+    from memo.swap.memory.page_aligned import aligned_empty as aligned_empty, whole_pages as whole_pages
     from memo.swap.memory.pinned import empty_pinned as empty_pinned
     from memo.swap.memory.slab import touched_slab_bytes as touched_slab_bytes
     from memo.swap.placement import Placement as Placement, Quota as Quota

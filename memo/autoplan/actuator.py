@@ -19,7 +19,7 @@ from memo.autoplan.layer_classes import mlp_tiles_of
 from memo.autoplan.limits import MEASURING, Limits
 from memo.events import TierName
 from memo.mip.activation import lower_tier_nbytes, predict_stages, room_in_forward
-from memo.swap import Level, Placement, Quota, Setting, claims_in_turn, host_bytes_needed, setting_of
+from memo.swap import Level, Placement, Quota, Setting, setting_of, whole_pages
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
@@ -193,7 +193,8 @@ class Actuator:
             claims += [nbytes for nbytes in sizes if quota.choose(nbytes) is TierName.HOST]
             carried = quota.carried
         held = max(map(sum, plan.problem.pipeline.peak_in_flight(0)))
-        return max(0, host_bytes_needed(claims_in_turn(claims * held)).first_step - host.obtainable)
+        # All are held when forward ends, so that first fit has put each above those before it.
+        return max(0, held * sum(map(whole_pages, claims)) - host.obtainable)
 
     def costs(self) -> Mapping[str, LayerCosts]:
         """Costs by level of the layers recomputed by tokens, by layer name."""
