@@ -1,7 +1,8 @@
-"""Arguments and results of modules: nested lists, tuples and dicts, however deep, and also ones that hold themselves."""
+"""Arguments and results of modules, nested lists, tuples and dicts, also ones that hold themselves; what closures hold."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,3 +20,12 @@ def leaves_of(value: Any) -> Iterator[Any]:
                 break
         else:
             open_.pop()
+
+
+def closure_of(function: Any) -> list[Any]:
+    """What a function has in its closure, as far as it is filled yet."""
+    found = []
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty one
+            found.append(cell.cell_contents)
+    return found

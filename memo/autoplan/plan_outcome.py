@@ -45,15 +45,15 @@ class PlanOutcome:
     """Batch shape that the plan is for."""
     plan: ActivationPlan | None
     """None: not made yet, or `why_not` says why there is none."""
-    measured_s: float | None
+    measured_s: float | None = None
     """Seconds of forward and backward; None before a planned step was measured."""
     predicted_peak_bytes: int
     """Predicted peak of saved tensors on the device."""
-    measured_peak_bytes: int | None
+    measured_peak_bytes: int | None = None
     """Measured peak of saved tensors on the device; None before a planned step was measured."""
-    plans: int
+    plans: int = 1
     """Number of batch shapes that have a plan."""
-    why_not: str | None
+    why_not: str | None = None
     """Reason why there is no plan."""
     others_bytes: int = 0
     """Device memory in use for anything but saved tensors, whichever layer runs."""

@@ -183,11 +183,7 @@ class FixedPlan:
             phase="given",
             signature=self._plan.problem.profile.signature,
             plan=self._plan,
-            measured_s=None,
             predicted_peak_bytes=self._saved_peak_bytes,
-            measured_peak_bytes=None,
-            plans=1,
-            why_not=None,
         )
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointFunction, create_selective_checkpoint_contexts, noop_context_fn
 
 from memo.manager import claims
+from memo.nested import closure_of
 from memo.swap import runs_as_written
 from memo.torch_private import current_graph_task_id, found, place
 
@@ -118,20 +119,11 @@ def modules_of(called: Any, *, whole: bool = False, depth: int = 4) -> Iterator[
         within = (called.func, *called.args)
     elif callable(called):
         own = getattr(called, "__self__", None)
-        cells = getattr(called, "__closure__", None) or ()
         within = [own] if not whole or getattr(called, "__name__", "") in _CALLS else []
         if not whole:
-            within += [cell.cell_contents for cell in cells if _is_filled(cell)]
+            within += closure_of(called)
     for each in within:
         yield from modules_of(each, whole=whole, depth=depth - 1)
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 setattr(*place(_NAME), _before_2_14 if _NAME == _BEFORE_2_14 else _from_2_14)

@@ -11,12 +11,8 @@ parameters.
 from __future__ import annotations
 
 import ast
-import functools
-import importlib
 import inspect
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +20,8 @@ from torch import nn
 
 from memo.errors import RecordError, UsageError
 from memo.gpt.optim import adamw, empty_state
+from memo.record.step import imported
+from memo.swap import tensors_within
 
 _OWN = "adamw"
 # They call the step again, or take gradients that dense layers do not have.
@@ -81,28 +79,12 @@ def state_of(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[torch.Tens
     """Tensors of the optimizers' state."""
     for optimizer in optimizers:
         for state in optimizer.state.values():
-            yield from _tensors(state)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
+            yield from tensors_within(state)
 
 
 def _class_of(name: str) -> Any:
     if ":" in name:
-        module, _, attribute = name.partition(":")
-        if str(Path.cwd()) not in sys.path:
-            sys.path.insert(0, str(Path.cwd()))
-        try:
-            return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
-        except (ImportError, AttributeError, ValueError) as error:
-            raise UsageError(f"--optimizer {name}: {error}") from None
+        return imported(name, what=f"--optimizer {name}")
     known = {
         key.lower(): kind
         for key, kind in vars(torch.optim).items()

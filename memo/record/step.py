@@ -24,6 +24,7 @@ from memo.errors import RecordError, UsageError
 from memo.gpt import GPTConfig, Precision
 from memo.gpt.model import GPT
 from memo.gpt.train import weight_dtype
+from memo.nested import closure_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,25 @@ def gpt_step(config: GPTConfig, *, batch: int, tokens: int, precision: Precision
     return Step(model=model, loss=loss, inputs=(ids, targets))
 
 
+def imported(name: str, *, what: str = "") -> Any:
+    """Imports an object `module:name`, also from the working directory.
+
+    Args:
+        name: of the object.
+        what: begins the message of an error; empty: the name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    module, _, attribute = name.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f"{what or name}: {error}") from None
+
+
 def load_step(name: str, *, needs_loss: bool = False) -> Callable[..., Step]:
     """Loads a user's function that builds a step.
 
@@ -87,16 +107,9 @@ def load_step(name: str, *, needs_loss: bool = False) -> Callable[..., Step]:
     Raises:
         UsageError: there is no such function, or it does not take these keywords.
     """
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
+    if not all(name.partition(":")):
         raise UsageError(f"{name!r} is neither a model's name nor module:function")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        function: Any = functools.reduce(getattr, attribute.split("."), importlib.import_module(module_name))
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"{name}: {error}") from None
-
+    function = imported(name)
     try:
         inspect.signature(function).bind(batch=0, tokens=0)
     except (TypeError, ValueError) as error:  # ValueError: a C function without a signature
@@ -216,16 +229,8 @@ def _parts_of(value: Any) -> list[Any]:
     if inspect.ismethod(value):
         return [value.__self__, value.__func__]
     if inspect.isfunction(value):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        cells = closure_of(value)
         named = [value.__globals__.get(name) for name in value.__code__.co_names]
         modules = [one for one in named if isinstance(one, nn.Module)]
         return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *modules]
     return list(getattr(value, "__dict__", {}).values())
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  # raises ValueError for an empty one
-    except ValueError:
-        return False
-    return True
