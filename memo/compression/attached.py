@@ -39,7 +39,6 @@ def compress_gradients(model: nn.Module, compression: GradientCompression | str)
     """
     if isinstance(compression, str):
         compression = GradientCompression.parse(compression)
-    sharded = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     traffic = GradientTraffic()
     if isinstance(model, DistributedDataParallel):
         if compression.method is not CompressionMethod.INT8:

@@ -42,7 +42,6 @@ def hugging_face_step(
     lora: int = 0,
     without_logits: bool = False,
     layers: int | None = None,
-    fp32_adapters: bool = True,
 ) -> Callable[..., Step]:
     """Returns a function that builds the step of a model of transformers, in bfloat16.
 
@@ -54,7 +53,6 @@ def hugging_face_step(
         lora: rank of the adapters that PEFT puts on all linear maps, which alone are trained; 0 trains everything.
         without_logits: the loss is computed in chunks (memo.loss_without_logits).
         layers: number of layers instead of the configuration's.
-        fp32_adapters: False leaves the adapters in bfloat16; PEFT's default makes them float32.
 
     Returns:
         A callable with the keywords `batch` and `tokens`, which returns a Step whose loss takes these sizes.
@@ -81,7 +79,7 @@ def hugging_face_step(
             _set_layers(config.get_text_config(), layers)
         made: Any = built_model(model_class(config, name=name), config, name=name, dtype=torch.bfloat16)
         if lora:
-            made = _adapted(made, lora, fp32=fp32_adapters, name=name)
+            made = _adapted(made, lora, name=name)
         if dist.is_initialized():
             _shard(made)
         made.to_empty(device="cpu")
@@ -141,7 +139,7 @@ def _set_layers(text: Any, layers: int) -> None:
         text.layer_types = [kinds[index % len(kinds)] for index in range(layers)]
 
 
-def _adapted(model: Any, rank: int, *, fp32: bool, name: str) -> Any:
+def _adapted(model: Any, rank: int, *, name: str) -> Any:
     """The model with PEFT's adapters on all linear maps."""
     try:
         from peft import LoraConfig, get_peft_model
@@ -149,6 +147,6 @@ def _adapted(model: Any, rank: int, *, fp32: bool, name: str) -> Any:
         raise UsageError(f'{name}: adapters need PEFT: pip install "peft>=0.17"') from None
     try:
         config = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-        return get_peft_model(model, config, autocast_adapter_dtype=fp32)
+        return get_peft_model(model, config)
     except Exception as error:
         raise UsageError(f"{name}: PEFT cannot adapt it: {one_line(error)}") from None

@@ -69,7 +69,47 @@ class Way(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RehearsedStep:
+class Counts:
+    """Counters of a manager in one step, or so far."""
+
+    host_bytes: int = 0
+    """Most bytes of the host tier so far."""
+    disk_bytes: int = 0
+    moved_bytes: int = 0
+    recompute_s: float = 0.0
+    stall_s: float = 0.0
+    trials: int = 0
+    """Trial replays."""
+
+    @staticmethod
+    def of(manager: Manager, before: Counts) -> Counts:
+        """The counters now, where they were as `before`; bytes in tiers are the most so far."""
+        stats, report = manager.stats, manager.report()
+        peaks = {tier.tier: tier.peak_bytes for tier in report.tiers}
+        return Counts(
+            host_bytes=peaks.get(TierName.HOST, 0),
+            disk_bytes=peaks.get(TierName.DISK, 0),
+            moved_bytes=stats.bytes_host + stats.bytes_disk,
+            recompute_s=stats.recompute_s or 0.0,
+            stall_s=stats.stall_s or 0.0,
+            trials=before.trials
+            if report.recompute is None
+            else report.recompute.trials,  # None: nothing is recomputed
+        )
+
+    def since(self, before: Counts) -> Counts:
+        """What was added since; peaks as they are."""
+        return dataclasses.replace(
+            self,
+            moved_bytes=self.moved_bytes - before.moved_bytes,
+            recompute_s=self.recompute_s - before.recompute_s,
+            stall_s=self.stall_s - before.stall_s,
+            trials=self.trials - before.trials,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RehearsedStep(Counts):
     """One step."""
 
     number: int
@@ -78,14 +118,6 @@ class RehearsedStep:
     """From its first forward until the device has done its last work."""
     device_bytes: int
     """Most bytes of device memory in use in it, trials, recording and the optimizer included."""
-    host_bytes: int
-    """Most bytes of the host tier so far."""
-    disk_bytes: int
-    moved_bytes: int
-    recompute_s: float
-    stall_s: float
-    trials: int
-    """Trial replays."""
     is_settled: bool
     """True where its plan, or a fixed setting, is the last one."""
     decision: str
@@ -289,7 +321,7 @@ class _Run:
         self._accumulate, self._lengths, self._attach = accumulate, lengths, attach
         self._on_step = on_step
         self._steps: list[RehearsedStep] = []
-        self._counts = _Counts()
+        self._counts = Counts()
         self._manager: Manager | None = None
         self._static_bytes = self._optimizer_host_bytes = 0
         self._optimizers: tuple[torch.optim.Optimizer | HostOptimizer, ...] = ()
@@ -363,7 +395,7 @@ class _Run:
             self._step.model.zero_grad(set_to_none=True)
         clock.finish()
         if manager is not None:
-            self._counts = _Counts.of(manager, before)
+            self._counts = Counts.of(manager, before)
         found = self._counts.since(before)
         step = RehearsedStep(
             number=number,
@@ -448,41 +480,3 @@ def _decision(manager: Manager) -> str:
     why = "; ".join(outcome.plan.binding) if outcome.plan.declined is None else "everything fits and is kept"
     seconds = f"{outcome.plan.stages[0].microbatch_s:.3f} s predicted"
     return f"{outcome.phase}: {seconds}{why and f'; {why}'}"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Counts:
-    """Counters of a manager."""
-
-    host_bytes: int = 0
-    disk_bytes: int = 0
-    moved_bytes: int = 0
-    recompute_s: float = 0.0
-    stall_s: float = 0.0
-    trials: int = 0
-
-    @classmethod
-    def of(cls, manager: Manager, before: _Counts) -> _Counts:
-        """The counters now, where they were as `before`; bytes in tiers are the most so far."""
-        stats, report = manager.stats, manager.report()
-        peaks = {tier.tier: tier.peak_bytes for tier in report.tiers}
-        return cls(
-            host_bytes=peaks.get(TierName.HOST, 0),
-            disk_bytes=peaks.get(TierName.DISK, 0),
-            moved_bytes=stats.bytes_host + stats.bytes_disk,
-            recompute_s=stats.recompute_s or 0.0,
-            stall_s=stats.stall_s or 0.0,
-            trials=before.trials
-            if report.recompute is None
-            else report.recompute.trials,  # None: nothing is recomputed
-        )
-
-    def since(self, before: _Counts) -> _Counts:
-        """What was added since; peaks as they are."""
-        return dataclasses.replace(
-            self,
-            moved_bytes=self.moved_bytes - before.moved_bytes,
-            recompute_s=self.recompute_s - before.recompute_s,
-            stall_s=self.stall_s - before.stall_s,
-            trials=self.trials - before.trials,
-        )

@@ -206,10 +206,10 @@ def largest_holders(
             what="saved",
             name=life.module,
             nbytes=nbytes,
-            op=life.named and life.named.op,
-            shape=life.named and life.named.shape,
-            dtype=life.named and life.named.dtype,
-            line=life.named and life.named.line,
+            op=life.named.op,
+            shape=life.named.shape,
+            dtype=life.named.dtype,
+            line=life.named.line,
         )
         for life, nbytes in _resident(lifetimes, t)
     ]

@@ -202,8 +202,8 @@ class _RankColumns:
             "name": [self._names(life.module) for life in lifetimes],
             "nbytes": [life.nbytes for life in lifetimes],
             "shape": [self._names(_shape(life.named)) for life in lifetimes],
-            "op": [self._names(life.named and life.named.op) for life in lifetimes],
-            "line": [self._names(life.named and life.named.line) for life in lifetimes],
+            "op": [self._names(life.named.op) for life in lifetimes],
+            "line": [self._names(life.named.line) for life in lifetimes],
             "tier": [_TIERS[life.tier] for life in lifetimes],
             "start": self._times(life.start_ns for life in lifetimes),
             "end": self._times(life.end_ns for life in lifetimes),
@@ -271,9 +271,9 @@ def _phase(phase: str | None) -> int:
     return PHASES.index(phase) if phase in PHASES else 0
 
 
-def _shape(named: StateChange | Owned | None) -> str:
-    shape = "×".join(map(str, named.shape)) if named and named.shape is not None else ""
-    return f"{shape} {(named and named.dtype) or ''}".strip()
+def _shape(named: StateChange | Owned) -> str:
+    shape = "×".join(map(str, named.shape)) if named.shape is not None else ""
+    return f"{shape} {named.dtype or ''}".strip()
 
 
 def _living(found: Sequence[tuple[int, int]], t: int) -> int:

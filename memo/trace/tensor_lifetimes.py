@@ -20,6 +20,7 @@ from memo.events import Event, Lane, Span, Stall, StateChange, StorageUse, Tenso
 
 _LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
 _TIERS = tuple(TierName)  # iterating an Enum class is ten times slower
+_UNNAMED = StateChange(t=0, step=0, id=-1, to=TensorState.GONE, nbytes=0)
 _ON_DEVICE = (TensorState.LIVE, TensorState.RETURNING, TensorState.BACK)
 
 
@@ -37,17 +38,18 @@ class TensorLifetime:
     @functools.cached_property
     def step(self) -> int:
         """The first step with an event of it."""
-        return min(event.step for event in (*self.states, *self.uses, *self.moves, *self.stalls))
+        events: list[StateChange | StorageUse | Span | Stall] = [*self.states, *self.uses, *self.moves, *self.stalls]
+        return min(event.step for event in events)
 
     @functools.cached_property
-    def named(self) -> StateChange | None:
-        """The state that says what it is, where one does: module, shape and dtype, operation and Python lines."""
-        return next((state for state in self.states if state.module is not None), None)
+    def named(self) -> StateChange:
+        """The state that says what it is: module, shape and dtype, operation and Python lines; all None where none does."""
+        return next((state for state in self.states if state.module is not None), _UNNAMED)
 
     @property
     def module(self) -> str:
         """The module that saved it; empty where not known."""
-        return (self.named.module or "") if self.named else ""
+        return self.named.module or ""
 
     @functools.cached_property
     def nbytes(self) -> int:

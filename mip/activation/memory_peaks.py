@@ -116,7 +116,7 @@ class PeakCandidate:
     resident: Mapping[MemoryUse, int]
     """Bytes that do not depend on the plan: static ones, rounding buffers, transients, embedding and head."""
     counts: tuple[tuple[int, ...], ...]
-    """By `_Residence` the number of microbatches that hold each layer of the stage so."""
+    """Number of microbatches that hold each layer of the stage, by `_Residence`."""
     running: tuple[int, ...]
     """For each layer how many hold rounding buffers of it in `resident`: all that autograd saves, or the least saved."""
 

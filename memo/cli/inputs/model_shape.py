@@ -7,10 +7,12 @@ name, is the published model of transformers, if there is one.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 from typing import get_args
 
 from memo.cli.inputs.fields import add_fields, given_fields
+from memo.errors import UsageError
 from memo.gpt import (
     MOE_FLAGS,
     PRESETS,
@@ -23,7 +25,7 @@ from memo.gpt import (
     with_experts,
     with_pattern,
 )
-from memo.hugging_face import published_name
+from memo.hugging_face import names_configuration, published_name
 
 _SIZES = "layers hidden heads kv_heads ffn"
 _PATTERN = "window full_every"
@@ -47,6 +49,19 @@ def gpt_size(name: str) -> str | None:
     if name.lower() in PRESETS:
         return name.lower()
     return preset_name(name) if published_name(name) is None else None
+
+
+def require_model(name: str, names: Iterable[str], *, also: str = "") -> None:
+    """Refuses what is neither a published model nor a configuration's file or folder; `also`: what else might be given.
+
+    Raises:
+        UsageError: says what is known, or that nothing is fetched.
+    """
+    if Path(name).exists() or published_name(name) is not None:
+        return
+    if not names_configuration(name):
+        raise UsageError.unknown("model", name, names, otherwise=f", or give the path of a config.json{also}")
+    raise UsageError(f"{name}: no such file or folder; nothing is fetched: download its config.json and give the path")
 
 
 def namesake(name: str) -> str | None:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from memo.cli.inputs.fields import add_fields
 from memo.cli.inputs.flag_types import Flag
-from memo.cli.inputs.model_shape import SHAPE_FIELDS, add_shape_flags, gpt_size, named_shape, shape_flag
+from memo.cli.inputs.model_shape import SHAPE_FIELDS, add_shape_flags, gpt_size, named_shape, require_model, shape_flag
 from memo.errors import UsageError
 from memo.gpt import GPU_PRECISION, PRESETS, GPTConfig, Precision
 from memo.gpt.arithmetic import AdapterDtype
-from memo.hugging_face import PUBLISHED, names_configuration, published_name
+from memo.hugging_face import PUBLISHED, published_name
 
 if TYPE_CHECKING:
     from memo.hugging_face import HuggingFaceModel
@@ -82,13 +82,8 @@ def planned_model(
 def _of_transformers(
     name: str, args: argparse.Namespace, shape: Mapping[str, int], say: Callable[[str], None]
 ) -> HuggingFaceModel:
+    require_model(name, _NAMES)
     published = None if Path(name).exists() else published_name(name)
-    if published is None and not names_configuration(name):
-        raise UsageError.unknown("model", name, _NAMES, otherwise=", or give the path of a config.json")
-    if published is None and not Path(name).exists() and not name.endswith(".json"):
-        raise UsageError(
-            f"{name}: no such file or folder; nothing is fetched: download its config.json and give the path"
-        )
     from memo.hugging_face import HuggingFaceModel, configuration_from
 
     config = configuration_from(name if published is None else PUBLISHED[published].config, name=name)

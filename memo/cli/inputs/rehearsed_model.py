@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from memo.cli.inputs.fields import refuse_given
 from memo.cli.inputs.flag_types import Count, Flag, Tokens
-from memo.cli.inputs.model_shape import gpt_size
+from memo.cli.inputs.model_shape import gpt_size, require_model
 from memo.errors import UsageError
 from memo.gpt import PRESETS, preset
-from memo.hugging_face import PUBLISHED, names_configuration, published_name
+from memo.hugging_face import PUBLISHED, published_name
 from memo.parallel import Layout
 from memo.units import parse_tokens
 
@@ -87,14 +87,7 @@ def _builder(options: RehearsedModel, tokens: int) -> Callable[..., Step]:
         return load_step(name, needs_loss=True)
     if gpt_size(name) is not None:
         return _preset(name, options, tokens)
-    if not Path(name).exists() and published_name(name) is None:
-        if not names_configuration(name):
-            raise UsageError.unknown(
-                "model", name, _NAMES, otherwise=", or give the path of a config.json, or module:function"
-            )
-        raise UsageError(
-            f"{name}: no such file or folder; nothing is fetched: download its config.json and give the path"
-        )
+    require_model(name, _NAMES, also=", or module:function")
     from memo.rehearsal import hugging_face_step
 
     return hugging_face_step(
