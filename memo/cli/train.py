@@ -84,7 +84,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_fields(training, RunConfig, _TRAINING)
     ranks = parser.add_argument_group("parallelism, one process per rank (start them with torchrun)")
     add_fields(ranks, Layout, _LAYOUT)
-    add_fields(ranks, RunConfig, _EXCHANGES)
+    add_fields(ranks, RunConfig, f"{_EXCHANGES} adapt")
     offload = parser.add_argument_group("activation offloading")
     add_fields(offload, OffloadConfig, _OFFLOAD, flags={"mode": "--offload"})
     add_fields(parser.add_argument_group("output and device"), RunConfig, _OUTPUT)
@@ -96,7 +96,16 @@ def run(args: argparse.Namespace) -> ExitCode:
     with WaitingLine("memo train", "starting", log_after_s=FIRST_LINE_S) as waiting:
         from memo.gpt.train import train
 
-        code = train(config, phase=lambda text: waiting.end() if text is None else waiting.say(text))
+        adapter = None
+        if config.adapt:
+            from memo.adapt import LayoutAdapter
+
+            adapter = LayoutAdapter(config)
+        code = train(config, phase=lambda text: waiting.end() if text is None else waiting.say(text), adapter=adapter)
+    if adapter is not None and adapter.changed and code is ExitCode.OK:
+        from memo.adapt import restart_rank
+
+        restart_rank(trace=config.offload.trace)
     if config.offload.trace is not None and os.environ.get("RANK", "0") == "0":
         print_written(trace_path(Path(config.offload.trace), rank=0))
     return code
@@ -115,7 +124,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
         plan = read_activation_plan(args.plan)
         planned = None if plan.run is None else planned_run(plan)
         offload = dataclasses.replace(offload, **{**_tiers_of(plan), **given_fields(args, _OFFLOAD)})
-    given = given_fields(args, f"{_DATA} {_TRAINING} {_EXCHANGES} {_OUTPUT} {_ROPE}")
+    given = given_fields(args, f"{_DATA} {_TRAINING} {_EXCHANGES} adapt {_OUTPUT} {_ROPE}")
     if planned is None:
         model, shape = _named(args)
         layout = Layout(**given_fields(args, _LAYOUT))

@@ -11,6 +11,7 @@ nodes. To the times of each a line is fitted, a latency and a rate, which `memo.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 import time
@@ -98,12 +99,16 @@ class _Ranks:
         return [self.nodes.count(node) for node in sorted(set(self.nodes))]
 
 
-def measure_collectives(device: torch.device, *, seconds: float, node: str | None = None) -> CollectiveRates:
+def measure_collectives(
+    device: torch.device, *, seconds: float = 0.0, sizes: Sequence[int] = (), node: str | None = None
+) -> CollectiveRates:
     """Measures collectives. Every rank of the default process group must call it.
 
     Args:
         device: device of this rank, which the group has a backend for.
         seconds: length of one measurement: four for the ranks of a node, four more where there are several nodes.
+        sizes: bytes of the messages, each measured in FEWEST_ROUNDS calls however long they take; none: as many as fit
+            into `seconds`.
         node: name of this rank's node; None: the host's.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -117,11 +122,13 @@ def measure_collectives(device: torch.device, *, seconds: float, node: str | Non
             continue
         for collective in _CALLS:
             try:
-                times = _times(collective, ranks, device, seconds)
+                times = _times(collective, ranks, device, seconds, sizes)
             except RuntimeError as error:  # not in this version of the backend, on all ranks alike
                 problems.append(f"{collective}: {str(error).splitlines()[0][:200]}")
                 continue
             fits.append(_fit(collective, ranks, times, within=within))
+        if ranks.group is not dist.group.WORLD:
+            dist.destroy_process_group(ranks.group)
     return CollectiveRates(world_size=world, backend=_backend(device), fits=fits, problems=problems)
 
 
@@ -134,7 +141,7 @@ def _ranks_of_nodes(nodes: Sequence[int], rank: int) -> _Ranks | None:
     members = [[r for r, node in enumerate(nodes) if node == number] for number in sorted(set(nodes))]
     if min(map(len, members)) < 2:
         return None
-    groups = [dist.new_group(each) for each in members]
+    groups = [dist.new_group(each) for each in members] if len(members) > 1 else [dist.group.WORLD]
     here = members[nodes[rank]]
     index = here.index(rank) ^ 1  # neighbours in pairs; the last of an odd number waits
     return _Ranks(
@@ -160,27 +167,31 @@ def _all_ranks(nodes: Sequence[int], rank: int) -> _Ranks | None:
     )
 
 
-def _times(collective: str, ranks: _Ranks, device: torch.device, seconds: float) -> list[CollectiveTime]:
+def _times(
+    collective: str, ranks: _Ranks, device: torch.device, seconds: float, sizes: Sequence[int]
+) -> list[CollectiveTime]:
     """Median times over sizes, the same on all ranks."""
     times: list[CollectiveTime] = []
     most = min(LARGEST_BYTES, _largest_bytes(device))
-    nbytes = SMALLEST_BYTES
     begin = time.perf_counter()
-    while nbytes <= most:
-        parts = 1 if collective == "send" else len(ranks.nodes)
+    every = itertools.takewhile(lambda nbytes: nbytes <= most, (SMALLEST_BYTES * FACTOR**k for k in itertools.count()))
+    parts = 1 if collective == "send" else len(ranks.nodes)
+    for nbytes in sizes or every:
         share = max(nbytes // 4 // parts, 1)
         call = _CALLS[collective](ranks, share, device)
-        _slowest([_round(call, 1, device)], device)  # connects ranks that have not met
-        (once,) = _slowest([_round(call, 1, device)], device)
-        left = seconds - _slowest([time.perf_counter() - begin], device)[0]
-        if times and once * FEWEST_ROUNDS > _SLOWEST * left:
-            break
-        # Leaves time for the large sizes, which take it for a round of one call.
-        calls = min(max(int(seconds / 25 / ROUNDS / max(once, 1e-7)), 1), _MOST_CALLS)
-        count = ROUNDS if calls > 1 else FEWEST_ROUNDS
+        if not (sizes and times):
+            _slowest([_round(call, 1, device)], device)  # connects ranks that have not met
+        calls, count = 1, FEWEST_ROUNDS
+        if not sizes:
+            (once,) = _slowest([_round(call, 1, device)], device)
+            left = seconds - _slowest([time.perf_counter() - begin], device)[0]
+            if times and once * FEWEST_ROUNDS > _SLOWEST * left:
+                break
+            # Leaves time for the large sizes, which take it for a round of one call.
+            calls = min(max(int(seconds / 25 / ROUNDS / max(once, 1e-7)), 1), _MOST_CALLS)
+            count = ROUNDS if calls > 1 else FEWEST_ROUNDS
         rounds = _slowest([_round(call, calls, device) for _ in range(count)], device)
         times.append(CollectiveTime(message_bytes=4 * share * parts, median_s=statistics.median(rounds) / calls))
-        nbytes *= FACTOR
     return times
 
 

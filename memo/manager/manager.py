@@ -21,6 +21,7 @@ import torch
 from memo import forks
 from memo.allocator import model_steps
 from memo.errors import UsageError
+from memo.events import Note
 from memo.manager import claims, replaced_checkpoints as replaced_checkpoints
 from memo.manager.arguments import LayerLevels, layer_at, settings_by_layer
 from memo.manager.forwards import ForwardHooks, entries_of
@@ -484,6 +485,17 @@ class Manager:
     def plan(self) -> ActivationPlan | None:
         """The plan in use; None with a fixed `alpha`, and until a plan has been made."""
         return None if self._parts is None or self._plan_source is None else self._plan_source.plan
+
+    @property
+    def has_settled(self) -> bool:
+        """True where no further plan is expected: it has settled, or there is none to make."""
+        outcome = None if self._parts is None or self._plan_source is None else self._plan_source.outcome()
+        return outcome is None or outcome.phase in ("settled", "given")
+
+    def note(self, cause: str, message: str) -> None:
+        """Adds a note on the step under way to the trace, where there is one."""
+        if self._parts is not None and self._recorder is not None:
+            self._recorder.emit(Note(t=self._recorder.now(), step=self.step, cause=cause, message=message))
 
     def step_done(self) -> None:
         """Ends a training step: in the trace, for the planned allocator, and in `step`, which is increased by one.

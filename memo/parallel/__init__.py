@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from memo.parallel.ring_attention import Ring as Ring
     from memo.parallel.sequence_shards import SequenceShards as SequenceShards
     from memo.parallel.solo_rank import fake_group as fake_group, simulated_rank as simulated_rank
+    from memo.parallel.store import RESTARTS as RESTARTS
     from memo.parallel.tensor_parallel import (
         ColumnParallel as ColumnParallel,
         Entry as Entry,

@@ -1,7 +1,7 @@
 """Rendezvous store of a run, with the addresses of its ranks and their first failure.
 
-Keys are prefixed by torchrun's attempt. torch 2.13 keeps one store for all attempts without telling them apart, so
-restarted ranks would find the addresses of ranks that ended.
+Keys are prefixed by torchrun's attempt, and by how often its ranks have restarted themselves since. torch 2.13 keeps one
+store for all attempts without telling them apart, so restarted ranks would find the addresses of ranks that ended.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import os
 from typing import Any
 
 import torch.distributed as dist
+
+RESTARTS = "MEMO_RESTARTS"
+"""Environment variable of ranks that have restarted themselves within torchrun's attempt: how often."""
 
 
 def meeting_store(*, timeout: datetime.timedelta, serve: bool = False) -> Any:
@@ -30,4 +33,5 @@ def meeting_store(*, timeout: datetime.timedelta, serve: bool = False) -> Any:
         wait_for_workers=False,
     )
     names: Any = dist.PrefixStore  # type: ignore[attr-defined]
-    return names(f"memo/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{os.environ.get(RESTARTS, '0')}"
+    return names(f"memo/attempt-{attempt}", store)

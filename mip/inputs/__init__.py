@@ -13,7 +13,10 @@ if TYPE_CHECKING:
         Coding as Coding,
         checking_nbytes as checking_nbytes,
     )
-    from memo.mip.inputs.doctor_rates import with_measured_rates as with_measured_rates
+    from memo.mip.inputs.doctor_rates import (
+        with_measured_collectives as with_measured_collectives,
+        with_measured_rates as with_measured_rates,
+    )
     from memo.mip.inputs.hardware import (
         PRESETS as PRESETS,
         AttentionKernel as AttentionKernel,

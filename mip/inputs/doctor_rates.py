@@ -36,11 +36,27 @@ def with_measured_rates(machine: Hardware, path: str | os.PathLike[str]) -> Hard
         gpus = _entries(report, "gpus")
         measured = dataclasses.replace(machine, **_gpus(gpus), **_host(report), **_disks(report))
         measured = _with_kernels(measured, [gpu["kernels"] for gpu in gpus if isinstance(gpu.get("kernels"), dict)])
-        for fits in _rings(report):
-            measured = _with_rings(measured, fits)
-        return measured
+        collectives = report.get("collectives")
+        return measured if collectives is None else with_measured_collectives(measured, collectives)
 
     return read_as(path, read)
+
+
+def with_measured_collectives(machine: Hardware, collectives: object) -> Hardware:
+    """Replaces latencies and rates of the network by those of collectives that were measured among some ranks.
+
+    Args:
+        machine: the hardware to start from.
+        collectives: `memo.machine.CollectiveRates` as JSON values.
+
+    Raises:
+        PlanError: they are none.
+    """
+    if not isinstance(collectives, dict):
+        raise PlanError("collectives is not an object")
+    for ring in _rings(collectives):
+        machine = _with_rings(machine, ring)
+    return machine
 
 
 def _gpus(gpus: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -129,13 +145,8 @@ class _Ring:
     """Latency of a message from one rank to another."""
 
 
-def _rings(report: dict[str, Any]) -> list[_Ring]:
+def _rings(collectives: dict[str, Any]) -> list[_Ring]:
     """Rings within a node, then of all nodes, as far as they were measured."""
-    collectives = report.get("collectives")
-    if collectives is None:
-        return []
-    if not isinstance(collectives, dict):
-        raise PlanError("collectives is not an object")
     fits = _entries(collectives, "fits")
     places = [[fit for fit in fits if fit.get("within_node") is within] for within in (True, False)]
     return [ring for place in places if (ring := _ring(place)) is not None]

@@ -7,6 +7,12 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
+    from memo.gpt.train.adapter import (
+        ADAPTATION as ADAPTATION,
+        Adapter as Adapter,
+        EndedStep as EndedStep,
+        LayoutDecision as LayoutDecision,
+    )
     from memo.gpt.train.embedding_gradients import rows_seen as rows_seen
     from memo.gpt.train.parallel_step import ParallelTrainer as ParallelTrainer
     from memo.gpt.train.run import train as train

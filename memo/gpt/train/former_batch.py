@@ -26,11 +26,7 @@ def with_former_batch(config: RunConfig) -> RunConfig:
     """
     if config.resume is None or not config.keeps_batch:
         return config
-    if config.resume == "latest":
-        start = _newest(config)
-    else:
-        start = Checkpoint.at(config.resume)
-    former = None if start is None else _Former.of(start.settings)
+    former = _Former.of(former_settings(config))
     if former is None or former.seq != config.seq:
         return config
     ranks = config.layout.dp
@@ -48,12 +44,22 @@ def with_former_batch(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, batch=rows * ranks, training=training)
 
 
-def _newest(config: RunConfig) -> Checkpoint | None:
+def former_settings(config: RunConfig) -> dict[str, Any]:
+    """Settings of the checkpoint that a run goes on from; empty where there is none.
+
+    Raises:
+        CheckpointError: the checkpoint that is named cannot be used.
+    """
+    if config.resume is None:
+        return {}
+    if config.resume != "latest":
+        return Checkpoint.at(config.resume).settings
     assert config.checkpoint_dir is not None  # checked by RunConfig
     try:
-        return newest(config.checkpoint_dir)[0]
+        start = newest(config.checkpoint_dir)[0]
     except OSError:  # not there yet, or not to be read, which opening it says
-        return None
+        return {}
+    return {} if start is None else start.settings
 
 
 def drawn_rows(config: RunConfig, start: Checkpoint | None) -> int:

@@ -21,7 +21,7 @@ from memo.units import format_bytes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """Metrics of one step. The fields are the keys of the JSON object; the last seven are there only when set."""
+    """Metrics of one step. The fields are the keys of the JSON object; the last eight are there only when set."""
 
     step: int
     loss: float
@@ -63,6 +63,8 @@ class StepMetrics:
     """Largest relative error of what ranks sent, as docs/parallel.md defines it."""
     expert_rows: float | None = None
     """Most rows that a rank's experts got, as a multiple of the mean of ranks; set where experts are on other ranks."""
+    adaptation: dict[str, Any] | None = None
+    """Decision on the layout after the step; set with --adapt where there was one."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON object of the step, without fields that are not set."""
@@ -70,8 +72,16 @@ class StepMetrics:
         for name in ("loss", "grad_norm"):
             if not math.isfinite(line[name]):
                 line[name] = None  # JSON has no NaN
-        exchange = dict.fromkeys(("gradient_bytes", "gradient_sent_bytes", "gradient_error", "expert_rows"))
-        for name, silent in {"eval_loss": None, "alarm": None, "skipped_steps": 0, **exchange}.items():
+        rare = (
+            "eval_loss",
+            "alarm",
+            "gradient_bytes",
+            "gradient_sent_bytes",
+            "gradient_error",
+            "expert_rows",
+            "adaptation",
+        )
+        for name, silent in {"skipped_steps": 0, **dict.fromkeys(rare)}.items():
             if line[name] == silent:
                 del line[name]
         return line

@@ -30,9 +30,10 @@ from memo.gpt.model.model import GPT
 from memo.gpt.optim import HostOptimizer, require_optimizer_room
 from memo.gpt.rope_scaling import RopeScaling, RopeScalingKind
 from memo.gpt.run_config import Documents, RunConfig
+from memo.gpt.train.adapter import ADAPTATION, EndedStep
 from memo.gpt.train.checkpoint_cadence import CheckpointCadence
 from memo.gpt.train.embedding_choice import choose_exchange, require_possible
-from memo.gpt.train.former_batch import batch_lines, batch_settings, drawn_rows, with_former_batch
+from memo.gpt.train.former_batch import batch_lines, batch_settings, drawn_rows, former_settings, with_former_batch
 from memo.gpt.train.former_settings import GUARD, flag_of_setting, require_settings
 from memo.gpt.train.gradient_compression import COMPRESSED_AT, require_replicas, resumed_state, state_settings
 from memo.gpt.train.interrupt import StopRequest
@@ -52,31 +53,37 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from memo.gpt.checkpoint.distributed import DistributedCheckpointDir
+    from memo.gpt.train.adapter import Adapter, LayoutDecision
     from memo.manager import Manager
     from memo.mip.activation import ActivationPlan
     from memo.parallel import World
 
 
-def train(config: RunConfig, *, phase: Callable[[str | None], None] = lambda _: None) -> ExitCode:
+def train(
+    config: RunConfig, *, phase: Callable[[str | None], None] = lambda _: None, adapter: Adapter | None = None
+) -> ExitCode:
     """Trains until the last step or a stop request.
 
     Args:
         config: the run.
         phase: called with what begins, in a few words; with None once the run's own lines say so.
+        adapter: decides on the layout after each step.
 
     Returns:
-        OK after the last step, INTERRUPTED after a stop request.
+        OK after the last step, or the last one in this layout, INTERRUPTED after a stop request.
 
     Raises:
         MemoError: the run cannot start or go on; the newest checkpoint, if any, is complete.
     """
+    if adapter is not None:
+        config = adapter.resumed(config, former_settings(config))
     config = with_former_batch(config)
     ranks = _check_layout(config)
     device = _prepare(config)
     try:
         with ExitStack() as stack:
             world = _join(config, device, stack) if ranks > 1 else None
-            return _Run(config, device, stack, world, phase).go()
+            return _Run(config, device, stack, world, phase, adapter).go()
     except torch.OutOfMemoryError as error:
         raise DeviceOutOfMemory(f"{error}; {_TO_FIT}") from None
     except RuntimeError as error:
@@ -102,8 +109,10 @@ class _Run:
         stack: ExitStack,
         world: World | None,
         phase: Callable[[str | None], None],
+        adapter: Adapter | None,
     ) -> None:
         self.config = config
+        self.adapter = adapter
         self.phase = phase
         self.world = world
         leads = world is None or world.rank == 0
@@ -122,6 +131,7 @@ class _Run:
         tokens = _open_tokens(config, world)
         shape = _shape(config, tokens, start)
         training = _training(config, device)
+        self.shape, self.device = shape, device
         if config.optimizer_offload:
             element = weight_dtype(training.precision).itemsize
             require_optimizer_room(4 * element * parameter_count(shape), Machine(device).free_host_bytes())
@@ -176,7 +186,7 @@ class _Run:
 
     def go(self) -> ExitCode:
         """Runs the step loop."""
-        stopped, unread = False, None
+        stopped, unread, decision = False, None, None
         with self.stop.listening():
             while self.done < self.config.training.schedule.steps and not stopped:
                 result = self._step()
@@ -184,8 +194,9 @@ class _Run:
                 if result is None:
                     break
                 self.done = result.step
+                decision = self._consider(result)
                 try:
-                    self._observe(result)
+                    self._observe(result, decision)
                 except (
                     BrokenPipeError,
                     SystemExit,
@@ -194,9 +205,12 @@ class _Run:
                         raise
                     unread = error
                     break
+                if decision is not None and decision.changes:
+                    break
                 self._save_if_due()
             if self.done:
                 self._save(wait=True)
+            stopped = stopped or (decision is not None and decision.changes and bool(self.stop))
         if unread is not None:
             raise unread
         if self.manager is not None:
@@ -222,13 +236,32 @@ class _Run:
             self._save(wait=True)
             raise TrainingDiverged(f"{error}; step {self.done} is saved in {self.checkpoints.path}") from None
 
-    def _observe(self, result: StepResult) -> None:
+    def _consider(self, result: StepResult) -> LayoutDecision | None:
+        if self.adapter is None or result.step == self.config.training.schedule.steps:
+            return None
+        return self.adapter.consider(
+            EndedStep(
+                step=result.step,
+                duration_s=result.duration_s,
+                config=self.config,
+                shape=self.shape,
+                precision=self.trainer.config.precision,
+                device=self.device,
+                manager=self.manager,
+            )
+        )
+
+    def _observe(self, result: StepResult, decision: LayoutDecision | None) -> None:
         eval_loss = None
         if self.eval_batches is not None and self._due(self.config.eval_every):
             with _planned_step("eval"):
                 eval_loss = self.trainer.evaluate(self.eval_batches)
         metrics, usage = self.meter.measure(result, eval_loss, skipped_steps=self.trainer.loss_guard.skipped)
+        if decision is not None:
+            metrics = dataclasses.replace(metrics, adaptation=decision.figures)
         if self.manager is not None:
+            if decision is not None:
+                self.manager.note(ADAPTATION, decision.line)
             self.manager.step_done()
         if self.metrics is not None:
             self.metrics.write(metrics)
@@ -239,6 +272,8 @@ class _Run:
         if result.alarm is not None:
             done = "skipped" if result.skipped else "applied"
             self.progress.line(f"warning  step {result.step}: {result.alarm}; its update was {done}")
+        if decision is not None:
+            self.progress.line(f"adapt    step {result.step}: {decision.line}")
         rows = result.expert_rows
         if rows is not None and self.manager is not None and not rows.is_planned and rows.times > self._told_rows:
             self._told_rows = TELL_AGAIN * rows.times
@@ -262,6 +297,7 @@ class _Run:
             return
         self.cadence.begun(self.done)
         settings = {**self.settings, GUARD: self.trainer.loss_guard.state()}
+        settings |= {} if self.adapter is None else {ADAPTATION: self.adapter.state()}
         self.checkpoints.save(self.done, self.trainer.state(), settings, wait=wait)
         if wait:
             self._report_failure(self.checkpoints)

@@ -1,0 +1,36 @@
+"""Restart of a rank in place: its process executes the same command anew, as the process that torchrun knows.
+
+    all ranks     checkpoint on disk, process group and files closed
+    each rank     executes the command with --resume; its id, its output and torchrun's variables stay
+    together      meet at torchrun's store, under keys of their own (memo.parallel.store)
+
+A rank that does not come back ends the job as any rank that fails. If torchrun itself restarts ranks later, with --resume,
+they go on in the layout of the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from memo.parallel import RESTARTS
+from memo.trace import trace_path
+
+
+def restart_rank(*, trace: str | Path | None) -> NoReturn:
+    """Executes this process's command again, with --resume; what is not closed is lost.
+
+    Args:
+        trace: the run's trace, if any; its file gets the number of the restart in its name, as the next one has the former
+            name.
+    """
+    number = int(os.environ.get(RESTARTS, "0")) + 1
+    if trace is not None:
+        path = trace_path(Path(trace), rank=int(os.environ["RANK"]))
+        path.rename(path.with_name(f"until-restart{number}.{path.name}"))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    command = [sys.executable, *sys.orig_argv[1:], "--resume"]
+    os.execve(sys.executable, command, {**os.environ, RESTARTS: str(number)})
