@@ -21,7 +21,7 @@ from memo.autoplan import device_budget_of
 from memo.errors import UsageError
 from memo.gpt import EmbeddingGradients, OffloadMode, Precision
 from memo.gpt.arithmetic import RecomputeMethod, StepLayout
-from memo.machine import AUTO_HOST_SHARE, measure_collectives, run_peak_rss_bytes
+from memo.machine import AUTO_HOST_SHARE, measure_collectives, rss_bytes, run_peak_rss_bytes
 from memo.mip.activation import Budgets, find_plan
 from memo.mip.inputs import (
     AttentionKernel,
@@ -31,7 +31,7 @@ from memo.mip.inputs import (
     with_measured_collectives,
 )
 from memo.search import Request, Space, runs_under_memo_train, search_layouts
-from memo.swap import total_host_bytes
+from memo.swap import available_host_bytes, total_host_bytes
 
 if TYPE_CHECKING:
     from memo.gpt.train import EndedStep
@@ -69,9 +69,10 @@ class Readings:
         """
         device = ended.device
         has_gpu = device.type == "cuda"
-        limit = device_budget_of(device, device_bytes).total_bytes
-        if not has_gpu and device_bytes is None:
-            limit //= _ranks_per_node()  # which share the host's memory
+        if has_gpu:
+            limit = device_budget_of(device, device_bytes).total_bytes
+        else:
+            limit = device_bytes or rss_bytes() + available_host_bytes() // _ranks_per_node()
         dtype = torch.float32 if ended.precision is Precision.FP32 else torch.bfloat16
         product, copied, few = (
             torch.ones(size, dtype=dtype) for size in ((_SIDE, _SIDE), _COPIED // dtype.itemsize, 8)
@@ -139,7 +140,7 @@ def _least_s(call: Callable[[], object]) -> float:
 
 def measured_links(device: torch.device) -> CollectiveRates:
     """Rates of the collectives of all ranks, and of those of each node. A collective call."""
-    return measure_collectives(device, sizes=SIZES)
+    return measure_collectives(device, sizes=SIZES, node=os.environ["GROUP_RANK"])  # nodes are torchrun's
 
 
 class Prices:

@@ -1,17 +1,28 @@
-"""Check of a checkpoint's settings before a run reads them: those that it needs have the types that a run writes."""
+"""Settings of a checkpoint that a run goes on from: their check, and the differences to the run's.
+
+Those that a run needs have the types that a run writes.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memo.errors import CheckpointError, UsageError
 from memo.gpt.checkpoint.directory import Checkpoint
 from memo.gpt.optim import FLAGS
 from memo.gpt.rope_scaling import RopeScaling, RopeScalingKind
+from memo.gpt.run_config import Documents
+from memo.gpt.train.gradient_compression import COMPRESSED_AT
+from memo.units import format_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 GUARD = "health"
 """Key of the loss guard's state."""
+_OF_BATCH = ("batch", "accumulate", "replicas", "drawn")  # batch_lines tells of them
+_OF_POSITIONS = frozenset({"max_seq", "rope_theta", "rope_scaling"})  # rotary models may resume with others
 
 
 def flag_of_setting(setting: str) -> str:
@@ -48,6 +59,76 @@ def require_settings(start: Checkpoint) -> None:
         wrong = GUARD
     if wrong is not None:
         raise CheckpointError(f"{start.path} is not a checkpoint of memo train: its setting {wrong} is none")
+
+
+def differences(start: Checkpoint | None, settings: dict[str, Any]) -> list[str]:
+    """Warning for each setting that differs from the checkpoint's.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model.
+    """
+    if start is None:
+        return []
+    former = {"documents": Documents.PACKED, **start.settings}  # older checkpoints have no such setting
+    was, now = dict(former.get("model") or {}), dict(settings["model"])
+    changed = {key for key in now if was.get(key) != now[key]}
+    if now["positions"] == "rotary":
+        changed -= _OF_POSITIONS
+    elif changed == {"max_seq"}:
+        raise CheckpointError(
+            f"{start.path} has learned positions for {format_tokens(was['max_seq'])} tokens, and --seq is "
+            f"{format_tokens(now['max_seq'])}; only models with rotary positions (--variant llama) resume at another length"
+        )
+    if changed:
+        listed = ", ".join(f"{key} {was.get(key)} there, {now[key]} here" for key in now if key in changed)
+        raise CheckpointError(f"{start.path} is of another model: {listed}; give the same model options")
+    others = (("seq", "model", COMPRESSED_AT, *_OF_BATCH), former, settings)
+    return [
+        *_other_positions(former, settings),
+        *(
+            f"warning  {flag_of_setting(key)} was {then} in the checkpoint and is {value} now"
+            for key, then, value in _unequal(*others)
+        ),
+    ]
+
+
+def positions(settings: dict[str, Any]) -> tuple[Any, ...]:
+    """Length of a sequence, base and scaling of the rotary positions, from settings of a checkpoint."""
+    model = settings.get("model") or {}
+    return settings.get("seq"), model.get("rope_theta"), model.get("rope_scaling")
+
+
+def _other_positions(former: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    """Lines about sequences of another length than the checkpoint's."""
+    (was_seq, *was), (seq, *now) = positions(former), positions(settings)
+    if (was_seq, was) == (seq, now):
+        return []
+    lines = [f"context  {_described(was_seq, *was)} in the checkpoint, {_described(seq, *now)} now"]
+    if was_seq is not None and seq > was_seq and was == now and settings["model"]["positions"] == "rotary":
+        lines.append(
+            f"warning  positions from {format_tokens(was_seq)} on were never trained; see --rope-theta and --rope-scaling"
+        )
+    return lines
+
+
+def _described(seq: int | None, theta: float | None, scaling: dict[str, Any] | None) -> str:
+    scaled = "" if scaling is None else f", {scaling['kind']}:{scaling['factor']:g}"
+    base = "?" if theta is None else f"{theta:g}"
+    return f"{'?' if seq is None else format_tokens(seq)} tokens (rope theta {base}{scaled})"
+
+
+def _unequal(
+    left_out: tuple[str, ...], former: dict[str, Any], now: dict[str, Any], within: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """Settings of two runs that differ, the inner ones of nested settings by themselves."""
+    for key, value in now.items():
+        then = former.get(key)
+        if then == value or key in left_out:
+            continue
+        if isinstance(then, dict) and isinstance(value, dict):
+            yield from _unequal(left_out, then, value, f"{within}{key}.")
+        else:
+            yield f"{within}{key}", then, value
 
 
 def _is_number(value: object) -> bool:

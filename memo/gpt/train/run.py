@@ -34,8 +34,8 @@ from memo.gpt.train.adapter import ADAPTATION, EndedStep
 from memo.gpt.train.checkpoint_cadence import CheckpointCadence
 from memo.gpt.train.embedding_choice import choose_exchange, require_possible
 from memo.gpt.train.former_batch import batch_lines, batch_settings, drawn_rows, former_settings, with_former_batch
-from memo.gpt.train.former_settings import GUARD, flag_of_setting, require_settings
-from memo.gpt.train.gradient_compression import COMPRESSED_AT, require_replicas, resumed_state, state_settings
+from memo.gpt.train.former_settings import GUARD, differences, positions, require_settings
+from memo.gpt.train.gradient_compression import require_replicas, resumed_state, state_settings
 from memo.gpt.train.interrupt import StopRequest
 from memo.gpt.train.metrics import MetricsFile
 from memo.gpt.train.offload_arguments import open_manager
@@ -50,8 +50,6 @@ from memo.parallel import Layout
 from memo.units import format_bytes, format_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from memo.gpt.checkpoint.distributed import DistributedCheckpointDir
     from memo.gpt.train.adapter import Adapter, LayoutDecision
     from memo.manager import Manager
@@ -145,7 +143,7 @@ class _Run:
             self.tensorboard = stack.enter_context(TensorBoard(config.tensorboard, done=self.done))
         drawn = drawn_rows(config, start)
         self.settings = _settings(config, shape, training) | batch_settings(config, drawn)
-        notes += _differences(start, self.settings) + batch_lines(config, start)
+        notes += differences(start, self.settings) + batch_lines(config, start)
         batches = _batches(config, tokens, "train", drawn=drawn)
         self.eval_batches = _batches(config, tokens, "eval") if config.eval_every else None
         phase("building the model")
@@ -164,9 +162,7 @@ class _Run:
             has_state, lines = resumed_state(config, of_state, start)
             notes += lines
             _load(start, self.trainer, world, with_compression=has_state)
-            if _positions(start.settings) == _positions(
-                self.settings
-            ):  # else losses of before say nothing of those now
+            if positions(start.settings) == positions(self.settings):  # else losses of before say nothing of those now
                 self.trainer.loss_guard.restore(start.settings.get(GUARD, {}))
         self.meter = StepMeter(
             shape,
@@ -213,7 +209,7 @@ class _Run:
             stopped = stopped or (decision is not None and decision.changes and bool(self.stop))
         if unread is not None:
             raise unread
-        if self.manager is not None:
+        if self.manager is not None and not (decision is not None and decision.changes):
             self.progress.line(str(self.manager.report()))
         if self.trainer.compressed is not None:
             self.progress.line(f"gradients: {self.trainer.compressed.total}")
@@ -599,81 +595,9 @@ def _plan_differences(config: RunConfig, shape: GPTConfig, plan: ActivationPlan 
     return [f"warning  {config.offload.plan} was made for {', '.join(other)}"] if other else []
 
 
-def _differences(start: Checkpoint | None, settings: dict[str, Any]) -> list[str]:
-    """Warning for each setting that differs from the checkpoint's.
-
-    Raises:
-        CheckpointError: the checkpoint is of another model.
-    """
-    if start is None:
-        return []
-    former = {"documents": Documents.PACKED, **start.settings}  # older checkpoints have no such setting
-    was, now = dict(former.get("model") or {}), dict(settings["model"])
-    changed = {key for key in now if was.get(key) != now[key]}
-    if now["positions"] == "rotary":
-        changed -= _OF_POSITIONS
-    elif changed == {"max_seq"}:
-        raise CheckpointError(
-            f"{start.path} has learned positions for {format_tokens(was['max_seq'])} tokens, and --seq is "
-            f"{format_tokens(now['max_seq'])}; only models with rotary positions (--variant llama) resume at another length"
-        )
-    if changed:
-        listed = ", ".join(f"{key} {was.get(key)} there, {now[key]} here" for key in now if key in changed)
-        raise CheckpointError(f"{start.path} is of another model: {listed}; give the same model options")
-    others = (("seq", "model", COMPRESSED_AT, *_OF_BATCH), former, settings)
-    return [
-        *_other_positions(former, settings),
-        *(
-            f"warning  {flag_of_setting(key)} was {then} in the checkpoint and is {value} now"
-            for key, then, value in _unequal(*others)
-        ),
-    ]
-
-
 _LONGEST_NOTE = 2000  # characters
-_OF_BATCH = ("batch", "accumulate", "replicas", "drawn")  # batch_lines tells of them
-_OF_POSITIONS = frozenset({"max_seq", "rope_theta", "rope_scaling"})  # rotary models may resume with others
-
-
-def _positions(settings: dict[str, Any]) -> tuple[Any, ...]:
-    """Length of a sequence, base and scaling of the rotary positions, from settings of a checkpoint."""
-    model = settings.get("model") or {}
-    return settings.get("seq"), model.get("rope_theta"), model.get("rope_scaling")
-
-
-def _other_positions(former: dict[str, Any], settings: dict[str, Any]) -> list[str]:
-    """Lines about sequences of another length than the checkpoint's."""
-    (was_seq, *was), (seq, *now) = _positions(former), _positions(settings)
-    if (was_seq, was) == (seq, now):
-        return []
-    lines = [f"context  {_described(was_seq, *was)} in the checkpoint, {_described(seq, *now)} now"]
-    if was_seq is not None and seq > was_seq and was == now and settings["model"]["positions"] == "rotary":
-        lines.append(
-            f"warning  positions from {format_tokens(was_seq)} on were never trained; see --rope-theta and --rope-scaling"
-        )
-    return lines
-
-
-def _described(seq: int | None, theta: float | None, scaling: dict[str, Any] | None) -> str:
-    scaled = "" if scaling is None else f", {scaling['kind']}:{scaling['factor']:g}"
-    base = "?" if theta is None else f"{theta:g}"
-    return f"{'?' if seq is None else format_tokens(seq)} tokens (rope theta {base}{scaled})"
 
 
 def _inert(line: str) -> str:
     """A line in which words of a checkpoint or a plan cannot act on a terminal."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line[:_LONGEST_NOTE])
-
-
-def _unequal(
-    left_out: tuple[str, ...], former: dict[str, Any], now: dict[str, Any], within: str = ""
-) -> Iterator[tuple[str, Any, Any]]:
-    """Settings of two runs that differ, the inner ones of nested settings by themselves."""
-    for key, value in now.items():
-        then = former.get(key)
-        if then == value or key in left_out:
-            continue
-        if isinstance(then, dict) and isinstance(value, dict):
-            yield from _unequal(left_out, then, value, f"{within}{key}.")
-        else:
-            yield f"{within}{key}", then, value
