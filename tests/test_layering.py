@@ -70,6 +70,8 @@ IMPORTS = {
     "memo/hugging_face": "memo mip/inputs allocator swap face memo/machine memo/loss memo/autoplan memo/gpt "
     "memo/gpt/arithmetic memo/record",
     "memo/search": "memo mip/inputs mip/activation mip/cluster memo/gpt memo/gpt/arithmetic memo/hugging_face",
+    "memo/adapt": "memo mip mip/inputs mip/activation allocator swap face memo/trace memo/machine memo/parallel "
+    "memo/autoplan memo/gpt memo/gpt/arithmetic memo/gpt/train memo/search",
     "memo/profiling": "memo mip/inputs allocator swap face memo/autoplan memo/manager memo/record",
     "memo/rehearsal": "memo mip/inputs mip/activation allocator swap/backends swap/disk swap face memo/machine "
     "memo/parallel memo/loss memo/autoplan memo/manager memo/gpt/optim memo/gpt memo/gpt/arithmetic memo/gpt/model "
@@ -88,7 +90,7 @@ IMPORTS = {
     "memo/cli/tables memo/cli/inputs memo/cli/terminal",
     "memo/cli": "memo allocator mip mip/address mip/inputs mip/activation mip/simulate face swap face memo/trace "
     "memo/trace/live memo/out_of_memory memo/machine memo/parallel memo/gpt/optim memo/gpt "
-    "memo/gpt/arithmetic memo/gpt/train memo/record memo/dry_run memo/hugging_face memo/search "
+    "memo/gpt/arithmetic memo/gpt/train memo/record memo/dry_run memo/hugging_face memo/search memo/adapt "
     "memo/rehearsal memo face memo/cli/tables memo/cli/inputs memo/cli/terminal memo/cli/planning",
 }
 # Package boundaries: within a package modules are imported directly, from elsewhere by its face.

@@ -5,9 +5,10 @@
                                                     ╰────────────────────────────────────────────────┤
                                               checkpoint, the ranks restart, the plan settles anew ◀──╯
 
-Another layout's step is the measured one times the ratio of both predictions. It is chosen if the steps that are left would
-end earlier by more than SHARE of their time, the restart counted. A layout that was left counts with the step that was
-measured in it, as long as its prediction has not changed by more than SHARE: so none is tried twice for the same links.
+Another layout's step is its prediction times the ratio of measurement to prediction of this one. It is chosen if the steps
+that are left would end earlier by more than SHARE of their time, the restart counted. A layout that was left counts with the
+step that was measured in it, as long as its prediction has not changed by more than SHARE: so none is tried twice for the
+same links. Until then its ratio counts, too, if it is larger: one prediction that failed makes all others dearer.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from memo.parallel import RESTARTS
 from memo.units import format_duration
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from memo.gpt import RunConfig
     from memo.machine import CollectiveRates
 
@@ -115,7 +118,7 @@ class LayoutAdapter:
         readings = Readings.take(ended, step_s=statistics.median(self._steps), device_bytes=ended.config.offload.device)
         answer: list[Any] = [None, None, 0]
         if dist.get_rank() == 0:
-            decision = self._decide(ended, readings, rates)
+            decision = self.decide(ended, readings, rates)
             took = (time.perf_counter() - begin) / (MOST_MEASURING * readings.step_s)
             answer = [decision, self._state, ended.step + max(EVERY_STEPS, math.ceil(took))]
         dist.broadcast_object_list(answer, src=0)
@@ -142,52 +145,70 @@ class LayoutAdapter:
         assert self._start_s is not None
         return self._start_s + settling_s + 2 * nbytes / DISK_BYTES_PER_S, "start measured, checkpoint estimated"
 
-    def _decide(self, ended: EndedStep, readings: Readings, rates: CollectiveRates) -> LayoutDecision | None:
-        """Decision of the first rank for all; the state is then that to store."""
+    def decide(self, ended: EndedStep, readings: Readings, rates: CollectiveRates) -> LayoutDecision | None:
+        """Decision of one rank for all, after which `state` is that to store; None where nothing has changed.
+
+        Args:
+            ended: the last step.
+            readings: the worst of all ranks.
+            rates: measured collectives.
+        """
         here, step_s = Choice.of_run(ended.config), readings.step_s
         prices = Prices(ended, readings.machine(ended.device, rates), readings)
         predicted_s = 0.0 if prices.here is None else prices.here.step_s
-        former, self._decided_s = self._decided_s, (step_s, predicted_s)
-        if not any(map(_differ, former, self._decided_s)):
-            self._decided_s = former
+        if not any(map(_differ, self._decided_s, (step_s, predicted_s))):
             return None
-        known = [one for one in self._state.left if not _differ(prices.step_s(one.choice) or 0.0, one.predicted_s)]
-        known = [one for one in known if one.choice.words != here.words]
-        options = [(one.choice, one.measured_s, "measured when it was left") for one in known]
-        found = None if not predicted_s else prices.best({here.words, *(one.choice.words for one in known)})
-        if found is not None:
-            how = f"by predictions of {format_duration(predicted_s)} and {format_duration(found[1])}"
-            options.append((found[0], step_s * found[1] / predicted_s, how))
-        left = ended.config.training.schedule.steps - ended.step
-        cost_s, cost_how = self._cost(ended, step_s)
-        figures: dict[str, Any] = {"changed": False, "from": here.words, "step_s": step_s, "cost_s": cost_s}
+        self._decided_s = (step_s, predicted_s)
+        left, known = ended.config.training.schedule.steps - ended.step, self._known(prices, here)
+        options = self._options(prices, here, known, step_s=step_s) if predicted_s else []
         measured = f"{format_duration(step_s)} a step measured, {_links(rates)}"
+        figures: dict[str, Any] = {"changed": False, "from": here.words, "step_s": step_s, "steps_left": left}
         if not options:
-            reason = "no plan of it fits what was measured" if not predicted_s else "no other layout of the ranks fits"
-            return LayoutDecision(
-                changes=False, line=f"keeps {here.words}: {reason}; {measured}", figures={**figures, "reason": reason}
-            )
-        there, expected_s, how = min(options, key=lambda option: option[1])
+            reason = "no other layout of the ranks fits" if predicted_s else "no plan of it fits what was measured"
+            figures["reason"] = reason
+            return LayoutDecision(changes=False, line=f"keeps {here.words}: {measured}; {reason}", figures=figures)
+        expected_s, there, how = min(options, key=lambda option: option[0])
+        cost_s, cost_how = self._cost(ended, step_s)
         saved_s = left * (step_s - expected_s) - cost_s
         changes = saved_s > SHARE * left * step_s
+        figures |= {"changed": changes, "to": there.words, "expected_s": expected_s, "reason": how}
+        figures |= {"cost_s": cost_s, "saved_s": saved_s}
         reason = (
-            f"{there.words} {format_duration(expected_s)} expected ({how}); {left} steps are left, a restart takes "
-            f"{format_duration(cost_s)} ({cost_how}), and the change would "
-            f"{'save' if saved_s > 0 else 'cost'} {format_duration(abs(saved_s))}"
+            f"{there.words} {format_duration(expected_s)} expected ({how}); steps left {left}, restart "
+            f"{format_duration(cost_s)} ({cost_how}): the change {'saves' if saved_s > 0 else 'costs'} "
+            f"{format_duration(abs(saved_s))}"
         )
-        figures |= {"to": there.words, "expected_s": expected_s, "steps_left": left, "saved_s": saved_s}
-        figures |= {"changed": changes, "reason": how}
         if not changes:
-            line = f"keeps {here.words}: {measured}; {reason}, not {SHARE:.0%} of their time"
+            line = f"keeps {here.words}: {measured}; {reason}, and is to save {SHARE:.0%} of the time left"
             return LayoutDecision(changes=False, line=line, figures=figures)
         others = tuple(one for one in known if one.choice.words != there.words)
-        self._state = AdaptationState(
-            choice=there,
-            left=(*others, LeftLayout(choice=here, predicted_s=predicted_s, measured_s=step_s)),
-            decided_unix_s=time.time(),
-        )
+        one = LeftLayout(choice=here, predicted_s=predicted_s, measured_s=step_s)
+        self._state = AdaptationState(choice=there, left=(*others, one), decided_unix_s=time.time())
         line = f"changes from {here.words} to {there.words}: {measured}; {reason}"
         return LayoutDecision(changes=True, line=line, figures=figures)
+
+    def _known(self, prices: Prices, here: Choice) -> list[LeftLayout]:
+        """Other layouts that ran with links as they are now."""
+        others = [one for one in self._state.left if one.choice.words != here.words]
+        now_s = [prices.step_s(one.choice) for one in others]
+        return [
+            one
+            for one, seconds in zip(others, now_s, strict=True)
+            if seconds is not None and not _differ(seconds, one.predicted_s)
+        ]
+
+    def _options(
+        self, prices: Prices, here: Choice, known: Sequence[LeftLayout], *, step_s: float
+    ) -> list[tuple[float, Choice, str]]:
+        """Expected steps of other layouts, and how they are known: those of `known` and the best of all others."""
+        options = [(one.measured_s, one.choice, "measured when it was left") for one in known]
+        found = prices.best({here.words, *(one.choice.words for one in known)})
+        if found is not None and prices.here is not None:
+            predicted_s = prices.here.step_s
+            ratio = max([step_s / predicted_s, *(one.measured_s / one.predicted_s for one in known)])
+            how = f"by predictions of {format_duration(predicted_s)} and {format_duration(found[1])}"
+            options.append((ratio * found[1], found[0], how))
+        return options
 
 
 def _differ(one: float, other: float) -> bool:

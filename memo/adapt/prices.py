@@ -18,7 +18,7 @@ import torch.distributed as dist
 from memo.adapt.choices import Choice
 from memo.allocator import memory_stats
 from memo.autoplan import device_budget_of
-from memo.errors import UsageError
+from memo.errors import PlanError, UsageError
 from memo.gpt import EmbeddingGradients, OffloadMode, Precision
 from memo.gpt.arithmetic import RecomputeMethod, StepLayout
 from memo.machine import AUTO_HOST_SHARE, measure_collectives, rss_bytes, run_peak_rss_bytes
@@ -214,5 +214,5 @@ class Prices:
     def _plan(self, choice: Choice) -> ActivationPlan | None:
         try:
             return find_plan(self._space.problem(choice.candidate(self._shape), self._shape.mlp_tiles))
-        except UsageError:
+        except (PlanError, UsageError):
             return None

@@ -16,8 +16,8 @@ from memo.machine.collective_rates import MOST_BYTES_PER_S, fit_line
 SIZES = [4.0**power for power in range(5, 15)]
 
 
-def measured(ranks: int, *, seconds: float, per_node: int) -> dict[str, Any]:
-    done = run_ranks(ranks, Path(__file__).parent / "rates_worker.py", seconds, per_node, timeout=120)
+def measured(ranks: int, *sizes: int, seconds: float = 0.0, per_node: int) -> dict[str, Any]:
+    done = run_ranks(ranks, Path(__file__).parent / "rates_worker.py", seconds, per_node, *sizes, timeout=120)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -85,6 +85,12 @@ def test_the_line_of_four_ranks_gives_the_medians_that_it_was_fitted_to() -> Non
         assert statistics.median(max(ratio, 1 / ratio) for ratio in ratios) < 3
         assert fit["typical_error"] == pytest.approx(statistics.median(abs(ratio - 1) for ratio in ratios))
         assert fit["largest_error"] == pytest.approx(max(abs(ratio - 1) for ratio in ratios))
+
+
+def test_given_sizes_are_measured_alone() -> None:
+    found = measured(4, 4096, 1 << 20, per_node=2)
+    assert len(found["fits"]) == 8
+    assert {tuple(each["message_bytes"] for each in fit["times"]) for fit in found["fits"]} == {(4096, 1 << 20)}
 
 
 def test_ranks_of_several_nodes_are_measured_within_a_node_and_all_together() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -26,8 +25,26 @@ AFTER = 3
 # A constant learning rate, so that a run's losses do not depend on how many steps were asked for. On a fast link gathers of
 # a wide layer's weights take longer than exchanges of its few tokens; on a slow one a layer divided by tp has more of them.
 RUN = (
-    *("--on cpu --layers 1 --hidden 1024 --heads 4 --seq 16 --global-batch 4 --accumulate 1".split()),
-    *("--warmup 2 --lr 3e-4 --min-lr 3e-4".split()),
+    *(
+        [
+            "--on",
+            "cpu",
+            "--layers",
+            "1",
+            "--hidden",
+            "1024",
+            "--heads",
+            "4",
+            "--seq",
+            "16",
+            "--global-batch",
+            "4",
+            "--accumulate",
+            "1",
+        ]
+    ),
+    *(["--warmup", "2", "--lr", "1e-4", "--min-lr", "1e-4", "--data"]),
+    str(HERE.parent.parent / "docs" / "design.md"),
 )
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -55,16 +72,14 @@ def wait_for(condition: Callable[[], bool], job: subprocess.Popen[str], log: Pat
 
 
 def test_ranks_leave_tp_for_dp_over_a_slow_link_and_come_back_to_the_losses_of_one_process(tmp_path: Path) -> None:
-    text, metrics, slow, log = (tmp_path / name for name in ("text.txt", "metrics", "slow", "log"))
-    words = random.Random(0)
-    text.write_text(" ".join(words.choice(["the", "sea", "is", "blue", "and", "wide"]) for _ in range(20_000)))
+    metrics, slow, log = (tmp_path / name for name in ("metrics", "slow", "log"))
     slow.touch()
     layout = ("--tp", "4", "--adapt", "--checkpoint-dir", str(tmp_path / "kept"), "--steps", "4000")
     out = ("--metrics", str(metrics), "--trace", str(tmp_path / "trace.rank0.jsonl"))
     command = [*torchrun(4), str(HERE / "throttled_train.py"), str(slow), "train", *RUN, *layout, *out]
     with (
         log.open("w") as said,
-        subprocess.Popen([*command, "--data", str(text)], stdout=said, stderr=said, text=True, env=ENVIRONMENT) as job,
+        subprocess.Popen(command, stdout=said, stderr=said, text=True, env=ENVIRONMENT) as job,
     ):
         try:
             wait_for(lambda: len(changes(metrics)) == 1, job, log)
@@ -76,11 +91,12 @@ def test_ranks_leave_tp_for_dp_over_a_slow_link_and_come_back_to_the_losses_of_o
             job.wait(timeout=60)
         finally:
             job.kill()
-    (left, *first), (back, *second) = changes(metrics)
-    assert (first, second) == (["tp 4, 1 x 4", "dp 4, 1 x 4"], ["dp 4, 1 x 4", "tp 4, 1 x 4"])
+    (left, *first), (back, dp, tp) = changes(metrics)
+    assert first == ["tp 4, 1 x 4", dp] == ["tp 4, 1 x 4", "dp 4, 1 x 4"]
+    assert tp in ("tp 4, 1 x 4", "dp 2 x tp 2, 1 x 4")  # groups of two where processors are busy with other work, too
     told = log.read_text()
     assert f"adapt    step {left}: changes from tp 4, 1 x 4 to dp 4, 1 x 4: " in told
-    assert f"adapt    step {back}: changes from dp 4, 1 x 4 to tp 4, 1 x 4: " in told
+    assert f"adapt    step {back}: changes from dp 4, 1 x 4 to {tp}: " in told
     assert told.count("resume   ") == 2
     for restart, step in ((1, left), (2, back)):
         for rank in range(4):
@@ -89,9 +105,8 @@ def test_ranks_leave_tp_for_dp_over_a_slow_link_and_come_back_to_the_losses_of_o
             assert [note["step"] for note in notes if note["message"].startswith("changes from")] == [step]
     losses = [step["loss"] for step in steps_of(metrics)]
     alone = tmp_path / "alone"
-    one = [sys.executable, "-m", "memo.cli.main", "train", *RUN, "--data", str(text), "--offload", "none"]
+    one = [sys.executable, "-m", "memo.cli.main", "train", *RUN, "--offload", "none"]
     one += ["--metrics", str(alone), "--steps", str(len(losses))]
     done = subprocess.run(one, capture_output=True, text=True, timeout=200, check=False, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     assert losses == pytest.approx([step["loss"] for step in steps_of(alone)], rel=BOUND)
-

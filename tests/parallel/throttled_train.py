@@ -1,6 +1,6 @@
 """`memo train` whose collectives take longer each while a file is there: a link whose messages are under way for longer.
 
-    torchrun ... throttled_train.py FILE train ...
+torchrun ... throttled_train.py FILE train ...
 """
 
 from __future__ import annotations
