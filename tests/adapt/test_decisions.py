@@ -136,6 +136,7 @@ def test_a_layout_that_was_left_is_tried_again_when_links_have_changed() -> None
     other = decided(adapter, config, 2.0, FAST_S)
     assert other is not None
     assert other.changes
+    assert other.figures["to"] == TP
     assert other.figures["reason"].startswith("by predictions of ")
 
 
