@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from memo.adapt.choices import AdaptationState, Choice, LeftLayout, require_adaptable
+from memo.adapt.choices import AdaptationState, LayoutChoice, LeftLayout, require_adaptable
 from memo.adapt.prices import Prices, Readings, measured_links
 from memo.errors import CheckpointError, MemoError
 from memo.gpt.arithmetic import STATES, parameter_count
@@ -70,7 +70,7 @@ class LayoutAdapter:
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         require_adaptable(config, ranks=self._ranks, under_torchrun=served)
         self.changed = False
-        self._state = AdaptationState(choice=Choice.of_run(config))
+        self._state = AdaptationState(choice=LayoutChoice.of_run(config))
         self._start_s: float | None = None  # of these processes, until their first step
         self._unsettled: list[float] = []
         self._has_settled = False
@@ -90,7 +90,7 @@ class LayoutAdapter:
             state = decode(AdaptationState, settings[ADAPTATION], ADAPTATION)
         except MemoError as error:
             raise CheckpointError(f"the checkpoint to resume is damaged: {error}") from None
-        asked, kept = Choice.of_run(config), state.choice
+        asked, kept = LayoutChoice.of_run(config), state.choice
         same = config.keeps_batch or asked.batch * asked.accumulate == kept.batch * kept.accumulate
         if kept.layout.ranks != self._ranks or not same:
             return config
@@ -116,12 +116,18 @@ class LayoutAdapter:
         begin = time.perf_counter()
         rates = measured_links(ended.device)
         readings = Readings.take(ended, step_s=statistics.median(self._steps), device_bytes=ended.config.offload.device)
-        answer: list[Any] = [None, None, 0]
+        answer: list[Any] = [None, None, None]
         if dist.get_rank() == 0:
-            decision = self.decide(ended, readings, rates)
-            took = (time.perf_counter() - begin) / (MOST_MEASURING * readings.step_s)
-            answer = [decision, self._state, ended.step + max(EVERY_STEPS, math.ceil(took))]
+            try:
+                answer[0] = self.decide(ended, readings, rates)
+            except MemoError as error:  # of the search; the run goes on as it is
+                words = LayoutChoice.of_run(ended.config).words
+                figures = {"changed": False, "from": words, "reason": str(error)}
+                answer[0] = LayoutDecision(changes=False, line=f"keeps {words}: {error}", figures=figures)
+            rarer = math.ceil((time.perf_counter() - begin) / (MOST_MEASURING * readings.step_s))
+            answer[1:] = self._state, ended.step + max(EVERY_STEPS, rarer)
         dist.broadcast_object_list(answer, src=0)
+        decision: LayoutDecision | None
         decision, self._state, self._next = answer
         self.changed = decision is not None and decision.changes
         return decision
@@ -129,7 +135,7 @@ class LayoutAdapter:
     def _begin(self, ended: EndedStep) -> None:
         """Notes how long it took these processes to begin; after a change of layout that is its cost."""
         self._start_s = max(_process_s() - ended.duration_s, 0.0)
-        self._state = dataclasses.replace(self._state, choice=Choice.of_run(ended.config))
+        self._state = dataclasses.replace(self._state, choice=LayoutChoice.of_run(ended.config))
         changed = int(os.environ.get(RESTARTS, "0")) > 0
         if changed and self._state.cost_s is None and self._state.decided_unix_s:
             cost_s = max(time.time() - self._state.decided_unix_s - ended.duration_s, 0.0)
@@ -153,7 +159,7 @@ class LayoutAdapter:
             readings: the worst of all ranks.
             rates: measured collectives.
         """
-        here, step_s = Choice.of_run(ended.config), readings.step_s
+        here, step_s = LayoutChoice.of_run(ended.config), readings.step_s
         prices = Prices(ended, readings.machine(ended.device, rates), readings)
         predicted_s = 0.0 if prices.here is None else prices.here.step_s
         if not any(map(_differ, self._decided_s, (step_s, predicted_s))):
@@ -187,7 +193,7 @@ class LayoutAdapter:
         line = f"changes from {here.words} to {there.words}: {measured}; {reason}"
         return LayoutDecision(changes=True, line=line, figures=figures)
 
-    def _known(self, prices: Prices, here: Choice) -> list[LeftLayout]:
+    def _known(self, prices: Prices, here: LayoutChoice) -> list[LeftLayout]:
         """Other layouts that ran with links as they are now."""
         others = [one for one in self._state.left if one.choice.words != here.words]
         now_s = [prices.step_s(one.choice) for one in others]
@@ -198,8 +204,8 @@ class LayoutAdapter:
         ]
 
     def _options(
-        self, prices: Prices, here: Choice, known: Sequence[LeftLayout], *, step_s: float
-    ) -> list[tuple[float, Choice, str]]:
+        self, prices: Prices, here: LayoutChoice, known: Sequence[LeftLayout], *, step_s: float
+    ) -> list[tuple[float, LayoutChoice, str]]:
         """Expected steps of other layouts, and how they are known: those of `known` and the best of all others."""
         options = [(one.measured_s, one.choice, "measured when it was left") for one in known]
         found = prices.best({here.words, *(one.choice.words for one in known)})

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class LayoutChoice:
     """A layout, and the division of a step into microbatches."""
 
     layout: Layout
@@ -25,12 +25,12 @@ class Choice:
     """Microbatches in a step."""
 
     @classmethod
-    def of_run(cls, config: RunConfig) -> Choice:
+    def of_run(cls, config: RunConfig) -> LayoutChoice:
         """The choice that a run is in."""
         return cls(layout=config.layout, batch=config.batch, accumulate=config.training.accumulate)
 
     @classmethod
-    def of_candidate(cls, candidate: Candidate) -> Choice:
+    def of_candidate(cls, candidate: Candidate) -> LayoutChoice:
         """The choice of a search's candidate."""
         shape, schedule = candidate.shape, candidate.schedule
         layout = Layout(
@@ -75,7 +75,7 @@ class Choice:
 class LeftLayout:
     """A layout that the run has left."""
 
-    choice: Choice
+    choice: LayoutChoice
     predicted_s: float
     """Its step as predicted with the links of then."""
     measured_s: float
@@ -86,7 +86,7 @@ class LeftLayout:
 class AdaptationState:
     """State of adaptation that a checkpoint stores."""
 
-    choice: Choice
+    choice: LayoutChoice
     """The layout to go on in."""
     left: tuple[LeftLayout, ...] = ()
     cost_s: float | None = None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from memo.adapt.choices import Choice
+from memo.adapt.choices import LayoutChoice
 from memo.allocator import memory_stats
 from memo.autoplan import device_budget_of
 from memo.errors import PlanError, UsageError
@@ -181,19 +181,19 @@ class Prices:
             global_batch=config.batch * config.training.accumulate,
             fixed={"zero": 3},
         )
-        self.here = self._plan(Choice.of_run(config))
+        self.here = self._plan(LayoutChoice.of_run(config))
         """The plan of the layout that runs; None where none fits."""
         if self.here is not None:  # what it holds beyond its prediction others will hold, too
             beyond = max(readings.peak_bytes - max(stage.peak_device_bytes for stage in self.here.stages), 0)
             left = dataclasses.replace(request.budgets, device_bytes=max(readings.limit_bytes - beyond, 0))
             self._space = dataclasses.replace(self._space, request=dataclasses.replace(request, budgets=left))
 
-    def step_s(self, choice: Choice) -> float | None:
+    def step_s(self, choice: LayoutChoice) -> float | None:
         """Predicted seconds of a step; None where no plan fits."""
         plan = self._plan(choice)
         return None if plan is None else plan.step_s
 
-    def best(self, without: Collection[str]) -> tuple[Choice, float] | None:
+    def best(self, without: Collection[str]) -> tuple[LayoutChoice, float] | None:
         """The layout with the shortest predicted step, and that; None where no other fits.
 
         Args:
@@ -206,12 +206,12 @@ class Prices:
             if shape.gpus == space.request.layout.gpus
             for setting in space.settings(shape)
             for candidate in space.candidates(shape, setting)
-            if runs_under_memo_train(candidate) and Choice.of_candidate(candidate).words not in without
+            if runs_under_memo_train(candidate) and LayoutChoice.of_candidate(candidate).words not in without
         ]
         found = search_layouts(space, candidates=candidates, wanted=1).best
-        return (Choice.of_candidate(found[0].candidate), found[0].step_s) if found else None
+        return (LayoutChoice.of_candidate(found[0].candidate), found[0].step_s) if found else None
 
-    def _plan(self, choice: Choice) -> ActivationPlan | None:
+    def _plan(self, choice: LayoutChoice) -> ActivationPlan | None:
         try:
             return find_plan(self._space.problem(choice.candidate(self._shape), self._shape.mlp_tiles))
         except (PlanError, UsageError):

@@ -145,7 +145,7 @@ def _ranks_of_nodes(nodes: Sequence[int], rank: int) -> _Ranks | None:
     here = members[nodes[rank]]
     index = here.index(rank) ^ 1  # neighbours in pairs; the last of an odd number waits
     return _Ranks(
-        groups[nodes[rank]],
+        groups[nodes[rank]],  # type: ignore[arg-type]
         [nodes[rank]] * len(here),
         here[index] if index < len(here) else None,
         sends_first=here.index(rank) % 2 == 0,

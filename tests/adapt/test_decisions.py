@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memo.adapt.adaptation import SHARE, LayoutAdapter
-from memo.adapt.choices import Choice, require_adaptable
+from memo.adapt.choices import LayoutChoice, require_adaptable
 from memo.adapt.prices import Readings
 from memo.cli.main import main
 from memo.compression import GradientCompression
@@ -106,7 +106,7 @@ def test_a_slow_link_takes_ranks_from_tp_to_dp_and_a_fast_one_back() -> None:
         assert decision.line.startswith(f"changes from {here} to {there}: ")
         assert decision.figures["expected_s"] < (1 - SHARE) * step_s
         adapter, config = after(adapter, config)
-        assert Choice.of_run(config).words == there
+        assert LayoutChoice.of_run(config).words == there
     assert config.layout == RUN.layout
 
 
@@ -202,8 +202,8 @@ def test_another_number_of_ranks_or_sequences_begins_in_the_layout_of_its_flags(
     ids=str,
 )
 def test_a_choice_and_its_candidate_are_of_one_layout(layout: Layout) -> None:
-    choice = Choice(layout=layout, batch=8, accumulate=4)
-    assert Choice.of_candidate(choice.candidate(dataclasses.replace(SHAPE, layers=4))) == choice
+    choice = LayoutChoice(layout=layout, batch=8, accumulate=4)
+    assert LayoutChoice.of_candidate(choice.candidate(dataclasses.replace(SHAPE, layers=4))) == choice
 
 
 @pytest.mark.parametrize(
