@@ -10,7 +10,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,7 @@ SIZES = (4 << 10, 4 << 20)
 ATTENTION_SHARE = 0.5
 """Share of a CPU's matrix products that its attention reaches."""
 _SIDE, _COPIED, _ROUNDS = 512, 16 << 20, 3
+_LANES = [f"{lane}_bytes_per_s" for lane in ("hbm", "d2h", "h2d", "duplex", "node_d2h", "node_h2d")]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,19 +99,14 @@ class Readings:
         if device.type == "cuda":
             machine = hardware_of(torch.cuda.get_device_name(device))
         else:
-            copies = 2 * _COPIED / self.copy_s
+            lanes: dict[str, Any] = dict.fromkeys(_LANES, 2 * _COPIED / self.copy_s)
             machine = Hardware(
                 name="cpu",
                 peak_flops=2 * _SIDE**3 / self.product_s,
                 matmul_efficiency=1.0,
                 attention=(AttentionKernel.alike(ATTENTION_SHARE),),
                 device_bytes=self.limit_bytes,
-                hbm_bytes_per_s=copies,
-                d2h_bytes_per_s=copies,
-                h2d_bytes_per_s=copies,
-                duplex_bytes_per_s=copies,
-                node_d2h_bytes_per_s=copies,
-                node_h2d_bytes_per_s=copies,
+                **lanes,
                 nvlink_bytes_per_s=line,
                 gpus_per_node=1,
                 host_bytes=total_host_bytes(),
