@@ -37,9 +37,12 @@ if TYPE_CHECKING:
         Entry as Entry,
         Replicated as Replicated,
         RowParallel as RowParallel,
+        begin_entry as begin_entry,
+        begin_row_sum as begin_row_sum,
         divide_experts as divide_experts,
         own_experts as own_experts,
         own_parts as own_parts,
+        parameters_once as parameters_once,
         row_sum as row_sum,
     )
     from memo.parallel.tensor_parallel_group import group_of as group_of

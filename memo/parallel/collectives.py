@@ -11,10 +11,17 @@
 
 None of them saves a tensor. They wait for the collective, so results are complete when they return. Exchanges between
 ranks are declared (`memo.swap.recomputable`), so that layers made of them can be recomputed.
+
+`begin_...` launch the collective and return a function that waits for its result. What the program computes between the
+two runs beside the collective; in backward, which goes the other way, it runs beside the transposed one. They are torch's
+functional collectives, which a recompute repeats in their place.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -27,6 +34,7 @@ Group = dist.ProcessGroup
 
 # torch 2.13 has these two under new names, and warns of the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_functional: Any = torch.ops._c10d_functional
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -48,6 +56,30 @@ def gather(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
 def scatter_sum(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """Reduce-scatter along `dim`: this rank's shard of the sum; backward all-gathers."""
     return cast("torch.Tensor", _ScatterSum.apply(x, group, dim))  # type: ignore[no-untyped-call]
+
+
+Pending = Callable[[], torch.Tensor]
+"""Function that waits for a collective and returns its result."""
+
+
+def begin_copy_in(x: torch.Tensor, group: Group) -> Pending:
+    """Begins `copy_in`, of which only backward communicates."""
+    return _begin(x, None, partial(_begin_summing, group=group))
+
+
+def begin_sum_out(x: torch.Tensor, group: Group) -> Pending:
+    """Begins `sum_out`."""
+    return _begin(x, partial(_begin_summing, group=group), None)
+
+
+def begin_gather(x: torch.Tensor, group: Group, dim: int) -> Pending:
+    """Begins `gather`."""
+    return _begin(x, partial(begin_gathering, group=group, dim=dim), partial(_begin_scattering, group=group, dim=dim))
+
+
+def begin_scatter_sum(x: torch.Tensor, group: Group, dim: int) -> Pending:
+    """Begins `scatter_sum`."""
+    return _begin(x, partial(_begin_scattering, group=group, dim=dim), partial(begin_gathering, group=group, dim=dim))
 
 
 def split(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
@@ -75,6 +107,63 @@ def exchange_rows(x: torch.Tensor, group: Group, sent: list[int], received: list
         received: rows from each rank.
     """
     return cast("torch.Tensor", _ExchangeRows.apply(x, group, sent, received))  # type: ignore[no-untyped-call]
+
+
+@dataclasses.dataclass(slots=True)
+class _Flight:
+    """A collective, its transposed one, and the one of them that was launched; None is the identity."""
+
+    forward: Callable[[torch.Tensor], Pending] | None
+    backward: Callable[[torch.Tensor], Pending] | None
+    pending: Pending | None = None
+
+    def landed(self, link: torch.Tensor) -> torch.Tensor:
+        """The result of what was launched; `link` where nothing was."""
+        pending, self.pending = self.pending, None
+        return link.view_as(link) if pending is None else pending()
+
+
+def _begin(
+    x: torch.Tensor,
+    forward: Callable[[torch.Tensor], Pending] | None,
+    backward: Callable[[torch.Tensor], Pending] | None,
+) -> Pending:
+    flight = _Flight(forward, backward)
+    link = _Launch.apply(x, flight)  # type: ignore[no-untyped-call]
+    return lambda: cast("torch.Tensor", _Landing.apply(link, flight))  # type: ignore[no-untyped-call]
+
+
+class _Launch(torch.autograd.Function):
+    """Launches the collective, and in backward waits for the transposed one. Passes `x` on to tie the two in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, flight: _Flight) -> torch.Tensor:
+        ctx.flight = flight
+        flight.pending = None if flight.forward is None else flight.forward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.flight.landed(grad), None
+
+
+class _Landing(torch.autograd.Function):
+    """Waits for the collective, and in backward launches the transposed one, whose result `_Launch` returns."""
+
+    @staticmethod
+    def forward(ctx: Any, link: torch.Tensor, flight: _Flight) -> torch.Tensor:
+        ctx.flight, ctx.shape = flight, link.shape
+        return flight.landed(link)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        flight: _Flight = ctx.flight
+        if flight.backward is None:
+            return grad, None
+        flight.pending = flight.backward(grad)
+        return grad.new_zeros(()).expand(ctx.shape), None
 
 
 class _CopyIn(torch.autograd.Function):
@@ -185,13 +274,36 @@ def own_shard(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     return x.narrow(dim, group.rank() * part, part)
 
 
+def begin_gathering(x: torch.Tensor, group: Group, dim: int) -> Pending:
+    """Begins an all-gather along `dim`, contiguous; not differentiable."""
+    shape = x.shape
+    parts = _functional.all_gather_into_tensor(x.contiguous().view(-1), group.size(), group.group_name)
+    return lambda: _joined(_functional.wait_tensor(parts).view(-1, *shape), dim)
+
+
+def _begin_scattering(x: torch.Tensor, group: Group, dim: int) -> Pending:
+    parts = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
+    shape = parts.shape[1:]
+    own = _functional.reduce_scatter_tensor(parts.view(-1), "sum", group.size(), group.group_name)
+    return lambda: cast("torch.Tensor", _functional.wait_tensor(own).view(shape))
+
+
+def _begin_summing(x: torch.Tensor, group: Group) -> Pending:
+    summed = _functional.all_reduce(x.contiguous(), "sum", group.group_name)
+    return lambda: cast("torch.Tensor", _functional.wait_tensor(summed))
+
+
+def _joined(parts: torch.Tensor, dim: int) -> torch.Tensor:
+    """One tensor of the ranks' parts, contiguous. No copy where all dimensions before `dim` are of size one."""
+    return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+
 @recomputable
 def all_gathered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """All-gather along `dim`, contiguous; not differentiable."""
     parts = x.new_empty((group.size(), *x.shape))
     _all_gather(parts.view(-1), x.contiguous().view(-1), group=group)
-    # No copy where all dimensions before `dim` are of size one: the parts are in order already.
-    return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+    return _joined(parts, dim)
 
 
 @recomputable

@@ -15,7 +15,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from memo.parallel.collectives import all_gathered, copy_in, gather
+from memo.parallel.collectives import (
+    Pending,
+    all_gathered,
+    begin_copy_in,
+    begin_gather,
+    begin_gathering,
+    copy_in,
+    gather,
+)
 
 Group = dist.ProcessGroup
 
@@ -26,19 +34,31 @@ def token_dim(x: torch.Tensor) -> int:
 
 
 class _SharedGather:
-    """The gather of one input, repeated once in backward for all projections that use it."""
+    """The gather of one input, repeated once in backward for all projections that use it.
 
-    def __init__(self, group: Group, dim: int) -> None:
+    `overlaps`: it runs beside the first one's product for the input's gradient.
+    """
+
+    def __init__(self, group: Group, dim: int, *, overlaps: bool = False) -> None:
         self.group = group
         self.dim = dim
+        self.overlaps = overlaps
         self.consumers = 0
         self._waiting = 0
+        self._begun: Pending | None = None
         self._again: torch.Tensor | None = None
+
+    def begin_again(self, shard: torch.Tensor) -> None:
+        """Begins the gather of `again`, if it is to run beside what comes first."""
+        if self.overlaps and self._again is None and self._begun is None:
+            self._begun = begin_gathering(shard, self.group, self.dim)
 
     def again(self, shard: torch.Tensor) -> torch.Tensor:
         """Gathers the input again, once; it is released after the last projection's backward."""
         if self._again is None:
-            self._again, self._waiting = all_gathered(shard, self.group, self.dim), self.consumers
+            begun, self._begun = self._begun, None
+            self._again = all_gathered(shard, self.group, self.dim) if begun is None else begun()
+            self._waiting = self.consumers
         whole = self._again
         self._waiting -= 1
         if self._waiting == 0:
@@ -56,12 +76,31 @@ def enter(x: torch.Tensor, group: Group, *, sequence: bool) -> torch.Tensor:
     """All tokens of `x`, as the projections read them."""
     if not sequence:
         return copy_in(x, group)
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):  # before the gather, to move and save half the bytes
-        x = x.to(torch.get_autocast_dtype(kind))
+    x = _as_read(x)
     whole = gather(x, group, token_dim(x))
     _gathered[whole.untyped_storage()] = (_SharedGather(group, token_dim(x)), x.detach())
     return whole
+
+
+def begin_enter(x: torch.Tensor, group: Group, *, sequence: bool) -> Pending:
+    """Begins `enter`; backward overlaps, too."""
+    if not sequence:
+        return begin_copy_in(x, group)
+    x = _as_read(x)
+    gathered = begin_gather(x, group, token_dim(x))
+
+    def entered() -> torch.Tensor:
+        whole = gathered()
+        _gathered[whole.untyped_storage()] = (_SharedGather(group, token_dim(x), overlaps=True), x.detach())
+        return whole
+
+    return entered
+
+
+def _as_read(x: torch.Tensor) -> torch.Tensor:
+    """`x` as products read it: cast under autocast, before the gather, to move and save half the bytes."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def kept_for(x: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
@@ -99,6 +138,8 @@ class _LinearOfGathered(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         shard, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
+        if ctx.needs_input_grad[2]:
+            ctx.gathering.begin_again(shard)
         # A pipeline's split backward asks for the input's gradient first and for the weight's later.
         of_input = grad @ weight if ctx.needs_input_grad[0] else None
         of_weight = None

@@ -115,6 +115,9 @@ class Layout:
     """With an interleaved --schedule: runs of consecutive layers of each pipeline rank (default 2)."""
     sequence_parallel: bool = True
     """With --tp: ranks also divide the tokens, between the matrix products; without it each keeps all of them there."""
+    tp_overlap: bool = False
+    """With --tp: each layer runs in two halves, of its sequences or, in the MLP, of one sequence's tokens; collectives of
+    one half run beside the other's compute."""
     stage_layers: Annotated[tuple[int, ...], {"type": parse_layer_counts, "metavar": "N,N,..."}] = ()
     """With --pp: numbers of layers of the stages, in their order; of an interleaved --schedule of all its runs of layers
     (default: equal ones)."""
@@ -129,6 +132,8 @@ class Layout:
             raise UsageError(f"--cp-attention {self.cp_attention} has no meaning without --cp")
         if self.pp == 1 and self.schedule is not PipelineSchedule.ONE_F_ONE_B:
             raise UsageError(f"--schedule {self.schedule} has no meaning without --pp")
+        if self.tp_overlap and self.tp == 1:
+            raise UsageError("--tp-overlap has no meaning without --tp; give --tp 2 or more, or leave it out")
         wrong = None if self.chunks is None else self.schedule.reason_not_chunks(self.chunks)
         if wrong is not None:
             raise UsageError(f"--chunks {self.chunks} {wrong}")
@@ -218,6 +223,8 @@ class Layout:
             )
         if batch % self.dp:
             raise UsageError(f"--batch {batch} does not divide over --dp {self.dp}; use a multiple")
+        if self.tp_overlap:
+            self._check_halves(shape, tokens=seq // self.token_shards, rows=batch // self.dp)
         if self.stage_layers and sum(self.stage_layers) != shape.layers:
             raise UsageError(
                 f"--stage-layers {','.join(map(str, self.stage_layers))} are not the model's {shape.layers} layers"
@@ -249,6 +256,15 @@ class Layout:
             return
         if count % self.ep:
             raise UsageError(f"--ep {self.ep} does not divide the model's {count} experts; a rank needs whole ones")
+
+    def _check_halves(self, shape: ModelShape, *, tokens: int, rows: int) -> None:
+        if shape.expert_count:
+            raise UsageError("--tp-overlap: experts are chosen for all rows at once; leave it out with --experts")
+        if rows == tokens == 1:
+            raise UsageError(
+                f"--tp-overlap: one sequence with one token on a rank has no halves; use --batch {2 * self.dp} or "
+                f"--seq {2 * self.token_shards}"
+            )
 
     def _check_microbatches(self, count: int) -> None:
         wrong = self.schedule.reason_unsupported(count, self.pp)

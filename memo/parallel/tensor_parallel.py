@@ -15,7 +15,8 @@ torch's own ColwiseParallel saves the gathered input once for each projection.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -28,8 +29,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from memo.errors import UsageError
-from memo.parallel.collectives import copy_in, scatter_sum, sum_out
-from memo.parallel.gathered_input import enter, gathered_linear, token_dim
+from memo.parallel.collectives import Pending, begin_scatter_sum, begin_sum_out, copy_in, scatter_sum, sum_out
+from memo.parallel.gathered_input import begin_enter, enter, gathered_linear, token_dim
 
 Group = dist.ProcessGroup
 
@@ -40,6 +41,22 @@ class _Divided(nn.Module):
     _tp_group: Group
     _tp_sequence: bool
     _tp_transposed: bool
+    _tp_once: dict[str, torch.Tensor] | None = None
+    """Parameters as all calls within `parameters_once` use them."""
+
+    def _once(self, name: str, made: Callable[[], torch.Tensor]) -> torch.Tensor:
+        if self._tp_once is None:
+            return made()
+        if name not in self._tp_once:
+            self._tp_once[name] = made()
+        return self._tp_once[name]
+
+    def _shared(self, name: str) -> torch.Tensor | None:
+        """A parameter that every rank has whole; its gradient is summed where ranks see different tokens."""
+        part = self._part(name)
+        if part is None or not self._tp_sequence:
+            return part
+        return self._once(name, lambda: copy_in(part, self._tp_group))
 
     def _part(self, name: str) -> torch.Tensor | None:
         parameter = getattr(self, name, None)
@@ -49,6 +66,10 @@ class _Divided(nn.Module):
         """This rank's weight, (outputs, inputs)."""
         part = self._part("weight")
         assert part is not None
+        kind = part.device.type
+        if self._tp_once is not None and torch.is_autocast_enabled(kind):
+            low = torch.get_autocast_dtype(kind)
+            return self._once("weight", lambda: part.to(low))
         return part.t() if self._tp_transposed else part
 
 
@@ -71,11 +92,21 @@ class _RowParallel(_Divided):
         return self._summed(F.linear(x, self._matrix()))
 
     def _summed(self, partial: torch.Tensor) -> torch.Tensor:
-        bias, group = self._part("bias"), self._tp_group
+        group = self._tp_group
         if self._tp_sequence:
-            summed = scatter_sum(partial, group, token_dim(partial))
-            return summed if bias is None else summed + copy_in(bias, group)
-        summed = sum_out(partial, group)
+            return self._biased(scatter_sum(partial, group, token_dim(partial)))
+        return self._biased(sum_out(partial, group))
+
+    def _begin_sum(self, partial: torch.Tensor) -> Pending:
+        group = self._tp_group
+        if self._tp_sequence:
+            pending = begin_scatter_sum(partial, group, token_dim(partial))
+        else:
+            pending = begin_sum_out(partial, group)
+        return lambda: self._biased(pending())
+
+    def _biased(self, summed: torch.Tensor) -> torch.Tensor:
+        bias = self._shared("bias")
         return summed if bias is None else summed + bias
 
 
@@ -98,13 +129,41 @@ def row_sum(linear: nn.Module, partial: torch.Tensor) -> torch.Tensor:
     return linear._summed(partial)
 
 
+def begin_row_sum(linear: nn.Module, partial: torch.Tensor) -> Pending:
+    """Begins `row_sum`; what is computed before its result is asked for runs beside the sum, also in backward."""
+    assert isinstance(linear, _RowParallel)
+    return linear._begin_sum(partial)
+
+
+def begin_entry(linear: nn.Module, x: torch.Tensor) -> Pending:
+    """Begins to give a ColumnParallel, and others that read the same `x` (batch, tokens, inputs), all tokens of it.
+
+    As `Entry` does, but what is computed before the result is asked for runs beside the gather, also in backward.
+    """
+    assert isinstance(linear, _ColumnParallel)
+    return begin_enter(x, linear._tp_group, sequence=linear._tp_sequence)
+
+
+@contextlib.contextmanager
+def parameters_once(module: nn.Module) -> Iterator[None]:
+    """Context in which each divided part of `module` casts its weight once, and sums a shared parameter's gradient once.
+
+    For parts that are called several times, with some rows each.
+    """
+    parts = [part for part in module.modules() if isinstance(part, _Divided)]
+    for part in parts:
+        part._tp_once = {}
+    try:
+        yield
+    finally:
+        for part in parts:
+            part._tp_once = None
+
+
 class _Replicated(_Divided):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         held = self._parameters
-        parts = {name: self._part(name) for name in held}
-        if self._tp_sequence:
-            parts = {name: None if part is None else copy_in(part, self._tp_group) for name, part in parts.items()}
-        self._parameters = cast("Any", parts)
+        self._parameters = cast("Any", {name: self._shared(name) for name in held})
         try:
             return super().forward(*args, **kwargs)
         finally:

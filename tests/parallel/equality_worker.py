@@ -121,6 +121,8 @@ def layout_of(name: str) -> tuple[Layout, dict[str, Any], torch.dtype]:
             values["schedule"] = PipelineSchedule(part)
         elif part == "replicated":
             values["sequence_parallel"] = False
+        elif part == "overlap":
+            values["tp_overlap"] = True
         elif part == "llama":
             model["variant"] = part
         elif part == "documents":

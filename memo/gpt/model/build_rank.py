@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from memo.gpt.config import GPTConfig, expert_shard_dimension
 from memo.gpt.model.experts import MoeMlp
+from memo.gpt.model.half_layers import run_in_halves
 from memo.gpt.model.init_weights import initialise
 from memo.gpt.model.model import GPT, Attention
 from memo.gpt.model.pipeline_stage import PipelineStage
@@ -144,6 +145,8 @@ def _divide_layers(stage: PipelineStage, world: World) -> None:
             ways = {mlp: entry, f"{mlp}.gate": column, f"{mlp}.up": column, f"{mlp}.down": row}
             plan |= {name: way for name, way in ways.items() if name in names}
             parallelize_module(layer, world.mesh["tp"], plan)
+            if layout.tp_overlap:
+                layer.in_halves = run_in_halves
 
 
 def _divide_experts(stage: PipelineStage, world: World) -> None:

@@ -61,6 +61,12 @@ class Attention(nn.Module):
         self, x: torch.Tensor, rotary: RotaryTables | None = None, spans: DocumentSpans | None = None
     ) -> torch.Tensor:
         """Attention output of `x`, both (batch, tokens, hidden)."""
+        return self.out(self.mix(x, rotary, spans))  # type: ignore[no-any-return]
+
+    def mix(
+        self, x: torch.Tensor, rotary: RotaryTables | None = None, spans: DocumentSpans | None = None
+    ) -> torch.Tensor:
+        """Input of the output projection, (batch, tokens, width of this rank's heads)."""
         grouped = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_dim))
         query, key, value = grouped.split([self.group, 1, 1], dim=3)
         if rotary is not None:
@@ -72,40 +78,35 @@ class Attention(nn.Module):
             mixed = self.attend(query, key, value)
         else:
             mixed = self.attend_within(query, key, value, spans)
-        return self.out(mixed.flatten(2))  # type: ignore[no-any-return]
+        return mixed.flatten(2)
 
 
-class GeluMlp(nn.Module):
-    """MLP of GPT-2: down(gelu(up(x)))."""
+class Mlp(nn.Module):
+    """MLP of GPT-2, down(gelu(up(x))), or of Llama, down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        is_gated = config.mlp == "swiglu"
+        self.activation: Callable[..., torch.Tensor] = _swiglu if is_gated else F.gelu
+        self.gate = _linear(config.hidden, config.ffn, config.bias) if is_gated else None
         self.up = _linear(config.hidden, config.ffn, config.bias)
         self.down = _linear(config.ffn, config.hidden, config.bias)
         self.tiles = config.mlp_tiles
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """MLP output of `x`, both (batch, tokens, hidden)."""
-        if self.tiles > 1:
-            return tiled_mlp(x, tiles=self.tiles, activation=F.gelu, wide=(self.up,), down=self.down)
-        return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
-
-
-class SwigluMlp(nn.Module):
-    """MLP of Llama: down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.gate = _linear(config.hidden, config.ffn, config.bias)
-        self.up = _linear(config.hidden, config.ffn, config.bias)
-        self.down = _linear(config.ffn, config.hidden, config.bias)
-        self.tiles = config.mlp_tiles
+    @property
+    def wide(self) -> tuple[nn.Linear, ...]:
+        """Projections whose results the activation takes."""
+        return (self.up,) if self.gate is None else (self.gate, self.up)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """MLP output of `x`, both (batch, tokens, hidden)."""
         if self.tiles > 1:
-            return tiled_mlp(x, tiles=self.tiles, activation=_swiglu, wide=(self.gate, self.up), down=self.down)
-        return self.down(_swiglu(self.gate(x), self.up(x)))  # type: ignore[no-any-return]
+            return tiled_mlp(x, tiles=self.tiles, activation=self.activation, wide=self.wide, down=self.down)
+        return self.down(self.widen(x))  # type: ignore[no-any-return]
+
+    def widen(self, x: torch.Tensor) -> torch.Tensor:
+        """Input of the last projection, (batch, tokens, width of this rank)."""
+        return self.activation(*(linear(x) for linear in self.wide))
 
 
 def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -126,13 +127,16 @@ class Block(nn.Module):
         self.attention = Attention(config, config.window_of(layer))
         self.norm2 = _norm(config)
         moe = config.moe
-        self.mlp = _mlp(config) if moe is None or not moe.is_in(layer) else _moe_mlp(config, moe)
+        self.mlp = Mlp(config) if moe is None or not moe.is_in(layer) else _moe_mlp(config, moe)
         self.dropout = nn.Dropout(config.dropout)
+        self.in_halves: Callable[..., torch.Tensor] | None = None  # set under overlapped tensor parallelism
 
     def forward(
         self, x: torch.Tensor, rotary: RotaryTables | None = None, spans: DocumentSpans | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Layer output of `x`, both (batch, tokens, hidden); with experts also the router's losses, a scalar."""
+        if self.in_halves is not None:
+            return self.in_halves(self, x, rotary, spans)
         x = x + self.dropout(self.attention(self.norm1(x), rotary, spans))
         out = self.mlp(self.norm2(x))
         if isinstance(out, tuple):
@@ -140,13 +144,9 @@ class Block(nn.Module):
         return x + self.dropout(out)  # type: ignore[no-any-return]
 
 
-def _mlp(config: GPTConfig) -> nn.Module:
-    return SwigluMlp(config) if config.mlp == "swiglu" else GeluMlp(config)
-
-
 def _moe_mlp(config: GPTConfig, moe: MoeConfig) -> MoeMlp:
     shared = dataclasses.replace(config, ffn=moe.shared_hidden) if moe.shared_experts else None
-    return MoeMlp(config, None if shared is None else _mlp(shared))
+    return MoeMlp(config, None if shared is None else Mlp(shared))
 
 
 def run_layers(

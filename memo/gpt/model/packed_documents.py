@@ -11,6 +11,7 @@ and positions restart in each.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import torch
 
@@ -38,6 +39,17 @@ class DocumentSpans:
         positions = torch.arange(tokens.numel(), device=tokens.device) - begins
         return cls(
             lengths=tuple(lengths.tolist()), positions=positions.view(tokens.shape), starts=starts.to(torch.int32)
+        )
+
+    def of_rows(self, first: int, rows: int) -> DocumentSpans:
+        """The documents of `rows` rows from `first` on."""
+        whole = sum(self.lengths) // len(self.positions)  # positions may be those of a shard of the tokens
+        ends = list(itertools.accumulate(self.lengths, initial=0))
+        begin, end = ends.index(first * whole), ends.index((first + rows) * whole)
+        return DocumentSpans(
+            lengths=self.lengths[begin:end],
+            positions=self.positions[first : first + rows],
+            starts=self.starts[begin : end + 1] - first * whole,
         )
 
     @property

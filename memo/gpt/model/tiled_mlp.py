@@ -50,11 +50,19 @@ def tiled_mlp(
         UsageError: the weights are sharded by something else than memo's tensor parallelism.
     """
     if hasattr(down.weight, "device_mesh"):  # a DTensor; its module is slow to import
-        from memo.parallel import kept_for, own_parts, row_sum
+        from memo.parallel import row_sum
 
-        partial = _tiled(x, *kept_for(x), tiles, activation, [own_parts(linear) for linear in (down, *wide)])
-        return row_sum(down, partial)
+        return row_sum(down, tiled_part(x, tiles=tiles, activation=activation, wide=wide, down=down))
     return _tiled(x, x, _identity, tiles, activation, [(linear.weight, linear.bias) for linear in (down, *wide)])
+
+
+def tiled_part(
+    x: torch.Tensor, *, tiles: int, activation: Activation, wide: Sequence[nn.Linear], down: nn.Linear
+) -> torch.Tensor:
+    """This rank's part of a divided `tiled_mlp`, before the sum over the ranks; arguments and errors as there."""
+    from memo.parallel import kept_for, own_parts
+
+    return _tiled(x, *kept_for(x), tiles, activation, [own_parts(linear) for linear in (down, *wide)])
 
 
 def _identity(kept: torch.Tensor) -> torch.Tensor:

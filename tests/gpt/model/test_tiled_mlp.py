@@ -15,7 +15,7 @@ import memo
 from memo.errors import UsageError
 from memo.gpt import GPTConfig, Variant, preset
 from memo.gpt.model import GPT
-from memo.gpt.model.model import GeluMlp, SwigluMlp
+from memo.gpt.model.model import Mlp
 
 HIDDEN = 64
 
@@ -27,9 +27,7 @@ def _config(tiles: int, variant: Variant = "gpt", **others: Any) -> GPTConfig:
 
 def _mlp(tiles: int, variant: Variant, dtype: torch.dtype, **others: Any) -> torch.nn.Module:
     torch.manual_seed(0)
-    config = _config(tiles, variant, **others)
-    kind = SwigluMlp if config.mlp == "swiglu" else GeluMlp
-    return kind(config).to(dtype)
+    return Mlp(_config(tiles, variant, **others)).to(dtype)
 
 
 def _results(mlp: torch.nn.Module, tokens: int, dtype: torch.dtype, autocast: bool = False) -> list[torch.Tensor]:
