@@ -114,7 +114,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("machine")
     add_fields(where, MachineOptions)
     add_fields(where, _Gpus)
-    add_fields(where, Layout, "tp cp pp ep cp_attention schedule chunks stage_layers")
+    add_fields(where, Layout, "tp cp pp ep cp_attention tp_overlap schedule chunks stage_layers")
     search = parser.add_argument_group("search for a layout (docs/search.md); dimensions that are given are fixed")
     add_fields(search, SearchOptions)
     add_fields(parser.add_argument_group("budgets"), BudgetOptions)

@@ -54,7 +54,7 @@ for bit. Sizes are written as 8GiB, token counts as 32k or 1m.
 FIRST_LINE_S = 30.0
 """Seconds until a log has a line on what a run does, if no step has ended."""
 _SCHEDULE = "steps peak floor warmup"
-_LAYOUT = "dp tp pp cp ep cp_attention schedule chunks stage_layers sequence_parallel"
+_LAYOUT = "dp tp pp cp ep cp_attention schedule chunks stage_layers sequence_parallel tp_overlap"
 _OFFLOAD = "mode plan device host host_pool disk disk_budget alpha codec trace trace_stacks"
 _DATA = "data field documents mask_documents tokenizer seq"
 _OUTPUT = (
@@ -134,7 +134,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
         _refuse_contradictions(args, planned)
         model, layout, accumulate = planned.model, planned.layout, planned.microbatches
         shape = dataclasses.replace(planned.config, **given_fields(args, "dropout"))
-        layout = dataclasses.replace(layout, **given_fields(args, "sequence_parallel"))
+        layout = dataclasses.replace(layout, **given_fields(args, "sequence_parallel tp_overlap"))
         batch, keeps_batch = planned.rows // layout.dp, False
         sparse = EmbeddingGradients.SPARSE if planned.sparse_embedding else EmbeddingGradients.DENSE
         given = {
@@ -197,7 +197,7 @@ def _refuse_contradictions(args: argparse.Namespace, planned: PlannedRun) -> Non
         for part in (shape, shape.moe, shape.pattern)
         if hasattr(part, name)
     }
-    has |= {name: (f"--{name.replace('_', '-')}", getattr(layout, name)) for name in _LAYOUT.split()[:-1]}
+    has |= {name: (f"--{name.replace('_', '-')}", getattr(layout, name)) for name in _LAYOUT.split()[:-2]}
     has |= {
         "chunks": ("--chunks", layout.stages_per_rank),
         "model": ("--model", planned.model),

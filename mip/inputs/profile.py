@@ -359,6 +359,8 @@ class Signature:
     """Whether context-parallel ranks attend in a ring, instead of exchanging heads for tokens."""
     ep: int = 1
     """Ranks of data parallelism that divide the experts."""
+    tp_overlap: bool = False
+    """Whether each layer runs in two halves, with tensor-parallel collectives of one beside the other's compute."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "tokens", "tp", "cp", "pp", "ep"):

@@ -55,11 +55,15 @@ class RehearsedModel:
     """With a GPT preset: tensor parallelism."""
     cp: Count | None = None
     """With a GPT preset: context parallelism."""
+    tp_overlap: bool = False
+    """With --tp: run layers in two halves, collectives of one beside the other's compute."""
     mlp_tiles: Count | None = None
     """With a GPT preset: compute each MLP in as many tiles, as memo plan says (default 1)."""
 
     def __post_init__(self) -> None:
         tp, cp = self.tp or 1, self.cp or 1
+        if self.tp_overlap and tp == 1:
+            raise UsageError("--tp-overlap has no meaning without --tp; give --tp 2 or more, or leave it out")
         if self.gpus % (tp * cp):
             raise UsageError(f"--gpus {self.gpus} is no multiple of --tp {tp} times --cp {cp}")
 
@@ -77,7 +81,9 @@ def _builder(options: RehearsedModel, tokens: int) -> Callable[..., Step]:
     name = options.model
     if gpt_size(name) is None:
         refuse_given(
-            options, "--tp --cp --mlp-tiles", "is for memo's GPT, such as llama3-8b; leave it out for other models"
+            options,
+            "--tp --cp --tp-overlap --mlp-tiles",
+            "is for memo's GPT, such as llama3-8b; leave it out for other models",
         )
     if ":" in name and not Path(name).exists():
         why = "applies to models by name or configuration; leave it out"
@@ -106,7 +112,7 @@ def _preset(name: str, options: RehearsedModel, tokens: int) -> Callable[..., St
         from memo.rehearsal import gpt_step_of_rank
 
         tp, cp = options.tp or 1, options.cp or 1
-        layout = Layout(dp=options.gpus // (tp * cp), tp=tp, cp=cp)
+        layout = Layout(dp=options.gpus // (tp * cp), tp=tp, cp=cp, tp_overlap=options.tp_overlap)
         layout.check(config, seq=tokens, batch=options.batch * layout.dp, microbatches=1)
         return gpt_step_of_rank(config, layout)
     from memo.record import gpt_step

@@ -89,6 +89,8 @@ def parse_request(
         raise UsageError(f"a mixture of experts is sharded as memo train does; leave out --zero {args.zero}")
     layout, accumulate = _layout(args, profile)
     _require_attention(args, layout, config)
+    if args.tp_overlap:
+        _require_overlap(args, layout, config)
     return Request(
         config=config,
         model=(args.model or "") + ("" if args.recompute is None else _METHOD_WORDS[args.recompute]),
@@ -143,6 +145,18 @@ def _require_attention(
         raise UsageError("local attention is not possible with --cp-attention ring; use ulysses")
     if asked is ContextAttention.RING and planned_precision(args) is Precision.FP32:
         raise UsageError("ring attention needs half precision on a GPU; give --precision bf16 or bf16-autocast")
+
+
+def _require_overlap(args: argparse.Namespace, layout: StepLayout, config: GPTConfig | HuggingFaceModel | None) -> None:
+    """Checks --tp-overlap; a profile by arithmetic refuses what cannot be halved."""
+    if args.profile is not None and not layout.tp_overlap:
+        raise UsageError("--tp-overlap: the profile is of steps without it; leave it out, or give --model instead")
+    if args.profile is None and not isinstance(config, GPTConfig):
+        raise UsageError(f"--tp-overlap applies to sizes of memo's GPT only; {args.model} trains without it")
+    if layout.tp == 1 and not args.search:
+        raise UsageError("--tp-overlap has no meaning without --tp; give --tp 2 or more, or leave it out")
+    if isinstance(config, GPTConfig) and config.moe is not None:
+        raise UsageError("--tp-overlap: experts are chosen for all rows at once; leave it out with --experts")
 
 
 def _stage_layers(args: argparse.Namespace, layout: StepLayout) -> tuple[int, ...]:
@@ -202,6 +216,7 @@ def _tiles(
 
 def _layout(args: argparse.Namespace, profile: Profile | None) -> tuple[StepLayout, int]:
     """The layout, and the number of microbatches in a step."""
+    overlap = bool(args.tp_overlap) if profile is None else profile.signature.tp_overlap
     batch, sizes = args.batch, {"tp": args.tp, "cp": args.cp, "pp": args.pp, "ep": args.ep}
     if profile is not None:
         known = profile.signature
@@ -212,7 +227,7 @@ def _layout(args: argparse.Namespace, profile: Profile | None) -> tuple[StepLayo
     else:
         tokens = TILE_TOKENS * args.cp if args.max_seq else args.seq
     ring = args.cp_attention == ContextAttention.RING and sizes["cp"] > 1
-    layout = StepLayout(tokens=tokens, gpus=args.gpus, ring=ring, **sizes)
+    layout = StepLayout(tokens=tokens, gpus=args.gpus, ring=ring, tp_overlap=overlap, **sizes)
     batch, accumulate = batch_sizes(batch, args.accumulate, args.global_batch, replicas=layout.replicas)
     return dataclasses.replace(layout, batch=batch), accumulate
 

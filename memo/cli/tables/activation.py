@@ -187,6 +187,7 @@ def _headline(plan: ActivationPlan) -> str:
     tiles = plan.problem.profile.mlp_tiles
     chunks = f" of {pipeline.chunks} chunks" if pipeline.chunks > 2 else ""
     named += f" ({pipeline.schedule}{chunks})" if pipeline.chunks > 1 else ""
+    named += ", tp overlapped" if signature.tp_overlap else ""
     named += f", MLPs in {tiles} tiles" if tiles > 1 else ""
     codec = plan.problem.profile.codec
     named += f", what moves as {codec} codes" if codec else ""

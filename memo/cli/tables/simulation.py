@@ -48,6 +48,7 @@ def simulation_summary(plan: ActivationPlan, problem: ActivationProblem, simulat
 def _headline(problem: ActivationProblem, simulation: Simulation, number: int) -> str:
     signature = problem.profile.signature
     ways = size_words(problem)
+    ways += ", tp overlapped" if signature.tp_overlap else ""
     ways += f", what moves as {problem.profile.codec} codes" if problem.profile.codec else ""
     stage = f"; stage {number}, the slowest, is shown" if len(simulation.stages) > 1 else ""
     return (

@@ -100,6 +100,10 @@ class BlockBytes:
     """Bytes that they read and write in backward, with the sums that are gradients of biases."""
     elementwise_again: float
     """Part of `elementwise` that level `matmuls` repeats."""
+    rotation: tuple[float, float]
+    """Part of both that rotation and copies of heads have, forward and backward."""
+    activation: tuple[float, float]
+    """Part of both that the MLP's activation has."""
     kernels: tuple[int, int]
     """Kernels that forward and backward launch, as eager PyTorch runs them."""
     projections: float
@@ -224,6 +228,8 @@ class BlockFigures:
             elementwise=again + (self._activation() if self.tiled else 0) + 2 * self.stream + h,
             elementwise_backward=self._elementwise_backward(),
             elementwise_again=again,
+            rotation=(self._heads_apart(), self._rotated_backward()),
+            activation=(self._activation(), self._activation_backward()),
             kernels=self._kernels(),
             projections=2.0 * weights,
             # A recompute stops at the last saved tensor: before the last projection, or before a tiled MLP.
@@ -347,11 +353,14 @@ class BlockFigures:
     def _elementwise_backward(self) -> float:
         cast = self.stream + self.h if self.cast else 0
         norms = residuals = 2 * (3 * self.stream + cast)
-        rotated = ROTATION[self.sizes.product][1] * (self.h + self._keys) / self.sizes.product if self._rotates else 0
         biases = (2 * self.h + self.q + (2 if self.gated else 1) * self.f) if self.config.bias else 0
         again = self._activation() if self.tiled else 0
         inner = again + self._cast_again() + self._activation_backward()
-        return norms + residuals + 2 * self.q + rotated + biases + inner
+        return norms + residuals + 2 * self.q + self._rotated_backward() + biases + inner
+
+    def _rotated_backward(self) -> float:
+        rotated = ROTATION[self.sizes.product][1] * (self.h + self._keys) / self.sizes.product
+        return rotated if self._rotates else 0.0
 
     def _cast_again(self) -> float:
         return self.stream + self.h if self._casts_twice() else 0

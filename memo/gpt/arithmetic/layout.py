@@ -33,6 +33,8 @@ class StepLayout:
     """Pipeline stages."""
     ep: int = 1
     """Ranks that experts are divided over: data-parallel ones that are neighbours, a divisor of the replicas."""
+    tp_overlap: bool = False
+    """Whether layers run in two halves, with tensor-parallel collectives of one beside the other's compute."""
     islands: tuple[int, ...] = ()
     """Replicas in each group of nodes that a stage's are divided over; without them a stage is within one such group."""
     stage_layers: int = 0
@@ -56,6 +58,24 @@ class StepLayout:
             raise UsageError("--cp-attention ring has no meaning without --cp")
         if self.islands and (sum(self.islands) != self.replicas or min(self.islands) < 1):
             raise UsageError(f"replicas in groups of nodes, {self.islands}, are not the {self.replicas} of the layout")
+
+    @property
+    def halves(self) -> tuple[int, ...]:
+        """Tokens of the halves in which an MLP runs, with those of other tensor-parallel ranks; one number without halves.
+
+        Halves are of the sequences, of one sequence of each rank's tokens.
+        """
+        tokens = self.batch * self.tokens // self.cp
+        if self.tp == 1 or not self.tp_overlap:
+            return (tokens,)
+        unit = self.tokens // self.cp if self.batch > 1 else self.tp
+        second = tokens // unit // 2 * unit
+        return (tokens - second, second)
+
+    @property
+    def attention_halves(self) -> tuple[int, ...]:
+        """As `halves`, of attention: it needs all tokens of a sequence."""
+        return self.halves if self.batch > 1 else (sum(self.halves),)
 
     @property
     def rank_tokens(self) -> float:

@@ -35,6 +35,7 @@ from memo.gpt.arithmetic.mixture_bytes import mixture_block
 from memo.gpt.arithmetic.optimizers import Optimizer, end_states, layer_states, orthogonalisation_flops
 from memo.gpt.arithmetic.rank_weights import RankWeights
 from memo.gpt.arithmetic.step_collectives import ChunkOfLayers, StepCollectives, padded_elements
+from memo.gpt.arithmetic.tensor_overlap import TensorSeconds, require_halves
 from memo.gpt.arithmetic.training import NF4_BYTES, STATES, AdapterDtype, BaseFormat, Training, adapter_states
 from memo.gpt.config import GPTConfig
 from memo.gpt.train_config import Precision
@@ -120,9 +121,11 @@ def derive_profile(
             "--lora": lora > 0,
             "--optimizer muon": optimizer is Optimizer.MUON,
             "--mlp-tiles": config.mlp_tiles > 1,
+            "--tp-overlap": len(layout.halves) > 1,
         },
     )
     require_divided(config, layout)
+    require_halves(layout, lora=lora)
     smallest = min(min(shape) for shape in layer_matrices(config))
     if base is BaseFormat.NF4 and layout.gpus > 1:
         raise UsageError(f"--base {base} is planned on one GPU; leave it out with {layout.gpus}")
@@ -151,6 +154,7 @@ def derive_profile(
         pp=layout.pp,
         ring=layout.rings(config.heads),
         ep=layout.ep,
+        tp_overlap=len(layout.halves) > 1,
     )
     sizes = ElementSizes.of(precision)
     table = config.vocab_size * config.hidden / layout.tp
@@ -312,18 +316,16 @@ def _layer(
         for twice in (0, 1)
     )
     ring_s = [layout.cp * nbytes * memory_s for nbytes in block.ring_traffic]
+    context_s = exchange_s(step.context_forward(), machine, layout)
     # A ring's rotations run beside the kernel, but for what lasts longer.
     hidden_s = attention_s * (layout.cp - 1) / layout.cp if step.rings else 0.0
-    there, back = step.tensor_forward(experts=experts), step.tensor_backward(experts=experts)
-    if experts:
-        there, back = (*there, *step.expert_forward()), (*back, *step.expert_backward())
-    forward_exchange_s = exchange_s(there, machine, layout) + max(
-        exchange_s(step.context_forward(), machine, layout) - hidden_s, 0.0
-    )
-    backward_exchange_s = exchange_s(back, machine, layout) + max(
-        exchange_s(step.context_backward(), machine, layout) - hidden_s * backward_attention_s / attention_s, 0.0
-    )
-    context_s = 0.0 if step.rings else exchange_s(step.context_forward(), machine, layout)
+    tensor = TensorSeconds.of(step, block, machine, (attention_s, backward_attention_s), experts=experts)
+    there, back = (step.expert_forward(), step.expert_backward()) if experts else ((), ())
+    forward_exchange_s = tensor.forward_s + exchange_s(there, machine, layout)
+    forward_exchange_s += max(context_s - hidden_s, 0.0)
+    backward_exchange_s = tensor.backward_s + exchange_s(back, machine, layout)
+    hidden_s *= backward_attention_s / attention_s
+    backward_exchange_s += max(exchange_s(step.context_backward(), machine, layout) - hidden_s, 0.0)
     own, *apart = step.layer_units(experts=experts)
     elements = padded_elements(own.shapes, weights.shards)
     on_rank = _own_parameter_count(config, layout, apart, experts=experts) / tp
@@ -361,7 +363,7 @@ def _layer(
             recompute_s=block.projections_again * products_s
             + (block.elementwise_again + adapted.forward) * memory_s
             + dequantized_s
-            + exchange_s(step.tensor_again(experts=experts), machine, layout)
+            + tensor.again_s
             + block.exchanges_again * context_s,
             recompute_flops=block.projections_again * tokens,
             **_beside_recompute(block, tokens),
@@ -377,8 +379,9 @@ def _layer(
             + (block.elementwise + adapted.forward) * memory_s
             + ring_s[0]
             + dequantized_s
-            + _tiling_s(config, block, machine),
-            block.kernels[0] * machine.launch_s,
+            + _tiling_s(config, block, machine)
+            + tensor.halving_s[0],
+            tensor.launches * block.kernels[0] * machine.launch_s,
         )
         + forward_exchange_s,
         backward_s=max(
@@ -387,8 +390,9 @@ def _layer(
             + (block.elementwise_backward + adapted.backward) * memory_s
             + ring_s[1]
             + dequantized_s
-            + 2 * _tiling_s(config, block, machine),
-            block.kernels[1] * machine.launch_s,
+            + 2 * _tiling_s(config, block, machine)
+            + tensor.halving_s[1],
+            tensor.launches * block.kernels[1] * machine.launch_s,
         )
         + backward_exchange_s,
         forward_flops=(block.projections + 2 * adapters + block.attention) * tokens,

@@ -57,6 +57,7 @@ class PlannedRun:
             ring=self.layout.cp_attention is ContextAttention.RING,
             pp=self.layout.pp,
             ep=self.layout.ep,
+            tp_overlap=self.layout.tp_overlap,
         )
 
     @property
@@ -166,6 +167,7 @@ def layout_of(problem: ActivationProblem) -> Layout:
         tp=signature.tp,
         cp=signature.cp,
         ep=signature.ep,
+        tp_overlap=signature.tp_overlap,
         pp=pipeline.stages,
         cp_attention=ContextAttention.RING if signature.ring else ContextAttention.AUTO,
         schedule=pipeline.schedule,

@@ -4,7 +4,8 @@ Owns which collectives memo's own engine issues, over which ranks, with how many
 seconds of memo.gpt.arithmetic.profile_by_arithmetic are sums over these lists, and `memo dry-run` compares them with
 what a rank issues. Needs no torch. t is the tokens of a microbatch after context parallelism, h the hidden size:
 
-    layer       tp   forward    gather (t, h), sum to shards (t, h), for attention and again for the MLP
+    layer       tp   forward    gather (t, h), sum to shards (t, h), for attention and again for the MLP; in halves of t
+                                where these overlap
                      backward   the transposed ones; both gathers again for the weights' gradients; and one sum of h numbers
                                 for each parameter that every rank has: norms, biases of the second projections
                 cp   Ulysses    heads for tokens: q, k, v, attention's result; backward the same. Of k and v a copy for
@@ -26,13 +27,14 @@ what a rank issues. Needs no torch. t is the tokens of a microbatch after contex
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from memo.gpt.arithmetic.block_bytes import ElementSizes
-from memo.gpt.arithmetic.collectives import Collective, CollectiveKind, Ranks
+from memo.gpt.arithmetic.collectives import Collective, CollectiveKind, Ranks, exchange_s
 from memo.gpt.arithmetic.embedding_traffic import EmbeddingTraffic
 from memo.gpt.config import expert_shard_dimension
 from memo.gpt.train_config import Precision
@@ -43,6 +45,7 @@ from memo.parallel import key_copies
 if TYPE_CHECKING:
     from memo.gpt.arithmetic.layout import StepLayout
     from memo.gpt.config import GPTConfig, MoeConfig
+    from memo.mip.inputs import Hardware
 
 ID = 8  # bytes of a token's number, and of the step's three sums
 WIDE = 4  # bytes of a float32, in which the loss computes
@@ -113,6 +116,11 @@ class StepCollectives:
         return self.layout.replicas * self.layout.cp
 
     @property
+    def stream_nbytes(self) -> int:
+        """Bytes of an element between the layers."""
+        return self._sizes.stream
+
+    @property
     def _sizes(self) -> ElementSizes:
         return ElementSizes.of(self.precision)
 
@@ -136,26 +144,27 @@ class StepCollectives:
         routed = self.expert_backward() if experts else ()
         return (*self.tensor_backward(splits=splits, experts=experts), *self.context_backward(), *routed)
 
-    def _divided(self, *, experts: bool) -> int:
-        """Parts of a layer that tensor-parallel ranks divide: attention and MLP; of a mixture its shared experts alone."""
+    def _divides_mlp(self, *, experts: bool) -> bool:
+        """Whether tensor-parallel ranks divide a layer's MLP, as they do its attention: of a mixture its shared experts."""
         moe = self.config.moe
-        return 1 if experts and moe is not None and not moe.shared_experts else 2
+        return not experts or moe is None or bool(moe.shared_experts)
 
     def tensor_forward(self, *, experts: bool = False) -> tuple[Collective, ...]:
         """Tensor parallelism's part of `layer_forward`."""
-        parts = self._divided(experts=experts)
-        return self._tensor(gathers=parts, sums=parts)
+        mlp = self._divides_mlp(experts=experts)
+        return self._tensor(attention=(1, 1), mlp=(mlp, mlp))
 
     def tensor_again(self, *, experts: bool = False) -> tuple[Collective, ...]:
         """What a replay of a whole layer repeats of it: all but the sum after the last projection."""
-        return self._tensor(gathers=self._divided(experts=experts), sums=1)
+        return self._tensor(attention=(1, 1), mlp=(self._divides_mlp(experts=experts), 0))
 
     def tensor_backward(self, *, splits: bool = False, experts: bool = False) -> tuple[Collective, ...]:
         """Tensor parallelism's part of `layer_backward`."""
-        parts = self._divided(experts=experts)
-        shared = 2 * self._norms + (parts if self.config.bias else 0)
+        mlp = self._divides_mlp(experts=experts)
+        shared = 2 * self._norms + (1 + mlp if self.config.bias else 0)
         # A function written in Python is not told which half runs, so each half gathers what the products read.
-        return (*self._tensor(gathers=(3 if splits else 2) * parts, sums=parts), *self._sums_of_shared(shared))
+        gathers = 3 if splits else 2
+        return (*self._tensor(attention=(gathers, 1), mlp=(gathers * mlp, mlp)), *self._sums_of_shared(shared))
 
     @property
     def _moe(self) -> MoeConfig:
@@ -196,17 +205,26 @@ class StepCollectives:
         """Ranks with different tokens."""
         return self.replicas * self.layout.tp
 
-    def _tensor(self, *, gathers: int, sums: int) -> tuple[Collective, ...]:
-        nbytes = self._tokens * self.config.hidden * self._sizes.product
-        return self._over_tensor(
-            (CollectiveKind.ALL_GATHER, nbytes, gathers), (CollectiveKind.REDUCE_SCATTER, nbytes, sums)
-        )
+    def _tensor(self, *, attention: tuple[int, int], mlp: tuple[int, int]) -> tuple[Collective, ...]:
+        """Gathers and sums of tokens for attention and for the MLP; in halves, each of both."""
+        found: collections.Counter[tuple[CollectiveKind, int]] = collections.Counter()
+        halves, width = self.layout.halves, self.config.hidden * self._sizes.product
+        for tokens, counts in ((self.layout.attention_halves, attention), (halves, mlp)):
+            for half in tokens:
+                found[CollectiveKind.ALL_GATHER, half * width] += counts[0]
+                found[CollectiveKind.REDUCE_SCATTER, half * width] += counts[1]
+        return self._over_tensor(*((*key, count) for key, count in found.items() if count))
+
+    def half_s(self, kind: CollectiveKind, machine: Hardware) -> float:
+        """Seconds of one half's gather or sum of tokens."""
+        nbytes = self._tokens * self.config.hidden * self._sizes.product / 2
+        return exchange_s(self._over_tensor((kind, nbytes, 1)), machine, self.layout)
 
     def _sums_of_shared(self, parameters: int) -> tuple[Collective, ...]:
         """Sums of the gradients of parameters of h numbers that each tensor-parallel rank has."""
         return self._over_tensor((CollectiveKind.ALL_REDUCE, self.config.hidden * self._sizes.stream, parameters))
 
-    def _over_tensor(self, *given: tuple[CollectiveKind, int, int]) -> tuple[Collective, ...]:
+    def _over_tensor(self, *given: tuple[CollectiveKind, float, int]) -> tuple[Collective, ...]:
         if self.layout.tp == 1:
             return ()
         return tuple(

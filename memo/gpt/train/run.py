@@ -485,7 +485,8 @@ def _optimizer_lines(trainer: Trainer) -> list[str]:
 def _ranks(layout: Layout) -> str:
     if layout.ranks == 1:
         return ""
-    return f"{layout.ranks} ranks (dp {layout.dp}, tp {layout.tp}, pp {layout.pp}, cp {layout.cp}) of "
+    tp = f"{layout.tp} overlapped" if layout.tp_overlap else layout.tp
+    return f"{layout.ranks} ranks (dp {layout.dp}, tp {tp}, pp {layout.pp}, cp {layout.cp}) of "
 
 
 def _open_checkpoints(
