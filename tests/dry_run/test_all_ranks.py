@@ -30,6 +30,7 @@ def made(
     layers: int = 4,
     kv_heads: int | None = None,
     sparse_embedding: bool = False,
+    overlap: bool = False,
     moe: dict[str, int] | None = None,
     pattern: AttentionPattern | None = None,
     rows: int | None = None,
@@ -42,7 +43,7 @@ def made(
         shape["moe"] = MoeConfig(**{"experts": 8, "shared_experts": 1, "expert_hidden": 64, "every": 2} | moe)
     shape |= {} if pattern is None else {"pattern": pattern}
     config = preset("tiny", variant=variant, **shape)  # type: ignore[arg-type]
-    layout = Layout(**sizes)  # type: ignore[arg-type]
+    layout = Layout(tp_overlap=overlap, **sizes)  # type: ignore[arg-type]
     return PlannedRun(
         config=config,
         precision=precision,
@@ -72,12 +73,15 @@ def made(
         made(cp=2, tp=2, pp=2, pattern=AttentionPattern(window=100)),
         made(cp=4, variant="llama", kv_heads=2),
         made(cp=2, tp=2, variant="llama", kv_heads=2, precision=Precision.BF16_AUTOCAST),
+        made(tp=4, dp=2, overlap=True, variant="llama", kv_heads=4, precision=Precision.BF16_AUTOCAST),
+        made(tp=2, cp=2, overlap=True, rows=3),
+        made(tp=2, pp=2, overlap=True, rows=2, microbatches=4),
     ],
     ids=lambda run: (
         f"dp{run.layout.dp}-cp{run.layout.cp}-tp{run.layout.tp}-pp{run.layout.pp}-{run.precision}"
         f"-chunks{run.layout.stages_per_rank}"
         f"{'-uneven' * bool(run.layout.stage_layers)}{'-sparse' * run.sparse_embedding}"
-        f"{'-local' * (run.config.pattern is not None)}"
+        f"{'-local' * (run.config.pattern is not None)}{'-overlap' * run.layout.tp_overlap}"
         f"{'-shared' * (run.config.kv_heads % (run.layout.cp * run.layout.tp) > 0)}"
     ),
 )

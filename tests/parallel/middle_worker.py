@@ -36,6 +36,12 @@ SHAPE: dict[str, Any] = {
     "kv_heads": 4,
 }
 
+OVERLAPPED = {
+    "all_gather_into_tensor": "_allgather_base_",
+    "reduce_scatter_tensor": "_reduce_scatter_base_",
+    "all_reduce": "allreduce_",
+}
+"""Collectives that are launched and waited for by two operators."""
 Counts = collections.Counter[str]
 
 
@@ -48,8 +54,9 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         moves = func.namespace in ("c10d", "_c10d_functional")
-        if moves and any(tensor.is_floating_point() for tensor in tensors_within(args)):
-            self.counts[func.overloadpacket.__name__] += 1
+        name = func.overloadpacket.__name__
+        if moves and name != "wait_tensor" and any(tensor.is_floating_point() for tensor in tensors_within(args)):
+            self.counts[OVERLAPPED.get(name, name)] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -99,6 +106,8 @@ def check(name: str) -> None:
         at_attention += Counts(_allgather_base_=2, _reduce_scatter_base_=1)
     elif layout.tp > 1:
         at_attention += Counts(allreduce_=1)
+    if layout.tp_overlap:  # two halves
+        at_attention += at_attention
     mixed = (0.25, 0.5, 0.25)
     for alpha, expected in [
         ((0, 1, 0), at_matmuls),

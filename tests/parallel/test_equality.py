@@ -49,6 +49,9 @@ LAYOUTS = {
         "cp2_documents_local_float64",
         "pp2_1f1b_local_float64",
         "pp2_zbv_local_moe_float64",
+        "tp2_overlap_float64",
+        "tp2_overlap_replicated_documents_llama_float64",
+        "tp2_overlap_tiles_float64",
     ],
     4: [
         "dp4",
@@ -70,8 +73,12 @@ LAYOUTS = {
         "pp2_tp2_interleaved-zero-bubble_moe_float64",
         "dp2_ep2_cp2_llama_moe_float64",
         "cp2_tp2_local_float64",
+        "dp2_tp2_overlap_llama_float64",
+        "cp2_tp2_overlap_documents_float64",
+        "tp2_pp2_zbv_overlap_float64",
     ],
     8: [
+        "dp4_tp2_overlap_float64",  # one sequence on a rank
         "dp2_tp2_pp2",
         "dp2_cp2_tp2",
         "cp2_tp4",

@@ -53,6 +53,12 @@ V = PipelineSchedule.ZERO_BUBBLE_V
         ({"cp": 8}, {"seq": 60}, "--seq 60 does not divide over 8 ranks"),
         ({"tp": 8, "sequence_parallel": True}, {"seq": 60}, "--seq 60 does not divide over 8 ranks"),
         ({"dp": 3}, {}, "--batch 4 does not divide over --dp 3"),
+        ({"tp_overlap": True}, {}, "^--tp-overlap has no meaning without --tp; give --tp 2 or more"),
+        (
+            {"tp": 8, "dp": 4, "tp_overlap": True},
+            {"seq": 8},
+            "^--tp-overlap: one sequence with one token on a rank has no halves; use --batch 8 or --seq 16$",
+        ),
         ({"pp": 3}, {}, "8 layers do not divide over 3 pipeline stages"),
         ({"pp": 8, "schedule": V}, {}, "8 layers do not divide over 16 pipeline stages"),
         ({"pp": 4}, {"microbatches": 3}, "--accumulate 3 is too few for 1f1b on --pp 4; at least 4"),
@@ -166,6 +172,7 @@ def test_what_all_ranks_find_wrong_is_said_once(flags: list[str]) -> None:
     [
         ({"dp": 4, "ep": 4}, 6, "--ep 4 does not divide the model's 6 experts"),
         ({"dp": 2, "ep": 2}, None, "--ep 2 has no meaning without --experts"),
+        ({"tp": 2, "tp_overlap": True}, 4, "--tp-overlap: experts are chosen for all rows at once; leave it out"),
     ],
 )
 def test_experts_that_do_not_fit_the_ranks_are_one_line(sizes: dict[str, int], experts: int | None, line: str) -> None:

@@ -22,6 +22,8 @@ LAYOUTS = {
         "tp2_tiles",
         "tp2_documents",
         "tp2_llama_autocast",
+        "tp2_overlap_replicated",
+        "tp2_overlap_llama_autocast",
         "cp2",
         "cp2_llama_documents",
         "cp2_ring",
@@ -54,9 +56,10 @@ def test_a_layer_that_talks_to_other_ranks_is_recomputed_by_tokens_and_equal(ran
 
 def test_tensor_and_sequence_parallel_layers_are_recomputed_by_tokens_and_equal() -> None:
     """The part of the above that runs with every change."""
-    told = launch(2, "recompute_worker.py", "tp2")
-    for setting in SETTINGS:
-        assert f"equal tp2 {setting}" in told
+    told = launch(2, "recompute_worker.py", "tp2", "tp2_overlap")
+    for name in ("tp2", "tp2_overlap"):
+        for setting in SETTINGS:
+            assert f"equal {name} {setting}" in told
 
 
 MIDDLE = {
@@ -65,6 +68,7 @@ MIDDLE = {
         "tp2_llama_grouped_autocast",
         "tp2_replicated",
         "tp2_tiles",
+        "tp2_overlap",
         "tp2_autocast",
         "cp2_llama",
         "cp2_grouped",

@@ -237,7 +237,7 @@ class StepCollectives:
             return ()
         if not self.rings:
             return self._heads_for_tokens()
-        return (self._rotation(self._sizes.product, self.layout.cp - 1),)
+        return self._rotations(self._sizes.product, self.layout.cp - 1)
 
     def context_backward(self) -> tuple[Collective, ...]:
         """Context parallelism's part of `layer_backward`."""
@@ -245,8 +245,8 @@ class StepCollectives:
             return ()
         if not self.rings:
             return self._heads_for_tokens()
-        around = self._rotation(self._sizes.product, self.layout.cp - 1)
-        return (around, self._rotation(WIDE, self.layout.cp))  # gradients are added up in float32
+        around = self._rotations(self._sizes.product, self.layout.cp - 1)
+        return (*around, *self._rotations(WIDE, self.layout.cp))  # gradients are added up in float32
 
     def layer_again(self) -> tuple[Collective, ...]:
         """What a replay of all tokens of a layer repeats, attention's own result excepted."""
@@ -255,16 +255,22 @@ class StepCollectives:
     def _heads_for_tokens(self) -> tuple[Collective, ...]:
         config, tp = self.config, self.layout.tp
         copied = config.kv_heads * key_copies(config.heads, config.kv_heads, tp * self.layout.cp)
-        each = self._tokens * config.head_dim * self._sizes.product // tp
+        head = config.head_dim * self._sizes.product
         return tuple(
-            Collective(kind=CollectiveKind.ALL_TO_ALL, ranks=Ranks.CONTEXT, nbytes=heads * each, count=2)
+            Collective(kind=CollectiveKind.ALL_TO_ALL, ranks=Ranks.CONTEXT, nbytes=heads * half * head // tp, count=2)
+            for half in self.layout.attention_halves
             for heads in (config.heads, copied)  # q and the result; k and v
         )
 
-    def _rotation(self, element: int, count: int) -> Collective:
+    def _rotations(self, element: int, count: int) -> tuple[Collective, ...]:
         """Keys and values, of as many heads as queries have, or their gradients, from rank to rank."""
-        nbytes = 2 * self._tokens * self.config.hidden // self.layout.tp * element
-        return Collective(kind=CollectiveKind.ROTATE, ranks=Ranks.CONTEXT, nbytes=nbytes, count=count)
+        width = self.config.hidden * element
+        return tuple(
+            Collective(
+                kind=CollectiveKind.ROTATE, ranks=Ranks.CONTEXT, nbytes=2 * half * width // self.layout.tp, count=count
+            )
+            for half in self.layout.attention_halves
+        )
 
     def embedding_forward(self) -> tuple[Collective, ...]:
         """Collectives of a microbatch's embedding, without its weights'."""

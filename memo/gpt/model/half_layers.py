@@ -35,7 +35,8 @@ def run_in_halves(
             x = x + layer.dropout(layer.attention(layer.norm1(x), rotary, spans))
             return torch.cat(_interleaved([_mlp(layer, half) for half in x.chunk(2, dim=1)], MLP_ALONE), dim=1)
         halves, first = [], 0
-        for half, entering in zip(x.chunk(2), layer.norm1(x).chunk(2), strict=True):
+        # In this order gradients of `x` are added up in that of the layer as a whole.
+        for entering, half in zip(layer.norm1(x).chunk(2), x.chunk(2), strict=True):
             tables, documents = rotary, spans
             if spans is not None:
                 documents = spans.of_rows(first, len(half))
