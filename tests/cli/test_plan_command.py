@@ -684,6 +684,8 @@ def test_what_is_sharded_and_offloaded_changes_the_memory(capsys: pytest.Capture
     [
         (["--mlp-tiles", "4", "--recompute", "full"], "--mlp-tiles 4 has no meaning with --recompute full"),
         (["--heads", "7"], "7 heads do not divide a hidden size of 4096"),
+        (["--tp-overlap"], "--tp-overlap has no meaning without --tp; give --tp 2 or more"),
+        (["--tp-overlap", "--gpus", "2", "--tp", "2", "--experts", "8"], "leave it out with --experts"),
     ],
 )
 def test_choices_that_contradict_are_refused_in_a_line(

@@ -45,6 +45,13 @@ def test_the_best_layout_of_a_long_sequence_is_no_slower_than_tensor_parallelism
     assert check_plan(read_activation_plan(path)) is None
 
 
+def test_layouts_are_found_with_overlapped_tensor_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, overlapped = (of_json(capsys, [*SMALL, "--tp", "4", *more]) for more in ((), ("--tp-overlap",)))
+    assert overlapped["best"][0]["step_s"] < plain["best"][0]["step_s"]
+    alone = [of_json(capsys, [*SMALL, "--tp", "1", *more]) for more in ((), ("--tp-overlap",))]
+    assert alone[0]["best"][0]["step_s"] == alone[1]["best"][0]["step_s"]
+
+
 def test_a_search_prints_its_ten_best_and_writes_the_plan_that_it_launches(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

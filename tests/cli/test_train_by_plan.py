@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from pathlib import Path
 
@@ -59,6 +60,24 @@ def test_a_plan_says_all_that_a_run_needs(plan: Path) -> None:
     assert config.precision is Precision.BF16_AUTOCAST
     assert config.embedding_exchange is EmbeddingGradients.SPARSE
     assert (config.offload.mode, config.offload.host) == (OffloadMode.AUTO, 64 << 30)
+
+
+def test_overlapped_tensor_parallelism_is_the_plans_or_added_to_it(
+    plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "overlapped.json"
+    assert main([*PLANNED, "--tp-overlap", "-o", str(path)]) == ExitCode.OK
+    assert config_of("--plan", path).layout.tp_overlap
+    assert config_of("--plan", plan, "--tp-overlap").layout == config_of("--plan", path).layout
+    assert not config_of("--plan", plan).layout.tp_overlap
+    steps = []
+    for each in (plan, path):
+        capsys.readouterr()
+        assert main(["simulate", str(each)]) == ExitCode.OK
+        assert (", tp overlapped" in capsys.readouterr().out) == (each == path)
+        assert main(["simulate", str(each), "--json"]) == ExitCode.OK
+        steps.append(json.loads(capsys.readouterr().out)["step_s"])
+    assert steps[1] < steps[0]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import fully_shard
 
 import memo
 from memo.cli.main import main
-from memo.gpt import preset
+from memo.gpt import Precision, preset
+from memo.gpt.arithmetic import StepLayout, derive_profile
 from memo.mip.inputs import hardware_preset
 from memo.parallel import Layout
 from memo.record import Step
@@ -95,6 +96,23 @@ def test_memo_s_gpt_is_divided_as_memo_train_does_and_settles(layout: Layout) ->
     predicted = found.plan.stages[0].microbatch_s
     assert found.step_s == pytest.approx(predicted, rel=0.05)
     assert not dist.is_initialized()
+
+
+def test_overlapped_collectives_shorten_a_rehearsed_step_as_they_do_the_predicted_one() -> None:
+    steps, config = [], preset("llama3-8b", layers=2, vocab_size=1024, max_seq=16384)
+    for overlap in (False, True):
+        build = functools.partial(gpt_step_of_rank(config, Layout(tp=4, tp_overlap=overlap)), batch=2, tokens=16384)
+        steps.append(seconds(memo.rehearse(build, SimulatedMachine("h100", ranks=4), way=Way.KEEP, steps=2)))
+    layout = StepLayout(tokens=16384, batch=2, gpus=4, tp=4)
+    plain, halves = (
+        derive_profile(
+            config, H100, dataclasses.replace(layout, tp_overlap=overlap), precision=Precision.BF16_AUTOCAST
+        ).layer_profiles()[0]
+        for overlap in (False, True)
+    )
+    # Exposed collectives alone: products of half the rows take a rehearsal no longer.
+    hidden = [2 * (each.forward_exchange_s + each.backward_exchange_s) for each in (plain, halves)]
+    assert steps[0] - steps[1] == pytest.approx(hidden[0] - hidden[1], rel=0.25)
 
 
 def test_layers_that_ranks_compute_together_are_recomputed_where_the_host_is_full() -> None:

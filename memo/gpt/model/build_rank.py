@@ -21,7 +21,7 @@ from memo.gpt.config import GPTConfig, expert_shard_dimension
 from memo.gpt.model.experts import MoeMlp
 from memo.gpt.model.half_layers import run_in_halves
 from memo.gpt.model.init_weights import initialise
-from memo.gpt.model.model import GPT, Attention
+from memo.gpt.model.model import GPT, Attention, Block
 from memo.gpt.model.pipeline_stage import PipelineStage
 from memo.loss import VocabularyShard
 from memo.parallel import (
@@ -146,7 +146,7 @@ def _divide_layers(stage: PipelineStage, world: World) -> None:
             plan |= {name: way for name, way in ways.items() if name in names}
             parallelize_module(layer, world.mesh["tp"], plan)
             if layout.tp_overlap:
-                layer.in_halves = run_in_halves
+                cast("Block", layer).in_halves = run_in_halves
 
 
 def _divide_experts(stage: PipelineStage, world: World) -> None:

@@ -8,7 +8,7 @@ whole; gradients of weights are sums of the two halves'. Dropout draws for each 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from memo.gpt.model.tiled_mlp import tiled_part
 from memo.parallel import begin_entry, begin_row_sum, own_parts, parameters_once
 
 if TYPE_CHECKING:
-    from memo.gpt.model.model import Block
+    from memo.gpt.model.model import Block, Mlp
 
 Half = Generator[None, None, torch.Tensor]
 """Steps of one half; returns its output."""
@@ -39,8 +39,9 @@ def run_in_halves(
         for entering, half in zip(layer.norm1(x).chunk(2), x.chunk(2), strict=True):
             tables, documents = rotary, spans
             if spans is not None:
+                rows = slice(first, first + len(half))
                 documents = spans.of_rows(first, len(half))
-                tables = None if rotary is None else tuple(table[first : first + len(half)] for table in rotary)
+                tables = None if rotary is None else (rotary[0][rows], rotary[1][rows])
             halves.append(_layer(layer, half, entering, tables, documents))
             first += len(half)
         return torch.cat(_interleaved(halves, WHOLE_LAYER))
@@ -64,7 +65,7 @@ def _layer(
 
 
 def _mlp(layer: Block, x: torch.Tensor) -> Half:
-    mlp = layer.mlp
+    mlp = cast("Mlp", layer.mlp)
     entered = begin_entry(mlp.up, layer.norm2(x))
     yield
     if mlp.tiles > 1:
@@ -76,7 +77,7 @@ def _mlp(layer: Block, x: torch.Tensor) -> Half:
         part = F.linear(wide, own_parts(mlp.down)[0])
     summed = begin_row_sum(mlp.down, part)
     yield
-    return x + layer.dropout(summed())
+    return x + cast("torch.Tensor", layer.dropout(summed()))
 
 
 def _interleaved(halves: Sequence[Half], order: str) -> list[torch.Tensor]:
