@@ -26,7 +26,7 @@ HALF_ROWS = 128
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWork:
+class HalvedWork:
     """Seconds of computation of one layer, all rows together."""
 
     products: tuple[float, float, float, float]
@@ -44,9 +44,9 @@ class HalfCollectives:
     """Seconds of the collectives of one half of the rows."""
 
     entering: tuple[float, float]
-    """Of a projection's input: the gather, and in backward the sum of its gradient over the ranks."""
+    """Seconds for a projection's input: of the gather, and in backward of the sum of its gradient over the ranks."""
     leaving: tuple[float, float]
-    """Of a last projection's result: the sum over the ranks, and in backward the gather of its gradient."""
+    """Seconds for a last projection's result: of the sum over the ranks, and in backward of the gather of its gradient."""
     again: float
     """Gather of a projection's input, repeated in backward."""
 
@@ -73,21 +73,21 @@ _Step = Sequence[float | str | _Launch]
 class TensorOverlap:
     """Exposed seconds of the collectives in the passes of one layer."""
 
-    work: LayerWork
+    work: HalvedWork
     half: HalfCollectives
     of_tokens: bool
     """The halves are of one sequence's tokens: attention and its collectives are not divided."""
 
     @property
     def forward_s(self) -> float:
-        """Of a forward."""
+        """Exposed seconds of a forward."""
         if self.of_tokens:
             return self._exposed(MLP_ALONE, lambda half: self._forward(half)[3:]) + self.half.all_s(backward=False)
         return self._exposed(WHOLE_LAYER, self._forward)
 
     @property
     def again_s(self) -> float:
-        """Of a replay of all but attention's kernel and the last projection."""
+        """Exposed seconds of a replay of all but attention's kernel and the last projection."""
         work = dataclasses.replace(self.work, attends=(0.0, 0.0))
         replay = dataclasses.replace(self, work=work)
         if self.of_tokens:
@@ -96,7 +96,7 @@ class TensorOverlap:
 
     @property
     def backward_s(self) -> float:
-        """Of a backward."""
+        """Exposed seconds of a backward."""
         if self.of_tokens:
             exposed_s = self._exposed(MLP_ALONE[::-1], lambda half: self._backward(half)[:4])
             return exposed_s + self.half.all_s(backward=True)
@@ -155,12 +155,12 @@ class TensorSeconds:
     """Seconds that tensor parallelism adds to the passes of one layer."""
 
     forward_s: float
-    """Of collectives that a forward waits for."""
+    """Seconds that a forward waits for collectives."""
     backward_s: float
     again_s: float
-    """Of those that a replay of the whole layer waits for."""
+    """Seconds that a replay of the whole layer waits for them."""
     halving_s: tuple[float, float] = (0.0, 0.0)
-    """Of computation, forward and backward: products of half the rows, and copies that join the halves."""
+    """Seconds of computation, forward and backward: products of half the rows, and copies that join the halves."""
     launches: int = 1
     """Times that each kernel is launched."""
 
@@ -208,14 +208,14 @@ class TensorSeconds:
         )
 
 
-def _work(step: StepCollectives, block: BlockBytes, machine: Hardware, attention_s: tuple[float, float]) -> LayerWork:
+def _work(step: StepCollectives, block: BlockBytes, machine: Hardware, attention_s: tuple[float, float]) -> HalvedWork:
     config, tokens = step.config, step.layout.rank_tokens
     memory_s = tokens / machine.elementwise_bytes_per_s
     column_s = 2 * config.hidden * tokens / machine.product_flops_per_s
     ups = 2 if config.mlp == "swiglu" else 1
     wide, last = (ups * config.ffn, config.ffn) if config.mlp_tiles == 1 else ((ups + 1) * config.ffn, 0)
     apart = [block.rotation[i] + block.activation[i] for i in (0, 1)]
-    return LayerWork(
+    return HalvedWork(
         products=(config.qkv_width * column_s, config.hidden * column_s, wide * column_s, last * column_s),
         attends=(attention_s[0] + block.rotation[0] * memory_s, attention_s[1] + block.rotation[1] * memory_s),
         activates=(block.activation[0] * memory_s, block.activation[1] * memory_s),

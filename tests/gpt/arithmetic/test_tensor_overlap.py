@@ -9,11 +9,11 @@ import pytest
 from memo.errors import UsageError
 from memo.gpt import preset
 from memo.gpt.arithmetic import CollectiveKind, Ranks, StepCollectives, StepLayout, derive_profile
-from memo.gpt.arithmetic.tensor_overlap import HalfCollectives, LayerWork, TensorOverlap
+from memo.gpt.arithmetic.tensor_overlap import HalfCollectives, HalvedWork, TensorOverlap
 from memo.mip.inputs import hardware_preset
 
 H100 = hardware_preset("h100")
-WORK = LayerWork(products=(8.0, 8.0, 8.0, 8.0), attends=(8.0, 16.0), activates=(2.0, 4.0), rest=(0.0, 0.0))
+WORK = HalvedWork(products=(8.0, 8.0, 8.0, 8.0), attends=(8.0, 16.0), activates=(2.0, 4.0), rest=(0.0, 0.0))
 
 
 def overlap(gather: float, total: float, *, of_tokens: bool = False) -> TensorOverlap:
