@@ -28,10 +28,10 @@ def test_of_short_collectives_the_first_and_the_last_are_exposed() -> None:
 
 
 def test_of_one_sequence_attentions_collectives_are_exposed_too() -> None:
-    found = overlap(1.0, 2.0, of_tokens=True)
-    assert found.forward_s == 2 * (1.0 + 2.0) + 1.0 + 2.0
-    assert found.backward_s == 2 * (1.0 + 2.0 + 1.0) + 1.0 + 2.0
-    assert found.again_s == 2 * (1.0 + 2.0) + 1.0
+    found = overlap(1.0, 6.0, of_tokens=True)
+    assert found.forward_s == 2 * (1.0 + 6.0) + 1.0 + 6.0
+    assert found.backward_s == 2 * (1.0 + 6.0 + 1.0) + 1.0 + 6.0
+    assert found.again_s == 2 * (1.0 + 6.0) + 1.0
 
 
 def test_of_long_collectives_what_the_other_half_computes_is_hidden() -> None:
