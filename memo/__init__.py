@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from memo.loss.without_logits import loss_without_logits
     from memo.manager.manager import Manager
     from memo.manager.offloading import offload
-    from memo.parallel.hugging_face import parallelize
+    from memo.parallel.decoders.parallel_model import parallelize
     from memo.profiling.measure import profile
     from memo.rehearsal.run import rehearse
     from memo.swap.kept import keep

@@ -50,6 +50,7 @@ IMPORTS = {
     "memo/out_of_memory": "memo memo/trace",
     "memo/machine": "memo mip/inputs swap/backends swap/disk swap face",
     "memo/parallel": "memo mip/inputs mip/activation swap face",
+    "memo/parallel/decoders": "memo swap face memo/parallel",
     "memo/compression": "memo kernels memo/parallel",
     "memo/loss": "memo memo/parallel",
     "memo/autoplan": "memo mip/inputs mip/activation allocator swap face memo/machine",
@@ -77,7 +78,7 @@ IMPORTS = {
     "memo/parallel memo/loss memo/autoplan memo/manager memo/gpt/optim memo/gpt memo/gpt/arithmetic memo/gpt/model "
     "memo/record memo/dry_run memo/hugging_face",
     "memo/checkpointing": "memo swap face memo/manager",
-    "memo face": "memo allocator swap swap/recompute/tape memo/parallel memo/loss memo/manager memo/checkpointing "
+    "memo face": "memo allocator swap swap/recompute/tape memo/parallel/decoders memo/loss memo/manager memo/checkpointing "
     "memo/profiling memo/rehearsal",
     "memo/integrations": "memo swap face memo face",
     "memo/cli/tables": "memo mip/address mip/inputs mip/activation mip/simulate face memo/trace memo/gpt/arithmetic "

@@ -1,7 +1,7 @@
 """Tensor- and sequence-parallel layers: what a rank saves for backward is its share, 16 / tp units of b·s·h.
 
 Owns the division of one module's parameters over a tensor-parallel group, and its computation with the local part.
-Does not own the choice of modules (hugging_face.py, memo.gpt). Parameters become DTensors, so that FSDP and
+Does not own the choice of modules (memo.parallel.decoders, memo.gpt). Parameters become DTensors, so that FSDP and
 checkpoints know the whole; activations stay ordinary tensors.
 
     between layers   (b, s/tp, h)         with sequence parallelism; (b, s, h) on every rank without
@@ -16,7 +16,7 @@ torch's own ColwiseParallel saves the gathered input once for each projection.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -29,7 +29,16 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from memo.errors import UsageError
-from memo.parallel.collectives import Pending, begin_scatter_sum, begin_sum_out, copy_in, scatter_sum, sum_out
+from memo.parallel.collectives import (
+    Pending,
+    begin_scatter_sum,
+    begin_sum_out,
+    copy_in,
+    join,
+    scatter_sum,
+    split,
+    sum_out,
+)
 from memo.parallel.gathered_input import begin_enter, enter, gathered_linear, token_dim
 
 Group = dist.ProcessGroup
@@ -75,9 +84,11 @@ class _Divided(nn.Module):
 
 class _ColumnParallel(_Divided):
     _tp_pieces: int
+    _tp_gathers: bool
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return gathered_linear(x, self._matrix(), self._own_bias())
+        own = gathered_linear(x, self._matrix(), self._own_bias())
+        return join(own, self._tp_group, own.ndim - 1) if self._tp_gathers else own
 
     def _own_bias(self) -> torch.Tensor | None:
         """Bias of this rank's outputs."""
@@ -88,7 +99,11 @@ class _ColumnParallel(_Divided):
 
 
 class _RowParallel(_Divided):
+    _tp_splits: bool
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._tp_splits:
+            x = split(x, self._tp_group, x.ndim - 1)
         return self._summed(F.linear(x, self._matrix()))
 
     def _summed(self, partial: torch.Tensor) -> torch.Tensor:
@@ -170,6 +185,22 @@ class _Replicated(_Divided):
             self._parameters = held
 
 
+class _Experts(_Divided):
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        held, group = self._parameters, self._tp_group
+        args = tuple(_copied_in(one, group) for one in args)
+        kwargs = {name: _copied_in(one, group) for name, one in kwargs.items()}
+        self._parameters = cast("Any", {name: self._part(name) for name in held})
+        try:
+            return sum_out(super().forward(*args, **kwargs), group)
+        finally:
+            self._parameters = held
+
+
+def _copied_in(given: Any, group: Group) -> Any:
+    return copy_in(given, group) if isinstance(given, torch.Tensor) and given.is_floating_point() else given
+
+
 _classes: dict[tuple[type, type], type] = {}
 
 
@@ -223,17 +254,19 @@ class ColumnParallel(ParallelStyle):
         sequence: sequence parallelism, with `Entry` before it.
         pieces: projections fused in the layer. The bias of more than one stays whole on every rank: divided in pieces, and
             then by fully_shard along the same dimension, it would have no DTensor placement.
+        gather_output: gives all outputs on every rank, which use them in the same way.
     """
 
-    def __init__(self, *, sequence: bool, pieces: int = 1) -> None:
-        self.sequence, self.pieces = sequence, pieces
+    def __init__(self, *, sequence: bool, pieces: int = 1, gather_output: bool = False) -> None:
+        self.sequence, self.pieces, self.gather_output = sequence, pieces, gather_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _mix_in(module, _ColumnParallel, device_mesh, sequence=self.sequence)
         outputs = 1 if cast("_Divided", module)._tp_transposed else 0
         _divide(module, "weight", device_mesh, Shard(outputs), self.pieces)
         _divide(module, "bias", device_mesh, Shard(0) if self.pieces == 1 else Replicate())
-        cast("_ColumnParallel", module)._tp_pieces = self.pieces
+        column = cast("_ColumnParallel", module)
+        column._tp_pieces, column._tp_gathers = self.pieces, self.gather_output
         return module
 
 
@@ -242,16 +275,39 @@ class RowParallel(ParallelStyle):
 
     Args:
         sequence: the sum over the ranks is reduce-scattered by tokens, else all-reduced.
+        split_input: takes its part of inputs that are whole on every rank.
     """
 
-    def __init__(self, *, sequence: bool) -> None:
-        self.sequence = sequence
+    def __init__(self, *, sequence: bool, split_input: bool = False) -> None:
+        self.sequence, self.split_input = sequence, split_input
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _mix_in(module, _RowParallel, device_mesh, sequence=self.sequence)
         inputs = 0 if cast("_Divided", module)._tp_transposed else 1
         _divide(module, "weight", device_mesh, Shard(inputs))
         _divide(module, "bias", device_mesh, Replicate())
+        cast("_RowParallel", module)._tp_splits = self.split_input
+        return module
+
+
+class DividedExperts(ParallelStyle):
+    """Parallel style that divides the columns and rows of every expert, in a module of fused experts.
+
+    Its forward takes hidden states, and weights of tokens, that are whole on every rank, and sums over the ranks.
+
+    Args:
+        tables: parameter to the dimension that is divided, and the matrices fused along it.
+    """
+
+    def __init__(self, tables: Mapping[str, tuple[int, int]]) -> None:
+        self.tables = tables
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _mix_in(module, _Experts, device_mesh, sequence=False)
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                dim, pieces = self.tables[name]
+                _divide(module, name, device_mesh, Shard(dim % parameter.ndim), pieces)
         return module
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.torch_version import TorchVersion
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -64,9 +64,11 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
+SHAPE: dict[str, int] = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
+
+
 def llama(**changes: int) -> LlamaForCausalLM:
-    shape = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
-    return LlamaForCausalLM(LlamaConfig(**(shape | {"num_attention_heads": 4, "num_key_value_heads": 4} | changes)))
+    return LlamaForCausalLM(LlamaConfig(**(SHAPE | {"num_attention_heads": 4, "num_key_value_heads": 4} | changes)))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,9 @@ def test_what_does_not_divide_is_refused_and_nothing_is_changed(
 
 
 def gpt2() -> GPT2LMHeadModel:
-    return GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=32, n_head=4, n_layer=2, n_positions=64))
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=61, n_embd=32, n_head=4, n_layer=2, n_positions=64, attn_pdrop=0.0, resid_pdrop=0.0)
+    )
 
 
 def test_a_torch_that_cannot_divide_fused_projections_is_refused_and_nothing_is_changed(
@@ -102,9 +106,15 @@ def test_a_torch_that_cannot_divide_fused_projections_is_refused_and_nothing_is_
     assert {name: type(module) for name, module in model.named_modules()} == before
 
 
-def test_a_model_without_a_plan_is_refused(mesh: DeviceMesh) -> None:
-    model = BertModel(BertConfig(vocab_size=61, hidden_size=32, num_attention_heads=4, num_hidden_layers=2))
-    with pytest.raises(UsageError, match="BertModel has no layers that memo has a plan for"):
+def test_a_model_whose_layers_are_not_known_to_divide_is_refused(mesh: DeviceMesh) -> None:
+    model = MambaForCausalLM(MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2))
+    with pytest.raises(UsageError, match=r"MambaBlock cannot be divided over 4 ranks: .*sequence_parallel=False"):
+        memo.parallelize(model, mesh)
+
+
+def test_dropout_of_a_divided_part_is_refused(mesh: DeviceMesh) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, num_attention_heads=4, num_key_value_heads=4, attention_dropout=0.1))
+    with pytest.raises(UsageError, match="dropout in a divided part gives all ranks the same mask"):
         memo.parallelize(model, mesh)
 
 

@@ -55,7 +55,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def llama(vocab: int = VOCAB, tied: bool = False) -> nn.Module:
-    shape = {"hidden_size": HIDDEN, "intermediate_size": HIDDEN, "num_hidden_layers": 1, "num_attention_heads": 8}
+    shape = {"hidden_size": HIDDEN, "intermediate_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 8}
     return LlamaForCausalLM(LlamaConfig(**shape, vocab_size=vocab, tie_word_embeddings=tied))
 
 
@@ -94,7 +94,10 @@ class OfItsOwn(nn.Linear):
 
 @pytest.mark.skipif(not DIVIDES_FUSED, reason="GPT-2 needs torch 2.13")
 def test_an_embedding_whose_matrix_is_used_elsewhere_too_stays_whole_and_tied(mesh: DeviceMesh) -> None:
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=HIDDEN, n_head=8, n_layer=1, n_positions=64))
+    no_dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.0}
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCAB, n_embd=HIDDEN, n_head=8, n_layer=2, n_positions=64, **no_dropout)
+    )
     own = OfItsOwn(HIDDEN, VOCAB)
     own.weight = model.transformer.wte.weight
     model.lm_head = own

@@ -1,0 +1,12 @@
+"""Unmodified models of transformers over ranks: `memo.parallelize`, and the proof that their layers divide."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memo.lazy import attach
+
+if TYPE_CHECKING:
+    from memo.parallel.decoders.parallel_model import parallelize as parallelize
+else:
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -1,0 +1,126 @@
+"""Calls of a model's layers, found in a forward on the meta device: their arguments, and what connects them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from memo.errors import UsageError
+from memo.parallel.decoders.dataflow import first_hidden, tensors_of, with_hidden
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCall:
+    """A call of a layer in a forward."""
+
+    layer: nn.Module
+    call: Call
+    follows: bool
+    """Its hidden states are what the layer before gave, unchanged."""
+    returns_tuple: bool
+
+
+def calls_of(model: nn.Module, layers: Sequence[nn.Module], *, tokens: int) -> list[LayerCall]:
+    """Runs the model on one sequence of tokens, without data or memory.
+
+    Args:
+        model: of transformers, in training mode; nothing of it changes.
+        layers: modules whose calls are wanted.
+        tokens: of the sequence.
+
+    Raises:
+        UsageError: it does not run without data, or a layer is given a tensor with a gradient beside its hidden states.
+    """
+    meta: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        meta[name] = torch.empty_like(parameter, device="meta").requires_grad_(parameter.is_floating_point())
+    meta |= {name: torch.empty_like(buffer, device="meta") for name, buffer in model.named_buffers()}
+    found: list[LayerCall] = []
+    given: list[tuple[Any, Any]] = []
+    results: list[Any] = []
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        given.append((args, kwargs))
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        call = given.pop()
+        hidden = first_hidden(*call)
+        others = tensors_of(with_hidden(*call, None))
+        if any(x.requires_grad and x is not hidden for x in others):
+            raise UsageError(f"{type(module).__name__} is given more than hidden states with a gradient")
+        found.append(
+            LayerCall(
+                layer=module,
+                call=call,
+                follows=bool(results) and hidden is results[-1],
+                returns_tuple=not isinstance(output, torch.Tensor),
+            )
+        )
+        results.append(output if isinstance(output, torch.Tensor) else output[0])
+
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+    batch: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    accepted = inspect.signature(model.forward).parameters
+    if "attention_mask" in accepted:  # models look at the tokens without one
+        batch["attention_mask"] = torch.ones_like(ids)
+    batch = {name: value for name, value in batch.items() if name in accepted}
+    with _tracing(model), contextlib.ExitStack() as stack:
+        for layer in layers:
+            stack.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)
+            stack.callback(layer.register_forward_hook(after).remove)
+        try:
+            torch.func.functional_call(model, meta, (), batch)
+        except UsageError:
+            raise
+        except Exception as error:
+            raise UsageError(
+                f"{type(model).__name__} does not run without data, which memo divides it by: {type(error).__name__}: "
+                f"{' '.join(str(error).split())[:160]}"
+            ) from error
+    return found
+
+
+@contextlib.contextmanager
+def _tracing(model: nn.Module) -> Iterator[None]:
+    """Training mode, attention that is written out, and experts without data, for the duration."""
+    modes = {module: module.training for module in model.modules()}
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    configs = {key: c for key, c in configs.items() if hasattr(c, "_attn_implementation")}
+    kept = {key: c._attn_implementation for key, c in configs.items()}
+    experts = [module for module in model.modules() if is_experts(module)]
+    try:
+        model.train()
+        for config in configs.values():
+            config._attn_implementation = "eager"
+        for module in experts:
+            module.forward = _as_given  # type: ignore[method-assign]
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for key, config in configs.items():
+            config._attn_implementation = kept[key]
+        for module in experts:
+            module.__dict__.pop("forward", None)
+
+
+def tracing(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """`_tracing`, for runs of single layers."""
+    return _tracing(model)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """True for fused experts of transformers: parameters (experts, ...) whose forward depends on data."""
+    return type(module).__name__.endswith("Experts") and any(p.dim() == 3 for p in module.parameters(recurse=False))
+
+
+def _as_given(hidden: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+    return hidden.clone()

@@ -1,0 +1,502 @@
+"""Dataflow of a layer whose matrices are divided: the proof, without data, that it computes what the whole layer does.
+
+A layer runs twice on the meta device: as it is, which is one rank's part of a layer with so many times the heads and columns
+as there are ranks, and as this wider layer. Both runs must be the same operators; a dimension in which their sizes differ by
+the number of ranks is divided, and the ranks must divide its size in the layer. Each operator that sees such a dimension
+must be one that keeps it: elementwise, a batch dimension of a product, a view of whole blocks. None may reduce, mix or index
+it, which only row-parallel matrices do. Beside that each tensor has a flow, which says what its gradient is on a rank:
+
+    CONSTANT   none                        WEIGHT    of replicated parameters alone
+    SAME       whole, on every rank        PARTIAL   values of every rank are equal, gradients are to be summed
+    OWN        of this rank's part
+
+SAME becomes PARTIAL where a module enters (memo.parallel.Entry), PARTIAL becomes OWN in a column-parallel matrix, and OWN
+becomes SAME in a row-parallel one. Nothing else may mix SAME with the other two. A parameter that meets PARTIAL or OWN has
+its gradient summed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from memo.parallel.decoders.operators import Flow, NotDivisible, OperatorCall, Shape, State, kept_pieces
+from memo.torch_private import TorchDispatchMode
+
+
+class Kind(enum.Enum):
+    """How a module of a layer is divided."""
+
+    COLUMN = "outputs"
+    ROW = "inputs"
+    EXPERTS = "columns and rows of every expert"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DividedModule:
+    """Division of one module."""
+
+    kind: Kind
+    pieces: int = 1
+    """Projections fused in a COLUMN one."""
+    whole_outside: bool = False
+    """A COLUMN one gathers its outputs, a ROW one takes its part of whole inputs."""
+    tables: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    """Parameter of EXPERTS to the dimension that is divided, and the pieces fused along it."""
+
+
+class Boundary(enum.Enum):
+    """What happens where a module begins, and with WHOLE where it ends."""
+
+    ENTRY = "tokens are gathered; gradients are summed"
+    WHOLE = "tokens are gathered, and divided again at the end"
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Division:
+    """Division of one layer: its modules by their names within it."""
+
+    parts: dict[str, DividedModule]
+    boundaries: dict[str, Boundary]
+    scaled: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    """Module to its attributes that are proportional to the heads."""
+    summed: frozenset[str] = frozenset()
+    """Replicated parameters whose gradient is summed over the ranks."""
+
+
+def run_wide(
+    layer: nn.Module,
+    call: tuple[tuple[Any, ...], dict[str, Any]],
+    parts: Mapping[str, DividedModule],
+    scaled: Mapping[str, Sequence[str]],
+    *,
+    ranks: int,
+) -> list[OperatorCall]:
+    """The operators of the layer with `ranks` times the heads and columns, in which modules of `parts` count as one."""
+    run = _Run(layer, parts, ranks=ranks, steps=None)
+    with _scaled(layer, scaled, ranks):
+        run.forward(call)
+    return run.done
+
+
+def check(
+    layer: nn.Module,
+    call: tuple[tuple[Any, ...], dict[str, Any]],
+    division: Division,
+    steps: list[OperatorCall],
+    *,
+    ranks: int,
+    sequence: bool,
+) -> frozenset[str]:
+    """Names of the replicated parameters whose gradients are to be summed.
+
+    Args:
+        layer: its parameters may be anywhere, and are not read.
+        call: positional and named arguments of the layer, on the meta device.
+        division: what is checked.
+        steps: of `run_wide`.
+        ranks: among which the layer is divided.
+        sequence: between the modules a rank has its own tokens.
+
+    Raises:
+        NotDivisible: the layer would not compute what the whole one does.
+    """
+    run = _Run(layer, division.parts, ranks=ranks, steps=steps, division=division, sequence=sequence)
+    try:
+        run.forward(call)
+    except NotDivisible as error:
+        error.reached = len(run.done)
+        raise
+    if len(run.done) != len(steps):
+        raise NotDivisible("it takes another way than on one rank")
+    unlike = {name for name, kinds in run.uses.items() if len(kinds) > 1}
+    if unlike:
+        raise NotDivisible(f"{min(unlike)} is used both inside and outside of what is divided")
+    summed = frozenset(name for name, kinds in run.uses.items() if kinds == {True})
+    owners = {name.rpartition(".")[0] for name in summed}
+    beside = [name for name in run.uses.keys() - summed if name.rpartition(".")[0] in owners]
+    if beside:
+        raise NotDivisible(f"{min(beside)} is used outside of what is divided, and others of its module inside")
+    return summed
+
+
+@contextlib.contextmanager
+def _scaled(layer: nn.Module, scaled: Mapping[str, Sequence[str]], ranks: int) -> Iterator[None]:
+    before = [
+        (module, name, getattr(module, name))
+        for path, names in scaled.items()
+        for module in [layer.get_submodule(path)]
+        for name in names
+    ]
+    try:
+        for module, name, value in before:
+            setattr(module, name, value * ranks)
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+class _Run(TorchDispatchMode):
+    """One run of a layer; compares with `steps` where there are some."""
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        parts: Mapping[str, DividedModule],
+        *,
+        ranks: int,
+        steps: list[OperatorCall] | None,
+        division: Division | None = None,
+        sequence: bool = False,
+    ) -> None:
+        super().__init__()
+        self.layer, self.parts, self.ranks, self.steps = layer, parts, ranks, steps
+        self.division, self.sequence = division, sequence
+        self.done: list[OperatorCall] = []
+        self.uses: dict[str, set[bool]] = {}
+        self._states: dict[int, State] = {}
+        self._kept: list[Any] = []  # identities must stay unique
+        self._views: dict[int, list[torch.Tensor]] = {}
+        self._paused = False
+
+    def forward(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        """Runs the layer on meta tensors; the output's first tensor must be as the input is."""
+        args, kwargs = call
+        meta = {name: torch.empty_like(p, device="meta") for name, p in self.layer.named_parameters()}
+        meta |= {name: torch.empty_like(b, device="meta") for name, b in self.layer.named_buffers()}
+        parameters = {name for name, _ in self.layer.named_parameters()}
+        for name, tensor in meta.items():
+            if name in parameters:
+                self._note(tensor, State(Flow.WEIGHT, roots=frozenset({name})))
+        hidden = first_hidden(args, kwargs)
+        if self.sequence and self.steps is not None:
+            own = hidden.new_empty(hidden.shape[0], hidden.shape[1] // self.ranks, *hidden.shape[2:])
+            self._note(own, State(Flow.OWN, dim=1))
+        else:
+            own = hidden.new_empty(hidden.shape)
+            self._note(own, State(Flow.SAME))
+        args, kwargs = with_hidden(args, kwargs, own)
+        with self._patched(), torch.no_grad():
+            output = torch.func.functional_call(self.layer, meta, args, kwargs)
+        self._check_outputs(output, own, hidden.shape)
+        return output
+
+    def _check_outputs(self, output: Any, own: torch.Tensor, whole: torch.Size) -> None:
+        found = output if isinstance(output, torch.Tensor) else output[0]
+        if self.steps is None:
+            return
+        if found.shape != own.shape or self._states.get(id(found), State()).flow is not (
+            Flow.OWN if self.sequence else Flow.SAME
+        ):
+            raise NotDivisible("its output is not summed over the ranks")
+        if not isinstance(output, torch.Tensor):
+            for other in output[1:]:
+                if isinstance(other, torch.Tensor) and self._state(other).flow in (Flow.PARTIAL, Flow.OWN):
+                    raise NotDivisible("a second output of the layer is a part")
+
+    @contextlib.contextmanager
+    def _patched(self) -> Iterator[None]:
+        """Divided modules as single steps, boundaries as hooks."""
+        boundaries = {} if self.division is None else self.division.boundaries
+        with contextlib.ExitStack() as stack:
+            for path, boundary in boundaries.items():
+                module = self.layer.get_submodule(path)
+                stack.enter_context(_removed(module.register_forward_pre_hook(self._enter(boundary), with_kwargs=True)))
+                if boundary is Boundary.WHOLE and self.sequence:
+                    stack.enter_context(_removed(module.register_forward_hook(self._leave)))
+            for path, part in self.parts.items():
+                module = self.layer.get_submodule(path)
+                module.forward = self._of_part(path, module, part)  # type: ignore[method-assign]
+                stack.callback(module.__dict__.pop, "forward")
+            stack.enter_context(self)
+            yield
+
+    # Boundaries
+
+    def _enter(self, boundary: Boundary) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            x = first_hidden(args, kwargs)
+            state = self._state(x)
+            sharded = self.sequence and state.flow is Flow.OWN
+            if boundary is Boundary.WHOLE and not self.sequence:
+                return None
+            if not sharded and state.flow is not Flow.SAME:
+                raise NotDivisible(f"what enters {type(module).__name__} is {state.flow.name}")
+            if sharded and state.dim != x.dim() - 2:
+                raise NotDivisible("tokens are not the last dimension but one")
+            shape = list(x.shape)
+            if sharded:
+                shape[-2] *= self.ranks
+            flow = Flow.SAME if boundary is Boundary.WHOLE else Flow.PARTIAL
+            return with_hidden(args, kwargs, self._made(shape, x, State(flow)))
+
+        return hook
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        found = output if isinstance(output, torch.Tensor) else output[0]
+        if self._state(found).flow is not Flow.SAME or found.dim() < 3:
+            raise NotDivisible(f"what leaves {type(module).__name__} is {self._state(found).flow.name}")
+        shape = list(found.shape)
+        shape[-2] //= self.ranks
+        made = self._made(shape, found, State(Flow.OWN, dim=len(shape) - 2))
+        return made if isinstance(output, torch.Tensor) else (made, *output[1:])
+
+    # Divided modules
+
+    def _of_part(self, path: str, module: nn.Module, part: DividedModule) -> Any:
+        def forward(x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+            if part.kind is Kind.EXPERTS:
+                return self._experts(path, x, *rest, *named.values())
+            return self._linear(path, module, part, x)
+
+        return forward
+
+    def _experts(self, path: str, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        for given in (x, *(one for one in rest if isinstance(one, torch.Tensor))):
+            if self._state(given).flow not in (Flow.SAME, Flow.CONSTANT):
+                raise NotDivisible(f"the experts {path} are given {self._state(given).flow.name}")
+        return self._done(path, x, list(x.shape), State(Flow.SAME))
+
+    def _linear(self, path: str, module: nn.Module, part: DividedModule, x: torch.Tensor) -> torch.Tensor:
+        outputs, inputs = sizes(module)
+        state = self._state(x)
+        shape = [*x.shape[:-1], outputs]
+        if self.steps is None:
+            shape[-1] *= self.ranks if part.kind is Kind.COLUMN and not part.whole_outside else 1
+            return self._done(path, x, shape, State())
+        if part.kind is Kind.COLUMN:
+            if state.dim is not None or state.flow is not Flow.PARTIAL:
+                raise NotDivisible(f"{path} is given {state.flow.name}")
+            if outputs % (self.ranks * part.pieces):
+                raise NotDivisible(f"{self.ranks} ranks do not divide the {outputs} outputs of {path}")
+            if part.whole_outside:
+                return self._done(path, x, shape, State(Flow.SAME))
+            return self._done(path, x, shape, State(Flow.OWN, len(shape) - 1, part.pieces))
+        if inputs % self.ranks or x.shape[-1] != inputs:
+            raise NotDivisible(f"{self.ranks} ranks do not divide the {inputs} inputs of {path}")
+        if part.whole_outside:
+            if state.flow is not Flow.SAME or state.dim is not None:
+                raise NotDivisible(f"{path} is given {state.flow.name}")
+        elif state.flow is not Flow.OWN or state.dim != x.dim() - 1 or state.pieces != 1:
+            raise NotDivisible(f"{path} is given {state.flow.name}")
+        if self.sequence and path in self._scattering:
+            shape[-2] //= self.ranks
+            return self._done(path, x, shape, State(Flow.OWN, len(shape) - 2))
+        return self._done(path, x, shape, State(Flow.SAME))
+
+    @property
+    def _scattering(self) -> set[str]:
+        assert self.division is not None
+        return scattering(self.division)
+
+    def _done(self, name: str, x: torch.Tensor, shape: list[int], state: State) -> torch.Tensor:
+        made = self._made(shape, x, state)
+        self._compare(OperatorCall(name, (), (tuple(made.shape),), ()), skip_shapes=True)
+        return made
+
+    def _made(self, shape: Sequence[int], like: torch.Tensor, state: State) -> torch.Tensor:
+        self._paused = True
+        made = torch.empty(tuple(shape), dtype=like.dtype, device="meta")
+        self._paused = False
+        self._note(made, state)
+        return made
+
+    # Operators
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if self._paused:
+            return output
+        given = tensors_of((args, kwargs))
+        made = tensors_of(output)
+        step = OperatorCall(
+            str(func),
+            tuple(tuple(x.shape) for x in given),
+            tuple(tuple(x.shape) for x in made),
+            _settings(args, kwargs),
+        )
+        whole = self._compare(step, skip_shapes=False)
+        if whole is not None:
+            self._follow(func, args, kwargs, given, made, step, whole)
+        else:
+            for x in made:
+                self._note(x, State())
+        return output
+
+    def _compare(self, step: OperatorCall, *, skip_shapes: bool) -> OperatorCall | None:
+        self.done.append(step)
+        if self.steps is None:
+            return None
+        index = len(self.done) - 1
+        if index >= len(self.steps) or self.steps[index].name != step.name:
+            raise NotDivisible(f"it takes another way than on one rank, at {step.name}")
+        whole = self.steps[index]
+        if not skip_shapes and (len(whole.outputs) != len(step.outputs) or len(whole.inputs) != len(step.inputs)):
+            raise NotDivisible(f"it takes another way than on one rank, at {step.name}")
+        return whole
+
+    def _divided(self, own: Shape, whole: Shape, name: str) -> int | None:
+        """The dimension in which a rank has its part."""
+        if len(own) != len(whole):
+            raise NotDivisible(f"{name} gives another number of dimensions")
+        found = [dim for dim, (a, b) in enumerate(zip(own, whole, strict=True)) if a != b]
+        if len(found) > 1 or any(own[dim] * self.ranks != whole[dim] for dim in found):
+            raise NotDivisible(f"{name} gives {own}, and on one rank {whole}")
+        if found and own[found[0]] % self.ranks:
+            raise NotDivisible(f"{self.ranks} ranks do not divide the {own[found[0]]} of a dimension at {name}")
+        return found[0] if found else None
+
+    def _follow(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        given: list[torch.Tensor],
+        made: list[torch.Tensor],
+        step: OperatorCall,
+        whole: OperatorCall,
+    ) -> None:
+        name = str(func).removeprefix("aten.")
+        states = [self._state(x) for x in given]
+        dims = [self._divided(a, b, name) for a, b in zip(step.inputs, whole.inputs, strict=True)]
+        out_dims = [self._divided(a, b, name) for a, b in zip(step.outputs, whole.outputs, strict=True)]
+        for state, dim in zip(states, dims, strict=True):
+            if state.dim != dim:
+                raise NotDivisible(f"{name} is given a tensor divided otherwise than it was made")
+        pieces = 1
+        if any(dim is not None for dim in (*dims, *out_dims)):
+            pieces = kept_pieces(func, args, kwargs, states, out_dims, step, whole)
+        elif step.settings != whole.settings:
+            raise NotDivisible(f"{name} has other numbers than on one rank")
+        for x in given:
+            for root in self._state(x).roots:
+                self._require_owner(root)
+        flow, roots = self._flow(name, states, dims, out_dims)
+        for x, dim in zip(made, out_dims, strict=True):
+            now = flow if x.is_floating_point() or x.is_complex() else Flow.CONSTANT
+            if any(x is one for one in given):
+                self._write(name, x, now)
+            self._note(
+                x, State(now, dim, pieces if dim is not None else 1, roots if now is Flow.WEIGHT else frozenset())
+            )
+
+    def _write(self, name: str, x: torch.Tensor, flow: Flow) -> None:
+        """What is written into a tensor is seen by all views of it."""
+        for other in self._views.get(id(x if x._base is None else x._base), ()):
+            before = self._state(other)
+            flows = {before.flow, flow} - {Flow.CONSTANT}
+            if (not flows <= {Flow.PARTIAL, Flow.OWN} and len(flows) > 1) or Flow.WEIGHT in flows:
+                raise NotDivisible(f"{name} writes into a tensor with another gradient")
+            self._states[id(other)] = dataclasses.replace(before, flow=max(flows, default=Flow.CONSTANT))
+
+    def _require_owner(self, root: str) -> None:
+        if root.rpartition(".")[0] in self.parts:
+            raise NotDivisible(f"{root} is used outside of its module")
+
+    def _flow(
+        self, name: str, states: Sequence[State], dims: Sequence[int | None], out_dims: Sequence[int | None]
+    ) -> tuple[Flow, frozenset[str]]:
+        flows = {state.flow for state in states} - {Flow.CONSTANT}
+        roots = frozenset(root for state in states for root in state.roots)
+        if name.startswith(("detach", "zeros", "ones", "full", "empty", "new_")):
+            return Flow.CONSTANT, frozenset()
+        if not flows:
+            return Flow.CONSTANT, frozenset()
+        if flows == {Flow.WEIGHT}:
+            if any(dim is not None for dim in out_dims):
+                raise NotDivisible(f"{name} divides a parameter")
+            return Flow.WEIGHT, roots
+        flows -= {Flow.WEIGHT}
+        if Flow.SAME in flows and len(flows) > 1:
+            raise NotDivisible(f"{name} mixes what is whole with parts of ranks")
+        divided = any(dim is not None for dim in (*dims, *out_dims))
+        flow = Flow.SAME if flows == {Flow.SAME} else Flow.OWN if Flow.OWN in flows else Flow.PARTIAL
+        if flow is Flow.PARTIAL and divided:
+            flow = Flow.OWN
+        if flow is Flow.SAME and divided:
+            raise NotDivisible(f"{name} divides what is whole")
+        for root in roots:
+            self.uses.setdefault(root, set()).add(flow is not Flow.SAME)
+        return flow, frozenset()
+
+    def _note(self, x: torch.Tensor, state: State) -> None:
+        self._kept.append(x)
+        self._views.setdefault(id(x if x._base is None else x._base), []).append(x)
+        self._states[id(x)] = state
+
+    def _state(self, x: torch.Tensor) -> State:
+        return self._states.get(id(x), State())
+
+
+def scattering(division: Division) -> set[str]:
+    """Row-parallel modules that leave each rank its own tokens with sequence parallelism: outside of WHOLE modules."""
+    inside = [path + "." for path, boundary in division.boundaries.items() if boundary is Boundary.WHOLE]
+    return {
+        path
+        for path, part in division.parts.items()
+        if part.kind is Kind.ROW and not any(path.startswith(one) for one in inside)
+    }
+
+
+@contextlib.contextmanager
+def _removed(handle: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def is_linear(module: nn.Module) -> bool:
+    """True for a linear map of torch or of GPT-2, and none that wraps one."""
+    return type(module).__name__ in ("Linear", "Conv1D") and not any(True for _ in module.children())
+
+
+def sizes(linear: nn.Module) -> tuple[int, int]:
+    """Outputs and inputs of a linear layer."""
+    outputs, inputs = linear.weight.shape  # type: ignore[union-attr, misc]
+    return (inputs, outputs) if type(linear).__name__ == "Conv1D" else (outputs, inputs)
+
+
+def first_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The hidden states that a module is given."""
+    found: torch.Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    return found
+
+
+def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments with other hidden states."""
+    if "hidden_states" in kwargs:
+        return args, {**kwargs, "hidden_states": hidden}
+    return (hidden, *args[1:]), kwargs
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """All tensors in nested tuples, lists and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (tuple, list)):
+        return [x for one in value for x in tensors_of(one)]
+    return []
+
+
+def _settings(args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """Arguments that are no tensors."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return None
+        if isinstance(value, (tuple, list)):
+            return tuple(map(plain, value))
+        return value
+
+    return (*map(plain, args), *((name, plain(value)) for name, value in kwargs.items()))
